@@ -1,0 +1,22 @@
+"""Applies a plan inside DeepSpeed: ``initialize`` mirrors ``deepspeed.initialize``, ``attach`` takes
+over an engine that exists already.
+
+Names are resolved on first use, so that importing a leaf such as ``runtime.kernels`` stays light.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from runtime.attach import attach, initialize
+
+__all__ = ["attach", "initialize"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        from runtime import attach as module
+
+        return getattr(module, name)
+    raise AttributeError(f"module 'runtime' has no attribute {name!r}")

@@ -1,0 +1,1 @@
+"""The lazy asynchronous checkpoint engine."""

@@ -1,0 +1,37 @@
+"""The nouns of ebbtide and the simulator that replays one training iteration.
+
+Needs numpy and pydantic only.
+"""
+
+from simulator.iteration import build_schedule
+from simulator.machine import Machine
+from simulator.plan import CheckpointPlan, Placement, PlacementRun, Plan, PlanError, Prediction
+from simulator.quantity import Quantity
+from simulator.schedule import Lane, Op, OpKind, Schedule, ScheduleBuilder
+from simulator.simulate import simulate
+from simulator.timeline import MemorySample, Span, Timeline
+from simulator.workload import Layer, MemoryPoint, Workload
+
+__all__ = [
+    "CheckpointPlan",
+    "Lane",
+    "Layer",
+    "Machine",
+    "MemoryPoint",
+    "MemorySample",
+    "Op",
+    "OpKind",
+    "Placement",
+    "PlacementRun",
+    "Plan",
+    "PlanError",
+    "Prediction",
+    "Quantity",
+    "Schedule",
+    "ScheduleBuilder",
+    "Span",
+    "Timeline",
+    "Workload",
+    "build_schedule",
+    "simulate",
+]

@@ -1,0 +1,49 @@
+"""Max-min fair sharing of the node's capacities among the ops that run at one moment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+
+def max_min_speeds(
+    demands: Sequence[Mapping[str, float]], capacities: Mapping[str, float]
+) -> list[float]:
+    """Speed of each op, from 0 to 1 (its full speed), when they run together.
+
+    Progressive filling: all ops speed up together until a capacity is full; the ops that use it
+    stay there, the others go on. See Bertsekas & Gallager, Data Networks, section 6.5.2.
+
+    Args:
+        demands: per op, what it takes of each capacity at full speed, per second.
+        capacities: per second. A capacity that is not named is unlimited.
+    """
+    speeds = [0.0] * len(demands)
+    left = dict(capacities)
+    growing = set(range(len(demands)))
+    while growing:
+        load = _load(demands, growing, left)
+        step = min((left[name] / load[name] for name in load), default=float("inf"))
+        step = min(step, min(1.0 - speeds[i] for i in growing))
+        for i in growing:
+            speeds[i] += step
+        full = set()
+        for name, total in load.items():
+            left[name] -= total * step
+            if left[name] <= 1e-12 * capacities[name]:
+                full.add(name)
+        growing = {
+            i for i in growing
+            if speeds[i] < 1.0 - 1e-12 and not any(demands[i].get(name, 0.0) > 0 for name in full)
+        }  # fmt: skip
+    return speeds
+
+
+def _load(
+    demands: Sequence[Mapping[str, float]], growing: set[int], capacities: Mapping[str, float]
+) -> dict[str, float]:
+    load: dict[str, float] = {}
+    for i in growing:
+        for name, demand in demands[i].items():
+            if name in capacities and demand > 0:
+                load[name] = load.get(name, 0.0) + demand
+    return load

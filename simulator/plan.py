@@ -1,0 +1,203 @@
+"""The plan: where and when every subgroup is updated, and how often to checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+SCHEMA_VERSION = 1
+Placement = Literal["host", "device", "resident"]
+
+
+class PlanError(ValueError):
+    """A plan that cannot be read or does not fit; the message says what to change."""
+
+
+class PlacementRun(BaseModel):
+    """``count`` neighbouring subgroups, in forward order, that share a placement."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    placement: Placement
+    count: int = Field(ge=1)
+
+
+class CheckpointPlan(BaseModel):
+    """How often and how to checkpoint.
+
+    Attributes:
+        interval_steps: optimizer steps between two checkpoints; 0: only when the user saves.
+        mode: ``lazy`` streams from the live buffers with copy on update; ``sync`` blocks.
+        busy: what a new checkpoint does while one is being written.
+        copy_budget_bytes: host memory reserved for subgroups copied before their update.
+        write_bytes_per_s: cap on storage traffic; None: as fast as it goes.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    interval_steps: int = Field(0, ge=0)
+    mode: Literal["lazy", "sync"] = "lazy"
+    busy: Literal["wait", "skip", "replace"] = "wait"
+    copy_budget_bytes: int = Field(256 * 2**20, ge=0)
+    write_bytes_per_s: float | None = Field(None, gt=0)
+    writers: int = Field(2, ge=1)
+    dir: str | None = None
+
+
+class Prediction(BaseModel):
+    """What the simulator expects of a plan. Times in seconds of one iteration, one rank."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    strategy: str = "ebbtide"
+    iteration_s: float = Field(gt=0)
+    iteration_low_s: float = Field(gt=0)
+    iteration_high_s: float = Field(gt=0)
+    forward_s: float = Field(ge=0)
+    backward_s: float = Field(ge=0)
+    step_s: float = Field(ge=0, description="what optimizer.step() blocks the training loop")
+    update_s: float = Field(ge=0, description="from the norm barrier to the last new parameter")
+    device_peak_bytes: int = Field(0, ge=0)
+    host_peak_bytes: int = Field(0, ge=0)
+    stall_s: float = Field(0.0, ge=0, description="per checkpoint")
+    lower_bound_s: float = Field(0.0, ge=0)
+    note: str = ""
+
+
+class Plan(BaseModel):
+    """Everything the runtime needs, one human-readable JSON page.
+
+    Attributes:
+        subgroup_size: DeepSpeed's ``zero_optimization.sub_group_size`` the plan was made for.
+        placement: run-length encoded, in forward order; see `Plan.placements`.
+        staging_slots: device buffers for visiting (``device``) subgroups.
+        prefetch: how many visiting subgroups may come in during backward, before the norm is
+            known; 0 starts at the norm barrier. At most ``staging_slots``.
+        prefetch_after_layer: the prefetch starts once this layer's backward is done; backward runs
+            from the last layer to layer 0, so 0 means "at the end of backward".
+        threads: of the host update; 0 lets the runtime choose (all cores but one on CUDA).
+        overlap_forward: `step()` returns while updates still run.
+        split_master: keep fp32 masters as bf16 half + int16 half (lossless).
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    schema_version: int = SCHEMA_VERSION
+    versions: dict[str, str] = Field(default_factory=dict)
+    machine_fingerprint: str = ""
+    workload_fingerprint: str = ""
+    subgroup_size: int = Field(ge=1)
+    subgroups: tuple[int, ...] = Field((), description="elements of each, for the fit check")
+    placement: tuple[PlacementRun, ...] = Field(min_length=1)
+    staging_slots: int = Field(2, ge=0)
+    prefetch: int = Field(0, ge=0)
+    prefetch_after_layer: int = Field(0, ge=0)
+    threads: int = Field(0, ge=0)
+    overlap_forward: bool = True
+    split_master: bool = False
+    checkpoint: CheckpointPlan = CheckpointPlan()
+    prediction: Prediction | None = None
+    alternatives: tuple[Prediction, ...] = ()
+    reasons: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.schema_version > SCHEMA_VERSION:
+            raise ValueError(
+                f"plan.schema_version must be at most {SCHEMA_VERSION}, but got "
+                f"{self.schema_version}: the plan was written by a newer ebbtide; upgrade "
+                f"ebbtide, or plan again with `tune plan`"
+            )
+        if self.count("device") and self.staging_slots < 1:
+            raise ValueError(
+                "plan.staging_slots must be >= 1 where a subgroup has placement 'device', but "
+                f"got staging_slots={self.staging_slots}"
+            )
+        if self.prefetch > self.staging_slots:
+            raise ValueError(
+                "plan.prefetch must be at most plan.staging_slots, but got "
+                f"prefetch={self.prefetch}, staging_slots={self.staging_slots}"
+            )
+        if self.subgroups and len(self.subgroups) != self.subgroup_count:
+            raise ValueError(
+                "plan.placement must cover every subgroup of plan.subgroups once, but got "
+                f"{self.subgroup_count} placements for {len(self.subgroups)} subgroups"
+            )
+        return self
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """The placement of each subgroup, in forward order."""
+        return tuple(run.placement for run in self.placement for _ in range(run.count))
+
+    @property
+    def subgroup_count(self) -> int:
+        return sum(run.count for run in self.placement)
+
+    def count(self, placement: Placement) -> int:
+        """How many subgroups have this placement."""
+        return sum(run.count for run in self.placement if run.placement == placement)
+
+    @staticmethod
+    def runs(placements: Sequence[Placement]) -> tuple[PlacementRun, ...]:
+        """Run-length encodes placements given in forward order."""
+        return tuple(
+            PlacementRun(placement=key, count=sum(1 for _ in group))
+            for key, group in groupby(placements)
+        )
+
+    @property
+    def digest(self) -> str:
+        """Hash of what the plan does (not of its prediction): recorded in checkpoints."""
+        body = self.model_dump(
+            mode="json", exclude={"prediction", "alternatives", "reasons", "versions"}
+        )
+        return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
+
+    def save(self, path: str | Path) -> None:
+        """Writes the plan, whole or not at all: to a sibling file first, then renamed."""
+        path = Path(path)
+        temporary = path.with_name(path.name + f".tmp{os.getpid()}")
+        temporary.write_text(self.model_dump_json(indent=2) + "\n")
+        temporary.replace(path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Reads what `save` wrote.
+
+        Raises:
+            PlanError: not a file, not JSON, an unknown field, a newer schema, a broken rule.
+        """
+        try:
+            text = Path(path).read_text()
+        except OSError as error:
+            raise PlanError(f"plan must be a readable JSON file, but got {path}: {error}") from None
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            raise PlanError(
+                f"{path} is not a plan this ebbtide can use: {explain(error)}"
+            ) from None
+
+
+def explain(error: ValidationError) -> str:
+    """One line per broken rule: where, what was received, what must hold."""
+    lines = []
+    for item in error.errors():
+        where = ".".join(str(part) for part in item["loc"]) or "the file"
+        received = item.get("input")
+        shown = "" if isinstance(received, (dict, list)) else f" (got {received!r})"
+        lines.append(f"{where}: {item['msg']}{shown}")
+    return "; ".join(lines)
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema of the plan file."""
+    return Plan.model_json_schema()

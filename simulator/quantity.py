@@ -1,0 +1,76 @@
+"""A number that knows how it was obtained."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+Source = Literal["measured", "emulated", "published", "datasheet", "assumed", "fitted"]
+
+
+class Quantity(BaseModel):
+    """A positive quantity as a median with its interquartile range and its provenance.
+
+    Attributes:
+        median: the value to compute with, in the unit that the field's name gives.
+        q1, q3: quartiles of the repeats; equal to ``median`` where there was one value.
+        n: how many repeats are behind it.
+        source: where it comes from; an ``emulated`` value is never shown as a GPU figure.
+        detail: the command, data sheet or paper behind it.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    median: float
+    q1: float
+    q3: float
+    n: int = 1
+    source: Source = "assumed"
+    detail: str = ""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        values = (self.median, self.q1, self.q3)
+        if not all(math.isfinite(v) and v > 0 for v in values):
+            raise ValueError(
+                f"a quantity must be finite and greater than 0, but got median={self.median}, "
+                f"q1={self.q1}, q3={self.q3}"
+            )
+        if not self.q1 <= self.median <= self.q3:
+            raise ValueError(
+                f"q1 <= median <= q3 must hold, but got q1={self.q1}, median={self.median}, "
+                f"q3={self.q3}"
+            )
+        if self.n < 1:
+            raise ValueError(f"n >= 1 must hold, but got n={self.n}")
+        return self
+
+    @classmethod
+    def exact(cls, value: float, source: Source = "assumed", detail: str = "") -> Quantity:
+        """One value without a spread."""
+        return cls(median=value, q1=value, q3=value, n=1, source=source, detail=detail)
+
+    @classmethod
+    def from_samples(
+        cls, samples: Sequence[float], source: Source = "measured", detail: str = ""
+    ) -> Quantity:
+        """Median and quartiles of repeated measurements.
+
+        Raises:
+            ValueError: no sample, or one that is not finite and positive.
+        """
+        if not samples:
+            raise ValueError("at least one sample is needed, but got none")
+        if len(samples) == 1:
+            return cls.exact(samples[0], source, detail)
+        q1, median, q3 = statistics.quantiles(samples, n=4, method="inclusive")
+        return cls(median=median, q1=q1, q3=q3, n=len(samples), source=source, detail=detail)
+
+    @property
+    def relative_iqr(self) -> float:
+        """Interquartile range over the median: 0 is perfectly stable."""
+        return (self.q3 - self.q1) / self.median

@@ -1,0 +1,156 @@
+"""The schedule: a DAG of ops on lanes, run by the simulator and by the runtime alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from simulator.machine import RateName
+
+
+class OpKind(StrEnum):
+    """What an op does. ``BACKWARD`` yields gradients; ``NORM`` is the barrier before updates."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    GRADIENT_REDUCE = "gradient reduce"
+    GRADIENT_D2H = "gradient D2H"
+    GRADIENT_PASS = "gradient pass"  # host work of stock DeepSpeed's gradient path
+    NORM = "norm"
+    STATE_H2D = "state H2D"
+    UPDATE_DEVICE = "update device"
+    STATE_D2H = "state D2H"
+    UPDATE_HOST = "update host"
+    PARAMETER_H2D = "parameter H2D"
+    SNAPSHOT = "snapshot"
+    PERSIST = "persist"
+    STEP_END = "step end"  # optimizer.step() returns to the training loop
+
+
+class Lane(StrEnum):
+    """An in-order queue: a stream or a worker. Ops of one lane run one after the other.
+
+    Parameters come home on a lane of their own, so that a visiting subgroup's state never queues
+    behind a parameter whose host update is still running; both lanes share the H2D link.
+    """
+
+    COMPUTE = "device compute"
+    DEVICE_UPDATE = "device update"
+    H2D = "H2D state"
+    H2D_PARAMETERS = "H2D parameters"
+    D2H = "D2H"
+    HOST = "host compute"
+    STORAGE = "storage write"
+    NETWORK = "network"
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One piece of work.
+
+    Attributes:
+        id: position in the schedule; ``after`` names only smaller ids, so that the DAG has no
+            cycle by construction.
+        work: in the unit of ``rate`` (bytes, params, flops, or seconds for ``wall_s``).
+        after: the ops that must have ended before this one starts, besides its lane predecessor.
+        dram_bytes: host memory traffic over the whole op (reads plus writes).
+        cores: host cores the op keeps busy at full speed.
+        device_share: part of the device's compute (or HBM) it takes at full speed, 0 to 1.
+        device_alloc_bytes, host_alloc_bytes: memory taken when it starts; ``*_free_bytes``:
+            given back when it ends.
+        subgroup, layer: what it works on; -1: not applicable.
+    """
+
+    id: int
+    kind: OpKind
+    lane: Lane
+    work: float
+    rate: RateName = "wall_s"
+    after: tuple[int, ...] = ()
+    latency_s: float = 0.0
+    dram_bytes: float = 0.0
+    cores: float = 0.0
+    device_share: float = 0.0
+    device_alloc_bytes: int = 0
+    device_free_bytes: int = 0
+    host_alloc_bytes: int = 0
+    host_free_bytes: int = 0
+    subgroup: int = -1
+    layer: int = -1
+    iteration: int = 0
+
+    @property
+    def label(self) -> str:
+        """For timelines: ``update host s3``."""
+        part = f" s{self.subgroup}" if self.subgroup >= 0 else ""
+        part += f" l{self.layer}" if self.layer >= 0 else ""
+        return f"{self.kind.value}{part}"
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The ops of ``iterations`` training iterations, in issue order.
+
+    The order of the ops is the order in which each lane runs them.
+
+    Raises:
+        ValueError: ids are not positions, or an op waits for a later one.
+    """
+
+    ops: tuple[Op, ...]
+    iterations: int = 1
+    ranks_per_node: int = 1
+    strategy: str = "ebbtide"
+    device_base_bytes: int = 0
+    host_base_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        for position, op in enumerate(self.ops):
+            if op.id != position:
+                raise ValueError(f"op ids must be positions, but op {position} has id {op.id}")
+            late = [other for other in op.after if not 0 <= other < op.id]
+            if late:
+                raise ValueError(
+                    f"an op may wait only for earlier ops, but op {op.id} ({op.label}) waits "
+                    f"for {late}"
+                )
+
+    def of_kind(self, kind: OpKind, iteration: int | None = None) -> list[Op]:
+        """Ops of one kind, in order; of one iteration if given."""
+        return [
+            op
+            for op in self.ops
+            if op.kind == kind and (iteration is None or op.iteration == iteration)
+        ]
+
+
+@dataclass(slots=True)
+class ScheduleBuilder:
+    """Collects ops; `add` returns the id of the new one."""
+
+    ops: list[Op] = field(default_factory=list)
+    iteration: int = 0
+
+    def add(
+        self,
+        kind: OpKind,
+        lane: Lane,
+        work: float,
+        rate: RateName = "wall_s",
+        after: Sequence[int] = (),
+        **fields: float,
+    ) -> int:
+        """Appends an op behind ``after``; see `Op` for the other fields."""
+        op = Op(
+            id=len(self.ops),
+            kind=kind,
+            lane=lane,
+            work=work,
+            rate=rate,
+            after=tuple(sorted(set(after))),
+            iteration=self.iteration,
+            **fields,  # type: ignore[arg-type]
+        )
+        self.ops.append(op)
+        return op.id

@@ -1,0 +1,160 @@
+"""What one rank has to do in one iteration."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from itertools import accumulate
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+SCHEMA_VERSION = 1
+WireDtype = Literal["bf16", "fp16", "fp32"]
+WIRE_BYTES: dict[WireDtype, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
+STATE_BYTES_PER_PARAM = 12  # fp32 master, momentum, variance
+
+
+class Layer(BaseModel):
+    """One unit of forward and backward: usually a transformer block.
+
+    Attributes:
+        params: elements of this rank's partition whose gradients this layer's backward yields.
+        forward_s, backward_s: compute time of all micro-batches together on this rank.
+        activation_bytes: device memory held from this layer's forward until its backward.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = ""
+    params: int = Field(ge=0)
+    forward_s: float = Field(ge=0)
+    backward_s: float = Field(ge=0)
+    activation_bytes: int = Field(0, ge=0)
+
+
+class MemoryPoint(BaseModel):
+    """Memory in use at one moment of a profiled iteration."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    t_s: float = Field(ge=0)
+    phase: Literal["forward", "backward", "step", "other"]
+    device_bytes: int = Field(ge=0)
+    host_bytes: int = Field(0, ge=0)
+
+
+class Workload(BaseModel):
+    """One rank's share of one training iteration, in forward order.
+
+    Attributes:
+        layers: in forward order; their ``params`` sum up to the trainable elements of this rank.
+        subgroups: elements of each DeepSpeed subgroup of this rank, in forward order too, so that
+            layer l's parameters are the slice of the concatenated subgroups that starts where
+            layer l-1's ends.
+        wire_dtype: of parameters and, unless grad_bytes_per_param says otherwise, gradients.
+        clip: gradient clipping (or fp16's overflow check) is on, so that no update may start
+            before the global norm is known.
+        device_base_bytes: device memory in use all through an iteration (parameters, buckets).
+        stock_backward_extra_s: what stock DeepSpeed's gradient path adds to backward where it was
+            measured; None lets the simulator derive it from the copies.
+        tokens_per_iteration: of all ranks together.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    schema_version: int = SCHEMA_VERSION
+    name: str
+    layers: tuple[Layer, ...] = Field(min_length=1)
+    subgroups: tuple[int, ...] = Field(min_length=1)
+    wire_dtype: WireDtype = "bf16"
+    grad_bytes_per_param: int = Field(2, ge=2, le=4)
+    clip: bool = True
+    gradient_accumulation_steps: int = Field(1, ge=1)
+    ranks_per_node: int = Field(1, ge=1)
+    nodes: int = Field(1, ge=1)
+    tokens_per_iteration: int = Field(1, ge=1)
+    device_base_bytes: int = Field(0, ge=0)
+    stock_backward_extra_s: float | None = Field(None, ge=0)
+    memory_curve: tuple[MemoryPoint, ...] = ()
+    model_checkpoint_bytes: int = Field(0, ge=0, description="besides the optimizer state")
+    provenance: str = ""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if any(size < 1 for size in self.subgroups):
+            raise ValueError(f"every subgroup must hold >= 1 element, but got {self.subgroups}")
+        in_layers = sum(layer.params for layer in self.layers)
+        if in_layers != self.params:
+            raise ValueError(
+                "the layers' params and the subgroups must sum up to the same number of elements, "
+                f"but got {in_layers} in workload.layers and {self.params} in workload.subgroups"
+            )
+        if self.schema_version > SCHEMA_VERSION:
+            raise ValueError(
+                f"workload.schema_version must be at most {SCHEMA_VERSION}, but got "
+                f"{self.schema_version}: it was written by a newer ebbtide"
+            )
+        return self
+
+    @property
+    def params(self) -> int:
+        """Trainable elements of this rank's partition."""
+        return sum(self.subgroups)
+
+    @property
+    def wire_bytes(self) -> int:
+        return WIRE_BYTES[self.wire_dtype]
+
+    @property
+    def forward_s(self) -> float:
+        return sum(layer.forward_s for layer in self.layers)
+
+    @property
+    def backward_s(self) -> float:
+        return sum(layer.backward_s for layer in self.layers)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes that one checkpoint of this rank writes."""
+        return self.params * STATE_BYTES_PER_PARAM + self.model_checkpoint_bytes
+
+    def layers_of_subgroups(self) -> tuple[tuple[int, ...], ...]:
+        """For each subgroup, the layers whose parameters it holds, ascending."""
+        layer_ends = list(accumulate(layer.params for layer in self.layers))
+        subgroup_ends = list(accumulate(self.subgroups))
+        result: list[tuple[int, ...]] = []
+        first = 0
+        for start, end in zip([0, *subgroup_ends[:-1]], subgroup_ends, strict=True):
+            while layer_ends[first] <= start:
+                first += 1
+            last = first
+            while layer_ends[last] < end:
+                last += 1
+            held = (i for i in range(first, last + 1) if self.layers[i].params)
+            result.append(tuple(held))
+        return tuple(result)
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies what a plan must match: the subgroups and the dtypes, not the timings."""
+        facts = {
+            "subgroups": self.subgroups,
+            "wire_dtype": self.wire_dtype,
+            "grad_bytes_per_param": self.grad_bytes_per_param,
+        }
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+    def save(self, path: str | Path) -> None:
+        """Writes the workload as one JSON page."""
+        Path(path).write_text(self.model_dump_json(indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Workload:
+        """Reads what `save` wrote.
+
+        Raises:
+            pydantic.ValidationError: a field is missing, unknown or out of its range.
+        """
+        return cls.model_validate_json(Path(path).read_text())

@@ -1,0 +1,1 @@
+"""Experiments: each runs as ``python -m studies.NAME --json PATH``."""

@@ -1,0 +1,1 @@
+"""Searches the best plan; the ``tune`` command."""
