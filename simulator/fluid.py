@@ -22,8 +22,8 @@ def max_min_speeds(
     growing = set(range(len(demands)))
     while growing:
         load = _load(demands, growing, left)
-        step = min((left[name] / load[name] for name in load), default=float("inf"))
-        step = min(step, min(1.0 - speeds[i] for i in growing))
+        to_full = [left[name] / load[name] for name in load]
+        step = min([*to_full, *(1.0 - speeds[i] for i in growing)])
         for i in growing:
             speeds[i] += step
         full = set()

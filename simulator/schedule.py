@@ -14,17 +14,21 @@ class OpKind(StrEnum):
 
     FORWARD = "forward"
     BACKWARD = "backward"
-    GRADIENT_REDUCE = "gradient reduce"
+    PARAMETER_GATHER = "parameter gather"  # between nodes; inside one it is part of the compute
+    GRADIENT_REDUCE = "gradient reduce"  # between nodes
     GRADIENT_D2H = "gradient D2H"
-    GRADIENT_PASS = "gradient pass"  # host work of stock DeepSpeed's gradient path
+    GRADIENT_H2D = "gradient H2D"  # stock DeepSpeed brings a gradient back to widen it
+    GRADIENT_PASS = "gradient pass"  # noqa: S105 - no password; host work of stock DeepSpeed's gradient path
     NORM = "norm"
     STATE_H2D = "state H2D"
     UPDATE_DEVICE = "update device"
     STATE_D2H = "state D2H"
     UPDATE_HOST = "update host"
+    PARAMETER_CAST = "parameter cast"  # stock: a pass of its own from fp32 to the wire precision
     PARAMETER_H2D = "parameter H2D"
     SNAPSHOT = "snapshot"
     PERSIST = "persist"
+    IDLE = "pipeline bubble"
     STEP_END = "step end"  # optimizer.step() returns to the training loop
 
 

@@ -1,0 +1,69 @@
+import matplotlib as mpl
+
+mpl.use("Agg")
+
+import matplotlib.pyplot as plt
+import pytest
+from matplotlib.patches import Patch
+
+from simulator import Lane, OpKind, Span, Timeline
+
+
+def drawn(spans):
+    return Timeline(tuple(spans), "predicted").plot()
+
+
+@pytest.fixture(autouse=True)
+def _close():
+    yield
+    plt.close("all")
+
+
+def test_rows_are_the_lanes_in_use_and_the_axis_is_in_ms():
+    ax = drawn(
+        [
+            Span(OpKind.FORWARD, Lane.COMPUTE, 0.0, 0.5, layer=0),
+            Span(OpKind.UPDATE_HOST, Lane.HOST, 0.5, 1.0, subgroup=3),
+        ]
+    )
+    assert [t.get_text() for t in ax.get_yticklabels()] == ["device compute", "host compute"]
+    assert ax.get_xlabel() == "time (ms)"
+    assert ax.get_xlim() == pytest.approx((0.0, 1000.0))
+
+
+def test_long_timelines_are_in_seconds():
+    ax = drawn([Span(OpKind.FORWARD, Lane.COMPUTE, 0.0, 5.0)])
+    assert ax.get_xlabel() == "time (s)"
+
+
+def test_only_bars_that_are_wide_enough_are_labelled():
+    ax = drawn(
+        [
+            Span(OpKind.UPDATE_HOST, Lane.HOST, 0.0, 0.9, subgroup=7),
+            Span(OpKind.UPDATE_HOST, Lane.HOST, 0.9, 0.9001, subgroup=8),
+        ]
+    )
+    assert [t.get_text() for t in ax.texts] == ["s7"]
+
+
+def test_the_legend_names_each_kind_once_and_the_moments():
+    ax = drawn(
+        [
+            Span(OpKind.BACKWARD, Lane.COMPUTE, 0.0, 0.5),
+            Span(OpKind.BACKWARD, Lane.COMPUTE, 0.5, 1.0),
+            Span(OpKind.NORM, Lane.COMPUTE, 1.0, 1.0),
+        ]
+    )
+    legend = ax.get_legend()
+    assert [t.get_text() for t in legend.get_texts()] == ["backward", "norm"]
+    assert sum(isinstance(h, Patch) for h in legend.legend_handles) == 1
+
+
+def test_an_empty_timeline_can_be_drawn():
+    assert drawn([]).get_yticks().size == 0
+
+
+def test_every_kind_has_a_colour():
+    from simulator.drawing import COLOURS
+
+    assert set(COLOURS) == set(OpKind)
