@@ -1,0 +1,236 @@
+"""The workload of the studies: a byte-level GPT that learns the source of Python's own library.
+
+Real text that is on every machine, no tokenizer, no download. The data of a step is a function of
+the step's number, so that a resumed run sees what the uninterrupted one saw.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812 - the field's name for it
+from torch.utils.checkpoint import checkpoint
+
+Batch = tuple[torch.Tensor, torch.Tensor]  # inputs and targets
+VOCABULARY = 256  # every byte is a token
+_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+
+
+@dataclass(frozen=True)
+class ByteGPTConfig:
+    """Sizes of the model.
+
+    Attributes:
+        sequence: bytes of context; one sample has ``sequence`` predicted bytes.
+        checkpoint_activations: recompute each block in backward instead of keeping it.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    sequence: int = 256
+    checkpoint_activations: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "heads", "sequence"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be >= 1, but got {name}={getattr(self, name)}")
+        if self.hidden % self.heads:
+            raise ValueError(
+                f"hidden must be a multiple of heads, but got hidden={self.hidden}, "
+                f"heads={self.heads}"
+            )
+
+    @property
+    def params(self) -> int:
+        """Elements of all parameters: blocks, both embeddings, last norm, output head."""
+        block = 12 * self.hidden**2 + 13 * self.hidden
+        return self.layers * block + (2 * VOCABULARY + self.sequence + 2) * self.hidden
+
+    def with_sequence(self, sequence: int) -> ByteGPTConfig:
+        return replace(self, sequence=sequence)
+
+
+# Named sizes; the number is that of the parameters.
+SIZES: dict[str, ByteGPTConfig] = {
+    "tiny": ByteGPTConfig(layers=2, hidden=64, heads=2, sequence=32),
+    "4m": ByteGPTConfig(layers=5, hidden=256, heads=4),
+    "40m": ByteGPTConfig(layers=8, hidden=640, heads=10),
+    "57m": ByteGPTConfig(layers=8, hidden=768, heads=12),
+    "110m": ByteGPTConfig(layers=9, hidden=1008, heads=12),
+    "350m": ByteGPTConfig(layers=28, hidden=1024, heads=16, sequence=1024),
+    "1.3b": ByteGPTConfig(layers=26, hidden=2048, heads=16, sequence=2048),
+    "3b": ByteGPTConfig(layers=38, hidden=2560, heads=20, sequence=2048),
+    "7b": ByteGPTConfig(layers=34, hidden=4096, heads=32, sequence=2048),
+}
+
+
+class Block(nn.Module):
+    """A pre-LN transformer block: (batch, sequence, hidden) to the same shape."""
+
+    def __init__(self, config: ByteGPTConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.norm_attention = nn.LayerNorm(config.hidden)
+        self.qkv = nn.Linear(config.hidden, 3 * config.hidden)
+        self.project = nn.Linear(config.hidden, config.hidden)
+        self.norm_mlp = nn.LayerNorm(config.hidden)
+        self.widen = nn.Linear(config.hidden, 4 * config.hidden)
+        self.narrow = nn.Linear(4 * config.hidden, config.hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.project(self._attend(self.norm_attention(x)))
+        expanded: torch.Tensor = self.narrow(F.gelu(self.widen(self.norm_mlp(x))))
+        return x + expanded
+
+    def _attend(self, x: torch.Tensor) -> torch.Tensor:
+        batch, sequence, hidden = x.shape
+        # (batch, sequence, 3, heads, width) -> three of (batch, heads, sequence, width)
+        qkv = self.qkv(x).view(batch, sequence, 3, self.heads, hidden // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return mixed.transpose(1, 2).reshape(batch, sequence, hidden)
+
+
+class ByteGPT(nn.Module):
+    """Predicts the next byte. ``forward(inputs, targets)`` returns the mean cross entropy.
+
+    Args:
+        config: the sizes.
+        seed: of the initial weights (N(0, 0.02), residual outputs scaled by 1/sqrt(2 layers) as
+            in GPT-2), whatever torch's own random state is. None: uninitialised weights for
+            models built under ``deepspeed.zero.Init``, which partitions while modules are made.
+    """
+
+    def __init__(self, config: ByteGPTConfig, seed: int | None = 0) -> None:
+        super().__init__()
+        self.config = config
+        self.bytes_in = nn.Embedding(VOCABULARY, config.hidden)
+        self.positions = nn.Embedding(config.sequence, config.hidden)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.hidden)
+        self.head = nn.Linear(config.hidden, VOCABULARY, bias=False)
+        if seed is not None:
+            self._initialise(torch.Generator().manual_seed(seed))
+
+    @torch.no_grad()
+    def _initialise(self, generator: torch.Generator) -> None:
+        residual = (2 * self.config.layers) ** -0.5
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 1:  # biases are 0, norms' weights 1
+                parameter.fill_(1.0 if name.endswith("weight") else 0.0)
+                continue
+            scale = residual if name.endswith(("project.weight", "narrow.weight")) else 1.0
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(noise * (0.02 * scale))
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.bytes_in(inputs) + self.positions.weight[: inputs.shape[1]]
+        for block in self.blocks:
+            # Reentrant: the other kind checks shapes on recomputation, and ZeRO-3 has released
+            # the parameters it compares with.
+            if self.config.checkpoint_activations and self.training:
+                x = checkpoint(block, x, use_reentrant=True)
+            else:
+                x = block(x)
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits.float().view(-1, VOCABULARY), targets.reshape(-1))
+
+
+@cache
+def python_sources() -> np.ndarray:
+    """The standard library's .py files one after the other, as bytes (uint8).
+
+    In the order of their paths; without tests and installed packages.
+
+    Raises:
+        RuntimeError: this Python comes without its library's sources.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    files = sorted(
+        (path.relative_to(root).as_posix(), path)
+        for path in root.rglob("*.py")
+        if not _SKIPPED_FOLDERS.intersection(path.relative_to(root).parts)
+    )
+    text = b"".join(path.read_bytes() for _, path in files)
+    if len(text) < 1_000_000:
+        raise RuntimeError(
+            "the studies train on the .py files of Python's own library, >= 1 MB of them, but "
+            f"found {len(text)} bytes in {root}: use a Python that ships its sources"
+        )
+    return np.frombuffer(text, dtype=np.uint8)
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Batches by step number: the same step gives the same bytes, in any order, on any run."""
+
+    batch: int
+    sequence: int
+    seed: int = 0
+    rank: int = 0
+
+    def at(self, step: int, device: str | torch.device = "cpu") -> Batch:
+        """Inputs and targets of a step, each int64 of (batch, sequence)."""
+        text = python_sources()
+        rng = np.random.default_rng([self.seed, self.rank, step])
+        starts = rng.integers(0, len(text) - self.sequence - 1, size=self.batch)
+        windows = np.stack([text[s : s + self.sequence + 1] for s in starts]).astype(np.int64)
+        tokens = torch.from_numpy(windows).to(device)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def ds_config(
+    micro_batch: int = 1,
+    subgroup_size: int = 10_000_000,
+    *,
+    learning_rate: float = 1e-4,
+    clipping: float = 1.0,
+    accumulation: int = 1,
+    precision: str = "bf16",
+    offload: bool = True,
+    **zero: Any,
+) -> dict[str, Any]:
+    """A DeepSpeed config: ZeRO-3, optimizer offloaded to pinned host memory, AdamW.
+
+    Args:
+        micro_batch: samples per rank and micro-step.
+        subgroup_size: ``sub_group_size``, in elements.
+        precision: ``bf16``, ``fp16`` or ``fp32``.
+        offload: False keeps the optimizer's state on the device.
+        zero: further keys of ``zero_optimization``; they win.
+    """
+    if precision not in ("bf16", "fp16", "fp32"):
+        raise ValueError(f"precision must be bf16, fp16 or fp32, but got {precision!r}")
+    stage3: dict[str, Any] = {"stage": 3, "sub_group_size": subgroup_size}
+    if offload:
+        stage3["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": clipping,
+        "zero_optimization": {**stage3, **zero},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": learning_rate, "betas": [0.9, 0.95], "weight_decay": 0.1},
+        },
+        "steps_per_print": 10**9,  # the studies print themselves
+    }
+    if precision != "fp32":
+        config[precision] = {"enabled": True}
+    return config
+
+
+def train_step(engine: Any, batch: Batch) -> torch.Tensor:
+    """Forward, backward, step on one batch; returns the loss, detached."""
+    loss: torch.Tensor = engine(*batch)
+    engine.backward(loss)
+    engine.step()
+    return loss.detach()

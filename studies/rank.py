@@ -1,0 +1,26 @@
+"""Makes a study that nobody launched with torchrun the only rank of its own job."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+
+def become_only_rank() -> None:
+    """Sets what torch.distributed reads from the environment, unless a launcher has set it.
+
+    One rank on a port that is free now, so that several studies can run at once.
+    """
+    if "RANK" in os.environ:
+        return
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", str(free_port()))
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
