@@ -9,10 +9,12 @@ from simulator.plan import CheckpointPlan, Placement, PlacementRun, Plan, PlanEr
 from simulator.quantity import Quantity
 from simulator.schedule import Lane, Op, OpKind, Schedule, ScheduleBuilder
 from simulator.simulate import simulate
+from simulator.strategies import STRATEGIES, build_strategy
 from simulator.timeline import MemorySample, Span, Timeline
 from simulator.workload import Layer, MemoryPoint, Workload
 
 __all__ = [
+    "STRATEGIES",
     "CheckpointPlan",
     "Lane",
     "Layer",
@@ -33,5 +35,6 @@ __all__ = [
     "Timeline",
     "Workload",
     "build_schedule",
+    "build_strategy",
     "simulate",
 ]

@@ -2,75 +2,80 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
-
 from simulator.plan import Plan, PlanError
-from simulator.schedule import Lane, OpKind, Schedule, ScheduleBuilder
+from simulator.schedule import Lane, OpKind, Schedule
+from simulator.training import ALL_CORES, TrainingLoop
 from simulator.workload import STATE_BYTES_PER_PARAM, Workload
 
-ALL_CORES = math.inf  # capped at the machine's cores by the simulator
+SPLIT_STATE_BYTES_PER_PARAM = 10  # the bf16 half of the master is the parameter on the device
 
 
-def build_schedule(workload: Workload, plan: Plan, iterations: int = 3) -> Schedule:
+def build_schedule(
+    workload: Workload, plan: Plan, iterations: int = 3, *, fused: bool = True
+) -> Schedule:
     """The schedule that the runtime executes under ``plan``, for some iterations in a row.
 
     Three iterations are enough to see the steady state: the first one starts with nothing to wait
     for, the period is read between the ends of the second and the third backward.
 
+    Args:
+        fused: the host kernel reads wire gradients, scales, updates and writes wire parameters in
+            one pass; False shows what stock's separate passes would cost in the same schedule.
+
     Raises:
         PlanError: the plan covers another number of subgroups than the workload has.
     """
-    if plan.subgroup_count != len(workload.subgroups):
-        raise PlanError(
-            "plan.placement must cover each subgroup of the workload once, but got "
-            f"{plan.subgroup_count} placements for {len(workload.subgroups)} subgroups: plan "
-            "again with `tune plan` for this model and sub_group_size"
+    loop = EbbtideLoop(workload, plan, fused=fused)
+    loop.run(iterations)
+    return loop.schedule(iterations)
+
+
+def visit_bytes_per_param(workload: Workload, plan: Plan) -> int:
+    """What a visiting subgroup moves each way: 12, or 10 with a lossless split master."""
+    if plan.split_master and workload.wire_dtype == "bf16":
+        return SPLIT_STATE_BYTES_PER_PARAM
+    return STATE_BYTES_PER_PARAM
+
+
+class EbbtideLoop(TrainingLoop):
+    """ebbtide's iteration: see "What an iteration looks like under a plan" in the design."""
+
+    def __init__(self, workload: Workload, plan: Plan, *, fused: bool = True) -> None:
+        if plan.subgroup_count != len(workload.subgroups):
+            raise PlanError(
+                "plan.placement must cover each subgroup of the workload once, but got "
+                f"{plan.subgroup_count} placements for {len(workload.subgroups)} subgroups: plan "
+                "again with `tune plan` for this model and sub_group_size"
+            )
+        super().__init__(workload)
+        self.plan = plan
+        self.fused = fused
+        self.placements = plan.placements
+        # No more slots than visits: a slot's wait then also orders a subgroup's next visit behind
+        # its own write-back.
+        self.slots = min(plan.staging_slots, plan.count("device"))
+        self.visit_bytes_per_param = visit_bytes_per_param(workload, plan)
+        self.gradient_home: dict[int, int] = {}  # subgroup -> op
+        self.missing: list[int] = []  # layers whose gradient a subgroup still lacks
+        self.visits_begun = 0  # state H2D ops of all iterations so far
+        self.written_back: list[int] = []  # state D2H op of each visit
+        self.prefetched: dict[int, int] = {}  # subgroup -> its state H2D
+
+    def schedule(self, iterations: int) -> Schedule:
+        """What was appended so far, with the memory that is in use throughout."""
+        w = self.workload
+        resident = self.elements("resident") * self.visit_bytes_per_param
+        staging = self.slots * max((self.sizes[s] for s in self.placed("device")), default=0)
+        hosted = (w.params - self.elements("resident")) * STATE_BYTES_PER_PARAM
+        host_gradients = self.elements("host") * w.grad_bytes_per_param
+        return Schedule(
+            ops=tuple(self.out.ops),
+            iterations=iterations,
+            ranks_per_node=w.ranks_per_node,
+            strategy="ebbtide",
+            device_base_bytes=w.device_base_bytes + resident + staging * self.visit_bytes_per_param,
+            host_base_bytes=hosted + host_gradients,
         )
-    builder = _IterationBuilder(workload, plan)
-    for iteration in range(iterations):
-        builder.out.iteration = iteration
-        builder.forward()
-        builder.backward()
-        builder.update()
-    resident = builder.elements("resident") * STATE_BYTES_PER_PARAM
-    slots = min(plan.staging_slots, plan.count("device"))
-    staging = slots * max((builder.sizes[s] for s in builder.placed("device")), default=0)
-    hosted = workload.params * STATE_BYTES_PER_PARAM - resident
-    host_gradients = builder.elements("host") * workload.grad_bytes_per_param
-    return Schedule(
-        ops=tuple(builder.out.ops),
-        iterations=iterations,
-        ranks_per_node=workload.ranks_per_node,
-        strategy="ebbtide",
-        device_base_bytes=workload.device_base_bytes + resident + staging * STATE_BYTES_PER_PARAM,
-        host_base_bytes=hosted + host_gradients,
-    )
-
-
-@dataclass
-class _IterationBuilder:
-    """Appends one iteration after the other; remembers what the next one must wait for."""
-
-    workload: Workload
-    plan: Plan
-    out: ScheduleBuilder = field(default_factory=ScheduleBuilder)
-    parameters_new: dict[int, int] = field(default_factory=dict)  # subgroup -> op
-    gradient_home: dict[int, int] = field(default_factory=dict)  # subgroup -> op
-    visits_begun: int = 0  # state H2D ops of all iterations so far
-    written_back: list[int] = field(default_factory=list)  # state D2H op of each visit
-    prefetched: dict[int, int] = field(default_factory=dict)  # subgroup -> its state H2D
-    step_end: int | None = None
-    backward_done: int = -1
-
-    def __post_init__(self) -> None:
-        self.sizes = self.workload.subgroups
-        self.placements = self.plan.placements
-        self.layers_of = self.workload.layers_of_subgroups()
-        self.subgroups_of: list[list[int]] = [[] for _ in self.workload.layers]
-        for subgroup, layers in enumerate(self.layers_of):
-            for layer in layers:
-                self.subgroups_of[layer].append(subgroup)
 
     def placed(self, placement: str) -> list[int]:
         return [s for s, p in enumerate(self.placements) if p == placement]
@@ -78,101 +83,114 @@ class _IterationBuilder:
     def elements(self, placement: str) -> int:
         return sum(self.sizes[s] for s in self.placed(placement))
 
-    def forward(self) -> None:
-        """Each layer waits for just the subgroups that hold its parameters."""
-        for number, layer in enumerate(self.workload.layers):
-            waits = [] if self.step_end is None else [self.step_end]
-            for subgroup in self.subgroups_of[number]:
-                if subgroup in self.parameters_new:
-                    waits.append(self.parameters_new[subgroup])
-            self.out.add(
-                OpKind.FORWARD, Lane.COMPUTE, layer.forward_s, after=waits, device_share=1.0,
-                device_alloc_bytes=layer.activation_bytes, layer=number,
-            )  # fmt: skip
-
-    def backward(self) -> None:
-        """Last layer first; a subgroup's gradient goes home when all its layers are through."""
-        w = self.workload
-        missing = [len(layers) for layers in self.layers_of]
+    def backward(self, micro_batch: int) -> None:
+        self.missing = [len(layers) for layers in self.layers_of]
         self.prefetched = {}
-        for number in reversed(range(len(w.layers))):
-            layer = w.layers[number]
-            on_device = sum(
-                self._share(number, s) for s in self.subgroups_of[number]
-                if self.placements[s] != "host"
-            )  # fmt: skip
-            op = self.out.add(
-                OpKind.BACKWARD, Lane.COMPUTE, layer.backward_s, device_share=1.0,
-                device_alloc_bytes=on_device * w.grad_bytes_per_param,
-                device_free_bytes=layer.activation_bytes, layer=number,
-            )  # fmt: skip
-            self.backward_done = op
-            for subgroup in reversed(self.subgroups_of[number]):
-                missing[subgroup] -= 1
-                if missing[subgroup] == 0:
-                    self._gradient_home(subgroup, op)
-            if number == min(self.plan.prefetch_after_layer, len(w.layers) - 1):
-                self._prefetch(op)
+        super().backward(micro_batch)
 
-    def _share(self, layer: int, subgroup: int) -> int:
-        """Elements of a subgroup that belong to a layer, to the nearest even split."""
-        return self.sizes[subgroup] // len(self.layers_of[subgroup])
+    def gradient_alloc_bytes(self, layer: int, micro_batch: int) -> int:
+        """Gradients of visiting and resident subgroups wait on the device for their update."""
+        if micro_batch > 0:
+            return 0
+        stays = sum(n for s, n in self.shares[layer] if self.placements[s] != "host")
+        return stays * self.workload.grad_bytes_per_param
 
-    def _gradient_home(self, subgroup: int, after: int) -> None:
+    def gradients(self, layer: int, micro_batch: int, after: int) -> None:
+        """A subgroup's gradient goes home when all its layers are through."""
+        for subgroup, _ in reversed(self.shares[layer]):
+            self.missing[subgroup] -= 1
+            if self.missing[subgroup] == 0:
+                self._gradient_home(subgroup, micro_batch, after)
+        starts = min(self.plan.prefetch_after_layer, len(self.workload.layers) - 1)
+        if layer == starts and micro_batch == self.boundary:
+            for subgroup in self.placed("device")[: self.plan.prefetch]:
+                self.prefetched[subgroup] = self._state_h2d(subgroup, self.backward_done)
+
+    def _gradient_home(self, subgroup: int, micro_batch: int, after: int) -> None:
         if self.placements[subgroup] != "host":
             self.gradient_home[subgroup] = after
             return
         size = self.sizes[subgroup] * self.workload.grad_bytes_per_param
-        self.gradient_home[subgroup] = self.out.add(
+        home = self.out.add(
             OpKind.GRADIENT_D2H, Lane.D2H, size, "d2h_bytes_per_s", [after],
             dram_bytes=size, subgroup=subgroup,
         )  # fmt: skip
+        if micro_batch > 0:
+            home = self._accumulate(subgroup, size, home)
+        self.gradient_home[subgroup] = home
 
-    def _prefetch(self, after: int) -> None:
-        for subgroup in self.placed("device")[: self.plan.prefetch]:
-            self.prefetched[subgroup] = self._state_h2d(subgroup, after)
+    def _accumulate(self, subgroup: int, size_bytes: int, after: int) -> int:
+        """Host pass that adds a further micro-batch: two reads and a write."""
+        return self.out.add(
+            OpKind.GRADIENT_PASS, Lane.HOST, size_bytes, "host_copy_bytes_per_s", [after],
+            dram_bytes=3 * size_bytes, cores=self.plan.threads or ALL_CORES, subgroup=subgroup,
+        )  # fmt: skip
 
     def _state_h2d(self, subgroup: int, after: int) -> int:
         """Visit v takes the slot of visit v - slots, once that one is written back."""
         waits = [after]
-        if self.visits_begun >= self.plan.staging_slots:
-            waits.append(self.written_back[self.visits_begun - self.plan.staging_slots])
+        if self.visits_begun >= self.slots:
+            waits.append(self.written_back[self.visits_begun - self.slots])
         self.visits_begun += 1
-        size = self.sizes[subgroup] * STATE_BYTES_PER_PARAM
+        size = self.sizes[subgroup] * self.visit_bytes_per_param
         return self.out.add(
             OpKind.STATE_H2D, Lane.H2D, size, "h2d_bytes_per_s", waits,
             dram_bytes=size, subgroup=subgroup,
         )  # fmt: skip
 
-    def update(self) -> None:
+    def step(self) -> None:
         """Norm barrier, then host, device and both copies at once, in forward order."""
-        after = [self.backward_done]
-        norm = self.out.add(OpKind.NORM, Lane.COMPUTE, 0.0, after=after)
-        ends: list[int] = []
-        for subgroup, placement in enumerate(self.placements):
-            if placement == "host":
-                ends.append(self._update_host(subgroup, norm))
-            elif placement == "resident":
-                ends.append(self._update_device(subgroup, [norm]))
-            else:
-                ends.append(self._visit(subgroup, norm))
-        self.parameters_new = dict(enumerate(ends))
-        if not self.plan.overlap_forward:
-            self.parameters_new = {}
-        waits = [norm] if self.plan.overlap_forward else [norm, *ends, *self.written_back]
+        norm = self.out.add(OpKind.NORM, Lane.COMPUTE, 0.0, after=self.gradients_done)
+        ends = [self._update(subgroup, norm) for subgroup in range(len(self.sizes))]
+        if self.plan.overlap_forward:
+            self.parameters_new = dict(enumerate(ends))
+            waits = [norm]
+        else:
+            waits = [norm, *ends, *self.written_back]
         self.step_end = self.out.add(OpKind.STEP_END, Lane.COMPUTE, 0.0, after=waits)
 
+    def _update(self, subgroup: int, norm: int) -> int:
+        """Appends one subgroup's update; returns the op after which its parameters are new."""
+        placement = self.placements[subgroup]
+        if placement == "host":
+            return self._update_host(subgroup, norm)
+        if placement == "resident":
+            return self._update_device(subgroup, [norm])
+        return self._visit(subgroup, norm)
+
     def _update_host(self, subgroup: int, norm: int) -> int:
+        waits = [norm, self.gradient_home[subgroup]]
+        update = self._host_kernel(subgroup, waits) if self.fused else self._passes(subgroup, waits)
+        size = self.sizes[subgroup] * self.workload.wire_bytes
+        return self.out.add(
+            OpKind.PARAMETER_H2D, Lane.H2D_PARAMETERS, size, "h2d_bytes_per_s", [update],
+            dram_bytes=size, subgroup=subgroup,
+        )  # fmt: skip
+
+    def _host_kernel(self, subgroup: int, waits: list[int]) -> int:
         w, size = self.workload, self.sizes[subgroup]
-        per_param = 2 * STATE_BYTES_PER_PARAM + w.grad_bytes_per_param + w.wire_bytes
-        update = self.out.add(
-            OpKind.UPDATE_HOST, Lane.HOST, size, "host_adam_params_per_s",
-            [norm, self.gradient_home[subgroup]], dram_bytes=size * per_param,
-            cores=self.plan.threads or ALL_CORES, subgroup=subgroup,
+        per_param = 2 * STATE_BYTES_PER_PARAM + w.grad_bytes_per_param
+        if self.visit_bytes_per_param == STATE_BYTES_PER_PARAM:  # else the master holds it
+            per_param += w.wire_bytes
+        return self.out.add(
+            OpKind.UPDATE_HOST, Lane.HOST, size, "host_adam_params_per_s", waits,
+            dram_bytes=size * per_param, cores=self.plan.threads or ALL_CORES, subgroup=subgroup,
+        )  # fmt: skip
+
+    def _passes(self, subgroup: int, waits: list[int]) -> int:
+        """Widen and scale, update, downcast: what the fused kernel does in one pass."""
+        size, cores = self.sizes[subgroup], self.plan.threads or ALL_CORES
+        widened = self.out.add(
+            OpKind.GRADIENT_PASS, Lane.HOST, 4 * size, "host_copy_bytes_per_s", waits,
+            dram_bytes=6 * size, cores=cores, subgroup=subgroup,
+        )  # fmt: skip
+        self.out.add(
+            OpKind.UPDATE_HOST, Lane.HOST, size, "stock_host_adam_params_per_s", [widened],
+            dram_bytes=size * (2 * STATE_BYTES_PER_PARAM + 4), cores=cores, subgroup=subgroup,
         )  # fmt: skip
         return self.out.add(
-            OpKind.PARAMETER_H2D, Lane.H2D_PARAMETERS, size * w.wire_bytes, "h2d_bytes_per_s", [update],
-            dram_bytes=size * w.wire_bytes, subgroup=subgroup,
+            OpKind.PARAMETER_CAST, Lane.HOST, 3 * size, "host_copy_bytes_per_s",
+            dram_bytes=6 * size, cores=cores, subgroup=subgroup,
         )  # fmt: skip
 
     def _update_device(self, subgroup: int, waits: list[int]) -> int:
@@ -188,16 +206,10 @@ class _IterationBuilder:
         if arrived is None:
             arrived = self._state_h2d(subgroup, norm)
         update = self._update_device(subgroup, [norm, arrived])
-        size = self.sizes[subgroup] * STATE_BYTES_PER_PARAM
-        self.written_back.append(
-            self.out.add(
-                OpKind.STATE_D2H,
-                Lane.D2H,
-                size,
-                "d2h_bytes_per_s",
-                [update],
-                dram_bytes=size,
-                subgroup=subgroup,
-            )  # fmt: skip
-        )
+        size = self.sizes[subgroup] * self.visit_bytes_per_param
+        back = self.out.add(
+            OpKind.STATE_D2H, Lane.D2H, size, "d2h_bytes_per_s", [update],
+            dram_bytes=size, subgroup=subgroup,
+        )  # fmt: skip
+        self.written_back.append(back)
         return update

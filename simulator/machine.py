@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -29,6 +31,23 @@ RateName = Literal[
     "host_copy_bytes_per_s",
     "network_bytes_per_s",
 ]
+
+# Far above anything built so far: beyond it a unit was mistaken.
+_ABSURD: dict[str, float] = {
+    "h2d_bytes_per_s": 1e14,
+    "d2h_bytes_per_s": 1e14,
+    "pageable_h2d_bytes_per_s": 1e14,
+    "pageable_d2h_bytes_per_s": 1e14,
+    "dram_bytes_per_s": 1e15,
+    "host_copy_bytes_per_s": 1e15,
+    "host_adam_params_per_s": 1e14,
+    "stock_host_adam_params_per_s": 1e14,
+    "device_adam_params_per_s": 1e15,
+    "device_flops_per_s": 1e19,
+    "storage_write_bytes_per_s": 1e14,
+    "storage_read_bytes_per_s": 1e14,
+    "network_bytes_per_s": 1e14,
+}
 
 
 class Machine(BaseModel):
@@ -90,6 +109,17 @@ class Machine(BaseModel):
     warnings: tuple[str, ...] = ()
 
     @model_validator(mode="after")
+    def _check_rates(self) -> Self:
+        for name, limit in _ABSURD.items():
+            quantity: Quantity | None = getattr(self, name)
+            if quantity is not None and quantity.median > limit:
+                raise ValueError(
+                    f"machine.{name} must be at most {limit:g} (no machine is faster), but got "
+                    f"{quantity.median:g}: check its unit"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _check(self) -> Self:
         if self.schema_version > SCHEMA_VERSION:
             raise ValueError(
@@ -129,6 +159,59 @@ class Machine(BaseModel):
             f"machine.{name} is needed by this workload, but machine {self.name!r} does not "
             f"give it: add {name} to the machine file"
         )
+
+    def host_adam_rate(self, threads: float) -> float:
+        """Parameters/s of the fused host update with so many threads.
+
+        Between the thread counts that were measured the rate is interpolated; without any, the
+        full rate is assumed, as the update is bound by DRAM from a few threads on.
+        """
+        full = self.host_adam_params_per_s.median
+        counts = sorted(self.host_adam_by_threads)
+        if not counts or threads >= self.cpu_cores:
+            return full
+        known = [(float(n), self.host_adam_by_threads[n].median) for n in counts]
+        if threads <= known[0][0]:
+            return known[0][1] * threads / known[0][0]
+        for (n0, rate0), (n1, rate1) in pairwise(known):
+            if threads <= n1:
+                return rate0 + (rate1 - rate0) * (threads - n0) / (n1 - n0)
+        return known[-1][1]
+
+    def with_rates(self, **rates: float) -> Machine:
+        """This machine with other rates, for what-ifs: ``with_rates(h2d_bytes_per_s=5e10)``.
+
+        Also takes ``duplex_factor``, ``device_memory_bytes``, ``host_memory_bytes`` and
+        ``cpu_cores``.
+
+        Raises:
+            ValueError: no such field, or a value that is negative, zero, NaN or more than 10,000
+                times away from the machine's own.
+        """
+        changes: dict[str, Any] = {}
+        for name, value in rates.items():
+            changes[name] = self._changed(name, value)
+        return Machine.model_validate({**self.model_dump(), **changes})
+
+    def _changed(self, name: str, value: float) -> Any:
+        counted = ("device_memory_bytes", "host_memory_bytes", "cpu_cores", "gpus_per_node")
+        if name not in (*_ABSURD, "duplex_factor", *counted):
+            raise ValueError(
+                f"a what-if can change {', '.join([*_ABSURD, 'duplex_factor', *counted])}, but "
+                f"got {name!r}"
+            )
+        if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
+            raise ValueError(f"{name} must be finite and greater than 0, but got {value!r}")
+        own = getattr(self, name)
+        reference = own.median if isinstance(own, Quantity) else own
+        if reference is not None and not 1e-4 <= value / reference <= 1e4:
+            raise ValueError(
+                f"{name} must lie within a factor of 10,000 of this machine's "
+                f"{reference:g}, but got {value:g}: check its unit"
+            )
+        if name in counted:
+            return int(value)
+        return Quantity.exact(float(value), "assumed", "what-if")
 
     @property
     def fingerprint(self) -> str:

@@ -11,7 +11,8 @@ from simulator.schedule import Lane, Op, OpKind, Schedule
 from simulator.timeline import MemorySample, Span, Timeline
 
 _COPY_LANES = {Lane.H2D, Lane.H2D_PARAMETERS, Lane.D2H}
-_FREE_WHERE_UNIFIED = {OpKind.GRADIENT_D2H, OpKind.PARAMETER_H2D}
+_LANE_ORDER = {lane: position for position, lane in enumerate(Lane)}
+_FREE_WHERE_UNIFIED = {OpKind.GRADIENT_D2H, OpKind.GRADIENT_H2D, OpKind.PARAMETER_H2D}
 
 
 def simulate(schedule: Schedule, machine: Machine) -> Timeline:
@@ -31,7 +32,7 @@ def capacities(machine: Machine, ranks: int) -> dict[str, float]:
     """What one of ``ranks`` equal ranks of a node can count on, per second."""
     h2d, d2h = machine.h2d_bytes_per_s.median, machine.d2h_bytes_per_s.median
     sharers = max(1, ranks)
-    return {
+    shared = {
         "dram": machine.dram_bytes_per_s.median / sharers,
         "cores": machine.cpu_cores / sharers,
         "h2d": h2d,
@@ -40,23 +41,50 @@ def capacities(machine: Machine, ranks: int) -> dict[str, float]:
         "device": 1.0,
         "storage": machine.storage_write_bytes_per_s.median / sharers,
     }
+    if machine.network_bytes_per_s is not None:
+        shared["network"] = machine.network_bytes_per_s.median / sharers
+    return shared
+
+
+def rate_of(op: Op, machine: Machine) -> float:
+    """Full speed of an op, in its unit per second; host updates depend on their threads."""
+    if op.rate == "host_adam_params_per_s" and 0 < op.cores < machine.cpu_cores:
+        return machine.host_adam_rate(op.cores)
+    return machine.rate(op.rate)
+
+
+def latency_of(op: Op, machine: Machine) -> float:
+    """What an op costs however small it is: its own latency, and the copy's or the kernel's."""
+    latency = op.latency_s
+    if op.lane in _COPY_LANES:
+        latency += machine.copy_latency_s
+    elif op.lane == Lane.DEVICE_UPDATE:
+        latency += machine.launch_latency_s
+    return latency
 
 
 def alone_s(op: Op, machine: Machine) -> float:
     """Duration of an op that shares nothing with anybody."""
     if machine.unified_memory and op.kind in _FREE_WHERE_UNIFIED:
         return 0.0
-    return op.latency_s + (op.work / machine.rate(op.rate) if op.work else 0.0)
+    if not op.work:
+        return op.latency_s
+    return latency_of(op, machine) + op.work / rate_of(op, machine)
 
 
 def demands(op: Op, machine: Machine, duration_s: float) -> dict[str, float]:
-    """What an op takes of each capacity at full speed, per second."""
+    """What an op takes of each capacity at full speed, per second.
+
+    Rates were measured with one rank alone on the node, so an op alone cannot have asked for more
+    DRAM traffic than the node's triad rate, whatever bytes are counted for it.
+    """
     if duration_s <= 0:
         return {}
     cores = min(op.cores, machine.cpu_cores)
     if machine.device_shares_host_cores:
         cores += op.device_share * machine.cpu_cores + (op.lane in _COPY_LANES)
-    demand = {"dram": op.dram_bytes / duration_s, "cores": min(cores, machine.cpu_cores)}
+    dram = min(op.dram_bytes / duration_s, machine.dram_bytes_per_s.median)
+    demand = {"dram": dram, "cores": min(cores, machine.cpu_cores)}
     if op.lane in _COPY_LANES:
         speed = op.work / duration_s
         demand["d2h" if op.lane == Lane.D2H else "h2d"] = speed
@@ -65,6 +93,8 @@ def demands(op: Op, machine: Machine, duration_s: float) -> dict[str, float]:
         demand["device"] = op.device_share
     if op.lane == Lane.STORAGE:
         demand["storage"] = op.work / duration_s
+    if op.lane == Lane.NETWORK:
+        demand["network"] = op.work / duration_s
     return demand
 
 
@@ -90,6 +120,7 @@ class _Simulation:
         for op in self.schedule.ops:
             self.queues[op.lane].append(op)
         self.ended = [False] * len(self.schedule.ops)
+        self.met = [0] * len(self.schedule.ops)  # how many entries of `after` have ended
         self.capacities = capacities(self.machine, self.schedule.ranks_per_node)
         self.device_bytes = self.schedule.device_base_bytes
         self.host_bytes = self.schedule.host_base_bytes
@@ -110,8 +141,17 @@ class _Simulation:
     def _start_ready(self) -> None:
         busy = {r.op.lane for r in self.running}
         for lane, queue in self.queues.items():
-            if lane not in busy and queue and all(self.ended[i] for i in queue[0].after):
+            if lane not in busy and queue and self._ready(queue[0]):
                 self._start(queue.popleft())
+        self.running.sort(key=lambda r: _LANE_ORDER[r.op.lane])  # one order of summation for all
+
+    def _ready(self, op: Op) -> bool:
+        """Remembers how far it looked, so that an op that waits for all stays cheap."""
+        met = self.met[op.id]
+        while met < len(op.after) and self.ended[op.after[met]]:
+            met += 1
+        self.met[op.id] = met
+        return met == len(op.after)
 
     def _start(self, op: Op) -> None:
         duration = alone_s(op, self.machine)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,6 +12,17 @@ from simulator.schedule import Lane, OpKind
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+# The phase of the training loop to which an op's time, and the wait before it, belongs.
+_PHASE = {
+    OpKind.IDLE: "forward",
+    OpKind.FORWARD: "forward",
+    OpKind.BACKWARD: "backward",
+    OpKind.GRADIENT_PASS: "backward",
+    OpKind.NORM: "step",
+    OpKind.STEP_END: "step",
+}
+_UPDATES = {OpKind.UPDATE_HOST, OpKind.UPDATE_DEVICE, OpKind.STATE_D2H, OpKind.PARAMETER_H2D}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,30 +101,47 @@ class Timeline:
         taken is the last one that has a complete step, unless given.
         """
         if iteration is None:
-            iteration = max(
-                (s.iteration for s in self.spans if s.kind == OpKind.STEP_END), default=0
-            )
-        spans = [s for s in self.spans if s.iteration == iteration]
-        previous_end = max(
-            (
-                s.end_s
-                for s in self.spans
-                if s.kind == OpKind.STEP_END and s.iteration == iteration - 1
-            ),
-            default=min((s.start_s for s in spans), default=0.0),
-        )
-        forward_end = _last_end(spans, {OpKind.FORWARD}, previous_end)
-        backward_end = _last_end(spans, {OpKind.BACKWARD, OpKind.GRADIENT_PASS}, forward_end)
-        step_end = _last_end(spans, {OpKind.STEP_END}, backward_end)
-        updates = {
-            OpKind.UPDATE_HOST, OpKind.UPDATE_DEVICE, OpKind.STATE_D2H, OpKind.PARAMETER_H2D,
-        }  # fmt: skip
+            iteration = self._last_complete()
+        spent = dict.fromkeys(("forward", "backward", "step"), 0.0)
+        previous_end = self._start_of(iteration)
+        backward_end = previous_end
+        for span in sorted(self._loop_spans(iteration), key=lambda s: s.end_s):
+            phase = _PHASE[span.kind]
+            spent[phase] += max(0.0, span.end_s - previous_end)
+            previous_end = max(previous_end, span.end_s)
+            if phase == "backward":
+                backward_end = previous_end
+        updates = [s for s in self.spans if s.iteration == iteration and s.kind in _UPDATES]
+        update_end = max((s.end_s for s in updates), default=backward_end)
         return {
-            "forward_s": forward_end - previous_end,
-            "backward_s": backward_end - forward_end,
-            "step_s": step_end - backward_end,
-            "update_s": _last_end(spans, updates, backward_end) - backward_end,
+            "forward_s": spent["forward"],
+            "backward_s": spent["backward"],
+            "step_s": spent["step"],
+            "update_s": max(0.0, update_end - backward_end),
         }
+
+    def _last_complete(self) -> int:
+        return max((s.iteration for s in self.spans if s.kind == OpKind.STEP_END), default=0)
+
+    def _start_of(self, iteration: int) -> float:
+        """Where the previous step returned, or where the iteration's first op started."""
+        previous = [
+            s.end_s
+            for s in self.spans
+            if s.kind == OpKind.STEP_END and s.iteration == iteration - 1
+        ]
+        starts = (s.start_s for s in self.spans if s.iteration == iteration)
+        return max(previous) if previous else min(starts, default=0.0)
+
+    def _loop_spans(self, iteration: int) -> list[Span]:
+        """What the training loop itself waits for, one after the other."""
+        return [
+            s
+            for s in self.spans
+            if s.iteration == iteration
+            and s.kind in _PHASE
+            and (s.kind != OpKind.GRADIENT_PASS or s.lane == Lane.COMPUTE)
+        ]
 
     @property
     def device_peak_bytes(self) -> int:
@@ -142,10 +170,6 @@ class Timeline:
         return draw_timeline(self, ax)
 
 
-def _last_end(spans: Iterable[Span], kinds: set[OpKind], default: float) -> float:
-    return max((s.end_s for s in spans if s.kind in kinds), default=default)
-
-
 def _perfetto_events(timeline: Timeline, pid: int) -> list[dict[str, Any]]:
     name = f"{timeline.source}: {timeline.strategy}"
     events: list[dict[str, Any]] = [
@@ -156,19 +180,19 @@ def _perfetto_events(timeline: Timeline, pid: int) -> list[dict[str, Any]]:
         events.append(
             {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": lane.value}}
         )
-    for span in timeline.spans:
-        events.append(
-            {
-                "ph": "X",
-                "pid": pid,
-                "tid": lanes.index(span.lane) + 1,
-                "name": span.label,
-                "cat": span.kind.value,
-                "ts": span.start_s * 1e6,
-                "dur": (span.end_s - span.start_s) * 1e6,
-                "args": {"iteration": span.iteration, "subgroup": span.subgroup},
-            }
-        )
+    events.extend(
+        {
+            "ph": "X",
+            "pid": pid,
+            "tid": lanes.index(span.lane) + 1,
+            "name": span.label,
+            "cat": span.kind.value,
+            "ts": span.start_s * 1e6,
+            "dur": (span.end_s - span.start_s) * 1e6,
+            "args": {"iteration": span.iteration, "subgroup": span.subgroup},
+        }
+        for span in timeline.spans
+    )
     for sample in timeline.memory:
         used = {"device": sample.device_bytes, "host": sample.host_bytes}
         events.append(

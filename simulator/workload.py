@@ -23,6 +23,10 @@ class Layer(BaseModel):
         params: elements of this rank's partition whose gradients this layer's backward yields.
         forward_s, backward_s: compute time of all micro-batches together on this rank.
         activation_bytes: device memory held from this layer's forward until its backward.
+        network_gather_bytes: what this rank receives from other nodes to gather the layer's
+            parameters for one pass of one micro-batch; 0 where they all live in its node.
+        network_reduce_bytes: what it exchanges with other nodes (data, tensor and pipeline
+            parallel together) in the layer's backward of one micro-batch.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -32,6 +36,8 @@ class Layer(BaseModel):
     forward_s: float = Field(ge=0)
     backward_s: float = Field(ge=0)
     activation_bytes: int = Field(0, ge=0)
+    network_gather_bytes: int = Field(0, ge=0)
+    network_reduce_bytes: int = Field(0, ge=0)
 
 
 class MemoryPoint(BaseModel):
@@ -60,6 +66,8 @@ class Workload(BaseModel):
         stock_backward_extra_s: what stock DeepSpeed's gradient path adds to backward where it was
             measured; None lets the simulator derive it from the copies.
         tokens_per_iteration: of all ranks together.
+        pipeline_idle_s: time per iteration in which this rank waits for other pipeline stages;
+            host and copies go on in it.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -75,6 +83,7 @@ class Workload(BaseModel):
     ranks_per_node: int = Field(1, ge=1)
     nodes: int = Field(1, ge=1)
     tokens_per_iteration: int = Field(1, ge=1)
+    pipeline_idle_s: float = Field(0.0, ge=0)
     device_base_bytes: int = Field(0, ge=0)
     stock_backward_extra_s: float | None = Field(None, ge=0)
     memory_curve: tuple[MemoryPoint, ...] = ()
@@ -133,6 +142,22 @@ class Workload(BaseModel):
             while layer_ends[last] < end:
                 last += 1
             held = (i for i in range(first, last + 1) if self.layers[i].params)
+            result.append(tuple(held))
+        return tuple(result)
+
+    def shares(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """For each layer, (subgroup, elements of it that are the layer's), ascending."""
+        result: list[tuple[tuple[int, int], ...]] = []
+        subgroup, left = 0, self.subgroups[0]
+        for layer in self.layers:
+            missing, held = layer.params, []
+            while missing:
+                taken = min(missing, left)
+                held.append((subgroup, taken))
+                missing, left = missing - taken, left - taken
+                if left == 0 and subgroup + 1 < len(self.subgroups):
+                    subgroup += 1
+                    left = self.subgroups[subgroup]
             result.append(tuple(held))
         return tuple(result)
 

@@ -1,0 +1,124 @@
+"""Forward and backward of a training loop: what every strategy's iteration has in common."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+
+from simulator.schedule import Lane, OpKind, ScheduleBuilder
+from simulator.workload import Workload
+
+ALL_CORES = math.inf  # capped at the machine's cores by the simulator
+
+
+class TrainingLoop(ABC):
+    """Appends one iteration after the other; remembers what the next one must wait for.
+
+    A strategy says where gradients go (`gradients`) and how the optimizer steps (`step`). With
+    gradient accumulation, forward and backward alternate micro-batch by micro-batch; a layer's
+    times are those of all micro-batches together.
+
+    Attributes:
+        parameters_new: subgroup -> the op after which a forward may read its parameters; what is
+            not in it is new as soon as `step()` has returned.
+    """
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        self.out = ScheduleBuilder()
+        self.sizes = workload.subgroups
+        self.shares = workload.shares()
+        self.layers_of = workload.layers_of_subgroups()
+        self.parameters_new: dict[int, int] = {}
+        self.step_end: int | None = None
+        self.backward_done = -1
+        self.reduce_done: int | None = None
+        self.passes: list[int] = []  # every forward and backward so far
+
+    def run(self, iterations: int) -> None:
+        """Appends so many iterations."""
+        for iteration in range(iterations):
+            self.out.iteration = iteration
+            if self.workload.pipeline_idle_s:
+                self.out.add(OpKind.IDLE, Lane.COMPUTE, self.workload.pipeline_idle_s)
+            for micro_batch in range(self.workload.gradient_accumulation_steps):
+                self.forward(micro_batch)
+                self.backward(micro_batch)
+            self.step()
+
+    @abstractmethod
+    def gradients(self, layer: int, micro_batch: int, after: int) -> None:
+        """Called when a layer's reduced gradients are there, last layer first."""
+
+    @abstractmethod
+    def step(self) -> None:
+        """Appends the norm, the updates and STEP_END; sets step_end and parameters_new."""
+
+    def gradient_alloc_bytes(self, layer: int, micro_batch: int) -> int:  # noqa: ARG002
+        """Device memory that a layer's backward takes for gradients that stay there."""
+        return 0
+
+    @property
+    def boundary(self) -> int:
+        """The micro-batch whose backward completes the gradients."""
+        return self.workload.gradient_accumulation_steps - 1
+
+    @property
+    def gradients_done(self) -> list[int]:
+        """The norm waits for these: backward, and the last exchange between nodes."""
+        return [self.backward_done, *([] if self.reduce_done is None else [self.reduce_done])]
+
+    def forward(self, micro_batch: int) -> None:
+        """Each layer waits for just the subgroups that hold its parameters."""
+        w = self.workload
+        for number, layer in enumerate(w.layers):
+            waits = self._parameter_waits(number) if micro_batch == 0 else []
+            if layer.network_gather_bytes:
+                waits = [self._gather(layer.network_gather_bytes, number, waits)]
+            op = self.out.add(
+                OpKind.FORWARD, Lane.COMPUTE, layer.forward_s / w.gradient_accumulation_steps,
+                after=waits, device_share=1.0, device_alloc_bytes=layer.activation_bytes,
+                layer=number,
+            )  # fmt: skip
+            self.passes.append(op)
+
+    def _parameter_waits(self, layer: int) -> list[int]:
+        waits = [] if self.step_end is None else [self.step_end]
+        new = self.parameters_new
+        waits.extend(new[s] for s, _ in self.shares[layer] if s in new)
+        return waits
+
+    def _gather(self, size_bytes: int, layer: int, waits: list[int]) -> int:
+        """Runs one layer ahead: while the previous one computes, not earlier."""
+        ahead = self.passes[-2:-1]
+        return self.out.add(
+            OpKind.PARAMETER_GATHER, Lane.NETWORK, size_bytes, "network_bytes_per_s",
+            [*waits, *ahead], layer=layer,
+        )  # fmt: skip
+
+    def backward(self, micro_batch: int) -> None:
+        """Last layer first."""
+        w = self.workload
+        for number in reversed(range(len(w.layers))):
+            layer = w.layers[number]
+            waits = []
+            if layer.network_gather_bytes:
+                waits = [self._gather(layer.network_gather_bytes, number, [])]
+            op = self.out.add(
+                OpKind.BACKWARD, Lane.COMPUTE, layer.backward_s / w.gradient_accumulation_steps,
+                after=waits, device_share=1.0,
+                device_alloc_bytes=self.gradient_alloc_bytes(number, micro_batch),
+                device_free_bytes=layer.activation_bytes, layer=number,
+            )  # fmt: skip
+            self.passes.append(op)
+            self.backward_done = op
+            self.gradients(number, micro_batch, self._reduced(number, op))
+
+    def _reduced(self, layer: int, after: int) -> int:
+        size = self.workload.layers[layer].network_reduce_bytes
+        if not size:
+            return after
+        self.reduce_done = self.out.add(
+            OpKind.GRADIENT_REDUCE, Lane.NETWORK, size, "network_bytes_per_s", [after], layer=layer
+        )
+        return self.reduce_done
