@@ -1,0 +1,34 @@
+# The commands of a newcomer (demo, test) and of a developer (lint, results). All work in .venv.
+MAKEFLAGS += --no-print-directory
+BIN := $(CURDIR)/.venv/bin
+# DeepSpeed looks for ninja on PATH when it compiles its ops.
+export PATH := $(BIN):$(PATH)
+
+.PHONY: help setup demo test lint results clean
+.DEFAULT_GOAL := help
+
+help: ## list the commands
+	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/^([a-z]+):[^#]*## /  make \1\t/' | expand -t 18
+
+setup: .venv/.ready ## make .venv with everything in it (python3 >= 3.11 and a C++ compiler needed)
+
+.venv/.ready: pyproject.toml constraints-cpu.txt scripts/setup_venv.sh
+	@sh scripts/setup_venv.sh
+
+demo: setup ## measure, plan, train and compare on this machine; leaves runs/demo/
+	@python -m studies.demo
+
+test: setup ## all tests
+	@python -m pytest --durations=15
+
+lint: setup ## ruff and mypy
+	ruff check .
+	ruff format --check .
+	mypy
+
+results: setup ## draw the figures and rewrite the README's table from studies/results/
+	@python -m studies.results
+
+clean: ## remove .venv, caches and runs/
+	rm -rf .venv runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

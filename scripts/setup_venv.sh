@@ -1,0 +1,81 @@
+#!/usr/bin/env sh
+# Makes or repairs .venv: `make setup` calls this. Safe to run again after it was interrupted.
+#   PYTHON  the interpreter to build on (default: the first of python3, python3.13, 3.12, 3.11
+#           that is new enough)
+set -eu
+cd "$(dirname "$0")/.."
+venv=.venv
+
+fail() {
+    echo "setup: $*" >&2
+    exit 2
+}
+
+usable() { # 3.11 or newer, with venv and pip's bootstrap
+    "$1" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
+}
+
+choose_python() {
+    if [ -n "${PYTHON:-}" ]; then
+        usable "$PYTHON" || fail "Python >= 3.11 with the venv module is needed, but PYTHON=$PYTHON" \
+            "is $("$PYTHON" --version 2>&1 || true): name another one, make PYTHON=/path/to/python3.12"
+        echo "$PYTHON"
+        return
+    fi
+    for candidate in python3 python3.13 python3.12 python3.11; do
+        if usable "$candidate"; then
+            echo "$candidate"
+            return
+        fi
+    done
+    fail "Python >= 3.11 with the venv module is needed, but python3 is" \
+        "$(python3 --version 2>&1 || echo missing): install one (on Debian also python3-venv)," \
+        "or name it, make PYTHON=/path/to/python3.12"
+}
+
+check_compiler() { # DeepSpeed and ebbtide compile their host kernels on first use
+    "${CXX:-c++}" --version >/dev/null 2>&1 || fail "a C++ compiler is needed, but ${CXX:-c++}" \
+        "does not run: install g++ or clang++, or name one with CXX=..."
+    header=$("$1" -c 'import sysconfig; print(sysconfig.get_path("include") + "/Python.h")')
+    [ -f "$header" ] || fail "Python's C headers are needed, but $header does not exist:" \
+        "install python3-dev"
+}
+
+has_gpu() {
+    nvidia-smi -L 2>/dev/null | grep -q GPU
+}
+
+has_torch() { # of a python: torch >= 2.10
+    "$1" -c 'import sys, torch; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10))' \
+        2>/dev/null
+}
+
+make_venv() {
+    if "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+        return
+    fi
+    options=
+    if has_gpu && has_torch "$1"; then # keep the torch that was made for this GPU's driver
+        options=--system-site-packages
+    fi
+    "$1" -m venv --clear $options "$venv"
+}
+
+install() {
+    pip="$venv/bin/python -m pip install --disable-pip-version-check --quiet"
+    if has_gpu; then
+        constraints=
+        has_torch "$venv/bin/python" || $pip 'torch>=2.10'
+    else
+        constraints="-c constraints-cpu.txt"
+        $pip $constraints torch
+    fi
+    $pip $constraints -e '.[dev]'
+}
+
+python=$(choose_python)
+check_compiler "$python"
+echo "setup: $("$python" --version), $(has_gpu && echo 'an NVIDIA GPU' || echo 'no GPU'); installing into $venv"
+make_venv "$python"
+install
+touch "$venv/.ready"

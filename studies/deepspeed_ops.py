@@ -1,0 +1,59 @@
+"""Compiles DeepSpeed's host ops ahead of the first engine, and survives an interrupted compile."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+BUILDERS = {"cpu_adam": "CPUAdamBuilder", "deepspeed_shm_comm": "ShareMemCommBuilder"}
+
+
+def build_host_ops() -> None:
+    """Builds CPU Adam and, without a GPU, the shared-memory collectives.
+
+    About a minute on two cores the first time, cached in torch's extensions folder after that.
+
+    Raises:
+        RuntimeError: no ninja on PATH, or the compiler failed.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    if shutil.which("ninja") is None:
+        raise RuntimeError(
+            "DeepSpeed compiles its ops with ninja, which must be on PATH, but it is not: "
+            "run through make, or put .venv/bin on PATH"
+        )
+    for op, builder_name in BUILDERS.items():
+        builder: Any = get_accelerator().create_op_builder(builder_name)
+        if builder is None or "NotImplemented" in type(builder).__name__:
+            continue  # this accelerator has no such op
+        with _own_lock(_build_folder(op)):
+            builder.load(verbose=False)
+
+
+def _build_folder(op: str) -> Path:
+    from torch.utils import cpp_extension
+
+    return Path(cpp_extension._get_build_directory(op, verbose=False))
+
+
+@contextlib.contextmanager
+def _own_lock(folder: Path) -> Iterator[None]:
+    """Clears the lock that an interrupted build of ours left behind.
+
+    torch guards a build with a plain file ``lock``; when its owner is killed, everybody after it
+    waits for ever. Our flock dies with its owner: who holds it and finds the marker of an earlier
+    build knows that build to be dead.
+    """
+    marker = folder / "ebbtide-building"
+    with (folder / "ebbtide-lock").open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        if marker.exists():
+            (folder / "lock").unlink(missing_ok=True)
+        marker.touch()
+        yield
+        marker.unlink()

@@ -1,0 +1,47 @@
+"""What every test runs in: few threads, ninja on PATH, one DeepSpeed rank where a test needs it."""
+
+import os
+import sys
+from pathlib import Path
+
+# Before torch is imported anywhere: tests share the machine with each other and with people.
+for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
+    os.environ.setdefault(_variable, "2")
+os.environ.setdefault("MPLBACKEND", "Agg")
+# DeepSpeed calls ninja by name, also where .venv was not activated.
+os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+
+import pytest  # noqa: E402
+
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(scope="session")
+def deepspeed_ops():
+    """DeepSpeed's host ops, compiled once (about a minute on a fresh machine)."""
+    from studies.deepspeed_ops import build_host_ops
+
+    build_host_ops()
+
+
+@pytest.fixture(scope="session")
+def only_rank(deepspeed_ops):
+    """This process as the only rank of a job, so that ``deepspeed.initialize`` works in it."""
+    import deepspeed
+    import torch.distributed
+
+    from studies.rank import become_only_rank
+
+    become_only_rank()
+    deepspeed.init_distributed()
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    for variable in _RANK_VARIABLES:
+        os.environ.pop(variable, None)
+
+
+@pytest.fixture
+def child_environment():
+    """The environment for a process that a test starts: without this process's rank and port."""
+    return {k: v for k, v in os.environ.items() if k not in _RANK_VARIABLES}

@@ -1,0 +1,43 @@
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from studies.deepspeed_ops import _own_lock, build_host_ops
+
+# Takes torch's lock inside ours, says so, and waits to be killed.
+_BUILDER = """
+import sys, time
+from pathlib import Path
+from studies.deepspeed_ops import _own_lock
+folder = Path(sys.argv[1])
+with _own_lock(folder):
+    (folder / "lock").touch()
+    print("building", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_lock_of_a_killed_build_is_cleared(tmp_path):
+    child = subprocess.Popen(
+        [sys.executable, "-c", _BUILDER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout.readline() == "building\n"
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    assert (tmp_path / "lock").exists()
+    with _own_lock(tmp_path):
+        assert not (tmp_path / "lock").exists()
+
+
+def test_lock_of_somebody_else_stays(tmp_path):
+    (tmp_path / "lock").touch()
+    with _own_lock(tmp_path):
+        assert (tmp_path / "lock").exists()
+
+
+def test_missing_ninja_is_a_clear_error(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RuntimeError, match=r"put \.venv/bin on PATH"):
+        build_host_ops()

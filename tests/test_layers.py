@@ -1,0 +1,137 @@
+"""The packages' layers: arrows point down, no module cycle, light packages stay light."""
+
+import ast
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("simulator", "profiler", "tuner", "runtime", "studies")
+
+# Who may import whom when a module is loaded. runtime's kernels are a leaf that measuring needs.
+MAY_IMPORT = {
+    "simulator": {"simulator"},
+    "profiler": {"simulator", "profiler", "runtime.kernels"},
+    "tuner": {"simulator", "profiler", "tuner"},
+    "runtime": {"simulator", "runtime"},
+    "runtime.kernels": {"runtime.kernels"},
+    "studies": set(PACKAGES),
+}
+# Inside functions too. plan="auto" measures and plans, so runtime may reach up lazily, as may a
+# command of the tuner that works on checkpoints.
+MAY_IMPORT_LAZILY = {
+    "simulator": {"simulator"},
+    "profiler": {"simulator", "profiler", "runtime.kernels"},
+    "tuner": {"simulator", "profiler", "tuner", "runtime"},
+    "runtime": {"simulator", "profiler", "tuner", "runtime"},
+    "runtime.kernels": {"runtime.kernels"},
+    "studies": set(PACKAGES),
+}
+NOT_AT_LOAD = {
+    "simulator": {"torch", "deepspeed", "optuna", "pandas", "matplotlib"},
+    "runtime": {"optuna", "pandas", "matplotlib", "scipy"},
+}
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            found[name] = path
+    return found
+
+
+def _is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+
+
+def statements(tree: ast.AST, lazily: bool) -> list[ast.Import | ast.ImportFrom]:
+    """Import statements that run when the module is loaded; with ``lazily`` all that ever run."""
+    found, queue = [], list(ast.iter_child_nodes(tree))
+    while queue:
+        node = queue.pop()
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found.append(node)
+        elif _is_type_checking(node):
+            queue += node.orelse
+        elif lazily or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            queue += list(ast.iter_child_nodes(node))
+    return found
+
+
+def names(node: ast.Import | ast.ImportFrom, module: str, is_package: bool) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    base = node.module or ""
+    if node.level:
+        parts = module.split(".")
+        kept = parts[: len(parts) - node.level + is_package]
+        base = ".".join([*kept, base]).rstrip(".")
+    # `from a import b` may mean the module a.b or a name in a.
+    return [f"{base}.{alias.name}" for alias in node.names]
+
+
+@cache
+def imports(module: str, lazily: bool) -> frozenset[str]:
+    path = modules()[module]
+    found = set()
+    for node in statements(ast.parse(path.read_text()), lazily):
+        found.update(names(node, module, path.name == "__init__.py"))
+    return frozenset(found)
+
+
+def layer(module: str) -> str:
+    if module.startswith("runtime.kernels"):
+        return "runtime.kernels"
+    return module.split(".")[0]
+
+
+def _within(name: str, allowed: set[str]) -> bool:
+    return any(name == a or name.startswith(a + ".") for a in allowed)
+
+
+@pytest.mark.parametrize("lazily", [False, True])
+@pytest.mark.parametrize("module", sorted(modules()))
+def test_imports_point_down(module, lazily):
+    allowed = (MAY_IMPORT_LAZILY if lazily else MAY_IMPORT)[layer(module)]
+    ours = [n for n in imports(module, lazily) if n.split(".")[0] in PACKAGES]
+    wrong = [n for n in ours if not _within(n, allowed)]
+    assert not wrong, f"{module} may import {sorted(allowed)} only, but imports {wrong}"
+
+
+@pytest.mark.parametrize("module", sorted(modules()))
+def test_light_packages_load_nothing_heavy(module):
+    forbidden = NOT_AT_LOAD.get(module.split(".")[0], set())
+    heavy = [n for n in imports(module, lazily=False) if _within(n, forbidden)]
+    assert not heavy, f"{module} must import {heavy} inside the functions that need it"
+
+
+def load_graph() -> dict[str, set[str]]:
+    """Module to the modules of ours that it loads."""
+    known = modules()
+    graph = {}
+    for module in known:
+        targets = set()
+        for name in imports(module, lazily=False):
+            exact = name if name in known else name.rpartition(".")[0]
+            if exact in known and exact != module:
+                targets.add(exact)
+        graph[module] = targets
+    return graph
+
+
+def test_no_module_imports_itself_through_others():
+    try:
+        list(TopologicalSorter(load_graph()).static_order())
+    except CycleError as error:
+        pytest.fail(f"import cycle: {' -> '.join(error.args[1])}")
+
+
+def test_every_package_has_modules_and_is_typed():
+    for package in PACKAGES:
+        assert (ROOT / package / "py.typed").exists()
+        assert any(name == package for name in modules())
