@@ -1,0 +1,116 @@
+"""The scalars of one Adam step, computed exactly as DeepSpeedCPUAdam computes them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+Decay = Literal["none", "l2", "decoupled"]
+
+
+@dataclass(frozen=True, slots=True)
+class AdamStep:
+    """Hyperparameters of one step of one parameter group; every value is an fp32 number.
+
+    Attributes:
+        bias1: 1 - beta1^t. bias2: 1 / sqrt(1 - beta2^t). Both 1 without bias correction.
+        adamw: decoupled weight decay (AdamW) instead of L2 (Adam).
+    """
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    bias1: float
+    bias2: float
+    adamw: bool = True
+
+    @property
+    def decay(self) -> Decay:
+        if np.float32(self.weight_decay) <= 0:
+            return "none"
+        return "decoupled" if self.adamw else "l2"
+
+    def scalars(self, scale: float) -> np.ndarray:
+        """The nine fp32 scalars of the kernels, in their order.
+
+        ``scale`` is the factor that unscales and clips the gradient; it is rounded to fp32 as
+        ``tensor.mul_(scale)`` does.
+        """
+        one = np.float32(1)
+        lr, beta1, beta2 = np.float32(self.lr), np.float32(self.beta1), np.float32(self.beta2)
+        weight_decay = np.float32(self.weight_decay)
+        return np.array(
+            [
+                np.float32(scale),
+                beta1,
+                one - beta1,
+                beta2,
+                one - beta2,
+                np.float32(self.bias2),
+                np.float32(self.eps),
+                -lr * weight_decay if self.adamw else weight_decay,
+                -lr / np.float32(self.bias1),
+            ],
+            dtype=np.float32,
+        )
+
+
+class BiasCorrection:
+    """The powers of the betas, as DeepSpeedCPUAdam's one optimizer object keeps them.
+
+    It multiplies running fp32 products while the step grows by one, and falls back on ``pow`` when
+    the betas change, which they do at every subgroup of another parameter group. Calls must come
+    in the order of the subgroups. Replaying a step count (`resume`) makes a resumed run continue
+    with the bits of the uninterrupted one; stock, which uses ``pow`` there, does not.
+
+    Source: deepspeed/ops/csrc/includes/cpu_adam.h, ``IncrementStep`` and ``update_state``.
+    """
+
+    def __init__(self, beta1: float, beta2: float) -> None:
+        self._betas = (np.float32(beta1), np.float32(beta2))
+        self._powers = (np.float32(1), np.float32(1))
+        self._step = 0
+
+    def advance(self, step: int, beta1: float, beta2: float) -> tuple[float, float]:
+        """(1 - beta1^step, 1 / sqrt(1 - beta2^step)) in fp32."""
+        betas = (np.float32(beta1), np.float32(beta2))
+        if betas != self._betas:
+            self._betas = betas
+            self._powers = self._pow(step)
+        elif step == self._step + 1:
+            b1, b2 = self._betas
+            p1, p2 = self._powers
+            self._powers = (p1 * b1, p2 * b2)
+        elif step != self._step:
+            self._powers = self._pow(step)
+        self._step = step
+        one = np.float32(1)
+        p1, p2 = self._powers
+        return float(one - p1), float(one / np.sqrt(one - p2))
+
+    def _pow(self, step: int) -> tuple[np.float32, np.float32]:
+        b1, b2 = self._betas
+        return np.float32(math.pow(float(b1), step)), np.float32(math.pow(float(b2), step))
+
+    def resume(self, step: int, betas_in_order: list[tuple[float, float]]) -> None:
+        """Brings the powers to where ``step`` uninterrupted steps would have left them.
+
+        ``betas_in_order`` are the subgroups' betas, in subgroup order.
+        """
+        first = betas_in_order[0]
+        self.__init__(*first)  # type: ignore[misc]
+        if all(betas == first for betas in betas_in_order):
+            b1, b2 = self._betas
+            p1, p2 = self._powers
+            for _ in range(step):
+                p1, p2 = p1 * b1, p2 * b2
+            self._powers, self._step = (p1, p2), step
+            return
+        for number in range(1, step + 1):
+            for betas in betas_in_order:
+                self.advance(number, *betas)

@@ -1,0 +1,176 @@
+"""The host update kernel: compiled once per machine, called without the GIL."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runtime.kernels.adam_step import AdamStep
+
+_SOURCE = Path(__file__).with_name("host_adam.cpp")
+_FLAGS = [
+    "-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-fopenmp",
+    "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off",
+]  # fmt: skip
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+VECTOR_WIDTH = 16  # DeepSpeedCPUAdam's vector loop takes multiples of this many elements
+_DECAYS = {"none": 0, "l2": 1, "decoupled": 2}
+
+
+class MissingCompilerError(RuntimeError):
+    """No C++ compiler: the host kernel cannot be built."""
+
+
+def cache_dir() -> Path:
+    """Where compiled kernels live: ``EBBTIDE_CACHE``, else ``$XDG_CACHE_HOME/ebbtide``."""
+    explicit = os.environ.get("EBBTIDE_CACHE")
+    if explicit:
+        return Path(explicit)
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "ebbtide"
+
+
+def _compiler() -> str:
+    wanted = os.environ.get("CXX", "g++")
+    found = shutil.which(wanted)
+    if found is None:
+        raise MissingCompilerError(
+            f"a C++ compiler is needed to build the update kernel, but {wanted!r} was not found: "
+            "install g++, or set CXX to another compiler that knows -fopenmp"
+        )
+    return found
+
+
+def _cpu_model() -> str:
+    """-march=native code must not be reused on another CPU that shares the home folder."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return "".join(line for line in lines[:40] if line.startswith(("model name", "flags")))
+
+
+def _build() -> Path:
+    compiler = _compiler()
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
+    key = "\0".join([_SOURCE.read_text(), version.stdout, _cpu_model(), *_FLAGS])
+    target = cache_dir() / f"host_adam-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
+    if target.exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # Built beside the target and renamed: ranks that build at once never load half a file.
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        out = Path(folder) / target.name
+        command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(out)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise MissingCompilerError(
+                f"building the update kernel failed: {' '.join(command)}\n{done.stderr}"
+            )
+        out.replace(target)
+    return target
+
+
+@functools.cache
+def load() -> Any:
+    """The compiled library (about 2 s the first time on a machine).
+
+    Raises:
+        MissingCompilerError: no compiler, or it refused the source.
+    """
+    library = ctypes.CDLL(str(_build()))
+    pointer, integer, count = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
+    library.ebbtide_host_adam.argtypes = [
+        pointer, pointer, pointer, pointer, integer, pointer, integer, count,
+        pointer, integer, count, integer,
+    ]  # fmt: skip
+    library.ebbtide_triad.argtypes = [pointer, pointer, pointer, ctypes.c_float, count, integer]
+    library.ebbtide_triad.restype = None
+    library.ebbtide_copy.argtypes = [pointer, pointer, count, integer]
+    library.ebbtide_copy.restype = None
+    return library
+
+
+def host_adam(
+    p: torch.Tensor,
+    m: torch.Tensor,
+    v: torch.Tensor,
+    grad: torch.Tensor,
+    out: torch.Tensor | None,
+    step: AdamStep,
+    scale: float = 1.0,
+    threads: int = 1,
+    tail: int | None = None,
+) -> None:
+    """Updates ``p``, ``m``, ``v`` in place and writes the wire parameter to ``out``; one pass.
+
+    Args:
+        p, m, v: fp32 master parameter, momentum, variance; flat, contiguous, same length, host.
+        grad: bf16, fp16 or fp32 gradient of the same length; not changed.
+        out: bf16, fp16 or fp32 parameter to write, or None. It may share no memory with the rest.
+        scale: factor applied to the gradient in fp32 first (unscale and clip).
+        threads: OpenMP threads; the result does not depend on it.
+        tail: how many of the last elements DeepSpeed's scalar loop would update: its vector loop
+            takes multiples of 16. None: length mod 16, right for a whole subgroup.
+
+    Raises:
+        ValueError: lengths, dtypes, devices or strides that the kernel does not take.
+
+    The GIL is released. Bits equal DeepSpeedCPUAdam's on ``grad.float() * scale``.
+    """
+    tensors = {"p": p, "m": m, "v": v, "grad": grad}
+    if out is not None:
+        tensors["out"] = out
+    _check(tensors, p.numel())
+    if tail is None:
+        tail = p.numel() % VECTOR_WIDTH
+    scalars = step.scalars(scale)
+    load().ebbtide_host_adam(
+        p.data_ptr(), m.data_ptr(), v.data_ptr(), grad.data_ptr(), _DTYPES[grad.dtype],
+        out.data_ptr() if out is not None else None,
+        _DTYPES[out.dtype] if out is not None else -1,
+        p.numel(), scalars.ctypes.data, _DECAYS[step.decay], tail, threads,
+    )  # fmt: skip
+
+
+def _check(tensors: dict[str, torch.Tensor], length: int) -> None:
+    for name, tensor in tensors.items():
+        dtypes = (torch.float32,) if name in ("p", "m", "v") else tuple(_DTYPES)
+        if tensor.dtype not in dtypes:
+            raise ValueError(f"{name} must have one of the dtypes {dtypes}, but got {tensor.dtype}")
+        if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.numel() != length:
+            raise ValueError(
+                f"{name} must be a contiguous host tensor of {length} elements, but got "
+                f"{tensor.numel()} on {tensor.device}, strides {tensor.stride()}"
+            )
+
+
+def triad(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, threads: int) -> None:
+    """``a = b + 2 c`` on fp32 host tensors: 12 bytes of DRAM traffic per element, 16 where a
+    store first reads its line (write-allocate)."""
+    _check_copy(a, b)
+    load().ebbtide_triad(a.data_ptr(), b.data_ptr(), c.data_ptr(), 2.0, a.numel(), threads)
+
+
+def copy(to: torch.Tensor, source: torch.Tensor, threads: int = 1) -> None:
+    """Copies between contiguous host tensors of the same size, without the GIL."""
+    _check_copy(to, source)
+    size = to.numel() * to.element_size()
+    load().ebbtide_copy(to.data_ptr(), source.data_ptr(), size, threads)
+
+
+def _check_copy(to: torch.Tensor, source: torch.Tensor) -> None:
+    if to.nbytes != source.nbytes or not (to.is_contiguous() and source.is_contiguous()):
+        raise ValueError(
+            f"both tensors must be contiguous and of the same size, but got {to.nbytes} and "
+            f"{source.nbytes} bytes"
+        )

@@ -1,0 +1,180 @@
+// One step of Adam(W) over a flat subgroup, in one pass over memory.
+//
+// Reads the gradient in its wire precision, folds unscale and clip into one factor, updates the fp32
+// master and moments in place and writes the wire-precision parameter. Per element the fp32 operations
+// and their order are those of DeepSpeedCPUAdam (ops/csrc/includes/cpu_adam.h, Step_AVX), so that the
+// bits are the same; the explicit fma and -ffp-contract=off leave the compiler no choice.
+//
+// DeepSpeed's vector loop leaves the last (length mod 16) elements to a scalar loop, in which the
+// compiler fuses the other product of `m * beta1 + g * (1 - beta1)`. `kTail` repeats that.
+//
+// Plain loops: g++ vectorises them for whatever the machine has, with equal results on every width.
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <omp.h>
+
+namespace {
+
+struct Scalars {
+    float scale, beta1, one_minus_beta1, beta2, one_minus_beta2;
+    float bias_correction2, eps, decay, step_size;
+};
+
+enum Dtype : int { kNone = -1, kFloat = 0, kBFloat16 = 1, kHalf = 2 };
+
+struct Float {
+    using storage = float;
+    static inline float load(float x) { return x; }
+    static inline float store(float x) { return x; }
+};
+
+struct BFloat16 {
+    using storage = uint16_t;
+    static inline float load(uint16_t x)
+    {
+        const uint32_t bits = uint32_t(x) << 16;
+        float value;
+        std::memcpy(&value, &bits, 4);
+        return value;
+    }
+    // Round to nearest even; NaN stays NaN (quiet), as in c10::BFloat16.
+    static inline uint16_t store(float x)
+    {
+        uint32_t bits;
+        std::memcpy(&bits, &x, 4);
+        const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+        return (bits & 0x7fffffffu) > 0x7f800000u ? uint16_t(0x7fc0) : uint16_t(rounded);
+    }
+};
+
+struct Half {
+    using storage = _Float16;
+    static inline float load(_Float16 x) { return float(x); }
+    static inline _Float16 store(float x) { return _Float16(x); }
+};
+
+struct Nothing {
+    using storage = char;
+    static inline char store(float) { return 0; }
+};
+
+enum Decay { kNoDecay, kL2, kDecoupled };
+
+template <class Grad, class Out, Decay decay, bool write, bool tail>
+void update_range(float* __restrict p, float* __restrict m, float* __restrict v,
+                  const typename Grad::storage* __restrict g, typename Out::storage* __restrict out,
+                  int64_t begin, int64_t end, const Scalars s)
+{
+#pragma GCC ivdep
+    for (int64_t i = begin; i < end; ++i) {
+        float grad = Grad::load(g[i]) * s.scale;
+        float param = p[i];
+        if (decay == kL2) grad = __builtin_fmaf(param, s.decay, grad);
+        const float square = grad * grad;
+        const float momentum = tail ? __builtin_fmaf(m[i], s.beta1, grad * s.one_minus_beta1)
+                                    : __builtin_fmaf(grad, s.one_minus_beta1, m[i] * s.beta1);
+        const float variance = tail ? __builtin_fmaf(v[i], s.beta2, square * s.one_minus_beta2)
+                                    : __builtin_fmaf(square, s.one_minus_beta2, v[i] * s.beta2);
+        const float denominator = __builtin_fmaf(__builtin_sqrtf(variance), s.bias_correction2, s.eps);
+        if (decay == kDecoupled) param = __builtin_fmaf(param, s.decay, param);
+        param = __builtin_fmaf(momentum / denominator, s.step_size, param);
+        p[i] = param;
+        m[i] = momentum;
+        v[i] = variance;
+        if (write) out[i] = Out::store(param);
+    }
+}
+
+template <class Grad, class Out, Decay decay, bool write>
+void update(float* p, float* m, float* v, const void* g, void* out, int64_t n, const Scalars& s,
+            int64_t tail, int threads)
+{
+    const auto* grad = static_cast<const typename Grad::storage*>(g);
+    auto* wire = static_cast<typename Out::storage*>(out);
+    update_range<Grad, Out, decay, write, true>(p, m, v, grad, wire, n - tail, n, s);
+    n -= tail;
+    if (threads <= 1 || n < (1 << 15)) {
+        update_range<Grad, Out, decay, write, false>(p, m, v, grad, wire, 0, n, s);
+        return;
+    }
+#pragma omp parallel num_threads(threads)
+    {
+        // Borders on multiples of 64 elements: no two threads share a cache line.
+        const int64_t blocks = (n + 63) / 64;
+        const int64_t team = omp_get_num_threads(), rank = omp_get_thread_num();
+        const int64_t begin = blocks * rank / team * 64;
+        int64_t end = blocks * (rank + 1) / team * 64;
+        if (end > n) end = n;
+        if (begin < end)
+            update_range<Grad, Out, decay, write, false>(p, m, v, grad, wire, begin, end, s);
+    }
+}
+
+template <class Grad, class Out, bool write>
+int with_decay(float* p, float* m, float* v, const void* g, void* out, int64_t n, const Scalars& s,
+               int decay, int64_t tail, int threads)
+{
+    switch (decay) {
+        case kNoDecay: update<Grad, Out, kNoDecay, write>(p, m, v, g, out, n, s, tail, threads); return 0;
+        case kL2: update<Grad, Out, kL2, write>(p, m, v, g, out, n, s, tail, threads); return 0;
+        case kDecoupled: update<Grad, Out, kDecoupled, write>(p, m, v, g, out, n, s, tail, threads); return 0;
+    }
+    return 2;
+}
+
+template <class Grad>
+int with_out(float* p, float* m, float* v, const void* g, void* out, int out_dtype, int64_t n,
+             const Scalars& s, int decay, int64_t tail, int threads)
+{
+    switch (out_dtype) {
+        case kNone: return with_decay<Grad, Nothing, false>(p, m, v, g, out, n, s, decay, tail, threads);
+        case kFloat: return with_decay<Grad, Float, true>(p, m, v, g, out, n, s, decay, tail, threads);
+        case kBFloat16: return with_decay<Grad, BFloat16, true>(p, m, v, g, out, n, s, decay, tail, threads);
+        case kHalf: return with_decay<Grad, Half, true>(p, m, v, g, out, n, s, decay, tail, threads);
+    }
+    return 1;
+}
+
+}  // namespace
+
+extern "C" {
+
+// Returns 0, or 1 for an unknown dtype, 2 for an unknown decay mode. `scalars` are the nine floats
+// of Scalars in order; the last `tail` elements are updated as DeepSpeed's scalar loop does.
+int ebbtide_host_adam(float* p, float* m, float* v, const void* g, int grad_dtype, void* out,
+                      int out_dtype, int64_t n, const float* scalars, int decay, int64_t tail,
+                      int threads)
+{
+    Scalars s;
+    std::memcpy(&s, scalars, sizeof(s));
+    switch (grad_dtype) {
+        case kFloat: return with_out<Float>(p, m, v, g, out, out_dtype, n, s, decay, tail, threads);
+        case kBFloat16: return with_out<BFloat16>(p, m, v, g, out, out_dtype, n, s, decay, tail, threads);
+        case kHalf: return with_out<Half>(p, m, v, g, out, out_dtype, n, s, decay, tail, threads);
+    }
+    return 1;
+}
+
+// a[i] = b[i] + s * c[i], the STREAM triad: the yardstick for the update's share of DRAM bandwidth.
+void ebbtide_triad(float* a, const float* b, const float* c, float s, int64_t n, int threads)
+{
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t i = 0; i < n; ++i) a[i] = b[i] + s * c[i];
+}
+
+// A copy that several threads share, for emulated links and copy on update.
+void ebbtide_copy(char* to, const char* from, int64_t bytes, int threads)
+{
+#pragma omp parallel num_threads(threads)
+    {
+        const int64_t blocks = (bytes + 4095) / 4096;
+        const int64_t team = omp_get_num_threads(), rank = omp_get_thread_num();
+        const int64_t begin = blocks * rank / team * 4096;
+        int64_t end = blocks * (rank + 1) / team * 4096;
+        if (end > bytes) end = bytes;
+        if (begin < end) std::memcpy(to + begin, from + begin, size_t(end - begin));
+    }
+}
+}
