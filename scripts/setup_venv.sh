@@ -61,15 +61,15 @@ make_venv() {
     "$1" -m venv --clear $options "$venv"
 }
 
-install() {
-    pip="$venv/bin/python -m pip install --disable-pip-version-check --quiet"
-    if has_gpu; then
-        constraints=
-        has_torch "$venv/bin/python" || $pip 'torch>=2.10'
-    else
-        constraints="-c constraints-cpu.txt"
-        $pip $constraints torch
+install() { # twice quiet: pip still prints its errors
+    pip="$venv/bin/python -m pip install --disable-pip-version-check -qq"
+    constraints=
+    has_gpu || constraints="-c constraints-cpu.txt"
+    if ! { has_gpu && has_torch "$venv/bin/python"; }; then
+        echo "setup: torch ..."
+        $pip $constraints 'torch>=2.10'
     fi
+    echo "setup: DeepSpeed, ebbtide and the tools of the tests ..."
     $pip $constraints -e '.[dev]'
 }
 
@@ -79,3 +79,4 @@ echo "setup: $("$python" --version), $(has_gpu && echo 'an NVIDIA GPU' || echo '
 make_venv "$python"
 install
 touch "$venv/.ready"
+echo "setup: done"

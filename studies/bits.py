@@ -1,0 +1,55 @@
+"""Are two training results the same, bit for bit?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def state_of(engine: Any) -> dict[str, torch.Tensor]:
+    """Copies of everything that training has changed, by name, in host memory.
+
+    Per trainable parameter, all in full size whatever the partitioning: ``NAME`` as the model
+    computes with it, ``NAME/fp32`` the optimizer's master, ``NAME/exp_avg`` and
+    ``NAME/exp_avg_sq``. A collective operation with several ranks. Goes through DeepSpeed's public
+    calls, so that stock and ebbtide are asked in the same way.
+    """
+    from deepspeed.runtime.zero import GatheredParameters
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    state: dict[str, torch.Tensor] = {}
+    for name, parameter in engine.module.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        with GatheredParameters(parameter):
+            state[name] = _copied(parameter)
+        state[f"{name}/fp32"] = _copied(safe_get_full_fp32_param(parameter))
+        for moment in MOMENTS:
+            value = safe_get_full_optimizer_state(parameter, moment)
+            state[f"{name}/{moment}"] = _copied(value)
+    return state
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    # clone(): on a machine without a GPU .cpu() would hand out the live tensor itself.
+    return tensor.detach().cpu().clone()
+
+
+def differences(
+    ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]
+) -> tuple[str, ...]:
+    """Names whose tensors are not `torch.equal`, or that only one side has; empty: same bits."""
+    names = sorted(ours.keys() | theirs.keys())
+    return tuple(
+        name
+        for name in names
+        if name not in ours or name not in theirs or not _same(ours[name], theirs[name])
+    )
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a, b)

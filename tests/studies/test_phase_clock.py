@@ -1,0 +1,47 @@
+import pytest
+import torch
+
+from studies import phase_clock
+from studies.phase_clock import PhaseClock, medians, timed_step
+
+
+class _Engine:
+    """Advances a fake clock by a known time in each phase."""
+
+    def __init__(self, now):
+        self.now = now
+        self.calls = []
+
+    def _take(self, name, seconds):
+        self.calls.append(name)
+        self.now[0] += seconds
+
+    def __call__(self, inputs, targets):
+        self._take("forward", 1.0)
+        return torch.tensor(2.5, requires_grad=True)
+
+    def backward(self, loss):
+        self._take("backward", 2.0)
+
+    def step(self):
+        self._take("step", 4.0)
+
+
+def test_phases_are_told_apart_and_the_gap_between_steps_is_not_counted(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(phase_clock.time, "perf_counter", lambda: now[0])
+    engine, clock = _Engine(now), PhaseClock(cuda=False)
+    for _ in range(3):
+        loss = timed_step(engine, (None, None), clock)
+        now[0] += 100.0  # data, prints
+    assert not loss.requires_grad
+    assert engine.calls == ["forward", "backward", "step"] * 3
+    row = {"forward": 1.0, "backward": 2.0, "step": 4.0, "iteration": 7.0}
+    assert clock.iterations() == [row] * 3
+
+
+def test_medians_leave_the_warm_up_out():
+    rows = [{"iteration": s} for s in (50.0, 1.0, 3.0, 2.0)]
+    assert medians(rows, warmup=1) == {"iteration": 2.0}
+    with pytest.raises(ValueError, match="after 4 of warm-up"):
+        medians(rows, warmup=4)
