@@ -1,0 +1,231 @@
+"""The demo's own logic: comparing, killing in the middle, tables and pictures."""
+
+import io
+import json
+
+import pytest
+import torch
+from rich.console import Console
+
+from simulator import (
+    Lane,
+    Layer,
+    Machine,
+    MemoryPoint,
+    OpKind,
+    Plan,
+    Prediction,
+    Quantity,
+    Span,
+    Timeline,
+    Workload,
+)
+from studies import demo, demo_tables
+from studies.demo_crash import CrashError, checkpointed_plan, disk_bytes, kill_in_the_middle
+from studies.demo_pictures import (
+    draw_comparison,
+    draw_memory,
+    draw_timelines,
+    last_iterations,
+    machine_label,
+)
+from studies.demo_results import Run, pooled, predicted_phases, same_bits, same_losses
+from studies.phase_process import PhaseProcess
+
+
+def _machine(**changes):
+    exact = Quantity.exact
+    rates = {
+        "h2d_bytes_per_s": exact(5e9), "d2h_bytes_per_s": exact(4e9),
+        "dram_bytes_per_s": exact(30e9), "host_adam_params_per_s": exact(1.9e9),
+        "stock_host_adam_params_per_s": exact(1.2e9), "device_adam_params_per_s": exact(1.5e9),
+        "storage_write_bytes_per_s": exact(0.8e9),
+    }  # fmt: skip
+    return Machine(
+        name="desk", device_kind="emulated", cpu_cores=2, host_memory_bytes=2**34,
+        device_memory_bytes=2**34, **{**rates, **changes},
+    )  # fmt: skip
+
+
+def _prediction(strategy, iteration_s):
+    return Prediction(
+        strategy=strategy, iteration_s=iteration_s, iteration_low_s=iteration_s * 0.9,
+        iteration_high_s=iteration_s * 1.1, forward_s=iteration_s * 0.3,
+        backward_s=iteration_s * 0.5, step_s=iteration_s * 0.2, update_s=0.1,
+    )  # fmt: skip
+
+
+def _plan():
+    return Plan(
+        subgroup_size=10, placement=Plan.runs(["host", "host", "device"]),
+        prediction=_prediction("ebbtide", 0.4),
+        alternatives=(_prediction("twin-flow 0.5", 0.7), _prediction("stock", 0.6)),
+    )  # fmt: skip
+
+
+def _workload():
+    curve = [(0.0, "forward", 100), (0.1, "forward", 300), (0.2, "backward", 320),
+             (0.4, "backward", 150), (0.4, "step", 150), (0.5, "step", 140)]  # fmt: skip
+    return Workload(
+        name="w", layers=(Layer(params=30, forward_s=0.1, backward_s=0.2),), subgroups=(10, 20),
+        memory_curve=tuple(
+            MemoryPoint(t_s=t, phase=p, device_bytes=b * 2**20, host_bytes=2**28)
+            for t, p, b in curve
+        ),
+    )  # fmt: skip
+
+
+def _text(renderable):
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(renderable)
+    return console.export_text()
+
+
+def _save_run(folder, name, losses, first=0, iteration=1.0, weight=1.0):
+    (folder / "runs").mkdir(exist_ok=True)
+    row = {"forward": 0.2, "backward": 0.3, "step": 0.5, "iteration": iteration}
+    facts = {"first_step": first, "losses": losses, "phases": [row] * len(losses), "tensors": 1}
+    (folder / "runs" / f"{name}.json").write_text(json.dumps(facts))
+    torch.save({"w": torch.tensor([weight])}, folder / "runs" / f"{name}.pt")
+    return Run.load(folder, name)
+
+
+def test_resumed_losses_are_compared_with_the_end_of_the_whole_run(tmp_path):
+    whole = _save_run(tmp_path, "whole", [5.0, 4.0, 3.0, 0.1 + 0.2])
+    assert same_losses(whole, _save_run(tmp_path, "resumed", [3.0, 0.1 + 0.2], first=2))
+    assert not same_losses(whole, _save_run(tmp_path, "off", [3.0, 0.3], first=2))
+    assert not same_losses(whole, _save_run(tmp_path, "short", [3.0], first=2))
+
+
+def test_one_bit_of_one_parameter_is_a_difference(tmp_path):
+    _save_run(tmp_path, "a", [1.0])
+    _save_run(tmp_path, "b", [1.0])
+    _save_run(tmp_path, "c", [1.0], weight=1.0 + 2**-23)
+    assert same_bits(tmp_path, "a", "b") == ()
+    assert same_bits(tmp_path, "a", "c") == ("w",)
+
+
+def test_times_are_pooled_over_rounds_without_the_warm_up(tmp_path):
+    _save_run(tmp_path, "stock0", [1.0] * 5, iteration=1.0)
+    _save_run(tmp_path, "stock1", [1.0] * 5, iteration=3.0)
+    assert pooled(tmp_path, "stock", 2)["iteration"] == 2.0
+    _save_run(tmp_path, "plan0", [1.0] * 3)
+    with pytest.raises(ValueError, match="after 0 of warm-up"):
+        pooled(tmp_path, "plan", 1)
+
+
+def test_predictions_come_from_the_plan():
+    assert predicted_phases(_plan(), "plan")["plan, predicted"]["iteration"] == 0.4
+    assert predicted_phases(_plan(), "stock")["stock, predicted"]["iteration"] == 0.6
+    bare = _plan().model_copy(update={"alternatives": (), "prediction": None})
+    assert predicted_phases(bare, "stock") == predicted_phases(bare, "plan") == {}
+
+
+# Writes a checkpoint of 8 MiB and commits it, then writes the next one slowly.
+_SAVER = """
+import sys, time
+from pathlib import Path
+folder, commits = Path(sys.argv[1]), int(sys.argv[2])
+for number in range(1, commits + 2):
+    (folder / f"step{number}").mkdir()
+    with (folder / f"step{number}" / "state").open("wb") as out:
+        for _ in range(16):
+            out.write(bytes(range(1, 129)) * 4096)
+            out.flush()
+            time.sleep(0.02)
+    if number > commits:
+        time.sleep(600)
+    (folder / "latest").write_text(f"step{number}")
+    if len(sys.argv) > 3:
+        break
+"""
+
+
+@pytest.fixture
+def saver(tmp_path, monkeypatch):
+    (tmp_path / "saver.py").write_text(_SAVER)
+    (tmp_path / "ckpt").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    def start(*arguments):
+        return PhaseProcess("saver", [str(tmp_path / "ckpt"), *arguments], tmp_path / "log")
+
+    return start
+
+
+@pytest.mark.parametrize("commits", ["1", "2"])
+def test_the_kill_hits_a_checkpoint_that_is_not_committed(saver, tmp_path, commits):
+    folder = tmp_path / "ckpt"
+    with saver(commits) as child:
+        crash = kill_in_the_middle(child, folder)
+        assert not child.running
+    number = int(crash.committed.removeprefix("step"))
+    assert (folder / "latest").read_text() == crash.committed
+    half = folder / f"step{number + 1}" / "state"
+    assert 0 < crash.written_bytes <= disk_bytes(half.parent)
+    assert half.stat().st_size < 8 * 2**20
+
+
+def test_a_run_that_ends_too_early_is_no_crash(saver, tmp_path):
+    with saver("1", "stop") as child, pytest.raises(CrashError, match="half written"):
+        kill_in_the_middle(child, tmp_path / "ckpt")
+
+
+def test_checkpointed_plan_spreads_the_write_over_half_an_interval(tmp_path):
+    plan = checkpointed_plan(_plan(), tmp_path, 4, checkpoint_bytes=800, iteration_s=2.0)
+    assert plan.checkpoint.write_bytes_per_s == 200.0
+    assert (plan.checkpoint.interval_steps, plan.checkpoint.dir) == (4, str(tmp_path))
+    assert plan.placements == _plan().placements
+
+
+def test_tables_show_measured_beside_predicted_and_name_the_cpu():
+    row = {"forward": 0.2, "backward": 0.3, "step": 0.5, "iteration": 1.0}
+    columns = {"stock": row, "plan": {k: v / 2 for k, v in row.items()}}
+    columns |= predicted_phases(_plan(), "plan")
+    text = _text(demo_tables.times(columns, machine_label(_machine())))
+    line = next(x for x in text.splitlines() if x.startswith("iteration"))
+    assert line.split() == ["iteration", "1000", "ms", "500", "ms", "400", "ms", "2.00x"]
+    assert "CPU-only machine (2 cores), no GPU figures" in text
+    machine = _text(demo_tables.machine(_machine(warnings=("noisy neighbour",))))
+    assert "copy host to emulated device" in machine
+    assert "5.00" in machine
+    assert "noisy neighbour" in machine
+    plan = _text(demo_tables.plan(_plan()))
+    assert plan.index("ebbtide (chosen)") < plan.index("stock") < plan.index("twin-flow")
+    assert "2 host, 1 device" in plan
+    assert "320 MiB" in _text(demo_tables.workload(_workload()))
+
+
+def _timeline(source):
+    spans = []
+    for i in range(3):
+        spans += [
+            Span(OpKind.FORWARD, Lane.COMPUTE, i, i + 0.3, layer=0, iteration=i),
+            Span(OpKind.BACKWARD, Lane.COMPUTE, i + 0.3, i + 0.8, layer=0, iteration=i),
+            Span(OpKind.UPDATE_HOST, Lane.HOST, i + 0.8, i + 1.0, subgroup=0, iteration=i),
+            Span(OpKind.STEP_END, Lane.COMPUTE, i + 1.0, i + 1.0, iteration=i),
+        ]
+    spans.append(Span(OpKind.FORWARD, Lane.COMPUTE, 3, 3.2, layer=0, iteration=3))  # no step yet
+    return Timeline(spans=tuple(spans), source=source)
+
+
+def test_last_iterations_are_complete_ones():
+    cut = last_iterations(_timeline("measured"), 2)
+    assert {s.iteration for s in cut.spans} == {1, 2}
+    assert cut.source == "measured"
+
+
+def test_pictures_are_drawn(tmp_path):
+    row = {"forward": 0.2, "backward": 0.3, "step": 0.5, "iteration": 1.0}
+    draw_comparison({"stock": row, "plan": row}, tmp_path / "a.png", "desk", "same bits")
+    draw_memory(_workload(), _machine(), tmp_path / "b.png")
+    draw_timelines(_timeline("predicted"), _timeline("measured"), tmp_path / "c.png", "desk")
+    for name in "abc":
+        assert (tmp_path / f"{name}.png").stat().st_size > 10_000
+
+
+def test_an_impossible_number_of_rounds_is_refused(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        demo.main(["--rounds", "0"])
+    assert stopped.value.code == 2
+    assert "--rounds must be >= 1, but got 0" in capsys.readouterr().err
