@@ -1,0 +1,139 @@
+"""Goodput under failures: the renewal formula against a time axis of failures."""
+
+import math
+
+import pytest
+from scipy.optimize import minimize_scalar
+from scipy.special import lambertw
+
+from simulator.goodput import (
+    Cluster,
+    availability_interval,
+    best_interval_steps,
+    checkfreq_interval_steps,
+    daly_interval,
+    expected_goodput,
+    optimal_interval,
+    simulated_goodput,
+    young_interval,
+)
+
+# iteration, stall, interference, interval, mtbf, restart, persist
+CASES = [
+    (2.0, 1.0, 0.5, 50, 4_000.0, 200.0, 0.0),
+    (2.0, 1.0, 0.5, 50, 400.0, 200.0, 60.0),  # restarts fail a third of the time
+    (5.0, 0.0, 4.0, 10, 900.0, 0.0, 54.0),  # a commit takes the whole interval
+    (1.0, 20.0, 0.0, 500, 11_135.0, 600.0, 3.0),
+    (0.5, 0.1, 0.0, 10_000, 2_500.0, 30.0, 10.0),  # two MTBFs between checkpoints
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_formula_and_monte_carlo_agree_within_one_percent(case):
+    intervals = 20_000 if case[3] == 10_000 else 100_000
+    simulated = simulated_goodput(*case, intervals=intervals, seed=7)
+    assert simulated == pytest.approx(expected_goodput(*case), rel=0.01)
+
+
+def test_known_value_of_the_formula():
+    # L = 100 + 10 = M and R = 0: E = M (e - 1), goodput = 100 / (110 (e - 1)).
+    value = expected_goodput(1.0, 10.0, 0.0, 100, 110.0, 0.0)
+    assert value == pytest.approx(100 / (110 * (math.e - 1)), rel=1e-12)
+
+
+def test_a_job_that_never_fails_pays_only_for_checkpoints():
+    assert expected_goodput(1.0, 4.0, 1.0, 95, math.inf, 300.0) == pytest.approx(0.95)
+    assert expected_goodput(1.0, 4.0, 1.0, 0, math.inf, 300.0) == 1.0
+    assert best_interval_steps(1.0, 4.0, 1.0, math.inf) == 0
+    assert expected_goodput(1.0, 4.0, 1.0, 95, 1e15, 300.0) == pytest.approx(0.95, rel=1e-9)
+
+
+def test_a_job_that_fails_all_the_time_gets_nowhere_without_overflow():
+    assert expected_goodput(1.0, 1.0, 0.0, 100, 0.01, 600.0) == 0.0
+
+
+@pytest.mark.parametrize("relative_cost", [1e-9, 1e-4, 0.1, 2.0])
+def test_optimal_interval_is_lambert_w(relative_cost):
+    x = 1 + lambertw(-math.exp(-1 - relative_cost)).real
+    assert optimal_interval(relative_cost * 5e3, 5e3) == pytest.approx(x * 5e3, rel=1e-3)
+
+
+def test_optimal_interval_is_where_goodput_peaks():
+    def lost(work_s):
+        return -expected_goodput(work_s, 30.0, 0.0, 1, 7_000.0, 500.0)
+
+    peak = minimize_scalar(lost, bounds=(1.0, 7_000.0), method="bounded", options={"xatol": 1e-4})
+    assert optimal_interval(30.0, 7_000.0) == pytest.approx(peak.x, rel=1e-4)
+
+
+@pytest.mark.parametrize("persist_s", [0.0, 40.0, 900.0])
+@pytest.mark.parametrize("stall_s", [0.0, 0.3, 25.0])
+def test_best_interval_beats_every_other(stall_s, persist_s):
+    args = (3.0, stall_s, 0.2)
+    best = best_interval_steps(*args, 2_000.0, 100.0, persist_s)
+    value = expected_goodput(*args, best, 2_000.0, 100.0, persist_s)
+    feasible = [k for k in range(1, 700) if 3.0 * k + stall_s + 0.2 >= persist_s]
+    others = [expected_goodput(*args, k, 2_000.0, 100.0, persist_s) for k in feasible]
+    assert value == pytest.approx(max(others), rel=1e-12)
+
+
+def test_the_textbook_intervals_approach_the_exact_one_when_checkpoints_are_cheap():
+    exact = optimal_interval(1.0, 1e6)
+    assert young_interval(1.0, 1e6) == pytest.approx(exact, rel=1e-3)
+    assert daly_interval(1.0, 1e6) == pytest.approx(exact, rel=1e-3)
+    assert availability_interval(1.0, 1e6, 0.0) - 1.0 == pytest.approx(exact, rel=1e-3)
+    assert young_interval(10.0, 500.0) == pytest.approx(100.0)
+    assert daly_interval(10.0, 500.0) == pytest.approx(90.0)
+    assert availability_interval(10.0, 300.0, 100.0) == pytest.approx(10 + math.sqrt(8100.0))
+
+
+def test_daly_is_nearer_than_young_when_checkpoints_are_dear():
+    exact = optimal_interval(400.0, 3_000.0)
+    assert abs(daly_interval(400.0, 3_000.0) - exact) < abs(young_interval(400.0, 3_000.0) - exact)
+
+
+def test_checkfreq_keeps_the_overhead():
+    steps = checkfreq_interval_steps(2.0, 1.0, 0.4)
+    assert 1.4 / (2.0 * steps) <= 0.035 < 1.4 / (2.0 * (steps - 1))
+    assert checkfreq_interval_steps(2.0, 0.0, 0.0, persist_s=61.0) == 31
+
+
+def test_storage_limits_many_nodes_and_nodes_limit_few():
+    one = Cluster(1, 1e7, 300.0, 5e9, 1e12)
+    many = Cluster(1_000, 1e7, 300.0, 5e9, 1e12)
+    assert one.persist_s(1e12) == pytest.approx(200.0)
+    assert many.persist_s(1e12) == pytest.approx(1.0)
+    assert many.mtbf_s == pytest.approx(1e4)
+
+
+def test_regular_failures_differ_from_exponential_ones():
+    """The Monte Carlo takes other laws: a failure every 1,000 s, 102 s intervals, 50 s restarts.
+
+    After the first, each period of 1,000 s restarts for 50 s and commits 9 intervals.
+    """
+    simulated = simulated_goodput(
+        1.0, 2.0, 0.0, 100, 1.0, 50.0, intervals=9_000, gap_s=lambda: 1_000.0
+    )
+    assert simulated == pytest.approx(0.9, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"iteration_s": 0.0}, "iteration_s must be > 0, but got 0.0"),
+        ({"iteration_s": math.nan}, "iteration_s must be > 0, but got nan"),
+        ({"mtbf_s": -1.0}, "mtbf_s must be > 0, but got -1.0"),
+        ({"stall_s": -1.0}, "stall_s must be finite and >= 0, but got -1.0"),
+        ({"restart_s": math.inf}, "restart_s must be finite"),
+        ({"interval_steps": 0}, "interval_steps must be >= 1 where the job fails"),
+        ({"interval_steps": -3}, "interval_steps must be >= 0, but got -3"),
+        ({"persist_s": 1e6}, "raise interval_steps"),
+    ],
+)
+def test_bad_input_says_the_rule_and_the_value(change, message):
+    good = {
+        "iteration_s": 1.0, "stall_s": 1.0, "interference_s": 0.0, "interval_steps": 10,
+        "mtbf_s": 1e4, "restart_s": 60.0,
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+        expected_goodput(**{**good, **change})
