@@ -9,14 +9,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from runtime.attach import attach, initialize
+    from runtime.engine import attach, initialize
 
 __all__ = ["attach", "initialize"]
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        from runtime import attach as module
+        import runtime.engine
 
-        return getattr(module, name)
+        return getattr(runtime.engine, name)
     raise AttributeError(f"module 'runtime' has no attribute {name!r}")

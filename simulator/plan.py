@@ -186,6 +186,18 @@ class Plan(BaseModel):
                 f"{path} is not a plan this ebbtide can use: {explain(error)}"
             ) from None
 
+    @classmethod
+    def from_fields(cls, fields: dict[str, Any]) -> Plan:
+        """A plan from its JSON fields.
+
+        Raises:
+            PlanError: an unknown field, a newer schema, a broken rule.
+        """
+        try:
+            return cls.model_validate(fields)
+        except ValidationError as error:
+            raise PlanError(f"not a plan this ebbtide can use: {explain(error)}") from None
+
 
 def explain(error: ValidationError) -> str:
     """One line per broken rule: where, what was received, what must hold."""

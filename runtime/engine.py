@@ -1,0 +1,285 @@
+"""Applies a plan to a DeepSpeed engine."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runtime import deepspeed_private as private
+from runtime.device import Device, choose_device
+from runtime.executor import Executor
+from runtime.gradients import GradientHomes, ParameterSlice
+from runtime.guard import ConfigError, check_config, check_engine, check_plan
+from runtime.kernels import host
+from runtime.kernels.adam_step import BiasCorrection
+from runtime.measured import Recorder
+from runtime.step_template import step_template
+from runtime.subgroup_state import SubgroupState, allocate, staging_slots
+from simulator.plan import Placement, Plan, PlanError
+
+logger = logging.getLogger("ebbtide")
+
+PlanLike = Plan | str | Path | dict[str, Any]
+
+
+def initialize(
+    *args: Any, plan: PlanLike, config: Any = None, device: str | Device = "auto", **kwargs: Any
+) -> tuple[Any, Any, Any, Any]:
+    """``deepspeed.initialize`` under a plan: same arguments, same return.
+
+    ``zero_optimization.sub_group_size`` is taken from the plan.
+
+    Args:
+        plan: a `Plan`, its JSON file, or its fields.
+        config: DeepSpeed's config, a dict or a JSON file (also as ``config_params``).
+        device: ``auto``; ``emulated`` runs real copies to a device that is not there.
+
+    Raises:
+        ConfigError, PlanError: before the model is touched, naming what to change.
+    """
+    import deepspeed
+
+    plan = load_plan(plan)
+    private.check_version()
+    host.load()  # a missing compiler is told before anything is built
+    if config is None:
+        config = kwargs.pop("config_params", None)
+    config = _load_config(config)
+    check_config(config)
+    config.setdefault("zero_optimization", {})["sub_group_size"] = plan.subgroup_size
+    result = deepspeed.initialize(*args, config=config, **kwargs)
+    attach(result[0], plan, device=device)
+    return result  # type: ignore[no-any-return]
+
+
+def load_plan(plan: PlanLike) -> Plan:
+    """A `Plan` from whatever a user may hand in.
+
+    Raises:
+        PlanError: not a plan this ebbtide can use.
+    """
+    if isinstance(plan, Plan):
+        return plan
+    if isinstance(plan, (str, Path)):
+        return Plan.load(plan)
+    if isinstance(plan, dict):
+        return Plan.from_fields(plan)
+    raise PlanError(f"plan must be a Plan, a path or a dict, but got {type(plan).__name__}")
+
+
+def _load_config(config: Any) -> dict[str, Any]:
+    if isinstance(config, (str, Path)):
+        try:
+            config = json.loads(Path(config).read_text())
+        except (OSError, json.JSONDecodeError) as error:
+            raise ConfigError(
+                f"config must be a dict or a JSON file, but got {config}: {error}"
+            ) from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"config must be a dict or a JSON file, but got {type(config).__name__}")
+    return json.loads(json.dumps(config))  # type: ignore[no-any-return]
+
+
+def attach(engine: Any, plan: PlanLike, *, device: str | Device = "auto") -> Any:
+    """Takes over the optimizer of a live ZeRO-3 engine; returns the engine.
+
+    From then on ``engine.optimizer`` is an `EbbtideStage3`. Host memory goes down to 14 bytes per
+    parameter (12 of state, 2 of gradient) plus staging, which is logged.
+
+    Raises:
+        ConfigError: the engine is not one a plan can be applied to.
+        PlanError: the plan is for another model or sub_group_size.
+    """
+    plan = load_plan(plan)
+    private.check_version()
+    check_engine(engine)
+    optimizer = engine.optimizer
+    private.check_members(optimizer)
+    subgroups = tuple(int(n) for n in optimizer.fp16_partitioned_groups_flat_numel)
+    check_plan(plan, subgroups, optimizer.sub_group_size)
+    host.load()
+    _take_over(engine, plan, device if isinstance(device, Device) else choose_device(device))
+    _checkpointing(engine, plan)
+    return engine
+
+
+def _take_over(engine: Any, plan: Plan, device: Device) -> None:
+    from runtime.optimizer import Attachment, EbbtideStage3
+
+    optimizer = engine.optimizer
+    sizes = [int(n) for n in optimizer.fp16_partitioned_groups_flat_numel]
+    placements = list(plan.placements)
+    slots = staging_slots(
+        device,
+        plan.staging_slots,
+        [n for n, p in zip(sizes, placements, strict=True) if p == "device"],
+    )
+    if not slots:
+        placements = ["host" if p == "device" else p for p in placements]
+    states = _allocate(optimizer, device, placements)
+    plan = _as_allocated(plan, states, len(slots))
+    wire = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(optimizer.dtype, "fp32")
+    executor = Executor(
+        device, states, slots, step_template(tuple(sizes), wire, plan), _threads(plan, device)
+    )
+    betas = [tuple(group["betas"]) for group in optimizer.optimizer.param_groups]
+    optimizer._ebbtide = Attachment(
+        plan=plan,
+        executor=executor,
+        homes=GradientHomes(device, states, _slices(optimizer)),
+        bias=BiasCorrection(*betas[0]),
+        recorder=Recorder(),
+        subgroup_of={
+            param.ds_id: index
+            for index, group in enumerate(optimizer.fp16_groups)
+            for param in group
+        },
+    )
+    optimizer.__class__ = EbbtideStage3
+    optimizer.replay_bias()
+    optimizer._ebbtide.undo_gates = private.gate_gathers(
+        engine.module.parameters(), optimizer.await_parameters
+    )
+    _record_forward(engine.module, optimizer._ebbtide.recorder)
+    _set_device_origin(optimizer)
+    _report(optimizer, device)
+
+
+def _allocate(optimizer: Any, device: Device, placements: list[Placement]) -> list[SubgroupState]:
+    """Adopts DeepSpeed's buffers; its fp32 gradients (4 bytes per parameter) are given back."""
+    masters = optimizer.fp32_partitioned_groups_flat
+    inner = optimizer.optimizer
+    moments, gradients, offset = [], [], 0
+    for master in masters:
+        master.grad = None
+        state = inner.state[master]
+        state.setdefault("step", 0)
+        for key in ("exp_avg", "exp_avg_sq"):
+            state.setdefault(key, torch.zeros_like(master.data))
+        moments.append((state["exp_avg"], state["exp_avg_sq"]))
+        gradients.append(optimizer.grad_partitions_flat_buffer.narrow(0, offset, master.numel()))
+        offset += master.numel()
+    states = allocate(
+        device, placements, [m.data for m in masters], moments,
+        list(optimizer.fp16_partitioned_groups_flat), gradients,
+    )  # fmt: skip
+    for master, own in zip(masters, states, strict=True):
+        master.data = own.p
+        inner.state[master]["exp_avg"] = own.m
+        inner.state[master]["exp_avg_sq"] = own.v
+    _repoint_gradients(optimizer, states)
+    return states
+
+
+def _repoint_gradients(optimizer: Any, states: list[SubgroupState]) -> None:
+    """Parameters' gradient views follow their subgroup's home; the flat buffer goes if unused."""
+    views = private.gradient_partitions(optimizer)
+    flat = optimizer.grad_partitions_flat_buffer
+    for index, group in enumerate(optimizer.fp16_groups):
+        for param in group:
+            _, offset, elements = optimizer.grad_position[optimizer.get_param_id(param)]
+            views[param.ds_id] = states[index].gradient.narrow(0, offset, elements)
+    if all(s.gradient.untyped_storage() is not flat.untyped_storage() for s in states):
+        optimizer.grad_partitions_flat_buffer = flat.new_empty(0)
+
+
+def _as_allocated(plan: Plan, states: list[SubgroupState], slots: int) -> Plan:
+    """The plan with the placements and slots that memory allowed."""
+    return plan.model_copy(
+        update={
+            "placement": Plan.runs([s.placement for s in states]),
+            "staging_slots": slots,
+            "prefetch": min(plan.prefetch, slots),
+        }
+    )
+
+
+def _slices(optimizer: Any) -> dict[int, ParameterSlice]:
+    slices = {}
+    for group in optimizer.fp16_groups:
+        for param in group:
+            key = optimizer.get_param_id(param)
+            subgroup, offset, elements = optimizer.grad_position[key]
+            rank = optimizer._get_param_partition_rank(param)
+            real = param.partition_numel() * rank < param.ds_numel
+            slices[key] = ParameterSlice(subgroup, offset, elements, real)
+    return slices
+
+
+def _threads(plan: Plan, device: Device) -> int:
+    """Cores for the host update: on a GPU machine one per rank is left to the training thread."""
+    if plan.threads:
+        return plan.threads
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:
+        cores = os.cpu_count() or 1
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    share = max(1, cores // max(1, ranks))
+    if device.unified:
+        return max(1, min(share, torch.get_num_threads()))
+    return max(1, share - 1) if device.name == "cuda" else share
+
+
+def _record_forward(module: torch.nn.Module, recorder: Recorder) -> None:
+    module.register_forward_pre_hook(lambda *_: recorder.forward_begins(), prepend=True)
+    module.register_forward_hook(lambda *_: recorder.forward_ends())
+
+
+def _set_device_origin(optimizer: Any) -> None:
+    event = optimizer._ebbtide.executor.device.current_event()
+    if event is not None:
+        event.synchronize()
+        optimizer._ebbtide.recorder.set_device_origin(event)
+
+
+def _report(optimizer: Any, device: Device) -> None:
+    counts = optimizer._ebbtide.plan
+    logger.info(
+        "ebbtide: %d subgroups on %s: %d host, %d device, %d resident; %.1f bytes of host memory "
+        "per parameter",
+        counts.subgroup_count, device.name, counts.count("host"), counts.count("device"),
+        counts.count("resident"), host_bytes(optimizer) / max(1, _elements(optimizer)),
+    )  # fmt: skip
+
+
+def _elements(optimizer: Any) -> int:
+    return sum(state.elements for state in optimizer._ebbtide.executor.states)
+
+
+def host_bytes(optimizer: Any) -> int:
+    """Host memory that the optimizer holds under its plan, in bytes: state, gradients, staging."""
+    executor = optimizer._ebbtide.executor
+    unified = executor.device.unified
+    total = 0
+    for state in executor.states:
+        if state.placement != "resident" or unified:
+            total += sum(t.nbytes for t in state.state)
+        if state.placement == "host" or unified:
+            total += state.gradient.nbytes
+    total += sum(t.nbytes for t in executor._parameter_slots)
+    return math.ceil(total)
+
+
+def _checkpointing(engine: Any, plan: Plan) -> None:
+    """Installs the checkpoint engine and its copy on update."""
+    import importlib.util
+
+    if importlib.util.find_spec("runtime.checkpoint.engine") is None:
+        return
+    from runtime.checkpoint.engine import install
+    from runtime.checkpoint.live_state import LiveState
+
+    own = engine.optimizer._ebbtide
+    live = LiveState()
+    for state in own.executor.states:
+        live.register(state.index, state.state)
+    own.executor.gate = live
+    checkpoints = install(engine, plan.checkpoint, live)
+    own.on_step.append(lambda: checkpoints.on_step(engine.global_steps + 1))

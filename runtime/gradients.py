@@ -1,0 +1,172 @@
+"""Gradients on their way home: one crossing each, in their own precision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from runtime.device import Device
+from runtime.lane import Completion
+from runtime.subgroup_state import SubgroupState
+from simulator.schedule import Lane
+
+
+@dataclass(slots=True)
+class ParameterSlice:
+    """A parameter's part of its subgroup on this rank.
+
+    Attributes:
+        real: this rank's partition holds elements of the parameter, not just padding.
+        touched: a gradient arrived at the boundary of this accumulation window.
+        kept: the fp32 gradient as DeepSpeed would hold it, once somebody read or wrote it or the
+            parameter went unused; it then takes the place of the home's elements.
+    """
+
+    subgroup: int
+    offset: int
+    elements: int
+    real: bool
+    touched: bool = False
+    kept: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Elements ``start`` to ``end`` of a subgroup and the gradient that updates them."""
+
+    start: int
+    end: int
+    gradient: torch.Tensor
+    scale: float
+
+
+@dataclass
+class GradientHomes:
+    """Takes each reduced gradient to its subgroup's buffer.
+
+    The training thread calls everything here; the copies run on the device's side stream. A home
+    is read by the subgroup's update, which starts after `arrived` and ends before the parameters
+    can be gathered for the next backward, so that no gradient is overwritten before its use.
+    """
+
+    device: Device
+    states: list[SubgroupState]
+    slices: dict[int, ParameterSlice]  # by parameter id
+    last_scale: float | None = None  # what the latest step multiplied gradients by; None: skipped
+    arrivals: dict[int, Completion] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.by_subgroup: list[list[ParameterSlice]] = [[] for _ in self.states]
+        for piece in self.slices.values():
+            self.by_subgroup[piece.subgroup].append(piece)
+        self._side: Any = self.device.side_stream()
+
+    def accept(
+        self, piece: ParameterSlice, gradient: torch.Tensor, *, first: bool, boundary: bool
+    ) -> torch.Tensor:
+        """Stores or accumulates one partition; returns it as the device sees it, for its norm.
+
+        Args:
+            gradient: flat, in the accumulation dtype, on the device. It may be shorter than the
+                slice: what is beyond it is padding and stays zero.
+            first: first micro-batch of the window, which replaces; later ones are added.
+        """
+        state = self.states[piece.subgroup]
+        home = state.gradient.narrow(0, piece.offset, gradient.numel())
+        crosses = home.device != gradient.device
+        if first:
+            total = gradient
+        elif crosses:
+            total = self._fetch(piece, home, gradient.device).add_(gradient.view(home.shape))
+        else:
+            total = home.add_(gradient.view(home.shape))
+        if total is not home:
+            self._store(piece.subgroup, home, total.view(home.shape))
+        if boundary:
+            piece.touched = True
+            piece.kept = None
+        return total
+
+    def _fetch(
+        self, piece: ParameterSlice, home: torch.Tensor, device: torch.device
+    ) -> torch.Tensor:
+        """The sum so far, on the device: DeepSpeed adds micro-batches there."""
+        arrival = self.arrivals.get(piece.subgroup)
+        if arrival is not None:
+            arrival.wait_host()
+        return home.to(device)
+
+    def _store(self, subgroup: int, home: torch.Tensor, source: torch.Tensor) -> None:
+        if self._side is None:
+            home.copy_(source)
+            return
+        # The copy waits for the reduction that wrote `source`; the allocator may hand its memory
+        # out again only after the copy, hence record_stream.
+        self._side.wait_stream(torch.cuda.current_stream())
+        self.device.copy(home, source, Lane.D2H, self._side)
+        source.record_stream(self._side)
+        event = torch.cuda.Event()
+        event.record(self._side)
+        self.arrivals[subgroup] = Completion.done(event)
+
+    def arrived(self, subgroup: int) -> list[Completion]:
+        """What an update of the subgroup waits for besides the norm."""
+        arrival = self.arrivals.get(subgroup)
+        return [] if arrival is None else [arrival]
+
+    def close_window(self) -> None:
+        """Called at each step: parameters without a gradient keep what DeepSpeed would reuse.
+
+        DeepSpeed leaves an unused parameter's fp32 gradient where it was, scaled by the previous
+        step, and applies it again; the bits of stock training include that.
+        """
+        for piece in self.slices.values():
+            if piece.real and not piece.touched and piece.kept is None:
+                kept = self._widen(piece)
+                if self.last_scale is not None:
+                    kept.mul_(self.last_scale)
+                piece.kept = kept if bool(kept.count_nonzero()) else None
+            piece.touched = False
+
+    def _widen(self, piece: ParameterSlice) -> torch.Tensor:
+        home = self.states[piece.subgroup].gradient.narrow(0, piece.offset, piece.elements)
+        for arrival in self.arrived(piece.subgroup):
+            arrival.wait_host()
+        return home.to(torch.float32, copy=True)
+
+    def keep(self, piece: ParameterSlice) -> torch.Tensor:
+        """The fp32 gradient as DeepSpeed shows it; writes to it count at the next update.
+
+        After a step, and until the next gradient, that is the unscaled and clipped one.
+        """
+        if piece.kept is None:
+            kept = self._widen(piece)
+            if not piece.touched and self.last_scale is not None:
+                kept.mul_(self.last_scale)
+            piece.kept = kept
+        return piece.kept
+
+    def scale_kept(self, scale: float) -> None:
+        """DeepSpeed scales its fp32 gradients in place; the kept ones stand for them."""
+        for piece in self.slices.values():
+            if piece.kept is not None:
+                piece.kept.mul_(scale)
+
+    def segments(self, subgroup: int, scale: float) -> list[Segment]:
+        """Runs that cover the subgroup; a single one, unless something was kept."""
+        state = self.states[subgroup]
+        kept = (p for p in self.by_subgroup[subgroup] if p.kept is not None)
+        runs: list[Segment] = []
+        position = 0
+        for piece in sorted(kept, key=lambda p: p.offset):
+            assert piece.kept is not None
+            if piece.offset > position:
+                home = state.gradient[position : piece.offset]
+                runs.append(Segment(position, piece.offset, home, scale))
+            position = piece.offset + piece.elements
+            runs.append(Segment(piece.offset, position, piece.kept, 1.0))
+        if position < state.elements:
+            runs.append(Segment(position, state.elements, state.gradient[position:], scale))
+        return runs

@@ -1,0 +1,133 @@
+"""Refuses, before training starts, what a plan cannot be applied to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from simulator.plan import Plan, PlanError
+
+
+class ConfigError(ValueError):
+    """A DeepSpeed configuration that ebbtide does not take; the message names the key."""
+
+
+def check_config(config: dict[str, Any]) -> None:
+    """Checks a DeepSpeed config before an engine is built from it.
+
+    Raises:
+        ConfigError: names the rule, the value received and the key to change.
+    """
+    zero = config.get("zero_optimization") or {}
+    stage = zero.get("stage", 0)
+    if stage != 3:
+        raise ConfigError(f"zero_optimization.stage must be 3, but got {stage}")
+    offload = zero.get("offload_optimizer") or {}
+    where = offload.get("device", "none")
+    if where != "cpu":
+        raise ConfigError(
+            f"zero_optimization.offload_optimizer.device must be 'cpu', but got {where!r}"
+        )
+    ratio = offload.get("ratio", 1.0)
+    if ratio != 1.0:
+        raise ConfigError(
+            "zero_optimization.offload_optimizer.ratio (Twin-Flow) must be 1.0, since the plan "
+            f"places every subgroup itself, but got {ratio}"
+        )
+    _check_absent(zero, offload)
+    _check_optimizer_type(config)
+
+
+def _check_absent(zero: dict[str, Any], offload: dict[str, Any]) -> None:
+    param_device = (zero.get("offload_param") or {}).get("device", "none")
+    if param_device != "none":
+        raise ConfigError(
+            "zero_optimization.offload_param must be absent or have device 'none', but got "
+            f"{param_device!r}: parameters stay on the device under a plan"
+        )
+    if offload.get("super_offload"):
+        raise ConfigError(
+            "zero_optimization.offload_optimizer.super_offload must be false, but got true: it "
+            "replaces the same optimizer step; use one of the two"
+        )
+    if zero.get("zenflow"):
+        raise ConfigError(
+            f"zero_optimization.zenflow must be absent, but got {zero['zenflow']}: it trains with "
+            "stale updates, which a plan never does"
+        )
+    if (zero.get("mics_shard_size") or -1) > 0:
+        raise ConfigError(
+            f"zero_optimization.mics_shard_size must be absent (MiCS is not supported), but got "
+            f"{zero['mics_shard_size']}"
+        )
+
+
+def _check_optimizer_type(config: dict[str, Any]) -> None:
+    kind = str((config.get("optimizer") or {}).get("type", "adamw"))
+    if kind.lower() not in ("adam", "adamw"):
+        raise ConfigError(f"optimizer.type must be Adam or AdamW, but got {kind!r}")
+    if ((config.get("optimizer") or {}).get("params") or {}).get("torch_adam"):
+        raise ConfigError(
+            "optimizer.params.torch_adam must be false, but got true: the plan's kernels follow "
+            "DeepSpeedCPUAdam"
+        )
+
+
+def check_engine(engine: Any) -> None:
+    """Checks a live engine.
+
+    Raises:
+        ConfigError: it is not ZeRO-3 with an Adam optimizer offloaded to the CPU.
+    """
+    import torch
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+    check_config(dict(engine.config) if isinstance(engine.config, dict) else engine.config)
+    optimizer = engine.optimizer
+    if type(optimizer) is not DeepSpeedZeroOptimizer_Stage3:
+        raise ConfigError(
+            "engine.optimizer must be DeepSpeed's own ZeRO-3 optimizer, but got "
+            f"{type(optimizer).__name__}"
+        )
+    inner = optimizer.optimizer
+    if not isinstance(inner, DeepSpeedCPUAdam):
+        raise ConfigError(
+            "the optimizer must be DeepSpeedCPUAdam (optimizer.type Adam or AdamW in the config, "
+            f"or deepspeed.ops.adam.DeepSpeedCPUAdam passed in), but got {type(inner).__name__}"
+        )
+    if not inner.fp32_optimizer_states or optimizer.master_weights_and_grads_dtype != torch.float32:
+        raise ConfigError(
+            "master weights and optimizer states must be fp32, but got "
+            f"{optimizer.master_weights_and_grads_dtype}: unset "
+            "*_master_weights_and_gradients and bf16_optimizer_states"
+        )
+
+
+def check_plan(plan: Plan, subgroups: tuple[int, ...], sub_group_size: int) -> None:
+    """Checks that a plan was made for these subgroups.
+
+    Raises:
+        PlanError: says what differs and which key brings them together.
+    """
+    if plan.subgroups and plan.subgroups != subgroups:
+        raise PlanError(
+            "the plan must be made for this model's subgroups, but it has "
+            f"{_summary(plan.subgroups)} and the engine has {_summary(subgroups)}: set "
+            f"zero_optimization.sub_group_size to {plan.subgroup_size} (it is {sub_group_size}) "
+            "if the model is the same, else plan again with `tune plan`"
+        )
+    if plan.subgroup_count != len(subgroups):
+        raise PlanError(
+            f"plan.placement must cover {len(subgroups)} subgroups, but covers "
+            f"{plan.subgroup_count}: subgroup index {min(plan.subgroup_count, len(subgroups))} is "
+            f"the first without a partner; plan for sub_group_size {sub_group_size}"
+        )
+    if plan.split_master:
+        raise PlanError(
+            "plan.split_master must be false: this runtime keeps plain fp32 masters; plan again "
+            "without it"
+        )
+
+
+def _summary(subgroups: tuple[int, ...]) -> str:
+    return f"{len(subgroups)} subgroups of {sum(subgroups)} elements in all"
