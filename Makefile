@@ -4,7 +4,7 @@ BIN := $(CURDIR)/.venv/bin
 # DeepSpeed looks for ninja on PATH when it compiles its ops.
 export PATH := $(BIN):$(PATH)
 
-.PHONY: help setup demo test lint results clean
+.PHONY: help setup demo test lint results schema clean
 .DEFAULT_GOAL := help
 
 help: ## list the commands
@@ -28,6 +28,9 @@ lint: setup ## ruff and mypy
 
 results: setup ## draw the figures and rewrite the README's table from studies/results/
 	@python -m studies.results
+
+schema: setup ## rewrite docs/plan.schema.json after a change of the plan file
+	@python -c "import json; from simulator.plan import json_schema as s; print(json.dumps(s(), indent=1))" > docs/plan.schema.json
 
 clean: ## remove .venv, caches and runs/
 	rm -rf .venv runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

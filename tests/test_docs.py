@@ -1,0 +1,22 @@
+import json
+from pathlib import Path
+
+from simulator.plan import json_schema
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_schema_in_the_docs_is_that_of_the_code():
+    written = json.loads((ROOT / "docs" / "plan.schema.json").read_text())
+    assert written == json_schema(), "the plan file has changed: run `make schema`"
+
+
+def test_no_registry_host_is_written_down():
+    """pip's own settings say where packages come from, not this repository."""
+    hosts = ("pypi" + ".org", "download.pytorch" + ".org", "pythonhosted" + ".org")
+    patterns = ("*.toml", "*.txt", "*.md", "*.sh", "Makefile", ".ci/*")
+    files = [f for p in patterns for f in ROOT.rglob(p) if ".venv" not in f.parts]
+    assert len(files) > 5
+    for file in files:
+        for host in hosts:
+            assert host not in file.read_text(), f"{file} names {host}"
