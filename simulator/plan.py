@@ -38,6 +38,7 @@ class CheckpointPlan(BaseModel):
         busy: what a new checkpoint does while one is being written.
         copy_budget_bytes: host memory reserved for subgroups copied before their update.
         write_bytes_per_s: cap on storage traffic; None: as fast as it goes.
+        keep: committed checkpoints left in ``dir``, newest first; 0: all.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -48,6 +49,7 @@ class CheckpointPlan(BaseModel):
     copy_budget_bytes: int = Field(256 * 2**20, ge=0)
     write_bytes_per_s: float | None = Field(None, gt=0)
     writers: int = Field(2, ge=1)
+    keep: int = Field(0, ge=0)
     dir: str | None = None
 
 

@@ -1,0 +1,288 @@
+"""Two-phase commit of a checkpoint over the ranks, through the shared filesystem.
+
+Everything is written into a hidden folder, ``.TAG.NONCE.partial``. Each rank, once its payload is
+on disk, writes a manifest there: its vote. Rank 0 collects the votes, writes the global manifest,
+and renames the folder to ``TAG``: this one rename is the commit. Then `latest` follows. No
+collective of the training is used, every wait has a deadline, and what is not committed never has
+the name of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from runtime.checkpoint.errors import CheckpointError, ManifestError
+from runtime.checkpoint.files import Files
+from runtime.checkpoint.manifest import (
+    GLOBAL_NAME,
+    RANKS_FOLDER,
+    FileRecord,
+    GlobalManifest,
+    RankManifest,
+    RankSeal,
+    block_hash,
+    dump,
+    parse,
+    rank_manifest_name,
+)
+from runtime.checkpoint.retention import committed
+
+OWNER_NAME = "owner.json"
+PARTIAL, REPLACED = ".partial", ".replaced"
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One attempt to save one checkpoint, the same on every rank but for ``rank``."""
+
+    save_dir: Path
+    tag: str
+    nonce: str
+    step: int
+    rank: int
+    world_size: int
+    save_latest: bool = True
+    plan: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def staging(self) -> Path:
+        """Where the attempt's files are until they are committed."""
+        return self.save_dir / f".{self.tag}.{self.nonce}{PARTIAL}"
+
+    @property
+    def target(self) -> Path:
+        return self.save_dir / self.tag
+
+    def abort_note(self, rank: int) -> Path:
+        return self.staging / f"abort_{rank:05d}.json"
+
+
+class Commit:
+    """The protocol of one attempt on one rank."""
+
+    def __init__(
+        self, attempt: Attempt, files: Files, deadline_s: float,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        self._attempt = attempt
+        self._files = files
+        self._deadline_s = deadline_s
+        self._check = check  # raises when the attempt was cancelled
+        self._publishing = False
+
+    def begin(self) -> None:
+        """Makes the hidden folder; rank 0 also removes what crashed attempts left behind."""
+        a = self._attempt
+        if a.rank == 0:
+            remove_leftovers(a.save_dir, self._files, keep=a.staging)
+        self._files.mkdir(a.staging / RANKS_FOLDER)
+        if a.rank == 0:
+            owner = {"host": socket.gethostname(), "pid": os.getpid(), "nonce": a.nonce}
+            self._files.write_durably(a.staging / OWNER_NAME, json.dumps(owner).encode())
+        self._files.point("staging_made")
+
+    def vote(self, files: list[FileRecord]) -> None:
+        """Phase one: this rank's payload is on disk."""
+        a = self._attempt
+        for folder in {(a.staging / f.path).parent for f in files} | {a.staging}:
+            self._files.fsync_folder(folder)
+        self._files.point("staging_fsynced")
+        manifest = RankManifest(
+            rank=a.rank, world_size=a.world_size, nonce=a.nonce, tag=a.tag, step=a.step,
+            plan=a.plan, versions=dict(a.versions), files=files,
+        )  # fmt: skip
+        path = a.staging / rank_manifest_name(a.rank)
+        self._files.write_durably(path, dump(manifest), "vote")
+        self._files.point("voted")
+
+    def conclude(self) -> None:
+        """Phase two. Returns once the checkpoint is committed.
+
+        Raises:
+            CheckpointError: another rank failed, or did not vote in time; nothing became visible.
+        """
+        if self._attempt.rank == 0:
+            self._seal(self._collect_votes())
+            self._publish()
+        else:
+            self._await_outcome()
+        self._files.point("committed")
+
+    def abort(self, reason: str) -> None:
+        """Tells the other ranks; rank 0 also removes the hidden folder. Raises nothing."""
+        a = self._attempt
+        note = json.dumps({"rank": a.rank, "reason": reason[:2000]}).encode()
+        with contextlib.suppress(OSError):
+            self._files.write_durably(a.abort_note(a.rank), note)
+        # Once the names are being swapped, the hidden folder may hold the earlier checkpoint.
+        if a.world_size == 1 and not self._publishing:
+            with contextlib.suppress(OSError):
+                self._files.remove_tree(a.staging)
+
+    # -- rank 0
+
+    def _collect_votes(self) -> dict[int, bytes]:
+        """The manifests of all ranks, by rank."""
+        a, votes = self._attempt, dict[int, bytes]()
+        for _ in self._polls("the votes of all ranks"):
+            for rank in sorted(set(range(a.world_size)) - set(votes)):
+                with contextlib.suppress(FileNotFoundError):
+                    votes[rank] = self._files.read(a.staging / rank_manifest_name(rank))
+            if len(votes) == a.world_size:
+                break
+            self._raise_aborts()
+        self._files.point("votes_seen")
+        return votes
+
+    def _seal(self, votes: Mapping[int, bytes]) -> None:
+        a = self._attempt
+        manifests = [parse(votes[r], RankManifest, rank_manifest_name(r)) for r in sorted(votes)]
+        for manifest in manifests:
+            self._agree(manifest)
+        earlier = committed(a.save_dir)
+        page = GlobalManifest(
+            nonce=a.nonce, tag=a.tag, step=a.step, world_size=a.world_size, plan=a.plan,
+            sequence=1 + max((c.manifest.sequence for c in earlier), default=0),
+            committed_unix_s=time.time(), versions=dict(a.versions),
+            payload_bytes=sum(f.size_bytes for m in manifests for f in m.files),
+            ranks=[
+                RankSeal(path=rank_manifest_name(r), size_bytes=len(v), hash=block_hash(v))
+                for r, v in sorted(votes.items())
+            ],
+        )  # fmt: skip
+        self._files.fsync_folder(a.staging / RANKS_FOLDER)
+        self._files.write_durably(a.staging / GLOBAL_NAME, dump(page), "manifest")
+        self._files.point("sealed")
+
+    def _agree(self, manifest: RankManifest) -> None:
+        a = self._attempt
+        found = (manifest.nonce, manifest.tag, manifest.step, manifest.world_size)
+        expected = (a.nonce, a.tag, a.step, a.world_size)
+        if found != expected:
+            raise CheckpointError(
+                "all ranks must save the same step under the same tag, but rank "
+                f"{manifest.rank} voted for (attempt, tag, step, world size) {found}, rank 0 has "
+                f"{expected}"
+            )
+
+    def _publish(self) -> None:
+        a = self._attempt
+        self._publishing = True
+        publish_folder(a.staging, a.target, self._files)
+        if a.save_latest:
+            self._files.write_durably(a.save_dir / "latest", a.tag.encode(), "latest")
+
+    # -- the other ranks
+
+    def _await_outcome(self) -> None:
+        a = self._attempt
+        # Rank 0 gives up first, so that nobody else decides before it has.
+        for _ in self._polls("rank 0's commit", extra_s=10.0):
+            if self._is_committed():
+                return
+            self._raise_aborts()
+            if not a.staging.exists() and not self._is_committed():
+                raise CheckpointError(f"rank 0 gave up checkpoint {a.tag!r}")
+
+    def _is_committed(self) -> bool:
+        try:
+            data = self._files.read(self._attempt.target / GLOBAL_NAME)
+            return parse(data, GlobalManifest, GLOBAL_NAME).nonce == self._attempt.nonce
+        except (OSError, ManifestError):
+            return False
+
+    # -- all
+
+    def _polls(self, what: str, extra_s: float = 0.0) -> Iterator[None]:
+        """Yields, slower and slower, until the deadline."""
+        deadline_s, pause_s = self._deadline_s + extra_s, 0.002
+        end = time.monotonic() + deadline_s
+        while time.monotonic() < end:
+            yield
+            self._check()
+            time.sleep(pause_s)
+            pause_s = min(0.1, pause_s * 1.3)
+        raise CheckpointError(
+            f"checkpoint {self._attempt.tag!r}: {what} must come within {deadline_s:g} s "
+            "(checkpoint.deadline_s) of this rank's own, but did not: a rank died, hangs, or is "
+            "slow; nothing was committed by this rank"
+        )
+
+    def _raise_aborts(self) -> None:
+        a = self._attempt
+        for rank in range(a.world_size):
+            with contextlib.suppress(FileNotFoundError):
+                note = self._files.read(a.abort_note(rank))
+                raise CheckpointError(
+                    f"checkpoint {a.tag!r} was abandoned: rank {rank} reports "
+                    f"{note.decode(errors='replace')}"
+                )
+
+
+def publish_folder(staging: Path, target: Path, files: Files) -> None:
+    """Gives a finished folder its name, and returns when that is durable.
+
+    A folder that has the name already is swapped out in one step where the filesystem can; where
+    it cannot, it keeps the name ``.TAG.NONCE.replaced`` for a moment, and `recover_replaced` finds
+    it after a crash in between.
+    """
+    if not target.exists():
+        files.rename(staging, target)
+        leftover = None
+    elif files.exchange(staging, target):
+        leftover = staging
+    else:
+        leftover = staging.with_suffix(REPLACED)
+        files.rename(target, leftover)
+        files.point("tag_set_aside")
+        files.rename(staging, target)
+    files.point("tag_renamed")
+    files.fsync_folder(target.parent)
+    files.point("parent_fsynced")
+    if leftover is not None:
+        with contextlib.suppress(OSError):  # the next attempt removes it
+            files.remove_tree(leftover)
+
+
+def recover_replaced(save_dir: Path, files: Files) -> None:
+    """Gives a checkpoint its name back if a crash came between the two renames of a swap."""
+    for folder in save_dir.glob(f".*{REPLACED}"):
+        tag = folder.name[1:].removesuffix(REPLACED).rpartition(".")[0]
+        if (folder / GLOBAL_NAME).exists() and not (save_dir / tag).exists():
+            with contextlib.suppress(FileNotFoundError):  # another rank was faster
+                files.rename(folder, save_dir / tag)
+                files.fsync_folder(save_dir)
+
+
+def remove_leftovers(save_dir: Path, files: Files, keep: Path | None = None) -> None:
+    """Removes what crashed attempts left: hidden folders whose process is gone.
+
+    Args:
+        keep: the attempt that begins now: other ranks may be writing into it already.
+    """
+    recover_replaced(save_dir, files)
+    for pattern in (f".*{PARTIAL}", f".*{REPLACED}", ".*.trash"):
+        for folder in save_dir.glob(pattern):
+            if folder != keep and not _owner_lives(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _owner_lives(folder: Path) -> bool:
+    """Whether another process may still be writing there."""
+    try:
+        owner = json.loads((folder / OWNER_NAME).read_bytes())
+        host, pid = str(owner["host"]), int(owner["pid"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    if host != socket.gethostname():
+        return time.time() - folder.stat().st_mtime < 24 * 3600
+    return pid != os.getpid() and Path(f"/proc/{pid}").exists()

@@ -1,0 +1,105 @@
+"""One checkpoint in the background, from the written skeletons to the commit."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+
+from runtime.checkpoint.commit import Attempt, Commit
+from runtime.checkpoint.errors import Cancelled
+from runtime.checkpoint.files import Files
+from runtime.checkpoint.live_state import LiveState
+from runtime.checkpoint.persist import BlockWriter
+from runtime.checkpoint.retention import prune
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a finished checkpoint cost.
+
+    Attributes:
+        stall_s: the training loop waited in ``save_checkpoint``.
+        update_wait_s: updates waited for copies and for the disk.
+        copied_bytes: by copy on update.
+    """
+
+    tag: str
+    step: int
+    payload_bytes: int
+    stall_s: float
+    update_wait_s: float
+    copied_bytes: int
+    persist_s: float
+    commit_s: float
+
+
+class Job:
+    """Persists and commits one checkpoint; owned by the engine, runs on a thread of its own.
+
+    The thread, the training loop (`wait`, `cancel`) and updates (through the writer) touch it.
+    """
+
+    def __init__(
+        self, attempt: Attempt, commit: Commit, writer: BlockWriter, live: LiveState,
+        files: Files, keep: int,
+    ) -> None:  # fmt: skip
+        self.attempt = attempt
+        self.failure: BaseException | None = None
+        self.report: Report | None = None
+        self.stall_s = 0.0
+        self._commit = commit
+        self._writer = writer
+        self._live = live
+        self._files = files
+        self._keep = keep
+        self._over = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, name=f"ebbtide-checkpoint-{attempt.tag}", daemon=True
+        )
+
+    def start(self) -> None:
+        """The live bytes are read from now on, until they are on disk or copied."""
+        self._live.attach(self._writer)
+        self._writer.start()
+        self._thread.start()
+        self._files.point("job_started")
+
+    @property
+    def running(self) -> bool:
+        return not self._over.is_set()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Until it is over, committed or failed; False: the time was up first."""
+        return self._over.wait(timeout_s)
+
+    def cancel(self) -> None:
+        """Gives up, unless all blocks are written already: then the commit goes on."""
+        self._writer.cancel()
+
+    def _run(self) -> None:
+        begin = time.monotonic()
+        try:
+            records = self._writer.finish()
+            self._live.attach(None)
+            persisted = time.monotonic()
+            self._commit.vote(records)
+            self._commit.conclude()
+            self.report = Report(
+                self.attempt.tag, self.attempt.step, sum(r.size_bytes for r in records),
+                self.stall_s, self._writer.waited_s, self._writer.copied_bytes,
+                persisted - begin, time.monotonic() - persisted,
+            )  # fmt: skip
+            if self._keep and self.attempt.rank == 0:
+                prune(self.attempt.save_dir, self._keep, self._files)
+            self._files.point("done")
+        except BaseException as error:  # noqa: BLE001 - the foreground raises it at the next step
+            self.failure = error
+            self._commit.abort(f"{type(error).__name__}: {error}")
+        finally:
+            self._live.attach(None)
+            self._over.set()
+
+    @property
+    def cancelled(self) -> bool:
+        return isinstance(self.failure, Cancelled)

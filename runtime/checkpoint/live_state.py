@@ -1,0 +1,81 @@
+"""Which memory holds which subgroup's state, and when it may be overwritten."""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+EVERY_SUBGROUP = -2  # device tensors nobody registered: any update may overwrite them
+
+
+class Persist(Protocol):
+    """What a running checkpoint offers to the update."""
+
+    def release(self, subgroup: int) -> None:
+        """Returns once the subgroup's live bytes are not needed any more."""
+        ...
+
+
+class LiveState:
+    """Host tensors that stay unchanged from the end of an update to the next one.
+
+    The executor registers and calls `before_update` from its worker threads; the checkpoint engine
+    reads the registry from the training thread and attaches a running persist. It holds references
+    to the tensors, so their memory outlives a running checkpoint.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tensors: dict[int, tuple[torch.Tensor, ...]] = {}
+        self._starts: list[int] = []  # sorted addresses
+        self._ranges: list[tuple[int, int, int]] = []  # (start, end, subgroup), same order
+        self._persist: Persist | None = None
+
+    def register(self, subgroup: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Replaces what is known of a subgroup (fp32 master and both moments, flat)."""
+        with self._lock:
+            self._tensors[subgroup] = tuple(tensors)
+            self._ranges = sorted(
+                (t.data_ptr(), t.data_ptr() + t.numel() * t.element_size(), number)
+                for number, held in self._tensors.items()
+                for t in held
+                if t.numel()
+            )
+            self._starts = [start for start, _, _ in self._ranges]
+
+    def subgroup_of(self, address: int, size_bytes: int) -> int | None:
+        """The subgroup whose state covers these bytes; None: not registered as a whole."""
+        with self._lock:
+            at = bisect_right(self._starts, address) - 1
+            if at < 0:
+                return None
+            _, end, subgroup = self._ranges[at]
+            return subgroup if address + size_bytes <= end else None
+
+    @property
+    def subgroups(self) -> list[int]:
+        with self._lock:
+            return sorted(self._tensors)
+
+    def attach(self, persist: Persist | None) -> None:
+        """The running checkpoint, or None when nothing reads the live bytes any more."""
+        self._persist = persist
+
+    def before_update(self, subgroup: int) -> None:
+        """Called right before a subgroup's state is overwritten; returns once that is safe.
+
+        At once where no checkpoint runs or the subgroup is on disk already; else after the bytes
+        that are still needed were copied to the reserved budget, or written where the budget is
+        used up.
+
+        Raises:
+            CheckpointError: storage made no progress within the deadline.
+        """
+        persist = self._persist
+        if persist is not None:
+            persist.release(subgroup)
+            persist.release(EVERY_SUBGROUP)

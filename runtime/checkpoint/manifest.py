@@ -1,0 +1,152 @@
+"""What a checkpoint consists of, and the hash of every block of it.
+
+One manifest per rank lists the files that the rank wrote; the global one lists those manifests and
+seals them. Both are JSON with one way to write them, so that every altered byte is found.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import PurePosixPath
+from typing import Annotated, Any, Self, TypeVar
+
+import xxhash
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from runtime.checkpoint.errors import ManifestError
+
+FORMAT = 1
+GLOBAL_NAME = "ebbtide.json"
+RANKS_FOLDER = "ebbtide"
+MAX_BYTES = 256 * 2**20  # a larger manifest is not ours; 8 MiB blocks: about 60 TB per rank
+
+
+def block_hash(data: Any) -> str:
+    """xxh3-128 of a buffer, 32 hexadecimal digits. Not cryptographic: it finds damage."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def rank_manifest_name(rank: int) -> str:
+    """Path of a rank's manifest inside the checkpoint."""
+    return f"{RANKS_FOLDER}/rank_{rank:05d}.json"
+
+
+def _inside(path: str) -> str:
+    parts = PurePosixPath(path).parts
+    if not parts or path.startswith("/") or ".." in parts or "\0" in path:
+        raise ValueError(f"must name a file inside the checkpoint, but got {path!r}")
+    return path
+
+
+Inside = Annotated[str, AfterValidator(_inside)]
+Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+
+
+class _Page(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class FileRecord(_Page):
+    """One file: its length, and the hash of each ``block_bytes`` of it, in order."""
+
+    path: Inside
+    size_bytes: int = Field(ge=0)
+    block_bytes: int = Field(ge=1)
+    hashes: list[Hash]
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        blocks = -(-self.size_bytes // self.block_bytes)
+        if len(self.hashes) != blocks:
+            raise ValueError(f"{self.path} has {blocks} blocks, but got {len(self.hashes)} hashes")
+        return self
+
+
+class RankManifest(_Page):
+    """A rank's vote: everything listed here is on disk.
+
+    Attributes:
+        nonce: of the attempt; votes of an earlier, abandoned attempt do not count.
+        step: optimizer steps done; the same in all ranks' manifests of a checkpoint.
+    """
+
+    format: int = Field(FORMAT, ge=1)
+    rank: int = Field(ge=0)
+    world_size: int = Field(ge=1)
+    nonce: str
+    tag: str
+    step: int = Field(ge=0)
+    plan: str = ""
+    versions: dict[str, str]
+    files: list[FileRecord]
+
+
+class RankSeal(_Page):
+    path: Inside
+    size_bytes: int = Field(ge=0)
+    hash: Hash
+
+
+class GlobalManifest(_Page):
+    """Written last: a folder that has it is a whole checkpoint.
+
+    Attributes:
+        sequence: counts the checkpoints of a folder; the newest has the highest.
+    """
+
+    format: int = Field(FORMAT, ge=1)
+    nonce: str
+    tag: str
+    step: int = Field(ge=0)
+    sequence: int = Field(ge=1)
+    world_size: int = Field(ge=1)
+    committed_unix_s: float
+    plan: str = ""
+    versions: dict[str, str]
+    payload_bytes: int = Field(ge=0)
+    ranks: list[RankSeal]
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if len(self.ranks) != self.world_size:
+            raise ValueError(f"world_size={self.world_size}, but got {len(self.ranks)} ranks")
+        return self
+
+
+PageT = TypeVar("PageT", bound=_Page)
+
+
+def dump(page: _Page) -> bytes:
+    """The one way a manifest is written: the body, then the hash of its bytes."""
+    body = page.model_dump_json()
+    return f'{{"body":{body},"xxh3_128":"{block_hash(body.encode())}"}}\n'.encode()
+
+
+def parse(data: bytes, kind: type[PageT], name: str) -> PageT:
+    """Reads what `dump` wrote.
+
+    Raises:
+        ManifestError: any other bytes: torn, altered, of a newer format, not a manifest.
+    """
+    if len(data) > MAX_BYTES:
+        raise ManifestError(f"{name} must be at most {MAX_BYTES} bytes, but has {len(data)}")
+    try:
+        raw = json.loads(data)
+        body, found = raw["body"], raw["xxh3_128"]
+        version = body.get("format", FORMAT) if isinstance(body, dict) else FORMAT
+        if isinstance(version, int) and version > FORMAT:
+            raise ManifestError(
+                f"{name} has manifest format {version}, this ebbtide reads up to {FORMAT}: "
+                "upgrade ebbtide"
+            )
+        page = kind.model_validate_json(json.dumps(body))
+    except ManifestError:
+        raise
+    except ValidationError as error:
+        raise ManifestError(f"{name} is not a manifest: {error.errors()[0]['msg']}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        kind_of = type(error).__name__
+        raise ManifestError(f"{name} is torn or not a manifest ({kind_of})") from None
+    if dump(page) != data:
+        raise ManifestError(f"{name} was altered: its bytes do not match its hash {found!r}")
+    return page

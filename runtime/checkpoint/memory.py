@@ -1,0 +1,144 @@
+"""Where the bytes of a checkpoint come from, and the buffers they pass through."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+ALIGNMENT = 4096  # of O_DIRECT: address, length and file offset
+
+
+class Source(Protocol):
+    """Bytes to write. ``subgroup`` is None where nobody overwrites them."""
+
+    size_bytes: int
+    subgroup: int | None
+
+    def address(self, offset: int) -> int | None:
+        """Host address of a byte, for writing without a copy; None: not in host memory."""
+        ...
+
+    def copy_to(self, destination: int, offset: int, size_bytes: int) -> None:
+        """Copies a range to a host address; returns when it is there."""
+        ...
+
+
+@dataclass(frozen=True)
+class HostBytes:
+    """A range of host memory; ``owner`` keeps it alive."""
+
+    start: int
+    size_bytes: int
+    owner: object
+    subgroup: int | None = None
+
+    def address(self, offset: int) -> int | None:
+        return self.start + offset
+
+    def copy_to(self, destination: int, offset: int, size_bytes: int) -> None:
+        ctypes.memmove(destination, self.start + offset, size_bytes)  # releases the GIL
+
+    @classmethod
+    def of_tensor(cls, tensor: torch.Tensor, subgroup: int | None = None) -> HostBytes:
+        """The bytes of a contiguous host tensor, without a copy."""
+        return cls(tensor.data_ptr(), tensor.numel() * tensor.element_size(), tensor, subgroup)
+
+    @classmethod
+    def of_bytes(cls, data: bytes) -> HostBytes:
+        buffer = ctypes.create_string_buffer(data, len(data))
+        return cls(ctypes.addressof(buffer), len(data), buffer)
+
+
+class DeviceBytes:
+    """The bytes of a contiguous device tensor, copied D2H chunk by chunk on a stream of their own.
+
+    The stream first waits for what the training stream had been given when this was made, so that
+    it sees the values of this step; `LiveState.before_update` holds the next update back until the
+    last chunk is on the host.
+    """
+
+    def __init__(self, tensor: torch.Tensor, subgroup: int | None) -> None:
+        self._bytes = tensor.detach().reshape(-1).view(torch.uint8)
+        self.size_bytes = self._bytes.numel()
+        self.subgroup = subgroup
+        self._ready = None
+        if tensor.device.type == "cuda":
+            self._ready = torch.cuda.Event()
+            self._ready.record(torch.cuda.current_stream(tensor.device))
+
+    def address(self, offset: int) -> int | None:  # noqa: ARG002
+        return None
+
+    def copy_to(self, destination: int, offset: int, size_bytes: int) -> None:
+        target = torch.frombuffer(memory_at(destination, size_bytes), dtype=torch.uint8)
+        chunk = self._bytes[offset : offset + size_bytes]
+        if self._ready is None:
+            target.copy_(chunk)
+            return
+        stream = _side_stream(chunk.device)
+        stream.wait_event(self._ready)
+        with torch.cuda.stream(stream):
+            target.copy_(chunk, non_blocking=True)
+        stream.synchronize()
+
+
+_streams = threading.local()
+
+
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One stream per writer thread and device, of low priority: training's copies go first."""
+    held = _streams.__dict__.setdefault("by_device", {})
+    if device not in held:
+        held[device] = torch.cuda.Stream(device, priority=0)
+    stream: torch.cuda.Stream = held[device]
+    return stream
+
+
+def memory_at(address: int, size_bytes: int) -> ctypes.Array[ctypes.c_char]:
+    """A writable buffer over existing memory; the caller keeps that memory alive."""
+    return (ctypes.c_char * size_bytes).from_address(address)
+
+
+class Slots:
+    """Aligned host buffers of one size, reserved at once. Thread-safe.
+
+    On a CUDA machine they are pinned, so that D2H copies into them run at full speed.
+    """
+
+    def __init__(self, count: int, slot_bytes: int) -> None:
+        self.slot_bytes = slot_bytes
+        self._lock = threading.Lock()
+        self._memory = mmap.mmap(-1, max(1, count) * slot_bytes)
+        self._view = ctypes.c_char.from_buffer(self._memory)
+        start = ctypes.addressof(self._view)
+        self._free = [start + i * slot_bytes for i in range(count)]
+        self.count = count
+        self.peak = 0
+        self._pinned = bool(count) and torch.cuda.is_available()
+        self._start = start
+        if self._pinned:
+            torch.cuda.cudart().cudaHostRegister(start, count * slot_bytes, 0)
+
+    def close(self) -> None:
+        """Unpins; the memory itself goes with the object."""
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._start)
+            self._pinned = False
+
+    def take(self) -> int | None:
+        """Address of a free slot; None where all are in use."""
+        with self._lock:
+            if not self._free:
+                return None
+            slot = self._free.pop()
+            self.peak = max(self.peak, self.count - len(self._free))
+            return slot
+
+    def give(self, slot: int) -> None:
+        with self._lock:
+            self._free.append(slot)

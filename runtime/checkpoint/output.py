@@ -1,0 +1,116 @@
+"""One file of a checkpoint on its way to disk, and the pace at which bytes go there."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from runtime.checkpoint.errors import CheckpointError
+from runtime.checkpoint.files import Files
+
+_NO_DIRECT = {errno.EINVAL, errno.ENOTSUP}
+
+
+class OutputFile:
+    """Aligned blocks go to it from any thread, past the page cache where the filesystem allows.
+
+    `make_durable` cuts the padding of the last block off and returns once the bytes are on disk.
+    """
+
+    def __init__(self, path: Path, size_bytes: int, files: Files, *, direct: bool = True) -> None:
+        self._path = path
+        self._size = size_bytes
+        self._files = files
+        self._lock = threading.Lock()
+        self._direct: int | None = None
+        self._buffered: int | None = None
+        self._try_direct = direct and hasattr(os, "O_DIRECT")
+        self.error: str = ""
+
+    def write(self, data: memoryview, offset: int) -> None:
+        """Writes a block; ``data`` and ``offset`` are aligned, ``data`` may reach past the end."""
+        descriptor = self._open_direct()
+        if descriptor is not None:
+            try:
+                written = self._files.pwrite(descriptor, data, offset)
+            except OSError as error:
+                if error.errno not in _NO_DIRECT:
+                    raise self._explain(error) from error
+                written = 0
+            data, offset = data[written:], offset + written
+        # All of it where the filesystem takes no O_DIRECT; else what a short write left over,
+        # which need not be aligned any more.
+        if len(data):
+            try:
+                self._files.write_all(self._open_buffered(), data, offset)
+            except OSError as error:
+                raise self._explain(error) from error
+
+    def make_durable(self) -> None:
+        """Sets the length, and waits for the disk."""
+        try:
+            descriptor = self._open_buffered()
+            self._files.truncate(descriptor, self._size)
+            self._files.fsync(descriptor)
+            self.close()
+        except OSError as error:
+            raise self._explain(error) from error
+
+    def close(self) -> None:
+        with self._lock:
+            held, self._direct, self._buffered = (self._direct, self._buffered), None, None
+        for descriptor in held:
+            if descriptor is not None:
+                self._files.close(descriptor)
+
+    def _open_direct(self) -> int | None:
+        with self._lock:
+            if self._direct is None and self._try_direct:
+                try:
+                    self._direct = self._files.open(
+                        self._path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT
+                    )
+                except OSError as error:
+                    if error.errno not in _NO_DIRECT:
+                        raise self._explain(error) from error
+                    self._try_direct = False
+            return self._direct
+
+    def _open_buffered(self) -> int:
+        with self._lock:
+            if self._buffered is None:
+                self._buffered = self._files.open(self._path, os.O_WRONLY | os.O_CREAT)
+            return self._buffered
+
+    def _explain(self, error: OSError) -> CheckpointError:
+        return CheckpointError(
+            f"writing {self._path} failed: {error.strerror or error} "
+            f"({errno.errorcode.get(error.errno or 0, error.errno)}); the checkpoint is abandoned, "
+            "earlier ones are intact"
+        )
+
+
+class Pace:
+    """Keeps writes below ``bytes_per_s``; None: no limit. Shared by all writer threads."""
+
+    def __init__(self, bytes_per_s: float | None) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._lock = threading.Lock()
+        self._free_s = 0.0
+
+    def wait(self, size_bytes: int, hurry: Callable[[], bool]) -> None:
+        """Returns when the bytes may be written: in turn, or at once while ``hurry()``."""
+        if self._bytes_per_s is None:
+            return
+        with self._lock:
+            start = max(time.monotonic(), self._free_s)
+            self._free_s = start + size_bytes / self._bytes_per_s
+        while not hurry():
+            left = start - time.monotonic()
+            if left <= 0:
+                return
+            time.sleep(min(left, 0.05))

@@ -1,0 +1,70 @@
+"""What ranks tell each other in the foreground, on a process group of their own."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from runtime.checkpoint.errors import CheckpointError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The same on every rank.
+
+    Attributes:
+        running: a checkpoint is still being written by some rank.
+        failure: of the first rank that reports one; empty: none.
+    """
+
+    nonce: str
+    running: bool
+    failure: str
+
+
+class Peers:
+    """All ranks of the job. A gloo group with a deadline: a dead rank is an error, not a hang.
+
+    Making it is a collective; a single process needs none.
+    """
+
+    def __init__(self, deadline_s: float) -> None:
+        self._deadline_s = deadline_s
+        together = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if together else 0
+        self.world_size = dist.get_world_size() if together else 1
+        self._group = None
+        if self.world_size > 1:
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline_s))
+
+    def agree(self, *, running: bool, failure: str) -> Verdict:
+        """Called by every rank at the begin of a save."""
+        every = self._gather((secrets.token_hex(6), running, failure))
+        return Verdict(
+            nonce=every[0][0],
+            running=any(r for _, r, _ in every),
+            failure=next((f"rank {i}: {f}" for i, (_, _, f) in enumerate(every) if f), ""),
+        )
+
+    def concat(self, items: list[T]) -> list[T]:
+        """Every rank's items, in rank order, on every rank."""
+        return [item for held in self._gather(items) for item in held]
+
+    def _gather(self, mine: Any) -> list[Any]:
+        if self._group is None:
+            return [mine]
+        every: list[Any] = [None] * self.world_size
+        try:
+            dist.all_gather_object(every, mine, group=self._group)
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"every rank must come to the checkpoint within {self._deadline_s:g} s "
+                f"(deadline_s), but one did not: {error}"
+            ) from error
+        return every

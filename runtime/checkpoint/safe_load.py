@@ -1,0 +1,162 @@
+"""Loads checkpoint files without executing what is in them, in parallel, in place where possible."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runtime.checkpoint.errors import CheckpointError
+from runtime.checkpoint.memory import memory_at
+
+CHUNK_BYTES = 16 * 2**20
+
+
+def _deepspeed_classes() -> list[Any]:
+    """Plain data holders that DeepSpeed puts into its files; none has code that runs on load."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    return [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
+
+
+@contextlib.contextmanager
+def safe_globals() -> Iterator[None]:
+    """Inside, ``torch.load(weights_only=True)`` reads DeepSpeed's own files."""
+    with torch.serialization.safe_globals(_deepspeed_classes()):
+        yield
+
+
+@contextlib.contextmanager
+def only_weights() -> Iterator[None]:
+    """Inside, every ``torch.load``, DeepSpeed's too, is ``weights_only=True``."""
+    before = os.environ.get("TORCH_FORCE_WEIGHTS_ONLY_LOAD")
+    forced_off = os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)
+    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
+    try:
+        with safe_globals():
+            yield
+    finally:
+        if before is None:
+            del os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"]
+        else:
+            os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = before
+        if forced_off is not None:
+            os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = forced_off
+
+
+def load_file(
+    path: str | Path,
+    into: dict[tuple[Any, ...], torch.Tensor] | None = None,
+    readers: int = 4,
+) -> Any:
+    """What ``torch.load(path, map_location="cpu", weights_only=True)`` returns.
+
+    Args:
+        into: by path in the file's tree (see `skeleton.tensors_of`): host tensors to read into;
+            they are returned in the tree, so that no second copy of them exists in memory.
+        readers: threads that read at once.
+
+    Raises:
+        CheckpointError: not a readable file of tensors and plain data.
+    """
+    try:
+        with only_weights():
+            return _load_in_parallel(Path(path), into or {}, readers)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError,
+            TypeError, AttributeError, IndexError) as error:  # fmt: skip
+        first = str(error).strip().splitlines()[:1]
+        raise CheckpointError(
+            f"{path} must hold tensors and plain data only, readable by "
+            f"torch.load(weights_only=True), but: {first[0] if first else type(error).__name__}. "
+            "Classes of your own in client_state: allow them with "
+            "torch.serialization.add_safe_globals, if you trust the file"
+        ) from error
+
+
+def _load_in_parallel(path: Path, into: dict[tuple[Any, ...], torch.Tensor], readers: int) -> Any:
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    from runtime.checkpoint.skeleton import replace_tensors, tensors_of
+
+    with FakeTensorMode():
+        tree = torch.load(path, map_location="cpu", weights_only=True)
+    fakes = list(tensors_of(tree))
+    if _legacy(fakes):
+        return torch.load(path, map_location="cpu", weights_only=True)
+    reader = _Reader(path)
+    real: dict[int, torch.Tensor] = {}
+    for where, fake in fakes:
+        if isinstance(fake, FakeTensor):
+            real[id(fake)] = reader.tensor(fake, into.get(where))
+    reader.read(readers)
+    return replace_tensors(tree, lambda t: real.get(id(t), t))
+
+
+def _legacy(fakes: list[tuple[tuple[Any, ...], Any]]) -> bool:
+    """Files of torch.save's old format have no storages at known offsets."""
+    return any(getattr(t.untyped_storage(), "_checkpoint_offset", None) is None for _, t in fakes)
+
+
+class _Reader:
+    """Collects what to read where, then reads it with several threads."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._storages: dict[int, torch.UntypedStorage] = {}  # by file offset
+        self._chunks: list[tuple[int, int, int]] = []  # (address, file offset, bytes)
+
+    def tensor(self, fake: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
+        storage = fake.untyped_storage()
+        offset: int = storage._checkpoint_offset  # type: ignore[attr-defined]
+        if _fits(fake, target) and offset not in self._storages:
+            assert target is not None
+            self._plan(target.data_ptr(), offset, storage.nbytes())
+            return target
+        if offset not in self._storages:
+            held = torch.UntypedStorage(storage.nbytes())
+            self._storages[offset] = held
+            self._plan(held.data_ptr(), offset, storage.nbytes())
+        made = torch.empty(0, dtype=fake.dtype)
+        made.set_(self._storages[offset], fake.storage_offset(), fake.shape, fake.stride())
+        return made
+
+    def _plan(self, address: int, offset: int, size: int) -> None:
+        for start in range(0, size, CHUNK_BYTES):
+            self._chunks.append((address + start, offset + start, min(CHUNK_BYTES, size - start)))
+
+    def read(self, readers: int) -> None:
+        descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            with ThreadPoolExecutor(readers) as pool:
+                list(pool.map(lambda chunk: _read_chunk(descriptor, *chunk), self._chunks))
+        finally:
+            os.close(descriptor)
+
+
+def _read_chunk(descriptor: int, address: int, offset: int, size: int) -> None:
+    view = memoryview(memory_at(address, size)).cast("B")
+    while len(view):
+        count = os.preadv(descriptor, [view], offset)
+        if count == 0:
+            raise ValueError(f"the file ends at byte {offset}, inside a tensor")
+        view, offset = view[count:], offset + count
+
+
+def _fits(fake: torch.Tensor, target: torch.Tensor | None) -> bool:
+    return (
+        target is not None
+        and target.device.type == "cpu"
+        and target.is_contiguous()
+        and fake.is_contiguous()
+        and target.dtype == fake.dtype
+        and target.shape == fake.shape
+        and fake.untyped_storage().nbytes() == target.numel() * target.element_size()
+    )

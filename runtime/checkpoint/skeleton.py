@@ -1,0 +1,208 @@
+"""Turns a state dict into a file layout without copying the large tensors.
+
+`torch.save` writes the file with holes where the tensors' bytes belong (`skip_data`); the holes are
+filled later, from any thread, straight from the live buffers.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.serialization import get_crc32_options, set_crc32_options, skip_data
+from torch.utils.serialization import config as serialization
+
+from runtime.checkpoint.live_state import EVERY_SUBGROUP, LiveState
+from runtime.checkpoint.memory import ALIGNMENT, DeviceBytes, HostBytes, Source, memory_at
+from runtime.checkpoint.safe_load import safe_globals
+
+_torch_save = threading.Lock()  # the options of torch.save are global
+
+
+@dataclass(frozen=True)
+class Extent:
+    """``source`` belongs at ``offset`` of the file."""
+
+    offset: int
+    source: Source
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.source.size_bytes
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A file: its length and what goes where, ascending, without overlap; the rest is zero.
+
+    Attributes:
+        live_bytes: streamed from where they are.
+        copied_bytes: copied when the layout was made: nobody promised not to change them.
+    """
+
+    size_bytes: int
+    extents: tuple[Extent, ...]
+    live_bytes: int
+    copied_bytes: int
+
+
+def lay_out(state: Any, live: LiveState, *, stream_device: bool) -> Layout:
+    """The layout of the file that ``torch.save(state)`` would write.
+
+    Args:
+        state: as given to ``torch.save``.
+        live: tensors in it are streamed, all others are copied now.
+        stream_device: device tensors change in updates only, so they are streamed too; otherwise
+            they are copied now.
+    """
+    stand_ins = _StandIns(live, stream_device=stream_device)
+    tree = stand_ins.replace(state)
+    descriptor = os.memfd_create("ebbtide-skeleton")
+    try:
+        _save_with_holes(tree, descriptor)
+        offsets = _offsets(tree, descriptor)
+        if offsets is None:  # a tensor hides in an object: take the whole file, by value
+            return _whole(state)
+        holes = [Extent(offsets[key], source) for key, source in stand_ins.sources.items()]
+        holes = sorted((e for e in holes if e.source.size_bytes), key=lambda e: e.offset)
+        size = os.fstat(descriptor).st_size
+        frame = _frame(descriptor, holes, size)
+    finally:
+        os.close(descriptor)
+    live_bytes = sum(e.source.size_bytes for e in holes if e.source.subgroup is not None)
+    copied = sum(e.source.size_bytes for e in holes if e.source.subgroup is None)
+    extents = tuple(sorted([*holes, *frame], key=lambda e: e.offset))
+    return Layout(size, extents, live_bytes, copied)
+
+
+def tensors_of(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """The tensors in nested dicts, lists and tuples, each with its path, in pickling order."""
+    if isinstance(tree, torch.Tensor):
+        yield path, tree
+    elif isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from tensors_of(value, (*path, key))
+    elif isinstance(tree, (list, tuple)):
+        for number, value in enumerate(tree):
+            yield from tensors_of(value, (*path, number))
+
+
+def replace_tensors(tree: Any, replace: Any) -> Any:
+    """A copy of nested dicts, lists and tuples with each tensor replaced."""
+    if isinstance(tree, torch.Tensor):
+        return replace(tree)
+    if type(tree) in (dict, OrderedDict):
+        return type(tree)((k, replace_tensors(v, replace)) for k, v in tree.items())
+    if type(tree) in (list, tuple):
+        return type(tree)(replace_tensors(v, replace) for v in tree)
+    return tree
+
+
+class _StandIns:
+    """Replaces tensors by ones whose storage holds just their bytes; remembers the real source."""
+
+    def __init__(self, live: LiveState, *, stream_device: bool) -> None:
+        self._live = live
+        self._stream_device = stream_device
+        self._made: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._kept: list[torch.Tensor] = []  # an address stays taken while its tensor is here
+        self.sources: dict[int, Source] = {}  # by id of the stand-in
+
+    def replace(self, tree: Any) -> Any:
+        return replace_tensors(tree, self._stand_in)
+
+    def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.detach()
+        # Tied tensors stay tied, so that the file is as small as torch.save would make it.
+        key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if tensor.numel() == 0 or tensor.layout != torch.strided:
+            return tensor.cpu()
+        if key not in self._made:
+            self._kept.append(tensor)
+            self._made[key] = self._make(tensor)
+        return self._made[key]
+
+    def _make(self, tensor: torch.Tensor) -> torch.Tensor:
+        source = self._source(tensor)
+        owner = source.owner if isinstance(source, HostBytes) else None
+        if isinstance(owner, torch.Tensor):
+            raw = torch.frombuffer(memory_at(source.start, source.size_bytes), dtype=torch.uint8)
+        else:  # never touched: skip_data reads no bytes
+            raw = torch.empty(source.size_bytes, dtype=torch.uint8)
+        made = raw.view(tensor.dtype).view(tensor.shape)
+        self.sources[id(made)] = source
+        self._kept.append(made)
+        return made
+
+    def _source(self, tensor: torch.Tensor) -> Any:
+        size = tensor.numel() * tensor.element_size()
+        if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+            subgroup = self._live.subgroup_of(tensor.data_ptr(), size)
+            if tensor.device.type == "cpu" and subgroup is not None:
+                return HostBytes.of_tensor(tensor, subgroup)
+            if tensor.device.type != "cpu" and self._stream_device:
+                return DeviceBytes(tensor, EVERY_SUBGROUP if subgroup is None else subgroup)
+        copied = torch.empty(tensor.shape, dtype=tensor.dtype)
+        copied.copy_(tensor)
+        return HostBytes.of_tensor(copied)
+
+
+def _save_with_holes(tree: Any, descriptor: int) -> None:
+    with _torch_save:
+        alignment, crc = serialization.save.storage_alignment, get_crc32_options()
+        serialization.save.storage_alignment = ALIGNMENT
+        set_crc32_options(False)  # the manifest has the hashes
+        try:
+            with skip_data():
+                torch.save(tree, f"/proc/self/fd/{descriptor}")
+        finally:
+            serialization.save.storage_alignment = alignment
+            set_crc32_options(crc)
+
+
+def _offsets(tree: Any, descriptor: int) -> dict[int, int] | None:
+    """File offset of each stand-in, by its id; None if the file has storages that are not ours."""
+    path = f"/proc/self/fd/{descriptor}"
+    with FakeTensorMode(), safe_globals():
+        read = torch.load(path, weights_only=True)
+    ours = [t for _, t in tensors_of(tree)]
+    theirs = [t for _, t in tensors_of(read)]
+    records = [r for r in torch._C.PyTorchFileReader(path).get_all_records() if "/data/" in f"/{r}"]
+    offsets = {
+        id(mine): their.untyped_storage()._checkpoint_offset
+        for mine, their in zip(ours, theirs, strict=True)
+        if mine.numel()
+    }
+    empty = {
+        their.untyped_storage()._checkpoint_offset
+        for mine, their in zip(ours, theirs, strict=True)
+        if not mine.numel()
+    }
+    return offsets if len(records) == len(set(offsets.values()) | empty) else None
+
+
+def _frame(descriptor: int, holes: list[Extent], size: int) -> list[Extent]:
+    """What torch.save did write: the bytes between the holes."""
+    edges = [0, *(edge for hole in holes for edge in (hole.offset, hole.end)), size]
+    pieces = []
+    for start, end in zip(edges[::2], edges[1::2], strict=True):
+        if end > start:
+            data = os.pread(descriptor, end - start, start)
+            pieces.append(Extent(start, HostBytes.of_bytes(data)))
+    return pieces
+
+
+def _whole(state: Any) -> Layout:
+    import io
+
+    buffer = io.BytesIO()
+    with _torch_save:
+        torch.save(state, buffer)
+    data = buffer.getvalue()
+    return Layout(len(data), (Extent(0, HostBytes.of_bytes(data)),), 0, len(data))
