@@ -6,7 +6,7 @@ matplotlib is imported inside the functions: the simulator itself does without i
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from simulator.schedule import Lane, OpKind
 from simulator.timeline import Span, Timeline
@@ -91,8 +91,7 @@ def _draw_lane(ax: Axes, row: int, spans: Sequence[Span], origin_s: float, scale
             [((s.start_s - origin_s) * scale, (s.end_s - s.start_s) * scale) for s in bars],
             (row - _BAR_HEIGHT / 2, _BAR_HEIGHT),
             facecolors=COLOURS[kind],
-            edgecolor="white",
-            linewidth=_edge_width(ax, bars, scale),
+            **_edges(ax, bars, scale),
         )
         for span in bars:
             _label(ax, row, span, origin_s, scale)
@@ -107,10 +106,14 @@ def _inches(ax: Axes, span: Span, scale: float) -> float:
     return float((span.end_s - span.start_s) * scale / (right - left) * axes_width)
 
 
-def _edge_width(ax: Axes, bars: Sequence[Span], scale: float) -> float:
-    """White edges separate neighbours, but must not swallow bars of a pixel or two."""
+def _edges(ax: Axes, bars: Sequence[Span], scale: float) -> dict[str, Any]:
+    """White edges separate neighbours; bars of a pixel or two get their own colour, else they
+    would vanish.
+    """
     widths = sorted(_inches(ax, s, scale) for s in bars)
-    return 0.6 if widths[len(widths) // 2] > 0.06 else 0.0
+    if widths[len(widths) // 2] > 0.06:
+        return {"edgecolor": "white", "linewidth": 0.6}
+    return {"edgecolor": COLOURS[bars[0].kind], "linewidth": 0.5}
 
 
 def _label(ax: Axes, row: int, span: Span, origin_s: float, scale: float) -> None:
