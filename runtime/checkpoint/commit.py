@@ -37,6 +37,7 @@ from runtime.checkpoint.retention import committed
 
 OWNER_NAME = "owner.json"
 PARTIAL, REPLACED = ".partial", ".replaced"
+OUTCOME_GRACE_S = 10.0  # rank 0 gives up first, so that nobody else decides before it has
 
 
 @dataclass(frozen=True)
@@ -80,15 +81,19 @@ class Commit:
         self._publishing = False
 
     def begin(self) -> None:
-        """Makes the hidden folder; rank 0 also removes what crashed attempts left behind."""
+        """Makes the hidden folder, in the foreground: quick, nothing waits for the disk."""
         a = self._attempt
-        if a.rank == 0:
-            remove_leftovers(a.save_dir, self._files, keep=a.staging)
         self._files.mkdir(a.staging / RANKS_FOLDER)
         if a.rank == 0:
             owner = {"host": socket.gethostname(), "pid": os.getpid(), "nonce": a.nonce}
-            self._files.write_durably(a.staging / OWNER_NAME, json.dumps(owner).encode())
+            self._files.write_briefly(a.staging / OWNER_NAME, json.dumps(owner).encode())
         self._files.point("staging_made")
+
+    def tidy(self) -> None:
+        """Rank 0 removes what crashed attempts left behind."""
+        a = self._attempt
+        if a.rank == 0:
+            remove_leftovers(a.save_dir, self._files, keep=a.staging)
 
     def vote(self, files: list[FileRecord]) -> None:
         """Phase one: this rank's payload is on disk."""
@@ -177,6 +182,7 @@ class Commit:
     def _publish(self) -> None:
         a = self._attempt
         self._publishing = True
+        self._files.unlink(a.staging / OWNER_NAME)
         publish_folder(a.staging, a.target, self._files)
         if a.save_latest:
             self._files.write_durably(a.save_dir / "latest", a.tag.encode(), "latest")
@@ -185,8 +191,7 @@ class Commit:
 
     def _await_outcome(self) -> None:
         a = self._attempt
-        # Rank 0 gives up first, so that nobody else decides before it has.
-        for _ in self._polls("rank 0's commit", extra_s=10.0):
+        for _ in self._polls("rank 0's commit", extra_s=OUTCOME_GRACE_S):
             if self._is_committed():
                 return
             self._raise_aborts()

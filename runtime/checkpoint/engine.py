@@ -11,6 +11,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -463,6 +464,7 @@ def _checked_tag(tag: str | None, step: int) -> str:
     return name
 
 
+@cache
 def _versions() -> dict[str, str]:
     found = {"torch": torch.__version__}
     for package in ("ebbtide", "deepspeed"):

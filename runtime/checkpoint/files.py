@@ -5,6 +5,7 @@ So that tests can record the calls, make each of them fail, or end the process b
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -55,7 +56,8 @@ class Files:
         self._retry("fsync", os.fsync, descriptor)
 
     def close(self, descriptor: int) -> None:
-        self.call("close", os.close, descriptor)
+        with contextlib.suppress(InterruptedError):  # Linux has closed it all the same
+            self.call("close", os.close, descriptor)
 
     def rename(self, source: Path, target: Path) -> None:
         self._retry("rename", os.rename, source, target)
@@ -110,6 +112,14 @@ class Files:
         if point:
             self.point(f"{point}_renamed")
         self.fsync_folder(path.parent)
+
+    def write_briefly(self, path: Path, data: bytes) -> None:
+        """Writes a small file that a crash may take away."""
+        descriptor = self.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        try:
+            self.write_all(descriptor, memoryview(data), 0)
+        finally:
+            self.close(descriptor)
 
     def write_all(self, descriptor: int, data: memoryview, offset: int) -> None:
         """Writes on after short writes."""

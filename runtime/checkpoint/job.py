@@ -80,6 +80,7 @@ class Job:
     def _run(self) -> None:
         begin = time.monotonic()
         try:
+            self._commit.tidy()
             records = self._writer.finish()
             self._live.attach(None)
             persisted = time.monotonic()

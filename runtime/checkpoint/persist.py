@@ -85,8 +85,10 @@ class BlockWriter:
         if not blocks:
             return
         begin = time.monotonic()
-        for block in blocks:
-            self._release_block(block, subgroup)
+        # What nobody writes yet is copied first; meanwhile the writers end what they are at.
+        for patient in (False, True):
+            for block in blocks:
+                self._release_block(block, subgroup, patient=patient)
         with self._condition:
             self.waited_s += time.monotonic() - begin
 
@@ -101,8 +103,8 @@ class BlockWriter:
             block.slot is not None and block.state is not State.COPYING
         )
 
-    def _release_block(self, block: Block, subgroup: int) -> None:
-        slot = self._claim(block, subgroup)
+    def _release_block(self, block: Block, subgroup: int, *, patient: bool) -> None:
+        slot = self._claim(block, subgroup, patient=patient)
         if slot is None:
             return
         try:
@@ -118,8 +120,9 @@ class BlockWriter:
             self._condition.notify_all()
         self._files.point("copied_on_update")
 
-    def _claim(self, block: Block, subgroup: int) -> int | None:
-        """A slot to copy the block to; None once nothing reads its live bytes any more."""
+    def _claim(self, block: Block, subgroup: int, *, patient: bool) -> int | None:
+        """A slot to copy the block to; None once nothing reads its live bytes any more (where not
+        ``patient``: or if that is not so yet)."""
         with self._condition:
             self._urgent[subgroup] = self._urgent.get(subgroup, 0) + 1
             self._progress_s = time.monotonic()
@@ -131,6 +134,8 @@ class BlockWriter:
                     if slot is not None:
                         block.state = State.COPYING
                         return slot
+                    if not patient:
+                        return None
                     self._wait_for_progress()
                 return None
             finally:

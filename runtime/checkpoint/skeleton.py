@@ -6,21 +6,22 @@ filled later, from any thread, straight from the live buffers.
 
 from __future__ import annotations
 
+import io
 import os
+import pickle
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import get_crc32_options, set_crc32_options, skip_data
 from torch.utils.serialization import config as serialization
 
 from runtime.checkpoint.live_state import EVERY_SUBGROUP, LiveState
 from runtime.checkpoint.memory import ALIGNMENT, DeviceBytes, HostBytes, Source, memory_at
-from runtime.checkpoint.safe_load import safe_globals
 
 _torch_save = threading.Lock()  # the options of torch.save are global
 
@@ -65,9 +66,8 @@ def lay_out(state: Any, live: LiveState, *, stream_device: bool) -> Layout:
     tree = stand_ins.replace(state)
     descriptor = os.memfd_create("ebbtide-skeleton")
     try:
-        _save_with_holes(tree, descriptor)
-        offsets = _offsets(tree, descriptor)
-        if offsets is None:  # a tensor hides in an object: take the whole file, by value
+        offsets = _save_with_holes(tree, descriptor)
+        if not stand_ins.cover(offsets):  # a tensor hides in an object: the whole file, by value
             return _whole(state)
         holes = [Extent(offsets[key], source) for key, source in stand_ins.sources.items()]
         holes = sorted((e for e in holes if e.source.size_bytes), key=lambda e: e.offset)
@@ -94,8 +94,8 @@ def tensors_of(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[An
 
 
 def replace_tensors(tree: Any, replace: Any) -> Any:
-    """A copy of nested dicts, lists and tuples with each tensor replaced."""
-    if isinstance(tree, torch.Tensor):
+    """A copy of nested dicts, lists and tuples with each dense tensor replaced."""
+    if isinstance(tree, torch.Tensor) and tree.layout == torch.strided:
         return replace(tree)
     if type(tree) in (dict, OrderedDict):
         return type(tree)((k, replace_tensors(v, replace)) for k, v in tree.items())
@@ -112,7 +112,8 @@ class _StandIns:
         self._stream_device = stream_device
         self._made: dict[tuple[Any, ...], torch.Tensor] = {}
         self._kept: list[torch.Tensor] = []  # an address stays taken while its tensor is here
-        self.sources: dict[int, Source] = {}  # by id of the stand-in
+        self._empty: set[int] = set()
+        self.sources: dict[int, Source] = {}  # by the stand-in's storage
 
     def replace(self, tree: Any) -> Any:
         return replace_tensors(tree, self._stand_in)
@@ -121,12 +122,22 @@ class _StandIns:
         tensor = tensor.detach()
         # Tied tensors stay tied, so that the file is as small as torch.save would make it.
         key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        if tensor.numel() == 0 or tensor.layout != torch.strided:
-            return tensor.cpu()
+        if tensor.numel() == 0:
+            return self._nothing(tensor)
         if key not in self._made:
             self._kept.append(tensor)
             self._made[key] = self._make(tensor)
         return self._made[key]
+
+    def _nothing(self, tensor: torch.Tensor) -> torch.Tensor:
+        made = torch.empty(tensor.shape, dtype=tensor.dtype)
+        self._kept.append(made)
+        self._empty.add(made.untyped_storage()._cdata)
+        return made
+
+    def cover(self, storages: Iterable[int]) -> bool:
+        """Whether these are the stand-ins' storages and no others."""
+        return set(storages) == set(self.sources) | self._empty
 
     def _make(self, tensor: torch.Tensor) -> torch.Tensor:
         source = self._source(tensor)
@@ -136,7 +147,7 @@ class _StandIns:
         else:  # never touched: skip_data reads no bytes
             raw = torch.empty(source.size_bytes, dtype=torch.uint8)
         made = raw.view(tensor.dtype).view(tensor.shape)
-        self.sources[id(made)] = source
+        self.sources[made.untyped_storage()._cdata] = source
         self._kept.append(made)
         return made
 
@@ -153,38 +164,46 @@ class _StandIns:
         return HostBytes.of_tensor(copied)
 
 
-def _save_with_holes(tree: Any, descriptor: int) -> None:
+def _save_with_holes(tree: Any, descriptor: int) -> dict[int, int]:
+    """Writes all but the tensors' bytes; returns the file offset of each storage, by address."""
+    pickler = _storage_recorder()
+    path = f"/proc/self/fd/{descriptor}"
     with _torch_save:
         alignment, crc = serialization.save.storage_alignment, get_crc32_options()
         serialization.save.storage_alignment = ALIGNMENT
         set_crc32_options(False)  # the manifest has the hashes
         try:
             with skip_data():
-                torch.save(tree, f"/proc/self/fd/{descriptor}")
+                torch.save(tree, path, pickle_module=pickler)
         finally:
             serialization.save.storage_alignment = alignment
             set_crc32_options(crc)
+    reader = torch._C.PyTorchFileReader(path)
+    return {cdata: reader.get_record_offset(f"data/{key}") for cdata, key in pickler.keys.items()}
 
 
-def _offsets(tree: Any, descriptor: int) -> dict[int, int] | None:
-    """File offset of each stand-in, by its id; None if the file has storages that are not ours."""
-    path = f"/proc/self/fd/{descriptor}"
-    with FakeTensorMode(), safe_globals():
-        read = torch.load(path, weights_only=True)
-    ours = [t for _, t in tensors_of(tree)]
-    theirs = [t for _, t in tensors_of(read)]
-    records = [r for r in torch._C.PyTorchFileReader(path).get_all_records() if "/data/" in f"/{r}"]
-    offsets = {
-        id(mine): their.untyped_storage()._checkpoint_offset
-        for mine, their in zip(ours, theirs, strict=True)
-        if mine.numel()
-    }
-    empty = {
-        their.untyped_storage()._checkpoint_offset
-        for mine, their in zip(ours, theirs, strict=True)
-        if not mine.numel()
-    }
-    return offsets if len(records) == len(set(offsets.values()) | empty) else None
+def _storage_recorder() -> Any:
+    """Stands for the pickle module in torch.save; ``keys``: record name of each storage.
+
+    torch.save names a storage when its pickler first meets it, in ``persistent_id``; the instance's
+    attribute goes before the method of torch's subclass.
+    """
+    keys: dict[int, str] = {}
+
+    class Pickler(pickle.Pickler):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            name_storage = self.persistent_id
+
+            def record(item: Any) -> Any:
+                named = name_storage(item)
+                if named is not None:
+                    keys[getattr(item, "_untyped_storage", item)._cdata] = named[2]
+                return named
+
+            self.persistent_id = record  # type: ignore[method-assign]
+            super().__init__(*args, **kwargs)
+
+    return SimpleNamespace(__name__="ebbtide-pickle", Pickler=Pickler, keys=keys)
 
 
 def _frame(descriptor: int, holes: list[Extent], size: int) -> list[Extent]:
@@ -199,8 +218,6 @@ def _frame(descriptor: int, holes: list[Extent], size: int) -> list[Extent]:
 
 
 def _whole(state: Any) -> Layout:
-    import io
-
     buffer = io.BytesIO()
     with _torch_save:
         torch.save(state, buffer)

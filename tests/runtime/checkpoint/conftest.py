@@ -1,0 +1,103 @@
+"""A small file layer with faults, and checkpoints without DeepSpeed."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from runtime.checkpoint.blocks import PlannedFile
+from runtime.checkpoint.commit import Attempt, Commit
+from runtime.checkpoint.files import Files
+from runtime.checkpoint.job import Job
+from runtime.checkpoint.live_state import LiveState
+from runtime.checkpoint.memory import Slots
+from runtime.checkpoint.output import Pace
+from runtime.checkpoint.persist import BlockWriter
+from runtime.checkpoint.skeleton import lay_out
+
+BLOCK = 16384
+
+
+class FaultyFiles(Files):
+    """Makes the n-th system call fail, or all calls from then on; counts what it saw."""
+
+    def __init__(self, at=None, error=errno.EIO, *, short=False, lasting=False):
+        self.at, self.error, self.short, self.lasting = at, error, short, lasting
+        self.calls = []
+        self.fired = 0
+        self.armed = True
+
+    def call(self, name, function, *args):
+        if not self.armed:
+            return function(*args)
+        number = len(self.calls)
+        self.calls.append(name)
+        hit = self.at is not None and (number == self.at or (self.lasting and number > self.at))
+        if hit and self.short and name == "pwrite":
+            self.fired += 1
+            descriptor, data, offset = args
+            return os.pwrite(descriptor, bytes(data[: max(1, len(data) // 3)]), offset)
+        if hit and not self.short:
+            self.fired += 1
+            raise OSError(self.error, os.strerror(self.error))
+        return function(*args)
+
+
+class Bench:
+    """Saves state dicts through the real writer, commit and retention; one rank by default."""
+
+    def __init__(self, folder, *, budget_blocks=64, writers=2, deadline_s=20.0):
+        self.folder = Path(folder)
+        self.live = LiveState()
+        self.budget = Slots(budget_blocks, BLOCK)
+        self.bounce = Slots(writers, BLOCK)
+        self.writers, self.deadline_s = writers, deadline_s
+        self.saved = 0
+
+    def begin(self, state, tag=None, *, files=None, step=None, rank=0, world_size=1, nonce=None,
+              keep=0, pace=None):  # fmt: skip
+        files = files or Files()
+        self.saved += 1
+        step = self.saved if step is None else step
+        attempt = Attempt(
+            self.folder, tag or f"step{step}", nonce or f"n{self.saved}", step, rank, world_size,
+            versions={"torch": torch.__version__},
+        )  # fmt: skip
+        commit = Commit(attempt, files, self.deadline_s)
+        commit.begin()
+        planned = [
+            PlannedFile(Path(f"rank{rank}_{name}.pt"), lay_out(value, self.live, stream_device=True))
+            for name, value in state.items()
+        ]
+        writer = BlockWriter(
+            attempt.staging, planned, files, self.budget, self.bounce, pace or Pace(None),
+            writers=self.writers, progress_deadline_s=self.deadline_s,
+        )  # fmt: skip
+        return Job(attempt, commit, writer, self.live, files, keep)
+
+    def save(self, state, tag=None, **options):
+        """Saves and waits; raises what went wrong."""
+        job = self.begin(state, tag, **options)
+        job.start()
+        assert job.wait(60)
+        if job.failure:
+            raise job.failure
+        return job
+
+
+@pytest.fixture
+def bench(tmp_path):
+    return Bench(tmp_path / "checkpoints")
+
+
+def some_state(seed=0, elements=20_000):
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "optim_states": {
+            "fp32": [torch.randn(elements, generator=generator) for _ in range(3)],
+            "step": seed,
+        },
+        "model_states": {"buffers": torch.arange(7), "name": "model"},
+    }

@@ -1,0 +1,264 @@
+"""The commit protocol: faults, other ranks, crashes between two system calls."""
+
+import errno
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+
+import pytest
+import torch
+
+from runtime.checkpoint.commit import publish_folder, recover_replaced
+from runtime.checkpoint.errors import CheckpointError
+from runtime.checkpoint.files import Files
+from runtime.checkpoint.inspect import list_checkpoints, prune, verify
+from runtime.checkpoint.restore import newest_valid
+from runtime.checkpoint.retention import being_read
+from tests.runtime.checkpoint.conftest import Bench, FaultyFiles, some_state
+
+
+def visible(folder):
+    return sorted(p.name for p in folder.iterdir() if not p.name.startswith("."))
+
+
+def test_committed_checkpoint_is_named_by_latest(bench):
+    bench.save(some_state(1), "a")
+    bench.save(some_state(2), "b")
+    assert (bench.folder / "latest").read_text() == "b"
+    assert [e.tag for e in list_checkpoints(bench.folder)] == ["b", "a"]
+    assert newest_valid(bench.folder).tag == "b"
+
+
+def call_count(tmp_path):
+    files = FaultyFiles()
+    bench = Bench(tmp_path / "count")
+    bench.save(some_state(1), "a")
+    bench.save(some_state(2), "b", files=files, keep=1)
+    return len(files.calls)
+
+
+def check_after_fault(bench, job):
+    """Never torn; the earlier one is intact; whatever became visible is whole."""
+    tags = [e.tag for e in list_checkpoints(bench.folder)]
+    assert "a" in tags or "b" in tags
+    for tag in tags:
+        assert verify(bench.folder, tag) == []
+    if job.failure is not None and "b" not in tags:
+        assert "a" in tags
+    assert newest_valid(bench.folder).tag in ("a", "b")
+    assert (bench.folder / "latest").read_text() in tags
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
+@pytest.mark.parametrize("lasting", [False, True])
+def test_every_system_call_fails_in_turn(tmp_path, error, lasting):
+    heard = 0
+    total = call_count(tmp_path)
+    assert total > 20
+    for at in range(total):
+        bench = Bench(tmp_path / f"at{at}")
+        bench.save(some_state(1), "a")
+        files = FaultyFiles(at, error, lasting=lasting)
+        try:
+            job = bench.begin(some_state(2), "b", files=files, keep=1)
+        except OSError:  # in the foreground
+            assert files.fired
+            heard += 1
+            continue
+        job.start()
+        assert job.wait(30)
+        assert files.fired or job.failure is None
+        heard += job.failure is not None
+        check_after_fault(bench, job)
+    assert heard > total / 2
+
+
+@pytest.mark.parametrize("at_share", [0.0, 0.2, 0.4, 0.6, 0.8])
+def test_interrupted_and_short_calls_do_not_matter(tmp_path, at_share):
+    for files in (
+        FaultyFiles(int(at_share * call_count(tmp_path / "i")), errno.EINTR),
+        FaultyFiles(int(at_share * call_count(tmp_path / "s")), short=True, lasting=True),
+    ):
+        bench = Bench(tmp_path / f"run{files.short}")
+        bench.save(some_state(1), "a")
+        job = bench.save(some_state(2), "b", files=files, keep=1)
+        assert files.fired, (at_share, files.calls)
+        assert job.failure is None
+        assert verify(bench.folder, "b") == []
+
+
+def two_ranks(tmp_path, files0=None, files1=None, *, step1=7, deadline_s=20.0, begin_only=()):
+    folder = tmp_path / "ck"
+    jobs = []
+    for rank, files in enumerate((files0, files1)):
+        bench = Bench(folder, deadline_s=deadline_s)
+        if files is not None:
+            files.armed = False  # faults are counted from the background on
+        state = {f"part{rank}": some_state(rank)["optim_states"]}
+        step = step1 if rank == 1 else 7
+        jobs.append(
+            bench.begin(state, "t", files=files, rank=rank, world_size=2, nonce="n", step=step)
+        )
+    for files in (files0, files1):
+        if files is not None:
+            files.armed = True
+    for rank, job in enumerate(jobs):
+        if rank not in begin_only:
+            job.start()
+    for rank, job in enumerate(jobs):
+        if rank not in begin_only:
+            assert job.wait(60)
+    return folder, jobs
+
+
+def test_two_ranks_commit_together(tmp_path):
+    folder, jobs = two_ranks(tmp_path)
+    assert [j.failure for j in jobs] == [None, None]
+    assert verify(folder, "t") == []
+    assert len(verify(folder, "t", share=(1, 2))) == 0
+
+
+@pytest.mark.parametrize("faulty_rank", [0, 1])
+@pytest.mark.parametrize("at", [3, 5, 9, 12])
+def test_a_fault_on_one_rank_is_heard_on_both(tmp_path, faulty_rank, at):
+    faulty = FaultyFiles(at, errno.EIO)
+    files = (faulty, None) if faulty_rank == 0 else (None, faulty)
+    folder, jobs = two_ranks(tmp_path, *files)
+    assert faulty.fired
+    assert all(j.failure is not None for j in jobs)
+    assert visible(folder) == []
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_rank_that_never_votes_is_an_error_by_the_deadline(tmp_path, missing, monkeypatch):
+    monkeypatch.setattr("runtime.checkpoint.commit.OUTCOME_GRACE_S", 0.3)
+    folder, jobs = two_ranks(tmp_path, deadline_s=0.4, begin_only={missing})
+    assert isinstance(jobs[1 - missing].failure, CheckpointError)
+    assert "deadline_s" in str(jobs[1 - missing].failure)
+    assert visible(folder) == []
+
+
+def test_two_steps_never_mix(tmp_path):
+    folder, jobs = two_ranks(tmp_path, step1=8)
+    assert "same step" in str(jobs[0].failure)
+    assert jobs[1].failure is not None
+    assert visible(folder) == []
+
+
+def test_saving_a_tag_again_replaces_it_whole(bench):
+    bench.save(some_state(1), "a")
+    bench.save(some_state(2), "a")
+    assert torch.load(bench.folder / "a/rank0_optim_states.pt")["step"] == 2
+    assert verify(bench.folder, "a") == []
+    assert visible(bench.folder) == ["a", "latest"]
+    assert [p.name for p in bench.folder.iterdir() if p.name.startswith(".")] == []
+
+
+def test_a_swap_without_exchange_is_recovered_after_a_crash(bench):
+    class NoExchange(Files):
+        def exchange(self, one, other):
+            return False
+
+        def point(self, name):
+            if name == "tag_set_aside":
+                raise KeyboardInterrupt
+
+    bench.save(some_state(1), "a")
+    staging = bench.folder / ".a.n9.partial"
+    staging.mkdir()
+    with pytest.raises(KeyboardInterrupt):
+        publish_folder(staging, bench.folder / "a", NoExchange())
+    assert not (bench.folder / "a").exists()
+    recover_replaced(bench.folder, Files())
+    assert verify(bench.folder, "a") == []
+
+
+def test_leftovers_of_crashed_attempts_go(bench):
+    left = bench.folder / ".a.dead.partial"
+    left.mkdir(parents=True)
+    (left / "owner.json").write_text('{"host": "%s", "pid": 999999999}' % socket.gethostname())
+    (left / "big.pt").write_bytes(b"x" * 100)
+    bench.save(some_state(), "b")
+    assert not left.exists()
+
+
+def test_prune_keeps_the_newest_and_what_is_read(bench):
+    for tag in "abcd":
+        bench.save(some_state(), tag)
+    with being_read(bench.folder / "b"):
+        assert prune(bench.folder, 1) == ["c", "a"]
+    assert visible(bench.folder) == ["b", "d", "latest"]
+    assert prune(bench.folder, 1) == ["b"]
+    assert prune(bench.folder, 1) == []
+    with pytest.raises(CheckpointError, match="keep must be >= 1"):
+        prune(bench.folder, 0)
+
+
+def test_prune_keeps_what_latest_names(bench):
+    for tag in "abc":
+        bench.save(some_state(), tag)
+    (bench.folder / "latest").write_text("a")
+    assert prune(bench.folder, 1) == ["b"]
+
+
+def test_cancel_leaves_nothing(bench):
+    gate = threading.Event()
+
+    class Slow(Files):
+        def call(self, name, function, *args):
+            if name == "pwrite" and len(args[1]) >= 4096:
+                gate.wait(5)
+            return function(*args)
+
+    job = bench.begin(some_state(), "a", files=Slow())
+    job.start()
+    job.cancel()
+    gate.set()
+    assert job.wait(30)
+    assert job.cancelled
+    assert visible(bench.folder) == []
+
+
+def test_a_file_that_may_not_grow(tmp_path):
+    bench = Bench(tmp_path / "ck")
+    bench.save(some_state(1), "a")
+    job = bench.begin(some_state(2), "b")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        job.start()
+        assert job.wait(30)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, old)
+    assert "EFBIG" in str(job.failure)
+    assert verify(bench.folder, "a") == []
+    assert visible(bench.folder) == ["a", "latest"]
+
+
+@pytest.fixture
+def small_tmpfs(tmp_path):
+    mount = shutil.which("mount")
+    made = mount and subprocess.run(
+        [mount, "-t", "tmpfs", "-o", "size=1m", "none", str(tmp_path)], capture_output=True,
+        check=False,
+    ).returncode == 0  # fmt: skip
+    if not made:
+        pytest.skip("mounting a tmpfs needs privileges that are not here")
+    yield tmp_path
+    subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_a_full_tmpfs(small_tmpfs):
+    bench = Bench(small_tmpfs / "ck")
+    bench.save(some_state(1), "a")
+    with pytest.raises(CheckpointError, match="ENOSPC"):
+        bench.save(some_state(2, elements=100_000), "b")
+    assert verify(bench.folder, "a") == []
+    assert visible(bench.folder) == ["a", "latest"]
+    bench.save(some_state(2), "b")  # the abandoned one gave its space back
+    assert verify(bench.folder, "b") == []

@@ -1,0 +1,176 @@
+"""Blocks, copy on update and backpressure, on real files."""
+
+import threading
+
+import pytest
+import torch
+
+from runtime.checkpoint.errors import CheckpointError
+from runtime.checkpoint.files import Files
+from runtime.checkpoint.inspect import verify
+from runtime.checkpoint.output import Pace
+from tests.runtime.checkpoint.conftest import BLOCK, Bench, some_state
+
+
+class GatedFiles(Files):
+    """Holds every write back until the gate opens."""
+
+    def __init__(self):
+        self.gate = threading.Event()
+        self.copied = 0
+
+    def call(self, name, function, *args):
+        if name == "pwrite" and len(args[1]) >= 4096:
+            assert self.gate.wait(30)
+        return function(*args)
+
+    def point(self, name):
+        self.copied += name == "copied_on_update"
+
+
+def load(folder, name):
+    return torch.load(folder / f"rank0_{name}.pt", weights_only=True)
+
+
+def without_name(tree):
+    return {key: value for key, value in tree.items() if key != "name"}
+
+
+def registered(bench, state):
+    for number, tensor in enumerate(state["optim_states"]["fp32"]):
+        bench.live.register(number, [tensor])
+    return state
+
+
+def test_file_equals_what_was_saved(bench):
+    state = registered(bench, some_state())
+    state["model_states"]["tied"] = [state["model_states"]["buffers"]] * 2
+    state["model_states"]["odd"] = torch.randn(33, 7).t()[1:, ::2]
+    state["model_states"]["empty"] = torch.empty(0, dtype=torch.bfloat16)
+    state["model_states"]["scalar"] = torch.tensor(3.0)
+    bench.save(state, "a")
+    folder = bench.folder / "a"
+    assert load(folder, "model_states").pop("name") == state["model_states"]["name"]
+    for name, value in state.items():
+        value.pop("name", None)
+        torch.testing.assert_close(without_name(load(folder, name)), value, rtol=0, atol=0)
+    tied = load(folder, "model_states")["tied"]
+    assert tied[0].data_ptr() == tied[1].data_ptr()
+    assert verify(bench.folder, "a") == []
+
+
+def test_mmap_reads_the_file(bench):
+    state = registered(bench, some_state())
+    bench.save(state, "a")
+    read = torch.load(bench.folder / "a/rank0_optim_states.pt", mmap=True, weights_only=True)
+    assert torch.equal(read["fp32"][2], state["optim_states"]["fp32"][2])
+
+
+def test_live_tensors_are_not_copied_up_front(bench):
+    job = bench.begin(registered(bench, some_state()), "a")
+    layouts = [p.layout for p in job._writer._planned]
+    assert layouts[0].live_bytes == 3 * 20_000 * 4
+    assert layouts[0].copied_bytes == 0
+    job.start()
+    job.wait()
+
+
+@pytest.mark.parametrize("budget_blocks", [0, 2, 64])
+def test_an_update_during_persist_does_not_reach_the_file(tmp_path, budget_blocks):
+    bench = Bench(tmp_path, budget_blocks=budget_blocks)
+    state = registered(bench, some_state())
+    before = [t.clone() for t in state["optim_states"]["fp32"]]
+    files = GatedFiles()
+    job = bench.begin(state, "a", files=files)
+    job.start()
+
+    def update():
+        for number, tensor in enumerate(state["optim_states"]["fp32"]):
+            bench.live.before_update(number)
+            tensor.fill_(-1.0)
+
+    updates = threading.Thread(target=update)
+    updates.start()
+    if budget_blocks == 64:
+        # Everything fits in the budget but what two writers hold: they must let go first.
+        opener = threading.Timer(0.2, files.gate.set)
+        opener.start()
+    else:
+        updates.join(0.2)
+        assert updates.is_alive(), "the update must wait for the disk: the budget is used up"
+        files.gate.set()
+    updates.join(30)
+    assert not updates.is_alive()
+    job.wait(30)
+    assert job.failure is None
+    read = load(bench.folder / "a", "optim_states")["fp32"]
+    assert all(torch.equal(a, b) for a, b in zip(read, before, strict=True))
+    assert verify(bench.folder, "a") == []
+    assert bench.budget.peak <= budget_blocks
+    assert (files.copied > 0) == (budget_blocks > 0)
+    assert len(bench.budget._free) == budget_blocks  # every slot came back
+
+
+def test_unregistered_tensors_are_copied_at_once(bench):
+    state = some_state()
+    before = state["optim_states"]["fp32"][0].clone()
+    job = bench.begin(state, "a")
+    state["optim_states"]["fp32"][0].zero_()
+    job.start()
+    job.wait()
+    assert torch.equal(load(bench.folder / "a", "optim_states")["fp32"][0], before)
+
+
+def test_storage_that_hangs_is_an_error_not_a_hang(tmp_path):
+    bench = Bench(tmp_path, budget_blocks=0, deadline_s=0.5)
+    state = registered(bench, some_state())
+    files = GatedFiles()
+    job = bench.begin(state, "a", files=files)
+    job.start()
+    with pytest.raises(CheckpointError, match="copy_budget_bytes"):
+        bench.live.before_update(0)
+    files.gate.set()
+    assert job.wait(30)
+
+
+def test_a_dead_writer_lets_updates_go_on_and_is_reported(tmp_path):
+    class Dying(Files):
+        fired = 0
+
+        def call(self, name, function, *args):
+            if name == "pwrite" and len(args[1]) >= 4096:
+                self.fired += 1
+                raise SystemExit("the thread is gone")
+            return function(*args)
+
+    bench = Bench(tmp_path, budget_blocks=0)
+    files = Dying()
+    job = bench.begin(registered(bench, some_state()), "a", files=files)
+    job.start()
+    for subgroup in range(3):
+        bench.live.before_update(subgroup)
+    assert job.wait(30)
+    assert files.fired
+    assert isinstance(job.failure, SystemExit)
+    assert not (bench.folder / "a").exists()
+
+
+def test_pace_adds_up():
+    pace = Pace(1e6)
+    starts = []
+    for _ in range(5):
+        pace.wait(100_000, lambda: True)
+        starts.append(pace._free_s)
+    assert starts[-1] - starts[0] == pytest.approx(0.4, abs=0.05)
+
+
+def test_blocks_cover_each_file_once(bench):
+    job = bench.begin(registered(bench, some_state()), "a")
+    for number, planned in enumerate(job._writer._planned):
+        blocks = [b for b in job._writer._blocks if b.file == number]
+        assert [b.offset for b in blocks] == list(range(0, planned.layout.size_bytes, BLOCK))
+        assert sum(b.size_bytes for b in blocks) == planned.layout.size_bytes
+        pieces = [(b.offset + p.at, p.size_bytes) for b in blocks for p in b.pieces]
+        assert all(a + n <= b for (a, n), (b, _) in zip(pieces, pieces[1:], strict=False))
+    job.start()
+    job.wait()
