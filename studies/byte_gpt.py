@@ -65,6 +65,7 @@ SIZES: dict[str, ByteGPTConfig] = {
     "40m": ByteGPTConfig(layers=8, hidden=640, heads=10),
     "57m": ByteGPTConfig(layers=8, hidden=768, heads=12),
     "110m": ByteGPTConfig(layers=9, hidden=1008, heads=12),
+    "200m": ByteGPTConfig(layers=4, hidden=2048, heads=16),  # tensors as large as in big models
     "350m": ByteGPTConfig(layers=28, hidden=1024, heads=16, sequence=1024),
     "1.3b": ByteGPTConfig(layers=26, hidden=2048, heads=16, sequence=2048),
     "3b": ByteGPTConfig(layers=38, hidden=2560, heads=20, sequence=2048),
@@ -132,7 +133,8 @@ class ByteGPT(nn.Module):
             parameter.copy_(noise * (0.02 * scale))
 
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        x = self.bytes_in(inputs) + self.positions.weight[: inputs.shape[1]]
+        places = torch.arange(inputs.shape[1], device=inputs.device)
+        x = self.bytes_in(inputs) + self.positions(places)
         for block in self.blocks:
             # Reentrant: the other kind checks shapes on recomputation, and ZeRO-3 has released
             # the parameters it compares with.

@@ -14,6 +14,9 @@
 #include <cstdint>
 #include <cstring>
 #include <omp.h>
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -87,6 +90,58 @@ void update_range(float* __restrict p, float* __restrict m, float* __restrict v,
     }
 }
 
+#if defined(__SSE2__)
+// Writes `bytes` (a multiple of 64) past the caches: the parameters are not read again before they
+// would leave them, and a plain store first reads the line it overwrites.
+inline void stream_out(void* to, const void* from, int64_t bytes)
+{
+#if defined(__AVX512F__)
+    for (int64_t k = 0; k < bytes / 64; ++k)
+        _mm512_stream_si512(static_cast<__m512i*>(to) + k,
+                            _mm512_load_si512(static_cast<const __m512i*>(from) + k));
+#else
+    for (int64_t k = 0; k < bytes / 16; ++k)
+        _mm_stream_si128(static_cast<__m128i*>(to) + k,
+                         _mm_load_si128(static_cast<const __m128i*>(from) + k));
+#endif
+}
+
+template <class Grad, class Out, Decay decay>
+void update_streaming(float* p, float* m, float* v, const typename Grad::storage* g,
+                      typename Out::storage* out, int64_t begin, int64_t end, const Scalars& s)
+{
+    using T = typename Out::storage;
+    constexpr int64_t kBlock = 256;
+    alignas(64) T block[kBlock];
+    int64_t i = begin;
+    while (i < end && reinterpret_cast<uintptr_t>(out + i) % 64 != 0) ++i;
+    update_range<Grad, Out, decay, true, false>(p, m, v, g, out, begin, i, s);
+    for (; i + kBlock <= end; i += kBlock) {
+        update_range<Grad, Out, decay, true, false>(p + i, m + i, v + i, g + i, block, 0, kBlock, s);
+        stream_out(out + i, block, kBlock * int64_t(sizeof(T)));
+    }
+    update_range<Grad, Out, decay, true, false>(p, m, v, g, out, i, end, s);
+    _mm_sfence();
+}
+#endif
+
+// One thread's share of the vector part.
+template <class Grad, class Out, Decay decay, bool write>
+void update_share(float* p, float* m, float* v, const typename Grad::storage* g,
+                  typename Out::storage* out, int64_t begin, int64_t end, const Scalars& s)
+{
+#if defined(__SSE2__)
+    if constexpr (write) {
+        // A small subgroup's parameters may still be in the caches when they are read.
+        if (end - begin >= (int64_t(1) << 20)) {
+            update_streaming<Grad, Out, decay>(p, m, v, g, out, begin, end, s);
+            return;
+        }
+    }
+#endif
+    update_range<Grad, Out, decay, write, false>(p, m, v, g, out, begin, end, s);
+}
+
 template <class Grad, class Out, Decay decay, bool write>
 void update(float* p, float* m, float* v, const void* g, void* out, int64_t n, const Scalars& s,
             int64_t tail, int threads)
@@ -96,7 +151,7 @@ void update(float* p, float* m, float* v, const void* g, void* out, int64_t n, c
     update_range<Grad, Out, decay, write, true>(p, m, v, grad, wire, n - tail, n, s);
     n -= tail;
     if (threads <= 1 || n < (1 << 15)) {
-        update_range<Grad, Out, decay, write, false>(p, m, v, grad, wire, 0, n, s);
+        update_share<Grad, Out, decay, write>(p, m, v, grad, wire, 0, n, s);
         return;
     }
 #pragma omp parallel num_threads(threads)
@@ -107,8 +162,7 @@ void update(float* p, float* m, float* v, const void* g, void* out, int64_t n, c
         const int64_t begin = blocks * rank / team * 64;
         int64_t end = blocks * (rank + 1) / team * 64;
         if (end > n) end = n;
-        if (begin < end)
-            update_range<Grad, Out, decay, write, false>(p, m, v, grad, wire, begin, end, s);
+        if (begin < end) update_share<Grad, Out, decay, write>(p, m, v, grad, wire, begin, end, s);
     }
 }
 

@@ -1,0 +1,177 @@
+"""The update phase: stock DeepSpeed against ebbtide, step by step in turn, in one process.
+
+    python -m studies.update_phase --json update_phase.json
+
+Two engines with the same seeds take every step one after the other on the same batch. The plan has
+`overlap_forward` off, so that ebbtide's step holds its whole update, as stock's does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from simulator import Plan
+from studies.bits import differences, state_of
+from studies.byte_gpt import SIZES, Batches, ByteGPT, ds_config
+from studies.phase_clock import PhaseClock, medians, timed_step
+from studies.rank import become_only_rank
+from studies.record import write_record
+
+WARMUP = 2
+KERNEL_BYTES_PER_PARAM = 28  # p, m, v both ways, gradient in, parameter out past the caches
+TRIAD_BYTES_PER_ELEMENT = 16  # two reads, one write and its line read first
+
+
+def main() -> None:
+    """Entry point of ``python -m studies.update_phase``."""
+    args = _arguments()
+    become_only_rank()
+    figures = measure(args.size, args.steps, args.sequence, args.subgroup)
+    figures |= kernel_dram_fraction(args.kernel_elements)
+    write_record(args.json, "update_phase", figures)
+    _show(figures)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, required=True, help="where the figures go")
+    parser.add_argument("--size", default="200m", choices=sorted(SIZES))
+    parser.add_argument("--steps", type=int, default=9, help="timed steps, after 2 of warm-up")
+    parser.add_argument("--sequence", type=int, default=32, help="bytes per sample")
+    parser.add_argument("--subgroup", type=int, default=20_000_000, help="sub_group_size")
+    parser.add_argument("--kernel-elements", type=int, default=64_000_000)
+    return parser.parse_args()
+
+
+def measure(size: str, steps: int, sequence: int, subgroup: int) -> dict[str, Any]:
+    """Phase medians of both, their ratios, and whether all bits are the same."""
+    stock = _engine(size, sequence, subgroup)
+    ours = _engine(size, sequence, subgroup)
+    stock_bytes = _stock_host_bytes(stock)
+    _attach(ours, subgroup)
+    device = stock.device
+    batches = Batches(1, sequence)
+    clocks = {name: PhaseClock(device.type == "cuda") for name in ("stock", "ebbtide")}
+    losses_equal = True
+    for number in track(range(WARMUP + steps), description="stock and ebbtide in turn"):
+        batch = batches.at(number, device)
+        expected = timed_step(stock, batch, clocks["stock"])
+        received = timed_step(ours, batch, clocks["ebbtide"])
+        losses_equal = losses_equal and torch.equal(expected, received)
+    differing = differences(state_of(ours), state_of(stock))
+    theirs = medians(clocks["stock"].iterations(), WARMUP)
+    mine = medians(clocks["ebbtide"].iterations(), WARMUP)
+    params = sum(stock.optimizer.fp16_partitioned_groups_flat_numel)
+    from runtime.engine import host_bytes
+
+    figures = {
+        "params": params,
+        "steps": steps,
+        "sequence": sequence,
+        "speedup": theirs["step"] / mine["step"],
+        "backward_speedup": theirs["backward"] / mine["backward"],
+        "iteration_speedup": theirs["iteration"] / mine["iteration"],
+        "bit_identical": losses_equal and not differing,
+        "differing": list(differing[:10]),
+        "stock_host_bytes_per_param": stock_bytes / params,
+        "ebbtide_host_bytes_per_param": host_bytes(ours.optimizer) / params,
+    }
+    for phase in ("forward", "backward", "step", "iteration"):
+        figures[f"stock_{phase}_s"], figures[f"ebbtide_{phase}_s"] = theirs[phase], mine[phase]
+    ours.destroy()
+    stock.destroy()
+    return figures
+
+
+def _engine(size: str, sequence: int, subgroup: int) -> Any:
+    import deepspeed
+
+    model = ByteGPT(SIZES[size].with_sequence(sequence))
+    config = ds_config(1, subgroup)
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=config
+    )
+    return engine
+
+
+def _attach(engine: Any, subgroup: int) -> None:
+    import runtime
+
+    count = len(engine.optimizer.fp16_partitioned_groups_flat)
+    plan = Plan(
+        subgroup_size=subgroup, placement=Plan.runs(["host"] * count), overlap_forward=False
+    )
+    runtime.attach(engine, plan)
+
+
+def _stock_host_bytes(engine: Any) -> int:
+    """State, fp32 gradients and the flat gradient buffer, as DeepSpeed allocates them."""
+    optimizer = engine.optimizer
+    masters = optimizer.fp32_partitioned_groups_flat
+    held = sum(m.nbytes + m.grad.nbytes for m in masters)
+    moments = 2 * sum(m.nbytes for m in masters)  # created at the first step
+    return held + moments + optimizer.grad_partitions_flat_buffer.nbytes
+
+
+def kernel_dram_fraction(elements: int, repeats: int = 7) -> dict[str, float]:
+    """The fused host kernel's DRAM traffic against a plain triad loop's, in this process."""
+    from runtime.kernels.adam_step import AdamStep
+    from runtime.kernels.host import host_adam, triad
+
+    p, m, v = (torch.rand(elements) for _ in range(3))
+    grad, out = torch.randn(elements).bfloat16(), torch.empty(elements, dtype=torch.bfloat16)
+    step = AdamStep(1e-4, 0.9, 0.999, 1e-8, 0.1, 0.1, 1.0)
+    threads = torch.get_num_threads()
+    seconds: dict[str, list[float]] = {"kernel": [], "triad": []}
+    for _ in range(repeats):
+        seconds["kernel"].append(_timed(lambda: host_adam(p, m, v, grad, out, step, 0.5, threads)))
+        seconds["triad"].append(_timed(lambda: triad(p, m, v, threads)))
+    kernel = elements * KERNEL_BYTES_PER_PARAM / statistics.median(seconds["kernel"])
+    plain = elements * TRIAD_BYTES_PER_ELEMENT / statistics.median(seconds["triad"])
+    return {
+        "kernel_dram_bytes_per_s": kernel,
+        "triad_dram_bytes_per_s": plain,
+        "kernel_dram_fraction": kernel / plain,
+        "kernel_params_per_s": elements / statistics.median(seconds["kernel"]),
+        "threads": threads,
+    }
+
+
+def _timed(work: Callable[[], None]) -> float:
+    begun = time.perf_counter()
+    work()
+    return time.perf_counter() - begun
+
+
+def _show(figures: dict[str, Any]) -> None:
+    table = Table(
+        title=f"{figures['params'] / 1e6:.0f} M parameters, medians of {figures['steps']}"
+    )
+    for column in ("phase", "stock", "ebbtide", "ratio"):
+        table.add_column(column, justify="right")
+    for phase in ("forward", "backward", "step", "iteration"):
+        theirs, mine = figures[f"stock_{phase}_s"], figures[f"ebbtide_{phase}_s"]
+        table.add_row(phase, f"{theirs:.3f} s", f"{mine:.3f} s", f"{theirs / mine:.2f}x")
+    Console().print(
+        table,
+        f"bit-identical: {figures['bit_identical']}; host bytes per parameter "
+        f"{figures['stock_host_bytes_per_param']:.1f} -> "
+        f"{figures['ebbtide_host_bytes_per_param']:.1f}; kernel at "
+        f"{figures['kernel_dram_fraction']:.0%} of triad",
+    )
+
+
+if __name__ == "__main__":
+    main()
