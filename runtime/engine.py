@@ -281,5 +281,4 @@ def _checkpointing(engine: Any, plan: Plan) -> None:
     for state in own.executor.states:
         live.register(state.index, state.state)
     own.executor.gate = live
-    checkpoints = install(engine, plan.checkpoint, live)
-    own.on_step.append(lambda: checkpoints.on_step(engine.global_steps + 1))
+    install(engine, plan.checkpoint, live)

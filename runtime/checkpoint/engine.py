@@ -403,7 +403,9 @@ def install(
         stock = StockState(engine, live)
         lazy._before_save = stock.register
         _wrap(engine.optimizer, "step", stock.step)
-        _wrap(engine, "step", _then_on_step(lazy, engine))
+    # Of the engine, not of the optimizer: only when the engine's step has returned do its step
+    # counter and the learning-rate schedule stand where the state stands.
+    _wrap(engine, "step", _then_on_step(lazy, engine))
     previous, engine.checkpoint_engine = engine.checkpoint_engine, lazy
     if previous is not None and previous.is_decoupled():
         previous.cleanup()
