@@ -1,0 +1,146 @@
+"""Manifests: every altered byte is found, no input does anything but parse or raise."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runtime.checkpoint.errors import CheckpointError, ManifestError
+from runtime.checkpoint.inspect import list_checkpoints, verify
+from runtime.checkpoint.manifest import (
+    GLOBAL_NAME,
+    FileRecord,
+    GlobalManifest,
+    RankManifest,
+    block_hash,
+    dump,
+    parse,
+)
+from runtime.checkpoint.restore import newest_valid
+from tests.runtime.checkpoint.conftest import BLOCK, some_state
+
+RANK = RankManifest(
+    rank=0, world_size=1, nonce="n", tag="t", step=3, versions={"torch": "2"},
+    files=[FileRecord(path="a.pt", size_bytes=5, block_bytes=4, hashes=[block_hash(b"x")] * 2)],
+)  # fmt: skip
+
+
+def sealed(body):
+    """What an attacker or a bug could write: any body with a fitting hash."""
+    text = json.dumps(body, separators=(",", ":"))
+    return f'{{"body":{text},"xxh3_128":"{block_hash(text.encode())}"}}\n'.encode()
+
+
+def test_round_trip():
+    assert parse(dump(RANK), RankManifest, "m") == RANK
+
+
+def test_every_flipped_bit_is_found():
+    data = dump(RANK)
+    for at in range(len(data)):
+        for bit in range(8):
+            bad = bytearray(data)
+            bad[at] ^= 1 << bit
+            with pytest.raises(ManifestError):
+                parse(bytes(bad), RankManifest, "m")
+
+
+def test_every_truncation_is_found():
+    data = dump(RANK)
+    for length in range(len(data)):
+        with pytest.raises(ManifestError):
+            parse(data[:length], RankManifest, "m")
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=300, deadline=None)
+def test_arbitrary_bytes(data):
+    for kind in (RankManifest, GlobalManifest):
+        with pytest.raises(ManifestError):
+            parse(data, kind, "m")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=20,
+)
+
+
+@given(JSON, st.sampled_from(sorted(RankManifest.model_fields)))
+@settings(max_examples=300, deadline=None)
+def test_arbitrary_values_in_a_sealed_manifest(value, key):
+    body = json.loads(dump(RANK))["body"]
+    body[key] = value
+    try:
+        page = parse(sealed(body), RankManifest, "m")
+    except ManifestError:
+        return
+    assert dump(page) == sealed(body)  # what is accepted is what was written
+
+
+@pytest.mark.parametrize("path", ["/etc/passwd", "../x", "a/../../x", "", "a\0b"])
+def test_paths_stay_inside(path):
+    body = json.loads(dump(RANK))["body"]
+    body["files"][0]["path"] = path
+    with pytest.raises(ManifestError, match="inside the checkpoint"):
+        parse(sealed(body), RankManifest, "m")
+
+
+def test_newer_format_is_refused():
+    body = json.loads(dump(RANK))["body"]
+    body["format"] = 2
+    with pytest.raises(ManifestError, match="upgrade ebbtide"):
+        parse(sealed(body), RankManifest, "m")
+
+
+def test_deep_nesting_is_an_error_not_a_crash():
+    with pytest.raises(ManifestError):
+        parse(b"[" * 200_000, RankManifest, "m")
+
+
+def test_flips_and_truncations_of_every_file(bench):
+    """Each file class, at its start, end, and in every block; the earlier one stays valid."""
+    bench.save(some_state(1), "good")
+    bench.save(some_state(2), "bad")
+    files = sorted(p for p in (bench.folder / "bad").rglob("*") if p.is_file())
+    assert {p.suffix for p in files} == {".pt", ".json"}
+    assert len(files) == 4
+    tried = 0
+    for path in files:
+        data = path.read_bytes()
+        places = {0, 1, len(data) - 1, *range(BLOCK // 2, len(data), BLOCK), len(data) // 3}
+        damages = [data[:at] + bytes([data[at] ^ 0x10]) + data[at + 1 :] for at in sorted(places)]
+        damages += [data[:cut] for cut in (0, 1, len(data) // 2, len(data) - 1)]
+        damages += [data + b"\0", None]
+        for damage in damages:
+            path.write_bytes(damage) if damage is not None else path.unlink()
+            if path.name == GLOBAL_NAME and damage is None:
+                with pytest.raises(CheckpointError, match="none"):
+                    verify(bench.folder, "bad")
+            else:
+                assert verify(bench.folder, "bad"), (path, len(damage or b""))
+            choice = newest_valid(bench.folder)
+            assert choice.tag == "good"
+            tried += 1
+        path.write_bytes(data)
+    assert tried > 50
+    assert verify(bench.folder, "bad") == []
+    assert newest_valid(bench.folder).tag == "bad"
+
+
+def test_list_shows_damaged_ones(bench):
+    bench.save(some_state(1), "a")
+    (bench.folder / "a" / GLOBAL_NAME).write_bytes(b"{}")
+    (entry,) = list_checkpoints(bench.folder)
+    assert entry.status.startswith("damaged: ")
+    assert list_checkpoints(bench.folder / "nowhere") == []
+
+
+def test_inspecting_needs_no_torch():
+    code = "import sys, runtime.checkpoint.inspect; print('torch' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "False"
