@@ -28,6 +28,7 @@ from studies.demo_pictures import draw_comparison, draw_memory, machine_label
 from studies.demo_results import Run, pooled, predicted_phases, same_bits, same_losses
 from studies.demo_train import DemoModel
 from studies.phase_process import PhaseError, PhaseProcess
+from studies.record import write_record
 
 QUICK = DemoModel(size="4m", sequence=64, batch=1, subgroup_size=500_000, steps=12)
 
@@ -205,13 +206,15 @@ class Demo:
         label = f"{self.workload.params / 1e6:.0f} M parameters, {machine_label(self.machine)}"
         draw_comparison(times, self.folder / "stock_vs_plan.png", label, verdict)
         facts = {
-            "command": " ".join(sys.argv), "machine": self.machine.fingerprint,
-            "device_kind": self.machine.device_kind, "versions": self.machine.versions,
-            "model": asdict(self.model), "params": self.workload.params, "times_s": times,
+            "device_kind": self.machine.device_kind,
+            "model": asdict(self.model),
+            "params": self.workload.params,
+            "times_s": times,
             "speedup": times["stock"]["iteration"] / times["plan"]["iteration"],
-            "bit_identical": same, "wall_s": time.perf_counter() - self.started,
-        }  # fmt: skip
-        (self.folder / "summary.json").write_text(json.dumps(facts, indent=2) + "\n")
+            "bit_identical": same,
+            "wall_s": time.perf_counter() - self.started,
+        }
+        write_record(self.folder / "summary.json", "demo", facts)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -71,7 +71,9 @@ def kill_in_the_middle(child: PhaseProcess, folder: Path) -> Crash:
 
 
 def _wait_for_commit(child: PhaseProcess, folder: Path) -> tuple[str, int]:
-    while child.running:
+    running = True
+    while running:
+        running = child.running  # asked first: what it did before its end is then all visible
         if committed(folder):
             return committed(folder), disk_bytes(folder)
         time.sleep(_POLL_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,10 +50,12 @@ def draw_timelines(
 
 
 def last_iterations(timeline: Timeline, count: int) -> Timeline:
-    """The last ``count`` iterations that a `step()` has ended."""
+    """The last ``count`` iterations that a `step()` has ended, from second 0."""
     ended = sorted({s.iteration for s in timeline.spans if s.kind == OpKind.STEP_END})[-count:]
-    spans = tuple(s for s in timeline.spans if s.iteration in ended)
-    return Timeline(spans=spans, source=timeline.source, strategy=timeline.strategy)
+    spans = [s for s in timeline.spans if s.iteration in ended]
+    origin_s = min((s.start_s for s in spans), default=0.0)
+    moved = tuple(replace(s, start_s=s.start_s - origin_s, end_s=s.end_s - origin_s) for s in spans)
+    return replace(timeline, spans=moved, memory=())
 
 
 def draw_memory(workload: Workload, machine: Machine, path: Path) -> None:

@@ -21,6 +21,7 @@ from studies.phase_clock import PhaseClock, timed_step
 from studies.phase_process import report
 from studies.rank import become_only_rank
 
+TRACED_ITERATIONS = 8
 WARMUP_STEPS = 3  # the first steps allocate, compile and fault pages in
 
 
@@ -35,7 +36,7 @@ class DemoModel:
 
     size: str = "57m"
     sequence: int = 128
-    batch: int = 2
+    batch: int = 1
     subgroup_size: int = 8_000_000
     steps: int = 16
 
@@ -81,7 +82,7 @@ def _resume(engine: Any, folder: Path) -> int:
 
 def _write_timelines(engine: Any, folder: Path, plan: Path) -> None:
     """Predicted and measured, as one trace with two processes and as one picture."""
-    from studies.demo_pictures import draw_timelines, machine_label
+    from studies.demo_pictures import draw_timelines, last_iterations, machine_label
 
     workload, machine = (
         Workload.load(folder / "workload.json"),
@@ -89,7 +90,9 @@ def _write_timelines(engine: Any, folder: Path, plan: Path) -> None:
     )
     predicted = simulate(build_schedule(workload, Plan.load(plan)), machine)
     measured: Timeline = engine.optimizer.timeline()
-    predicted.to_perfetto(folder / "trace.json", measured)
+    last_iterations(predicted, 3).to_perfetto(
+        folder / "trace.json", last_iterations(measured, TRACED_ITERATIONS)
+    )
     draw_timelines(predicted, measured, folder / "timeline.png", machine_label(machine))
 
 

@@ -213,6 +213,8 @@ def test_last_iterations_are_complete_ones():
     cut = last_iterations(_timeline("measured"), 2)
     assert {s.iteration for s in cut.spans} == {1, 2}
     assert cut.source == "measured"
+    assert min(s.start_s for s in cut.spans) == 0.0
+    assert cut.makespan_s == 2.0
 
 
 def test_pictures_are_drawn(tmp_path):
