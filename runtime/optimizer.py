@@ -13,6 +13,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from runtime import deepspeed_private as private
 from runtime.executor import Executor, SubgroupJob
 from runtime.gradients import GradientHomes, ParameterSlice
+from runtime.kernels import host
 from runtime.kernels.adam_step import AdamStep, BiasCorrection
 from runtime.measured import Recorder
 from simulator.plan import Plan
@@ -367,7 +368,13 @@ def _norm(gradient: torch.Tensor) -> torch.Tensor:
     """DeepSpeed's `_constant_buffered_norm2` without its float64 copies, to the bit."""
     total = None
     for part in gradient.split(250_000_000):
-        square = torch.linalg.vector_norm(part, dtype=torch.float64) ** 2.0
+        square = _float64_norm(part) ** 2.0
         total = square if total is None else total + square
     assert total is not None
     return total**0.5
+
+
+def _float64_norm(part: torch.Tensor) -> torch.Tensor:
+    if part.device.type == "cpu":
+        return torch.tensor(host.norm(part), dtype=torch.float64)
+    return torch.linalg.vector_norm(part, dtype=torch.float64)

@@ -191,6 +191,36 @@ int with_out(float* p, float* m, float* v, const void* g, void* out, int out_dty
     return 1;
 }
 
+template <class T, int lanes>
+double norm(const typename T::storage* g, int64_t n)
+{
+    double sums[lanes] = {};
+    const int64_t vectors = n - n % lanes;
+    for (int64_t i = 0; i < vectors; i += lanes)
+        for (int k = 0; k < lanes; ++k) {
+            const double x = T::load(g[i + k]);
+            sums[k] += x * x;
+        }
+    double total = sums[0];
+    for (int k = 1; k < lanes; ++k) total += sums[k];
+    for (int64_t i = vectors; i < n; ++i) {
+        const double x = T::load(g[i]);
+        total += x * x;
+    }
+    return std::sqrt(total);
+}
+
+template <int lanes>
+double norm_of(const void* g, int dtype, int64_t n)
+{
+    switch (dtype) {
+        case kFloat: return norm<Float, lanes>(static_cast<const float*>(g), n);
+        case kBFloat16: return norm<BFloat16, lanes>(static_cast<const uint16_t*>(g), n);
+        case kHalf: return norm<Half, lanes>(static_cast<const _Float16*>(g), n);
+    }
+    return -1.0;
+}
+
 }  // namespace
 
 extern "C" {
@@ -209,6 +239,18 @@ int ebbtide_host_adam(float* p, float* m, float* v, const void* g, int grad_dtyp
         case kHalf: return with_out<Half>(p, m, v, g, out, out_dtype, n, s, decay, tail, threads);
     }
     return 1;
+}
+
+// 2-norm in float64 without a float64 copy. Torch adds the squares up in as many lanes as its vectors
+// have, then the lanes, then the rest; squares of fp32 values are exact in float64, so that with the
+// same order the result has torch's bits (ATen/native/cpu/ReduceOpsKernel.cpp, norm_two_reduce_step).
+// Returns a negative number for an unknown dtype or number of lanes.
+double ebbtide_norm(const void* g, int dtype, int64_t n, int lanes)
+{
+    if (lanes == 8) return norm_of<8>(g, dtype, n);
+    if (lanes == 4) return norm_of<4>(g, dtype, n);
+    if (lanes == 2) return norm_of<2>(g, dtype, n);
+    return -1.0;
 }
 
 // a[i] = b[i] + s * c[i], the STREAM triad: the yardstick for the update's share of DRAM bandwidth.
