@@ -146,8 +146,7 @@ class BlockWriter:
     def _wait_for_progress(self) -> None:
         self._condition.wait(timeout=min(1.0, self._deadline_s / 4))
         waited = time.monotonic() - self._progress_s
-        if self._failure is None and not any(t.is_alive() for t in self._threads):
-            self._failure = CheckpointError("every writer thread of the checkpoint died")
+        self._notice_dead_writers()
         if waited > self._deadline_s:
             raise CheckpointError(
                 f"storage must write a block within {self._deadline_s:g} s "
@@ -264,12 +263,14 @@ class BlockWriter:
         with self._condition:
             while self._left and self._failure is None:
                 self._condition.wait(timeout=1.0)
-                if self._left and not any(t.is_alive() for t in self._threads):
-                    self._failure = self._failure or CheckpointError(
-                        "every writer thread of the checkpoint died"
-                    )
+                self._notice_dead_writers()
             if self._failure is not None:
                 raise self._failure
+
+    def _notice_dead_writers(self) -> None:
+        """Threads that ended because all is written are no failure."""
+        if self._left and self._failure is None and not any(t.is_alive() for t in self._threads):
+            self._failure = CheckpointError("every writer thread of the checkpoint died")
 
     def _stop(self) -> None:
         """Ends the threads; gives the slots of an abandoned checkpoint back."""

@@ -1,0 +1,254 @@
+"""The training run that the crash study kills: tiny, real DeepSpeed, forked from a warm parent.
+
+Importing DeepSpeed takes seconds, so the study imports it once and forks its runs: each is a
+process of its own, with its own process group, engine, threads and files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from runtime.checkpoint.files import Files
+from simulator import CheckpointPlan
+
+STEPS = 8
+BUDGET_BYTES = 8 * 65536  # part of the state only, so that updates also wait for the disk
+BLOCK_BYTES = 65536
+WRITE_BYTES_PER_S = 30e6  # a checkpoint takes about two steps
+
+
+@dataclass(frozen=True)
+class Kill:
+    """When one rank gets SIGKILL.
+
+    Attributes:
+        point: of the commit protocol, at its ``occurrence``-th time; empty: after ``delay_s``.
+        rank: the victim.
+        one_tag: every checkpoint is saved under the same tag, so that it replaces the last one.
+        exchange: the filesystem can swap two names in one step.
+    """
+
+    point: str = ""
+    occurrence: int = 1
+    delay_s: float = 0.0
+    rank: int = 0
+    one_tag: bool = False
+    exchange: bool = True
+
+
+class KillingFiles(Files):
+    """Ends its process with SIGKILL at a named point, having said so on disk."""
+
+    def __init__(self, kill: Kill, rank: int, mark: Path) -> None:
+        self._kill = kill
+        self._mine = rank == kill.rank
+        self._left = kill.occurrence
+        self._mark = mark
+
+    def exchange(self, one: Path, other: Path) -> bool:
+        return self._kill.exchange and super().exchange(one, other)
+
+    def point(self, name: str) -> None:
+        if not self._mine or name != self._kill.point:
+            return
+        self._left -= 1
+        if self._left == 0:
+            self._mark.write_text(name)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of all ranks.
+
+    Attributes:
+        folder: of the checkpoints; logs and notes go beside it.
+        number: of the run in its folder: 0 is killed, 1 resumes.
+    """
+
+    folder: Path
+    world_size: int
+    number: int
+    port: int
+    kill: Kill = Kill()
+    steps: int = STEPS
+
+    def note(self, kind: str, rank: int) -> Path:
+        return self.folder.parent / f"{kind}_{self.number}_{rank}"
+
+
+def warm_up() -> None:
+    """What every fork would otherwise do again: imports and the loading of compiled ops."""
+    import deepspeed
+    import torch
+    from deepspeed.comm.torch import build_shm_op
+
+    import runtime.checkpoint.engine as _loaded
+    from studies.byte_gpt import python_sources
+
+    torch.set_num_threads(1)
+    build_shm_op()
+    python_sources()
+    _ = deepspeed.__version__, _loaded.__name__
+
+
+def start(run: Run) -> list[int]:
+    """Forks the ranks; returns their process ids."""
+    run.folder.parent.mkdir(parents=True, exist_ok=True)
+    return [_fork(lambda rank=rank: train(run, rank), run.note("log", rank))
+            for rank in range(run.world_size)]  # fmt: skip
+
+
+def _fork(work: Callable[[], None], log: Path) -> int:
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        work()
+        status = 0
+    except BaseException:  # noqa: BLE001 - the log has it, the parent sees the status
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def train(run: Run, rank: int) -> None:
+    """One rank: resumes if there is something to resume from, trains to the last step."""
+    import torch
+    import torch.distributed
+
+    engine, lazy = _engine(run, rank)
+    begin, chain = _resume(engine, run)
+    acknowledged = -1
+    lazy.client_state = lambda: {"chain": chain}
+    run.note("ready", rank).touch()
+    with run.note("steps", rank).open("a", buffering=1) as steps:
+        for step in range(begin, run.steps):
+            batch = _batch(rank, step)
+            loss = engine(*batch)
+            engine.backward(loss)
+            drawn = f"{chain}{random.random()}{torch.rand(1).item()}"
+            chain = xxhash.xxh3_64_hexdigest(drawn.encode())
+            engine.step()
+            tag = "rolling" if run.kill.one_tag else f"step{step + 1}"
+            engine.save_checkpoint(str(run.folder), tag=tag, client_state={"chain": chain})
+            steps.write(json.dumps([step + 1, state_hash(engine), chain]) + "\n")
+            if lazy.last is not None and lazy.last.step > acknowledged:
+                acknowledged = lazy.last.step
+                run.note("committed", rank).write_text(str(acknowledged))
+    lazy.wait()
+    run.note("committed", rank).write_text(str(run.steps))
+    torch.distributed.barrier()
+    engine.destroy()
+    run.note("finished", rank).touch()
+
+
+def _engine(run: Run, rank: int) -> tuple[Any, Any]:
+    import deepspeed
+    import torch
+
+    from runtime.checkpoint.engine import install
+    from studies.byte_gpt import SIZES, ByteGPT, ds_config
+
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(run.world_size),
+        LOCAL_SIZE=str(run.world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(run.port),
+    )  # fmt: skip
+    random.seed(1 + rank)
+    torch.manual_seed(1 + rank)
+    model = ByteGPT(SIZES["tiny"])
+    # torch's Adam: DeepSpeed's own rounds powers of beta differently after a resume.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    config = {**ds_config(2, 20_000), "zero_force_ds_cpu_optimizer": False}
+    del config["optimizer"]
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    plan = CheckpointPlan(
+        copy_budget_bytes=BUDGET_BYTES, keep=2, write_bytes_per_s=WRITE_BYTES_PER_S / run.world_size
+    )
+    files = KillingFiles(run.kill, rank, run.note("reached", rank))
+    lazy = install(engine, plan, files=files, block_bytes=BLOCK_BYTES, deadline_s=30.0)
+    return engine, lazy
+
+
+def _resume(engine: Any, run: Run) -> tuple[int, str]:
+    if not run.folder.is_dir():
+        return 0, ""
+    path, client_state = engine.load_checkpoint(str(run.folder))
+    if path is None:
+        return 0, ""
+    return engine.global_steps, client_state["chain"]
+
+
+def _batch(rank: int, step: int) -> Any:
+    """The step's data, shuffled by torch's generator: a lost random state changes the weights."""
+    import torch
+
+    from studies.byte_gpt import SIZES, Batches
+
+    inputs, targets = Batches(2, SIZES["tiny"].sequence, rank=rank).at(step)
+    shift = int(torch.randint(0, 256, (1,)))
+    return (inputs + shift) % 256, targets
+
+
+def state_hash(engine: Any) -> str:
+    """Of every bit that training depends on: masters, moments, wire parameters."""
+    import torch
+
+    optimizer, digest = engine.optimizer, xxhash.xxh3_128()
+    tensors = [*optimizer.fp32_partitioned_groups_flat, *optimizer.fp16_partitioned_groups_flat]
+    for state in optimizer.optimizer.state.values():
+        tensors.extend(value for _, value in sorted(state.items()) if torch.is_tensor(value))
+    for tensor in tensors:
+        digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def recorded(run: Run, rank: int) -> Iterator[tuple[int, str, str]]:
+    """(step, hash of the state, chain of random numbers) that a run wrote down."""
+    path = run.note("steps", rank)
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            step, digest, chain = json.loads(line)
+        except ValueError:  # the kill came inside the last line
+            return
+        yield step, digest, chain
+
+
+def reap(pids: list[int], timeout_s: float) -> list[int]:
+    """Waits for the processes, kills what is left at the end; the wait statuses."""
+    statuses: dict[int, int] = {}
+    end = time.monotonic() + timeout_s
+    while len(statuses) < len(pids):
+        for pid in set(pids) - set(statuses):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                statuses[pid] = status
+        if time.monotonic() > end:
+            for pid in set(pids) - set(statuses):
+                os.kill(pid, signal.SIGKILL)
+            end = float("inf")
+        time.sleep(0.005)
+    return [statuses[pid] for pid in pids]
+
+
+def as_dict(kill: Kill) -> dict[str, Any]:
+    return asdict(kill)
