@@ -79,8 +79,7 @@ def draw_memory(workload: Workload, machine: Machine, path: Path) -> None:
             ax.plot(times, [v / 2**20 for v in values], color=colour, label=name, linewidth=1.6)
     ax.set_xlabel("time in the iteration (ms)")
     ax.set_ylabel("memory in use (MiB)")
-    ax.set_ylim(bottom=0)
-    ax.margins(x=0)
+    ax.margins(x=0, y=0.25)
     ax.legend(frameon=False, loc="lower right")
     ax.set_title(f"memory under stock DeepSpeed: {machine_label(machine)}", loc="left", fontsize=11)
     _save(figure, path)
@@ -110,15 +109,18 @@ def draw_comparison(
 
     figure, ax = plt.subplots(figsize=(9, 0.8 * len(bars) + 1.9), layout="constrained")
     totals = {name: sum(row[phase] for phase in PHASES) for name, row in bars.items()}
+    longest = max(totals.values())
     for position, (name, row) in enumerate(bars.items()):
         left = 0.0
         for phase in PHASES:
-            _bar(ax, position, left, row[phase], phase, max(totals.values()))
+            _bar(
+                ax, position, left, row[phase], phase, longest, 0.5 if "predicted" in name else 1.0
+            )
             left += row[phase] * 1e3
         ax.text(left, position, f" {totals[name] * 1e3:.0f} ms", va="center", fontsize=10)
     ax.set_yticks(range(len(bars)), list(bars))
     ax.invert_yaxis()
-    ax.set_xlim(0, max(totals.values()) * 1e3 * 1.12)
+    ax.set_xlim(0, longest * 1e3 * 1.12)
     ax.set_xlabel("median time of one iteration (ms)")
     ax.legend(
         handles=_phase_handles(), frameon=False, ncols=3, loc="lower right",
@@ -131,12 +133,17 @@ def draw_comparison(
     _save(figure, path)
 
 
-def _bar(ax: Axes, position: int, left: float, seconds: float, phase: str, longest: float) -> None:
-    ax.barh(position, seconds * 1e3, left=left, height=0.62, color=_PHASE_COLOURS[phase])
+def _bar(
+    ax: Axes, row: int, left: float, seconds: float, phase: str, longest: float, opacity: float
+) -> None:
+    ax.barh(
+        row, seconds * 1e3, left=left, height=0.66, color=_PHASE_COLOURS[phase], alpha=opacity
+    )  # fmt: skip
     if seconds > 0.06 * longest:
+        white = phase in _WHITE_TEXT and opacity == 1.0
         ax.text(
-            left + seconds * 500, position, f"{seconds * 1e3:.0f}", ha="center", va="center",
-            fontsize=9, color="white" if phase in _WHITE_TEXT else "black",
+            left + seconds * 500, row, f"{seconds * 1e3:.0f}", ha="center", va="center",
+            fontsize=9, color="white" if white else "black",
         )  # fmt: skip
 
 
