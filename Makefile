@@ -26,8 +26,8 @@ lint: setup ## ruff and mypy
 	ruff format --check .
 	mypy
 
-results: setup ## draw the figures and rewrite the README's table from studies/results/
-	@python -m studies.results
+results: setup ## rewrite the README's table from studies/results/
+	@python -m studies.readme_table
 
 schema: setup ## rewrite docs/plan.schema.json after a change of the plan file
 	@python -c "import json; from simulator.plan import json_schema as s; print(json.dumps(s(), indent=1))" > docs/plan.schema.json

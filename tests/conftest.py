@@ -1,6 +1,7 @@
 """What every test runs in: few threads, ninja on PATH, one DeepSpeed rank where a test needs it."""
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -45,3 +46,17 @@ def only_rank(deepspeed_ops):
 def child_environment():
     """The environment for a process that a test starts: without this process's rank and port."""
     return {k: v for k, v in os.environ.items() if k not in _RANK_VARIABLES}
+
+
+@pytest.fixture(scope="session")
+def quick_demo(tmp_path_factory, deepspeed_ops):
+    """A folder in which `python -m studies.demo --quick` has been run: it has runs/demo/."""
+    folder = tmp_path_factory.mktemp("demo")
+    environment = {k: v for k, v in os.environ.items() if k not in _RANK_VARIABLES}
+    done = subprocess.run(
+        [sys.executable, "-m", "studies.demo", "--quick"], cwd=folder, env=environment,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    (folder / "printed.txt").write_text(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder

@@ -231,3 +231,20 @@ def test_an_impossible_number_of_rounds_is_refused(capsys):
         demo.main(["--rounds", "0"])
     assert stopped.value.code == 2
     assert "--rounds must be >= 1, but got 0" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_whole_demo_on_a_small_model(quick_demo):
+    """Real processes, a real SIGKILL: the six steps leave what they promise."""
+    left = {path.name for path in (quick_demo / "runs" / "demo").iterdir()}
+    pictures = {"timeline.png", "memory.png", "stock_vs_plan.png"}
+    assert left >= {"machine.json", "workload.json", "plan.json", "trace.json"} | pictures
+    printed = (quick_demo / "printed.txt").read_text()
+    assert printed.count("bit-identical") >= 2
+    assert "NOT bit-identical" not in printed
+    assert "of the next checkpoint on disk" in printed
+    summary = json.loads((quick_demo / "runs" / "demo" / "summary.json").read_text())
+    assert summary["bit_identical"] is True
+    trace = json.loads((quick_demo / "runs" / "demo" / "trace.json").read_text())
+    processes = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"]
+    assert [name.split(":")[0] for name in processes] == ["predicted", "measured"]

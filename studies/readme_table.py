@@ -1,0 +1,117 @@
+"""Writes the README's table from the records under studies/results/, so that no figure is typed.
+
+python -m studies.readme_table          # or: make results
+python -m studies.readme_table --check  # exit code 1 if the README is not up to date
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RECORDS = ROOT / "studies" / "results"
+BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
+
+# Study to its named figures, in the order of the table, with how each is written.
+FIGURES: dict[str, dict[str, str]] = {
+    "demo": {"speedup": "{:.2f}x per iteration", "bit_identical": "bit-identical: {}"},
+    "update_phase": {
+        "speedup": "step {:.2f}x",
+        "backward_speedup": "backward {:.2f}x",
+        "stock_host_bytes_per_param": "host bytes per parameter {:.0f}",
+        "ebbtide_host_bytes_per_param": "instead {:.0f}",
+        "kernel_dram_fraction": "host kernel at {:.0%} of triad bandwidth",
+        "bit_identical": "bit-identical: {}",
+    },
+    "overlap": {"ratio_to_floor": "iteration / floor {:.2f}"},
+    "simulator_speed": {
+        "iterations_per_s": "{:,.0f} iterations per second",
+        "scaling_exponent": "cost grows with exponent {:.2f}",
+    },
+    "optimality": {"median_gap_pct": "median gap {:.2f}%", "max_gap_pct": "largest {:.2f}%"},
+    "fidelity": {"median_abs_pct_error": "median prediction error {:.1f}%"},
+    "checkpoint_crash": {
+        "kills": "{} kills",
+        "lost_committed": "{} committed checkpoints lost",
+        "torn_visible": "{} torn ones visible",
+        "not_bit_identical": "{} resumes not bit-identical",
+    },
+    "checkpoint_stall": {"stall_s": "stall {:.4f} s"},
+}
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    """Every study's record under ``folder``, by path; other JSON files are passed over."""
+    found = []
+    for path in sorted(folder.rglob("*.json")):
+        document = json.loads(path.read_text())
+        if isinstance(document, dict) and {"study", "command"} <= document.keys():
+            found.append(document)
+    return found
+
+
+def table(documents: Sequence[dict[str, Any]]) -> str:
+    """Markdown, a row per record: study, figures, machine, command."""
+    lines = ["| study | result | measured on | command |", "|---|---|---|---|"]
+    for document in documents:
+        figures = _figures(document)
+        if figures:
+            cells = [document["study"], figures, _where(document), f"`{document['command']}`"]
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _figures(document: dict[str, Any]) -> str:
+    wanted = FIGURES.get(document["study"], {})
+    return ", ".join(
+        form.format(str(value).lower() if isinstance(value, bool) else value)
+        for name, form in wanted.items()
+        if isinstance(value := document.get(name), int | float)
+    )
+
+
+def _where(document: dict[str, Any]) -> str:
+    """The GPU, or in so many words that there was none."""
+    machine = document.get("machine", {})
+    if document.get("device_kind") == "cuda" and machine.get("gpu"):
+        return str(machine["gpu"])
+    cpu = f"{machine.get('cpu', 'CPU')}, {machine.get('cores', '?')} cores, no GPU"
+    return cpu + (" (emulated device)" if document.get("device_kind") == "emulated" else "")
+
+
+def replaced(page: str, rows: str) -> str:
+    """The page with ``rows`` between the two markers.
+
+    Raises:
+        ValueError: a marker is missing.
+    """
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"the page must have {BEGIN} and {END} after it, but one is missing")
+    return f"{before}{BEGIN}\n{rows}{END}{after}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Rewrites the README's table, or says whether it is up to date."""
+    parser = argparse.ArgumentParser(prog="python -m studies.readme_table", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    parser.add_argument("--records", type=Path, default=RECORDS)
+    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    args = parser.parse_args(argv)
+    page = args.readme.read_text()
+    fresh = replaced(page, table(records(args.records)))
+    if args.check:
+        return int(fresh != page)
+    args.readme.write_text(fresh)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
