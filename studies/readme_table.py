@@ -99,8 +99,10 @@ def replaced(page: str, rows: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Rewrites the README's table, or says whether it is up to date."""
-    parser = argparse.ArgumentParser(prog="python -m studies.readme_table", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = argparse.ArgumentParser(
+        prog="python -m studies.readme_table", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
     parser.add_argument("--check", action="store_true", help="write nothing")
     parser.add_argument("--records", type=Path, default=RECORDS)
     parser.add_argument("--readme", type=Path, default=ROOT / "README.md")

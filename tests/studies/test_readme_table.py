@@ -5,9 +5,13 @@ import pytest
 from studies.readme_table import BEGIN, END, main, records, replaced, table
 
 _RECORD = {
-    "study": "update_phase", "command": "python -m studies.update_phase --json x", "speedup": 2.345,
-    "bit_identical": True, "device_kind": "cpu", "machine": {"cpu": "Some CPU", "cores": 2, "gpu": None},
-}  # fmt: skip
+    "study": "update_phase",
+    "command": "python -m studies.update_phase --json x",
+    "speedup": 2.345,
+    "bit_identical": True,
+    "device_kind": "cpu",
+    "machine": {"cpu": "Some CPU", "cores": 2, "gpu": None},
+}
 
 
 def test_a_row_has_figures_machine_and_command():
