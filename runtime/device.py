@@ -45,6 +45,9 @@ class Device:
         """``tensor`` itself, or a copy of it in memory as `host_empty` gives it."""
         return tensor
 
+    def host_release(self, tensor: torch.Tensor) -> None:
+        """``tensor`` is about to be dropped: what `host_empty` did to its memory is undone."""
+
     def device_empty(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(elements, dtype=dtype)
 
@@ -136,7 +139,7 @@ class CudaDevice(Device):
 
     def __init__(self) -> None:
         self.index = torch.cuda.current_device()
-        self._registered: list[torch.Tensor] = []
+        self._registered: dict[int, torch.Tensor] = {}  # by address
         self._gradients = torch.cuda.Stream(self.index)
         # Updates must not delay the training stream's own kernels.
         self._streams = {name: torch.cuda.Stream(self.index) for name in _DEVICE_LANES}
@@ -149,9 +152,12 @@ class CudaDevice(Device):
 
     def close(self) -> None:
         torch.cuda.synchronize(self.index)
-        for tensor in self._registered:
+        for tensor in list(self._registered.values()):
+            self.host_release(tensor)
+
+    def host_release(self, tensor: torch.Tensor) -> None:
+        if self._registered.pop(tensor.data_ptr(), None) is not None:
             torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
-        self._registered.clear()
 
     def host_empty(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
         tensor = torch.empty(elements, dtype=dtype)
@@ -167,10 +173,10 @@ class CudaDevice(Device):
                 f"page-locking {tensor.nbytes} bytes of host memory failed with CUDA error "
                 f"{int(error)}: raise the limit (ulimit -l), or use a smaller model per rank"
             )
-        self._registered.append(tensor)
+        self._registered[tensor.data_ptr()] = tensor
 
     def host_adopt(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.is_pinned() or not tensor.numel():
+        if not tensor.numel() or (tensor.device.type == "cpu" and tensor.is_pinned()):
             return tensor
         pinned = self.host_empty(tensor.numel(), tensor.dtype)
         pinned.copy_(tensor)

@@ -21,7 +21,9 @@ from runtime.kernels.adam_step import BiasCorrection
 from runtime.measured import Recorder
 from runtime.step_template import step_template
 from runtime.subgroup_state import SubgroupState, allocate, staging_slots
-from simulator.plan import Placement, Plan, PlanError
+from simulator.machine import Machine
+from simulator.plan import Plan, PlanError
+from simulator.workload import Workload
 
 logger = logging.getLogger("ebbtide")
 
@@ -86,16 +88,35 @@ def _load_config(config: Any) -> dict[str, Any]:
     return json.loads(json.dumps(config))  # type: ignore[no-any-return]
 
 
-def attach(engine: Any, plan: PlanLike, *, device: str | Device = "auto") -> Any:
+def attach(
+    engine: Any,
+    plan: PlanLike,
+    *,
+    device: str | Device = "auto",
+    replan: bool = False,
+    machine: Machine | None = None,
+    workload: Workload | None = None,
+) -> Any:
     """Takes over the optimizer of a live ZeRO-3 engine; returns the engine.
 
     From then on ``engine.optimizer`` is an `EbbtideStage3`. Host memory goes down to 14 bytes per
     parameter (12 of state, 2 of gradient) plus staging, which is logged.
 
+    Args:
+        replan: re-fit the machine's rates to what the steps take and switch to a better plan at a
+            step boundary, on all ranks at once; needs ``machine`` and ``workload``.
+        machine, workload: what the plan was made from; with them, predicted and measured times go
+            to DeepSpeed's monitor.
+
     Raises:
         ConfigError: the engine is not one a plan can be applied to.
         PlanError: the plan is for another model or sub_group_size.
     """
+    if replan and (machine is None or workload is None):
+        raise ConfigError(
+            "replan=True needs machine= and workload= (the files that the plan was made from), "
+            f"but got machine={machine and machine.name}, workload={workload and workload.name}"
+        )
     plan = load_plan(plan)
     private.check_version()
     check_engine(engine)
@@ -106,6 +127,10 @@ def attach(engine: Any, plan: PlanLike, *, device: str | Device = "auto") -> Any
     host.load()
     _take_over(engine, plan, device if isinstance(device, Device) else choose_device(device))
     _checkpointing(engine, plan)
+    if machine is not None and workload is not None:
+        from runtime.live import watch
+
+        watch(engine, machine, workload, replan=replan)
     return engine
 
 
@@ -113,26 +138,13 @@ def _take_over(engine: Any, plan: Plan, device: Device) -> None:
     from runtime.optimizer import Attachment, EbbtideStage3
 
     optimizer = engine.optimizer
-    sizes = [int(n) for n in optimizer.fp16_partitioned_groups_flat_numel]
-    placements = list(plan.placements)
-    slots = staging_slots(
-        device,
-        plan.staging_slots,
-        [n for n, p in zip(sizes, placements, strict=True) if p == "device"],
-    )
-    if not slots:
-        placements = ["host" if p == "device" else p for p in placements]
-    states = _allocate(optimizer, device, placements)
-    plan = _as_allocated(plan, states, len(slots))
-    wire = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(optimizer.dtype, "fp32")
-    executor = Executor(
-        device, states, slots, step_template(tuple(sizes), wire, plan), _threads(plan, device)
-    )
+    masters, moments, gradients = _stock_buffers(optimizer)
+    plan, executor = build_executor(optimizer, plan, device, masters, moments, gradients)
     betas = [tuple(group["betas"]) for group in optimizer.optimizer.param_groups]
     optimizer._ebbtide = Attachment(
         plan=plan,
         executor=executor,
-        homes=GradientHomes(device, states, _slices(optimizer)),
+        homes=GradientHomes(device, executor.states, _slices(optimizer)),
         bias=BiasCorrection(*betas[0]),
         recorder=Recorder(),
         subgroup_of={
@@ -151,30 +163,59 @@ def _take_over(engine: Any, plan: Plan, device: Device) -> None:
     _report(optimizer, device)
 
 
-def _allocate(optimizer: Any, device: Device, placements: list[Placement]) -> list[SubgroupState]:
-    """Adopts DeepSpeed's buffers; its fp32 gradients (4 bytes per parameter) are given back."""
-    masters = optimizer.fp32_partitioned_groups_flat
+def build_executor(
+    optimizer: Any,
+    plan: Plan,
+    device: Device,
+    masters: list[torch.Tensor],
+    moments: list[tuple[torch.Tensor, torch.Tensor]],
+    gradients: list[torch.Tensor],
+) -> tuple[Plan, Executor]:
+    """Moves the state to where ``plan`` wants it; the plan returned is what memory allowed.
+
+    DeepSpeed's own references (fp32 groups, Adam's state, gradient views) follow the buffers.
+    """
+    sizes = [int(n) for n in optimizer.fp16_partitioned_groups_flat_numel]
+    placements = list(plan.placements)
+    visiting = [n for n, p in zip(sizes, placements, strict=True) if p == "device"]
+    slots = staging_slots(device, plan.staging_slots, visiting)
+    if not slots:
+        placements = ["host" if p == "device" else p for p in placements]
+    wires = list(optimizer.fp16_partitioned_groups_flat)
+    states = allocate(device, placements, masters, moments, wires, gradients)
+    _repoint(optimizer, states)
+    plan = _as_allocated(plan, states, len(slots))
+    wire = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(optimizer.dtype, "fp32")
+    template = step_template(tuple(sizes), wire, plan)
+    return plan, Executor(device, states, slots, template, _threads(plan, device))
+
+
+def _stock_buffers(
+    optimizer: Any,
+) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]], list[torch.Tensor]]:
+    """DeepSpeed's buffers; its fp32 gradients (4 bytes per parameter) are given back."""
     inner = optimizer.optimizer
-    moments, gradients, offset = [], [], 0
-    for master in masters:
+    masters, moments, gradients, offset = [], [], [], 0
+    for master in optimizer.fp32_partitioned_groups_flat:
         master.grad = None
         state = inner.state[master]
         state.setdefault("step", 0)
         for key in ("exp_avg", "exp_avg_sq"):
             state.setdefault(key, torch.zeros_like(master.data))
+        masters.append(master.data)
         moments.append((state["exp_avg"], state["exp_avg_sq"]))
         gradients.append(optimizer.grad_partitions_flat_buffer.narrow(0, offset, master.numel()))
         offset += master.numel()
-    states = allocate(
-        device, placements, [m.data for m in masters], moments,
-        list(optimizer.fp16_partitioned_groups_flat), gradients,
-    )  # fmt: skip
-    for master, own in zip(masters, states, strict=True):
+    return masters, moments, gradients
+
+
+def _repoint(optimizer: Any, states: list[SubgroupState]) -> None:
+    inner = optimizer.optimizer
+    for master, own in zip(optimizer.fp32_partitioned_groups_flat, states, strict=True):
         master.data = own.p
         inner.state[master]["exp_avg"] = own.m
         inner.state[master]["exp_avg_sq"] = own.v
     _repoint_gradients(optimizer, states)
-    return states
 
 
 def _repoint_gradients(optimizer: Any, states: list[SubgroupState]) -> None:
@@ -263,16 +304,12 @@ def host_bytes(optimizer: Any) -> int:
             total += sum(t.nbytes for t in state.state)
         if state.placement == "host" or unified:
             total += state.gradient.nbytes
-    total += sum(t.nbytes for t in executor._parameter_slots)
+    total += sum(t.nbytes for t in executor.parameter_slots)
     return math.ceil(total)
 
 
 def _checkpointing(engine: Any, plan: Plan) -> None:
     """Installs the checkpoint engine and its copy on update."""
-    import importlib.util
-
-    if importlib.util.find_spec("runtime.checkpoint.engine") is None:
-        return
     from runtime.checkpoint.engine import install
     from runtime.checkpoint.live_state import LiveState
 

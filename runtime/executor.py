@@ -79,7 +79,7 @@ class Executor:
         self._stale_lock = threading.Lock()
         self._visits = [s.index for s in states if s.placement == "device"]
         self._hosted = [s.index for s in states if s.placement == "host"]
-        self._parameter_slots = self._allocate_parameter_slots()
+        self.parameter_slots = self._allocate_parameter_slots()
         self._bodies = {
             OpKind.STATE_H2D: self._state_h2d,
             OpKind.UPDATE_DEVICE: self._update_device,
@@ -105,11 +105,19 @@ class Executor:
             if not item.needs_norm and self._current[position] is None:
                 self._submit(position, item, [])
 
-    def launch(self, jobs: list[SubgroupJob], arrivals: Callable[[int], list[Completion]]) -> None:
-        """Starts this step's updates: ``jobs`` by subgroup; gradients are home at ``arrivals``."""
+    def launch(
+        self,
+        jobs: list[SubgroupJob],
+        arrivals: Callable[[int], list[Completion]],
+        iteration: int = 0,
+    ) -> None:
+        """Starts this step's updates: ``jobs`` by subgroup; gradients are home at ``arrivals``.
+
+        ``iteration`` is the training loop's number, for the measured timeline.
+        """
         self._jobs = jobs
         barrier = Completion.done(self.device.current_event())
-        record = StepRecord(self._steps)
+        record = StepRecord(iteration)
         for position, item in enumerate(self.template):
             if self._current[position] is None:
                 waits = [barrier] if item.needs_norm else []
@@ -155,9 +163,9 @@ class Executor:
 
     def _parameter_slot_free(self, subgroup: int) -> list[Completion]:
         """The parameter copy that last used the slot this host update writes to."""
-        if not self._parameter_slots:
+        if not self.parameter_slots:
             return []
-        order, slots = self._hosted.index(subgroup), len(self._parameter_slots)
+        order, slots = self._hosted.index(subgroup), len(self.parameter_slots)
         if order >= slots:
             user, source = order - slots, self._current
         else:  # its last user in the previous step
@@ -238,8 +246,8 @@ class Executor:
         state = self.states[subgroup]
         if self.device.unified:
             return state.wire
-        slot = self._hosted.index(subgroup) % len(self._parameter_slots)
-        return self._parameter_slots[slot][: state.elements]
+        slot = self._hosted.index(subgroup) % len(self.parameter_slots)
+        return self.parameter_slots[slot][: state.elements]
 
     def _parameter_h2d(self, subgroup: int, number: int, job: SubgroupJob | None) -> None:
         del number, job
@@ -298,11 +306,12 @@ class Executor:
         with self._stale_lock:
             self._stale.update(subgroups)
 
-    def close(self) -> None:
-        """Ends the lanes' threads after what is queued."""
+    def close(self, *, with_device: bool = True) -> None:
+        """Ends the lanes' threads after what is queued; the device stays for a successor's sake."""
         for lane in self.lanes.values():
             lane.close()
-        self.device.close()
+        if with_device:
+            self.device.close()
 
 
 def _tail(elements: int, part: Segment) -> int:

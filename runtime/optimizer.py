@@ -35,6 +35,7 @@ class Attachment:
     held_back: bool = False  # DeepSpeed's gather-ahead is off while updates run
     on_step: list[Callable[[], None]] = field(default_factory=list)
     closed: bool = False
+    watch: Any = None  # runtime.live.Watch, if the engine is watched
 
 
 class EbbtideStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
@@ -133,7 +134,7 @@ class EbbtideStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         scale = self._gradient_scale(scaled_norm)
         own.homes.last_scale = scale
         own.homes.scale_kept(scale)
-        own.executor.launch(self._jobs(scale), own.homes.arrived)
+        own.executor.launch(self._jobs(scale), own.homes.arrived, own.recorder.iteration)
         if own.plan.overlap_forward:
             self._hold_back_gathers()
         else:
@@ -189,7 +190,8 @@ class EbbtideStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
 
     def _post_step(self, timer_names: set[str]) -> None:
         """Persistent parameters are gathered by whoever reads them first, not all at once here:
-        they are spread over all subgroups, so that gathering them would wait for every update."""
+        they are spread over all subgroups, so that gathering them would wait for every update.
+        """
         self.reset_cpu_buffers()
         self.invalidate_secondary_tensor()
         self.timers.log(timer_names)
@@ -257,7 +259,7 @@ class EbbtideStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         return self._ebbtide.homes.keep(piece), piece.subgroup
 
     def get_fp32_grad_partitions(self) -> dict[int, dict[int, torch.Tensor]]:
-        """group index -> parameter index -> fp32 gradient partition."""
+        """Group index -> parameter index -> fp32 gradient partition."""
         return {
             index: {
                 number: self._get_fp32_grad_state_partition(param, True)[0]

@@ -110,7 +110,8 @@ def _to_device(
 
 def staging_slots(device: Device, count: int, visiting: list[int]) -> list[StagingSlot]:
     """Up to ``count`` slots, each for the largest of the visiting subgroups (elements); fewer if
-    device memory is short."""
+    device memory is short.
+    """
     slots: list[StagingSlot] = []
     wanted = min(count, len(visiting))
     for _ in range(wanted):
