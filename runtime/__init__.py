@@ -1,5 +1,6 @@
-"""Applies a plan inside DeepSpeed: ``initialize`` mirrors ``deepspeed.initialize``, ``attach`` takes
-over an engine that exists already.
+"""Applies a plan inside DeepSpeed.
+
+``initialize`` mirrors ``deepspeed.initialize``; ``attach`` takes over a live engine.
 
 Names are resolved on first use, so that importing a leaf such as ``runtime.kernels`` stays light.
 """

@@ -75,7 +75,7 @@ def set_prefetch_elements(coordinator: Any, elements: int) -> None:
 
 
 def gate_gathers(
-    parameters: Iterable[torch.nn.Parameter], gate: Callable[[Iterable[Any]], None]
+    parameters: Iterable[Any], gate: Callable[[Iterable[Any]], None]
 ) -> Callable[[], None]:
     """Calls ``gate(parameters about to be gathered)`` before every gather; returns an undo.
 

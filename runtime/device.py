@@ -103,16 +103,16 @@ class EmulatedDevice(Device):
         del stream
         down = lane == LaneName.D2H
         rate = self.rates.d2h_bytes_per_s if down else self.rates.h2d_bytes_per_s
-        with self._links["d2h" if down else "h2d"], _at_least(to.nbytes, rate):
+        with self._links["d2h" if down else "h2d"], _AtLeast(to.nbytes, rate):
             host.copy(to, source)
 
     def adam(self, state: Sequence[torch.Tensor], grad: torch.Tensor, out: torch.Tensor,
              step: AdamStep, scale: float, tail: int, stream: Any) -> None:  # fmt: skip
-        with self._links["compute"], _at_least(grad.numel(), self.rates.device_adam_params_per_s):
+        with self._links["compute"], _AtLeast(grad.numel(), self.rates.device_adam_params_per_s):
             super().adam(state, grad, out, step, scale, tail, stream)
 
 
-class _at_least:
+class _AtLeast:
     """Sleeps out the rest of ``amount / rate`` seconds on exit."""
 
     def __init__(self, amount: float, rate: float | None) -> None:
@@ -215,7 +215,7 @@ class CudaDevice(Device):
 def _record_event(stream: Any) -> Event:
     event = torch.cuda.Event(enable_timing=True)
     event.record(stream)
-    return event  # type: ignore[no-any-return]
+    return event
 
 
 def choose_device(kind: str = "auto") -> Device:
@@ -238,4 +238,5 @@ def choose_device(kind: str = "auto") -> Device:
     choices = {"cuda": CudaDevice, "emulated": EmulatedDevice, "unified": Device}
     if kind not in choices:
         raise ValueError(f"device must be 'auto' or one of {sorted(choices)}, but got {kind!r}")
-    return choices[kind]()
+    chosen: Device = choices[kind]()
+    return chosen

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -305,7 +304,7 @@ def host_bytes(optimizer: Any) -> int:
         if state.placement == "host" or unified:
             total += state.gradient.nbytes
     total += sum(t.nbytes for t in executor.parameter_slots)
-    return math.ceil(total)
+    return int(total)
 
 
 def _checkpointing(engine: Any, plan: Plan) -> None:

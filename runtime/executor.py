@@ -167,10 +167,11 @@ class Executor:
             return []
         order, slots = self._hosted.index(subgroup), len(self.parameter_slots)
         if order >= slots:
-            user, source = order - slots, self._current
+            position = self._position[OpKind.PARAMETER_H2D, self._hosted[order - slots]]
+            completion = self._current[position]
         else:  # its last user in the previous step
-            user, source = (len(self._hosted) - 1 - order) // slots * slots + order, self._previous
-        completion = source[self._position[OpKind.PARAMETER_H2D, self._hosted[user]]]
+            user = (len(self._hosted) - 1 - order) // slots * slots + order
+            completion = self._previous[self._position[OpKind.PARAMETER_H2D, self._hosted[user]]]
         return [] if completion is None else [completion]
 
     # -- bodies, on the lanes' threads -------------------------------------------------------

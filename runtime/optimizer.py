@@ -92,7 +92,8 @@ class EbbtideStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     def has_overflow(self, partition_gradients: bool = True) -> bool:
         """fp16: some gradient is infinite or NaN. Its float64 norm tells, without another pass."""
         del partition_gradients
-        bad = any(not bool(torch.isfinite(norm)) for norm in self.norm_for_param_grads.values())
+        norms: dict[int, torch.Tensor] = self.norm_for_param_grads
+        bad = any(not bool(torch.isfinite(norm)) for norm in norms.values())
         flag = torch.tensor([bad], dtype=torch.uint8, device=self._training_device())
         import deepspeed.comm as dist
 
@@ -145,7 +146,7 @@ class EbbtideStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
             call()
 
     def _checked_norm(self) -> torch.Tensor:
-        """The global norm times the loss scale; sets ``self.overflow``, as DeepSpeed's step does."""
+        """The global norm times the loss scale; sets ``self.overflow`` as DeepSpeed's step does."""
         self._overflow_check_and_loss_scale_update(update_scale=False)
         norm = torch.tensor(float("inf"))
         if not self.overflow:
@@ -228,8 +229,7 @@ class EbbtideStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         self, param: Any, release_swap_buffers: bool, optim_state_key: str | None = None
     ) -> tuple[torch.Tensor, int]:
         self._ebbtide.executor.wait_state(self.grad_position[self.get_param_id(param)][0])
-        found = super()._get_fp32_opt_state_partition(param, release_swap_buffers, optim_state_key)
-        return found  # type: ignore[no-any-return]
+        return super()._get_fp32_opt_state_partition(param, release_swap_buffers, optim_state_key)
 
     def set_full_hp_param(
         self, value: torch.Tensor, param: Any, optim_state_key: Any = None
@@ -273,13 +273,9 @@ class EbbtideStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     ) -> None:
         for param in param_list:
             if param.requires_grad:
-                self.set_fp32_grad_for_param(
-                    update_func(
-                        self._fp32_state_allgather(param, self._get_fp32_grad_state_partition(param, True)[0]),
-                        param,
-                    ),
-                    param,
-                )  # fmt: skip
+                part, _ = self._get_fp32_grad_state_partition(param, True)
+                full = self._fp32_state_allgather(param, part)
+                self.set_fp32_grad_for_param(update_func(full, param), param)
 
     # -- checkpoints -------------------------------------------------------------------------
 
@@ -373,7 +369,8 @@ def _norm(gradient: torch.Tensor) -> torch.Tensor:
         square = _float64_norm(part) ** 2.0
         total = square if total is None else total + square
     assert total is not None
-    return total**0.5
+    root: torch.Tensor = total**0.5
+    return root
 
 
 def _float64_norm(part: torch.Tensor) -> torch.Tensor:

@@ -16,14 +16,14 @@ BLOCK = 1024
 _DECAYS = {"none": 0, "l2": 1, "decoupled": 2}
 
 
-@triton.jit
-def adam_kernel(
+@triton.jit  # type: ignore[untyped-decorator]
+def adam_kernel(  # type: ignore[no-untyped-def]
     p_ptr, m_ptr, v_ptr,  # fp32, n elements each
     grad_ptr,  # bf16, fp16 or fp32
     out_ptr,  # bf16, fp16 or fp32
     n, tail_begin,  # elements; from tail_begin on DeepSpeed's scalar loop is repeated
     scale, beta1, one_minus_beta1, beta2, one_minus_beta2, bias2, eps, decay, step_size,
-    DECAY: tl.constexpr, BLOCK: tl.constexpr,
+    DECAY: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803 - Triton's custom
 ):  # fmt: skip
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < n

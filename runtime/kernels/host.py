@@ -44,7 +44,7 @@ def _compiler() -> str:
     found = shutil.which(wanted)
     if found is None:
         raise MissingCompilerError(
-            f"a C++ compiler is needed to build the update kernel, but {wanted!r} was not found: "
+            f"a C++ compiler is needed to build the update kernel, but {wanted!r} was not found: "  # noqa: S608 - prose
             "install g++, or set CXX to another compiler that knows -fopenmp"
         )
     return found
@@ -188,7 +188,8 @@ def _same_norm(sample: torch.Tensor, lanes: int) -> bool:
 
 def triad(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, threads: int) -> None:
     """``a = b + 2 c`` on fp32 host tensors: 12 bytes of DRAM traffic per element, 16 where a
-    store first reads its line (write-allocate)."""
+    store first reads its line (write-allocate).
+    """
     _check_copy(a, b)
     load().ebbtide_triad(a.data_ptr(), b.data_ptr(), c.data_ptr(), 2.0, a.numel(), threads)
 
