@@ -6,6 +6,7 @@ process of its own, with its own process group, engine, threads and files.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import random
@@ -95,13 +96,16 @@ def warm_up() -> None:
     import torch
     from deepspeed.comm.torch import build_shm_op
 
-    import runtime.checkpoint.engine as _loaded
+    import runtime.checkpoint.engine
     from studies.byte_gpt import python_sources
 
+    for module in ("deepspeed.runtime.zero.muon.muon_optimizer", "torch.distributed.nn.functional"):
+        importlib.import_module(module)
+    torch.optim.AdamW([torch.zeros(1, requires_grad=True)])  # imports torch._dynamo
     torch.set_num_threads(1)
     build_shm_op()
     python_sources()
-    _ = deepspeed.__version__, _loaded.__name__
+    assert deepspeed.__version__ and runtime.checkpoint.engine.LazyCheckpointEngine
 
 
 def start(run: Run) -> list[int]:

@@ -1,0 +1,170 @@
+"""What a checkpoint costs training: DeepSpeed's writers, torch DCP and ebbtide on one machine.
+
+Each writer trains the same model with stock ZeRO-3 offload in a process of its own and saves after
+every step, then after every tenth.
+
+    python -m studies.checkpoint_stall --json studies/results/checkpoint/stall.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from studies.checkpoint_writers import WRITERS, Workload, raw_write_bytes_per_s, run_writer
+from studies.record import write_record
+
+LIMIT_S = 900
+ASYNCHRONOUS = ("fastpersist decoupled", "dcp async")
+
+
+def measure(name: str, workload: Workload, folder: Path) -> dict[str, Any]:
+    """One writer in a fresh process; its figures, or why it did not run here."""
+    command = [
+        sys.executable, "-m", "studies.checkpoint_stall", "--worker", name,
+        "--folder", str(folder), "--workload", json.dumps(workload.__dict__),
+    ]  # fmt: skip
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=LIMIT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return {"failed": f"did not end within {LIMIT_S} s"}
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("FIGURES ")]
+    if not lines:
+        tail = [line for line in done.stderr.strip().splitlines() if line.strip()][-1:]
+        return {"failed": tail[0][:300] if tail else f"ended with {done.returncode}"}
+    found: dict[str, Any] = json.loads(lines[-1].removeprefix("FIGURES "))
+    return found
+
+
+def compare(writers: dict[str, dict[str, Any]], raw_bytes_per_s: float) -> dict[str, Any]:
+    """The figures that have targets."""
+    ran = {name: found for name, found in writers.items() if "failed" not in found}
+    if "ebbtide" not in ran:
+        return {}
+    ours = ran["ebbtide"]["every_1"]["stall_s"]
+    peers = [ran[n]["every_1"]["stall_s"] for n in ASYNCHRONOUS if n in ran]
+    result = {
+        "ebbtide_stall_s": ours,
+        "ebbtide_write_share_of_raw": ran["ebbtide"]["write_bytes_per_s"] / raw_bytes_per_s,
+    }
+    if "torch" in ran:
+        result["stall_below_synchronous"] = ran["torch"]["every_1"]["stall_s"] / ours
+    if peers:
+        result["stall_below_best_asynchronous"] = min(peers) / ours
+    if "none" in ran:
+        for name, found in ran.items():
+            for key in ("every_1", "every_10"):
+                found[key]["slowdown"] = (
+                    found[key]["iteration_s"] / ran["none"][key]["iteration_s"] - 1
+                )
+            found["extra_host_peak_bytes"] = found["host_peak_bytes"] - (
+                ran["none"]["host_peak_bytes"]
+            )
+        result["ebbtide_slowdown_every_10"] = ran["ebbtide"]["every_10"]["slowdown"]
+    return result
+
+
+def show(writers: dict[str, dict[str, Any]], raw: float, console: Console) -> None:
+    table = Table(title="A checkpoint after every step; medians")
+    for column in ("writer", "stall ms", "slowdown", "every 10th", "write MB/s", "restore s",
+                   "extra memory MB"):  # fmt: skip
+        table.add_column(column, justify="left" if column == "writer" else "right")
+    for name, f in writers.items():
+        if "failed" in f:
+            table.add_row(name, f"did not run: {f['failed'][:60]}")
+            continue
+        one, ten = f["every_1"], f["every_10"]
+        table.add_row(
+            name, f"{one['stall_s'] * 1e3:.1f}", f"{one.get('slowdown', 0):.1%}",
+            f"{ten.get('slowdown', 0):.1%}", f"{(f['write_bytes_per_s'] or 0) / 1e6:.0f}",
+            f"{f['restore_s']:.2f}", f"{f.get('extra_host_peak_bytes', 0) / 1e6:.0f}",
+        )  # fmt: skip
+    console.print(table)
+    console.print(f"a plain O_DIRECT writer on this disk: {raw / 1e6:.0f} MB/s")
+
+
+def draw(writers: dict[str, dict[str, Any]], path: Path) -> None:
+    """Stall per checkpoint, one bar per writer, on a logarithmic axis."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    shown = {n: f for n, f in writers.items() if "failed" not in f and n != "none"}
+    names, stalls = list(shown), [f["every_1"]["stall_s"] * 1e3 for f in shown.values()]
+    figure, ax = plt.subplots(figsize=(7, 0.7 + 0.5 * len(names)), layout="constrained")
+    colours = ["#0072b2" if n == "ebbtide" else "#999999" for n in names]
+    ax.barh(names, stalls, color=colours)
+    for row, stall in enumerate(stalls):
+        ax.text(stall * 1.06, row, f"{stall:.1f} ms", va="center", fontsize=9)
+    ax.set_xscale("log")
+    ax.set_xlim(min(stalls) / 2, max(stalls) * 3)
+    ax.invert_yaxis()
+    ax.set_xlabel("time that training waits per checkpoint (ms, log scale)")
+    for side in ("top", "right", "left"):
+        ax.spines[side].set_visible(False)
+    ax.tick_params(axis="y", length=0)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--model", default="40m")
+    parser.add_argument("--sequence", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=12, help="with a checkpoint after each")
+    parser.add_argument("--writers", nargs="*", default=list(WRITERS), choices=list(WRITERS))
+    parser.add_argument("--quick", action="store_true", help="a tiny model: shows that it runs")
+    parser.add_argument("--folder", type=Path, help="where checkpoints go; default: TMPDIR")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--workload", type=json.loads, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.worker:
+        found = run_writer(options.worker, Workload(**options.workload), options.folder)
+        print("FIGURES " + json.dumps(found), flush=True)
+        return 0
+    if options.quick:
+        options.model, options.steps = "tiny", 3
+    return _study(options)
+
+
+def _study(options: argparse.Namespace) -> int:
+    console = Console()
+    workload = Workload(options.model, options.sequence, options.steps)
+    scratch = Path(tempfile.mkdtemp(prefix="ebbtide-stall-", dir=options.folder))
+    try:
+        raw = median(raw_write_bytes_per_s(scratch, workload) for _ in range(3))
+        writers = {n: measure(n, workload, scratch / n.replace(" ", "-")) for n in options.writers}
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    found = {
+        "workload": workload.__dict__,
+        **compare(writers, raw),
+        "raw_write_bytes_per_s": raw,
+        "writers": writers,
+    }
+    show(writers, raw, console)
+    if options.json:
+        write_record(options.json, "checkpoint_stall", found)
+        if any("failed" not in f for n, f in writers.items() if n != "none"):
+            draw(writers, options.json.with_suffix(".png"))
+    return 0 if all("failed" not in f for n, f in writers.items() if n in ("none", "ebbtide")) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
