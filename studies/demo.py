@@ -77,7 +77,9 @@ class Demo:
                 same &= self._round(side, number)
         self._show_times()
         first = Run.load(self.folder, "stock0")
-        runs = f"{2 * self.rounds} runs, {first.tensors} parameters and moments each"
+        runs = (
+            f"{2 * self.rounds} runs, {first.tensors} tensors each (parameters, masters, moments)"
+        )
         self._verdict(same, f"{runs}, every loss of {self.model.steps} steps")
         return same
 
