@@ -13,6 +13,8 @@ from studies.bits import differences
 from studies.demo_train import WARMUP_STEPS
 from studies.phase_clock import PHASES, medians
 
+STOCK_NAMES = ("zero3_offload", "stock")  # of the simulator's strategy, in a plan's alternatives
+
 
 @dataclass(frozen=True)
 class Run:
@@ -70,7 +72,7 @@ def predicted_phases(plan: Plan, side: str) -> dict[str, dict[str, float]]:
     if side == "plan":
         chosen = plan.prediction
     else:
-        chosen = next((p for p in plan.alternatives if p.strategy.startswith("stock")), None)
+        chosen = next((p for p in plan.alternatives if p.strategy in STOCK_NAMES), None)
     return {f"{side}, predicted": _phases(chosen)} if chosen else {}
 
 

@@ -59,7 +59,7 @@ def _plan():
     return Plan(
         subgroup_size=10, placement=Plan.runs(["host", "host", "device"]),
         prediction=_prediction("ebbtide", 0.4),
-        alternatives=(_prediction("twin-flow 0.5", 0.7), _prediction("stock", 0.6)),
+        alternatives=(_prediction("twin-flow 0.5", 0.7), _prediction("zero3_offload", 0.6)),
     )  # fmt: skip
 
 
@@ -191,7 +191,7 @@ def test_tables_show_measured_beside_predicted_and_name_the_cpu():
     assert "5.00" in machine
     assert "noisy neighbour" in machine
     plan = _text(demo_tables.plan(_plan()))
-    assert plan.index("ebbtide (chosen)") < plan.index("stock") < plan.index("twin-flow")
+    assert plan.index("ebbtide (chosen)") < plan.index("zero3_offload") < plan.index("twin-flow")
     assert "2 host, 1 device" in plan
     assert "320 MiB" in _text(demo_tables.workload(_workload()))
 
