@@ -1,0 +1,185 @@
+"""Published runs of offloaded training, row by row: what was run and what was measured."""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+VOCABULARY = 50304
+GPUS_PER_NODE = 4
+MEASURED = ("fwd_ms", "bwd_ms", "step_ms", "optimizer_ms", "iter_ms")
+MEMORY = (
+    "mem_before_fwd_gb", "mem_after_fwd_gb", "mem_fwd_peak_gb", "mem_after_bwd_gb",
+    "mem_bwd_peak_gb", "mem_after_step_gb", "mem_step_peak_gb",
+)  # fmt: skip
+_NUMBERS = (
+    "params_b", "tp", "dp", "layers", "hidden", "seq", "micro_batch", "offload_ratio", "subgroup"
+)  # fmt: skip
+_LABEL_TOLERANCE = 0.2  # labels are round numbers; beyond it the logged shape is another model's
+
+
+class RunError(ValueError):
+    """A file of runs that cannot be used; the message says what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One published run of one rank's iteration.
+
+    Attributes:
+        async_grads: None where the log does not say (an older build).
+        stride: 0 where no subgroup visits the device.
+        family: the campaign a run belongs to: its source without model sizes.
+        measured: seconds and GiB by column; empty where only a prediction is wanted.
+    """
+
+    testbed: str
+    params_b: float
+    layers: int
+    hidden: int
+    seq: int
+    tp: int
+    dp: int
+    micro_batch: int
+    offload_ratio: float
+    subgroup: int
+    prefetch: bool
+    async_grads: bool | None
+    stride: int
+    family: str
+    measured: dict[str, float] = field(default_factory=dict, compare=False)
+
+    @property
+    def ranks_per_node(self) -> int:
+        return min(GPUS_PER_NODE, self.dp * self.tp)
+
+    @property
+    def nodes(self) -> int:
+        return math.ceil(self.dp * self.tp / GPUS_PER_NODE)
+
+    @property
+    def logged_params(self) -> float:
+        """Of the whole model, from the logged layers and hidden size."""
+        return 12 * self.layers * self.hidden**2 + (VOCABULARY + self.seq) * self.hidden
+
+    @property
+    def contradicted(self) -> bool:
+        """The log's layers and hidden size are not those of the model it names."""
+        return abs(self.params_b * 1e9 / self.logged_params - 1) > _LABEL_TOLERANCE
+
+    @property
+    def model(self) -> str:
+        return f"{self.params_b:g}B"
+
+
+def shape(run: Run, trust: float) -> tuple[float, float]:
+    """Layers and hidden size of a run's model.
+
+    Where the label contradicts the logged shape, ``trust`` (0 to 1) of the disagreement is settled
+    in the label's favour, depth and width growing alike (elements ~ layers x hidden^2).
+    """
+    if not run.contradicted:
+        return float(run.layers), float(run.hidden)
+    growth = (run.params_b * 1e9 / run.logged_params) ** (trust / 3)
+    return run.layers * growth, run.hidden * growth
+
+
+@cache
+def subgroup_sizes(layers: float, hidden: float, seq: int, shards: int, size: int) -> list[int]:
+    """Elements of each subgroup of one rank, as DeepSpeed closes them: at ``size`` or beyond."""
+    matrices = [3 * hidden**2, hidden**2, 4 * hidden**2, 4 * hidden**2]
+    count = round(layers)
+    parameters = [VOCABULARY * hidden, seq * hidden] + matrices * count
+    scale = layers / count / shards
+    sizes: list[int] = []
+    collected = 0.0
+    for elements in parameters:
+        collected += elements * scale
+        if collected >= size:
+            sizes.append(round(collected))
+            collected = 0.0
+    return [*sizes, round(collected)] if collected >= 1 else sizes
+
+
+def read_runs(path: str | Path) -> list[Run]:
+    """The runs of a CSV with the columns of the published ones.
+
+    Raises:
+        RunError: no such file, a missing column, no row, or a value that is no number.
+    """
+    try:
+        with Path(path).open(newline="") as file:
+            reader = csv.DictReader(file)
+            columns = reader.fieldnames or []
+            rows = list(reader)
+    except (OSError, UnicodeDecodeError) as error:
+        raise RunError(f"a file of runs must be a readable CSV, but got {path}: {error}") from None
+    required = ("testbed", *_NUMBERS, "prefetch", "async_grads", "stride", "source")
+    missing = [name for name in required if name not in columns]
+    if missing:
+        raise RunError(f"{path} must have the columns {', '.join(required)}, but lacks {missing}")
+    if not rows:
+        raise RunError(f"{path} must hold at least one run, but holds none")
+    return [_run(row, f"{path}, line {line}") for line, row in enumerate(rows, start=2)]
+
+
+def _run(row: dict[str, str], where: str) -> Run:
+    value = {name: _number(row, name, where) for name in _NUMBERS}
+    for name in _NUMBERS:
+        if not value[name] > 0 and not (name == "offload_ratio" and value[name] == 0):
+            raise RunError(f"{where}: {name} must be > 0, but got {row[name]!r}")
+    if value["offload_ratio"] > 1:
+        raise RunError(f"{where}: offload_ratio must lie in [0, 1], but got {row['offload_ratio']}")
+    prefetch = _number(row, "prefetch", where, 0.0) > 0
+    blank = not (row["async_grads"] or "").strip()
+    return Run(
+        testbed=row["testbed"].strip(),
+        params_b=value["params_b"],
+        layers=int(value["layers"]), hidden=int(value["hidden"]), seq=int(value["seq"]),
+        tp=int(value["tp"]), dp=int(value["dp"]), micro_batch=int(value["micro_batch"]),
+        offload_ratio=value["offload_ratio"], subgroup=int(value["subgroup"]),
+        prefetch=prefetch,
+        async_grads=None if blank else _number(row, "async_grads", where) > 0,
+        stride=int(_number(row, "stride", where, 0.0)) if prefetch else 0,
+        family=family_of(row["source"]),
+        measured=_measured(row, where),
+    )  # fmt: skip
+
+
+def _measured(row: dict[str, str], where: str) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for name in (*MEASURED, *MEMORY):
+        if (row.get(name) or "").strip():
+            found[name] = _number(row, name, where)
+            if found[name] <= 0:
+                raise RunError(f"{where}: {name} must be > 0, but got {row[name]!r}")
+    return found
+
+
+def _number(row: dict[str, str], name: str, where: str, default: float | None = None) -> float:
+    text = (row[name] or "").strip()
+    if not text and default is not None:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise RunError(f"{where}: {name} must be a finite number, but got {text!r}")
+    return value
+
+
+def family_of(source: str) -> str:
+    """``act-output-13B-scale-DP`` and ``act-output-7B-scale-DP`` are one campaign."""
+    bare = re.sub(r"act-output-?|(?<![\w.])\d+(\.\d+)?B-?", "", source)
+    return bare.strip("/-") or source
+
+
+def testbeds(runs: Sequence[Run]) -> list[str]:
+    """In alphabetical order."""
+    return sorted({run.testbed for run in runs})
