@@ -37,7 +37,8 @@ def initialize(
     ``zero_optimization.sub_group_size`` is taken from the plan.
 
     Args:
-        plan: a `Plan`, its JSON file, or its fields.
+        plan: a `Plan`, its JSON file, or its fields. ``"auto"`` measures the machine (once, the
+            result is cached), watches the first steps, plans and applies.
         config: DeepSpeed's config, a dict or a JSON file (also as ``config_params``).
         device: ``auto``; ``emulated`` runs real copies to a device that is not there.
 
@@ -46,14 +47,17 @@ def initialize(
     """
     import deepspeed
 
-    plan = load_plan(plan)
+    automatic = isinstance(plan, str) and plan == "auto"
+    if not automatic:
+        plan = load_plan(plan)
     private.check_version()
     host.load()  # a missing compiler is told before anything is built
     if config is None:
         config = kwargs.pop("config_params", None)
     config = _load_config(config)
     check_config(config)
-    config.setdefault("zero_optimization", {})["sub_group_size"] = plan.subgroup_size
+    if isinstance(plan, Plan):
+        config.setdefault("zero_optimization", {})["sub_group_size"] = plan.subgroup_size
     result = deepspeed.initialize(*args, config=config, **kwargs)
     attach(result[0], plan, device=device)
     return result  # type: ignore[no-any-return]
@@ -116,6 +120,10 @@ def attach(
             "replan=True needs machine= and workload= (the files that the plan was made from), "
             f"but got machine={machine and machine.name}, workload={workload and workload.name}"
         )
+    if isinstance(plan, str) and plan == "auto":
+        from runtime.auto import attach_auto
+
+        return attach_auto(engine, device=device, machine=machine)
     plan = load_plan(plan)
     private.check_version()
     check_engine(engine)

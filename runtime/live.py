@@ -6,6 +6,7 @@ import logging
 import statistics
 from collections import defaultdict
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ logger = logging.getLogger("ebbtide")
 
 PERIOD_STEPS = 10
 WORTH_SWITCHING = 0.95  # of the current plan's predicted time
-SHARES = tuple(i / 20 for i in range(21))
+SHARES = tuple(i / 10 for i in range(11))
 
 _RATES = {
     OpKind.UPDATE_HOST: ("host_adam_params_per_s", 1),
@@ -48,23 +49,36 @@ def measured_rates(timeline: Timeline, subgroups: tuple[int, ...]) -> dict[str, 
     return {name: statistics.median(values) for name, values in samples.items()}
 
 
-def better_plan(workload: Workload, machine: Machine, current: Plan) -> tuple[Plan, float, float]:
-    """The best evenly spread plan that needs no more device memory than ``current``.
+def better_plan(
+    workload: Workload,
+    machine: Machine,
+    current: Plan,
+    *,
+    device_bytes: int | None = None,
+    resident_shares: tuple[float, ...] | None = None,
+) -> tuple[Plan, float, float]:
+    """The best evenly spread plan within a limit of device memory.
+
+    Args:
+        device_bytes: what the plan may take of the device; None: what ``current`` takes.
+        resident_shares: shares of resident subgroups to try; None: the current plan's.
 
     Returns:
         (plan, its predicted iteration_s, the current plan's). ``current`` itself if none is
-        better. The full search is `tuner`'s; this one is small enough for a training loop.
+        better. The full search is the tuner's; this one is small enough for a training loop.
     """
     now_s = _predict(workload, machine, current)
     best, best_s = current, now_s
-    limit = _device_bytes(workload, current)
-    residents = current.count("resident") / len(workload.subgroups)
-    for share in SHARES:
-        if share + residents > 1:
-            break
-        slots = max(current.staging_slots, 2) if share else current.staging_slots
-        base = current.model_copy(update={"staging_slots": slots})
-        plan = shared_plan(workload, share, residents, base)
+    limit = _device_bytes(workload, current) if device_bytes is None else device_bytes
+    shares = resident_shares or (current.count("resident") / len(workload.subgroups),)
+    for residents, visits in product(shares, SHARES):
+        if residents + visits > 1:
+            continue
+        slots = max(current.staging_slots, 2) if visits else 0
+        base = current.model_copy(
+            update={"staging_slots": slots, "prefetch": min(current.prefetch, slots)}
+        )
+        plan = shared_plan(workload, visits, residents, base)
         if _device_bytes(workload, plan) <= limit:
             seconds = _predict(workload, machine, plan)
             if seconds < best_s:
@@ -114,8 +128,8 @@ class Watch:
         if not self.replan:
             return
         plan, best_s, now_s = better_plan(self.workload, machine, own.plan)
-        # All ranks or none: a rank alone would stand still while it moves its state.
-        if self._anyone(best_s < WORTH_SWITCHING * now_s):
+        # All ranks or none: the others would only wait for a rank that moves its state.
+        if anyone(self.engine, best_s < WORTH_SWITCHING * now_s):
             logger.info(
                 "switching plans after step %d: %.3f s expected instead of %.3f s",
                 self.steps, best_s, now_s,
@@ -136,12 +150,14 @@ class Watch:
             )
         monitor.write_events(events)
 
-    def _anyone(self, wish: bool) -> bool:
-        import deepspeed.comm as dist
 
-        flag = torch.tensor([wish], dtype=torch.uint8, device=self.engine.device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        return bool(flag.item())
+def anyone(engine: Any, wish: bool) -> bool:
+    """True on every rank if ``wish`` is true on one; a collective call."""
+    import deepspeed.comm as dist
+
+    flag = torch.tensor([wish], dtype=torch.uint8, device=engine.device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag.item())
 
 
 def watch(engine: Any, machine: Machine, workload: Workload, *, replan: bool) -> Watch:

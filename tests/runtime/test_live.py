@@ -1,0 +1,168 @@
+"""Plans that change while training runs: by hand, by a watch, and ``plan="auto"``."""
+
+import pytest
+import torch
+
+import runtime
+from runtime.auto import observed_workload
+from runtime.device import Device, EmulatedDevice, EmulatedRates
+from runtime.live import better_plan, measured_rates
+from runtime.switch import switch_plan
+from simulator import Machine, Plan, PlanError, Quantity
+from simulator.schedule import Lane, OpKind
+from simulator.timeline import Span, Timeline
+from studies.bits import differences, state_of
+from studies.byte_gpt import SIZES, Batches, ByteGPT, ds_config, train_step
+
+STEPS = 8
+SUBGROUP = 20_000
+
+
+def machine(**rates):
+    values = {
+        "h2d_bytes_per_s": 50e9, "d2h_bytes_per_s": 50e9, "dram_bytes_per_s": 200e9,
+        "host_adam_params_per_s": 3e9, "stock_host_adam_params_per_s": 1.5e9,
+        "device_adam_params_per_s": 50e9, "storage_write_bytes_per_s": 2e9,
+    } | rates  # fmt: skip
+    return Machine(
+        name="given", device_kind="emulated", cpu_cores=2, host_memory_bytes=2**34,
+        device_memory_bytes=2**34, **{k: Quantity.exact(v) for k, v in values.items()},
+    )  # fmt: skip
+
+
+def plan_of(pattern, count, slots=2, prefetch=1):
+    placements = [pattern[i % len(pattern)] for i in range(count)]
+    return Plan(
+        subgroup_size=SUBGROUP, placement=Plan.runs(placements), staging_slots=slots,
+        prefetch=prefetch,
+    )  # fmt: skip
+
+
+def new_engine():
+    import deepspeed
+
+    torch.manual_seed(0)
+    model = ByteGPT(SIZES["tiny"])
+    config = ds_config(2, SUBGROUP, learning_rate=1e-3)
+    return deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=config
+    )[0]  # fmt: skip
+
+
+def train(engine, steps=STEPS, after_step=lambda number: None):
+    batches = Batches(2, SIZES["tiny"].sequence)
+    losses = []
+    for number in range(steps):
+        losses.append(train_step(engine, batches.at(number)))
+        after_step(number)
+    result = state_of(engine), torch.stack(losses)
+    engine.destroy()
+    return result
+
+
+@pytest.fixture(scope="module")
+def stock(only_rank):
+    return train(new_engine())
+
+
+def assert_same_bits(ours, stock):
+    assert differences(ours[0], stock[0]) == ()
+    assert torch.equal(ours[1], stock[1])
+
+
+@pytest.mark.parametrize("device", [Device, EmulatedDevice])
+def test_switching_between_steps_changes_no_bit(stock, device):
+    engine = new_engine()
+    count = len(engine.optimizer.fp16_partitioned_groups_flat)
+    patterns = [["host"], ["device", "resident"], ["host", "device"]]
+    runtime.attach(engine, plan_of(patterns[0], count), device=device())
+    switched = []
+
+    def switch(number):
+        plan = plan_of(patterns[(number + 1) % 3], count, slots=3, prefetch=2)
+        switch_plan(engine, plan)
+        switched.append(engine.optimizer._ebbtide.plan.placements == plan.placements)
+
+    assert_same_bits(train(engine, after_step=switch), stock)
+    assert switched == [True] * STEPS
+
+
+def test_switching_to_another_models_plan_is_refused_and_leaves_the_engine_alone(stock):
+    engine = new_engine()
+    count = len(engine.optimizer.fp16_partitioned_groups_flat)
+    runtime.attach(engine, plan_of(["host"], count))
+    with pytest.raises(PlanError, match=r"plan\.placement must cover"):
+        switch_plan(engine, plan_of(["host"], count + 1))
+    assert_same_bits(train(engine), stock)
+
+
+def test_auto_plans_after_the_watched_steps(stock, monkeypatch):
+    monkeypatch.setattr("runtime.auto._free_device_bytes", lambda device: 10**9)
+    engine = new_engine()
+    rates = EmulatedRates(1e9, 1e9, 1e9)
+    runtime.attach(engine, "auto", device=EmulatedDevice(rates), machine=machine())
+    placements = []
+
+    def note(number):
+        placements.append(set(engine.optimizer._ebbtide.plan.placements))
+
+    assert_same_bits(train(engine, after_step=note), stock)
+    assert placements[0] == {"host"}
+    assert placements[-1] - {"host"}, "with a fast device and room on it, something belongs there"
+
+
+def test_a_watch_replans_when_the_link_is_slower_than_planned(stock):
+    probe = new_engine()
+    count = len(probe.optimizer.fp16_partitioned_groups_flat)
+    runtime.attach(probe, plan_of(["host"], count))
+    batches = Batches(2, SIZES["tiny"].sequence)
+    for number in range(3):
+        train_step(probe, batches.at(number))
+    workload = observed_workload(probe.optimizer, probe.optimizer.timeline())
+    probe.destroy()
+
+    engine = new_engine()
+    slow = EmulatedDevice(EmulatedRates(1e7, 1e7, 1e9))
+    runtime.attach(
+        engine, plan_of(["device"], count), device=slow, replan=True,
+        machine=machine(), workload=workload,
+    )  # fmt: skip
+    watch = engine.optimizer._ebbtide.watch
+    watch.period_steps = 3
+    ours = train(engine)
+    assert_same_bits(ours, stock)
+    assert watch.switches, "12 bytes per parameter over 10 MB/s: the host must get its share"
+    assert "host" in watch.switches[0][1].placements
+
+
+def test_replan_without_what_the_plan_was_made_from_is_refused(only_rank):
+    with pytest.raises(ValueError, match="replan=True needs machine= and workload="):
+        runtime.attach(object(), plan_of(["host"], 1), replan=True)
+
+
+def test_rates_come_from_the_spans():
+    spans = [
+        Span(OpKind.UPDATE_HOST, Lane.HOST, 0.0, 2.0, subgroup=0),
+        Span(OpKind.UPDATE_HOST, Lane.HOST, 2.0, 3.0, subgroup=1),
+        Span(OpKind.STATE_H2D, Lane.H2D, 0.0, 4.0, subgroup=1),
+        Span(OpKind.FORWARD, Lane.COMPUTE, 0.0, 1.0),
+    ]
+    rates = measured_rates(Timeline(tuple(spans), "measured"), (100, 200))
+    assert rates == {"host_adam_params_per_s": 125.0, "h2d_bytes_per_s": 200 * 12 / 4.0}
+
+
+def test_the_better_plan_takes_no_more_device_memory_than_allowed():
+    from simulator import Layer, Workload
+
+    workload = Workload(
+        name="w", subgroups=(1000,) * 10,
+        layers=tuple(Layer(params=1000, forward_s=1e-7, backward_s=1e-7) for _ in range(10)),
+    )  # fmt: skip
+    slow_host = machine(host_adam_params_per_s=1e6)
+    current = plan_of(["host"], 10, slots=0, prefetch=0)
+    unchanged, best_s, now_s = better_plan(workload, slow_host, current)
+    assert unchanged is current
+    assert best_s == now_s
+    better, best_s, now_s = better_plan(workload, slow_host, current, device_bytes=10**6)
+    assert better.count("device") > 0
+    assert best_s < now_s
