@@ -194,7 +194,8 @@ class _Fit:
 
 def _solve(residuals: Callable[[Floats], Floats], start: Floats) -> _Fit:
     found = least_squares(residuals, start, x_scale=0.3, diff_step=1e-4, max_nfev=40, ftol=1e-6)
-    information = found.jac.T @ found.jac
+    jacobian = np.asarray(found.jac, dtype=np.float64)
+    information = jacobian.T @ jacobian
     covariance = np.linalg.pinv(information)
     # Errors beyond ROW_SPREAD widen the intervals; the priors keep their own width.
     variance = max(1.0, 2 * found.cost / max(1, len(found.fun) - len(start)))
