@@ -30,7 +30,7 @@ from runtime.checkpoint.files import POINTS, RARE_POINTS
 from runtime.checkpoint.inspect import list_checkpoints, verify
 from runtime.checkpoint.restore import newest_valid
 from studies.checkpoint_run import STEPS, Kill, Run, as_dict, reap, recorded, start, warm_up
-from studies.rank import become_only_rank, free_port
+from studies.rank import become_only_rank, free_port, remove_shared_buffers
 from studies.record import write_record
 
 RANK_0_ONLY = {
@@ -131,6 +131,8 @@ def one_trial(
             trial.differing.append(f"rank {rank} did not resume: {_tail(resumed, rank)}")
         _compare(trial, resumed, rank, truth)
     _check_disk(trial, killed.folder)
+    for run in (killed, resumed):
+        remove_shared_buffers(run.port)
     return trial
 
 
