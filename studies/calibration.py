@@ -193,7 +193,9 @@ class _Fit:
 
 
 def _solve(residuals: Callable[[Floats], Floats], start: Floats) -> _Fit:
-    found = least_squares(residuals, start, x_scale=0.3, diff_step=1e-4, max_nfev=40, ftol=1e-6)
+    found = least_squares(
+        residuals, start, x_scale=0.3, diff_step=np.full(len(start), 1e-4), max_nfev=40, ftol=1e-6
+    )
     jacobian = np.asarray(found.jac, dtype=np.float64)
     information = jacobian.T @ jacobian
     covariance = np.linalg.pinv(information)
