@@ -26,7 +26,7 @@ def runs():
 
 @pytest.fixture(scope="module")
 def split(runs):
-    """Judged on a fourth that was not fitted (rows come in threes of one set-up, so not a third)."""
+    """Judged on a fourth that was not fitted (not a third: rows come in threes)."""
     kept = [run for i, run in enumerate(runs) if i % 4]
     return calibrate(kept), [run for i, run in enumerate(runs) if i % 4 == 0]
 
