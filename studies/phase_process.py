@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+from studies.rank import free_port, remove_shared_buffers
+
 _VARIABLE = "EBBTIDE_PROGRESS_FD"
 _TAIL_LINES = 25
 
@@ -41,7 +43,8 @@ class PhaseProcess:
 
     def __init__(self, module: str, arguments: Sequence[str], log: Path) -> None:
         reader, writer = os.pipe()
-        environment = {**os.environ, _VARIABLE: str(writer)}
+        self._port = free_port()  # of the child's own job, should it become the only rank of one
+        environment = {**os.environ, _VARIABLE: str(writer), "MASTER_PORT": str(self._port)}
         self.log = log
         with log.open("w") as output:
             self._process = subprocess.Popen(
@@ -58,6 +61,7 @@ class PhaseProcess:
         if self._process.poll() is None:
             self.kill()
         self._reports.close()
+        remove_shared_buffers(self._port)  # a killed child could not
 
     def progress(self) -> Iterator[Progress]:
         """What the child reports, until it ends."""

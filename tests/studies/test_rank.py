@@ -1,0 +1,70 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from studies.phase_process import PhaseProcess
+from studies.rank import free_port, remove_shared_buffers
+
+_BUFFERS = Path("/dev/shm")
+_TRAIN = """
+from studies.rank import become_only_rank
+become_only_rank()
+import os, deepspeed, time
+from pathlib import Path
+from studies.phase_process import report
+deepspeed.init_distributed()
+report(1, 1, os.environ["MASTER_PORT"])
+{end}
+"""
+
+
+def left(port):
+    return list(_BUFFERS.glob(f"deepspeed_*_{port}_*"))
+
+
+@pytest.mark.parametrize("kill", [False, True])
+def test_a_run_leaves_no_shared_memory(
+    kill, deepspeed_ops, child_environment, tmp_path, monkeypatch
+):
+    end = "time.sleep(600)" if kill else "deepspeed.comm.destroy_process_group()"
+    (tmp_path / "some_run.py").write_text(_TRAIN.format(end=end))
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("LOCAL_SIZE", "1")  # all ranks here: the buffers are made at once
+    with PhaseProcess("some_run", [], tmp_path / "log") as child:
+        port = next(child.progress()).note
+        if kill:
+            assert left(port)  # there is something to give back
+            child.kill()
+        else:
+            child.finish()
+            assert not left(port)  # the run has cleaned up behind itself
+    assert not left(port)
+
+
+def test_only_the_job_s_own_buffers_are_removed():
+    port, other = free_port(), free_port()
+    mine, theirs = (_BUFFERS / f"deepspeed_allreduce_buffer_0_test_{p}_0" for p in (port, other))
+    mine.touch()
+    theirs.touch()
+    try:
+        remove_shared_buffers(port)
+        assert theirs.exists()
+        assert not mine.exists()
+    finally:
+        theirs.unlink()
+
+
+def test_a_launcher_s_rank_is_kept(child_environment):
+    script = (
+        "import os; from studies.rank import become_only_rank; become_only_rank();"
+        "print(os.environ['RANK'], os.environ['WORLD_SIZE'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], env={**child_environment, "RANK": "1", "WORLD_SIZE": "2"},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.split() == ["1", "2"]
