@@ -35,5 +35,5 @@ def remove_shared_buffers(port: int) -> None:
     Its collectives on the host keep 66 MiB per rank there, and neither a killed rank nor one that
     ends in good order takes them away: some hundred runs fill the machine's memory.
     """
-    for buffer in Path("/dev/shm").glob(f"deepspeed_*_{port}_*"):  # noqa: S108 - where it puts them
+    for buffer in Path("/dev/shm").glob(f"deepspeed_*_{port}_*"):
         buffer.unlink(missing_ok=True)
