@@ -29,7 +29,17 @@ from rich.table import Table
 from runtime.checkpoint.files import POINTS, RARE_POINTS
 from runtime.checkpoint.inspect import list_checkpoints, verify
 from runtime.checkpoint.restore import newest_valid
-from studies.checkpoint_run import STEPS, Kill, Run, as_dict, reap, recorded, start, warm_up
+from studies.checkpoint_run import (
+    STEPS,
+    Kill,
+    Run,
+    as_dict,
+    reap,
+    recorded,
+    release_shared_memory,
+    start,
+    warm_up,
+)
 from studies.rank import become_only_rank, free_port, remove_shared_buffers
 from studies.record import write_record
 
@@ -95,6 +105,7 @@ def reference(world_size: int, scratch: Path) -> tuple[Reference, float]:
         run = Run(scratch / f"reference{world_size}_{attempt}/ck", world_size, 0, free_port())
         begin = time.monotonic()
         _require_success(run, reap(start(run), RUN_LIMIT_S))
+        release_shared_memory(run)
         length_s = time.monotonic() - begin
         runs.append(
             {(r, step): (h, c) for r in range(world_size) for step, h, c in recorded(run, r)}
@@ -106,9 +117,7 @@ def reference(world_size: int, scratch: Path) -> tuple[Reference, float]:
 
 def _require_success(run: Run, statuses: list[int]) -> None:
     if any(statuses):
-        logs = "\n".join(
-            run.note("log", r).read_text()[-2000:] for r in range(run.world_size)
-        )
+        logs = "\n".join(run.note("log", r).read_text()[-2000:] for r in range(run.world_size))
         raise RuntimeError(f"a run that nobody killed ended with {statuses}:\n{logs}")
 
 
@@ -119,6 +128,7 @@ def one_trial(
     trial = Trial(kill, world_size)
     killed = Run(folder / "ck", world_size, 0, free_port(), kill)
     trial.fired = _run_and_kill(killed, length_s)
+    release_shared_memory(killed)
     trial.committed_step = max(_number(killed.note("committed", r)) for r in range(world_size))
     _check_disk(trial, killed.folder)
     resumed = Run(
@@ -126,6 +136,7 @@ def one_trial(
         Kill(rank=-1, one_tag=kill.one_tag, exchange=kill.exchange),
     )  # fmt: skip
     statuses = reap(start(resumed), RUN_LIMIT_S)
+    release_shared_memory(resumed)
     for rank in range(world_size):
         if statuses[rank]:
             trial.differing.append(f"rank {rank} did not resume: {_tail(resumed, rank)}")
@@ -202,9 +213,7 @@ def _tail(run: Run, rank: int) -> str:
     return note.read_text()[-600:] if note.exists() else "no log"
 
 
-def campaign(
-    count: int, seed: int, limit_s: float, scratch: Path, console: Console
-) -> list[Trial]:
+def campaign(count: int, seed: int, limit_s: float, scratch: Path, console: Console) -> list[Trial]:
     """The trials, one after the other; none starts after ``limit_s``."""
     begin = time.monotonic()
     truths = {world_size: reference(world_size, scratch) for world_size in (1, 2)}
@@ -262,9 +271,10 @@ def figures(trials: list[Trial], wall_s: float) -> dict[str, Any]:
 
 def show(found: dict[str, Any], console: Console) -> None:
     table = Table(title="SIGKILL during checkpointing")
-    for name in ("kills", "fired", "lost_committed", "torn_visible", "not_bit_identical"):
+    names = ("kills", "fired", "lost_committed", "torn_visible", "not_bit_identical")
+    for name in names:
         table.add_column(name, justify="right")
-    table.add_row(*(str(found[c.header]) for c in table.columns))
+    table.add_row(*(str(found[name]) for name in names))
     console.print(table)
 
 

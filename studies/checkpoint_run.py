@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,6 @@ class Run:
 
 def warm_up() -> None:
     """What every fork would otherwise do again: imports and the loading of compiled ops."""
-    import deepspeed
     import torch
     from deepspeed.comm.torch import build_shm_op
 
@@ -105,14 +105,15 @@ def warm_up() -> None:
     torch.set_num_threads(1)
     build_shm_op()
     python_sources()
-    assert deepspeed.__version__ and runtime.checkpoint.engine.LazyCheckpointEngine
+    importlib.import_module(runtime.checkpoint.engine.__name__)
 
 
 def start(run: Run) -> list[int]:
     """Forks the ranks; returns their process ids."""
     run.folder.parent.mkdir(parents=True, exist_ok=True)
-    return [_fork(lambda rank=rank: train(run, rank), run.note("log", rank))
-            for rank in range(run.world_size)]  # fmt: skip
+    return [
+        _fork(partial(train, run, rank), run.note("log", rank)) for rank in range(run.world_size)
+    ]
 
 
 def _fork(work: Callable[[], None], log: Path) -> int:
@@ -252,6 +253,12 @@ def reap(pids: list[int], timeout_s: float) -> list[int]:
             end = float("inf")
         time.sleep(0.005)
     return [statuses[pid] for pid in pids]
+
+
+def release_shared_memory(run: Run) -> None:
+    """DeepSpeed's collectives leave 66 MiB per rank in /dev/shm when their process is killed."""
+    for left in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{run.port}_*"):
+        left.unlink(missing_ok=True)
 
 
 def as_dict(kill: Kill) -> dict[str, Any]:

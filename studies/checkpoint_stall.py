@@ -35,9 +35,7 @@ def measure(name: str, workload: Workload, folder: Path) -> dict[str, Any]:
         "--folder", str(folder), "--workload", json.dumps(workload.__dict__),
     ]  # fmt: skip
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=LIMIT_S, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     except subprocess.TimeoutExpired:
         return {"failed": f"did not end within {LIMIT_S} s"}
     finally:
@@ -66,13 +64,13 @@ def compare(writers: dict[str, dict[str, Any]], raw_bytes_per_s: float) -> dict[
     if peers:
         result["stall_below_best_asynchronous"] = min(peers) / ours
     if "none" in ran:
-        for name, found in ran.items():
+        for found in ran.values():
             for key in ("every_1", "every_10"):
                 found[key]["slowdown"] = (
                     found[key]["iteration_s"] / ran["none"][key]["iteration_s"] - 1
                 )
-            found["extra_host_peak_bytes"] = found["host_peak_bytes"] - (
-                ran["none"]["host_peak_bytes"]
+            found["extra_host_peak_bytes"] = (
+                found["host_peak_bytes"] - (ran["none"]["host_peak_bytes"])
             )
         result["ebbtide_slowdown_every_10"] = ran["ebbtide"]["every_10"]["slowdown"]
     return result
@@ -163,7 +161,9 @@ def _study(options: argparse.Namespace) -> int:
         write_record(options.json, "checkpoint_stall", found)
         if any("failed" not in f for n, f in writers.items() if n != "none"):
             draw(writers, options.json.with_suffix(".png"))
-    return 0 if all("failed" not in f for n, f in writers.items() if n in ("none", "ebbtide")) else 1
+    return (
+        0 if all("failed" not in f for n, f in writers.items() if n in ("none", "ebbtide")) else 1
+    )
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ class Writer(ABC):
     @abstractmethod
     def save(self, folder: Path, tag: str) -> None: ...
 
-    def wait(self) -> None:
+    def wait(self) -> None:  # noqa: B027 - synchronous writers have nothing to wait for
         """Until the last checkpoint is as durable as this writer makes it."""
 
     def load(self, folder: Path, tag: str) -> None:
@@ -117,10 +117,10 @@ class DcpAsync(Writer):
         }
 
     def save(self, folder: Path, tag: str) -> None:
-        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict_saver import async_save
 
         self.wait()  # it takes one at a time
-        self._future = dcp.async_save(self._state(), checkpoint_id=str(folder / tag))
+        self._future = async_save(self._state(), checkpoint_id=str(folder / tag))
 
     def wait(self) -> None:
         if self._future is not None:
@@ -128,9 +128,9 @@ class DcpAsync(Writer):
             self._future = None
 
     def load(self, folder: Path, tag: str) -> None:
-        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict_loader import load
 
-        dcp.load(self._state(), checkpoint_id=str(folder / tag))
+        load(self._state(), checkpoint_id=str(folder / tag))
 
 
 class Ebbtide(TorchWriter):
@@ -228,10 +228,11 @@ class _Session:
             stalls.append(late + saved)
             iterations.append(time.perf_counter() - begin)
         length_s = time.perf_counter() - begin_all
+        saves = max(1, steps // (every or 1))
         self.writer.wait()
         return {
-            "stall_s": median(stalls) if every == 1 else sum(stalls) / max(1, steps // (every or 1)),
-            "stall_mean_s": sum(stalls) / max(1, steps // (every or 1)),
+            "stall_s": median(stalls) if every == 1 else sum(stalls) / saves,
+            "stall_mean_s": sum(stalls) / saves,
             "iteration_s": median(iterations) if every == 1 else length_s / steps,
             "checkpoints": steps // every if every else 0,
         }  # fmt: skip
@@ -243,8 +244,10 @@ class _Session:
         stall = time.perf_counter() - begin
         for old in self.folder.iterdir():  # all but the last two, as retention would
             hidden = old.name.startswith(".")  # being written
-            if old.is_dir() and not hidden and old.name not in (
-                self.last_tag, f"step{self.step - 1}"
+            if (
+                old.is_dir()
+                and not hidden
+                and old.name not in (self.last_tag, f"step{self.step - 1}")
             ):
                 shutil.rmtree(old)
         return stall

@@ -104,9 +104,7 @@ def _cut_file(file: int, layout: Layout, block_bytes: int) -> Iterable[Block]:
         while at < len(extents) and extents[at].offset < end:
             extent = extents[at]
             begin, stop = max(start, extent.offset), min(end, extent.end)
-            pieces.append(
-                Piece(begin - start, extent.source, begin - extent.offset, stop - begin)
-            )
+            pieces.append(Piece(begin - start, extent.source, begin - extent.offset, stop - begin))
             at += 1
         subgroups = {p.source.subgroup for p in pieces} - {None}
         yield Block(

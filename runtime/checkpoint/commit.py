@@ -79,10 +79,12 @@ class Commit:
         self._deadline_s = deadline_s
         self._check = check  # raises when the attempt was cancelled
         self._publishing = False
+        self._grown: list[Path] = []  # folders that got a new folder
 
     def begin(self) -> None:
         """Makes the hidden folder, in the foreground: quick, nothing waits for the disk."""
         a = self._attempt
+        self._grown = [p.parent for p in (a.staging, *a.staging.parents) if not p.exists()]
         self._files.mkdir(a.staging / RANKS_FOLDER)
         if a.rank == 0:
             owner = {"host": socket.gethostname(), "pid": os.getpid(), "nonce": a.nonce}
@@ -98,7 +100,8 @@ class Commit:
     def vote(self, files: list[FileRecord]) -> None:
         """Phase one: this rank's payload is on disk."""
         a = self._attempt
-        for folder in {(a.staging / f.path).parent for f in files} | {a.staging}:
+        own = {(a.staging / f.path).parent for f in files} | {a.staging}
+        for folder in [*sorted(own), *self._grown]:
             self._files.fsync_folder(folder)
         self._files.point("staging_fsynced")
         manifest = RankManifest(

@@ -48,7 +48,7 @@ CLIENT_KEY = "ebbtide"  # in client_state
 DEADLINE_S = 600.0
 
 
-class LazyCheckpointEngine(CheckpointEngine):
+class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     """Saves in the background, commits atomically, loads verified files only.
 
     Made by `install`. DeepSpeed calls `create`, `makedirs`, `save` and `load`; the training loop
@@ -161,8 +161,8 @@ class LazyCheckpointEngine(CheckpointEngine):
         save_dir: str,
         tag: str | None = None,
         client_state: dict[str, Any] | None = None,
-        save_latest: bool = True,  # noqa: FBT001, FBT002 - DeepSpeed's signature
-        exclude_frozen_parameters: bool = False,  # noqa: FBT001, FBT002
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Stands for ``engine.save_checkpoint``; returns as soon as training may go on.
 
@@ -250,7 +250,7 @@ class LazyCheckpointEngine(CheckpointEngine):
     def create(self, info: CheckpointCommitInfo) -> None:
         """DeepSpeed is about to save; `save_checkpoint` has begun the attempt already."""
 
-    def makedirs(self, path: str, exist_ok: bool = False) -> None:  # noqa: FBT001, FBT002
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """A checkpoint's own folder gets its name when it is committed, not before."""
         attempt = self._attempt
         if attempt is None or not Path(path).absolute().is_relative_to(attempt.target):
@@ -258,7 +258,8 @@ class LazyCheckpointEngine(CheckpointEngine):
 
     def save(self, state_dict: Any, path: str) -> None:
         """Lays the file out; the background writes it. Outside of ``save_checkpoint`` (16-bit
-        export) it is written at once, whole or not at all."""
+        export) it is written at once, whole or not at all.
+        """
         target = Path(path).absolute()
         attempt = self._attempt
         if attempt is None or not target.is_relative_to(attempt.target):
@@ -274,7 +275,7 @@ class LazyCheckpointEngine(CheckpointEngine):
         """The file's content, on the host; state goes straight into the live buffers."""
         return load_file(path, self._into if path.endswith("optim_states.pt") else None)
 
-    def commit(self, info: CheckpointCommitInfo) -> bool:
+    def commit(self, info: CheckpointCommitInfo) -> bool:  # noqa: ARG002
         """The background commits; see `wait`."""
         return True
 
@@ -468,7 +469,7 @@ def _checked_tag(tag: str | None, step: int) -> str:
 
 @cache
 def _versions() -> dict[str, str]:
-    found = {"torch": torch.__version__}
+    found = {"torch": str(torch.__version__)}
     for package in ("ebbtide", "deepspeed"):
         try:
             found[package] = version(package)

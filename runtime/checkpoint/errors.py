@@ -9,5 +9,5 @@ class ManifestError(CheckpointError):
     """A manifest that is torn, altered, or written by a newer ebbtide."""
 
 
-class Cancelled(CheckpointError):
+class Cancelled(CheckpointError):  # noqa: N818 - not a fault
     """A running checkpoint gave way to a newer one (``checkpoint.busy: replace``)."""

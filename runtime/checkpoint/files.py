@@ -74,7 +74,7 @@ class Files:
 
     def mkdir(self, path: Path) -> None:
         """With its parents; no error where it exists."""
-        self._retry("mkdir", lambda p: os.makedirs(p, exist_ok=True), path)
+        self._retry("mkdir", lambda p: p.mkdir(parents=True, exist_ok=True), path)
 
     def unlink(self, path: Path) -> None:
         self._retry("unlink", os.unlink, path)

@@ -5,7 +5,6 @@ Imports neither torch nor DeepSpeed.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -127,7 +126,7 @@ def _check_ranks(folder: Path, page: GlobalManifest) -> tuple[list[Problem], lis
 
 def _check_file(folder: Path, record: FileRecord) -> list[Problem]:
     try:
-        size = os.stat(folder / record.path).st_size
+        size = (folder / record.path).stat().st_size
         if size != record.size_bytes:
             reason = f"must have {record.size_bytes} bytes, but has {size}"
             return [Problem(record.path, reason)]

@@ -16,8 +16,11 @@ ALIGNMENT = 4096  # of O_DIRECT: address, length and file offset
 class Source(Protocol):
     """Bytes to write. ``subgroup`` is None where nobody overwrites them."""
 
-    size_bytes: int
-    subgroup: int | None
+    @property
+    def size_bytes(self) -> int: ...
+
+    @property
+    def subgroup(self) -> int | None: ...
 
     def address(self, offset: int) -> int | None:
         """Host address of a byte, for writing without a copy; None: not in host memory."""

@@ -122,7 +122,8 @@ class BlockWriter:
 
     def _claim(self, block: Block, subgroup: int, *, patient: bool) -> int | None:
         """A slot to copy the block to; None once nothing reads its live bytes any more (where not
-        ``patient``: or if that is not so yet)."""
+        ``patient``: or if that is not so yet).
+        """
         with self._condition:
             self._urgent[subgroup] = self._urgent.get(subgroup, 0) + 1
             self._progress_s = time.monotonic()
@@ -303,4 +304,3 @@ class BlockWriter:
         """No live byte is needed any more."""
         with self._condition:
             return all(self._free_of(b) for b in self._blocks if b.subgroups)
-

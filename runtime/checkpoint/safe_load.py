@@ -1,4 +1,4 @@
-"""Loads checkpoint files without executing what is in them, in parallel, in place where possible."""
+"""Loads checkpoint files without executing them, in parallel, in place where possible."""
 
 from __future__ import annotations
 
@@ -114,8 +114,8 @@ class _Reader:
         self._chunks: list[tuple[int, int, int]] = []  # (address, file offset, bytes)
 
     def tensor(self, fake: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
-        storage = fake.untyped_storage()
-        offset: int = storage._checkpoint_offset  # type: ignore[attr-defined]
+        storage: Any = fake.untyped_storage()
+        offset: int = storage._checkpoint_offset
         if _fits(fake, target) and offset not in self._storages:
             assert target is not None
             self._plan(target.data_ptr(), offset, storage.nbytes())

@@ -178,7 +178,7 @@ def _save_with_holes(tree: Any, descriptor: int) -> dict[int, int]:
         finally:
             serialization.save.storage_alignment = alignment
             set_crc32_options(crc)
-    reader = torch._C.PyTorchFileReader(path)
+    reader: Any = torch._C.PyTorchFileReader(path)
     return {cdata: reader.get_record_offset(f"data/{key}") for cdata, key in pickler.keys.items()}
 
 

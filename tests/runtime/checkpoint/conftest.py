@@ -68,7 +68,9 @@ class Bench:
         commit = Commit(attempt, files, self.deadline_s)
         commit.begin()
         planned = [
-            PlannedFile(Path(f"rank{rank}_{name}.pt"), lay_out(value, self.live, stream_device=True))
+            PlannedFile(
+                Path(f"rank{rank}_{name}.pt"), lay_out(value, self.live, stream_device=True)
+            )
             for name, value in state.items()
         ]
         writer = BlockWriter(

@@ -1,6 +1,7 @@
 """The commit protocol: faults, other ranks, crashes between two system calls."""
 
 import errno
+import json
 import resource
 import shutil
 import signal
@@ -179,7 +180,7 @@ def test_a_swap_without_exchange_is_recovered_after_a_crash(bench):
 def test_leftovers_of_crashed_attempts_go(bench):
     left = bench.folder / ".a.dead.partial"
     left.mkdir(parents=True)
-    (left / "owner.json").write_text('{"host": "%s", "pid": 999999999}' % socket.gethostname())
+    (left / "owner.json").write_text(json.dumps({"host": socket.gethostname(), "pid": 999999999}))
     (left / "big.pt").write_bytes(b"x" * 100)
     bench.save(some_state(), "b")
     assert not left.exists()

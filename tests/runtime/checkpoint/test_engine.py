@@ -13,6 +13,7 @@ from simulator import CheckpointPlan
 from tests.runtime.checkpoint.conftest import FaultyFiles
 
 pytestmark = pytest.mark.slow
+# ruff: noqa: NPY002, RUF059 - numpy's global generator is what is restored
 
 
 def make(subgroup=20_000, **zero):
@@ -54,7 +55,9 @@ def bits(engine):
 
 
 def same(one, other):
-    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    return len(one) == len(other) and all(
+        torch.equal(a, b) for a, b in zip(one, other, strict=True)
+    )
 
 
 @pytest.fixture
@@ -220,7 +223,7 @@ def test_a_failed_write_is_raised_at_the_next_step(engines, tmp_path):
     lazy._job.wait(30)
     if lazy._job.failure is None:  # it was faster than the fault: fail the next one
         engine.save_checkpoint(str(tmp_path), tag="bad")
-    with pytest.raises((CheckpointError, OSError), match="bad|Input/output") as raised:
+    with pytest.raises((CheckpointError, OSError), match=r"bad|Input/output") as raised:  # noqa: PT012
         lazy._job.wait(30)
         train(engine, batches, 1, 2)
     assert files.fired

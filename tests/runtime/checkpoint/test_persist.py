@@ -1,6 +1,7 @@
 """Blocks, copy on update and backpressure, on real files."""
 
 import threading
+from itertools import pairwise
 
 import pytest
 import torch
@@ -171,6 +172,6 @@ def test_blocks_cover_each_file_once(bench):
         assert [b.offset for b in blocks] == list(range(0, planned.layout.size_bytes, BLOCK))
         assert sum(b.size_bytes for b in blocks) == planned.layout.size_bytes
         pieces = [(b.offset + p.at, p.size_bytes) for b in blocks for p in b.pieces]
-        assert all(a + n <= b for (a, n), (b, _) in zip(pieces, pieces[1:], strict=False))
+        assert all(a + n <= b for (a, n), (b, _) in pairwise(pieces))
     job.start()
     job.wait()

@@ -1,0 +1,40 @@
+"""At least twenty SIGKILLs of real training, each resumed and compared bit by bit."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+
+def test_kills(tmp_path, child_environment):
+    record = tmp_path / "crash.json"
+    command = [sys.executable, "-m", "studies.checkpoint_crash", "--kills", "24"]
+    done = subprocess.run(
+        [*command, "--json", str(record)],
+        env={**child_environment, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    found = json.loads(record.read_text())
+    assert found["fired"] == found["kills"] >= 20
+    assert found["lost_committed"] == found["torn_visible"] == found["not_bit_identical"] == 0
+    assert set(found["kills_by_ranks"]) == {"1", "2"}
+    assert found["resumed_from_a_checkpoint"] > 0
+    assert {"machine", "versions", "command"} <= set(found)
+
+
+def test_every_named_point_comes_up():
+    from itertools import islice
+
+    from runtime.checkpoint.files import POINTS, RARE_POINTS
+    from studies.checkpoint_crash import kills
+
+    points = {kill.point for kill, _ in islice(kills(0), 60)}
+    assert points == {"", *POINTS, *RARE_POINTS}
+    assert os.name == "posix"
