@@ -1,0 +1,88 @@
+"""Adam throughput: the fused host kernel, stock DeepSpeed's passes, and the device kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from profiler.sampling import doubts, rate, repeat_s
+from runtime.kernels import host
+from runtime.kernels.adam_step import AdamStep
+from simulator.quantity import Quantity
+
+STEP = AdamStep(1e-4, 0.9, 0.999, 1e-8, 0.1, 0.1, 1.0)
+_STOCK_OPTIMIZER = 1_000_003  # an id that no DeepSpeedCPUAdam of this process has
+
+
+class AdamBuffers:
+    """One subgroup's state with a bf16 gradient and parameter, on the host or on CUDA."""
+
+    def __init__(self, elements: int, device: str = "cpu") -> None:
+        self.p, self.m, self.v = (torch.rand(elements, device=device) for _ in range(3))
+        self.gradient = torch.randn(elements, device=device).bfloat16()
+        self.wire = torch.zeros(elements, dtype=torch.bfloat16, device=device)
+
+    def host_update(self, threads: int) -> None:
+        host.host_adam(self.p, self.m, self.v, self.gradient, self.wire, STEP, 0.5, threads)
+
+
+def host_adam_by_threads(
+    elements: int, counts: list[int], budget_s: float
+) -> tuple[dict[int, Quantity], list[str]]:
+    """Parameters/s of the fused kernel for each number of threads, and doubts."""
+    buffers = AdamBuffers(elements)
+    rates: dict[int, Quantity] = {}
+    notes: list[str] = []
+    for threads in counts:
+
+        def update(threads: int = threads) -> None:
+            buffers.host_update(threads)
+
+        durations = repeat_s(update, budget_s / len(counts))
+        detail = f"fused kernel, {elements} elements, {threads} threads"
+        rates[threads] = rate(elements, durations, "measured", detail)
+        notes += doubts(f"host Adam with {threads} threads", durations)
+    return rates, notes
+
+
+def stock_host_adam(elements: int, budget_s: float) -> Quantity:
+    """Parameters/s of stock's three passes: unscale, DeepSpeedCPUAdam's op, downcast."""
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+
+    ops = CPUAdamBuilder().load()
+    ops.create_adam(_STOCK_OPTIMIZER, 1e-4, 0.9, 0.999, 1e-8, 0.1, True, False)
+    buffers = AdamBuffers(elements)
+    gradient = buffers.gradient.float()
+
+    def update() -> None:
+        gradient.mul_(0.999)
+        ops.adam_update(
+            _STOCK_OPTIMIZER, 1, 1e-4, 0.9, 0.999, 1e-8, 0.1, True,
+            buffers.p, gradient, buffers.m, buffers.v,
+        )  # fmt: skip
+        buffers.wire.copy_(buffers.p)
+
+    try:
+        durations = repeat_s(update, budget_s)
+    finally:
+        ops.destroy_adam(_STOCK_OPTIMIZER)
+    detail = f"unscale, DeepSpeedCPUAdam, downcast; {elements} elements"
+    return rate(elements, durations, "measured", detail)
+
+
+def device_adam(elements: int, budget_s: float, cuda: bool) -> Quantity:
+    """Parameters/s of the device kernel; without CUDA the host kernel on one thread stands in."""
+    if not cuda:
+        buffers = AdamBuffers(elements)
+        durations = repeat_s(lambda: buffers.host_update(1), budget_s)
+        return rate(elements, durations, "emulated", "host kernel, one thread")
+    from profiler.copies import _cuda_clock
+    from runtime.kernels.device import device_adam as kernel
+
+    buffers = AdamBuffers(elements, "cuda")
+    work: Callable[[], None] = lambda: kernel(  # noqa: E731
+        buffers.p, buffers.m, buffers.v, buffers.gradient, buffers.wire, STEP, 0.5
+    )
+    durations = repeat_s(work, budget_s, _cuda_clock)
+    return rate(elements, durations, "measured", f"Triton kernel, {elements} elements")

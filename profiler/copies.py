@@ -1,0 +1,140 @@
+"""Copy bandwidth between host and device: each way, both at once, pinned and pageable."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from profiler.sampling import doubts, rate, repeat_s, timed_s
+from runtime.kernels import host
+from simulator.quantity import Quantity, Source
+
+SIZES_BYTES = tuple(2**n for n in (16, 18, 20, 22, 24, 26))
+
+
+@dataclass(frozen=True)
+class CopyRates:
+    """What was measured; bandwidths in bytes/s."""
+
+    h2d: Quantity
+    d2h: Quantity
+    duplex_factor: Quantity
+    pageable_h2d: Quantity | None
+    pageable_d2h: Quantity | None
+    latency_s: float
+    doubts: tuple[str, ...]
+
+
+def fit_latency(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+    """(latency_s, bytes_per_s) of ``seconds = latency + size / bandwidth``, least squares in
+    relative error, so that small copies decide the latency and large ones the bandwidth.
+
+    Raises:
+        ValueError: fewer than two sizes.
+    """
+    if len(set(sizes_bytes)) < 2:
+        raise ValueError(f"at least two copy sizes are needed, but got {list(sizes_bytes)}")
+    sizes, times = np.asarray(sizes_bytes, float), np.asarray(seconds, float)
+    design = np.stack([np.ones_like(sizes), sizes], axis=1) / times[:, None]
+    (latency, per_byte), *_ = np.linalg.lstsq(design, np.ones_like(times), rcond=None)
+    per_byte = per_byte if per_byte > 0 else float(np.min(times / sizes))
+    return max(0.0, float(latency)), 1.0 / float(per_byte)
+
+
+class _Endpoints:
+    """A host and a device buffer and how to copy between them."""
+
+    def __init__(self, size_bytes: int, cuda: bool, *, pinned: bool = True) -> None:
+        self.cuda = cuda
+        self.on_host = torch.ones(size_bytes, dtype=torch.uint8)
+        if cuda and pinned:
+            self.on_host = self.on_host.pin_memory()
+        self.on_device = torch.zeros(
+            size_bytes, dtype=torch.uint8, device="cuda" if cuda else "cpu"
+        )
+
+    def h2d(self, stream: Any = None) -> None:
+        self._copy(self.on_device, self.on_host, stream)
+
+    def d2h(self, stream: Any = None) -> None:
+        self._copy(self.on_host, self.on_device, stream)
+
+    def _copy(self, to: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
+        if not self.cuda:
+            host.copy(to, source)
+            return
+        with torch.cuda.stream(stream):
+            to.copy_(source, non_blocking=True)
+
+
+def measure_copies(cuda: bool, size_bytes: int, budget_s: float) -> CopyRates:
+    """Measures all of `CopyRates`.
+
+    Without CUDA the "device" is other host memory: the quantities say ``emulated``.
+    """
+    source: Source = "measured" if cuda else "emulated"
+    clock = _cuda_clock if cuda else timed_s
+    share_s = budget_s / 6
+    ends = _Endpoints(size_bytes, cuda)
+    down = repeat_s(ends.d2h, share_s, clock)
+    up = repeat_s(ends.h2d, share_s, clock)
+    both = repeat_s(_both_ways(ends, size_bytes), share_s, clock)
+    h2d = rate(size_bytes, up, source, f"pinned copies of {size_bytes} bytes")
+    d2h = rate(size_bytes, down, source, f"pinned copies of {size_bytes} bytes")
+    alone = h2d.median + d2h.median
+    duplex = Quantity.from_samples(
+        [min(1.2, max(0.31, 2 * size_bytes / s / alone)) for s in both], source, "both at once"
+    )
+    pageable_h2d, pageable_d2h = _pageable(size_bytes, share_s) if cuda else (None, None)
+    times = [min(repeat_s(_Endpoints(n, cuda).h2d, 0.0, clock)) for n in SIZES_BYTES]
+    latency_s, _ = fit_latency(SIZES_BYTES, times)
+    notes = [*doubts("H2D bandwidth", up), *doubts("D2H bandwidth", down)]
+    return CopyRates(h2d, d2h, duplex, pageable_h2d, pageable_d2h, latency_s, tuple(notes))
+
+
+def _pageable(size_bytes: int, share_s: float) -> tuple[Quantity, Quantity]:
+    ends = _Endpoints(size_bytes, cuda=True, pinned=False)
+    detail = f"pageable copies of {size_bytes} bytes"
+    up = repeat_s(ends.h2d, share_s, _cuda_clock)
+    down = repeat_s(ends.d2h, share_s, _cuda_clock)
+    return rate(size_bytes, up, "measured", detail), rate(size_bytes, down, "measured", detail)
+
+
+def _both_ways(ends: _Endpoints, size_bytes: int) -> Callable[[], None]:
+    """A copy each way at once: on two streams, or by two threads."""
+    other = _Endpoints(size_bytes, ends.cuda)
+    if not ends.cuda:
+
+        def by_threads() -> None:
+            thread = threading.Thread(target=other.d2h)
+            thread.start()
+            ends.h2d()
+            thread.join()
+
+        return by_threads
+    streams = torch.cuda.Stream(), torch.cuda.Stream()
+
+    def by_streams() -> None:
+        for stream in streams:
+            stream.wait_stream(torch.cuda.current_stream())
+        ends.h2d(streams[0])
+        other.d2h(streams[1])
+        for stream in streams:
+            torch.cuda.current_stream().wait_stream(stream)
+
+    return by_streams
+
+
+def _cuda_clock(work: Callable[[], object]) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    work()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1e3

@@ -1,0 +1,27 @@
+"""Host memory bandwidth."""
+
+from __future__ import annotations
+
+import torch
+
+from profiler.sampling import doubts, rate, repeat_s
+from runtime.kernels import host
+from simulator.quantity import Quantity
+
+TRIAD_BYTES_PER_ELEMENT = 16  # two reads, a write, and the read of the line that is overwritten
+
+
+def triad(elements: int, threads: int, budget_s: float) -> tuple[Quantity, list[str]]:
+    """Bytes/s that ``a = b + 2 c`` moves, the write-allocate read counted, and doubts."""
+    a, b, c = (torch.rand(elements) for _ in range(3))
+    durations = repeat_s(lambda: host.triad(a, b, c, threads), budget_s)
+    detail = f"triad of {elements} fp32 elements, {threads} threads, 16 bytes each"
+    quantity = rate(elements * TRIAD_BYTES_PER_ELEMENT, durations, "measured", detail)
+    return quantity, doubts("DRAM bandwidth", durations)
+
+
+def host_copy(elements: int, threads: int, budget_s: float) -> Quantity:
+    """Bytes/s of a host-to-host copy (bytes copied, not moved)."""
+    to, source = torch.zeros(elements), torch.rand(elements)
+    durations = repeat_s(lambda: host.copy(to, source, threads), budget_s)
+    return rate(source.nbytes, durations, "measured", f"copy, {threads} threads")

@@ -1,0 +1,22 @@
+"""Memory in use by this process, on the device and on the host."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+def device_bytes() -> int:
+    """Bytes that tensors take on the device; without CUDA the device's memory is the process's."""
+    if torch.cuda.is_available():
+        return int(torch.cuda.memory_allocated())
+    return host_bytes()
+
+
+def host_bytes() -> int:
+    """Resident set of this process in bytes."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES

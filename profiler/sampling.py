@@ -1,0 +1,62 @@
+"""Repeats a measurement within a time budget and says whether it can be trusted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from simulator.quantity import Quantity, Source
+
+LEAST_REPEATS = 5
+MOST_REPEATS = 40
+UNSTABLE_IQR = 0.15  # of the median
+UNSTABLE_DRIFT = 0.20  # between the first and the last third
+
+
+def timed_s(work: Callable[[], object]) -> float:
+    """Wall time of one call."""
+    begun = time.perf_counter()
+    work()
+    return time.perf_counter() - begun
+
+
+def repeat_s(
+    work: Callable[[], object],
+    budget_s: float,
+    clock: Callable[[Callable[[], object]], float] = timed_s,
+) -> list[float]:
+    """Durations of repeated calls, one of warm-up left out: at least 5, then until the budget."""
+    work()
+    begun = time.perf_counter()
+    durations: list[float] = []
+    while len(durations) < LEAST_REPEATS or (
+        len(durations) < MOST_REPEATS and time.perf_counter() - begun < budget_s
+    ):
+        durations.append(clock(work))
+    return durations
+
+
+def rate(amount: float, durations_s: list[float], source: Source, detail: str) -> Quantity:
+    """``amount`` per duration, as a quantity with its spread."""
+    return Quantity.from_samples([amount / d for d in durations_s], source, detail)
+
+
+def doubts(name: str, durations_s: list[float]) -> list[str]:
+    """Why a measurement should not be called stable; empty if it is."""
+    quantity = Quantity.from_samples(durations_s)
+    found = []
+    if quantity.relative_iqr > UNSTABLE_IQR:
+        found.append(
+            f"{name} is not stable: its interquartile range is {quantity.relative_iqr:.0%} of the "
+            f"median (at most {UNSTABLE_IQR:.0%} would be); something else uses the machine"
+        )
+    third = max(1, len(durations_s) // 3)
+    first = sorted(durations_s[:third])[third // 2]
+    last = sorted(durations_s[-third:])[third // 2]
+    drift = last / first - 1
+    if abs(drift) > UNSTABLE_DRIFT:
+        found.append(
+            f"{name} drifted by {drift:+.0%} while it was measured: throttling clocks, or a "
+            "neighbour that came or went"
+        )
+    return found
