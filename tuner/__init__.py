@@ -1,1 +1,24 @@
 """Searches the best plan; the ``tune`` command."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tuner.memory import ImpossibleError
+    from tuner.search import plan
+
+__all__ = ["ImpossibleError", "plan"]
+
+
+def __getattr__(name: str) -> Any:
+    # optuna and numba load on first use, so that `tune --help` stays fast.
+    if name == "plan":
+        from tuner.search import plan
+
+        return plan
+    if name == "ImpossibleError":
+        from tuner.memory import ImpossibleError
+
+        return ImpossibleError
+    raise AttributeError(f"module 'tuner' has no attribute {name!r}")

@@ -1,0 +1,78 @@
+"""The same prediction for what was not chosen."""
+
+from __future__ import annotations
+
+from simulator.fast import SimResult, simulate_fast
+from simulator.machine import Machine
+from simulator.plan import Plan, Prediction
+from simulator.strategies import build_strategy
+from simulator.workload import Workload
+from tuner.memory import Limits
+
+RATIOS = tuple(i / 10 for i in range(11))
+STRIDES = (2, 3, 4, 5, 6, 8, 10)
+
+
+def alternatives(
+    workload: Workload, machine: Machine, plan: Plan, limits: Limits
+) -> list[Prediction]:
+    """Stock, its peers at their best setting that fits, and ebbtide without a feature."""
+    host = Plan(
+        subgroup_size=plan.subgroup_size,
+        placement=Plan.runs(["host"] * len(workload.subgroups)),
+        staging_slots=0,
+        threads=plan.threads,
+    )
+    found = [
+        _prediction("stock ZeRO-3 offload", _run(workload, machine, "zero3_offload")),
+        _prediction(
+            "stock, asynchronous gradients", _run(workload, machine, "zero3_offload_async")
+        ),
+        _best_ratio(workload, machine, limits),
+        _best_stride(workload, machine, limits),
+        _prediction("SuperOffload", _run(workload, machine, "superoffload")),
+        _prediction("ebbtide, all on the host", _run(workload, machine, "ebbtide", plan=host)),
+        _prediction(
+            "ebbtide, no overlap with forward",
+            _run(workload, machine, "ebbtide", plan=plan, overlap_forward=False),
+        ),
+    ]
+    return [p for p in found if p is not None]
+
+
+def _run(workload: Workload, machine: Machine, name: str, **options: object) -> SimResult:
+    return simulate_fast(build_strategy(name, workload, **options), machine)
+
+
+def _fits(result: SimResult, limits: Limits) -> bool:
+    return limits.hold(result.device_peak_bytes, 0)
+
+
+def _best_ratio(workload: Workload, machine: Machine, limits: Limits) -> Prediction | None:
+    runs = [(r, _run(workload, machine, "twin_flow", ratio=r)) for r in RATIOS]
+    return _best("Twin-Flow, ratio", runs, limits)
+
+
+def _best_stride(workload: Workload, machine: Machine, limits: Limits) -> Prediction | None:
+    runs = [(float(k), _run(workload, machine, "deep_optimizer_states", stride=k)) for k in STRIDES]
+    return _best("Deep Optimizer States, stride", runs, limits)
+
+
+def _best(name: str, runs: list[tuple[float, SimResult]], limits: Limits) -> Prediction | None:
+    fitting = [(value, result) for value, result in runs if _fits(result, limits)]
+    if not fitting:
+        return None
+    value, result = min(fitting, key=lambda pair: pair[1].iteration_s)
+    return _prediction(f"{name} {value:g}", result)
+
+
+def _prediction(name: str, result: SimResult) -> Prediction:
+    return Prediction(
+        strategy=name,
+        iteration_s=result.iteration_s,
+        iteration_low_s=result.iteration_s,
+        iteration_high_s=result.iteration_s,
+        **result.phases,
+        device_peak_bytes=result.device_peak_bytes,
+        host_peak_bytes=result.host_peak_bytes,
+    )

@@ -1,0 +1,335 @@
+"""The search: the plan with the shortest predicted iteration, or the best goodput, that fits."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from simulator.bounds import Bound, bound
+from simulator.fast import simulate_fast
+from simulator.machine import Machine
+from simulator.plan import CheckpointPlan, Placement, Plan, Prediction
+from simulator.strategies import build_strategy, spread
+from simulator.sweep import PLACEMENT_CODES, PlanSweep
+from simulator.workload import STATE_BYTES_PER_PARAM, Workload
+from tuner.checkpointing import checkpoint_plan
+from tuner.memory import ImpossibleError, Limits
+from tuner.spread import prediction_interval, sampled_machines
+
+GRID = 16  # steps of the coarse grid per direction
+CLIMB_EVALUATIONS = 1500
+TRIALS = 40
+FINALISTS = 8
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One point of the search: what `PlanSweep.evaluate` takes."""
+
+    placements: tuple[Placement, ...]
+    staging_slots: int = 2
+    prefetch: int = 0
+    prefetch_after_layer: int = 0
+    threads: int = 0
+    overlap_forward: bool = True
+
+    @cached_property
+    def codes(self) -> np.ndarray:
+        return np.array([PLACEMENT_CODES[p] for p in self.placements], dtype=np.int8)
+
+
+@dataclass(frozen=True)
+class Score:
+    """What the simulator says of a candidate; ``inf`` where it does not fit."""
+
+    iteration_s: float
+    device_peak_bytes: int
+    host_peak_bytes: int
+
+
+class Search:
+    """Holds the sweep and remembers every score; deterministic under its seed."""
+
+    def __init__(self, workload: Workload, machine: Machine, limits: Limits, seed: int = 0) -> None:
+        self.workload, self.machine, self.limits = workload, machine, limits
+        self.random = random.Random(seed)
+        self.seed = seed
+        self.scores: dict[Candidate, Score] = {}
+        self._sweep = PlanSweep(workload, machine)
+
+    def score(self, candidate: Candidate) -> Score:
+        """Simulated once, remembered after that."""
+        if candidate not in self.scores:
+            self.scores[candidate] = self._simulate(candidate)
+        return self.scores[candidate]
+
+    def _simulate(self, c: Candidate) -> Score:
+        row = self._sweep.evaluate(
+            c.codes, c.staging_slots, c.prefetch, c.prefetch_after_layer, c.threads,
+            c.overlap_forward,
+        )  # fmt: skip
+        from simulator import kernel
+
+        seconds = float(row[kernel.ITERATION_S])
+        device, host = int(row[kernel.DEVICE_PEAK]), int(row[kernel.HOST_PEAK])
+        return Score(seconds if self.limits.hold(device, host) else math.inf, device, host)
+
+    def best(self) -> Candidate:
+        """The best candidate so far; ties go to the one that takes less device memory."""
+        return min(
+            self.scores,
+            key=lambda c: (round(self.scores[c].iteration_s, 9), self.scores[c].device_peak_bytes),
+        )
+
+    # -- stages ------------------------------------------------------------------------------
+
+    def constructive(self) -> None:
+        """Evenly spread shares on a coarse grid, then around what the bound's split says."""
+        count = len(self.workload.subgroups)
+        steps = sorted({round(i * count / GRID) for i in range(GRID + 1)})
+        for residents in steps:
+            for visits in steps:
+                if residents + visits <= count:
+                    for slots in (2, 4):
+                        self.score(_even(count, residents, visits, slots))
+        ideal = self.bound
+        per_subgroup = self.workload.params / count
+        around = (
+            (round(ideal.resident_params / per_subgroup) + r,
+             round(ideal.device_params / per_subgroup) + d)
+            for r in (-2, -1, 0, 1) for d in (-2, -1, 0, 1, 2)
+        )  # fmt: skip
+        for residents, visits in around:
+            if residents >= 0 and visits >= 0 and residents + visits <= count:
+                for slots in (2, 3, 4):
+                    self.score(_even(count, residents, visits, slots))
+
+    @cached_property
+    def bound(self) -> Bound:
+        """With as many residents and slots as memory holds."""
+        spare = self.limits.device_bytes - self.workload.device_base_bytes
+        params = max(0.0, spare / STATE_BYTES_PER_PARAM)
+        return bound(self.workload, self.machine, params, params)
+
+    def climb(self, evaluations: int = CLIMB_EVALUATIONS) -> None:
+        """Local search: change one subgroup or swap two; keep what is not worse."""
+        current = self.best()
+        for candidate in self._neighbours(evaluations):
+            tried = candidate(current)
+            if self.score(tried).iteration_s <= self.score(current).iteration_s:
+                current = tried
+
+    def _neighbours(self, evaluations: int) -> Iterator[_Move]:
+        for _ in range(evaluations):
+            yield _Move(self.random.random(), self.random.random(), self.random.random())
+
+    def tune(self, trials: int = TRIALS, storage: str | None = None) -> None:
+        """Optuna over slots, prefetch, threads and overlap for the best placements."""
+        import optuna
+
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        base = self.best()
+        study = optuna.create_study(
+            sampler=optuna.samplers.TPESampler(seed=self.seed),
+            storage=storage,
+            study_name=f"ebbtide-{self.workload.fingerprint}-{self.machine.fingerprint}",
+            load_if_exists=True,
+        )
+        visits = base.placements.count("device")
+        threads = [0, *sorted(self.machine.host_adam_by_threads)]
+
+        def objective(trial: optuna.Trial) -> float:
+            slots = trial.suggest_int("staging_slots", 1, max(1, min(8, visits)))
+            candidate = replace(
+                base,
+                staging_slots=slots,
+                prefetch=min(slots, visits, trial.suggest_int("prefetch", 0, 8)),
+                prefetch_after_layer=trial.suggest_int(
+                    "prefetch_after_layer", 0, len(self.workload.layers) - 1
+                ),
+                threads=trial.suggest_categorical("threads", threads),
+                overlap_forward=trial.suggest_categorical("overlap_forward", [True, False]),
+            )
+            return min(1e9, self.score(candidate).iteration_s)
+
+        study.optimize(objective, n_trials=trials)
+
+
+@dataclass(frozen=True)
+class _Move:
+    """A neighbour of a candidate, given by three numbers in [0, 1)."""
+
+    kind: float
+    first: float
+    second: float
+
+    def __call__(self, c: Candidate) -> Candidate:
+        placements = list(c.placements)
+        i, j = int(self.first * len(placements)), int(self.second * len(placements))
+        if self.kind < 0.5:
+            placements[i], placements[j] = placements[j], placements[i]
+        else:
+            choices: list[Placement] = ["host", "device", "resident"]
+            placements[i] = choices[int(self.second * 3)]
+        return replace(c, placements=tuple(placements))
+
+
+def _even(count: int, residents: int, visits: int, slots: int) -> Candidate:
+    placements: list[Placement] = ["resident"] * residents
+    placements += spread(visits, count - residents)
+    slots = max(1, min(slots, visits)) if visits else 1
+    return Candidate(tuple(placements), slots, min(slots, visits), 10**6 if visits else 0)
+
+
+def plan(
+    workload: Workload,
+    machine: Machine,
+    *,
+    device_memory_bytes: int | None = None,
+    host_memory_bytes: int | None = None,
+    seed: int = 0,
+    robust: bool = False,
+    mtbf_s: float | None = None,
+    restart_s: float = 60.0,
+    checkpoint_dir: str | None = None,
+    study_storage: str | None = None,
+) -> Plan:
+    """Searches the best plan for a workload on a machine.
+
+    Placements come from an even spread around the linear program's split, improved by local
+    search on the simulator; slots, prefetch, threads and overlap from optuna. Deterministic under
+    ``seed``.
+
+    Args:
+        device_memory_bytes, host_memory_bytes: per rank; None: the machine's (host: its share).
+        robust: minimise the 90th percentile over the rates' spread instead of the expected case.
+        mtbf_s: mean time between failures of the whole job; picks the checkpoint interval by
+            expected goodput. None: no checkpoints by plan.
+        restart_s: from a failure until training runs again.
+        study_storage: an optuna storage URL, e.g. ``sqlite:///study.db``.
+
+    Raises:
+        ImpossibleError: nothing fits; says how much is missing and which knob helps most.
+    """
+    limits = Limits.of(workload, machine, device_memory_bytes, host_memory_bytes)
+    search = Search(workload, machine, limits, seed)
+    search.score(_even(len(workload.subgroups), 0, 0, 1))
+    if not machine.unified_memory:  # else state that moves to the device stays where it was
+        search.constructive()
+    if all(math.isinf(s.iteration_s) for s in search.scores.values()):
+        raise ImpossibleError.explain(workload, limits, list(search.scores.values()))
+    if machine.unified_memory:
+        search.tune(storage=study_storage)
+    else:
+        search.climb()
+        search.tune(storage=study_storage)
+        search.climb(CLIMB_EVALUATIONS // 3)
+    chosen = _robust_choice(search, seed) if robust else search.best()
+    found = _as_plan(search, chosen, seed)
+    saving = checkpoint_plan(found, workload, machine, limits, mtbf_s, restart_s, checkpoint_dir)
+    return _explained(found.model_copy(update={"checkpoint": saving}), search, seed)
+
+
+def _robust_choice(search: Search, seed: int) -> Candidate:
+    """Among the best in the expected case, the one with the lowest 90th percentile."""
+    finalists = sorted(search.scores, key=lambda c: search.scores[c].iteration_s)[:FINALISTS]
+    machines = sampled_machines(search.machine, seed)
+    sweeps = [PlanSweep(search.workload, machine) for machine in machines]
+
+    def ninth_decile(c: Candidate) -> float:
+        seconds = [_seconds(sweep, c) for sweep in sweeps]
+        return float(np.quantile(seconds, 0.9))
+
+    return min(finalists, key=ninth_decile)
+
+
+def _seconds(sweep: PlanSweep, c: Candidate) -> float:
+    from simulator import kernel
+
+    row = sweep.evaluate(
+        c.codes, c.staging_slots, c.prefetch, c.prefetch_after_layer, c.threads, c.overlap_forward
+    )
+    return float(row[kernel.ITERATION_S])
+
+
+def _as_plan(search: Search, c: Candidate, seed: int) -> Plan:
+    w = search.workload
+    layers = len(w.layers)
+    fields = {
+        "machine_fingerprint": search.machine.fingerprint,
+        "workload_fingerprint": w.fingerprint,
+        "subgroup_size": max(w.subgroups),
+        "subgroups": w.subgroups,
+        "placement": Plan.runs(c.placements),
+        "staging_slots": c.staging_slots if "device" in c.placements else 0,
+        "prefetch": c.prefetch if "device" in c.placements else 0,
+        "prefetch_after_layer": min(c.prefetch_after_layer, layers - 1),
+        "threads": c.threads,
+        "overlap_forward": c.overlap_forward,
+        "versions": _versions(),
+    }
+    made = Plan.model_validate(fields)
+    prediction = predict(w, search.machine, made, seed, lower_bound_s=search.bound.iteration_s)
+    return made.model_copy(update={"prediction": prediction})
+
+
+def predict(
+    workload: Workload, machine: Machine, made: Plan, seed: int = 0, *, lower_bound_s: float = 0.0
+) -> Prediction:
+    """The simulator's prediction of a plan, with the interval that the rates' spread gives."""
+    result = simulate_fast(build_strategy("ebbtide", workload, plan=made), machine)
+    low, high = prediction_interval(workload, machine, made, seed)
+    return Prediction(
+        iteration_s=result.iteration_s,
+        iteration_low_s=min(low, result.iteration_s),
+        iteration_high_s=max(high, result.iteration_s),
+        **result.phases,
+        device_peak_bytes=result.device_peak_bytes,
+        host_peak_bytes=result.host_peak_bytes,
+        lower_bound_s=min(lower_bound_s, result.iteration_s),
+    )
+
+
+def _explained(made: Plan, search: Search, seed: int) -> Plan:
+    from tuner.alternatives import alternatives
+    from tuner.reasons import reasons
+
+    others = alternatives(search.workload, search.machine, made, search.limits)
+    why = reasons(search.workload, search.machine, made, search.bound)
+    del seed
+    return made.model_copy(update={"alternatives": tuple(others), "reasons": tuple(why)})
+
+
+def _versions() -> dict[str, str]:
+    from importlib import metadata
+
+    found: dict[str, str] = {}
+    for package in ("ebbtide", "torch", "deepspeed"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def candidates_of(plans: Sequence[Plan]) -> list[Candidate]:
+    """Plans as points of the search."""
+    return [
+        Candidate(
+            p.placements,
+            p.staging_slots,
+            p.prefetch,
+            p.prefetch_after_layer,
+            p.threads,
+            p.overlap_forward,
+        )
+        for p in plans
+    ]
+
+
+__all__ = ["Candidate", "CheckpointPlan", "ImpossibleError", "Search", "plan", "predict"]
