@@ -190,6 +190,7 @@ def _workload(engine: Any, traces: list[_Trace], name: str) -> Workload:
         name=name,
         layers=_layers(engine, traces, forward_s, backward_s + own_s),
         subgroups=sizes,
+        subgroup_size=int(optimizer.sub_group_size),
         wire_dtype=_WIRE.get(optimizer.dtype, "fp32"),
         grad_bytes_per_param=optimizer.gradient_accumulation_dtype.itemsize,
         clip=optimizer.clip_grad > 0,

@@ -76,6 +76,7 @@ class Workload(BaseModel):
     name: str
     layers: tuple[Layer, ...] = Field(min_length=1)
     subgroups: tuple[int, ...] = Field(min_length=1)
+    subgroup_size: int = Field(0, ge=0, description="DeepSpeed's sub_group_size; 0: unknown")
     wire_dtype: WireDtype = "bf16"
     grad_bytes_per_param: int = Field(2, ge=2, le=4)
     clip: bool = True

@@ -263,7 +263,7 @@ def _as_plan(search: Search, c: Candidate, seed: int) -> Plan:
     fields = {
         "machine_fingerprint": search.machine.fingerprint,
         "workload_fingerprint": w.fingerprint,
-        "subgroup_size": max(w.subgroups),
+        "subgroup_size": w.subgroup_size or max(w.subgroups),
         "subgroups": w.subgroups,
         "placement": Plan.runs(c.placements),
         "staging_slots": c.staging_slots if "device" in c.placements else 0,
