@@ -16,6 +16,8 @@ from profiler.memory import device_bytes, host_bytes
 from runtime.kernels import host
 from simulator.workload import Layer, MemoryPoint, WireDtype, Workload
 
+# DeepSpeed records its trace in the first two steps; the allocators settle in the next ones.
+WARMUP_STEPS = 4
 Phase = Literal["forward", "backward", "step", "other"]
 _WIRE: dict[torch.dtype, WireDtype] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -44,7 +46,7 @@ def profile_engine(
 
     Args:
         train_step: forward, backward and step of one whole optimizer step.
-        iterations: measured steps, after one of warm-up.
+        iterations: measured steps, after `WARMUP_STEPS` of warm-up.
 
     Raises:
         ValueError: iterations < 1, or the engine's optimizer is not ZeRO-3's.
@@ -56,7 +58,8 @@ def profile_engine(
             "the engine must run ZeRO stage 3 (zero_optimization.stage: 3), but its optimizer is "
             f"{type(engine.optimizer).__name__}"
         )
-    train_step(engine)
+    for _ in range(WARMUP_STEPS):
+        train_step(engine)
     watcher = _Watcher(engine)
     try:
         traces = [watcher.watch(train_step) for _ in range(iterations)]

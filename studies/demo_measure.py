@@ -16,7 +16,7 @@ from studies.demo_train import DemoModel
 from studies.phase_process import report
 from studies.rank import become_only_rank
 
-PROFILED_STEPS = 3
+PROFILED_STEPS = 7
 
 
 def compile_kernels() -> None:
