@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import statistics
+import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Literal
@@ -18,6 +20,7 @@ from simulator.workload import Layer, MemoryPoint, WireDtype, Workload
 
 # DeepSpeed records its trace in the first two steps; the allocators settle in the next ones.
 WARMUP_STEPS = 4
+SAMPLE_EVERY_S = 0.005
 Phase = Literal["forward", "backward", "step", "other"]
 _WIRE: dict[torch.dtype, WireDtype] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -87,8 +90,8 @@ class _Watcher:
 
     def watch(self, train_step: Callable[[Any], object]) -> _Trace:
         self.trace = _Trace(began_s=_now_s())
-        self._note_memory()
-        train_step(self.engine)
+        with _sampled(self._note_memory):
+            train_step(self.engine)
         return self.trace
 
     def remove(self) -> None:
@@ -124,6 +127,7 @@ class _Watcher:
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             self.trace.phase = phase
+            self._note_memory()
             began_s = _now_s()
             result = original(*args, **kwargs)
             self.trace.phases[phase] += _now_s() - began_s
@@ -156,6 +160,26 @@ class _Watcher:
                 host_bytes=host_bytes(),
             )
         )
+
+
+@contextmanager
+def _sampled(note: Callable[[], None]) -> Iterator[None]:
+    """Calls ``note`` every few milliseconds from a thread of its own, and at both ends."""
+    done = threading.Event()
+
+    def keep_noting() -> None:
+        while not done.wait(SAMPLE_EVERY_S):
+            note()
+
+    note()
+    thread = threading.Thread(target=keep_noting, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        note()
 
 
 def _now_s() -> float:
@@ -203,7 +227,7 @@ def _workload(engine: Any, traces: list[_Trace], name: str) -> Workload:
         tokens_per_iteration=int(engine.train_batch_size()),
         device_base_bytes=base,
         stock_backward_extra_s=max(0.0, stock_extra_s - own_s),
-        memory_curve=tuple(traces[-1].memory),
+        memory_curve=tuple(sorted(traces[-1].memory, key=lambda point: point.t_s)),
         provenance=f"medians of {len(traces)} steps of a live engine",
     )
 

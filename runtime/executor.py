@@ -126,7 +126,8 @@ class Executor:
                 self._submit(position, item, waits)
             completion = self._current[position]
             assert completion is not None
-            record.ops.append((item.op, completion))
+            if not (self.device.unified and item.op.kind == OpKind.PARAMETER_H2D):
+                record.ops.append((item.op, completion))
         self.history.append(record)
         self._previous = [c for c in self._current if c is not None]
         self._current = [None] * len(self.template)

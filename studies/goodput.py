@@ -87,7 +87,7 @@ def at_scale(gpus: int) -> dict[str, Any]:
 
 def llama3(samples: int) -> dict[str, Any]:
     """The published case: effective time, and the slowest restart that keeps it over 90%."""
-    asked = costs(cluster(GPUS), GPUS)
+    asked: dict[str, Any] = costs(cluster(GPUS), GPUS)
     best = at_scale(GPUS)
     simulated = simulated_goodput(
         interval_steps=best["interval_steps"], intervals=samples, seed=1, **asked
