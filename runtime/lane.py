@@ -125,8 +125,10 @@ class Lane:
             if self.stream is not None and self._record is not None:
                 completion.event = self._record(self.stream)
         except BaseException as error:  # noqa: BLE001  # surfaces at the next wait or step
-            self._error = self._error or error
-            completion.error = error
+            # What failed first is told, not who waited for it.
+            root = error.__cause__ if isinstance(error, BackgroundError) else None
+            self._error = self._error or root or error
+            completion.error = root or error
         finally:
             completion.end_s = time.perf_counter()
             completion.issued.set()

@@ -1,0 +1,227 @@
+"""The contract: whatever the plan, the device and the timing, the bits are stock DeepSpeed's."""
+
+import functools
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from studies.byte_gpt import SIZES, ByteGPT
+from tests.runtime.contract.training import (
+    DEVICES,
+    assert_same,
+    attached,
+    outcome,
+    same,
+    start,
+    train,
+)
+
+pytestmark = pytest.mark.usefixtures("only_rank")
+MIX = ["host", "device", "resident"]
+
+
+def l2_adam():
+    betas = {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}
+    return {"optimizer": {"type": "Adam", "params": {**betas, "adam_w_mode": False}}}
+
+
+def warm_up():
+    schedule = {"warmup_min_lr": 0, "warmup_max_lr": 1e-3, "warmup_num_steps": 4}
+    return {"scheduler": {"type": "WarmupLR", "params": schedule}}
+
+
+def two_groups(model):
+    named = list(model.named_parameters())
+    decayed = [p for n, p in named if p.dim() > 1]
+    plain = [p for n, p in named if p.dim() == 1]
+    return [
+        {"params": decayed, "weight_decay": 0.2, "lr": 2e-3},
+        {"params": plain, "weight_decay": 0.0, "betas": (0.8, 0.9)},
+    ]
+
+
+def frozen():
+    model = ByteGPT(SIZES["tiny"])
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = "mlp" in name or "widen" in name or "head" in name
+    return model
+
+
+def trainable(model):
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+CASES = {
+    "clipping": {},
+    "clips_hard": {"clipping": 0.01},
+    "no_clipping": {"clipping": 0.0},
+    "accumulation": {"accumulation": 3},
+    "fp32": {"precision": "fp32"},
+    "fp32_accumulation": {
+        "accumulation": 2, "extra": {"data_types": {"grad_accum_dtype": "fp32"}},
+    },
+    "no_persistent_parameters": {"stage3_param_persistence_threshold": 0},
+    "small_buckets": {"reduce_bucket_size": 5_000, "stage3_prefetch_bucket_size": 10_000},
+    "l2_adam": {"extra": l2_adam()},
+    "learning_rate_schedule": {"extra": warm_up()},
+    "parameter_groups": {"parameters": two_groups},
+    "frozen_parameters": {"model": frozen, "parameters": trainable},
+    "one_subgroup": {"subgroup_size": 10**9},
+}  # fmt: skip
+
+
+def engine_for(case):
+    options = dict(CASES[case])
+    if "model" in options:
+        options["model"] = options["model"]()
+    return start(**options)
+
+
+@functools.cache
+def stock(case):
+    return outcome(engine_for(case))
+
+
+@pytest.mark.parametrize("device", list(DEVICES))
+@pytest.mark.parametrize("case", list(CASES))
+def test_every_configuration(case, device):
+    assert_same(outcome(attached(engine_for(case), MIX, device)), stock(case))
+
+
+@pytest.mark.parametrize("device", list(DEVICES))
+@pytest.mark.parametrize("overlap", [True, False])
+def test_all_on_the_host(device, overlap):
+    ours = attached(engine_for("clipping"), ["host"], device, overlap_forward=overlap)
+    assert_same(outcome(ours), stock("clipping"))
+
+
+@settings(
+    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    pattern=st.lists(st.sampled_from(MIX), min_size=1, max_size=5),
+    slots=st.integers(1, 4),
+    prefetch=st.integers(0, 4),
+    overlap=st.booleans(),
+    seed=st.integers(0, 10**6),
+)
+def test_any_placement_and_timing(pattern, slots, prefetch, overlap, seed):
+    device = "cuda" if "cuda" in DEVICES else "emulated"
+    ours = attached(
+        engine_for("clipping"), pattern, device, seed,
+        staging_slots=slots, prefetch=min(prefetch, slots), overlap_forward=overlap,
+    )  # fmt: skip
+    assert_same(outcome(ours), stock("clipping"))
+
+
+@pytest.mark.parametrize("device", list(DEVICES))
+def test_fp16_skips_the_step_on_overflow_and_goes_on(device, monkeypatch):
+    from deepspeed.accelerator import get_accelerator
+
+    # DeepSpeed refuses fp16 on a CPU, whose torch computes it all the same.
+    monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
+    options = {"precision": "fp16", "extra": {"fp16": {"enabled": True, "initial_scale_power": 32,
+                                                       "hysteresis": 1}}}  # fmt: skip
+    reference = start(**options)
+    losses, norms = train(reference, 24)
+    skipped = reference.skipped_steps
+    from studies.bits import state_of
+
+    expected = state_of(reference), torch.stack(losses), norms
+    reference.destroy()
+    assert 0 < skipped < 24, "the test needs both kinds of step"
+    ours = attached(start(**options), MIX, device)
+    losses, norms = train(ours, 24)
+    assert ours.skipped_steps == skipped
+    assert_same((state_of(ours), torch.stack(losses), norms), expected)
+    ours.destroy()
+
+
+class Switching(torch.nn.Module):
+    """One of two branches per batch: the other one's parameters get no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = torch.nn.Embedding(256, 32)
+        self.branches = torch.nn.ModuleList(torch.nn.Linear(32, 300) for _ in range(2))
+        self.back = torch.nn.Linear(300, 256)
+        self.number = 0
+
+    def forward(self, inputs, targets):
+        branch = self.branches[(self.number // 2) % 2]
+        self.number += 1
+        logits = self.back(torch.relu(branch(self.embed(inputs))))
+        return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize("device", list(DEVICES))
+@pytest.mark.parametrize("clipping", [0.05, 0.0])
+def test_unused_parameters_get_what_stock_gives_them(device, clipping):
+    def new():
+        return start(model=Switching(), clipping=clipping, subgroup_size=9000)
+
+    expected = outcome(new(), 9)
+    assert_same(outcome(attached(new(), MIX, device), 9), expected)
+
+
+@pytest.mark.parametrize("device", list(DEVICES))
+def test_save_and_resume_in_another_placement(device, tmp_path):
+    expected = outcome(engine_for("clipping"), 12)
+    saving = attached(engine_for("clipping"), MIX, device)
+    train(saving, 7)
+    saving.save_checkpoint(str(tmp_path))
+    saving.destroy()
+    resumed = attached(engine_for("clipping"), ["resident", "host"], device)
+    path, _ = resumed.load_checkpoint(str(tmp_path))
+    assert path is not None
+    ours = outcome(resumed, 5, first=7)
+    assert_same((ours[0], ours[1], ours[2]), (expected[0], expected[1][7:], expected[2][7:]))
+
+
+PLANTS = {
+    "slot reused before its write-back": lambda t: t.op.kind.value == "state H2D",
+    "update before its state has come": lambda t: t.op.kind.value == "update device",
+    "write-back before the update": lambda t: t.op.kind.value == "state D2H",
+}
+
+
+@pytest.mark.parametrize("plant", list(PLANTS))
+def test_a_planted_race_is_caught(plant):
+    """One wait removed and the op before it delayed: the comparison must see it."""
+    import dataclasses
+    import time
+
+    ours = attached(
+        engine_for("clipping"), ["device"], "cuda" if "cuda" in DEVICES else "emulated",
+        seed=None, staging_slots=1, prefetch=1,
+    )  # fmt: skip
+    executor = ours.optimizer._ebbtide.executor
+    victim = PLANTS[plant]
+    executor.template[:] = [
+        dataclasses.replace(t, now=(), before=()) if victim(t) else t for t in executor.template
+    ]
+    slow = {"slot reused before its write-back": "state D2H",
+            "update before its state has come": "state H2D",
+            "write-back before the update": "update device"}[plant]  # fmt: skip
+
+    def delay(op):
+        if op.kind.value == slow:
+            time.sleep(0.02)
+
+    executor.before_op = delay
+    assert not same(outcome(ours), stock("clipping"))
+
+
+def test_a_gate_removed_is_caught():
+    """Forward that does not wait for its parameters reads old ones."""
+    import time
+
+    ours = attached(
+        engine_for("clipping"), ["host"], "cuda" if "cuda" in DEVICES else "emulated", seed=None
+    )
+    ours.optimizer._ebbtide.undo_gates()
+    ours.optimizer._ebbtide.executor.before_op = lambda op: time.sleep(0.02)
+    assert not same(outcome(ours), stock("clipping"))

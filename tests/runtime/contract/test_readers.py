@@ -1,0 +1,153 @@
+"""Every way to read or write state waits for what it needs and shows stock's values."""
+
+import pytest
+import torch
+
+from runtime.lane import BackgroundError
+from tests.runtime.contract.training import DEVICES, attached, outcome, start, train
+
+pytestmark = pytest.mark.usefixtures("only_rank")
+MIX = ["host", "device", "resident"]
+
+
+def read_everything(engine):
+    from deepspeed.utils import (
+        safe_get_full_fp32_param,
+        safe_get_full_grad,
+        safe_get_full_optimizer_state,
+        safe_get_local_fp32_param,
+        safe_get_local_grad,
+        safe_get_local_optimizer_state,
+    )
+
+    found = {}
+    for name, p in engine.module.named_parameters():
+        found[name, "fp32"] = safe_get_full_fp32_param(p).clone()
+        found[name, "grad"] = safe_get_full_grad(p).clone()
+        found[name, "local fp32"] = safe_get_local_fp32_param(p).clone()
+        found[name, "local grad"] = safe_get_local_grad(p).clone()
+        for key in ("exp_avg", "exp_avg_sq"):
+            found[name, key] = safe_get_full_optimizer_state(p, key).clone()
+            found[name, "local", key] = safe_get_local_optimizer_state(p, key).clone()
+    return found
+
+
+def assert_equal(ours, stock):
+    assert ours.keys() == stock.keys()
+    different = [key for key in stock if not torch.equal(ours[key], stock[key])]
+    assert different == []
+
+
+@pytest.mark.parametrize("device", list(DEVICES))
+def test_reads_between_backward_and_step_and_after_step(device):
+    from studies.byte_gpt import SIZES, Batches
+
+    seen = []
+    for engine in (start(), attached(start(), MIX, device)):
+        train(engine, 2)
+        batch = Batches(2, SIZES["tiny"].sequence).at(2, engine.device)
+        engine.backward(engine(*batch))
+        before = read_everything(engine)
+        engine.step()
+        after = read_everything(engine)
+        later = outcome(engine, 2, first=3)
+        seen.append((before, after, later))
+    for ours, stock in zip(seen[1][:2], seen[0][:2], strict=True):
+        assert_equal(ours, stock)
+    assert torch.equal(seen[1][2][1], seen[0][2][1])
+
+
+@pytest.mark.parametrize("device", list(DEVICES))
+@pytest.mark.parametrize("moment", ["between backward and step", "after step"])
+def test_writes_count(device, moment):
+    from deepspeed.utils import (
+        safe_set_full_fp32_param,
+        safe_set_full_grad,
+        safe_set_full_optimizer_state,
+        safe_set_local_optimizer_state,
+    )
+
+    from studies.byte_gpt import SIZES, Batches
+
+    results = []
+    for engine in (start(), attached(start(), MIX, device, prefetch=2)):
+        train(engine, 2)
+        batch = Batches(2, SIZES["tiny"].sequence).at(2, engine.device)
+        engine.backward(engine(*batch))
+        if moment == "after step":
+            engine.step()
+        for number, p in enumerate(engine.module.parameters()):
+            shape = p.ds_shape
+            if number % 4 == 0:
+                safe_set_full_fp32_param(p, torch.full(shape, 0.25))
+            elif number % 4 == 1:
+                safe_set_full_optimizer_state(p, torch.full(shape, 0.01), "exp_avg_sq")
+            elif number % 4 == 2:
+                safe_set_local_optimizer_state(p, torch.full((p.ds_numel,), 0.02), "exp_avg")
+            elif moment != "after step":
+                safe_set_full_grad(p, torch.full(shape, 1e-3))
+        if moment != "after step":
+            engine.step()
+        results.append(outcome(engine, 2, first=3))
+    from tests.runtime.contract.training import assert_same
+
+    assert_same(results[1], results[0])
+
+
+@pytest.mark.parametrize("device", list(DEVICES))
+def test_gathered_parameters_eval_and_state_dicts(device):
+    from deepspeed.runtime.zero import GatheredParameters
+
+    from studies.byte_gpt import SIZES, Batches
+
+    seen = []
+    for engine in (start(), attached(start(), MIX, device)):
+        notes = []
+
+        def look(engine, number, notes=notes):
+            engine.eval()
+            with torch.no_grad():
+                batch = Batches(2, SIZES["tiny"].sequence).at(number + 100, engine.device)
+                notes.append(engine(*batch).clone())
+            engine.train()
+            with GatheredParameters(list(engine.module.parameters())):
+                notes.extend(p.detach().clone() for p in engine.module.parameters())
+            consolidated = engine._zero3_consolidated_16bit_state_dict()
+            notes.extend(v.clone() for v in consolidated.values())
+
+        outcome(engine, 3, each=look)
+        seen.append(notes)
+    assert len(seen[0]) == len(seen[1]) > 30
+    assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+
+
+@pytest.mark.parametrize("device", list(DEVICES))
+def test_a_failing_op_surfaces_and_nothing_hangs(device):
+    engine = attached(start(), MIX, device, seed=None)
+    train(engine, 1)
+
+    def fail(op):
+        if op.subgroup == 1:
+            raise OSError("the disk of this test has died")
+
+    engine.optimizer._ebbtide.executor.before_op = fail
+    with pytest.raises(BackgroundError) as failure:
+        train(engine, 2)
+    assert "the disk of this test has died" in str(failure.value.__cause__)
+    with pytest.raises(BackgroundError):
+        engine.optimizer.wait()
+    with pytest.raises(BackgroundError):
+        engine.destroy()
+
+
+def test_host_memory_is_14_bytes_per_parameter():
+    from runtime.engine import host_bytes
+
+    engine = attached(start(), ["host"], next(iter(DEVICES)), seed=None)
+    train(engine, 1)
+    elements = sum(s.elements for s in engine.optimizer._ebbtide.executor.states)
+    held = host_bytes(engine.optimizer)
+    staging = sum(t.nbytes for t in engine.optimizer._ebbtide.executor.parameter_slots)
+    assert held - staging == 14 * elements
+    assert all(m.grad is None for m in engine.optimizer.fp32_partitioned_groups_flat)
+    engine.destroy()

@@ -1,0 +1,102 @@
+"""Stock and ebbtide over the same steps, for the contract suite."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import runtime
+from runtime.device import Device, EmulatedDevice
+from simulator import Plan
+from studies.bits import differences, state_of
+from studies.byte_gpt import SIZES, Batches, ByteGPT, ds_config, train_step
+
+SUBGROUP = 20_000
+DEVICES = {"unified": Device, "emulated": EmulatedDevice}
+if torch.cuda.is_available():
+    from runtime.device import CudaDevice
+
+    DEVICES = {"cuda": CudaDevice}
+
+
+def device_of(name: str) -> Device:
+    return DEVICES[name]()
+
+
+def plan_for(engine: Any, pattern: list[str], **fields: Any) -> Plan:
+    """The pattern repeated over the engine's subgroups."""
+    count = len(engine.optimizer.fp16_partitioned_groups_flat)
+    placements = [pattern[i % len(pattern)] for i in range(count)]
+    values = {"staging_slots": 2, "prefetch": 1} | fields
+    if "device" not in placements:
+        values |= {"staging_slots": 0, "prefetch": 0}
+    return Plan(subgroup_size=SUBGROUP, placement=Plan.runs(placements), **values)
+
+
+def start(model: torch.nn.Module | None = None, parameters: Any = None, **config: Any) -> Any:
+    """A DeepSpeed engine on a tiny byte GPT, always from the same weights."""
+    import deepspeed
+
+    torch.manual_seed(0)
+    model = model if model is not None else ByteGPT(SIZES["tiny"])
+    settings = {"micro_batch": 2, "subgroup_size": SUBGROUP, "learning_rate": 1e-3}
+    extra = config.pop("extra", {})
+    made = {**ds_config(**{**settings, **config}), **extra}
+    parameters = parameters(model) if parameters is not None else model.parameters()
+    return deepspeed.initialize(model=model, model_parameters=parameters, config=made)[0]
+
+
+def delays(seed: int, longest_s: float = 0.004) -> Callable[[Any], None]:
+    """A random pause before every op: what may overlap does, in ever other orders."""
+    rng = random.Random(seed)
+    return lambda op: time.sleep(rng.random() * longest_s)
+
+
+def train(
+    engine: Any,
+    steps: int = 6,
+    first: int = 0,
+    each: Callable[[Any, int], None] | None = None,
+    batches: Any = None,
+) -> tuple[list[torch.Tensor], list[float]]:
+    """Losses and gradient norms of some micro-steps."""
+    batches = batches or Batches(2, SIZES["tiny"].sequence)
+    losses, norms = [], []
+    for number in range(first, first + steps):
+        losses.append(train_step(engine, batches.at(number, engine.device)))
+        norms.append(float(engine.get_global_grad_norm() or 0.0))
+        if each is not None:
+            each(engine, number)
+    return losses, norms
+
+
+def outcome(engine: Any, *args: Any, **kwargs: Any) -> tuple[dict[str, torch.Tensor], Any, Any]:
+    """State, losses and norms at the end; the engine is gone after that."""
+    losses, norms = train(engine, *args, **kwargs)
+    state = state_of(engine)
+    engine.destroy()
+    return state, torch.stack(losses), norms
+
+
+def assert_same(ours: Any, stock: Any) -> None:
+    assert differences(ours[0], stock[0]) == ()
+    assert torch.equal(ours[1], stock[1])
+    assert ours[2] == stock[2]
+
+
+def same(ours: Any, stock: Any) -> bool:
+    return not differences(ours[0], stock[0]) and torch.equal(ours[1], stock[1])
+
+
+def attached(
+    engine: Any, pattern: list[str], device: str, seed: int | None = 1, **fields: Any
+) -> Any:
+    """The engine under a plan, with delays."""
+    runtime.attach(engine, plan_for(engine, pattern, **fields), device=device_of(device))
+    if seed is not None:
+        engine.optimizer._ebbtide.executor.before_op = delays(seed)
+    return engine

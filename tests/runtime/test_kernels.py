@@ -1,0 +1,262 @@
+"""The update kernels against DeepSpeed's real op, bit for bit."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runtime.kernels import host
+from runtime.kernels.adam_step import AdamStep, BiasCorrection
+
+LR, BETAS, EPS = 1e-3, (0.9, 0.999), 1e-8
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_IDS = itertools.count(50_000)
+
+
+@pytest.fixture(scope="module")
+def op(deepspeed_ops):
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+
+    return CPUAdamBuilder().load()
+
+
+class Stock:
+    """DeepSpeedCPUAdam's C++ optimizer without its slow Python constructor."""
+
+    def __init__(self, op, p, weight_decay=0.0, adamw=True):
+        self.op, self.number = op, next(_IDS)
+        self.p, self.m, self.v = p.clone(), torch.zeros_like(p), torch.zeros_like(p)
+        self.weight_decay = weight_decay
+        op.create_adam(self.number, LR, *BETAS, EPS, weight_decay, adamw, False)
+
+    def step(self, number, grad, lr=LR, betas=BETAS):
+        self.op.adam_update(
+            self.number, number, lr, *betas, EPS, self.weight_decay, True,
+            self.p, grad, self.m, self.v,
+        )  # fmt: skip
+
+    def close(self):
+        self.op.destroy_adam(self.number)
+
+
+def same(a, b):
+    """Equal bits; NaN where NaN, whatever its payload."""
+    nan = torch.isnan(a)
+    return torch.equal(nan, torch.isnan(b)) and torch.equal(
+        a.masked_fill(nan, 0), b.masked_fill(nan, 0)
+    )
+
+
+def run_both(op, n, steps=4, weight_decay=0.0, adamw=True, dtype=torch.bfloat16, threads=2, seed=0):
+    """Both optimizers over the same gradients; returns whether every tensor agrees."""
+    generator = torch.Generator().manual_seed(seed)
+    p = torch.randn(n, generator=generator)
+    stock = Stock(op, p, weight_decay, adamw)
+    m, v = torch.zeros(n), torch.zeros(n)
+    bias = BiasCorrection(*BETAS)
+    agree = True
+    for number in range(1, steps + 1):
+        size = torch.randint(-20, 3, (n,), generator=generator)
+        grad = (torch.randn(n, generator=generator) * 10.0**size).to(dtype)
+        scale, lr = 0.37 / number, LR / number
+        stock.step(number, grad.float() * scale, lr)
+        out = torch.empty(n, dtype=dtype)
+        bias1, bias2 = bias.advance(number, *BETAS)
+        step = AdamStep(lr, *BETAS, EPS, weight_decay, bias1, bias2, adamw)
+        host.host_adam(p, m, v, grad, out, step, scale, threads)
+        agree &= same(p, stock.p) and same(m, stock.m) and same(v, stock.v)
+        agree &= same(out.float(), stock.p.to(dtype).float())
+    stock.close()
+    return agree
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("weight_decay", "adamw"), [(0.0, True), (0.1, True), (0.1, False)])
+@pytest.mark.parametrize("n", [1, 15, 16, 129, 100_003, 2_200_017])
+def test_bits_of_deepspeed_adam(op, n, weight_decay, adamw, dtype):
+    assert run_both(op, n, 3 if n > 10**6 else 12, weight_decay, adamw, dtype)
+
+
+@settings(max_examples=25, deadline=None)
+@given(n=st.integers(1, 70_000), threads=st.integers(1, 4), seed=st.integers(0, 10**6))
+def test_any_length_and_number_of_threads(op, n, threads, seed):
+    assert run_both(op, n, threads=threads, seed=seed)
+
+
+def test_special_values(op):
+    values = [0.0, -0.0, 1e-45, -1e-40, 3e38, -3e38, float("inf"), float("-inf"), float("nan")]
+    n = 9 * 32
+    grad = torch.tensor(values * 32)
+    p = torch.linspace(-1, 1, n)
+    stock = Stock(op, p, 0.1)
+    m, v = torch.zeros(n), torch.zeros(n)
+    bias = BiasCorrection(*BETAS)
+    for number in (1, 2, 3):
+        stock.step(number, grad.clone())
+        step = AdamStep(LR, *BETAS, EPS, 0.1, *bias.advance(number, *BETAS))
+        host.host_adam(p, m, v, grad, None, step)
+    stock.close()
+    assert same(p, stock.p)
+    assert same(m, stock.m)
+    assert same(v, stock.v)
+    assert torch.isnan(p).any()
+    assert torch.isfinite(p).any()
+
+
+def test_views_that_start_anywhere(op):
+    n, start = 50_000, 13
+    buffers = [torch.zeros(n + start) for _ in range(3)]
+    p, m, v = (b[start:] for b in buffers)
+    p.copy_(torch.randn(n))
+    stock = Stock(op, p)
+    grad = torch.randn(n + 3).bfloat16()[3:]
+    out = torch.zeros(n + 5, dtype=torch.bfloat16)[5:]
+    stock.step(1, grad.float())
+    step = AdamStep(LR, *BETAS, EPS, 0.0, *BiasCorrection(*BETAS).advance(1, *BETAS))
+    host.host_adam(p, m, v, grad, out, step, threads=2)
+    stock.close()
+    assert same(p, stock.p)
+    assert torch.equal(out, stock.p.bfloat16())
+    assert all(not b[:start].any() for b in buffers), "nothing before the view is touched"
+
+
+def test_segments_of_a_subgroup_have_the_bits_of_the_whole(op):
+    n, cut = 70_007, 30_000
+    p = torch.randn(n)
+    stock = Stock(op, p)
+    m, v, grad = torch.zeros(n), torch.zeros(n), torch.randn(n)
+    stock.step(1, grad.clone())
+    step = AdamStep(LR, *BETAS, EPS, 0.0, *BiasCorrection(*BETAS).advance(1, *BETAS))
+    for span, tail in ((slice(0, cut), 0), (slice(cut, n), n % 16)):
+        host.host_adam(p[span], m[span], v[span], grad[span], None, step, tail=tail)
+    stock.close()
+    assert same(p, stock.p)
+    assert same(v, stock.v)
+
+
+def test_alternating_betas_follow_deepspeeds_one_optimizer_object(op):
+    """Several parameter groups: every change of betas falls back on pow."""
+    betas = [(0.9, 0.999), (0.8, 0.95)]
+    params = [torch.randn(64), torch.randn(64)]
+    stocks = [Stock(op, p) for p in params]
+    for s in stocks[1:]:
+        s.close()
+        s.number = stocks[0].number  # DeepSpeed has one C++ object for all groups
+    bias = BiasCorrection(*BETAS)
+    for number in range(1, 30):
+        for index, p in enumerate(params):
+            grad = torch.randn(64)
+            stocks[index].step(number, grad.clone(), betas=betas[index])
+            step = AdamStep(LR, *betas[index], EPS, 0.0, *bias.advance(number, *betas[index]))
+            if number == 1:
+                stocks[index].mine = (torch.zeros(64), torch.zeros(64))
+            host.host_adam(p, *stocks[index].mine, grad, None, step)
+    stocks[0].close()
+    assert all(same(p, s.p) for p, s in zip(params, stocks, strict=True))
+
+
+def test_resume_replays_the_running_product():
+    uninterrupted, jumped_differs = BiasCorrection(*BETAS), False
+    for number in range(1, 200):
+        expected = uninterrupted.advance(number, *BETAS)
+        resumed, jumped = BiasCorrection(*BETAS), BiasCorrection(*BETAS)
+        resumed.resume(number - 1, [BETAS] * 3)
+        assert resumed.advance(number, *BETAS) == expected
+        jumped_differs |= jumped.advance(number, *BETAS) != expected
+    assert jumped_differs, "a jump uses pow, which is why resume must replay"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", [1, 7, 1003, 250_001])
+def test_norm_has_torchs_bits(n, dtype):
+    assert host._norm_lanes() > 0, "torch's order of summation is known on this machine"
+    for seed in range(3):
+        g = (torch.randn(n, generator=torch.Generator().manual_seed(seed)) * 0.01).to(dtype)
+        assert host.norm(g) == float(g.to(torch.float64).norm(2))
+
+
+def test_norm_of_infinities_and_nan():
+    g = torch.ones(100)
+    g[3] = float("inf")
+    assert host.norm(g) == float("inf")
+    g[4] = float("nan")
+    assert np.isnan(host.norm(g))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"p": torch.zeros(4, dtype=torch.float64)}, "p must have one of the dtypes"),
+        ({"grad": torch.zeros(5)}, "grad must be a contiguous host tensor of 4 elements"),
+        ({"out": torch.zeros(8)[::2]}, "out must be a contiguous"),
+    ],
+)
+def test_wrong_tensors_are_refused(change, message):
+    tensors = {name: torch.zeros(4) for name in ("p", "m", "v", "grad", "out")} | change
+    step = AdamStep(LR, *BETAS, EPS, 0.0, 0.1, 1.0)
+    with pytest.raises(ValueError, match=message):
+        host.host_adam(**tensors, step=step)
+
+
+def test_a_missing_compiler_is_told(monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    monkeypatch.setenv("EBBTIDE_CACHE", str(tmp_path))
+    with pytest.raises(host.MissingCompilerError, match="install g\\+\\+, or set CXX"):
+        host._build()
+
+
+def test_device_kernel_compiles_to_ieee_instructions_only():
+    """Offline, without a GPU: no approximation, no flush to zero, no fusion but our own."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from runtime.kernels.device import adam_kernel
+
+    pointers = {"p_ptr": "*fp32", "m_ptr": "*fp32", "v_ptr": "*fp32", "grad_ptr": "*bf16",
+                "out_ptr": "*bf16", "n": "i64", "tail_begin": "i64"}  # fmt: skip
+    scalars = ("scale", "beta1", "one_minus_beta1", "beta2", "one_minus_beta2", "bias2", "eps",
+               "decay", "step_size")  # fmt: skip
+    signature = {
+        **pointers,
+        **dict.fromkeys(scalars, "fp32"),
+        "DECAY": "constexpr",
+        "BLOCK": "constexpr",
+    }
+    source = ASTSource(fn=adam_kernel, signature=signature, constexprs={"DECAY": 2, "BLOCK": 1024})
+    compiled = triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False}
+    )
+    ptx = compiled.asm["ptx"]
+    assert "sqrt.rn.f32" in ptx
+    assert "div.rn.f32" in ptx
+    assert "fma.rn.f32" in ptx
+    assert "approx" not in ptx
+    assert "ftz" not in ptx
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize(("weight_decay", "adamw"), [(0.0, True), (0.1, True), (0.1, False)])
+def test_device_kernel_has_the_host_kernels_bits(weight_decay, adamw):
+    from runtime.kernels.device import device_adam
+
+    n = 1_000_003
+    generator = torch.Generator().manual_seed(1)
+    p, m = torch.randn(n, generator=generator), torch.zeros(n)
+    v, out = torch.zeros(n), torch.zeros(n, dtype=torch.bfloat16)
+    on_device = [t.cuda() for t in (p, m, v)]
+    device_out = out.cuda()
+    bias = BiasCorrection(*BETAS)
+    for number in range(1, 6):
+        size = torch.randint(-20, 3, (n,), generator=generator)
+        grad = (torch.randn(n, generator=generator) * 10.0**size).bfloat16()
+        step = AdamStep(LR, *BETAS, EPS, weight_decay, *bias.advance(number, *BETAS), adamw)
+        host.host_adam(p, m, v, grad, out, step, 0.37, 2)
+        device_adam(*on_device, grad.cuda(), device_out, step, 0.37)
+    for ours, theirs in zip((p, m, v), on_device, strict=True):
+        assert same(theirs.cpu(), ours)
+    assert torch.equal(device_out.cpu(), out)
