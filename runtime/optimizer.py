@@ -175,8 +175,14 @@ class EbbtideStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         return jobs
 
     def _hold_back_gathers(self) -> None:
-        """DeepSpeed gathers ahead of the current layer; that would wait for updates too early."""
+        """DeepSpeed gathers ahead of the current layer; that would wait for updates too early.
+
+        With several ranks it must go on: gathers are collective then, so that what is gathered
+        when may not depend on how far a rank's own updates are. They are gated all the same.
+        """
         own = self._ebbtide
+        if self.partition_count > 1:
+            return
         for coordinator in private.coordinators(self):
             if not own.held_back:
                 own.prefetch_elements = private.prefetch_elements(coordinator)
