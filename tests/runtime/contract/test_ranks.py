@@ -1,0 +1,50 @@
+"""Two ranks over gloo: bits, and what happens to the others when one fails."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from studies.rank import free_port, remove_shared_buffers
+
+SCRIPT = Path(__file__).with_name("two_ranks.py")
+ROOT = SCRIPT.parents[3]
+DEADLINE_S = 150
+
+
+def launch(what, folder, environment):
+    port = free_port()
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
+        "--master-port", str(port), str(SCRIPT), what, str(folder),
+    ]  # fmt: skip
+    environment = {**environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    try:
+        return subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S,
+            check=False,
+        )  # fmt: skip
+    finally:
+        remove_shared_buffers(port)
+
+
+@pytest.mark.slow
+def test_two_ranks_with_placements_of_their_own_have_stocks_bits(
+    deepspeed_ops, tmp_path, child_environment
+):
+    done = launch("compare", tmp_path, child_environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for rank in (0, 1):
+        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert len(found) == 4
+        assert all(found.values()), found
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_takes_the_others_with_it(deepspeed_ops, tmp_path, child_environment):
+    done = launch("fail", tmp_path, child_environment)  # a hang would run into the deadline
+    assert done.returncode != 0
+    assert "planted on rank 1" in done.stderr
+    assert not list(tmp_path.glob("rank*.json"))

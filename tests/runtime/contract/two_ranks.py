@@ -1,0 +1,62 @@
+"""Run by torchrun: stock and ebbtide on two ranks, each rank with placements of its own."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import deepspeed
+import torch
+
+from studies.bits import differences, state_of
+from studies.byte_gpt import SIZES, Batches
+from tests.runtime.contract.training import attached, start, train
+
+MIX = ["host", "device", "resident"]
+UNEVEN = 9_999  # elements of a subgroup: nothing here divides by two
+
+
+def run(pattern=None, device="emulated", fail=False, **config):
+    rank = torch.distributed.get_rank()
+    engine = start(subgroup_size=UNEVEN, **config)
+    if pattern:
+        attached(engine, pattern[rank:] + pattern[:rank], device, seed=rank)
+    if fail and rank == 1:
+
+        def die(op):
+            raise OSError(f"planted on rank {rank} in {op.label}")
+
+        engine.optimizer._ebbtide.executor.before_op = die
+    batches = Batches(2, SIZES["tiny"].sequence, rank=rank)
+    losses, norms = train(engine, 5, batches=batches)
+    state = state_of(engine)
+    engine.destroy()
+    return state, torch.stack(losses), norms
+
+
+def compare(name, **config):
+    stock = run(**config)
+    found = {}
+    for pattern, device in ((["host"], "unified"), (MIX, "emulated")):
+        ours = run(pattern, device, **config)
+        found[f"{name}: {pattern} on {device}"] = (
+            not differences(ours[0], stock[0])
+            and torch.equal(ours[1], stock[1])
+            and ours[2] == stock[2]
+        )
+    return found
+
+
+def main():
+    deepspeed.init_distributed()
+    out = Path(sys.argv[2]) / f"rank{os.environ['RANK']}.json"
+    if sys.argv[1] == "fail":
+        run(MIX, fail=True)
+        out.write_text("{}")  # not reached
+        return
+    found = compare("default") | compare("no persistent", stage3_param_persistence_threshold=0)
+    out.write_text(json.dumps(found))
+    torch.distributed.destroy_process_group()
+
+
+main()
