@@ -71,6 +71,38 @@ def profile_engine(
     return _workload(engine, traces, name or type(engine.module).__name__)
 
 
+class PassiveProfile:
+    """Profiles an engine that somebody else drives: `on_step` is called after each of its steps.
+
+    Calls are counted per optimizer step, so that micro-steps of gradient accumulation belong to
+    the step they end in.
+    """
+
+    def __init__(self, engine: Any, iterations: int) -> None:
+        self._engine, self._iterations = engine, iterations
+        self._seen = engine.global_steps
+        self._steps = 0
+        self._traces: list[_Trace] = []
+        self._watcher: _Watcher | None = None
+
+    def on_step(self) -> Workload | None:
+        """The workload once enough steps were seen, else None."""
+        if self._engine.global_steps == self._seen:
+            return None
+        self._seen = self._engine.global_steps
+        self._steps += 1
+        if self._watcher is not None:
+            self._traces.append(self._watcher.trace)
+            self._watcher.begin()
+        elif self._steps == WARMUP_STEPS:
+            self._watcher = _Watcher(self._engine)
+            self._watcher.begin()
+        if self._watcher is None or len(self._traces) < self._iterations:
+            return None
+        self._watcher.remove()
+        return _workload(self._engine, self._traces, type(self._engine.module).__name__)
+
+
 class _Watcher:
     """Hooks on the engine's units and wrappers around its phases, removed by `remove`."""
 
@@ -89,10 +121,14 @@ class _Watcher:
         self._handles.append(first.register_forward_hook(self._forward_ends))
 
     def watch(self, train_step: Callable[[Any], object]) -> _Trace:
-        self.trace = _Trace(began_s=_now_s())
+        self.begin()
         with _sampled(self._note_memory):
             train_step(self.engine)
         return self.trace
+
+    def begin(self) -> None:
+        """A new trace starts now."""
+        self.trace = _Trace(began_s=_now_s())
 
     def remove(self) -> None:
         for handle in self._handles:

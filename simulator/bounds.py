@@ -92,7 +92,7 @@ class _Problem:
         wire = 0.0 if machine.unified_memory else float(w.wire_bytes)
         home = 0.0 if machine.unified_memory else float(w.grad_bytes_per_param)
         state = float(STATE_BYTES_PER_PARAM)
-        host_s = n / machine.rate("host_adam_params_per_s")
+        host_s, host_cores_s = _host_update(machine, n)
         device_s = n / machine.rate("device_adam_params_per_s")
         early = min(prefetched_params, n) * state  # came in before the barrier
         rest_s = w.backward_s + w.pipeline_idle_s
@@ -108,10 +108,18 @@ class _Problem:
         update_dram = 2 * state + w.grad_bytes_per_param + w.wire_bytes + wire + home
         self._add("DRAM", [update_dram * n / have["dram"], 2 * state * n / have["dram"], 0], rest_s)
         if machine.device_shares_host_cores:
-            self._add("cores", [host_s, device_s, device_s], -w.forward_s)
+            self._add("cores", [host_cores_s, device_s, device_s], -w.forward_s)
 
     def _add(self, name: str, seconds: list[float], spare_s: float) -> None:
         """The work of a resource must fit into T plus what it has outside of T."""
         self.names.append(name)
         self.rows.append([*seconds, -1.0])
         self.limits.append(spare_s)
+
+
+def _host_update(machine: Machine, params: float) -> tuple[float, float]:
+    """The least time, and the least use of all cores in seconds, for any number of threads."""
+    counts = {*machine.host_adam_by_threads, machine.cpu_cores}
+    rates = {threads: machine.host_adam_rate(threads) for threads in counts}
+    least_s = params / max(rates.values())
+    return least_s, min(params / rate * n / machine.cpu_cores for n, rate in rates.items())

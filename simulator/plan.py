@@ -13,6 +13,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 SCHEMA_VERSION = 1
+SHOWN_ERRORS = 4
 Placement = Literal["host", "device", "resident"]
 
 
@@ -209,7 +210,8 @@ def explain(error: ValidationError) -> str:
         received = item.get("input")
         shown = "" if isinstance(received, (dict, list)) else f" (got {received!r})"
         lines.append(f"{where}: {item['msg']}{shown}")
-    return "; ".join(lines)
+    more = len(lines) - SHOWN_ERRORS
+    return "; ".join(lines[:SHOWN_ERRORS]) + (f"; and {more} more" if more > 0 else "")
 
 
 def json_schema() -> dict[str, Any]:

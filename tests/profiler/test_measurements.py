@@ -1,0 +1,114 @@
+"""Every measurement at a tiny size: structure, provenance, clean-up. Never a time."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from profiler import adam, contention, copies, dram, measure_machine, storage
+from profiler.sampling import doubts, rate, repeat_s
+from simulator import Machine
+
+TINY = 20_000
+
+
+def test_repeats_are_at_least_five_and_leave_out_the_warm_up():
+    calls = []
+    durations = repeat_s(lambda: calls.append(1), budget_s=0.0)
+    assert len(durations) == 5
+    assert len(calls) == 6
+
+
+def test_a_rate_keeps_its_spread_and_its_source():
+    found = rate(10.0, [1.0, 2.0, 5.0], "emulated", "why")
+    assert (found.median, found.n, found.source, found.detail) == (5.0, 3, "emulated", "why")
+    assert found.q1 < found.median < found.q3
+
+
+def test_unstable_and_drifting_samples_are_doubted():
+    assert doubts("x", [1.0, 1.01, 0.99, 1.0, 1.02, 1.0]) == []
+    unstable = doubts("x", [1.0, 3.0, 1.0, 3.0, 1.0, 3.0, 1.0, 3.0, 1.0])
+    assert any("x is not stable" in line for line in unstable)
+    drifting = doubts("x", [1.0, 1.0, 1.0, 1.2, 1.3, 1.4, 1.5, 1.5, 1.5])
+    assert any("x drifted by +50%" in line for line in drifting)
+
+
+def test_latency_and_bandwidth_are_found_again():
+    sizes = np.array(copies.SIZES_BYTES, float)
+    latency_s, bandwidth = copies.fit_latency(sizes, 2e-5 + sizes / 25e9)
+    assert latency_s == pytest.approx(2e-5, rel=1e-6)
+    assert bandwidth == pytest.approx(25e9, rel=1e-6)
+    with pytest.raises(ValueError, match="at least two copy sizes"):
+        copies.fit_latency([1.0], [1.0])
+
+
+def test_copies_without_a_gpu_say_that_they_are_emulated():
+    found = copies.measure_copies(cuda=False, size_bytes=1 << 20, budget_s=0.01)
+    assert {found.h2d.source, found.d2h.source, found.duplex_factor.source} == {"emulated"}
+    assert found.pageable_h2d is None
+    assert 0.3 < found.duplex_factor.median <= 1.2
+
+
+def test_adam_rates(deepspeed_ops):
+    by_threads, _ = adam.host_adam_by_threads(TINY, [1, 2], 0.01)
+    assert sorted(by_threads) == [1, 2]
+    assert {q.source for q in by_threads.values()} == {"measured"}
+    assert adam.stock_host_adam(TINY, 0.01).source == "measured"
+    assert adam.device_adam(TINY, 0.01, cuda=False).source == "emulated"
+
+
+def test_memory_and_contention():
+    triad, _ = dram.triad(TINY, 1, 0.01)
+    assert "16 bytes" in triad.detail
+    assert dram.host_copy(TINY, 1, 0.01).median > 0
+    matrix = contention.host_contention(TINY, 1, 0.05)
+    assert set(matrix) == {"host_adam_while_copy", "copy_while_host_adam"}
+
+
+def test_storage_leaves_nothing_behind(tmp_path):
+    found = storage.measure_storage(tmp_path / "new", storage.BLOCK_BYTES, 0.01)
+    assert found.write.median > 0
+    assert found.fsync_s > 0
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_storage_removes_its_file_when_the_disk_fails(tmp_path, monkeypatch):
+    def fail(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="No space left"):
+        storage.measure_storage(tmp_path, storage.BLOCK_BYTES, 0.01)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_machine_is_measured_once_and_remembered(tmp_path, monkeypatch, deepspeed_ops):
+    from runtime.kernels import host
+
+    host.load()  # from the usual cache: only the machine file is to be new
+    monkeypatch.setenv("EBBTIDE_CACHE", str(tmp_path))
+    stages = []
+    first = measure_machine(
+        seconds=0.1, elements=TINY, progress=lambda done, total, stage: stages.append(stage)
+    )
+    assert stages[0] == "copies"
+    assert stages[-1] == ""
+    assert first.unified_memory
+    assert first.device_kind == "emulated"
+    assert first.h2d_bytes_per_s.source == "emulated"
+    assert first.stock_host_adam_params_per_s.source == "measured"
+    assert measure_machine(seconds=0.1, elements=TINY) == first
+    assert measure_machine(seconds=0.1, elements=TINY, fresh=True) != first
+    assert Machine.load(next(tmp_path.glob("machine-*.json"))).fingerprint == first.fingerprint
+
+
+def test_bad_arguments_are_refused():
+    with pytest.raises(ValueError, match="seconds must be > 0"):
+        measure_machine(seconds=0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_cuda_without_a_gpu_is_refused():
+    with pytest.raises(ValueError, match="device 'cuda' needs a CUDA GPU"):
+        measure_machine(device="cuda")

@@ -1,0 +1,356 @@
+"""The ``tune`` command: profile, plan, show, simulate, and look after checkpoints."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from tuner.quantities import duration_s, size_bytes
+
+if TYPE_CHECKING:
+    from simulator.machine import Machine
+    from simulator.plan import Plan
+    from simulator.workload import Workload
+
+T = TypeVar("T")
+JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for other programs.")
+MACHINE = click.option("--machine", required=True, help="machine.json, made by `tune profile`.")
+WORKLOAD = click.option("--workload", required=True, help="workload.json of the training run.")
+
+
+class BadInputError(click.ClickException):
+    """Exit code 2 with the rule, the value and the flag to change."""
+
+    exit_code = 2
+
+
+class _Text(click.ParamType):  # type: ignore[type-arg]
+    """A flag whose text is parsed by a function that raises ValueError."""
+
+    def __init__(self, name: str, parse: Callable[[str], float]) -> None:
+        self.name, self._parse = name, parse
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        try:
+            return self._parse(value) if isinstance(value, str) else value
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+SIZE, DURATION = _Text("size", size_bytes), _Text("duration", duration_s)
+
+
+def _guarded(command: Callable[..., T]) -> Callable[..., T]:
+    """Bad input ends with one line, never with a traceback."""
+
+    @wraps(command)
+    def wrapper(*args: Any, **kwargs: Any) -> T:
+        try:
+            return command(*args, **kwargs)
+        except (ValueError, OSError, RuntimeError) as error:
+            raise BadInputError(str(error)) from None
+
+    return wrapper
+
+
+def _read(kind: type[T], path: str, flag: str) -> T:
+    """A machine or workload file.
+
+    Raises:
+        BadInputError: not readable, not JSON, or not such a file.
+    """
+    from pydantic import ValidationError
+
+    from simulator.plan import explain
+
+    try:
+        return kind.load(path)  # type: ignore[attr-defined, no-any-return]
+    except OSError as error:
+        raise BadInputError(f"{flag} must be a readable file, but got {path}: {error}") from None
+    except ValidationError as error:
+        name = kind.__name__.lower()
+        raise BadInputError(
+            f"{flag} must be a {name} file, but got {path}: {explain(error)}"
+        ) from None
+
+
+def _machine(path: str) -> Machine:
+    from simulator.machine import Machine
+
+    return _read(Machine, path, "--machine")
+
+
+def _workload(path: str) -> Workload:
+    from simulator.workload import Workload
+
+    return _read(Workload, path, "--workload")
+
+
+def _plan(path: str) -> Plan:
+    from simulator.plan import Plan
+
+    return Plan.load(path)
+
+
+@click.group(
+    epilog="Example: tune plan --machine machine.json --workload workload.json -o plan.json"
+)
+@click.version_option(package_name="ebbtide")
+def main() -> None:
+    """Plans training with CPU-offloaded optimizer state: same bits, less time."""
+
+
+@main.command(epilog="Example: tune profile -o machine.json --storage-dir /checkpoints")
+@click.option("-o", "--output", default="machine.json", show_default=True, help="Where it goes.")
+@click.option("--storage-dir", help="The folder that checkpoints will go to.")
+@click.option("--seconds", default=30.0, show_default=True, help="Time to spend.")
+@click.option("--fresh", is_flag=True, help="Measure although the result is cached.")
+@JSON
+@_guarded
+def profile(
+    output: str, storage_dir: str | None, seconds: float, fresh: bool, as_json: bool
+) -> None:
+    """Measures this machine: copies, host and device Adam, memory, storage, contention."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from profiler import measure_machine
+    from tuner.report import show_machine
+
+    console = Console(stderr=as_json)
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("measuring", total=1)
+
+        def tell(done: int, total: int, stage: str) -> None:
+            bar.update(task, completed=done, total=total, description=stage or "measured")
+
+        machine = measure_machine(storage_dir, seconds=seconds, fresh=fresh, progress=tell)
+    machine.save(output)
+    if as_json:
+        click.echo(machine.model_dump_json(indent=2))
+        return
+    show_machine(machine, console)
+    console.print(f"written to {output}")
+
+
+@main.command(epilog="Example: tune plan --machine machine.json --workload workload.json --mtbf 4h")
+@MACHINE
+@WORKLOAD
+@click.option("-o", "--output", default="plan.json", show_default=True, help="Where it goes.")
+@click.option("--gpu-memory", type=SIZE, help="Device memory per rank, e.g. 24GiB.")
+@click.option("--host-memory", type=SIZE, help="Host memory per rank, e.g. 100GiB.")
+@click.option("--robust", is_flag=True, help="Minimise the 90th percentile, not the median.")
+@click.option("--mtbf", type=DURATION, help="Mean time between failures, e.g. 4h.")
+@click.option("--restart", type=DURATION, default="60s", show_default=True)
+@click.option("--checkpoint-dir", help="Where the planned checkpoints go.")
+@click.option("--study-storage", help="optuna storage, e.g. sqlite:///study.db.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--why", is_flag=True, help="Also what more memory or bandwidth would bring.")
+@JSON
+@_guarded
+def plan(
+    machine: str,
+    workload: str,
+    output: str,
+    gpu_memory: int | None,
+    host_memory: int | None,
+    robust: bool,
+    mtbf: float | None,
+    restart: float,
+    checkpoint_dir: str | None,
+    study_storage: str | None,
+    seed: int,
+    why: bool,
+    as_json: bool,
+) -> None:
+    """Searches the best plan and says why it is the best."""
+    from rich.console import Console
+
+    from tuner.report import show_plan
+    from tuner.search import plan as search
+
+    have, work = _machine(machine), _workload(workload)
+    options: dict[str, Any] = {
+        "device_memory_bytes": gpu_memory, "host_memory_bytes": host_memory, "seed": seed,
+        "robust": robust,
+    }  # fmt: skip
+    found = search(
+        work, have, mtbf_s=mtbf, restart_s=restart, checkpoint_dir=checkpoint_dir,
+        study_storage=study_storage, **options,
+    )  # fmt: skip
+    if why:
+        from tuner.shadow import shadow_prices
+
+        extra = tuple(shadow_prices(work, have, found, options))
+        found = found.model_copy(update={"reasons": (*found.reasons, *extra)})
+    found.save(output)
+    if as_json:
+        click.echo(found.model_dump_json(indent=2))
+        return
+    console = Console()
+    show_plan(found, console)
+    console.print(f"written to {output}")
+
+
+@main.command(epilog="Example: tune show plan.json")
+@click.argument("plan_file", metavar="PLAN")
+@JSON
+@_guarded
+def show(plan_file: str, as_json: bool) -> None:
+    """Shows a plan: placement, prediction, what it beat, and why."""
+    from rich.console import Console
+
+    from tuner.report import show_plan
+
+    found = _plan(plan_file)
+    if as_json:
+        click.echo(found.model_dump_json(indent=2))
+    else:
+        show_plan(found, Console())
+
+
+@main.command(
+    epilog="Example: tune simulate --machine m.json --workload w.json --strategy twin_flow"
+)
+@MACHINE
+@WORKLOAD
+@click.option("--plan", "plan_file", help="A plan; without one, --strategy.")
+@click.option("--strategy", default="zero3_offload", show_default=True, help="By name.")
+@click.option("--trace", help="Write a trace for ui.perfetto.dev.")
+@click.option("--plot", help="Draw the timeline as PNG.")
+@JSON
+@_guarded
+def simulate(
+    machine: str,
+    workload: str,
+    plan_file: str | None,
+    strategy: str,
+    trace: str | None,
+    plot: str | None,
+    as_json: bool,
+) -> None:
+    """Predicts one iteration under a plan or a named strategy."""
+    from simulator.simulate import simulate as run
+    from simulator.strategies import build_strategy
+
+    have, work = _machine(machine), _workload(workload)
+    if plan_file is not None:
+        schedule = build_strategy("ebbtide", work, plan=_plan(plan_file))
+    else:
+        schedule = build_strategy(strategy, work)
+    timeline = run(schedule, have)
+    if trace:
+        timeline.to_perfetto(trace)
+    if plot:
+        timeline.plot().figure.savefig(plot, dpi=130, bbox_inches="tight")  # type: ignore[union-attr]
+    figures = {
+        "strategy": timeline.strategy, "iteration_s": timeline.iteration_s, **timeline.phases(),
+        "device_peak_bytes": timeline.device_peak_bytes,
+        "host_peak_bytes": timeline.host_peak_bytes,
+    }  # fmt: skip
+    if as_json:
+        click.echo(json.dumps(figures, indent=2))
+        return
+    for name, value in figures.items():
+        click.echo(f"{name:18} {value}")
+
+
+@main.group()
+def checkpoint() -> None:
+    """Lists, verifies and prunes checkpoint folders."""
+
+
+@checkpoint.command("list", epilog="Example: tune checkpoint list checkpoints/")
+@click.argument("folder")
+@JSON
+@_guarded
+def list_(folder: str, as_json: bool) -> None:
+    """The committed checkpoints of a folder, newest first."""
+    from runtime.checkpoint.inspect import list_checkpoints
+
+    found = list_checkpoints(_folder(folder))
+    _print_rows([_row(item) for item in found], as_json)
+
+
+@checkpoint.command(epilog="Example: tune checkpoint verify checkpoints/ --tag global_step100")
+@click.argument("folder")
+@click.option("--tag", help="One checkpoint; without it, all of them.")
+@JSON
+@_guarded
+def verify(folder: str, tag: str | None, as_json: bool) -> None:
+    """Reads every byte and compares it with the manifest; exit code 2 if something is damaged."""
+    from runtime.checkpoint.inspect import list_checkpoints
+    from runtime.checkpoint.inspect import verify as check
+
+    root = _folder(folder)
+    tags = [tag] if tag else [str(item.tag) for item in list_checkpoints(root)]
+    rows = []
+    for name in tags:
+        problems = check(root, name)
+        told = "; ".join(str(problem) for problem in problems)
+        rows.append({"tag": name, "state": f"damaged: {told}" if problems else "whole"})
+    _print_rows(rows, as_json)
+    if any(row["state"] != "whole" for row in rows):
+        sys.exit(2)
+
+
+@checkpoint.command(epilog="Example: tune checkpoint prune checkpoints/ --keep 3")
+@click.argument("folder")
+@click.option("--keep", required=True, type=click.IntRange(min=1), help="Newest ones to leave.")
+@JSON
+@_guarded
+def prune(folder: str, keep: int, as_json: bool) -> None:
+    """Deletes all but the newest committed checkpoints."""
+    from runtime.checkpoint.inspect import prune as delete
+
+    removed = delete(_folder(folder), keep)
+    _print_rows([{"removed": str(item)} for item in removed or []], as_json)
+
+
+def _folder(path: str) -> Path:
+    folder = Path(path)
+    if not folder.is_dir():
+        raise BadInputError(f"FOLDER must be a folder of checkpoints, but got {path}")
+    return folder
+
+
+def _row(item: Any) -> dict[str, Any]:
+    from dataclasses import asdict, is_dataclass
+
+    fields = asdict(item) if is_dataclass(item) and not isinstance(item, type) else vars(item)
+    return {name: value if isinstance(value, (int, float)) else str(value)
+            for name, value in fields.items()}  # fmt: skip
+
+
+def _print_rows(rows: list[dict[str, Any]], as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+        return
+    for row in rows:
+        click.echo("  ".join(f"{name}={value}" for name, value in row.items()))
+
+
+@main.command(
+    "profile-script",
+    epilog="Example: tune profile-script -o workload.json -- train.py --epochs 1",
+    context_settings={"ignore_unknown_options": True},
+)
+@click.option("-o", "--output", default="workload.json", show_default=True)
+@click.option("--iterations", default=5, show_default=True, help="Optimizer steps to profile.")
+@click.argument("script", nargs=-1, type=click.UNPROCESSED, required=True)
+def profile_script(output: str, iterations: int, script: tuple[str, ...]) -> None:
+    """Runs a training script until its first steps are profiled; the script stays unchanged."""
+    command = [sys.executable, "-m", "profiler.script", "--out", output,
+               "--iterations", str(iterations), "--", *script]  # fmt: skip
+    sys.exit(2 if subprocess.run(command, check=False).returncode else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""Sizes and durations as people write them."""
+
+from __future__ import annotations
+
+import re
+
+_SIZES = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+          "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}  # fmt: skip
+_DURATIONS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_PATTERN = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][0-9]+)?)\s*([a-zA-Z]*)\s*")
+
+
+def size_bytes(text: str) -> int:
+    """``24GiB``, ``100 GB``, ``1e9``: bytes.
+
+    Raises:
+        ValueError: not a positive number with a known unit.
+    """
+    return int(_parse(text, _SIZES, "a size such as 24GiB or 100GB"))
+
+
+def duration_s(text: str) -> float:
+    """``4h``, ``30m``, ``90s``: seconds.
+
+    Raises:
+        ValueError: not a positive number with a known unit.
+    """
+    return _parse(text, _DURATIONS, "a duration such as 4h, 30m or 90s")
+
+
+def _parse(text: str, units: dict[str, int] | dict[str, float], wanted: str) -> float:
+    match = _PATTERN.fullmatch(text)
+    factor = units.get(match.group(2).lower()) if match else None
+    if match is None or factor is None or float(match.group(1)) <= 0:
+        raise ValueError(f"{wanted} is needed, greater than 0, but got {text!r}")
+    return float(match.group(1)) * factor

@@ -1,0 +1,69 @@
+"""What the ``tune`` command prints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from simulator.machine import Machine
+    from simulator.plan import Plan, Prediction
+
+GIB = 2**30
+_RATES = {
+    "h2d_bytes_per_s": ("copy host to device", 1e9, "GB/s"),
+    "d2h_bytes_per_s": ("copy device to host", 1e9, "GB/s"),
+    "dram_bytes_per_s": ("host memory", 1e9, "GB/s"),
+    "host_adam_params_per_s": ("host Adam, ebbtide", 1e9, "G params/s"),
+    "stock_host_adam_params_per_s": ("host Adam, stock", 1e9, "G params/s"),
+    "device_adam_params_per_s": ("device Adam", 1e9, "G params/s"),
+    "storage_write_bytes_per_s": ("storage write with fsync", 1e9, "GB/s"),
+}
+
+
+def show_machine(machine: Machine, console: Console) -> None:
+    """Rates with their quartiles and where they come from, then the warnings."""
+    table = Table(title=f"{machine.name}: {machine.device_name}, {machine.cpu_cores} cores")
+    for column in ("rate", "median", "quartiles", "unit", "source"):
+        table.add_column(column, justify="right" if column in ("median", "quartiles") else "left")
+    for field, (name, unit, label) in _RATES.items():
+        q = getattr(machine, field)
+        spread = f"{q.q1 / unit:.2f} to {q.q3 / unit:.2f}"
+        table.add_row(name, f"{q.median / unit:.2f}", spread, label, q.source)
+    console.print(table)
+    for warning in machine.warnings:
+        console.print(f"warning: {warning}", style="yellow")
+
+
+def show_plan(plan: Plan, console: Console) -> None:
+    """Placement, the table of strategies, and the reasons."""
+    counts = [(p, plan.count(p)) for p in ("host", "device", "resident") if plan.count(p)]
+    placed = ", ".join(f"{n} {p}" for p, n in counts)
+    console.print(
+        f"{plan.subgroup_count} subgroups: {placed}; {plan.staging_slots} staging slots, "
+        f"{plan.prefetch} prefetched; overlap {'on' if plan.overlap_forward else 'off'}"
+    )
+    if plan.checkpoint.interval_steps:
+        console.print(f"a checkpoint every {plan.checkpoint.interval_steps} steps")
+    if plan.prediction is not None:
+        console.print(strategies([plan.prediction, *plan.alternatives]))
+        bound = plan.prediction.lower_bound_s
+        if bound:
+            console.print(f"no plan can take less than {bound * 1e3:.1f} ms per iteration")
+    for reason in plan.reasons:
+        console.print(f"- {reason}")
+
+
+def strategies(predictions: Iterable[Prediction]) -> Table:
+    """A row for each, fastest first."""
+    table = Table(title="predicted, per iteration")
+    for column in ("strategy", "iteration", "forward", "backward", "step", "device", "host"):
+        table.add_column(column, justify="left" if column == "strategy" else "right")
+    for p in sorted(predictions, key=lambda p: p.iteration_s):
+        times = [f"{s * 1e3:.1f} ms" for s in (p.iteration_s, p.forward_s, p.backward_s, p.step_s)]
+        memory = [f"{b / GIB:.1f} GiB" for b in (p.device_peak_bytes, p.host_peak_bytes)]
+        table.add_row(p.strategy, *times, *memory)
+    return table

@@ -1,0 +1,39 @@
+"""Shadow prices: what a little more of a resource would bring."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from simulator.machine import Machine
+from simulator.plan import Plan
+from simulator.workload import Workload
+
+GIB = 2**30
+LINK_STEP = 10e9
+
+
+def shadow_prices(
+    workload: Workload, machine: Machine, plan: Plan, options: dict[str, Any]
+) -> list[str]:
+    """Plans again with 1 GiB more device memory and with 10 GB/s more link each way."""
+    from tuner.search import plan as search
+
+    assert plan.prediction is not None
+    base_s = plan.prediction.iteration_s
+    memory = options.get("device_memory_bytes") or machine.device_memory_bytes
+    roomier = search(workload, machine, **{**options, "device_memory_bytes": memory + GIB})
+    faster = machine.with_rates(
+        h2d_bytes_per_s=machine.h2d_bytes_per_s.median + LINK_STEP,
+        d2h_bytes_per_s=machine.d2h_bytes_per_s.median + LINK_STEP,
+    )
+    quicker = search(workload, faster, **options)
+    return [
+        _line("one more GiB of device memory", base_s, roomier),
+        _line("10 GB/s more of link, each way", base_s, quicker),
+    ]
+
+
+def _line(what: str, base_s: float, other: Plan) -> str:
+    assert other.prediction is not None
+    saved_s = max(0.0, base_s - other.prediction.iteration_s)
+    return f"{what} would save {saved_s * 1e3:.2f} ms ({saved_s / base_s:.1%})"
