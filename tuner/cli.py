@@ -171,9 +171,7 @@ def plan(
     as_json: bool,
 ) -> None:
     """Searches the best plan and says why it is the best."""
-    from rich.console import Console
-
-    from tuner.report import show_plan
+    from tuner.report import show_plan, wide_console
     from tuner.search import plan as search
 
     have, work = _machine(machine), _workload(workload)
@@ -194,7 +192,7 @@ def plan(
     if as_json:
         click.echo(found.model_dump_json(indent=2))
         return
-    console = Console()
+    console = wide_console()
     show_plan(found, console)
     console.print(f"written to {output}")
 
@@ -205,15 +203,13 @@ def plan(
 @_guarded
 def show(plan_file: str, as_json: bool) -> None:
     """Shows a plan: placement, prediction, what it beat, and why."""
-    from rich.console import Console
-
-    from tuner.report import show_plan
+    from tuner.report import show_plan, wide_console
 
     found = _plan(plan_file)
     if as_json:
         click.echo(found.model_dump_json(indent=2))
     else:
-        show_plan(found, Console())
+        show_plan(found, wide_console())
 
 
 @main.command(

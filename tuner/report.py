@@ -24,6 +24,12 @@ _RATES = {
 }
 
 
+def wide_console() -> Console:
+    """The terminal's width; 120 columns where output goes to a file or a pipe."""
+    console = Console()
+    return console if console.is_terminal else Console(width=120)
+
+
 def show_machine(machine: Machine, console: Console) -> None:
     """Rates with their quartiles and where they come from, then the warnings."""
     table = Table(title=f"{machine.name}: {machine.device_name}, {machine.cpu_cores} cores")

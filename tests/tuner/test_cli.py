@@ -1,0 +1,120 @@
+"""Each command with good and bad input: exit code 0 or 2, never a traceback."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from simulator import Plan
+from tests.tuner.test_search import machine, workload
+from tuner.cli import main
+from tuner.quantities import duration_s, size_bytes
+
+
+@pytest.fixture
+def files(tmp_path):
+    machine().save(tmp_path / "machine.json")
+    workload(6).save(tmp_path / "workload.json")
+    return tmp_path
+
+
+def run(*arguments):
+    result = CliRunner().invoke(main, [str(a) for a in arguments])
+    assert "Traceback" not in result.output
+    return result
+
+
+def inputs(files):
+    return ["--machine", files / "machine.json", "--workload", files / "workload.json"]
+
+
+def test_plan_show_and_simulate(files):
+    out = files / "plan.json"
+    planned = run("plan", *inputs(files), "-o", out, "--mtbf", "4h", "--why")
+    assert planned.exit_code == 0, planned.output
+    assert "stock ZeRO-3 offload" in planned.output
+    assert "one more GiB of device memory" in planned.output
+    assert Plan.load(out).checkpoint.interval_steps > 0
+    shown = run("show", out, "--json")
+    assert json.loads(shown.output)["subgroups"] == [3 * 10**7] * 6
+    assert "per iteration" in run("show", out).output
+    trace, plot = files / "t.json", files / "t.png"
+    simulated = run(
+        "simulate", *inputs(files), "--plan", out, "--json", "--trace", trace, "--plot", plot
+    )
+    assert json.loads(simulated.output)["iteration_s"] > 0
+    assert json.loads(trace.read_text())["traceEvents"]
+    assert plot.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_plan_as_json_for_a_named_strategy(files):
+    planned = run("plan", *inputs(files), "-o", files / "p.json", "--json")
+    assert Plan.from_fields(json.loads(planned.output)).subgroup_count == 6
+    for strategy in ("zero3_offload", "twin_flow", "no_offload"):
+        assert run("simulate", *inputs(files), "--strategy", strategy).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plan", "--machine", "nowhere.json", "--workload", "w"], "--machine must be a readable"),
+        (["plan", "--machine", "{workload}", "--workload", "{workload}"], "must be a machine file"),
+        (["plan", "--machine", "{machine}", "--workload", "{junk}"], "must be a workload file"),
+        (["plan", "--machine", "{machine}"], "--workload"),
+        (["plan", "{good}", "--gpu-memory", "3 apples"], "a size such as 24GiB"),
+        (["plan", "{good}", "--gpu-memory", "1MiB"], "GiB are missing"),
+        (["plan", "{good}", "--mtbf", "-4h"], "a duration such as 4h"),
+        (["show", "{machine}"], "is not a plan this ebbtide can use"),
+        (["show", "nowhere.json"], "plan must be a readable JSON file"),
+        (["show", "{newer}"], "was written by a newer ebbtide"),
+        (["simulate", "{good}", "--strategy", "magic"], "strategy must be one of"),
+        (["simulate", "{good}", "--plan", "{other}"], "plan.placement must cover"),
+        (["checkpoint", "list", "/nowhere"], "must be a folder of checkpoints"),
+        (["checkpoint", "prune", "{folder}", "--keep", "0"], "--keep"),
+        (["checkpoint", "verify", "{folder}", "--tag", "none"], "missing"),
+        (["profile", "--seconds", "-1"], "seconds must be > 0"),
+    ],
+)
+def test_bad_input(files, arguments, message):
+    (files / "junk.json").write_text("{not json")
+    plan = Plan(subgroup_size=1, placement=Plan.runs(["host"]))
+    plan.save(files / "other.json")
+    newer = {**json.loads(plan.model_dump_json()), "schema_version": 99}
+    (files / "newer.json").write_text(json.dumps(newer))
+    known = {name: str(files / f"{name}.json")
+             for name in ("machine", "workload", "junk", "other", "newer")}  # fmt: skip
+    known["folder"] = str(files)
+    filled = []
+    for argument in arguments:
+        if argument == "{good}":
+            filled += inputs(files)
+        else:
+            filled.append(argument.format(**known))
+    result = run(*filled)
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_every_command_shows_an_example():
+    for command in (["plan"], ["show"], ["simulate"], ["profile"], ["checkpoint", "verify"]):
+        assert "Example: tune" in run(*command, "--help").output
+
+
+def test_as_a_process(files):
+    command = [sys.executable, "-m", "tuner.cli", "show", str(files / "machine.json")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "is not a plan" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_sizes_and_durations():
+    assert size_bytes("24GiB") == 24 * 2**30
+    assert size_bytes("1.5 gb") == 1_500_000_000
+    assert duration_s("4h") == 14_400
+    assert duration_s("90") == 90
+    for bad in ("", "GiB", "-1GiB", "0", "5 parsecs"):
+        with pytest.raises(ValueError, match="is needed"):
+            size_bytes(bad)

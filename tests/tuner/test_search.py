@@ -1,0 +1,139 @@
+"""The search: never beyond memory, never behind an alternative, always the same under a seed."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tuner
+from simulator import Layer, Machine, Quantity, Workload, build_schedule, simulate
+from simulator.bounds import bound
+from simulator.strategies import spread
+from tuner.memory import MARGIN, ImpossibleError, Limits
+from tuner.spread import prediction_interval
+
+GIB = 2**30
+
+
+def machine(**changes):
+    rates = {
+        "h2d_bytes_per_s": 50e9, "d2h_bytes_per_s": 50e9, "dram_bytes_per_s": 200e9,
+        "host_adam_params_per_s": 3e9, "stock_host_adam_params_per_s": 1.5e9,
+        "device_adam_params_per_s": 50e9, "storage_write_bytes_per_s": 2e9,
+    }  # fmt: skip
+    fields = {k: Quantity.exact(changes.pop(k, v)) for k, v in rates.items()}
+    facts = {"cpu_cores": 16, "host_memory_bytes": 128 * GIB, "device_memory_bytes": 24 * GIB}
+    return Machine(name="m", device_kind="cuda", **{**facts, **fields, **changes})
+
+
+def workload(subgroups=20, size=3 * 10**7, forward_s=0.01, **changes):
+    layer = Layer(
+        params=size, forward_s=forward_s, backward_s=2 * forward_s, activation_bytes=10**8
+    )
+    fields = {"device_base_bytes": 2 * GIB, "subgroup_size": size} | changes
+    return Workload(name="w", layers=(layer,) * subgroups, subgroups=(size,) * subgroups, **fields)
+
+
+def test_the_plan_beats_or_equals_everything_it_lists():
+    found = tuner.plan(workload(), machine())
+    assert len(found.alternatives) >= 5
+    for other in found.alternatives:
+        assert found.prediction.iteration_s <= other.iteration_s * (1 + 1e-9), other.strategy
+
+
+def test_the_prediction_is_what_the_simulator_says_of_the_plan():
+    work, have = workload(), machine()
+    found = tuner.plan(work, have)
+    timeline = simulate(build_schedule(work, found), have)
+    assert found.prediction.iteration_s == pytest.approx(timeline.iteration_s, rel=1e-9)
+    assert found.prediction.device_peak_bytes == timeline.device_peak_bytes
+    low, high = prediction_interval(work, have, found)
+    assert low <= found.prediction.iteration_s <= high * (1 + 1e-9)
+
+
+def test_the_same_seed_gives_the_same_plan():
+    first = tuner.plan(workload(12), machine(), seed=3)
+    assert tuner.plan(workload(12), machine(), seed=3) == first
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    device_gib=st.floats(5, 40), host_adam=st.floats(1e9, 2e10), link=st.floats(1e10, 1e11),
+    forward_ms=st.floats(1, 30),
+)  # fmt: skip
+def test_memory_holds_and_the_bound_is_one(device_gib, host_adam, link, forward_ms):
+    work = workload(10, forward_s=forward_ms / 1e3)
+    have = machine(host_adam_params_per_s=host_adam, h2d_bytes_per_s=link, d2h_bytes_per_s=link)
+    limit = int(device_gib * GIB)
+    found = tuner.plan(work, have, device_memory_bytes=limit)
+    assert found.prediction.device_peak_bytes <= limit * (1 - MARGIN)
+    floor = bound(work, have, work.params, work.params).iteration_s
+    assert floor <= found.prediction.iteration_s * (1 + 1e-9)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    visits=st.integers(0, 8), slots=st.integers(1, 4), threads=st.sampled_from([0, 1, 4]),
+    overlap=st.booleans(), shared=st.booleans(),
+)  # fmt: skip
+def test_no_plan_is_faster_than_the_bound(visits, slots, threads, overlap, shared):
+    from simulator import Plan
+
+    by_threads = {1: Quantity.exact(4e9), 4: Quantity.exact(2e9)}  # fewer may be faster
+    have = machine(
+        host_adam_by_threads=by_threads, device_shares_host_cores=shared, unified_memory=shared
+    )
+    work = workload(8)
+    plan = Plan(
+        subgroup_size=work.subgroup_size, placement=Plan.runs(spread(visits, 8)),
+        staging_slots=slots if visits else 0, prefetch=min(slots, visits), prefetch_after_layer=7,
+        threads=threads, overlap_forward=overlap,
+    )  # fmt: skip
+    seconds = simulate(build_schedule(work, plan), have).iteration_s
+    assert bound(work, have, 0, work.params).iteration_s <= seconds * (1 + 1e-9)
+
+
+def test_a_fast_link_moves_work_to_the_device_and_a_slow_one_keeps_it_home():
+    little = 8 * GIB  # too little for residents
+    fast = tuner.plan(workload(size=2 * 10**8), machine(h2d_bytes_per_s=2e11, d2h_bytes_per_s=2e11,
+                                                        host_adam_params_per_s=1e9,
+                                                        dram_bytes_per_s=1e12),
+                      device_memory_bytes=24 * GIB)  # fmt: skip
+    slow = tuner.plan(workload(), machine(h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e9,
+                                          host_adam_params_per_s=2e10),
+                      device_memory_bytes=little)  # fmt: skip
+    assert fast.count("device") > 0
+    assert slow.count("device") == 0
+
+
+def test_unified_memory_leaves_all_on_the_host():
+    have = machine(unified_memory=True, device_shares_host_cores=True)
+    assert set(tuner.plan(workload(), have).placements) == {"host"}
+
+
+def test_failures_set_the_interval_and_robust_plans_are_plans():
+    often = tuner.plan(workload(8), machine(), mtbf_s=600)
+    seldom = tuner.plan(workload(8), machine(), mtbf_s=10**6)
+    assert 0 < often.checkpoint.interval_steps < seldom.checkpoint.interval_steps
+    spread_out = Quantity(median=50e9, q1=30e9, q3=60e9, n=9)
+    shaky = machine().model_copy(update={"h2d_bytes_per_s": spread_out})
+    robust = tuner.plan(workload(8), shaky, robust=True)
+    assert robust.prediction.iteration_high_s >= robust.prediction.iteration_low_s
+
+
+def test_what_does_not_fit_says_what_is_missing():
+    with pytest.raises(ImpossibleError, match=r"GiB are missing.*--gpu-memory"):
+        tuner.plan(workload(), machine(), device_memory_bytes=GIB)
+    with pytest.raises(ImpossibleError, match=r"host memory.*GiB are missing"):
+        tuner.plan(workload(40, 10**9), machine(), host_memory_bytes=10 * GIB)
+    with pytest.raises(ValueError, match="--gpu-memory"):
+        Limits.of(workload(), machine(), device_memory_bytes=-1)
+
+
+def test_a_study_can_live_in_a_database(tmp_path):
+    import optuna
+
+    url = f"sqlite:///{tmp_path}/study.db"
+    tuner.plan(workload(6), machine(), study_storage=url)
+    names = optuna.get_all_study_names(url)
+    assert len(names) == 1
+    assert len(optuna.load_study(study_name=names[0], storage=url).trials) > 10
