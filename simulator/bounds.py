@@ -30,40 +30,43 @@ class Bound:
     binding: tuple[str, ...]
 
 
-def bound(
-    workload: Workload,
-    machine: Machine,
-    resident_params: float = 0.0,
-    prefetched_params: float = 0.0,
-) -> Bound:
-    """The bound for plans with at most so many resident and prefetched parameters.
+def bound(workload: Workload, machine: Machine, device_bytes: float | None = None) -> Bound:
+    """The bound for every plan that stays within so much device memory.
 
     Between the norm barrier and the end of the next forward, all parameters are updated and all
     forward compute is done; each resource must fit its share of that work into the time ``T``:
     host compute, device compute (which forward uses too), the link each way and both together,
-    DRAM, and cores. What visits may come in during backward (prefetch) and may be written back
-    until the next barrier. ``iteration_s = backward + min T``; overlap of the update with forward
-    is allowed, so the bound holds for plans without it too.
+    DRAM, and cores. Visits may come in during backward as far as slots hold them, and may be
+    written back until the next barrier. Residents and slots share the device with activations
+    (at the end of forward) and with gradients that stay (at the end of backward).
+    ``iteration_s = backward + min T``; overlap of the update with forward is allowed, so the bound
+    holds for plans without it too.
+
+    Args:
+        device_bytes: the limit on device memory; None: the machine's.
 
     Raises:
-        ValueError: the program has no solution (cannot happen for rates > 0).
+        ValueError: not even the workload alone fits into the device's memory.
     """
     from scipy.optimize import linprog
 
-    problem = _Problem(workload, machine, prefetched_params)
+    problem = _Problem(workload, machine, device_bytes or machine.device_memory_bytes)
     solved = linprog(
-        c=[0.0, 0.0, 0.0, 1.0],
+        c=[0.0, 0.0, 0.0, 0.0, 1.0],
         A_ub=np.array(problem.rows),
         b_ub=np.array(problem.limits),
-        A_eq=np.array([[1.0, 1.0, 1.0, 0.0]]),
+        A_eq=np.array([[1.0, 1.0, 1.0, 0.0, 0.0]]),
         b_eq=np.array([1.0]),
-        bounds=[(0, 1), (0, 1), (0, min(1.0, resident_params / workload.params)), (0, None)],
+        bounds=[(0, 1), (0, 1), (0, 1), (0, 1), (0, None)],
         method="highs",
     )
     if not solved.success:
-        raise ValueError(f"the bound's linear program must be solvable, but: {solved.message}")
+        raise ValueError(
+            "the workload alone must fit into device memory, but nothing does within "
+            f"{device_bytes or machine.device_memory_bytes:.0f} bytes: {solved.message}"
+        )
     split = np.asarray(solved.x, dtype=np.float64)
-    host, device, resident, update_s = (float(x) for x in split)
+    host, device, resident, _, update_s = (float(x) for x in split)
     slack = problem.limits - np.array(problem.rows) @ split
     binding = tuple(
         name
@@ -81,40 +84,57 @@ def bound(
 
 
 class _Problem:
-    """Rows ``a . (host, device, resident, T) <= limit``; shares of all parameters, T in seconds."""
+    """Rows ``a . (host, device, resident, slots, T) <= limit``: shares of all parameters, and s."""
 
-    def __init__(self, workload: Workload, machine: Machine, prefetched_params: float) -> None:
+    def __init__(self, workload: Workload, machine: Machine, device_bytes: float) -> None:
         self.names: list[str] = []
         self.rows: list[list[float]] = []
         self.limits: list[float] = []
-        w, n = workload, float(workload.params)
+        self._times(workload, machine)
+        if not machine.unified_memory:
+            self._memory(workload, device_bytes)
+
+    def _times(self, w: Workload, machine: Machine) -> None:
+        n = float(w.params)
         have = capacities(machine, w.ranks_per_node)
         wire = 0.0 if machine.unified_memory else float(w.wire_bytes)
         home = 0.0 if machine.unified_memory else float(w.grad_bytes_per_param)
         state = float(STATE_BYTES_PER_PARAM)
         host_s, host_cores_s = _host_update(machine, n)
         device_s = n / machine.rate("device_adam_params_per_s")
-        early = min(prefetched_params, n) * state  # came in before the barrier
         rest_s = w.backward_s + w.pipeline_idle_s
-        self._add("host compute", [host_s, 0, 0], 0.0)
-        self._add("device compute", [0, device_s, device_s], -w.forward_s)
-        self._add(
-            "H2D link", [wire * n / have["h2d"], state * n / have["h2d"], 0], early / have["h2d"]
-        )
+        self._add("host compute", [host_s, 0, 0, 0], 0.0)
+        self._add("device compute", [0, device_s, device_s, 0], -w.forward_s)
+        up = n / have["h2d"]
+        self._add("H2D link", [wire * up, state * up, 0, -state * up], 0.0)
         # Write-backs and gradients may use the whole iteration.
-        self._add("D2H link", [home * n / have["d2h"], state * n / have["d2h"], 0], rest_s)
-        both = have["link"]
-        self._add("link", [(wire + home) * n / both, 2 * state * n / both, 0], rest_s)
-        update_dram = 2 * state + w.grad_bytes_per_param + w.wire_bytes + wire + home
-        self._add("DRAM", [update_dram * n / have["dram"], 2 * state * n / have["dram"], 0], rest_s)
+        down, both, dram = n / have["d2h"], n / have["link"], n / have["dram"]
+        self._add("D2H link", [home * down, state * down, 0, 0], rest_s)
+        self._add("link", [(wire + home) * both, 2 * state * both, 0, 0], rest_s)
+        update = 2 * state + w.grad_bytes_per_param + w.wire_bytes + wire + home
+        self._add("DRAM", [update * dram, 2 * state * dram, 0, 0], rest_s)
         if machine.device_shares_host_cores:
-            self._add("cores", [host_cores_s, device_s, device_s], -w.forward_s)
+            self._add("cores", [host_cores_s, device_s, device_s, 0], -w.forward_s)
+
+    def _memory(self, w: Workload, device_bytes: float) -> None:
+        """In shares of all state, so that the rows are as large as the others."""
+        state = float(STATE_BYTES_PER_PARAM)
+        scale = w.params * state
+        spare = (device_bytes - w.device_base_bytes) / scale
+        activations = sum(layer.activation_bytes for layer in w.layers) / scale
+        stays = w.grad_bytes_per_param / state
+        self._append("device memory after forward", [0, 0, 1, 1, 0], spare - activations)
+        self._append("device memory after backward", [0, stays, 1 + stays, 1, 0], spare)
+        self._append("slots hold visits", [0, -1, 0, 1, 0], 0.0)
 
     def _add(self, name: str, seconds: list[float], spare_s: float) -> None:
         """The work of a resource must fit into T plus what it has outside of T."""
+        self._append(name, [*seconds, -1.0], spare_s)
+
+    def _append(self, name: str, row: list[float], limit: float) -> None:
         self.names.append(name)
-        self.rows.append([*seconds, -1.0])
-        self.limits.append(spare_s)
+        self.rows.append(row)
+        self.limits.append(limit)
 
 
 def _host_update(machine: Machine, params: float) -> tuple[float, float]:

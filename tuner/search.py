@@ -16,7 +16,7 @@ from simulator.machine import Machine
 from simulator.plan import CheckpointPlan, Placement, Plan, Prediction
 from simulator.strategies import build_strategy, spread
 from simulator.sweep import PLACEMENT_CODES, PlanSweep
-from simulator.workload import STATE_BYTES_PER_PARAM, Workload
+from simulator.workload import Workload
 from tuner.checkpointing import checkpoint_plan
 from tuner.memory import ImpossibleError, Limits
 from tuner.spread import prediction_interval, sampled_machines
@@ -97,6 +97,8 @@ class Search:
                 if residents + visits <= count:
                     for slots in (2, 4):
                         self.score(_even(count, residents, visits, slots))
+        if all(math.isinf(score.iteration_s) for score in self.scores.values()):
+            return  # nothing fits, and the bound has no solution either
         ideal = self.bound
         per_subgroup = self.workload.params / count
         around = (
@@ -111,10 +113,8 @@ class Search:
 
     @cached_property
     def bound(self) -> Bound:
-        """With as many residents and slots as memory holds."""
-        spare = self.limits.device_bytes - self.workload.device_base_bytes
-        params = max(0.0, spare / STATE_BYTES_PER_PARAM)
-        return bound(self.workload, self.machine, params, params)
+        """Within the memory that plans may take."""
+        return bound(self.workload, self.machine, self.limits.device_bytes)
 
     def climb(self, evaluations: int = CLIMB_EVALUATIONS) -> None:
         """Local search: change one subgroup or swap two; keep what is not worse."""
