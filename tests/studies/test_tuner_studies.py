@@ -1,0 +1,48 @@
+"""The studies of the search and of the simulator's speed, at a small size."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+
+def run(study, path, *arguments):
+    command = [sys.executable, "-m", f"studies.{study}", "--json", str(path), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(path.read_text())
+
+
+@pytest.mark.slow
+def test_optimality(tmp_path):
+    found = run("optimality", tmp_path / "o.json", "--pairs", "4")
+    assert len(found["rows"]) == 4
+    assert all(row["gap_pct"] >= -1e-6 for row in found["rows"]), "no plan beats the bound"
+    assert 0 <= found["median_gap_pct"] <= found["max_gap_pct"]
+    assert {"machine", "versions", "command"} <= found.keys()
+
+
+@pytest.mark.slow
+def test_simulator_speed(tmp_path):
+    found = run("simulator_speed", tmp_path / "s.json", "--quick")
+    assert found["iterations_per_s"] > 0
+    assert set(found["seconds_per_iteration"]) == {"10", "30", "100"}
+
+
+@pytest.mark.slow
+def test_update_phase(tmp_path, deepspeed_ops, child_environment):
+    path = tmp_path / "u.json"
+    command = [
+        sys.executable, "-m", "studies.update_phase", "--json", str(path), "--size", "4m",
+        "--steps", "2", "--subgroup", "500000", "--kernel-elements", "100000",
+    ]  # fmt: skip
+    done = subprocess.run(
+        command, env=child_environment, capture_output=True, text=True, check=False, timeout=180
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(path.read_text())
+    assert found["bit_identical"] is True
+    assert found["ebbtide_host_bytes_per_param"] == 14.0
+    assert found["stock_host_bytes_per_param"] == 18.0
+    assert found["kernel_dram_fraction"] > 0
