@@ -130,7 +130,7 @@ def contract(suite: Suite) -> Figures:
     ]
     if suite.emulated:
         chosen = ["tests/runtime/contract/test_bits.py", "-k", "all_on_the_host"]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen]
+    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", *chosen]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = done.stdout.strip().splitlines()
     failed = [line for line in lines if line.startswith("FAILED")]
