@@ -289,6 +289,17 @@ class EbbtideStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         self.wait()
         super().checkpoint_event_prologue()
 
+    def checkpoint_event_epilogue(self) -> None:
+        """Leaves persistent parameters to their first reader, as `_post_step` does.
+
+        Were they here after a load and not after a step, a model that reads one outside of its
+        module (``self.embedding.weight``) would be traced differently in its second forward.
+        """
+        if self._ebbtide.plan.overlap_forward:
+            self.invalidate_secondary_tensor()
+        else:
+            super().checkpoint_event_epilogue()
+
     def state_dict(self) -> dict[str, Any]:
         self.wait()
         return super().state_dict()  # type: ignore[no-any-return]

@@ -181,6 +181,33 @@ def test_save_and_resume_in_another_placement(device, tmp_path):
     assert_same((ours[0], ours[1], ours[2]), (expected[0], expected[1][7:], expected[2][7:]))
 
 
+class ReadsAnothersParameter(ByteGPT):
+    """Takes a parameter from a module whose forward it does not call, as many models do."""
+
+    def forward(self, inputs, targets):
+        x = self.bytes_in(inputs) + self.positions.weight[: inputs.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x)).float()
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_parameters_read_outside_of_their_module_after_a_load(overlap, tmp_path):
+    def new():
+        return start(model=ReadsAnothersParameter(SIZES["tiny"]))
+
+    expected = outcome(new(), 7)
+    saving = new()
+    train(saving, 3)
+    saving.save_checkpoint(str(tmp_path))
+    saving.destroy()
+    resumed = attached(new(), ["host"], next(iter(DEVICES)), overlap_forward=overlap)
+    resumed.load_checkpoint(str(tmp_path))
+    ours = outcome(resumed, 4, first=3)
+    assert_same(ours, (expected[0], expected[1][3:], expected[2][3:]))
+
+
 PLANTS = {
     "slot reused before its write-back": lambda t: t.op.kind.value == "state H2D",
     "update before its state has come": lambda t: t.op.kind.value == "update device",
