@@ -111,6 +111,12 @@ class _Problem:
         down, both, dram = n / have["d2h"], n / have["link"], n / have["dram"]
         self._add("D2H link", [home * down, state * down, 0, 0], rest_s)
         self._add("link", [(wire + home) * both, 2 * state * both, 0, 0], rest_s)
+        # What is not written back when forward ends still occupies slots, as visits that came in
+        # early do: within T at least the rest crosses. Host updates lie in T altogether.
+        self._add("D2H link in T", [0, state * down, 0, -state * down], 0.0)
+        self._add("link in T", [wire * both, 2 * state * both, 0, -2 * state * both], 0.0)
+        inside = 2 * state + w.grad_bytes_per_param + w.wire_bytes + wire
+        self._add("DRAM in T", [inside * dram, 2 * state * dram, 0, -2 * state * dram], 0.0)
         update = 2 * state + w.grad_bytes_per_param + w.wire_bytes + wire + home
         self._add("DRAM", [update * dram, 2 * state * dram, 0, 0], rest_s)
         if machine.device_shares_host_cores:

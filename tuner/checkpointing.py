@@ -24,7 +24,7 @@ class CheckpointCost:
 
 
 def lazy_cost(
-    workload: Workload, machine: Machine, iteration_s: float, window_s: float, budget_bytes: int
+    workload: Workload, machine: Machine, window_s: float, budget_bytes: int
 ) -> CheckpointCost:
     """What streaming from the live buffers with copy on update costs.
 
@@ -41,7 +41,6 @@ def lazy_cost(
     waited_s = (left - copied) / write
     # The bytes cross DRAM once on their way out, beside whatever the iteration does.
     interference_s = size / (machine.dram_bytes_per_s.median / ranks)
-    del iteration_s
     persist_s = size / write + machine.storage_fsync_s
     return CheckpointCost(copy_s + waited_s, interference_s, persist_s, copied)
 
@@ -72,7 +71,7 @@ def checkpoint_plan(
         )
     prediction = plan.prediction
     window_s = prediction.forward_s + prediction.backward_s
-    cost = lazy_cost(workload, machine, prediction.iteration_s, window_s, budget)
+    cost = lazy_cost(workload, machine, window_s, budget)
     interval = best_interval_steps(
         prediction.iteration_s, cost.stall_s, cost.interference_s, mtbf_s, restart_s,
         cost.persist_s,

@@ -134,12 +134,20 @@ class Search:
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         base = self.best()
-        study = optuna.create_study(
-            sampler=optuna.samplers.TPESampler(seed=self.seed),
-            storage=storage,
-            study_name=f"ebbtide-{self.workload.fingerprint}-{self.machine.fingerprint}",
-            load_if_exists=True,
-        )
+        try:
+            study = optuna.create_study(
+                sampler=optuna.samplers.TPESampler(seed=self.seed),
+                storage=storage,
+                study_name=f"ebbtide-{self.workload.fingerprint}-{self.machine.fingerprint}",
+                load_if_exists=True,
+            )
+        except Exception as error:
+            if storage is None:
+                raise
+            raise ValueError(
+                "study_storage (--study-storage) must be a storage URL that optuna can open, such "
+                f"as sqlite:///study.db, but got {storage!r}: {error}"
+            ) from None
         visits = base.placements.count("device")
         threads = [0, *sorted(self.machine.host_adam_by_threads)]
 
@@ -232,7 +240,7 @@ def plan(
     chosen = _robust_choice(search, seed) if robust else search.best()
     found = _as_plan(search, chosen, seed)
     saving = checkpoint_plan(found, workload, machine, limits, mtbf_s, restart_s, checkpoint_dir)
-    return _explained(found.model_copy(update={"checkpoint": saving}), search, seed)
+    return _explained(found.model_copy(update={"checkpoint": saving}), search)
 
 
 def _robust_choice(search: Search, seed: int) -> Candidate:
@@ -295,13 +303,12 @@ def predict(
     )
 
 
-def _explained(made: Plan, search: Search, seed: int) -> Plan:
+def _explained(made: Plan, search: Search) -> Plan:
     from tuner.alternatives import alternatives
     from tuner.reasons import reasons
 
     others = alternatives(search.workload, search.machine, made, search.limits)
     why = reasons(search.workload, search.machine, made, search.bound)
-    del seed
     return made.model_copy(update={"alternatives": tuple(others), "reasons": tuple(why)})
 
 

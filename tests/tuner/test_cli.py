@@ -66,6 +66,7 @@ def test_plan_as_json_for_a_named_strategy(files):
         (["plan", "{good}", "--gpu-memory", "3 apples"], "a size such as 24GiB"),
         (["plan", "{good}", "--gpu-memory", "1MiB"], "GiB are missing"),
         (["plan", "{good}", "--mtbf", "-4h"], "a duration such as 4h"),
+        (["plan", "{good}", "--study-storage", "junk://x"], "--study-storage"),
         (["show", "{machine}"], "is not a plan this ebbtide can use"),
         (["show", "nowhere.json"], "plan must be a readable JSON file"),
         (["show", "{newer}"], "was written by a newer ebbtide"),
