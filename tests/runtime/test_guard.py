@@ -1,0 +1,132 @@
+"""What a plan cannot be applied to is refused before training: rule, value, key to change."""
+
+import copy
+
+import pytest
+import torch
+
+import runtime
+from runtime import deepspeed_private
+from runtime.deepspeed_private import UnsupportedDeepSpeedError
+from runtime.device import choose_device
+from runtime.guard import ConfigError, check_config
+from simulator import Plan, PlanError
+from studies.byte_gpt import SIZES, ByteGPT, ds_config
+from tests.runtime.contract.training import start
+
+
+def config(**zero):
+    made = ds_config(1, 20_000)
+    made["zero_optimization"] |= zero
+    return made
+
+
+def offload(**fields):
+    return {"offload_optimizer": {"device": "cpu", "pin_memory": True, **fields}}
+
+
+REFUSED = [
+    (config(stage=2), "zero_optimization.stage must be 3, but got 2"),
+    (config(stage=0), "zero_optimization.stage must be 3"),
+    (config(**offload(device="nvme")), "offload_optimizer.device must be 'cpu', but got 'nvme'"),
+    ({**config(), "zero_optimization": {"stage": 3}}, "device must be 'cpu', but got 'none'"),
+    (config(**offload(ratio=0.4)), "ratio .* must be 1.0, .* got 0.4"),
+    (config(**offload(super_offload=True)), "super_offload must be false"),
+    (config(offload_param={"device": "cpu"}), "offload_param must be absent .* got 'cpu'"),
+    (config(zenflow={"topk_ratio": 0.1}), "zenflow must be absent"),
+    (config(mics_shard_size=2), "mics_shard_size must be absent .* got 2"),
+    ({**config(), "optimizer": {"type": "Lamb"}}, "optimizer.type must be Adam or AdamW, .*Lamb"),
+    (
+        {**config(), "optimizer": {"type": "Adam", "params": {"torch_adam": True}}},
+        "torch_adam must be false",
+    ),
+]
+
+
+@pytest.mark.parametrize(("bad", "message"), REFUSED)
+def test_configs_are_refused_before_the_model_is_touched(bad, message):
+    model = ByteGPT(SIZES["tiny"])
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ConfigError, match=message):
+        runtime.initialize(
+            model=model, config=bad, plan=Plan(subgroup_size=1, placement=Plan.runs(["host"]))
+        )
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+
+
+def test_a_good_config_passes():
+    check_config(config())
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ("nowhere.json", "plan must be a readable JSON file"),
+        (7, "plan must be a Plan, a path or a dict, but got int"),
+        ({"placement": []}, "subgroup_size: Field required"),
+        ({"subgroup_size": 1, "placement": [{"placement": "moon", "count": 1}]}, "moon"),
+        ({"subgroup_size": 1, "schema_version": 99,
+          "placement": [{"placement": "host", "count": 1}]}, "newer ebbtide"),
+        ({"subgroup_size": 1, "staging_slots": 0,
+          "placement": [{"placement": "device", "count": 1}]}, "staging_slots must be >= 1"),
+        ({"subgroup_size": 1, "colour": "red",
+          "placement": [{"placement": "host", "count": 1}]}, "colour"),
+    ],
+)  # fmt: skip
+def test_what_is_no_plan_is_refused(plan, message):
+    with pytest.raises(PlanError, match=message):
+        runtime.initialize(model=torch.nn.Linear(1, 1), config=config(), plan=plan)
+
+
+def test_plans_for_something_else_are_refused_and_training_can_go_on(only_rank):
+    from tests.runtime.contract.training import train
+
+    engine = start()
+    count = len(engine.optimizer.fp16_partitioned_groups_flat)
+    sizes = [int(n) for n in engine.optimizer.fp16_partitioned_groups_flat_numel]
+    host = Plan.runs(["host"] * count)
+    longer = Plan(subgroup_size=20_000, placement=Plan.runs(["host"] * (count + 2)))
+    with pytest.raises(PlanError, match=f"must cover {count} subgroups, but covers {count + 2}"):
+        runtime.attach(engine, longer)
+    other = Plan(subgroup_size=30_000, placement=host, subgroups=[n + 1 for n in sizes])
+    with pytest.raises(PlanError, match=r"set zero_optimization\.sub_group_size to 30000"):
+        runtime.attach(engine, other)
+    with pytest.raises(PlanError, match="split_master must be false"):
+        runtime.attach(engine, Plan(subgroup_size=20_000, placement=host, split_master=True))
+    train(engine, 2)
+    runtime.attach(engine, Plan(subgroup_size=20_000, placement=host))
+    with pytest.raises(ConfigError, match="must be DeepSpeed's own ZeRO-3 optimizer"):
+        runtime.attach(engine, Plan(subgroup_size=20_000, placement=host))
+    train(engine, 2)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("version", ["0.18.9", "0.20.0", "1.0"])
+def test_untested_deepspeeds_are_refused(version, monkeypatch):
+    import deepspeed
+
+    monkeypatch.setattr(deepspeed, "__version__", version)
+    with pytest.raises(UnsupportedDeepSpeedError, match=f"but got {version}"):
+        deepspeed_private.check_version()
+
+
+def test_a_deepspeed_without_a_member_is_refused():
+    with pytest.raises(UnsupportedDeepSpeedError, match=r"must have .*grad_position"):
+        deepspeed_private.check_members(object())
+
+
+def test_unknown_devices_are_refused():
+    with pytest.raises(ValueError, match="device must be 'auto' or one of"):
+        choose_device("abacus")
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="device 'cuda' needs a CUDA GPU"):
+            choose_device("cuda")
+
+
+def test_states_cannot_be_offloaded_behind_a_plan(only_rank):
+    engine = start()
+    count = len(engine.optimizer.fp16_partitioned_groups_flat)
+    runtime.attach(engine, Plan(subgroup_size=20_000, placement=Plan.runs(["host"] * count)))
+    with pytest.raises(NotImplementedError, match="must not be called under a plan"):
+        engine.optimizer.offload_states()
+    engine.destroy()
