@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from runtime.device import Device
-from runtime.engine import attach
 from runtime.live import anyone, better_plan, measured_rates, watch
 from runtime.switch import switch_plan
 from simulator.machine import Machine
@@ -31,10 +30,19 @@ RESIDENT_SHARES = tuple(i / 10 for i in range(11))
 _WIRE: dict[torch.dtype, WireDtype] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-def attach_auto(
-    engine: Any, *, device: str | Device = "auto", machine: Machine | None = None
-) -> Any:
-    """Attaches the host plan now and the best one after `WATCHED_STEPS` steps.
+def host_plan(engine: Any) -> Plan:
+    """The plan of the watched steps: every subgroup on the host."""
+    optimizer = engine.optimizer
+    count = len(getattr(optimizer, "fp16_partitioned_groups_flat", [])) or 1
+    return Plan(
+        subgroup_size=max(1, int(getattr(optimizer, "sub_group_size", 1))),
+        placement=Plan.runs(["host"] * count),
+        staging_slots=0,
+    )
+
+
+def plan_later(engine: Any, machine: Machine | None = None) -> None:
+    """Plans an attached engine after `WATCHED_STEPS` steps.
 
     ``machine`` is measured (or read from the profiler's cache) unless given.
     """
@@ -42,16 +50,7 @@ def attach_auto(
         from profiler import measure_machine
 
         machine = measure_machine()
-    optimizer = engine.optimizer
-    count = len(optimizer.fp16_partitioned_groups_flat)
-    plan = Plan(
-        subgroup_size=max(1, int(optimizer.sub_group_size)),
-        placement=Plan.runs(["host"] * count),
-        staging_slots=0,
-    )
-    attach(engine, plan, device=device)
-    optimizer._ebbtide.on_step.append(_Automatic(engine, machine).on_step)
-    return engine
+    engine.optimizer._ebbtide.on_step.append(_Automatic(engine, machine).on_step)
 
 
 @dataclass

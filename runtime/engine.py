@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from runtime import deepspeed_private as private
+from runtime.assembly import build_executor
 from runtime.device import Device, choose_device
-from runtime.executor import Executor
 from runtime.gradients import GradientHomes, ParameterSlice
 from runtime.guard import ConfigError, check_config, check_engine, check_plan
 from runtime.kernels import host
 from runtime.kernels.adam_step import BiasCorrection
 from runtime.measured import Recorder
-from runtime.step_template import step_template
-from runtime.subgroup_state import SubgroupState, allocate, staging_slots
 from simulator.machine import Machine
 from simulator.plan import Plan, PlanError
 from simulator.workload import Workload
@@ -121,9 +118,11 @@ def attach(
             f"but got machine={machine and machine.name}, workload={workload and workload.name}"
         )
     if isinstance(plan, str) and plan == "auto":
-        from runtime.auto import attach_auto
+        from runtime.auto import host_plan, plan_later
 
-        return attach_auto(engine, device=device, machine=machine)
+        attach(engine, host_plan(engine), device=device)
+        plan_later(engine, machine)
+        return engine
     plan = load_plan(plan)
     private.check_version()
     check_engine(engine)
@@ -170,33 +169,6 @@ def _take_over(engine: Any, plan: Plan, device: Device) -> None:
     _report(optimizer, device)
 
 
-def build_executor(
-    optimizer: Any,
-    plan: Plan,
-    device: Device,
-    masters: list[torch.Tensor],
-    moments: list[tuple[torch.Tensor, torch.Tensor]],
-    gradients: list[torch.Tensor],
-) -> tuple[Plan, Executor]:
-    """Moves the state to where ``plan`` wants it; the plan returned is what memory allowed.
-
-    DeepSpeed's own references (fp32 groups, Adam's state, gradient views) follow the buffers.
-    """
-    sizes = [int(n) for n in optimizer.fp16_partitioned_groups_flat_numel]
-    placements = list(plan.placements)
-    visiting = [n for n, p in zip(sizes, placements, strict=True) if p == "device"]
-    slots = staging_slots(device, plan.staging_slots, visiting)
-    if not slots:
-        placements = ["host" if p == "device" else p for p in placements]
-    wires = list(optimizer.fp16_partitioned_groups_flat)
-    states = allocate(device, placements, masters, moments, wires, gradients)
-    _repoint(optimizer, states)
-    plan = _as_allocated(plan, states, len(slots))
-    wire = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(optimizer.dtype, "fp32")
-    template = step_template(tuple(sizes), wire, plan)
-    return plan, Executor(device, states, slots, template, _threads(plan, device))
-
-
 def _stock_buffers(
     optimizer: Any,
 ) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]], list[torch.Tensor]]:
@@ -216,38 +188,6 @@ def _stock_buffers(
     return masters, moments, gradients
 
 
-def _repoint(optimizer: Any, states: list[SubgroupState]) -> None:
-    inner = optimizer.optimizer
-    for master, own in zip(optimizer.fp32_partitioned_groups_flat, states, strict=True):
-        master.data = own.p
-        inner.state[master]["exp_avg"] = own.m
-        inner.state[master]["exp_avg_sq"] = own.v
-    _repoint_gradients(optimizer, states)
-
-
-def _repoint_gradients(optimizer: Any, states: list[SubgroupState]) -> None:
-    """Parameters' gradient views follow their subgroup's home; the flat buffer goes if unused."""
-    views = private.gradient_partitions(optimizer)
-    flat = optimizer.grad_partitions_flat_buffer
-    for index, group in enumerate(optimizer.fp16_groups):
-        for param in group:
-            _, offset, elements = optimizer.grad_position[optimizer.get_param_id(param)]
-            views[param.ds_id] = states[index].gradient.narrow(0, offset, elements)
-    if all(s.gradient.untyped_storage() is not flat.untyped_storage() for s in states):
-        optimizer.grad_partitions_flat_buffer = flat.new_empty(0)
-
-
-def _as_allocated(plan: Plan, states: list[SubgroupState], slots: int) -> Plan:
-    """The plan with the placements and slots that memory allowed."""
-    return plan.model_copy(
-        update={
-            "placement": Plan.runs([s.placement for s in states]),
-            "staging_slots": slots,
-            "prefetch": min(plan.prefetch, slots),
-        }
-    )
-
-
 def _slices(optimizer: Any) -> dict[int, ParameterSlice]:
     slices = {}
     for group in optimizer.fp16_groups:
@@ -258,21 +198,6 @@ def _slices(optimizer: Any) -> dict[int, ParameterSlice]:
             real = param.partition_numel() * rank < param.ds_numel
             slices[key] = ParameterSlice(subgroup, offset, elements, real)
     return slices
-
-
-def _threads(plan: Plan, device: Device) -> int:
-    """Cores for the host update: on a GPU machine one per rank is left to the training thread."""
-    if plan.threads:
-        return plan.threads
-    try:
-        cores = len(os.sched_getaffinity(0))
-    except AttributeError:
-        cores = os.cpu_count() or 1
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    share = max(1, cores // max(1, ranks))
-    if device.unified:
-        return max(1, min(share, torch.get_num_threads()))
-    return max(1, share - 1) if device.name == "cuda" else share
 
 
 def _record_forward(module: torch.nn.Module, recorder: Recorder) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from runtime.engine import build_executor
+from runtime.assembly import build_executor
 from runtime.gradients import GradientHomes
 from runtime.guard import check_plan
 from runtime.subgroup_state import SubgroupState
