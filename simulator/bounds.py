@@ -111,14 +111,21 @@ class _Problem:
         down, both, dram = n / have["d2h"], n / have["link"], n / have["dram"]
         self._add("D2H link", [home * down, state * down, 0, 0], rest_s)
         self._add("link", [(wire + home) * both, 2 * state * both, 0, 0], rest_s)
+        # Alone, no op asks DRAM for more than the triad rate, as in `simulate.demands`.
+        triad = machine.dram_bytes_per_s.median
+        wire_dram = min(wire, triad * wire / machine.rate("h2d_bytes_per_s"))
+        home_dram = min(home, triad * home / machine.rate("d2h_bytes_per_s"))
+        in_dram = min(state, triad * state / machine.rate("h2d_bytes_per_s"))
+        out_dram = min(state, triad * state / machine.rate("d2h_bytes_per_s"))
+        visit = in_dram + out_dram
+        kernel = min(2 * state + w.grad_bytes_per_param + w.wire_bytes, triad * host_s / n)
         # What is not written back when forward ends still occupies slots, as visits that came in
         # early do: within T at least the rest crosses. Host updates lie in T altogether.
         self._add("D2H link in T", [0, state * down, 0, -state * down], 0.0)
         self._add("link in T", [wire * both, 2 * state * both, 0, -2 * state * both], 0.0)
-        inside = 2 * state + w.grad_bytes_per_param + w.wire_bytes + wire
-        self._add("DRAM in T", [inside * dram, 2 * state * dram, 0, -2 * state * dram], 0.0)
-        update = 2 * state + w.grad_bytes_per_param + w.wire_bytes + wire + home
-        self._add("DRAM", [update * dram, 2 * state * dram, 0, 0], rest_s)
+        inside = kernel + wire_dram
+        self._add("DRAM in T", [inside * dram, visit * dram, 0, -visit * dram], 0.0)
+        self._add("DRAM", [(inside + home_dram) * dram, visit * dram, 0, 0], rest_s)
         if machine.device_shares_host_cores:
             self._add("cores", [host_cores_s, device_s, device_s, 0], -w.forward_s)
 

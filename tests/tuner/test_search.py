@@ -57,7 +57,7 @@ def test_the_same_seed_gives_the_same_plan():
 
 @settings(max_examples=8, deadline=None)
 @given(
-    device_gib=st.floats(5, 40), host_adam=st.floats(1e9, 2e10), link=st.floats(1e10, 1e11),
+    device_gib=st.floats(5, 40), host_adam=st.floats(1e9, 3e10), link=st.floats(1e10, 1e11),
     forward_ms=st.floats(1, 30),
 )  # fmt: skip
 def test_memory_holds_and_the_bound_is_one(device_gib, host_adam, link, forward_ms):
@@ -68,7 +68,7 @@ def test_memory_holds_and_the_bound_is_one(device_gib, host_adam, link, forward_
     assert found.prediction.device_peak_bytes <= limit * (1 - MARGIN)
     floor = bound(work, have, limit).iteration_s
     # An op may end 1e-12 s early in the simulator; over some hundred ops that adds up.
-    assert floor <= found.prediction.iteration_s * (1 + 1e-7)
+    assert floor <= found.prediction.iteration_s * (1 + 1e-8)
 
 
 @settings(max_examples=30, deadline=None)
