@@ -18,7 +18,7 @@ _STAGE3_MEMBERS = (
     "fp16_partitioned_groups_flat_numel", "fp32_partitioned_groups_flat", "sub_group_to_group_id",
     "grad_partitions_flat_buffer", "grad_position", "norm_for_param_grads", "param_dict",
     "persistent_parameters", "micro_step_id", "_offload_boundary_param_ids", "subgroup_to_device",
-    "lp_param_buffer", "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition",
+    "lp_param_buffer", "ipg_buckets", "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition",
 )  # fmt: skip
 
 
@@ -56,6 +56,16 @@ def check_members(optimizer: Any) -> None:
 def gradient_partitions(optimizer: Any) -> dict[int, torch.Tensor]:
     """ds_id -> the parameter's view of the flat gradient buffer."""
     return optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition  # type: ignore[no-any-return]
+
+
+def in_bucket(optimizer: Any, partitions: Iterable[torch.Tensor]) -> bool:
+    """Some of these gradients lie in a reduction bucket, which the next gradients overwrite.
+
+    A bucket that holds a single parameter is reduced in place; others into new memory.
+    """
+    buffers = (bucket.buffer for bucket in optimizer.ipg_buckets.values())
+    taken = {b.untyped_storage().data_ptr() for b in buffers if b is not None}
+    return any(p.untyped_storage().data_ptr() in taken for p in partitions)
 
 
 def coordinators(optimizer: Any) -> list[Any]:

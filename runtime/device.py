@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,8 @@ import torch
 
 from runtime.kernels import host
 from runtime.kernels.adam_step import AdamStep
-from runtime.lane import Event, Lane
+from runtime.lane import Completion, Event, Lane
+from runtime.pacing import FluidPacer
 from simulator.schedule import Lane as LaneName
 
 _DEVICE_LANES = (LaneName.H2D, LaneName.H2D_PARAMETERS, LaneName.D2H, LaneName.DEVICE_UPDATE)
@@ -71,25 +71,54 @@ class Device:
         """Streams that a reader of parameters may be on; empty: the calling thread itself."""
         return []
 
-    def side_stream(self) -> Any | None:
-        """A stream for gradient copies that start in backward, or None."""
+    def host_update(self, elements: int) -> AbstractContextManager[None]:
+        """Entered around the host kernel's update of so many parameters."""
+        del elements
+        return nullcontext()
+
+    def store_gradient(self, home: torch.Tensor, source: torch.Tensor) -> Completion | None:
+        """Starts the copy of a gradient on the device to its home on the host.
+
+        ``source`` may be dropped at once, but written again only after the copy.
+
+        Returns:
+            What to wait for before ``home`` is read; None: it is there.
+        """
+        home.copy_(source)
         return None
+
+    def before_reuse(self, copied: Completion) -> None:
+        """Called before the source of a gradient's copy is written again."""
+
+    def fetch_gradient(
+        self, home: torch.Tensor, to: torch.device, arrival: Completion | None
+    ) -> torch.Tensor:
+        """A copy on the device of what ``home`` holds after ``arrival``."""
+        if arrival is not None:
+            arrival.wait_host()
+        return home.to(to, copy=True)
 
 
 @dataclass(frozen=True, slots=True)
 class EmulatedRates:
-    """Speeds the emulated device is slowed down to; None: as fast as the host does it."""
+    """Speeds the emulated device is slowed down to; None: as fast as the host does it.
+
+    ``duplex_factor``: what both directions of the link carry together, over the sum of the two.
+    """
 
     h2d_bytes_per_s: float | None = None
     d2h_bytes_per_s: float | None = None
     device_adam_params_per_s: float | None = None
+    host_adam_params_per_s: float | None = None
+    duplex_factor: float = 1.0
 
 
 class EmulatedDevice(Device):
     """A device that is not there: its memory is other host memory, its streams are threads.
 
     Real copies and real arithmetic, optionally slowed to given rates, for development and tests.
-    No figure taken on it is a GPU figure. Both H2D lanes share one link, as on a GPU.
+    No figure taken on it is a GPU figure. Copies share the link, and updates share the device with
+    what `compute` stands for, by max-min fairness: the simulator's model, in real time.
     """
 
     name = "emulated"
@@ -97,34 +126,65 @@ class EmulatedDevice(Device):
 
     def __init__(self, rates: EmulatedRates = EmulatedRates()) -> None:
         self.rates = rates
-        self._links = {name: threading.Lock() for name in ("h2d", "d2h", "compute")}
+        capacities = {"device": 1.0}
+        if rates.h2d_bytes_per_s is not None:
+            capacities["h2d"] = rates.h2d_bytes_per_s
+        if rates.d2h_bytes_per_s is not None:
+            capacities["d2h"] = rates.d2h_bytes_per_s
+        if len(capacities) == 3:
+            capacities["link"] = rates.duplex_factor * (capacities["h2d"] + capacities["d2h"])
+        self._pacer = FluidPacer(capacities)
+        self._gradients: Lane | None = None
+
+    def close(self) -> None:
+        if self._gradients is not None:
+            self._gradients.close()
+            self._gradients = None
+
+    def compute(self, seconds: float) -> AbstractContextManager[None]:
+        """Stands for a kernel of the training loop that takes so long with the device to itself."""
+        return self._pacer.work(seconds, {"device": 1.0})
 
     def copy(self, to: torch.Tensor, source: torch.Tensor, lane: LaneName, stream: Any) -> None:
         del stream
-        down = lane == LaneName.D2H
-        rate = self.rates.d2h_bytes_per_s if down else self.rates.h2d_bytes_per_s
-        with self._links["d2h" if down else "h2d"], _AtLeast(to.nbytes, rate):
+        with self._crossing(to.nbytes, "d2h" if lane == LaneName.D2H else "h2d"):
             host.copy(to, source)
+
+    def _crossing(self, size_bytes: int, way: str) -> AbstractContextManager[None]:
+        down = way == "d2h"
+        rate = self.rates.d2h_bytes_per_s if down else self.rates.h2d_bytes_per_s
+        if rate is None:
+            return nullcontext()
+        return self._pacer.work(size_bytes / rate, {way: rate, "link": rate})
 
     def adam(self, state: Sequence[torch.Tensor], grad: torch.Tensor, out: torch.Tensor,
              step: AdamStep, scale: float, tail: int, stream: Any) -> None:  # fmt: skip
-        with self._links["compute"], _AtLeast(grad.numel(), self.rates.device_adam_params_per_s):
+        rate = self.rates.device_adam_params_per_s
+        with nullcontext() if rate is None else self.compute(grad.numel() / rate):
             super().adam(state, grad, out, step, scale, tail, stream)
 
+    def host_update(self, elements: int) -> AbstractContextManager[None]:
+        rate = self.rates.host_adam_params_per_s
+        return nullcontext() if rate is None else self._pacer.work(elements / rate, {})
 
-class _AtLeast:
-    """Sleeps out the rest of ``amount / rate`` seconds on exit."""
+    def store_gradient(self, home: torch.Tensor, source: torch.Tensor) -> Completion | None:
+        if self._gradients is None:
+            self._gradients = Lane("gradients")
+        # Where streams are threads, nothing else keeps the source from being written again.
+        crossing = source.clone()
+        completion = Completion("gradient D2H")
+        self._gradients.submit(
+            lambda: self.copy(home, crossing, LaneName.D2H, None), [], completion
+        )
+        return completion
 
-    def __init__(self, amount: float, rate: float | None) -> None:
-        self.duration_s = amount / rate if rate else 0.0
-
-    def __enter__(self) -> None:
-        self.start_s = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        left_s = self.duration_s - (time.perf_counter() - self.start_s)
-        if left_s > 0:
-            time.sleep(left_s)
+    def fetch_gradient(
+        self, home: torch.Tensor, to: torch.device, arrival: Completion | None
+    ) -> torch.Tensor:
+        if arrival is not None:
+            arrival.wait_host()
+        with self._crossing(home.nbytes, "h2d"):
+            return home.to(to, copy=True)
 
 
 class CudaDevice(Device):
@@ -208,8 +268,24 @@ class CudaDevice(Device):
         default = torch.cuda.default_stream(self.index)
         return [current] if current == default else [current, default]
 
-    def side_stream(self) -> Any | None:
-        return self._gradients
+    def store_gradient(self, home: torch.Tensor, source: torch.Tensor) -> Completion | None:
+        # The copy waits for the reduction that wrote `source`; the allocator may hand its memory
+        # out again only after the copy, hence record_stream.
+        self._gradients.wait_stream(torch.cuda.current_stream(self.index))
+        self.copy(home, source, LaneName.D2H, self._gradients)
+        source.record_stream(self._gradients)
+        return Completion.done(_record_event(self._gradients))
+
+    def before_reuse(self, copied: Completion) -> None:
+        # DeepSpeed's reduction stream, which is the current one here: backward goes on.
+        copied.wait_on(torch.cuda.current_stream(self.index))
+
+    def fetch_gradient(
+        self, home: torch.Tensor, to: torch.device, arrival: Completion | None
+    ) -> torch.Tensor:
+        if arrival is not None:
+            arrival.wait_on(torch.cuda.current_stream(self.index))
+        return home.to(to, non_blocking=True)
 
 
 def _record_event(stream: Any) -> Event:

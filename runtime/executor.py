@@ -237,12 +237,13 @@ class Executor:
         self._ask_gate(subgroup)
         state = self.states[subgroup]
         out = self._parameter_out(subgroup)
-        for part in job.segments:
-            span = slice(part.start, part.end)
-            host_adam(
-                state.p[span], state.m[span], state.v[span], part.gradient, out[span],
-                job.step, part.scale, self.threads, _tail(state.elements, part),
-            )  # fmt: skip
+        with self.device.host_update(state.elements):
+            for part in job.segments:
+                span = slice(part.start, part.end)
+                host_adam(
+                    state.p[span], state.m[span], state.v[span], part.gradient, out[span],
+                    job.step, part.scale, self.threads, _tail(state.elements, part),
+                )  # fmt: skip
 
     def _parameter_out(self, subgroup: int) -> torch.Tensor:
         state = self.states[subgroup]

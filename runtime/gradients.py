@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from runtime.device import Device
 from runtime.lane import Completion
 from runtime.subgroup_state import SubgroupState
-from simulator.schedule import Lane
 
 
 @dataclass(slots=True)
@@ -46,7 +44,7 @@ class Segment:
 class GradientHomes:
     """Takes each reduced gradient to its subgroup's buffer.
 
-    The training thread calls everything here; the copies run on the device's side stream. A home
+    The training thread calls everything here; the copies run on a stream of the device. A home
     is read by the subgroup's update, which starts after `arrived` and ends before the parameters
     can be gathered for the next backward, so that no gradient is overwritten before its use.
     """
@@ -56,12 +54,13 @@ class GradientHomes:
     slices: dict[int, ParameterSlice]  # by parameter id
     last_scale: float | None = None  # what the latest step multiplied gradients by; None: skipped
     arrivals: dict[int, Completion] = field(default_factory=dict)
+    latest: Completion | None = None  # the copy home that was started last
 
     def __post_init__(self) -> None:
         self.by_subgroup: list[list[ParameterSlice]] = [[] for _ in self.states]
         for piece in self.slices.values():
             self.by_subgroup[piece.subgroup].append(piece)
-        self._side: Any = self.device.side_stream()
+        self._crosses = [s.placement == "host" and not self.device.unified for s in self.states]
 
     def accept(
         self, piece: ParameterSlice, gradient: torch.Tensor, *, first: bool, boundary: bool
@@ -73,17 +72,14 @@ class GradientHomes:
                 slice: what is beyond it is padding and stays zero.
             first: first micro-batch of the window, which replaces; later ones are added.
         """
-        state = self.states[piece.subgroup]
-        home = state.gradient.narrow(0, piece.offset, gradient.numel())
-        crosses = home.device != gradient.device
-        if first:
-            total = gradient
-        elif crosses:
-            total = self._fetch(piece, home, gradient.device).add_(gradient.view(home.shape))
+        home = self.states[piece.subgroup].gradient.narrow(0, piece.offset, gradient.numel())
+        total = gradient.view(home.shape)
+        if not self._crosses[piece.subgroup]:
+            total = home.copy_(total) if first else home.add_(total)
         else:
-            total = home.add_(gradient.view(home.shape))
-        if total is not home:
-            self._store(piece.subgroup, home, total.view(home.shape))
+            if not first:
+                total = self._fetch(piece, home, gradient.device).add_(total)
+            self._store(piece.subgroup, home, total)
         if boundary:
             piece.touched = True
             piece.kept = None
@@ -93,23 +89,17 @@ class GradientHomes:
         self, piece: ParameterSlice, home: torch.Tensor, device: torch.device
     ) -> torch.Tensor:
         """The sum so far, on the device: DeepSpeed adds micro-batches there."""
-        arrival = self.arrivals.get(piece.subgroup)
-        if arrival is not None:
-            arrival.wait_host()
-        return home.to(device)
+        return self.device.fetch_gradient(home, device, self.arrivals.get(piece.subgroup))
 
     def _store(self, subgroup: int, home: torch.Tensor, source: torch.Tensor) -> None:
-        if self._side is None:
-            home.copy_(source)
-            return
-        # The copy waits for the reduction that wrote `source`; the allocator may hand its memory
-        # out again only after the copy, hence record_stream.
-        self._side.wait_stream(torch.cuda.current_stream())
-        self.device.copy(home, source, Lane.D2H, self._side)
-        source.record_stream(self._side)
-        event = torch.cuda.Event()
-        event.record(self._side)
-        self.arrivals[subgroup] = Completion.done(event)
+        arrival = self.device.store_gradient(home, source)
+        if arrival is not None:
+            self.arrivals[subgroup] = self.latest = arrival
+
+    def before_reuse(self) -> None:
+        """Called before the memory of the gradients accepted so far is written again."""
+        if self.latest is not None:
+            self.device.before_reuse(self.latest)
 
     def arrived(self, subgroup: int) -> list[Completion]:
         """What an update of the subgroup waits for besides the norm."""

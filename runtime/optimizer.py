@@ -69,6 +69,8 @@ class EbbtideStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
                 if boundary:
                     self.norm_for_param_grads[self.get_param_id(param)] = _norm(total)
             param.grad = None
+        if private.in_bucket(self, grad_partitions):
+            own.homes.before_reuse()
         return []
 
     def _offload_grad_partition_at_boundary(

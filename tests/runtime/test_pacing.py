@@ -1,0 +1,92 @@
+"""The emulated device's time: never less than the rates allow, shared like the simulator's ops."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from runtime.device import EmulatedDevice, EmulatedRates
+from runtime.pacing import FluidPacer
+from simulator.schedule import Lane
+
+
+def run_together(pacer, jobs):
+    """Ends of the jobs (seconds, demand) that begin at the same moment, since that moment."""
+    ends, gate = [0.0] * len(jobs), threading.Barrier(len(jobs) + 1)
+    begun = []
+
+    def work(number, seconds, demand):
+        gate.wait()
+        with pacer.work(seconds, demand):
+            pass
+        ends[number] = time.perf_counter()
+
+    threads = [threading.Thread(target=work, args=(i, *job)) for i, job in enumerate(jobs)]
+    for thread in threads:
+        thread.start()
+    begun.append(time.perf_counter())
+    gate.wait()
+    for thread in threads:
+        thread.join(30)
+    return [end - begun[0] for end in ends]
+
+
+def test_work_lasts_at_least_as_long_as_alone():
+    (end,) = run_together(FluidPacer({"device": 1.0}), [(0.05, {"device": 1.0})])
+    assert end >= 0.05
+
+
+def test_two_on_one_device_take_the_sum():
+    ends = run_together(
+        FluidPacer({"device": 1.0}), [(0.05, {"device": 1.0}), (0.15, {"device": 1.0})]
+    )
+    # Half speed for both until the short one is through, then full speed for the other.
+    assert ends[0] >= 0.095
+    assert ends[1] >= 0.195
+
+
+def test_work_that_takes_longer_by_itself_is_not_slowed_further():
+    pacer = FluidPacer({"device": 1.0})
+    begun = time.perf_counter()
+    with pacer.work(0.001, {"device": 1.0}):
+        time.sleep(0.05)
+    middle = time.perf_counter()
+    with pacer.work(0.05, {"device": 1.0}):  # the first one is out of the way
+        pass
+    assert middle - begun >= 0.05
+    assert pacer._active == []
+
+
+def test_an_error_in_the_block_gives_its_share_back():
+    pacer = FluidPacer({"device": 1.0})
+    with pytest.raises(ValueError, match="boom"), pacer.work(0.01, {"device": 1.0}):
+        raise ValueError("boom")
+    assert pacer._active == []
+
+
+def test_gradients_cross_in_the_background_in_order():
+    device = EmulatedDevice(EmulatedRates(d2h_bytes_per_s=1e6))
+    homes = [torch.zeros(2000) for _ in range(3)]
+    sources = [torch.full((2000,), float(i)) for i in range(3)]
+    arrivals = [device.store_gradient(h, s) for h, s in zip(homes, sources, strict=True)]
+    for source in sources:
+        source.fill_(-1.0)  # the backward goes on and reuses its buffers
+    assert not arrivals[-1].ended, "the copy did not run in the background"
+    arrivals[-1].wait_host()
+    assert [float(h[-1]) for h in homes] == [0.0, 1.0, 2.0]
+    fetched = device.fetch_gradient(homes[2], torch.device("cpu"), arrivals[2])
+    assert fetched.data_ptr() != homes[2].data_ptr()
+    device.close()
+
+
+def test_both_ways_share_the_link():
+    device = EmulatedDevice(EmulatedRates(1e6, 1e6, duplex_factor=0.5))
+    a, b = torch.zeros(25_000), torch.ones(25_000)  # 0.1 s each alone
+    other = threading.Thread(target=device.copy, args=(torch.zeros(25_000), b, Lane.D2H, None))
+    begun = time.perf_counter()
+    other.start()
+    device.copy(a, b, Lane.H2D, None)
+    other.join(30)
+    assert time.perf_counter() - begun >= 0.19
+    assert torch.equal(a, b)
