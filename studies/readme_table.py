@@ -28,7 +28,12 @@ FIGURES: dict[str, dict[str, str]] = {
         "kernel_dram_fraction": "host kernel at {:.0%} of triad bandwidth",
         "bit_identical": "bit-identical: {}",
     },
-    "overlap": {"ratio_to_floor": "iteration / floor {:.2f}"},
+    "overlap": {
+        "iteration_over_floor": "iteration / floor {:.2f}",
+        "stride_over_floor": "best stride {:.2f}",
+        "twin_flow_over_floor": "best Twin-Flow {:.2f}",
+        "bit_identical": "bit-identical: {}",
+    },
     "simulator_speed": {
         "iterations_per_s": "{:,.0f} iterations per second",
         "scaling_exponent": "cost grows with exponent {:.2f}",

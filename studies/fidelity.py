@@ -1,0 +1,175 @@
+"""Predicted against executed iteration time of random plans, on an emulated device.
+
+    python -m studies.fidelity --json fidelity.json
+
+Machines and plans are drawn at random; each plan is executed by the runtime inside DeepSpeed on a
+device of the given rates (`studies.emulated_training`), and predicted by the simulator from the
+same rates and from forward and backward as measured without updates. The emulated device shares
+link and device as the simulator does; what is tested is all the rest: that the runtime runs the
+schedule that was simulated. No figure from here is a GPU figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import random
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from simulator import Machine, Plan, Workload, build_schedule, simulate
+from studies.bits import differences
+from studies.emulated_training import RATES, Bench, Setting, stock_state
+from studies.rank import become_only_rank
+from studies.record import write_record
+
+PLANS_PER_MACHINE = 5
+
+
+def main() -> None:
+    """Entry point of ``python -m studies.fidelity``."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, required=True, help="where the figures go")
+    parser.add_argument("--plans", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=5, help="timed steps of each plan")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="small and fast, for tests")
+    args = parser.parse_args()
+    become_only_rank()
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    base = Setting(hidden=256).scaled(0.08) if args.quick else Setting().scaled(0.4)
+    figures = measure(base, args.plans, args.steps, args.seed)
+    write_record(args.json, "fidelity", figures)
+    draw(figures, args.json.with_suffix(".png"))
+    show(figures)
+
+
+def measure(base: Setting, plans: int, steps: int, seed: int) -> dict[str, Any]:
+    """Executes and predicts ``plans`` random plans on a new random machine every five."""
+    rng = random.Random(seed)
+    rows: list[dict[str, Any]] = []
+    same = True
+    machines = [PLANS_PER_MACHINE] * (plans // PLANS_PER_MACHINE)
+    rest = plans % PLANS_PER_MACHINE
+    for number, count in enumerate(track([*machines, *([rest] if rest else [])], "machines")):
+        setting = random_setting(base, rng)
+        bench = Bench(setting)
+        work, machine = bench.workload(steps), setting.machine()
+        drawn = [random_plan(work, rng) for _ in range(count)]
+        rows += [{"machine": number, **_row(bench, plan, work, machine, steps)} for plan in drawn]
+        same = same and not differences(bench.close(), stock_state(setting, bench.steps))
+    errors = [row["abs_error_pct"] for row in rows]
+    return {
+        "device_kind": "emulated",
+        "seed": seed,
+        "plans": plans,
+        "steps_per_plan": steps,
+        "median_abs_pct_error": statistics.median(errors),
+        "p90_abs_pct_error": float(np.quantile(errors, 0.9)),
+        "max_abs_pct_error": max(errors),
+        "bit_identical": same,
+        "rows": rows,
+    }
+
+
+def random_setting(base: Setting, rng: random.Random) -> Setting:
+    """Rates from a quarter of the balanced machine's to somewhat above, and some duplex factor."""
+    rates = {name: getattr(base, name) * 2 ** rng.uniform(-2, 0.5) for name in RATES}
+    return replace(base, duplex_factor=rng.uniform(0.6, 1.0), **rates)
+
+
+def random_plan(work: Workload, rng: random.Random) -> Plan:
+    """Any mix of placements, any number of slots, with and without overlap."""
+    weights = [rng.random() + 0.1 for _ in range(3)]
+    placements = rng.choices(["host", "device", "resident"], weights, k=len(work.subgroups))
+    visits = placements.count("device")
+    slots = min(rng.randint(1, 6), visits)
+    return Plan(
+        subgroup_size=work.subgroup_size,
+        placement=Plan.runs(placements),  # type: ignore[arg-type]
+        staging_slots=slots,
+        prefetch=rng.randint(0, slots),
+        # The runtime's slots are always there: it prefetches from the first gradient on.
+        prefetch_after_layer=len(work.layers) - 1,
+        overlap_forward=rng.random() < 0.75,
+    )
+
+
+def _row(bench: Bench, plan: Plan, work: Workload, machine: Machine, steps: int) -> dict[str, Any]:
+    predicted = simulate(build_schedule(work, plan), machine)
+    found = bench.measure(plan, steps)
+    error = found.iteration_s / predicted.iteration_s - 1
+    counts = {kind: plan.count(kind) for kind in ("host", "device", "resident")}
+    return {
+        **counts,
+        "staging_slots": plan.staging_slots,
+        "prefetch": plan.prefetch,
+        "overlap_forward": plan.overlap_forward,
+        "predicted_s": predicted.iteration_s,
+        "executed_s": found.iteration_s,
+        "error_pct": 100 * error,
+        "abs_error_pct": 100 * abs(error),
+    }
+
+
+def draw(figures: dict[str, Any], path: Path) -> None:
+    """Executed over predicted, a point per plan."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    rows = figures["rows"]
+    figure, axes = plt.subplots(figsize=(5.5, 5), layout="constrained")
+    highest = 1.05 * max(max(r["predicted_s"], r["executed_s"]) for r in rows)
+    axes.plot([0, highest], [0, highest], color="0.6", linewidth=1, label="executed = predicted")
+    for overlap, colour, label in ((True, "#0072b2", "overlap with forward"),
+                                   (False, "#d55e00", "no overlap")):  # fmt: skip
+        chosen = [r for r in rows if r["overlap_forward"] == overlap]
+        axes.scatter(
+            [r["predicted_s"] for r in chosen], [r["executed_s"] for r in chosen],
+            color=colour, label=label, s=28, zorder=3,
+        )  # fmt: skip
+    axes.set(
+        xlabel="predicted iteration (s)", ylabel="executed iteration (s)",
+        xlim=(0, highest), ylim=(0, highest), aspect="equal",
+        title=f"{len(rows)} random plans on emulated devices:\n"
+        f"median error {figures['median_abs_pct_error']:.1f}%",
+    )  # fmt: skip
+    axes.legend(loc="upper left", frameon=False)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def show(figures: dict[str, Any]) -> None:
+    """Prints the table."""
+    table = Table(title="random plans on emulated devices")
+    for column in ("machine", "host", "device", "resident", "slots", "prefetch", "overlap",
+                   "predicted", "executed", "error"):  # fmt: skip
+        table.add_column(column, justify="right")
+    for row in figures["rows"]:
+        table.add_row(
+            str(row["machine"]), str(row["host"]), str(row["device"]), str(row["resident"]),
+            str(row["staging_slots"]), str(row["prefetch"]),
+            "yes" if row["overlap_forward"] else "no",
+            f"{row['predicted_s'] * 1e3:.0f} ms", f"{row['executed_s'] * 1e3:.0f} ms",
+            f"{row['error_pct']:+.1f}%",
+        )  # fmt: skip
+    Console().print(
+        table,
+        f"median error {figures['median_abs_pct_error']:.2f}%, 90% within "
+        f"{figures['p90_abs_pct_error']:.2f}%; bit-identical: {figures['bit_identical']}",
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""How near executed plans come to the floor of an iteration, on an emulated device.
+
+    python -m studies.overlap --json overlap.json
+
+Real DeepSpeed, real copies and arithmetic; how long each layer, copy and update takes is given
+(`studies.emulated_training`), balanced so that neither host nor device could do it all in time. The
+floor is ``backward + max(forward, U*)`` (`simulator.bounds`) of the layers' given times, so that
+whatever DeepSpeed's own code costs counts against the plan. Stride k and Twin-Flow run on the same
+device with ebbtide's kernels and gradient path: just placement and timing are theirs.
+No figure from here is a GPU figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from simulator import Machine, Plan, Workload, build_schedule, simulate
+from simulator.bounds import bound
+from studies.bits import differences
+from studies.emulated_training import Bench, Measured, Setting, stock_state
+from studies.rank import become_only_rank
+from studies.record import write_record
+
+STRIDES = (2, 3)
+RATIOS = (0.8, 0.7)  # of the state on the host: the device has memory for 0.3 of it
+
+
+@dataclass(frozen=True)
+class Row:
+    """One plan, executed. Times in seconds; ``over_floor`` is iteration_s / floor_s."""
+
+    name: str
+    iteration_s: float
+    predicted_s: float
+    forward_s: float
+    backward_s: float
+    step_s: float
+    over_floor: float
+
+
+def main() -> None:
+    """Entry point of ``python -m studies.overlap``."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, required=True, help="where the figures go")
+    parser.add_argument("--steps", type=int, default=7, help="timed steps of each plan")
+    parser.add_argument("--quick", action="store_true", help="small and fast, for tests")
+    args = parser.parse_args()
+    become_only_rank()
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    setting = Setting(layers=6, hidden=256).scaled(0.2) if args.quick else Setting()
+    figures = measure(setting, args.steps, args.json.with_suffix(".trace.json"))
+    write_record(args.json, "overlap", figures)
+    show(figures)
+
+
+def measure(setting: Setting, steps: int, trace: Path | None = None) -> dict[str, Any]:
+    """Executes each plan in turn on one engine, then compares its bits with stock's."""
+    bench = Bench(setting)
+    work, machine = bench.workload(steps), setting.machine()
+    given = setting.workload(*setting.given_s)
+    floor_s = bound(given, machine).iteration_s
+    rows = []
+    for name, plan in track(plans(work, machine).items(), description="executing plans"):
+        found = bench.measure(plan, steps)
+        rows.append(_row(name, plan, found, work, machine, floor_s))
+        if name == "ebbtide" and trace is not None:
+            found.timeline.to_perfetto(trace, simulate(build_schedule(work, plan), machine))
+    same = differences(bench.close(), stock_state(setting, bench.steps)) == ()
+    return {
+        "device_kind": "emulated",
+        "setting": asdict(setting),
+        "floor_s": floor_s,
+        "layers_measured_over_given": (work.forward_s + work.backward_s)
+        / (given.forward_s + given.backward_s),
+        "steps_per_plan": steps,
+        "bit_identical": same,
+        "iteration_over_floor": rows[0].over_floor,
+        "stride_over_floor": min(r.over_floor for r in rows if r.name.startswith("stride")),
+        "twin_flow_over_floor": min(r.over_floor for r in rows if r.name.startswith("Twin")),
+        "rows": [asdict(row) for row in rows],
+    }
+
+
+def plans(work: Workload, machine: Machine) -> dict[str, Plan]:
+    """What is executed: the tuner's plan first."""
+    import tuner
+
+    count, size = len(work.subgroups), work.subgroup_size
+    chosen = tuner.plan(work, machine)
+
+    def in_turn(placements: list[Any], slots: int) -> Plan:
+        return Plan(
+            subgroup_size=size, placement=Plan.runs(placements), staging_slots=slots,
+            prefetch=0, overlap_forward=False,
+        )  # fmt: skip
+
+    found = {"ebbtide": chosen}
+    found["ebbtide, no overlap with forward"] = chosen.model_copy(update={"overlap_forward": False})
+    found["all on the host"] = in_turn(["host"] * count, 0)
+    for stride in STRIDES:
+        visits = ["device" if (i + 1) % stride == 0 else "host" for i in range(count)]
+        found[f"stride {stride}"] = in_turn(visits, 2)
+    for ratio in RATIOS:
+        residents = round((1 - ratio) * count)
+        flow = ["resident"] * residents + ["host"] * (count - residents)
+        found[f"Twin-Flow, ratio {ratio}"] = in_turn(flow, 0)
+    return found
+
+
+def _row(
+    name: str, plan: Plan, found: Measured, work: Workload, machine: Machine, floor_s: float
+) -> Row:
+    predicted_s = simulate(build_schedule(work, plan), machine).iteration_s
+    return Row(
+        name, found.iteration_s, predicted_s, found.forward_s, found.backward_s, found.step_s,
+        found.iteration_s / floor_s,
+    )  # fmt: skip
+
+
+def show(figures: dict[str, Any]) -> None:
+    """Prints the table."""
+    table = Table(title=f"emulated device; floor {figures['floor_s'] * 1e3:.0f} ms per iteration")
+    for column in ("plan", "iteration", "predicted", "forward", "backward", "step", "over floor"):
+        table.add_column(column, justify="left" if column == "plan" else "right")
+    for row in figures["rows"]:
+        times = ("iteration_s", "predicted_s", "forward_s", "backward_s", "step_s")
+        cells = [f"{row[key] * 1e3:.0f} ms" for key in times]
+        table.add_row(row["name"], *cells, f"{row['over_floor']:.3f}")
+    Console().print(table, f"bit-identical to stock: {figures['bit_identical']}")
+
+
+if __name__ == "__main__":
+    main()
