@@ -11,6 +11,10 @@ from runtime.lane import Completion
 from runtime.subgroup_state import SubgroupState
 
 
+class LostGradientError(RuntimeError):
+    """Stock would apply a gradient that ebbtide does not hold any more; nothing was updated."""
+
+
 @dataclass(slots=True)
 class ParameterSlice:
     """A parameter's part of its subgroup on this rank.
@@ -18,6 +22,8 @@ class ParameterSlice:
     Attributes:
         real: this rank's partition holds elements of the parameter, not just padding.
         touched: a gradient arrived at the boundary of this accumulation window.
+        begun: one arrived in an earlier micro-batch of this window.
+        used: one arrived at the boundary of some window.
         kept: the fp32 gradient as DeepSpeed would hold it, once somebody read or wrote it or the
             parameter went unused; it then takes the place of the home's elements.
     """
@@ -27,6 +33,8 @@ class ParameterSlice:
     elements: int
     real: bool
     touched: bool = False
+    begun: bool = False
+    used: bool = False
     kept: torch.Tensor | None = None
 
 
@@ -81,8 +89,10 @@ class GradientHomes:
                 total = self._fetch(piece, home, gradient.device).add_(total)
             self._store(piece.subgroup, home, total)
         if boundary:
-            piece.touched = True
+            piece.touched = piece.used = True
             piece.kept = None
+        else:
+            piece.begun = True
         return total
 
     def _fetch(
@@ -111,14 +121,33 @@ class GradientHomes:
 
         DeepSpeed leaves an unused parameter's fp32 gradient where it was, scaled by the previous
         step, and applies it again; the bits of stock training include that.
+
+        Raises:
+            LostGradientError: that gradient was overwritten by an earlier micro-batch's.
         """
         for piece in self.slices.values():
             if piece.real and not piece.touched and piece.kept is None:
-                kept = self._widen(piece)
-                if self.last_scale is not None:
-                    kept.mul_(self.last_scale)
-                piece.kept = kept if bool(kept.count_nonzero()) else None
-            piece.touched = False
+                piece.kept = self._leftover(piece)
+            piece.touched = piece.begun = False
+
+    def _leftover(self, piece: ParameterSlice) -> torch.Tensor | None:
+        """What DeepSpeed's fp32 gradient still holds of a parameter that this window's boundary
+        did not reach; None: the same as what is at home.
+        """
+        if piece.begun:
+            if piece.used:
+                raise LostGradientError(
+                    "a parameter must get a gradient in the last micro-batch of an accumulation "
+                    f"window or in none, but one of {piece.elements} elements in subgroup "
+                    f"{piece.subgroup} got its only one earlier: stock DeepSpeed would apply its "
+                    "previous gradient again, which ebbtide no longer has. Set "
+                    "gradient_accumulation_steps to 1, or train this model without ebbtide"
+                )
+            return torch.zeros(piece.elements, device=self.states[piece.subgroup].gradient.device)
+        kept = self._widen(piece)
+        if self.last_scale is not None:
+            kept.mul_(self.last_scale)
+        return kept if bool(kept.count_nonzero()) else None
 
     def _widen(self, piece: ParameterSlice) -> torch.Tensor:
         home = self.states[piece.subgroup].gradient.narrow(0, piece.offset, piece.elements)

@@ -78,7 +78,8 @@ class EbbtideStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     ) -> None:
         """Unmanaged accumulation ends its window here, at step()."""
         piece = self._ebbtide.homes.slices[self.get_param_id(param)]
-        piece.touched, piece.kept = True, None
+        piece.touched = piece.used = True
+        piece.kept = None
         self.norm_for_param_grads[self.get_param_id(param)] = _norm(grad_buffer.view(-1))
 
     def backward_prologue(self) -> None:
