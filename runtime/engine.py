@@ -14,6 +14,7 @@ from runtime.assembly import build_executor
 from runtime.device import Device, choose_device
 from runtime.gradients import GradientHomes, ParameterSlice
 from runtime.guard import ConfigError, check_config, check_engine, check_plan
+from runtime.host_memory import check_host_memory
 from runtime.kernels import host
 from runtime.kernels.adam_step import BiasCorrection
 from runtime.measured import Recorder
@@ -55,6 +56,7 @@ def initialize(
     check_config(config)
     if isinstance(plan, Plan):
         config.setdefault("zero_optimization", {})["sub_group_size"] = plan.subgroup_size
+        check_host_memory(plan, config)
     result = deepspeed.initialize(*args, config=config, **kwargs)
     attach(result[0], plan, device=device)
     return result  # type: ignore[no-any-return]

@@ -10,6 +10,7 @@ from runtime import deepspeed_private
 from runtime.deepspeed_private import UnsupportedDeepSpeedError
 from runtime.device import choose_device
 from runtime.guard import ConfigError, check_config
+from runtime.host_memory import check_host_memory, needed_bytes
 from simulator import Plan, PlanError
 from studies.byte_gpt import SIZES, ByteGPT, ds_config
 from tests.runtime.contract.training import start
@@ -130,3 +131,29 @@ def test_states_cannot_be_offloaded_behind_a_plan(only_rank):
     with pytest.raises(NotImplementedError, match="must not be called under a plan"):
         engine.optimizer.offload_states()
     engine.destroy()
+
+
+def test_a_plan_larger_than_free_memory_is_refused_with_numbers(monkeypatch):
+    sizes = (3 * 10**9, 10**9, 10**9)
+    plan = Plan(
+        subgroup_size=3 * 10**9, subgroups=sizes, staging_slots=1,
+        placement=Plan.runs(["host", "device", "resident"]),
+    )  # fmt: skip
+    # 12 bytes of state of host and device, 2 of gradient of host, one staging slot for parameters.
+    needed = 12 * 4 * 10**9 + 2 * 3 * 10**9 + 2 * 3 * 10**9
+    assert needed_bytes(plan, 2) == needed
+    check_host_memory(plan, config(), needed)
+    with pytest.raises(ConfigError, match=r"55.88 GiB for 1 rank.*46.57 GiB free \(9.31 GiB miss"):
+        check_host_memory(plan, config(), 50 * 10**9)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"111.76 GiB for 2 rank"):
+        check_host_memory(plan, config(), needed)
+
+
+def test_initialize_asks_before_it_allocates(monkeypatch):
+    plan = Plan(subgroup_size=10**13, subgroups=(10**13,), placement=Plan.runs(["host"]))
+    model = ByteGPT(SIZES["tiny"])
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(ConfigError, match="host memory must hold"):
+        runtime.initialize(model=model, config=config(), plan=plan)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
