@@ -75,15 +75,15 @@ def _as_allocated(plan: Plan, states: list[SubgroupState], slots: int) -> Plan:
 
 
 def _threads(plan: Plan, device: Device) -> int:
-    """Cores for the host update: on a GPU machine one per rank is left to the training thread."""
+    """Threads of the host update: the plan's, else as many as there are cores for it."""
     if plan.threads:
         return plan.threads
+    if device.cores:
+        return len(device.cores)
     try:
         cores = len(os.sched_getaffinity(0))
     except AttributeError:
         cores = os.cpu_count() or 1
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
     share = max(1, cores // max(1, ranks))
-    if device.unified:
-        return max(1, min(share, torch.get_num_threads()))
-    return max(1, share - 1) if device.name == "cuda" else share
+    return max(1, min(share, torch.get_num_threads())) if device.unified else share

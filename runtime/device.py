@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from runtime.cores import bound, update_cores
 from runtime.kernels import host
 from runtime.kernels.adam_step import AdamStep
 from runtime.lane import Completion, Event, Lane
@@ -28,6 +29,7 @@ class Device:
 
     name = "unified"
     unified = True
+    cores: list[int] = []  # what host updates are bound to; empty: to nothing  # noqa: RUF012
 
     def lanes(self) -> dict[LaneName, Lane]:
         """One worker per lane of the update."""
@@ -199,13 +201,14 @@ class CudaDevice(Device):
 
     def __init__(self) -> None:
         self.index = torch.cuda.current_device()
+        self.cores = update_cores(_pci_address(self.index))
         self._registered: dict[int, torch.Tensor] = {}  # by address
         self._gradients = torch.cuda.Stream(self.index)
         # Updates must not delay the training stream's own kernels.
         self._streams = {name: torch.cuda.Stream(self.index) for name in _DEVICE_LANES}
 
     def lanes(self) -> dict[LaneName, Lane]:
-        lanes = {LaneName.HOST: Lane(LaneName.HOST.value)}
+        lanes = {LaneName.HOST: Lane(LaneName.HOST.value, cores=self.cores)}
         for name, stream in self._streams.items():
             lanes[name] = Lane(name.value, stream, _record_event)
         return lanes
@@ -226,7 +229,8 @@ class CudaDevice(Device):
         return tensor
 
     def _register(self, tensor: torch.Tensor) -> None:
-        tensor.view(torch.uint8)[::4096].fill_(0)  # back the pages before they are locked
+        with bound(self.cores):  # pages are backed where they are touched first
+            tensor.view(torch.uint8)[::4096].fill_(0)
         error = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
         if int(error) != 0:
             raise MemoryError(
@@ -286,6 +290,15 @@ class CudaDevice(Device):
         if arrival is not None:
             arrival.wait_on(torch.cuda.current_stream(self.index))
         return home.to(to, non_blocking=True)
+
+
+def _pci_address(index: int) -> str | None:
+    found = torch.cuda.get_device_properties(index)
+    parts = [getattr(found, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    if any(part is None for part in parts):
+        return None
+    domain, bus, device = parts
+    return f"{domain:04x}:{bus:02x}:{device:02x}.0"
 
 
 def _record_event(stream: Any) -> Event:

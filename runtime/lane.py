@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from runtime.cores import bind
+
 WAIT_DEADLINE_S = 600.0
 
 
@@ -94,9 +96,15 @@ class Lane:
     """
 
     def __init__(
-        self, name: str, stream: Any | None = None, record: Callable[[Any], Event] | None = None
+        self,
+        name: str,
+        stream: Any | None = None,
+        record: Callable[[Any], Event] | None = None,
+        cores: list[int] | None = None,
     ) -> None:
+        """Args: cores: what the thread, and the threads it starts, are bound to; None: nothing."""
         self.name = name
+        self._cores = cores or []
         self.stream = stream
         self._record = record
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -134,6 +142,7 @@ class Lane:
             completion.issued.set()
 
     def _run(self) -> None:
+        bind(self._cores)
         while (work := self._queue.get()) is not None:
             work()
 

@@ -1,0 +1,93 @@
+"""Host updates run on cores near the GPU, and leave one to the training thread."""
+
+import os
+import threading
+
+import pytest
+
+from runtime import cores
+from runtime.lane import Completion, Lane
+
+GPU = "0000:3b:00.0"
+
+
+@pytest.fixture
+def node(tmp_path, monkeypatch):
+    """A machine of 16 cores on two NUMA nodes; GPU is on the second one."""
+    device = tmp_path / "bus/pci/devices" / GPU
+    device.mkdir(parents=True)
+    (device / "numa_node").write_text("1\n")
+    for number, listed in enumerate(("0-7", "8-11,12-15")):
+        folder = tmp_path / f"devices/system/node/node{number}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(f"{listed}\n")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def test_one_rank_takes_its_gpus_node_less_one_core(node):
+    assert cores.update_cores(GPU, node) == list(range(9, 16))
+
+
+@pytest.mark.parametrize(
+    ("rank", "expected"), [(0, [9, 10, 11]), (1, [13, 14, 15]), (2, [9, 10, 11])]
+)
+def test_ranks_on_a_node_divide_it(node, monkeypatch, rank, expected):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_RANK", str(rank))
+    assert cores.update_cores(GPU, node) == expected
+
+
+def test_the_deepspeed_launchers_variable_counts_too(node, monkeypatch):
+    monkeypatch.setenv("LOCAL_SIZE", "4")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert cores.update_cores(GPU, node) == [13, 14, 15]
+
+
+def test_what_a_launcher_has_bound_is_not_divided_again(node, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {8, 9, 10})
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert cores.update_cores(GPU, node) == [9, 10]
+
+
+def test_an_unknown_node_means_all_cores(node):
+    assert cores.update_cores("0000:00:00.0", node) == list(range(1, 16))
+
+
+def test_a_single_core_is_not_taken_away(node, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3})
+    assert cores.update_cores(GPU, node) == [3]
+
+
+def test_the_kernels_notation():
+    assert cores.parse_cpulist("0-2,7,9-9\n") == [0, 1, 2, 7, 9]
+    assert cores.parse_cpulist("\n") == []
+
+
+def test_a_lane_is_bound_and_the_training_thread_is_not():
+    before = os.sched_getaffinity(0)
+    core = max(before)
+    lane = Lane("bound", cores=[core])
+    seen, done = [], Completion()
+    lane.submit(lambda: seen.append((os.sched_getaffinity(0), threading.get_ident())), [], done)
+    done.wait_host()
+    lane.close()
+    assert seen[0][0] == {core}
+    assert seen[0][1] != threading.get_ident()
+    assert os.sched_getaffinity(0) == before
+
+
+def test_bound_gives_the_cores_back_after_an_error():
+    before = os.sched_getaffinity(0)
+
+    def fails():
+        with cores.bound([min(before)]):
+            assert os.sched_getaffinity(0) == {min(before)}
+            raise ValueError("boom")
+
+    with pytest.raises(ValueError, match="boom"):
+        fails()
+    assert os.sched_getaffinity(0) == before
