@@ -166,3 +166,39 @@ def test_the_better_plan_takes_no_more_device_memory_than_allowed():
     better, best_s, now_s = better_plan(workload, slow_host, current, device_bytes=10**6)
     assert better.count("device") > 0
     assert best_s < now_s
+
+
+def test_predicted_and_measured_times_go_to_deepspeeds_monitor(only_rank, tmp_path):
+    """DeepSpeed's own CSV monitor, enabled in its config, writes them."""
+    import deepspeed
+
+    from simulator import Layer, Prediction, Workload
+
+    torch.manual_seed(0)
+    model = ByteGPT(SIZES["tiny"])
+    config = ds_config(2, SUBGROUP, learning_rate=1e-3)
+    config["csv_monitor"] = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
+    engine = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=config
+    )[0]  # fmt: skip
+    sizes = tuple(int(n) for n in engine.optimizer.fp16_partitioned_groups_flat_numel)
+    layers = tuple(Layer(params=n, forward_s=0.01, backward_s=0.02) for n in sizes)
+    workload = Workload(name="w", layers=layers, subgroups=sizes, subgroup_size=SUBGROUP)
+    prediction = Prediction(
+        strategy="ebbtide", iteration_s=0.123, iteration_low_s=0.1, iteration_high_s=0.2,
+        forward_s=0.04, backward_s=0.08, step_s=0.0, update_s=0.04, device_peak_bytes=1,
+        host_peak_bytes=1,
+    )  # fmt: skip
+    plan = plan_of(["host"], len(sizes), 0, 0).model_copy(update={"prediction": prediction})
+    runtime.attach(engine, plan, device=Device(), machine=machine(), workload=workload)
+    engine.optimizer._ebbtide.watch.period_steps = 2
+    train(engine, 4)
+    rows = {
+        path.stem: [line.split(",") for line in path.read_text().splitlines()[1:]]
+        for path in tmp_path.rglob("*.csv")
+    }
+    predicted = rows["Train_ebbtide_predicted_iteration_s"]
+    assert [float(row[1]) for row in predicted] == [0.123, 0.123]
+    measured = rows["Train_ebbtide_iteration_s"]
+    assert len(measured) == 2
+    assert all(float(row[1]) > 0 for row in measured)

@@ -1,0 +1,82 @@
+"""Lanes run in order, wait for what they must, and hand the first failure to everybody."""
+
+import threading
+
+import pytest
+
+from runtime import lane as lane_module
+from runtime.lane import BackgroundError, Completion, Lane
+
+
+@pytest.fixture
+def lane():
+    made = Lane("test")
+    yield made
+    made.close()
+
+
+def test_ops_run_in_the_order_of_submission(lane):
+    seen, last = [], Completion()
+    for number in range(50):
+        lane.submit(lambda n=number: seen.append(n), [], Completion())
+    lane.submit(lambda: None, [], last)
+    last.wait_host()
+    assert seen == list(range(50))
+
+
+def test_an_op_waits_for_what_it_is_told_to(lane):
+    other, begun = Lane("other"), threading.Event()
+    release, first, second = threading.Event(), Completion("first"), Completion("second")
+    other.submit(lambda: release.wait(10), [], first)
+    lane.submit(begun.set, [first], second)
+    assert not begun.wait(0.05), "it began before what it waits for had ended"
+    release.set()
+    second.wait_host()
+    assert begun.is_set()
+    assert first.end_s <= second.start_s
+    other.close()
+
+
+def test_the_first_failure_reaches_everybody_as_itself(lane):
+    other = Lane("other")
+    failed, behind, elsewhere = Completion("failed"), Completion("behind"), Completion("elsewhere")
+
+    def fail():
+        raise OSError("no space")
+
+    lane.submit(fail, [], failed)
+    lane.submit(lambda: None, [], behind)
+    other.submit(lambda: None, [behind], elsewhere)
+    for completion in (failed, behind, elsewhere):
+        with pytest.raises(BackgroundError) as found:
+            completion.wait_host()
+        assert isinstance(found.value.__cause__, OSError), completion.label
+    other.close()
+
+
+def test_an_op_after_a_failure_does_not_run(lane):
+    ran, failed, behind = [], Completion(), Completion()
+
+    def fail():
+        raise OSError("no space")
+
+    lane.submit(fail, [], failed)
+    lane.submit(lambda: ran.append(1), [], behind)
+    with pytest.raises(BackgroundError):
+        behind.wait_host()
+    assert ran == []
+
+
+def test_a_stuck_lane_is_told_instead_of_waited_for(lane, monkeypatch):
+    monkeypatch.setattr(lane_module, "WAIT_DEADLINE_S", 0.05)
+    release, stuck = threading.Event(), Completion("copy of subgroup 3")
+    lane.submit(lambda: release.wait(10), [], stuck)
+    with pytest.raises(BackgroundError, match="'copy of subgroup 3' must be issued within"):
+        stuck.wait_host()
+    assert not stuck.ended
+    release.set()
+
+
+def test_what_is_done_needs_no_wait():
+    assert Completion.done().ended
+    Completion.done().wait_host()
