@@ -55,7 +55,10 @@ def initialize(
     config = _load_config(config)
     check_config(config)
     if isinstance(plan, Plan):
-        config.setdefault("zero_optimization", {})["sub_group_size"] = plan.subgroup_size
+        zero = config.setdefault("zero_optimization", {})
+        zero["sub_group_size"] = plan.subgroup_size
+        # PyTorch's pinned allocator rounds up to powers of two; `attach` page-locks exactly.
+        zero["offload_optimizer"]["pin_memory"] = False
         check_host_memory(plan, config)
     result = deepspeed.initialize(*args, config=config, **kwargs)
     attach(result[0], plan, device=device)
