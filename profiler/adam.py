@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -46,11 +47,39 @@ def host_adam_by_threads(
     return rates, notes
 
 
-def stock_host_adam(elements: int, budget_s: float) -> Quantity:
-    """Parameters/s of stock's three passes: unscale, DeepSpeedCPUAdam's op, downcast."""
+def host_adam_by_sizes(sizes: list[int], threads: int, budget_s: float) -> dict[str, Quantity]:
+    """Parameters/s of the fused kernel over subgroup sizes: small ones cost their launch."""
+    found = {}
+    for size in sizes:
+        buffers = AdamBuffers(size)
+
+        def update(buffers: AdamBuffers = buffers) -> None:
+            buffers.host_update(threads)
+
+        durations = repeat_s(update, budget_s / len(sizes))
+        detail = f"fused kernel, {size} elements, {threads} threads"
+        found[f"host_adam_of_{size}_params_per_s"] = rate(size, durations, "measured", detail)
+    return found
+
+
+def downcast(elements: int, budget_s: float) -> Quantity:
+    """Parameters/s of fp32 to bf16 on the host, which stock does after its update."""
+    master = torch.rand(elements)
+    wire = torch.zeros(elements, dtype=torch.bfloat16)
+    durations = repeat_s(lambda: wire.copy_(master), budget_s)
+    return rate(elements, durations, "measured", f"fp32 to bf16, {elements} elements")
+
+
+def stock_ops() -> Any:
+    """DeepSpeedCPUAdam's op, compiled the first time (about a minute)."""
     from deepspeed.ops.op_builder import CPUAdamBuilder
 
-    ops = CPUAdamBuilder().load()
+    return CPUAdamBuilder().load()
+
+
+def stock_host_adam(elements: int, budget_s: float) -> Quantity:
+    """Parameters/s of stock's three passes: unscale, DeepSpeedCPUAdam's op, downcast."""
+    ops = stock_ops()
     ops.create_adam(_STOCK_OPTIMIZER, 1e-4, 0.9, 0.999, 1e-8, 0.1, True, False)
     buffers = AdamBuffers(elements)
     gradient = buffers.gradient.float()
@@ -77,12 +106,12 @@ def device_adam(elements: int, budget_s: float, cuda: bool) -> Quantity:
         buffers = AdamBuffers(elements)
         durations = repeat_s(lambda: buffers.host_update(1), budget_s)
         return rate(elements, durations, "emulated", "host kernel, one thread")
-    from profiler.copies import _cuda_clock
+    from profiler.copies import cuda_clock
     from runtime.kernels.device import device_adam as kernel
 
     buffers = AdamBuffers(elements, "cuda")
     work: Callable[[], None] = lambda: kernel(  # noqa: E731
         buffers.p, buffers.m, buffers.v, buffers.gradient, buffers.wire, STEP, 0.5
     )
-    durations = repeat_s(work, budget_s, _cuda_clock)
+    durations = repeat_s(work, budget_s, cuda_clock)
     return rate(elements, durations, "measured", f"Triton kernel, {elements} elements")

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import statistics
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from profiler.adam import AdamBuffers
+from profiler.copies import Endpoints
 from profiler.sampling import repeat_s
+from profiler.storage import PLANNED_WRITERS, FileToWrite
 from runtime.kernels import host
 from simulator.quantity import Quantity, Source
+
+Work = Callable[[], object]
 
 
 def slowdown(
@@ -35,39 +41,81 @@ def slowdown(
     return Quantity.from_samples([alone_s / s for s in beside], source, "speed beside / alone")
 
 
-def host_contention(elements: int, threads: int, budget_s: float) -> dict[str, Quantity]:
-    """Host Adam beside a copying thread, and the copy beside host Adam (host memory only)."""
+def measure_contention(
+    cuda: bool, elements: int, threads: int, file: FileToWrite, budget_s: float
+) -> dict[str, Quantity]:
+    """``X_while_Y``: how fast X is beside Y, over X alone, for what a plan runs side by side.
+
+    Host Adam beside copies each way, copies beside the device's own work, writing beside host
+    Adam; each pair both ways. Without CUDA a copy is one in host memory, and the device's work
+    runs on a host core: those quantities say ``emulated``.
+    """
     buffers = AdamBuffers(elements)
-    to, source = torch.zeros(elements), torch.rand(elements)
+    device: Source = "measured" if cuda else "emulated"
 
     def update() -> None:
         buffers.host_update(threads)
 
-    def copy() -> None:
-        host.copy(to, source)
+    def write() -> None:
+        file.write(PLANNED_WRITERS)
 
-    return {
-        "host_adam_while_copy": slowdown(update, copy, budget_s / 2, "measured"),
-        "copy_while_host_adam": slowdown(copy, update, budget_s / 2, "measured"),
-    }
-
-
-def link_contention(elements: int, threads: int, budget_s: float) -> dict[str, Quantity]:
-    """Host Adam beside pinned copies each way, and the copies beside host Adam (CUDA)."""
-    from profiler.copies import _Endpoints
-
-    buffers, ends = AdamBuffers(elements), _Endpoints(elements * 4, cuda=True)
-
-    def update() -> None:
-        buffers.host_update(threads)
-
+    compute = _device_compute(cuda)
+    pairs: list[tuple[str, Work, str, Work, Source]] = [
+        ("host_adam", update, "storage_write", write, "measured")
+    ]
+    for name, copy in _copies(cuda, elements).items():
+        pairs.append(("host_adam", update, name, copy, device))
+        pairs.append((name, copy, "compute", compute, device))
     found = {}
-    for name, copy in (("h2d", ends.h2d), ("d2h", ends.d2h)):
-
-        def copied(copy: Callable[[], None] = copy) -> None:
-            copy()
-            torch.cuda.synchronize()
-
-        found[f"host_adam_while_{name}"] = slowdown(update, copied, budget_s / 4, "measured")
-        found[f"{name}_while_host_adam"] = slowdown(copied, update, budget_s / 4, "measured")
+    share_s = budget_s / (2 * len(pairs))
+    with _one_thread():
+        for name, work, other, neighbour, source in pairs:
+            found[f"{name}_while_{other}"] = slowdown(work, neighbour, share_s, source)
+            found[f"{other}_while_{name}"] = slowdown(neighbour, work, share_s, source)
     return found
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """What stands in for the device keeps to one core: a team that waits for a member whose core
+    is taken tells of the scheduler, not of memory.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _copies(cuda: bool, elements: int) -> dict[str, Work]:
+    if not cuda:
+        to, source = torch.zeros(elements), torch.rand(elements)
+        return {"copy": lambda: host.copy(to, source)}
+    ends = Endpoints(elements * 4, cuda=True)
+    return {"h2d": _on_stream(ends.h2d), "d2h": _on_stream(ends.d2h)}
+
+
+def _device_compute(cuda: bool) -> Work:
+    """A matrix product, as forward and backward are made of."""
+    size, dtype = (8192, torch.bfloat16) if cuda else (512, torch.float32)
+    a = torch.rand(size, size, device="cuda" if cuda else "cpu").to(dtype)
+    out = torch.empty_like(a)
+
+    def multiply(stream: Any = None) -> None:
+        del stream
+        torch.mm(a, a, out=out)
+
+    return _on_stream(multiply) if cuda else multiply
+
+
+def _on_stream(work: Callable[..., object]) -> Work:
+    """``work(stream)`` on a stream of its own, waited for alone: not for what runs beside it."""
+    stream = torch.cuda.Stream()
+
+    def run() -> None:
+        with torch.cuda.stream(stream):
+            work(stream)
+        stream.synchronize()
+
+    return run

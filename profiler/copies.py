@@ -46,7 +46,7 @@ def fit_latency(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> tuple
     return max(0.0, float(latency)), 1.0 / float(per_byte)
 
 
-class _Endpoints:
+class Endpoints:
     """A host and a device buffer and how to copy between them."""
 
     def __init__(self, size_bytes: int, cuda: bool, *, pinned: bool = True) -> None:
@@ -78,12 +78,12 @@ def measure_copies(cuda: bool, size_bytes: int, budget_s: float) -> CopyRates:
     Without CUDA the "device" is other host memory: the quantities say ``emulated``.
     """
     source: Source = "measured" if cuda else "emulated"
-    clock = _cuda_clock if cuda else timed_s
+    clock = cuda_clock if cuda else timed_s
     share_s = budget_s / 6
-    ends = _Endpoints(size_bytes, cuda)
+    ends = Endpoints(size_bytes, cuda)
     down = repeat_s(ends.d2h, share_s, clock)
     up = repeat_s(ends.h2d, share_s, clock)
-    both = repeat_s(_both_ways(ends, size_bytes), share_s, clock)
+    both = repeat_s(both_ways(ends, size_bytes), share_s, clock)
     h2d = rate(size_bytes, up, source, f"pinned copies of {size_bytes} bytes")
     d2h = rate(size_bytes, down, source, f"pinned copies of {size_bytes} bytes")
     alone = h2d.median + d2h.median
@@ -91,23 +91,31 @@ def measure_copies(cuda: bool, size_bytes: int, budget_s: float) -> CopyRates:
         [min(1.2, max(0.31, 2 * size_bytes / s / alone)) for s in both], source, "both at once"
     )
     pageable_h2d, pageable_d2h = _pageable(size_bytes, share_s) if cuda else (None, None)
-    times = [min(repeat_s(_Endpoints(n, cuda).h2d, 0.0, clock)) for n in SIZES_BYTES]
-    latency_s, _ = fit_latency(SIZES_BYTES, times)
+    latency_s = _latency_s(cuda, clock)
     notes = [*doubts("H2D bandwidth", up), *doubts("D2H bandwidth", down)]
+    notes += doubts("bandwidth of both directions at once", both)
     return CopyRates(h2d, d2h, duplex, pageable_h2d, pageable_d2h, latency_s, tuple(notes))
 
 
+def _latency_s(cuda: bool, clock: Callable[[Callable[[], object]], float]) -> float:
+    """Fixed cost of a copy, the mean of both directions, each fitted over `SIZES_BYTES`."""
+    ends = [Endpoints(size, cuda) for size in SIZES_BYTES]
+    up = [min(repeat_s(end.h2d, 0.0, clock)) for end in ends]
+    down = [min(repeat_s(end.d2h, 0.0, clock)) for end in ends]
+    return (fit_latency(SIZES_BYTES, up)[0] + fit_latency(SIZES_BYTES, down)[0]) / 2
+
+
 def _pageable(size_bytes: int, share_s: float) -> tuple[Quantity, Quantity]:
-    ends = _Endpoints(size_bytes, cuda=True, pinned=False)
+    ends = Endpoints(size_bytes, cuda=True, pinned=False)
     detail = f"pageable copies of {size_bytes} bytes"
-    up = repeat_s(ends.h2d, share_s, _cuda_clock)
-    down = repeat_s(ends.d2h, share_s, _cuda_clock)
+    up = repeat_s(ends.h2d, share_s, cuda_clock)
+    down = repeat_s(ends.d2h, share_s, cuda_clock)
     return rate(size_bytes, up, "measured", detail), rate(size_bytes, down, "measured", detail)
 
 
-def _both_ways(ends: _Endpoints, size_bytes: int) -> Callable[[], None]:
+def both_ways(ends: Endpoints, size_bytes: int) -> Callable[[], None]:
     """A copy each way at once: on two streams, or by two threads."""
-    other = _Endpoints(size_bytes, ends.cuda)
+    other = Endpoints(size_bytes, ends.cuda)
     if not ends.cuda:
 
         def by_threads() -> None:
@@ -130,7 +138,7 @@ def _both_ways(ends: _Endpoints, size_bytes: int) -> Callable[[], None]:
     return by_streams
 
 
-def _cuda_clock(work: Callable[[], object]) -> float:
+def cuda_clock(work: Callable[[], object]) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     start.record()

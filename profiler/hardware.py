@@ -7,6 +7,7 @@ import platform
 import resource
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -20,28 +21,26 @@ class Hardware:
     gpu_name: str
     gpus: int
     device_memory_bytes: int
+    facts: dict[str, str]
     warnings: tuple[str, ...]
 
 
 def look(cuda: bool) -> Hardware:
-    """Asks the operating system and, on CUDA, NVML."""
+    """Asks the operating system and, on CUDA, the driver."""
     import torch
 
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    warnings = list(_memlock_warnings(host_bytes)) if cuda else []
-    name, gpus, device_bytes = "", 1, host_bytes
+    limit, warnings = _memlock(host_bytes)
+    name, gpus, device_bytes, bus_id = "", 1, host_bytes, ""
     if cuda:
-        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        name, gpus, device_bytes = (
-            properties.name,
-            torch.cuda.device_count(),
-            properties.total_memory,
-        )
-        warnings += link_warnings(torch.cuda.current_device())
-    nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
+        gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+        name, gpus, device_bytes = gpu.name, torch.cuda.device_count(), gpu.total_memory
+        bus_id = _bus_id(gpu)
+    numa, far = numa_layout(bus_id)
+    nodes = sum(name.startswith("numa_node") for name in numa)
     return Hardware(
         cpu_name(), len(os.sched_getaffinity(0)), max(1, nodes), host_bytes, name, gpus,
-        device_bytes, tuple(warnings),
+        device_bytes, {"memlock_bytes": limit, **numa}, (*(warnings if cuda else ()), *far),
     )  # fmt: skip
 
 
@@ -55,33 +54,56 @@ def cpu_name() -> str:
     return names[0] if names else platform.machine()
 
 
-def _memlock_warnings(host_bytes: int) -> list[str]:
+def _memlock(host_bytes: int) -> tuple[str, list[str]]:
+    """The limit as text, and why it is too low."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if soft == resource.RLIM_INFINITY or soft >= host_bytes // 2:
-        return []
-    return [f"only {soft} bytes may be page-locked: raise the limit (ulimit -l unlimited)"]
+    if soft == resource.RLIM_INFINITY:
+        return "unlimited", []
+    if soft >= host_bytes // 2:
+        return str(soft), []
+    return str(soft), [
+        f"only {soft} bytes may be page-locked, less than half of host memory: raise the limit "
+        "(ulimit -l unlimited)"
+    ]
 
 
-def link_warnings(index: int) -> list[str]:
-    """PCIe links that trained below what device and slot can do, and throttled clocks."""
-    try:
-        import pynvml
+def numa_layout(gpu_bus_id: str = "", root: Path = Path("/")) -> tuple[dict[str, str], list[str]]:
+    """Cores of each NUMA node, the GPU's node, and a warning if we may run far from it."""
+    nodes = sorted((root / "sys/devices/system/node").glob("node[0-9]*"))
+    facts = {f"numa_{node.name}_cores": _line(node / "cpulist") for node in nodes}
+    near = _line(root / "sys/bus/pci/devices" / gpu_bus_id / "numa_node") if gpu_bus_id else ""
+    if len(nodes) < 2 or not near or int(near) < 0:
+        return facts, []
+    facts["gpu_numa_node"] = near
+    ours, there = os.sched_getaffinity(0), cores_of(facts.get(f"numa_node{near}_cores", ""))
+    if ours <= there:
+        return facts, []
+    return facts, [
+        f"this process may run on cores away from the GPU's NUMA node {near}: host memory that "
+        "lands there is slower to copy (deepspeed --bind_cores_to_rank, numactl)"
+    ]
 
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-        width = pynvml.nvmlDeviceGetCurrPcieLinkWidth(handle)
-        widest = pynvml.nvmlDeviceGetMaxPcieLinkWidth(handle)
-        reasons = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
-    except Exception as error:  # noqa: BLE001 - NVML may be absent or forbidden; say so, go on
-        return [f"NVML does not tell the link's width and the clocks: {error}"]
-    found = []
-    if width < widest:
-        found.append(f"the PCIe link runs with {width} lanes of {widest}")
-    slow = (
-        pynvml.nvmlClocksThrottleReasonHwSlowdown
-        | pynvml.nvmlClocksThrottleReasonSwThermalSlowdown
-        | pynvml.nvmlClocksThrottleReasonHwThermalSlowdown
-    )
-    if reasons & slow:
-        found.append(f"the GPU's clocks are throttled (reasons {reasons:#x})")
+
+def cores_of(cpulist: str) -> set[int]:
+    """``0-3,8``: {0, 1, 2, 3, 8}."""
+    found: set[int] = set()
+    for part in filter(None, cpulist.split(",")):
+        first, _, last = part.partition("-")
+        found.update(range(int(first), int(last or first) + 1))
     return found
+
+
+def _line(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _bus_id(properties: Any) -> str:
+    """As in /sys/bus/pci: ``0000:3b:00.0``; empty where torch does not tell."""
+    try:
+        domain, bus = int(properties.pci_domain_id), int(properties.pci_bus_id)
+        return f"{domain:04x}:{bus:02x}:{int(properties.pci_device_id):02x}.0"
+    except (AttributeError, TypeError):
+        return ""

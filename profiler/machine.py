@@ -6,7 +6,10 @@ import platform
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -14,14 +17,23 @@ import torch
 
 from profiler import adam, contention, copies, dram, storage
 from profiler.hardware import Hardware, look
+from profiler.neighbours import HostWatch
+from profiler.nvml import GpuWatch
+from profiler.ranks import HOST_ADAM_BYTES, check_ranks, measure_ranks
+from profiler.sampling import unstable
+from runtime.kernels import host
 from runtime.kernels.host import cache_dir
-from simulator.machine import Machine
+from simulator.machine import Machine, ShareName
 from simulator.quantity import Quantity
 
 DeviceChoice = Literal["auto", "cuda", "emulated"]
 Progress = Callable[[int, int, str], None]
 ELEMENTS = 32_000_000  # of a measured subgroup: far beyond any cache
-STAGES = ("copies", "host Adam", "stock Adam", "device Adam", "DRAM", "storage", "contention")
+MOST_SECONDS = 60.0
+STAGES = (
+    "kernels", "copies", "host Adam", "stock Adam", "device Adam", "DRAM", "storage",
+    "contention", "ranks at once",
+)  # fmt: skip
 
 
 def measure_machine(
@@ -33,33 +45,65 @@ def measure_machine(
     progress: Progress | None = None,
     name: str | None = None,
     fresh: bool = False,
+    ranks: int = 1,
 ) -> Machine:
     """Measures what the simulator needs to know of this machine.
 
     Args:
         storage_dir: the folder that checkpoints will go to; its disk is measured.
-        seconds: time to spend, split over the measurements; each takes at least 5 repeats.
+        seconds: time to spend, split over the measurements; each takes at least 5 repeats. The
+            first time, kernels are compiled besides.
         device: ``auto`` takes CUDA if there is one. Without, the device is emulated: its
             quantities say so and describe no GPU.
         progress: called with (stages done, stages, the next one's name).
         fresh: measure although the cache has this machine. Only runs without ``storage_dir`` are
             cached, since the disk belongs to the folder.
+        ranks: also measure with so many processes at once (`profiler.ranks`). They are spawned:
+            a script that asks for them must guard its own start with ``__name__``.
 
     Raises:
-        ValueError: ``cuda`` was asked for where there is none, or seconds <= 0.
+        ValueError: ``cuda`` was asked for where there is none, seconds not in (0, 60], or more
+            ranks than there are cores or GPUs.
     """
-    if seconds <= 0:
-        raise ValueError(f"seconds must be > 0, but got {seconds}")
+    if not 0 < seconds <= MOST_SECONDS:
+        raise ValueError(
+            f"seconds must be > 0 and at most {MOST_SECONDS:g} (--seconds), but got {seconds}"
+        )
     cuda = _is_cuda(device)
     facts = look(cuda)
+    if ranks != 1:
+        check_ranks(ranks, facts.cores, cuda)
     cached = _cache_path(facts, cuda)
     if storage_dir is None and not fresh and cached.exists():
-        return Machine.load(cached)
-    machine = _measure(facts, cuda, storage_dir, seconds, elements, progress or _silent, name)
+        known = _cached(cached)
+        if known is not None and (ranks == 1 or ranks in known.rank_shares):
+            return known
+    wanted = _Wanted(
+        facts, cuda, Path(storage_dir) if storage_dir is not None else None, seconds, elements,
+        ranks, progress or _silent, name,
+    )  # fmt: skip
+    machine = _watched(wanted)
     if storage_dir is None:
         cached.parent.mkdir(parents=True, exist_ok=True)
         machine.save(cached)
     return machine
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    facts: Hardware
+    cuda: bool
+    folder: Path | None
+    seconds: float
+    elements: int
+    ranks: int
+    progress: Progress
+    name: str | None
+
+    @property
+    def share_s(self) -> float:
+        """Of each stage that measures; ranks at once count as one more."""
+        return self.seconds / (len(STAGES) - 1 - (self.ranks == 1))
 
 
 def _silent(done: int, total: int, stage: str) -> None:
@@ -80,37 +124,76 @@ def _cache_path(facts: Hardware, cuda: bool) -> Path:
     return cache_dir() / f"machine-{safe}.json"
 
 
-def _measure(
-    facts: Hardware,
-    cuda: bool,
-    storage_dir: str | Path | None,
-    seconds: float,
-    elements: int,
-    progress: Progress,
-    name: str | None,
-) -> Machine:
-    share_s = seconds / len(STAGES)
-    threads = _threads(facts.cores)
-    tell = _stages(progress)
+def _cached(path: Path) -> Machine | None:
+    """None: what is there cannot be read, so it is measured again."""
+    try:
+        return Machine.load(path)
+    except (OSError, ValueError):
+        return None
+
+
+def _watched(wanted: _Wanted) -> Machine:
+    """The machine, with what was seen of neighbours, clocks and the link meanwhile."""
+    if not wanted.cuda:
+        with HostWatch() as host_watch:
+            machine = _measure(wanted)
+        return _with_notes(machine, {}, host_watch.warnings)
+    with GpuWatch(torch.cuda.current_device()) as gpu_watch, HostWatch() as host_watch:
+        machine = _measure(wanted)
+    return _with_notes(machine, gpu_watch.facts, gpu_watch.warnings + host_watch.warnings)
+
+
+def _with_notes(machine: Machine, facts: dict[str, str], warnings: list[str]) -> Machine:
+    return machine.model_copy(
+        update={
+            "facts": {**machine.facts, **facts},
+            "warnings": (*machine.warnings, *warnings, *_unstable(machine)),
+        }
+    )
+
+
+def _unstable(machine: Machine) -> list[str]:
+    """Of the rates whose own measurement has not told yet."""
+    quantities = {
+        "stock host Adam": machine.stock_host_adam_params_per_s,
+        "device Adam": machine.device_adam_params_per_s,
+        "host copies": machine.host_copy_bytes_per_s,
+        "pageable H2D": machine.pageable_h2d_bytes_per_s,
+        "pageable D2H": machine.pageable_d2h_bytes_per_s,
+        **machine.contention,
+        **machine.other_rates,
+    }
+    return [note for name, q in quantities.items() if q is not None for note in unstable(name, q)]
+
+
+def _measure(wanted: _Wanted) -> Machine:
+    facts, cuda, elements, share_s = wanted.facts, wanted.cuda, wanted.elements, wanted.share_s
+    tell = _stages(wanted.progress)
+    tell()
+    _build_kernels(cuda)
     tell()
     copied = copies.measure_copies(cuda, elements * 4, share_s)
     tell()
-    by_threads, notes = adam.host_adam_by_threads(elements, threads, share_s)
+    by_threads, notes = adam.host_adam_by_threads(elements, _threads(facts.cores), share_s * 0.7)
+    others = adam.host_adam_by_sizes(_sizes(elements), facts.cores, share_s * 0.3)
     tell()
-    stock = adam.stock_host_adam(elements, share_s)
+    stock = adam.stock_host_adam(elements, share_s * 0.8)
+    others["downcast_params_per_s"] = adam.downcast(elements, share_s * 0.2)
     tell()
     on_device = adam.device_adam(elements, share_s, cuda)
     tell()
-    triad, triad_notes = dram.triad(elements, facts.cores, share_s)
-    host_copy = dram.host_copy(elements, facts.cores, share_s / 4)
+    triad, triad_notes = dram.triad(elements, facts.cores, share_s * 0.8)
+    host_copy = dram.host_copy(elements, facts.cores, share_s * 0.2)
     tell()
-    disk = _storage(storage_dir, elements * 4, share_s)
+    with _folder(wanted.folder) as folder:
+        disk = storage.measure_storage(folder, elements * 4, share_s)
+        tell()
+        matrix = _contention(wanted, folder)
     tell()
-    beside = contention.link_contention if cuda else contention.host_contention
-    matrix = beside(elements // 2, facts.cores, share_s)
-    progress(len(STAGES), len(STAGES), "")
+    shares, rank_notes = _ranks(wanted)
+    wanted.progress(len(STAGES), len(STAGES), "")
     return Machine(
-        name=name or platform.node() or "this machine",
+        name=wanted.name or platform.node() or "this machine",
         device_kind="cuda" if cuda else "emulated",
         device_name=facts.gpu_name or facts.cpu_name,
         unified_memory=not cuda,
@@ -136,16 +219,54 @@ def _measure(
         storage_read_bytes_per_s=disk.read,
         storage_fsync_s=disk.fsync_s,
         contention=matrix,
+        rank_shares=shares,
+        other_rates={**others, **_storage_rates(disk)},
+        facts=facts.facts,
         versions={"python": platform.python_version(), "torch": str(torch.__version__)},
         measured_with=shlex.join(sys.argv),
-        warnings=(*facts.warnings, *copied.doubts, *notes, *triad_notes),
-    )
+        warnings=(
+            *facts.warnings, *copied.doubts, *notes, *triad_notes, *disk.doubts, *rank_notes,
+        ),
+    )  # fmt: skip
+
+
+def _build_kernels(cuda: bool) -> None:
+    """Once per machine, a minute: no part of what is timed."""
+    host.load()
+    adam.stock_ops()
+    if cuda:
+        adam.device_adam(4096, 0.0, cuda)
+
+
+def _contention(wanted: _Wanted, folder: Path) -> dict[str, Quantity]:
+    path = folder / f".ebbtide-contention-{uuid.uuid4().hex}"
+    with storage.file_to_write(path, storage.BLOCK_BYTES) as file:
+        return contention.measure_contention(
+            wanted.cuda, wanted.elements // 2, wanted.facts.cores, file, wanted.share_s
+        )
+
+
+def _ranks(wanted: _Wanted) -> tuple[dict[int, dict[ShareName, Quantity]], list[str]]:
+    if wanted.ranks == 1:
+        return {}, []
+    shares, notes = measure_ranks(
+        wanted.ranks, wanted.facts.cores, wanted.cuda, wanted.elements, wanted.folder,
+        wanted.share_s,
+    )  # fmt: skip
+    return {wanted.ranks: shares}, notes
+
+
+def _storage_rates(disk: storage.StorageRates) -> dict[str, Quantity]:
+    found = {f"storage_write_by_{n}_bytes_per_s": q for n, q in disk.by_writers.items()}
+    if disk.buffered is not None:
+        found["storage_write_buffered_bytes_per_s"] = disk.buffered
+    return found
 
 
 def _dram_capacity(triad: Quantity, host_adam: Quantity) -> Quantity:
     """The larger of what triad and the update itself move: a capacity nothing exceeded."""
-    moved = host_adam.median * 28
-    return triad if moved <= triad.median else Quantity.exact(moved, "measured", "fused host Adam")
+    moved = host_adam.scaled(HOST_ADAM_BYTES, "what the fused host Adam moves")
+    return triad if moved.median <= triad.median else moved
 
 
 def _stages(progress: Progress) -> Callable[[], None]:
@@ -163,8 +284,15 @@ def _threads(cores: int) -> list[int]:
     return sorted({1, max(1, cores // 2), cores})
 
 
-def _storage(folder: str | Path | None, size_bytes: int, budget_s: float) -> storage.StorageRates:
+def _sizes(elements: int) -> list[int]:
+    """Subgroups much smaller than the one that the rate is taken from."""
+    return sorted({max(1, elements // 256), max(1, elements // 32)})
+
+
+@contextmanager
+def _folder(folder: Path | None) -> Iterator[Path]:
     if folder is not None:
-        return storage.measure_storage(Path(folder), size_bytes, budget_s)
+        yield folder
+        return
     with tempfile.TemporaryDirectory() as scratch:
-        return storage.measure_storage(Path(scratch), size_bytes, budget_s)
+        yield Path(scratch)

@@ -20,3 +20,14 @@ def device_bytes() -> int:
 def host_bytes() -> int:
     """Resident set of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
+
+
+def reset_peak() -> None:
+    """From here on `peak_device_bytes` counts anew."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak_device_bytes() -> int:
+    """The most that tensors took on the device since `reset_peak`; 0 where nobody counts."""
+    return int(torch.cuda.max_memory_allocated()) if torch.cuda.is_available() else 0

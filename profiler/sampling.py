@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from simulator.quantity import Quantity, Source
+from simulator.quantity import UNSTABLE_IQR, Quantity, Source
 
 LEAST_REPEATS = 5
 MOST_REPEATS = 40
-UNSTABLE_IQR = 0.15  # of the median
+PATIENCE = 3.0  # budgets, or seconds if that is more: then a slow measurement has fewer repeats
 UNSTABLE_DRIFT = 0.20  # between the first and the last third
 
 
@@ -25,15 +25,22 @@ def repeat_s(
     budget_s: float,
     clock: Callable[[Callable[[], object]], float] = timed_s,
 ) -> list[float]:
-    """Durations of repeated calls, one of warm-up left out: at least 5, then until the budget."""
+    """Durations of repeated calls, one of warm-up left out: at least 5, then until the budget.
+
+    What is so slow that 5 do not fit into a few times the budget is repeated less often; `doubts`
+    says so.
+    """
     work()
     begun = time.perf_counter()
     durations: list[float] = []
-    while len(durations) < LEAST_REPEATS or (
-        len(durations) < MOST_REPEATS and time.perf_counter() - begun < budget_s
-    ):
+    while True:
         durations.append(clock(work))
-    return durations
+        spent_s = time.perf_counter() - begun
+        if len(durations) >= LEAST_REPEATS:
+            if len(durations) >= MOST_REPEATS or spent_s >= budget_s:
+                return durations
+        elif spent_s > max(PATIENCE, PATIENCE * budget_s):
+            return durations
 
 
 def rate(amount: float, durations_s: list[float], source: Source, detail: str) -> Quantity:
@@ -43,13 +50,7 @@ def rate(amount: float, durations_s: list[float], source: Source, detail: str) -
 
 def doubts(name: str, durations_s: list[float]) -> list[str]:
     """Why a measurement should not be called stable; empty if it is."""
-    quantity = Quantity.from_samples(durations_s)
-    found = []
-    if quantity.relative_iqr > UNSTABLE_IQR:
-        found.append(
-            f"{name} is not stable: its interquartile range is {quantity.relative_iqr:.0%} of the "
-            f"median (at most {UNSTABLE_IQR:.0%} would be); something else uses the machine"
-        )
+    found = unstable(name, Quantity.from_samples(durations_s))
     third = max(1, len(durations_s) // 3)
     first = sorted(durations_s[:third])[third // 2]
     last = sorted(durations_s[-third:])[third // 2]
@@ -60,3 +61,15 @@ def doubts(name: str, durations_s: list[float]) -> list[str]:
             "neighbour that came or went"
         )
     return found
+
+
+def unstable(name: str, quantity: Quantity) -> list[str]:
+    """Why a quantity's repeats do not agree well enough; empty if they do."""
+    if quantity.n == 1:
+        return [f"{name} was measured once: whether it is stable is not known"]
+    if quantity.stable:
+        return []
+    return [
+        f"{name} is not stable: its interquartile range is {quantity.relative_iqr:.0%} of the "
+        f"median (at most {UNSTABLE_IQR:.0%} would be); something else uses the machine"
+    ]

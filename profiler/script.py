@@ -3,8 +3,9 @@
     python -m profiler.script --out workload.json -- train.py --epochs 1
 
 Also under a launcher, as the script itself would be: ``torchrun --nproc-per-node 2 -m
-profiler.script ...``. ``deepspeed.initialize`` is wrapped, so that the first steps of the engine it
-returns are profiled; then rank 0 writes the workload and the script is stopped.
+profiler.script ...`` or ``deepspeed --num_gpus 2 --module profiler.script ...``.
+``deepspeed.initialize`` is wrapped, so that the first steps of the engine it returns are profiled;
+then rank 0 writes the workload and the script is stopped.
 """
 
 from __future__ import annotations
@@ -13,88 +14,189 @@ import argparse
 import os
 import runpy
 import sys
-from collections.abc import Callable
+import traceback
 from pathlib import Path
 from typing import Any
 
-from profiler.workload import WARMUP_STEPS, PassiveProfile
+from profiler.engine import PassiveProfile
+from profiler.progress import ProgressFile
+from profiler.workload import WARMUP_STEPS
 
 
-class _EnoughError(BaseException):
+class ScriptError(RuntimeError):
+    """The script did not yield a workload, or failed after it had; the message says why."""
+
+
+class _StopError(BaseException):
     """Ends the script from inside its own loop; not an Exception, so that none swallows it."""
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Entry point of ``python -m profiler.script``."""
+    """Entry point of ``python -m profiler.script``; exit code 2 with the reason on stderr."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    words = args.script[1:] if args.script[:1] == ["--"] else args.script
+    if not words or not Path(words[0]).is_file():
+        parser.error(f"the script must be a file, but got {words[0] if words else 'nothing'}")
+    if args.iterations < 1:
+        parser.error(f"--iterations must be >= 1, but got {args.iterations}")
+    if not args.out.resolve().parent.is_dir():
+        parser.error(f"--out must lie in a folder that exists, but got {args.out}")
+    rank = int(os.environ.get("RANK", "0"))
+    # The deepspeed launcher says so to the program it starts, and the script may count on it.
+    own = [f"--local_rank={args.local_rank}"] if args.local_rank is not None else []
+    profiled = ProfiledScript(
+        args.out.resolve(), args.iterations, rank, ProgressFile(args.report, rank),
+        go_on=args.go_on,
+    )  # fmt: skip
+    try:
+        profiled.run(Path(words[0]), [*own, *words[1:]])
+        _leave_job()
+    except ScriptError as error:
+        profiled.tell(str(error))
+        sys.stdout.flush()
+        print(f"profiler.script: error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m profiler.script",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--out", type=Path, required=True, help="where workload.json goes")
     parser.add_argument("--iterations", type=int, default=5, help="optimizer steps to profile")
     parser.add_argument("--continue", dest="go_on", action="store_true",
                         help="let the script run to its end afterwards")  # fmt: skip
-    parser.add_argument("script", nargs="+", help="the training script and its arguments")
-    args = parser.parse_args(argv)
-    script = Path(args.script[0])
-    if not script.is_file():
-        parser.error(f"the script must be a file, but got {script}")
-    written = run(script, args.script[1:], args.out, args.iterations, go_on=args.go_on)
-    if not written:
-        needed = args.iterations + WARMUP_STEPS
-        parser.error(
-            f"the script must take at least {needed} optimizer steps on a DeepSpeed ZeRO-3 engine, "
-            "but ended before: nothing was written (--iterations)"
-        )
+    parser.add_argument("--report", type=Path, help="a folder for each rank's progress")
+    parser.add_argument("--local_rank", "--local-rank", help="from the launcher; passed on")
+    parser.add_argument("script", nargs=argparse.REMAINDER,
+                        help="-- the training script and its arguments")  # fmt: skip
+    return parser
 
 
-def run(script: Path, arguments: list[str], out: Path, iterations: int, *, go_on: bool) -> bool:
-    """Runs the script; True once the workload is written."""
-    import deepspeed
+class ProfiledScript:
+    """Runs a script while the first engine that it trains is profiled."""
 
-    written: list[bool] = []
-    original = deepspeed.initialize
+    def __init__(
+        self, out: Path, iterations: int, rank: int, progress: ProgressFile, *, go_on: bool
+    ) -> None:
+        self._out, self._iterations, self._rank = out, iterations, rank
+        self._progress, self._go_on = progress, go_on
+        self._profiles: list[PassiveProfile] = []
+        self._refusal = ""
+        self._written = False
 
-    def initialize(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        _watch(result[0], out, iterations, lambda: _done(written, go_on))
-        return result
+    def run(self, script: Path, arguments: list[str]) -> None:
+        """Returns once the workload is written (with ``go_on``: and the script has ended).
 
-    deepspeed.initialize = initialize
+        Raises:
+            ScriptError: the script ended too early, failed, or cannot be profiled.
+        """
+        import deepspeed
+
+        original = deepspeed.initialize
+
+        def initialize(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            self._watch(result[0])
+            return result
+
+        deepspeed.initialize = initialize
+        try:
+            failure = _run_as_main(script, arguments)
+        finally:
+            deepspeed.initialize = original
+            for profile in self._profiles:
+                profile.stop()
+        self._judge(failure)
+
+    def tell(self, error: str = "") -> None:
+        """Progress for whoever started the ranks."""
+        steps = max((profile.steps for profile in self._profiles), default=0)
+        self._progress.tell(steps, self._iterations + WARMUP_STEPS, error)
+
+    def _watch(self, engine: Any) -> None:
+        """Engines without an optimizer (inference, a reference model) are left alone."""
+        if self._written or getattr(engine, "optimizer", None) is None:
+            return
+        try:
+            profile = PassiveProfile(engine, self._iterations, self._after_step)
+        except ValueError as error:
+            self._refuse(error)
+        self._profiles.append(profile)
+        self.tell()
+
+    def _after_step(self, profile: PassiveProfile) -> None:
+        self.tell()
+        if profile.problem is not None:
+            self._refuse(profile.problem)
+        if profile.workload is None or self._written:
+            return
+        if self._rank == 0:
+            profile.workload.save(self._out)
+        self._written = True
+        if not self._go_on:
+            raise _StopError
+
+    def _refuse(self, error: ValueError) -> None:
+        self._refusal = str(error)
+        raise _StopError from error
+
+    def _judge(self, failure: str) -> None:
+        needed = self._iterations + WARMUP_STEPS
+        steps = max((profile.steps for profile in self._profiles), default=0)
+        if self._refusal:
+            raise ScriptError(f"the script cannot be profiled: {self._refusal}")
+        if self._written and failure:
+            raise ScriptError(f"the workload was written, but later the script {failure}")
+        if failure:
+            raise ScriptError(
+                f"the script must run until {needed} optimizer steps are taken (--iterations), "
+                f"but it {failure} after {steps}"
+            )
+        if not self._profiles:
+            raise ScriptError(
+                "the script must train an engine made by deepspeed.initialize, but ended without "
+                "one: nothing was written"
+            )
+        if not self._written:
+            raise ScriptError(
+                f"the script must take at least {needed} optimizer steps on a DeepSpeed ZeRO-3 "
+                f"engine (--iterations), but ended after {steps}: nothing was written"
+            )
+
+
+def _run_as_main(script: Path, arguments: list[str]) -> str:
+    """What ``python script arguments`` would do; returns how it failed, or nothing."""
+    ours = sys.argv, sys.path[0]
     sys.argv = [str(script), *arguments]
-    sys.path.insert(0, str(script.resolve().parent))
+    # ``python -m`` put the current folder there, where ``python script`` has the script's.
+    sys.path[0] = str(script.resolve().parent)
     try:
         runpy.run_path(str(script), run_name="__main__")
-    except _EnoughError:
-        pass
+    except _StopError:
+        return ""
+    except SystemExit as ended:
+        if isinstance(ended.code, str):
+            print(ended.code, file=sys.stderr)
+        return f"exited with code {ended.code!r}" if ended.code else ""
+    except Exception as error:  # noqa: BLE001 - whatever the script raises is reported
+        traceback.print_exc()
+        return f"raised {type(error).__name__}: {error}"
     finally:
-        deepspeed.initialize = original
-    return bool(written)
+        sys.argv, sys.path[0] = ours
+    return ""
 
 
-def _done(written: list[bool], go_on: bool) -> None:
-    written.append(True)
-    if not go_on:
-        raise _EnoughError
+def _leave_job() -> None:
+    """A rank that ends inside its process group may end with an error after all is done."""
+    import torch.distributed
 
-
-def _watch(engine: Any, out: Path, iterations: int, done: Callable[[], None]) -> None:
-    """Profiles the engine's first steps, whoever drives them."""
-    profile = PassiveProfile(engine, iterations)
-    step = engine.step
-
-    def stepped(*args: Any, **kwargs: Any) -> Any:
-        result = step(*args, **kwargs)
-        workload = profile.on_step()
-        if workload is not None:
-            engine.step = step
-            if int(os.environ.get("RANK", "0")) == 0:
-                workload.save(out)
-            done()
-        return result
-
-    engine.step = stepped
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

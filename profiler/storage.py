@@ -7,55 +7,144 @@ import os
 import time
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from profiler.sampling import repeat_s
+from profiler.sampling import doubts, rate, repeat_s, timed_s
 from simulator.quantity import Quantity
 
 BLOCK_BYTES = 4 * 2**20
+PLANNED_WRITERS = 2  # of the runtime's checkpoints (`simulator.plan.CheckpointPlan.writers`)
+WRITERS = (1, PLANNED_WRITERS, 4)
+LEAST_FILES = 8  # to be written within the budget of one measurement: a slow disk gets small ones
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 @dataclass(frozen=True)
 class StorageRates:
-    """Bytes/s with the data on the medium (fsync included), and the cost of an fsync alone."""
+    """Bytes/s with the data on the medium (fsync included), and the cost of an fsync alone.
+
+    Attributes:
+        write: with `PLANNED_WRITERS` threads.
+        by_writers: over the number of threads.
+        buffered: through the page cache, fsync included; None where ``write`` is that already.
+    """
 
     write: Quantity
     read: Quantity
     fsync_s: float
     direct: bool
+    by_writers: dict[int, Quantity]
+    buffered: Quantity | None
+    doubts: tuple[str, ...]
 
 
 def measure_storage(folder: Path, size_bytes: int, budget_s: float) -> StorageRates:
-    """Writes and reads a file of ``size_bytes`` in ``folder``; removes it, also on error.
+    """Writes and reads a file of up to ``size_bytes`` in ``folder``; removes it, also on error.
 
     O_DIRECT where the filesystem takes it, so that the page cache does not pose as a disk.
 
     Raises:
         OSError: the folder cannot be written to.
     """
-    size_bytes = max(BLOCK_BYTES, size_bytes // BLOCK_BYTES * BLOCK_BYTES)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f".ebbtide-storage-{uuid.uuid4().hex}"
+    share_s = budget_s / (len(WRITERS) + 3)
+    with file_to_write(path, _affordable_bytes(path, size_bytes, share_s)) as file:
+        detail = f"{file.size_bytes} bytes, fsync, {file.mode}, {folder}"
+        seconds = {n: repeat_s(lambda n=n: file.write(n), share_s) for n in WRITERS}  # type: ignore[misc]
+        reads = repeat_s(file.read, share_s)
+        fsyncs = repeat_s(file.touch_and_sync, share_s)
+        buffered = _buffered(file, share_s) if file.direct else None
+    by_writers = {
+        n: rate(file.size_bytes, s, "measured", f"{n} writers, {detail}")
+        for n, s in seconds.items()
+    }
+    notes = [*doubts("storage write", seconds[PLANNED_WRITERS]), *doubts("storage read", reads)]
+    return StorageRates(
+        write=by_writers[PLANNED_WRITERS],
+        read=rate(file.size_bytes, reads, "measured", detail),
+        fsync_s=sorted(fsyncs)[len(fsyncs) // 2],
+        direct=file.direct,
+        by_writers=by_writers,
+        buffered=buffered,
+        doubts=tuple(notes),
+    )
+
+
+def _affordable_bytes(path: Path, size_bytes: int, share_s: float) -> int:
+    with file_to_write(path, BLOCK_BYTES) as probe:
+        probe.write()
+        block_s = timed_s(probe.write)
+    blocks = int(min(size_bytes // BLOCK_BYTES, share_s / LEAST_FILES / block_s))
+    return max(1, blocks) * BLOCK_BYTES
+
+
+def _buffered(file: FileToWrite, share_s: float) -> Quantity:
+    durations = repeat_s(lambda: file.write(PLANNED_WRITERS, buffered=True), share_s)
+    detail = f"{PLANNED_WRITERS} writers, {file.size_bytes} bytes, fsync, buffered"
+    return rate(file.size_bytes, durations, "measured", detail)
+
+
+class FileToWrite:
+    """A file that is written over and over, block by block. One caller at a time."""
+
+    def __init__(self, path: Path, size_bytes: int, block: mmap.mmap) -> None:
+        self.size_bytes = max(BLOCK_BYTES, size_bytes // BLOCK_BYTES * BLOCK_BYTES)
+        self.direct = _takes_direct(path)
+        self._path, self._block = path, block
+
+    @property
+    def mode(self) -> str:
+        return "O_DIRECT" if self.direct else "buffered"
+
+    def write(self, writers: int = 1, *, buffered: bool = False) -> None:
+        """All of it by so many threads, then fsync."""
+        flags = os.O_WRONLY | os.O_CREAT
+        with _opened(self._path, flags, self.direct and not buffered) as descriptor:
+            offsets = range(0, self.size_bytes, BLOCK_BYTES)
+
+            def some(first: int) -> None:
+                for offset in offsets[first::writers]:
+                    os.pwrite(descriptor, self._block, offset)
+
+            if writers == 1:
+                some(0)
+            else:
+                with ThreadPoolExecutor(writers) as pool:
+                    list(pool.map(some, range(writers)))
+            os.fsync(descriptor)
+
+    def read(self) -> None:
+        with _opened(self._path, os.O_RDONLY, self.direct) as descriptor:
+            if not self.direct and hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            offset = 0
+            while got := os.preadv(descriptor, [self._block], offset):
+                offset += got
+
+    def touch_and_sync(self) -> None:
+        with _opened(self._path, os.O_WRONLY, direct=False) as descriptor:
+            os.pwrite(descriptor, str(time.time_ns()).encode(), 0)
+            os.fsync(descriptor)
+
+
+@contextmanager
+def file_to_write(path: Path, size_bytes: int) -> Iterator[FileToWrite]:
+    """A file at ``path`` for as long as the block lasts.
+
+    Raises:
+        OSError: it cannot be made.
+    """
     block = mmap.mmap(-1, BLOCK_BYTES)  # page-aligned, as O_DIRECT wants it
-    block.write(os.urandom(BLOCK_BYTES))
     try:
-        direct = _takes_direct(path)
-        detail = f"{size_bytes} bytes, fsync, {'O_DIRECT' if direct else 'buffered'}, {folder}"
-        writes = repeat_s(lambda: _write(path, block, size_bytes, direct), budget_s * 0.6)
-        reads = repeat_s(lambda: _read(path, block, direct), budget_s * 0.3)
-        fsyncs = repeat_s(lambda: _touch_and_sync(path), budget_s * 0.1)
+        block.write(os.urandom(BLOCK_BYTES))
+        yield FileToWrite(path, size_bytes, block)
     finally:
         path.unlink(missing_ok=True)
         block.close()
-    return StorageRates(
-        write=Quantity.from_samples([size_bytes / s for s in writes], "measured", detail),
-        read=Quantity.from_samples([size_bytes / s for s in reads], "measured", detail),
-        fsync_s=sorted(fsyncs)[len(fsyncs) // 2],
-        direct=direct,
-    )
 
 
 def _takes_direct(path: Path) -> bool:
@@ -75,25 +164,3 @@ def _opened(path: Path, flags: int, direct: bool) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
-
-
-def _write(path: Path, block: mmap.mmap, size_bytes: int, direct: bool) -> None:
-    with _opened(path, os.O_WRONLY | os.O_CREAT, direct) as descriptor:
-        for offset in range(0, size_bytes, BLOCK_BYTES):
-            os.pwrite(descriptor, block, offset)
-        os.fsync(descriptor)
-
-
-def _read(path: Path, block: mmap.mmap, direct: bool) -> None:
-    with _opened(path, os.O_RDONLY, direct) as descriptor:
-        if not direct and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        offset = 0
-        while got := os.preadv(descriptor, [block], offset):
-            offset += got
-
-
-def _touch_and_sync(path: Path) -> None:
-    with _opened(path, os.O_WRONLY, direct=False) as descriptor:
-        os.pwrite(descriptor, str(time.time_ns()).encode(), 0)
-        os.fsync(descriptor)

@@ -15,6 +15,7 @@ from simulator.quantity import Quantity
 
 SCHEMA_VERSION = 1
 DeviceKind = Literal["cuda", "emulated"]
+ShareName = Literal["h2d", "d2h", "link", "dram", "storage"]
 
 # A Machine field that gives the full speed of an op, or "wall_s" for work that is already seconds.
 RateName = Literal[
@@ -54,7 +55,7 @@ class Machine(BaseModel):
     """One node as the simulator sees it. Rates are those of one rank alone on the node.
 
     Shared capacities (`dram_bytes_per_s`, `cpu_cores`, `storage_write_bytes_per_s`) belong to the
-    whole node; with N ranks per node each rank gets an N-th of them at most.
+    whole node; with N ranks per node each rank gets an N-th of them, or what ``rank_shares`` says.
 
     Attributes:
         device_kind: ``cuda``, or ``emulated`` where no GPU was there: then every rate of the
@@ -64,6 +65,10 @@ class Machine(BaseModel):
         duplex_factor: (bytes/s of both directions at once) / (h2d + d2h alone); 1 is full duplex.
         device_shares_host_cores: forward and backward run on the host's cores (no GPU).
         dram_bytes_per_s: what a triad loop reaches on the node, reads plus writes.
+        rank_shares: by number of ranks that worked at once, what each had of the rate alone, by
+            capacity; ranks whose copies do not touch each other have an ``h2d`` share of 1.
+        other_rates: what no schedule needs but people ask for, unit in the name.
+        facts: the link's generation and width, NUMA nodes, limits: text for people.
         copy_latency_s: fixed cost of one copy; launch_latency_s: of one device kernel.
     """
 
@@ -104,6 +109,9 @@ class Machine(BaseModel):
         default_factory=dict,
         description="measured slow-downs, e.g. 'host_adam_while_h2d': speed then over speed alone",
     )
+    rank_shares: dict[int, dict[ShareName, Quantity]] = Field(default_factory=dict)
+    other_rates: dict[str, Quantity] = Field(default_factory=dict)
+    facts: dict[str, str] = Field(default_factory=dict)
     versions: dict[str, str] = Field(default_factory=dict)
     measured_with: str = ""
     warnings: tuple[str, ...] = ()
@@ -132,7 +140,21 @@ class Machine(BaseModel):
                 "duplex_factor must lie in [0.3, 1.25] (0.5: one direction at a time, 1: both "
                 f"at full speed), but got {self.duplex_factor.median}"
             )
+        if any(ranks < 1 for ranks in self.rank_shares):
+            raise ValueError(
+                f"machine.rank_shares must be by >= 1 ranks, but got {sorted(self.rank_shares)}"
+            )
         return self
+
+    def rank_share(self, capacity: ShareName, ranks: int) -> float:
+        """What each of so many ranks at once has of a capacity: as measured, or as is plausible.
+
+        Unmeasured, the node's DRAM and storage are divided, and every rank has a link of its own.
+        """
+        measured = self.rank_shares.get(ranks, {}).get(capacity)
+        if measured is not None:
+            return measured.median
+        return 1.0 / max(1, ranks) if capacity in ("dram", "storage") else 1.0
 
     def rate(self, name: RateName) -> float:
         """Full speed of an op, in its unit per second.

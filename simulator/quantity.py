@@ -9,6 +9,8 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
+UNSTABLE_IQR = 0.15  # of the median: beyond it a figure is not called stable
+
 Source = Literal["measured", "emulated", "published", "datasheet", "assumed", "fitted"]
 
 
@@ -70,7 +72,17 @@ class Quantity(BaseModel):
         q1, median, q3 = statistics.quantiles(samples, n=4, method="inclusive")
         return cls(median=median, q1=q1, q3=q3, n=len(samples), source=source, detail=detail)
 
+    def scaled(self, factor: float, detail: str = "") -> Quantity:
+        """In another unit: median and quartiles times ``factor``, as often repeated."""
+        values = {name: getattr(self, name) * factor for name in ("median", "q1", "q3")}
+        return self.model_copy(update={**values, "detail": detail or self.detail})
+
     @property
     def relative_iqr(self) -> float:
         """Interquartile range over the median: 0 is perfectly stable."""
         return (self.q3 - self.q1) / self.median
+
+    @property
+    def stable(self) -> bool:
+        """Whether repeats agreed; a value that was taken once is not known to be stable."""
+        return self.n > 1 and self.relative_iqr <= UNSTABLE_IQR

@@ -32,14 +32,16 @@ def capacities(machine: Machine, ranks: int) -> dict[str, float]:
     """What one of ``ranks`` equal ranks of a node can count on, per second."""
     h2d, d2h = machine.h2d_bytes_per_s.median, machine.d2h_bytes_per_s.median
     sharers = max(1, ranks)
+    link = machine.duplex_factor.median * (h2d + d2h)
     shared = {
-        "dram": machine.dram_bytes_per_s.median / sharers,
+        "dram": machine.dram_bytes_per_s.median * machine.rank_share("dram", sharers),
         "cores": machine.cpu_cores / sharers,
-        "h2d": h2d,
-        "d2h": d2h,
-        "link": machine.duplex_factor.median * (h2d + d2h),
+        "h2d": h2d * machine.rank_share("h2d", sharers),
+        "d2h": d2h * machine.rank_share("d2h", sharers),
+        "link": link * machine.rank_share("link", sharers),
         "device": 1.0,
-        "storage": machine.storage_write_bytes_per_s.median / sharers,
+        "storage": machine.storage_write_bytes_per_s.median
+        * machine.rank_share("storage", sharers),
     }
     if machine.network_bytes_per_s is not None:
         shared["network"] = machine.network_bytes_per_s.median / sharers

@@ -10,6 +10,8 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from simulator.quantity import Quantity
+
 SCHEMA_VERSION = 1
 WireDtype = Literal["bf16", "fp16", "fp32"]
 WIRE_BYTES: dict[WireDtype, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -41,7 +43,7 @@ class Layer(BaseModel):
 
 
 class MemoryPoint(BaseModel):
-    """Memory in use at one moment of a profiled iteration."""
+    """Memory in use at one moment of a profiled iteration; ``layer`` is the one that ran."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -49,6 +51,7 @@ class MemoryPoint(BaseModel):
     phase: Literal["forward", "backward", "step", "other"]
     device_bytes: int = Field(ge=0)
     host_bytes: int = Field(0, ge=0)
+    layer: str = ""
 
 
 class Workload(BaseModel):
@@ -62,10 +65,15 @@ class Workload(BaseModel):
         wire_dtype: of parameters and, unless grad_bytes_per_param says otherwise, gradients.
         clip: gradient clipping (or fp16's overflow check) is on, so that no update may start
             before the global norm is known.
-        device_base_bytes: device memory in use all through an iteration (parameters, buckets).
+        device_base_bytes: device memory in use all through an iteration (parameters, buckets); a
+            profile adds what the activations do not explain of the peak it saw.
         stock_backward_extra_s: what stock DeepSpeed's gradient path adds to backward where it was
             measured; None lets the simulator derive it from the copies.
-        tokens_per_iteration: of all ranks together.
+        tokens_per_iteration: of all ranks together; None where the model's inputs do not tell.
+        samples_per_iteration: DeepSpeed's train_batch_size.
+        phase_times: seconds of each phase as profiled, with their spread; ``iteration`` is a whole
+            step with what the script does between its phases.
+        warnings: why the profile should be doubted.
         pipeline_idle_s: time per iteration in which this rank waits for other pipeline stages;
             host and copies go on in it.
     """
@@ -83,13 +91,16 @@ class Workload(BaseModel):
     gradient_accumulation_steps: int = Field(1, ge=1)
     ranks_per_node: int = Field(1, ge=1)
     nodes: int = Field(1, ge=1)
-    tokens_per_iteration: int = Field(1, ge=1)
+    tokens_per_iteration: int | None = Field(None, ge=1)
+    samples_per_iteration: int | None = Field(None, ge=1)
     pipeline_idle_s: float = Field(0.0, ge=0)
     device_base_bytes: int = Field(0, ge=0)
     stock_backward_extra_s: float | None = Field(None, ge=0)
     memory_curve: tuple[MemoryPoint, ...] = ()
     model_checkpoint_bytes: int = Field(0, ge=0, description="besides the optimizer state")
     provenance: str = ""
+    phase_times: dict[str, Quantity] = Field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -124,6 +135,10 @@ class Workload(BaseModel):
     @property
     def backward_s(self) -> float:
         return sum(layer.backward_s for layer in self.layers)
+
+    def headroom(self, device_memory_bytes: int) -> tuple[tuple[float, int], ...]:
+        """(t_s, device bytes still free) over the profiled iteration; negative: it did not fit."""
+        return tuple((p.t_s, device_memory_bytes - p.device_bytes) for p in self.memory_curve)
 
     @property
     def checkpoint_bytes(self) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from simulator.goodput import best_interval_steps
 from simulator.machine import Machine
 from simulator.plan import CheckpointPlan, Plan
+from simulator.simulate import capacities
 from simulator.workload import Workload
 from tuner.memory import Limits
 
@@ -33,14 +34,15 @@ def lazy_cost(
     rest to be written.
     """
     ranks = max(1, workload.ranks_per_node)
-    write = machine.storage_write_bytes_per_s.median / ranks
+    share = capacities(machine, ranks)
+    write = share["storage"]
     size = float(workload.checkpoint_bytes)
     left = max(0.0, size - window_s * write)
     copied = min(left, float(budget_bytes))
     copy_s = copied / (machine.rate("host_copy_bytes_per_s") / ranks)
     waited_s = (left - copied) / write
     # The bytes cross DRAM once on their way out, beside whatever the iteration does.
-    interference_s = size / (machine.dram_bytes_per_s.median / ranks)
+    interference_s = size / share["dram"]
     persist_s = size / write + machine.storage_fsync_s
     return CheckpointCost(copy_s + waited_s, interference_s, persist_s, copied)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -110,37 +109,45 @@ def main() -> None:
     """Plans training with CPU-offloaded optimizer state: same bits, less time."""
 
 
-@main.command(epilog="Example: tune profile -o machine.json --storage-dir /checkpoints")
-@click.option("-o", "--output", default="machine.json", show_default=True, help="Where it goes.")
+@main.command(
+    epilog="Example: tune profile -o machine.json --storage-dir /checkpoints; "
+    "tune profile --train-script train.py --launcher deepspeed --ranks 4 -- --epochs 1",
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+)
+@click.option("-o", "--output", help="Where it goes: machine.json, with a script workload.json.")
 @click.option("--storage-dir", help="The folder that checkpoints will go to.")
-@click.option("--seconds", default=30.0, show_default=True, help="Time to spend.")
+@click.option("--seconds", default=30.0, show_default=True, help="Time to spend, at most 60.")
 @click.option("--fresh", is_flag=True, help="Measure although the result is cached.")
+@click.option("--ranks", default=1, show_default=True,
+              help="Also measure with so many ranks at once; with a script, ranks to start.")
+@click.option("--train-script", help="Take the workload from this script; its arguments follow.")
+@click.option("--launcher", type=click.Choice(["none", "torchrun", "deepspeed"]),
+              default="torchrun", show_default=True, help="What starts the script.")
+@click.option("--iterations", default=3, show_default=True, help="Optimizer steps of the script.")
+@click.option("--continue", "go_on", is_flag=True, help="Let the script run to its end.")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @JSON
 @_guarded
 def profile(
-    output: str, storage_dir: str | None, seconds: float, fresh: bool, as_json: bool
+    output: str | None, train_script: str | None, arguments: tuple[str, ...], ranks: int,
+    launcher: Any, iterations: int, go_on: bool, storage_dir: str | None, seconds: float,
+    fresh: bool, as_json: bool,
 ) -> None:
-    """Measures this machine: copies, host and device Adam, memory, storage, contention."""
-    from rich.console import Console
-    from rich.progress import Progress
+    """Measures this machine; with --train-script, what a training script asks of it."""
+    from tuner.profiling import machine_profile, script_profile
 
-    from profiler import measure_machine
-    from tuner.report import show_machine
-
-    console = Console(stderr=as_json)
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("measuring", total=1)
-
-        def tell(done: int, total: int, stage: str) -> None:
-            bar.update(task, completed=done, total=total, description=stage or "measured")
-
-        machine = measure_machine(storage_dir, seconds=seconds, fresh=fresh, progress=tell)
-    machine.save(output)
-    if as_json:
-        click.echo(machine.model_dump_json(indent=2))
+    if train_script is not None:
+        script_profile(
+            output or "workload.json", train_script, arguments, launcher=launcher, ranks=ranks,
+            iterations=iterations, go_on=go_on, as_json=as_json,
+        )  # fmt: skip
         return
-    show_machine(machine, console)
-    console.print(f"written to {output}")
+    if arguments or go_on:
+        raise BadInputError(
+            "--train-script SCRIPT must be given before the script's arguments and for --continue, "
+            f"but got only {' '.join(arguments) or '--continue'}"
+        )
+    machine_profile(output or "machine.json", storage_dir, seconds, ranks, fresh, as_json)
 
 
 @main.command(epilog="Example: tune plan --machine machine.json --workload workload.json --mtbf 4h")
@@ -342,17 +349,18 @@ def _print_rows(rows: list[dict[str, Any]], as_json: bool) -> None:
 
 @main.command(
     "profile-script",
-    epilog="Example: tune profile-script -o workload.json -- train.py --epochs 1",
+    hidden=True,  # of old; `tune profile --train-script --launcher none` does the same
     context_settings={"ignore_unknown_options": True},
 )
 @click.option("-o", "--output", default="workload.json", show_default=True)
 @click.option("--iterations", default=5, show_default=True, help="Optimizer steps to profile.")
 @click.argument("script", nargs=-1, type=click.UNPROCESSED, required=True)
+@_guarded
 def profile_script(output: str, iterations: int, script: tuple[str, ...]) -> None:
     """Runs a training script until its first steps are profiled; the script stays unchanged."""
-    command = [sys.executable, "-m", "profiler.script", "--out", output,
-               "--iterations", str(iterations), "--", *script]  # fmt: skip
-    sys.exit(2 if subprocess.run(command, check=False).returncode else 0)
+    from tuner.profiling import script_profile
+
+    script_profile(output, script[0], script[1:], launcher="none", iterations=iterations)
 
 
 if __name__ == "__main__":

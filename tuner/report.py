@@ -11,6 +11,7 @@ from rich.table import Table
 if TYPE_CHECKING:
     from simulator.machine import Machine
     from simulator.plan import Plan, Prediction
+    from simulator.workload import Workload
 
 GIB = 2**30
 _RATES = {
@@ -33,15 +34,53 @@ def wide_console() -> Console:
 def show_machine(machine: Machine, console: Console) -> None:
     """Rates with their quartiles and where they come from, then the warnings."""
     table = Table(title=f"{machine.name}: {machine.device_name}, {machine.cpu_cores} cores")
-    for column in ("rate", "median", "quartiles", "unit", "source"):
+    for column in ("rate", "median", "quartiles", "unit", "stable", "source"):
         table.add_column(column, justify="right" if column in ("median", "quartiles") else "left")
     for field, (name, unit, label) in _RATES.items():
         q = getattr(machine, field)
         spread = f"{q.q1 / unit:.2f} to {q.q3 / unit:.2f}"
-        table.add_row(name, f"{q.median / unit:.2f}", spread, label, q.source)
+        stable = "yes" if q.stable else "no"
+        table.add_row(name, f"{q.median / unit:.2f}", spread, label, stable, q.source)
     console.print(table)
+    for ranks, shares in machine.rank_shares.items():
+        told = ", ".join(f"{name} {q.median:.2f}" for name, q in shares.items())
+        console.print(f"{ranks} ranks at once: each has of the rate alone {told}")
     for warning in machine.warnings:
         console.print(f"warning: {warning}", style="yellow")
+
+
+def show_workload(workload: Workload, console: Console) -> None:
+    """Phases with their spread, the layers' times and memory, then the warnings."""
+    w = workload
+    shape = f"{w.params} parameters in {len(w.subgroups)} subgroups on this rank"
+    console.print(f"{w.name}: {shape}, {w.ranks_per_node * w.nodes} ranks, {_amount(w)}")
+    phases = Table(title="seconds per iteration")
+    for column in ("phase", "median", "quartiles", "steps"):
+        phases.add_column(column, justify="left" if column == "phase" else "right")
+    for name, q in w.phase_times.items():
+        phases.add_row(name, f"{q.median:.4f}", f"{q.q1:.4f} to {q.q3:.4f}", str(q.n))
+    console.print(phases)
+    layers = Table(title="layers")
+    for column in ("layer", "parameters", "forward", "backward", "activations"):
+        layers.add_column(column, justify="left" if column == "layer" else "right")
+    for layer in w.layers:
+        times = [f"{s * 1e3:.2f} ms" for s in (layer.forward_s, layer.backward_s)]
+        mib = f"{layer.activation_bytes / 2**20:.2f} MiB"
+        layers.add_row(layer.name, str(layer.params), *times, mib)
+    console.print(layers)
+    if w.memory_curve:
+        console.print(
+            f"device memory: at most {max(p.device_bytes for p in w.memory_curve) / GIB:.2f} GiB, "
+            f"at least {min(p.device_bytes for p in w.memory_curve) / GIB:.2f} GiB"
+        )
+    for warning in w.warnings:
+        console.print(f"warning: {warning}", style="yellow")
+
+
+def _amount(workload: Workload) -> str:
+    if workload.tokens_per_iteration is not None:
+        return f"{workload.tokens_per_iteration} tokens per iteration"
+    return f"{workload.samples_per_iteration} samples per iteration (tokens not known)"
 
 
 def show_plan(plan: Plan, console: Console) -> None:

@@ -62,14 +62,26 @@ def test_memory_and_contention():
     triad, _ = dram.triad(TINY, 1, 0.01)
     assert "16 bytes" in triad.detail
     assert dram.host_copy(TINY, 1, 0.01).median > 0
-    matrix = contention.host_contention(TINY, 1, 0.05)
-    assert set(matrix) == {"host_adam_while_copy", "copy_while_host_adam"}
+
+
+def test_contention_is_measured_both_ways_for_what_runs_side_by_side(tmp_path):
+    with storage.file_to_write(tmp_path / "written", storage.BLOCK_BYTES) as file:
+        matrix = contention.measure_contention(False, TINY, 1, file, 0.05)
+    assert set(matrix) == {
+        "host_adam_while_copy", "copy_while_host_adam", "copy_while_compute",
+        "compute_while_copy", "host_adam_while_storage_write", "storage_write_while_host_adam",
+    }  # fmt: skip
+    assert matrix["host_adam_while_storage_write"].source == "measured"
+    assert matrix["copy_while_compute"].source == "emulated", "no GPU computed or copied"
 
 
 def test_storage_leaves_nothing_behind(tmp_path):
     found = storage.measure_storage(tmp_path / "new", storage.BLOCK_BYTES, 0.01)
     assert found.write.median > 0
     assert found.fsync_s > 0
+    assert sorted(found.by_writers) == [1, 2, 4]
+    assert found.write == found.by_writers[storage.PLANNED_WRITERS]
+    assert (found.buffered is not None) == found.direct
     assert list((tmp_path / "new").iterdir()) == []
 
 
@@ -92,12 +104,14 @@ def test_a_machine_is_measured_once_and_remembered(tmp_path, monkeypatch, deepsp
     first = measure_machine(
         seconds=0.1, elements=TINY, progress=lambda done, total, stage: stages.append(stage)
     )
-    assert stages[0] == "copies"
+    assert stages[0] == "kernels"
     assert stages[-1] == ""
     assert first.unified_memory
     assert first.device_kind == "emulated"
     assert first.h2d_bytes_per_s.source == "emulated"
     assert first.stock_host_adam_params_per_s.source == "measured"
+    assert "memlock_bytes" in first.facts
+    assert {"downcast_params_per_s", "storage_write_by_4_bytes_per_s"} <= set(first.other_rates)
     assert measure_machine(seconds=0.1, elements=TINY) == first
     assert measure_machine(seconds=0.1, elements=TINY, fresh=True) != first
     assert Machine.load(next(tmp_path.glob("machine-*.json"))).fingerprint == first.fingerprint
@@ -106,6 +120,10 @@ def test_a_machine_is_measured_once_and_remembered(tmp_path, monkeypatch, deepsp
 def test_bad_arguments_are_refused():
     with pytest.raises(ValueError, match="seconds must be > 0"):
         measure_machine(seconds=0)
+    with pytest.raises(ValueError, match="at most 60"):
+        measure_machine(seconds=61)
+    with pytest.raises(ValueError, match=r"must be 2 to \d+, the number of cores, but got 10000"):
+        measure_machine(ranks=10_000)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

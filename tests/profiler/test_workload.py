@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from profiler import profile_engine
-from profiler.workload import units
+from profiler.watcher import units
 from simulator import Workload
 from studies.byte_gpt import SIZES, Batches, ByteGPT, train_step
 from tests.runtime.contract.training import start, train

@@ -1,0 +1,113 @@
+"""How much device memory each unit's forward leaves behind for its backward."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+
+class Activations(Protocol):
+    """Told by the watcher's hooks where a forward pass is; training thread only."""
+
+    bytes_by_unit: dict[str, int]
+
+    def begin(self) -> None: ...
+    def enter(self, unit: str) -> None: ...
+    def leave(self, unit: str) -> None: ...
+    def end(self) -> None: ...
+
+
+class SavedTensors:
+    """Counts what autograd saves, each storage once: exact where no allocator keeps books.
+
+    Parameters do not count: ZeRO-3 releases them. What is saved between two units (embeddings that
+    are added, the loss) belongs to the unit before it.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.bytes_by_unit: dict[str, int] = defaultdict(int)
+        self._parameters = list(model.parameters())
+        self._unit = ""
+        self._seen: set[int] = set()
+        self._hooks: Any = None
+
+    def begin(self) -> None:
+        self._unit, self._seen = "", set()
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._note, lambda kept: kept)
+        self._hooks.__enter__()
+
+    def enter(self, unit: str) -> None:
+        self._unit = unit
+
+    def leave(self, unit: str) -> None:
+        del unit
+
+    def end(self) -> None:
+        if self._hooks is not None:
+            self._hooks.__exit__(None, None, None)
+        self._hooks = None
+
+    def _note(self, saved: torch.Tensor) -> torch.Tensor:
+        storage = saved.untyped_storage()
+        if storage.data_ptr() not in self._seen and not self._is_parameter(storage.data_ptr()):
+            # A storage that is freed and reused within the pass is not saved, so addresses do.
+            self._seen.add(storage.data_ptr())
+            self.bytes_by_unit[self._unit] += storage.nbytes()
+        return saved
+
+    def _is_parameter(self, address: int) -> bool:
+        return any(p.data.untyped_storage().data_ptr() == address for p in self._parameters)
+
+
+class AllocatorDeltas:
+    """What the device's allocator holds after a unit more than before it, less gathered parameters.
+
+    Args:
+        in_use: bytes that the allocator has handed out.
+        gathered: bytes of them that are whole parameters, gathered for the moment.
+    """
+
+    def __init__(self, in_use: Callable[[], int], gathered: Callable[[], int]) -> None:
+        self.bytes_by_unit: dict[str, int] = defaultdict(int)
+        self._held = lambda: in_use() - gathered()
+        self._before = 0
+        self._unit = ""
+
+    def begin(self) -> None:
+        self._before, self._unit = self._held(), ""
+
+    def enter(self, unit: str) -> None:
+        self._settle()
+        self._unit = unit
+
+    def leave(self, unit: str) -> None:
+        del unit
+        self._settle()
+
+    def end(self) -> None:
+        self._settle()
+
+    def _settle(self) -> None:
+        now = self._held()
+        self.bytes_by_unit[self._unit] += now - self._before
+        self._before = now
+
+
+def gathered_bytes(model: torch.nn.Module) -> int:
+    """Bytes of ZeRO-3 parameters that are whole at this moment, beside their partition."""
+    total = 0
+    for p in model.parameters():
+        shard = getattr(p, "ds_tensor", None)
+        if shard is not None and p.data.numel() and p.data.data_ptr() != shard.data_ptr():
+            total += p.data.nbytes
+    return total
+
+
+def activations_of(model: torch.nn.Module) -> Activations:
+    """Allocator statistics on CUDA, saved tensors elsewhere."""
+    if torch.cuda.is_available():
+        return AllocatorDeltas(torch.cuda.memory_allocated, lambda: gathered_bytes(model))
+    return SavedTensors(model)

@@ -1,0 +1,146 @@
+"""Profiles a live engine: driven by us, or by whoever trains it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from profiler.watcher import Trace, Watcher
+from profiler.workload import WARMUP_STEPS, check_engine, check_iterations, workload_of
+from simulator.workload import Workload
+
+
+def profile_engine(
+    engine: Any, train_step: Callable[[Any], object], iterations: int = 3, name: str | None = None
+) -> Workload:
+    """Runs ``train_step(engine)`` a few times and describes what it does.
+
+    Per-layer forward times come from module hooks; backward is split over the layers in the same
+    proportions. What stock DeepSpeed's gradient path takes within backward is measured apart
+    (``stock_backward_extra_s``), so that ``backward_s`` is what remains under a plan. On CUDA every
+    hook synchronises: the phases' sum is then a little longer than an undisturbed step.
+
+    Args:
+        train_step: forward, backward and step of one whole optimizer step.
+        iterations: measured steps, after `WARMUP_STEPS` of warm-up.
+
+    Raises:
+        ValueError: iterations < 1, a configuration that cannot be profiled, or a ``train_step``
+            that takes no optimizer step.
+    """
+    profile = PassiveProfile(engine, iterations)
+    try:
+        # fp16's loss scaler skips some of the first steps: those are not counted.
+        for _ in range(2 * profile.needed + 20):
+            train_step(engine)
+            if profile.problem is not None:
+                raise profile.problem
+            if profile.workload is not None:
+                break
+    finally:
+        profile.stop()
+    if profile.workload is None:
+        raise ValueError(
+            "train_step must take an optimizer step (forward, backward and step at a gradient "
+            f"accumulation boundary), but {profile.steps} of {profile.needed} were taken"
+        )
+    return profile.workload.model_copy(update={"name": name or profile.workload.name})
+
+
+class PassiveProfile:
+    """Watches whoever trains ``engine``, whose ``step`` is wrapped until `stop`.
+
+    The first `WARMUP_STEPS` optimizer steps are only counted. Micro-steps of gradient
+    accumulation belong to the step they end in; steps that fp16's loss scaler skipped are left
+    out, as they update nothing.
+
+    Attributes:
+        steps, needed: optimizer steps so far, and how many there must be.
+        workload: what was found, once there were enough steps.
+        problem: why there will be none; the engine is then as it was found.
+
+    Args:
+        after_step: called after each optimizer step, outside all that is timed; what it raises
+            reaches the training loop.
+
+    Raises:
+        ValueError: iterations < 1, or an engine whose configuration cannot be profiled.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        iterations: int,
+        after_step: Callable[[PassiveProfile], None] | None = None,
+    ) -> None:
+        check_iterations(iterations)
+        check_engine(engine)
+        self.steps, self.needed = 0, WARMUP_STEPS + iterations
+        self.workload: Workload | None = None
+        self.problem: ValueError | None = None
+        self._engine, self._iterations, self._after_step = engine, iterations, after_step
+        self._seen = (engine.global_steps, engine.skipped_steps)
+        self._kind = type(engine.optimizer)
+        self._traces: list[Trace] = []
+        self._watcher: Watcher | None = None
+        self._stopped = False
+        self._own_step = vars(engine).get("step")
+        self._step = engine.step
+        engine.step = self._stepped
+
+    def stop(self) -> None:
+        """Leaves the engine as it was found."""
+        if self._stopped:
+            return
+        self._stopped = True
+        if self._watcher is not None:
+            self._watcher.remove()
+            self._watcher = None
+        if self._own_step is not None:
+            self._engine.step = self._own_step
+        else:
+            vars(self._engine).pop("step", None)
+
+    def _stepped(self, *args: Any, **kwargs: Any) -> Any:
+        if self._watcher is None:
+            result = self._step(*args, **kwargs)
+        else:
+            result = self._watcher.timed("step", self._step, *args, **kwargs)
+        if self._engine.global_steps != self._seen[0] and not self._stopped:
+            try:
+                self._advance()
+            except ValueError as error:
+                self.problem = error
+                self.stop()
+            if self._after_step is not None:
+                self._after_step(self)
+        return result
+
+    def _advance(self) -> None:
+        """One more optimizer step is complete, its time filed in the trace it belongs to."""
+        seen = (self._engine.global_steps, self._engine.skipped_steps)
+        skipped, self._seen = seen[1] != self._seen[1], seen
+        if self._watcher is None:
+            self.steps += 1
+            if self.steps == WARMUP_STEPS:
+                self._watch()
+            return
+        trace = self._watcher.end()
+        if not skipped:
+            self.steps += 1
+            self._traces.append(trace)
+        if len(self._traces) < self._iterations:
+            self._watcher.begin()
+            return
+        self.stop()
+        self.workload = workload_of(self._engine, self._traces, type(self._engine.module).__name__)
+
+    def _watch(self) -> None:
+        if type(self._engine.optimizer) is not self._kind:
+            raise ValueError(
+                f"the script must train with stock DeepSpeed while it is profiled, but its "
+                f"optimizer became {type(self._engine.optimizer).__name__}: build the engine with "
+                "deepspeed.initialize, not with runtime.initialize"
+            )
+        self._watcher = Watcher(self._engine)
+        self._watcher.begin()

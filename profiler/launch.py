@@ -1,0 +1,167 @@
+"""Profiles a training script under its launcher, in processes of its own."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from profiler.progress import first_error, read_progress
+from simulator.workload import Workload
+
+Launcher = Literal["none", "torchrun", "deepspeed"]
+LAUNCHERS: tuple[Launcher, ...] = ("none", "torchrun", "deepspeed")
+POLL_S = 0.1
+SHOWN_LINES = 30  # of a failed script's output
+END_S = 10.0  # for an interrupted launcher to end its ranks
+
+
+class LaunchError(RuntimeError):
+    """No workload came back; ``output`` is the end of what launcher and script printed."""
+
+    def __init__(self, message: str, output: str = "") -> None:
+        super().__init__(message)
+        self.output = output
+
+
+@dataclass(frozen=True)
+class ScriptRun:
+    """A script to profile.
+
+    Attributes:
+        script, arguments: what the user would start.
+        launcher: ``none`` runs ``python script``.
+        ranks: processes on this node.
+        iterations: optimizer steps to measure.
+        go_on: let the script run to its end afterwards.
+        shown: its output goes where ours goes; else it is kept for the case of a failure.
+    """
+
+    script: str
+    arguments: tuple[str, ...] = ()
+    launcher: Launcher = "torchrun"
+    ranks: int = 1
+    iterations: int = 3
+    go_on: bool = False
+    shown: bool = False
+
+    def __post_init__(self) -> None:
+        if not Path(self.script).is_file():
+            raise ValueError(f"the script must be a file, but got {self.script} (--train-script)")
+        if self.launcher not in LAUNCHERS:
+            raise ValueError(
+                f"the launcher must be one of {', '.join(LAUNCHERS)}, but got {self.launcher!r} "
+                "(--launcher)"
+            )
+        if self.ranks < 1 or (self.launcher == "none" and self.ranks > 1):
+            raise ValueError(
+                "ranks must be >= 1, and 1 without a launcher, but got "
+                f"{self.ranks} with launcher {self.launcher!r} (--ranks, --launcher)"
+            )
+        if self.iterations < 1:
+            raise ValueError(f"iterations must be >= 1, but got {self.iterations} (--iterations)")
+
+    def command(self, out: Path, report: Path, port: int) -> list[str]:
+        """The launcher's command line around ``python -m profiler.script``."""
+        python = [sys.executable, "-m"]
+        ours = ["profiler.script", "--out", str(out), "--report", str(report),
+                "--iterations", str(self.iterations)]  # fmt: skip
+        ours += ["--continue"] * self.go_on + ["--", self.script, *self.arguments]
+        if self.launcher == "torchrun":
+            count = f"--nproc-per-node={self.ranks}"
+            return [*python, "torch.distributed.run", count, f"--master-port={port}", "-m", *ours]
+        if self.launcher == "deepspeed":
+            # A host file of the machine's would start it on other nodes too.
+            here = ["--hostfile=", f"--num_gpus={self.ranks}", f"--master_port={port}", "--module"]
+            return [*python, "deepspeed.launcher.runner", *here, *ours]
+        return [*python, *ours]
+
+
+def profile_script(
+    run: ScriptRun, out: Path, progress: Callable[[int, int], None] | None = None
+) -> Workload:
+    """Runs the script unchanged until its workload is measured, writes it to ``out``.
+
+    Args:
+        progress: called with (optimizer steps taken, steps needed), of the slowest rank.
+
+    Raises:
+        LaunchError: the script ended too early, crashed, or cannot be profiled.
+    """
+    out = out.resolve()
+    if not out.parent.is_dir():
+        raise LaunchError(f"the workload must go to a folder that exists, but got {out} (-o)")
+    with tempfile.TemporaryDirectory() as scratch:
+        fresh, log = Path(scratch) / "workload.json", Path(scratch) / "output.txt"
+        code = _run(run, fresh, log, progress)
+        workload = Workload.load(fresh) if fresh.exists() else None
+        if workload is not None:
+            workload.save(out)
+        if code or workload is None:
+            printed = log.read_text(errors="replace").splitlines() if log.exists() else []
+            told = first_error(read_progress(fresh.parent)) or _silent_end(run, code)
+            raise LaunchError(told, "\n".join(printed[-SHOWN_LINES:]))
+    return workload
+
+
+def _run(
+    run: ScriptRun, fresh: Path, log: Path, progress: Callable[[int, int], None] | None
+) -> int:
+    """The launcher's exit code; its processes are gone when this returns."""
+    port = _free_port()
+    command = run.command(fresh, fresh.parent, port)
+    with ExitStack() as stack:
+        to = None if run.shown else stack.enter_context(log.open("w"))
+        stack.callback(_remove_shared_buffers, port)
+        process = subprocess.Popen(command, stdout=to, stderr=to and subprocess.STDOUT)
+        stack.callback(_end, process)
+        while True:
+            try:
+                return process.wait(POLL_S)
+            except subprocess.TimeoutExpired:
+                _tell(fresh.parent, progress)
+
+
+def _tell(report: Path, progress: Callable[[int, int], None] | None) -> None:
+    ranks = read_progress(report)
+    if ranks and progress is not None:
+        slowest = min(ranks, key=lambda rank: rank.steps)
+        progress(slowest.steps, slowest.needed)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Launchers end their ranks when they are interrupted; what does not listen is killed."""
+    if process.poll() is not None:
+        return
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _silent_end(run: ScriptRun, code: int) -> str:
+    how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+    who = "the script" if run.launcher == "none" else f"the {run.launcher} launcher"
+    return f"the script must run until its steps are profiled, but {who} {how} before that"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _remove_shared_buffers(port: int) -> None:
+    """DeepSpeed's host collectives leave 66 MiB per rank in shared memory, named by the port."""
+    for buffer in Path("/dev/shm").glob(f"deepspeed_*_{port}_*"):  # noqa: S108 - it is there
+        buffer.unlink(missing_ok=True)

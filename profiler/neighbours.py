@@ -1,0 +1,110 @@
+"""Who else uses the host while it is measured, and what holds its cores back."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+BUSY_SHARE = 0.10  # of all cores, used by others
+STOLEN_SHARE = 0.02  # of all time, taken by the hypervisor
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class _Counters:
+    at_s: float
+    busy_s: float
+    stolen_s: float
+    own_s: float
+    throttled: int
+    hot: int
+
+
+@dataclass
+class HostWatch:
+    """Counters of the operating system before and after: enter before the first measurement.
+
+    Args:
+        root: where ``proc`` and ``sys`` are; the machine's own unless a test has others.
+    """
+
+    root: Path = Path("/")
+    warnings: list[str] = field(default_factory=list)
+
+    def __enter__(self) -> Self:
+        self._before = self._read()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        del kind, error, trace
+        self._judge(self._before, self._read())
+
+    def _judge(self, before: _Counters, after: _Counters) -> None:
+        passed_s = (after.at_s - before.at_s) * self._cores()
+        if passed_s <= 0:
+            return
+        others_s = (after.busy_s - before.busy_s) - (after.own_s - before.own_s)
+        if others_s / passed_s > BUSY_SHARE:
+            self.warnings.append(
+                f"other processes used {others_s / passed_s:.0%} of the cores while they were "
+                "measured: the machine's rates are those that a neighbour left over"
+            )
+        stolen_s = after.stolen_s - before.stolen_s
+        if stolen_s / passed_s > STOLEN_SHARE:
+            self.warnings.append(
+                f"the hypervisor took {stolen_s / passed_s:.0%} of the cores' time for others"
+            )
+        if after.throttled > before.throttled:
+            self.warnings.append(
+                "the container's CPU quota stopped this process while it was measured: there are "
+                "fewer cores than it may run on (cpu.max)"
+            )
+        if after.hot > before.hot:
+            self.warnings.append("a core's clock was throttled because it was hot")
+
+    def _read(self) -> _Counters:
+        # user nice system idle iowait irq softirq steal; guests are part of user
+        line = self._text("proc/stat").partition("\n")[0].split()[1:9]
+        ticks = [int(field) for field in line] + [0] * (8 - len(line))
+        user, nice, system, _, _, irq, softirq, stolen = ticks
+        own = os.times()
+        return _Counters(
+            at_s=time.monotonic(),
+            busy_s=(user + nice + system + irq + softirq) / _TICKS_PER_S,
+            stolen_s=stolen / _TICKS_PER_S,
+            own_s=sum((own.user, own.system, own.children_user, own.children_system)),
+            throttled=self._throttled(),
+            hot=self._hot(),
+        )
+
+    def _cores(self) -> int:
+        """Those that proc/stat counts, also the ones that we may not use."""
+        lines = self._text("proc/stat").splitlines()
+        return max(1, sum(line.startswith("cpu") and line[3:4].isdigit() for line in lines))
+
+    def _throttled(self) -> int:
+        for line in self._text("sys/fs/cgroup/cpu.stat").splitlines():
+            name, _, value = line.partition(" ")
+            if name == "nr_throttled":
+                return int(value)
+        return 0
+
+    def _hot(self) -> int:
+        folder = self.root / "sys/devices/system/cpu"
+        found = folder.glob("cpu[0-9]*/thermal_throttle/core_throttle_count")
+        return sum(int(path.read_text()) for path in found)
+
+    def _text(self, path: str) -> str:
+        try:
+            return (self.root / path).read_text()
+        except OSError:
+            return ""

@@ -1,0 +1,142 @@
+"""What NVML says of a GPU: its link, its clocks, and who else uses it."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+SAMPLE_EVERY_S = 0.25
+BUSY_PERCENT = 5  # of the time kernels run although we have started none
+BUSY_LINK_BYTES_PER_S = 100e6
+_SLOW = (
+    "HwSlowdown", "SwThermalSlowdown", "HwThermalSlowdown", "HwPowerBrakeSlowdown", "SwPowerCap",
+)  # fmt: skip
+
+
+@dataclass
+class GpuWatch:
+    """Watches one GPU while it is measured: enter before the first measurement.
+
+    The link is read under load, since an idle one falls back to a low generation. A thread of its
+    own samples; `facts` and `warnings` are complete after the exit. Whatever NVML refuses to tell
+    becomes a warning, never an error.
+
+    Args:
+        index: torch's number of the device, which NVML may count differently.
+    """
+
+    index: int
+    facts: dict[str, str] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._nvml: Any = None
+        self._handle: Any = None
+        self._done = threading.Event()
+        self._sampler: threading.Thread | None = None
+        self._generation, self._width, self._reasons, self._replays = 0, 0, 0, 0
+
+    def __enter__(self) -> Self:
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            self._nvml, self._handle = pynvml, _handle(pynvml, self.index)
+            self._look_for_neighbours()
+            self._replays = pynvml.nvmlDeviceGetPcieReplayCounter(self._handle)
+            self._sample()
+        except Exception as error:  # noqa: BLE001 - NVML may be absent or forbidden: said, not raised
+            self._give_up(error)
+            return self
+        self._sampler = threading.Thread(target=self._keep_sampling, daemon=True)
+        self._sampler.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        del kind, error, trace
+        if self._sampler is None:
+            return
+        self._done.set()
+        self._sampler.join()
+        if self._nvml is None:
+            return
+        try:
+            self._judge()
+        except Exception as unknown:  # noqa: BLE001 - as above
+            self._give_up(unknown)
+
+    def _give_up(self, error: Exception) -> None:
+        self._nvml = None
+        self.warnings.append(f"NVML does not tell the link's width and the clocks: {error}")
+
+    def _look_for_neighbours(self) -> None:
+        """Before we use the device: whatever it does now, somebody else does."""
+        n, handle = self._nvml, self._handle
+        busy = n.nvmlDeviceGetUtilizationRates(handle).gpu
+        if busy > BUSY_PERCENT:
+            self.warnings.append(
+                f"the GPU is busy for {busy}% of the time before anything is measured: another "
+                "process uses it"
+            )
+        counters = (n.NVML_PCIE_UTIL_RX_BYTES, n.NVML_PCIE_UTIL_TX_BYTES)
+        link = sum(n.nvmlDeviceGetPcieThroughput(handle, c) for c in counters) * 1e3  # KB/s
+        self.facts["pcie_idle_bytes_per_s"] = f"{link:.3g}"
+        if link > BUSY_LINK_BYTES_PER_S:
+            self.warnings.append(
+                f"{link / 1e9:.2f} GB/s cross the PCIe link before anything is copied: a neighbour "
+                "uses it"
+            )
+
+    def _keep_sampling(self) -> None:
+        while not self._done.wait(SAMPLE_EVERY_S):
+            try:
+                self._sample()
+            except Exception as error:  # noqa: BLE001 - as above
+                self._give_up(error)
+                return
+
+    def _sample(self) -> None:
+        n, handle = self._nvml, self._handle
+        self._generation = max(self._generation, n.nvmlDeviceGetCurrPcieLinkGeneration(handle))
+        self._width = max(self._width, n.nvmlDeviceGetCurrPcieLinkWidth(handle))
+        self._reasons |= n.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
+
+    def _judge(self) -> None:
+        self._sample()
+        n, handle = self._nvml, self._handle
+        newest = n.nvmlDeviceGetMaxPcieLinkGeneration(handle)
+        widest = n.nvmlDeviceGetMaxPcieLinkWidth(handle)
+        self.facts["pcie"] = (
+            f"generation {self._generation} of {newest}, {self._width} lanes of {widest}"
+        )
+        if self._width < widest:
+            self.warnings.append(f"the PCIe link runs with {self._width} lanes of {widest}")
+        if self._generation < newest:
+            self.warnings.append(
+                f"the PCIe link runs at generation {self._generation} of {newest} even under load"
+            )
+        slow = [name for name in _SLOW
+                if self._reasons & getattr(n, f"nvmlClocksThrottleReason{name}", 0)]  # fmt: skip
+        if slow:
+            self.warnings.append(f"the GPU's clocks were throttled: {', '.join(slow)}")
+        replays = n.nvmlDeviceGetPcieReplayCounter(handle) - self._replays
+        self.facts["pcie_replays"] = str(replays)
+        if replays > 0:
+            self.warnings.append(f"the PCIe link repeated {replays} packets: it is not sound")
+
+
+def _handle(nvml: Any, index: int) -> Any:
+    """By UUID: CUDA_VISIBLE_DEVICES renumbers torch's devices, not NVML's."""
+    import torch
+
+    uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
+    if uuid is None:
+        return nvml.nvmlDeviceGetHandleByIndex(index)
+    return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode())

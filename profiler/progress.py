@@ -1,0 +1,45 @@
+"""How far the ranks of a profiled script are, told through files in a folder that all see."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class RankProgress:
+    """One rank: optimizer steps so far, steps needed, and what went wrong, if anything."""
+
+    steps: int = 0
+    needed: int = 0
+    error: str = ""
+    at_s: float = 0.0  # when it was written
+
+
+class ProgressFile:
+    """A rank's own file in ``folder``, replaced as a whole; None: nobody wants to know."""
+
+    def __init__(self, folder: Path | None, rank: int) -> None:
+        self._path = folder / f"rank-{rank}.json" if folder is not None else None
+
+    def tell(self, steps: int, needed: int, error: str = "") -> None:
+        if self._path is None:
+            return
+        fresh = self._path.with_suffix(f".{os.getpid()}")
+        fresh.write_text(json.dumps(asdict(RankProgress(steps, needed, error, time.time()))))
+        fresh.replace(self._path)
+
+
+def read_progress(folder: Path) -> list[RankProgress]:
+    """What the ranks told last."""
+    return [RankProgress(**json.loads(path.read_text()))
+            for path in sorted(folder.glob("rank-*.json"))]  # fmt: skip
+
+
+def first_error(ranks: list[RankProgress]) -> str:
+    """What went wrong first: the others' errors are mostly that one's echo. Empty: nothing."""
+    failed = [rank for rank in ranks if rank.error]
+    return min(failed, key=lambda rank: rank.at_s).error if failed else ""

@@ -1,0 +1,296 @@
+"""Several ranks of a node measuring at once: what each is left with of what it has alone."""
+
+from __future__ import annotations
+
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from profiler import copies, storage
+from profiler.adam import AdamBuffers
+from profiler.dram import TRIAD_BYTES_PER_ELEMENT
+from profiler.sampling import LEAST_REPEATS, MOST_REPEATS, doubts, timed_s
+from runtime.kernels import host
+from simulator.machine import ShareName
+from simulator.quantity import Quantity, Source
+
+STAGES = ("h2d", "d2h", "link", "triad", "host_adam", "storage")
+LEAST_ELEMENTS = 1_000_000
+HOST_ADAM_BYTES = 28  # of DRAM traffic per parameter
+PATIENCE_S = 60.0  # for a rank that is late at a barrier
+UNEVEN = 0.8  # slowest rank over the fastest
+
+Clock = Callable[[Callable[[], object]], float]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every rank is given."""
+
+    ranks: int
+    cores: int
+    cuda: bool
+    elements: int
+    folder: str
+    budget_s: float
+
+    @property
+    def own_elements(self) -> int:
+        return max(self.elements // self.ranks, min(self.elements, LEAST_ELEMENTS))
+
+    @property
+    def own_threads(self) -> int:
+        return max(1, self.cores // self.ranks)
+
+
+@dataclass(frozen=True)
+class StageSamples:
+    """Rates of one stage, in its unit per second: rank 0 alone, and each rank beside the others."""
+
+    alone: list[float]
+    together: list[list[float]]
+
+    def share(self, source: Source, unit: str) -> Quantity:
+        """Rate of a rank beside the others over the rate alone."""
+        alone = statistics.median(self.alone)
+        each = [statistics.median(rates) for rates in self.together]
+        detail = (
+            f"{len(each)} ranks at once: {sum(each):.3g} {unit} altogether, {min(each):.3g} to "
+            f"{max(each):.3g} each; one alone {alone:.3g}"
+        )
+        pooled = [rate / alone for rates in self.together for rate in rates]
+        return Quantity.from_samples(pooled, source, detail)
+
+
+def measure_ranks(
+    ranks: int, cores: int, cuda: bool, elements: int, folder: Path | None, budget_s: float
+) -> tuple[dict[ShareName, Quantity], list[str]]:
+    """Shares by capacity (``h2d``, ``d2h``, ``link``, ``dram``, ``storage``), and doubts.
+
+    Each rank is a process on a GPU of its own (CUDA) and with its share of the cores. A barrier
+    starts them together, and none stops before all have enough samples. `Machine.rank_shares`
+    keeps the result.
+
+    Raises:
+        ValueError: fewer than 2 ranks, or more than there are cores or GPUs.
+        RuntimeError: a rank died.
+    """
+    check_ranks(ranks, cores, cuda)
+    with _scratch(folder) as path:
+        job = Job(ranks, cores, cuda, elements, str(path), budget_s / (2 * len(STAGES)))
+        samples = _run(job)
+    return _shares(samples, cuda)
+
+
+def check_ranks(ranks: int, cores: int, cuda: bool) -> None:
+    """Raises ValueError unless so many ranks can measure at once."""
+    most = min(cores, torch.cuda.device_count()) if cuda else cores
+    if not 2 <= ranks <= most:
+        of = "cores and GPUs" if cuda else "cores"
+        raise ValueError(
+            f"ranks that measure at once must be 2 to {most}, the number of {of}, but got {ranks} "
+            "(--ranks)"
+        )
+
+
+@contextmanager
+def _scratch(folder: Path | None) -> Iterator[Path]:
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".ebbtide-ranks-", dir=folder) as made:
+        yield Path(made)
+
+
+def _shares(
+    samples: dict[str, StageSamples], cuda: bool
+) -> tuple[dict[ShareName, Quantity], list[str]]:
+    copied: Source = "measured" if cuda else "emulated"
+    links: tuple[ShareName, ...] = ("h2d", "d2h", "link")
+    found = {name: samples[name].share(copied, "bytes/s") for name in links}
+    found["dram"] = _dram(samples).share("measured", "bytes/s")
+    found["storage"] = samples["storage"].share("measured", "bytes/s")
+    notes: list[str] = []
+    for name, stage in samples.items():
+        spreads = [Quantity.from_samples(rates).relative_iqr for rates in stage.together]
+        rank = spreads.index(max(spreads))
+        durations = [1 / rate for rate in stage.together[rank]]
+        notes += doubts(f"{name} of rank {rank} beside the others", durations)
+        notes += _uneven(name, stage)
+    return found, notes
+
+
+def _dram(samples: dict[str, StageSamples]) -> StageSamples:
+    """The larger of what triad and the update move, as in a machine's DRAM rate; in bytes/s."""
+    adam = samples["host_adam"]
+    update = StageSamples(
+        [rate * HOST_ADAM_BYTES for rate in adam.alone],
+        [[rate * HOST_ADAM_BYTES for rate in rates] for rates in adam.together],
+    )
+    triad = samples["triad"]
+    alone = max((triad.alone, update.alone), key=statistics.median)
+    together = max(
+        (triad.together, update.together),
+        key=lambda ranks: sum(statistics.median(rates) for rates in ranks),
+    )
+    return StageSamples(alone, together)
+
+
+def _uneven(name: str, stage: StageSamples) -> list[str]:
+    each = [statistics.median(rates) for rates in stage.together]
+    slow, fast = min(each), max(each)
+    if slow >= UNEVEN * fast:
+        return []
+    return [
+        f"{name}: rank {each.index(slow)} reaches {slow / fast:.0%} of rank {each.index(fast)} at "
+        "the same time: look at its link, its NUMA node, and who else uses them"
+    ]
+
+
+# -- the processes
+
+
+def _run(job: Job) -> dict[str, StageSamples]:
+    """Starts the ranks, collects what they measured; none is left behind."""
+    spawn = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+    barrier = spawn.Barrier(job.ranks)
+    enough = spawn.Array("i", len(STAGES))
+    ends = [spawn.Pipe(duplex=False) for _ in range(job.ranks)]
+    processes = [
+        spawn.Process(target=_measure, args=(job, rank, barrier, enough, end[1]), daemon=True)
+        for rank, end in enumerate(ends)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        found = _collect([receiver for receiver, _ in ends], processes)
+    finally:
+        for process in processes:
+            if process.pid is not None:
+                process.terminate()
+                process.join()
+    return {
+        stage: StageSamples(found[0][n][0], [rank[n][1] for rank in found])
+        for n, stage in enumerate(STAGES)
+    }
+
+
+def _collect(receivers: list[Connection], processes: Sequence[Any]) -> list[list[Any]]:
+    """Every rank's samples.
+
+    Raises:
+        RuntimeError: one died, with what it said.
+    """
+    found: dict[int, Any] = {}
+    while len(found) < len(receivers):
+        open_ends: list[Any] = [r for n, r in enumerate(receivers) if n not in found]
+        sentinels = [p.sentinel for n, p in enumerate(processes) if n not in found]
+        wait([*open_ends, *sentinels])
+        for rank, receiver in enumerate(receivers):
+            if rank in found:
+                continue
+            alive = processes[rank].is_alive()
+            if receiver.poll():
+                found[rank] = receiver.recv()
+            elif not alive:
+                raise RuntimeError(f"rank {rank} died with code {processes[rank].exitcode}")
+    errors = {rank: said for rank, said in found.items() if isinstance(said, str)}
+    if errors:
+        # The others' broken barriers are an echo.
+        rank = min(errors, key=lambda rank: "BrokenBarrierError" in errors[rank])
+        raise RuntimeError(f"rank {rank} could not measure: {errors[rank]}")
+    return [found[rank] for rank in range(len(receivers))]
+
+
+def _measure(job: Job, rank: int, barrier: Any, enough: Any, sender: Connection) -> None:
+    """One rank's process; sends [(alone, together)] by stage, or what went wrong."""
+    try:
+        torch.set_num_threads(job.own_threads)
+        if job.cuda:
+            torch.cuda.set_device(rank)
+        found = []
+        for number, stage in enumerate(STAGES):
+            with _stage(stage, job, rank) as (amount, work, clock):
+                alone: list[float] = []
+                work(job.own_threads)
+                barrier.wait(PATIENCE_S)
+                if rank == 0:
+                    alone = _alone(lambda: work(job.cores), job.budget_s, clock)
+                barrier.wait(PATIENCE_S + job.budget_s)
+                together = _together(
+                    lambda: work(job.own_threads), job, clock, enough, number
+                )  # fmt: skip
+                found.append(([amount / s for s in alone], [amount / s for s in together]))
+                barrier.wait(PATIENCE_S)
+        sender.send(found)
+    except Exception as error:  # noqa: BLE001 - goes to the parent, which raises it
+        barrier.abort()
+        sender.send(f"{type(error).__name__}: {error}")
+
+
+def _alone(work: Callable[[], object], budget_s: float, clock: Clock) -> list[float]:
+    work()  # warm-up: with all the cores, as nobody has run it yet
+    began_s = time.perf_counter()
+    durations: list[float] = []
+    while len(durations) < LEAST_REPEATS or (
+        len(durations) < MOST_REPEATS and time.perf_counter() - began_s < budget_s
+    ):
+        durations.append(clock(work))
+    return durations
+
+
+def _together(
+    work: Callable[[], object], job: Job, clock: Clock, enough: Any, number: int
+) -> list[float]:
+    """Goes on until every rank has enough: a sample taken beside idle ranks would tell a lie."""
+    began_s = time.perf_counter()
+    durations: list[float] = []
+    told = False
+    while enough[number] < job.ranks:
+        durations.append(clock(work))
+        if not told and len(durations) >= LEAST_REPEATS and (
+            time.perf_counter() - began_s >= job.budget_s or len(durations) >= MOST_REPEATS
+        ):  # fmt: skip
+            told = True
+            with enough.get_lock():
+                enough[number] += 1
+    # The last one may have outlasted the others.
+    return durations[:-1] if len(durations) > LEAST_REPEATS else durations
+
+
+@contextmanager
+def _stage(
+    stage: str, job: Job, rank: int
+) -> Iterator[tuple[float, Callable[[int], object], Clock]]:
+    """(amount per call, the call with so many threads, its clock); buffers go afterwards."""
+    clock: Clock = copies.cuda_clock if job.cuda else timed_s
+    elements = job.own_elements
+    if stage in ("h2d", "d2h", "link"):
+        yield (*_copying(stage, elements * 4, job.cuda), clock)
+    elif stage == "triad":
+        a, b, c = (torch.rand(elements) for _ in range(3))
+        amount = float(elements * TRIAD_BYTES_PER_ELEMENT)
+        yield amount, lambda threads: host.triad(a, b, c, threads), timed_s
+    elif stage == "host_adam":
+        buffers = AdamBuffers(elements)
+        yield float(elements), buffers.host_update, timed_s
+    else:
+        with storage.file_to_write(Path(job.folder) / f"rank-{rank}", elements * 4) as file:
+            yield float(file.size_bytes), lambda threads: file.write(), timed_s  # noqa: ARG005
+
+
+def _copying(stage: str, size_bytes: int, cuda: bool) -> tuple[float, Callable[[int], object]]:
+    ends = copies.Endpoints(size_bytes, cuda)
+    if stage == "link":
+        both = copies.both_ways(ends, size_bytes)
+        return 2.0 * size_bytes, lambda threads: both()  # noqa: ARG005
+    copy = ends.h2d if stage == "h2d" else ends.d2h
+    return float(size_bytes), lambda threads: copy()  # noqa: ARG005

@@ -1,0 +1,214 @@
+"""Hooks that note times and memory of a live engine's steps."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from profiler.activations import activations_of
+from profiler.memory import device_bytes, host_bytes, peak_device_bytes, reset_peak
+from profiler.tokens import tokens_of
+from simulator.workload import MemoryPoint
+
+SAMPLE_EVERY_S = 0.005
+Phase = Literal["forward", "backward", "step", "other"]
+
+
+@dataclass
+class Trace:
+    """What the hooks note during one step; times in seconds, synchronised on CUDA.
+
+    Attributes:
+        units: forward seconds by unit, all micro-batches together.
+        activations: bytes by unit, of the micro-batch that left most.
+        tokens: of this rank, all micro-batches together; None where a micro-batch did not tell.
+    """
+
+    began_s: float = 0.0
+    ended_s: float = 0.0
+    phase: Phase = "other"
+    unit: str = ""
+    units: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    phases: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    activations: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    tokens: int | None = 0
+    gradient_path_s: float = 0.0
+    memory: list[MemoryPoint] = field(default_factory=list)
+
+    @property
+    def device_peak_bytes(self) -> int:
+        return max((point.device_bytes for point in self.memory), default=0)
+
+
+class Watcher:
+    """Hooks on the engine's units and wrappers around its phases, removed by `remove`.
+
+    A thread samples memory as long as the watcher lives; it only reads counters and appends to the
+    current trace. Everything else happens on the training thread. The engine's ``step`` is not
+    wrapped: whoever drives or wraps it calls it through `timed`.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.trace = Trace()
+        self._handles: list[Any] = []
+        self._wrapped: list[tuple[Any, str, Any]] = []
+        self._activations = activations_of(engine.module)
+        for name, module in units(engine.module):
+            self._hook(name, module)
+        self._wrap(engine, "backward", self._timed_backward)
+        self._wrap(engine.optimizer, "partition_grads", self._timed_gradient_path)
+        root = engine.module
+        self._handles += [
+            root.register_forward_pre_hook(self._forward_begins, prepend=True, with_kwargs=True),
+            # Also after an exception: nothing of ours stays behind on autograd's stack.
+            root.register_forward_hook(self._forward_ends, always_call=True),
+        ]
+        self._done = threading.Event()
+        self._sampler = threading.Thread(target=self._sample, daemon=True)
+        self._sampler.start()
+
+    def begin(self) -> None:
+        """A new trace starts now."""
+        self.trace = Trace(began_s=_now_s())
+        self.note_memory()
+
+    def end(self) -> Trace:
+        """The current trace is complete."""
+        self.note_memory()
+        self.trace.ended_s = _now_s()
+        return self.trace
+
+    def timed(self, phase: Phase, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls ``work`` and files its time and its peak under ``phase``."""
+        self.trace.phase = phase
+        self.note_memory()
+        reset_peak()
+        began_s = _now_s()
+        result = work(*args, **kwargs)
+        self.trace.phases[phase] += _now_s() - began_s
+        self.note_memory(peak=True)
+        return result
+
+    def remove(self) -> None:
+        """Takes every hook and wrapper off and ends the sampler."""
+        self._done.set()
+        self._sampler.join()
+        self._activations.end()
+        for handle in self._handles:
+            handle.remove()
+        for owner, name, before in self._wrapped:
+            if before is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+        self._handles, self._wrapped = [], []
+
+    def _forward_begins(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        trace = self.trace
+        if not torch.is_grad_enabled():  # an evaluation in between is no part of the step
+            trace.phase = "other"
+            return
+        trace.phase = "forward"
+        if trace.tokens is not None:
+            tokens = tokens_of(module, args, kwargs)
+            trace.tokens = None if tokens is None else trace.tokens + tokens
+        self.note_memory()
+        reset_peak()
+        self._activations.bytes_by_unit.clear()
+        self._activations.begin()
+        self._forward_began_s = _now_s()
+
+    def _forward_ends(self, *_: object) -> None:
+        if self.trace.phase != "forward":
+            return
+        self.trace.phases["forward"] += _now_s() - self._forward_began_s
+        self._activations.end()
+        for unit, held in self._activations.bytes_by_unit.items():
+            self.trace.activations[unit] = max(self.trace.activations[unit], held)
+        self.note_memory(peak=True)
+
+    def _hook(self, name: str, module: torch.nn.Module) -> None:
+        began: list[float] = []
+
+        def before(*_: object) -> None:
+            if self.trace.phase == "forward":
+                self.trace.unit = name
+                self._activations.enter(name)
+                began.append(_now_s())
+
+        def after(*_: object) -> None:
+            if began and self.trace.phase == "forward":
+                self.trace.units[name] += _now_s() - began.pop()
+                self._activations.leave(name)
+                self.note_memory()
+                self.trace.unit = ""
+            began.clear()
+
+        self._handles.append(module.register_forward_pre_hook(before))
+        self._handles.append(module.register_forward_hook(after))
+
+    def _wrap(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        original = getattr(owner, name)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return wrapper(original, *args, **kwargs)
+
+        self._wrapped.append((owner, name, vars(owner).get(name)))
+        setattr(owner, name, wrapped)
+
+    def _timed_backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self.timed("backward", original, *args, **kwargs)
+
+    def _timed_gradient_path(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        began_s = _now_s()
+        result = original(*args, **kwargs)
+        self.trace.gradient_path_s += _now_s() - began_s
+        self.note_memory()
+        return result
+
+    def _sample(self) -> None:
+        while not self._done.wait(SAMPLE_EVERY_S):
+            self.note_memory()
+
+    def note_memory(self, *, peak: bool = False) -> None:
+        """A point of the curve; with ``peak`` the allocator's highest since the phase began."""
+        trace = self.trace
+        if not trace.began_s:
+            return
+        point = MemoryPoint(
+            t_s=max(0.0, time.perf_counter() - trace.began_s),
+            phase=trace.phase,
+            device_bytes=max(device_bytes(), peak_device_bytes() if peak else 0),
+            host_bytes=host_bytes(),
+            layer=trace.unit,
+        )
+        trace.memory.append(point)
+
+
+def _now_s() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def units(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
+    """The modules whose forward is timed: the members of lists of blocks, and what is beside them.
+
+    Names are paths, so that a parameter belongs to the unit whose name begins its own.
+    """
+    found: list[tuple[str, torch.nn.Module]] = []
+    for name, child in model.named_children():
+        if isinstance(child, (torch.nn.ModuleList, torch.nn.Sequential)) and len(child):
+            found += [(f"{name}.{n}", block) for n, block in child.named_children()]
+        elif any(isinstance(m, torch.nn.ModuleList) for m in child.modules()):
+            found += [(f"{name}.{n}", unit) for n, unit in units(child)]
+        else:
+            found.append((name, child))
+    return found

@@ -1,0 +1,157 @@
+"""An engine that somebody else trains is profiled step by step, and left as it was."""
+
+import pytest
+import torch
+from torch import nn
+
+from profiler.activations import AllocatorDeltas, SavedTensors
+from profiler.engine import PassiveProfile
+from profiler.workload import WARMUP_STEPS, ranks_per_node
+from studies.byte_gpt import Batches, train_step
+from tests.runtime.contract.training import start
+
+BATCHES = Batches(2, 32)
+
+
+@pytest.fixture
+def engine(only_rank):
+    live = start()
+    yield live
+    live.destroy()
+
+
+def train(engine, steps, first=0):
+    for step in range(first, first + steps):
+        train_step(engine, BATCHES.at(step))
+
+
+def test_each_step_is_filed_in_its_own_trace(engine):
+    """The step's time once went into the trace that began after it: the first had none."""
+    profile = PassiveProfile(engine, 3)
+    train(engine, WARMUP_STEPS + 3)
+    assert [trace.phases["step"] > 0 for trace in profile._traces] == [True] * 3
+    assert profile.workload.phase_times["step"].n == 3
+    whole = [trace.ended_s - trace.began_s for trace in profile._traces]
+    for trace, iteration_s in zip(profile._traces, whole, strict=True):
+        assert sum(trace.phases.values()) <= iteration_s
+
+
+def test_memory_is_sampled_while_nothing_is_called(engine):
+    """Points between the hooks can only come from the sampler's thread."""
+    profile = PassiveProfile(engine, 1)
+    train(engine, WARMUP_STEPS)
+    watcher = profile._watcher
+    before = len(watcher.trace.memory)
+    for _ in range(1000):
+        if len(watcher.trace.memory) >= before + 3:
+            break
+        torch.rand(1000).sum()
+        watcher._done.wait(0.01)
+    assert len(watcher.trace.memory) >= before + 3
+    profile.stop()
+    assert not watcher._sampler.is_alive()
+
+
+@pytest.mark.parametrize("iterations", [0, -3])
+def test_no_iterations_are_refused(engine, iterations):
+    with pytest.raises(ValueError, match=f"iterations must be >= 1, but got {iterations}"):
+        PassiveProfile(engine, iterations)
+    assert "step" not in vars(engine)
+
+
+def test_the_engine_is_left_as_it_was(engine):
+    hooks = len(engine.module._forward_hooks), len(engine.module._forward_pre_hooks)
+    profile = PassiveProfile(engine, 1)
+    train(engine, WARMUP_STEPS)
+    assert {"step", "backward"} <= set(vars(engine))
+    train(engine, 1)
+    assert profile.workload is not None
+    for owner, name in ((engine, "step"), (engine, "backward"),
+                        (engine.optimizer, "partition_grads")):  # fmt: skip
+        assert name not in vars(owner)
+    assert (len(engine.module._forward_hooks), len(engine.module._forward_pre_hooks)) == hooks
+    train(engine, 2)
+    assert profile.steps == WARMUP_STEPS + 1
+
+
+def test_steps_that_the_loss_scaler_skips_are_left_out(engine):
+    profile = PassiveProfile(engine, 2)
+    train(engine, WARMUP_STEPS)
+    engine.skipped_steps += 1  # as DeepSpeed counts an overflow
+    train(engine, 1)
+    assert profile.steps == WARMUP_STEPS
+    train(engine, 2)
+    assert profile.workload.phase_times["step"].n == 2
+
+
+def test_an_optimizer_that_is_replaced_ends_the_profile(engine):
+    profile = PassiveProfile(engine, 2)
+    stock = type(engine.optimizer)
+    engine.optimizer.__class__ = type("Other", (stock,), {})
+    train(engine, WARMUP_STEPS)
+    assert "not with runtime.initialize" in str(profile.problem)
+    assert "step" not in vars(engine)
+    engine.optimizer.__class__ = stock
+
+
+def test_evaluation_in_between_does_not_count(engine):
+    profile = PassiveProfile(engine, 1)
+    train(engine, WARMUP_STEPS)
+    with torch.no_grad():
+        for step in range(3):
+            engine(*BATCHES.at(step))
+    train(engine, 1)
+    assert profile.workload.tokens_per_iteration == 64
+
+
+def test_a_workload_tells_tokens_layers_and_headroom(engine):
+    profile = PassiveProfile(engine, 3)
+    train(engine, WARMUP_STEPS + 3)
+    found = profile.workload
+    assert (found.samples_per_iteration, found.tokens_per_iteration) == (2, 64)
+    held = {layer.name: layer.activation_bytes for layer in found.layers}
+    # A block keeps at least its input and the widened state in bf16: 2 x 32 x (64 + 256).
+    assert held["blocks.0"] == held["blocks.1"] >= 2 * 32 * 320 * 2
+    assert held["head"] >= 2 * 32 * 256 * 2, "the logits"
+    assert {point.layer for point in found.memory_curve} >= {"blocks.0", "blocks.1", ""}
+    peak = max(point.device_bytes for point in found.memory_curve)
+    assert min(free for _, free in found.headroom(peak)) == 0
+    assert found.device_base_bytes + sum(held.values()) >= peak
+
+
+def test_ranks_of_a_node_are_told_by_either_launcher(monkeypatch):
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert ranks_per_node() == 1
+    monkeypatch.setenv("LOCAL_SIZE", "4")
+    assert ranks_per_node() == 4
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert ranks_per_node() == 2
+
+
+def test_saved_tensors_count_each_storage_once_and_no_parameter():
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh())
+    x = torch.ones(4, 8, requires_grad=True)
+    saved = SavedTensors(model)
+    saved.begin()
+    saved.enter("linear")
+    hidden = model[0](x)
+    saved.enter("tanh")
+    y = model[1](hidden)
+    (y * y).sum()
+    saved.end()
+    assert dict(saved.bytes_by_unit) == {"linear": 128, "tanh": 128}
+    (model[0](x) * 2).exp().sum()  # nothing listens any more
+    assert sum(saved.bytes_by_unit.values()) == 256
+
+
+def test_allocator_deltas_leave_out_what_is_gathered():
+    in_use = iter([1000, 1500, 1600, 1700, 1900])
+    gathered = iter([0, 400, 400, 0, 0])
+    deltas = AllocatorDeltas(lambda: next(in_use), lambda: next(gathered))
+    deltas.begin()  # holds 1000
+    deltas.enter("a")  # 1100: before any unit
+    deltas.leave("a")  # 1200
+    deltas.enter("b")  # 1700: after a, before b
+    deltas.leave("b")  # 1900
+    assert dict(deltas.bytes_by_unit) == {"": 100, "a": 100 + 500, "b": 200}

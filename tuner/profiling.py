@@ -1,0 +1,95 @@
+"""What `tune profile` does: measures the machine, or a training script."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from tuner.report import show_machine, show_workload, wide_console
+
+if TYPE_CHECKING:
+    from profiler.launch import Launcher
+
+
+def machine_profile(
+    output: str, storage_dir: str | None, seconds: float, ranks: int, fresh: bool, as_json: bool
+) -> None:
+    """Measures the machine and writes it."""
+    from profiler import measure_machine
+
+    # DeepSpeed logs to standard output as it is imported; that is the result's alone.
+    with _bar("measuring") as tell, redirect_stdout(sys.stderr):
+        machine = measure_machine(
+            storage_dir, seconds=seconds, ranks=ranks, fresh=fresh, progress=tell
+        )
+    machine.save(output)
+    if as_json:
+        click.echo(machine.model_dump_json(indent=2))
+        return
+    console = wide_console()
+    show_machine(machine, console)
+    console.print(f"written to {output}")
+
+
+def script_profile(
+    output: str,
+    script: str,
+    arguments: tuple[str, ...],
+    *,
+    launcher: Launcher,
+    ranks: int = 1,
+    iterations: int = 3,
+    go_on: bool = False,
+    as_json: bool = False,
+) -> None:
+    """Runs the script unchanged under its launcher and writes the workload.
+
+    Raises:
+        LaunchError: no workload came back, or the script failed later; its output was shown.
+    """
+    from profiler.launch import LaunchError, ScriptRun, profile_script
+
+    run = ScriptRun(
+        script,
+        arguments,
+        launcher,
+        ranks=ranks,
+        iterations=iterations,
+        go_on=go_on,
+        shown=go_on and not as_json,
+    )
+    try:
+        with _bar("optimizer steps") as tell:
+            workload = profile_script(
+                run, Path(output), lambda done, total: tell(done, total, "optimizer steps")
+            )
+    except LaunchError as error:
+        if error.output:
+            click.echo(error.output, err=True)
+        raise
+    if as_json:
+        click.echo(workload.model_dump_json(indent=2))
+        return
+    console = wide_console()
+    show_workload(workload, console)
+    console.print(f"written to {output}")
+
+
+@contextmanager
+def _bar(label: str) -> Iterator[Callable[[int, int, str], None]]:
+    count = TextColumn("{task.completed:.0f}/{task.total:.0f}")
+    columns = TextColumn("{task.description}"), BarColumn(), count, TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(label, total=1)
+
+        def tell(done: int, total: int, stage: str) -> None:
+            bar.update(task, completed=done, total=total, description=stage or label)
+
+        yield tell
