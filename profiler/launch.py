@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from profiler.progress import first_error, read_progress
+from profiler.progress import FAILED, first_error, read_progress
 from simulator.workload import Workload
 
 Launcher = Literal["none", "torchrun", "deepspeed"]
@@ -105,9 +105,8 @@ def profile_script(
         if workload is not None:
             workload.save(out)
         if code or workload is None:
-            printed = log.read_text(errors="replace").splitlines() if log.exists() else []
             told = first_error(read_progress(fresh.parent)) or _silent_end(run, code)
-            raise LaunchError(told, "\n".join(printed[-SHOWN_LINES:]))
+            raise LaunchError(told, _end_of(log))
     return workload
 
 
@@ -127,6 +126,13 @@ def _run(
                 return process.wait(POLL_S)
             except subprocess.TimeoutExpired:
                 _tell(fresh.parent, progress)
+
+
+def _end_of(log: Path) -> str:
+    """What was printed last, up to where a rank failed: launchers have much to say after that."""
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    failed = next((n for n, line in enumerate(lines) if FAILED in line), len(lines))
+    return "\n".join(lines[max(0, failed - SHOWN_LINES) : failed])
 
 
 def _tell(report: Path, progress: Callable[[int, int], None] | None) -> None:

@@ -8,6 +8,8 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+FAILED = "profiler.script: error:"  # begins the line that a failing rank prints
+
 
 @dataclass(frozen=True)
 class RankProgress:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from profiler.engine import PassiveProfile
-from profiler.progress import ProgressFile
+from profiler.progress import FAILED, ProgressFile
 from profiler.workload import WARMUP_STEPS
 
 
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> None:
     except ScriptError as error:
         profiled.tell(str(error))
         sys.stdout.flush()
-        print(f"profiler.script: error: {error}", file=sys.stderr, flush=True)
+        print(f"{FAILED} {error}", file=sys.stderr, flush=True)
         sys.exit(2)
 
 

@@ -60,9 +60,14 @@ class Watcher:
         self._handles: list[Any] = []
         self._wrapped: list[tuple[Any, str, Any]] = []
         self._activations = activations_of(engine.module)
+        self._in_engine_backward = False
+        self._backward_began_s = 0.0
         for name, module in units(engine.module):
             self._hook(name, module)
         self._wrap(engine, "backward", self._timed_backward)
+        # ``loss.backward()`` comes past the engine, but not past these two.
+        self._wrap(engine.optimizer, "backward_prologue", self._torch_backward_begins)
+        self._wrap(engine.optimizer, "backward_epilogue", self._torch_backward_ends)
         self._wrap(engine.optimizer, "partition_grads", self._timed_gradient_path)
         root = engine.module
         self._handles += [
@@ -164,7 +169,26 @@ class Watcher:
         setattr(owner, name, wrapped)
 
     def _timed_backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self.timed("backward", original, *args, **kwargs)
+        self._in_engine_backward = True
+        try:
+            return self.timed("backward", original, *args, **kwargs)
+        finally:
+            self._in_engine_backward = False
+
+    def _torch_backward_begins(self, original: Callable[..., Any], *args: Any) -> Any:
+        if not self._in_engine_backward:
+            self.trace.phase = "backward"
+            self.note_memory()
+            reset_peak()
+            self._backward_began_s = _now_s()
+        return original(*args)
+
+    def _torch_backward_ends(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if not self._in_engine_backward:
+            self.trace.phases["backward"] += _now_s() - self._backward_began_s
+            self.note_memory(peak=True)
+        return result
 
     def _timed_gradient_path(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         began_s = _now_s()

@@ -58,11 +58,11 @@ def workload_of(engine: Any, traces: list[Trace], name: str) -> Workload:
     """What the traces of some steps say about the engine's workload.
 
     Raises:
-        ValueError: forward or backward went past the engine.
+        ValueError: a step came without forward or backward.
     """
-    for phase, call in (("forward", "engine(batch)"), ("backward", "engine.backward(loss)")):
+    for phase in ("forward", "backward"):
         if not all(trace.phases[phase] > 0 for trace in traces):
-            raise ValueError(f"every step must run {phase} through {call}, but one did not")
+            raise ValueError(f"every step must run the model {phase}, but one did not")
     optimizer = engine.optimizer
     forward_s = _median(trace.phases["forward"] for trace in traces)
     stock_extra_s = _median(trace.gradient_path_s for trace in traces)

@@ -1,12 +1,15 @@
 """An engine that somebody else trains is profiled step by step, and left as it was."""
 
+from collections import defaultdict
+
 import pytest
 import torch
 from torch import nn
 
 from profiler.activations import AllocatorDeltas, SavedTensors
 from profiler.engine import PassiveProfile
-from profiler.workload import WARMUP_STEPS, ranks_per_node
+from profiler.watcher import Trace
+from profiler.workload import WARMUP_STEPS, ranks_per_node, workload_of
 from studies.byte_gpt import Batches, train_step
 from tests.runtime.contract.training import start
 
@@ -117,6 +120,11 @@ def test_a_workload_tells_tokens_layers_and_headroom(engine):
     peak = max(point.device_bytes for point in found.memory_curve)
     assert min(free for _, free in found.headroom(peak)) == 0
     assert found.device_base_bytes + sum(held.values()) >= peak
+
+
+def test_a_step_without_backward_is_no_workload():
+    with pytest.raises(ValueError, match="every step must run the model backward"):
+        workload_of(None, [Trace(phases=defaultdict(float, forward=1.0))], "none")
 
 
 def test_ranks_of_a_node_are_told_by_either_launcher(monkeypatch):

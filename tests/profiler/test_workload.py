@@ -1,32 +1,12 @@
-"""The workload of a live engine, and of a script that knows nothing of it."""
-
-import subprocess
-import sys
-from pathlib import Path
+"""The workload of a live engine."""
 
 import pytest
 import torch
 
 from profiler import profile_engine
 from profiler.watcher import units
-from simulator import Workload
 from studies.byte_gpt import SIZES, Batches, ByteGPT, train_step
 from tests.runtime.contract.training import start, train
-
-SCRIPT = """
-import sys, torch, deepspeed
-from studies.byte_gpt import SIZES, Batches, ByteGPT, ds_config, train_step
-from studies.rank import become_only_rank
-assert sys.argv[1:] == ["--lr", "1"], sys.argv
-become_only_rank()
-model = ByteGPT(SIZES["tiny"])
-engine, *_ = deepspeed.initialize(
-    model=model, model_parameters=model.parameters(), config=ds_config(1, 20_000)
-)
-for step in range(int(50)):
-    train_step(engine, Batches(1, 32).at(step))
-print("the script came to its end")
-"""
 
 
 def test_units_are_the_blocks_and_what_is_beside_them():
@@ -86,27 +66,3 @@ def test_what_is_no_zero3_engine_is_refused():
         profile_engine(Engine(), lambda engine: None)
     with pytest.raises(ValueError, match="iterations must be >= 1"):
         profile_engine(Engine(), lambda engine: None, iterations=0)
-
-
-@pytest.mark.slow
-def test_a_script_is_profiled_unchanged_and_stopped(deepspeed_ops, tmp_path, child_environment):
-    script, out = tmp_path / "train.py", tmp_path / "workload.json"
-    script.write_text(SCRIPT)
-    root = Path(__file__).parents[2]
-    command = [sys.executable, "-m", "profiler.script", "--out", str(out), "--iterations", "2",
-               "--", str(script), "--lr", "1"]  # fmt: skip
-    done = subprocess.run(
-        command, env={**child_environment, "PYTHONPATH": str(root)}, capture_output=True,
-        text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "the script came to its end" not in done.stdout
-    assert Workload.load(out).subgroup_size == 20_000
-
-
-def test_a_script_that_is_not_there():
-    from profiler.script import main
-
-    with pytest.raises(SystemExit) as ended:
-        main(["--out", "w.json", "--", "/nowhere/train.py"])
-    assert ended.value.code == 2

@@ -1,0 +1,158 @@
+"""Scripts under the real launchers, as `tune profile --train-script` starts them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from profiler.launch import LaunchError, ScriptRun, profile_script
+from simulator import Machine, Workload
+
+SCRIPT = """
+import argparse, os, torch, deepspeed
+from studies.byte_gpt import SIZES, Batches, ByteGPT, ds_config, train_step
+parser = argparse.ArgumentParser()
+parser.add_argument("--local_rank", type=int, required={required})
+parser.add_argument("--lr", required=True)
+args = parser.parse_args()
+rank = int(os.environ["RANK"])
+if {required}:
+    assert args.local_rank == int(os.environ["LOCAL_RANK"])
+deepspeed.init_distributed("gloo")
+model = ByteGPT(SIZES["tiny"])
+engine, *_ = deepspeed.initialize(
+    model=model, model_parameters=model.parameters(), config=ds_config(2, 20_000)
+)
+batches = Batches(2, 32, rank=rank)
+for step in range(50):
+    if step == {crash} and rank == 1:
+        raise ValueError("rank 1 lost its data")
+    train_step(engine, batches.at(step))
+raise SystemExit("the script came to its end")
+"""
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def tune(tmp_path, child_environment, deepspeed_ops):
+    """Runs `tune` in a folder of its own."""
+
+    def run(*words):
+        environment = {**child_environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        return subprocess.run(
+            [sys.executable, "-m", "tuner.cli", *words], cwd=tmp_path, env=environment,
+            capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+
+    return run
+
+
+def written(tmp_path, *, required=False, crash=-1):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.format(required=required, crash=crash))
+    return str(script)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+def test_two_ranks_under_a_launcher(tune, tmp_path, launcher):
+    """The deepspeed launcher's --local_rank reaches the script; only one file is written."""
+    script = written(tmp_path, required=launcher == "deepspeed")
+    done = tune("profile", "--train-script", script, "--launcher", launcher, "--ranks", "2",
+                "--iterations", "1", "--json", "--", "--lr", "1")  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = Workload.load(tmp_path / "workload.json")
+    assert Workload.model_validate_json(done.stdout) == found
+    assert (found.ranks_per_node, found.nodes) == (2, 1)
+    assert found.samples_per_iteration == 2 * 2
+    assert found.tokens_per_iteration == 2 * 2 * 32
+    assert {path.name for path in tmp_path.iterdir()} == {"train.py", "workload.json"}
+
+
+@pytest.mark.slow
+def test_a_rank_that_crashes_is_told_with_its_output(tune, tmp_path):
+    done = tune("profile", "--train-script", written(tmp_path, crash=2), "--ranks", "2", "--",
+                "--lr", "1")  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.rstrip().splitlines()[-1] == (
+        "Error: the script must run until 7 optimizer steps are taken (--iterations), but it "
+        "raised ValueError: rank 1 lost its data after 2"
+    )
+    assert 'in <module>\n    raise ValueError("rank 1 lost its data")' in done.stderr
+    assert "torch/distributed/run.py" not in done.stderr, "the launcher's own excuses"
+    assert not (tmp_path / "workload.json").exists()
+
+
+@pytest.mark.slow
+def test_going_on_shows_the_script_and_its_failure(tune, tmp_path):
+    """Without a launcher the script needs its environment itself; its end is a failure's."""
+    script = written(tmp_path)
+    text = Path(script).read_text()
+    Path(script).write_text("from studies.rank import become_only_rank as b\nb()\n" + text)
+    done = tune("profile", "--train-script", script, "--launcher", "none", "--iterations", "1",
+                "--continue", "-o", "kept.json", "--", "--lr", "1")  # fmt: skip
+    assert done.returncode == 2
+    assert "the script came to its end" in done.stderr
+    assert "the workload was written, but later the script exited with code" in done.stderr
+    assert Workload.load(tmp_path / "kept.json").ranks_per_node == 1
+
+
+def test_a_script_that_is_killed_is_told(tmp_path, monkeypatch):
+    script = tmp_path / "train.py"
+    script.write_text("import os, signal\nprint('so far', flush=True)\nos.kill(os.getpid(), 9)\n")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    with pytest.raises(LaunchError, match="but the script was killed by signal 9") as told:
+        profile_script(ScriptRun(str(script), launcher="none"), tmp_path / "w.json")
+    assert told.value.output.splitlines()[-1] == "so far"
+    assert not (tmp_path / "w.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"script": "nope.py"}, "must be a file, but got nope.py"),
+        ({"launcher": "none", "ranks": 2}, "1 without a launcher, but got 2"),
+        ({"ranks": 0}, "ranks must be >= 1"),
+        ({"iterations": 0}, "iterations must be >= 1, but got 0"),
+        ({"launcher": "mpirun"}, "one of none, torchrun, deepspeed, but got 'mpirun'"),
+    ],
+)
+def test_runs_that_cannot_be(changes, message):
+    with pytest.raises(ValueError, match=message):
+        ScriptRun(**{"script": __file__, **changes})
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--lr", "1"], "--train-script SCRIPT must be given before the script's arguments"),
+        (["--continue"], "must be given before the script's arguments and for --continue"),
+        (["--ranks", "10000"], "the number of cores, but got 10000 (--ranks)"),
+        (["--seconds", "90"], "at most 60 (--seconds), but got 90"),
+        (["--train-script", "nope.py"], "must be a file, but got nope.py (--train-script)"),
+        (["--train-script", __file__, "-o", "/no/where.json"], "a folder that exists, but got"),
+        (["--train-script", __file__, "--iterations", "0"], "iterations must be >= 1"),
+    ],
+)
+def test_bad_flags_end_with_one_line(words, message):
+    from click.testing import CliRunner
+
+    from tuner.cli import main
+
+    ended = CliRunner().invoke(main, ["profile", *words])
+    assert ended.exit_code == 2
+    assert message in ended.stderr
+    assert len(ended.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_ranks_at_once_from_the_command_line(tune, tmp_path):
+    """Standard output is the machine alone, although DeepSpeed logs there."""
+    done = tune("profile", "--fresh", "--storage-dir", "disk", "--seconds", "0.5", "--ranks", "2",
+                "--json")  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout)["cpu_cores"] >= 2
+    assert set(Machine.load(tmp_path / "machine.json").rank_shares) == {2}
+    assert list((tmp_path / "disk").iterdir()) == []

@@ -1,0 +1,82 @@
+"""Ranks that measure at once: real processes, and what is made of their samples."""
+
+import os
+
+import pytest
+
+from profiler import ranks
+from profiler.ranks import STAGES, Job, StageSamples, check_ranks, measure_ranks
+
+
+def test_two_ranks_measure_at_once_and_leave_nothing(tmp_path):
+    found, _ = measure_ranks(2, 2, False, 20_000, tmp_path / "disk", 0.2)
+    assert set(found) == {"h2d", "d2h", "link", "dram", "storage"}
+    assert {found[name].source for name in ("h2d", "d2h", "link")} == {"emulated"}
+    assert found["dram"].detail.startswith("2 ranks at once: ")
+    assert all(q.n >= 2 * 4 for q in found.values())
+    assert list((tmp_path / "disk").iterdir()) == []
+
+
+def test_a_rank_that_fails_is_an_error_not_a_hang():
+    job = Job(2, 2, False, 20_000, "/nowhere/at/all", 0.01)
+    with pytest.raises(RuntimeError, match=r"rank \d could not measure: FileNotFoundError"):
+        ranks._run(job)
+
+
+class DeadProcess:
+    exitcode = -9
+
+    def __init__(self, sentinel):
+        self.sentinel = sentinel
+
+    def is_alive(self):
+        return False
+
+
+def test_a_rank_that_was_killed_is_an_error():
+    import multiprocessing
+
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    read, write = os.pipe()
+    os.close(write)  # a sentinel that is ready: the process is gone
+    with pytest.raises(RuntimeError, match="rank 0 died with code -9"):
+        ranks._collect([receiver], [DeadProcess(read)])
+    os.close(read)
+    sender.close()
+
+
+def samples(**together):
+    rates = {key: [[5.0] * 5, [5.0] * 5] for key in STAGES} | together
+    return {name: StageSamples([10.0] * 5, rates[name]) for name in STAGES}
+
+
+def test_shares_are_rates_beside_the_others_over_the_rate_alone():
+    found, notes = ranks._shares(samples(h2d=[[10.0] * 5, [9.0] * 5]), cuda=True)
+    assert found["h2d"].median == pytest.approx(0.95)
+    assert found["storage"].median == 0.5
+    assert found["h2d"].source == "measured"
+    assert "19 bytes/s altogether, 9 to 10 each; one alone 10" in found["h2d"].detail
+    assert notes == []
+
+
+def test_dram_is_what_the_greedier_of_triad_and_update_moves():
+    found, _ = ranks._shares(samples(host_adam=[[4.0] * 5, [4.0] * 5]), cuda=True)
+    assert found["dram"].median == pytest.approx(4 / 10)  # 28 bytes x 4 beside triad's 5 bytes
+    found, _ = ranks._shares(samples(host_adam=[[0.1] * 5, [0.1] * 5]), cuda=True)
+    assert found["dram"].median == pytest.approx(5 / 280)
+
+
+def test_uneven_and_unstable_ranks_are_told():
+    _, notes = ranks._shares(samples(d2h=[[10.0] * 5, [6.0] * 5]), cuda=True)
+    assert notes == [
+        "d2h: rank 1 reaches 60% of rank 0 at the same time: look at its link, its NUMA node, and "
+        "who else uses them"
+    ]
+    _, notes = ranks._shares(samples(d2h=[[10.0] * 6, [8.0, 12.0] * 3]), cuda=True)
+    assert notes[0].startswith("d2h of rank 1 beside the others is not stable")
+
+
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_ranks_without_a_core_each_are_refused(count):
+    with pytest.raises(ValueError, match=rf"2 to 4, the number of cores, but got {count} \(--ran"):
+        check_ranks(count, 4, cuda=False)

@@ -1,0 +1,46 @@
+"""What several ranks leave each other: measured shares, or equal ones."""
+
+import pytest
+
+from simulator.machine import Machine
+from simulator.quantity import Quantity
+from simulator.simulate import capacities
+
+
+def machine(**changes):
+    rates = {"h2d": 20e9, "d2h": 20e9, "dram": 80e9, "storage_write": 8e9}
+    fields = {f"{name}_bytes_per_s": Quantity.exact(rate) for name, rate in rates.items()}
+    adam = {f"{name}_adam_params_per_s": Quantity.exact(2e9)
+            for name in ("host", "stock_host", "device")}  # fmt: skip
+    sizes = {"cpu_cores": 16, "host_memory_bytes": 2**37, "device_memory_bytes": 2**34}
+    return Machine(name="m", device_kind="cuda", **fields, **adam, **sizes, **changes)
+
+
+SHARES = {4: {"h2d": Quantity.exact(0.6), "dram": Quantity.exact(0.3)}}
+
+
+def test_unmeasured_ranks_divide_memory_and_storage_and_keep_their_links():
+    have = capacities(machine(), 4)
+    assert (have["dram"], have["storage"], have["h2d"], have["cores"]) == (20e9, 2e9, 20e9, 4)
+
+
+def test_measured_shares_replace_equal_ones_for_that_number_of_ranks():
+    have = capacities(machine(rank_shares=SHARES), 4)
+    assert have["h2d"] == pytest.approx(12e9)
+    assert have["dram"] == pytest.approx(24e9)
+    assert (have["d2h"], have["storage"]) == (20e9, 2e9)
+    assert capacities(machine(rank_shares=SHARES), 2)["dram"] == 40e9
+
+
+def test_what_ifs_keep_the_shares():
+    faster = machine(rank_shares=SHARES).with_rates(h2d_bytes_per_s=40e9)
+    assert capacities(faster, 4)["h2d"] == pytest.approx(24e9)
+
+
+def test_shares_survive_a_file_and_bad_ones_are_refused(tmp_path):
+    machine(rank_shares=SHARES).save(tmp_path / "m.json")
+    assert Machine.load(tmp_path / "m.json").rank_share("h2d", 4) == 0.6
+    with pytest.raises(ValueError, match="by >= 1 ranks, but got"):
+        machine(rank_shares={0: {"h2d": Quantity.exact(1.0)}})
+    with pytest.raises(ValueError, match="rank_shares"):
+        machine(rank_shares={2: {"pcie": Quantity.exact(1.0)}})
