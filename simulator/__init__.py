@@ -11,6 +11,7 @@ from simulator.schedule import Lane, Op, OpKind, Schedule, ScheduleBuilder
 from simulator.simulate import simulate
 from simulator.strategies import STRATEGIES, build_strategy
 from simulator.timeline import MemorySample, Span, Timeline
+from simulator.what_if import what_if
 from simulator.workload import Layer, MemoryPoint, Workload
 
 __all__ = [
@@ -37,4 +38,5 @@ __all__ = [
     "build_schedule",
     "build_strategy",
     "simulate",
+    "what_if",
 ]

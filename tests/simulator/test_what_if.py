@@ -1,0 +1,135 @@
+"""what_if: each row is what the simulator says; bad input is told; Ctrl-C keeps rows."""
+
+import math
+
+import pytest
+
+from simulator import Layer, Machine, Quantity, Workload, build_strategy, simulate, what_if
+from simulator.bounds import bound
+
+GIB = 2**30
+
+
+def machine(**changes):
+    rates = {
+        "h2d_bytes_per_s": 50e9, "d2h_bytes_per_s": 50e9, "dram_bytes_per_s": 200e9,
+        "host_adam_params_per_s": 3e9, "stock_host_adam_params_per_s": 1.5e9,
+        "device_adam_params_per_s": 50e9, "storage_write_bytes_per_s": 2e9,
+        "host_copy_bytes_per_s": 1e11, "pageable_h2d_bytes_per_s": 2e10,
+    } | changes  # fmt: skip
+    return Machine(
+        name="m", device_kind="cuda", cpu_cores=16, host_memory_bytes=64 * GIB,
+        device_memory_bytes=24 * GIB, **{k: Quantity.exact(v) for k, v in rates.items()},
+    )  # fmt: skip
+
+
+def workload(**fields):
+    layer = Layer(params=10**8, forward_s=0.01, backward_s=0.02, activation_bytes=10**8)
+    values = {"device_base_bytes": 4 * GIB, "tokens_per_iteration": 4096} | fields
+    return Workload(name="w", layers=(layer,) * 10, subgroups=(10**8,) * 10, **values)
+
+
+def test_a_row_is_what_the_simulator_says():
+    table = what_if(workload(), machine(), [("twin_flow", {"ratio": 0.5}), "zero3_offload"])
+    assert list(table.strategy) == ["twin_flow", "zero3_offload"]
+    for _, row in table.iterrows():
+        options = {"ratio": 0.5} if row.strategy == "twin_flow" else {}
+        expected = simulate(build_strategy(row.strategy, workload(), **options), machine())
+        assert row.iteration_s == pytest.approx(expected.iteration_s, rel=1e-9)
+        assert row.device_peak_bytes == expected.device_peak_bytes
+        assert row.tokens_per_s == pytest.approx(4096 / expected.iteration_s)
+    assert table.setting[0] == "ratio=0.5"
+
+
+def test_the_grid_is_the_product_of_what_is_given():
+    table = what_if(
+        workload(), machine(), ["zero3_offload", "ebbtide"], gpu_memory_bytes=[16e9, 24e9, 80e9],
+        h2d_bytes_per_s=[25e9, 50e9],
+    )  # fmt: skip
+    assert len(table) == 12
+    assert set(table.h2d_bytes_per_s) == {25e9, 50e9}
+    assert len(table.drop_duplicates(["strategy", "gpu_memory_bytes", "h2d_bytes_per_s"])) == 12
+
+
+def test_a_faster_link_is_never_slower_and_more_memory_neither():
+    table = what_if(
+        workload(), machine(), ["ebbtide"], gpu_memory_bytes=[8e9, 12e9, 30e9],
+        h2d_bytes_per_s=[10e9, 100e9],
+    )  # fmt: skip
+    for _, rows in table.groupby("h2d_bytes_per_s"):
+        times = rows.sort_values("gpu_memory_bytes").iteration_s.tolist()
+        assert times == sorted(times, reverse=True)
+        assert times[0] > times[-1], "memory must matter here"
+    for _, rows in table.groupby("gpu_memory_bytes"):
+        slow, fast = rows.sort_values("h2d_bytes_per_s").iteration_s
+        assert fast <= slow
+
+
+def test_no_row_that_fits_is_faster_than_its_bound_or_beyond_its_memory():
+    table = what_if(workload(), machine(), ["ebbtide"], gpu_memory_bytes=[6e9, 10e9, 20e9])
+    assert table.fits.all()
+    assert (table.device_peak_bytes <= table.gpu_memory_bytes).all()
+    assert (table.iteration_s >= table.lower_bound_s * (1 - 1e-9)).all()
+    expected = bound(workload(), machine(), 10e9).iteration_s
+    assert table.lower_bound_s[1] == pytest.approx(expected)
+
+
+def test_what_does_not_fit_says_how_much_is_missing():
+    table = what_if(workload(), machine(), ["no_offload"], gpu_memory_bytes=[8e9])
+    assert not table.fits[0]
+    assert "device memory" in table.reason[0]
+    assert "GiB missing" in table.reason[0]
+
+
+def test_host_memory_is_shared_among_the_ranks():
+    table = what_if(workload(), machine(), ["zero3_offload"], ranks_per_node=[1, 16])
+    assert table.fits.tolist() == [True, False]
+    assert "host memory" in table.reason[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"strategies": ["magic"]}, "strategies must be of .*ebbtide.* but got 'magic'"),
+        ({"gpu_memory_bytes": [-1]}, "gpu_memory_bytes must be finite and > 0, but got -1"),
+        ({"gpu_memory_bytes": [float("nan")]}, "gpu_memory_bytes must be finite"),
+        ({"h2d_bytes_per_s": [0]}, "h2d_bytes_per_s must be finite and greater than 0"),
+        ({"h2d_bytes_per_s": [1e20]}, "h2d_bytes_per_s must lie within a factor"),
+        ({"warp_speed": [9]}, "but got 'warp_speed'"),
+        ({"ranks_per_node": [0]}, "ranks_per_node"),
+    ],
+)
+def test_bad_input_is_told_before_anything_runs(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        what_if(workload(), machine(), **arguments)
+
+
+def test_ctrl_c_keeps_the_rows_that_are_finished(monkeypatch):
+    import sys
+
+    code = sys.modules["simulator.what_if"]
+    real, calls = code.evaluate, []
+
+    def interrupted(*arguments):
+        calls.append(1)
+        if len(calls) > 2 * code.POINTS_PER_TASK:
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    monkeypatch.setattr(code, "evaluate", interrupted)
+    rates = [1e10 + i * 1e8 for i in range(3 * code.POINTS_PER_TASK)]
+    with pytest.warns(UserWarning, match="32 of 48 points are finished"):
+        table = what_if(
+            workload(), machine(), ["zero3_offload"], h2d_bytes_per_s=rates, progress=False
+        )
+    assert len(table) == 2 * code.POINTS_PER_TASK
+    assert table.attrs["interrupted"] is True
+    assert not table.iteration_s.isna().any()
+
+
+def test_processes_give_the_same_rows():
+    arguments = {"h2d_bytes_per_s": [1e10, 2e10, 4e10]}
+    alone = what_if(workload(), machine(), ["ebbtide"], **arguments)
+    together = what_if(workload(), machine(), ["ebbtide"], n_jobs=2, **arguments)
+    assert alone.equals(together)
+    assert all(math.isfinite(x) for x in alone.iteration_s)
