@@ -48,9 +48,9 @@ def rate(amount: float, durations_s: list[float], source: Source, detail: str) -
     return Quantity.from_samples([amount / d for d in durations_s], source, detail)
 
 
-def doubts(name: str, durations_s: list[float]) -> list[str]:
+def doubts(name: str, durations_s: list[float], least: int = LEAST_REPEATS) -> list[str]:
     """Why a measurement should not be called stable; empty if it is."""
-    found = unstable(name, Quantity.from_samples(durations_s))
+    found = unstable(name, Quantity.from_samples(durations_s), least)
     third = max(1, len(durations_s) // 3)
     first = sorted(durations_s[:third])[third // 2]
     last = sorted(durations_s[-third:])[third // 2]
@@ -63,10 +63,13 @@ def doubts(name: str, durations_s: list[float]) -> list[str]:
     return found
 
 
-def unstable(name: str, quantity: Quantity) -> list[str]:
-    """Why a quantity's repeats do not agree well enough; empty if they do."""
-    if quantity.n == 1:
-        return [f"{name} was measured once: whether it is stable is not known"]
+def unstable(name: str, quantity: Quantity, least: int = LEAST_REPEATS) -> list[str]:
+    """Why a quantity's repeats do not say enough or do not agree; empty if they do."""
+    if quantity.n < least:
+        return [
+            f"{name} was measured only {quantity.n} times (at least {least} are needed to call it "
+            "stable): it takes too long for the time given"
+        ]
     if quantity.stable:
         return []
     return [

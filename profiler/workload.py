@@ -20,6 +20,7 @@ from simulator.workload import Layer, WireDtype, Workload
 
 # DeepSpeed records its trace in the first two steps; the allocators settle in the next ones.
 WARMUP_STEPS = 4
+LEAST_STEPS = 3  # to say anything about their spread
 _STOCK_OPTIMIZERS = ("DeepSpeedZeroOptimizer_Stage3",)
 _WIRE: dict[torch.dtype, WireDtype] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -105,7 +106,7 @@ def _phase_times(traces: list[Trace]) -> tuple[dict[str, Quantity], list[str]]:
     for name, seconds in samples.items():
         if min(seconds) > 0:
             times[name] = Quantity.from_samples(seconds, "measured", f"{len(seconds)} steps")
-            notes += doubts(f"the {name}'s time", seconds)
+            notes += doubts(f"the {name}'s time", seconds, LEAST_STEPS)
     return times, notes
 
 

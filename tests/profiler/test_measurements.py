@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from profiler import adam, contention, copies, dram, measure_machine, storage
+from profiler import adam, contention, copies, dram, measure_machine, sampling, storage
 from profiler.sampling import doubts, rate, repeat_s
 from simulator import Machine
+from simulator.quantity import Quantity
 
 TINY = 20_000
 
@@ -18,6 +19,35 @@ def test_repeats_are_at_least_five_and_leave_out_the_warm_up():
     durations = repeat_s(lambda: calls.append(1), budget_s=0.0)
     assert len(durations) == 5
     assert len(calls) == 6
+
+
+def test_what_is_very_slow_is_repeated_less_and_doubted(monkeypatch):
+    """A profile takes a minute at most, on a slow disk too."""
+    now = iter(range(0, 1000, 2))
+    monkeypatch.setattr(sampling.time, "perf_counter", lambda: next(now))
+    durations = repeat_s(lambda: None, 0.1, lambda work: 2.0)
+    assert durations == [2.0, 2.0]
+    assert doubts("x", durations) == [
+        "x was measured only 2 times (at least 5 are needed to call it stable): it takes too long "
+        "for the time given"
+    ]
+
+
+def test_a_figure_is_called_stable_only_if_repeats_agree():
+    assert Quantity.from_samples([1.0, 1.05, 0.95, 1.0, 1.0]).stable
+    assert not Quantity.from_samples([1.0, 2.0, 1.0, 2.0, 1.5]).stable
+    assert not Quantity.exact(1.0).stable, "once is not repeated"
+    doubled = Quantity.from_samples([1.0, 2.0, 3.0]).scaled(2.0, "twice")
+    assert (doubled.q1, doubled.median, doubled.q3, doubled.n) == (3.0, 4.0, 5.0, 3)
+
+
+def test_a_slow_disk_is_given_a_small_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "timed_s", lambda work: 0.1)  # 40 MiB/s
+    path = tmp_path / "probe"
+    assert storage._affordable_bytes(path, 10**9, 0.05) == storage.BLOCK_BYTES
+    assert storage._affordable_bytes(path, 10**9, 4.0) == 5 * storage.BLOCK_BYTES
+    assert storage._affordable_bytes(path, 2 * storage.BLOCK_BYTES, 4.0) == 2 * storage.BLOCK_BYTES
+    assert not path.exists()
 
 
 def test_a_rate_keeps_its_spread_and_its_source():

@@ -23,10 +23,10 @@ STEPS = "for step in range({n}): train_step(engine, batches.at(step))\n"
 def profiled(only_rank, tmp_path):
     """Runs a script's text; returns where the workload goes and the progress it told."""
 
-    def run(text, *, go_on=False, iterations=1):
+    def run(text, *, go_on=False, iterations=1, rank=0):
         script, out = tmp_path / "train.py", tmp_path / "workload.json"
         script.write_text(text)
-        watched = ProfiledScript(out, iterations, 0, ProgressFile(tmp_path, 0), go_on=go_on)
+        watched = ProfiledScript(out, iterations, rank, ProgressFile(tmp_path, 0), go_on=go_on)
         try:
             watched.run(script, ["--lr", "1"])
         finally:
@@ -58,6 +58,11 @@ for step in range(50):
     found = Workload.load(profiled(script_of(loop)))
     assert found.phase_times["backward"].median > 0
     assert "backward" in {point.phase for point in found.memory_curve}
+
+
+def test_only_rank_0_writes(profiled):
+    assert not profiled(script_of(STEPS.format(n=50)), rank=1).exists()
+    assert profiled.progress[0].steps == 5
 
 
 def test_it_may_go_on_to_its_end(profiled, capsys):
