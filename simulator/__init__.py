@@ -3,9 +3,12 @@
 Needs numpy and pydantic only.
 """
 
+from simulator.architecture import Architecture, ModelError, architecture
 from simulator.iteration import build_schedule
 from simulator.machine import Machine
+from simulator.model import workload_from_model
 from simulator.plan import CheckpointPlan, Placement, PlacementRun, Plan, PlanError, Prediction
+from simulator.presets import preset, preset_names
 from simulator.quantity import Quantity
 from simulator.schedule import Lane, Op, OpKind, Schedule, ScheduleBuilder
 from simulator.simulate import simulate
@@ -16,12 +19,14 @@ from simulator.workload import Layer, MemoryPoint, Workload
 
 __all__ = [
     "STRATEGIES",
+    "Architecture",
     "CheckpointPlan",
     "Lane",
     "Layer",
     "Machine",
     "MemoryPoint",
     "MemorySample",
+    "ModelError",
     "Op",
     "OpKind",
     "Placement",
@@ -35,8 +40,12 @@ __all__ = [
     "Span",
     "Timeline",
     "Workload",
+    "architecture",
     "build_schedule",
     "build_strategy",
+    "preset",
+    "preset_names",
     "simulate",
     "what_if",
+    "workload_from_model",
 ]
