@@ -9,7 +9,8 @@ from torch import nn
 from profiler.activations import AllocatorDeltas, SavedTensors
 from profiler.engine import PassiveProfile
 from profiler.watcher import Trace
-from profiler.workload import WARMUP_STEPS, ranks_per_node, workload_of
+from profiler.workload import WARMUP_STEPS, _base_bytes, ranks_per_node, workload_of
+from simulator import Layer, MemoryPoint
 from studies.byte_gpt import Batches, train_step
 from tests.runtime.contract.training import start
 
@@ -120,6 +121,17 @@ def test_a_workload_tells_tokens_layers_and_headroom(engine):
     peak = max(point.device_bytes for point in found.memory_curve)
     assert min(free for _, free in found.headroom(peak)) == 0
     assert found.device_base_bytes + sum(held.values()) >= peak
+
+
+def test_what_activations_do_not_explain_of_the_peak_is_always_there():
+    def trace(*device_bytes):
+        points = [MemoryPoint(t_s=0, phase="other", device_bytes=n) for n in device_bytes]
+        return Trace(memory=points)
+
+    traces = [trace(100, 400), trace(120, 900)]
+    layers = [Layer(params=1, forward_s=0, backward_s=0, activation_bytes=600)]
+    assert _base_bytes(traces, traces[1], layers) == 300
+    assert _base_bytes(traces, traces[1], layers * 2) == 100, "at least what was ever in use"
 
 
 def test_a_step_without_backward_is_no_workload():
