@@ -27,6 +27,7 @@ class CopyRates:
     pageable_h2d: Quantity | None
     pageable_d2h: Quantity | None
     latency_s: float
+    by_size: dict[str, Quantity]
     doubts: tuple[str, ...]
 
 
@@ -91,18 +92,25 @@ def measure_copies(cuda: bool, size_bytes: int, budget_s: float) -> CopyRates:
         [min(1.2, max(0.31, 2 * size_bytes / s / alone)) for s in both], source, "both at once"
     )
     pageable_h2d, pageable_d2h = _pageable(size_bytes, share_s) if cuda else (None, None)
-    latency_s = _latency_s(cuda, clock)
+    latency_s, by_size = _by_size(cuda, clock, source)
     notes = [*doubts("H2D bandwidth", up), *doubts("D2H bandwidth", down)]
     notes += doubts("bandwidth of both directions at once", both)
-    return CopyRates(h2d, d2h, duplex, pageable_h2d, pageable_d2h, latency_s, tuple(notes))
+    return CopyRates(h2d, d2h, duplex, pageable_h2d, pageable_d2h, latency_s, by_size, tuple(notes))
 
 
-def _latency_s(cuda: bool, clock: Callable[[Callable[[], object]], float]) -> float:
-    """Fixed cost of a copy, the mean of both directions, each fitted over `SIZES_BYTES`."""
+def _by_size(
+    cuda: bool, clock: Callable[[Callable[[], object]], float], source: Source
+) -> tuple[float, dict[str, Quantity]]:
+    """Fixed cost of a copy (the mean of both directions), and bytes/s over `SIZES_BYTES`."""
+    latencies, rates = [], {}
     ends = [Endpoints(size, cuda) for size in SIZES_BYTES]
-    up = [min(repeat_s(end.h2d, 0.0, clock)) for end in ends]
-    down = [min(repeat_s(end.d2h, 0.0, clock)) for end in ends]
-    return (fit_latency(SIZES_BYTES, up)[0] + fit_latency(SIZES_BYTES, down)[0]) / 2
+    for way in ("h2d", "d2h"):
+        seconds = [repeat_s(getattr(end, way), 0.0, clock) for end in ends]
+        latencies.append(fit_latency(SIZES_BYTES, [min(s) for s in seconds])[0])
+        for size, repeats in zip(SIZES_BYTES, seconds, strict=True):
+            detail = f"pinned copies of {size} bytes"
+            rates[f"{way}_of_{size}_bytes_per_s"] = rate(size, repeats, source, detail)
+    return sum(latencies) / 2, rates
 
 
 def _pageable(size_bytes: int, share_s: float) -> tuple[Quantity, Quantity]:

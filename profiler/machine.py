@@ -21,6 +21,7 @@ from profiler.neighbours import HostWatch
 from profiler.nvml import GpuWatch
 from profiler.ranks import HOST_ADAM_BYTES, check_ranks, measure_ranks
 from profiler.sampling import unstable
+from profiler.sharing import differences
 from runtime.kernels import host
 from runtime.kernels.host import cache_dir
 from simulator.machine import Machine, ShareName
@@ -147,7 +148,12 @@ def _with_notes(machine: Machine, facts: dict[str, str], warnings: list[str]) ->
     return machine.model_copy(
         update={
             "facts": {**machine.facts, **facts},
-            "warnings": (*machine.warnings, *warnings, *_unstable(machine)),
+            "warnings": (
+                *machine.warnings,
+                *warnings,
+                *_unstable(machine),
+                *differences(machine),
+            ),
         }
     )
 
@@ -161,7 +167,8 @@ def _unstable(machine: Machine) -> list[str]:
         "pageable H2D": machine.pageable_h2d_bytes_per_s,
         "pageable D2H": machine.pageable_d2h_bytes_per_s,
         **machine.contention,
-        **machine.other_rates,
+        # Not the curves over sizes: a copy of 64 KiB is never steady, and nothing is planned on it.
+        **{name: q for name, q in machine.other_rates.items() if "_of_" not in name},
     }
     return [note for name, q in quantities.items() if q is not None for note in unstable(name, q)]
 
@@ -220,7 +227,7 @@ def _measure(wanted: _Wanted) -> Machine:
         storage_fsync_s=disk.fsync_s,
         contention=matrix,
         rank_shares=shares,
-        other_rates={**others, **_storage_rates(disk)},
+        other_rates={**copied.by_size, **others, **_storage_rates(disk)},
         facts=facts.facts,
         versions={"python": platform.python_version(), "torch": str(torch.__version__)},
         measured_with=shlex.join(sys.argv),

@@ -79,6 +79,7 @@ def workload_of(engine: Any, traces: list[Trace], name: str) -> Workload:
         layers=layers,
         subgroups=tuple(int(n) for n in optimizer.fp16_partitioned_groups_flat_numel),
         subgroup_size=int(optimizer.sub_group_size),
+        parameters=_parameters(optimizer),
         wire_dtype=_WIRE.get(optimizer.dtype, "fp32"),
         grad_bytes_per_param=optimizer.gradient_accumulation_dtype.itemsize,
         clip=optimizer.clip_grad > 0,
@@ -94,6 +95,15 @@ def workload_of(engine: Any, traces: list[Trace], name: str) -> Workload:
         phase_times=times,
         warnings=tuple(notes),
     )
+
+
+def _parameters(optimizer: Any) -> tuple[tuple[int, ...], ...]:
+    """Elements of this rank's partitions, by parameter group, in the order of the subgroups."""
+    groups: dict[int, list[int]] = defaultdict(list)
+    for index, subgroup in enumerate(optimizer.fp16_groups):
+        sizes = [int(param.partition_numel()) for param in subgroup]
+        groups[optimizer.sub_group_to_group_id[index]] += sizes
+    return tuple(tuple(sizes) for sizes in groups.values())
 
 
 def _phase_times(traces: list[Trace]) -> tuple[dict[str, Quantity], list[str]]:

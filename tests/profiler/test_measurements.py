@@ -77,6 +77,8 @@ def test_copies_without_a_gpu_say_that_they_are_emulated():
     found = copies.measure_copies(cuda=False, size_bytes=1 << 20, budget_s=0.01)
     assert {found.h2d.source, found.d2h.source, found.duplex_factor.source} == {"emulated"}
     assert found.pageable_h2d is None
+    assert len(found.by_size) == 2 * len(copies.SIZES_BYTES)
+    assert found.by_size["h2d_of_65536_bytes_per_s"].source == "emulated"
     assert 0.3 < found.duplex_factor.median <= 1.2
 
 
