@@ -11,7 +11,7 @@ from typing import Any, Literal
 from simulator.architecture import Architecture, Block, ModelError, architecture
 from simulator.deepspeed_config import TrainingConfig, training_config
 from simulator.machine import Machine
-from simulator.workload import WIRE_BYTES, Layer, WireDtype, Workload
+from simulator.workload import WIRE_BYTES, Layer, WireDtype, Workload, cut
 
 Checkpointing = Literal["full", "none"]
 LINK = "nvlink_bytes_per_s"  # among machine.other_rates: between the GPUs of a node
@@ -136,11 +136,13 @@ class _Rank:
         p = self.parallel
         gpus = p.data * p.tensor * p.pipeline
         micro = self.config.gradient_accumulation_steps
+        parameters = tuple(n for block in blocks for n in self.partitions(block))
         busy_s = sum(layer.forward_s + layer.backward_s for layer in layers)
         return Workload(
             name=self.arch.name,
             layers=layers,
-            subgroups=tuple(self.subgroups(blocks)),
+            subgroups=tuple(cut(parameters, self.config.subgroup_size)),
+            parameters=(parameters,),
             subgroup_size=self.config.subgroup_size,
             wire_dtype=self.config.wire_dtype,
             grad_bytes_per_param=self.config.gradient_bytes,
@@ -191,17 +193,6 @@ class _Rank:
             for n, split in zip(block.params, block.split, strict=True)
         )
         return [math.ceil(n / p.data) for n in held]
-
-    def subgroups(self, blocks: Sequence[Block]) -> list[int]:
-        """DeepSpeed closes a subgroup behind the parameter that fills it."""
-        found, size = [], 0
-        for block in blocks:
-            for part in self.partitions(block):
-                size += part
-                if size >= self.config.subgroup_size:
-                    found.append(size)
-                    size = 0
-        return [*found, size] if size else found
 
     def layer(self, block: Block) -> Layer:
         micro = self.config.gradient_accumulation_steps

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from itertools import accumulate
 from pathlib import Path
 from typing import Literal, Self
@@ -71,6 +72,8 @@ class Workload(BaseModel):
             measured; None lets the simulator derive it from the copies.
         tokens_per_iteration: of all ranks together; None where the model's inputs do not tell.
         samples_per_iteration: DeepSpeed's train_batch_size.
+        parameters: elements of each parameter's partition, by parameter group; with them the
+            subgroups can be cut anew (`recut`).
         phase_times: seconds of each phase as profiled, with their spread; ``iteration`` is a whole
             step with what the script does between its phases.
         warnings: why the profile should be doubted.
@@ -85,6 +88,7 @@ class Workload(BaseModel):
     layers: tuple[Layer, ...] = Field(min_length=1)
     subgroups: tuple[int, ...] = Field(min_length=1)
     subgroup_size: int = Field(0, ge=0, description="DeepSpeed's sub_group_size; 0: unknown")
+    parameters: tuple[tuple[int, ...], ...] = ()
     wire_dtype: WireDtype = "bf16"
     grad_bytes_per_param: int = Field(2, ge=2, le=4)
     clip: bool = True
@@ -112,6 +116,12 @@ class Workload(BaseModel):
                 "the layers' params and the subgroups must sum up to the same number of elements, "
                 f"but got {in_layers} in workload.layers and {self.params} in workload.subgroups"
             )
+        listed = sum(sum(group) for group in self.parameters)
+        if self.parameters and listed != self.params:
+            raise ValueError(
+                "workload.parameters must sum up to the subgroups' elements, but got "
+                f"{listed} and {self.params}"
+            )
         if self.schema_version > SCHEMA_VERSION:
             raise ValueError(
                 f"workload.schema_version must be at most {SCHEMA_VERSION}, but got "
@@ -123,6 +133,23 @@ class Workload(BaseModel):
     def params(self) -> int:
         """Trainable elements of this rank's partition."""
         return sum(self.subgroups)
+
+    def recut(self, subgroup_size: int) -> Workload:
+        """The same with the subgroups that DeepSpeed cuts for another ``sub_group_size``.
+
+        Raises:
+            ValueError: the workload does not know its parameters, or the size is not positive.
+        """
+        if not self.parameters:
+            raise ValueError(
+                "subgroups can be cut anew only where workload.parameters is known, but workload "
+                f"{self.name!r} has none: profile it again with `tune profile`"
+            )
+        if subgroup_size < 1:
+            raise ValueError(f"subgroup_size must be >= 1, but got {subgroup_size}")
+        subgroups = [n for group in self.parameters for n in cut(group, subgroup_size)]
+        fields = {"subgroups": tuple(subgroups), "subgroup_size": subgroup_size}
+        return Workload.model_validate({**self.model_dump(), **fields})
 
     @property
     def wire_bytes(self) -> int:
@@ -199,3 +226,17 @@ class Workload(BaseModel):
             pydantic.ValidationError: a field is missing, unknown or out of its range.
         """
         return cls.model_validate_json(Path(path).read_text())
+
+
+def cut(partitions: Iterable[int], subgroup_size: int) -> list[int]:
+    """Subgroups of one parameter group: DeepSpeed closes one behind the parameter that fills it.
+
+    Source: ``DeepSpeedZeroOptimizer_Stage3._create_fp16_sub_groups``.
+    """
+    found, size = [], 0
+    for elements in partitions:
+        size += elements
+        if size >= subgroup_size:
+            found.append(size)
+            size = 0
+    return [*found, size] if size else found

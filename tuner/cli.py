@@ -11,23 +11,22 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from tuner.inputs import (
+    MACHINE,
+    BadInputError,
+    read_machine,
+    read_plan,
+    read_workload,
+    workload_options,
+    written,
+)
 from tuner.quantities import duration_s, size_bytes
 
 if TYPE_CHECKING:
-    from simulator.machine import Machine
-    from simulator.plan import Plan
     from simulator.workload import Workload
 
 T = TypeVar("T")
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for other programs.")
-MACHINE = click.option("--machine", required=True, help="machine.json, made by `tune profile`.")
-WORKLOAD = click.option("--workload", required=True, help="workload.json of the training run.")
-
-
-class BadInputError(click.ClickException):
-    """Exit code 2 with the rule, the value and the flag to change."""
-
-    exit_code = 2
 
 
 class _Text(click.ParamType):  # type: ignore[type-arg]
@@ -59,48 +58,6 @@ def _guarded(command: Callable[..., T]) -> Callable[..., T]:
     return wrapper
 
 
-def _read(kind: type[T], path: str, flag: str) -> T:
-    """A machine or workload file.
-
-    Raises:
-        BadInputError: not readable, not JSON, or not such a file.
-    """
-    from pydantic import ValidationError
-
-    from simulator.plan import explain
-
-    try:
-        return kind.load(path)  # type: ignore[attr-defined, no-any-return]
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadInputError(f"{flag} must be a readable file, but got {path}: {error}") from None
-    except ValidationError as error:
-        name = kind.__name__.lower()
-        raise BadInputError(
-            f"{flag} must be a {name} file, but got {path}: {explain(error)}"
-        ) from None
-
-
-def _machine(path: str) -> Machine:
-    from simulator.machine import Machine
-
-    return _read(Machine, path, "--machine")
-
-
-def _workload(path: str) -> Workload:
-    from simulator.workload import Workload
-
-    return _read(Workload, path, "--workload")
-
-
-def _plan(path: str) -> Plan:
-    from simulator.plan import Plan
-
-    try:
-        return Plan.load(path)
-    except UnicodeDecodeError as error:
-        raise BadInputError(f"a plan must be a JSON file, but got {path}: {error}") from None
-
-
 @click.group(
     epilog="Example: tune plan --machine machine.json --workload workload.json -o plan.json"
 )
@@ -118,20 +75,37 @@ def main() -> None:
 @click.option("--storage-dir", help="The folder that checkpoints will go to.")
 @click.option("--seconds", default=30.0, show_default=True, help="Time to spend, at most 60.")
 @click.option("--fresh", is_flag=True, help="Measure although the result is cached.")
-@click.option("--ranks", default=1, show_default=True,
-              help="Also measure with so many ranks at once; with a script, ranks to start.")
+@click.option(
+    "--ranks",
+    default=1,
+    show_default=True,
+    help="Also measure with so many ranks at once; with a script, ranks to start.",
+)
 @click.option("--train-script", help="Take the workload from this script; its arguments follow.")
-@click.option("--launcher", type=click.Choice(["none", "torchrun", "deepspeed"]),
-              default="torchrun", show_default=True, help="What starts the script.")
+@click.option(
+    "--launcher",
+    type=click.Choice(["none", "torchrun", "deepspeed"]),
+    default="torchrun",
+    show_default=True,
+    help="What starts the script.",
+)
 @click.option("--iterations", default=3, show_default=True, help="Optimizer steps of the script.")
 @click.option("--continue", "go_on", is_flag=True, help="Let the script run to its end.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @JSON
 @_guarded
 def profile(
-    output: str | None, train_script: str | None, arguments: tuple[str, ...], ranks: int,
-    launcher: Any, iterations: int, go_on: bool, storage_dir: str | None, seconds: float,
-    fresh: bool, as_json: bool,
+    output: str | None,
+    train_script: str | None,
+    arguments: tuple[str, ...],
+    ranks: int,
+    launcher: Any,
+    iterations: int,
+    go_on: bool,
+    storage_dir: str | None,
+    seconds: float,
+    fresh: bool,
+    as_json: bool,
 ) -> None:
     """Measures this machine; with --train-script, what a training script asks of it."""
     from tuner.profiling import machine_profile, script_profile
@@ -150,12 +124,20 @@ def profile(
     machine_profile(output or "machine.json", storage_dir, seconds, ranks, fresh, as_json)
 
 
-@main.command(epilog="Example: tune plan --machine machine.json --workload workload.json --mtbf 4h")
+@main.command(
+    epilog="Example: tune plan --machine machine.json --workload workload.json --mtbf 4h; "
+    "tune plan --machine h200 --model config.json --ds-config ds.json --gpu-memory 40GiB"
+)
 @MACHINE
-@WORKLOAD
+@workload_options
 @click.option("-o", "--output", default="plan.json", show_default=True, help="Where it goes.")
 @click.option("--gpu-memory", type=SIZE, help="Device memory per rank, e.g. 24GiB.")
 @click.option("--host-memory", type=SIZE, help="Host memory per rank, e.g. 100GiB.")
+@click.option(
+    "--subgroup-size",
+    help="keep the workload's (default), auto to search the best one (default with --model), or a "
+    "number of elements.",
+)
 @click.option("--robust", is_flag=True, help="Minimise the 90th percentile, not the median.")
 @click.option("--mtbf", type=DURATION, help="Mean time between failures, e.g. 4h.")
 @click.option("--restart", type=DURATION, default="60s", show_default=True)
@@ -167,10 +149,10 @@ def profile(
 @_guarded
 def plan(
     machine: str,
-    workload: str,
     output: str,
     gpu_memory: int | None,
     host_memory: int | None,
+    subgroup_size: str | None,
     robust: bool,
     mtbf: float | None,
     restart: float,
@@ -179,15 +161,18 @@ def plan(
     seed: int,
     why: bool,
     as_json: bool,
+    **source: Any,
 ) -> None:
     """Searches the best plan and says why it is the best."""
     from tuner.report import show_plan, wide_console
     from tuner.search import plan as search
 
-    have, work = _machine(machine), _workload(workload)
+    have = read_machine(machine)
+    automatic = "auto" if source["model"] else "keep"
+    work, sizes = _recut(read_workload(have, **source), subgroup_size or automatic)
     options: dict[str, Any] = {
         "device_memory_bytes": gpu_memory, "host_memory_bytes": host_memory, "seed": seed,
-        "robust": robust,
+        "robust": robust, "subgroup_sizes": sizes,
     }  # fmt: skip
     found = search(
         work, have, mtbf_s=mtbf, restart_s=restart, checkpoint_dir=checkpoint_dir,
@@ -198,13 +183,27 @@ def plan(
 
         extra = tuple(shadow_prices(work, have, found, options))
         found = found.model_copy(update={"reasons": (*found.reasons, *extra)})
-    found.save(output)
+    with written("--output", output):
+        found.save(output)
     if as_json:
         click.echo(found.model_dump_json(indent=2))
         return
     console = wide_console()
     show_plan(found, console)
     console.print(f"written to {output}")
+
+
+def _recut(work: Workload, given: str) -> tuple[Workload, tuple[int, ...] | None]:
+    """The workload to plan for, and the subgroup sizes that the search may choose from."""
+    from tuner.subgroup_size import SIZES
+
+    if given in ("keep", "auto"):
+        return work, SIZES if given == "auto" else None
+    if not given.isdecimal() or not int(given):
+        raise BadInputError(
+            f"--subgroup-size must be keep, auto or a number of elements > 0, but got {given}"
+        )
+    return work.recut(int(given)), None
 
 
 @main.command(epilog="Example: tune show plan.json")
@@ -215,7 +214,7 @@ def show(plan_file: str, as_json: bool) -> None:
     """Shows a plan: placement, prediction, what it beat, and why."""
     from tuner.report import show_plan, wide_console
 
-    found = _plan(plan_file)
+    found = read_plan(plan_file)
     if as_json:
         click.echo(found.model_dump_json(indent=2))
     else:
@@ -226,7 +225,7 @@ def show(plan_file: str, as_json: bool) -> None:
     epilog="Example: tune simulate --machine m.json --workload w.json --strategy twin_flow"
 )
 @MACHINE
-@WORKLOAD
+@workload_options
 @click.option("--plan", "plan_file", help="A plan; without one, --strategy.")
 @click.option("--strategy", help="By name; zero3_offload if neither is given.")
 @click.option("--trace", help="Write a trace for ui.perfetto.dev.")
@@ -235,12 +234,12 @@ def show(plan_file: str, as_json: bool) -> None:
 @_guarded
 def simulate(
     machine: str,
-    workload: str,
     plan_file: str | None,
     strategy: str | None,
     trace: str | None,
     plot: str | None,
     as_json: bool,
+    **source: Any,
 ) -> None:
     """Predicts one iteration under a plan or a named strategy."""
     from simulator.simulate import simulate as run
@@ -250,16 +249,19 @@ def simulate(
         raise BadInputError(
             f"only one of --plan and --strategy may be given, but got {plan_file} and {strategy}"
         )
-    have, work = _machine(machine), _workload(workload)
+    have = read_machine(machine)
+    work = read_workload(have, **source)
     if plan_file is not None:
-        schedule = build_strategy("ebbtide", work, plan=_plan(plan_file))
+        schedule = build_strategy("ebbtide", work, plan=read_plan(plan_file))
     else:
         schedule = build_strategy(strategy or "zero3_offload", work)
     timeline = run(schedule, have)
     if trace:
-        timeline.to_perfetto(trace)
+        with written("--trace", trace):
+            timeline.to_perfetto(trace)
     if plot:
-        timeline.plot().figure.savefig(plot, dpi=130, bbox_inches="tight")  # type: ignore[union-attr]
+        with written("--plot", plot):
+            timeline.plot().figure.savefig(plot, dpi=130, bbox_inches="tight")  # type: ignore[union-attr]
     figures = {
         "strategy": timeline.strategy, "iteration_s": timeline.iteration_s, **timeline.phases(),
         "device_peak_bytes": timeline.device_peak_bytes,

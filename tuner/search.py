@@ -20,6 +20,7 @@ from simulator.workload import Workload
 from tuner.checkpointing import checkpoint_plan
 from tuner.memory import ImpossibleError, Limits
 from tuner.spread import prediction_interval, sampled_machines
+from tuner.subgroup_size import best_cut, recuts
 
 GRID = 16  # steps of the coarse grid per direction
 CLIMB_EVALUATIONS = 1500
@@ -206,6 +207,7 @@ def plan(
     restart_s: float = 60.0,
     checkpoint_dir: str | None = None,
     study_storage: str | None = None,
+    subgroup_sizes: Sequence[int] | None = None,
 ) -> Plan:
     """Searches the best plan for a workload on a machine.
 
@@ -220,11 +222,15 @@ def plan(
             expected goodput. None: no checkpoints by plan.
         restart_s: from a failure until training runs again.
         study_storage: an optuna storage URL, e.g. ``sqlite:///study.db``.
+        subgroup_sizes: values of ``sub_group_size`` to try beside the workload's own
+            (`tuner.subgroup_size.SIZES`); None: its own. `runtime.initialize` sets the plan's.
 
     Raises:
         ImpossibleError: nothing fits; says how much is missing and which knob helps most.
     """
     limits = Limits.of(workload, machine, device_memory_bytes, host_memory_bytes)
+    if subgroup_sizes is not None and not machine.unified_memory:
+        workload = best_cut(recuts(workload, subgroup_sizes), machine, limits, seed)
     search = Search(workload, machine, limits, seed)
     search.score(_even(len(workload.subgroups), 0, 0, 1))
     if not machine.unified_memory:  # else state that moves to the device stays where it was
@@ -241,6 +247,18 @@ def plan(
     found = _as_plan(search, chosen, seed)
     saving = checkpoint_plan(found, workload, machine, limits, mtbf_s, restart_s, checkpoint_dir)
     return _explained(found.model_copy(update={"checkpoint": saving}), search)
+
+
+def quick_iteration_s(
+    workload: Workload, machine: Machine, limits: Limits, seed: int, evaluations: int
+) -> float:
+    """What a short search finds; ``inf`` where nothing fits."""
+    search = Search(workload, machine, limits, seed)
+    search.score(_even(len(workload.subgroups), 0, 0, 1))
+    search.constructive()
+    if any(not math.isinf(score.iteration_s) for score in search.scores.values()):
+        search.climb(evaluations)
+    return search.score(search.best()).iteration_s
 
 
 def _robust_choice(search: Search, seed: int) -> Candidate:

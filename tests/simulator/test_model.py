@@ -1,0 +1,262 @@
+"""Workloads from configs: exact counts, DeepSpeed's subgroups, `"auto"`, parallelism, bad input."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from simulator import Machine, ModelError, architecture, preset, workload_from_model
+from simulator.workload import cut
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "intermediate_size": 11008, "vocab_size": 32000,
+}  # fmt: skip
+
+
+def config(family, hidden, layers, heads, vocabulary, **more):
+    return {"model_type": family, "hidden_size": hidden, "num_hidden_layers": layers,
+            "num_attention_heads": heads, "vocab_size": vocabulary, **more}  # fmt: skip
+
+
+# Totals as their authors and the hub publish them.
+PUBLISHED = {
+    "Llama 2 7B": (LLAMA, 6_738_415_616),
+    "Llama 3 8B": (config("llama", 4096, 32, 32, 128256, num_key_value_heads=8,
+                          intermediate_size=14336), 8_030_261_248),
+    "Mistral 7B": (config("mistral", 4096, 32, 32, 32000, num_key_value_heads=8,
+                          intermediate_size=14336, head_dim=None), 7_241_732_096),
+    "Qwen2 7B": (config("qwen2", 3584, 28, 28, 152064, num_key_value_heads=4,
+                        intermediate_size=18944), 7_615_616_512),
+    "Qwen2.5 0.5B": (config("qwen2", 896, 24, 14, 151936, num_key_value_heads=2,
+                            intermediate_size=4864, tie_word_embeddings=True), 494_032_768),
+    "Qwen3 0.6B": (config("qwen3", 1024, 28, 16, 151936, num_key_value_heads=8, head_dim=128,
+                          intermediate_size=3072, tie_word_embeddings=True), 596_049_920),
+    "GPT-2": ({"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12,
+               "n_positions": 1024, "vocab_size": 50257}, 124_439_808),
+    "GPT-2 XL": ({"model_type": "gpt2", "n_embd": 1600, "n_layer": 48, "n_head": 25,
+                  "n_positions": 1024, "vocab_size": 50257}, 1_557_611_200),
+    "Pythia 6.9B": (config("gpt_neox", 4096, 32, 32, 50432, intermediate_size=16384),
+                    6_857_302_016),
+    "OPT 1.3B": (config("opt", 2048, 24, 32, 50272, ffn_dim=8192, max_position_embeddings=2048),
+                 1_315_758_080),
+    "Gemma 2B": (config("gemma", 2048, 18, 8, 256000, num_key_value_heads=1, head_dim=256,
+                        intermediate_size=16384), 2_506_172_416),
+    "Gemma 2 2B": (config("gemma2", 2304, 26, 8, 256000, num_key_value_heads=4, head_dim=256,
+                          intermediate_size=9216), 2_614_341_888),
+    "Phi-2": (config("phi", 2560, 32, 32, 51200, intermediate_size=10240), 2_779_683_840),
+    "Phi-3 mini": (config("phi3", 3072, 32, 32, 32064, intermediate_size=8192), 3_821_079_552),
+    "Mixtral 8x7B": (config("mixtral", 4096, 32, 32, 32000, num_key_value_heads=8,
+                            intermediate_size=14336, num_local_experts=8, num_experts_per_tok=2),
+                     46_702_792_704),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(PUBLISHED))
+def test_parameters_are_counted_as_published(name):
+    given_config, total = PUBLISHED[name]
+    assert architecture(given_config).elements == total
+
+
+def test_a_plain_description_is_the_same_model_as_its_config():
+    plain = {"layers": 32, "hidden": 4096, "heads": 32, "vocabulary": 32000, "ffn": 11008}
+    assert architecture(plain).elements == architecture(LLAMA).elements
+
+
+def test_a_file_and_its_folder_are_read(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    assert architecture(tmp_path) == architecture(tmp_path / "config.json")
+
+
+def test_the_byte_gpt_of_the_studies_is_counted_as_torch_counts_it():
+    from studies.byte_gpt import SIZES, ByteGPT
+
+    shape = SIZES["tiny"]
+    model = ByteGPT(shape)
+    held = sum(p.numel() for p in model.parameters())
+    found = architecture(
+        {"layers": shape.layers, "hidden": shape.hidden, "heads": shape.heads, "vocabulary": 256,
+         "gated": False, "bias": True, "norm_params": 2, "positions": shape.sequence,
+         "tied": False}
+    )  # fmt: skip
+    assert found.elements == held
+    blocks = found.blocks()
+    own = [sum(p.numel() for p in block.parameters()) for block in model.blocks]
+    assert [block.elements for block in blocks[1:-1]] == own
+
+
+def test_times_follow_from_flops():
+    machine = preset("h200")
+    work = workload_from_model(LLAMA, machine, sequence=2048, micro_batch=2)
+    rate = machine.rate("device_flops_per_s")
+    matrices = 32 * (4 * 4096**2 + 3 * 4096 * 11008) + 32000 * 4096
+    tokens = 2 * 2048
+    flops = 2 * tokens * matrices + 32 * tokens * 2 * 2 * 4096 * 2048 / 2
+    assert work.forward_s == pytest.approx(flops / rate)
+    head = 2 * tokens * 32000 * 4096 / rate
+    assert work.backward_s == pytest.approx(3 * (work.forward_s - head) + 2 * head)
+    kept = workload_from_model(
+        LLAMA, machine, sequence=2048, micro_batch=2, activation_checkpointing="none"
+    )
+    assert kept.backward_s == pytest.approx(2 * kept.forward_s)
+    # Korthikanti et al., equation 2 without scores: 34 s b h bytes per layer.
+    assert kept.layers[1].activation_bytes == 34 * tokens * 4096
+    assert work.layers[1].activation_bytes == 2 * tokens * 4096
+
+
+def test_scores_are_stored_without_flash_attention():
+    machine = preset("h200")
+    work = workload_from_model(
+        LLAMA, machine, sequence=1024, micro_batch=1, activation_checkpointing="none",
+        flash_attention=False,
+    )  # fmt: skip
+    assert work.layers[1].activation_bytes == 1024 * 4096 * 34 + 5 * 32 * 1024**2
+
+
+def test_tensor_and_pipeline_parallelism_divide_the_model():
+    machine = preset("h100-node")
+    whole = workload_from_model(LLAMA, machine, sequence=2048)
+    halves = workload_from_model(LLAMA, machine, sequence=2048, tensor_parallel=2)
+    norms = (32 * 2 + 1) * 4096
+    assert halves.params == (whole.params - norms) // 2 + norms
+    exchange = 2 * 2 * 0.5 * 2048 * 4096 * 2 / machine.other_rates["nvlink_bytes_per_s"].median
+    assert halves.forward_s == pytest.approx(whole.forward_s / 2 + 32 * exchange)
+    stages = [
+        workload_from_model(LLAMA, machine, {"gradient_accumulation_steps": 8,
+                            "bf16": {"enabled": True}},
+                            sequence=2048, pipeline_parallel=4, stage=i) for i in range(4)
+    ]  # fmt: skip
+    assert sum(stage.params for stage in stages) == whole.params
+    busy = stages[1].forward_s + stages[1].backward_s
+    assert stages[1].pipeline_idle_s == pytest.approx(3 / 8 * busy)
+
+
+def test_data_parallel_ranks_over_several_nodes_exchange_over_the_network():
+    machine = preset("h100-node")
+    inside = workload_from_model(LLAMA, machine, sequence=2048, data_parallel=4)
+    outside = workload_from_model(LLAMA, machine, sequence=2048, data_parallel=16)
+    assert inside.layers[1].network_gather_bytes == 0
+    block = sum(architecture(LLAMA).blocks()[1].params)
+    # Three quarters of it live on other nodes; four ranks bring them in together.
+    assert outside.layers[1].network_gather_bytes == pytest.approx(2 * 0.75 * block / 4, rel=1e-3)
+    assert outside.nodes == 4
+    assert outside.tokens_per_iteration == 16 * 2048
+
+
+def test_auto_is_resolved_and_told():
+    config = {
+        "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+        "train_batch_size": "auto", "gradient_clipping": "auto", "bf16": {"enabled": "auto"},
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "sub_group_size": 1e8},
+    }  # fmt: skip
+    work = workload_from_model(
+        LLAMA, preset("h200"), config, micro_batch=4, gradient_accumulation_steps=2, sequence=512
+    )
+    assert (work.gradient_accumulation_steps, work.samples_per_iteration) == (2, 8)
+    assert work.wire_dtype == "bf16"
+    assert work.clip
+    assert work.subgroup_size == 10**8
+    assert "reduce_bucket_size: auto -> 1.67772e+07" in work.provenance
+    assert "train_micro_batch_size_per_gpu: auto -> 4" in work.provenance
+
+
+def test_the_batch_rule_is_deepspeeds():
+    machine = preset("h200")
+    base = {"bf16": {"enabled": True}, "train_batch_size": 32}
+    work = workload_from_model(
+        LLAMA, machine, {**base, "train_micro_batch_size_per_gpu": 2}, data_parallel=4, sequence=64
+    )
+    assert work.gradient_accumulation_steps == 4
+    with pytest.raises(ModelError, match=r"32 != 3 x 4 x 4|must divide the batch of a rank, 8"):
+        workload_from_model(
+            LLAMA, machine, {**base, "train_micro_batch_size_per_gpu": 3}, data_parallel=4
+        )
+
+
+BAD = [
+    ({"model_type": "mamba"}, {}, "model_type must be one of .* got 'mamba'"),
+    ({"model_type": "llama"}, {}, "must give layers, hidden, heads, vocabulary"),
+    ({**LLAMA, "hidden_size": -1}, {}, "hidden .*hidden_size.* must be a whole number"),
+    ({**LLAMA, "hidden_size": 4096.5}, {}, "hidden .* but got 4096.5"),
+    ({**LLAMA, "num_attention_heads": 33}, {}, "hidden must be a multiple of heads"),
+    ({**LLAMA, "num_key_value_heads": 7}, {}, "heads must be a multiple of kv_heads"),
+    ({"layers": 2, "hidden": 64, "heads": 4, "vocabulary": 9, "color": 1}, {}, "got 'color'"),
+    (LLAMA, {"sequence": 0}, "sequence must be a whole number >= 1, but got 0"),
+    (LLAMA, {"tensor_parallel": 5}, "tensor_parallel must divide the 32"),
+    (LLAMA, {"pipeline_parallel": 64}, "pipeline_parallel must be at most the 32 layers"),
+    (LLAMA, {"data_parallel": 0}, "data_parallel must be a whole number >= 1"),
+    (LLAMA, {"ds_config": {"zero_optimization": {"stage": 0}}}, "stage must be 1, 2 or 3"),
+    (LLAMA, {"ds_config": {"gradient_clipping": "yes"}}, "gradient_clipping must be a number"),
+    (LLAMA, {"ds_config": {"gradient_clipping": float("nan")}}, "gradient_clipping"),
+    (LLAMA, {"ds_config": "/nonexistent.json"}, "--ds-config"),
+    ("/nonexistent", {}, "--model"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "options", "message"), BAD)
+def test_bad_input_names_the_key(model, options, message):
+    with pytest.raises(ModelError, match=message):
+        workload_from_model(model, preset("h200"), **options)
+
+
+def test_a_machine_without_flops_is_refused():
+    machine = preset("h200").model_copy(update={"device_flops_per_s": None})
+    with pytest.raises(ModelError, match="device_flops_per_s must be given"):
+        workload_from_model(LLAMA, machine)
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=30), subgroup=st.integers(1, 200))
+def test_subgroups_hold_everything_once_and_close_where_they_are_full(sizes, subgroup):
+    found = cut(sizes, subgroup)
+    assert sum(found) == sum(sizes)
+    assert all(size >= subgroup for size in found[:-1])
+    assert all(size < subgroup + max(sizes) for size in found)
+
+
+def test_recut_is_what_deepspeed_does(only_rank):
+    """Subgroups cut here are those of a live engine with that sub_group_size."""
+    from profiler import profile_engine
+    from studies.byte_gpt import SIZES, Batches, train_step
+    from tests.runtime.contract.training import start
+
+    batches = Batches(2, SIZES["tiny"].sequence)
+    coarse = start(subgroup_size=10**9)
+    work = profile_engine(coarse, lambda e: train_step(e, batches.at(0)), iterations=1)
+    coarse.destroy()
+    for size in (20_000, 7_000, 50_000):
+        engine = start(subgroup_size=size)
+        expected = tuple(int(n) for n in engine.optimizer.fp16_partitioned_groups_flat_numel)
+        engine.destroy()
+        assert work.recut(size).subgroups == expected
+    assert len(set(work.recut(7_000).subgroups)) > 1
+
+
+def test_recut_needs_the_parameters():
+    from simulator import Layer, Workload
+
+    layer = Layer(params=10, forward_s=1.0, backward_s=1.0)
+    work = Workload(name="w", layers=(layer,), subgroups=(10,))
+    with pytest.raises(ValueError, match=r"workload.parameters is known"):
+        work.recut(5)
+
+
+def test_every_preset_is_a_machine_that_tells_its_sources():
+    from simulator import preset_names
+
+    assert len(preset_names()) >= 5
+    for name in preset_names():
+        machine = preset(name)
+        assert Machine.model_validate_json(machine.model_dump_json()) == machine
+        for field in ("h2d_bytes_per_s", "host_adam_params_per_s", "dram_bytes_per_s",
+                      "device_adam_params_per_s", "storage_write_bytes_per_s"):  # fmt: skip
+            quantity = getattr(machine, field)
+            assert quantity.source in ("published", "datasheet", "assumed"), (name, field)
+            assert quantity.detail, (name, field)
+            assert quantity.q1 < quantity.q3, "an estimate has a spread"
+
+
+def test_an_unknown_preset_lists_the_known_ones():
+    with pytest.raises(ValueError, match="gh200, h100-node, h200, rtx4090, but got 'cray'"):
+        preset("cray")

@@ -1,0 +1,98 @@
+"""The commands on presets and model configs, and on files that cannot be written."""
+
+import json
+
+import pytest
+
+from simulator import Plan, preset, workload_from_model
+from tests.tuner.test_cli import run
+
+SMALL = {"model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 12,
+         "num_attention_heads": 16, "intermediate_size": 2816, "vocab_size": 32000}  # fmt: skip
+
+
+@pytest.fixture
+def model(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(SMALL))
+    return path
+
+
+def test_a_plan_for_a_config_on_a_preset_with_the_best_subgroup_size(model, tmp_path):
+    out = tmp_path / "plan.json"
+    common = ["plan", "--machine", "h200", "--model", model, "--gpu-memory", "4GiB", "-o", out]
+    assert run(*common).exit_code == 0
+    automatic = Plan.load(out)
+    assert run(*common, "--subgroup-size", "keep").exit_code == 0
+    kept = Plan.load(out)
+    assert kept.subgroup_size == 10**9
+    assert automatic.subgroup_size < kept.subgroup_size
+    assert automatic.subgroup_count > kept.subgroup_count
+    assert automatic.prediction.iteration_s < kept.prediction.iteration_s
+    assert sum(automatic.subgroups) == sum(kept.subgroups)
+
+
+def test_a_subgroup_size_that_is_given_is_kept_to(model, tmp_path):
+    out = tmp_path / "plan.json"
+    arguments = ["--machine", "h200", "--model", model, "-o", out, "--subgroup-size", 40_000_000]
+    assert run("plan", *arguments).exit_code == 0
+    work = workload_from_model(SMALL, preset("h200"))
+    assert Plan.load(out).subgroups == work.recut(40_000_000).subgroups
+
+
+def test_flags_of_the_model_reach_the_workload(model):
+    base = ["simulate", "--machine", "h200", "--model", model, "--json"]
+    once = json.loads(run(*base, "--sequence", 512).output)
+    longer = json.loads(run(*base, "--sequence", 1024).output)
+    kept = json.loads(run(*base, "--sequence", 1024, "--keep-activations").output)
+    assert longer["forward_s"] > 1.9 * once["forward_s"]
+    assert kept["device_peak_bytes"] > longer["device_peak_bytes"]
+    assert kept["backward_s"] < longer["backward_s"]
+    divided = json.loads(run(*base, "--data-parallel", 4).output)
+    assert divided["host_peak_bytes"] < 0.3 * longer["host_peak_bytes"]
+
+
+def test_a_deepspeed_config_is_obeyed(model, tmp_path):
+    path = tmp_path / "ds.json"
+    zero = {"stage": 3, "sub_group_size": 3e7}
+    path.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": zero}))
+    out = tmp_path / "plan.json"
+    arguments = ["--machine", "h200", "--model", model, "--ds-config", path, "-o", out]
+    assert run("plan", *arguments, "--subgroup-size", "keep").exit_code == 0
+    assert Plan.load(out).subgroup_size == 30_000_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--machine", "h2000"], "--machine must be a machine file or one of a100-node"),
+        (["--machine", "gone.json"], "--machine must be a readable file"),
+        ([], "exactly one of --workload and --model must be given, but got none"),
+        (["--model", "MODEL", "--workload", "MODEL"], "but got both"),
+        (["--workload", "MODEL"], "--workload must be a workload file"),
+        (["--model", "gone.json"], "--model gone.json: a model must be a JSON file"),
+        (["--model", "MODEL", "--ds-config", "gone.json"], r"--ds-config\), but got gone.json"),
+        (["--model", "MODEL", "--sequence", "0"], "--sequence"),
+        (["--model", "MODEL", "--tensor-parallel", "3"], "tensor_parallel must divide"),
+        (["--model", "MODEL", "--subgroup-size", "-3"], "--subgroup-size must be keep, auto"),
+        (["--model", "MODEL", "-o", "/nonexistent/p.json"], "--output must be a file that can be"),
+    ],
+)
+def test_bad_input_names_the_flag(model, tmp_path, arguments, message):
+    import re
+
+    given = [str(model) if a == "MODEL" else a for a in arguments]
+    machine = [] if "--machine" in given else ["--machine", "rtx4090"]
+    output = [] if "-o" in given else ["-o", str(tmp_path / "plan.json")]
+    result = run("plan", *machine, *given, *output)
+    assert result.exit_code == 2
+    assert re.search(message, result.output), result.output
+
+
+def test_traces_and_plots_that_cannot_be_written_name_their_flag(model):
+    base = ["simulate", "--machine", "rtx4090", "--model", model]
+    for flag, path in (("--trace", "/nonexistent/t.json"), ("--plot", "/nonexistent/t.png"),
+                       ("--plot", "timeline.tiger")):  # fmt: skip
+        result = run(*base, flag, path)
+        assert result.exit_code == 2
+        assert f"{flag} must be a file that can be written, but got {path}" in result.output

@@ -1,0 +1,134 @@
+"""What the commands read: machines, workloads, plans, from files, presets and model configs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from simulator.machine import Machine
+    from simulator.plan import Plan
+    from simulator.workload import Workload
+
+T = TypeVar("T")
+Command = Callable[..., Any]
+
+
+class BadInputError(click.ClickException):
+    """Exit code 2 with the rule, the value and the flag to change."""
+
+    exit_code = 2
+
+
+MACHINE = click.option(
+    "--machine", required=True,
+    help="machine.json, made by `tune profile`, or a preset such as h200 or rtx4090.",
+)  # fmt: skip
+_WORKLOAD_OPTIONS = (
+    click.option("--workload", help="workload.json of the training run."),
+    click.option("--model", help="Instead: a Hugging Face config.json, or a plain description."),
+    click.option("--ds-config", help="With --model: DeepSpeed's config; may hold \"auto\"."),
+    click.option("--sequence", type=click.IntRange(min=1), default=2048, show_default=True,
+                 help="With --model: tokens per sample."),
+    click.option("--micro-batch", type=click.IntRange(min=1), help="With --model: samples."),
+    click.option("--accumulation", type=click.IntRange(min=1), help="With --model: micro-batches."),
+    click.option("--data-parallel", type=click.IntRange(min=1), default=1, show_default=True),
+    click.option("--tensor-parallel", type=click.IntRange(min=1), default=1, show_default=True),
+    click.option("--pipeline-parallel", type=click.IntRange(min=1), default=1, show_default=True),
+    click.option("--keep-activations", is_flag=True, help="With --model: no checkpointing of "
+                 "activations."),
+)  # fmt: skip
+
+
+def workload_options(command: Command) -> Command:
+    """Adds the flags that say what is trained; the command gets them as ``**source``."""
+    for option in reversed(_WORKLOAD_OPTIONS):
+        command = option(command)
+    return command
+
+
+def read_machine(given: str) -> Machine:
+    """A machine file, or a preset where no such file exists."""
+    from simulator.machine import Machine
+    from simulator.presets import PRESETS, preset
+
+    if not Path(given).exists():
+        if given in PRESETS:
+            return preset(given)
+        if not given.endswith(".json"):
+            raise BadInputError(
+                f"--machine must be a machine file or one of {', '.join(PRESETS)}, but got {given}"
+            )
+    return _read(Machine, given, "--machine")
+
+
+def read_workload(
+    machine: Machine, workload: str | None, model: str | None, **about: Any
+) -> Workload:
+    """A workload file, or an estimate from a model's config.
+
+    Raises:
+        BadInputError: neither or both are given, or one that cannot be used.
+    """
+    from simulator.workload import Workload
+
+    if (workload is None) == (model is None):
+        raise BadInputError(
+            "exactly one of --workload and --model must be given, but got "
+            f"{'both' if workload else 'none'}"
+        )
+    if workload is not None:
+        return _read(Workload, workload, "--workload")
+    from simulator.model import workload_from_model
+
+    assert model is not None
+    try:
+        return workload_from_model(
+            model, machine, about["ds_config"], sequence=about["sequence"],
+            micro_batch=about["micro_batch"], gradient_accumulation_steps=about["accumulation"],
+            data_parallel=about["data_parallel"], tensor_parallel=about["tensor_parallel"],
+            pipeline_parallel=about["pipeline_parallel"],
+            activation_checkpointing="none" if about["keep_activations"] else "full",
+        )  # fmt: skip
+    except ValueError as error:
+        raise BadInputError(f"--model {model}: {error}") from None
+
+
+def read_plan(path: str) -> Plan:
+    """A plan file."""
+    from simulator.plan import Plan
+
+    try:
+        return Plan.load(path)
+    except UnicodeDecodeError as error:
+        raise BadInputError(f"a plan must be a JSON file, but got {path}: {error}") from None
+
+
+def _read(kind: type[T], path: str, flag: str) -> T:
+    from pydantic import ValidationError
+
+    from simulator.plan import explain
+
+    try:
+        return kind.load(path)  # type: ignore[attr-defined, no-any-return]
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInputError(f"{flag} must be a readable file, but got {path}: {error}") from None
+    except ValidationError as error:
+        name = kind.__name__.lower()
+        raise BadInputError(
+            f"{flag} must be a {name} file, but got {path}: {explain(error)}"
+        ) from None
+
+
+@contextmanager
+def written(flag: str, path: str) -> Iterator[None]:
+    """An error in writing the file names its flag."""
+    try:
+        yield
+    except (OSError, ValueError) as error:  # matplotlib: an unknown format
+        raise BadInputError(f"{flag} must be a file that can be written, but got {path}: {error}"
+                            ) from None  # fmt: skip
