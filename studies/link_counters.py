@@ -1,0 +1,68 @@
+"""PCIe traffic and utilisation of a GPU, as NVML counts them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+# Bytes/s of one lane and direction, after the line code (8b/10b, 128b/130b, FLIT).
+LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
+
+
+@dataclass(frozen=True)
+class LinkSample:
+    """One reading. NVML counts traffic over 20 ms, and utilisation (0 to 1) over up to a second."""
+
+    t_s: float
+    to_device_bytes_per_s: float
+    from_device_bytes_per_s: float
+    gpu_utilisation: float
+
+
+class LinkCounters:
+    """Reads one GPU's counters; only the thread that reads may use it."""
+
+    def __init__(self, index: int) -> None:
+        """Args: index: torch's index of the GPU, found in NVML by its UUID, since
+        ``CUDA_VISIBLE_DEVICES`` renumbers torch's and not NVML's.
+
+        Raises:
+            RuntimeError: NVML is missing or forbids the counters.
+        """
+        import pynvml
+
+        self._nvml: Any = pynvml
+        try:
+            pynvml.nvmlInit()
+            self._gpu = _handle(pynvml, index)
+            self.capacity_bytes_per_s = self._capacity()
+            self.read()
+        except pynvml.NVMLError as error:
+            raise RuntimeError(
+                f"PCIe traffic is read from NVML, which must give its counters, but: {error}"
+            ) from error
+
+    def _capacity(self) -> float | None:
+        """Of each direction, as the link is trained now; None for an unknown generation."""
+        generation = self._nvml.nvmlDeviceGetCurrPcieLinkGeneration(self._gpu)
+        width = self._nvml.nvmlDeviceGetCurrPcieLinkWidth(self._gpu)
+        lane = LANE_BYTES_PER_S.get(generation)
+        return None if lane is None else lane * width
+
+    def read(self) -> LinkSample:
+        """One sample, at the middle of the time the reading took."""
+        nvml, begun_s = self._nvml, time.perf_counter()
+        # From the GPU's side: what it receives comes from the host. NVML counts in KB/s.
+        received = nvml.nvmlDeviceGetPcieThroughput(self._gpu, nvml.NVML_PCIE_UTIL_RX_BYTES)
+        sent = nvml.nvmlDeviceGetPcieThroughput(self._gpu, nvml.NVML_PCIE_UTIL_TX_BYTES)
+        busy = nvml.nvmlDeviceGetUtilizationRates(self._gpu).gpu / 100
+        middle_s = (begun_s + time.perf_counter()) / 2
+        return LinkSample(middle_s, received * 1e3, sent * 1e3, busy)
+
+
+def _handle(nvml: Any, index: int) -> Any:
+    import torch
+
+    uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+    return nvml.nvmlDeviceGetHandleByUUID(uuid)

@@ -1,0 +1,398 @@
+"""Memory, link traffic and utilisation over the phases of a stock ZeRO-3 offload iteration.
+
+    python -m studies.memory_wall --json memory_wall.json
+
+What "Breaking the Memory Wall" (Maurya et al., arXiv 2406.10728) asks, asked of this machine.
+With a CUDA GPU: torch's allocator, and NVML's counters. Without one there is neither device memory
+nor a link: the record then holds the process's memory and CPU use, and nulls for the device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from profiler.memory import host_bytes
+from studies.byte_gpt import SIZES, Batch, Batches, ByteGPT, ds_config
+from studies.link_counters import LinkCounters, LinkSample
+from studies.phase_clock import PHASES
+from studies.rank import become_only_rank
+from studies.record import write_record
+
+T = TypeVar("T")
+WARMUP = 3
+SAMPLE_EVERY_S = 0.005
+COLOURS = {"forward": "#56b4e9", "backward": "#e69f00", "step": "#009e73"}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Memory at one moment; ``device_bytes`` is None without a GPU."""
+
+    t_s: float
+    host_bytes: int
+    device_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Passage:
+    """One phase of one step, with the exact peak of the allocator (None without a GPU)."""
+
+    phase: str
+    begun_s: float
+    ended_s: float
+    cpu_s: float
+    device_peak_bytes: int | None
+
+    @property
+    def seconds(self) -> float:
+        return self.ended_s - self.begun_s
+
+
+class Sampler(Generic[T]):
+    """Calls ``read`` from a thread of its own until the ``with`` block ends.
+
+    Only the thread appends to ``found``; read it after the block. What ``read`` raises is raised
+    again at the end of the block.
+    """
+
+    def __init__(self, read: Callable[[], T], every_s: float) -> None:
+        self.found: list[T] = []
+        self._read, self._every_s = read, every_s
+        self._done = threading.Event()
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Sampler[T]:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self.found.append(self._read())
+                if self._done.wait(self._every_s):
+                    return
+        except Exception as error:  # noqa: BLE001 - handed to the thread that measures
+            self._error = error
+
+
+class PhaseBorders:
+    """Marks where phases begin and end.
+
+    On CUDA every border synchronises, so that what a phase started is counted in it; an iteration
+    may take a little longer for it.
+    """
+
+    def __init__(self, cuda: bool) -> None:
+        self._cuda = cuda
+        self.passages: list[Passage] = []
+
+    def run(self, phase: str, work: Callable[[], Any]) -> Any:
+        if self._cuda:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        begun_s, cpu_begun_s = time.perf_counter(), time.process_time()
+        result = work()
+        if self._cuda:
+            torch.cuda.synchronize()
+        peak = int(torch.cuda.max_memory_allocated()) if self._cuda else None
+        cpu_s = time.process_time() - cpu_begun_s
+        self.passages.append(Passage(phase, begun_s, time.perf_counter(), cpu_s, peak))
+        return result
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point of ``python -m studies.memory_wall``."""
+    args = _arguments(arguments)
+    become_only_rank()
+    size = "tiny" if args.quick else args.size
+    figures = measure(size, args.steps, args.sequence, args.batch, args.subgroup)
+    write_record(args.json, "memory_wall", figures)
+    draw(figures, args.json.with_suffix(".png"))
+    _show(figures)
+
+
+def _arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, required=True, help="the record; a .png goes beside")
+    parser.add_argument("--size", default="57m", choices=sorted(SIZES))
+    parser.add_argument("--steps", type=int, default=5, help=f"after {WARMUP} of warm-up")
+    parser.add_argument("--sequence", type=int, default=256, help="bytes per sample")
+    parser.add_argument("--batch", type=int, default=4, help="samples per step")
+    parser.add_argument("--subgroup", type=int, default=10_000_000, help="sub_group_size")
+    parser.add_argument("--quick", action="store_true", help="a tiny model: shows that it runs")
+    args = parser.parse_args(arguments)
+    for name in ("steps", "sequence", "batch", "subgroup"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} must be >= 1, but got {getattr(args, name)}")
+    return args
+
+
+def measure(size: str, steps: int, sequence: int, batch: int, subgroup: int) -> dict[str, Any]:
+    """Trains a few steps under stock ZeRO-3 offload and describes their phases."""
+    cuda = torch.cuda.is_available()
+    engine = _engine(size, sequence, batch, subgroup)
+    params = sum(engine.optimizer.fp16_partitioned_groups_flat_numel)
+    batches = Batches(batch, sequence)
+    for number in range(WARMUP):
+        _step(engine, batches.at(number, engine.device), PhaseBorders(cuda))
+    borders = PhaseBorders(cuda)
+    counters = LinkCounters(torch.cuda.current_device()) if cuda else None
+    with Sampler(lambda: _memory(cuda), SAMPLE_EVERY_S) as memory:
+        links = _trained(engine, batches, steps, borders, counters)
+    engine.destroy()
+    rows = {p: phase_row(p, borders.passages, memory.found, links) for p in PHASES}
+    capacity = counters.capacity_bytes_per_s if counters else None
+    return {
+        "model": size, "params": params, "steps": steps, "sequence": sequence, "batch": batch,
+        "memory_source": "torch's CUDA allocator" if cuda else "the process's resident set: no GPU",
+        "traffic_source": "NVML counters over 20 ms" if cuda else "none: there is no link to count",
+        "link_capacity_bytes_per_s": capacity,
+        "phases": rows,
+        "claims": claims(rows, capacity),
+        "passages": [asdict(p) for p in borders.passages],
+        "memory": [asdict(s) for s in memory.found],
+        "links": [asdict(s) for s in links],
+    }  # fmt: skip
+
+
+def _trained(
+    engine: Any, batches: Batches, steps: int, borders: PhaseBorders, counters: LinkCounters | None
+) -> Sequence[LinkSample]:
+    """Takes the steps; the link's samples meanwhile, if there is a link."""
+
+    def train() -> None:
+        for number in track(range(WARMUP, WARMUP + steps), description="stock ZeRO-3 offload"):
+            _step(engine, batches.at(number, engine.device), borders)
+
+    if counters is None:
+        train()
+        return []
+    with Sampler(counters.read, 0.0) as sampler:  # each read itself takes NVML's 20 ms windows
+        train()
+    return sampler.found
+
+
+def _engine(size: str, sequence: int, batch: int, subgroup: int) -> Any:
+    import deepspeed
+
+    model = ByteGPT(SIZES[size].with_sequence(sequence))
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=ds_config(batch, subgroup)
+    )
+    return engine
+
+
+def _step(engine: Any, batch: Batch, borders: PhaseBorders) -> None:
+    loss = borders.run("forward", lambda: engine(*batch))
+    borders.run("backward", lambda: engine.backward(loss))
+    borders.run("step", engine.step)
+
+
+def _memory(cuda: bool) -> Sample:
+    held = int(torch.cuda.memory_allocated()) if cuda else None
+    return Sample(time.perf_counter(), host_bytes(), held)
+
+
+def phase_row(
+    phase: str, passages: Sequence[Passage], memory: Sequence[Sample], links: Sequence[LinkSample]
+) -> dict[str, float | int | None]:
+    """One phase over all steps; None where nothing could be read.
+
+    Raises:
+        ValueError: no passage through this phase.
+    """
+    own = [p for p in passages if p.phase == phase]
+    if not own:
+        raise ValueError(f"at least one passage through {phase!r} is needed, but got none")
+    seconds = sum(p.seconds for p in own)
+    moments = [s for s in memory if _within(s.t_s, own)]
+    traffic = [s for s in links if _within(s.t_s, own)]
+    held = [s.device_bytes for s in moments if s.device_bytes is not None]
+    return {
+        "seconds": statistics.median(p.seconds for p in own),
+        "cpu_cores_busy": sum(p.cpu_s for p in own) / seconds,
+        "host_peak_bytes": max((s.host_bytes for s in moments), default=None),
+        "device_peak_bytes": max((p.device_peak_bytes or 0 for p in own), default=0) or None,
+        "device_trough_bytes": min(held, default=None),
+        "gpu_utilisation": _mean([s.gpu_utilisation for s in traffic]),
+        "to_device_bytes_per_s": _mean([s.to_device_bytes_per_s for s in traffic]),
+        "from_device_bytes_per_s": _mean([s.from_device_bytes_per_s for s in traffic]),
+    }
+
+
+def _within(moment_s: float, passages: Sequence[Passage]) -> bool:
+    return any(p.begun_s <= moment_s <= p.ended_s for p in passages)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None
+
+
+def claims(
+    rows: dict[str, dict[str, float | int | None]], capacity: float | None
+) -> list[dict[str, Any]]:
+    """What the paper's abstract says, beside what was measured; None: needs a GPU.
+
+    Only the abstract is quoted, in other words than its own: it gives no figures to compare with.
+    """
+    iteration_s = sum(_number(row["seconds"]) for row in rows.values())
+    peaks = [row["device_peak_bytes"] for row in rows.values()]
+    troughs = [row["device_trough_bytes"] for row in rows.values()]
+    varies = None
+    if None not in peaks and None not in troughs:
+        varies = min(map(_number, troughs)) / max(map(_number, peaks))
+    badly = "data movement and computation overlap badly"
+    return [
+        {
+            "paper": "host and GPU memory together are managed badly",
+            "measure": "lowest over highest device memory of an iteration",
+            "measured": varies,
+        },
+        {
+            "paper": badly,
+            "measure": "share of the link's capacity, larger direction, by phase",
+            "measured": {p: _link_share(row, capacity) for p, row in rows.items()},
+        },
+        {
+            "paper": badly,
+            "measure": "GPU utilisation by phase",
+            "measured": {p: row["gpu_utilisation"] for p, row in rows.items()},
+        },
+        {
+            "paper": "offloading costs time",
+            "measure": "step's share of forward + backward + step",
+            "measured": _number(rows["step"]["seconds"]) / iteration_s,
+        },
+    ]
+
+
+def _link_share(row: dict[str, float | int | None], capacity: float | None) -> float | None:
+    ways = [row["to_device_bytes_per_s"], row["from_device_bytes_per_s"]]
+    if capacity is None or None in ways:
+        return None
+    return max(map(_number, ways)) / capacity
+
+
+def _number(value: float | int | None) -> float:
+    if value is None:
+        raise ValueError("a figure must have been measured here, but is None")
+    return float(value)
+
+
+def draw(figures: dict[str, Any], path: Path) -> None:
+    """Memory over the last step, phases shaded; with a GPU also the link's traffic."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    last = figures["passages"][-len(PHASES) :]
+    begun_s, ended_s = last[0]["begun_s"], last[-1]["ended_s"]
+    links = [s for s in figures["links"] if begun_s <= s["t_s"] <= ended_s]
+    figure, axes = plt.subplots(
+        2 if links else 1, 1, figsize=(8, 5.5 if links else 3.2), sharex=True, squeeze=False,
+        layout="constrained",
+    )  # fmt: skip
+    for ax in axes[:, 0]:
+        _shade(ax, last, begun_s)
+    _draw_memory(axes[0, 0], figures["memory"], begun_s, ended_s)
+    if links:
+        _draw_traffic(axes[1, 0], links, begun_s)
+    axes[-1, 0].set_xlabel("time in the last step (ms)")
+    where = "" if links else "; no GPU: the process's memory, not a device's"
+    title = f"stock ZeRO-3 offload, {figures['params'] / 1e6:.0f} M parameters{where}"
+    axes[0, 0].set_title(title, loc="left", fontsize=10, pad=18)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _shade(ax: Any, passages: list[dict[str, Any]], begun_s: float) -> None:
+    for passage in passages:
+        start, end = (1e3 * (passage[k] - begun_s) for k in ("begun_s", "ended_s"))
+        ax.axvspan(start, end, color=COLOURS[passage["phase"]], alpha=0.18, linewidth=0)
+        ax.text((start + end) / 2, 1.02, passage["phase"], ha="center", fontsize=8,
+                transform=ax.get_xaxis_transform())  # fmt: skip
+    for side in ("top", "right"):
+        ax.spines[side].set_visible(False)
+
+
+def _draw_memory(ax: Any, memory: list[dict[str, Any]], begun_s: float, ended_s: float) -> None:
+    shown = [s for s in memory if begun_s <= s["t_s"] <= ended_s]
+    times = [1e3 * (s["t_s"] - begun_s) for s in shown]
+    if shown and shown[0]["device_bytes"] is not None:
+        ax.plot(times, [s["device_bytes"] / 2**30 for s in shown], color="#0072b2")
+        ax.set_ylabel("device memory (GiB)")
+        ax.set_ylim(bottom=0)
+        return
+    ax.plot(times, [s["host_bytes"] / 2**20 for s in shown], color="#0072b2")
+    ax.set_ylabel("process memory (MiB)")
+
+
+def _draw_traffic(ax: Any, links: list[dict[str, Any]], begun_s: float) -> None:
+    times = [1e3 * (s["t_s"] - begun_s) for s in links]
+    for key, name, colour in (
+        ("to_device_bytes_per_s", "host to device", "#d55e00"),
+        ("from_device_bytes_per_s", "device to host", "#cc79a7"),
+    ):
+        ax.plot(times, [s[key] / 1e9 for s in links], color=colour, label=name, marker=".")
+    ax.set_ylabel("PCIe traffic (GB/s)")
+    ax.legend(frameon=False, fontsize=8)
+
+
+def _show(figures: dict[str, Any]) -> None:
+    console = Console()
+    table = Table(title=f"stock ZeRO-3 offload; memory: {figures['memory_source']}")
+    table.add_column("phase")
+    columns = {
+        "seconds": ("time ms", 1e-3), "cpu_cores_busy": ("cores busy", 1),
+        "host_peak_bytes": ("host MiB", 2**20), "device_peak_bytes": ("device MiB", 2**20),
+        "gpu_utilisation": ("GPU busy", 1), "to_device_bytes_per_s": ("H2D GB/s", 1e9),
+        "from_device_bytes_per_s": ("D2H GB/s", 1e9),
+    }  # fmt: skip
+    for title, _ in columns.values():
+        table.add_column(title, justify="right")
+    for phase, row in figures["phases"].items():
+        table.add_row(phase, *(_cell(row[k], unit) for k, (_, unit) in columns.items()))
+    console.print(table)
+    for claim in figures["claims"]:
+        console.print(
+            f"paper (abstract): {claim['paper']}\n  here, {claim['measure']}: {_told(claim)}"
+        )
+
+
+def _cell(value: float | None, unit: float) -> str:
+    return "no GPU" if value is None else f"{value / unit:.1f}"
+
+
+def _told(claim: dict[str, Any]) -> str:
+    found = claim["measured"]
+    if not isinstance(found, dict):
+        return "needs a GPU" if found is None else f"{found:.0%}"
+    if None in found.values():
+        return "needs a GPU"
+    return ", ".join(f"{phase} {share:.0%}" for phase, share in found.items())
+
+
+if __name__ == "__main__":
+    main()
