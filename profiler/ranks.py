@@ -28,6 +28,7 @@ LEAST_ELEMENTS = 1_000_000
 HOST_ADAM_BYTES = 28  # of DRAM traffic per parameter
 PATIENCE_S = 60.0  # for a rank that is late at a barrier
 UNEVEN = 0.8  # slowest rank over the fastest
+MORE_THAN_ALONE = 1.25  # all ranks over one that has all the cores
 
 Clock = Callable[[Callable[[], object]], float]
 
@@ -124,7 +125,14 @@ def _shares(
         rank = spreads.index(max(spreads))
         durations = [1 / rate for rate in stage.together[rank]]
         notes += doubts(f"{name} of rank {rank} beside the others", durations)
+        notes += doubts(f"{name} of one rank alone", [1 / rate for rate in stage.alone])
         notes += _uneven(name, stage)
+    together = found["dram"].median * len(samples["triad"].together)
+    if together > MORE_THAN_ALONE:
+        notes.append(
+            f"the ranks together reach {together:.0%} of the DRAM rate that one has with all "
+            "cores: that one was disturbed, measure again"
+        )
     return found, notes
 
 

@@ -86,17 +86,15 @@ def test_a_rank_that_crashes_is_told_with_its_output(tune, tmp_path):
 
 
 @pytest.mark.slow
-def test_going_on_shows_the_script_and_its_failure(tune, tmp_path):
-    """Without a launcher the script needs its environment itself; its end is a failure's."""
-    script = written(tmp_path)
-    text = Path(script).read_text()
-    Path(script).write_text("from studies.rank import become_only_rank as b\nb()\n" + text)
-    done = tune("profile", "--train-script", script, "--launcher", "none", "--iterations", "1",
-                "--continue", "-o", "kept.json", "--", "--lr", "1")  # fmt: skip
+def test_going_on_shows_what_the_script_prints(tune, tmp_path):
+    """`tests/profiler/test_script.py` has how it goes on; here, where its output goes."""
+    (tmp_path / "train.py").write_text("import sys\nprint('so', *sys.argv[1:])\nraise KeyError(7)")
+    words = ("profile", "--train-script", "train.py", "--launcher", "none", "--continue")
+    done = tune(*words, "--", "--lr", "1")
     assert done.returncode == 2
-    assert "the script came to its end" in done.stderr
-    assert "the workload was written, but later the script exited with code" in done.stderr
-    assert Workload.load(tmp_path / "kept.json").ranks_per_node == 1
+    assert done.stdout.endswith("so --lr 1\n")
+    assert "KeyError: 7\nprofiler.script: error:" in done.stderr
+    assert done.stderr.rstrip().endswith("but it raised KeyError: 7 after 0")
 
 
 def test_a_script_that_is_killed_is_told(tmp_path, monkeypatch):

@@ -76,6 +76,13 @@ def test_uneven_and_unstable_ranks_are_told():
     assert notes[0].startswith("d2h of rank 1 beside the others is not stable")
 
 
+def test_ranks_that_together_beat_one_with_all_cores_are_doubted():
+    both = [[8.0] * 5, [8.0] * 5]
+    _, notes = ranks._shares(samples(triad=both, host_adam=both), cuda=True)
+    assert len(notes) == 1
+    assert "together reach 160% of the DRAM rate" in notes[0]
+
+
 @pytest.mark.parametrize("count", [0, 1, 5])
 def test_ranks_without_a_core_each_are_refused(count):
     with pytest.raises(ValueError, match=rf"2 to 4, the number of cores, but got {count} \(--ran"):
