@@ -247,7 +247,8 @@ def _build_kernels(cuda: bool) -> None:
 
 def _contention(wanted: _Wanted, folder: Path) -> dict[str, Quantity]:
     path = folder / f".ebbtide-contention-{uuid.uuid4().hex}"
-    with storage.file_to_write(path, storage.BLOCK_BYTES) as file:
+    size_bytes = storage.affordable_bytes(path, wanted.elements * 4, wanted.share_s / 6)
+    with storage.file_to_write(path, size_bytes) as file:
         return contention.measure_contention(
             wanted.cuda, wanted.elements // 2, wanted.facts.cores, file, wanted.share_s
         )

@@ -52,7 +52,7 @@ def measure_storage(folder: Path, size_bytes: int, budget_s: float) -> StorageRa
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f".ebbtide-storage-{uuid.uuid4().hex}"
     share_s = budget_s / (len(WRITERS) + 3)
-    with file_to_write(path, _affordable_bytes(path, size_bytes, share_s)) as file:
+    with file_to_write(path, affordable_bytes(path, size_bytes, share_s)) as file:
         detail = f"{file.size_bytes} bytes, fsync, {file.mode}, {folder}"
         seconds = {n: repeat_s(lambda n=n: file.write(n), share_s) for n in WRITERS}  # type: ignore[misc]
         reads = repeat_s(file.read, share_s)
@@ -74,7 +74,8 @@ def measure_storage(folder: Path, size_bytes: int, budget_s: float) -> StorageRa
     )
 
 
-def _affordable_bytes(path: Path, size_bytes: int, share_s: float) -> int:
+def affordable_bytes(path: Path, size_bytes: int, share_s: float) -> int:
+    """At most ``size_bytes``, and no more than can be written `LEAST_FILES` times in the share."""
     with file_to_write(path, BLOCK_BYTES) as probe:
         probe.write()
         block_s = timed_s(probe.write)

@@ -44,9 +44,9 @@ def test_a_figure_is_called_stable_only_if_repeats_agree():
 def test_a_slow_disk_is_given_a_small_file(tmp_path, monkeypatch):
     monkeypatch.setattr(storage, "timed_s", lambda work: 0.1)  # 40 MiB/s
     path = tmp_path / "probe"
-    assert storage._affordable_bytes(path, 10**9, 0.05) == storage.BLOCK_BYTES
-    assert storage._affordable_bytes(path, 10**9, 4.0) == 5 * storage.BLOCK_BYTES
-    assert storage._affordable_bytes(path, 2 * storage.BLOCK_BYTES, 4.0) == 2 * storage.BLOCK_BYTES
+    assert storage.affordable_bytes(path, 10**9, 0.05) == storage.BLOCK_BYTES
+    assert storage.affordable_bytes(path, 10**9, 4.0) == 5 * storage.BLOCK_BYTES
+    assert storage.affordable_bytes(path, 2 * storage.BLOCK_BYTES, 4.0) == 2 * storage.BLOCK_BYTES
     assert not path.exists()
 
 
