@@ -103,22 +103,36 @@ def _fill_demand(ops: Floats, i: int, duration_s: float, machine: Floats, demand
         demand[lane, C_NETWORK] = speed
 
 
-# What each lane is at: its place in the queue, the end of its part of the queue, whether an op
-# runs, that op's class, and how many classes of demands the lane has shown so far.
-HEAD, QUEUE_END, BUSY, CLASS, CLASSES = range(5)
-LEFT_S, SPEED = range(2)  # of the running op: seconds left at full speed, and its speed
-NOW, DEVICE, HOST, DEVICE_TOP, HOST_TOP = range(5)  # totals: time, memory in use, peaks
+@compiled
+def _max_min(busy: Ints, demand: Floats, capacity: Floats, speed: Floats) -> None:
+    """`simulator.fluid.max_min_speeds` on arrays; see there."""
+    growing = busy > 0
+    left = capacity.copy()
+    load = np.zeros(CAPACITY_COUNT)
+    full = np.zeros(CAPACITY_COUNT, dtype=np.bool_)
+    speed[:] = 0.0
+    while growing.any():
+        step = _fill_step(growing, demand, left, speed, load)
+        for c in range(CAPACITY_COUNT):
+            full[c] = False
+            if load[c] > 0.0 and capacity[c] < np.inf:
+                left[c] -= load[c] * step
+                full[c] = left[c] <= 1e-12 * capacity[c]
+        for i in range(LANE_COUNT):
+            if growing[i]:
+                speed[i] += step
+                if speed[i] >= 1.0 - 1e-12 or _stops(i, demand, full):
+                    growing[i] = False
 
 
 @compiled
-def _fill_step(growing: Any, demand: Floats, left: Floats, progress: Floats, load: Floats) -> float:
+def _fill_step(growing: Any, demand: Floats, left: Floats, speed: Floats, load: Floats) -> float:
     """How far all growing ops can speed up together; leaves their sums in ``load``."""
     step = np.inf
-    for c in range(CAPACITY_COUNT):
-        load[c] = 0.0
+    load[:] = 0.0
     for i in range(LANE_COUNT):
         if growing[i]:
-            step = min(step, 1.0 - progress[i, SPEED])
+            step = min(step, 1.0 - speed[i])
             for c in range(CAPACITY_COUNT):
                 load[c] += demand[i, c]
     for c in range(CAPACITY_COUNT):
@@ -135,145 +149,66 @@ def _stops(i: int, demand: Floats, full: Any) -> bool:
     return stops
 
 
-@compiled
-def _max_min(lanes: Ints, demand: Floats, capacity: Floats, progress: Floats) -> None:
-    """`simulator.fluid.max_min_speeds` on arrays; see there."""
-    growing = lanes[:, BUSY] > 0
-    left = capacity.copy()
-    load = np.zeros(CAPACITY_COUNT)
-    full = np.zeros(CAPACITY_COUNT, dtype=np.bool_)
-    for i in range(LANE_COUNT):
-        progress[i, SPEED] = 0.0
-    while growing.any():
-        step = _fill_step(growing, demand, left, progress, load)
-        for c in range(CAPACITY_COUNT):
-            full[c] = False
-            if load[c] > 0.0 and capacity[c] < np.inf:
-                left[c] -= load[c] * step
-                full[c] = left[c] <= 1e-12 * capacity[c]
-        for i in range(LANE_COUNT):
-            if growing[i]:
-                progress[i, SPEED] += step
-                if progress[i, SPEED] >= 1.0 - 1e-12 or _stops(i, demand, full):
-                    growing[i] = False
-
-
 @inlined
-def _class_of(lane: int, demand: Floats, known: Floats, lanes: Ints) -> int:
-    """Number of the lane's class with exactly these demands; -1 if there are too many."""
-    count = lanes[lane, CLASSES]
-    found = 0
+def _class_of(lane: int, demand: Floats, known: Floats, classes: Ints) -> int:
+    """Number of the lane's class with exactly these demands, from 1; 0 if there are too many."""
+    count = classes[lane]
     for j in range(count):
         same = True
         for c in range(CAPACITY_COUNT):
             same &= known[lane, j, c] == demand[lane, c]
         if same:
-            found = j + 1
-            break
-    if found == 0 and count < _CLASSES:
-        for c in range(CAPACITY_COUNT):
-            known[lane, count, c] = demand[lane, c]
-        lanes[lane, CLASSES] = count + 1
-        found = count + 1
-    return found if found > 0 else _NEVER
+            return j + 1
+    if count == _CLASSES:
+        return 0
+    for c in range(CAPACITY_COUNT):
+        known[lane, count, c] = demand[lane, c]
+    classes[lane] = count + 1
+    return int(count) + 1
 
 
 @inlined
-def _start_ready(
-    lanes: Ints, progress: Floats, demand: Floats, known: Floats, totals: Floats, queue: Ints,
-    ops: Floats, after_first: Ints, after: Ints, met: Ints, ended: Any, rates: Floats,
-    machine: Floats, start_s: Floats,
-) -> int:  # fmt: skip
-    """Starts what can start; returns how many lanes are busy."""
-    running = 0
-    for lane in range(LANE_COUNT):
-        if not lanes[lane, BUSY] and lanes[lane, HEAD] < lanes[lane, QUEUE_END]:
-            i = queue[lanes[lane, HEAD]]
-            while met[i] < after_first[i + 1] and ended[after[met[i]]]:
-                met[i] += 1
-            if met[i] == after_first[i + 1]:
-                start_s[i] = totals[NOW]
-                progress[lane, LEFT_S] = _alone_s(ops, i, rates, machine)
-                _fill_demand(ops, i, progress[lane, LEFT_S], machine, demand)
-                lanes[lane, BUSY] = 1
-                lanes[lane, CLASS] = _class_of(lane, demand, known, lanes)
-                totals[DEVICE] += ops[i, DEVICE_ALLOC]
-                totals[HOST] += ops[i, HOST_ALLOC]
-                totals[DEVICE_TOP] = max(totals[DEVICE_TOP], totals[DEVICE])
-                totals[HOST_TOP] = max(totals[HOST_TOP], totals[HOST])
-        running += lanes[lane, BUSY]
-    return running
-
-
-@inlined
-def _state_key(lanes: Ints) -> int:
-    """One number for what runs on all lanes; -1: not to be remembered."""
-    key = 0
-    unknown = False
-    for i in range(LANE_COUNT):
-        if lanes[i, BUSY]:
-            unknown |= lanes[i, CLASS] == _NEVER
-            key |= lanes[i, CLASS] << (4 * i)
-    return _NEVER if unknown else key
-
-
-@inlined
-def _set_speeds(
-    lanes: Ints, progress: Floats, demand: Floats, capacity: Floats, cache_key: Ints,
-    cache_speeds: Floats,
-) -> None:  # fmt: skip
-    key = _state_key(lanes)
-    slot = ((key * _HASH) >> 16) & (_CACHE - 1)
-    if key == _NEVER or cache_key[slot] != key:
-        _max_min(lanes, demand, capacity, progress)
-        cache_key[slot] = key
-        for lane in range(LANE_COUNT):
-            cache_speeds[slot, lane] = progress[lane, SPEED]
-    else:
-        for lane in range(LANE_COUNT):
-            progress[lane, SPEED] = cache_speeds[slot, lane]
-
-
-@inlined
-def _advance(
-    lanes: Ints, progress: Floats, totals: Floats, queue: Ints, ops: Floats, ended: Any,
-    end_s: Floats,
-) -> None:  # fmt: skip
-    """To the next moment at which an op ends."""
-    step = np.inf
-    for lane in range(LANE_COUNT):
-        if lanes[lane, BUSY]:
-            left_s = progress[lane, LEFT_S]
-            step = min(step, left_s / progress[lane, SPEED] if left_s > 0 else 0.0)
-    totals[NOW] += step
-    for lane in range(LANE_COUNT):
-        if lanes[lane, BUSY]:
-            progress[lane, LEFT_S] -= step * progress[lane, SPEED]
-            if progress[lane, LEFT_S] <= 1e-12 * (1.0 + step):
-                i = queue[lanes[lane, HEAD]]
-                lanes[lane, HEAD] += 1
-                lanes[lane, BUSY] = 0
-                ended[i] = True
-                end_s[i] = totals[NOW]
-                totals[DEVICE] -= ops[i, DEVICE_FREE]
-                totals[HOST] -= ops[i, HOST_FREE]
+def _ready(i: int, after_first: Ints, after: Ints, met: Ints, ended: Any) -> bool:
+    """Remembers how far it looked, so that an op that waits for all stays cheap."""
+    first, last = met[i], after_first[i + 1]
+    while first < last and ended[after[first]]:
+        first += 1
+    met[i] = first
+    return bool(first == last)
 
 
 @compiled
-def _lane_queues(ops: Floats, lanes: Ints) -> Ints:
+def _set_speeds(
+    key: int, busy: Ints, demand: Floats, capacity: Floats, cache_key: Ints, cache_speed: Floats,
+    speed: Floats, inverse: Floats,
+) -> None:  # fmt: skip
+    """Speeds of what runs now: by the lanes' classes if they ran together before."""
+    slot = ((key * _HASH) >> 16) & (_CACHE - 1)
+    if key == _NEVER or cache_key[slot] != key:
+        _max_min(busy, demand, capacity, speed)
+        cache_key[slot] = key
+        for lane in range(LANE_COUNT):
+            cache_speed[slot, lane] = speed[lane]
+    for lane in range(LANE_COUNT):
+        speed[lane] = cache_speed[slot, lane]
+        inverse[lane] = 1.0 / speed[lane] if speed[lane] > 0 else np.inf
+
+
+@compiled
+def _lane_queues(ops: Floats, head: Ints, queue_end: Ints) -> Ints:
     """Ops by lane in issue order; writes where each lane's part begins and ends."""
     for i in range(ops.shape[0]):
-        lanes[int(ops[i, LANE]), QUEUE_END] += 1
+        queue_end[int(ops[i, LANE])] += 1
     first = 0
     for lane in range(LANE_COUNT):
-        lanes[lane, HEAD] = first
-        first += lanes[lane, QUEUE_END]
-        lanes[lane, QUEUE_END] = lanes[lane, HEAD]
+        head[lane] = first
+        first += queue_end[lane]
+        queue_end[lane] = head[lane]
     queue = np.empty(ops.shape[0], dtype=np.int64)
     for i in range(ops.shape[0]):
         lane = int(ops[i, LANE])
-        queue[lanes[lane, QUEUE_END]] = i
-        lanes[lane, QUEUE_END] += 1
+        queue[queue_end[lane]] = i
+        queue_end[lane] += 1
     return queue
 
 
@@ -284,28 +219,68 @@ def run(
 ) -> tuple[float, float]:  # fmt: skip
     """Fills in when each op starts and ends; returns the peaks over the base of device and host.
 
+    One function, as this is where a sweep spends its time: a call per event would cost as much as
+    the event.
+
     Args:
         ops: shape (n, OP_COLUMNS); op i waits for after[after_first[i]:after_first[i + 1]].
         rates: full speeds, indexed by an op's RATE; capacity: see CAPACITIES; machine: see M_*.
         start_s, end_s: shape (n,), written.
     """
-    lanes = np.zeros((LANE_COUNT, 5), dtype=np.int64)
-    queue = _lane_queues(ops, lanes)
-    progress = np.zeros((LANE_COUNT, 2))
-    totals = np.zeros(5)
+    head, queue_end = np.zeros(LANE_COUNT, np.int64), np.zeros(LANE_COUNT, np.int64)
+    queue = _lane_queues(ops, head, queue_end)
+    busy, classes = np.zeros(LANE_COUNT, np.int64), np.zeros(LANE_COUNT, np.int64)
+    bits, running = np.zeros(LANE_COUNT, np.int64), np.zeros(LANE_COUNT, np.int64)
+    left, speed, inverse = np.zeros(LANE_COUNT), np.ones(LANE_COUNT), np.ones(LANE_COUNT)
     demand = np.zeros((LANE_COUNT, CAPACITY_COUNT))
     known = np.zeros((LANE_COUNT, _CLASSES, CAPACITY_COUNT))
     cache_key = np.full(_CACHE, _NEVER, dtype=np.int64)
-    cache_speeds = np.zeros((_CACHE, LANE_COUNT))
+    cache_speed = np.zeros((_CACHE, LANE_COUNT))
     met = after_first[:-1].copy()
     ended = np.zeros(ops.shape[0], dtype=np.bool_)
-    while _start_ready(
-        lanes, progress, demand, known, totals, queue, ops, after_first, after, met, ended,
-        rates, machine, start_s,
-    ):  # fmt: skip
-        _set_speeds(lanes, progress, demand, capacity, cache_key, cache_speeds)
-        _advance(lanes, progress, totals, queue, ops, ended, end_s)
-    return float(totals[DEVICE_TOP]), float(totals[HOST_TOP])
+    now = device = host = device_top = host_top = 0.0
+    key, unknown, speeds_of, count = 0, 0, _NEVER, 0
+    while True:
+        for lane in range(LANE_COUNT):
+            if busy[lane] == 0 and head[lane] < queue_end[lane]:
+                i = queue[head[lane]]
+                if _ready(i, after_first, after, met, ended):
+                    start_s[i] = now
+                    left[lane] = _alone_s(ops, i, rates, machine)
+                    _fill_demand(ops, i, left[lane], machine, demand)
+                    number = _class_of(lane, demand, known, classes)
+                    busy[lane], running[lane], bits[lane] = 1, i, number << (4 * lane)
+                    key |= bits[lane]
+                    unknown += number == 0
+                    count += 1
+                    device += ops[i, DEVICE_ALLOC]
+                    host += ops[i, HOST_ALLOC]
+                    device_top, host_top = max(device_top, device), max(host_top, host)
+        if count == 0:
+            return device_top, host_top
+        if key != speeds_of or unknown > 0:
+            speeds_of = key if unknown == 0 else _NEVER
+            _set_speeds(speeds_of, busy, demand, capacity, cache_key, cache_speed, speed, inverse)
+        step = np.inf
+        for lane in range(LANE_COUNT):
+            if busy[lane] > 0:
+                step = min(step, left[lane] * inverse[lane] if left[lane] > 0 else 0.0)
+        now += step
+        tiny = 1e-12 * (1.0 + step)
+        for lane in range(LANE_COUNT):
+            if busy[lane] > 0:
+                left[lane] -= step * speed[lane]
+                if left[lane] <= tiny:
+                    i = running[lane]
+                    head[lane] += 1
+                    busy[lane] = 0
+                    key ^= bits[lane]
+                    unknown -= bits[lane] == 0
+                    count -= 1
+                    ended[i] = True
+                    end_s[i] = now
+                    device -= ops[i, DEVICE_FREE]
+                    host -= ops[i, HOST_FREE]
 
 
 # Columns of a summary row.

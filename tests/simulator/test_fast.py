@@ -1,0 +1,142 @@
+"""The fast engine and the sweep say what the reference engine says, on anything."""
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from simulator import (
+    STRATEGIES,
+    Lane,
+    OpKind,
+    Plan,
+    Schedule,
+    ScheduleBuilder,
+    build_schedule,
+    build_strategy,
+    simulate,
+)
+from simulator.fast import compile_schedule, simulate_fast
+from simulator.sweep import COLUMNS, PLACEMENT_CODES, PlanSweep, iteration_s_many
+from tests.simulator.machines import machine, random_machine, random_workload, workload
+
+EXACT = {"rel": 1e-9, "abs": 1e-9}
+
+
+def assert_same(schedule, on, *, phases=True):
+    reference, fast = simulate(schedule, on), simulate_fast(schedule, on)
+    if phases:
+        assert fast.iteration_s == pytest.approx(reference.iteration_s, **EXACT)
+    assert fast.makespan_s == pytest.approx(reference.makespan_s, **EXACT)
+    for name, seconds in reference.phases().items() if phases else ():
+        assert fast.phases[name] == pytest.approx(seconds, **EXACT), name
+    assert fast.device_peak_bytes == reference.device_peak_bytes
+    assert fast.host_peak_bytes == reference.host_peak_bytes
+    ends = sorted(span.end_s for span in reference.spans)
+    assert np.sort(fast.end_s) == pytest.approx(ends, **EXACT)
+
+
+def random_plan(work, rng):
+    placements = rng.choices(["host", "device", "resident"], k=len(work.subgroups))
+    slots = rng.randint(1, 4)
+    return Plan(
+        subgroup_size=max(work.subgroups), placement=Plan.runs(placements), staging_slots=slots,
+        prefetch=rng.randint(0, slots), prefetch_after_layer=rng.randint(0, len(work.layers)),
+        threads=rng.choice([0, 1, 2]), overlap_forward=rng.random() < 0.7,
+        split_master=rng.random() < 0.3,
+    )  # fmt: skip
+
+
+@settings(max_examples=80, deadline=None)
+@given(seed=st.integers(0, 10**9))
+def test_random_ops_on_every_lane(seed):
+    rng = random.Random(seed)
+    out = ScheduleBuilder()
+    rates = {
+        Lane.COMPUTE: "wall_s", Lane.DEVICE_UPDATE: "device_adam_params_per_s",
+        Lane.H2D: "h2d_bytes_per_s", Lane.H2D_PARAMETERS: "h2d_bytes_per_s",
+        Lane.D2H: "d2h_bytes_per_s", Lane.HOST: "host_adam_params_per_s",
+        Lane.STORAGE: "storage_write_bytes_per_s", Lane.NETWORK: "network_bytes_per_s",
+    }  # fmt: skip
+    for number in range(rng.randint(1, 60)):
+        lane = rng.choice(list(Lane))
+        out.iteration = number // 20
+        out.add(
+            rng.choice(list(OpKind)), lane, rng.choice([0.0, rng.uniform(0, 50)]), rates[lane],
+            rng.sample(range(number), min(number, rng.randint(0, 4))),
+            dram_bytes=rng.choice([0.0, rng.uniform(0, 300)]), cores=rng.choice([0, 1, 4, np.inf]),
+            device_share=rng.choice([0.0, 0.5, 1.0]), latency_s=rng.choice([0.0, 0.1]),
+            device_alloc_bytes=rng.randint(0, 9), device_free_bytes=rng.randint(0, 9),
+            host_alloc_bytes=rng.randint(0, 9), host_free_bytes=rng.randint(0, 9),
+        )  # fmt: skip
+    schedule = Schedule(ops=tuple(out.ops), iterations=3, ranks_per_node=rng.choice([1, 2, 4]))
+    # Which phase a forward on the storage lane belongs to is nobody's question.
+    assert_same(schedule, random_machine(rng), phases=False)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**9), name=st.sampled_from(sorted(STRATEGIES)))
+def test_every_strategy(seed, name):
+    rng = random.Random(seed)
+    assert_same(build_strategy(name, random_workload(rng)), random_machine(rng))
+
+
+@settings(max_examples=80, deadline=None)
+@given(seed=st.integers(0, 10**9))
+def test_the_sweep_builds_and_runs_the_schedule_of_the_plan(seed):
+    rng = random.Random(seed)
+    work, on = random_workload(rng), random_machine(rng)
+    sweep = PlanSweep(work, on)
+    for _ in range(3):  # buffers are used again
+        plan = random_plan(work, rng)
+        reference = simulate(build_schedule(work, plan), on)
+        row = dict(zip(COLUMNS, sweep.evaluate_plan(plan), strict=True))
+        assert row["iteration_s"] == pytest.approx(reference.iteration_s, **EXACT)
+        for phase, seconds in reference.phases().items():
+            assert row[phase] == pytest.approx(seconds, **EXACT), phase
+        assert row["device_peak_bytes"] == reference.device_peak_bytes
+        assert row["host_peak_bytes"] == reference.host_peak_bytes
+
+
+def test_more_kinds_of_ops_than_are_remembered():
+    """Every op of another demand: the cache of speeds must not mistake one for another."""
+    out = ScheduleBuilder()
+    for number in range(40):
+        out.add(OpKind.UPDATE_HOST, Lane.HOST, 3.0 + number, "host_adam_params_per_s",
+                dram_bytes=10.0 + 7 * number)  # fmt: skip
+        out.add(OpKind.STATE_H2D, Lane.H2D, 2.0 + number, "h2d_bytes_per_s",
+                dram_bytes=5.0 + 3 * number)  # fmt: skip
+        out.add(OpKind.STATE_D2H, Lane.D2H, 1.0 + number, "d2h_bytes_per_s",
+                dram_bytes=2.0 + number)  # fmt: skip
+    on = machine(dram_bytes_per_s=8.0, duplex_factor=0.7)
+    assert_same(Schedule(ops=tuple(out.ops)), on)
+
+
+def test_a_compiled_schedule_runs_on_many_machines():
+    schedule = build_strategy("twin_flow", workload(), ratio=0.5)
+    compiled = compile_schedule(schedule)
+    for link in (0.5, 1.0, 8.0):
+        on = machine(h2d_bytes_per_s=link)
+        assert simulate_fast(compiled, on) == simulate_fast(schedule, on)
+
+
+def test_many_plans_at_once():
+    work, on, rng = workload((10,) * 6), machine(), random.Random(3)
+    plans = [random_plan(work, rng) for _ in range(10)]
+    expected = [simulate(build_schedule(work, plan), on).iteration_s for plan in plans]
+    assert iteration_s_many(work, plans, on) == pytest.approx(expected, **EXACT)
+
+
+def test_a_sweep_refuses_what_a_plan_may_not_be():
+    from simulator import PlanError
+
+    sweep = PlanSweep(workload(), machine())
+    device = np.array([PLACEMENT_CODES["device"]] * 4, dtype=np.int8)
+    with pytest.raises(PlanError, match="got 3 for 4 subgroups"):
+        sweep.evaluate(device[:3])
+    with pytest.raises(PlanError, match="prefetch=3, staging_slots=2"):
+        sweep.evaluate(device, 2, 3)
+    with pytest.raises(PlanError, match="staging_slots=0"):
+        sweep.evaluate(device, 0, 0)

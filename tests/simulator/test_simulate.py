@@ -1,0 +1,230 @@
+"""The reference simulator against timelines computed by hand, and against simpy."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from simulator import Lane, OpKind, Plan, Schedule, ScheduleBuilder, build_schedule, simulate
+from tests.simulator.machines import machine, workload
+
+
+def spans(timeline, kind, iteration=0):
+    return [
+        (s.start_s, s.end_s) for s in timeline.spans if s.kind == kind and s.iteration == iteration
+    ]
+
+
+def plan_of(placements, slots=1, **fields):
+    return Plan(subgroup_size=10, placement=Plan.runs(placements), staging_slots=slots, **fields)
+
+
+def test_a_chain_and_a_branch():
+    out = ScheduleBuilder()
+    first = out.add(OpKind.FORWARD, Lane.COMPUTE, 2.0)
+    copy = out.add(OpKind.STATE_H2D, Lane.H2D, 5.0, "h2d_bytes_per_s", [first])
+    out.add(OpKind.BACKWARD, Lane.COMPUTE, 3.0)  # behind forward on its lane
+    out.add(OpKind.UPDATE_DEVICE, Lane.DEVICE_UPDATE, 1.0, "device_adam_params_per_s", [copy])
+    timeline = simulate(Schedule(ops=tuple(out.ops)), machine())
+    assert {s.kind: (s.start_s, s.end_s) for s in timeline.spans} == {
+        OpKind.FORWARD: (0, 2), OpKind.BACKWARD: (2, 5), OpKind.STATE_H2D: (2, 7),
+        OpKind.UPDATE_DEVICE: (7, 8),
+    }  # fmt: skip
+    assert timeline.makespan_s == 8
+
+
+def test_a_lane_runs_its_ops_in_order_even_if_a_later_one_could_start():
+    out = ScheduleBuilder()
+    slow = out.add(OpKind.FORWARD, Lane.COMPUTE, 4.0)
+    out.add(OpKind.STATE_H2D, Lane.H2D, 1.0, "h2d_bytes_per_s", [slow])
+    out.add(OpKind.STATE_H2D, Lane.H2D, 1.0, "h2d_bytes_per_s", subgroup=1)
+    timeline = simulate(Schedule(ops=tuple(out.ops)), machine())
+    assert spans(timeline, OpKind.STATE_H2D) == [(4, 5), (5, 6)]
+
+
+def test_both_directions_share_a_half_duplex_link():
+    out = ScheduleBuilder()
+    out.add(OpKind.STATE_H2D, Lane.H2D, 4.0, "h2d_bytes_per_s")
+    out.add(OpKind.STATE_D2H, Lane.D2H, 2.0, "d2h_bytes_per_s")
+    full = simulate(Schedule(ops=tuple(out.ops)), machine(duplex_factor=1.0))
+    assert (spans(full, OpKind.STATE_H2D), spans(full, OpKind.STATE_D2H)) == ([(0, 4)], [(0, 2)])
+    half = simulate(Schedule(ops=tuple(out.ops)), machine(duplex_factor=0.5))
+    # Half speed each until the short one ends at 4; two of four bytes are left then.
+    assert spans(half, OpKind.STATE_D2H) == [(0, 4)]
+    assert spans(half, OpKind.STATE_H2D) == [(0, 6)]
+
+
+def test_host_update_and_copies_contend_for_dram():
+    out = ScheduleBuilder()
+    out.add(OpKind.UPDATE_HOST, Lane.HOST, 10.0, "host_adam_params_per_s", dram_bytes=100.0)
+    out.add(OpKind.STATE_H2D, Lane.H2D, 10.0, "h2d_bytes_per_s", dram_bytes=50.0)
+    # 10 + 5 bytes per second wanted, 12 there: all slow down to 12/15 until both end.
+    timeline = simulate(Schedule(ops=tuple(out.ops)), machine(dram_bytes_per_s=12.0))
+    assert spans(timeline, OpKind.UPDATE_HOST) == [(0, pytest.approx(12.5))]
+    assert spans(timeline, OpKind.STATE_H2D) == [(0, pytest.approx(12.5))]
+
+
+def test_ranks_divide_the_nodes_dram_but_not_their_own_links():
+    out = ScheduleBuilder()
+    out.add(OpKind.UPDATE_HOST, Lane.HOST, 10.0, "host_adam_params_per_s", dram_bytes=100.0)
+    out.add(OpKind.GRADIENT_D2H, Lane.D2H, 10.0, "d2h_bytes_per_s")
+    ops = tuple(out.ops)
+    four = simulate(Schedule(ops=ops, ranks_per_node=4), machine(dram_bytes_per_s=10.0))
+    assert spans(four, OpKind.UPDATE_HOST) == [(0, pytest.approx(40.0))]
+    assert spans(four, OpKind.GRADIENT_D2H) == [(0, 10.0)]
+
+
+def test_a_device_update_slows_the_forward_beside_it():
+    out = ScheduleBuilder()
+    out.add(OpKind.FORWARD, Lane.COMPUTE, 4.0, device_share=1.0)
+    out.add(
+        OpKind.UPDATE_DEVICE, Lane.DEVICE_UPDATE, 1.0, "device_adam_params_per_s",
+        device_share=1.0,
+    )  # fmt: skip
+    timeline = simulate(Schedule(ops=tuple(out.ops)), machine())
+    assert spans(timeline, OpKind.UPDATE_DEVICE) == [(0, 2)]
+    assert spans(timeline, OpKind.FORWARD) == [(0, 5)]
+
+
+def test_latencies_are_added_once_per_op():
+    out = ScheduleBuilder()
+    for _ in range(3):
+        out.add(OpKind.STATE_H2D, Lane.H2D, 2.0, "h2d_bytes_per_s")
+    timeline = simulate(Schedule(ops=tuple(out.ops)), machine(copy_latency_s=0.5))
+    assert timeline.makespan_s == pytest.approx(7.5)
+
+
+def test_memory_is_taken_at_the_start_and_given_back_at_the_end():
+    out = ScheduleBuilder()
+    out.add(OpKind.FORWARD, Lane.COMPUTE, 1.0, device_alloc_bytes=5, host_alloc_bytes=1)
+    out.add(OpKind.FORWARD, Lane.COMPUTE, 1.0, device_alloc_bytes=7)
+    out.add(OpKind.BACKWARD, Lane.COMPUTE, 1.0, device_free_bytes=12, host_free_bytes=1)
+    schedule = Schedule(ops=tuple(out.ops), device_base_bytes=100, host_base_bytes=10)
+    timeline = simulate(schedule, machine())
+    assert [(m.t_s, m.device_bytes, m.host_bytes) for m in timeline.memory] == [
+        (0, 100, 10), (0, 105, 11), (1, 112, 11), (3, 100, 10),
+    ]  # fmt: skip
+    assert (timeline.device_peak_bytes, timeline.host_peak_bytes) == (112, 11)
+
+
+def test_all_on_the_host_with_overlap():
+    """Two subgroups of 10; 1 s forward and 2 s backward each; 2 B gradients and parameters.
+
+    Backward of layer 1 ends at 2 after forward, its gradient is home 20 s later, that of layer 0
+    another 20 s later; then updates of 10 s each and parameters of 20 s each. The next forward of
+    layer 0 waits for parameter 0 only.
+    """
+    found = simulate(build_schedule(workload((10, 10)), plan_of(["host"] * 2)), machine())
+    assert spans(found, OpKind.FORWARD) == [(0, 1), (1, 2)]
+    assert spans(found, OpKind.BACKWARD) == [(2, 4), (4, 6)]
+    assert spans(found, OpKind.GRADIENT_D2H) == [(4, 24), (24, 44)]
+    assert spans(found, OpKind.NORM) == [(6, 6)]
+    # Subgroup 0 is first in forward order, though its gradient comes home last.
+    assert spans(found, OpKind.UPDATE_HOST) == [(44, 54), (54, 64)]
+    assert spans(found, OpKind.PARAMETER_H2D) == [(54, 74), (74, 94)]
+    assert spans(found, OpKind.FORWARD, 1) == [(74, 75), (94, 95)]
+
+
+def test_without_overlap_the_step_holds_the_whole_update():
+    found = simulate(
+        build_schedule(workload((10, 10)), plan_of(["host"] * 2, overlap_forward=False)), machine()
+    )
+    assert spans(found, OpKind.STEP_END) == [(94, 94)]
+    assert spans(found, OpKind.FORWARD, 1) == [(94, 95), (95, 96)]
+    assert found.phases(0)["step_s"] == pytest.approx(94 - 6)
+
+
+def test_visits_take_the_slot_in_turn():
+    """One slot, two visits: 120 s in, 10 s update, 120 s out; the second waits for the first."""
+    found = simulate(build_schedule(workload((10, 10)), plan_of(["device"] * 2)), machine())
+    assert spans(found, OpKind.STATE_H2D) == [(6, 126), (256, 376)]
+    assert spans(found, OpKind.UPDATE_DEVICE) == [(126, 136), (376, 386)]
+    assert spans(found, OpKind.STATE_D2H) == [(136, 256), (386, 506)]
+
+
+def test_a_second_slot_lets_the_copies_overlap():
+    found = simulate(build_schedule(workload((10, 10)), plan_of(["device"] * 2, 2)), machine())
+    assert spans(found, OpKind.STATE_H2D) == [(6, 126), (126, 246)]
+    assert spans(found, OpKind.STATE_D2H) == [(136, 256), (256, 376)]
+
+
+def test_prefetch_starts_behind_its_layer_and_only_for_so_many():
+    plan = plan_of(["device"] * 2, 2, prefetch=1, prefetch_after_layer=1)
+    found = simulate(build_schedule(workload((10, 10)), plan), machine())
+    # Layer 1's backward ends at 4. The second visit waits for the norm at 6, and for its lane.
+    assert spans(found, OpKind.STATE_H2D) == [(4, 124), (124, 244)]
+
+
+def test_residents_copy_nothing():
+    found = simulate(build_schedule(workload((10, 10)), plan_of(["resident"] * 2)), machine())
+    kinds = {s.kind for s in found.spans}
+    assert not kinds & {OpKind.STATE_H2D, OpKind.STATE_D2H, OpKind.GRADIENT_D2H,
+                        OpKind.PARAMETER_H2D, OpKind.UPDATE_HOST}  # fmt: skip
+    # Both updates run beside the next forward, at half speed where they meet.
+    assert found.phases(1)["step_s"] == 0
+
+
+def test_a_schedule_may_only_wait_for_earlier_ops():
+    from simulator import Op
+
+    with pytest.raises(ValueError, match="waits for \\[1\\]"):
+        Schedule(ops=(Op(0, OpKind.NORM, Lane.COMPUTE, 0.0, after=(1,)),
+                      Op(1, OpKind.NORM, Lane.COMPUTE, 0.0)))  # fmt: skip
+    with pytest.raises(ValueError, match="op 0 has id 5"):
+        Schedule(ops=(Op(5, OpKind.NORM, Lane.COMPUTE, 0.0),))
+
+
+def test_a_missing_rate_is_named():
+    out = ScheduleBuilder()
+    out.add(OpKind.PARAMETER_GATHER, Lane.NETWORK, 1.0, "network_bytes_per_s")
+    without = machine().model_copy(update={"network_bytes_per_s": None})
+    with pytest.raises(ValueError, match="network_bytes_per_s"):
+        simulate(Schedule(ops=tuple(out.ops)), without)
+
+
+def simpy_ends(schedule):
+    """An independent oracle: processes and in-order resources, no sharing."""
+    import simpy
+
+    env = simpy.Environment()
+    done = [env.event() for _ in schedule.ops]
+    lanes = {lane: simpy.Resource(env, capacity=1) for lane in Lane}
+    ends = [0.0] * len(schedule.ops)
+    queue = {lane: [op for op in schedule.ops if op.lane == lane] for lane in Lane}
+
+    def worker(lane):
+        for op in queue[lane]:
+            yield env.all_of([done[i] for i in op.after])
+            with lanes[lane].request() as turn:
+                yield turn
+                yield env.timeout(op.work)
+            ends[op.id] = env.now
+            done[op.id].succeed()
+
+    for lane in Lane:
+        env.process(worker(lane))
+    env.run()
+    return ends
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**9), count=st.integers(1, 60))
+def test_random_schedules_without_contention_are_what_simpy_says(seed, count):
+    rng = random.Random(seed)
+    out = ScheduleBuilder()
+    for number in range(count):
+        waits = rng.sample(range(number), min(number, rng.randint(0, 3)))
+        # In seconds, without demands: nothing is shared.
+        out.add(rng.choice(list(OpKind)), rng.choice([Lane.COMPUTE, Lane.HOST, Lane.STORAGE,
+                                                      Lane.NETWORK]),
+                rng.choice([0.0, rng.uniform(0, 5)]), after=waits)  # fmt: skip
+    schedule = Schedule(ops=tuple(out.ops))
+    roomy = machine(storage_write_bytes_per_s=1e6, network_bytes_per_s=1e6)
+    # Spans come in the order of their ends; durations and starts tell ops of a lane apart.
+    expected = simpy_ends(schedule)
+    timeline = simulate(schedule, roomy)
+    for lane in Lane:
+        ours = [s.end_s for s in timeline.spans if s.lane == lane]
+        theirs = [expected[op.id] for op in schedule.ops if op.lane == lane]
+        assert ours == pytest.approx(theirs, abs=1e-9)
