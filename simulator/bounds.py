@@ -74,7 +74,7 @@ def bound(workload: Workload, machine: Machine, device_bytes: float | None = Non
         if left <= 1e-9 * max(1.0, update_s)
     )
     return Bound(
-        iteration_s=workload.backward_s + workload.pipeline_idle_s + update_s,
+        iteration_s=workload.backward_s + update_s,
         update_s=update_s,
         host_params=host * workload.params,
         device_params=device * workload.params,
@@ -102,7 +102,9 @@ class _Problem:
         state = float(STATE_BYTES_PER_PARAM)
         host_s, host_cores_s = _host_update(machine, n)
         device_s = n / machine.rate("device_adam_params_per_s")
-        rest_s = w.backward_s + w.pipeline_idle_s
+        rest_s = w.backward_s
+        # Updates go on in a pipeline's bubble, the training loop does not.
+        self._add("training loop", [0, 0, 0, 0], -w.forward_s - w.pipeline_idle_s)
         self._add("host compute", [host_s, 0, 0, 0], 0.0)
         self._add("device compute", [0, device_s, device_s, 0], -w.forward_s)
         up = n / have["h2d"]
