@@ -155,11 +155,17 @@ class EbbtideLoop(TrainingLoop):
         if placement == "host":
             return self._update_host(subgroup, norm)
         if placement == "resident":
-            return self._update_device(subgroup, [norm])
+            return self._update_device(subgroup, [norm, *self.may_overwrite(subgroup)])
         return self._visit(subgroup, norm)
 
+    def may_overwrite(self, subgroup: int) -> list[int]:  # noqa: ARG002
+        """The ops that must have ended before a subgroup's state changes where it lives: a
+        checkpoint's, see `simulator.checkpointing`.
+        """
+        return []
+
     def _update_host(self, subgroup: int, norm: int) -> int:
-        waits = [norm, self.gradient_home[subgroup]]
+        waits = [norm, self.gradient_home[subgroup], *self.may_overwrite(subgroup)]
         update = self._host_kernel(subgroup, waits) if self.fused else self._passes(subgroup, waits)
         size = self.sizes[subgroup] * self.workload.wire_bytes
         return self.out.add(
@@ -208,7 +214,8 @@ class EbbtideLoop(TrainingLoop):
         update = self._update_device(subgroup, [norm, arrived])
         size = self.sizes[subgroup] * self.visit_bytes_per_param
         back = self.out.add(
-            OpKind.STATE_D2H, Lane.D2H, size, "d2h_bytes_per_s", [update],
+            OpKind.STATE_D2H, Lane.D2H, size, "d2h_bytes_per_s",
+            [update, *self.may_overwrite(subgroup)],
             dram_bytes=size, subgroup=subgroup,
         )  # fmt: skip
         self.written_back.append(back)

@@ -1,0 +1,168 @@
+"""In which order the bytes of one checkpoint reach storage, and which are copied before an update.
+
+Replays what `runtime.checkpoint.persist.BlockWriter` does, on bytes and seconds: writers take the
+live bytes in subgroup order; an update that comes due first copies what is left of its subgroup
+into the reserved budget, and waits for the rest to be written.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+Part = Literal["live", "copied", "urgent"]
+REST = -1  # bytes that belong to no subgroup: written last, overwritten by nobody
+_NOTHING = 1e-6  # bytes; less is rounding
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Bytes of one subgroup that are written in one go; seconds count from the save.
+
+    Attributes:
+        part: ``live``: before its update is due; ``copied``: from the budget; ``urgent``: from the
+            live bytes while the update waits.
+    """
+
+    subgroup: int
+    part: Part
+    size_bytes: float
+    begin_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """When an update is about to overwrite a subgroup; ``queue``: updates in one run in order."""
+
+    subgroup: int
+    at_s: float
+    queue: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Writing:
+    """The order of one checkpoint's bytes.
+
+    Attributes:
+        copied: bytes of each subgroup that are copied before its update.
+    """
+
+    segments: tuple[Segment, ...]
+    copied: Mapping[int, float]
+
+    def bytes_of(self, part: Part) -> float:
+        return sum(s.size_bytes for s in self.segments if s.part == part)
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Bytes per second: to storage under the cap and in a hurry, and of a copy into the budget."""
+
+    write_bytes_per_s: float
+    urgent_bytes_per_s: float
+    copy_bytes_per_s: float
+
+
+def order_writing(
+    sizes_bytes: Sequence[float],
+    due: Sequence[Due],
+    pace: Pace,
+    budget_bytes: float,
+    rest_bytes: float = 0.0,
+) -> Writing:
+    """Who is written when.
+
+    Args:
+        sizes_bytes: of each subgroup's state.
+        due: one update of each subgroup that will be overwritten, in any order.
+        rest_bytes: written after all subgroups.
+    """
+    writer = _Writer(pace, budget_bytes, {i: float(n) for i, n in enumerate(sizes_bytes)})
+    writer.live[REST] = float(rest_bytes)
+    queues = _in_order(due)
+    late = dict.fromkeys(queues, 0.0)  # what waiting has cost each queue so far
+    while any(queues.values()):
+        name = min((n for n in queues if queues[n]), key=lambda n: queues[n][0].at_s + late[n])
+        next_due = queues[name].popleft()
+        late[name] += writer.release(next_due.subgroup, next_due.at_s + late[name])
+    writer.write_until(math.inf)
+    return Writing(tuple(writer.segments), writer.copied)
+
+
+def _in_order(due: Sequence[Due]) -> dict[str, deque[Due]]:
+    queues: dict[str, deque[Due]] = {}
+    for one in sorted(due, key=lambda d: d.at_s):
+        queues.setdefault(one.queue, deque()).append(one)
+    return queues
+
+
+@dataclass
+class _Writer:
+    """All writer threads as one, at one pace."""
+
+    pace: Pace
+    free_bytes: float  # of the budget
+    live: dict[int, float]  # bytes of each subgroup that nobody has written or copied
+    now_s: float = 0.0
+    copied: dict[int, float] = field(default_factory=dict)
+    segments: list[Segment] = field(default_factory=list)
+    waiting: dict[int, float] = field(default_factory=dict)  # copied, and not yet written
+    turn: list[float] = field(default_factory=list)  # heap of the subgroups that may have bytes
+
+    def __post_init__(self) -> None:
+        self.turn = sorted(self._order(subgroup) for subgroup in self.live)
+
+    @staticmethod
+    def _order(subgroup: int) -> float:
+        return math.inf if subgroup == REST else float(subgroup)
+
+    def release(self, subgroup: int, at_s: float) -> float:
+        """Makes a subgroup free for its update; returns how long that takes."""
+        self.write_until(at_s)
+        left = self.live.get(subgroup, 0.0)
+        if left <= _NOTHING:
+            return 0.0
+        self.live[subgroup] = 0.0
+        copied = min(left, self.free_bytes)
+        self.free_bytes -= copied
+        copy_s = copied / self.pace.copy_bytes_per_s
+        self.write_until(at_s + copy_s)  # meanwhile the writers go on with others
+        if copied > _NOTHING:
+            self.copied[subgroup] = self.waiting[subgroup] = copied
+            heapq.heappush(self.turn, self._order(subgroup))
+        if left - copied <= _NOTHING:
+            return copy_s
+        self._write(subgroup, "urgent", left - copied, self.pace.urgent_bytes_per_s)
+        return self.now_s - at_s
+
+    def write_until(self, end_s: float) -> None:
+        """Live and copied bytes alike in subgroup order, those without a subgroup last."""
+        while self.now_s < end_s and self.turn:
+            subgroup = REST if math.isinf(self.turn[0]) else int(self.turn[0])
+            part: Part = "live" if self.live.get(subgroup) else "copied"
+            side = self.live if part == "live" else self.waiting
+            most = (end_s - self.now_s) * self.pace.write_bytes_per_s
+            size = min(side.get(subgroup, 0.0), most)
+            self._write(subgroup, part, size, self.pace.write_bytes_per_s)
+            side[subgroup] = side.get(subgroup, 0.0) - size
+            self.free_bytes += size if part == "copied" else 0.0
+            if side[subgroup] <= _NOTHING:
+                side[subgroup] = 0.0
+                heapq.heappop(self.turn)
+        if math.isfinite(end_s):
+            self.now_s = max(self.now_s, end_s)
+
+    def _write(self, subgroup: int, part: Part, size: float, bytes_per_s: float) -> None:
+        begin, self.now_s = self.now_s, self.now_s + size / bytes_per_s
+        if size <= 0:
+            return
+        last = self.segments[-1] if self.segments else None
+        if last is not None and (last.subgroup, last.part) == (subgroup, part):
+            size, begin = size + last.size_bytes, last.begin_s
+            self.segments.pop()
+        self.segments.append(Segment(subgroup, part, size, begin, self.now_s))
