@@ -70,20 +70,17 @@ def _add(
     n: Ints, ops: Floats, after_first: Ints, kind: int, lane: int, work: float, rate: int,
     dram: float, cores: float, share: float, alloc: float, free: float,
 ) -> int:  # fmt: skip
-    i = n[_N_OPS]
+    i = n[_N_OPS]  # columns that no op here sets stay as they were allocated: zero
     ops[i, kernel.LANE] = lane
     ops[i, kernel.KIND] = kind
     ops[i, kernel.ITERATION] = n[_N_ITERATION]
     ops[i, kernel.WORK] = work
     ops[i, kernel.RATE] = rate
-    ops[i, kernel.LATENCY] = 0.0
     ops[i, kernel.DRAM] = dram
     ops[i, kernel.CORES] = cores
     ops[i, kernel.DEVICE_SHARE] = share
     ops[i, kernel.DEVICE_ALLOC] = alloc
     ops[i, kernel.DEVICE_FREE] = free
-    ops[i, kernel.HOST_ALLOC] = 0.0
-    ops[i, kernel.HOST_FREE] = 0.0
     n[_N_OPS] = i + 1
     after_first[i + 1] = n[_N_AFTER]
     return int(i)

@@ -1,6 +1,12 @@
-"""How fast plans can be simulated, and how the cost grows with the subgroups.
+"""How fast plans can be simulated on one core, and how the cost grows with the subgroups.
 
-python -m studies.simulator_speed --json simulator_speed.json
+    python -m studies.simulator_speed --json simulator_speed.json
+
+Every evaluation builds and runs another plan (placements, slots, prefetch, threads, overlap and
+split master drawn at random) on one of several random machines; nothing is kept between them. One
+thread; time is the process's CPU time, so that a neighbour's load does not count, with wall time
+beside it. Some plans of each size are run by the reference engine too, and the largest difference
+is told.
 """
 
 from __future__ import annotations
@@ -8,20 +14,26 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 
-from simulator import Layer, Plan, Workload
-from simulator.strategies import spread
+from simulator import Layer, Machine, Plan, Workload, build_schedule, simulate
+from simulator.kernel import ITERATION_S
+from simulator.plan import Placement
 from simulator.sweep import PLACEMENT_CODES, PlanSweep
 from studies.optimality import random_pair
 from studies.record import write_record
 
 SIZES = (10, 30, 100, 300, 1000, 3000, 10_000)
-ITERATIONS = 3  # that one evaluation simulates
+ITERATIONS = 3  # that one evaluation simulates: the fewest that show the steady state
+PASSES = 15  # over all plans of a size; the median counts
+MACHINES, PLANS_PER_MACHINE = 4, 8
+COMPARED_UP_TO = 300  # subgroups; the reference engine takes seconds beyond
+PLACEMENTS: tuple[Placement, ...] = ("host", "device", "resident")
 
 
 def main() -> None:
@@ -35,40 +47,100 @@ def main() -> None:
     figures = measure(SIZES[:3] if args.quick else SIZES)
     write_record(args.json, "simulator_speed", figures)
     Console().print(
-        f"{figures['iterations_per_s']:,.0f} iterations of 100 subgroups per second on one core; "
-        f"cost grows with exponent {figures['scaling_exponent']:.2f}"
+        f"{figures['iterations_per_s']:,.0f} iterations of 100 subgroups per second of one core "
+        f"({figures['iterations_per_wall_s']:,.0f} per second of wall time); cost grows with "
+        f"exponent {figures['scaling_exponent']:.2f}; differs from the reference by at most "
+        f"{figures['max_relative_difference']:.1e}"
     )
 
 
-def measure(sizes: tuple[int, ...]) -> dict[str, Any]:
+def measure(sizes: Sequence[int]) -> dict[str, Any]:
     """Seconds per simulated iteration for each number of subgroups; one thread."""
-    seconds = {size: _iteration_s(size) for size in sizes}
+    cpu_s, wall_s, differences = {}, {}, []
+    for size in sizes:
+        pairs = varied_plans(size, np.random.default_rng(size))
+        cpu_s[size], wall_s[size] = _iteration_s(pairs)
+        if size <= COMPARED_UP_TO:
+            differences.append(difference(pairs[::PLANS_PER_MACHINE]))
     large = [size for size in sizes if size >= 30]
-    exponent = np.polyfit(np.log(large), np.log([seconds[s] for s in large]), 1)[0]
+    exponent = np.polyfit(np.log(large), np.log([cpu_s[s] for s in large]), 1)[0]
     return {
-        "iterations_per_s": 1 / seconds[100],
+        "iterations_per_s": 1 / cpu_s[100],
+        "iterations_per_wall_s": 1 / wall_s[100],
         "scaling_exponent": float(exponent),
-        "seconds_per_iteration": {str(size): s for size, s in seconds.items()},
+        "max_relative_difference": max(differences),
+        "what": f"iterations_per_s: of 100 subgroups, per second of CPU time of one thread; median "
+        f"of {PASSES} passes over {MACHINES * PLANS_PER_MACHINE} plans, all different, on "
+        f"{MACHINES} machines; building each schedule is counted",
+        "seconds_per_iteration": {str(size): s for size, s in cpu_s.items()},
+        "wall_seconds_per_iteration": {str(size): s for size, s in wall_s.items()},
     }
 
 
-def _iteration_s(subgroups: int) -> float:
-    _, machine = random_pair(np.random.default_rng(1))
-    layer = Layer(params=10**6, forward_s=1e-3, backward_s=2e-3)
-    workload = Workload(name="w", layers=(layer,) * subgroups, subgroups=(10**6,) * subgroups)
-    sweep = PlanSweep(workload, machine, ITERATIONS)
-    placements = spread(subgroups // 2, subgroups)
-    assert Plan.runs(placements)
-    codes = np.array([PLACEMENT_CODES[p] for p in placements], dtype=np.int8)
-    sweep.evaluate(codes, 3, 2)  # compiles
-    repeats = max(3, 3000 // subgroups)
+def varied_plans(subgroups: int, rng: np.random.Generator) -> list[tuple[PlanSweep, Plan]]:
+    """Random plans on random machines, machine by machine; a layer per subgroup."""
+    layers = tuple(
+        Layer(params=10**6, forward_s=forward_s, backward_s=2 * forward_s, activation_bytes=10**6)
+        for forward_s in rng.uniform(0.5e-3, 2e-3, subgroups).tolist()
+    )
+    workload = Workload(name="w", layers=layers, subgroups=(10**6,) * subgroups)
+    machines = [random_pair(rng)[1] for _ in range(MACHINES)]
+    return [
+        (sweep, random_plan(subgroups, machine, rng))
+        for machine in machines
+        for sweep in [PlanSweep(workload, machine, ITERATIONS)]
+        for _ in range(PLANS_PER_MACHINE)
+    ]
+
+
+def random_plan(subgroups: int, machine: Machine, rng: np.random.Generator) -> Plan:
+    """Every feature that the simulator's cost may depend on, drawn."""
+    shares = rng.dirichlet((4, 3, 1))  # of host, device and resident
+    slots = int(rng.integers(1, 6))
+    return Plan(
+        subgroup_size=10**6,
+        placement=Plan.runs([PLACEMENTS[i] for i in rng.choice(3, subgroups, p=shares)]),
+        staging_slots=slots,
+        prefetch=int(rng.integers(0, slots + 1)),
+        prefetch_after_layer=int(rng.integers(0, subgroups)),
+        threads=int(rng.integers(0, machine.cpu_cores + 1)),
+        overlap_forward=bool(rng.random() < 0.8),
+        split_master=bool(rng.random() < 0.3),
+    )
+
+
+def difference(pairs: Sequence[tuple[PlanSweep, Plan]]) -> float:
+    """Largest relative difference of the iteration time from the reference engine's."""
+    found = []
+    for sweep, plan in pairs:
+        schedule = build_schedule(sweep.workload, plan, ITERATIONS)
+        expected_s = simulate(schedule, sweep.machine).iteration_s
+        found.append(abs(float(sweep.evaluate_plan(plan)[ITERATION_S]) / expected_s - 1))
+    return max(found)
+
+
+def _iteration_s(pairs: Sequence[tuple[PlanSweep, Plan]]) -> tuple[float, float]:
+    """Median CPU and wall seconds of one simulated iteration."""
+    calls = [_call(sweep, plan) for sweep, plan in pairs]
+    calls[0]()  # compiles
     samples = []
-    for _ in range(5):
-        begun = time.perf_counter()
-        for _ in range(repeats):
-            sweep.evaluate(codes, 3, 2)
-        samples.append((time.perf_counter() - begun) / repeats / ITERATIONS)
-    return statistics.median(samples)
+    for _ in range(PASSES):
+        cpu_s, wall_s = time.process_time(), time.perf_counter()
+        for call in calls:
+            call()
+        samples.append((time.process_time() - cpu_s, time.perf_counter() - wall_s))
+    iterations = len(calls) * ITERATIONS
+    cpu, wall = zip(*samples, strict=True)
+    return statistics.median(cpu) / iterations, statistics.median(wall) / iterations
+
+
+def _call(sweep: PlanSweep, plan: Plan) -> Callable[[], object]:
+    """As the search calls: the placements are codes already."""
+    codes = np.array([PLACEMENT_CODES[p] for p in plan.placements], dtype=np.int8)
+    return lambda: sweep.evaluate(
+        codes, plan.staging_slots, plan.prefetch, plan.prefetch_after_layer, plan.threads,
+        plan.overlap_forward, plan.split_master,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

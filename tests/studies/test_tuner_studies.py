@@ -28,6 +28,8 @@ def test_simulator_speed(tmp_path):
     found = run("simulator_speed", tmp_path / "s.json", "--quick")
     assert found["iterations_per_s"] > 0
     assert set(found["seconds_per_iteration"]) == {"10", "30", "100"}
+    assert set(found["wall_seconds_per_iteration"]) == {"10", "30", "100"}
+    assert found["max_relative_difference"] <= 1e-9
 
 
 @pytest.mark.slow
