@@ -154,7 +154,7 @@ class _Problem:
 
 def _host_update(machine: Machine, params: float) -> tuple[float, float]:
     """The least time, and the least use of all cores in seconds, for any number of threads."""
-    counts = {*machine.host_adam_by_threads, machine.cpu_cores}
+    counts = {1, *machine.host_adam_by_threads, machine.cpu_cores}
     rates = {threads: machine.host_adam_rate(threads) for threads in counts}
     least_s = params / max(rates.values())
     return least_s, min(params / rate * n / machine.cpu_cores for n, rate in rates.items())
