@@ -111,19 +111,18 @@ class EbbtideLoop(TrainingLoop):
             self.gradient_home[subgroup] = after
             return
         size = self.sizes[subgroup] * self.workload.grad_bytes_per_param
-        home = self.out.add(
+        if micro_batch > 0:
+            after = self._fetch(subgroup, size, [after, self.gradient_home[subgroup]])
+        self.gradient_home[subgroup] = self.out.add(
             OpKind.GRADIENT_D2H, Lane.D2H, size, "d2h_bytes_per_s", [after],
             dram_bytes=size, subgroup=subgroup,
         )  # fmt: skip
-        if micro_batch > 0:
-            home = self._accumulate(subgroup, size, home)
-        self.gradient_home[subgroup] = home
 
-    def _accumulate(self, subgroup: int, size_bytes: int, after: int) -> int:
-        """Host pass that adds a further micro-batch: two reads and a write."""
+    def _fetch(self, subgroup: int, size_bytes: int, waits: list[int]) -> int:
+        """The sum so far comes back: micro-batches are added on the device, as stock adds them."""
         return self.out.add(
-            OpKind.GRADIENT_PASS, Lane.HOST, size_bytes, "host_copy_bytes_per_s", [after],
-            dram_bytes=3 * size_bytes, cores=self.plan.threads or ALL_CORES, subgroup=subgroup,
+            OpKind.GRADIENT_H2D, Lane.H2D_PARAMETERS, size_bytes, "h2d_bytes_per_s", waits,
+            dram_bytes=size_bytes, subgroup=subgroup,
         )  # fmt: skip
 
     def _state_h2d(self, subgroup: int, after: int) -> int:

@@ -31,9 +31,9 @@ COLUMNS = (
 
 _RATES: tuple[RateName, ...] = (
     "wall_s", "h2d_bytes_per_s", "d2h_bytes_per_s", "host_adam_params_per_s",
-    "device_adam_params_per_s", "host_copy_bytes_per_s", "network_bytes_per_s",
+    "device_adam_params_per_s", "network_bytes_per_s",
 )  # fmt: skip
-_WALL, _R_H2D, _R_D2H, _R_HOST_ADAM, _R_DEVICE_ADAM, _R_HOST_COPY, _R_NETWORK = range(7)
+_WALL, _R_H2D, _R_D2H, _R_HOST_ADAM, _R_DEVICE_ADAM, _R_NETWORK = range(6)
 _L = {lane: number for number, lane in enumerate(Lane)}
 _K = {kind: number for number, kind in enumerate(OpKind)}
 _COMPUTE, _UPDATE, _H2D, _PARAMETERS = (
@@ -42,7 +42,7 @@ _COMPUTE, _UPDATE, _H2D, _PARAMETERS = (
 _D2H, _HOST, _NETWORK = _L[Lane.D2H], _L[Lane.HOST], _L[Lane.NETWORK]
 _FORWARD, _BACKWARD, _IDLE = _K[OpKind.FORWARD], _K[OpKind.BACKWARD], _K[OpKind.IDLE]
 _GATHER, _REDUCE = _K[OpKind.PARAMETER_GATHER], _K[OpKind.GRADIENT_REDUCE]
-_GRADIENT_D2H, _GRADIENT_PASS = _K[OpKind.GRADIENT_D2H], _K[OpKind.GRADIENT_PASS]
+_GRADIENT_D2H, _GRADIENT_H2D = _K[OpKind.GRADIENT_D2H], _K[OpKind.GRADIENT_H2D]
 _NORM, _STEP_END = _K[OpKind.NORM], _K[OpKind.STEP_END]
 _STATE_H2D, _STATE_D2H = _K[OpKind.STATE_H2D], _K[OpKind.STATE_D2H]
 _UPDATE_HOST, _UPDATE_DEVICE = _K[OpKind.UPDATE_HOST], _K[OpKind.UPDATE_DEVICE]
@@ -127,16 +127,16 @@ def _forward(
 @compiled
 def _gradient_home(
     n: Ints, ops: Floats, after_first: Ints, after: Ints, micro_batch: int, size: float,
-    cores: float, behind: int,
+    previous: int, behind: int,
 ) -> int:  # fmt: skip
-    """Of a host subgroup: the copy, and from the second micro-batch on the addition."""
+    """Of a host subgroup; from the second micro-batch on, the sum so far is fetched first."""
     _wait(n, after, behind)
-    home = _add(n, ops, after_first, _GRADIENT_D2H, _D2H, size, _R_D2H, size, 0.0, 0.0, 0.0, 0.0)
     if micro_batch > 0:
-        _wait(n, after, home)
-        home = _add(n, ops, after_first, _GRADIENT_PASS, _HOST, size, _R_HOST_COPY, 3 * size,
-                    cores, 0.0, 0.0, 0.0)  # fmt: skip
-    return home
+        _wait(n, after, previous)
+        fetched = _add(n, ops, after_first, _GRADIENT_H2D, _PARAMETERS, size, _R_H2D, size, 0.0,
+                       0.0, 0.0, 0.0)  # fmt: skip
+        _wait(n, after, fetched)
+    return _add(n, ops, after_first, _GRADIENT_D2H, _D2H, size, _R_D2H, size, 0.0, 0.0, 0.0, 0.0)
 
 
 @compiled
@@ -172,10 +172,11 @@ def _backward(
             s = share_subgroup[j]
             missing[s] -= 1
             if missing[s] == 0:
-                home[s] = op
                 if placement[s] == HOST:
                     home[s] = _gradient_home(n, ops, after_first, after, micro_batch,
-                                             sizes[s] * grad, scalars[_S_CORES], op)  # fmt: skip
+                                             sizes[s] * grad, home[s], op)  # fmt: skip
+                else:
+                    home[s] = op
         if layer == starts and micro_batch == plan[_P_MICRO_BATCHES] - 1:
             _prefetch(n, ops, after_first, after, sizes, placement, plan, scalars[_S_VISIT],
                       written_back, arrived)  # fmt: skip
@@ -313,10 +314,7 @@ class PlanSweep:
         self._allocate(len(flat))
 
     def _rates(self) -> Floats:
-        needed = [_R_HOST_COPY] if self.workload.gradient_accumulation_steps > 1 else []
-        if self.layers[:, _L_GATHER:].any():
-            needed.append(_R_NETWORK)
-        optional = {_R_HOST_COPY, _R_NETWORK} - set(needed)
+        optional = set() if self.layers[:, _L_GATHER:].any() else {_R_NETWORK}
         return np.array(
             [1.0 if i in optional else self.machine.rate(name) for i, name in enumerate(_RATES)]
         )
