@@ -1,4 +1,4 @@
-"""How fast any plan could be: a linear program over the node's resources."""
+"""How fast any plan could be: a linear program, and whole numbers of subgroups."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from simulator.counts import MOST_SUBGROUPS, count_bounds
 from simulator.machine import Machine
 from simulator.simulate import capacities
 from simulator.workload import STATE_BYTES_PER_PARAM, Workload
@@ -17,7 +18,7 @@ class Bound:
 
     Attributes:
         iteration_s: no plan's steady iteration can be shorter.
-        update_s: from the norm barrier until the next forward has ended, at the least.
+        update_s: from the norm barrier until the next (first micro-batch's) forward has ended.
         host_params, device_params, resident_params: the split of this rank's parameters.
         binding: the resources that are full at the optimum.
     """
@@ -33,14 +34,18 @@ class Bound:
 def bound(workload: Workload, machine: Machine, device_bytes: float | None = None) -> Bound:
     """The bound for every plan that stays within so much device memory.
 
-    Between the norm barrier and the end of the next forward, all parameters are updated and all
-    forward compute is done; each resource must fit its share of that work into the time ``T``:
-    host compute, device compute (which forward uses too), the link each way and both together,
-    DRAM, and cores. Visits may come in during backward as far as slots hold them, and may be
-    written back until the next barrier. Residents and slots share the device with activations
-    (at the end of forward) and with gradients that stay (at the end of backward).
-    ``iteration_s = backward + min T``; overlap of the update with forward is allowed, so the bound
-    holds for plans without it too.
+    Between the norm barrier and the end of the next forward (of its first micro-batch), all
+    parameters are updated and that forward's compute is done; each resource must fit its share of
+    that work into the time ``T``: host compute, device compute (which forward uses too), the link
+    each way and both together, DRAM, and cores. Visits may come in during backward as far as slots
+    hold them, and may be written back until the next barrier. Residents and slots share the device
+    with activations (at the end of forward) and with gradients that stay (at the end of backward).
+    ``iteration_s = min T + the other passes``; overlap of the update with forward is allowed, so
+    the bound holds for plans without it too. Up to `counts.MOST_SUBGROUPS` subgroups, it is also
+    the lowest of what whole numbers of them allow (`counts.count_bounds`).
+
+    It is one of the steady state: a simulation of three iterations can be shorter where the link
+    falls behind from iteration to iteration.
 
     Args:
         device_bytes: the limit on device memory; None: the machine's.
@@ -73,14 +78,23 @@ def bound(workload: Workload, machine: Machine, device_bytes: float | None = Non
         for name, left in zip(problem.names, slack, strict=True)
         if left <= 1e-9 * max(1.0, update_s)
     )
+    update_s = max(update_s, _counted_s(workload, machine, device_bytes) - problem.rest_s)
     return Bound(
-        iteration_s=workload.backward_s + update_s,
+        iteration_s=problem.rest_s + update_s,
         update_s=update_s,
         host_params=host * workload.params,
         device_params=device * workload.params,
         resident_params=resident * workload.params,
         binding=binding,
     )
+
+
+def _counted_s(workload: Workload, machine: Machine, device_bytes: float | None) -> float:
+    """The lowest bound of whole numbers of subgroups; 0 where they are not counted out."""
+    if machine.unified_memory or len(workload.subgroups) > MOST_SUBGROUPS:
+        return 0.0
+    counted = count_bounds(workload, machine, device_bytes or machine.device_memory_bytes)
+    return float(counted.iteration_s[0]) if len(counted.iteration_s) else 0.0
 
 
 class _Problem:
@@ -95,24 +109,25 @@ class _Problem:
             self._memory(workload, device_bytes)
 
     def _times(self, w: Workload, machine: Machine) -> None:
-        n = float(w.params)
+        n, micro = float(w.params), w.gradient_accumulation_steps
         have = capacities(machine, w.ranks_per_node)
         wire = 0.0 if machine.unified_memory else float(w.wire_bytes)
         home = 0.0 if machine.unified_memory else float(w.grad_bytes_per_param)
         state = float(STATE_BYTES_PER_PARAM)
         host_s, host_cores_s = _host_update(machine, n)
         device_s = n / machine.rate("device_adam_params_per_s")
-        rest_s = w.backward_s
+        forward_s = w.forward_s / micro
+        rest_s = self.rest_s = w.backward_s + w.forward_s - forward_s
         # Updates go on in a pipeline's bubble, the training loop does not.
-        self._add("training loop", [0, 0, 0, 0], -w.forward_s - w.pipeline_idle_s)
+        self._add("training loop", [0, 0, 0, 0], -forward_s - w.pipeline_idle_s)
         self._add("host compute", [host_s, 0, 0, 0], 0.0)
-        self._add("device compute", [0, device_s, device_s, 0], -w.forward_s)
+        self._add("device compute", [0, device_s, device_s, 0], -forward_s)
         up = n / have["h2d"]
         self._add("H2D link", [wire * up, state * up, 0, -state * up], 0.0)
         # Write-backs and gradients may use the whole iteration.
         down, both, dram = n / have["d2h"], n / have["link"], n / have["dram"]
-        self._add("D2H link", [home * down, state * down, 0, 0], rest_s)
-        self._add("link", [(wire + home) * both, 2 * state * both, 0, 0], rest_s)
+        self._add("D2H link", [micro * home * down, state * down, 0, 0], rest_s)
+        self._add("link", [(wire + micro * home) * both, 2 * state * both, 0, 0], rest_s)
         # Alone, no op asks DRAM for more than the triad rate, as in `simulate.demands`.
         triad = machine.dram_bytes_per_s.median
         wire_dram = min(wire, triad * wire / machine.rate("h2d_bytes_per_s"))
@@ -127,9 +142,9 @@ class _Problem:
         self._add("link in T", [wire * both, 2 * state * both, 0, -2 * state * both], 0.0)
         inside = kernel + wire_dram
         self._add("DRAM in T", [inside * dram, visit * dram, 0, -visit * dram], 0.0)
-        self._add("DRAM", [(inside + home_dram) * dram, visit * dram, 0, 0], rest_s)
+        self._add("DRAM", [(inside + micro * home_dram) * dram, visit * dram, 0, 0], rest_s)
         if machine.device_shares_host_cores:
-            self._add("cores", [host_cores_s, device_s, device_s, 0], -w.forward_s)
+            self._add("cores", [host_cores_s, device_s, device_s, 0], -forward_s)
 
     def _memory(self, w: Workload, device_bytes: float) -> None:
         """In shares of all state, so that the rows are as large as the others."""
