@@ -31,7 +31,6 @@ class ImpossibleError(ValueError):
     ) -> ImpossibleError:
         """From the peaks of everything that was tried."""
         device = min(s.device_peak_bytes for s in scores)
-        host = min(s.host_peak_bytes for s in scores)
         if device > limits.device_bytes:
             missing = device - limits.device_bytes
             return cls(
@@ -40,14 +39,16 @@ class ImpossibleError(ValueError):
                 f"{missing / GIB:.2f} GiB are missing. A smaller micro-batch or activation "
                 "checkpointing helps most; more ranks divide the parameters (--gpu-memory)"
             )
-        missing = max(0, host - limits.host_bytes)
-        params = workload.params
+        # Each memory alone may suffice where both together do not: the plan that lacks least tells.
+        least = min(scores, key=limits.missing_bytes)
+        missing, params = limits.missing_bytes(least), workload.params
         return cls(
             f"the optimizer state must fit into {limits.host_bytes / GIB:.2f} GiB of host memory "
-            f"per rank beside the device's, but {params} parameters at {STATE_BYTES_PER_PARAM} "
-            f"bytes and their gradients take {host / GIB:.2f} GiB: {missing / GIB:.2f} GiB are "
-            "missing. More ranks or more device memory for resident subgroups help "
-            "(--host-memory, --gpu-memory)"
+            f"per rank and {limits.device_bytes / GIB:.2f} GiB of device memory, but {params} "
+            f"parameters at {STATE_BYTES_PER_PARAM} bytes and their gradients take at least "
+            f"{least.host_peak_bytes / GIB:.2f} and {least.device_peak_bytes / GIB:.2f} GiB: "
+            f"{missing / GIB:.2f} GiB are missing. More ranks or more device memory for resident "
+            "subgroups help (--host-memory, --gpu-memory)"
         )
 
 
@@ -78,6 +79,12 @@ class Limits:
         device = device_memory_bytes or machine.device_memory_bytes
         host = host_memory_bytes or machine.host_memory_bytes // max(1, workload.ranks_per_node)
         return cls(int(device * (1 - MARGIN)), int(host * (1 - MARGIN)))
+
+    def missing_bytes(self, peaks: Peaks) -> int:
+        """By how much peaks exceed the limits, both memories together."""
+        return max(0, peaks.device_peak_bytes - self.device_bytes) + max(
+            0, peaks.host_peak_bytes - self.host_bytes
+        )
 
     def hold(self, device_bytes: int, host_bytes: int) -> bool:
         """Whether peaks stay within the limits."""

@@ -138,3 +138,14 @@ def test_a_study_can_live_in_a_database(tmp_path):
     names = optuna.get_all_study_names(url)
     assert len(names) == 1
     assert len(optuna.load_study(study_name=names[0], storage=url).trials) > 10
+
+
+def test_two_memories_that_suffice_only_one_by_one_are_told_together():
+    """Each could hold its part of some plan, but no plan fits into both."""
+    work = workload(10)  # 3.6 GB of state, 0.6 of gradients
+    with pytest.raises(
+        ImpossibleError, match=r"GiB of device memory.*: 0\.[1-9]\d GiB are missing"
+    ):
+        tuner.plan(
+            work, machine(), device_memory_bytes=int(3.9 * GIB), host_memory_bytes=int(2.9 * GIB)
+        )
