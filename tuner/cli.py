@@ -20,7 +20,7 @@ from tuner.inputs import (
     workload_options,
     written,
 )
-from tuner.quantities import duration_s, size_bytes
+from tuner.quantities import duration_s, rate_bytes_per_s, size_bytes
 
 if TYPE_CHECKING:
     from simulator.workload import Workload
@@ -43,6 +43,7 @@ class _Text(click.ParamType):  # type: ignore[type-arg]
 
 
 SIZE, DURATION = _Text("size", size_bytes), _Text("duration", duration_s)
+RATE = _Text("rate", rate_bytes_per_s)
 
 
 def _guarded(command: Callable[..., T]) -> Callable[..., T]:
@@ -142,6 +143,7 @@ def profile(
 @click.option("--mtbf", type=DURATION, help="Mean time between failures, e.g. 4h.")
 @click.option("--restart", type=DURATION, default="60s", show_default=True)
 @click.option("--checkpoint-dir", help="Where the planned checkpoints go.")
+@click.option("--storage", type=RATE, help="What it takes from this node, e.g. 2GB/s.")
 @click.option("--study-storage", help="optuna storage, e.g. sqlite:///study.db.")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--why", is_flag=True, help="Also what more memory or bandwidth would bring.")
@@ -157,6 +159,7 @@ def plan(
     mtbf: float | None,
     restart: float,
     checkpoint_dir: str | None,
+    storage: float | None,
     study_storage: str | None,
     seed: int,
     why: bool,
@@ -168,6 +171,8 @@ def plan(
     from tuner.search import plan as search
 
     have = read_machine(machine)
+    if storage is not None:
+        have = have.with_rates(storage_write_bytes_per_s=storage)
     automatic = "auto" if source["model"] else "keep"
     work, sizes = _recut(read_workload(have, **source), subgroup_size or automatic)
     options: dict[str, Any] = {

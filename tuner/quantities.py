@@ -20,6 +20,16 @@ def size_bytes(text: str) -> int:
     return int(_parse(text, _SIZES, "a size such as 24GiB or 100GB"))
 
 
+def rate_bytes_per_s(text: str) -> float:
+    """``2GB/s``, ``500MB``: bytes per second.
+
+    Raises:
+        ValueError: not a positive number with a known unit.
+    """
+    amount = text.strip().removesuffix("/s")
+    return _parse(amount, _SIZES, "a rate such as 2GB/s or 500MB/s")
+
+
 def duration_s(text: str) -> float:
     """``4h``, ``30m``, ``90s``: seconds.
 

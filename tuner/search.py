@@ -17,7 +17,7 @@ from simulator.plan import CheckpointPlan, Placement, Plan, Prediction
 from simulator.strategies import build_strategy, spread
 from simulator.sweep import PLACEMENT_CODES, PlanSweep
 from simulator.workload import Workload
-from tuner.checkpointing import checkpoint_plan
+from tuner.checkpointing import with_checkpoints
 from tuner.memory import ImpossibleError, Limits
 from tuner.spread import prediction_interval, sampled_machines
 from tuner.subgroup_size import best_cut, recuts
@@ -218,8 +218,8 @@ def plan(
     Args:
         device_memory_bytes, host_memory_bytes: per rank; None: the machine's (host: its share).
         robust: minimise the 90th percentile over the rates' spread instead of the expected case.
-        mtbf_s: mean time between failures of the whole job; picks the checkpoint interval by
-            expected goodput. None: no checkpoints by plan.
+        mtbf_s: mean time between failures of the whole job; picks the checkpoint interval, its
+            bandwidth cap and copy budget by expected goodput. None: no checkpoints by plan.
         restart_s: from a failure until training runs again.
         study_storage: an optuna storage URL, e.g. ``sqlite:///study.db``.
         subgroup_sizes: values of ``sub_group_size`` to try beside the workload's own
@@ -245,8 +245,9 @@ def plan(
         search.climb(CLIMB_EVALUATIONS // 3)
     chosen = _robust_choice(search, seed) if robust else search.best()
     found = _as_plan(search, chosen, seed)
-    saving = checkpoint_plan(found, workload, machine, limits, mtbf_s, restart_s, checkpoint_dir)
-    return _explained(found.model_copy(update={"checkpoint": saving}), search)
+    return with_checkpoints(
+        _explained(found, search), workload, machine, limits, mtbf_s, restart_s, checkpoint_dir
+    )
 
 
 def quick_iteration_s(
