@@ -40,6 +40,12 @@ FIGURES: dict[str, dict[str, str]] = {
     },
     "optimality": {"median_gap_pct": "median gap {:.2f}%", "max_gap_pct": "largest {:.2f}%"},
     "fidelity": {"median_abs_pct_error": "median prediction error {:.1f}%"},
+    "interleaving": {
+        "h100x4_stride_2_over_stock": "H100 node: stride 2 {:.1f}x stock",
+        "h100x4_ebbtide_over_stride_2": "ebbtide {:.1f}x stride 2",
+        "a100_stride_2_over_stock": "A100 node: {:.1f}x",
+        "a100_ebbtide_over_stride_2": "and {:.1f}x",
+    },
     "checkpoint_crash": {
         "kills": "{} kills",
         "lost_committed": "{} committed checkpoints lost",
@@ -86,7 +92,8 @@ def _where(document: dict[str, Any]) -> str:
     if document.get("device_kind") == "cuda" and machine.get("gpu"):
         return str(machine["gpu"])
     cpu = f"{machine.get('cpu', 'CPU')}, {machine.get('cores', '?')} cores, no GPU"
-    return cpu + (" (emulated device)" if document.get("device_kind") == "emulated" else "")
+    kinds = {"emulated": " (emulated device)", "simulated": " (simulated)"}
+    return cpu + kinds.get(str(document.get("device_kind")), "")
 
 
 def replaced(page: str, rows: str) -> str:

@@ -48,3 +48,17 @@ def test_update_phase(tmp_path, deepspeed_ops, child_environment):
     assert found["ebbtide_host_bytes_per_param"] == 14.0
     assert found["stock_host_bytes_per_param"] == 18.0
     assert found["kernel_dram_fraction"] > 0
+
+
+@pytest.mark.slow
+def test_interleaving(tmp_path):
+    found = run("interleaving", tmp_path / "i.json", "--quick")
+    assert found["device_kind"] == "simulated"
+    assert found["measured_here"] is None, "nothing is called measured without a GPU"
+    for bed in found["testbeds"].values():
+        for row in bed["models"]:
+            assert row["ebbtide"] < row["stride 2"] < row["stock"]
+            assert row["stock"] == pytest.approx(row["stock, published"], rel=0.15)
+        strides = [row["iteration_s"] for row in bed["strides"]]
+        assert strides == sorted(strides), "the published best stride is 2"
+    assert (tmp_path / "i.png").stat().st_size > 10_000

@@ -1,0 +1,279 @@
+"""Interleaved updates over stride, ratio, subgroup size and model size, beside what was published.
+
+    python -m studies.interleaving --json interleaving.json
+
+What "Deep Optimizer States" (Maurya et al., arXiv 2410.21316) measures, on its own two testbeds:
+their rates are fitted to the published runs (`studies.calibration`), every point is simulated, and
+published medians stand beside it. ebbtide's point is the tuner's plan within the device memory that
+stride 2 takes, with host and device rates as fitted to stock: its own kernels are not credited.
+Nothing here is measured by us: that waits for a GPU (`python -m studies.gpu`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from simulator import Layer, Workload, build_strategy
+from simulator.fast import simulate_fast
+from studies.calibration import Calibration, calibrate
+from studies.offload_runs import Run, read_runs, shape
+from studies.record import write_record
+from studies.testbed import Testbed, rank_sizes
+from tuner.memory import MARGIN
+from tuner.search import plan
+
+PUBLISHED = Path(__file__).with_name("data") / "published_offload_runs.csv"
+STRIDES = (2, 3, 4, 5, 6, 8, 10)
+RATIOS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
+SUBGROUPS = (10**7, 5 * 10**7, 10**8, 2 * 10**8, 5 * 10**8, 10**9)
+# The logs give 40 layers of 5120 for 13 B and 20 B alike: see `offload_runs.shape`.
+MODELS = {7: (32, 4096), 13: (40, 5120), 20: (40, 5120), 30: (60, 6656)}
+PAPER = "2.5x faster iterations than ZeRO-3 offload; best stride 2 on these machines"
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the optimizer is run: a column of the tables."""
+
+    name: str
+    prefetch: bool
+    async_grads: bool
+
+
+STOCK = Way("stock", prefetch=False, async_grads=False)
+ASYNC = Way("asynchronous gradients", prefetch=False, async_grads=True)
+INTERLEAVED = Way("stride 2", prefetch=True, async_grads=True)
+
+
+def main() -> None:
+    """Entry point of ``python -m studies.interleaving``."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, required=True, help="the record; a .png goes beside")
+    parser.add_argument("--quick", action="store_true", help="two models only, for tests")
+    args = parser.parse_args()
+    figures = measure([7, 13] if args.quick else list(MODELS))
+    write_record(args.json, "interleaving", figures)
+    draw(figures, args.json.with_suffix(".png"))
+    show(figures)
+
+
+def measure(models: list[int]) -> dict[str, Any]:
+    """All four sweeps on both testbeds."""
+    runs = read_runs(PUBLISHED)
+    found = calibrate(runs)
+    beds = {name: _sweeps(found, name, runs, models) for name in found.testbeds}
+    return {
+        "device_kind": "simulated",
+        "paper": PAPER,
+        "measured_here": None,
+        "testbeds": beds,
+        **{
+            f"{name}_stride_2_over_stock": _gain(bed, "stock", "stride 2")
+            for name, bed in beds.items()
+        },
+        **{
+            f"{name}_ebbtide_over_stride_2": _gain(bed, "stride 2", "ebbtide")
+            for name, bed in beds.items()
+        },
+    }
+
+
+def _gain(bed: dict[str, Any], slower: str, faster: str) -> float:
+    """Median over the models."""
+    return statistics.median(row[slower] / row[faster] for row in bed["models"])
+
+
+def _sweeps(found: Calibration, name: str, runs: list[Run], models: list[int]) -> dict[str, Any]:
+    """Seconds per iteration; each sweep varies one thing around stride 2 of the 13 B model."""
+    base = _base(name, 13)
+    ways = (STOCK, ASYNC, INTERLEAVED)
+    own = [run for run in runs if run.testbed == name]
+    return {
+        "strides": [
+            {"stride": k, "iteration_s": _seconds(found, replace(_as(base, INTERLEAVED), stride=k)),
+             "published_s": _published(own, params_b=13, prefetch=True, stride=k, micro_batch=1)}
+            for k in STRIDES
+        ],
+        "ratios": [
+            {"ratio": r, **{w.name: _seconds(found, replace(_as(base, w), offload_ratio=r))
+                            for w in ways}}
+            for r in RATIOS
+        ],
+        "subgroups": [
+            {"subgroup": n, **{w.name: _seconds(found, replace(_as(base, w), subgroup=n))
+                               for w in ways}}
+            for n in SUBGROUPS
+        ],
+        "models": [_model_row(found, name, own, size) for size in
+                   track(models, description=f"planning on {name}")],
+    }  # fmt: skip
+
+
+def _model_row(found: Calibration, name: str, own: list[Run], size: int) -> dict[str, Any]:
+    base = _base(name, size)
+    row: dict[str, Any] = {"params_b": size}
+    for way in (STOCK, ASYNC, INTERLEAVED):
+        row[way.name] = _seconds(found, _as(base, way))
+        row[f"{way.name}, published"] = _published(
+            own, params_b=size, prefetch=way.prefetch, async_grads=way.async_grads, micro_batch=1,
+            dp=4, offload_ratio=base.offload_ratio, stride=2 if way.prefetch else 0,
+        )  # fmt: skip
+    bed = found.testbeds[name]
+    row["ebbtide"] = ebbtide_s(bed, _as(base, INTERLEAVED)) + bed.between_s(_as(base, STOCK))
+    return row
+
+
+def _base(testbed: str, size: int) -> Run:
+    layers, hidden = MODELS[size]
+    return Run(
+        testbed=testbed, params_b=size, layers=layers, hidden=hidden, seq=2048, tp=1, dp=4,
+        micro_batch=1, offload_ratio=1.0 if testbed == "a100" else 0.8, subgroup=10**8,
+        prefetch=False, async_grads=False, stride=0, family="",
+    )  # fmt: skip
+
+
+def _as(run: Run, way: Way) -> Run:
+    return replace(
+        run, prefetch=way.prefetch, async_grads=way.async_grads, stride=2 if way.prefetch else 0
+    )
+
+
+def _seconds(found: Calibration, run: Run) -> float:
+    return found.predict(run)["iter_ms"] / 1e3
+
+
+def _published(runs: Iterable[Run], **wanted: Any) -> float | None:
+    """Median of the published runs of this configuration; None: there is none."""
+    same = [
+        run.measured["iter_ms"] / 1e3
+        for run in runs
+        if all(getattr(run, key) == value for key, value in wanted.items())
+    ]
+    return statistics.median(same) if same else None
+
+
+def ebbtide_s(bed: Testbed, run: Run) -> float:
+    """The tuner's plan on the testbed's rates, within the memory that the run's stride takes."""
+    machine = bed.machine(bed.dram_factor(run))
+    work = _workload(bed, run)
+    peer = build_strategy(
+        "deep_optimizer_states", work, stride=max(2, run.stride), ratio=run.offload_ratio
+    )
+    limit = simulate_fast(peer, machine).device_peak_bytes
+    found = plan(work, machine, device_memory_bytes=int(limit / (1 - MARGIN)) + 1)
+    assert found.prediction is not None
+    return found.prediction.iteration_s
+
+
+def _workload(bed: Testbed, run: Run) -> Workload:
+    """Forward and backward as fitted, without what gradients cost there."""
+    sizes = rank_sizes(run, bed.trust)
+    count = round(shape(run, bed.trust)[0])
+    nothing_home = replace(run, offload_ratio=1e-9)
+    forward_s, backward_s = bed.forward_s(run), bed.backward_s(nothing_home)
+    parts = [sum(sizes) * (i + 1) // count - sum(sizes) * i // count for i in range(count)]
+    layers = tuple(
+        Layer(params=n, forward_s=forward_s / count, backward_s=backward_s / count) for n in parts
+    )
+    return Workload(
+        name=run.model, layers=layers, subgroups=tuple(sizes), subgroup_size=run.subgroup,
+        ranks_per_node=run.ranks_per_node,
+    )  # fmt: skip
+
+
+def draw(figures: dict[str, Any], path: Path) -> None:
+    """Four panels per testbed: stride, ratio, subgroup size, model size."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    beds = figures["testbeds"]
+    figure, axes = plt.subplots(
+        len(beds), 4, figsize=(15, 3.6 * len(beds)), layout="constrained", squeeze=False
+    )
+    for row, (name, bed) in zip(axes, beds.items(), strict=True):
+        _draw_strides(row[0], bed["strides"])
+        _draw_sweep(row[1], bed["ratios"], "ratio", "share of state on the host")
+        row[1].invert_xaxis()
+        _draw_sweep(row[2], bed["subgroups"], "subgroup", "sub_group_size")
+        row[2].set_xscale("log")
+        _draw_models(row[3], bed["models"])
+        row[0].set_ylabel(f"{name}\nseconds per iteration")
+    for ax, title in zip(axes[0], ("stride (13 B)", "ratio (13 B)", "subgroup size (13 B)",
+                                   "model size"), strict=True):  # fmt: skip
+        ax.set_title(title, fontsize=11)
+    axes[0, 3].legend(frameon=False, fontsize=8, loc="upper left")
+    axes[0, 1].legend(frameon=False, fontsize=8)
+    axes[0, 0].legend(frameon=False, fontsize=8)
+    figure.suptitle("simulated on the published testbeds; crosses: published medians", fontsize=12)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+COLOURS = {"stock": "#7f7f7f", "asynchronous gradients": "#56b4e9", "stride 2": "#e69f00",
+           "ebbtide": "#009e73"}  # fmt: skip
+
+
+def _draw_strides(ax: Any, rows: list[dict[str, Any]]) -> None:
+    ax.plot([r["stride"] for r in rows], [r["iteration_s"] for r in rows], "o-",
+            color=COLOURS["stride 2"], label="simulated")  # fmt: skip
+    known = [r for r in rows if r["published_s"] is not None]
+    if known:
+        ax.plot([r["stride"] for r in known], [r["published_s"] for r in known], "kx",
+                markersize=8, label="published")  # fmt: skip
+    ax.set_xlabel("stride")
+    ax.set_ylim(0, 1.1 * ax.dataLim.y1)
+
+
+def _draw_sweep(ax: Any, rows: list[dict[str, Any]], key: str, label: str) -> None:
+    for way in (STOCK, ASYNC, INTERLEAVED):
+        ax.plot([r[key] for r in rows], [r[way.name] for r in rows], "o-",
+                color=COLOURS[way.name], label=way.name)  # fmt: skip
+    ax.set_xlabel(label)
+    ax.set_ylim(0, 1.1 * ax.dataLim.y1)
+
+
+def _draw_models(ax: Any, rows: list[dict[str, Any]]) -> None:
+    sizes = [r["params_b"] for r in rows]
+    for name, colour in COLOURS.items():
+        ax.plot(sizes, [r[name] for r in rows], "o-", color=colour, label=name)
+        known = [(r["params_b"], r.get(f"{name}, published")) for r in rows]
+        shown = [(x, y) for x, y in known if y is not None]
+        if shown:
+            ax.plot(*zip(*shown, strict=True), "x", color="black", markersize=8)
+    ax.set_xlabel("billion parameters")
+    ax.set_ylim(0, 1.1 * ax.dataLim.y1)
+
+
+def show(figures: dict[str, Any]) -> None:
+    """Prints the model-size table of each testbed."""
+    console = Console()
+    for name, bed in figures["testbeds"].items():
+        table = Table(title=f"{name}: seconds per iteration, simulated (published)")
+        for column in ("model", *COLOURS):
+            table.add_column(column, justify="right")
+        for row in bed["models"]:
+            cells = [_cell(row[key], row.get(f"{key}, published")) for key in COLOURS]
+            table.add_row(f"{row['params_b']} B", *cells)
+        console.print(table)
+    console.print(f"paper: {figures['paper']}")
+
+
+def _cell(value: float, published: float | None) -> str:
+    return f"{value:.2f}" + (f" ({published:.2f})" if published is not None else "")
+
+
+if __name__ == "__main__":
+    main()
