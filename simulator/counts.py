@@ -71,7 +71,7 @@ def count_bounds(workload: Workload, machine: Machine, device_bytes: float) -> C
     if len(seconds):
         seconds = _shared(times, machine, seconds, (host, device, slots))
     order = np.argsort(seconds, kind="stable")
-    return CountBounds(*(a[order] for a in (host, device, resident, slots, seconds)))
+    return CountBounds(host[order], device[order], resident[order], slots[order], seconds[order])
 
 
 def _shared(
@@ -100,9 +100,9 @@ def _shared(
 def _fitting(w: Workload, device_bytes: float) -> tuple[Ints, Ints, Ints, Ints]:
     """Counts whose state, slots, gradients and activations fit, at forward's and backward's end."""
     n = len(w.subgroups)
-    device, resident, slots = np.meshgrid(*(np.arange(n + 1),) * 3, indexing="ij", sparse=True)
-    whole = (device + resident <= n) & (slots <= device) & ((slots > 0) | (device == 0))
-    device, resident, slots = (a.astype(np.int64) for a in np.nonzero(whole))
+    d, r, s = np.meshgrid(*(np.arange(n + 1),) * 3, indexing="ij", sparse=True)
+    whole = (d + r <= n) & (s <= d) & ((s > 0) | (d == 0))
+    device, resident, slots = (np.asarray(a, dtype=np.int64) for a in np.nonzero(whole))
     least = np.concatenate([[0.0], np.cumsum(np.sort(w.subgroups))])
     # The slots are as large as the largest visit, which is at least the device-th smallest.
     largest = np.concatenate([[0.0], np.sort(w.subgroups)])
@@ -164,10 +164,12 @@ class _Times:
         self.gradient = work(lambda n: _copy(OpKind.GRADIENT_D2H, n * grad))
         self.parameter = work(lambda n: _copy(OpKind.PARAMETER_H2D, n * wire))
         self.on_device = work(_device_update)
-        self.on_host = [
-            work(lambda n, t=threads: _host_update(n, t, (2 * state + grad + wire) * n))
-            for threads in _thread_counts(machine, self.have["cores"])
-        ]
+        per_param = 2 * state + grad + wire
+
+        def on_host(threads: float) -> _Work:
+            return work(lambda n: _host_update(n, threads, per_param * n))
+
+        self.on_host = [on_host(n) for n in _thread_counts(machine, self.have["cores"])]
         self._passes(w)
 
     def _passes(self, w: Workload) -> None:
@@ -194,7 +196,8 @@ class _Times:
 
     def _host(self, of: Callable[[_Work], Floats], host: Ints) -> Floats:
         """The least over thread counts."""
-        return np.min([of(work)[host] for work in self.on_host], axis=0)
+        least: Floats = np.min([of(work)[host] for work in self.on_host], axis=0)
+        return least
 
     def _resources(self, host: Ints, device: Ints, resident: Ints, slots: Ints) -> Floats:
         """What must happen within W, on each resource."""
@@ -211,7 +214,8 @@ class _Times:
         # Visits can come in during backward from the last layer's end on.
         early_s = float(self.backward[:-1].sum())
         coming = self.visit_in.on("h2d")[device] + self.parameter.on("h2d")[host]
-        return np.maximum(found, coming - early_s)
+        within: Floats = np.maximum(found, coming - early_s)
+        return within
 
     def program(self, machine: Machine) -> WindowProgram:
         """Of the lanes' ops, the smallest and the largest of each."""
@@ -284,7 +288,7 @@ class _Times:
         )  # fmt: skip
         some = (host > 0, device > 0, resident > 0)
         tails = [*self.tails, 0.0, 0.0][:3]
-        return np.min(
+        shortest: Floats = np.min(
             [
                 np.max(
                     [np.where(some[k], lanes[k] + tails[place], 0.0) for place, k in enumerate(p)],
@@ -294,6 +298,7 @@ class _Times:
             ],
             axis=0,
         )
+        return shortest
 
     def _host_chain(self, host: Ints) -> Floats:
         """Last gradient home, all host updates, the last one's parameters."""
@@ -303,7 +308,8 @@ class _Times:
             self.gradient.lane_s[host] - gradients_s,
         )
         updates = self._host(lambda work: work.lane_s, host)
-        return np.maximum(0.0, late) + updates + self.parameter.one_s
+        ended: Floats = np.maximum(0.0, late) + updates + self.parameter.one_s
+        return ended
 
     def _visit_chain(self, device: Ints, slots: Ints) -> Floats:
         """Until the last visit's update has ended."""

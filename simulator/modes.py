@@ -101,4 +101,5 @@ class WindowProgram:
             return np.zeros(len(asked))
         dual = np.maximum(0.0, -np.asarray(solved.ineqlin.marginals))
         worst = float((dual @ scaled).max())  # 1 but for rounding
-        return dual / max(1.0, worst) / self._scale
+        found: Floats = dual / max(1.0, worst) / self._scale
+        return found

@@ -1,0 +1,91 @@
+"""From the bound to a plan: numbers of each placement in the order of what they promise.
+
+`simulator.counts` says how fast any plan with so many host, visiting and resident subgroups could
+be. Few numbers promise more than a good plan has; for those, good orders are guessed and improved.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+from typing import TYPE_CHECKING
+
+from simulator.counts import MOST_SUBGROUPS, CountBounds, count_bounds
+from tuner.orders import Counts, Orders
+
+if TYPE_CHECKING:
+    from tuner.search import Candidate, Search
+
+MOST_COUNTS = 300
+CLOSE = 1.001  # to the bound: a better plan would not be worth the search
+FIRST_CLIMB, LAST_CLIMB = 200, 1000
+CLIMBERS, SURVIVORS = 8, 3
+NEAR = 4  # positions apart
+EARLY = 10**6  # prefetch_after_layer: as soon as backward has begun
+
+
+def refine(search: Search) -> None:
+    """Scores what the numbers promise; the best so far is never lost.
+
+    Does nothing for more subgroups than `simulator.counts` counts out.
+    """
+    if len(search.workload.subgroups) > MOST_SUBGROUPS:
+        return
+    bounds = count_bounds(search.workload, search.machine, search.limits.device_bytes)
+    if not len(bounds.host):
+        return
+    floor_s = search.bound.iteration_s
+    guessed = _guess(search, bounds)
+    by_score = sorted(guessed, key=lambda c: search.score(c).iteration_s)
+    climbers = list(dict.fromkeys([*by_score[: CLIMBERS // 2], *guessed[: CLIMBERS // 2]]))
+    rng = Random(search.seed)
+    for evaluations, keep in ((FIRST_CLIMB, CLIMBERS), (LAST_CLIMB, SURVIVORS)):
+        climbers.sort(key=lambda c: search.score(c).iteration_s)
+        climbers = climbers[:keep]
+        for place, candidate in enumerate(climbers):
+            if search.score(search.best()).iteration_s <= CLOSE * floor_s:
+                return
+            climbers[place] = climb_order(search, candidate, rng, evaluations)
+
+
+def _guess(search: Search, bounds: CountBounds) -> list[Candidate]:
+    """The best guess for each number that can be better than what is known, best bound first."""
+    orders = Orders(search.workload, search.machine)
+    passes_s = search.bound.iteration_s - search.bound.update_s
+    best = search.best()
+    best_s = search.score(best).iteration_s
+    found: list[Candidate] = []
+    columns = (bounds.host, bounds.device, bounds.resident, bounds.slots, bounds.iteration_s)
+    for host, device, resident, slots, bound_s in zip(*columns, strict=True):
+        if bound_s >= best_s or len(found) == MOST_COUNTS:
+            break
+        counts = Counts(int(host), int(device), int(resident), int(slots))
+        candidates = [
+            replace(
+                best, placements=order, staging_slots=max(1, counts.slots), prefetch=prefetch,
+                prefetch_after_layer=EARLY, overlap_forward=True,
+            )
+            for order in orders.of(counts, float(bound_s) - passes_s)
+            for prefetch in sorted({counts.slots, max(0, counts.slots - 1)})
+        ]  # fmt: skip
+        found.append(min(candidates, key=lambda c: search.score(c).iteration_s))
+        best_s = min(best_s, search.score(found[-1]).iteration_s)
+    return found
+
+
+def climb_order(search: Search, start: Candidate, rng: Random, evaluations: int) -> Candidate:
+    """Local search among the orders of the same placements; keeps what is not worse."""
+    current, current_s = start, search.score(start).iteration_s
+    for _ in range(evaluations):
+        order = list(current.placements)
+        first = rng.randrange(len(order))
+        if rng.random() < 0.5:
+            second = min(len(order) - 1, first + rng.randint(1, NEAR))
+            order[first], order[second] = order[second], order[first]
+        else:
+            order.insert(rng.randrange(len(order)), order.pop(first))
+        tried = replace(current, placements=tuple(order))
+        tried_s = search.score(tried).iteration_s
+        if tried_s <= current_s:
+            current, current_s = tried, tried_s
+    return current
