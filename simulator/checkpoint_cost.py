@@ -34,7 +34,7 @@ class CheckpointCost:
         stall_s: what the training loop waits: in the save, for copies, and for bytes that must be
             written before an update.
         interference_s: what the writing adds to iterations by its memory traffic and cores.
-        persist_s: from the save until the last byte is durable.
+        persist_s: from the begin of the save until the last byte is durable.
         slowdown: of the iterations that it is written beside, waits not counted; 0.02 is 2%.
         copied_bytes: by copy on update; waited_bytes: written while an update waits.
         reserved_bytes: host memory of the copy budget and the writers' buffers.
@@ -176,7 +176,7 @@ class CheckpointSimulation:
         run = self._run(compiled)
         lost_s = self._lost_s(run)
         stall_s = min(lost_s, self._lost_s(self._run(_without_traffic(compiled))))
-        persist_s = run.persist_end_s() - run.save_s()
+        persist_s = run.persist_end_s() - run.save_s() + self.save_s
         interference_s = lost_s - stall_s + self._later_s(run)
         beside = max(1, math.ceil(persist_s / self.iteration_s))
         return CheckpointCost(

@@ -82,8 +82,8 @@ def order_writing(
         due: one update of each subgroup that will be overwritten, in any order.
         rest_bytes: written after all subgroups.
     """
-    writer = _Writer(pace, budget_bytes, {i: float(n) for i, n in enumerate(sizes_bytes)})
-    writer.live[REST] = float(rest_bytes)
+    live = {REST: float(rest_bytes), **{i: float(n) for i, n in enumerate(sizes_bytes)}}
+    writer = _Writer(pace, budget_bytes, live)
     queues = _in_order(due)
     late = dict.fromkeys(queues, 0.0)  # what waiting has cost each queue so far
     while any(queues.values()):
@@ -113,6 +113,7 @@ class _Writer:
     segments: list[Segment] = field(default_factory=list)
     waiting: dict[int, float] = field(default_factory=dict)  # copied, and not yet written
     turn: list[float] = field(default_factory=list)  # heap of the subgroups that may have bytes
+    copying: list[tuple[float, int]] = field(default_factory=list)  # heap: (ended at, subgroup)
 
     def __post_init__(self) -> None:
         self.turn = sorted(self._order(subgroup) for subgroup in self.live)
@@ -129,33 +130,41 @@ class _Writer:
             return 0.0
         self.live[subgroup] = 0.0
         copied = min(left, self.free_bytes)
-        self.free_bytes -= copied
-        copy_s = copied / self.pace.copy_bytes_per_s
-        self.write_until(at_s + copy_s)  # meanwhile the writers go on with others
+        copy_s = 0.0
         if copied > _NOTHING:
-            self.copied[subgroup] = self.waiting[subgroup] = copied
-            heapq.heappush(self.turn, self._order(subgroup))
+            copy_s = copied / self.pace.copy_bytes_per_s
+            self.free_bytes -= copied
+            self.copied[subgroup] = copied
+            heapq.heappush(self.copying, (at_s + copy_s, subgroup))
         if left - copied <= _NOTHING:
             return copy_s
         self._write(subgroup, "urgent", left - copied, self.pace.urgent_bytes_per_s)
-        return self.now_s - at_s
+        return max(copy_s, self.now_s - at_s)
 
     def write_until(self, end_s: float) -> None:
         """Live and copied bytes alike in subgroup order, those without a subgroup last."""
-        while self.now_s < end_s and self.turn:
-            subgroup = REST if math.isinf(self.turn[0]) else int(self.turn[0])
-            part: Part = "live" if self.live.get(subgroup) else "copied"
-            side = self.live if part == "live" else self.waiting
-            most = (end_s - self.now_s) * self.pace.write_bytes_per_s
-            size = min(side.get(subgroup, 0.0), most)
-            self._write(subgroup, part, size, self.pace.write_bytes_per_s)
-            side[subgroup] = side.get(subgroup, 0.0) - size
-            self.free_bytes += size if part == "copied" else 0.0
-            if side[subgroup] <= _NOTHING:
-                side[subgroup] = 0.0
-                heapq.heappop(self.turn)
+        while self.now_s < end_s and (self.turn or self.copying):
+            while self.copying and (self.copying[0][0] <= self.now_s or not self.turn):
+                ready_s, subgroup = heapq.heappop(self.copying)
+                self.now_s = max(self.now_s, ready_s)
+                self.waiting[subgroup] = self.copied[subgroup]
+                heapq.heappush(self.turn, self._order(subgroup))
+            self._write_next(min(end_s, self.copying[0][0] if self.copying else end_s))
         if math.isfinite(end_s):
             self.now_s = max(self.now_s, end_s)
+
+    def _write_next(self, end_s: float) -> None:
+        subgroup = REST if math.isinf(self.turn[0]) else int(self.turn[0])
+        part: Part = "live" if self.live.get(subgroup) else "copied"
+        side = self.live if part == "live" else self.waiting
+        most = max(0.0, end_s - self.now_s) * self.pace.write_bytes_per_s
+        size = min(side.get(subgroup, 0.0), most)
+        self._write(subgroup, part, size, self.pace.write_bytes_per_s)
+        side[subgroup] = side.get(subgroup, 0.0) - size
+        self.free_bytes += size if part == "copied" else 0.0
+        if side[subgroup] <= _NOTHING:
+            side[subgroup] = 0.0
+            heapq.heappop(self.turn)
 
     def _write(self, subgroup: int, part: Part, size: float, bytes_per_s: float) -> None:
         begin, self.now_s = self.now_s, self.now_s + size / bytes_per_s

@@ -1,0 +1,218 @@
+"""Checkpoints in the simulation: exact costs of small cases, both engines alike, nothing torn."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from simulator import (
+    CheckpointPlan,
+    Lane,
+    Layer,
+    Machine,
+    OpKind,
+    Plan,
+    Quantity,
+    Workload,
+    build_schedule,
+    simulate,
+)
+from simulator.checkpoint_cost import LEAD_IN, CheckpointCost, CheckpointSimulation
+from simulator.checkpointing import BLOCK_BYTES, CheckpointedLoop
+from simulator.fast import simulate_fast
+
+GIGA = 10**9
+ALL = 2**40  # a budget for everything
+
+
+def machine(**changes):
+    rates = {
+        "h2d_bytes_per_s": 1e13, "d2h_bytes_per_s": 1e13, "dram_bytes_per_s": 1e15,
+        "host_copy_bytes_per_s": 8e9, "host_adam_params_per_s": 1e9,
+        "stock_host_adam_params_per_s": 1e9, "device_adam_params_per_s": 1e13,
+        "storage_write_bytes_per_s": 6e9,
+    }  # fmt: skip
+    fields = {k: Quantity.exact(changes.pop(k, v)) for k, v in rates.items()}
+    facts = {"cpu_cores": 64, "host_memory_bytes": 2**40, "device_memory_bytes": 2**40,
+             "copy_latency_s": 0, "launch_latency_s": 0, "storage_fsync_s": 0}  # fmt: skip
+    return Machine(name="m", device_kind="cuda", **{**facts, **fields, **changes})
+
+
+def workload(subgroups=2, layers=1, **changes):
+    share = subgroups * GIGA // layers
+    layer = Layer(params=share, forward_s=1.0 / layers, backward_s=1.0 / layers)
+    return Workload(name="w", layers=(layer,) * layers, subgroups=(GIGA,) * subgroups, **changes)
+
+
+def plan(*placements, **changes):
+    fields = {"staging_slots": min(2, placements.count("device")), "overlap_forward": False}
+    return Plan(subgroup_size=GIGA, placement=Plan.runs(placements), **{**fields, **changes})
+
+
+def cost(work, made, have, **saving):
+    return CheckpointSimulation(work, made, have, save_s=0.0).cost(CheckpointPlan(**saving))
+
+
+HOST = plan("host", "host")  # forward 1 s, backward 1 s, two updates of 1 s each
+
+
+def test_what_is_on_disk_before_its_update_costs_nothing():
+    found = cost(workload(), HOST, machine(storage_write_bytes_per_s=12e9))  # 1 s per subgroup
+    assert found.stall_s == pytest.approx(0, abs=2e-2)  # parameters that come home
+    assert found.persist_s == pytest.approx(2, rel=1e-3)
+    assert found.copied_bytes == found.waited_bytes == 0
+
+
+def test_without_a_budget_the_update_waits_for_the_disk():
+    # Subgroup 1 is due after 3 s; it is on disk after 4.
+    found = cost(workload(), HOST, machine(), copy_budget_bytes=0)
+    assert found.stall_s == pytest.approx(1, abs=2e-2)
+    assert found.waited_bytes == pytest.approx(6e9, rel=1e-2)
+    assert found.persist_s == pytest.approx(4, rel=1e-2)
+
+
+def test_with_a_budget_it_waits_for_a_copy():
+    found = cost(workload(), HOST, machine(), copy_budget_bytes=ALL)  # 6 GB at 8 GB/s
+    assert found.stall_s == pytest.approx(0.75, abs=2e-2)
+    assert found.copied_bytes == pytest.approx(6e9, rel=1e-2)
+    assert found.waited_bytes == 0
+
+
+def test_a_synchronous_checkpoint_stalls_for_all_of_it():
+    found = cost(workload(), HOST, machine(), mode="sync")
+    assert found.stall_s == pytest.approx(4, rel=1e-3)
+    assert found.interference_s == pytest.approx(0, abs=1e-6)
+
+
+def test_a_save_waits_for_updates_that_overlap_forward():
+    # All is written in no time: what is lost is the overlap of that one step's updates.
+    lost = cost(
+        workload(layers=2), plan("host", "host", overlap_forward=True),
+        machine(storage_write_bytes_per_s=9e13), copy_budget_bytes=0,
+    )  # fmt: skip
+    assert lost.stall_s > 0.4
+    assert lost.waited_bytes == 0
+
+
+def test_storage_traffic_slows_the_updates_that_dram_binds():
+    # 26 B of the update's 30 B/param and 2 x 6 GB/s of writing do not fit into 30 GB/s.
+    busy = machine(dram_bytes_per_s=30e9)
+    slow = cost(workload(), HOST, busy, copy_budget_bytes=ALL)
+    calm = cost(workload(), HOST, machine(), copy_budget_bytes=ALL)
+    assert slow.interference_s > calm.interference_s + 0.1
+    assert slow.slowdown > 0.01
+
+
+def test_a_cap_makes_it_longer_and_an_update_in_need_ignores_it():
+    free = cost(workload(), HOST, machine(), copy_budget_bytes=0)
+    capped = cost(workload(), HOST, machine(), copy_budget_bytes=0, write_bytes_per_s=3e9)
+    assert capped.persist_s > free.persist_s
+    # 6 GB in 2 s, 6 GB in need in 1 s, 3 GB beside the first update, 9 GB in need in 1.5 s.
+    assert capped.persist_s == pytest.approx(5.5, rel=0.02)
+
+
+def test_resident_state_comes_home_in_forward_and_backward_only():
+    simulation = CheckpointSimulation(
+        workload(4, layers=4), plan("resident", "host", "resident", "device"),
+        machine(storage_write_bytes_per_s=60e9), save_s=0.0,
+    )  # fmt: skip
+    schedule = simulation.schedule(CheckpointPlan(copy_budget_bytes=0))
+    spans = simulate(schedule, simulation.machine).spans
+    passes = [s for s in spans if s.iteration == LEAD_IN
+              and s.kind in (OpKind.FORWARD, OpKind.BACKWARD)]  # fmt: skip
+    copies = [s for s in spans if s.kind == OpKind.SNAPSHOT and s.lane == Lane.D2H]
+    assert len(copies) > 2
+    for copy in copies:
+        assert passes[0].start_s <= copy.start_s
+        assert copy.end_s <= passes[-1].end_s + 1e-9
+    moved = sum(op.work for op in schedule.of_kind(OpKind.SNAPSHOT) if op.lane == Lane.D2H)
+    assert moved == pytest.approx(2 * 12 * GIGA)
+
+
+def test_the_budget_counts_as_host_memory():
+    simulation = CheckpointSimulation(workload(), HOST, machine())
+    saving = CheckpointPlan(copy_budget_bytes=10 * BLOCK_BYTES, writers=3)
+    peak = simulate(simulation.schedule(saving), simulation.machine).host_peak_bytes
+    without = simulate(build_schedule(workload(), HOST), machine()).host_peak_bytes
+    assert peak == without + 13 * BLOCK_BYTES
+
+
+def test_the_training_schedule_is_the_same_with_an_interval():
+    saving = CheckpointPlan(interval_steps=3)
+    with_interval = HOST.model_copy(update={"checkpoint": saving})
+    assert build_schedule(workload(), with_interval) == build_schedule(workload(), HOST)
+
+
+COST = CheckpointCost(0.5, 0.5, 10.0, 0.0, 0.0, 0.0, 0)
+
+
+def test_busy_waits_skips_or_never_commits():
+    assert COST.at_interval(9, 1.0, "replace") == (9, COST)  # ends just in time
+    steps, paid = COST.at_interval(3, 1.0, "wait")
+    assert (steps, paid.stall_s) == (3, pytest.approx(6.5))  # 3 + 1 s, and 6 of waiting
+    assert COST.at_interval(3, 1.0, "skip")[0] == 9
+    assert COST.at_interval(4, 1.0, "skip")[0] == 12
+    assert COST.at_interval(3, 1.0, "replace")[0] == 0
+
+
+def test_saves_that_wait_for_each_other_take_what_the_closed_form_says():
+    simulation = CheckpointSimulation(workload(), HOST, machine(), save_s=0.1)
+    saving = CheckpointPlan(copy_budget_bytes=ALL, write_bytes_per_s=2e9)
+    single = simulation.cost(saving)
+    assert single.persist_s > simulation.iteration_s
+    made = HOST.model_copy(update={"checkpoint": saving})
+    loop = CheckpointedLoop(
+        workload(), made, machine(), simulation.writing(saving), saves=range(1, 6), save_s=0.1
+    )
+    loop.run(7)
+    period_s = simulate(loop.schedule(7), machine()).iteration_s
+    spans = simulate(loop.schedule(7), machine()).spans
+    saves = [s.end_s for s in spans if s.kind == OpKind.SNAPSHOT and s.lane == Lane.COMPUTE]
+    assert saves[-1] - saves[-2] == pytest.approx(single.persist_s, rel=1e-3)
+    _, paid = single.at_interval(1, simulation.iteration_s, "wait")
+    assert simulation.iteration_s + paid.cost_s == pytest.approx(single.persist_s)
+    assert period_s > simulation.iteration_s
+
+
+PLACED = st.lists(st.sampled_from(["host", "device", "resident"]), min_size=3, max_size=6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    placed=PLACED, overlap=st.booleans(), storage=st.floats(1e9, 1e11), dram=st.floats(5e10, 1e12),
+    link=st.floats(1e10, 1e12), budget=st.sampled_from([0, 2**30, 2**34, ALL]),
+    cap=st.sampled_from([None, 2e9, 2e10]), micro=st.integers(1, 2), mode=st.sampled_from(
+        ["lazy", "lazy", "sync"]),
+)  # fmt: skip
+def test_both_engines_agree_and_no_update_overwrites_what_is_still_read(
+    placed, overlap, storage, dram, link, budget, cap, micro, mode
+):
+    have = machine(storage_write_bytes_per_s=storage, dram_bytes_per_s=dram,
+                   h2d_bytes_per_s=link, d2h_bytes_per_s=link)  # fmt: skip
+    work = workload(len(placed), layers=2 if len(placed) % 2 == 0 else 1,
+                    gradient_accumulation_steps=micro, model_checkpoint_bytes=10**8)  # fmt: skip
+    simulation = CheckpointSimulation(work, plan(*placed, overlap_forward=overlap), have)
+    saving = CheckpointPlan(copy_budget_bytes=budget, write_bytes_per_s=cap, mode=mode)
+    schedule = simulation.schedule(saving)
+    fast, slow = simulate_fast(schedule, have), simulate(schedule, have)
+    assert len(slow.spans) == len(schedule.ops)  # nothing waits for ever
+    assert fast.makespan_s == pytest.approx(slow.makespan_s, rel=1e-9)
+    assert fast.iteration_s == pytest.approx(slow.iteration_s, rel=1e-9)
+    assert fast.host_peak_bytes == slow.host_peak_bytes
+    persisted = [op.work for op in schedule.of_kind(OpKind.PERSIST)]
+    assert sum(persisted) == pytest.approx(work.checkpoint_bytes, rel=1e-6)
+    for subgroup, placement in enumerate(placed):
+        _not_torn(schedule, fast, subgroup, placement)
+
+
+def _not_torn(schedule, fast, subgroup, placement):
+    """All of the old state is on disk or in a copy when the next update overwrites it."""
+    kind = {"host": OpKind.UPDATE_HOST, "device": OpKind.STATE_D2H,
+            "resident": OpKind.UPDATE_DEVICE}[placement]  # fmt: skip
+    overwrites = next(op for op in schedule.of_kind(kind, LEAD_IN) if op.subgroup == subgroup)
+    copies = [op for op in schedule.of_kind(OpKind.SNAPSHOT) if op.subgroup == subgroup]
+    by_copy = {op.id for op in copies}
+    for op in schedule.of_kind(OpKind.PERSIST):
+        if op.subgroup == subgroup and not by_copy & set(op.after):
+            assert fast.end_s[op.id] <= fast.start_s[overwrites.id] + 1e-9
+    for copy in copies:
+        assert fast.end_s[copy.id] <= fast.start_s[overwrites.id] + 1e-9
