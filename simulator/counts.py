@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import permutations
+from itertools import permutations, product
 
 import numpy as np
 from numpy.typing import NDArray
 
 from simulator.machine import Machine
-from simulator.modes import REQUIREMENTS, WindowProgram, modes
+from simulator.modes import REQUIREMENTS, HostUpdates, WindowProgram, modes
 from simulator.schedule import Lane, Op, OpKind
 from simulator.simulate import alone_s, capacities, demands
 from simulator.workload import STATE_BYTES_PER_PARAM, Workload
@@ -79,10 +79,12 @@ def _shared(
 ) -> Floats:
     """Cuts of the window's linear program, until the lowest bound is as high as it gets.
 
-    The last subgroup is a visit, or it is not: the shorter window of the two counts.
+    The last subgroup is a visit, or it is not; the first host update has ended before the first
+    write-back has, or it has not: the shortest window of these cases counts.
     """
     program = times.program(machine)
-    asked = [times.asked(*counts, visit_last) for visit_last in (False, True)]
+    cases = product((False, True), repeat=2)
+    asked = [times.asked(*counts, visit_last, early_home) for visit_last, early_home in cases]
     windows = [np.zeros(len(seconds)) for _ in asked]
     raised = seconds
     for _ in range(MOST_CUTS):
@@ -227,14 +229,19 @@ class _Times:
             [_copy(OpKind.STATE_H2D, n * state) for n in sizes],
             [_copy(OpKind.PARAMETER_H2D, n * wire) for n in sizes],
             [_copy(OpKind.STATE_D2H, n * state) for n in sizes],
-            [
-                _host_update(sizes[0], threads, dram * sizes[0])
-                for threads in _thread_counts(machine, self.have["cores"])
-            ],
         ]
-        return WindowProgram(modes(lanes, machine, self.have))
+        threads = _thread_counts(machine, self.have["cores"])
+        rates = tuple((machine.host_adam_rate(n), n) for n in threads)
+        scales = bool(machine.host_adam_by_threads)
+        # Of parameters that come home, the smallest have the largest share of latency.
+        return WindowProgram(
+            modes(lanes, HostUpdates(rates, dram, scales), machine, self.have),
+            sizes[0] / float(self.parameter.alone_s[1]),
+        )
 
-    def asked(self, host: Ints, device: Ints, slots: Ints, visit_last: bool) -> Floats:
+    def asked(
+        self, host: Ints, device: Ints, slots: Ints, visit_last: bool, early_home: bool
+    ) -> Floats:
         """What the window's program has to do, shape (counts, REQUIREMENTS).
 
         One of the two lanes that finish late holds the last subgroup; behind the other one's last
@@ -253,6 +260,8 @@ class _Times:
         end_s = np.where(both, np.minimum(visits_s, hosts_s), np.where(hosts, hosts_s, visits_s))
         zero, one_in_s = np.zeros(host.shape), self.visit_in.alone_s[1]
         between = np.maximum(beyond - 1, 0)
+        first_s = min(float(work.alone_s[1]) for work in self.on_host)
+        anything_s = float(self.parameter.alone_s[-1])
         asked = {
             "head_s": visits * update_s,
             "first_back_s": visits * self.visit_out.alone_s[1],
@@ -266,6 +275,10 @@ class _Times:
             "tail_s": zero + np.where(visits | hosts, last, 0.0),
             "host_params": least[host],
             "home_s": self.parameter.alone_s[host],
+            "updated_first": zero,
+            # Nothing comes home before the first host update has ended.
+            "idle_home_s": both * (first_s if early_home else 0.0),
+            "no_early_home_s": np.where(both & (not early_home), 0.0, -anything_s),
         }
         return np.stack([asked[name] for name in REQUIREMENTS], axis=1)
 
@@ -307,7 +320,9 @@ class _Times:
             self.gradient.one_s - self.left_s[self.count - host],
             self.gradient.lane_s[host] - gradients_s,
         )
-        updates = self._host(lambda work: work.lane_s, host)
+        updates = self._host(lambda work: work.alone_s, host)
+        for name in ("dram", "cores"):
+            updates = np.maximum(updates, self._host(lambda work: work.on(name), host))  # noqa: B023 - called at once
         ended: Floats = np.maximum(0.0, late) + updates + self.parameter.one_s
         return ended
 

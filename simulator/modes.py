@@ -28,29 +28,71 @@ HEAD, FIRST_BACK, CROSSING, LAST_IN, NO_HOST, HOST_ON, LAST_COPY, TAIL = range(8
 SEGMENTS = 8
 REQUIREMENTS = (
     "head_s", "first_back_s", "coming_s", "leaving_s", "last_in_s", "no_host_s", "host_on_s",
-    "last_copy_s", "tail_s", "host_params", "home_s",
+    "last_copy_s", "tail_s", "host_params", "home_s", "updated_first",
+    "idle_home_s", "no_early_home_s",
 )  # fmt: skip
 
 
-def modes(lanes: list[list[Op]], machine: Machine, have: dict[str, float]) -> Floats:
-    """The speeds of each combination of ops, one or none per lane: shape (modes, lanes).
+@dataclass(frozen=True, slots=True)
+class HostUpdates:
+    """The rates that numbers of threads give, and what they take.
 
-    Speeds are relative to the op alone; a host update's are in params per second, so that different
-    numbers of threads compare.
+    Attributes:
+        choices: (params per second, cores) of each number of threads.
+        dram_bytes: per parameter.
+        scales: whether other rates come with other numbers of threads.
+    """
+
+    choices: tuple[tuple[float, float], ...]
+    dram_bytes: float
+    scales: bool
+
+    def demands(self, machine: Machine, dram_left: float) -> list[tuple[float, dict[str, float]]]:
+        """Of all numbers of threads the ones that matter, with what they take of the node.
+
+        Where DRAM is shared, the update goes as fast as DRAM lets it: so besides the rates given,
+        the one that takes just what others leave, and the one that takes all DRAM can do.
+        """
+        most = max(rate for rate, _ in self.choices)
+        cores = min(cores / rate for rate, cores in self.choices)
+        triad = machine.dram_bytes_per_s.median
+        limits = (dram_left, triad) if self.scales else ()
+        kinks = [bytes_per_s / self.dram_bytes for bytes_per_s in limits]
+        choices = [*self.choices, *((r, r * cores) for r in kinks if 0 < r < most)]
+        return [
+            (rate, {"dram": min(rate * self.dram_bytes, triad), "cores": busy})
+            for rate, busy in choices
+        ]
+
+
+def modes(
+    lanes: list[list[Op]], host: HostUpdates, machine: Machine, have: dict[str, float]
+) -> Floats:
+    """The speeds of each combination of copies and of a host update: shape (modes, lanes + 1).
+
+    One op or none per lane. Speeds are relative to the op alone; the host update's are in params
+    per second, so that different numbers of threads compare.
     """
     found = set()
     for running in product(*([None, *ops] for ops in lanes)):
         ops = [op for op in running if op is not None]
-        seconds = [alone_s(op, machine) for op in ops]
-        asked = [demands(op, machine, s) for op, s in zip(ops, seconds, strict=True)]
-        speeds = iter(zip(max_min_speeds(asked, have), seconds, ops, strict=True))
-        row = [0.0] * len(lanes)
-        for lane, op in enumerate(running):
-            if op is not None:
-                speed, alone, _ = next(speeds)
-                row[lane] = speed * op.work / alone if lane == HOST else speed
-        found.add(tuple(row))
-    return np.array(sorted(found))
+        asked = [demands(op, machine, alone_s(op, machine)) for op in ops]
+        left = have["dram"] - sum(each["dram"] for each in asked)
+        for rate, update in [(0.0, {}), *host.demands(machine, left)]:
+            *copies, updating = max_min_speeds([*asked, update], have)
+            speeds = iter(copies)
+            row = [0.0 if op is None else next(speeds) for op in running]
+            found.add((*row, rate * updating))
+    return _undominated(np.array(sorted(found)))
+
+
+def _undominated(rows: Floats) -> Floats:
+    """Without what another mode does better; parameters that come home are asked for exactly."""
+    better = (rows[None, :, :] >= rows[:, None, :]).all(axis=2)
+    better &= rows[None, :, HOME] == rows[:, None, HOME]
+    np.fill_diagonal(better, val=False)
+    kept: Floats = rows[~better.any(axis=1)]
+    return kept
 
 
 @dataclass
@@ -63,9 +105,11 @@ class WindowProgram:
 
     Attributes:
         modes: from `modes`.
+        home_params_per_s: of parameters that come home alone, at the least.
     """
 
     modes: Floats
+    home_params_per_s: float
 
     def __post_init__(self) -> None:
         coming, home, leaving, host = self.modes.T
@@ -82,12 +126,18 @@ class WindowProgram:
             ((TAIL,), ones),
             ((HEAD, FIRST_BACK, CROSSING, LAST_IN, HOST_ON), host),
             ((HEAD, FIRST_BACK, CROSSING, LAST_IN, NO_HOST, HOST_ON, LAST_COPY), home),
+            # What comes home while no visit can come in has been updated by then.
+            ((HEAD, FIRST_BACK), host - self.home_params_per_s * home),
+            ((HEAD, FIRST_BACK), ones - home),
+            ((HEAD, FIRST_BACK), -home),
         ]
         rows = np.zeros((len(REQUIREMENTS), SEGMENTS, len(ones)))
         for row, (segments, values) in zip(rows, wanted, strict=True):
             row[list(segments)] = values
         self._rows = rows.reshape(len(REQUIREMENTS), -1)
-        self._scale = np.maximum(self._rows.max(axis=1), 1e-300)  # params per s against seconds
+        self._scale = np.maximum(
+            np.abs(self._rows).max(axis=1), 1e-300
+        )  # params per s against seconds
 
     def cut(self, asked: Floats) -> Floats:
         """The dual solution for one vector of requirements, shape (REQUIREMENTS,)."""
