@@ -2,28 +2,34 @@
 
     python -m studies.optimality --json optimality.json
 
-The gap is to the linear program's bound (`simulator.bounds`), which no plan can beat and which even
-the best plan need not reach; so it is an upper limit of the distance to the optimum.
+The gap of a plan is to the bound of `simulator.bounds`, which no plan can beat and which even the
+best plan need not reach: an upper limit of the distance to the optimum. Pairs with few subgroups
+are searched through (`tuner.optimum`), so that there the distance itself is known.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.progress import track
+from rich.table import Table
 
 from simulator import Layer, Machine, Quantity, Workload
 from simulator.bounds import bound
 from studies.record import write_record
 from tuner.memory import Limits
-from tuner.search import plan
+from tuner.optimum import optimum
+from tuner.search import Candidate, Search, plan
 
 GIB = 2**30
+FEW = (4, 8)
+PROVEN_PCT = 0.01  # closer to the bound than that, nothing better is left to find
 
 
 def main() -> None:
@@ -33,35 +39,86 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, required=True, help="where the figures go")
     parser.add_argument("--pairs", type=int, default=200)
+    parser.add_argument("--few", type=int, default=20, help="pairs with few subgroups")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    figures = measure(args.pairs, args.seed)
+    figures = measure(args.pairs, args.few, args.seed)
     write_record(args.json, "optimality", figures)
-    Console().print(
-        f"{args.pairs} pairs, gap to the bound: {figures['median_gap_pct']:.2f}% median, "
-        f"{figures['p90_gap_pct']:.2f}% at 90%, {figures['max_gap_pct']:.2f}% at most"
-    )
+    Console().print(_table(figures))
 
 
-def measure(pairs: int, seed: int) -> dict[str, Any]:
-    """Plans each pair and compares with its bound."""
+def _table(figures: dict[str, Any]) -> Table:
+    table = Table("figure", "value", title="plans against the best there can be")
+    for name in (
+        "pairs", "median_gap_pct", "p90_gap_pct", "max_gap_pct", "pairs_within_2_pct",
+        "pairs_proven_optimal", "seconds_per_plan_median", "seconds_per_plan_max",
+    ):  # fmt: skip
+        table.add_row(name, f"{figures[name]:.4g}")
+    for name, value in figures["few_subgroups"].items():
+        if name != "rows":
+            table.add_row(f"few subgroups: {name}", f"{value:.4g}")
+    return table
+
+
+def measure(pairs: int, few: int, seed: int) -> dict[str, Any]:
+    """Plans each pair and compares with its bound, and few subgroups with the optimum."""
     rng = np.random.default_rng(seed)
     rows = [gap(*random_pair(rng)) for _ in track(range(pairs), description="planning")]
     gaps = sorted(row["gap_pct"] for row in rows)
+    seconds = [row["planning_s"] for row in rows]
     return {
         "pairs": pairs,
         "seed": seed,
         "median_gap_pct": statistics.median(gaps),
         "p90_gap_pct": float(np.quantile(gaps, 0.9)),
         "max_gap_pct": gaps[-1],
-        "gap_to": "the linear program's lower bound",
+        "gap_to": "the proven lower bound (simulator.bounds)",
+        "pairs_within_2_pct": sum(g <= 2 for g in gaps),
+        "pairs_proven_optimal": sum(g <= PROVEN_PCT for g in gaps),
+        "seconds_per_plan_median": statistics.median(seconds),
+        "seconds_per_plan_max": max(seconds),
+        "few_subgroups": few_subgroups(few, seed),
         "rows": rows,
     }
 
 
+def few_subgroups(pairs: int, seed: int) -> dict[str, Any]:
+    """Pairs of FEW subgroups: the plan and the bound against the true optimum."""
+    rng = np.random.default_rng([seed, 1])
+    rows = []
+    for _ in track(range(pairs), description="searching through"):
+        workload, machine = random_pair(rng, counts=FEW)
+        best_s = exact_s(workload, machine)
+        row = gap(workload, machine)
+        rows.append(
+            {
+                "subgroups": row["subgroups"],
+                "plan_above_optimum_pct": 100 * (row["iteration_s"] / best_s - 1),
+                "bound_below_optimum_pct": 100 * (1 - row["bound_s"] / best_s),
+            }
+        )
+    return {
+        "pairs": pairs,
+        "plan_above_optimum_max_pct": max(r["plan_above_optimum_pct"] for r in rows),
+        "bound_below_optimum_median_pct": statistics.median(
+            r["bound_below_optimum_pct"] for r in rows
+        ),
+        "rows": rows,
+    }
+
+
+def exact_s(workload: Workload, machine: Machine) -> float:
+    """The optimum, from nothing but everything on the host."""
+    search = Search(workload, machine, Limits.of(workload, machine))
+    search.score(Candidate(("host",) * len(workload.subgroups)))
+    return optimum(search).iteration_s
+
+
 def gap(workload: Workload, machine: Machine) -> dict[str, float]:
     """The chosen plan against the bound with all the device memory that is allowed."""
+    began_s = time.perf_counter()
     found = plan(workload, machine)
+    planning_s = time.perf_counter() - began_s
     assert found.prediction is not None
     floor_s = bound(workload, machine, Limits.of(workload, machine).device_bytes).iteration_s
     seconds = found.prediction.iteration_s
@@ -70,12 +127,15 @@ def gap(workload: Workload, machine: Machine) -> dict[str, float]:
         "bound_s": floor_s,
         "gap_pct": 100 * (seconds / floor_s - 1),
         "subgroups": len(workload.subgroups),
+        "planning_s": planning_s,
     }
 
 
-def random_pair(rng: np.random.Generator) -> tuple[Workload, Machine]:
-    """Rates over an order of magnitude around published machines; 10 to 100 subgroups."""
-    count = int(rng.integers(10, 101))
+def random_pair(
+    rng: np.random.Generator, counts: tuple[int, int] = (10, 100)
+) -> tuple[Workload, Machine]:
+    """Rates over an order of magnitude around published machines; so many subgroups."""
+    count = int(rng.integers(counts[0], counts[1] + 1))
     size = int(rng.integers(10, 101)) * 10**6
     forward_s = float(rng.uniform(0.2, 3.0)) * count * size / 7e9
     layer = Layer(
