@@ -7,7 +7,7 @@ identify; a rate whose interval is as wide as its prior was not identified by th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -31,23 +31,70 @@ class Calibration:
     testbeds: Mapping[str, Testbed]
     memory: MemoryModel
     intervals: Mapping[str, Mapping[str, tuple[float, float]]]
+    fitted_on: Sequence[Run] = ()
 
     def predict(self, run: Run) -> dict[str, float]:
         """Milliseconds by column, and ``memory_gb``: the peak over all phases.
+
+        A run with blanks gets the geometric mean over what may have stood in them (`completed`).
 
         Raises:
             RunError: nothing was fitted for the run's testbed.
         """
         if run.testbed not in self.testbeds:
-            raise RunError(
-                f"every testbed of --predict must have rows in --calibrate, but {run.testbed!r} "
-                f"has none (calibrated: {', '.join(self.testbeds)})"
-            )
+            raise _uncalibrated(run.testbed, self.testbeds)
+        if not run.unknown:
+            return self._predict_known(run)
+        cases = completed(run, self.fitted_on)
+        found = [self._predict_known(case) for case, _ in cases]
+        weights = [weight for _, weight in cases]
+        return {
+            name: math.exp(float(np.average([math.log(f[name]) for f in found], weights=weights)))
+            for name in found[0]
+        }
+
+    def _predict_known(self, run: Run) -> dict[str, float]:
         return {**self.testbeds[run.testbed].predict(run), "memory_gb": self.memory.peak_gb(run)}
 
 
-def calibrate(runs: Sequence[Run]) -> Calibration:
+def _uncalibrated(name: str, known: Collection[str]) -> RunError:
+    return RunError(
+        f"every testbed of --predict must have rows in --calibrate, but {name!r} "
+        f"has none (calibrated: {', '.join(sorted(known))})"
+    )
+
+
+def completed(run: Run, fitted: Sequence[Run]) -> list[tuple[Run, int]]:
+    """A run with blanks as the runs it may have been, each with its weight.
+
+    Blanks are filled together from the testbed's fitted runs, from those of the nearest model where
+    the model's shape is blank (grown to its size), and from interleaved ones for a blank stride.
+    """
+    alike = [other for other in fitted if other.testbed == run.testbed]
+    if "stride" in run.unknown and "prefetch" not in run.unknown:
+        alike = [other for other in alike if other.stride] or alike
+    growth = 1.0
+    if {"layers", "hidden"} & set(run.unknown):
+        size = min((r.params_b for r in alike), key=lambda b: abs(math.log(b / run.params_b)))
+        alike = [other for other in alike if other.params_b == size]
+        growth = (run.params_b / size) ** (1 / 3)
+    cases: dict[Run, int] = {}
+    for other in alike:
+        values = {name: getattr(other, name) for name in run.unknown}
+        for name in {"layers", "hidden"} & set(values):
+            values[name] = round(values[name] * growth)
+        if values.get("prefetch") and "stride" not in values:
+            values["stride"] = run.stride or other.stride
+        case = replace(run, **values, unknown=())
+        cases[case] = cases.get(case, 0) + 1
+    return list(cases.items())
+
+
+def calibrate(runs: Sequence[Run], only: Collection[str] | None = None) -> Calibration:
     """Fits memory on all runs (the software is the same) and rates testbed by testbed.
+
+    Args:
+        only: the testbeds to fit; by default every one that has runs.
 
     Raises:
         RunError: a testbed has fewer than three runs with all phases measured.
@@ -55,19 +102,23 @@ def calibrate(runs: Sequence[Run]) -> Calibration:
     memory = MemoryModel.fit(runs)
     testbeds: dict[str, Testbed] = {}
     intervals: dict[str, Mapping[str, tuple[float, float]]] = {}
-    for name in sorted({run.testbed for run in runs}):
+    for name in sorted({run.testbed for run in runs} if only is None else only):
         own = [run for run in runs if run.testbed == name]
-        measured = [r for r in own if all(f"{p}_ms" in r.measured for p in _PHASES)]
+        if not own:
+            raise _uncalibrated(name, {run.testbed for run in runs})
+        measured = [run for run in own if fully_measured(run)]
         if len(measured) < FEWEST_ROWS:
             raise RunError(
                 f"--calibrate must hold at least {FEWEST_ROWS} measured runs of each testbed, "
                 f"but has {len(measured)} of {name!r}"
             )
         testbeds[name], intervals[name] = fit_testbed(name, measured, memory.trust)
-    return Calibration(testbeds, memory, intervals)
+    return Calibration(testbeds, memory, intervals, tuple(runs))
 
 
-_PHASES = ("fwd", "bwd", "step", "iter")
+def fully_measured(run: Run) -> bool:
+    """Rates are fitted on runs with all their phases."""
+    return all(f"{phase}_ms" in run.measured for phase in ("fwd", "bwd", "step", "iter"))
 
 
 def fit_testbed(
@@ -77,6 +128,8 @@ def fit_testbed(
     rates = {key: prior[0] for key, prior in (STEP_PRIORS | PASS_PRIORS).items()}
     testbed = Testbed(name, rates, trust=trust)
     testbed, step_interval = _fit_step(testbed, runs)
+    unsaid = frozenset(run.family for run in runs if run.async_grads is None)
+    testbed = replace(testbed, unsaid_families=unsaid)
     testbed = replace(testbed, async_families=_async_families(testbed, runs))
     testbed, interval = _fit_passes(testbed, runs)
     again = _async_families(testbed, runs)
@@ -124,19 +177,15 @@ def _step_key(run: Run) -> tuple[object, ...]:
             run.prefetch, run.stride, run.family)  # fmt: skip
 
 
-def _by_micro_batch(bed: Testbed, runs: Sequence[Run]) -> dict[int, float]:
-    shared = [run for run in runs if run.ranks_per_node > 1]
-    logs: dict[int, list[float]] = {}
-    for run in shared:
-        logs.setdefault(run.micro_batch, []).append(math.log(bed.dram_of_family[run.family]))
-    return {size: math.exp(sum(values) / len(values)) for size, values in logs.items()}
+def _by_micro_batch(bed: Testbed, runs: Sequence[Run]) -> list[tuple[float, int]]:
+    pairs = sorted({(r.family, r.micro_batch) for r in runs if r.ranks_per_node > 1})
+    return [(math.log(bed.dram_of_family[family]), size) for family, size in pairs]
 
 
 def _async_families(bed: Testbed, runs: Sequence[Run]) -> frozenset[str]:
     """Of the campaigns that do not say it, those whose backward fits asynchronous copies better."""
-    unsaid = {run.family for run in runs if run.async_grads is None}
     return frozenset(
-        family for family in unsaid
+        family for family in bed.unsaid_families
         if _misfit(bed, runs, family, frozenset({family})) < _misfit(bed, runs, family, frozenset())
     )  # fmt: skip
 

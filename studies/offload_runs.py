@@ -20,6 +20,7 @@ MEMORY = (
 _NUMBERS = (
     "params_b", "tp", "dp", "layers", "hidden", "seq", "micro_batch", "offload_ratio", "subgroup"
 )  # fmt: skip
+MAY_BE_BLANK = ("layers", "hidden", "seq", "micro_batch", "offload_ratio", "subgroup", "prefetch")
 _LABEL_TOLERANCE = 0.2  # labels are round numbers; beyond it the logged shape is another model's
 
 
@@ -35,7 +36,8 @@ class Run:
         async_grads: None where the log does not say (an older build).
         stride: 0 where no subgroup visits the device.
         family: the campaign a run belongs to: its source without model sizes.
-        measured: seconds and GiB by column; empty where only a prediction is wanted.
+        measured: milliseconds and GiB by column; empty where only a prediction is wanted.
+        unknown: fields that were blank; what stands in them means nothing.
     """
 
     testbed: str
@@ -53,6 +55,7 @@ class Run:
     stride: int
     family: str
     measured: dict[str, float] = field(default_factory=dict, compare=False)
+    unknown: tuple[str, ...] = ()
 
     @property
     def ranks_per_node(self) -> int:
@@ -106,8 +109,12 @@ def subgroup_sizes(layers: float, hidden: float, seq: int, shards: int, size: in
     return [*sizes, round(collected)] if collected >= 1 else sizes
 
 
-def read_runs(path: str | Path) -> list[Run]:
+def read_runs(path: str | Path, flag: str = "--calibrate", *, blanks: bool = False) -> list[Run]:
     """The runs of a CSV with the columns of the published ones.
+
+    Args:
+        flag: the option that named the file, for messages.
+        blanks: columns of MAY_BE_BLANK may be; such runs name them in `Run.unknown`.
 
     Raises:
         RunError: no such file, a missing column, no row, or a value that is no number.
@@ -117,26 +124,34 @@ def read_runs(path: str | Path) -> list[Run]:
             reader = csv.DictReader(file)
             columns = reader.fieldnames or []
             rows = list(reader)
-    except (OSError, UnicodeDecodeError) as error:
-        raise RunError(f"a file of runs must be a readable CSV, but got {path}: {error}") from None
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise RunError(f"{flag} must be a readable CSV, but got {path}: {error}") from None
     required = ("testbed", *_NUMBERS, "prefetch", "async_grads", "stride", "source")
     missing = [name for name in required if name not in columns]
     if missing:
-        raise RunError(f"{path} must have the columns {', '.join(required)}, but lacks {missing}")
+        raise RunError(
+            f"{flag} {path} must have the columns {', '.join(required)}, but lacks {missing}"
+        )
     if not rows:
-        raise RunError(f"{path} must hold at least one run, but holds none")
-    return [_run(row, f"{path}, line {line}") for line, row in enumerate(rows, start=2)]
+        raise RunError(f"{flag} {path} must hold at least one run, but holds none")
+    return [_run(row, f"{path}, line {line}", blanks) for line, row in enumerate(rows, start=2)]
 
 
-def _run(row: dict[str, str], where: str) -> Run:
-    value = {name: _number(row, name, where) for name in _NUMBERS}
-    for name in _NUMBERS:
-        if not value[name] > 0 and not (name == "offload_ratio" and value[name] == 0):
-            raise RunError(f"{where}: {name} must be > 0, but got {row[name]!r}")
-    if value["offload_ratio"] > 1:
+def _run(row: dict[str, str], where: str, blanks: bool) -> Run:
+    unknown = [name for name in MAY_BE_BLANK if blanks and _blank(row, name)]
+    if "micro_batch" in unknown and not _blank(row, "global_batch"):
+        unknown.remove("micro_batch")  # published runs accumulate nothing
+        share = _positive(row, "global_batch", where) / _positive(row, "dp", where)
+        row = {**row, "micro_batch": str(share)}
+    value = {name: _positive(row, name, where) for name in _NUMBERS if name not in unknown}
+    if value.get("offload_ratio", 0) > 1:
         raise RunError(f"{where}: offload_ratio must lie in [0, 1], but got {row['offload_ratio']}")
+    if _blank(row, "testbed"):
+        raise RunError(f"{where}: testbed must be named, but got ''")
+    value = dict.fromkeys(unknown, 1.0) | value
     prefetch = _number(row, "prefetch", where, 0.0) > 0
-    blank = not (row["async_grads"] or "").strip()
+    if prefetch or "prefetch" in unknown:
+        unknown += ["stride"] if blanks and _blank(row, "stride") else []
     return Run(
         testbed=row["testbed"].strip(),
         params_b=value["params_b"],
@@ -144,11 +159,25 @@ def _run(row: dict[str, str], where: str) -> Run:
         tp=int(value["tp"]), dp=int(value["dp"]), micro_batch=int(value["micro_batch"]),
         offload_ratio=value["offload_ratio"], subgroup=int(value["subgroup"]),
         prefetch=prefetch,
-        async_grads=None if blank else _number(row, "async_grads", where) > 0,
+        async_grads=None if _blank(row, "async_grads") else _number(row, "async_grads", where) > 0,
         stride=int(_number(row, "stride", where, 0.0)) if prefetch else 0,
-        family=family_of(row["source"]),
+        family=family_of(row["source"] or ""),
         measured=_measured(row, where),
+        unknown=tuple(unknown),
     )  # fmt: skip
+
+
+def _blank(row: dict[str, str], name: str) -> bool:
+    return not (row.get(name) or "").strip()
+
+
+def _positive(row: dict[str, str], name: str, where: str) -> float:
+    value = _number(row, name, where)
+    if not value > 0 and not (name == "offload_ratio" and value == 0):
+        raise RunError(f"{where}: {name} must be > 0, but got {row[name]!r}")
+    if name not in ("params_b", "offload_ratio") and value != int(value):
+        raise RunError(f"{where}: {name} must be a whole number, but got {row[name]!r}")
+    return value
 
 
 def _measured(row: dict[str, str], where: str) -> dict[str, float]:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
@@ -13,19 +14,23 @@ from typing import Any
 
 import numpy as np
 
-from studies.calibration import Calibration, calibrate
+from studies.calibration import FEWEST_ROWS, Calibration, calibrate, fully_measured
 from studies.offload_runs import MEMORY, Run, RunError, read_runs, testbeds
 from studies.record import write_record
 from studies.run_memory import TERMS
 
 TIMES = {"forward": "fwd_ms", "backward": "bwd_ms", "step": "step_ms", "iteration": "iter_ms"}
 QUANTITIES = (*TIMES, "memory")
+CHOICES = ("stride", "offload_ratio")
 NEAR_BEST_PCT = 3.0
 ROW_FOLDS = 5
-FOLDS: dict[str, Callable[[Run], Hashable]] = {
+FOLDS: dict[str, Callable[[Run], Hashable]] = {  # None: a run that is never left out
     "model": lambda run: run.params_b,
     "ranks": lambda run: run.dp * run.tp,
     "campaign": lambda run: run.family,
+    "micro-batch": lambda run: run.micro_batch,
+    "offload ratio": lambda run: run.offload_ratio,
+    "stride": lambda run: run.stride or None,
 }
 Pair = tuple[Run, dict[str, float]]
 
@@ -34,8 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command; 2 on input that cannot be used."""
     args = _parser().parse_args(arguments)
     try:
-        fitted_on, asked = read_runs(args.calibrate), read_runs(args.predict)
-        calibration = calibrate(fitted_on)
+        fitted_on = read_runs(args.calibrate)
+        asked = read_runs(args.predict, "--predict", blanks=True)
+        before = _cross_validation_of(args.before)
+        calibration = calibrate(fitted_on, testbeds(asked))
         pairs = predictions(calibration, asked)
         crossed = {} if args.quick else cross_validation(fitted_on)
     except RunError as error:
@@ -45,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     known = {(run, tuple(sorted(run.measured.items()))) for run in fitted_on}
     repeated = sum((run, tuple(sorted(run.measured.items()))) in known for run in asked)
     figures["predicted_rows_that_were_fitted"] = repeated
+    if before:
+        figures["before_and_after"] = before_and_after(before, crossed)
     print_tables(figures)
     if repeated:
         print(f"note: {repeated} of the {len(asked)} predicted rows were fitted too")
@@ -59,7 +68,41 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--predict", required=True, metavar="CSV", help="runs to predict")
     parser.add_argument("--json", required=True, metavar="PATH", help="figures; a PNG goes beside")
     parser.add_argument("--quick", action="store_true", help="no cross-validation")
+    parser.add_argument(
+        "--before", metavar="PATH", help="figures of an earlier model, put beside these"
+    )
     return parser
+
+
+def _cross_validation_of(path: str | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    try:
+        found = json.loads(Path(path).read_text())["cross_validation"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunError(
+            f"--before must be figures with 'cross_validation', but got {path}: {error!r}"
+        ) from None
+    return dict(found)
+
+
+def before_and_after(before: dict[str, Any], after: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row per way of leaving out, testbed and quantity: medians and 90th percentiles."""
+    return [
+        {
+            "left_out": left_out, "testbed": bed, "quantity": quantity,
+            "before": _percentages(before[left_out]["all"][bed][quantity]),
+            "after": _percentages(found[quantity]),
+        }
+        for left_out, crossed in after.items()
+        for bed, found in crossed["all"].items()
+        for quantity in QUANTITIES
+        if quantity in found and quantity in before.get(left_out, {}).get("all", {}).get(bed, {})
+    ]  # fmt: skip
+
+
+def _percentages(found: dict[str, float]) -> list[float]:
+    return [round(found[name], 1) for name in ("median_abs_pct_error", "p90_abs_pct_error")]
 
 
 def predictions(calibration: Calibration, runs: Sequence[Run]) -> list[Pair]:
@@ -128,7 +171,7 @@ def _regret_pct(group: Sequence[Pair]) -> float:
 
 
 def cross_validation(runs: Sequence[Run]) -> dict[str, Any]:
-    """Errors on rows left out: a model, a number of ranks, a campaign, a random fifth at a time."""
+    """Errors on rows left out: all of a model, all of a number of ranks, ..., a random fifth."""
     shuffled = np.random.default_rng(0).permutation(len(runs)) % ROW_FOLDS
     fold_of = {id(run): int(fold) for run, fold in zip(runs, shuffled, strict=True)}
     keys = {**FOLDS, "fifth of the rows": lambda run: fold_of[id(run)]}
@@ -139,19 +182,28 @@ def _left_out(runs: Sequence[Run], key: Callable[[Run], Hashable]) -> dict[str, 
     pairs: list[Pair] = []
     folds: dict[str, Any] = {}
     unpredicted = 0
-    for value in sorted({key(run) for run in runs}, key=str):
+    for value in sorted({key(run) for run in runs} - {None}, key=str):
         kept = [run for run in runs if key(run) != value]
-        usable = [name for name in testbeds(runs) if sum(r.testbed == name for r in kept) > 2]
+        usable = [name for name in testbeds(runs) if _enough(kept, name)]
         asked = [run for run in runs if key(run) == value]
         possible = [run for run in asked if run.testbed in usable]
         unpredicted += len(asked) - len(possible)
         if possible:
-            touched = {run.testbed for run in possible}
-            fitted = calibrate([run for run in kept if run.testbed in touched])
-            found = predictions(fitted, possible)
+            found = predictions(calibrate(kept, {run.testbed for run in possible}), possible)
             pairs += found
-            folds[str(value)] = errors(found)
-    return {"all": _by_testbed(pairs), "rows_without_calibration": unpredicted, "folds": folds}
+            folds[str(value)] = _by_testbed(found)
+    said = [pair for pair in pairs if pair[0].async_grads is not None]
+    return {
+        "all": _by_testbed(pairs),
+        "rows_that_say_how_gradients_flow": _by_testbed(said),
+        "ranking": {choice: ranking(pairs, choice) for choice in CHOICES},
+        "rows_without_calibration": unpredicted,
+        "folds": folds,
+    }
+
+
+def _enough(runs: Sequence[Run], name: str) -> bool:
+    return sum(run.testbed == name and fully_measured(run) for run in runs) >= FEWEST_ROWS
 
 
 def _by_testbed(pairs: Sequence[Pair]) -> dict[str, Any]:
@@ -167,12 +219,12 @@ def figures_of(
         "what": "published runs (Deep Optimizer States, 2024) against rates fitted to other rows; "
         "forward and backward are closed forms, the step is simulated",
         "predicted": _by_testbed(pairs),
-        "ranking": {choice: ranking(pairs, choice) for choice in ("stride", "offload_ratio")},
+        "ranking": {choice: ranking(pairs, choice) for choice in CHOICES},
         "cross_validation": crossed,
         "rates": {name: _rates(calibration, name) for name in calibration.testbeds},
         "memory_coefficients": dict(zip(TERMS, calibration.memory.coefficients, strict=True)),
         "label_trust": calibration.memory.trust,
-        "rows": [_row(pair) for pair in pairs],
+        "rows": [_row(calibration, pair) for pair in pairs],
     }
 
 
@@ -188,13 +240,18 @@ def _rates(calibration: Calibration, name: str) -> dict[str, Any]:
     }
 
 
-def _row(pair: Pair) -> dict[str, Any]:
+def _row(calibration: Calibration, pair: Pair) -> dict[str, Any]:
     run, predicted = pair
     facts = {
         name: getattr(run, name)
         for name in ("testbed", "model", "family", "tp", "dp", "micro_batch", "offload_ratio",
                      "subgroup", "prefetch", "async_grads", "stride")
     }  # fmt: skip
+    for name in run.unknown:
+        facts[name] = None
+    facts["asynchronous_probability"] = calibration.testbeds[run.testbed].asynchronous_probability(
+        run
+    )
     return {**facts, "predicted": predicted, "measured": run.measured}
 
 

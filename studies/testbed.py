@@ -7,7 +7,8 @@ the schedules `twin_flow` (offloaded, with resident subgroups) and `deep_optimiz
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,16 +23,18 @@ BACKWARD_FLOPS = 3  # of a forward: recomputed, then two products per weight
 
 # What is fitted of a testbed: name -> (the centre of its prior, the prior's width in log units).
 STEP_PRIORS: dict[str, tuple[float, float]] = {
-    "host_adam_params_per_s": (2e9, 1.0),
+    "host_adam_params_per_s": (8e9, 0.5),
+    "rank_dram_bytes_per_s": (8e10, 0.6),
     "dram_bytes_per_s": (1.5e11, 1.0),
     "pageable_h2d_bytes_per_s": (8e9, 1.0),
     "subgroup_s": (2e-3, 1.0),
     "interleaved_share": (0.85, 0.3),
 }
 PASS_PRIORS: dict[str, tuple[float, float]] = {
-    "flops_per_s": (2e14, 1.0),
-    "forward_layer_s": (2e-3, 1.0),
-    "backward_layer_s": (3e-3, 1.0),
+    "flops_per_s": (2e14, 0.6),
+    "forward_layer_s": (5e-3, 0.7),
+    "reduced_params_per_s": (2e10, 0.7),
+    "launch_power": (3.0, 0.5),
     "blocking_params_per_s": (1.7e9, 1.0),
     "blocking_dram_bytes": (25.0, 1.0),
     "gradient_bytes_per_s": (2e10, 1.0),
@@ -41,7 +44,7 @@ PASS_PRIORS: dict[str, tuple[float, float]] = {
     "tensor_backward_bytes_per_s": (3e10, 1.0),
     "between_s": (0.3, 0.7),
     "between_rank_s": (0.05, 0.7),
-    "between_prefetch_s": (0.03, 1.5),
+    "between_prefetch_s": (0.08, 0.8),
 }
 PCIE_BYTES_PER_S = {"a100": 25e9, "h100x4": 52e9}  # published; reference of the data set
 DEVICE_ADAM_PARAMS_PER_S = {"a100": 45e9, "h100x4": 90e9}  # HBM data sheet over 32 B/param
@@ -55,20 +58,23 @@ class Testbed:
     Attributes:
         rates: by the names of STEP_PRIORS and PASS_PRIORS.
         dram_of_family: DRAM rate of a campaign over the testbed's: how its ranks were pinned.
-        async_families: campaigns whose logs do not say it, but whose gradients flow asynchronously.
-        dram_of_micro_batch: what an unknown campaign gets, by micro-batch.
+        unsaid_families: campaigns whose logs do not say how gradients flow.
+        async_families: those of them whose gradients flow asynchronously.
+        dram_of_micro_batch: logarithm of a campaign's factor, and the micro-batch it ran with; for
+            campaigns with several ranks on a node, the ones whose factor shows.
         trust: see `offload_runs.shape`.
     """
 
     name: str
     rates: Mapping[str, float]
     dram_of_family: Mapping[str, float] = field(default_factory=dict)
-    dram_of_micro_batch: Mapping[int, float] = field(default_factory=dict)
+    dram_of_micro_batch: Sequence[tuple[float, int]] = ()
+    unsaid_families: frozenset[str] = frozenset()
     async_families: frozenset[str] = frozenset()
     trust: float = 0.75
 
-    def machine(self, dram_factor: float = 1.0) -> Machine:
-        """One of its nodes as the simulator sees it."""
+    def machine(self, ranks: int = 1, dram_factor: float = 1.0) -> Machine:
+        """One of its nodes, as ``ranks`` equal ranks find it."""
         pcie = PCIE_BYTES_PER_S.get(self.name, 25e9)
         fitted = {name: Quantity.exact(rate, "fitted") for name, rate in self.rates.items()}
         return Machine(
@@ -79,7 +85,7 @@ class Testbed:
             d2h_bytes_per_s=Quantity.exact(pcie, "published"),
             pageable_h2d_bytes_per_s=fitted["pageable_h2d_bytes_per_s"],
             dram_bytes_per_s=Quantity.exact(
-                self.rates["dram_bytes_per_s"] * dram_factor, "fitted"
+                ranks * self.rank_dram_bytes_per_s(ranks, dram_factor), "fitted"
             ),
             copy_latency_s=self.rates["subgroup_s"],
             host_adam_params_per_s=fitted["host_adam_params_per_s"],
@@ -90,20 +96,44 @@ class Testbed:
             storage_write_bytes_per_s=Quantity.exact(1e9, "assumed"),
         )  # fmt: skip
 
-    def dram_factor(self, run: Run) -> float:
-        """Of the run's campaign; an unknown one gets that of campaigns with its micro-batch.
+    def rank_dram_bytes_per_s(self, ranks: int, dram_factor: float) -> float:
+        """What one rank's threads can draw, alone or from their part of the node's memory."""
+        node = self.rates["dram_bytes_per_s"] * dram_factor
+        return 1 / _power_sum(1 / self.rates["rank_dram_bytes_per_s"], ranks / node, 4)
 
-        A rank alone on its node competes with nobody: there campaigns do not differ.
+    def dram_factor(self, run: Run) -> float:
+        """Of the run's campaign; for an unknown one, the mean over those that were fitted.
+
+        Campaigns count by how near their micro-batches are: whoever changed one changed how ranks
+        were pinned too.
         """
-        if run.ranks_per_node == 1:
+        if run.family in self.dram_of_family:
+            return self.dram_of_family[run.family]
+        weights = [
+            math.exp(-0.5 * math.log2(run.micro_batch / size) ** 2)
+            for _, size in self.dram_of_micro_batch
+        ]
+        if not sum(weights):
             return 1.0
-        known = self.dram_of_family.get(run.family)
-        return known if known is not None else self.dram_of_micro_batch.get(run.micro_batch, 1.0)
+        return math.exp(
+            float(np.average([f for f, _ in self.dram_of_micro_batch], weights=weights))
+        )
 
     def asynchronous(self, run: Run) -> bool:
+        """More likely than not: the marginal median, which errs least in absolute terms."""
+        return self.asynchronous_probability(run) > 0.5
+
+    def asynchronous_probability(self, run: Run) -> float:
+        """1 or 0 where the log says it or its campaign's backward showed it.
+
+        Else the share among campaigns whose logs do not say it, the data set's note that such
+        builds blocked counting as two of them.
+        """
         if run.async_grads is not None:
-            return run.async_grads
-        return run.family in self.async_families
+            return float(run.async_grads)
+        if run.family in self.unsaid_families:
+            return float(run.family in self.async_families)
+        return len(self.async_families) / (len(self.unsaid_families) + 2)
 
     def predict(self, run: Run) -> dict[str, float]:
         """Milliseconds by the columns fwd_ms, bwd_ms, step_ms and iter_ms."""
@@ -118,7 +148,7 @@ class Testbed:
     def step_s(self, run: Run) -> float:
         """Simulated; the interleaved build saves host passes that stock's schedule has."""
         schedule = step_schedule(run, self.trust)
-        step = simulated_step_s(schedule, self.machine(self.dram_factor(run)))
+        step = simulated_step_s(schedule, self.machine(run.ranks_per_node, self.dram_factor(run)))
         return step * (self.rates["interleaved_share"] if visits(run, self.trust) else 1.0)
 
     # -- forward and backward ------------------------------------------------------------------
@@ -144,23 +174,23 @@ class Testbed:
         return 2 * moved * (run.tp - 1) / run.tp
 
     def forward_s(self, run: Run) -> float:
-        """Products at the device's rate, a cost per layer, tensor parallelism, the network."""
-        rates = self.rates
-        layers = shape(run, self.trust)[0]
-        compute = self._flops(run) / rates["flops_per_s"] + layers * rates["forward_layer_s"]
-        tensor = self._tensor_bytes(run) / rates["tensor_forward_bytes_per_s"]
-        return compute + tensor + self._network_s(run)
+        """The device's or the host's time, whichever is longer, and the network's."""
+        tensor = self._tensor_bytes(run) / self.rates["tensor_forward_bytes_per_s"]
+        device = self._flops(run) / self.rates["flops_per_s"] + tensor
+        launches = shape(run, self.trust)[0] * self.rates["forward_layer_s"]
+        return self._overlapped(device, launches) + self._network_s(run)
+
+    def _overlapped(self, device_s: float, host_s: float) -> float:
+        """The host issues kernels, gathers and reductions while the device computes."""
+        return _power_sum(device_s, host_s, 1 + self.rates["launch_power"])
 
     def backward_s(self, run: Run) -> float:
         """Three forwards' products, two passes of the network, and the gradients' way home."""
         rates = self.rates
-        layers = shape(run, self.trust)[0]
-        compute = (
-            BACKWARD_FLOPS * self._flops(run) / rates["flops_per_s"]
-            + layers * rates["backward_layer_s"]
-            + self._tensor_bytes(run) / rates["tensor_backward_bytes_per_s"]
-            + 2 * self._network_s(run)
-        )
+        tensor = self._tensor_bytes(run) / rates["tensor_backward_bytes_per_s"]
+        device = BACKWARD_FLOPS * self._flops(run) / rates["flops_per_s"] + tensor
+        reduced = elements(run, self.trust) / run.tp / rates["reduced_params_per_s"]
+        compute = self._overlapped(device, reduced) + 2 * self._network_s(run)
         hosted = hosted_elements(run, self.trust)
         if self.asynchronous(run):
             copies = hosted * GRADIENT_BYTES / rates["gradient_bytes_per_s"]

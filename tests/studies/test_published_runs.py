@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from studies import published_runs
-from studies.calibration import calibrate
+from studies.calibration import calibrate, completed
 from studies.offload_runs import RunError, family_of, read_runs, shape, subgroup_sizes
 from studies.published_runs import errors, predictions, ranking
 from studies.testbed import PASS_PRIORS, STEP_PRIORS, Testbed, hosted_elements, visits
@@ -169,6 +169,9 @@ def test_a_testbed_without_calibration_is_an_error(tmp_path, capsys):
         ("dp", "", "line 2: dp must be a finite number, but got ''"),
         ("iter_ms", "nan", "line 2: iter_ms must be a finite number"),
         ("offload_ratio", "1.5", "line 2: offload_ratio must lie in"),
+        ("layers", "32.5", "line 2: layers must be a whole number, but got '32.5'"),
+        ("tp", "0.5", "line 2: tp must be a whole number, but got '0.5'"),
+        ("testbed", " ", "line 2: testbed must be named"),
     ],
 )
 def test_bad_rows_say_where_and_what(tmp_path, column, value, message):
@@ -187,3 +190,101 @@ def test_files_that_are_no_runs(tmp_path):
     few = [r for r in read_runs(CSV) if r.testbed == "a100"][:2]
     with pytest.raises(RunError, match="at least 3 measured runs of each testbed, but has 2"):
         calibrate(few)
+    (tmp_path / "empty.csv").write_text("")
+    with pytest.raises(RunError, match=r"--predict .*empty.csv must have the columns testbed"):
+        read_runs(tmp_path / "empty.csv", "--predict")
+
+
+def test_a_testbed_that_is_not_asked_for_needs_no_rates(runs):
+    few = [r for r in runs if r.testbed == "h100x4"] + [r for r in runs if r.testbed == "a100"][:2]
+    assert list(calibrate(few, ["h100x4"]).testbeds) == ["h100x4"]
+    with pytest.raises(RunError, match=r"'b200' has none \(calibrated: a100, h100x4\)"):
+        calibrate(few, ["b200"])
+
+
+def blanked(tmp_path, **values):
+    row = next(r for r in rows_of(CSV) if r["prefetch"] == "1" and r["testbed"] == "a100")
+    return read_runs(written(tmp_path / "b.csv", [{**row, **values}]), "--predict", blanks=True)[0]
+
+
+@pytest.mark.parametrize(
+    "column", ["layers", "hidden", "seq", "micro_batch", "offload_ratio", "subgroup", "stride",
+               "prefetch"]
+)  # fmt: skip
+def test_a_blank_is_predicted_between_what_it_may_have_been(split, tmp_path, column):
+    calibration, _ = split
+    run = blanked(tmp_path, **{column: "", "global_batch": ""})
+    assert column in run.unknown
+    cases = completed(run, calibration.fitted_on)
+    assert not any(case.unknown for case, _ in cases)
+    seconds = [calibration.predict(case)["iter_ms"] for case, _ in cases]
+    assert min(seconds) <= calibration.predict(run)["iter_ms"] * (1 + 1e-9)
+    assert calibration.predict(run)["iter_ms"] <= max(seconds) * (1 + 1e-9)
+    if column == "stride":
+        assert {case.stride for case, _ in cases} >= {2, 5, 10}
+
+
+def test_blank_shapes_are_those_of_the_nearest_model_grown(split, tmp_path):
+    calibration, _ = split
+    like_13 = blanked(tmp_path, params_b="13", layers="", hidden="")
+    assert {(c.layers, c.hidden) for c, _ in completed(like_13, calibration.fitted_on)} == {
+        (40, 5120)
+    }
+    grown = completed(replace(like_13, params_b=26.0), calibration.fitted_on)[0][0]
+    assert grown.logged_params / 12.85e9 == pytest.approx(2, rel=0.05)
+
+
+def test_a_blank_micro_batch_follows_from_the_global_batch(tmp_path):
+    run = blanked(tmp_path, micro_batch="", global_batch="32", dp="4")
+    assert run.micro_batch == 8
+    assert not run.unknown
+
+
+def test_an_unknown_campaign_lies_between_the_known_ones(split, runs):
+    bed = split[0].testbeds["a100"]
+    known = [math.exp(f) for f, _ in bed.dram_of_micro_batch]
+    run = next(r for r in runs if r.testbed == "a100" and r.dp == 4)
+    new = [
+        bed.dram_factor(replace(run, family="new", micro_batch=size)) for size in (1, 2, 4, 8, 64)
+    ]
+    assert all(min(known) <= factor <= max(known) for factor in new)
+    assert new == sorted(new, reverse=True)  # the campaign with micro-batch 1 pinned its ranks
+    silent = replace(run, family="new", async_grads=None)
+    assert 0 < bed.asynchronous_probability(silent) < 0.5
+
+
+def test_a_rank_draws_less_memory_bandwidth_beside_others():
+    bed = Testbed("a100", RATES)
+    shares = [bed.rank_dram_bytes_per_s(ranks, 1.0) for ranks in (1, 2, 4)]
+    assert shares == sorted(shares, reverse=True)
+    assert shares[0] < RATES["rank_dram_bytes_per_s"]
+    assert 4 * shares[2] < RATES["dram_bytes_per_s"]
+
+
+def test_a_file_without_measurements_is_predicted(tmp_path):
+    rows = [r for r in rows_of(CSV) if r["testbed"] == "h100x4"]
+    bare = [{k: v for k, v in r.items() if not k.endswith(("_ms", "_gb"))} for r in rows[:2]]
+    asked, path = written(tmp_path / "ask.csv", bare), tmp_path / "out.json"
+    arguments = ["--calibrate", str(written(tmp_path / "fit.csv", rows)), "--predict", str(asked)]
+    assert published_runs.main([*arguments, "--json", str(path), "--quick"]) == 0
+    figures = json.loads(path.read_text())
+    assert [row["predicted"]["iter_ms"] > 0 for row in figures["rows"]] == [True, True]
+    assert figures["predicted"]["h100x4"] == {"rows": 2}
+
+
+def test_before_and_after_stand_side_by_side():
+    def crossed(median):
+        found = {"median_abs_pct_error": median, "p90_abs_pct_error": 2 * median, "n": 3}
+        return {"model": {"all": {"a100": {"rows": 3, "iteration": found}}}}
+
+    assert published_runs.before_and_after(crossed(4.0), crossed(3.0)) == [
+        {"left_out": "model", "testbed": "a100", "quantity": "iteration",
+         "before": [4.0, 8.0], "after": [3.0, 6.0]}
+    ]  # fmt: skip
+
+
+def test_figures_that_are_none_are_refused_as_before(tmp_path, capsys):
+    (tmp_path / "b.json").write_text("[]")
+    arguments = ["--calibrate", str(CSV), "--predict", str(CSV), "--json", str(tmp_path / "x")]
+    assert published_runs.main([*arguments, "--before", str(tmp_path / "b.json")]) == 2
+    assert "--before must be figures" in capsys.readouterr().err
