@@ -3,74 +3,20 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from simulator import Machine, Plan, Workload, build_schedule, simulate
+from simulator import Plan, Workload, build_schedule, simulate
 from simulator.bounds import bound
+from studies.gpu_suite import Figures, OutOfTimeError, Suite
+from studies.peers import compare
 
-Figures = dict[str, Any]
-TRIAL_LIMIT_S = 240
-
-
-@dataclass(frozen=True)
-class Suite:
-    """What all parts share. ``emulated``: a machine without a GPU runs tiny sizes."""
-
-    out: Path
-    size: str
-    cap_gib: float
-    subgroup: int
-    emulated: bool
-
-    def trial(self, name: str, *arguments: str) -> Figures:
-        """One `studies.offload_trial` in a process of its own; a failure is a row that says how."""
-        path = self.out / "trials" / f"{name}.json"
-        command = [
-            sys.executable, "-m", "studies.offload_trial", "--json", str(path),
-            "--size", self.size, "--cap-gib", str(self.cap_gib), "--subgroup", str(self.subgroup),
-            "--steps", "3" if self.emulated else "8", *arguments,
-        ]  # fmt: skip
-        try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, check=False, timeout=TRIAL_LIMIT_S
-            )
-        except subprocess.TimeoutExpired:
-            return {"variant": name, "failed": f"took longer than {TRIAL_LIMIT_S} s"}
-        if done.returncode:
-            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            return {"variant": name, "failed": last[-300:]}
-        return {**json.loads(path.read_text()), "name": name}
-
-    def machine(self) -> Machine:
-        path = self.out / "machine_profile.json"
-        if not path.exists():
-            machine_profile(self)
-        return Machine.load(path)
-
-    def workload(self) -> Workload:
-        path = self.out / "workload.json"
-        if not path.exists():
-            row = self.trial("profile", "--workload", str(path))
-            if "failed" in row:
-                raise RuntimeError(f"the workload could not be profiled: {row['failed']}")
-        return Workload.load(path)
-
-    def plan(self) -> Plan:
-        """The tuner's, within the cap."""
-        import tuner
-
-        path = self.out / "plan.json"
-        if not path.exists():
-            limit = None if self.emulated else int(self.cap_gib * 2**30)
-            tuner.plan(self.workload(), self.machine(), device_memory_bytes=limit).save(path)
-        return Plan.load(path)
+PART_LIMIT_S = 600.0
 
 
 def kernel_bits(suite: Suite) -> Figures:
@@ -83,6 +29,10 @@ def kernel_bits(suite: Suite) -> Figures:
     special = torch.tensor([0.0, -0.0, 1e-45, 3e38, float("inf"), float("nan")])
     generator = torch.Generator().manual_seed(0)
     for number in range(1, total // chunk + 2):
+        try:
+            suite.left_s()
+        except OutOfTimeError:
+            break  # `values` tells how far it came
         values = [torch.randn(chunk, generator=generator) for _ in range(3)]
         values[2] = values[2].square()
         grad = torch.randn(chunk, generator=generator) * 10.0 ** ((number % 30) - 24)
@@ -97,7 +47,7 @@ def kernel_bits(suite: Suite) -> Figures:
         pairs = [*zip(values, theirs, strict=True), (wires[0].float(), wires[1].float())]
         differing += sum(_unequal(a, b) for a, b in pairs)
         seen += chunk
-    return {"values": seen, "differing": differing, "correct": differing == 0}
+    return {"values": seen, "differing": differing, "correct": differing == 0 and seen > 0}
 
 
 def _on_device(
@@ -131,46 +81,40 @@ def contract(suite: Suite) -> Figures:
     if suite.emulated:
         chosen = ["tests/runtime/contract/test_bits.py", "-k", "all_on_the_host"]
     command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", *chosen]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = _tested(suite, command)
+    sanitizer = shutil.which("compute-sanitizer")
+    if sanitizer and not suite.emulated:
+        few = ["-k", "all_on_the_host or any_placement", "tests/runtime/contract/test_bits.py"]
+        races = [sanitizer, "--tool", "racecheck", "--error-exitcode", "9", *command[:6], *few]
+        found["racecheck"] = _tested(suite, races)
+        found["correct"] = bool(found["correct"] and found["racecheck"]["correct"])
+    return found
+
+
+def _tested(suite: Suite, command: list[str]) -> Figures:
+    try:
+        limit_s = suite.left_s(PART_LIMIT_S)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit_s)
+    except (OutOfTimeError, subprocess.TimeoutExpired) as error:
+        return {"summary": f"stopped: {error}"[:300], "failed": [], "correct": None}
     lines = done.stdout.strip().splitlines()
-    failed = [line for line in lines if line.startswith("FAILED")]
     return {
-        "summary": lines[-1] if lines else "",
-        "failed": failed,
+        "summary": lines[-1] if lines else done.stderr.strip()[-300:],
+        "failed": [line for line in lines if line.startswith("FAILED")],
         "correct": done.returncode == 0,
     }
 
 
 def machine_profile(suite: Suite) -> Figures:
     """(c) What the machine can do."""
-    from profiler import measure_machine
-
-    small: Figures = {"seconds": 1.0, "elements": 100_000} if suite.emulated else {"seconds": 45.0}
-    machine = measure_machine(suite.out / "storage", fresh=True, **small)
+    machine = suite.measure_machine()
     machine.save(suite.out / "machine_profile.json")
     return {"measured": machine.model_dump(mode="json")}
 
 
 def peers(suite: Suite) -> Figures:
     """(d) Everybody in turn: same model, same cap, same seeds."""
-    plan = suite.out / "plan.json"
-    suite.plan()
-    rows = [
-        suite.trial("stock", "--variant", "stock"),
-        suite.trial("ebbtide", "--variant", "ebbtide", "--plan", str(plan)),
-        suite.trial("superoffload", "--variant", "superoffload"),
-        suite.trial("superoffload_no_clipping", "--variant", "superoffload", "--clipping", "0"),
-        *(suite.trial(f"twin_flow_{r}", "--variant", f"twin_flow:{r}") for r in (0.8, 0.6)),
-        suite.trial("zenflow", "--variant", "zenflow"),
-        suite.trial("no_offload", "--variant", "no_offload"),
-    ]
-    stock = rows[0]
-    for row in rows:
-        if "failed" not in row and "failed" not in stock:
-            row["bit_identical"] = row["hash"] == stock["hash"]
-            row["speedup"] = stock["iteration_s"] / row["iteration_s"]
-    ours = rows[1]
-    return {"rows": rows, "speedup": ours.get("speedup"), "correct": ours.get("bit_identical")}
+    return compare(suite)
 
 
 def fidelity(suite: Suite) -> Figures:
@@ -229,7 +173,9 @@ def checkpoint_stall(suite: Suite) -> Figures:
     command = [sys.executable, "-m", "studies.checkpoint_stall", "--json", str(path)]
     if suite.emulated:
         command += ["--model", "tiny", "--steps", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=suite.left_s(PART_LIMIT_S)
+    )
     if done.returncode:
         return {"failed": done.stderr.strip().splitlines()[-1:]}
     return {"measured": json.loads(path.read_text())}

@@ -2,8 +2,8 @@
 
     python -m studies.offload_trial --variant stock --size tiny --steps 5 --json row.json
 
-Variants: stock, twin_flow:RATIO, superoffload, zenflow, no_offload, ebbtide (with --plan, or all on
-the host). Two variants with the same hash have trained the same bits.
+Variants: stock, twin_flow:RATIO, superoffload, zenflow, no_offload, torchao, ebbtide (with --plan,
+or all on the host). Two variants with the same hash have trained the same bits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from studies.record import write_record
 
 WARMUP = 3
 GIB = 2**30
-INEXACT = ("zenflow",)
+INEXACT = ("zenflow", "torchao")
 
 
 def main() -> None:
@@ -98,6 +98,10 @@ def _engine(args: argparse.Namespace) -> Any:
     import runtime
 
     name, _, setting = args.variant.partition(":")
+    if name == "torchao":
+        from studies.torchao_offload import TorchaoEngine
+
+        return TorchaoEngine(ByteGPT(SIZES[args.size]), args.clipping)
     offload: dict[str, Any] = {"device": "cpu", "pin_memory": True}
     if name == "twin_flow":
         offload["ratio"] = float(setting)

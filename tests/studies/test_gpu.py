@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-PARTS = ["kernel_bits", "contract", "machine", "efficiency"]
+PARTS = ["kernel_bits", "contract", "machine", "efficiency", "ablation"]
 
 
 @pytest.mark.slow
@@ -25,6 +25,14 @@ def test_parts_write_their_records_and_say_emulated(tmp_path, deepspeed_ops, chi
     assert found["kernel_bits"]["differing"] == 0
     assert "passed" in found["contract"]["summary"]
     assert found["efficiency"]["row"]["variant"] == "ebbtide"
+    plotted = subprocess.run(
+        [sys.executable, "-m", "studies.gpu", "--plot", str(tmp_path)], capture_output=True,
+        text=True, check=True,
+    )  # fmt: skip
+    assert sorted(plotted.stdout.split()) == [
+        str(tmp_path / f"{part}.png") for part in ("ablation", "efficiency")
+    ]
+    assert (tmp_path / "ablation.png").stat().st_size > 5000
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -34,3 +42,34 @@ def test_cuda_without_a_gpu_is_refused(tmp_path):
     assert done.returncode != 0
     assert "--device emulated" in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "one of --out DIR and --plot DIR must be given"),
+        (["--out", "x", "--model-b", "2.5"], "--size (or --model-b) must be one of"),
+        (["--out", "x", "--minutes", "0"], "--minutes must be > 0, but got 0.0"),
+        (["--plot", "/nonexistent"], "--plot must be a folder with records of studies.gpu"),
+    ],
+)
+def test_bad_input_is_told(arguments, message):
+    command = [sys.executable, "-m", "studies.gpu", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert message in done.stderr
+
+
+def test_no_part_runs_beyond_the_time_that_is_given(tmp_path):
+    import time
+
+    from studies.gpu_parts import kernel_bits
+    from studies.gpu_suite import OutOfTimeError, Suite
+
+    late = Suite(tmp_path, "tiny", 1.0, 20_000, emulated=True, deadline_s=time.monotonic())
+    with pytest.raises(OutOfTimeError, match="--minutes"):
+        late.left_s()
+    assert late.trial("stock", "--variant", "stock")["failed"] == "out of time (--minutes)"
+    stopped = kernel_bits(late)
+    assert stopped["values"] == 0
+    assert stopped["correct"] is False, "nothing was compared"

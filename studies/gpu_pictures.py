@@ -1,0 +1,109 @@
+"""Pictures of the GPU suite's parts, drawn from their JSON on any machine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Figures = dict[str, Any]
+PHASES = {"forward": "#56b4e9", "backward": "#e69f00", "step": "#009e73"}
+
+
+def draw_parts(folder: Path) -> list[Path]:
+    """Draws every part that has something to show; returns the pictures.
+
+    Raises:
+        SystemExit: the folder holds no record of the suite.
+    """
+    found = []
+    for part, draw in DRAWERS.items():
+        path = folder / f"{part}.json"
+        if not path.exists():
+            continue
+        record = json.loads(path.read_text())
+        if "failed" in record or not _rows(record):
+            continue
+        found.append(_drawn(record, draw, path.with_suffix(".png")))
+    if not found:
+        raise SystemExit(
+            f"--plot must be a folder with records of studies.gpu, but {folder} has none"
+        )
+    return found
+
+
+def _rows(record: Figures) -> list[Figures]:
+    """What ran; `efficiency` has a single one."""
+    rows = record.get("rows") or [record.get("row") or {}]
+    return [row for row in rows if row.get("iteration_s")]
+
+
+def _drawn(record: Figures, draw: Callable[[Any, Figures], None], path: Path) -> Path:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, ax = plt.subplots(figsize=(8, 4.2), layout="constrained")
+    draw(ax, record)
+    figure.suptitle(_where(record), fontsize=9, color="0.35")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return path
+
+
+def _where(record: Figures) -> str:
+    if record.get("device_kind") == "emulated":
+        return "emulated device: no GPU figures"
+    return str(record.get("machine", {}).get("gpu") or "no GPU")
+
+
+def _phases(ax: Any, record: Figures) -> None:
+    """Stacked phases of each row, slowest at the top."""
+    rows = sorted(_rows(record), key=lambda row: row["iteration_s"])
+    names = [row.get("name") or row["variant"] for row in rows]
+    left = [0.0] * len(rows)
+    for phase, colour in PHASES.items():
+        widths = [1e3 * row[f"{phase}_s"] for row in rows]
+        ax.barh(names, widths, left=left, color=colour, label=phase)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    for place, row in enumerate(rows):
+        told = f" {row['speedup']:.2f}x" if row.get("speedup") else ""
+        told += "" if row.get("exact", True) else " (not exact)"
+        ax.text(left[place], place, told, va="center", fontsize=8)
+    ax.set_xlabel("ms per iteration")
+    ax.margins(x=0.15)
+    ax.legend(frameon=False, fontsize=8, loc="lower right")
+
+
+def _predictions(ax: Any, record: Figures) -> None:
+    rows = _rows(record)
+    top = 1.08 * max(max(row["predicted_s"], row["iteration_s"]) for row in rows) * 1e3
+    ax.plot([0, top], [0, top], color="0.6", linewidth=1)
+    ax.scatter([1e3 * r["predicted_s"] for r in rows], [1e3 * r["iteration_s"] for r in rows],
+               color="#0072b2", zorder=3)  # fmt: skip
+    for row in rows:
+        name = str(row.get("name", "")).removeprefix("fidelity_")
+        ax.annotate(name, (1e3 * row["predicted_s"], 1e3 * row["iteration_s"]), fontsize=7,
+                    xytext=(4, -8), textcoords="offset points")  # fmt: skip
+    ax.set(xlim=(0, top), ylim=(0, top), xlabel="predicted (ms)", ylabel="measured (ms)")
+
+
+def _efficiency(ax: Any, record: Figures) -> None:
+    row = _rows(record)[0]
+    values = {"floor": record["floor_s"], "predicted": record["predicted_s"],
+              "measured": row["iteration_s"]}  # fmt: skip
+    ax.barh(
+        list(values), [1e3 * v for v in values.values()], color=["#999999", "#56b4e9", "#009e73"]
+    )
+    ax.set_xlabel("ms per iteration")
+    ax.set_title(f"efficiency {record['efficiency']:.2f}", fontsize=11)
+
+
+DRAWERS: dict[str, Callable[[Any, Figures], None]] = {
+    "peers": _phases,
+    "ablation": _phases,
+    "fidelity": _predictions,
+    "efficiency": _efficiency,
+}

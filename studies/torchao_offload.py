@@ -1,0 +1,70 @@
+"""torchao's CPUOffloadOptimizer behind the calls of a DeepSpeed engine, for comparison.
+
+It keeps the parameters in the model's own precision, so that its masters have 16 bits: not the
+numerics of stock DeepSpeed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from studies.byte_gpt import ds_config
+
+MakeOptimizer = Callable[[Iterable[torch.nn.Parameter], dict[str, Any]], Any]
+
+
+def cpu_offload_adamw(parameters: Iterable[torch.nn.Parameter], settings: dict[str, Any]) -> Any:
+    """Torchao's optimizer, gradients offloaded too.
+
+    Raises:
+        ImportError: torchao is not installed.
+    """
+    from torchao.optim import CPUOffloadOptimizer
+
+    return CPUOffloadOptimizer(
+        parameters, torch.optim.AdamW, offload_gradients=True, fused=True, **settings
+    )
+
+
+class TorchaoEngine:
+    """``engine(*batch)``, ``engine.backward(loss)``, ``engine.step()`` on a plain torch model."""
+
+    def __init__(
+        self, model: torch.nn.Module, clipping: float, make: MakeOptimizer = cpu_offload_adamw
+    ) -> None:
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.module = model.to(self.device, torch.bfloat16)
+        given = ds_config(1, 1)["optimizer"]["params"]
+        settings = {k: given[k] for k in ("lr", "betas", "eps", "weight_decay") if k in given}
+        self._inner = make(self.module.parameters(), settings)
+        self._clipping = clipping
+        self.optimizer = self  # what a trial hashes: `fp32_partitioned_groups_flat`
+
+    @property
+    def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
+        return [parameter.detach().float() for parameter in self.module.parameters()]
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        return {}
+
+    def __call__(self, *batch: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.module(*batch)
+        return loss
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def step(self) -> None:
+        # With offloaded gradients there is nothing left on the device to clip: as its users do.
+        if self._clipping > 0:
+            kept = [p for p in self.module.parameters() if p.grad is not None]
+            torch.nn.utils.clip_grad_norm_(kept, self._clipping)
+        self._inner.step()
+        self._inner.zero_grad()
+
+    def destroy(self) -> None:
+        """Nothing to give back."""

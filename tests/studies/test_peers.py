@@ -1,0 +1,89 @@
+"""The comparison with peers: what is made of rows, and two real ones at a tiny size."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from studies.gpu_suite import Suite
+from studies.peers import compare
+from studies.torchao_offload import TorchaoEngine
+
+
+def row(name, seconds, digest="a", **more):
+    variant = {"stock_no_clipping": "stock", "superoffload_no_clipping": "superoffload"}.get(name)
+    variant = variant or (f"twin_flow:{name[-3:]}" if name.startswith("twin") else name)
+    return {"name": name, "variant": variant, "iteration_s": seconds, "hash": digest, **more}
+
+
+RAN = {
+    "stock": row("stock", 6.0), "ebbtide": row("ebbtide", 1.5),
+    "stock_no_clipping": row("stock_no_clipping", 6.0, "b"),
+    "superoffload": row("superoffload", 5.0), "zenflow": row("zenflow", 1.0, "z"),
+    "superoffload_no_clipping": row("superoffload_no_clipping", 2.0, "b"),
+    "twin_flow_0.9": row("twin_flow_0.9", 4.0), "twin_flow_0.8": row("twin_flow_0.8", 3.0),
+    "torchao": {"variant": "torchao", "failed": "No module named 'torchao'"},
+    "no_offload": row("no_offload", 0.5),
+}  # fmt: skip
+
+
+@pytest.fixture
+def suite(tmp_path, monkeypatch):
+    monkeypatch.setattr(Suite, "trial", lambda self, name, *a: dict(RAN[name]))
+    monkeypatch.setattr(Suite, "plan", lambda self: None)
+    return Suite(tmp_path, "tiny", 1.0, 20_000, emulated=True)
+
+
+def test_speedups_are_against_stock_and_the_best_exact_peer(suite):
+    found = compare(suite)
+    assert found["speedup"] == 4.0
+    # Twin-Flow at 0.8: neither stale ZenFlow, nor what does not offload, nor what does not clip.
+    assert found["speedup_over_best_exact_peer"] == 2.0
+    assert found["correct"] is True
+    rows = {r.get("name", r["variant"]): r for r in found["rows"]}
+    assert [n for n, r in rows.items() if r.get("best")] == ["twin_flow_0.8"]
+    assert rows["zenflow"]["bit_identical"] is False
+    assert "failed" in rows["torchao"]
+
+
+def test_without_clipping_bits_are_compared_with_stock_without_clipping(suite):
+    rows = {r.get("name", r["variant"]): r for r in compare(suite)["rows"]}
+    assert rows["superoffload_no_clipping"]["bit_identical"] is True
+    assert rows["superoffload_no_clipping"]["speedup"] == 3.0
+
+
+def test_wrong_bits_are_not_correct(suite, monkeypatch):
+    monkeypatch.setitem(RAN, "ebbtide", row("ebbtide", 1.5, "wrong"))
+    assert compare(suite)["correct"] is False
+
+
+def test_torchaos_engine_trains_a_model_as_plain_torch_does():
+    """torchao needs a GPU; its adapter is driven with torch's own AdamW here."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    weight = model.weight.detach().clone()
+    engine = TorchaoEngine(model, 1.0, lambda p, kw: torch.optim.AdamW(p, **kw))
+    for _ in range(3):
+        loss = engine(torch.ones(2, 4, dtype=torch.bfloat16)).square().mean()
+        engine.backward(loss)
+        engine.step()
+    assert not torch.equal(model.weight.detach().float().cpu(), weight)
+    assert all(p.grad is None for p in model.parameters())
+    assert [t.dtype for t in engine.fp32_partitioned_groups_flat] == [torch.float32] * 2
+
+
+@pytest.mark.slow
+def test_stock_and_ebbtide_for_real(tmp_path, deepspeed_ops, child_environment):
+    path = tmp_path / "peers.json"
+    command = [sys.executable, "-m", "studies.peers", "--json", str(path), "--device", "emulated",
+               "--only"]  # fmt: skip
+    done = subprocess.run(
+        command, env=child_environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(path.read_text())
+    assert found["device_kind"] == "emulated"
+    assert [r["name"] for r in found["rows"]] == ["stock", "ebbtide"]
+    assert found["correct"] is True
