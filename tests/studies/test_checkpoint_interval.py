@@ -1,0 +1,67 @@
+"""The interval study on a tiny model: real kills, figures that fit each other."""
+
+import json
+import math
+
+import pytest
+
+from simulator.checkpoint_cost import CheckpointCost
+from studies import checkpoint_interval as study
+from tuner.checkpointing import Failures
+
+COST = CheckpointCost(0.1, 0.1, 0.5, 0.0, 0.0, 0.0, 0)
+
+
+def test_useful_steps_are_those_that_were_committed():
+    # 1 s to restart, 10 steps and 0.2 s of cost per interval, durable 0.5 s later.
+    assert study.useful_steps(1.0 + 10.2 + 0.4, 10, 1.0, 1.0, COST) == 0
+    assert study.useful_steps(1.0 + 10.2 + 0.6, 10, 1.0, 1.0, COST) == 10
+    assert study.useful_steps(1.0 + 5 * 10.2 + 0.6, 10, 1.0, 1.0, COST) == 50
+    assert study.useful_steps(0.5, 10, 1.0, 1.0, COST) == 0
+
+
+def test_predicted_kills_come_to_the_long_run_s_goodput():
+    gaps = study.failure_gaps(100.0, 20_000, seed=0)
+    assert sum(gaps) / len(gaps) == pytest.approx(100.0, rel=1e-3)
+    useful = sum(study.useful_steps(gap, 7, 1.0, 3.0, COST) for gap in gaps)
+    expected = study.goodput_at(7, 1.0, COST, Failures(100.0, 3.0))
+    assert useful / sum(gaps) == pytest.approx(expected, rel=0.01)
+
+
+def test_all_intervals_meet_the_same_failures():
+    assert study.failure_gaps(20.0, 5, seed=1) == study.failure_gaps(20.0, 5, seed=1)
+    assert sorted(study.failure_gaps(20.0, 5, seed=1)) == sorted(study.failure_gaps(20.0, 5, 2))
+
+
+def test_a_short_interval_waits_for_the_disk():
+    slow = CheckpointCost(0.0, 0.0, 5.0, 0.0, 0.0, 0.0, 0)
+    every_step = study.goodput_at(1, 1.0, slow, Failures(1e9, 0.0))
+    assert every_step == pytest.approx(1 / 5, rel=1e-3)
+    assert math.isclose(study.goodput_at(5, 1.0, slow, Failures(1e9, 0.0)), 1.0, rel_tol=1e-3)
+
+
+def test_the_study_runs_kills_and_records(tmp_path):
+    path = tmp_path / "interval.json"
+    arguments = ["--json", str(path), "--quick", "--mtbf", "12", "--folder", str(tmp_path)]
+    assert study.main(arguments) == 0
+    found = json.loads(path.read_text())
+    assert path.with_suffix(".png").stat().st_size > 10_000
+    assert (
+        list(tmp_path.iterdir()) == [path, path.with_suffix(".png")]
+        or len(list(tmp_path.iterdir())) == 2
+    )  # the checkpoints are gone
+    assert found["kills"] == 1 == len(found["measured"])
+    row = found["measured"][0]
+    assert row["failures"][0]["reached_step"] is None or (
+        row["useful_steps"] <= row["failures"][0]["reached_step"]
+    )
+    rules = found["predicted"]["rules"]
+    assert set(rules) == {"ebbtide", "Young", "Daly", "CheckFreq"}
+    assert all(r["goodput"] <= rules["ebbtide"]["goodput"] + 1e-9 for r in rules.values())
+
+
+@pytest.mark.parametrize("bad", [["--mtbf", "0"], ["--mtbf", "nan"], ["--failures", "0"]])
+def test_bad_figures_are_refused(tmp_path, bad, capsys):
+    with pytest.raises(SystemExit):
+        study.main(["--json", str(tmp_path / "x.json"), *bad])
+    assert "--mtbf must be > 0" in capsys.readouterr().err

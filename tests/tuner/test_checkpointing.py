@@ -1,0 +1,127 @@
+"""Interval, cap and budget together: as good as a full grid, within memory, costs simulated."""
+
+from itertools import product
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tuner
+from simulator import CheckpointPlan, Plan
+from simulator.checkpoint_cost import CheckpointSimulation
+from simulator.checkpointing import BLOCK_BYTES, reserved_bytes
+from tests.tuner.test_search import GIB, machine, workload
+from tuner.checkpointing import (
+    BUDGET_SHARES,
+    CAP_SHARES,
+    SAME,
+    Failures,
+    best_checkpointing,
+    blocks,
+    rated,
+    rules_of_thumb,
+)
+from tuner.cli import main
+from tuner.memory import MARGIN
+from tuner.quantities import rate_bytes_per_s
+
+
+def simulation(have=None, work=None, placed=("host",) * 6):
+    work = work or workload(len(placed), size=10**8)
+    made = Plan(
+        subgroup_size=work.subgroup_size, placement=Plan.runs(placed),
+        staging_slots=min(2, placed.count("device")),
+    )  # fmt: skip
+    return CheckpointSimulation(work, made, have or machine())
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    storage=st.floats(2e8, 2e10), dram=st.floats(4e10, 4e11), mtbf_s=st.floats(300, 1e5),
+    spare_gib=st.floats(0, 12),
+)  # fmt: skip
+def test_the_joint_search_is_as_good_as_the_whole_grid(storage, dram, mtbf_s, spare_gib):
+    have = machine(storage_write_bytes_per_s=storage, dram_bytes_per_s=dram)
+    simulated, failures = simulation(have), Failures(mtbf_s, 60.0)
+    spare = int(spare_gib * GIB)
+    found = best_checkpointing(simulated, failures, spare)
+    assert found.cost.reserved_bytes <= max(spare, 2 * BLOCK_BYTES)
+    size = simulated.workload.checkpoint_bytes
+    grid = (
+        CheckpointPlan(
+            copy_budget_bytes=min(blocks(size * budget), max(0, spare - 2 * BLOCK_BYTES)),
+            write_bytes_per_s=None if cap is None else cap * simulated.storage,
+        )
+        for budget, cap in product(BUDGET_SHARES, CAP_SHARES)
+    )
+    best = max(rated(simulated, saving, failures).goodput for saving in grid)
+    assert found.goodput >= best * (1 - 3 * SAME)
+
+
+def test_memory_that_brings_nothing_is_not_taken():
+    quick = machine(storage_write_bytes_per_s=2e12)
+    found = best_checkpointing(simulation(quick), Failures(3600.0, 60.0), 64 * GIB)
+    assert found.saving.copy_budget_bytes == 0  # all is on disk before the first update
+
+
+def test_a_plan_s_stall_is_the_simulated_one_and_its_memory_counts_the_budget():
+    work, have = workload(8), machine()
+    found = tuner.plan(work, have, mtbf_s=3600.0)
+    simulated = CheckpointSimulation(work, found, have)
+    cost = simulated.cost(found.checkpoint)
+    assert found.prediction.stall_s == pytest.approx(cost.stall_s, rel=1e-9)
+    without = tuner.plan(work, have)
+    reserved = reserved_bytes(found.checkpoint)
+    assert found.prediction.host_peak_bytes == without.prediction.host_peak_bytes + reserved
+    assert without.checkpoint.interval_steps == 0
+    assert without.prediction.stall_s == 0
+    assert any("expected goodput" in reason for reason in found.reasons)
+
+
+def test_the_budget_stays_within_the_host_memory_that_is_left():
+    work, have = workload(8), machine()
+    needed = tuner.plan(work, have).prediction.host_peak_bytes
+    limit = int((needed + 64 * 2**20) / (1 - MARGIN))
+    found = tuner.plan(work, have, mtbf_s=3600.0, host_memory_bytes=limit)
+    assert found.prediction.host_peak_bytes <= limit * (1 - MARGIN)
+
+
+def test_rules_of_thumb_are_never_below_what_a_commit_needs():
+    slow = simulation(machine(storage_write_bytes_per_s=1e8))
+    cost = slow.cost(CheckpointPlan(copy_budget_bytes=2**40))
+    rules = rules_of_thumb(slow.iteration_s, cost, Failures(10.0, 0.0))
+    for steps in rules.values():
+        assert steps * slow.iteration_s + cost.cost_s >= cost.persist_s * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("times", [(0.0, 1.0), (-1.0, 1.0), (float("nan"), 1.0), (60.0, -1.0)])
+def test_failures_that_cannot_be_are_refused(times):
+    with pytest.raises(ValueError, match=r"--mtbf\) must be > 0"):
+        Failures(*times)
+
+
+def test_the_command_takes_the_storage_s_rate(tmp_path):
+    machine().save(tmp_path / "machine.json")
+    workload(6).save(tmp_path / "workload.json")
+    inputs = ["--machine", f"{tmp_path}/machine.json", "--workload", f"{tmp_path}/workload.json"]
+    steps = {}
+    for storage in ("200MB/s", "20GB/s"):
+        out = tmp_path / "plan.json"
+        arguments = ["plan", *inputs, "--mtbf", "4h", "--storage", storage, "-o", str(out)]
+        told = CliRunner().invoke(main, arguments)
+        assert told.exit_code == 0, told.output
+        assert "rules of thumb at this cost: Young every" in told.output
+        steps[storage] = Plan.load(out).checkpoint.interval_steps
+    assert steps["200MB/s"] > steps["20GB/s"] > 0
+    for bad in ("0", "-1GB/s", "fast", "1e30GB/s"):
+        told = CliRunner().invoke(main, ["plan", *inputs, "--storage", bad])
+        assert told.exit_code == 2, bad
+        assert "Traceback" not in told.output
+
+
+def test_rates_as_people_write_them():
+    assert rate_bytes_per_s("2GB/s") == 2e9
+    assert rate_bytes_per_s(" 500 MB ") == 5e8
+    with pytest.raises(ValueError, match="a rate such as"):
+        rate_bytes_per_s("2GB/h")
