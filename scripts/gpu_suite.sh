@@ -1,0 +1,29 @@
+#!/usr/bin/env sh
+# Runs the GPU suite on a machine without a network, on its own Python and torch:
+#   sh scripts/gpu_suite.sh OUT [arguments of python -m studies.gpu]
+# Installs what .whl/ holds (scripts/gpu_wheels.sh) into a folder of its own; nothing else changes.
+set -eu
+[ $# -ge 1 ] || { echo "usage: sh scripts/gpu_suite.sh OUT [--minutes 9 --only PART ...]" >&2; exit 2; }
+out=$1
+shift
+cd "$(dirname "$0")/.."
+python=${PYTHON:-python3}
+packages=${EBBTIDE_PACKAGES:-$PWD/.whl/installed}
+
+if [ ! -f "$packages/.ready" ]; then
+    "$python" -m pip install -q --no-index --no-deps --target "$packages" .whl/*.whl
+    touch "$packages/.ready"
+fi
+export PYTHONPATH="$packages:$PWD${PYTHONPATH:+:$PYTHONPATH}" PATH="$packages/bin:$PATH"
+
+"$python" - <<'EOF'
+import importlib.util, sys
+needed = ["torch", "triton", "deepspeed", "pydantic", "numpy", "scipy", "pandas", "matplotlib",
+          "numba", "optuna", "rich", "click", "joblib", "xxhash", "psutil", "pynvml", "pytest",
+          "hypothesis", "ninja"]
+missing = [name for name in needed if importlib.util.find_spec(name) is None]
+if missing:
+    sys.exit(f"gpu_suite: these modules are needed, but are missing: {', '.join(missing)}; "
+             "install them, or carry their wheels in .whl/ (scripts/gpu_wheels.sh)")
+EOF
+exec "$python" -m studies.gpu --out "$out" "$@"

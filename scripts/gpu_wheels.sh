@@ -1,0 +1,22 @@
+#!/usr/bin/env sh
+# Collects into .whl/ what a GPU machine without a network lacks, to be carried there with the
+# checkout: `sh scripts/gpu_wheels.sh`, and there `sh scripts/gpu_suite.sh OUT`.
+# It is expected to have Python $GPU_PYTHON, torch with triton, numpy, scipy, pandas, matplotlib,
+# numba, rich and pytest; DeepSpeed compiles its ops there, so a C++ compiler as well.
+#   GPU_PYTHON  the Python version there (default 3.12)
+set -eu
+cd "$(dirname "$0")/.."
+version=${GPU_PYTHON:-3.12}
+pip="${PIP:-python3 -m pip}"
+
+mkdir -p .whl
+$pip wheel -q --no-deps --no-build-isolation -w .whl "deepspeed==${DEEPSPEED:-0.19.8}"
+# With its dependencies named one by one: pip cannot resolve them for another Python without torch.
+$pip download -q --no-deps --only-binary=:all: --python-version "$version" --implementation cp \
+    --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 \
+    --platform manylinux2014_x86_64 -d .whl \
+    hjson msgpack einops ninja packaging psutil py-cpuinfo tqdm \
+    pydantic pydantic-core typing-inspection annotated-types \
+    optuna alembic colorlog sqlalchemy greenlet mako pyyaml \
+    click joblib xxhash nvidia-ml-py hypothesis sortedcontainers simpy
+echo "$(ls .whl | wc -l) wheels in .whl/"
