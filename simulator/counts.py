@@ -300,7 +300,7 @@ class _Times:
             self.on_device.lane_s[resident],
         )  # fmt: skip
         some = (host > 0, device > 0, resident > 0)
-        tails = [*self.tails, 0.0, 0.0][:3]
+        tails = [*self.tails, np.inf, np.inf][:3]  # no third kind where there are two subgroups
         shortest: Floats = np.min(
             [
                 np.max(

@@ -1,0 +1,185 @@
+"""No plan beats the bound: not by its numbers of placements, not by resources alone."""
+
+import numpy as np
+import pytest
+
+from simulator import Layer, Machine, Plan, Quantity, Workload, build_schedule, simulate
+from simulator.bounds import bound
+from simulator.counts import MOST_SUBGROUPS, count_bounds
+from simulator.modes import HOME, HOST, LEAVING, HostUpdates, modes
+from simulator.schedule import Lane, Op, OpKind
+from simulator.simulate import capacities
+from simulator.sweep import PlanSweep
+
+PLENTY = 2**45
+EARLY = 10**6
+
+
+def random_workload(rng):
+    count = int(rng.integers(1, 12))
+    size = int(10 ** rng.uniform(5, 8))
+    sizes = [int(size * rng.uniform(0.3, 1.5)) if rng.random() < 0.5 else size] * count
+    if rng.random() < 0.5:
+        sizes = [int(size * rng.uniform(0.3, 1.5)) for _ in range(count)]
+    cuts = sorted(rng.integers(1, sum(sizes), size=int(rng.integers(0, 14))).tolist())
+    forward_s = float(10 ** rng.uniform(-1.5, 0.7)) * sum(sizes) / 7e9
+    layers = tuple(
+        Layer(params=int(params), forward_s=forward_s * rng.uniform(0.1, 2) / (len(cuts) + 1),
+              backward_s=forward_s * rng.uniform(0.2, 4) / (len(cuts) + 1),
+              activation_bytes=int(rng.integers(0, 10**8)))
+        for params in np.diff([0, *cuts, sum(sizes)])
+    )  # fmt: skip
+    return Workload(
+        name="random", layers=layers, subgroups=tuple(sizes), device_base_bytes=10**9,
+        gradient_accumulation_steps=int(rng.choice([1, 1, 2, 3])),
+        ranks_per_node=int(rng.choice([1, 1, 2, 4])),
+        pipeline_idle_s=float(rng.choice([0, 0, forward_s])),
+        grad_bytes_per_param=int(rng.choice([2, 4])),
+    )  # fmt: skip
+
+
+def random_machine(rng):
+    between = {
+        "h2d_bytes_per_s": (9.5, 11), "d2h_bytes_per_s": (9.5, 11), "dram_bytes_per_s": (10.5, 12),
+        "host_adam_params_per_s": (8.7, 10.3), "stock_host_adam_params_per_s": (8.7, 10.3),
+        "storage_write_bytes_per_s": (9, 9), "device_adam_params_per_s": (9.7, 11.2),
+    }  # fmt: skip
+    rates = {name: float(10 ** rng.uniform(*span)) for name, span in between.items()}
+    threads = {
+        n: Quantity.exact(rates["host_adam_params_per_s"] * float(rng.uniform(0.3, 1.2)))
+        for n in (2, 8, 16)
+    }
+    return Machine(
+        name="random", device_kind="cuda", cpu_cores=32, host_memory_bytes=PLENTY,
+        device_memory_bytes=PLENTY, copy_latency_s=float(rng.choice([0, 1e-5, 1e-3])),
+        launch_latency_s=float(rng.choice([0, 1e-5, 1e-3])),
+        device_shares_host_cores=bool(rng.random() < 0.2),
+        host_adam_by_threads=threads if rng.random() < 0.4 else {},
+        duplex_factor=Quantity.exact(float(rng.uniform(0.5, 1.1))),
+        **{name: Quantity.exact(value) for name, value in rates.items()},
+    )  # fmt: skip
+
+
+def settled_s(sweeps, *plan):
+    """The mean of the last iterations: the first are shorter where the link falls behind."""
+    sums = [float(sweep.evaluate(*plan)[0]) * (sweep.iterations - 2) for sweep in sweeps]
+    return (sums[1] - sums[0]) / (sweeps[1].iterations - sweeps[0].iterations)
+
+
+def random_plan(rng, count):
+    codes = rng.choice(3, size=count, p=rng.dirichlet([0.7] * 3)).astype(np.int8)
+    visits = int((codes == 1).sum())
+    slots = int(rng.integers(1, min(visits, 4) + 1)) if visits else 0
+    prefetch = slots if rng.random() < 0.6 else int(rng.integers(0, slots + 1))
+    rest = int(rng.choice([0, EARLY])), int(rng.choice([0, 1, 4, 20])), bool(rng.random() < 0.8)
+    counts = (int((codes == 0).sum()), visits, int((codes == 2).sum()), slots)
+    return counts, (codes, slots, prefetch, *rest)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_random_plan_beats_the_bound_of_its_counts(seed):
+    rng = np.random.default_rng([7, seed])
+    for _ in range(12):
+        workload, machine = random_workload(rng), random_machine(rng)
+        found = count_bounds(workload, machine, PLENTY)
+        columns = (found.host, found.device, found.resident, found.slots)
+        floors = dict(zip(zip(*columns, strict=True), found.iteration_s, strict=True))
+        lowest = bound(workload, machine, PLENTY).iteration_s
+        sweeps = [PlanSweep(workload, machine, iterations=n) for n in (3, 20, 30)]
+        for _ in range(8):
+            counts, plan = random_plan(rng, len(workload.subgroups))
+            seconds = float(sweeps[0].evaluate(*plan)[0])
+            if max(floors[counts], lowest) > seconds * (1 + 1e-8):
+                seconds = max(seconds, settled_s(sweeps[1:], *plan))
+            assert floors[counts] <= seconds * (1 + 1e-6), (counts, plan)
+            assert lowest <= seconds * (1 + 1e-6), (counts, plan)
+
+
+def machine(**changes):
+    rates = {
+        "h2d_bytes_per_s": 20e9, "d2h_bytes_per_s": 10e9, "dram_bytes_per_s": 1e13,
+        "host_adam_params_per_s": 1e9, "stock_host_adam_params_per_s": 1e9,
+        "device_adam_params_per_s": 50e9, "storage_write_bytes_per_s": 2e9,
+    }  # fmt: skip
+    fields = {k: Quantity.exact(changes.pop(k, v)) for k, v in rates.items()}
+    facts = {
+        "cpu_cores": 16, "host_memory_bytes": PLENTY, "device_memory_bytes": PLENTY,
+        "copy_latency_s": 0.0, "launch_latency_s": 0.0,
+    }  # fmt: skip
+    return Machine(name="m", device_kind="cuda", **{**facts, **fields, **changes})
+
+
+def workload(subgroups=4, size=10**8, **changes):
+    layer = Layer(params=size, forward_s=0.01, backward_s=0.02, activation_bytes=10**8)
+    fields = {"device_base_bytes": 10**9, "layers": (layer,) * subgroups} | changes
+    return Workload(name="w", subgroups=(size,) * subgroups, **fields)
+
+
+def floor_of(found, *counts):
+    columns = zip(found.host, found.device, found.resident, found.slots, strict=True)
+    return found.iteration_s[list(columns).index(counts)]
+
+
+def test_all_on_the_host_is_a_chain_that_the_bound_knows_to_the_last_microsecond():
+    work, have = workload(), machine()
+    plan = Plan(subgroup_size=10**8, placement=Plan.runs(["host"] * 4), staging_slots=0)
+    seconds = simulate(build_schedule(work, plan), have).iteration_s
+    # Backward; the first layer's gradient home; four updates; one copy home; the last forward.
+    by_hand = 4 * 0.02 + 2e8 / 10e9 + 4 * 0.1 + 2e8 / 20e9 + 0.01
+    assert seconds == pytest.approx(by_hand, rel=1e-9)
+    assert floor_of(count_bounds(work, have, PLENTY), 4, 0, 0, 0) == pytest.approx(by_hand)
+
+
+def test_visits_beyond_the_slots_wait_for_a_write_back():
+    slow = Layer(params=10**8, forward_s=0.01, backward_s=0.5)  # all can come in meanwhile
+    work, have = workload(2, layers=(slow, slow)), machine()
+    update_s, in_s, out_s = 1e8 / 50e9, 12e8 / 20e9, 12e8 / 10e9
+    by_hand = 2 * 0.5 + update_s + out_s + in_s + update_s + 0.01
+    plan = Plan(
+        subgroup_size=10**8, placement=Plan.runs(["device"] * 2), staging_slots=1, prefetch=1,
+        prefetch_after_layer=1,
+    )  # fmt: skip
+    assert simulate(build_schedule(work, plan), have).iteration_s == pytest.approx(by_hand)
+    found = count_bounds(work, have, PLENTY)
+    assert floor_of(found, 0, 2, 0, 1) == pytest.approx(by_hand)
+    assert floor_of(found, 0, 2, 0, 2) == pytest.approx(2 * 0.5 + 2 * update_s + 2 * 0.01)
+
+
+def test_what_does_not_fit_is_not_counted():
+    work, have = workload(), machine()
+    state = 12 * 10**8
+    limit = 10**9 + 2 * state + 4 * 10**8  # two subgroups beside the activations
+    found = count_bounds(work, have, limit)
+    assert (found.resident + found.slots).max() == 2
+    roomy = count_bounds(work, have, PLENTY)
+    assert len(roomy.host) > len(found.host)
+    assert list(found.iteration_s) == sorted(found.iteration_s)
+
+
+def test_the_bound_is_not_below_that_of_its_best_counts():
+    work, have = workload(12), machine()
+    limit = 10**9 + 4 * 12 * 10**8
+    assert bound(work, have, limit).iteration_s >= count_bounds(work, have, limit).iteration_s[0]
+
+
+def test_too_many_to_count_are_refused_and_left_to_the_linear_program():
+    many, have = workload(MOST_SUBGROUPS + 1, 10**6), machine()
+    with pytest.raises(ValueError, match=f"at most {MOST_SUBGROUPS} subgroups.*got"):
+        count_bounds(many, have, PLENTY)
+    assert bound(many, have, PLENTY).iteration_s > 0
+
+
+def test_a_half_duplex_link_slows_both_directions_alike():
+    have = machine(duplex_factor=Quantity.exact(0.6))
+    come = Op(0, OpKind.STATE_H2D, Lane.H2D, 10**9, "h2d_bytes_per_s", dram_bytes=10**9)
+    leave = Op(0, OpKind.STATE_D2H, Lane.D2H, 10**9, "d2h_bytes_per_s", dram_bytes=10**9)
+    updates = HostUpdates(((1e9, 16.0),), 28.0, scales=False)
+    found = modes([[come], [], [leave]], updates, have, capacities(have, 1))
+    assert sorted(map(tuple, found.round(9))) == [
+        (0.0, 0.0, 1.0, 1e9),
+        (0.6, 0.0, 0.6, 1e9),
+        (0.9, 0.0, 0.0, 1e9),
+    ]  # fmt: skip - 0.6 * (20 + 10) GB/s: not even one way at 20
+    assert (found[:, HOST] == 1e9).all()
+    assert (found[:, HOME] == 0).all()
+    assert found[:, LEAVING].max() == 1.0

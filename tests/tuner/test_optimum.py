@@ -1,0 +1,79 @@
+"""Branch and bound finds what trying everything finds, and the search finds it too."""
+
+from itertools import product
+from math import factorial
+
+import numpy as np
+import pytest
+
+import tuner
+from simulator.sweep import PlanSweep
+from studies.optimality import random_pair
+from tuner.memory import Limits
+from tuner.optimum import MOST_SUBGROUPS, optimum, orders
+from tuner.search import Candidate, Search
+
+
+def pairs(count, subgroups):
+    rng = np.random.default_rng([3, subgroups])
+    return [random_pair(rng, counts=(subgroups, subgroups)) for _ in range(count)]
+
+
+def begun(workload, machine):
+    search = Search(workload, machine, Limits.of(workload, machine))
+    search.score(Candidate(("host",) * len(workload.subgroups)))
+    return search
+
+
+def by_brute_force(workload, machine):
+    """Every placement of every subgroup, every number of slots, every prefetch."""
+    limits, sweep = Limits.of(workload, machine), PlanSweep(workload, machine)
+    best = np.inf
+    for codes in product(range(3), repeat=len(workload.subgroups)):
+        placement = np.array(codes, dtype=np.int8)
+        visits = codes.count(1)
+        for slots in range(1, visits + 1) if visits else (0,):
+            for prefetch in range(slots + 1):
+                for after_layer in (0, 1, 10**6):
+                    row = sweep.evaluate(placement, slots, prefetch, after_layer)
+                    if limits.hold(int(row[6]), int(row[7])):
+                        best = min(best, float(row[0]))
+    return best
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_branch_and_bound_against_brute_force_and_the_search(number):
+    workload, machine = pairs(4, 5)[number]
+    truth = by_brute_force(workload, machine)
+    found = optimum(begun(workload, machine))
+    assert found.iteration_s == pytest.approx(truth, rel=1e-9)
+    assert found.pruned > 0
+    plan = tuner.plan(workload, machine)
+    assert plan.prediction.iteration_s == pytest.approx(truth, rel=1e-9)
+    assert plan.prediction.lower_bound_s <= truth * (1 + 1e-9)
+
+
+def test_the_optimum_is_no_worse_than_what_was_known_and_pruning_spares_simulations():
+    workload, machine = pairs(1, 7)[0]
+    alone = optimum(begun(workload, machine))
+    searched = begun(workload, machine)
+    searched.constructive()
+    searched.climb(300)
+    before = searched.score(searched.best()).iteration_s
+    after = optimum(searched)
+    assert after.iteration_s <= before
+    assert after.iteration_s == pytest.approx(alone.iteration_s, rel=1e-9)
+    assert after.simulated <= alone.simulated < 3**7 * 7
+
+
+def test_orders_are_all_of_them_and_each_once():
+    found = list(orders(3, 2, 2))
+    assert len(found) == len(set(found)) == factorial(7) // (6 * 2 * 2)
+    assert all(o.count("host") == 3 and o.count("device") == 2 for o in found)
+
+
+def test_too_many_subgroups_are_refused():
+    workload, machine = random_pair(np.random.default_rng(0))
+    assert len(workload.subgroups) > MOST_SUBGROUPS
+    with pytest.raises(ValueError, match=f"at most {MOST_SUBGROUPS} subgroups, but got"):
+        optimum(begun(workload, machine))
