@@ -42,7 +42,7 @@ from studies.record import write_record
 from tuner.checkpointing import Choice, Failures, best_checkpointing, rules_of_thumb
 
 CYCLE = 8  # steps between the checkpoints whose cost is measured
-FACTORS = (0.0, 0.25, 1.0, 4.0, 16.0)  # measured intervals over the tuner's; at least 1 step
+FACTORS = (0.0, 1.0, 4.0, 16.0)  # measured intervals over the tuner's; at least 1 step
 SPARE_BYTES = 2**30  # host memory that the tuner may give to checkpoints
 RECORDED_STALL = Path("studies/results/checkpoint/stall.json")
 
@@ -178,53 +178,79 @@ def failure_gaps(mtbf_s: float, count: int, seed: int) -> list[float]:
 
 
 def campaign(
-    training: Training, plan: Plan, steps: int, gaps_s: Sequence[float], folder: Path
-) -> dict[str, Any]:
-    """Trains with a checkpoint every ``steps``, killed behind each gap; what was not lost."""
+    training: Training, plan: Plan, intervals: Sequence[int], gaps_s: Sequence[float], folder: Path
+) -> list[dict[str, Any]]:
+    """Trains with a checkpoint every so many steps, killed behind each gap.
+
+    The intervals take turns, failure by failure: what neighbours do to the machine meets them all.
+    """
+    failures: dict[int, list[dict[str, Any]]] = {steps: [] for steps in intervals}
+    for number, gap_s in enumerate(gaps_s):
+        for steps, rows in failures.items():
+            home = folder / f"every{steps}"
+            home.mkdir(exist_ok=True)
+            notes, saving = home / f"notes{number}", under(plan, steps, home / "ck")
+            begin = time.monotonic()
+            child = Child(lambda n=notes, p=saving: train(training, p, n), folder / "log")  # type: ignore[misc]
+            time.sleep(max(0.0, gap_s - (time.monotonic() - begin)))
+            child.kill()
+            rows.append({"gap_s": time.monotonic() - begin, **_progress(notes, steps)})
+        print(f"failure {number + 1} of {len(gaps_s)}", flush=True)
+    return [
+        {"interval_steps": steps, "kills": len(rows), "failures": rows,
+         "useful_steps": _committed(folder / f"every{steps}" / "ck")}
+        for steps, rows in failures.items()
+    ]  # fmt: skip
+
+
+def _committed(folder: Path) -> int:
+    """The step of the newest checkpoint that verifies: what a restart would go on from."""
     from runtime.checkpoint.inspect import verify
     from runtime.checkpoint.restore import newest_valid
 
-    folder.mkdir()
-    saving, checkpoints = under(plan, steps, folder / "ck"), folder / "ck"
-    rows, begin, useful = [], time.monotonic(), 0
-    for number, gap_s in enumerate(gaps_s):
-        start, notes = time.monotonic(), folder / f"notes{number}"
-        child = Child(lambda n=notes: train(training, saving, n), folder / "log")  # type: ignore[misc]
-        time.sleep(max(0.0, gap_s - (time.monotonic() - start)))
-        child.kill()
-        rows.append({"gap_s": time.monotonic() - start, **_progress(notes)})
-    wall_s = time.monotonic() - begin
-    if checkpoints.is_dir():
-        found = newest_valid(checkpoints, lambda tag: verify(checkpoints, tag))
-        useful = int((found.tag or "step0").removeprefix("global_step") or 0) if found.tag else 0
-    shutil.rmtree(folder)
-    return {
-        "interval_steps": steps, "kills": len(rows), "useful_steps": useful, "wall_s": wall_s,
-        "useful_steps_per_s": useful / wall_s, "failures": rows,
-    }  # fmt: skip
+    if not folder.is_dir():
+        return 0
+    tag = newest_valid(folder, lambda name: verify(folder, name)).tag
+    return int(tag.removeprefix("global_step")) if tag else 0
 
 
-def _progress(notes: Path) -> dict[str, Any]:
+def _progress(notes: Path, interval_steps: int) -> dict[str, Any]:
     started, steps = read_notes(notes, "start"), read_notes(notes, "step")
+    # The second half of an interval has no checkpoint beside it; the first steps warm up.
+    quiet = [s for n, s in steps[2:] if 2 * (n % interval_steps) > interval_steps]
     return {
         "resumed_step": int(started[0][0]) if started else None,
         "restart_s": started[0][1] if started else None,
         "reached_step": int(steps[-1][0]) if steps else None,
+        "quiet_s": quiet,
     }
 
 
-def compare(
-    row: dict[str, Any], iteration_s: float, restart_s: float, cost: CheckpointCost
-) -> dict[str, Any]:
-    """Goodput as measured, and as predicted for just these failures."""
-    steps = row["interval_steps"]
+def with_speed(rows: list[dict[str, Any]], usual_s: float) -> list[dict[str, Any]]:
+    """Adds to each failure what an iteration took around then, on any interval's turn."""
+    for turn in zip(*(row["failures"] for row in rows), strict=True):
+        quiet = [s for failure in turn for s in failure["quiet_s"]]
+        for failure in turn:
+            del failure["quiet_s"]
+            failure["iteration_s"] = median(quiet) if len(quiet) >= CYCLE else usual_s
+    return rows
+
+
+def compare(row: dict[str, Any], restart_s: float, cost: CheckpointCost) -> dict[str, Any]:
+    """Goodput as measured, and as predicted for just these failures.
+
+    Time counts in iterations of that moment: neighbours make this machine faster and slower.
+    """
+    steps, failures = row["interval_steps"], row["failures"]
     expected = sum(
-        useful_steps(f["gap_s"], steps, iteration_s, restart_s, cost) for f in row["failures"]
+        useful_steps(f["gap_s"], steps, f["iteration_s"], restart_s, cost) for f in failures
     )
-    scale = iteration_s / row["wall_s"]
+    iterations = sum(f["gap_s"] / f["iteration_s"] for f in failures)
+    wall_s = sum(f["gap_s"] for f in failures)
     return {
-        **row, "goodput": row["useful_steps"] * scale,
-        "predicted_goodput_same_failures": expected * scale,
+        **row, "wall_s": wall_s, "useful_steps_per_s": row["useful_steps"] / wall_s,
+        "goodput": row["useful_steps"] / iterations,
+        "predicted_goodput_same_failures": expected / iterations,
     }  # fmt: skip
 
 
@@ -270,14 +296,12 @@ def study(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     plan = plan.model_copy(update={"checkpoint": choice.saving})
     best = choice.saving.interval_steps
     intervals = sorted({max(1, round(best * factor)) for factor in FACTORS})
-    rows = []
-    for steps in intervals[: 1 if args.quick else None]:
-        gaps = failure_gaps(args.mtbf, args.failures, seed=1)
-        rows.append(campaign(training, plan, steps, gaps, folder / f"every{steps}"))
-        print(f"every {steps} steps: {rows[-1]['useful_steps']} useful", flush=True)
+    gaps = failure_gaps(args.mtbf, args.failures, seed=1)
+    rows = campaign(training, plan, [best] if args.quick else intervals, gaps, folder)
+    rows = with_speed(rows, seen.iteration_s)
     restarts = [f["restart_s"] for row in rows for f in row["failures"] if f["restart_s"]]
     failures = Failures(args.mtbf, median(restarts) if restarts else seen.restart_s)
-    rows = [compare(r, seen.iteration_s, failures.restart_s, choice.cost) for r in rows]
+    rows = [compare(row, failures.restart_s, choice.cost) for row in rows]
     return {
         "what": "a small model on this machine's cores, no GPU; ebbtide's runtime, real kills",
         "model": training.model, "checkpoint_bytes": work.checkpoint_bytes,
@@ -341,6 +365,7 @@ def draw(figures: dict[str, Any], path: Path) -> None:
     for ax in (left, right):
         ax.plot(*np.array(predicted["curve"]).T, color="#999999", label="predicted, long run")
         ax.set_xscale("log")
+        ax.xaxis.set_major_formatter("{x:g}")
         ax.set_xlabel("steps between checkpoints")
         ax.spines[["top", "right"]].set_visible(False)
     styles = (("o", 13, "none"), ("s", 9, "none"), ("D", 5, "none"), ("^", 8, "none"))

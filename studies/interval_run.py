@@ -13,9 +13,11 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from simulator import CheckpointPlan, Machine, Plan, Workload
+import simulator
+from simulator import CheckpointPlan, Machine, Plan
 from studies.rank import free_port, remove_shared_buffers
 
 ENDLESS = 10**9
@@ -139,17 +141,21 @@ class Child:
 def profile(training: Training, folder: Path, seconds: float) -> None:
     """Writes machine.json and workload.json; for a child."""
     from profiler import measure_machine, profile_engine
+    from studies.checkpoint_writers import Workload, raw_write_bytes_per_s
 
     machine = measure_machine(folder, seconds=seconds, fresh=True, elements=8_000_000)
-    machine.save(folder / "machine.json")
+    # A disk that takes a small file into some cache takes a whole checkpoint more slowly.
+    size = Workload(training.model, training.sequence, 0)
+    rate = median(raw_write_bytes_per_s(folder, size) for _ in range(3))
+    machine.with_rates(storage_write_bytes_per_s=rate).save(folder / "machine.json")
     engine = training.stock_engine()
     steps = iter(range(ENDLESS))
     work = profile_engine(engine, lambda e: training.step(e, next(steps)), 5)
     work.save(folder / "workload.json")
 
 
-def read_profile(folder: Path) -> tuple[Machine, Workload]:
-    return Machine.load(folder / "machine.json"), Workload.load(folder / "workload.json")
+def read_profile(folder: Path) -> tuple[Machine, simulator.Workload]:
+    return Machine.load(folder / "machine.json"), simulator.Workload.load(folder / "workload.json")
 
 
 def under(plan: Plan, steps: int, folder: Path) -> Plan:
