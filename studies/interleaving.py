@@ -165,7 +165,7 @@ def _published(runs: Iterable[Run], **wanted: Any) -> float | None:
 
 def ebbtide_s(bed: Testbed, run: Run) -> float:
     """The tuner's plan on the testbed's rates, within the memory that the run's stride takes."""
-    machine = bed.machine(bed.dram_factor(run))
+    machine = bed.machine(run.ranks_per_node, bed.dram_factor(run))
     work = _workload(bed, run)
     peer = build_strategy(
         "deep_optimizer_states", work, stride=max(2, run.stride), ratio=run.offload_ratio

@@ -42,7 +42,7 @@ TERMS: dict[str, tuple[tuple[str, ...], float]] = {
     "visitors' gradients, backward": (("backward",), 1.0),
     "visitors' gradients, step": (("step",), 2.0),
 }
-_PRIOR_WEIGHT = 0.02  # of a prior coefficient against one run's relative error
+_PRIOR_WEIGHT = 0.1  # of a prior coefficient against one run's relative error
 
 
 @dataclass(frozen=True)

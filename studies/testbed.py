@@ -110,7 +110,7 @@ class Testbed:
         if run.family in self.dram_of_family:
             return self.dram_of_family[run.family]
         weights = [
-            math.exp(-0.5 * math.log2(run.micro_batch / size) ** 2)
+            math.exp(-(math.log2(run.micro_batch / size) ** 2))
             for _, size in self.dram_of_micro_batch
         ]
         if not sum(weights):
