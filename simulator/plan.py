@@ -40,6 +40,8 @@ class CheckpointPlan(BaseModel):
         copy_budget_bytes: host memory reserved for subgroups copied before their update.
         write_bytes_per_s: cap on storage traffic; None: as fast as it goes.
         keep: committed checkpoints left in ``dir``, newest first; 0: all.
+        drain_dir: the durable tier: what is committed in ``dir`` is copied there in the background.
+        drain_keep: committed checkpoints left in ``drain_dir``, newest first; 0: all.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -52,6 +54,17 @@ class CheckpointPlan(BaseModel):
     writers: int = Field(2, ge=1)
     keep: int = Field(0, ge=0)
     dir: str | None = None
+    drain_dir: str | None = None
+    drain_keep: int = Field(0, ge=0)
+
+    @model_validator(mode="after")
+    def _check_tiers(self) -> Self:
+        if self.drain_dir is not None and self.dir is None:
+            raise ValueError(
+                "checkpoint.drain_dir needs checkpoint.dir, the fast folder that is drained, "
+                f"but got drain_dir={self.drain_dir!r} and dir=None"
+            )
+        return self
 
 
 class Prediction(BaseModel):

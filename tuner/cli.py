@@ -284,51 +284,67 @@ def checkpoint() -> None:
     """Lists, verifies and prunes checkpoint folders."""
 
 
+FOLDERS = click.argument("folders", metavar="FOLDER...", nargs=-1, required=True)
+
+
 @checkpoint.command("list", epilog="Example: tune checkpoint list checkpoints/")
-@click.argument("folder")
+@FOLDERS
 @JSON
 @_guarded
-def list_(folder: str, as_json: bool) -> None:
-    """The committed checkpoints of a folder, newest first."""
+def list_(folders: tuple[str, ...], as_json: bool) -> None:
+    """The committed checkpoints of a folder, newest first; give every tier's folder to see all."""
     from runtime.checkpoint.inspect import list_checkpoints
 
-    found = list_checkpoints(_folder(folder))
-    _print_rows([_row(item) for item in found], as_json)
+    rows = [
+        {**tier, **_row(item)}
+        for root, tier in _tiers(folders)
+        for item in list_checkpoints(root)
+    ]  # fmt: skip
+    _print_rows(rows, as_json)
 
 
 @checkpoint.command(epilog="Example: tune checkpoint verify checkpoints/ --tag global_step100")
-@click.argument("folder")
+@FOLDERS
 @click.option("--tag", help="One checkpoint; without it, all of them.")
 @JSON
 @_guarded
-def verify(folder: str, tag: str | None, as_json: bool) -> None:
+def verify(folders: tuple[str, ...], tag: str | None, as_json: bool) -> None:
     """Reads every byte and compares it with the manifest; exit code 2 if something is damaged."""
     from runtime.checkpoint.inspect import list_checkpoints
     from runtime.checkpoint.inspect import verify as check
 
-    root = _folder(folder)
-    tags = [tag] if tag else [str(item.tag) for item in list_checkpoints(root)]
     rows = []
-    for name in tags:
-        problems = check(root, name)
-        told = "; ".join(str(problem) for problem in problems)
-        rows.append({"tag": name, "state": f"damaged: {told}" if problems else "whole"})
+    for root, tier in _tiers(folders):
+        tags = [tag] if tag else [str(item.tag) for item in list_checkpoints(root)]
+        for name in tags:
+            told = "; ".join(str(problem) for problem in check(root, name))
+            rows.append({**tier, "tag": name, "state": f"damaged: {told}" if told else "whole"})
     _print_rows(rows, as_json)
     if any(row["state"] != "whole" for row in rows):
         sys.exit(2)
 
 
 @checkpoint.command(epilog="Example: tune checkpoint prune checkpoints/ --keep 3")
-@click.argument("folder")
+@FOLDERS
 @click.option("--keep", required=True, type=click.IntRange(min=1), help="Newest ones to leave.")
 @JSON
 @_guarded
-def prune(folder: str, keep: int, as_json: bool) -> None:
-    """Deletes all but the newest committed checkpoints."""
+def prune(folders: tuple[str, ...], keep: int, as_json: bool) -> None:
+    """Deletes all but the newest committed checkpoints, in each folder that is given."""
     from runtime.checkpoint.inspect import prune as delete
 
-    removed = delete(_folder(folder), keep)
-    _print_rows([{"removed": str(item)} for item in removed or []], as_json)
+    rows = [
+        {**tier, "removed": str(item)}
+        for root, tier in _tiers(folders)
+        for item in delete(root, keep)
+    ]  # fmt: skip
+    _print_rows(rows, as_json)
+
+
+def _tiers(folders: tuple[str, ...]) -> list[tuple[Path, dict[str, str]]]:
+    """Each folder with the column that tells it from the others; all are checked first."""
+    roots = [_folder(path) for path in folders]
+    return [(root, {"folder": str(root)} if len(roots) > 1 else {}) for root in roots]
 
 
 def _folder(path: str) -> Path:

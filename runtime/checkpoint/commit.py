@@ -53,6 +53,7 @@ class Attempt:
     save_latest: bool = True
     plan: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
+    other_tier: Path | None = None  # counted with this one's, so that the newest of both is known
 
     @property
     def staging(self) -> Path:
@@ -157,6 +158,8 @@ class Commit:
         for manifest in manifests:
             self._agree(manifest)
         earlier = committed(a.save_dir)
+        if a.other_tier is not None:
+            earlier += committed(a.other_tier)
         page = GlobalManifest(
             nonce=a.nonce, tag=a.tag, step=a.step, world_size=a.world_size, plan=a.plan,
             sequence=1 + max((c.manifest.sequence for c in earlier), default=0),

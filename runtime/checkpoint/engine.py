@@ -24,6 +24,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import (
 
 from runtime.checkpoint.blocks import BLOCK_BYTES, PlannedFile
 from runtime.checkpoint.commit import Attempt, Commit
+from runtime.checkpoint.drain import Drainer, Tiers
 from runtime.checkpoint.errors import CheckpointError
 from runtime.checkpoint.files import Files
 from runtime.checkpoint.inspect import verify
@@ -35,7 +36,7 @@ from runtime.checkpoint.output import Pace
 from runtime.checkpoint.peers import Peers
 from runtime.checkpoint.persist import BlockWriter
 from runtime.checkpoint.random_state import random_states, restore_random_states
-from runtime.checkpoint.restore import Choice, newest_valid
+from runtime.checkpoint.restore import Choice, newest_of_tiers
 from runtime.checkpoint.retention import being_read
 from runtime.checkpoint.safe_load import load_file, only_weights
 from runtime.checkpoint.skeleton import lay_out, tensors_of
@@ -87,6 +88,11 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._budget = Slots(plan.copy_budget_bytes // block_bytes, block_bytes)
         self._bounce = Slots(plan.writers, block_bytes)
         self._pace = Pace(plan.write_bytes_per_s)
+        self._tiers = _tiers(plan)
+        self._drainer: Drainer | None = None
+        self._caught_up = False
+        if self._tiers is not None and self._peers.rank == 0:
+            self._drainer = Drainer(self._tiers, self._files, self._pace, deadline_s)
         self._job: Job | None = None
         self._attempt: Attempt | None = None  # between begin and end of save_checkpoint
         self._planned: list[PlannedFile] = []
@@ -105,6 +111,9 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             CheckpointError: an earlier checkpoint failed in the background; the cause is chained.
         """
         self._reap()
+        if self._drainer is not None and not self._caught_up:
+            self._caught_up = True  # what an earlier run had no time for; loading is over by now
+            self._drainer.wake(catching_up=True)
         every = self._plan.interval_steps
         if every and self._plan.dir and global_step > 0 and global_step % every == 0:
             self._engine.save_checkpoint(self._plan.dir, client_state=self.client_state())
@@ -119,6 +128,16 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             self._job.wait()
         self._reap()
         return self.last
+
+    def wait_for_drain(self) -> None:
+        """Until the durable tier (``checkpoint.drain_dir``) holds the newest checkpoint.
+
+        Raises:
+            CheckpointError: it could not be written, or made no progress within the deadline.
+        """
+        self.wait()
+        if self._drainer is not None:
+            self._drainer.wait()
 
     @property
     def running(self) -> bool:
@@ -135,12 +154,14 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._closed = True
         atexit.unregister(self._at_exit)
         try:
-            self.wait()
+            self.wait_for_drain()
         finally:
             self._budget.close()
             self._bounce.close()
 
     def _reap(self) -> None:
+        if self._drainer is not None:
+            self._drainer.reap()
         job = self._job
         if job is None or job.running:
             return
@@ -174,6 +195,8 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """
         begin = time.monotonic()
         name = _checked_tag(tag, self._engine.global_steps)
+        if self._tiers is not None and Path(save_dir).resolve() == self._tiers.durable.resolve():
+            self.wait_for_drain()  # one at a time makes hidden folders there
         nonce = self._agree_to_begin()
         if nonce is None:
             logger.info("checkpoint %s skipped: one is being written (busy: skip)", name)
@@ -233,6 +256,7 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             save_dir=Path(save_dir).absolute(), tag=tag, nonce=nonce, rank=self._peers.rank,
             step=self._engine.global_steps, world_size=self._peers.world_size,
             save_latest=save_latest, plan=self._plan_digest, versions=_versions(),
+            other_tier=self._other_tier(save_dir),
         )  # fmt: skip
 
     def _make_job(self, attempt: Attempt, commit: Commit) -> Job:
@@ -243,7 +267,20 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             writers=self._plan.writers, progress_deadline_s=self._deadline_s,
         )  # fmt: skip
         self._planned = []
-        return Job(attempt, commit, writer, self._live, self._files, self._plan.keep)
+        return Job(
+            attempt, commit, writer, self._live, self._files, self._keep_in(attempt.save_dir),
+            self._drainer.wake if self._drainer is not None else lambda: None,
+        )  # fmt: skip
+
+    def _other_tier(self, folder: str | Path) -> Path | None:
+        if self._tiers is None or not self._tiers.holds(folder):
+            return None
+        fast = Path(folder).resolve() == self._tiers.fast.resolve()
+        return self._tiers.durable if fast else self._tiers.fast
+
+    def _keep_in(self, folder: Path) -> int:
+        durable = self._tiers is not None and folder.resolve() == self._tiers.durable.resolve()
+        return self._plan.drain_keep if durable else self._plan.keep
 
     # -- what DeepSpeed calls
 
@@ -310,25 +347,40 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         Raises:
             CheckpointError: the checkpoint asked for, or every one there is, does not verify.
         """
-        self.wait()
+        self.wait_for_drain()
         self._before_save()
         universal = self._engine.load_universal_checkpoint()
-        tag = tag if tag is not None or universal else self._choose(Path(load_dir))
+        folder = Path(load_dir)
+        if not universal:
+            folder, tag = self._locate(folder, tag)
         with only_weights():
-            if universal or tag is None or not (Path(load_dir) / tag / GLOBAL_NAME).exists():
-                return self._finish_load(original(load_dir, tag=tag, **options))
-            with being_read(Path(load_dir) / tag):
-                if self.chosen is None or self.chosen.tag != tag:
-                    self._require_whole(Path(load_dir), tag)
+            if universal or tag is None or not (folder / tag / GLOBAL_NAME).exists():
+                return self._finish_load(original(str(folder), tag=tag, **options))
+            with being_read(folder / tag):
+                if self.chosen is None or (self.chosen.directory, self.chosen.tag) != (folder, tag):
+                    self._require_whole(folder, tag)
                 self._into = self._targets()
                 try:
-                    return self._finish_load(original(load_dir, tag=tag, **options))
+                    return self._finish_load(original(str(folder), tag=tag, **options))
                 finally:
                     self._into = {}
 
+    def _locate(self, load_dir: Path, tag: str | None) -> tuple[Path, str | None]:
+        """The tier and the tag to load; without a tag, the newest that verifies."""
+        if tag is None:
+            tag = self._choose(load_dir)
+            return (self.chosen and self.chosen.directory) or load_dir, tag
+        other = self._other_tier(load_dir)
+        if other is not None and not (load_dir / tag / GLOBAL_NAME).exists():
+            return (other if (other / tag / GLOBAL_NAME).exists() else load_dir), tag
+        return load_dir, tag
+
     def _choose(self, load_dir: Path) -> str | None:
         """The tag of the newest checkpoint that verifies; None: there is none of ours at all."""
-        self.chosen = choice = newest_valid(load_dir, lambda tag: self._problems(load_dir, tag))
+        tiers = [load_dir]
+        if self._tiers is not None and self._tiers.holds(load_dir):
+            tiers = [self._tiers.fast, self._tiers.durable]
+        self.chosen = choice = newest_of_tiers(tiers, self._problems)
         if choice.tag is None and choice.passed_over:
             raise CheckpointError(
                 f"{load_dir} must hold a checkpoint that verifies, but {choice.summary}; to load "
@@ -362,7 +414,7 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             path: tensor
             for path, tensor in tensors_of(tree)
             if tensor.device.type == "cpu" and tensor.is_contiguous()
-            and self._live.subgroup_of(
+            and self._live.runs(
                 tensor.data_ptr(), tensor.numel() * tensor.element_size()
             ) is not None
         }  # fmt: skip
@@ -411,6 +463,12 @@ def install(
     if previous is not None and previous.is_decoupled():
         previous.cleanup()
     return lazy
+
+
+def _tiers(plan: CheckpointPlan) -> Tiers | None:
+    if plan.dir is None or plan.drain_dir is None:
+        return None
+    return Tiers(Path(plan.dir).absolute(), Path(plan.drain_dir).absolute(), plan.drain_keep)
 
 
 def _refuse_unsupported(engine: Any) -> None:

@@ -86,6 +86,17 @@ class Files:
         data: bytes = self._retry("read", Path.read_bytes, path)
         return data
 
+    def read_into(self, descriptor: int, data: memoryview, offset: int) -> int:
+        """Reads until ``data`` is full or the file ends; returns how much."""
+        done = 0
+        while done < len(data):
+            args = (descriptor, [data[done:]], offset + done)
+            count: int = self._retry("preadv", os.preadv, *args)
+            if not count:
+                break
+            done += count
+        return done
+
     def fsync_folder(self, path: Path) -> None:
         """Makes the names in a folder durable."""
         descriptor = self.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -151,6 +162,11 @@ POINTS = (
 # Points that come up in some runs only: a subgroup was copied before its update; a tag was saved
 # before; two names were swapped by two renames.
 RARE_POINTS = ("copied_on_update", "tag_set_aside")
+# Those of a drain to the durable tier; "tag_renamed" and "parent_fsynced" come up in it too.
+DRAIN_POINTS = (
+    "drain_begun", "drain_half", "drain_payload_fsynced", "drain_sealed", "drain_latest_written",
+    "drain_latest_renamed", "drain_done",
+)  # fmt: skip
 
 
 def _exchange(one: Path, other: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from runtime.checkpoint.commit import Attempt, Commit
@@ -43,6 +44,7 @@ class Job:
     def __init__(
         self, attempt: Attempt, commit: Commit, writer: BlockWriter, live: LiveState,
         files: Files, keep: int,
+        after_commit: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self.attempt = attempt
         self.failure: BaseException | None = None
@@ -53,6 +55,7 @@ class Job:
         self._live = live
         self._files = files
         self._keep = keep
+        self._after_commit = after_commit
         self._over = threading.Event()
         self._thread = threading.Thread(
             target=self._run, name=f"ebbtide-checkpoint-{attempt.tag}", daemon=True
@@ -91,6 +94,7 @@ class Job:
                 self.stall_s, self._writer.waited_s, self._writer.copied_bytes,
                 persisted - begin, time.monotonic() - persisted,
             )  # fmt: skip
+            self._after_commit()
             if self._keep and self.attempt.rank == 0:
                 prune(self.attempt.save_dir, self._keep, self._files)
             self._files.point("done")

@@ -47,14 +47,25 @@ class LiveState:
             )
             self._starts = [start for start, _, _ in self._ranges]
 
-    def subgroup_of(self, address: int, size_bytes: int) -> int | None:
-        """The subgroup whose state covers these bytes; None: not registered as a whole."""
+    def runs(self, address: int, size_bytes: int) -> list[tuple[int, int]] | None:
+        """(subgroup, bytes of it) in order, for bytes that may span several subgroups' state.
+
+        None: not registered as a whole.
+        """
+        found: list[tuple[int, int]] = []
+        position, end = address, address + size_bytes
         with self._lock:
-            at = bisect_right(self._starts, address) - 1
-            if at < 0:
-                return None
-            _, end, subgroup = self._ranges[at]
-            return subgroup if address + size_bytes <= end else None
+            at = bisect_right(self._starts, position) - 1
+            while position < end:
+                if not 0 <= at < len(self._ranges):
+                    return None
+                start, stop, subgroup = self._ranges[at]
+                if not start <= position < stop:
+                    return None
+                found.append((subgroup, min(stop, end) - position))
+                position += found[-1][1]
+                at += 1
+        return found
 
     @property
     def subgroups(self) -> list[int]:

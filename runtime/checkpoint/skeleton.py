@@ -69,7 +69,11 @@ def lay_out(state: Any, live: LiveState, *, stream_device: bool) -> Layout:
         offsets = _save_with_holes(tree, descriptor)
         if not stand_ins.cover(offsets):  # a tensor hides in an object: the whole file, by value
             return _whole(state)
-        holes = [Extent(offsets[key], source) for key, source in stand_ins.sources.items()]
+        holes = [
+            extent
+            for key, sources in stand_ins.sources.items()
+            for extent in _in_a_row(offsets[key], sources)
+        ]
         holes = sorted((e for e in holes if e.source.size_bytes), key=lambda e: e.offset)
         size = os.fstat(descriptor).st_size
         frame = _frame(descriptor, holes, size)
@@ -79,6 +83,12 @@ def lay_out(state: Any, live: LiveState, *, stream_device: bool) -> Layout:
     copied = sum(e.source.size_bytes for e in holes if e.source.subgroup is None)
     extents = tuple(sorted([*holes, *frame], key=lambda e: e.offset))
     return Layout(size, extents, live_bytes, copied)
+
+
+def _in_a_row(offset: int, sources: Iterable[Source]) -> Iterator[Extent]:
+    for source in sources:
+        yield Extent(offset, source)
+        offset += source.size_bytes
 
 
 def tensors_of(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
@@ -113,7 +123,7 @@ class _StandIns:
         self._made: dict[tuple[Any, ...], torch.Tensor] = {}
         self._kept: list[torch.Tensor] = []  # an address stays taken while its tensor is here
         self._empty: set[int] = set()
-        self.sources: dict[int, Source] = {}  # by the stand-in's storage
+        self.sources: dict[int, tuple[Source, ...]] = {}  # by the stand-in's storage
 
     def replace(self, tree: Any) -> Any:
         return replace_tensors(tree, self._stand_in)
@@ -140,28 +150,37 @@ class _StandIns:
         return set(storages) == set(self.sources) | self._empty
 
     def _make(self, tensor: torch.Tensor) -> torch.Tensor:
-        source = self._source(tensor)
-        owner = source.owner if isinstance(source, HostBytes) else None
-        if isinstance(owner, torch.Tensor):
-            raw = torch.frombuffer(memory_at(source.start, source.size_bytes), dtype=torch.uint8)
+        sources = self._sources(tensor)
+        first, size = sources[0], sum(source.size_bytes for source in sources)
+        if isinstance(first, HostBytes):
+            raw = torch.frombuffer(memory_at(first.start, size), dtype=torch.uint8)
         else:  # never touched: skip_data reads no bytes
-            raw = torch.empty(source.size_bytes, dtype=torch.uint8)
+            raw = torch.empty(size, dtype=torch.uint8)
         made = raw.view(tensor.dtype).view(tensor.shape)
-        self.sources[made.untyped_storage()._cdata] = source
+        self.sources[made.untyped_storage()._cdata] = sources
         self._kept.append(made)
         return made
 
-    def _source(self, tensor: torch.Tensor) -> Any:
+    def _sources(self, tensor: torch.Tensor) -> tuple[Source, ...]:
+        """Its bytes, in order; several where they are the state of several subgroups."""
         size = tensor.numel() * tensor.element_size()
         if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-            subgroup = self._live.subgroup_of(tensor.data_ptr(), size)
-            if tensor.device.type == "cpu" and subgroup is not None:
-                return HostBytes.of_tensor(tensor, subgroup)
+            runs = self._live.runs(tensor.data_ptr(), size)
+            if tensor.device.type == "cpu" and runs is not None:
+                return tuple(_host_runs(tensor, runs))
             if tensor.device.type != "cpu" and self._stream_device:
-                return DeviceBytes(tensor, EVERY_SUBGROUP if subgroup is None else subgroup)
+                one = runs[0][0] if runs and len(runs) == 1 else EVERY_SUBGROUP
+                return (DeviceBytes(tensor, one),)
         copied = torch.empty(tensor.shape, dtype=tensor.dtype)
         copied.copy_(tensor)
-        return HostBytes.of_tensor(copied)
+        return (HostBytes.of_tensor(copied),)
+
+
+def _host_runs(tensor: torch.Tensor, runs: Iterable[tuple[int, int]]) -> Iterator[HostBytes]:
+    start = tensor.data_ptr()
+    for subgroup, size_bytes in runs:
+        yield HostBytes(start, size_bytes, tensor, subgroup)
+        start += size_bytes
 
 
 def _save_with_holes(tree: Any, descriptor: int) -> dict[int, int]:

@@ -57,13 +57,13 @@ class Bench:
         self.saved = 0
 
     def begin(self, state, tag=None, *, files=None, step=None, rank=0, world_size=1, nonce=None,
-              keep=0, pace=None):  # fmt: skip
+              keep=0, pace=None, other_tier=None):  # fmt: skip
         files = files or Files()
         self.saved += 1
         step = self.saved if step is None else step
         attempt = Attempt(
             self.folder, tag or f"step{step}", nonce or f"n{self.saved}", step, rank, world_size,
-            versions={"torch": torch.__version__},
+            versions={"torch": torch.__version__}, other_tier=other_tier,
         )  # fmt: skip
         commit = Commit(attempt, files, self.deadline_s)
         commit.begin()

@@ -105,6 +105,27 @@ def test_resumes_bit_exact_into_the_live_buffers(engines, tmp_path):
     assert same(bits(engine), expected)
 
 
+def test_resumes_from_the_durable_tier_when_the_fast_one_is_lost(engines, tmp_path):
+    fast, durable = tmp_path / "fast", tmp_path / "durable"
+    tiers = CheckpointPlan(interval_steps=2, dir=str(fast), drain_dir=str(durable), keep=1)
+    engine, batches, lazy = engines(tiers)
+    train(engine, batches, 0, 5)
+    lazy.wait_for_drain()
+    assert (durable / "latest").read_text() == "global_step4"
+    train(engine, batches, 5, 6)
+    expected = bits(engine)
+    engine.destroy()
+    shutil.rmtree(fast)
+    for tag in durable.glob("global_step6"):
+        shutil.rmtree(tag)  # as if the machine had died before
+    engine, batches, lazy = engines(tiers)
+    engine.load_checkpoint(str(fast))  # as the training script always calls it
+    assert engine.global_steps == 4
+    assert lazy.chosen.directory == durable
+    train(engine, batches, 4, 6)
+    assert same(bits(engine), expected)
+
+
 def test_an_update_during_persist_is_not_in_the_file(engines, tmp_path):
     engine, batches, lazy = engines(
         CheckpointPlan(dir=str(tmp_path), write_bytes_per_s=2e6), block_bytes=65536

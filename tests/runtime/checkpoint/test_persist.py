@@ -10,6 +10,7 @@ from runtime.checkpoint.errors import CheckpointError
 from runtime.checkpoint.files import Files
 from runtime.checkpoint.inspect import verify
 from runtime.checkpoint.output import Pace
+from runtime.checkpoint.skeleton import lay_out
 from tests.runtime.checkpoint.conftest import BLOCK, Bench, some_state
 
 
@@ -41,6 +42,22 @@ def registered(bench, state):
     for number, tensor in enumerate(state["optim_states"]["fp32"]):
         bench.live.register(number, [tensor])
     return state
+
+
+def test_a_tensor_over_several_subgroups_is_streamed_from_where_it_is(bench):
+    flat = torch.randn(20_000)
+    cuts = [0, 1_000, 9_000, 20_000]
+    for number, (begin, end) in enumerate(pairwise(cuts)):
+        bench.live.register(number, [flat[begin:end]])
+    state = {"model_states": {}, "optim_states": {"whole": flat, "lean": flat[:15_000]}}
+    layout = lay_out(state["optim_states"], bench.live, stream_device=True)
+    assert layout.live_bytes == 35_000 * 4
+    assert {e.source.subgroup for e in layout.extents} == {0, 1, 2, None}
+    bench.save(state, "a")
+    found = load(bench.folder / "a", "optim_states")
+    assert torch.equal(found["whole"], flat)
+    assert torch.equal(found["lean"], flat[:15_000])
+    assert bench.live.runs(flat.data_ptr() + 4 * 19_999, 8) is None  # beyond the last
 
 
 def test_file_equals_what_was_saved(bench):
