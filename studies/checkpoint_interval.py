@@ -70,9 +70,7 @@ def measure(training: Training, plan: Plan, folder: Path, cycles: int) -> Measur
     saving = under(plan, CYCLE, folder / "ck")
     for run, last in enumerate((CYCLE * (cycles + 2) - 1, CYCLE * (cycles + 2) + 1)):
         notes = folder / f"notes{run}"
-        begin = time.monotonic()
         Child(lambda n=notes, s=last: train(training, saving, n, s), folder / "log").wait()  # type: ignore[misc]
-        length_s = time.monotonic() - begin
     ((step, set_up_s),) = read_notes(notes, "start")
     steps = {int(n): s for n, s in read_notes(folder / "notes0", "step")}
     by_place = [
@@ -82,7 +80,6 @@ def measure(training: Training, plan: Plan, folder: Path, cycles: int) -> Measur
     quiet = median(by_place[CYCLE // 2 :])
     stall, waited, persist, copied = read_notes(folder / "notes0", "report")[-1]
     assert step > 0, "the second run must resume"
-    del length_s
     return Measured(
         iteration_s=quiet, restart_s=set_up_s,
         stall_s=by_place[0] - quiet, interference_s=sum(by_place[1:]) - quiet * (CYCLE - 1),

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from simulator import Layer, Machine, Quantity, Workload
+from simulator import Layer, Machine, Placement, Quantity, Workload
 from simulator.bounds import bound
 from studies.record import write_record
 from tuner.memory import Limits
@@ -110,7 +110,8 @@ def few_subgroups(pairs: int, seed: int) -> dict[str, Any]:
 def exact_s(workload: Workload, machine: Machine) -> float:
     """The optimum, from nothing but everything on the host."""
     search = Search(workload, machine, Limits.of(workload, machine))
-    search.score(Candidate(("host",) * len(workload.subgroups)))
+    everything: tuple[Placement, ...] = ("host",) * len(workload.subgroups)
+    search.score(Candidate(everything))
     return optimum(search).iteration_s
 
 
