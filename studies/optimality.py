@@ -110,8 +110,8 @@ def few_subgroups(pairs: int, seed: int) -> dict[str, Any]:
 def exact_s(workload: Workload, machine: Machine) -> float:
     """The optimum, from nothing but everything on the host."""
     search = Search(workload, machine, Limits.of(workload, machine))
-    everything: tuple[Placement, ...] = ("host",) * len(workload.subgroups)
-    search.score(Candidate(everything))
+    placements: list[Placement] = ["host"] * len(workload.subgroups)
+    search.score(Candidate(tuple(placements)))
     return optimum(search).iteration_s
 
 
