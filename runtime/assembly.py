@@ -10,9 +10,38 @@ import torch
 from runtime import deepspeed_private as private
 from runtime.device import Device
 from runtime.executor import Executor
+from runtime.kernels.host import VECTOR_WIDTH
 from runtime.step_template import step_template
 from runtime.subgroup_state import SubgroupState, allocate, staging_slots
 from simulator.plan import Plan
+
+Cut = tuple[int, int, int]  # parameter group, offset in its partition, elements
+
+
+def cuts(partitions: list[int], subgroup_size: int) -> list[Cut]:
+    """Every group's partition in pieces of ``subgroup_size``, rounded up to a multiple of 16.
+
+    DeepSpeedCPUAdam treats a tensor's last (length mod 16) elements in another way. With borders
+    on multiples of 16 those of a partition are those of its last piece, and no other has any.
+    """
+    size = max(1, -(-subgroup_size // VECTOR_WIDTH)) * VECTOR_WIDTH
+    return [
+        (group, offset, min(size, elements - offset))
+        for group, elements in enumerate(partitions)
+        for offset in range(0, elements, size)
+    ]
+
+
+def subgroups_of(optimizer: Any, subgroup_size: int) -> tuple[int, ...]:
+    """Elements of each subgroup of a live ZeRO optimizer, as plans list them.
+
+    ZeRO-3 has cut its partitions itself, with ``zero_optimization.sub_group_size``.
+    """
+    numels = getattr(optimizer, "fp16_partitioned_groups_flat_numel", None)
+    if numels is not None:
+        return tuple(int(n) for n in numels)
+    masters = getattr(optimizer, "single_partition_of_fp32_groups", [])
+    return tuple(n for _, _, n in cuts([p.numel() for p in masters], subgroup_size))
 
 
 def build_executor(
@@ -36,10 +65,18 @@ def build_executor(
     wires = list(optimizer.fp16_partitioned_groups_flat)
     states = allocate(device, placements, masters, moments, wires, gradients)
     _repoint(optimizer, states)
-    plan = _as_allocated(plan, states, len(slots))
+    plan = as_allocated(plan, states, len(slots))
     wire = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(optimizer.dtype, "fp32")
     template = step_template(tuple(sizes), wire, plan)
-    return plan, Executor(device, states, slots, template, _threads(plan, device))
+    return plan, Executor(device, states, slots, template, threads_of(plan, device))
+
+
+def rebuild(optimizer: Any, plan: Plan, before: list[SubgroupState]) -> tuple[Plan, Executor]:
+    """`build_executor` around the state of an executor that has ended."""
+    return build_executor(
+        optimizer, plan, optimizer._ebbtide.executor.device, [s.p for s in before],
+        [(s.m, s.v) for s in before], [s.gradient for s in before],
+    )  # fmt: skip
 
 
 def _repoint(optimizer: Any, states: list[SubgroupState]) -> None:
@@ -63,7 +100,7 @@ def _repoint_gradients(optimizer: Any, states: list[SubgroupState]) -> None:
         optimizer.grad_partitions_flat_buffer = flat.new_empty(0)
 
 
-def _as_allocated(plan: Plan, states: list[SubgroupState], slots: int) -> Plan:
+def as_allocated(plan: Plan, states: list[SubgroupState], slots: int) -> Plan:
     """The plan with the placements and slots that memory allowed."""
     return plan.model_copy(
         update={
@@ -74,7 +111,7 @@ def _as_allocated(plan: Plan, states: list[SubgroupState], slots: int) -> Plan:
     )
 
 
-def _threads(plan: Plan, device: Device) -> int:
+def threads_of(plan: Plan, device: Device) -> int:
     """Threads of the host update: the plan's, else as many as there are cores for it."""
     if plan.threads:
         return plan.threads

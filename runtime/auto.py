@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from runtime.assembly import subgroups_of
 from runtime.device import Device
 from runtime.live import anyone, better_plan, measured_rates, watch
 from runtime.switch import switch_plan
@@ -32,12 +33,13 @@ _WIRE: dict[torch.dtype, WireDtype] = {torch.bfloat16: "bf16", torch.float16: "f
 
 def host_plan(engine: Any) -> Plan:
     """The plan of the watched steps: every subgroup on the host."""
-    optimizer = engine.optimizer
-    count = len(getattr(optimizer, "fp16_partitioned_groups_flat", [])) or 1
+    size = max(1, int(engine.zero_sub_group_size()))
+    count = len(subgroups_of(engine.optimizer, size)) or 1
     return Plan(
-        subgroup_size=max(1, int(getattr(optimizer, "sub_group_size", 1))),
+        subgroup_size=size,
         placement=Plan.runs(["host"] * count),
         staging_slots=0,
+        overlap_forward=engine.zero_optimization_stage() == 3,
     )
 
 
@@ -86,7 +88,7 @@ def observed_workload(optimizer: Any, timeline: Timeline) -> Workload:
     Forward and backward are the medians of the training thread's spans; on CUDA, where those tell
     when work was issued, the whole iteration less the step bounds them from above.
     """
-    sizes = tuple(int(n) for n in optimizer.fp16_partitioned_groups_flat_numel)
+    sizes = tuple(state.elements for state in optimizer._ebbtide.executor.states)
     forward_s = _median_s(timeline, OpKind.FORWARD)
     backward_s = _median_s(timeline, OpKind.BACKWARD)
     total = sum(sizes)

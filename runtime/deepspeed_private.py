@@ -21,6 +21,16 @@ _STAGE3_MEMBERS = (
     "lp_param_buffer", "ipg_buckets", "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition",
 )  # fmt: skip
 
+_STAGE2_MEMBERS = (
+    "bit16_groups", "bit16_groups_flat", "parallel_partitioned_bit16_groups",
+    "single_partition_of_fp32_groups", "params_in_partition", "real_dp_process_group",
+    "grad_position", "norm_for_param_grads", "micro_step_id", "_offload_accumulated_param_ids",
+    "accumulated_grads_in_cpu", "param_buffer_of_bit16_for_cpu_offload_groups",
+    "averaged_gradients", "local_overflow", "nccl_start_alignment_factor", "offload_gradient_dict",
+    "_get_compact_grad_partition_slice", "_use_compact_grad_partition_buffer",
+    "_wait_for_offload_copies", "async_accumulate_grad_in_cpu_via_gpu",
+)  # fmt: skip
+
 
 class UnsupportedDeepSpeedError(RuntimeError):
     """This DeepSpeed is outside the tested range or lacks a member that is needed."""
@@ -45,11 +55,13 @@ def check_version() -> None:
 
 def check_members(optimizer: Any) -> None:
     """Refuses an optimizer that lacks a member this module relies on."""
-    missing = [name for name in _STAGE3_MEMBERS if not hasattr(optimizer, name)]
+    partitioned = hasattr(optimizer, "fp16_partitioned_groups_flat")
+    members = _STAGE3_MEMBERS if partitioned else _STAGE2_MEMBERS
+    missing = [name for name in members if not hasattr(optimizer, name)]
     if missing:
         raise UnsupportedDeepSpeedError(
-            f"DeepSpeed's stage 3 optimizer must have {missing}, but has not: ebbtide was tested "
-            f"with DeepSpeed >= {TESTED[0]} and < {TESTED[1]}"
+            f"DeepSpeed's {type(optimizer).__name__} must have {missing}, but has not: "
+            f"ebbtide was tested with DeepSpeed >= {TESTED[0]} and < {TESTED[1]}"
         )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from runtime import deepspeed_private as private
-from runtime.assembly import build_executor
+from runtime.assembly import build_executor, rebuild, subgroups_of
 from runtime.device import Device, choose_device
 from runtime.gradients import GradientHomes, ParameterSlice
 from runtime.guard import ConfigError, check_config, check_engine, check_plan
@@ -102,10 +102,11 @@ def attach(
     machine: Machine | None = None,
     workload: Workload | None = None,
 ) -> Any:
-    """Takes over the optimizer of a live ZeRO-3 engine; returns the engine.
+    """Takes over the optimizer of a live ZeRO engine; returns the engine.
 
-    From then on ``engine.optimizer`` is an `EbbtideStage3`. Host memory goes down to 14 bytes per
-    parameter (12 of state, 2 of gradient) plus staging, which is logged.
+    From then on ``engine.optimizer`` is an `EbbtideStage3` (or, for ZeRO-1 and 2, whose steps wait
+    for their updates, an `EbbtideStage2`). Host memory goes down to 14 bytes per parameter (12 of
+    state, 2 of gradient) plus staging, which is logged.
 
     Args:
         replan: re-fit the machine's rates to what the steps take and switch to a better plan at a
@@ -133,8 +134,8 @@ def attach(
     check_engine(engine)
     optimizer = engine.optimizer
     private.check_members(optimizer)
-    subgroups = tuple(int(n) for n in optimizer.fp16_partitioned_groups_flat_numel)
-    check_plan(plan, subgroups, optimizer.sub_group_size)
+    size = getattr(optimizer, "sub_group_size", plan.subgroup_size)
+    check_plan(plan, subgroups_of(optimizer, size), size)
     host.load()
     _take_over(engine, plan, device if isinstance(device, Device) else choose_device(device))
     _checkpointing(engine, plan)
@@ -146,6 +147,19 @@ def attach(
 
 
 def _take_over(engine: Any, plan: Plan, device: Device) -> None:
+    optimizer = engine.optimizer
+    if engine.zero_optimization_stage() == 3:
+        _take_over_stage3(engine, plan, device)
+    else:
+        from runtime.assembly_stage2 import take_over
+
+        take_over(optimizer, plan, device)
+    _record_forward(engine.module, optimizer._ebbtide.recorder)
+    _set_device_origin(optimizer)
+    _report(optimizer, device)
+
+
+def _take_over_stage3(engine: Any, plan: Plan, device: Device) -> None:
     from runtime.optimizer import Attachment, EbbtideStage3
 
     optimizer = engine.optimizer
@@ -158,6 +172,7 @@ def _take_over(engine: Any, plan: Plan, device: Device) -> None:
         homes=GradientHomes(device, executor.states, _slices(optimizer)),
         bias=BiasCorrection(*betas[0]),
         recorder=Recorder(),
+        rebuild=rebuild,
         subgroup_of={
             param.ds_id: index
             for index, group in enumerate(optimizer.fp16_groups)
@@ -169,9 +184,6 @@ def _take_over(engine: Any, plan: Plan, device: Device) -> None:
     optimizer._ebbtide.undo_gates = private.gate_gathers(
         engine.module.parameters(), optimizer.await_parameters
     )
-    _record_forward(engine.module, optimizer._ebbtide.recorder)
-    _set_device_origin(optimizer)
-    _report(optimizer, device)
 
 
 def _stock_buffers(
@@ -241,6 +253,8 @@ def host_bytes(optimizer: Any) -> int:
             total += sum(t.nbytes for t in state.state)
         if state.placement == "host" or unified:
             total += state.gradient.nbytes
+    shadows = getattr(optimizer._ebbtide, "shadows", {})
+    total += sum(t.nbytes for shadow in shadows.values() for t in shadow)
     total += sum(t.nbytes for t in executor.parameter_slots)
     return int(total)
 
@@ -253,6 +267,6 @@ def _checkpointing(engine: Any, plan: Plan) -> None:
     own = engine.optimizer._ebbtide
     live = LiveState()
     for state in own.executor.states:
-        live.register(state.index, state.state)
+        live.register(state.index, own.saved_state(state.index))
     own.executor.gate = live
     install(engine, plan.checkpoint, live)

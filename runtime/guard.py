@@ -19,8 +19,8 @@ def check_config(config: dict[str, Any]) -> None:
     """
     zero = config.get("zero_optimization") or {}
     stage = zero.get("stage", 0)
-    if stage != 3:
-        raise ConfigError(f"zero_optimization.stage must be 3, but got {stage}")
+    if stage not in (1, 2, 3):
+        raise ConfigError(f"zero_optimization.stage must be 1, 2 or 3, but got {stage}")
     offload = zero.get("offload_optimizer") or {}
     where = offload.get("device", "none")
     if where != "cpu":
@@ -76,18 +76,29 @@ def check_engine(engine: Any) -> None:
     """Checks a live engine.
 
     Raises:
-        ConfigError: it is not ZeRO-3 with an Adam optimizer offloaded to the CPU.
+        ConfigError: it is not ZeRO-1, 2 or 3 with an Adam optimizer offloaded to the CPU.
     """
     import torch
     from deepspeed.ops.adam import DeepSpeedCPUAdam
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
     check_config(dict(engine.config) if isinstance(engine.config, dict) else engine.config)
     optimizer = engine.optimizer
-    if type(optimizer) is not DeepSpeedZeroOptimizer_Stage3:
+    if type(optimizer) not in (DeepSpeedZeroOptimizer_Stage3, DeepSpeedZeroOptimizer):
         raise ConfigError(
-            "engine.optimizer must be DeepSpeed's own ZeRO-3 optimizer, but got "
+            "engine.optimizer must be DeepSpeed's own ZeRO optimizer, but got "
             f"{type(optimizer).__name__}"
+        )
+    if getattr(optimizer, "has_moe_layers", False):
+        raise ConfigError(
+            "the model must have no mixture-of-experts layers under ZeRO-1 or 2, but has: train "
+            "it without ebbtide"
+        )
+    if getattr(optimizer, "torch_autocast_gradscaler", None) is not None:
+        raise ConfigError(
+            "torch_autocast.dtype must not be fp16 under ZeRO-1 or 2, whose scaler steps the "
+            "optimizer itself: use bf16 or the fp16 section"
         )
     inner = optimizer.optimizer
     if not isinstance(inner, DeepSpeedCPUAdam):

@@ -18,14 +18,16 @@ GRADIENT_BYTES = {"bf16": 2, "bfloat16": 2, "fp16": 2, "fp32": 4}
 SLOTS = 2  # parameter staging slots, each for the largest subgroup
 
 
-def needed_bytes(plan: Plan, gradient_bytes: int) -> int:
+def needed_bytes(plan: Plan, gradient_bytes: int, *, stage: int = 3) -> int:
     """State and gradients of what is not resident, and the parameters' staging slots, on one rank.
 
-    14 bytes per parameter and the slots with 16-bit gradients. A plan without ``subgroups`` (one
-    written by hand) does not say how large they are: 0.
+    14 bytes per parameter and the slots with 16-bit gradients; below ZeRO-3, DeepSpeed's flat
+    buffers keep room for resident state too. A plan without ``subgroups`` (one written by hand)
+    does not say how large they are: 0.
     """
     sizes = list(zip(plan.subgroups, plan.placements, strict=False))
-    state = sum(n for n, placement in sizes if placement != "resident") * STATE_BYTES_PER_PARAM
+    kept = sum(n for n, placement in sizes if stage < 3 or placement != "resident")
+    state = kept * STATE_BYTES_PER_PARAM
     hosted = [n for n, placement in sizes if placement == "host"]
     slots = min(SLOTS, len(hosted)) * max(hosted, default=0)
     return state + (sum(hosted) + slots) * gradient_bytes
@@ -40,7 +42,8 @@ def check_host_memory(
         ConfigError: with what is needed and what there is.
     """
     ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1))
-    needed = needed_bytes(plan, _gradient_bytes(config)) * ranks
+    stage = (config.get("zero_optimization") or {}).get("stage", 3)
+    needed = needed_bytes(plan, _gradient_bytes(config), stage=stage) * ranks
     available = psutil.virtual_memory().available if available_bytes is None else available_bytes
     logger.info(
         "ebbtide: the plan takes %.2f GiB of host memory on this machine (%d ranks), %.2f are free",

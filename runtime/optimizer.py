@@ -16,19 +16,26 @@ from runtime.gradients import GradientHomes, ParameterSlice
 from runtime.kernels import host
 from runtime.kernels.adam_step import AdamStep, BiasCorrection
 from runtime.measured import Recorder
+from runtime.subgroup_state import SubgroupState
 from simulator.plan import Plan
 from simulator.timeline import Timeline
 
 
 @dataclass
 class Attachment:
-    """What ebbtide adds to one optimizer. Owned by the training thread."""
+    """What ebbtide adds to one optimizer. Owned by the training thread.
+
+    Attributes:
+        rebuild: (optimizer, plan, states of an executor that has ended) -> (the plan that memory
+            allowed, its executor).
+    """
 
     plan: Plan
     executor: Executor
     homes: GradientHomes
     bias: BiasCorrection
     recorder: Recorder
+    rebuild: Callable[[Any, Plan, list[SubgroupState]], tuple[Plan, Executor]]
     subgroup_of: dict[int, int]  # ds_id -> subgroup
     undo_gates: Callable[[], None] = lambda: None
     prefetch_elements: int = 0
@@ -36,6 +43,10 @@ class Attachment:
     on_step: list[Callable[[], None]] = field(default_factory=list)
     closed: bool = False
     watch: Any = None  # runtime.live.Watch, if the engine is watched
+
+    def saved_state(self, subgroup: int) -> tuple[torch.Tensor, ...]:
+        """Where a checkpoint reads this subgroup's (p, m, v)."""
+        return self.executor.states[subgroup].state
 
 
 class EbbtideStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from runtime.assembly import build_executor
 from runtime.gradients import GradientHomes
 from runtime.guard import check_plan
 from runtime.subgroup_state import SubgroupState
 from simulator.plan import Plan
+
+if TYPE_CHECKING:
+    from runtime.optimizer import Attachment
 
 
 def switch_plan(engine: Any, plan: Plan) -> None:
@@ -24,7 +26,7 @@ def switch_plan(engine: Any, plan: Plan) -> None:
     optimizer = engine.optimizer
     own = optimizer._ebbtide
     old = own.executor
-    check_plan(plan, tuple(s.elements for s in old.states), optimizer.sub_group_size)
+    check_plan(plan, tuple(s.elements for s in old.states), own.plan.subgroup_size)
     old.wait_all()
     waiting = getattr(engine.checkpoint_engine, "wait", None)
     if callable(waiting):
@@ -33,15 +35,12 @@ def switch_plan(engine: Any, plan: Plan) -> None:
     for slot in old.parameter_slots:
         old.device.host_release(slot)
     before = list(old.states)
-    plan, executor = build_executor(
-        optimizer, plan, old.device, [s.p for s in before], [(s.m, s.v) for s in before],
-        [s.gradient for s in before],
-    )  # fmt: skip
+    plan, executor = own.rebuild(optimizer, plan, before)
     _release_left(old.device, before, executor.states)
     executor.gate, executor.before_op = old.gate, old.before_op
-    _register(executor.gate, executor.states)
     own.plan, own.executor = plan, executor
     own.homes = _rehomed(own.homes, executor.states)
+    _register(own)
 
 
 def _release_left(device: Any, before: list[SubgroupState], after: list[SubgroupState]) -> None:
@@ -53,11 +52,11 @@ def _release_left(device: Any, before: list[SubgroupState], after: list[Subgroup
                 device.host_release(left)
 
 
-def _register(gate: Any, states: list[SubgroupState]) -> None:
-    register = getattr(gate, "register", None)
+def _register(own: Attachment) -> None:
+    register = getattr(own.executor.gate, "register", None)
     if callable(register):
-        for state in states:
-            register(state.index, state.state)
+        for state in own.executor.states:
+            register(state.index, own.saved_state(state.index))
 
 
 def _rehomed(homes: GradientHomes, states: list[SubgroupState]) -> GradientHomes:

@@ -27,8 +27,7 @@ def offload(**fields):
 
 
 REFUSED = [
-    (config(stage=2), "zero_optimization.stage must be 3, but got 2"),
-    (config(stage=0), "zero_optimization.stage must be 3"),
+    (config(stage=0), "zero_optimization.stage must be 1, 2 or 3, but got 0"),
     (config(**offload(device="nvme")), "offload_optimizer.device must be 'cpu', but got 'nvme'"),
     ({**config(), "zero_optimization": {"stage": 3}}, "device must be 'cpu', but got 'none'"),
     (config(**offload(ratio=0.4)), "ratio .* must be 1.0, .* got 0.4"),
@@ -96,7 +95,7 @@ def test_plans_for_something_else_are_refused_and_training_can_go_on(only_rank):
         runtime.attach(engine, Plan(subgroup_size=20_000, placement=host, split_master=True))
     train(engine, 2)
     runtime.attach(engine, Plan(subgroup_size=20_000, placement=host))
-    with pytest.raises(ConfigError, match="must be DeepSpeed's own ZeRO-3 optimizer"):
+    with pytest.raises(ConfigError, match="must be DeepSpeed's own ZeRO optimizer"):
         runtime.attach(engine, Plan(subgroup_size=20_000, placement=host))
     train(engine, 2)
     engine.destroy()

@@ -38,7 +38,7 @@ def test_two_ranks_with_placements_of_their_own_have_stocks_bits(
     assert done.returncode == 0, done.stderr[-3000:]
     for rank in (0, 1):
         found = json.loads((tmp_path / f"rank{rank}.json").read_text())
-        assert len(found) == 4
+        assert len(found) == 8
         assert all(found.values()), found
 
 

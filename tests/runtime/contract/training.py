@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 import runtime
+from runtime.assembly import subgroups_of
 from runtime.device import Device, EmulatedDevice
 from simulator import Plan
 from studies.bits import differences, state_of
@@ -27,14 +28,14 @@ def device_of(name: str) -> Device:
     return DEVICES[name]()
 
 
-def plan_for(engine: Any, pattern: list[str], **fields: Any) -> Plan:
-    """The pattern repeated over the engine's subgroups."""
-    count = len(engine.optimizer.fp16_partitioned_groups_flat)
+def plan_for(engine: Any, pattern: list[str], subgroup: int = SUBGROUP, **fields: Any) -> Plan:
+    """The pattern repeated over the engine's subgroups; below ZeRO-3 the plan cuts them."""
+    count = len(subgroups_of(engine.optimizer, subgroup))
     placements = [pattern[i % len(pattern)] for i in range(count)]
     values = {"staging_slots": 2, "prefetch": 1} | fields
     if "device" not in placements:
         values |= {"staging_slots": 0, "prefetch": 0}
-    return Plan(subgroup_size=SUBGROUP, placement=Plan.runs(placements), **values)
+    return Plan(subgroup_size=subgroup, placement=Plan.runs(placements), **values)
 
 
 def start(model: torch.nn.Module | None = None, parameters: Any = None, **config: Any) -> Any:

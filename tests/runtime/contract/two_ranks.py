@@ -20,7 +20,8 @@ def run(pattern=None, device="emulated", fail=False, **config):
     rank = torch.distributed.get_rank()
     engine = start(subgroup_size=UNEVEN, **config)
     if pattern:
-        attached(engine, pattern[rank:] + pattern[:rank], device, seed=rank)
+        own = pattern[rank:] + pattern[:rank]
+        attached(engine, own, device, seed=rank, subgroup=UNEVEN)
     if fail and rank == 1:
 
         def die(op):
@@ -55,6 +56,7 @@ def main():
         out.write_text("{}")  # not reached
         return
     found = compare("default") | compare("no persistent", stage3_param_persistence_threshold=0)
+    found |= compare("stage 2", stage=2) | compare("stage 1", stage=1, accumulation=2)
     out.write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
 
