@@ -1,6 +1,7 @@
 """The contract: whatever the plan, the device and the timing, the bits are stock DeepSpeed's."""
 
 import functools
+import tempfile
 
 import pytest
 import torch
@@ -98,23 +99,46 @@ def test_all_on_the_host(device, overlap):
     assert_same(outcome(ours), stock("clipping"))
 
 
+STEPS = 20
+
+
+@functools.cache
+def stock_for_long():
+    return outcome(engine_for("clipping"), STEPS)
+
+
+@st.composite
+def plans(draw):
+    pattern = draw(st.lists(st.sampled_from(MIX), min_size=1, max_size=5))
+    slots = draw(st.integers(1, 4))
+    return pattern, {
+        "seed": draw(st.integers(0, 10**6)),
+        "staging_slots": slots,
+        "prefetch": draw(st.integers(0, slots)),
+        "overlap_forward": draw(st.booleans()),
+    }
+
+
 @settings(
     max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-@given(
-    pattern=st.lists(st.sampled_from(MIX), min_size=1, max_size=5),
-    slots=st.integers(1, 4),
-    prefetch=st.integers(0, 4),
-    overlap=st.booleans(),
-    seed=st.integers(0, 10**6),
-)
-def test_any_placement_and_timing(pattern, slots, prefetch, overlap, seed):
+@given(before=plans(), after=plans(), saved_at=st.integers(1, STEPS - 1))
+def test_any_placement_and_timing_with_a_resume_in_between(before, after, saved_at):
+    """Every step's loss and norm, and all state at the end; the checkpoint goes on being written
+    while one more step trains, which is lost.
+    """
     device = "cuda" if "cuda" in DEVICES else "emulated"
-    ours = attached(
-        engine_for("clipping"), pattern, device, seed,
-        staging_slots=slots, prefetch=min(prefetch, slots), overlap_forward=overlap,
-    )  # fmt: skip
-    assert_same(outcome(ours), stock("clipping"))
+    expected = stock_for_long()
+    ours = attached(engine_for("clipping"), before[0], device, **before[1])
+    losses, norms = train(ours, saved_at)
+    with tempfile.TemporaryDirectory() as folder:
+        ours.save_checkpoint(folder)
+        train(ours, 1, first=saved_at)
+        ours.destroy()
+        ours = attached(engine_for("clipping"), after[0], device, **after[1])
+        ours.load_checkpoint(folder)
+    state, more, more_norms = outcome(ours, STEPS - saved_at, first=saved_at)
+    assert_same((state, torch.cat([torch.stack(losses), more]), norms + more_norms), expected)
 
 
 @pytest.mark.parametrize("device", list(DEVICES))

@@ -1,0 +1,209 @@
+"""Checkpoint throughput and the slowdown of training, over model size and frequency.
+
+    python -m studies.checkpointing --json checkpointing.json
+
+What "DataStates-LLM" (Maurya et al., arXiv 2406.10707) measures: bytes of a checkpoint over the
+time for which training waits, and how much longer training takes. Measured here on small models
+with real writers (`studies.checkpoint_stall`); simulated for larger ones on a node like the
+paper's (`simulator.presets`, four ranks), where offloaded state is streamed from host memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from simulator import CheckpointPlan, preset, workload_from_model
+from simulator.checkpoint_cost import CheckpointSimulation
+from studies.checkpoint_stall import measure as measure_writer
+from studies.checkpoint_writers import Workload
+from studies.record import write_record
+
+PAPER = {
+    "aggregate_bytes_per_s": {"DataStates-LLM": 638e9, "TorchSnapshot": 117e9, "synchronous": 54e9},
+    "of": "70 B parameters on 80 A100: what training waits for",
+    "checkpoints_faster": "up to 48x",
+    "end_to_end_faster": "up to 2.2x",
+}
+WRITERS = ("none", "torch", "dcp async", "ebbtide")
+INTERVALS = (10, 20, 50, 100)
+SIMULATED = {
+    "3 B": {"layers": 30, "hidden": 2560, "heads": 32, "vocabulary": 50304},
+    "7 B": {"layers": 32, "hidden": 4096, "heads": 32, "vocabulary": 50304},
+    "13 B": {"layers": 40, "hidden": 5120, "heads": 40, "vocabulary": 50304},
+    "20 B": {"layers": 44, "hidden": 6144, "heads": 48, "vocabulary": 50304},
+}
+RANKS = 4
+
+
+def main() -> None:
+    """Entry point of ``python -m studies.checkpointing``."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, required=True, help="the record; a .png goes beside")
+    parser.add_argument("--models", nargs="*", default=["4m", "40m", "110m"], help="measured")
+    parser.add_argument("--steps", type=int, default=8, help="with a checkpoint after each")
+    parser.add_argument("--quick", action="store_true", help="tiny, one writer: for tests")
+    args = parser.parse_args()
+    models, steps = args.models, args.steps
+    writers: tuple[str, ...] = WRITERS
+    if args.quick:
+        models, steps, writers = ["tiny"], 3, ("none", "ebbtide")
+    figures: dict[str, Any] = {
+        "paper": PAPER,
+        "measured": [row for m in models for row in measured(m, steps, writers)],
+        "simulated": simulated(("3 B",) if args.quick else tuple(SIMULATED)),
+    }
+    figures |= largest(figures["measured"])
+    write_record(args.json, "checkpointing", figures)
+    draw(figures, args.json.with_suffix(".png"))
+    show(figures)
+
+
+def largest(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Bytes per second of waiting with the largest model measured, by the kind of writer."""
+    names = {"ebbtide": "ebbtide", "torch": "synchronous", "dcp async": "asynchronous"}
+    return {
+        f"{names[row['writer']]}_bytes_per_s": row["bytes_per_s"]
+        for row in rows
+        if "failed" not in row
+    }
+
+
+def measured(model: str, steps: int, writers: tuple[str, ...]) -> list[dict[str, Any]]:
+    """One row per writer: throughput as training sees it, slowdown at two frequencies."""
+    workload = Workload(model, 32, steps)
+    scratch = Path(tempfile.mkdtemp(prefix="ebbtide-checkpointing-"))
+    try:
+        found = {
+            name: measure_writer(name, workload, scratch / name.replace(" ", "-"))
+            for name in track(writers, description=f"{model}")
+        }
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    plain = found.pop("none")
+    return [_row(model, workload.checkpoint_bytes, name, one, plain) for name, one in found.items()]
+
+
+def _row(
+    model: str, size_bytes: int, name: str, found: dict[str, Any], plain: dict[str, Any]
+) -> dict[str, Any]:
+    row: dict[str, Any] = {"model": model, "writer": name, "checkpoint_bytes": size_bytes}
+    if "failed" in found or "failed" in plain:
+        return {**row, "failed": found.get("failed") or plain.get("failed")}
+    stall_s = found["every_1"]["stall_s"]
+    row |= {"stall_s": stall_s, "bytes_per_s": size_bytes / stall_s}
+    for key in ("every_1", "every_10"):
+        row[f"slowdown_{key}"] = found[key]["iteration_s"] / plain[key]["iteration_s"] - 1
+    return row
+
+
+def simulated(names: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Ebbtide's lazy checkpoints and blocking ones, by model and interval; four ranks of a node."""
+    import tuner
+
+    machine, rows = preset("a100-node"), []
+    for name in names:
+        work = workload_from_model(
+            SIMULATED[name], machine, {"bf16": {"enabled": True}}, data_parallel=RANKS
+        ).recut(100_000_000)
+        plan = tuner.plan(work, machine)
+        simulation = CheckpointSimulation(work, plan, machine)
+        # A drive takes longer than an iteration: what is updated meanwhile is copied first.
+        lazy = simulation.cost(
+            CheckpointPlan(interval_steps=1, copy_budget_bytes=work.checkpoint_bytes)
+        )
+        blocking_s = work.checkpoint_bytes / simulation.storage
+        for interval in INTERVALS:
+            _, cost = lazy.at_interval(interval, simulation.iteration_s, "wait")
+            training_s = interval * simulation.iteration_s
+            rows.append({
+                "model": name, "interval": interval, "iteration_s": simulation.iteration_s,
+                "checkpoint_bytes": RANKS * work.checkpoint_bytes, "stall_s": cost.stall_s,
+                "persist_s": cost.persist_s, "blocking_stall_s": blocking_s,
+                "bytes_per_s": RANKS * work.checkpoint_bytes / cost.stall_s,
+                "blocking_bytes_per_s": RANKS * work.checkpoint_bytes / blocking_s,
+                "slowdown": cost.cost_s / training_s, "blocking_slowdown": blocking_s / training_s,
+            })  # fmt: skip
+    return rows
+
+
+COLOURS = {"torch": "#7f7f7f", "dcp async": "#e69f00", "ebbtide": "#0072b2"}
+
+
+def draw(figures: dict[str, Any], path: Path) -> None:
+    """Measured throughput by model and writer; simulated slowdown by interval."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    rows = [row for row in figures["measured"] if "failed" not in row]
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    names = list(dict.fromkeys(row["writer"] for row in rows))
+    width = 0.8 / max(1, len(names))
+    for place, name in enumerate(names):
+        own = {row["model"]: row["bytes_per_s"] for row in rows if row["writer"] == name}
+        spots = [
+            i + (place - (len(names) - 1) / 2) * width for i, m in enumerate(models) if m in own
+        ]
+        left.bar(spots, [own[m] / 1e9 for m in models if m in own], width, label=name,
+                 color=COLOURS.get(name, "#999999"))  # fmt: skip
+    left.set_xticks(range(len(models)), models)
+    left.set(yscale="log", ylabel="GB per second of waiting (log)", xlabel="parameters",
+             title="measured on this machine, a checkpoint per step")  # fmt: skip
+    left.legend(frameon=False, fontsize=8)
+    for number, name in enumerate(dict.fromkeys(row["model"] for row in figures["simulated"])):
+        own_rows = [row for row in figures["simulated"] if row["model"] == name]
+        steps = [row["interval"] for row in own_rows]
+        colour = f"C{number}"
+        right.plot(steps, [100 * r["slowdown"] for r in own_rows], "o-", color=colour, label=name)
+        right.plot(steps, [100 * r["blocking_slowdown"] for r in own_rows], ":", color=colour)
+    right.set(yscale="log", xlabel="steps between checkpoints", ylabel="longer training (%, log)",
+              title="simulated on an A100 node; dotted: blocking writer")  # fmt: skip
+    right.legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def show(figures: dict[str, Any]) -> None:
+    """Prints both tables and what the paper says."""
+    console = Console()
+    table = Table(title="measured: a checkpoint after every step")
+    for column in ("model", "writer", "stall ms", "GB/s of waiting", "slowdown", "every 10th"):
+        table.add_column(column, justify="right")
+    for row in figures["measured"]:
+        if "failed" in row:
+            table.add_row(row["model"], row["writer"], f"failed: {row['failed']}"[:40])
+            continue
+        table.add_row(
+            row["model"], row["writer"], f"{1e3 * row['stall_s']:.1f}",
+            f"{row['bytes_per_s'] / 1e9:.1f}", f"{row['slowdown_every_1']:.0%}",
+            f"{row['slowdown_every_10']:.0%}",
+        )  # fmt: skip
+    console.print(table)
+    table = Table(title="simulated: A100 node, four ranks, offloaded state, one NVMe drive")
+    for column in ("model", "every", "stall", "persist", "slowdown", "blocking"):
+        table.add_column(column, justify="right")
+    for row in figures["simulated"]:
+        table.add_row(
+            row["model"], str(row["interval"]), f"{row['stall_s']:.2f} s",
+            f"{row['persist_s']:.0f} s", f"{row['slowdown']:.1%}",
+            f"{row['blocking_slowdown']:.0%}",
+        )  # fmt: skip
+    console.print(table)
+    told = ", ".join(f"{k} {v / 1e9:.0f} GB/s" for k, v in PAPER["aggregate_bytes_per_s"].items())  # type: ignore[attr-defined]
+    console.print(f"paper, {PAPER['of']}: {told}")
+
+
+if __name__ == "__main__":
+    main()
