@@ -11,7 +11,7 @@ import torch
 
 import runtime
 from runtime.assembly import subgroups_of
-from runtime.device import Device, EmulatedDevice
+from runtime.device import Device, EmulatedDevice, EmulatedRates
 from simulator import Plan
 from studies.bits import differences, state_of
 from studies.byte_gpt import SIZES, Batches, ByteGPT, ds_config, train_step
@@ -24,8 +24,16 @@ if torch.cuda.is_available():
     DEVICES = {"cuda": CudaDevice}
 
 
+EMULATED = "cuda" not in DEVICES
+
+
 def device_of(name: str) -> Device:
     return DEVICES[name]()
+
+
+def slowed(*rates: float) -> Device:
+    """The emulated device at these rates; where there is a GPU, that one, at its own."""
+    return EmulatedDevice(EmulatedRates(*rates)) if EMULATED else DEVICES["cuda"]()
 
 
 def plan_for(engine: Any, pattern: list[str], subgroup: int = SUBGROUP, **fields: Any) -> Plan:

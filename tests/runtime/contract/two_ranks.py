@@ -10,13 +10,14 @@ import torch
 
 from studies.bits import differences, state_of
 from studies.byte_gpt import SIZES, Batches
-from tests.runtime.contract.training import attached, start, train
+from tests.runtime.contract.training import DEVICES, attached, start, train
 
 MIX = ["host", "device", "resident"]
+DEVICE = list(DEVICES)[-1]
 UNEVEN = 9_999  # elements of a subgroup: nothing here divides by two
 
 
-def run(pattern=None, device="emulated", fail=False, **config):
+def run(pattern=None, device=DEVICE, fail=False, **config):
     rank = torch.distributed.get_rank()
     engine = start(subgroup_size=UNEVEN, **config)
     if pattern:
@@ -38,7 +39,7 @@ def run(pattern=None, device="emulated", fail=False, **config):
 def compare(name, **config):
     stock = run(**config)
     found = {}
-    for pattern, device in ((["host"], "unified"), (MIX, "emulated")):
+    for pattern, device in ((["host"], next(iter(DEVICES))), (MIX, DEVICE)):
         ours = run(pattern, device, **config)
         found[f"{name}: {pattern} on {device}"] = (
             not differences(ours[0], stock[0])
