@@ -261,7 +261,7 @@ def host_bytes(optimizer: Any) -> int:
 
 def _checkpointing(engine: Any, plan: Plan) -> None:
     """Installs the checkpoint engine and its copy on update."""
-    from runtime.checkpoint.engine import install
+    from runtime.checkpoint import install
     from runtime.checkpoint.live_state import LiveState
 
     own = engine.optimizer._ebbtide

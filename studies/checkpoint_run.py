@@ -171,7 +171,7 @@ def _engine(run: Run, rank: int) -> tuple[Any, Any]:
     import deepspeed
     import torch
 
-    from runtime.checkpoint.engine import install
+    from runtime.checkpoint import install
     from studies.byte_gpt import SIZES, ByteGPT, ds_config
 
     os.environ.update(

@@ -137,7 +137,7 @@ class Ebbtide(TorchWriter):
     """The lazy engine with DeepSpeed's own optimizer: waits for the disk are in ``waited_s``."""
 
     def __init__(self, engine: Any) -> None:
-        from runtime.checkpoint.engine import install
+        from runtime.checkpoint import install
         from simulator import CheckpointPlan
 
         super().__init__(engine)

@@ -10,14 +10,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from runtime.checkpoint.engine import install
+    from runtime.checkpoint.installation import install
 
 __all__ = ["install"]
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        import runtime.checkpoint.engine
+        import runtime.checkpoint.installation
 
-        return getattr(runtime.checkpoint.engine, name)
+        return getattr(runtime.checkpoint.installation, name)
     raise AttributeError(f"module 'runtime.checkpoint' has no attribute {name!r}")

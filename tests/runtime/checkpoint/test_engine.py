@@ -65,7 +65,7 @@ def engines(only_rank):
     made = []
 
     def build(plan=None, *, stage3_gather_16bit_weights_on_model_save=False, **options):
-        from runtime.checkpoint.engine import install
+        from runtime.checkpoint import install
 
         engine, batches = make(
             stage3_gather_16bit_weights_on_model_save=stage3_gather_16bit_weights_on_model_save
