@@ -186,7 +186,7 @@ BAD = [
     (LLAMA, {"tensor_parallel": 5}, "tensor_parallel must divide the 32"),
     (LLAMA, {"pipeline_parallel": 64}, "pipeline_parallel must be at most the 32 layers"),
     (LLAMA, {"data_parallel": 0}, "data_parallel must be a whole number >= 1"),
-    (LLAMA, {"ds_config": {"zero_optimization": {"stage": 0}}}, "stage must be 1, 2 or 3"),
+    (LLAMA, {"ds_config": {"zero_optimization": {"stage": 2}}}, "stage must be 3 .* got 2"),
     (LLAMA, {"ds_config": {"gradient_clipping": "yes"}}, "gradient_clipping must be a number"),
     (LLAMA, {"ds_config": {"gradient_clipping": float("nan")}}, "gradient_clipping"),
     (LLAMA, {"ds_config": "/nonexistent.json"}, "--ds-config"),
