@@ -59,8 +59,11 @@ def training_config(
     resolver = _Resolver(_loaded(config))
     zero = resolver.section("zero_optimization")
     stage = zero.get("stage", 3)
-    if stage not in (1, 2, 3):
-        raise ModelError(f"zero_optimization.stage must be 1, 2 or 3, but got {stage!r}")
+    if stage != 3:
+        raise ModelError(
+            "zero_optimization.stage must be 3 to plan before training, but got "
+            f"{stage!r}: below it a plan is made while training (runtime.initialize(plan='auto'))"
+        )
     micro, steps = resolver.batches(ranks, micro_batch, gradient_accumulation_steps)
     dtype = resolver.precision(precision)
     kept = resolver.section("data_types").get("grad_accum_dtype")
