@@ -208,7 +208,6 @@ class Demo:
         label = f"{self.workload.params / 1e6:.0f} M parameters, {machine_label(self.machine)}"
         draw_comparison(times, self.folder / "stock_vs_plan.png", label, verdict)
         facts = {
-            "device_kind": self.machine.device_kind,
             "model": asdict(self.model),
             "params": self.workload.params,
             "times_s": times,

@@ -34,10 +34,10 @@ def machine_label(machine: Machine) -> str:
 def draw_timelines(
     predicted: Timeline, measured: Timeline, path: Path, label: str, iterations: int = 2
 ) -> None:
-    """The last iterations of both, one above the other on one time axis."""
+    """The last iterations predicted, above typical measured ones on the same time axis."""
     import matplotlib.pyplot as plt
 
-    pair = [last_iterations(predicted, iterations), last_iterations(measured, iterations)]
+    pair = [last_iterations(predicted, iterations), typical_iterations(measured, iterations)]
     figure, axes = plt.subplots(2, 1, figsize=(13, 6), sharex=False, layout="constrained")
     longest = max(timeline.makespan_s for timeline in pair)
     scale = 1e3 if longest < 2 else 1.0
@@ -51,8 +51,23 @@ def draw_timelines(
 
 def last_iterations(timeline: Timeline, count: int) -> Timeline:
     """The last ``count`` iterations that a `step()` has ended, from second 0."""
-    ended = sorted({s.iteration for s in timeline.spans if s.kind == OpKind.STEP_END})[-count:]
-    spans = [s for s in timeline.spans if s.iteration in ended]
+    return _cut(timeline, _ended(timeline)[-count:])
+
+
+def typical_iterations(timeline: Timeline, count: int) -> Timeline:
+    """Of all ``count`` successive iterations the ones of median length, from second 0."""
+    ended = _ended(timeline)
+    runs = [ended[i : i + count] for i in range(max(1, len(ended) - count + 1))]
+    cuts = sorted((_cut(timeline, run) for run in runs), key=lambda cut: cut.makespan_s)
+    return cuts[(len(cuts) - 1) // 2]
+
+
+def _ended(timeline: Timeline) -> list[int]:
+    return sorted({s.iteration for s in timeline.spans if s.kind == OpKind.STEP_END})
+
+
+def _cut(timeline: Timeline, iterations: list[int]) -> Timeline:
+    spans = [s for s in timeline.spans if s.iteration in iterations]
     origin_s = min((s.start_s for s in spans), default=0.0)
     moved = tuple(replace(s, start_s=s.start_s - origin_s, end_s=s.end_s - origin_s) for s in spans)
     return replace(timeline, spans=moved, memory=())

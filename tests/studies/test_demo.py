@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from studies.demo_pictures import (
     draw_timelines,
     last_iterations,
     machine_label,
+    typical_iterations,
 )
 from studies.demo_results import Run, pooled, predicted_phases, same_bits, same_losses
 from studies.phase_process import PhaseProcess
@@ -215,6 +217,18 @@ def test_last_iterations_are_complete_ones():
     assert cut.source == "measured"
     assert min(s.start_s for s in cut.spans) == 0.0
     assert cut.makespan_s == 2.0
+
+
+def test_an_iteration_that_somebody_disturbed_is_not_the_one_that_is_shown():
+    plain = _timeline("measured")
+    slow = [
+        replace(s, end_s=s.end_s + 5) if s.iteration == 2 and s.kind == OpKind.BACKWARD else s
+        for s in plain.spans
+    ]
+    shown = typical_iterations(replace(plain, spans=tuple(slow)), 1)
+    assert {s.iteration for s in shown.spans} == {1}
+    assert shown.makespan_s == 1.0
+    assert typical_iterations(replace(plain, spans=()), 2).spans == ()
 
 
 def test_pictures_are_drawn(tmp_path):
