@@ -93,6 +93,7 @@ def workload_of(engine: Any, traces: list[Trace], name: str) -> Workload:
         memory_curve=tuple(sorted(fullest.memory, key=lambda point: point.t_s)),
         provenance=f"medians of {len(traces)} steps of a live engine, memory of the fullest one",
         phase_times=times,
+        memory_peaks=_memory_peaks(traces),
         warnings=tuple(notes),
     )
 
@@ -118,6 +119,20 @@ def _phase_times(traces: list[Trace]) -> tuple[dict[str, Quantity], list[str]]:
             times[name] = Quantity.from_samples(seconds, "measured", f"{len(seconds)} steps")
             notes += doubts(f"the {name}'s time", seconds, LEAST_STEPS)
     return times, notes
+
+
+def _memory_peaks(traces: list[Trace]) -> dict[str, Quantity]:
+    """Highest use of each memory over the steps: their spread is what a plan leaves free."""
+    peaks = {
+        "device": [float(trace.device_peak_bytes) for trace in traces],
+        "host": [float(max(p.host_bytes for p in trace.memory)) for trace in traces],
+    }
+    detail = f"{len(traces)} steps"
+    return {
+        name: Quantity.from_samples(peak, "measured", detail)
+        for name, peak in peaks.items()
+        if min(peak) > 0
+    }
 
 
 def _tokens(engine: Any, traces: list[Trace]) -> int | None:

@@ -76,6 +76,8 @@ class Workload(BaseModel):
             subgroups can be cut anew (`recut`).
         phase_times: seconds of each phase as profiled, with their spread; ``iteration`` is a whole
             step with what the script does between its phases.
+        memory_peaks: highest use of ``device`` and ``host`` memory of the profiled steps, in bytes,
+            with their spread.
         warnings: why the profile should be doubted.
         pipeline_idle_s: time per iteration in which this rank waits for other pipeline stages;
             host and copies go on in it.
@@ -104,6 +106,7 @@ class Workload(BaseModel):
     model_checkpoint_bytes: int = Field(0, ge=0, description="besides the optimizer state")
     provenance: str = ""
     phase_times: dict[str, Quantity] = Field(default_factory=dict)
+    memory_peaks: dict[str, Quantity] = Field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
     @model_validator(mode="after")

@@ -28,7 +28,7 @@ from studies.calibration import Calibration, calibrate
 from studies.offload_runs import Run, read_runs, shape
 from studies.record import write_record
 from studies.testbed import Testbed, rank_sizes
-from tuner.memory import MARGIN
+from tuner.memory import UNKNOWN_MARGIN
 from tuner.search import plan
 
 PUBLISHED = Path(__file__).with_name("data") / "published_offload_runs.csv"
@@ -171,7 +171,7 @@ def ebbtide_s(bed: Testbed, run: Run) -> float:
         "deep_optimizer_states", work, stride=max(2, run.stride), ratio=run.offload_ratio
     )
     limit = simulate_fast(peer, machine).device_peak_bytes
-    found = plan(work, machine, device_memory_bytes=int(limit / (1 - MARGIN)) + 1)
+    found = plan(work, machine, device_memory_bytes=int(limit / (1 - UNKNOWN_MARGIN)) + 1)
     assert found.prediction is not None
     return found.prediction.iteration_s
 

@@ -20,7 +20,7 @@ from tuner.inputs import (
     workload_options,
     written,
 )
-from tuner.quantities import duration_s, rate_bytes_per_s, size_bytes
+from tuner.quantities import duration_s, rate_bytes_per_s, share, size_bytes
 
 if TYPE_CHECKING:
     from simulator.workload import Workload
@@ -43,7 +43,7 @@ class _Text(click.ParamType):  # type: ignore[type-arg]
 
 
 SIZE, DURATION = _Text("size", size_bytes), _Text("duration", duration_s)
-RATE = _Text("rate", rate_bytes_per_s)
+RATE, SHARE = _Text("rate", rate_bytes_per_s), _Text("share", share)
 
 
 def _guarded(command: Callable[..., T]) -> Callable[..., T]:
@@ -135,6 +135,11 @@ def profile(
 @click.option("--gpu-memory", type=SIZE, help="Device memory per rank, e.g. 24GiB.")
 @click.option("--host-memory", type=SIZE, help="Host memory per rank, e.g. 100GiB.")
 @click.option(
+    "--memory-margin",
+    type=SHARE,
+    help="Of both, what stays free, e.g. 5%; without it, from the spread of the profiled peaks.",
+)
+@click.option(
     "--subgroup-size",
     help="keep the workload's (default), auto to search the best one (default with --model), or a "
     "number of elements.",
@@ -154,6 +159,7 @@ def plan(
     output: str,
     gpu_memory: int | None,
     host_memory: int | None,
+    memory_margin: float | None,
     subgroup_size: str | None,
     robust: bool,
     mtbf: float | None,
@@ -177,7 +183,7 @@ def plan(
     work, sizes = _recut(read_workload(have, **source), subgroup_size or automatic)
     options: dict[str, Any] = {
         "device_memory_bytes": gpu_memory, "host_memory_bytes": host_memory, "seed": seed,
-        "robust": robust, "subgroup_sizes": sizes,
+        "robust": robust, "subgroup_sizes": sizes, "memory_margin": memory_margin,
     }  # fmt: skip
     found = search(
         work, have, mtbf_s=mtbf, restart_s=restart, checkpoint_dir=checkpoint_dir,

@@ -8,8 +8,11 @@ from typing import Protocol
 
 from simulator.machine import Machine
 from simulator.workload import STATE_BYTES_PER_PARAM, Workload
+from tuner.spread import IQR_OVER_SIGMA
 
-MARGIN = 0.05  # left free for what grows between the profile and the run
+UNKNOWN_MARGIN = 0.05  # left free where no profile says how much the peaks vary
+LEAST_MARGIN = 0.02  # of a memory: what an allocator cannot use
+SIGMAS = 3.0  # of the profiled steps' peaks
 GIB = 2**30
 
 
@@ -54,10 +57,15 @@ class ImpossibleError(ValueError):
 
 @dataclass(frozen=True)
 class Limits:
-    """Bytes per rank, the margin already taken off."""
+    """Bytes per rank, the margin already taken off.
+
+    Attributes:
+        told: how large the margins are, and why.
+    """
 
     device_bytes: int
     host_bytes: int
+    told: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -66,19 +74,40 @@ class Limits:
         machine: Machine,
         device_memory_bytes: int | None = None,
         host_memory_bytes: int | None = None,
+        margin: float | None = None,
     ) -> Limits:
         """The machine's memory, or what is given.
 
+        Args:
+            margin: share of each memory that stays free; None: from the spread of the profiled
+                steps' peaks (`Workload.memory_peaks`).
+
         Raises:
-            ValueError: a limit is not positive.
+            ValueError: a limit is not positive, or a margin not a share.
         """
         for name, value in (("device_memory_bytes (--gpu-memory)", device_memory_bytes),
                             ("host_memory_bytes (--host-memory)", host_memory_bytes)):  # fmt: skip
             if value is not None and value <= 0:
                 raise ValueError(f"{name} must be > 0, but got {value}")
-        device = device_memory_bytes or machine.device_memory_bytes
-        host = host_memory_bytes or machine.host_memory_bytes // max(1, workload.ranks_per_node)
-        return cls(int(device * (1 - MARGIN)), int(host * (1 - MARGIN)))
+        if margin is not None and not 0 <= margin < 1:
+            raise ValueError(
+                f"memory_margin (--memory-margin) must lie in [0%, 100%), but got {margin:.0%}"
+            )
+        have = {
+            "device": device_memory_bytes or machine.device_memory_bytes,
+            "host": host_memory_bytes or machine.host_memory_bytes // workload.ranks_per_node,
+        }
+        left = {name: _margin_bytes(workload, name, size, margin) for name, size in have.items()}
+        told = [
+            f"{left_free / GIB:.2f} GiB of {have[name] / GIB:.1f} GiB of {name} memory stay free: "
+            f"{why} (--memory-margin)"
+            for name, (left_free, why) in left.items()
+        ]
+        return cls(
+            max(0, int(have["device"] - left["device"][0])),
+            max(0, int(have["host"] - left["host"][0])),
+            tuple(told),
+        )
 
     def missing_bytes(self, peaks: Peaks) -> int:
         """By how much peaks exceed the limits, both memories together."""
@@ -89,3 +118,20 @@ class Limits:
     def hold(self, device_bytes: int, host_bytes: int) -> bool:
         """Whether peaks stay within the limits."""
         return device_bytes <= self.device_bytes and host_bytes <= self.host_bytes
+
+
+def _margin_bytes(
+    workload: Workload, name: str, size_bytes: int, margin: float | None
+) -> tuple[float, str]:
+    """What stays free of a memory, and why so much."""
+    if margin is not None:
+        return margin * size_bytes, f"{margin:.1%} as asked for"
+    peak = workload.memory_peaks.get(name)
+    if peak is None or peak.n < 2:
+        return UNKNOWN_MARGIN * size_bytes, f"{UNKNOWN_MARGIN:.0%}, no profile tells its spread"
+    sigma = (peak.q3 - peak.q1) / IQR_OVER_SIGMA
+    return (
+        LEAST_MARGIN * size_bytes + SIGMAS * sigma,
+        f"{LEAST_MARGIN:.0%}, and three sigma ({sigma / GIB:.3f} GiB) of {peak.n} profiled steps' "
+        "peaks",
+    )

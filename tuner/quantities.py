@@ -39,6 +39,22 @@ def duration_s(text: str) -> float:
     return _parse(text, _DURATIONS, "a duration such as 4h, 30m or 90s")
 
 
+def share(text: str) -> float:
+    """``5%``, ``0.05``: a share.
+
+    Raises:
+        ValueError: not a number, or not in [0%, 100%).
+    """
+    number = text.strip()
+    try:
+        value = float(number.removesuffix("%")) / (100 if number.endswith("%") else 1)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < 1:
+        raise ValueError(f"a share in [0%, 100%) such as 5% is needed, but got {text!r}")
+    return value
+
+
 def _parse(text: str, units: dict[str, int] | dict[str, float], wanted: str) -> float:
     match = _PATTERN.fullmatch(text)
     factor = units.get(match.group(2).lower()) if match else None

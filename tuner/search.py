@@ -229,6 +229,7 @@ def plan(
     checkpoint_dir: str | None = None,
     study_storage: str | None = None,
     subgroup_sizes: Sequence[int] | None = None,
+    memory_margin: float | None = None,
 ) -> Plan:
     """Searches the best plan for a workload on a machine.
 
@@ -246,11 +247,12 @@ def plan(
         study_storage: an optuna storage URL, e.g. ``sqlite:///study.db``.
         subgroup_sizes: values of ``sub_group_size`` to try beside the workload's own
             (`tuner.subgroup_size.SIZES`); None: its own. `runtime.initialize` sets the plan's.
+        memory_margin: share of both memories that stays free; None: from the profile's spread.
 
     Raises:
         ImpossibleError: nothing fits; says how much is missing and which knob helps most.
     """
-    limits = Limits.of(workload, machine, device_memory_bytes, host_memory_bytes)
+    limits = Limits.of(workload, machine, device_memory_bytes, host_memory_bytes, memory_margin)
     if subgroup_sizes is not None and not machine.unified_memory:
         workload = best_cut(recuts(workload, subgroup_sizes), machine, limits, seed)
     search = Search(workload, machine, limits, seed)
@@ -351,6 +353,7 @@ def _explained(made: Plan, search: Search) -> Plan:
 
     others = alternatives(search.workload, search.machine, made, search.limits)
     why = reasons(search.workload, search.machine, made, search.bound)
+    why += search.limits.told[: 1 if search.machine.unified_memory else 2]
     return made.model_copy(update={"alternatives": tuple(others), "reasons": tuple(why)})
 
 

@@ -23,7 +23,7 @@ from tuner.checkpointing import (
     rules_of_thumb,
 )
 from tuner.cli import main
-from tuner.memory import MARGIN
+from tuner.memory import UNKNOWN_MARGIN
 from tuner.quantities import rate_bytes_per_s
 
 
@@ -82,9 +82,9 @@ def test_a_plan_s_stall_is_the_simulated_one_and_its_memory_counts_the_budget():
 def test_the_budget_stays_within_the_host_memory_that_is_left():
     work, have = workload(8), machine()
     needed = tuner.plan(work, have).prediction.host_peak_bytes
-    limit = int((needed + 64 * 2**20) / (1 - MARGIN))
+    limit = int((needed + 64 * 2**20) / (1 - UNKNOWN_MARGIN))
     found = tuner.plan(work, have, mtbf_s=3600.0, host_memory_bytes=limit)
-    assert found.prediction.host_peak_bytes <= limit * (1 - MARGIN)
+    assert found.prediction.host_peak_bytes <= limit * (1 - UNKNOWN_MARGIN)
 
 
 def test_rules_of_thumb_are_never_below_what_a_commit_needs():

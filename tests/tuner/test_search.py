@@ -8,7 +8,7 @@ import tuner
 from simulator import Layer, Machine, Quantity, Workload, build_schedule, simulate
 from simulator.bounds import bound
 from simulator.strategies import spread
-from tuner.memory import MARGIN, ImpossibleError, Limits
+from tuner.memory import UNKNOWN_MARGIN, ImpossibleError, Limits
 from tuner.spread import prediction_interval
 
 GIB = 2**30
@@ -65,7 +65,7 @@ def test_memory_holds_and_the_bound_is_one(device_gib, host_adam, link, forward_
     have = machine(host_adam_params_per_s=host_adam, h2d_bytes_per_s=link, d2h_bytes_per_s=link)
     limit = int(device_gib * GIB)
     found = tuner.plan(work, have, device_memory_bytes=limit)
-    assert found.prediction.device_peak_bytes <= limit * (1 - MARGIN)
+    assert found.prediction.device_peak_bytes <= limit * (1 - UNKNOWN_MARGIN)
     floor = bound(work, have, limit).iteration_s
     # An op may end 1e-12 s early in the simulator; over some hundred ops that adds up.
     assert floor <= found.prediction.iteration_s * (1 + 1e-8)
