@@ -97,10 +97,13 @@ class Plan(BaseModel):
         prefetch: how many visiting subgroups may come in during backward, before the norm is
             known; 0 starts at the norm barrier. At most ``staging_slots``.
         prefetch_after_layer: the prefetch starts once this layer's backward is done; backward runs
-            from the last layer to layer 0, so 0 means "at the end of backward".
+            from the last layer to layer 0, so 0 means "at the end of backward". For what-ifs: the
+            runtime starts with the first gradient of the last micro-batch, and so do tuned plans.
         threads: of the host update; 0 lets the runtime choose (all cores but one on CUDA).
         overlap_forward: `step()` returns while updates still run.
-        split_master: keep fp32 masters as bf16 half + int16 half (lossless).
+        split_master: keep fp32 masters as a bf16 half + 16 bits. For what-ifs: 65,537 fp32 values
+            round to a bf16 with an even mantissa, one more than 16 bits tell apart, so that the
+            runtime refuses it.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -29,7 +29,7 @@ from studies.offload_runs import Run, read_runs, shape
 from studies.record import write_record
 from studies.testbed import Testbed, rank_sizes
 from tuner.memory import UNKNOWN_MARGIN
-from tuner.search import plan
+from tuner.planning import plan
 
 PUBLISHED = Path(__file__).with_name("data") / "published_offload_runs.csv"
 STRIDES = (2, 3, 4, 5, 6, 8, 10)

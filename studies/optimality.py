@@ -25,7 +25,8 @@ from simulator.bounds import bound
 from studies.record import write_record
 from tuner.memory import Limits
 from tuner.optimum import optimum
-from tuner.search import Candidate, Search, plan
+from tuner.planning import plan
+from tuner.search import Candidate, Search
 
 GIB = 2**30
 FEW = (4, 8)

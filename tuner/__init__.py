@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tuner.memory import ImpossibleError
-    from tuner.search import plan
+    from tuner.planning import plan
 
 __all__ = ["ImpossibleError", "plan"]
 
@@ -14,7 +14,7 @@ __all__ = ["ImpossibleError", "plan"]
 def __getattr__(name: str) -> Any:
     # optuna and numba load on first use, so that `tune --help` stays fast.
     if name == "plan":
-        from tuner.search import plan
+        from tuner.planning import plan
 
         return plan
     if name == "ImpossibleError":

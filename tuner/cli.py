@@ -173,8 +173,8 @@ def plan(
     **source: Any,
 ) -> None:
     """Searches the best plan and says why it is the best."""
+    from tuner.planning import plan as search
     from tuner.report import show_plan, wide_console
-    from tuner.search import plan as search
 
     have = read_machine(machine)
     if storage is not None:

@@ -5,16 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from simulator.counts import count_bounds
 from simulator.plan import Placement
-
-if TYPE_CHECKING:
-    from tuner.search import Candidate, Search
+from tuner.search import EARLY, Candidate, Search
 
 MOST_SUBGROUPS = 10
-EARLY = 10**6
 
 
 @dataclass(frozen=True)

@@ -8,20 +8,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from random import Random
-from typing import TYPE_CHECKING
 
 from simulator.counts import MOST_SUBGROUPS, CountBounds, count_bounds
 from tuner.orders import Counts, Orders
-
-if TYPE_CHECKING:
-    from tuner.search import Candidate, Search
+from tuner.search import EARLY, Candidate, Search
 
 MOST_COUNTS = 300
 CLOSE = 1.001  # to the bound: a better plan would not be worth the search
 FIRST_CLIMB, LAST_CLIMB = 200, 1000
 CLIMBERS, SURVIVORS = 8, 3
 NEAR = 4  # positions apart
-EARLY = 10**6  # prefetch_after_layer: as soon as backward has begun
 
 
 def refine(search: Search) -> None:

@@ -1,32 +1,27 @@
-"""The search: the plan with the shortest predicted iteration, or the best goodput, that fits."""
+"""The search over placements, slots, prefetch, threads and overlap."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
 from simulator.bounds import Bound, bound
-from simulator.fast import simulate_fast
 from simulator.machine import Machine
-from simulator.plan import CheckpointPlan, Placement, Plan, Prediction
-from simulator.strategies import build_strategy, spread
+from simulator.plan import Placement
+from simulator.strategies import spread
 from simulator.sweep import PLACEMENT_CODES, PlanSweep
 from simulator.workload import Workload
-from tuner.checkpointing import with_checkpoints
-from tuner.memory import ImpossibleError, Limits
-from tuner.refine import refine
-from tuner.spread import prediction_interval, sampled_machines
-from tuner.subgroup_size import best_cut, recuts
+from tuner.memory import Limits
 
 GRID = 16  # steps of the coarse grid per direction
 CLIMB_EVALUATIONS = 1500
 TRIALS = 40
-FINALISTS = 8
+EARLY = 10**6  # prefetch_after_layer: with backward's first gradient, as the runtime does
 SETTLED = (6, 12)  # iterations: the period is taken from the later ones
 
 
@@ -37,7 +32,7 @@ class Candidate:
     placements: tuple[Placement, ...]
     staging_slots: int = 2
     prefetch: int = 0
-    prefetch_after_layer: int = 0
+    prefetch_after_layer: int = EARLY
     threads: int = 0
     overlap_forward: bool = True
 
@@ -85,7 +80,7 @@ class Search:
         """
         few, many = SETTLED
         sums = [
-            _seconds(sweep, c) * (n - 2) for sweep, n in zip(self._longer, SETTLED, strict=True)
+            seconds_of(sweep, c) * (n - 2) for sweep, n in zip(self._longer, SETTLED, strict=True)
         ]
         later = (sums[1] - sums[0]) / (many - few)
         return later if later > seconds * (1 + 1e-6) else seconds
@@ -118,7 +113,7 @@ class Search:
             for visits in steps:
                 if residents + visits <= count:
                     for slots in (2, 4):
-                        self.score(_even(count, residents, visits, slots))
+                        self.score(even(count, residents, visits, slots))
         if all(math.isinf(score.iteration_s) for score in self.scores.values()):
             return  # nothing fits, and the bound has no solution either
         ideal = self.bound
@@ -131,7 +126,7 @@ class Search:
         for residents, visits in around:
             if residents >= 0 and visits >= 0 and residents + visits <= count:
                 for slots in (2, 3, 4):
-                    self.score(_even(count, residents, visits, slots))
+                    self.score(even(count, residents, visits, slots))
 
     @cached_property
     def bound(self) -> Bound:
@@ -179,9 +174,6 @@ class Search:
                 base,
                 staging_slots=slots,
                 prefetch=min(slots, visits, trial.suggest_int("prefetch", 0, 8)),
-                prefetch_after_layer=trial.suggest_int(
-                    "prefetch_after_layer", 0, len(self.workload.layers) - 1
-                ),
                 threads=trial.suggest_categorical("threads", threads),
                 overlap_forward=trial.suggest_categorical("overlap_forward", [True, False]),
             )
@@ -209,70 +201,12 @@ class _Move:
         return replace(c, placements=tuple(placements))
 
 
-def _even(count: int, residents: int, visits: int, slots: int) -> Candidate:
+def even(count: int, residents: int, visits: int, slots: int) -> Candidate:
+    """Residents first, the visits spread evenly over the rest."""
     placements: list[Placement] = ["resident"] * residents
     placements += spread(visits, count - residents)
     slots = max(1, min(slots, visits)) if visits else 1
-    return Candidate(tuple(placements), slots, min(slots, visits), 10**6 if visits else 0)
-
-
-def plan(
-    workload: Workload,
-    machine: Machine,
-    *,
-    device_memory_bytes: int | None = None,
-    host_memory_bytes: int | None = None,
-    seed: int = 0,
-    robust: bool = False,
-    mtbf_s: float | None = None,
-    restart_s: float = 60.0,
-    checkpoint_dir: str | None = None,
-    study_storage: str | None = None,
-    subgroup_sizes: Sequence[int] | None = None,
-    memory_margin: float | None = None,
-) -> Plan:
-    """Searches the best plan for a workload on a machine.
-
-    Placements come from an even spread around the linear program's split, improved by local
-    search on the simulator, and from the numbers of each that promise most by their bounds
-    (`tuner.refine`); slots, prefetch, threads and overlap from optuna. Deterministic under
-    ``seed``.
-
-    Args:
-        device_memory_bytes, host_memory_bytes: per rank; None: the machine's (host: its share).
-        robust: minimise the 90th percentile over the rates' spread instead of the expected case.
-        mtbf_s: mean time between failures of the whole job; picks the checkpoint interval, its
-            bandwidth cap and copy budget by expected goodput. None: no checkpoints by plan.
-        restart_s: from a failure until training runs again.
-        study_storage: an optuna storage URL, e.g. ``sqlite:///study.db``.
-        subgroup_sizes: values of ``sub_group_size`` to try beside the workload's own
-            (`tuner.subgroup_size.SIZES`); None: its own. `runtime.initialize` sets the plan's.
-        memory_margin: share of both memories that stays free; None: from the profile's spread.
-
-    Raises:
-        ImpossibleError: nothing fits; says how much is missing and which knob helps most.
-    """
-    limits = Limits.of(workload, machine, device_memory_bytes, host_memory_bytes, memory_margin)
-    if subgroup_sizes is not None and not machine.unified_memory:
-        workload = best_cut(recuts(workload, subgroup_sizes), machine, limits, seed)
-    search = Search(workload, machine, limits, seed)
-    search.score(_even(len(workload.subgroups), 0, 0, 1))
-    if not machine.unified_memory:  # else state that moves to the device stays where it was
-        search.constructive()
-    if all(math.isinf(s.iteration_s) for s in search.scores.values()):
-        raise ImpossibleError.explain(workload, limits, list(search.scores.values()))
-    if machine.unified_memory:
-        search.tune(storage=study_storage)
-    else:
-        search.climb()
-        refine(search)
-        search.tune(storage=study_storage)
-        search.climb(CLIMB_EVALUATIONS // 3)
-    chosen = _robust_choice(search, seed) if robust else search.best()
-    found = _as_plan(search, chosen, seed)
-    return with_checkpoints(
-        _explained(found, search), workload, machine, limits, mtbf_s, restart_s, checkpoint_dir
-    )
+    return Candidate(tuple(placements), slots, min(slots, visits))
 
 
 def quick_iteration_s(
@@ -280,108 +214,18 @@ def quick_iteration_s(
 ) -> float:
     """What a short search finds; ``inf`` where nothing fits."""
     search = Search(workload, machine, limits, seed)
-    search.score(_even(len(workload.subgroups), 0, 0, 1))
+    search.score(even(len(workload.subgroups), 0, 0, 1))
     search.constructive()
     if any(not math.isinf(score.iteration_s) for score in search.scores.values()):
         search.climb(evaluations)
     return search.score(search.best()).iteration_s
 
 
-def _robust_choice(search: Search, seed: int) -> Candidate:
-    """Among the best in the expected case, the one with the lowest 90th percentile."""
-    finalists = sorted(search.scores, key=lambda c: search.scores[c].iteration_s)[:FINALISTS]
-    machines = sampled_machines(search.machine, seed)
-    sweeps = [PlanSweep(search.workload, machine) for machine in machines]
-
-    def ninth_decile(c: Candidate) -> float:
-        seconds = [_seconds(sweep, c) for sweep in sweeps]
-        return float(np.quantile(seconds, 0.9))
-
-    return min(finalists, key=ninth_decile)
-
-
-def _seconds(sweep: PlanSweep, c: Candidate) -> float:
+def seconds_of(sweep: PlanSweep, c: Candidate) -> float:
+    """Mean iteration of a candidate, in seconds."""
     from simulator import kernel
 
     row = sweep.evaluate(
         c.codes, c.staging_slots, c.prefetch, c.prefetch_after_layer, c.threads, c.overlap_forward
     )
     return float(row[kernel.ITERATION_S])
-
-
-def _as_plan(search: Search, c: Candidate, seed: int) -> Plan:
-    w = search.workload
-    layers = len(w.layers)
-    fields = {
-        "machine_fingerprint": search.machine.fingerprint,
-        "workload_fingerprint": w.fingerprint,
-        "subgroup_size": w.subgroup_size or max(w.subgroups),
-        "subgroups": w.subgroups,
-        "placement": Plan.runs(c.placements),
-        "staging_slots": c.staging_slots if "device" in c.placements else 0,
-        "prefetch": c.prefetch if "device" in c.placements else 0,
-        "prefetch_after_layer": min(c.prefetch_after_layer, layers - 1),
-        "threads": c.threads,
-        "overlap_forward": c.overlap_forward,
-        "versions": _versions(),
-    }
-    made = Plan.model_validate(fields)
-    prediction = predict(w, search.machine, made, seed, lower_bound_s=search.bound.iteration_s)
-    return made.model_copy(update={"prediction": prediction})
-
-
-def predict(
-    workload: Workload, machine: Machine, made: Plan, seed: int = 0, *, lower_bound_s: float = 0.0
-) -> Prediction:
-    """The simulator's prediction of a plan, with the interval that the rates' spread gives."""
-    result = simulate_fast(build_strategy("ebbtide", workload, plan=made), machine)
-    low, high = prediction_interval(workload, machine, made, seed)
-    return Prediction(
-        iteration_s=result.iteration_s,
-        iteration_low_s=min(low, result.iteration_s),
-        iteration_high_s=max(high, result.iteration_s),
-        **result.phases,
-        device_peak_bytes=result.device_peak_bytes,
-        host_peak_bytes=result.host_peak_bytes,
-        lower_bound_s=min(lower_bound_s, result.iteration_s),
-    )
-
-
-def _explained(made: Plan, search: Search) -> Plan:
-    from tuner.alternatives import alternatives
-    from tuner.reasons import reasons
-
-    others = alternatives(search.workload, search.machine, made, search.limits)
-    why = reasons(search.workload, search.machine, made, search.bound)
-    why += search.limits.told[: 1 if search.machine.unified_memory else 2]
-    return made.model_copy(update={"alternatives": tuple(others), "reasons": tuple(why)})
-
-
-def _versions() -> dict[str, str]:
-    from importlib import metadata
-
-    found: dict[str, str] = {}
-    for package in ("ebbtide", "torch", "deepspeed"):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def candidates_of(plans: Sequence[Plan]) -> list[Candidate]:
-    """Plans as points of the search."""
-    return [
-        Candidate(
-            p.placements,
-            p.staging_slots,
-            p.prefetch,
-            p.prefetch_after_layer,
-            p.threads,
-            p.overlap_forward,
-        )
-        for p in plans
-    ]
-
-
-__all__ = ["Candidate", "CheckpointPlan", "ImpossibleError", "Search", "plan", "predict"]

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from simulator.machine import Machine
 from simulator.workload import Workload
 from tuner.memory import Limits
+from tuner.search import quick_iteration_s
 
 SIZES = (10**9, 5 * 10**8, 2 * 10**8, 10**8, 5 * 10**7, 2 * 10**7, 10**7)
 MOST_SUBGROUPS = 400
@@ -34,8 +35,6 @@ def best_cut(
     workloads: Sequence[Workload], machine: Machine, limits: Limits, seed: int
 ) -> Workload:
     """The one whose plans are fastest after a short search; of equals the largest subgroups."""
-    from tuner.search import quick_iteration_s
-
     best, best_s = workloads[0], float("inf")
     for workload in workloads:
         seconds = quick_iteration_s(workload, machine, limits, seed, QUICK_CLIMB)
