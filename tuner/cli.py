@@ -320,7 +320,10 @@ def verify(folders: tuple[str, ...], tag: str | None, as_json: bool) -> None:
     from runtime.checkpoint.inspect import verify as check
 
     rows = []
-    for root, tier in _tiers(folders):
+    tiers = _tiers(folders)
+    if tag and len(tiers) > 1:  # one tier may not have it yet, or not any more
+        tiers = [(root, tier) for root, tier in tiers if (root / tag).is_dir()] or tiers[:1]
+    for root, tier in tiers:
         tags = [tag] if tag else [str(item.tag) for item in list_checkpoints(root)]
         for name in tags:
             told = "; ".join(str(problem) for problem in check(root, name))
