@@ -142,8 +142,12 @@ class Commit:
     def _collect_votes(self) -> dict[int, bytes]:
         """The manifests of all ranks, by rank."""
         a, votes = self._attempt, dict[int, bytes]()
-        for _ in self._polls("the votes of all ranks"):
-            for rank in sorted(set(range(a.world_size)) - set(votes)):
+
+        def missing() -> list[int]:
+            return sorted(set(range(a.world_size)) - set(votes))
+
+        for _ in self._polls(lambda: f"the votes of all ranks (missing: rank {missing()})"):
+            for rank in missing():
                 with contextlib.suppress(FileNotFoundError):
                     votes[rank] = self._files.read(a.staging / rank_manifest_name(rank))
             if len(votes) == a.world_size:
@@ -197,7 +201,7 @@ class Commit:
 
     def _await_outcome(self) -> None:
         a = self._attempt
-        for _ in self._polls("rank 0's commit", extra_s=OUTCOME_GRACE_S):
+        for _ in self._polls(lambda: "rank 0's commit", extra_s=OUTCOME_GRACE_S):
             if self._is_committed():
                 return
             self._raise_aborts()
@@ -213,7 +217,7 @@ class Commit:
 
     # -- all
 
-    def _polls(self, what: str, extra_s: float = 0.0) -> Iterator[None]:
+    def _polls(self, what: Callable[[], str], extra_s: float = 0.0) -> Iterator[None]:
         """Yields, slower and slower, until the deadline."""
         deadline_s, pause_s = self._deadline_s + extra_s, 0.002
         end = time.monotonic() + deadline_s
@@ -223,7 +227,7 @@ class Commit:
             time.sleep(pause_s)
             pause_s = min(0.1, pause_s * 1.3)
         raise CheckpointError(
-            f"checkpoint {self._attempt.tag!r}: {what} must come within {deadline_s:g} s "
+            f"checkpoint {self._attempt.tag!r}: {what()} must come within {deadline_s:g} s "
             "(checkpoint.deadline_s) of this rank's own, but did not: a rank died, hangs, or is "
             "slow; nothing was committed by this rank"
         )

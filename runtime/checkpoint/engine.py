@@ -44,7 +44,6 @@ from simulator import CheckpointPlan
 
 logger = logging.getLogger("ebbtide.checkpoint")
 
-CLIENT_KEY = "ebbtide"  # in client_state
 DEADLINE_S = 600.0
 
 
@@ -204,14 +203,15 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._before_save()
         self._attempt = self._make_attempt(save_dir, name, nonce, save_latest=save_latest)
         self._planned = []
-        state = {**(client_state or {}), CLIENT_KEY: {"rng": random_states()}}
         commit = Commit(self._attempt, self._files, self._deadline_s)
         try:
             commit.begin()
             original(
-                save_dir, tag=name, client_state=state, save_latest=save_latest,
+                save_dir, tag=name, client_state=client_state or {}, save_latest=save_latest,
                 exclude_frozen_parameters=exclude_frozen_parameters,
             )  # fmt: skip
+            layout = lay_out(random_states(), self._live, stream_device=False)
+            self._planned.append(PlannedFile(Path(self._random_file), layout))
             self._job = self._make_job(self._attempt, commit)
             self._files.point("skeleton_made")
         except BaseException as error:
@@ -354,15 +354,17 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             folder, tag = self._locate(folder, tag)
         with only_weights():
             if universal or tag is None or not (folder / tag / GLOBAL_NAME).exists():
-                return self._finish_load(original(str(folder), tag=tag, **options))
+                return original(str(folder), tag=tag, **options)
             with being_read(folder / tag):
                 if self.chosen is None or (self.chosen.directory, self.chosen.tag) != (folder, tag):
                     self._require_whole(folder, tag)
                 self._into = self._targets()
                 try:
-                    return self._finish_load(original(str(folder), tag=tag, **options))
+                    result = original(str(folder), tag=tag, **options)
                 finally:
                     self._into = {}
+                self._restore_random(folder / tag)
+                return result
 
     def _locate(self, load_dir: Path, tag: str | None) -> tuple[Path, str | None]:
         """The tier and the tag to load; without a tag, the newest that verifies."""
@@ -418,12 +420,15 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             ) is not None
         }  # fmt: skip
 
-    def _finish_load(self, result: Any) -> Any:
-        path, client_state = result
-        ours = client_state.pop(CLIENT_KEY, None) if client_state else None
-        if ours is not None:
-            restore_random_states(ours["rng"])
-        return path, client_state
+    @property
+    def _random_file(self) -> str:
+        """Of this rank: below ZeRO-3 all ranks are given rank 0's client_state."""
+        return f"random_states_rank{self._peers.rank:05d}.pt"
+
+    def _restore_random(self, folder: Path) -> None:
+        path = folder / self._random_file
+        if path.exists():
+            restore_random_states(load_file(path))
 
 
 def _tiers(plan: CheckpointPlan) -> Tiers | None:

@@ -30,7 +30,10 @@ def _deepspeed_classes() -> list[Any]:
 @contextlib.contextmanager
 def safe_globals() -> Iterator[None]:
     """Inside, ``torch.load(weights_only=True)`` reads DeepSpeed's own files."""
-    with torch.serialization.safe_globals(_deepspeed_classes()):
+    # At its end torch's context forbids all that it was given, whoever allowed it before.
+    allowed = torch.serialization.get_safe_globals()
+    missing = [c for c in _deepspeed_classes() if c not in allowed]
+    with torch.serialization.safe_globals(missing):
         yield
 
 

@@ -1,0 +1,85 @@
+"""Two ranks' checkpoints: each rank's own state comes back, and one rank goes on from them."""
+
+import json
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+
+from studies.bits import differences, state_of
+from studies.rank import free_port, remove_shared_buffers
+from tests.runtime.contract.training import DEVICES, attached, start, train
+
+SCRIPT = Path(__file__).with_name("two_rank_run.py")
+ROOT = SCRIPT.parents[3]
+DEADLINE_S = 400
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(torch.cuda.device_count() == 1, reason="NCCL: one rank per GPU"),
+]
+
+
+def two_ranks(folder, environment, stage):
+    port = free_port()
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
+        "--master-port", str(port), str(SCRIPT), str(folder), str(stage),
+    ]  # fmt: skip
+    environment = {**environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S,
+            check=False,
+        )  # fmt: skip
+    finally:
+        remove_shared_buffers(port)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def to_universal(source, target, stage):
+    """DeepSpeed's own conversion; below ZeRO-3 it wants facts that only Megatron's users save."""
+    from deepspeed.checkpoint.ds_to_universal import main
+
+    main(
+        Namespace(
+            input_folder=str(source), output_folder=str(target), num_extract_workers=1,
+            num_merge_workers=1, keep_temp_folder=False, strict=True,
+            inject_missing_state=stage < 3,
+        )
+    )  # fmt: skip
+
+
+def gone_on(folder, stage, *, plan):
+    """State right after loading on one rank, and the losses of three more steps."""
+    engine = start(stage=stage, extra={"checkpoint": {"load_universal": True}})
+    if plan:
+        attached(engine, ["device", "host", "resident"], list(DEVICES)[-1])
+    path, _ = engine.load_checkpoint(str(folder), tag="universal")
+    assert path is not None
+    if not plan and stage < 3:
+        engine.optimizer._hp_optimizer_states_linked = False  # as after DeepSpeed's first step
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
+    loaded = state_of(engine)
+    losses, _ = train(engine, 3)
+    engine.destroy()
+    return loaded, torch.stack(losses)
+
+
+@pytest.mark.parametrize("stage", [3, 2])
+def test_another_number_of_ranks(deepspeed_ops, only_rank, tmp_path, child_environment, stage):
+    told = two_ranks(tmp_path, child_environment, stage)
+    assert all(rank["draws_alike"] for rank in told)
+    assert told[0]["draws"] != told[1]["draws"], "each rank has generators of its own"
+    checkpoints = tmp_path / "checkpoints"
+    assert (checkpoints / "latest").read_text() == "global_step3"
+    to_universal(checkpoints / "global_step3", checkpoints / "universal", stage)
+    saved = torch.load(tmp_path / "state.pt", weights_only=True)
+    stock, stock_losses = gone_on(checkpoints, stage, plan=False)
+    ours, our_losses = gone_on(checkpoints, stage, plan=True)
+    assert differences(stock, saved) == ()
+    assert differences(ours, saved) == ()
+    assert torch.equal(our_losses, stock_losses)
