@@ -156,6 +156,7 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         finally:
             self._budget.close()
             self._bounce.close()
+            self._peers.close()
 
     def _reap(self) -> None:
         if self._drainer is not None:

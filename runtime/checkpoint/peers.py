@@ -56,9 +56,17 @@ class Peers:
         """Every rank's items, in rank order, on every rank."""
         return [item for held in self._gather(items) for item in held]
 
+    def close(self) -> None:
+        """Gives the group back; it must not outlive the job's own groups."""
+        group, self._group = self._group, None
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
+
     def _gather(self, mine: Any) -> list[Any]:
-        if self._group is None:
+        if self.world_size == 1:
             return [mine]
+        if self._group is None:
+            raise CheckpointError("the engine was destroyed: it saves and loads no more")
         every: list[Any] = [None] * self.world_size
         try:
             dist.all_gather_object(every, mine, group=self._group)
