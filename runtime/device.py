@@ -261,6 +261,9 @@ class CudaDevice(Device):
         from runtime.kernels.device import device_adam
 
         p, m, v = state
+        # A kept gradient is dropped when the next one takes its place, which nothing makes wait for
+        # this kernel: its memory may be handed out again only after it.
+        grad.record_stream(stream)
         with torch.cuda.stream(stream):
             device_adam(p, m, v, grad, out, step, scale, tail=tail)
 

@@ -168,10 +168,14 @@ class GradientHomes:
         return piece.kept
 
     def scale_kept(self, scale: float) -> None:
-        """DeepSpeed scales its fp32 gradients in place; the kept ones stand for them."""
+        """DeepSpeed scales its fp32 gradients in place; the kept ones stand for them.
+
+        Not in place here: nobody has gathered an unused parameter, so that its latest update may
+        still be reading what was kept.
+        """
         for piece in self.slices.values():
             if piece.kept is not None:
-                piece.kept.mul_(scale)
+                piece.kept = piece.kept * scale
 
     def segments(self, subgroup: int, scale: float) -> list[Segment]:
         """Runs that cover the subgroup; a single one, unless something was kept."""
