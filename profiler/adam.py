@@ -9,7 +9,7 @@ import torch
 
 from profiler.sampling import doubts, rate, repeat_s
 from runtime.kernels import host
-from runtime.kernels.adam_step import AdamStep
+from runtime.kernels.adam import AdamStep
 from simulator.quantity import Quantity
 
 STEP = AdamStep(1e-4, 0.9, 0.999, 1e-8, 0.1, 0.1, 1.0)

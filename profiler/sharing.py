@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from profiler.ranks import HOST_ADAM_BYTES
-from simulator.fluid import max_min_speeds
+from simulator.engines.reference import alone_s, capacities, demands
+from simulator.engines.sharing import max_min_speeds
 from simulator.machine import Machine
 from simulator.schedule import Lane, Op, OpKind
-from simulator.simulate import alone_s, capacities, demands
 
 TOLERANCE = 0.15  # of full speed
 _WORK = 1e9  # bytes or parameters: far above any latency

@@ -10,14 +10,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from runtime.engine import attach, initialize
+    from runtime.zero.attach import attach, initialize
 
 __all__ = ["attach", "initialize"]
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        import runtime.engine
+        import runtime.zero.attach
 
-        return getattr(runtime.engine, name)
+        return getattr(runtime.zero.attach, name)
     raise AttributeError(f"module 'runtime' has no attribute {name!r}")

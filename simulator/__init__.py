@@ -3,18 +3,18 @@
 Needs numpy and pydantic only.
 """
 
-from simulator.architecture import Architecture, ModelError, architecture
-from simulator.iteration import build_schedule
+from simulator.analysis.what_if import what_if
+from simulator.engines.reference import simulate
+from simulator.estimates.architecture import Architecture, ModelError, architecture
+from simulator.estimates.presets import preset, preset_names
+from simulator.estimates.workload import workload_from_model
 from simulator.machine import Machine
-from simulator.model import workload_from_model
 from simulator.plan import CheckpointPlan, Placement, PlacementRun, Plan, PlanError, Prediction
-from simulator.presets import preset, preset_names
 from simulator.quantity import Quantity
 from simulator.schedule import Lane, Op, OpKind, Schedule, ScheduleBuilder
-from simulator.simulate import simulate
-from simulator.strategies import STRATEGIES, build_strategy
+from simulator.schedules.ebbtide import build_schedule
+from simulator.schedules.strategies import STRATEGIES, build_strategy
 from simulator.timeline import MemorySample, Span, Timeline
-from simulator.what_if import what_if
 from simulator.workload import Layer, MemoryPoint, Workload
 
 __all__ = [

@@ -165,7 +165,7 @@ class Timeline:
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draws the lanes over time with matplotlib; returns the axes."""
-        from simulator.drawing import draw_timeline
+        from simulator.analysis.drawing import draw_timeline
 
         return draw_timeline(self, ax)
 

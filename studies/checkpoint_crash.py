@@ -29,7 +29,9 @@ from rich.table import Table
 from runtime.checkpoint.files import POINTS, RARE_POINTS
 from runtime.checkpoint.inspect import list_checkpoints, verify
 from runtime.checkpoint.restore import newest_valid
-from studies.checkpoint_run import (
+from studies.bench.rank import become_only_rank, free_port, remove_shared_buffers
+from studies.bench.record import write_record
+from studies.checkpoints.run import (
     STEPS,
     Kill,
     Run,
@@ -40,8 +42,6 @@ from studies.checkpoint_run import (
     start,
     warm_up,
 )
-from studies.rank import become_only_rank, free_port, remove_shared_buffers
-from studies.record import write_record
 
 RANK_0_ONLY = {
     *POINTS[POINTS.index("votes_seen") : POINTS.index("committed")],

@@ -26,9 +26,10 @@ from typing import Any
 import numpy as np
 
 from simulator import Machine, Plan, Workload
-from simulator.checkpoint_cost import CheckpointCost, CheckpointSimulation
-from simulator.goodput import expected_goodput
-from studies.interval_run import (
+from simulator.analysis.checkpoint_cost import CheckpointCost, CheckpointSimulation
+from simulator.analysis.goodput import expected_goodput
+from studies.bench.record import write_record
+from studies.checkpoints.interval_run import (
     Child,
     Training,
     profile,
@@ -38,7 +39,6 @@ from studies.interval_run import (
     under,
     warm_up,
 )
-from studies.record import write_record
 from tuner.checkpointing import Choice, Failures, best_checkpointing, rules_of_thumb
 
 CYCLE = 8  # steps between the checkpoints whose cost is measured

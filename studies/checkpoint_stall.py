@@ -21,8 +21,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from studies.checkpoint_writers import WRITERS, Workload, raw_write_bytes_per_s, run_writer
-from studies.record import write_record
+from studies.bench.record import write_record
+from studies.checkpoints.writers import WRITERS, Workload, raw_write_bytes_per_s, run_writer
 
 LIMIT_S = 900
 ASYNCHRONOUS = ("fastpersist decoupled", "dcp async")

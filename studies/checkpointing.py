@@ -5,7 +5,8 @@
 What "DataStates-LLM" (Maurya et al., arXiv 2406.10707) measures: bytes of a checkpoint over the
 time for which training waits, and how much longer training takes. Measured here on small models
 with real writers (`studies.checkpoint_stall`); simulated for larger ones on a node like the
-paper's (`simulator.presets`, four ranks), where offloaded state is streamed from host memory.
+paper's (`simulator.estimates.presets`, four ranks), where offloaded state is streamed from host
+memory.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from rich.progress import track
 from rich.table import Table
 
 from simulator import CheckpointPlan, preset, workload_from_model
-from simulator.checkpoint_cost import CheckpointSimulation
+from simulator.analysis.checkpoint_cost import CheckpointSimulation
+from studies.bench.record import write_record
 from studies.checkpoint_stall import measure as measure_writer
-from studies.checkpoint_writers import Workload
-from studies.record import write_record
+from studies.checkpoints.writers import Workload
 
 PAPER = {
     "aggregate_bytes_per_s": {"DataStates-LLM": 638e9, "TorchSnapshot": 117e9, "synchronous": 54e9},

@@ -3,10 +3,10 @@
     python -m studies.fidelity --json fidelity.json
 
 Machines and plans are drawn at random; each plan is executed by the runtime inside DeepSpeed on a
-device of the given rates (`studies.emulated_training`), and predicted by the simulator from the
-same rates and from forward and backward as measured without updates. The emulated device shares
-link and device as the simulator does; what is tested is all the rest: that the runtime runs the
-schedule that was simulated. No figure from here is a GPU figure.
+device of the given rates (`studies.bench.emulated_training`), and predicted by the simulator from
+the same rates and from forward and backward as measured without updates. The emulated device
+shares link and device as the simulator does; what is tested is all the rest: that the runtime
+runs the schedule that was simulated. No figure from here is a GPU figure.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from rich.progress import track
 from rich.table import Table
 
 from simulator import Machine, Plan, Workload, build_schedule, simulate
-from studies.bits import differences
-from studies.emulated_training import RATES, Bench, Setting, stock_state
-from studies.rank import become_only_rank
-from studies.record import write_record
+from studies.bench.bits import differences
+from studies.bench.emulated_training import RATES, Bench, Setting, stock_state
+from studies.bench.rank import become_only_rank
+from studies.bench.record import write_record
 
 PLANS_PER_MACHINE = 5
 

@@ -1,7 +1,7 @@
 """Goodput from one node to 100,000 GPUs, and over the checkpoint interval.
 
-``python -m studies.goodput --json PATH``. Computed, not measured: `simulator.goodput` on published
-failure rates; what was assumed stands in the figures.
+``python -m studies.goodput --json PATH``. Computed, not measured: `simulator.analysis.goodput` on
+published failure rates; what was assumed stands in the figures.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from simulator.goodput import (
+from simulator.analysis.goodput import (
     Cluster,
     availability_interval,
     best_interval_steps,
@@ -25,7 +25,7 @@ from simulator.goodput import (
     simulated_goodput,
     young_interval,
 )
-from studies.record import write_record
+from studies.bench.record import write_record
 
 # Llama 3 405B (arXiv 2407.21783): 419 unexpected interruptions in 54 days on 16,384 GPUs.
 GPUS, GPUS_PER_NODE, INTERRUPTIONS, DAYS = 16_384, 8, 419, 54

@@ -3,10 +3,10 @@
     python -m studies.interleaving --json interleaving.json
 
 What "Deep Optimizer States" (Maurya et al., arXiv 2410.21316) measures, on its own two testbeds:
-their rates are fitted to the published runs (`studies.calibration`), every point is simulated, and
-published medians stand beside it. ebbtide's point is the tuner's plan within the device memory that
-stride 2 takes, with host and device rates as fitted to stock: its own kernels are not credited.
-Nothing here is measured by us: that waits for a GPU (`python -m studies.gpu`).
+their rates are fitted to the published runs (`studies.published.calibration`), every point is
+simulated, and published medians stand beside it. ebbtide's point is the tuner's plan within the
+device memory that stride 2 takes, with host and device rates as fitted to stock: its own kernels
+are not credited. Nothing here is measured by us: that waits for a GPU (`python -m studies.gpu`).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from rich.progress import track
 from rich.table import Table
 
 from simulator import Layer, Workload, build_strategy
-from simulator.fast import simulate_fast
-from studies.calibration import Calibration, calibrate
-from studies.offload_runs import Run, read_runs, shape
-from studies.record import write_record
-from studies.testbed import Testbed, rank_sizes
+from simulator.engines.compiled import simulate_fast
+from studies.bench.offload_runs import Run, read_runs, shape
+from studies.bench.record import write_record
+from studies.published.calibration import Calibration, calibrate
+from studies.published.testbed import Testbed, rank_sizes
 from tuner.memory import UNKNOWN_MARGIN
 from tuner.planning import plan
 

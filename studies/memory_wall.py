@@ -24,11 +24,11 @@ from rich.progress import track
 from rich.table import Table
 
 from profiler.memory import host_bytes
+from studies.bench.link_counters import LinkCounters, LinkSample
+from studies.bench.phase_clock import PHASES
+from studies.bench.rank import become_only_rank
+from studies.bench.record import write_record
 from studies.byte_gpt import SIZES, Batch, Batches, ByteGPT, ds_config
-from studies.link_counters import LinkCounters, LinkSample
-from studies.phase_clock import PHASES
-from studies.rank import become_only_rank
-from studies.record import write_record
 
 T = TypeVar("T")
 WARMUP = 3

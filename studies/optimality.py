@@ -2,9 +2,9 @@
 
     python -m studies.optimality --json optimality.json
 
-The gap of a plan is to the bound of `simulator.bounds`, which no plan can beat and which even the
-best plan need not reach: an upper limit of the distance to the optimum. Pairs with few subgroups
-are searched through (`tuner.optimum`), so that there the distance itself is known.
+The gap of a plan is to the bound of `simulator.analysis.bound`, which no plan can beat and which
+even the best plan need not reach: an upper limit of the distance to the optimum. Pairs with few
+subgroups are searched through (`tuner.optimum`), so that there the distance itself is known.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from rich.progress import track
 from rich.table import Table
 
 from simulator import Layer, Machine, Placement, Quantity, Workload
-from simulator.bounds import bound
-from studies.record import write_record
+from simulator.analysis.bound import bound
+from studies.bench.record import write_record
 from tuner.memory import Limits
 from tuner.optimum import optimum
 from tuner.planning import plan
@@ -73,7 +73,7 @@ def measure(pairs: int, few: int, seed: int) -> dict[str, Any]:
         "median_gap_pct": statistics.median(gaps),
         "p90_gap_pct": float(np.quantile(gaps, 0.9)),
         "max_gap_pct": gaps[-1],
-        "gap_to": "the proven lower bound (simulator.bounds)",
+        "gap_to": "the proven lower bound (simulator.analysis.bound)",
         "pairs_within_2_pct": sum(g <= 2 for g in gaps),
         "pairs_proven_optimal": sum(g <= PROVEN_PCT for g in gaps),
         "seconds_per_plan_median": statistics.median(seconds),

@@ -21,9 +21,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from studies.bench.record import write_record
 from studies.byte_gpt import SIZES
-from studies.gpu_suite import Figures, Suite
-from studies.record import write_record
+from studies.gpu.suite import Figures, Suite
 
 RATIOS = (0.9, 0.8, 0.7, 0.6, 0.5)
 PEERS = ("superoffload", "twin_flow", "zenflow", "torchao", "no_offload")

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from studies.calibration import FEWEST_ROWS, Calibration, calibrate, fully_measured
-from studies.offload_runs import MEMORY, Run, RunError, read_runs, testbeds
-from studies.record import write_record
+from studies.bench.offload_runs import MEMORY, Run, RunError, read_runs, testbeds
+from studies.bench.record import write_record
+from studies.published.calibration import FEWEST_ROWS, Calibration, calibrate, fully_measured
 from studies.run_memory import TERMS
 
 TIMES = {"forward": "fwd_ms", "backward": "bwd_ms", "step": "step_ms", "iteration": "iter_ms"}

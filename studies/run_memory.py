@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import nnls
 
-from studies.offload_runs import VOCABULARY, Run, shape
-from studies.testbed import elements, rank_sizes, residents, visits
+from studies.bench.offload_runs import VOCABULARY, Run, shape
+from studies.published.testbed import elements, rank_sizes, residents, visits
 
 GIB = 2**30
 DEFAULT_TRUST = 0.75

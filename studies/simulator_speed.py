@@ -22,11 +22,11 @@ import numpy as np
 from rich.console import Console
 
 from simulator import Layer, Machine, Plan, Workload, build_schedule, simulate
-from simulator.kernel import ITERATION_S
+from simulator.analysis.many_plans import PLACEMENT_CODES, PlanSweep
+from simulator.engines.kernel import ITERATION_S
 from simulator.plan import Placement
-from simulator.sweep import PLACEMENT_CODES, PlanSweep
+from studies.bench.record import write_record
 from studies.optimality import random_pair
-from studies.record import write_record
 
 SIZES = (10, 30, 100, 300, 1000, 3000, 10_000)
 ITERATIONS = 3  # that one evaluation simulates: the fewest that show the steady state

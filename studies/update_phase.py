@@ -21,11 +21,11 @@ from rich.progress import track
 from rich.table import Table
 
 from simulator import Plan
-from studies.bits import differences, state_of
+from studies.bench.bits import differences, state_of
+from studies.bench.phase_clock import PhaseClock, medians, timed_step
+from studies.bench.rank import become_only_rank
+from studies.bench.record import write_record
 from studies.byte_gpt import SIZES, Batches, ByteGPT, ds_config
-from studies.phase_clock import PhaseClock, medians, timed_step
-from studies.rank import become_only_rank
-from studies.record import write_record
 
 WARMUP = 2
 KERNEL_BYTES_PER_PARAM = 28  # p, m, v both ways, gradient in, parameter out past the caches
@@ -74,7 +74,7 @@ def measure(size: str, steps: int, sequence: int, subgroup: int) -> dict[str, An
     theirs = medians(clocks["stock"].iterations(), WARMUP)
     mine = medians(clocks["ebbtide"].iterations(), WARMUP)
     params = sum(stock.optimizer.fp16_partitioned_groups_flat_numel)
-    from runtime.engine import host_bytes
+    from runtime.zero.attach import host_bytes
 
     figures = {
         "params": params,
@@ -127,7 +127,7 @@ def _stock_host_bytes(engine: Any) -> int:
 
 def kernel_dram_fraction(elements: int, repeats: int = 7) -> dict[str, float]:
     """The fused host kernel's DRAM traffic against a plain triad loop's, in this process."""
-    from runtime.kernels.adam_step import AdamStep
+    from runtime.kernels.adam import AdamStep
     from runtime.kernels.host import host_adam, triad
 
     p, m, v = (torch.rand(elements) for _ in range(3))

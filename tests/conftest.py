@@ -20,7 +20,7 @@ _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PO
 @pytest.fixture(scope="session")
 def deepspeed_ops():
     """DeepSpeed's host ops, compiled once (about a minute on a fresh machine)."""
-    from studies.deepspeed_ops import build_host_ops
+    from studies.bench.deepspeed_ops import build_host_ops
 
     build_host_ops()
 
@@ -31,7 +31,7 @@ def only_rank(deepspeed_ops):
     import deepspeed
     import torch.distributed
 
-    from studies.rank import become_only_rank
+    from studies.bench.rank import become_only_rank
 
     become_only_rank()
     deepspeed.init_distributed()

@@ -57,7 +57,7 @@ def test_python_snippets_run(quick_demo, child_environment, tmp_path):
     """In one process, as a reader would who follows the page; its last checkpoint is committed."""
     script = tmp_path / "readme.py"
     # A launcher sets these; without one, a process has to.
-    head = "from studies.rank import become_only_rank\nbecome_only_rank()\n"
+    head = "from studies.bench.rank import become_only_rank\nbecome_only_rank()\n"
     script.write_text(head + "\n".join(fenced("python")))
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(script)], cwd=quick_demo, capture_output=True,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from simulator.fast import SimResult, simulate_fast
+from simulator.engines.compiled import SimResult, simulate_fast
 from simulator.machine import Machine
 from simulator.plan import Plan, Prediction
-from simulator.strategies import build_strategy
+from simulator.schedules.strategies import build_strategy
 from simulator.workload import Workload
 from tuner.memory import Limits
 

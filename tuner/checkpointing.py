@@ -10,9 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from simulator.checkpoint_cost import CheckpointCost, CheckpointSimulation
-from simulator.checkpointing import BLOCK_BYTES, reserved_bytes
-from simulator.goodput import (
+from simulator.analysis.checkpoint_cost import CheckpointCost, CheckpointSimulation
+from simulator.analysis.goodput import (
     best_interval_steps,
     checkfreq_interval_steps,
     daly_interval,
@@ -21,6 +20,7 @@ from simulator.goodput import (
 )
 from simulator.machine import Machine
 from simulator.plan import CheckpointPlan, Plan, Prediction
+from simulator.schedules.checkpointed import BLOCK_BYTES, reserved_bytes
 from simulator.workload import Workload
 from tuner.memory import Limits
 

@@ -253,8 +253,8 @@ def simulate(
     **source: Any,
 ) -> None:
     """Predicts one iteration under a plan or a named strategy."""
-    from simulator.simulate import simulate as run
-    from simulator.strategies import build_strategy
+    from simulator.engines.reference import simulate as run
+    from simulator.schedules.strategies import build_strategy
 
     if plan_file is not None and strategy is not None:
         raise BadInputError(

@@ -53,8 +53,8 @@ def workload_options(command: Command) -> Command:
 
 def read_machine(given: str) -> Machine:
     """A machine file, or a preset where no such file exists."""
+    from simulator.estimates.presets import PRESETS, preset
     from simulator.machine import Machine
-    from simulator.presets import PRESETS, preset
 
     if not Path(given).exists():
         if given in PRESETS:
@@ -83,7 +83,7 @@ def read_workload(
         )
     if workload is not None:
         return _read(Workload, workload, "--workload")
-    from simulator.model import workload_from_model
+    from simulator.estimates.workload import workload_from_model
 
     assert model is not None
     try:

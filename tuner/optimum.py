@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from simulator.counts import count_bounds
+from simulator.analysis.counted_bound import count_bounds
 from simulator.plan import Placement
 from tuner.search import EARLY, Candidate, Search
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from simulator.engines.reference import capacities
 from simulator.machine import Machine
 from simulator.plan import Placement
-from simulator.simulate import capacities
 from simulator.workload import STATE_BYTES_PER_PARAM, Workload
 
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from simulator.fast import simulate_fast
+from simulator.analysis.many_plans import PlanSweep
+from simulator.engines.compiled import simulate_fast
 from simulator.machine import Machine
 from simulator.plan import Plan, Prediction
-from simulator.strategies import build_strategy
-from simulator.sweep import PlanSweep
+from simulator.schedules.strategies import build_strategy
 from simulator.workload import Workload
 from tuner.checkpointing import with_checkpoints
 from tuner.memory import ImpossibleError, Limits

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from simulator.bounds import Bound
-from simulator.fast import simulate_fast
+from simulator.analysis.bound import Bound
+from simulator.engines.compiled import simulate_fast
 from simulator.machine import Machine
 from simulator.plan import Plan
-from simulator.strategies import build_strategy
+from simulator.schedules.strategies import build_strategy
 from simulator.workload import Workload
 
 

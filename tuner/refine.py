@@ -1,7 +1,8 @@
 """From the bound to a plan: numbers of each placement in the order of what they promise.
 
-`simulator.counts` says how fast any plan with so many host, visiting and resident subgroups could
-be. Few numbers promise more than a good plan has; for those, good orders are guessed and improved.
+`simulator.analysis.counted_bound` says how fast any plan with so many host, visiting and resident
+subgroups could be. Few numbers promise more than a good plan has; for those, good orders are
+guessed and improved.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
-from simulator.counts import MOST_SUBGROUPS, CountBounds, count_bounds
+from simulator.analysis.counted_bound import MOST_SUBGROUPS, CountBounds, count_bounds
 from tuner.orders import Counts, Orders
 from tuner.search import EARLY, Candidate, Search
 
@@ -23,7 +24,7 @@ NEAR = 4  # positions apart
 def refine(search: Search) -> None:
     """Scores what the numbers promise; the best so far is never lost.
 
-    Does nothing for more subgroups than `simulator.counts` counts out.
+    Does nothing for more subgroups than `simulator.analysis.counted_bound` counts out.
     """
     if len(search.workload.subgroups) > MOST_SUBGROUPS:
         return

@@ -10,11 +10,11 @@ from functools import cached_property
 
 import numpy as np
 
-from simulator.bounds import Bound, bound
+from simulator.analysis.bound import Bound, bound
+from simulator.analysis.many_plans import PLACEMENT_CODES, PlanSweep
 from simulator.machine import Machine
 from simulator.plan import Placement
-from simulator.strategies import spread
-from simulator.sweep import PLACEMENT_CODES, PlanSweep
+from simulator.schedules.strategies import spread
 from simulator.workload import Workload
 from tuner.memory import Limits
 
@@ -90,7 +90,7 @@ class Search:
             c.codes, c.staging_slots, c.prefetch, c.prefetch_after_layer, c.threads,
             c.overlap_forward,
         )  # fmt: skip
-        from simulator import kernel
+        from simulator.engines import kernel
 
         seconds = float(row[kernel.ITERATION_S])
         device, host = int(row[kernel.DEVICE_PEAK]), int(row[kernel.HOST_PEAK])
@@ -223,7 +223,7 @@ def quick_iteration_s(
 
 def seconds_of(sweep: PlanSweep, c: Candidate) -> float:
     """Mean iteration of a candidate, in seconds."""
-    from simulator import kernel
+    from simulator.engines import kernel
 
     row = sweep.evaluate(
         c.codes, c.staging_slots, c.prefetch, c.prefetch_after_layer, c.threads, c.overlap_forward

@@ -6,11 +6,11 @@ import random
 
 import numpy as np
 
-from simulator.fast import compile_schedule, simulate_fast
-from simulator.iteration import build_schedule
+from simulator.engines.compiled import compile_schedule, simulate_fast
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.quantity import Quantity
+from simulator.schedules.ebbtide import build_schedule
 from simulator.workload import Workload
 
 SAMPLES = 16

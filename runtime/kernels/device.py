@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from runtime.kernels.adam_step import AdamStep
+from runtime.kernels.adam import AdamStep
 
 BLOCK = 1024
 _DECAYS = {"none": 0, "l2": 1, "decoupled": 2}

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from runtime.kernels.adam_step import AdamStep
+from runtime.kernels.adam import AdamStep
 
 _SOURCE = Path(__file__).with_name("host_adam.cpp")
 _FLAGS = [

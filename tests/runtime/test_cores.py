@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from runtime import cores
-from runtime.lane import Completion, Lane
+from runtime.devices.lane import Completion, Lane
+from runtime.hardware import cores
 
 GPU = "0000:3b:00.0"
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import runtime
-from runtime import deepspeed_private
-from runtime.deepspeed_private import UnsupportedDeepSpeedError
-from runtime.device import choose_device
-from runtime.guard import ConfigError, check_config
-from runtime.host_memory import check_host_memory, needed_bytes
+from runtime.devices.base import choose_device
+from runtime.execution.fit import check_host_memory, needed_bytes
+from runtime.zero import private as deepspeed_private
+from runtime.zero.guard import ConfigError, check_config
+from runtime.zero.private import UnsupportedDeepSpeedError
 from simulator import Plan, PlanError
 from studies.byte_gpt import SIZES, ByteGPT, ds_config
 from tests.runtime.contract.training import start

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.kernels import host
-from runtime.kernels.adam_step import AdamStep, BiasCorrection
+from runtime.kernels.adam import AdamStep, BiasCorrection
 
 LR, BETAS, EPS = 1e-3, (0.9, 0.999), 1e-8
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

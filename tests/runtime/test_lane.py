@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from runtime import lane as lane_module
-from runtime.lane import BackgroundError, Completion, Lane
+from runtime.devices import lane as lane_module
+from runtime.devices.lane import BackgroundError, Completion, Lane
 
 
 @pytest.fixture

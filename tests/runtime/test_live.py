@@ -4,13 +4,13 @@ import pytest
 import torch
 
 import runtime
-from runtime.auto import observed_workload
-from runtime.live import better_plan, measured_rates
-from runtime.switch import switch_plan
+from runtime.replan.auto import observed_workload
+from runtime.replan.switch import switch_plan
+from runtime.replan.watch import better_plan, measured_rates
 from simulator import Machine, Plan, PlanError, Quantity
 from simulator.schedule import Lane, OpKind
 from simulator.timeline import Span, Timeline
-from studies.bits import differences, state_of
+from studies.bench.bits import differences, state_of
 from studies.byte_gpt import SIZES, Batches, ByteGPT, ds_config, train_step
 from tests.runtime.contract.training import DEVICES, EMULATED, slowed
 
@@ -97,7 +97,7 @@ def test_switching_to_another_models_plan_is_refused_and_leaves_the_engine_alone
 
 
 def test_auto_plans_after_the_watched_steps(stock, monkeypatch):
-    monkeypatch.setattr("runtime.auto._free_device_bytes", lambda device: 10**9)
+    monkeypatch.setattr("runtime.replan.auto._free_device_bytes", lambda device: 10**9)
     engine = new_engine()
     runtime.attach(engine, "auto", device=slowed(1e9, 1e9, 1e9), machine=machine())
     placements = []

@@ -6,8 +6,8 @@ import time
 import pytest
 import torch
 
-from runtime.device import EmulatedDevice, EmulatedRates
-from runtime.pacing import FluidPacer
+from runtime.devices.base import EmulatedDevice, EmulatedRates
+from runtime.devices.pacing import FluidPacer
 from simulator.schedule import Lane
 
 

@@ -1,6 +1,6 @@
 """The DAG that is executed at every step: its waits, against hand-written ones."""
 
-from runtime.step_template import step_template
+from runtime.execution.step_template import step_template
 from simulator import Plan
 from simulator.schedule import OpKind
 

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from simulator import Layer, Machine, Plan, Quantity, Workload, build_schedule, simulate
-from simulator.bounds import bound
-from simulator.counts import MOST_SUBGROUPS, count_bounds
-from simulator.modes import HOME, HOST, LEAVING, HostUpdates, modes
+from simulator.analysis.bound import bound
+from simulator.analysis.counted_bound import MOST_SUBGROUPS, count_bounds
+from simulator.analysis.many_plans import PlanSweep
+from simulator.analysis.sharing_modes import HOME, HOST, LEAVING, HostUpdates, modes
+from simulator.engines.reference import capacities
 from simulator.schedule import Lane, Op, OpKind
-from simulator.simulate import capacities
-from simulator.sweep import PlanSweep
 
 PLENTY = 2**45
 EARLY = 10**6

@@ -16,9 +16,9 @@ from simulator import (
     build_schedule,
     simulate,
 )
-from simulator.checkpoint_cost import LEAD_IN, CheckpointCost, CheckpointSimulation
-from simulator.checkpointing import BLOCK_BYTES, CheckpointedLoop
-from simulator.fast import simulate_fast
+from simulator.analysis.checkpoint_cost import LEAD_IN, CheckpointCost, CheckpointSimulation
+from simulator.engines.compiled import simulate_fast
+from simulator.schedules.checkpointed import BLOCK_BYTES, CheckpointedLoop
 
 GIGA = 10**9
 ALL = 2**40  # a budget for everything

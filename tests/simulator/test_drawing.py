@@ -64,6 +64,6 @@ def test_an_empty_timeline_can_be_drawn():
 
 
 def test_every_kind_has_a_colour():
-    from simulator.drawing import COLOURS
+    from simulator.analysis.drawing import COLOURS
 
     assert set(COLOURS) == set(OpKind)

@@ -18,8 +18,8 @@ from simulator import (
     build_strategy,
     simulate,
 )
-from simulator.fast import compile_schedule, simulate_fast
-from simulator.sweep import COLUMNS, PLACEMENT_CODES, PlanSweep, iteration_s_many
+from simulator.analysis.many_plans import COLUMNS, PLACEMENT_CODES, PlanSweep, iteration_s_many
+from simulator.engines.compiled import compile_schedule, simulate_fast
 from tests.simulator.machines import machine, random_machine, random_workload, workload
 
 EXACT = {"rel": 1e-9, "abs": 1e-9}

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.fluid import max_min_speeds
+from simulator.engines.sharing import max_min_speeds
 
 
 def test_alone_an_op_runs_at_full_speed():

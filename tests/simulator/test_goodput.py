@@ -6,7 +6,7 @@ import pytest
 from scipy.optimize import minimize_scalar
 from scipy.special import lambertw
 
-from simulator.goodput import (
+from simulator.analysis.goodput import (
     Cluster,
     availability_interval,
     best_interval_steps,

@@ -2,9 +2,9 @@
 
 import pytest
 
+from simulator.engines.reference import capacities
 from simulator.machine import Machine
 from simulator.quantity import Quantity
-from simulator.simulate import capacities
 
 
 def machine(**changes):

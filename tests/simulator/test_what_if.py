@@ -5,7 +5,7 @@ import math
 import pytest
 
 from simulator import Layer, Machine, Quantity, Workload, build_strategy, simulate, what_if
-from simulator.bounds import bound
+from simulator.analysis.bound import bound
 
 GIB = 2**30
 
@@ -107,7 +107,7 @@ def test_bad_input_is_told_before_anything_runs(arguments, message):
 def test_ctrl_c_keeps_the_rows_that_are_finished(monkeypatch):
     import sys
 
-    code = sys.modules["simulator.what_if"]
+    code = sys.modules["simulator.analysis.what_if"]
     real, calls = code.evaluate, []
 
     def interrupted(*arguments):

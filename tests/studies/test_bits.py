@@ -1,6 +1,6 @@
 import torch
 
-from studies.bits import differences, state_of
+from studies.bench.bits import differences, state_of
 from studies.byte_gpt import SIZES, Batches, ByteGPT, ds_config, train_step
 
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from simulator.checkpoint_cost import CheckpointCost
+from simulator.analysis.checkpoint_cost import CheckpointCost
 from studies import checkpoint_interval as study
 from tuner.checkpointing import Failures
 

@@ -4,13 +4,13 @@ import sys
 
 import pytest
 
-from studies.deepspeed_ops import _own_lock, build_host_ops
+from studies.bench.deepspeed_ops import _own_lock, build_host_ops
 
 # Takes torch's lock inside ours, says so, and waits to be killed.
 _BUILDER = """
 import sys, time
 from pathlib import Path
-from studies.deepspeed_ops import _own_lock
+from studies.bench.deepspeed_ops import _own_lock
 folder = Path(sys.argv[1])
 with _own_lock(folder):
     (folder / "lock").touch()

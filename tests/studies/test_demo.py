@@ -21,9 +21,11 @@ from simulator import (
     Timeline,
     Workload,
 )
-from studies import demo, demo_tables
-from studies.demo_crash import CrashError, checkpointed_plan, disk_bytes, kill_in_the_middle
-from studies.demo_pictures import (
+from studies.bench.phase_process import PhaseProcess
+from studies.demo import command as demo
+from studies.demo import tables as demo_tables
+from studies.demo.crash import CrashError, checkpointed_plan, disk_bytes, kill_in_the_middle
+from studies.demo.pictures import (
     draw_comparison,
     draw_memory,
     draw_timelines,
@@ -31,8 +33,7 @@ from studies.demo_pictures import (
     machine_label,
     typical_iterations,
 )
-from studies.demo_results import Run, pooled, predicted_phases, same_bits, same_losses
-from studies.phase_process import PhaseProcess
+from studies.demo.results import Run, pooled, predicted_phases, same_bits, same_losses
 
 
 def _machine(**changes):

@@ -63,8 +63,8 @@ def test_bad_input_is_told(arguments, message):
 def test_no_part_runs_beyond_the_time_that_is_given(tmp_path):
     import time
 
-    from studies.gpu_parts import kernel_bits
-    from studies.gpu_suite import OutOfTimeError, Suite
+    from studies.gpu.parts import kernel_bits
+    from studies.gpu.suite import OutOfTimeError, Suite
 
     late = Suite(tmp_path, "tiny", 1.0, 20_000, emulated=True, deadline_s=time.monotonic())
     with pytest.raises(OutOfTimeError, match="--minutes"):

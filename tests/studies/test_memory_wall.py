@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from studies import link_counters, memory_wall
-from studies.link_counters import LinkCounters, LinkSample
+from studies import memory_wall
+from studies.bench import link_counters
+from studies.bench.link_counters import LinkCounters, LinkSample
 from studies.memory_wall import Passage, Sample, Sampler, claims, phase_row
 
 PASSAGES = [

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from studies import phase_clock
-from studies.phase_clock import PhaseClock, medians, timed_step
+from studies.bench import phase_clock
+from studies.bench.phase_clock import PhaseClock, medians, timed_step
 
 
 class _Engine:

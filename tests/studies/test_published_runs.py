@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from studies import published_runs
-from studies.calibration import calibrate, completed
-from studies.offload_runs import RunError, family_of, read_runs, shape, subgroup_sizes
+from studies.bench.offload_runs import RunError, family_of, read_runs, shape, subgroup_sizes
+from studies.published.calibration import calibrate, completed
+from studies.published.testbed import PASS_PRIORS, STEP_PRIORS, Testbed, hosted_elements, visits
 from studies.published_runs import errors, predictions, ranking
-from studies.testbed import PASS_PRIORS, STEP_PRIORS, Testbed, hosted_elements, visits
 
 CSV = Path(published_runs.__file__).parent / "data" / "published_offload_runs.csv"
 Testbed.__test__ = False  # no test class

@@ -4,16 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from studies.phase_process import PhaseProcess
-from studies.rank import free_port, remove_shared_buffers
+from studies.bench.phase_process import PhaseProcess
+from studies.bench.rank import free_port, remove_shared_buffers
 
 _BUFFERS = Path("/dev/shm")
 _TRAIN = """
-from studies.rank import become_only_rank
+from studies.bench.rank import become_only_rank
 become_only_rank()
 import os, deepspeed, time
 from pathlib import Path
-from studies.phase_process import report
+from studies.bench.phase_process import report
 deepspeed.init_distributed()
 report(1, 1, os.environ["MASTER_PORT"])
 {end}
@@ -60,7 +60,7 @@ def test_only_the_job_s_own_buffers_are_removed():
 
 def test_a_launcher_s_rank_is_kept(child_environment):
     script = (
-        "import os; from studies.rank import become_only_rank; become_only_rank();"
+        "import os; from studies.bench.rank import become_only_rank; become_only_rank();"
         "print(os.environ['RANK'], os.environ['WORLD_SIZE'])"
     )
     done = subprocess.run(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import tuner
-from simulator.sweep import PlanSweep
+from simulator.analysis.many_plans import PlanSweep
 from studies.optimality import random_pair
 from tuner.memory import Limits
 from tuner.optimum import MOST_SUBGROUPS, optimum, orders

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 import tuner
 from simulator import Layer, Machine, Quantity, Workload, build_schedule, simulate
-from simulator.bounds import bound
-from simulator.strategies import spread
+from simulator.analysis.bound import bound
+from simulator.schedules.strategies import spread
 from tuner.memory import UNKNOWN_MARGIN, ImpossibleError, Limits
 from tuner.spread import prediction_interval
 

@@ -10,7 +10,7 @@ import deepspeed
 import numpy as np
 import torch
 
-from studies.bits import state_of
+from studies.bench.bits import state_of
 from studies.byte_gpt import SIZES, Batches
 from tests.runtime.contract.training import DEVICES, attached, start, train
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from runtime.gradients import LostGradientError
+from runtime.execution.gradients import LostGradientError
 from studies.byte_gpt import SIZES, ByteGPT
 from tests.runtime.contract.training import (
     DEVICES,
@@ -152,7 +152,7 @@ def test_fp16_skips_the_step_on_overflow_and_goes_on(device, monkeypatch):
     reference = start(**options)
     losses, norms = train(reference, 24)
     skipped = reference.skipped_steps
-    from studies.bits import state_of
+    from studies.bench.bits import state_of
 
     expected = state_of(reference), torch.stack(losses), norms
     reference.destroy()

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 import runtime
-from runtime.device import CudaDevice
-from runtime.gradients import GradientHomes
-from runtime.lane import Completion
-from runtime.switch import switch_plan
+from runtime.devices.base import CudaDevice
+from runtime.devices.lane import Completion
+from runtime.execution.gradients import GradientHomes
+from runtime.replan.switch import switch_plan
 from simulator.schedule import Lane
-from studies.bits import state_of
+from studies.bench.bits import state_of
 from tests.runtime import fake_cuda
 from tests.runtime.contract.test_bits import MIX, engine_for, stock
 from tests.runtime.contract.training import assert_same, outcome, plan_for, same, start, train

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from runtime.lane import BackgroundError
+from runtime.devices.lane import BackgroundError
 from tests.runtime.contract.training import DEVICES, attached, outcome, start, train
 
 pytestmark = pytest.mark.usefixtures("only_rank")
@@ -141,7 +141,7 @@ def test_a_failing_op_surfaces_and_nothing_hangs(device):
 
 
 def test_host_memory_is_14_bytes_per_parameter():
-    from runtime.engine import host_bytes
+    from runtime.zero.attach import host_bytes
 
     engine = attached(start(), ["host"], next(iter(DEVICES)), seed=None)
     train(engine, 1)

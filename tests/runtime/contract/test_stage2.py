@@ -7,8 +7,8 @@ import torch
 
 import runtime
 from runtime.checkpoint.skeleton import lay_out
-from runtime.switch import switch_plan
-from studies.bits import differences, state_of
+from runtime.replan.switch import switch_plan
+from studies.bench.bits import differences, state_of
 from tests.runtime.contract.test_bits import MIX, Switching, l2_adam, two_groups, warm_up
 from tests.runtime.contract.training import (
     DEVICES,
@@ -229,7 +229,7 @@ def test_a_planted_race_is_caught():
 
 def test_automatic_plans(monkeypatch):
     """Watches some steps, plans for what it saw, and goes on with the same bits."""
-    monkeypatch.setattr("runtime.auto._free_device_bytes", lambda device: 10**9)
+    monkeypatch.setattr("runtime.replan.auto._free_device_bytes", lambda device: 10**9)
     ours = start(stage=2)
     runtime.attach(ours, "auto", device=slowed(1e9, 1e9, 1e9), machine=machine())
     first = ours.optimizer._ebbtide.plan

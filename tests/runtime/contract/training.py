@@ -10,16 +10,16 @@ from typing import Any
 import torch
 
 import runtime
-from runtime.assembly import subgroups_of
-from runtime.device import Device, EmulatedDevice, EmulatedRates
+from runtime.devices.base import Device, EmulatedDevice, EmulatedRates
+from runtime.zero.adopt_stage3 import subgroups_of
 from simulator import Plan
-from studies.bits import differences, state_of
+from studies.bench.bits import differences, state_of
 from studies.byte_gpt import SIZES, Batches, ByteGPT, ds_config, train_step
 
 SUBGROUP = 20_000
 DEVICES = {"unified": Device, "emulated": EmulatedDevice}
 if torch.cuda.is_available():
-    from runtime.device import CudaDevice
+    from runtime.devices.base import CudaDevice
 
     DEVICES = {"cuda": CudaDevice}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import deepspeed
 import torch
 
-from studies.bits import differences, state_of
+from studies.bench.bits import differences, state_of
 from studies.byte_gpt import SIZES, Batches
 from tests.runtime.contract.training import DEVICES, attached, start, train
 

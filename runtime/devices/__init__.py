@@ -1,0 +1,1 @@
+"""What ops run on: CUDA streams, or emulated ones."""

@@ -1,0 +1,86 @@
+"""Real time, shared among emulated ops as the simulator shares it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from simulator.engines.sharing import max_min_speeds
+
+
+@dataclass(eq=False, slots=True)
+class _Job:
+    left_s: float  # at full speed
+    demand: Mapping[str, float]
+    speed: float = 1.0
+
+
+class FluidPacer:
+    """Makes each piece of work last as long as it would on a device of given capacities.
+
+    Work that runs at the same time shares the capacities by max-min fairness, like the simulator's
+    ops (`simulator.engines.sharing`). Thread-safe; waiting threads sleep.
+    """
+
+    def __init__(self, capacities: Mapping[str, float]) -> None:
+        """Args: capacities: per second, by name; one that is not named is unlimited."""
+        self._capacities = dict(capacities)
+        self._active: list[_Job] = []
+        self._changed = threading.Condition()
+        self._now_s = time.perf_counter()
+
+    @contextmanager
+    def work(self, seconds: float, demand: Mapping[str, float]) -> Iterator[None]:
+        """The block ends no sooner than ``seconds`` at full speed take beside what else runs.
+
+        Args:
+            demand: what it takes of each capacity at full speed, per second.
+        """
+        job = _Job(seconds, demand)
+        self._begin(job)
+        try:
+            yield
+        finally:
+            self._end(job)
+
+    def _begin(self, job: _Job) -> None:
+        with self._changed:
+            self._advance()
+            if job.left_s > 0:
+                self._active.append(job)
+                self._share()
+
+    def _end(self, job: _Job) -> None:
+        with self._changed:
+            self._advance()
+            while job.left_s > 0:
+                self._changed.wait(self._next_end_s())
+                self._advance()
+
+    def _share(self) -> None:
+        speeds = max_min_speeds([job.demand for job in self._active], self._capacities)
+        for job, speed in zip(self._active, speeds, strict=True):
+            job.speed = speed
+        self._changed.notify_all()
+
+    def _next_end_s(self) -> float:
+        return min((job.left_s / job.speed for job in self._active), default=0.0)
+
+    def _advance(self) -> None:
+        """Takes what has been done since the last call off every job, from end to end."""
+        now_s = time.perf_counter()
+        passed_s, self._now_s = now_s - self._now_s, now_s
+        while passed_s > 0 and self._active:
+            next_s = self._next_end_s()
+            step_s = min(passed_s, next_s)
+            for job in self._active:
+                # The one that ends next ends exactly, whatever rounding says.
+                ends = step_s == next_s and job.left_s / job.speed <= next_s
+                job.left_s = 0.0 if ends else job.left_s - step_s * job.speed
+            passed_s -= step_s
+            if any(job.left_s <= 0 for job in self._active):
+                self._active = [job for job in self._active if job.left_s > 0]
+                self._share()

@@ -1,0 +1,1 @@
+"""Executes a plan's schedule on streams; knows no training framework."""

@@ -1,0 +1,323 @@
+"""Runs the update's DAG on lanes, one template per step."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from runtime.devices.base import Device
+from runtime.devices.lane import Completion, Lane
+from runtime.execution.gradients import Segment
+from runtime.execution.step_template import TemplateOp
+from runtime.execution.subgroup_state import StagingSlot, SubgroupState
+from runtime.kernels.adam import AdamStep
+from runtime.kernels.host import VECTOR_WIDTH, host_adam
+from simulator.schedule import Lane as LaneName
+from simulator.schedule import Op, OpKind
+
+PARAMETER_SLOTS = 2
+HISTORY_STEPS = 8
+
+
+class UpdateGate(Protocol):
+    """Who must be asked before a subgroup's state is overwritten (the checkpoint engine)."""
+
+    def before_update(self, subgroup: int) -> None:
+        """Returns once the state may be overwritten; raises if the asker has failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class SubgroupJob:
+    """What one step does to one subgroup."""
+
+    step: AdamStep
+    segments: list[Segment]
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """The ops of one step with their completions, for the measured timeline."""
+
+    number: int
+    ops: list[tuple[Op, Completion]] = field(default_factory=list)
+
+
+class Executor:
+    """Owns the lanes. `prefetch` and `launch` are called by the training thread alone.
+
+    A step's ops run in the background after `launch` returns; `wait_parameters`, `wait_state` and
+    `wait_all` wait for just what they need and raise what went wrong.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        states: list[SubgroupState],
+        slots: list[StagingSlot],
+        template: list[TemplateOp],
+        threads: int,
+    ) -> None:
+        self.device = device
+        self.states = states
+        self.slots = slots
+        self.template = template
+        self.threads = threads
+        self.gate: UpdateGate | None = None
+        self.before_op: Callable[[Op], None] | None = None  # fault and delay injection
+        self.lanes: dict[LaneName, Lane] = device.lanes()
+        self.history: deque[StepRecord] = deque(maxlen=HISTORY_STEPS)
+        self._previous: list[Completion] = [Completion.done() for _ in template]
+        self._current: list[Completion | None] = [None] * len(template)
+        self._jobs: list[SubgroupJob] = []
+        self._steps = 0
+        self._stale = set[int]()  # visiting subgroups whose state was written behind the prefetch
+        self._stale_lock = threading.Lock()
+        self._visits = [s.index for s in states if s.placement == "device"]
+        self._hosted = [s.index for s in states if s.placement == "host"]
+        self.parameter_slots = self._allocate_parameter_slots()
+        self._bodies = {
+            OpKind.STATE_H2D: self._state_h2d,
+            OpKind.UPDATE_DEVICE: self._update_device,
+            OpKind.STATE_D2H: self._state_d2h,
+            OpKind.UPDATE_HOST: self._update_host,
+            OpKind.PARAMETER_H2D: self._parameter_h2d,
+        }
+        self._position = {(t.op.kind, t.op.subgroup): i for i, t in enumerate(template)}
+
+    def _allocate_parameter_slots(self) -> list[torch.Tensor]:
+        if self.device.unified or not self._hosted:
+            return []
+        largest = max((self.states[i] for i in self._hosted), key=lambda s: s.elements)
+        count = min(PARAMETER_SLOTS, len(self._hosted))
+        dtype = largest.wire.dtype
+        return [self.device.host_empty(largest.elements, dtype) for _ in range(count)]
+
+    # -- launching ---------------------------------------------------------------------------
+
+    def prefetch(self) -> None:
+        """Starts the copies that need no norm: the first visiting subgroups' state."""
+        for position, item in enumerate(self.template):
+            if not item.needs_norm and self._current[position] is None:
+                self._submit(position, item, [])
+
+    def launch(
+        self,
+        jobs: list[SubgroupJob],
+        arrivals: Callable[[int], list[Completion]],
+        iteration: int = 0,
+    ) -> None:
+        """Starts this step's updates: ``jobs`` by subgroup; gradients are home at ``arrivals``.
+
+        ``iteration`` is the training loop's number, for the measured timeline.
+        """
+        self._jobs = jobs
+        barrier = Completion.done(self.device.current_event())
+        record = StepRecord(iteration)
+        for position, item in enumerate(self.template):
+            if self._current[position] is None:
+                waits = [barrier] if item.needs_norm else []
+                if item.needs_gradient:
+                    waits += arrivals(item.op.subgroup)
+                self._submit(position, item, waits)
+            completion = self._current[position]
+            assert completion is not None
+            if not (self.device.unified and item.op.kind == OpKind.PARAMETER_H2D):
+                record.ops.append((item.op, completion))
+        self.history.append(record)
+        self._previous = [c for c in self._current if c is not None]
+        self._current = [None] * len(self.template)
+        self._steps += 1
+
+    def _submit(self, position: int, item: TemplateOp, waits: list[Completion]) -> None:
+        op = item.op
+        if self.device.unified and op.kind == OpKind.PARAMETER_H2D:
+            # The host kernel wrote the parameters where they are read.
+            self._current[position] = self._current[self._position[OpKind.UPDATE_HOST, op.subgroup]]
+            return
+        waits = waits + [c for i in item.now if (c := self._current[i]) is not None]
+        waits += [self._previous[i] for i in item.before]
+        if op.kind == OpKind.UPDATE_HOST:
+            waits += self._parameter_slot_free(op.subgroup)
+        completion = Completion(op.label)
+        self._current[position] = completion
+        body = self._bodies[op.kind]
+        number, jobs = self._steps, self._jobs
+        job = jobs[op.subgroup] if item.needs_gradient else None
+        lane = self.lanes[op.lane]
+        lane.submit(lambda: self._run(body, op, number, job), waits, completion)
+
+    def _run(
+        self,
+        body: Callable[[int, int, SubgroupJob | None], None],
+        op: Op,
+        number: int,
+        job: SubgroupJob | None,
+    ) -> None:
+        if self.before_op is not None:
+            self.before_op(op)
+        body(op.subgroup, number, job)
+
+    def _parameter_slot_free(self, subgroup: int) -> list[Completion]:
+        """The parameter copy that last used the slot this host update writes to."""
+        if not self.parameter_slots:
+            return []
+        order, slots = self._hosted.index(subgroup), len(self.parameter_slots)
+        if order >= slots:
+            position = self._position[OpKind.PARAMETER_H2D, self._hosted[order - slots]]
+            completion = self._current[position]
+        else:  # its last user in the previous step
+            user = (len(self._hosted) - 1 - order) // slots * slots + order
+            completion = self._previous[self._position[OpKind.PARAMETER_H2D, self._hosted[user]]]
+        return [] if completion is None else [completion]
+
+    # -- bodies, on the lanes' threads -------------------------------------------------------
+
+    def _slot(self, subgroup: int, number: int) -> tuple[torch.Tensor, ...]:
+        """Visit v uses slot v mod slots; the template's waits keep two visits apart."""
+        visit = number * len(self._visits) + self._visits.index(subgroup)
+        return self.slots[visit % len(self.slots)].views(self.states[subgroup].elements)
+
+    def _stream(self, lane: LaneName) -> object | None:
+        return self.lanes[lane].stream
+
+    def _state_h2d(self, subgroup: int, number: int, job: SubgroupJob | None) -> None:
+        del job
+        with self._stale_lock:
+            self._stale.discard(subgroup)
+        stream = self._stream(LaneName.H2D)
+        for to, source in zip(
+            self._slot(subgroup, number), self.states[subgroup].state, strict=True
+        ):
+            self.device.copy(to, source, LaneName.H2D, stream)
+
+    def _update_device(self, subgroup: int, number: int, job: SubgroupJob | None) -> None:
+        assert job is not None
+        state = self.states[subgroup]
+        stream = self._stream(LaneName.DEVICE_UPDATE)
+        if state.placement == "resident":
+            self._ask_gate(subgroup)
+            target: tuple[torch.Tensor, ...] = state.state
+        else:
+            target = self._slot(subgroup, number)
+            self._refresh_if_stale(subgroup, target, stream)
+        for part in job.segments:
+            span = slice(part.start, part.end)
+            self.device.adam(
+                [t[span] for t in target], part.gradient, state.wire[span], job.step,
+                part.scale, _tail(state.elements, part), stream,
+            )  # fmt: skip
+
+    def _refresh_if_stale(
+        self, subgroup: int, target: tuple[torch.Tensor, ...], stream: object | None
+    ) -> None:
+        with self._stale_lock:
+            stale = subgroup in self._stale
+            self._stale.discard(subgroup)
+        if stale:
+            for to, source in zip(target, self.states[subgroup].state, strict=True):
+                self.device.copy(to, source, LaneName.H2D, stream)
+
+    def _state_d2h(self, subgroup: int, number: int, job: SubgroupJob | None) -> None:
+        del job
+        self._ask_gate(subgroup)
+        stream = self._stream(LaneName.D2H)
+        for to, source in zip(
+            self.states[subgroup].state, self._slot(subgroup, number), strict=True
+        ):
+            self.device.copy(to, source, LaneName.D2H, stream)
+
+    def _update_host(self, subgroup: int, number: int, job: SubgroupJob | None) -> None:
+        del number
+        assert job is not None
+        self._ask_gate(subgroup)
+        state = self.states[subgroup]
+        out = self._parameter_out(subgroup)
+        with self.device.host_update(state.elements):
+            for part in job.segments:
+                span = slice(part.start, part.end)
+                host_adam(
+                    state.p[span], state.m[span], state.v[span], part.gradient, out[span],
+                    job.step, part.scale, self.threads, _tail(state.elements, part),
+                )  # fmt: skip
+
+    def _parameter_out(self, subgroup: int) -> torch.Tensor:
+        state = self.states[subgroup]
+        if self.device.unified:
+            return state.wire
+        slot = self._hosted.index(subgroup) % len(self.parameter_slots)
+        return self.parameter_slots[slot][: state.elements]
+
+    def _parameter_h2d(self, subgroup: int, number: int, job: SubgroupJob | None) -> None:
+        del number, job
+        lane = LaneName.H2D_PARAMETERS
+        source = self._parameter_out(subgroup)
+        self.device.copy(self.states[subgroup].wire, source, lane, self._stream(lane))
+
+    def _ask_gate(self, subgroup: int) -> None:
+        if self.gate is not None:
+            self.gate.before_update(subgroup)
+
+    # -- waiting -----------------------------------------------------------------------------
+
+    def _completion(self, kinds: Iterable[OpKind], subgroup: int) -> Completion:
+        for kind in kinds:
+            position = self._position.get((kind, subgroup))
+            if position is not None:
+                return self._previous[position]
+        raise AssertionError(f"subgroup {subgroup} has no update in the template")
+
+    def wait_parameters(self, subgroups: Iterable[int]) -> None:
+        """Makes the caller (on CUDA: the training streams) wait for these subgroups' parameters.
+
+        Raises:
+            BackgroundError: the update failed.
+        """
+        for subgroup in subgroups:
+            completion = self._completion((OpKind.PARAMETER_H2D, OpKind.UPDATE_DEVICE), subgroup)
+            streams = self.device.training_streams()
+            for stream in streams or [None]:
+                completion.wait_on(stream)
+
+    def wait_state(self, subgroup: int) -> None:
+        """Blocks until the latest update of the subgroup is back where its state lives."""
+        kinds = (OpKind.STATE_D2H, OpKind.UPDATE_DEVICE, OpKind.UPDATE_HOST)
+        self._completion(kinds, subgroup).wait_host()
+
+    def wait_all(self) -> None:
+        """Blocks until every launched op has ended; raises the first failure."""
+        for completion in self._previous:
+            completion.wait_host()
+
+    @property
+    def busy(self) -> bool:
+        """True while an op of the latest step has not ended."""
+        return not all(c.ended for c in self._previous)
+
+    def raise_if_failed(self) -> None:
+        """Raises what has failed so far, without waiting for the rest."""
+        for completion in self._previous:
+            if completion.issued.is_set() and completion.error is not None:
+                completion.wait_issued()
+
+    def state_written(self, subgroups: Iterable[int]) -> None:
+        """Somebody else wrote these subgroups' state: what was prefetched of it is void."""
+        with self._stale_lock:
+            self._stale.update(subgroups)
+
+    def close(self, *, with_device: bool = True) -> None:
+        """Ends the lanes' threads after what is queued; the device stays for a successor's sake."""
+        for lane in self.lanes.values():
+            lane.close()
+        if with_device:
+            self.device.close()
+
+
+def _tail(elements: int, part: Segment) -> int:
+    """How many of the segment's last elements DeepSpeed's scalar loop updates."""
+    tail_begin = elements - elements % VECTOR_WIDTH
+    return max(0, part.end - max(part.start, tail_begin))

@@ -1,0 +1,72 @@
+"""What the runtime executes at every step, cut out of a schedule's steady state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from simulator.plan import Plan
+from simulator.schedule import Op, OpKind
+from simulator.schedules.ebbtide import build_schedule
+from simulator.workload import Layer, Workload
+
+_EXECUTED = {
+    OpKind.STATE_H2D, OpKind.UPDATE_DEVICE, OpKind.STATE_D2H,
+    OpKind.UPDATE_HOST, OpKind.PARAMETER_H2D,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateOp:
+    """One op of every step.
+
+    Attributes:
+        now: positions, in the template, of ops of the same step it waits for.
+        before: positions of ops of the previous step it waits for.
+        needs_norm: it may start only after the norm barrier; False: prefetched in backward.
+        needs_gradient: it reads its subgroup's gradient.
+    """
+
+    op: Op
+    now: tuple[int, ...]
+    before: tuple[int, ...]
+    needs_norm: bool
+    needs_gradient: bool
+
+
+def step_template(subgroups: tuple[int, ...], wire_dtype: str, plan: Plan) -> list[TemplateOp]:
+    """The update ops of one steady-state iteration of ``build_schedule``, in issue order.
+
+    The third iteration is taken: by then every slot has been used, so that all waits for the
+    previous iteration are there. In the first step they are trivially satisfied.
+
+    Raises:
+        PlanError: the plan is for another number of subgroups.
+    """
+    workload = _skeleton(subgroups, wire_dtype)
+    schedule = build_schedule(workload, plan, iterations=3)
+    last = [op for op in schedule.ops if op.iteration == 2 and op.kind in _EXECUTED]
+    now = {op.id: position for position, op in enumerate(last)}
+    twins = [op for op in schedule.ops if op.iteration == 1 and op.kind in _EXECUTED]
+    keys = {(op.kind, op.subgroup): position for position, op in enumerate(last)}
+    before = {op.id: keys[op.kind, op.subgroup] for op in twins}
+    norms = {op.id for op in schedule.of_kind(OpKind.NORM, iteration=2)}
+    return [
+        TemplateOp(
+            op=op,
+            now=tuple(now[i] for i in op.after if i in now),
+            before=tuple(before[i] for i in op.after if i in before),
+            needs_norm=op.kind != OpKind.STATE_H2D or any(i in norms for i in op.after),
+            needs_gradient=op.kind in (OpKind.UPDATE_HOST, OpKind.UPDATE_DEVICE),
+        )
+        for op in last
+    ]
+
+
+def _skeleton(subgroups: tuple[int, ...], wire_dtype: str) -> Workload:
+    """The update's DAG depends on the subgroups alone, so one layer each will do."""
+    return Workload(
+        name="template",
+        layers=tuple(Layer(params=n, forward_s=1.0, backward_s=1.0) for n in subgroups),
+        subgroups=subgroups,
+        wire_dtype=wire_dtype,  # type: ignore[arg-type]
+    )

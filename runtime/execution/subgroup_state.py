@@ -1,0 +1,137 @@
+"""Where the optimizer state of each subgroup lives."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from runtime.devices.base import Device
+from simulator.plan import Placement
+
+logger = logging.getLogger("ebbtide")
+
+
+@dataclass(slots=True)
+class SubgroupState:
+    """One subgroup's state.
+
+    The lane that updates the subgroup owns ``p``, ``m``, ``v`` from the step's launch until the
+    completion of its last op; everybody else reads or writes them only outside of that.
+
+    Attributes:
+        p, m, v: fp32 master, momentum, variance: host memory, or device memory if resident.
+        wire: the slice of DeepSpeed's flat parameter buffer on the device.
+        gradient: in accumulation precision; host memory for ``host``, else device memory.
+    """
+
+    index: int
+    placement: Placement
+    p: torch.Tensor
+    m: torch.Tensor
+    v: torch.Tensor
+    wire: torch.Tensor
+    gradient: torch.Tensor
+
+    @property
+    def elements(self) -> int:
+        return self.p.numel()
+
+    @property
+    def state(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.p, self.m, self.v
+
+
+@dataclass(slots=True)
+class StagingSlot:
+    """A device buffer that holds one visiting subgroup; reused in turn."""
+
+    buffer: torch.Tensor  # 3 x the largest visiting subgroup, fp32
+
+    def views(self, elements: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(p, m, v) views for a subgroup of this size, each starting at a third."""
+        third = self.buffer.numel() // 3
+        first, second, last = (self.buffer[i * third : i * third + elements] for i in range(3))
+        return first, second, last
+
+
+def allocate(
+    device: Device,
+    placements: list[Placement],
+    masters: list[torch.Tensor],
+    moments: list[tuple[torch.Tensor, torch.Tensor]],
+    wires: list[torch.Tensor],
+    gradients: list[torch.Tensor],
+) -> list[SubgroupState]:
+    """Moves DeepSpeed's state to where the plan wants it, one subgroup at a time.
+
+    A ``resident`` or ``device`` subgroup for which the device has no memory left becomes ``host``,
+    with a warning: the device may be fuller than it was when the plan was made.
+    """
+    states = []
+    for index, placement in enumerate(placements):
+        p, (m, v) = masters[index], moments[index]
+        gradient = gradients[index]
+        if placement != "host" and not device.unified:
+            moved = _to_device(device, placement, (p, m, v), gradient)
+            if moved is None:
+                _warn_fallback(index, placement)
+                placement = "host"
+            else:
+                (p, m, v), gradient = moved
+        if placement != "resident" or device.unified:
+            p, m, v = (device.host_adopt(t) for t in (p, m, v))
+        if placement == "host":
+            gradient = device.host_adopt(gradient)
+        states.append(SubgroupState(index, placement, p, m, v, wires[index], gradient))
+    return states
+
+
+def _to_device(
+    device: Device,
+    placement: Placement,
+    state: tuple[torch.Tensor, ...],
+    gradient: torch.Tensor,
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor] | None:
+    try:
+        on_device = device.device_empty(gradient.numel(), gradient.dtype)
+        on_device.copy_(gradient)
+        if placement == "resident":
+            copies = []
+            for tensor in state:
+                copy = device.device_empty(tensor.numel(), tensor.dtype)
+                copies.append(copy.copy_(tensor))
+            state = tuple(copies)
+    except torch.OutOfMemoryError:
+        return None
+    return state, on_device
+
+
+def staging_slots(device: Device, count: int, visiting: list[int]) -> list[StagingSlot]:
+    """Up to ``count`` slots, each for the largest of the visiting subgroups (elements); fewer if
+    device memory is short.
+    """
+    slots: list[StagingSlot] = []
+    wanted = min(count, len(visiting))
+    for _ in range(wanted):
+        try:
+            # A third per tensor, each on a 256-byte border (64 floats).
+            third = (max(visiting) + 63) // 64 * 64
+            slots.append(StagingSlot(device.device_empty(3 * third, torch.float32)))
+        except torch.OutOfMemoryError:
+            break
+    if len(slots) < wanted:
+        logger.warning(
+            "the device has memory for %d of the plan's %d staging slots (plan.staging_slots)",
+            len(slots), wanted,
+        )  # fmt: skip
+    return slots
+
+
+def _warn_fallback(index: int, placement: Placement) -> None:
+    logger.warning(
+        "subgroup %d was planned as %r, but the device has no memory left for it: it is updated "
+        "on the host instead. Plan again with a smaller --gpu-memory if this stays so.",
+        index, placement,
+    )  # fmt: skip

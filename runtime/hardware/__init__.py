@@ -1,0 +1,1 @@
+"""Facts about this host: cores and their NUMA nodes."""

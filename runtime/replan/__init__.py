@@ -1,0 +1,1 @@
+"""Plans made or changed while training runs."""

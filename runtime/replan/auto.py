@@ -1,0 +1,124 @@
+"""``plan="auto"``: train the first steps with every subgroup on the host, then plan and switch.
+
+No stock step is needed: the host plan has stock's bits already, and its steps tell the times of
+forward and backward.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from runtime.devices.base import Device
+from runtime.replan.switch import switch_plan
+from runtime.replan.watch import anyone, better_plan, measured_rates, watch
+from runtime.zero.adopt_stage3 import subgroups_of
+from simulator.machine import Machine
+from simulator.plan import Plan
+from simulator.schedule import OpKind
+from simulator.timeline import Timeline
+from simulator.workload import Layer, WireDtype, Workload
+
+logger = logging.getLogger("ebbtide")
+
+WATCHED_STEPS = 4  # the first one compiles and warms up
+DEVICE_MEMORY_MARGIN = 0.1  # of the device's memory, left to activations that grow later
+RESIDENT_SHARES = tuple(i / 10 for i in range(11))
+_WIRE: dict[torch.dtype, WireDtype] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def host_plan(engine: Any) -> Plan:
+    """The plan of the watched steps: every subgroup on the host."""
+    size = max(1, int(engine.zero_sub_group_size()))
+    count = len(subgroups_of(engine.optimizer, size)) or 1
+    return Plan(
+        subgroup_size=size,
+        placement=Plan.runs(["host"] * count),
+        staging_slots=0,
+        overlap_forward=engine.zero_optimization_stage() == 3,
+    )
+
+
+def plan_later(engine: Any, machine: Machine | None = None) -> None:
+    """Plans an attached engine after `WATCHED_STEPS` steps.
+
+    ``machine`` is measured (or read from the profiler's cache) unless given.
+    """
+    if machine is None:
+        from profiler import measure_machine
+
+        machine = measure_machine()
+    engine.optimizer._ebbtide.on_step.append(_Automatic(engine, machine).on_step)
+
+
+@dataclass
+class _Automatic:
+    """Counts the watched steps, then plans once. Training thread only."""
+
+    engine: Any
+    machine: Machine
+    steps: int = 0
+
+    def on_step(self) -> None:
+        self.steps += 1
+        if self.steps != WATCHED_STEPS:
+            return
+        optimizer = self.engine.optimizer
+        own = optimizer._ebbtide
+        timeline = optimizer.timeline()
+        workload = observed_workload(optimizer, timeline)
+        machine = self.machine.with_rates(**measured_rates(timeline, workload.subgroups))
+        plan, best_s, now_s = better_plan(
+            workload, machine, own.plan, device_bytes=_free_device_bytes(own.executor.device),
+            resident_shares=RESIDENT_SHARES,
+        )  # fmt: skip
+        if anyone(self.engine, best_s < now_s):
+            logger.info("plan='auto': %.3f s expected instead of %.3f s", best_s, now_s)
+            switch_plan(self.engine, plan)
+        watch(self.engine, machine, workload, replan=False)
+
+
+def observed_workload(optimizer: Any, timeline: Timeline) -> Workload:
+    """The workload as the watched steps show it, a layer for each subgroup.
+
+    Forward and backward are the medians of the training thread's spans; on CUDA, where those tell
+    when work was issued, the whole iteration less the step bounds them from above.
+    """
+    sizes = tuple(state.elements for state in optimizer._ebbtide.executor.states)
+    forward_s = _median_s(timeline, OpKind.FORWARD)
+    backward_s = _median_s(timeline, OpKind.BACKWARD)
+    total = sum(sizes)
+    wire = _WIRE.get(optimizer.dtype, "fp32")
+    return Workload(
+        name="observed",
+        layers=tuple(
+            Layer(params=n, forward_s=forward_s * n / total, backward_s=backward_s * n / total)
+            for n in sizes
+        ),
+        subgroups=sizes,
+        wire_dtype=wire,
+        grad_bytes_per_param=optimizer.gradient_accumulation_dtype.itemsize,
+        clip=optimizer.clip_grad > 0,
+        provenance=f"{WATCHED_STEPS} watched steps",
+    )
+
+
+def _median_s(timeline: Timeline, kind: OpKind) -> float:
+    """Median duration, the first iteration left out; 0 where nothing was recorded."""
+    spans = [s for s in timeline.spans if s.kind == kind]
+    first = min((s.iteration for s in spans), default=0)
+    durations = [s.end_s - s.start_s for s in spans if s.iteration > first]
+    return statistics.median(durations) if durations else 0.0
+
+
+def _free_device_bytes(device: Device) -> int:
+    """What a plan may take: what is free at the fullest moment so far, less a margin."""
+    if device.name != "cuda":
+        return 0  # host memory poses as device memory: nothing is won by moving state there
+    free, total = torch.cuda.mem_get_info()
+    reusable = torch.cuda.memory_reserved() - torch.cuda.max_memory_allocated()
+    return max(0, int(free + reusable - DEVICE_MEMORY_MARGIN * total))

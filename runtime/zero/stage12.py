@@ -1,0 +1,394 @@
+"""DeepSpeed's ZeRO-1 and ZeRO-2 optimizer under a plan: the same bits, other places and times.
+
+Model parameters are plain tensors here, which anybody may read without asking; therefore `step`
+waits for its updates. Within it all lanes of the plan work at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from deepspeed.runtime.utils import all_gather_dp_groups, is_invalid_grad_norm
+from deepspeed.runtime.zero.stage_1_and_2 import (
+    INITIAL_MICRO_STEP_ID,
+    OPTIMIZER_TIMERS,
+    DeepSpeedZeroOptimizer,
+)
+
+from runtime.execution.executor import SubgroupJob
+from runtime.execution.gradients import ParameterSlice
+from runtime.zero.stage3 import Attachment, EbbtideStage3, _float64_norm, adam_step
+
+
+@dataclass
+class PartitionAttachment(Attachment):
+    """What ebbtide adds to a ZeRO-1 or ZeRO-2 optimizer. Owned by the training thread.
+
+    Attributes:
+        cuts: subgroup -> (parameter group, offset in its partition on this rank, elements).
+        pieces: parameter id -> its slices on this rank, in order; together `grad_position`'s part.
+        shadows: subgroup -> host views of (p, m, v) in DeepSpeed's flat buffers, where the state
+            itself is elsewhere.
+        published: the shadows hold what the state holds.
+    """
+
+    cuts: list[tuple[int, int, int]] = field(default_factory=list)
+    pieces: dict[int, list[ParameterSlice]] = field(default_factory=dict)
+    shadows: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
+    published: bool = True
+
+    def publish(self) -> None:
+        """Brings resident state to DeepSpeed's buffers, for whoever reads them."""
+        self.executor.wait_all()
+        if self.published:
+            return
+        for subgroup, shadow in self.shadows.items():
+            if self.executor.gate is not None:
+                self.executor.gate.before_update(subgroup)  # a checkpoint may be reading it
+            for to, source in zip(shadow, self.executor.states[subgroup].state, strict=True):
+                to.copy_(source)
+        self.published = True
+
+    def saved_state(self, subgroup: int) -> tuple[torch.Tensor, ...]:
+        return self.shadows.get(subgroup) or self.executor.states[subgroup].state
+
+    def take_back(self) -> None:
+        """Somebody wrote to DeepSpeed's buffers (after `publish`): the state follows."""
+        for subgroup, shadow in self.shadows.items():
+            for to, source in zip(self.executor.states[subgroup].state, shadow, strict=True):
+                to.copy_(source)
+        self.executor.state_written(range(len(self.executor.states)))
+
+
+class EbbtideStage2(DeepSpeedZeroOptimizer):  # type: ignore[misc]
+    """Overrides the gradients' way home, the step and everything that reads or writes state.
+
+    Never constructed: `runtime.attach` changes the class of DeepSpeed's live optimizer and sets
+    ``_ebbtide``. Serves ZeRO-1 as well, which DeepSpeed runs on the same class.
+    """
+
+    _ebbtide: PartitionAttachment
+    _moments: list[tuple[torch.Tensor, torch.Tensor]]  # by parameter group, host memory
+    _offload_accumulated_param_ids: set[int]
+
+    # -- backward ----------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def copy_grads_in_partition(self, param: Any, group_idx: int | None = None) -> None:
+        """Takes a reduced gradient home; stock's cases, in stock's order."""
+        group = self._get_param_group_idx(param) if group_idx is None else group_idx
+        boundary = self.is_gradient_accumulation_boundary()
+        if boundary:
+            self._ebbtide.executor.prefetch()
+        if self._use_compact_grad_partition_buffer(group):
+            self._take_compact(param, group, boundary)
+        else:
+            self._take_reduced(param, boundary)
+        self._ebbtide.homes.before_reuse()
+
+    def _take_compact(self, param: Any, group: int, boundary: bool) -> None:
+        """Gradients accumulated in fp32 add up in a device buffer of DeepSpeed's own."""
+        key = self.get_param_id(param)
+        self._offload_accumulated_param_ids.add(key)
+        if not boundary:
+            return
+        _, _, _, elements = self.grad_position[key]
+        rank = torch.distributed.get_rank(group=self.real_dp_process_group[group])
+        source = self._get_compact_grad_partition_slice(group, rank, key, elements)
+        self._bring_home(key, source, first=True, boundary=True)
+        self.clear_grad_attribute(param)
+
+    def _take_reduced(self, param: Any, boundary: bool) -> None:
+        key = self.get_param_id(param)
+        _, start, _, elements = self.grad_position[key]
+        accumulates = self.micro_step_id > 0 or not boundary
+        if accumulates:
+            self._offload_accumulated_param_ids.add(key)
+        whole = elements == param.numel()
+        if not whole and accumulates:
+            # Another rank owns the rest. Stock adds that up too and looks for overflow there.
+            self.async_accumulate_grad_in_cpu_via_gpu(param)
+        gradient = self.get_param_gradient_attribute(param)
+        if whole or boundary:
+            if not whole:
+                self.update_offload_overflow_tracker(gradient)
+            own_part = gradient.view(-1).narrow(0, start, elements)
+            first = self.micro_step_id <= 0 or not whole
+            self._bring_home(key, own_part, first=first, boundary=boundary)
+        if boundary:
+            self.clear_grad_attribute(param)
+
+    def _bring_home(self, key: int, gradient: torch.Tensor, *, first: bool, boundary: bool) -> None:
+        own = self._ebbtide
+        totals, position = [], 0
+        for piece in own.pieces[key]:
+            part = gradient.narrow(0, position, piece.elements)
+            totals.append(own.homes.accept(piece, part, first=first, boundary=boundary))
+            position += piece.elements
+        if boundary:
+            total = gradient if first else torch.cat(totals) if len(totals) > 1 else totals[0]
+            self.norm_for_param_grads[key] = _float64_norm(total)
+
+    def _finalize_cpu_offload_gradient_accumulation(self) -> None:
+        """Unmanaged accumulation ends its window here, at step()."""
+        for group, params in enumerate(self.params_in_partition):
+            for param in params:
+                key = self.get_param_id(param)
+                if param.requires_grad and key in self._offload_accumulated_param_ids:
+                    if self._use_compact_grad_partition_buffer(group):
+                        self.copy_grads_in_partition(param, group)
+                    else:
+                        self._close_param(param, key)
+
+    def _close_param(self, param: Any, key: int) -> None:
+        _, start, _, elements = self.grad_position[key]
+        own = self._ebbtide
+        if elements != param.numel():
+            self._wait_for_offload_copies()
+            total = self.accumulated_grads_in_cpu[key]
+            self.update_offload_overflow_tracker(total)
+            total = total.view(-1).narrow(0, start, elements)
+            self._bring_home(key, total.to(param.device), first=True, boundary=True)
+            return
+        for piece in own.pieces[key]:
+            for arrival in own.homes.arrived(piece.subgroup):
+                arrival.wait_host()
+            piece.touched = piece.used = True
+            piece.kept = None
+        homes = [_home(own, piece).to(param.device) for piece in own.pieces[key]]
+        self.norm_for_param_grads[key] = _float64_norm(torch.cat(homes))
+
+    def backward_prologue(self) -> None:
+        self._ebbtide.recorder.backward_begins()
+        super().backward_prologue()
+
+    def backward_epilogue(self, *args: Any, **kwargs: Any) -> None:
+        super().backward_epilogue(*args, **kwargs)
+        self._ebbtide.recorder.backward_ends()
+
+    # -- step --------------------------------------------------------------------------------
+
+    def has_overflow(self, partition_gradients: bool = True) -> bool:
+        """Some gradient is infinite or NaN: its float64 norm tells, without another pass."""
+        self._norms_to_host()
+        norms: dict[int, torch.Tensor] = self.norm_for_param_grads
+        if not all(bool(torch.isfinite(norm)) for norm in norms.values()):
+            self.local_overflow = True
+        return super().has_overflow(partition_gradients)  # type: ignore[no-any-return]
+
+    def _norms_to_host(self) -> None:
+        norms = self.norm_for_param_grads
+        if norms and next(iter(norms.values())).is_cuda:
+            values = torch.stack(list(norms.values())).cpu()
+            self.norm_for_param_grads = dict(zip(norms, values, strict=True))
+
+    def step(self, closure: Any = None) -> None:
+        """Updates on all lanes at once, and returns when the parameters are new on all ranks.
+
+        Raises:
+            BackgroundError: an update failed in the background.
+            LostGradientError: stock would apply a gradient that is not there any more.
+        """
+        del closure
+        own = self._ebbtide
+        own.executor.raise_if_failed()
+        own.recorder.step_begins()
+        self.micro_step_id = INITIAL_MICRO_STEP_ID
+        self._wait_for_offload_copies()
+        self._offload_accumulated_param_ids = set()
+        norm = self._checked_norm()
+        own.homes.close_window()
+        scale_before = self.loss_scale
+        self._update_scale(self.overflow)
+        if self.overflow:
+            self._skip()
+        else:
+            assert norm is not None
+            self._global_grad_norm = norm / scale_before
+            self._update(norm)
+        for timer in OPTIMIZER_TIMERS:
+            self.timers(timer).start()
+            self.timers(timer).stop()
+        own.recorder.step_ends()
+        for call in own.on_step:
+            call()
+
+    def _checked_norm(self) -> torch.Tensor | None:
+        """The global norm times the loss scale; sets ``self.overflow`` as DeepSpeed's step does."""
+        self.overflow = False
+        if self.check_grad_overflow:
+            self.check_overflow(partition_gradients=self.partition_gradients)
+        if self.overflow:
+            return None
+        self._norms_to_host()
+        norm: torch.Tensor = self.scaled_global_norm()
+        strict = self.dtype != torch.bfloat16 or self.check_grad_overflow
+        if strict and is_invalid_grad_norm(norm):
+            self.overflow = True
+        return norm
+
+    def _skip(self) -> None:
+        self._ebbtide.homes.last_scale = None
+        self._global_grad_norm = float("inf")
+        self.zero_grad(set_to_none=True)
+        self.reset_cpu_buffers()
+
+    def _update(self, norm: torch.Tensor) -> None:
+        own = self._ebbtide
+        scale = self._scale_of(norm)
+        own.homes.last_scale = scale
+        own.homes.scale_kept(scale)
+        own.executor.launch(self._jobs(scale), own.homes.arrived, own.recorder.iteration)
+        own.executor.wait_all()
+        own.published = not own.shadows
+        for group in range(len(self.bit16_groups)):
+            self.averaged_gradients[group] = None
+        self.reset_cpu_buffers()
+        self._gather()
+
+    def _scale_of(self, norm: torch.Tensor) -> float:
+        """Unscale and clip as one factor. The loss scale is the one already updated: stock's is."""
+        if is_invalid_grad_norm(norm):
+            norm = torch.tensor(float("inf"))
+        return EbbtideStage3._gradient_scale(self, norm)  # type: ignore[arg-type]
+
+    def _jobs(self, scale: float) -> list[SubgroupJob]:
+        own = self._ebbtide
+        steps = []
+        for group, master in zip(
+            self.optimizer.param_groups, self.single_partition_of_fp32_groups, strict=True
+        ):
+            state = self.optimizer.state[master]
+            state["step"] += 1
+            steps.append(adam_step(group, own.bias, state["step"], self.optimizer.adam_w_mode))
+        return [
+            SubgroupJob(steps[group], own.homes.segments(subgroup, scale))
+            for subgroup, (group, _, _) in enumerate(own.cuts)
+        ]
+
+    def _gather(self) -> None:
+        """Every rank gets every rank's new parameters."""
+        all_gather_dp_groups(
+            groups_flat=self.bit16_groups_flat,
+            partitioned_param_groups=self.parallel_partitioned_bit16_groups,
+            dp_process_group=self.real_dp_process_group,
+            start_alignment_factor=self.nccl_start_alignment_factor,
+            allgather_bucket_size=self.allgather_bucket_size,
+        )
+        for group in range(len(self.bit16_groups)):
+            self._update_model_bit16_weights(group)
+
+    # -- readers and writers -----------------------------------------------------------------
+
+    wait = EbbtideStage3.wait
+    timeline = EbbtideStage3.timeline
+    offload_states = reload_states = EbbtideStage3.offload_states
+
+    def _link_all_hp_params(self) -> None:
+        """DeepSpeed's links from parameters to their state, gated; renewed after every load."""
+        super()._link_all_hp_params()
+        self._hp_optimizer_states_linked = False
+        self._lazy_init_hp_params_optimizer_state()
+        for group in self.bit16_groups:
+            for param in group:
+                self._gate(param)
+
+    def _gate(self, param: Any) -> None:
+        own = self._ebbtide
+        read, write = param.get_full_hp_param, param.set_full_hp_param
+        read_gradient, write_gradient = param.get_full_hp_grad, param.set_full_hp_grad
+
+        def get_full_hp_param(*args: Any, **kwargs: Any) -> Any:
+            own.publish()
+            return read(*args, **kwargs)
+
+        def set_full_hp_param(*args: Any, **kwargs: Any) -> None:
+            own.publish()
+            write(*args, **kwargs)
+            own.take_back()
+
+        param.get_full_hp_param, param.set_full_hp_param = get_full_hp_param, set_full_hp_param
+        param.get_full_hp_grad = self._with_gradient(param, read_gradient)
+        param.set_full_hp_grad = self._with_gradient(param, write_gradient)
+
+    def _with_gradient(self, param: Any, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Around a call that reads or writes the fp32 gradient, which is made just for it."""
+
+        def gated(*args: Any, **kwargs: Any) -> Any:
+            if param._hp_mapping is None:
+                return call(*args, **kwargs)
+            own = self._ebbtide
+            own.executor.wait_all()
+            kept = [own.homes.keep(piece) for piece in own.pieces[self.get_param_id(param)]]
+            fragment = torch.cat([part.cpu() for part in kept])
+            group = self.offload_gradient_dict[param._hp_mapping.param_group_index]
+            group[param._index_in_param_group] = fragment
+            result = call(*args, **kwargs)
+            group[param._index_in_param_group] = None
+            for part, written in zip(kept, fragment.split([k.numel() for k in kept]), strict=True):
+                part.copy_(written)
+            return result
+
+        return gated
+
+    def _get_offload_gradient_dict(self) -> None:
+        """Views of fp32 gradients, which are not there: `_with_gradient` fills in one at a time."""
+        for group, params in enumerate(self.params_in_partition):
+            self.offload_gradient_dict[group] = [None] * len(params)
+
+    # -- checkpoints -------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        self._ebbtide.publish()
+        return super().state_dict()  # type: ignore[no-any-return]
+
+    def update_lp_params(self) -> None:
+        self._ebbtide.publish()
+        super().update_lp_params()
+
+    def _restore_from_bit16_weights(self) -> None:
+        self._ebbtide.publish()
+        super()._restore_from_bit16_weights()
+        self._ebbtide.take_back()
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._ebbtide.publish()
+        super().load_state_dict(*args, **kwargs)
+        self._adopt_loaded()
+
+    def _adopt_loaded(self) -> None:
+        """Loaders replace the moments by new tensors; bring their values home."""
+        for master, (m, v) in zip(self.single_partition_of_fp32_groups, self._moments, strict=True):
+            state = self.optimizer.state[master]
+            for key, home in (("exp_avg", m), ("exp_avg_sq", v)):
+                if state[key] is not home:
+                    home.copy_(state[key])
+                    state[key] = home
+        self._link_all_hp_params()
+        self._ebbtide.take_back()
+        self.replay_bias()
+
+    def replay_bias(self) -> None:
+        """Bias correction continues as if the steps so far had been run without a break."""
+        state = self.optimizer.state
+        steps = {int(state[master]["step"]) for master in self.single_partition_of_fp32_groups}
+        if len(steps) == 1:
+            betas = [tuple(group["betas"]) for group in self.optimizer.param_groups]
+            self._ebbtide.bias.resume(steps.pop(), betas)
+
+    def destroy(self) -> None:
+        own = self._ebbtide
+        if not own.closed:
+            try:
+                own.executor.wait_all()
+            finally:
+                own.closed = True
+                own.executor.close()
+        super().destroy()
+
+
+def _home(own: PartitionAttachment, piece: ParameterSlice) -> torch.Tensor:
+    return own.executor.states[piece.subgroup].gradient.narrow(0, piece.offset, piece.elements)

@@ -1,0 +1,257 @@
+"""What a checkpoint costs: training simulated with one and without, and what is lost between."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from simulator.engines.compiled import CompiledSchedule, SimResult, compile_schedule, simulate_fast
+from simulator.engines.kernel import CORES, DRAM
+from simulator.engines.reference import capacities
+from simulator.machine import Machine
+from simulator.plan import CheckpointPlan, Plan
+from simulator.schedule import Lane, Op, OpKind, Schedule
+from simulator.schedules.checkpointed import (
+    BLOCK_BYTES,
+    CheckpointedLoop,
+    copy_rate,
+    reserved_bytes,
+)
+from simulator.schedules.write_order import Due, Pace, Writing, order_writing
+from simulator.workload import STATE_BYTES_PER_PARAM, Workload
+
+LEAD_IN = 2  # iterations before the save: the second one ends in the steady state
+FOLLOWED = 4  # iterations after the save; what persists longer is extrapolated from the last one
+ROUNDS = 2
+# What `save_checkpoint` takes by itself (state dicts, file headers, the ranks' agreement), where
+# nobody measured it: 40M parameters on two cores, studies/results/checkpoint/stall.json.
+SAVE_S = 0.012
+_NOTHING = Writing((), {})
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointCost:
+    """One checkpoint, as the simulation sees it.
+
+    Attributes:
+        stall_s: what the training loop waits: in the save, for copies, and for bytes that must be
+            written before an update.
+        interference_s: what the writing adds to iterations by its memory traffic and cores.
+        persist_s: from the begin of the save until the last byte is durable.
+        slowdown: of the iterations that it is written beside, waits not counted; 0.02 is 2%.
+        copied_bytes: by copy on update; waited_bytes: written while an update waits.
+        reserved_bytes: host memory of the copy budget and the writers' buffers.
+    """
+
+    stall_s: float
+    interference_s: float
+    persist_s: float
+    slowdown: float
+    copied_bytes: float
+    waited_bytes: float
+    reserved_bytes: int
+
+    @property
+    def cost_s(self) -> float:
+        return self.stall_s + self.interference_s
+
+    def at_interval(self, steps: int, iteration_s: float, busy: str) -> tuple[int, CheckpointCost]:
+        """(steps between two commits, cost) of a save every ``steps``, whether or not it is done.
+
+        A checkpoint that is still being written when the next one is due makes it wait, be skipped,
+        or is given up for it: then none is ever committed and the first value is 0.
+        """
+        spare_s = steps * iteration_s + self.cost_s - self.persist_s
+        if spare_s >= -1e-9 * self.persist_s:
+            return steps, self
+        if busy == "wait":
+            return steps, replace(self, stall_s=self.stall_s - spare_s)
+        if busy == "replace":
+            return 0, self
+        needed_s = max(0.0, self.persist_s - self.cost_s)
+        return steps * math.ceil(needed_s / (steps * iteration_s) * (1 - 1e-9)), self
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A simulated schedule, and what is asked of it. Seconds from the save, where one is named."""
+
+    ops: tuple[Op, ...]
+    result: SimResult
+
+    def of(self, *kinds: OpKind, iteration: int | None = None) -> list[int]:
+        return [
+            op.id for op in self.ops
+            if op.kind in kinds and (iteration is None or op.iteration == iteration)
+        ]  # fmt: skip
+
+    def save_s(self) -> float:
+        saves = [op.id for op in self.ops if op.kind == OpKind.SNAPSHOT and op.lane == Lane.COMPUTE]
+        return float(self.result.end_s[saves[0]])
+
+    def norm_s(self) -> float:
+        """When the updates of the iteration behind the save may begin."""
+        return float(self.result.end_s[self.of(OpKind.NORM, iteration=LEAD_IN)[0]]) - self.save_s()
+
+    def backward_end_s(self, iteration: int) -> float:
+        return float(self.result.end_s[self.of(OpKind.BACKWARD, iteration=iteration)[-1]])
+
+    def persists(self) -> list[int]:
+        return self.of(OpKind.PERSIST)
+
+    def persist_end_s(self) -> float:
+        return max((float(self.result.end_s[i]) for i in self.persists()), default=0.0)
+
+    def persist_rate(self) -> float:
+        """Bytes per second that the writers reached before the first update was due."""
+        until = self.norm_s() + self.save_s()
+        early = [i for i in self.persists() if self.result.end_s[i] <= until and self.ops[i].work]
+        busy_s = sum(float(self.result.end_s[i] - self.result.start_s[i]) for i in early)
+        return sum(self.ops[i].work for i in early) / busy_s if busy_s else math.inf
+
+    def hooks_s(self) -> tuple[float, ...]:
+        """The begin of each forward, the end of each backward behind the save: see `_pass_begins`
+        of `CheckpointedLoop`.
+        """
+        save_s, layers = self.save_s(), max(op.layer for op in self.ops) + 1
+        forwards = self.of(OpKind.FORWARD, iteration=LEAD_IN)[:layers]
+        backwards = self.of(OpKind.BACKWARD, iteration=LEAD_IN)
+        times = [self.result.start_s[i] for i in forwards]
+        times += [self.result.end_s[i] for i in backwards]
+        return tuple(float(t) - save_s for t in times)
+
+    def due(self, plan: Plan) -> list[Due]:
+        """When each subgroup is about to be overwritten for the first time behind the save."""
+        save_s, found = self.save_s(), []
+        overwriting = {"host": OpKind.UPDATE_HOST, "device": OpKind.STATE_D2H,
+                       "resident": OpKind.UPDATE_DEVICE}  # fmt: skip
+        for i in self.of(*overwriting.values(), iteration=LEAD_IN):
+            op, at_s = self.ops[i], float(self.result.start_s[i]) - save_s
+            placement = plan.placements[op.subgroup]
+            if op.kind == overwriting[placement]:
+                found.append(Due(op.subgroup, at_s, "host" if placement == "host" else "device"))
+        return _monotone(found)
+
+
+def _monotone(due: list[Due]) -> list[Due]:
+    """Residents and visitors in one order, that of their ops: their copies share the D2H lane."""
+    latest, ordered = dict[str, float](), []
+    for one in sorted(due, key=lambda d: d.subgroup):
+        latest[one.queue] = max(latest.get(one.queue, 0.0), one.at_s)
+        ordered.append(replace(one, at_s=latest[one.queue]))
+    return ordered
+
+
+def _without_traffic(compiled: CompiledSchedule) -> CompiledSchedule:
+    """The same with writers that take neither DRAM nor cores."""
+    ops = compiled.ops.copy()
+    persists = [op.id for op in compiled.schedule.ops if op.kind == OpKind.PERSIST]
+    ops[persists, DRAM] = ops[persists, CORES] = 0.0
+    return replace(compiled, ops=ops)
+
+
+class CheckpointSimulation:
+    """Predicts what checkpoints cost under a plan, for any budget, cap and number of writers.
+
+    Simulates `LEAD_IN` iterations, a save, and `FOLLOWED` more, with and without the checkpoint.
+    Which bytes are copied or waited for follows from when updates come due; that is settled on the
+    schedule without the writers first, then again on the one with them.
+    """
+
+    def __init__(
+        self, workload: Workload, plan: Plan, machine: Machine, save_s: float | None = None
+    ) -> None:
+        """``save_s``: what ``save_checkpoint`` takes by itself; None: `SAVE_S`."""
+        self.workload, self.plan, self.machine = workload, plan, machine
+        self.save_s = SAVE_S if save_s is None else save_s
+        self.iterations = LEAD_IN + FOLLOWED
+        self.sizes = [n * STATE_BYTES_PER_PARAM for n in workload.subgroups]
+        self.storage = capacities(machine, workload.ranks_per_node)["storage"]
+
+    def schedule(self, saving: CheckpointPlan) -> Schedule:
+        """Training with one checkpoint, to simulate, plot or trace."""
+        return self._schedule(saving, self.writing(saving))
+
+    def cost(self, saving: CheckpointPlan) -> CheckpointCost:
+        """What one checkpoint costs that is not in the next one's way."""
+        writing = self.writing(saving)
+        compiled = compile_schedule(self._schedule(saving, writing))
+        run = self._run(compiled)
+        lost_s = self._lost_s(run)
+        stall_s = min(lost_s, self._lost_s(self._run(_without_traffic(compiled))))
+        persist_s = run.persist_end_s() - run.save_s() + self.save_s
+        interference_s = lost_s - stall_s + self._later_s(run)
+        beside = max(1, math.ceil(persist_s / self.iteration_s))
+        return CheckpointCost(
+            stall_s=stall_s, interference_s=interference_s, persist_s=persist_s,
+            slowdown=interference_s / (beside * self.iteration_s),
+            copied_bytes=writing.bytes_of("copied"), waited_bytes=writing.bytes_of("urgent"),
+            reserved_bytes=reserved_bytes(saving),
+        )  # fmt: skip
+
+    def _lost_s(self, run: _Run) -> float:
+        last = self.iterations - 1
+        return max(0.0, run.backward_end_s(last) - self._plain.backward_end_s(last))
+
+    def _later_s(self, run: _Run) -> float:
+        """What is still written behind the last iteration goes on slowing down as it did in it."""
+        last = self.iterations - 1
+        with_s, without_s = (r.backward_end_s(last) - r.backward_end_s(last - 1)
+                             for r in (run, self._plain))  # fmt: skip
+        left = max(0.0, run.persist_end_s() - run.backward_end_s(last)) / self.iteration_s
+        return left * max(0.0, with_s - without_s)
+
+    @property
+    def iteration_s(self) -> float:
+        """Without any checkpoint."""
+        return self._plain.result.iteration_s
+
+    @cached_property
+    def _plain(self) -> _Run:
+        return self._run(compile_schedule(self._loop(CheckpointPlan(), _NOTHING, ())))
+
+    @cached_property
+    def _quiet(self) -> _Run:
+        """With the save as a barrier, and nothing written."""
+        saves = (LEAD_IN - 1,)
+        return self._run(compile_schedule(self._loop(CheckpointPlan(), _NOTHING, saves)))
+
+    def _run(self, compiled: CompiledSchedule) -> _Run:
+        return _Run(compiled.schedule.ops, simulate_fast(compiled, self.machine))
+
+    def writing(self, saving: CheckpointPlan) -> Writing:
+        """The order of the bytes: settled in `ROUNDS`."""
+        paced = min(self.storage, saving.write_bytes_per_s or math.inf)
+        rate, stretch = paced, 1.0
+        writing = self._ordered(saving, rate, stretch)
+        for _ in range(ROUNDS - 1):
+            run = self._run(compile_schedule(self._schedule(saving, writing)))
+            rate, stretch = min(paced, run.persist_rate()), run.norm_s() / self._quiet.norm_s()
+            writing = self._ordered(saving, rate, stretch)
+        return writing
+
+    def _ordered(self, saving: CheckpointPlan, rate: float, stretch: float) -> Writing:
+        due = [replace(d, at_s=d.at_s * stretch) for d in self._quiet.due(self.plan)]
+        return order_writing(
+            self.sizes, [] if saving.mode == "sync" else due,
+            Pace(rate, self.storage, copy_rate(self.machine)),
+            saving.copy_budget_bytes // BLOCK_BYTES * BLOCK_BYTES,
+            self.workload.model_checkpoint_bytes,
+        )  # fmt: skip
+
+    def _schedule(self, saving: CheckpointPlan, writing: Writing) -> Schedule:
+        return self._loop(saving, writing, (LEAD_IN - 1,), self._quiet.hooks_s())
+
+    def _loop(
+        self, saving: CheckpointPlan, writing: Writing, saves: Sequence[int],
+        hooks_s: Sequence[float] = (0.0,),
+    ) -> Schedule:  # fmt: skip
+        plan = self.plan.model_copy(update={"checkpoint": saving})
+        loop = CheckpointedLoop(
+            self.workload, plan, self.machine, writing, saves=saves, save_s=self.save_s,
+            hooks_s=hooks_s,
+        )  # fmt: skip
+        loop.run(self.iterations)
+        return loop.schedule(self.iterations)

@@ -1,0 +1,267 @@
+"""What-if questions: a grid of strategies, memory sizes and rates, a row per point."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from simulator.analysis.bound import bound
+from simulator.machine import Machine
+from simulator.plan import Plan
+from simulator.schedules.strategies import STRATEGIES, build_strategy, shared_plan
+from simulator.workload import Workload
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from simulator.engines.compiled import SimResult
+
+STEPS = 10  # of the grids in which a strategy's best setting is looked for
+STRIDES = (2, 3, 4, 5, 6, 8, 10)
+POINTS_PER_TASK = 16
+SLOTS = 2
+
+Strategy = str | tuple[str, Mapping[str, Any]]
+WORKLOAD_FIELDS = ("ranks_per_node", "nodes", "gradient_accumulation_steps", "clip")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One point of the grid."""
+
+    strategy: str
+    options: Mapping[str, Any]
+    gpu_memory_bytes: int
+    changes: Mapping[str, float]
+
+
+def what_if(
+    workload: Workload,
+    machine: Machine,
+    strategies: Sequence[Strategy] = ("zero3_offload", "ebbtide"),
+    gpu_memory_bytes: Sequence[float] | None = None,
+    *,
+    n_jobs: int | None = None,
+    progress: bool | None = None,
+    **changes: Sequence[float],
+) -> pd.DataFrame:
+    """Simulates every combination of the given values and returns a row per point.
+
+    >>> table = what_if(workload, machine, ["zero3_offload", ("twin_flow", {"ratio": 0.5})],
+    ...                 gpu_memory_bytes=[24e9, 80e9], h2d_bytes_per_s=[25e9, 50e9])
+    >>> len(table)
+    8
+
+    Strategies with a setting (Twin-Flow's ratio, the stride, ebbtide's placements) are taken at
+    their best within the memory, unless options are given; ebbtide's is the best evenly spread
+    plan, to which `tuner.plan` adds what its search finds.
+
+    Args:
+        strategies: names of `STRATEGIES`, or (name, options of `build_strategy`).
+        gpu_memory_bytes: device memory per rank; None: the machine's.
+        n_jobs: processes, as joblib means it. Within ``joblib.parallel_config("dask")`` (or ray)
+            the points go to that cluster.
+        progress: a progress bar; None: from 50 points on.
+        **changes: values to try for a field of the machine (``h2d_bytes_per_s=[...]``) or of the
+            workload (``ranks_per_node``, ``nodes``, ``gradient_accumulation_steps``, ``clip``).
+
+    Returns:
+        Columns: ``strategy``, ``setting``, ``gpu_memory_bytes``, one per change, ``fits`` and
+        ``reason`` (what it does not fit into), ``iteration_s``, ``forward_s``, ``backward_s``,
+        ``step_s``, ``update_s``, ``device_peak_bytes``, ``host_peak_bytes``, ``lower_bound_s``
+        (no plan of ebbtide can be faster), ``tokens_per_s``. After Ctrl-C: the rows finished so
+        far, with ``.attrs["interrupted"]`` set and a warning.
+
+    Raises:
+        ValueError: an unknown strategy, option or field, or a value out of its range.
+    """
+    import pandas as pd
+
+    points = list(_grid(machine, strategies, gpu_memory_bytes, changes))
+    for point in points:  # bad input is told before a long sweep
+        _changed(workload, machine, point)
+    shown = len(points) >= 50 if progress is None else progress
+    rows, interrupted = _run(workload, machine, points, n_jobs, shown)
+    table = pd.DataFrame(rows)
+    table.attrs["interrupted"] = interrupted
+    if interrupted:
+        warnings.warn(
+            f"interrupted: {len(rows)} of {len(points)} points are finished", stacklevel=2
+        )
+    return table
+
+
+def _grid(
+    machine: Machine,
+    strategies: Sequence[Strategy],
+    memories: Sequence[float] | None,
+    changes: Mapping[str, Sequence[float]],
+) -> Iterator[Point]:
+    if isinstance(strategies, str):
+        strategies = [strategies]
+    named = [s if isinstance(s, tuple) else (s, {}) for s in strategies]
+    for name, _ in named:
+        if name not in STRATEGIES:
+            raise ValueError(f"strategies must be of {', '.join(STRATEGIES)}, but got {name!r}")
+    sizes = [machine.device_memory_bytes] if memories is None else list(memories)
+    for size in sizes:
+        if not (isinstance(size, int | float) and 0 < size < float("inf")):
+            raise ValueError(f"gpu_memory_bytes must be finite and > 0, but got {size!r}")
+    values = [[(name, v) for v in _listed(given)] for name, given in changes.items()]
+    for combination in itertools.product(*values):
+        for size in sizes:
+            for name, options in named:
+                yield Point(name, options, int(size), dict(combination))
+
+
+def _listed(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+
+
+def _run(
+    workload: Workload,
+    machine: Machine,
+    points: Sequence[Point],
+    n_jobs: int | None,
+    shown: bool,
+) -> tuple[list[dict[str, Any]], bool]:
+    """Task by task, so that what is finished is kept whatever backend runs it."""
+    from joblib import Parallel, delayed
+
+    rows: list[dict[str, Any]] = []
+    with Parallel(n_jobs=n_jobs) as pool, _Bar(len(points), shown) as bar:
+        size = POINTS_PER_TASK * max(1, _workers(pool))
+        try:
+            for first in range(0, len(points), size):
+                part = points[first : first + size]
+                rows += pool(delayed(evaluate)(workload, machine, point) for point in part)
+                bar(len(part))
+        except KeyboardInterrupt:
+            return rows, True
+    return rows, False
+
+
+def _workers(pool: Any) -> int:
+    count = pool._effective_n_jobs()
+    return int(count)
+
+
+class _Bar:
+    """A rich progress bar, or nothing."""
+
+    def __init__(self, total: int, shown: bool) -> None:
+        self._total, self._shown = total, shown
+
+    def __enter__(self) -> Callable[[int], None]:
+        if not self._shown:
+            return lambda _: None
+        from rich.progress import Progress
+
+        self._progress = Progress()
+        self._progress.start()
+        task = self._progress.add_task("simulating", total=self._total)
+        return lambda done: self._progress.advance(task, done)
+
+    def __exit__(self, *_: object) -> None:
+        if self._shown:
+            self._progress.stop()
+
+
+def evaluate(workload: Workload, machine: Machine, point: Point) -> dict[str, Any]:
+    """One row."""
+    work, changed = _changed(workload, machine, point)
+    setting, found = _best_setting(work, changed, point)
+    reason = _unfit(work, changed, point, found)
+    tokens = work.tokens_per_iteration
+    return {
+        "strategy": point.strategy,
+        "setting": ", ".join(f"{key}={value}" for key, value in setting.items()),
+        "gpu_memory_bytes": point.gpu_memory_bytes,
+        **point.changes,
+        "fits": not reason,
+        "reason": reason,
+        "iteration_s": found.iteration_s,
+        **found.phases,
+        "device_peak_bytes": found.device_peak_bytes,
+        "host_peak_bytes": found.host_peak_bytes,
+        "lower_bound_s": _bound_s(work, changed, point),
+        "tokens_per_s": tokens / found.iteration_s if tokens else float("nan"),
+    }
+
+
+def _changed(workload: Workload, machine: Machine, point: Point) -> tuple[Workload, Machine]:
+    fields = {k: v for k, v in point.changes.items() if k in WORKLOAD_FIELDS}
+    rates = {k: v for k, v in point.changes.items() if k not in WORKLOAD_FIELDS}
+    work = Workload.model_validate({**workload.model_dump(), **fields}) if fields else workload
+    return work, machine.with_rates(**rates) if rates else machine
+
+
+def _best_setting(
+    work: Workload, machine: Machine, point: Point
+) -> tuple[Mapping[str, Any], SimResult]:
+    """The setting given, or the fastest one that fits; of those that do not fit the smallest."""
+    tried = [(setting, _simulate(work, machine, point.strategy, setting))
+             for setting in _settings(work, point)]  # fmt: skip
+
+    def rank(pair: tuple[Mapping[str, Any], SimResult]) -> tuple[bool, float]:
+        unfit = bool(_unfit(work, machine, point, pair[1]))
+        return unfit, pair[1].device_peak_bytes if unfit else pair[1].iteration_s
+
+    return min(tried, key=rank)
+
+
+def _settings(work: Workload, point: Point) -> Iterator[Mapping[str, Any]]:
+    shares = [i / STEPS for i in range(STEPS + 1)]
+    if point.options:
+        yield point.options
+    elif point.strategy == "twin_flow":
+        yield from ({"ratio": share} for share in shares)
+    elif point.strategy == "deep_optimizer_states":
+        yield from ({"stride": k} for k in STRIDES if k <= max(2, len(work.subgroups)))
+    elif point.strategy == "ebbtide":
+        for residents in shares:
+            for visits in shares:
+                if residents + visits <= 1:
+                    yield {"resident_share": residents, "device_share": visits}
+    else:
+        yield {}
+
+
+def _simulate(
+    work: Workload, machine: Machine, strategy: str, setting: Mapping[str, Any]
+) -> SimResult:
+    from simulator.engines.compiled import simulate_fast
+
+    options = dict(setting)
+    if strategy == "ebbtide" and set(options) == {"resident_share", "device_share"}:
+        options = {"plan": _spread_plan(work, options["device_share"], options["resident_share"])}
+    return simulate_fast(build_strategy(strategy, work, **options), machine)
+
+
+def _spread_plan(work: Workload, visits: float, residents: float) -> Plan:
+    plan = shared_plan(work, visits, residents)
+    slots = min(SLOTS, plan.count("device"))
+    early = len(work.layers) - 1
+    return plan.model_copy(
+        update={"staging_slots": slots, "prefetch": slots, "prefetch_after_layer": early}
+    )
+
+
+def _unfit(work: Workload, machine: Machine, point: Point, found: SimResult) -> str:
+    device, host = point.gpu_memory_bytes, machine.host_memory_bytes // work.ranks_per_node
+    if found.device_peak_bytes > device and not machine.unified_memory:
+        missing = found.device_peak_bytes - device
+        return f"device memory: {missing / 2**30:.2f} GiB missing"
+    if found.host_peak_bytes > host:
+        return f"host memory: {(found.host_peak_bytes - host) / 2**30:.2f} GiB missing"
+    return ""
+
+
+def _bound_s(work: Workload, machine: Machine, point: Point) -> float:
+    try:
+        return bound(work, machine, point.gpu_memory_bytes).iteration_s
+    except ValueError:  # nothing fits
+        return float("nan")

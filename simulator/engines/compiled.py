@@ -1,0 +1,166 @@
+"""The engine for sweeps: what `simulate` says, thousands of times a second.
+
+Imported on its own (``from simulator.engines.compiled import simulate_fast``), because it loads
+numba; without numba it gives the same results, slowly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from simulator.engines import kernel
+from simulator.engines.kernel import Floats, Ints
+from simulator.engines.reference import capacities
+from simulator.machine import Machine, RateName
+from simulator.schedule import Op, Schedule
+from simulator.timeline import Span, Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class SimResult:
+    """What a sweep wants to know of a schedule; the fields mean what they mean in `Timeline`."""
+
+    iteration_s: float
+    forward_s: float
+    backward_s: float
+    step_s: float
+    update_s: float
+    makespan_s: float
+    device_peak_bytes: int
+    host_peak_bytes: int
+    start_s: Floats = field(compare=False, repr=False)
+    end_s: Floats = field(compare=False, repr=False)
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """As `Timeline.phases` gives them."""
+        return {
+            "forward_s": self.forward_s,
+            "backward_s": self.backward_s,
+            "step_s": self.step_s,
+            "update_s": self.update_s,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledSchedule:
+    """A schedule as arrays: compile once, run on many machines.
+
+    Attributes:
+        ops: shape (n, kernel.OP_COLUMNS).
+        after_first, after: op i waits for after[after_first[i]:after_first[i + 1]].
+        rate_keys: what the RATE column indexes: a rate's name, and the cores of a host update.
+    """
+
+    schedule: Schedule
+    ops: Floats
+    after_first: Ints
+    after: Ints
+    rate_keys: tuple[tuple[RateName, float], ...]
+
+
+def compile_schedule(schedule: Schedule) -> CompiledSchedule:
+    """Turns a schedule into arrays."""
+    keys: dict[tuple[RateName, float], int] = {}
+    table = np.array([_row(op, keys) for op in schedule.ops], dtype=np.float64)
+    lengths = [len(op.after) for op in schedule.ops]
+    return CompiledSchedule(
+        schedule=schedule,
+        ops=table.reshape(-1, kernel.OP_COLUMNS),
+        after_first=np.concatenate(([0], np.cumsum(lengths))).astype(np.int64),
+        after=np.array([i for op in schedule.ops for i in op.after], dtype=np.int64),
+        rate_keys=tuple(keys),
+    )
+
+
+def _row(op: Op, keys: dict[tuple[RateName, float], int]) -> list[float]:
+    cores = op.cores if op.rate == "host_adam_params_per_s" else 0.0
+    rate = keys.setdefault((op.rate, cores), len(keys))
+    return [
+        kernel.LANES.index(op.lane), kernel.KINDS.index(op.kind), op.iteration, op.work, rate,
+        op.latency_s, op.dram_bytes, op.cores, op.device_share,
+        op.device_alloc_bytes, op.device_free_bytes, op.host_alloc_bytes, op.host_free_bytes,
+    ]  # fmt: skip
+
+
+def simulate_fast(schedule: Schedule | CompiledSchedule, machine: Machine) -> SimResult:
+    """What `simulate` predicts, as numbers.
+
+    Raises:
+        ValueError: the machine lacks a rate that the schedule needs.
+    """
+    if isinstance(schedule, Schedule):
+        schedule = compile_schedule(schedule)
+    count = schedule.ops.shape[0]
+    start_s, end_s = np.zeros(count), np.zeros(count)
+    peaks = kernel.run(
+        schedule.ops, schedule.after_first, schedule.after, rate_vector(schedule, machine),
+        capacity_vector(machine, schedule.schedule.ranks_per_node), machine_vector(machine),
+        start_s, end_s,
+    )  # fmt: skip
+    summary = np.zeros(kernel.SUMMARY_COLUMNS)
+    kernel.summarise(schedule.ops, start_s, end_s, schedule.schedule.iterations, summary)
+    summary[kernel.DEVICE_PEAK] = peaks[0] + schedule.schedule.device_base_bytes
+    summary[kernel.HOST_PEAK] = peaks[1] + schedule.schedule.host_base_bytes
+    return result(summary, start_s, end_s)
+
+
+def result(summary: Floats, start_s: Floats, end_s: Floats) -> SimResult:
+    """Names the columns of a summary row."""
+    return SimResult(
+        iteration_s=float(summary[kernel.ITERATION_S]),
+        forward_s=float(summary[kernel.FORWARD_S]),
+        backward_s=float(summary[kernel.BACKWARD_S]),
+        step_s=float(summary[kernel.STEP_S]),
+        update_s=float(summary[kernel.UPDATE_S]),
+        makespan_s=float(summary[kernel.MAKESPAN_S]),
+        device_peak_bytes=int(summary[kernel.DEVICE_PEAK]),
+        host_peak_bytes=int(summary[kernel.HOST_PEAK]),
+        start_s=start_s,
+        end_s=end_s,
+    )
+
+
+def rate_vector(schedule: CompiledSchedule, machine: Machine) -> Floats:
+    """The machine's rates in the order of the schedule's rate_keys."""
+    return np.array([_rate(machine, *key) for key in schedule.rate_keys], dtype=np.float64)
+
+
+def _rate(machine: Machine, name: RateName, cores: float) -> float:
+    if 0 < cores < machine.cpu_cores:
+        return machine.host_adam_rate(cores)
+    return machine.rate(name)
+
+
+def capacity_vector(machine: Machine, ranks: int) -> Floats:
+    """One rank's capacities in the order of kernel.CAPACITIES; infinite where unknown."""
+    known = capacities(machine, ranks)
+    return np.array([known.get(name, np.inf) for name in kernel.CAPACITIES])
+
+
+def machine_vector(machine: Machine) -> Floats:
+    """What the kernel needs to know of a machine besides rates and capacities."""
+    return np.array(
+        [
+            machine.cpu_cores,
+            machine.dram_bytes_per_s.median,
+            machine.copy_latency_s,
+            machine.launch_latency_s,
+            float(machine.unified_memory),
+            float(machine.device_shares_host_cores),
+        ]
+    )
+
+
+def timeline(schedule: CompiledSchedule, simulated: SimResult) -> Timeline:
+    """The spans of a fast run, for plots and comparisons; without memory samples."""
+    spans = [
+        Span(op.kind, op.lane, float(start), float(end), op.subgroup, op.layer, op.iteration)
+        for op, start, end in zip(
+            schedule.schedule.ops, simulated.start_s, simulated.end_s, strict=True
+        )
+    ]
+    spans.sort(key=lambda s: (s.end_s, s.start_s))
+    return Timeline(tuple(spans), "predicted", strategy=schedule.schedule.strategy)

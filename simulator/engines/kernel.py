@@ -1,0 +1,379 @@
+"""The arithmetic of `simulator.engines.reference` on arrays, for sweeps.
+
+One row of ``ops`` per op; the columns are the constants below. Everything here is compiled by
+numba where it is installed, so it sticks to loops over arrays. Sums run over lanes in the order of
+`Lane`, as the reference's do: the two engines agree to the last bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.engines.jit import compiled, inlined
+from simulator.schedule import Lane, OpKind
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+# Columns of an op's row.
+LANE, KIND, ITERATION, WORK, RATE, LATENCY, DRAM, CORES, DEVICE_SHARE = range(9)
+DEVICE_ALLOC, DEVICE_FREE, HOST_ALLOC, HOST_FREE = range(9, 13)
+OP_COLUMNS = 13
+
+# Entries of the capacity vector.
+C_DRAM, C_CORES, C_H2D, C_D2H, C_LINK, C_DEVICE, C_STORAGE, C_NETWORK = range(8)
+CAPACITY_COUNT = 8
+CAPACITIES = ("dram", "cores", "h2d", "d2h", "link", "device", "storage", "network")
+
+# Entries of the vector that describes the machine besides rates and capacities.
+M_CORES, M_DRAM, M_COPY_LATENCY, M_LAUNCH_LATENCY, M_UNIFIED, M_SHARES_CORES = range(6)
+
+LANES = list(Lane)
+KINDS = list(OpKind)
+LANE_COUNT = len(LANES)
+_COMPUTE, _UPDATE, _H2D, _H2D_PARAMETERS, _D2H, _STORAGE, _NETWORK = (
+    LANES.index(lane)
+    for lane in (
+        Lane.COMPUTE,
+        Lane.DEVICE_UPDATE,
+        Lane.H2D,
+        Lane.H2D_PARAMETERS,
+        Lane.D2H,
+        Lane.STORAGE,
+        Lane.NETWORK,
+    )
+)
+_GRADIENT_D2H = KINDS.index(OpKind.GRADIENT_D2H)
+_GRADIENT_H2D = KINDS.index(OpKind.GRADIENT_H2D)
+_PARAMETER_H2D = KINDS.index(OpKind.PARAMETER_H2D)
+
+# States of the lanes are remembered with their speeds: most moments of a schedule look like an
+# earlier one. A lane's op falls into one of a few classes of equal demands.
+_CLASSES = 15
+_CACHE = 512
+_HASH = 0x9E3779B1
+_NEVER = -1
+
+
+@inlined
+def _is_copy(lane: int) -> bool:
+    return lane in (_H2D, _H2D_PARAMETERS, _D2H)
+
+
+@inlined
+def _alone_s(ops: Floats, i: int, rates: Floats, machine: Floats) -> float:
+    kind, lane = int(ops[i, KIND]), int(ops[i, LANE])
+    if machine[M_UNIFIED] and kind in (_GRADIENT_D2H, _GRADIENT_H2D, _PARAMETER_H2D):
+        return 0.0
+    if ops[i, WORK] == 0.0:
+        return float(ops[i, LATENCY])
+    latency = ops[i, LATENCY]
+    if _is_copy(lane):
+        latency += machine[M_COPY_LATENCY]
+    elif lane == _UPDATE:
+        latency += machine[M_LAUNCH_LATENCY]
+    return float(latency + ops[i, WORK] / rates[int(ops[i, RATE])])
+
+
+@inlined
+def _fill_demand(ops: Floats, i: int, duration_s: float, machine: Floats, demand: Floats) -> None:
+    """What op i takes of each capacity at full speed, into its lane's row of ``demand``."""
+    lane = int(ops[i, LANE])
+    for c in range(CAPACITY_COUNT):
+        demand[lane, c] = 0.0
+    if duration_s <= 0:
+        return
+    copies = _is_copy(lane)
+    cores = min(ops[i, CORES], machine[M_CORES])
+    if machine[M_SHARES_CORES]:
+        cores += ops[i, DEVICE_SHARE] * machine[M_CORES] + (1.0 if copies else 0.0)
+    demand[lane, C_DRAM] = min(ops[i, DRAM] / duration_s, machine[M_DRAM])
+    demand[lane, C_CORES] = min(cores, machine[M_CORES])
+    demand[lane, C_DEVICE] = ops[i, DEVICE_SHARE]
+    speed = ops[i, WORK] / duration_s
+    if copies:
+        demand[lane, C_D2H if lane == _D2H else C_H2D] = speed
+        demand[lane, C_LINK] = speed
+    elif lane == _STORAGE:
+        demand[lane, C_STORAGE] = speed
+    elif lane == _NETWORK:
+        demand[lane, C_NETWORK] = speed
+
+
+@compiled
+def _max_min(busy: Ints, demand: Floats, capacity: Floats, speed: Floats) -> None:
+    """`simulator.engines.sharing.max_min_speeds` on arrays; see there."""
+    growing = busy > 0
+    left = capacity.copy()
+    load = np.zeros(CAPACITY_COUNT)
+    full = np.zeros(CAPACITY_COUNT, dtype=np.bool_)
+    speed[:] = 0.0
+    while growing.any():
+        step = _fill_step(growing, demand, left, speed, load)
+        for c in range(CAPACITY_COUNT):
+            full[c] = False
+            if load[c] > 0.0 and capacity[c] < np.inf:
+                left[c] -= load[c] * step
+                full[c] = left[c] <= 1e-12 * capacity[c]
+        for i in range(LANE_COUNT):
+            if growing[i]:
+                speed[i] += step
+                if speed[i] >= 1.0 - 1e-12 or _stops(i, demand, full):
+                    growing[i] = False
+
+
+@compiled
+def _fill_step(growing: Any, demand: Floats, left: Floats, speed: Floats, load: Floats) -> float:
+    """How far all growing ops can speed up together; leaves their sums in ``load``."""
+    step = np.inf
+    load[:] = 0.0
+    for i in range(LANE_COUNT):
+        if growing[i]:
+            step = min(step, 1.0 - speed[i])
+            for c in range(CAPACITY_COUNT):
+                load[c] += demand[i, c]
+    for c in range(CAPACITY_COUNT):
+        if load[c] > 0.0:
+            step = min(step, left[c] / load[c])
+    return float(step)
+
+
+@compiled
+def _stops(i: int, demand: Floats, full: Any) -> bool:
+    stops = False
+    for c in range(CAPACITY_COUNT):
+        stops |= full[c] and demand[i, c] > 0.0
+    return stops
+
+
+@inlined
+def _class_of(lane: int, demand: Floats, known: Floats, classes: Ints) -> int:
+    """Number of the lane's class with exactly these demands, from 1; 0 if there are too many."""
+    count = classes[lane]
+    for j in range(count):
+        same = True
+        for c in range(CAPACITY_COUNT):
+            same &= known[lane, j, c] == demand[lane, c]
+        if same:
+            return j + 1
+    if count == _CLASSES:
+        return 0
+    for c in range(CAPACITY_COUNT):
+        known[lane, count, c] = demand[lane, c]
+    classes[lane] = count + 1
+    return int(count) + 1
+
+
+@inlined
+def _ready(i: int, after_first: Ints, after: Ints, met: Ints, ended: Any) -> bool:
+    """Remembers how far it looked, so that an op that waits for all stays cheap."""
+    first, last = met[i], after_first[i + 1]
+    while first < last and ended[after[first]]:
+        first += 1
+    met[i] = first
+    return bool(first == last)
+
+
+@compiled
+def _set_speeds(
+    key: int, busy: Ints, demand: Floats, capacity: Floats, cache_key: Ints, cache_speed: Floats,
+    speed: Floats, inverse: Floats,
+) -> None:  # fmt: skip
+    """Speeds of what runs now: by the lanes' classes if they ran together before."""
+    slot = ((key * _HASH) >> 16) & (_CACHE - 1)
+    if key == _NEVER or cache_key[slot] != key:
+        _max_min(busy, demand, capacity, speed)
+        cache_key[slot] = key
+        for lane in range(LANE_COUNT):
+            cache_speed[slot, lane] = speed[lane]
+    for lane in range(LANE_COUNT):
+        speed[lane] = cache_speed[slot, lane]
+        inverse[lane] = 1.0 / speed[lane] if speed[lane] > 0 else np.inf
+
+
+@compiled
+def _lane_queues(ops: Floats, head: Ints, queue_end: Ints) -> Ints:
+    """Ops by lane in issue order; writes where each lane's part begins and ends."""
+    for i in range(ops.shape[0]):
+        queue_end[int(ops[i, LANE])] += 1
+    first = 0
+    for lane in range(LANE_COUNT):
+        head[lane] = first
+        first += queue_end[lane]
+        queue_end[lane] = head[lane]
+    queue = np.empty(ops.shape[0], dtype=np.int64)
+    for i in range(ops.shape[0]):
+        lane = int(ops[i, LANE])
+        queue[queue_end[lane]] = i
+        queue_end[lane] += 1
+    return queue
+
+
+@compiled
+def run(
+    ops: Floats, after_first: Ints, after: Ints, rates: Floats, capacity: Floats, machine: Floats,
+    start_s: Floats, end_s: Floats,
+) -> tuple[float, float]:  # fmt: skip
+    """Fills in when each op starts and ends; returns the peaks over the base of device and host.
+
+    One function, as this is where a sweep spends its time: a call per event would cost as much as
+    the event.
+
+    Args:
+        ops: shape (n, OP_COLUMNS); op i waits for after[after_first[i]:after_first[i + 1]].
+        rates: full speeds, indexed by an op's RATE; capacity: see CAPACITIES; machine: see M_*.
+        start_s, end_s: shape (n,), written.
+    """
+    head, queue_end = np.zeros(LANE_COUNT, np.int64), np.zeros(LANE_COUNT, np.int64)
+    queue = _lane_queues(ops, head, queue_end)
+    busy, classes = np.zeros(LANE_COUNT, np.int64), np.zeros(LANE_COUNT, np.int64)
+    bits, running = np.zeros(LANE_COUNT, np.int64), np.zeros(LANE_COUNT, np.int64)
+    left, speed, inverse = np.zeros(LANE_COUNT), np.ones(LANE_COUNT), np.ones(LANE_COUNT)
+    demand = np.zeros((LANE_COUNT, CAPACITY_COUNT))
+    known = np.zeros((LANE_COUNT, _CLASSES, CAPACITY_COUNT))
+    cache_key = np.full(_CACHE, _NEVER, dtype=np.int64)
+    cache_speed = np.zeros((_CACHE, LANE_COUNT))
+    met = after_first[:-1].copy()
+    ended = np.zeros(ops.shape[0], dtype=np.bool_)
+    now = device = host = device_top = host_top = 0.0
+    key, unknown, speeds_of, count = 0, 0, _NEVER, 0
+    while True:
+        for lane in range(LANE_COUNT):
+            if busy[lane] == 0 and head[lane] < queue_end[lane]:
+                i = queue[head[lane]]
+                if _ready(i, after_first, after, met, ended):
+                    start_s[i] = now
+                    left[lane] = _alone_s(ops, i, rates, machine)
+                    _fill_demand(ops, i, left[lane], machine, demand)
+                    number = _class_of(lane, demand, known, classes)
+                    busy[lane], running[lane], bits[lane] = 1, i, number << (4 * lane)
+                    key |= bits[lane]
+                    unknown += number == 0
+                    count += 1
+                    device += ops[i, DEVICE_ALLOC]
+                    host += ops[i, HOST_ALLOC]
+                    device_top, host_top = max(device_top, device), max(host_top, host)
+        if count == 0:
+            return device_top, host_top
+        if key != speeds_of or unknown > 0:
+            speeds_of = key if unknown == 0 else _NEVER
+            _set_speeds(speeds_of, busy, demand, capacity, cache_key, cache_speed, speed, inverse)
+        step = np.inf
+        for lane in range(LANE_COUNT):
+            if busy[lane] > 0:
+                step = min(step, left[lane] * inverse[lane] if left[lane] > 0 else 0.0)
+        now += step
+        tiny = 1e-12 * (1.0 + step)
+        for lane in range(LANE_COUNT):
+            if busy[lane] > 0:
+                left[lane] -= step * speed[lane]
+                if left[lane] <= tiny:
+                    i = running[lane]
+                    head[lane] += 1
+                    busy[lane] = 0
+                    key ^= bits[lane]
+                    unknown -= bits[lane] == 0
+                    count -= 1
+                    ended[i] = True
+                    end_s[i] = now
+                    device -= ops[i, DEVICE_FREE]
+                    host -= ops[i, HOST_FREE]
+
+
+# Columns of a summary row.
+ITERATION_S, FORWARD_S, BACKWARD_S, STEP_S, UPDATE_S, MAKESPAN_S, DEVICE_PEAK, HOST_PEAK = range(8)
+SUMMARY_COLUMNS = 8
+_FORWARD, _BACKWARD, _IDLE, _NORM, _STEP_END, _GRADIENT_PASS = (
+    KINDS.index(kind)
+    for kind in (
+        OpKind.FORWARD,
+        OpKind.BACKWARD,
+        OpKind.IDLE,
+        OpKind.NORM,
+        OpKind.STEP_END,
+        OpKind.GRADIENT_PASS,
+    )
+)
+_UPDATE_KINDS = tuple(
+    KINDS.index(kind)
+    for kind in (
+        OpKind.UPDATE_HOST,
+        OpKind.UPDATE_DEVICE,
+        OpKind.STATE_D2H,
+        OpKind.PARAMETER_H2D,
+    )
+)
+
+
+@compiled
+def _phase(kind: int) -> int:
+    if kind in (_FORWARD, _IDLE):
+        return FORWARD_S
+    if kind in (_BACKWARD, _GRADIENT_PASS):
+        return BACKWARD_S
+    return STEP_S if kind in (_NORM, _STEP_END) else -1
+
+
+@compiled
+def _period_s(ops: Floats, end_s: Floats, iterations: int) -> float:
+    """As `Timeline.iteration_s` takes it; -1: fewer than two iterations have a backward."""
+    ends = np.full(iterations, -1.0)
+    for i in range(ops.shape[0]):
+        if ops[i, KIND] == _BACKWARD:
+            number = int(ops[i, ITERATION])
+            ends[number] = max(ends[number], end_s[i])
+    ends = ends[ends >= 0]
+    if ends.size < 2:
+        return -1.0
+    base = 1 if ends.size > 2 else 0
+    return float((ends[-1] - ends[base]) / (ends.size - 1 - base))
+
+
+@compiled
+def _add_phases(
+    ops: Floats, start_s: Floats, end_s: Floats, iteration: int, summary: Floats
+) -> None:
+    """As `Timeline.phases` takes them, for the iteration given."""
+    previous = np.inf
+    for i in range(ops.shape[0]):
+        if ops[i, KIND] == _STEP_END and ops[i, ITERATION] == iteration - 1:
+            previous = end_s[i]
+    if previous == np.inf:
+        for i in range(ops.shape[0]):
+            if ops[i, ITERATION] == iteration:
+                previous = min(previous, start_s[i])
+    backward_end = previous
+    update_end = -np.inf
+    for i in range(ops.shape[0]):
+        if ops[i, ITERATION] != iteration:
+            continue
+        kind = int(ops[i, KIND])
+        if ops[i, LANE] == _COMPUTE and _phase(kind) >= 0:
+            summary[_phase(kind)] += max(0.0, end_s[i] - previous)
+            previous = max(previous, end_s[i])
+            if _phase(kind) == BACKWARD_S:
+                backward_end = previous
+        if kind in _UPDATE_KINDS:
+            update_end = max(update_end, end_s[i])
+    summary[UPDATE_S] = max(0.0, update_end - backward_end)
+
+
+@compiled
+def summarise(
+    ops: Floats, start_s: Floats, end_s: Floats, iterations: int, summary: Floats
+) -> None:
+    """Writes the period, the phases and the makespan of a run into ``summary``."""
+    summary[:] = 0.0
+    if ops.shape[0] == 0:
+        return
+    summary[MAKESPAN_S] = end_s.max() - start_s.min()
+    period = _period_s(ops, end_s, iterations)
+    summary[ITERATION_S] = period if period >= 0 else summary[MAKESPAN_S]
+    last = 0
+    for i in range(ops.shape[0]):
+        if ops[i, KIND] == _STEP_END:
+            last = max(last, int(ops[i, ITERATION]))
+    _add_phases(ops, start_s, end_s, last, summary)

@@ -1,0 +1,193 @@
+"""The reference simulator: replays a schedule on a machine, op by op."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from simulator.engines.sharing import max_min_speeds
+from simulator.machine import Machine
+from simulator.schedule import Lane, Op, OpKind, Schedule
+from simulator.timeline import MemorySample, Span, Timeline
+
+_COPY_LANES = {Lane.H2D, Lane.H2D_PARAMETERS, Lane.D2H}
+_LANE_ORDER = {lane: position for position, lane in enumerate(Lane)}
+_FREE_WHERE_UNIFIED = {OpKind.GRADIENT_D2H, OpKind.GRADIENT_H2D, OpKind.PARAMETER_H2D}
+
+
+def simulate(schedule: Schedule, machine: Machine) -> Timeline:
+    """Predicts when each op of ``schedule`` runs on ``machine``.
+
+    Each lane runs its ops in order; an op starts when its lane is free and all it waits for has
+    ended. Ops that run at the same time share DRAM, the link, the host's cores, the device and
+    storage by max-min fairness (`simulator.engines.sharing`).
+
+    Raises:
+        ValueError: the machine lacks a rate that the schedule needs.
+    """
+    return _Simulation(schedule, machine).run()
+
+
+def capacities(machine: Machine, ranks: int) -> dict[str, float]:
+    """What one of ``ranks`` equal ranks of a node can count on, per second."""
+    h2d, d2h = machine.h2d_bytes_per_s.median, machine.d2h_bytes_per_s.median
+    sharers = max(1, ranks)
+    link = machine.duplex_factor.median * (h2d + d2h)
+    shared = {
+        "dram": machine.dram_bytes_per_s.median * machine.rank_share("dram", sharers),
+        "cores": machine.cpu_cores / sharers,
+        "h2d": h2d * machine.rank_share("h2d", sharers),
+        "d2h": d2h * machine.rank_share("d2h", sharers),
+        "link": link * machine.rank_share("link", sharers),
+        "device": 1.0,
+        "storage": machine.storage_write_bytes_per_s.median
+        * machine.rank_share("storage", sharers),
+    }
+    if machine.network_bytes_per_s is not None:
+        shared["network"] = machine.network_bytes_per_s.median / sharers
+    return shared
+
+
+def rate_of(op: Op, machine: Machine) -> float:
+    """Full speed of an op, in its unit per second; host updates depend on their threads."""
+    if op.rate == "host_adam_params_per_s" and 0 < op.cores < machine.cpu_cores:
+        return machine.host_adam_rate(op.cores)
+    return machine.rate(op.rate)
+
+
+def latency_of(op: Op, machine: Machine) -> float:
+    """What an op costs however small it is: its own latency, and the copy's or the kernel's."""
+    latency = op.latency_s
+    if op.lane in _COPY_LANES:
+        latency += machine.copy_latency_s
+    elif op.lane == Lane.DEVICE_UPDATE:
+        latency += machine.launch_latency_s
+    return latency
+
+
+def alone_s(op: Op, machine: Machine) -> float:
+    """Duration of an op that shares nothing with anybody."""
+    if machine.unified_memory and op.kind in _FREE_WHERE_UNIFIED:
+        return 0.0
+    if not op.work:
+        return op.latency_s
+    return latency_of(op, machine) + op.work / rate_of(op, machine)
+
+
+def demands(op: Op, machine: Machine, duration_s: float) -> dict[str, float]:
+    """What an op takes of each capacity at full speed, per second.
+
+    Rates were measured with one rank alone on the node, so an op alone cannot have asked for more
+    DRAM traffic than the node's triad rate, whatever bytes are counted for it.
+    """
+    if duration_s <= 0:
+        return {}
+    cores = min(op.cores, machine.cpu_cores)
+    if machine.device_shares_host_cores:
+        cores += op.device_share * machine.cpu_cores + (op.lane in _COPY_LANES)
+    dram = min(op.dram_bytes / duration_s, machine.dram_bytes_per_s.median)
+    demand = {"dram": dram, "cores": min(cores, machine.cpu_cores)}
+    if op.lane in _COPY_LANES:
+        speed = op.work / duration_s
+        demand["d2h" if op.lane == Lane.D2H else "h2d"] = speed
+        demand["link"] = speed
+    if op.device_share:
+        demand["device"] = op.device_share
+    if op.lane == Lane.STORAGE:
+        demand["storage"] = op.work / duration_s
+    if op.lane == Lane.NETWORK:
+        demand["network"] = op.work / duration_s
+    return demand
+
+
+@dataclass
+class _Running:
+    op: Op
+    left_s: float  # at full speed
+    started_s: float
+    demand: dict[str, float]
+
+
+@dataclass
+class _Simulation:
+    schedule: Schedule
+    machine: Machine
+    now: float = 0.0
+    running: list[_Running] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    memory: list[MemorySample] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.queues: dict[Lane, deque[Op]] = {lane: deque() for lane in Lane}
+        for op in self.schedule.ops:
+            self.queues[op.lane].append(op)
+        self.ended = [False] * len(self.schedule.ops)
+        self.met = [0] * len(self.schedule.ops)  # how many entries of `after` have ended
+        self.capacities = capacities(self.machine, self.schedule.ranks_per_node)
+        self.device_bytes = self.schedule.device_base_bytes
+        self.host_bytes = self.schedule.host_base_bytes
+
+    def run(self) -> Timeline:
+        self.memory.append(MemorySample(0.0, self.device_bytes, self.host_bytes))
+        self._start_ready()
+        while self.running:
+            self._advance()
+            self._start_ready()
+        return Timeline(
+            spans=tuple(self.spans),
+            source="predicted",
+            memory=tuple(self.memory),
+            strategy=self.schedule.strategy,
+        )
+
+    def _start_ready(self) -> None:
+        busy = {r.op.lane for r in self.running}
+        for lane, queue in self.queues.items():
+            if lane not in busy and queue and self._ready(queue[0]):
+                self._start(queue.popleft())
+        self.running.sort(key=lambda r: _LANE_ORDER[r.op.lane])  # one order of summation for all
+
+    def _ready(self, op: Op) -> bool:
+        """Remembers how far it looked, so that an op that waits for all stays cheap."""
+        met = self.met[op.id]
+        while met < len(op.after) and self.ended[op.after[met]]:
+            met += 1
+        self.met[op.id] = met
+        return met == len(op.after)
+
+    def _start(self, op: Op) -> None:
+        duration = alone_s(op, self.machine)
+        demand = demands(op, self.machine, duration)
+        self.running.append(_Running(op, duration, self.now, demand))
+        self._note_memory(op.device_alloc_bytes, op.host_alloc_bytes)
+
+    def _advance(self) -> None:
+        """To the next moment at which an op ends."""
+        speeds = max_min_speeds([r.demand for r in self.running], self.capacities)
+        step = min(
+            r.left_s / speed if r.left_s > 0 else 0.0
+            for r, speed in zip(self.running, speeds, strict=True)
+        )
+        self.now += step
+        still: list[_Running] = []
+        for r, speed in zip(self.running, speeds, strict=True):
+            r.left_s -= step * speed
+            if r.left_s > 1e-12 * (1.0 + step):
+                still.append(r)
+            else:
+                self._end(r)
+        self.running = still
+
+    def _end(self, r: _Running) -> None:
+        op = r.op
+        self.ended[op.id] = True
+        self.spans.append(
+            Span(op.kind, op.lane, r.started_s, self.now, op.subgroup, op.layer, op.iteration)
+        )
+        self._note_memory(-op.device_free_bytes, -op.host_free_bytes)
+
+    def _note_memory(self, device_bytes: int, host_bytes: int) -> None:
+        if device_bytes or host_bytes:
+            self.device_bytes += device_bytes
+            self.host_bytes += host_bytes
+            self.memory.append(MemorySample(self.now, self.device_bytes, self.host_bytes))

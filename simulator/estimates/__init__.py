@@ -1,0 +1,1 @@
+"""Machines and workloads that nobody has measured: presets, and models from their configuration."""

@@ -1,0 +1,194 @@
+"""What a DeepSpeed config says about a workload, with ``"auto"`` resolved as Hugging Face does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from simulator.estimates.architecture import ModelError
+from simulator.workload import WireDtype
+
+AUTO = "auto"
+MIB_ELEMENTS = 500_000_000  # DeepSpeed's default reduce_bucket_size
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """The part of a DeepSpeed config that a simulation needs.
+
+    Attributes:
+        resolved: what was ``"auto"`` or left out and what was taken for it: for people.
+    """
+
+    micro_batch: int = 1
+    gradient_accumulation_steps: int = 1
+    wire_dtype: WireDtype = "bf16"
+    gradient_bytes: int = 2
+    clip: bool = True
+    subgroup_size: int = 1_000_000_000
+    reduce_bucket_elements: int = MIB_ELEMENTS
+    max_live_parameters: int = 1_000_000_000
+    resolved: tuple[str, ...] = ()
+
+
+def training_config(
+    config: Mapping[str, Any] | str | Path | None,
+    *,
+    hidden: int,
+    ranks: int = 1,
+    micro_batch: int | None = None,
+    gradient_accumulation_steps: int | None = None,
+    precision: WireDtype | None = None,
+) -> TrainingConfig:
+    """Reads a DeepSpeed config.
+
+    ``"auto"`` becomes what Hugging Face's integration makes of it: batch sizes and precision from
+    the arguments here, buckets from the hidden size, clipping at its Trainer's default (on).
+
+    Args:
+        hidden: of the model, for automatic bucket sizes.
+        ranks: data-parallel ranks, for ``train_batch_size``.
+
+    Raises:
+        ModelError: the file cannot be read, stage or offload are not what a plan is for, sizes
+            contradict each other, or a value that is ``"auto"`` is not given as an argument.
+    """
+    resolver = _Resolver(_loaded(config))
+    zero = resolver.section("zero_optimization")
+    stage = zero.get("stage", 3)
+    if stage != 3:
+        raise ModelError(
+            "zero_optimization.stage must be 3 to plan before training, but got "
+            f"{stage!r}: below it a plan is made while training (runtime.initialize(plan='auto'))"
+        )
+    micro, steps = resolver.batches(ranks, micro_batch, gradient_accumulation_steps)
+    dtype = resolver.precision(precision)
+    kept = resolver.section("data_types").get("grad_accum_dtype")
+    width = {"fp32": 4, "fp16": 2, "bf16": 2}.get(str(kept), 4 if dtype == "fp32" else 2)
+    clipping = resolver.number(resolver.config, "gradient_clipping", 1.0, "gradient_clipping")
+    where = "zero_optimization."
+    return TrainingConfig(
+        micro_batch=micro,
+        gradient_accumulation_steps=steps,
+        wire_dtype=dtype,
+        gradient_bytes=width,
+        clip=clipping > 0 or dtype == "fp16",
+        subgroup_size=int(resolver.number(zero, "sub_group_size", 1e9, where + "sub_group_size")),
+        reduce_bucket_elements=int(
+            resolver.number(zero, "reduce_bucket_size", MIB_ELEMENTS, where + "reduce_bucket_size",
+                            automatic=hidden * hidden)
+        ),
+        max_live_parameters=int(
+            resolver.number(zero, "stage3_max_live_parameters", 1e9,
+                            where + "stage3_max_live_parameters")
+        ),
+        resolved=tuple(resolver.notes),
+    )  # fmt: skip
+
+
+def _loaded(config: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any]:
+    if isinstance(config, (str, Path)):
+        try:
+            config = json.loads(Path(config).read_text())
+        except (OSError, ValueError) as error:
+            raise ModelError(
+                f"a DeepSpeed config must be a JSON file (--ds-config), but got {config}: {error}"
+            ) from None
+    if config is not None and not isinstance(config, Mapping):
+        raise ModelError(f"a DeepSpeed config must be an object, but got {type(config).__name__}")
+    return config or {}
+
+
+class _Resolver:
+    """Reads values and notes what it put in the place of ``"auto"``."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.config = config
+        self.notes: list[str] = []
+
+    def section(self, name: str) -> Mapping[str, Any]:
+        found = self.config.get(name) or {}
+        if not isinstance(found, Mapping):
+            raise ModelError(f"{name} must be an object, but got {found!r}")
+        return found
+
+    def number(
+        self,
+        section: Mapping[str, Any],
+        key: str,
+        default: float,
+        where: str,
+        automatic: float | None = None,
+    ) -> float:
+        value = section.get(key, default)
+        if value == AUTO:
+            value = default if automatic is None else automatic
+            self.notes.append(f"{where}: auto -> {value:g}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e18:
+            raise ModelError(f"{where} must be a number >= 0 or 'auto', but got {value!r}")
+        return float(value)
+
+    def count(self, key: str, given: int | None) -> int | None:
+        """A batch size: from the config, else as given; None: neither says it."""
+        value = self.config.get(key)
+        if value is None or value == AUTO:
+            if given is not None and value == AUTO:
+                self.notes.append(f"{key}: auto -> {given}")
+            value = given
+        elif given is not None and given != value:
+            raise ModelError(f"{key} is {value} in the DeepSpeed config, but {given} was given")
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ModelError(f"{key} must be a whole number >= 1 or 'auto', but got {value!r}")
+        return value
+
+    def batches(self, ranks: int, micro: int | None, steps: int | None) -> tuple[int, int]:
+        """DeepSpeed's rule: train_batch_size = micro batch x accumulation steps x ranks."""
+        micro = self.count("train_micro_batch_size_per_gpu", micro)
+        steps = self.count("gradient_accumulation_steps", steps)
+        total = self.count("train_batch_size", None)
+        if total is not None:
+            if total % ranks:
+                raise ModelError(
+                    f"train_batch_size must be a multiple of the {ranks} data-parallel ranks, but "
+                    f"got {total}"
+                )
+            if micro is None and steps is None:
+                steps = 1
+            micro = micro or _divided(total // ranks, steps or 1, "gradient_accumulation_steps")
+            steps = steps or _divided(total // ranks, micro, "train_micro_batch_size_per_gpu")
+            if micro * steps * ranks != total:
+                raise ModelError(
+                    "train_batch_size must be train_micro_batch_size_per_gpu x "
+                    f"gradient_accumulation_steps x ranks, but got {total} != {micro} x {steps} x "
+                    f"{ranks}"
+                )
+        for key, value in (("train_micro_batch_size_per_gpu", micro),
+                           ("gradient_accumulation_steps", steps)):  # fmt: skip
+            if value is None:
+                self.notes.append(f"{key}: not given -> 1")
+        return micro or 1, steps or 1
+
+    def precision(self, given: WireDtype | None) -> WireDtype:
+        """bf16, fp16 or fp32; ``"auto"`` and nothing at all: as given, else bf16."""
+        names: tuple[tuple[str, WireDtype], ...] = (
+            ("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16"),
+        )  # fmt: skip
+        states = [(self.section(key).get("enabled", False), dtype) for key, dtype in names]
+        for enabled, dtype in states:
+            if enabled is True:
+                return dtype
+        if any(enabled == AUTO for enabled, _ in states) or not self.config:
+            self.notes.append(f"precision: auto -> {given or 'bf16'}")
+            return given or "bf16"
+        return given or "fp32"
+
+
+def _divided(total: int, part: int, key: str) -> int:
+    if total % part:
+        raise ModelError(f"{key} must divide the batch of a rank, {total}, but got {part}")
+    return total // part

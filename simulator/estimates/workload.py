@@ -1,0 +1,281 @@
+"""A workload from a model's config, without running it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from simulator.estimates.architecture import Architecture, Block, ModelError, architecture
+from simulator.estimates.deepspeed_config import TrainingConfig, training_config
+from simulator.machine import Machine
+from simulator.workload import WIRE_BYTES, Layer, WireDtype, Workload, cut
+
+Checkpointing = Literal["full", "none"]
+LINK = "nvlink_bytes_per_s"  # among machine.other_rates: between the GPUs of a node
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """How the model is laid over the GPUs: data x tensor x pipeline = all of them."""
+
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    stage: int = 0
+    sequence_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("data", "tensor", "pipeline"):
+            value = getattr(self, name)
+            if not (isinstance(value, int) and 1 <= value <= 10**7):
+                raise ModelError(f"{name}_parallel must be a whole number >= 1, but got {value!r}")
+        if not 0 <= self.stage < self.pipeline:
+            raise ModelError(
+                f"stage must lie in [0, {self.pipeline - 1}] (pipeline_parallel - 1), but got "
+                f"{self.stage}"
+            )
+
+
+def workload_from_model(
+    model: Architecture | Mapping[str, Any] | str | Path,
+    machine: Machine,
+    ds_config: Mapping[str, Any] | str | Path | None = None,
+    *,
+    sequence: int = 2048,
+    micro_batch: int | None = None,
+    gradient_accumulation_steps: int | None = None,
+    precision: WireDtype | None = None,
+    data_parallel: int = 1,
+    tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
+    stage: int = 0,
+    sequence_parallel: bool = False,
+    activation_checkpointing: Checkpointing = "full",
+    flash_attention: bool = True,
+) -> Workload:
+    """What one rank would do in an iteration of training ``model`` under ZeRO-3.
+
+    >>> llama = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32,
+    ...          "num_attention_heads": 32, "intermediate_size": 11008, "vocab_size": 32000}
+    >>> work = workload_from_model(llama, preset("h200"), sequence=2048, micro_batch=1)
+    >>> work.params
+    6738415616
+
+    Parameters are counted exactly and cut into subgroups as DeepSpeed cuts them. Times are
+    estimates: matrix products at the machine's ``device_flops_per_s`` (2 flops per weight and
+    token forward, twice that backward, plus the recomputed forward with checkpointing, plus causal
+    attention scores). Activations follow Korthikanti et al., arXiv 2205.05198, equations 1 to 6.
+    A profile of the real model (`tune profile`) is the better source.
+
+    Args:
+        model: see `architecture`.
+        ds_config: DeepSpeed's config, may hold ``"auto"``; what it says wins over the defaults.
+        sequence: tokens per sample. ``micro_batch``: samples per rank and micro-batch.
+        data_parallel: ZeRO's ranks. With tensor and pipeline parallelism the whole job has
+            data x tensor x pipeline GPUs.
+        stage: the pipeline stage that is looked at, 0: the first.
+        sequence_parallel: what tensor parallelism leaves whole is divided along the sequence.
+        activation_checkpointing: ``full`` keeps each layer's input and computes it again.
+        flash_attention: attention scores are never stored.
+
+    Raises:
+        ModelError: a description or config that cannot be used, naming the key.
+    """
+    arch = architecture(model)
+    parallel = Parallelism(
+        data_parallel, tensor_parallel, pipeline_parallel, stage, sequence_parallel
+    )
+    _check(arch, parallel, sequence, machine)
+    config = training_config(
+        ds_config, hidden=arch.hidden, ranks=data_parallel, micro_batch=micro_batch,
+        gradient_accumulation_steps=gradient_accumulation_steps, precision=precision,
+    )  # fmt: skip
+    rank = _Rank(arch, machine, config, parallel, sequence,
+                 activation_checkpointing == "full", flash_attention)  # fmt: skip
+    return rank.workload()
+
+
+def _check(arch: Architecture, parallel: Parallelism, sequence: int, machine: Machine) -> None:
+    if not (isinstance(sequence, int) and 1 <= sequence <= 10**8):
+        raise ModelError(f"sequence must be a whole number >= 1, but got {sequence!r}")
+    if arch.kv_heads % parallel.tensor and parallel.tensor % arch.kv_heads:
+        raise ModelError(
+            f"tensor_parallel must divide the {arch.kv_heads} key-value heads (or be a multiple of "
+            f"them), but got {parallel.tensor}"
+        )
+    if parallel.pipeline > arch.layers:
+        raise ModelError(
+            f"pipeline_parallel must be at most the {arch.layers} layers, but got "
+            f"{parallel.pipeline}"
+        )
+    if machine.device_flops_per_s is None:
+        raise ModelError(
+            "machine.device_flops_per_s must be given to estimate times from a model, but machine "
+            f"{machine.name!r} has none: add it, or profile the model with `tune profile`"
+        )
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """One rank's share of everything."""
+
+    arch: Architecture
+    machine: Machine
+    config: TrainingConfig
+    parallel: Parallelism
+    sequence: int
+    recompute: bool
+    flash: bool
+
+    def workload(self) -> Workload:
+        blocks = self.stage_blocks()
+        layers = tuple(self.layer(block) for block in blocks)
+        p = self.parallel
+        gpus = p.data * p.tensor * p.pipeline
+        micro = self.config.gradient_accumulation_steps
+        parameters = tuple(n for block in blocks for n in self.partitions(block))
+        busy_s = sum(layer.forward_s + layer.backward_s for layer in layers)
+        return Workload(
+            name=self.arch.name,
+            layers=layers,
+            subgroups=tuple(cut(parameters, self.config.subgroup_size)),
+            parameters=(parameters,),
+            subgroup_size=self.config.subgroup_size,
+            wire_dtype=self.config.wire_dtype,
+            grad_bytes_per_param=self.config.gradient_bytes,
+            clip=self.config.clip,
+            gradient_accumulation_steps=micro,
+            ranks_per_node=min(gpus, self.machine.gpus_per_node),
+            nodes=self.nodes,
+            tokens_per_iteration=self.tokens * micro * p.data,
+            samples_per_iteration=self.config.micro_batch * micro * p.data,
+            # Each of the p - 1 other stages is one micro-batch ahead or behind (GPipe and 1F1B).
+            pipeline_idle_s=(p.pipeline - 1) / micro * busy_s,
+            device_base_bytes=self.base_bytes(blocks),
+            provenance=self.provenance(),
+        )
+
+    @property
+    def nodes(self) -> int:
+        p = self.parallel
+        return math.ceil(p.data * p.tensor * p.pipeline / self.machine.gpus_per_node)
+
+    @property
+    def tokens(self) -> int:
+        """Of one micro-batch."""
+        return self.sequence * self.config.micro_batch
+
+    def stage_blocks(self) -> list[Block]:
+        """Embedding goes with the first pipeline stage, the head with the last."""
+        p, blocks = self.parallel, self.arch.blocks()
+        inner = blocks[1:-1]
+        first = p.stage * len(inner) // p.pipeline
+        last = (p.stage + 1) * len(inner) // p.pipeline
+        held = inner[first:last]
+        if p.stage == 0:
+            held = [blocks[0], *held]
+        if p.stage == p.pipeline - 1:
+            held = [*held, blocks[-1]]
+            if self.arch.tied and p.pipeline > 1:  # the last stage has a copy of the embedding
+                tied = (self.arch.vocabulary * self.arch.hidden,)
+                held[-1] = Block("head", (*held[-1].params, *tied), (*held[-1].split, True),
+                                 held[-1].flops_per_token)  # fmt: skip
+        return held
+
+    def partitions(self, block: Block) -> list[int]:
+        """This rank's elements of each parameter: tensor parallelism first, then ZeRO."""
+        p = self.parallel
+        held = (
+            math.ceil(n / p.tensor) if split else n
+            for n, split in zip(block.params, block.split, strict=True)
+        )
+        return [math.ceil(n / p.data) for n in held]
+
+    def layer(self, block: Block) -> Layer:
+        micro = self.config.gradient_accumulation_steps
+        forward_s = self.forward_s(block) + self.tensor_exchange_s(block)
+        passes = 3 if self.recompute and block.attention else 2  # recomputed, then two products
+        backward_s = passes * self.forward_s(block) + self.tensor_exchange_s(block)
+        gathered, reduced = self.network_bytes(block)
+        return Layer(
+            name=block.name,
+            params=sum(self.partitions(block)),
+            forward_s=micro * forward_s,
+            backward_s=micro * backward_s,
+            activation_bytes=self.activation_bytes(block),
+            network_gather_bytes=gathered,
+            network_reduce_bytes=reduced,
+        )
+
+    def forward_s(self, block: Block) -> float:
+        """Of one micro-batch; each token sees half of the sequence on average."""
+        scores = 2 * 2 * block.attention * self.sequence / 2
+        flops = self.tokens * (block.flops_per_token + scores) / self.parallel.tensor
+        return flops / self.machine.rate("device_flops_per_s")
+
+    def tensor_exchange_s(self, block: Block) -> float:
+        """Two all-reduces of the activations per layer and pass, inside a node."""
+        t, link = self.parallel.tensor, self.machine.other_rates.get(LINK)
+        if t == 1 or not block.attention or link is None:
+            return 0.0
+        size = self.tokens * self.arch.hidden * WIRE_BYTES[self.config.wire_dtype]
+        return 2 * 2 * (t - 1) / t * size / link.median
+
+    def network_bytes(self, block: Block) -> tuple[int, int]:
+        """ZeRO's gather per pass and reduction: what comes from other nodes, shared by a node's
+        ranks.
+        """
+        outside = self.data_nodes()
+        if outside == 1:
+            return 0, 0
+        full = sum(self.partitions(block)) * self.parallel.data
+        sharers = max(1, math.ceil(self.parallel.data / outside))
+        part = (outside - 1) / outside * full / sharers
+        gathered = int(part * WIRE_BYTES[self.config.wire_dtype])
+        return gathered, int(part * self.config.gradient_bytes)
+
+    def data_nodes(self) -> int:
+        """Nodes over which one data-parallel group is spread; tensor ranks sit together."""
+        per_node = max(1, self.machine.gpus_per_node // self.parallel.tensor)
+        return math.ceil(self.parallel.data / per_node)
+
+    def activation_bytes(self, block: Block) -> int:
+        """Korthikanti et al.: s b h (34 + 5 a s / h) bytes per layer, 2 s b h if recomputed."""
+        wire = WIRE_BYTES[self.config.wire_dtype]
+        unit = self.tokens * self.arch.hidden * wire / 2
+        t = self.parallel.tensor
+        if block.name == "head":  # logits, and their fp32 copy for the loss
+            return int(self.tokens * self.arch.vocabulary * (wire + 4) / t)
+        if not block.attention:
+            return int(2 * unit)
+        if self.recompute:
+            return int(2 * unit / (t if self.parallel.sequence_parallel else 1))
+        return int(self._stored(unit))
+
+    def _stored(self, unit: float) -> float:
+        t = self.parallel.tensor
+        whole = 10 / t if self.parallel.sequence_parallel else 10
+        scores = 0.0 if self.flash else 5 * self.arch.heads * self.sequence / self.arch.hidden / t
+        return unit * (whole + 24 / t + scores)
+
+    def base_bytes(self, blocks: Sequence[Block]) -> int:
+        """Parameters, those gathered, the reduction bucket, one recomputed layer."""
+        wire = WIRE_BYTES[self.config.wire_dtype]
+        own = sum(sum(self.partitions(block)) for block in blocks)
+        live = min(own * self.parallel.data, self.config.max_live_parameters)
+        gathered = live if self.parallel.data > 1 else 0
+        bucket = min(self.config.reduce_bucket_elements, own * self.parallel.data)
+        base = (own + gathered + bucket) * wire
+        if self.recompute:
+            base += int(self._stored(self.tokens * self.arch.hidden * wire / 2))
+        return base
+
+    def provenance(self) -> str:
+        notes = [f"estimated from the config of {self.arch.name}, sequence {self.sequence}"]
+        notes += self.config.resolved
+        if self.parallel.tensor > 1 and LINK not in self.machine.other_rates:
+            notes.append(f"tensor-parallel exchange left out: no {LINK} in machine.other_rates")
+        return "; ".join(notes)

@@ -1,0 +1,221 @@
+"""Checkpoints in the schedule: a save is a barrier, then persist ops beside training.
+
+Copies come before the updates that are due too early (copy on update). All of it contends for
+DRAM, cores, the link and storage like every other op.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import replace
+
+from simulator.machine import Machine
+from simulator.plan import CheckpointPlan, Plan
+from simulator.schedule import Lane, OpKind, Schedule
+from simulator.schedules.ebbtide import EbbtideLoop
+from simulator.schedules.write_order import REST, Segment, Writing
+from simulator.workload import Workload
+
+BLOCK_BYTES = 4 * 2**20  # of the runtime's writers: each has a bounce buffer of one block
+COPY_TRAFFIC = 3  # of DRAM per byte copied: read, written, and the line fetched before the write
+WRITE_TRAFFIC = 2  # of DRAM per byte persisted: read by the hash, read by the disk's DMA
+WRITER_S_PER_BYTE = 0.15e-9  # of one core: gather, hash and pwrite; measured on an AMD EPYC
+COPY_BYTES_PER_S = 8e9  # of one thread's memmove, whatever all threads together reach
+
+
+class CheckpointedLoop(EbbtideLoop):
+    """ebbtide's iterations with saves at the end of some of them.
+
+    Persist ops keep ``writing``'s order. Live bytes of resident subgroups are copied home during
+    forward and backward only, piece by piece between the layers. A save waits until the one before
+    is committed (``busy: wait``; see `CheckpointCost.at_interval` for the other policies).
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        plan: Plan,
+        machine: Machine,
+        writing: Writing,
+        *,
+        saves: Container[int] = (),
+        save_s: float = 0.0,
+        hooks_s: Sequence[float] = (0.0,),
+    ) -> None:
+        """``hooks_s``: where resident state is cut into pieces; see `CheckpointSimulation`."""
+        super().__init__(workload, plan)
+        self.machine, self.saving, self.writing = machine, plan.checkpoint, writing
+        self.saves, self.save_s, self.hooks_s = saves, save_s, hooks_s
+        self.cuts = list(self._cut_at_hooks())
+        self.pending: deque[tuple[Segment, int]] = deque()  # with its hook; -1: host memory
+        self.hook, self.save_op, self.norm = -1, -1, -1
+        self.live_ops: dict[int, list[int]] = {}  # subgroup -> persists of its live bytes
+        self.unread: dict[int, int] = {}  # subgroup -> live segments that have no op yet
+        self.snapshots: dict[int, int] = {}  # subgroup -> its copy on update
+        self.pieces: dict[int, int] = {}  # hook -> copy home of the residents' piece
+        self.commits: list[int] = []
+
+    def run(self, iterations: int) -> None:
+        super().run(iterations)
+        self._emit(lambda: bool(self.pending))
+
+    def schedule(self, iterations: int) -> Schedule:
+        """With the host memory that the runtime reserves for checkpoints."""
+        made = super().schedule(iterations)
+        return replace(made, host_base_bytes=made.host_base_bytes + reserved_bytes(self.saving))
+
+    # -- where the training loop calls in ----------------------------------------------------
+
+    def _parameter_waits(self, layer: int) -> list[int]:
+        self._pass_begins()
+        return super()._parameter_waits(layer)
+
+    def gradients(self, layer: int, micro_batch: int, after: int) -> None:
+        super().gradients(layer, micro_batch, after)
+        self._pass_begins()
+
+    def step(self) -> None:
+        self.norm = len(self.out.ops)  # the first op that it adds
+        super().step()
+        self._emit(lambda: bool(self.pending))
+        if self.out.iteration in self.saves:
+            self._save()
+
+    def may_overwrite(self, subgroup: int) -> list[int]:
+        """Its copy on update, and the persist ops that read its live bytes."""
+        if subgroup not in self.unread:
+            return []
+        waits = [self._snapshot(subgroup)] if subgroup in self.writing.copied else []
+        self._emit(lambda: self.unread[subgroup] > 0)
+        del self.unread[subgroup]
+        return [*waits, *self.live_ops.pop(subgroup, [])]
+
+    # -- the checkpoint's own ops ------------------------------------------------------------
+
+    def _save(self) -> None:
+        """Everything is at rest when it begins; the next forward begins when it returns."""
+        assert self.step_end is not None
+        visits = self.plan.count("device")
+        waits = [self.step_end, *self.parameters_new.values()]
+        waits += self.written_back[len(self.written_back) - visits :]
+        self.save_op = self.step_end = self.out.add(
+            OpKind.SNAPSHOT, Lane.COMPUTE, 0.0, after=[*waits, *self.commits[-1:]],
+            latency_s=self.save_s,
+        )  # fmt: skip
+        self.hook = -1
+        self.pending = deque(self.cuts)
+        self.live_ops, self.snapshots, self.pieces = {}, {}, {}
+        self.unread = dict.fromkeys(range(len(self.sizes)), 0)
+        for segment, _ in self.cuts:
+            if segment.part != "copied" and segment.subgroup != REST:
+                self.unread[segment.subgroup] += 1
+        if self.saving.mode == "sync":
+            self._emit(lambda: bool(self.pending))
+            self.step_end, self.unread = self.commits[-1], {}
+
+    def _pass_begins(self) -> None:
+        """A layer's pass: residents' next piece goes home beside it."""
+        if self.save_op < 0 or self.hook >= len(self.hooks_s):
+            return
+        self.hook += 1
+        self._emit(lambda: bool(self.pending) and self._is_ready(*self.pending[0]))
+
+    def _is_ready(self, segment: Segment, hook: int) -> bool:
+        if segment.part == "copied":
+            return segment.subgroup in self.snapshots
+        return hook <= self.hook and segment.part != "urgent"
+
+    def _emit(self, more: Callable[[], bool]) -> None:
+        """Persist ops in the writers' order, and what they wait for; the commit behind the last."""
+        while more():
+            segment, hook = self.pending.popleft()
+            subgroup = segment.subgroup
+            op = self._persist(segment, self._source(segment, hook))
+            if segment.part != "copied" and subgroup != REST:
+                self.live_ops.setdefault(subgroup, []).append(op)
+                self.unread[subgroup] -= 1
+            if not self.pending:
+                self.commits.append(self._durable())
+
+    def _source(self, segment: Segment, hook: int) -> int:
+        """The op that brings the bytes to where a writer reads them."""
+        if segment.part == "copied":
+            return self._snapshot(segment.subgroup)
+        if hook < 0:
+            return self.save_op
+        if segment.part == "urgent":
+            return self._bring_home(segment.size_bytes, self.norm, segment.subgroup)
+        if hook not in self.pieces:
+            size = sum(s.size_bytes for s, h in self.cuts if h == hook and s.part == "live")
+            behind = self.passes[-1] if self.hook > 0 else self.save_op
+            self.pieces[hook] = self._bring_home(size, max(behind, self.save_op))
+        return self.pieces[hook]
+
+    def _bring_home(self, size_bytes: float, after: int, subgroup: int = -1) -> int:
+        return self.out.add(
+            OpKind.SNAPSHOT, Lane.D2H, size_bytes, "d2h_bytes_per_s", [after],
+            dram_bytes=size_bytes, subgroup=subgroup,
+        )  # fmt: skip
+
+    def _snapshot(self, subgroup: int) -> int:
+        """Copy on update, by the thread that is about to overwrite: one core."""
+        if subgroup not in self.snapshots:
+            size, placement = self.writing.copied[subgroup], self.placements[subgroup]
+            if placement == "resident":
+                self.snapshots[subgroup] = self._bring_home(size, self.norm, subgroup)
+            else:
+                lane = Lane.HOST if placement == "host" else Lane.D2H
+                self.snapshots[subgroup] = self.out.add(
+                    OpKind.SNAPSHOT, lane, size / copy_rate(self.machine), after=[self.norm],
+                    dram_bytes=COPY_TRAFFIC * size, cores=1.0, subgroup=subgroup,
+                )  # fmt: skip
+        return self.snapshots[subgroup]
+
+    def _persist(self, segment: Segment, after: int) -> int:
+        """As fast as storage, or as the cap that an update in need ignores."""
+        size = segment.size_bytes
+        full = self.machine.rate("storage_write_bytes_per_s")
+        cap = self.saving.write_bytes_per_s
+        rate = full if cap is None or segment.part == "urgent" else min(full, cap)
+        return self.out.add(
+            OpKind.PERSIST, Lane.STORAGE, size, "storage_write_bytes_per_s", [after],
+            latency_s=size / rate - size / full, dram_bytes=WRITE_TRAFFIC * size,
+            cores=min(self.saving.writers, WRITER_S_PER_BYTE * rate), subgroup=segment.subgroup,
+        )  # fmt: skip
+
+    def _durable(self) -> int:
+        return self.out.add(
+            OpKind.PERSIST, Lane.STORAGE, 0.0, latency_s=self.machine.storage_fsync_s
+        )
+
+    def _cut_at_hooks(self) -> Iterator[tuple[Segment, int]]:
+        """Live segments of residents in pieces, one per layer's pass; others as they are."""
+        for segment in self.writing.segments:
+            if segment.subgroup == REST or self.placements[segment.subgroup] != "resident":
+                yield segment, -1
+            elif segment.part != "live":
+                yield segment, 0
+            else:
+                yield from self._cut(segment)
+
+    def _cut(self, segment: Segment) -> Iterator[tuple[Segment, int]]:
+        rate = segment.size_bytes / (segment.end_s - segment.begin_s)
+        at = segment.begin_s
+        while at < segment.end_s:
+            hook = max(0, bisect_right(self.hooks_s, at) - 1)
+            last = hook + 1 >= len(self.hooks_s)
+            end = segment.end_s if last else min(segment.end_s, self.hooks_s[hook + 1])
+            yield replace(segment, size_bytes=(end - at) * rate, begin_s=at, end_s=end), hook
+            at = end
+
+
+def reserved_bytes(saving: CheckpointPlan) -> int:
+    """Host memory that the runtime takes for checkpoints: the budget and a block per writer."""
+    return saving.copy_budget_bytes // BLOCK_BYTES * BLOCK_BYTES + saving.writers * BLOCK_BYTES
+
+
+def copy_rate(machine: Machine) -> float:
+    """Bytes per second of a copy by one thread."""
+    return min(machine.rate("host_copy_bytes_per_s"), COPY_BYTES_PER_S)

@@ -1,0 +1,293 @@
+"""Schedules of the optimizers that ebbtide is compared with, as DeepSpeed 0.19.8 runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from simulator.machine import RateName
+from simulator.schedule import Lane, OpKind, Schedule
+from simulator.schedules.loop import ALL_CORES, TrainingLoop
+from simulator.workload import STATE_BYTES_PER_PARAM, Workload
+
+FP32_BYTES = 4
+HOST_BYTES_PER_PARAM = 20  # state 12, `.grad` 4, gradient partition buffer 4
+DEVICE_BYTES_PER_PARAM = STATE_BYTES_PER_PARAM + FP32_BYTES  # state and fp32 gradient
+Updates = Literal["sequential", "interleaved", "with_backward"]
+
+
+@dataclass(frozen=True, slots=True)
+class StockOptions:
+    """What distinguishes the stock strategies from one another.
+
+    Attributes:
+        blocking_gradients: backward waits for every gradient's copies (three crossings); else a
+            gradient is widened on the device and flows home while backward goes on.
+        updates: ``sequential``: one subgroup after the other, copies included, at the step;
+            ``interleaved``: host updates, copies and visits side by side, at the step;
+            ``with_backward``: a subgroup's host update starts once its gradient is home, and only
+            the new parameters' way to the device is left for the step.
+        host_ratio: share of subgroups whose state lives on the host; DeepSpeed puts the others'
+            (the first ones') into device memory. Twin-Flow's ``ratio``.
+        stride: of the hosted subgroups every so many-th visits the device; 0: none.
+        staging_slots: device buffers for visits.
+        result_copy: new masters come back from another process and are copied once more.
+        pageable_parameters: new parameters travel from unpinned memory.
+    """
+
+    blocking_gradients: bool = True
+    updates: Updates = "sequential"
+    host_ratio: float = 1.0
+    stride: int = 0
+    staging_slots: int = 2
+    result_copy: bool = False
+    pageable_parameters: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.host_ratio <= 1:
+            raise ValueError(f"ratio must lie in [0, 1], but got {self.host_ratio}")
+        if self.stride < 0 or self.stride == 1:
+            raise ValueError(
+                "stride must be 0 (no visits) or >= 2 (every stride-th subgroup visits the "
+                f"device, at most one half of them), but got {self.stride}"
+            )
+        if self.staging_slots < 1:
+            raise ValueError(f"staging_slots must be >= 1, but got {self.staging_slots}")
+
+
+class StockLoop(TrainingLoop):
+    """The iteration of stock ZeRO-3 offload and of the published improvements on it."""
+
+    def __init__(self, workload: Workload, options: StockOptions) -> None:
+        super().__init__(workload)
+        self.options = options
+        count = len(self.sizes)
+        self.resident = int((1 - options.host_ratio) * count)  # the first ones, as DeepSpeed does
+        self.visits = {
+            s for i, s in enumerate(range(self.resident, count), start=1)
+            if options.stride and i % options.stride == 0
+        }  # fmt: skip
+        self.slots = min(options.staging_slots, len(self.visits))
+        self.gradients_home: dict[int, int] = {}  # layer -> op
+        self.missing: list[int] = []
+        self.updated: dict[int, int] = {}  # subgroups updated during backward
+        self.written_back: list[int] = []
+
+    def schedule(self, iterations: int, name: str) -> Schedule:
+        """What was appended so far, with the memory that is in use throughout."""
+        w = self.workload
+        on_device = sum(self.sizes[: self.resident])
+        staging = self.slots * max((self.sizes[s] for s in self.visits), default=0)
+        hosted = w.params - on_device
+        return Schedule(
+            ops=tuple(self.out.ops),
+            iterations=iterations,
+            ranks_per_node=w.ranks_per_node,
+            strategy=name,
+            device_base_bytes=w.device_base_bytes + (on_device + staging) * DEVICE_BYTES_PER_PARAM,
+            host_base_bytes=hosted * HOST_BYTES_PER_PARAM + on_device * FP32_BYTES,
+        )
+
+    def backward(self, micro_batch: int) -> None:
+        self.missing = [len(layers) for layers in self.layers_of]
+        super().backward(micro_batch)
+
+    # -- gradients ---------------------------------------------------------------------------
+
+    def gradients(self, layer: int, micro_batch: int, after: int) -> None:
+        """Sends a layer's gradients home; what is complete may be updated at once."""
+        home = self._send_home(layer, micro_batch, after)
+        self.gradients_home[layer] = home
+        for subgroup, _ in reversed(self.shares[layer]):
+            self.missing[subgroup] -= 1
+            complete = self.missing[subgroup] == 0 and micro_batch == self.boundary
+            early = self.options.updates == "with_backward" and subgroup >= self.resident
+            if complete and early:
+                self.updated[subgroup] = self._update_host(subgroup, [home])
+
+    def _send_home(self, layer: int, micro_batch: int, after: int) -> int:
+        hosted = sum(n for s, n in self.shares[layer] if s >= self.resident)
+        elements = self.workload.layers[layer].params
+        if not elements:
+            return after
+        if not self.options.blocking_gradients:
+            return self._send_asynchronously(layer, elements, hosted, micro_batch, after)
+        if self.workload.stock_backward_extra_s is not None:
+            return self._measured_path(layer, after)
+        home = self._three_crossings(layer, elements, hosted, micro_batch, after)
+        return self.out.add(OpKind.GRADIENT_PASS, Lane.COMPUTE, 0.0, after=[home], layer=layer)
+
+    def _measured_path(self, layer: int, after: int) -> int:
+        """The layer's share of what was measured: the device waits."""
+        w = self.workload
+        part = w.layers[layer].params / (w.params * w.gradient_accumulation_steps)
+        elements = w.layers[layer].params
+        return self.out.add(
+            OpKind.GRADIENT_PASS, Lane.COMPUTE, (w.stock_backward_extra_s or 0.0) * part,
+            after=[after], dram_bytes=elements * (2 * w.grad_bytes_per_param + FP32_BYTES),
+            layer=layer,
+        )  # fmt: skip
+
+    def _three_crossings(
+        self, layer: int, elements: int, hosted: int, micro_batch: int, after: int
+    ) -> int:
+        """To the buffer, back to be widened (or, later, to be added to), and home again."""
+        size = elements * self.workload.grad_bytes_per_param
+        if micro_batch == 0:
+            moved = self._move(OpKind.GRADIENT_D2H, size, layer, after)
+            moved = self._move(OpKind.GRADIENT_H2D, size, layer, moved)
+        else:
+            moved = self._move(OpKind.GRADIENT_H2D, size, layer, after)
+            moved = self._move(OpKind.GRADIENT_D2H, size, layer, moved)
+        if micro_batch == self.boundary and hosted:
+            moved = self._move(OpKind.GRADIENT_D2H, hosted * FP32_BYTES, layer, moved)
+        return moved
+
+    def _send_asynchronously(
+        self, layer: int, elements: int, hosted: int, micro_batch: int, after: int
+    ) -> int:
+        """Accumulated in the buffer until the last micro-batch, which sends fp32."""
+        size = elements * self.workload.grad_bytes_per_param
+        moved = after
+        if micro_batch > 0:
+            moved = self._move(OpKind.GRADIENT_H2D, size, layer, moved)
+        if micro_batch < self.boundary:
+            return self._move(OpKind.GRADIENT_D2H, size, layer, moved)
+        if hosted:
+            moved = self._move(OpKind.GRADIENT_D2H, hosted * FP32_BYTES, layer, moved)
+        return moved
+
+    def _move(self, kind: OpKind, size_bytes: float, layer: int, after: int) -> int:
+        if kind == OpKind.GRADIENT_D2H:
+            lane, rate = Lane.D2H, "d2h_bytes_per_s"
+        else:
+            lane, rate = Lane.H2D, "h2d_bytes_per_s"
+        return self.out.add(
+            kind, lane, size_bytes, rate, [after],  # type: ignore[arg-type]
+            dram_bytes=size_bytes, layer=layer,
+        )  # fmt: skip
+
+    # -- step --------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Norm, then subgroup by subgroup; `step()` returns when all is done."""
+        waits = [*self.gradients_done, *self.gradients_home.values(), *self.updated.values()]
+        norm = self.out.add(OpKind.NORM, Lane.COMPUTE, 0.0, after=waits)
+        ends: list[int] = []
+        for subgroup in range(len(self.sizes)):
+            sequential = self.options.updates != "interleaved" and bool(ends)
+            ends.append(self._update(subgroup, ends[-1] if sequential else norm))
+        waits = [norm, *ends, *self.written_back[len(self.written_back) - len(self.visits) :]]
+        self.step_end = self.out.add(OpKind.STEP_END, Lane.COMPUTE, 0.0, after=waits)
+        self.updated, self.gradients_home = {}, {}
+
+    def _update(self, subgroup: int, after: int) -> int:
+        if subgroup < self.resident:
+            return self._update_device(subgroup, [after])
+        if subgroup in self.visits:
+            return self._visit(subgroup, after)
+        done = self.updated.get(subgroup)
+        if done is None:
+            after = self._unscale(subgroup, after)
+            done = self._update_host(subgroup, [after])
+        return self._parameters_home(subgroup, [after, done])
+
+    def _host_pass(
+        self, kind: OpKind, size_bytes: float, subgroup: int, waits: Sequence[int]
+    ) -> int:
+        """A pass that costs as much as copying ``size_bytes`` from host to host memory."""
+        return self.out.add(
+            kind, Lane.HOST, size_bytes, "host_copy_bytes_per_s", waits,
+            dram_bytes=2 * size_bytes, cores=ALL_CORES, subgroup=subgroup,
+        )  # fmt: skip
+
+    def _unscale(self, subgroup: int, after: int) -> int:
+        """`unscale_and_clip_grads` reads and writes the fp32 gradient; it runs clip or not."""
+        size = self.sizes[subgroup] * FP32_BYTES
+        return self._host_pass(OpKind.GRADIENT_PASS, size, subgroup, [after])
+
+    def _update_host(self, subgroup: int, waits: Sequence[int]) -> int:
+        size = self.sizes[subgroup]
+        return self.out.add(
+            OpKind.UPDATE_HOST, Lane.HOST, size, "stock_host_adam_params_per_s", waits,
+            dram_bytes=size * (2 * STATE_BYTES_PER_PARAM + FP32_BYTES), cores=ALL_CORES,
+            subgroup=subgroup,
+        )  # fmt: skip
+
+    def _parameters_home(self, subgroup: int, waits: Sequence[int]) -> int:
+        """fp32 to wire precision on the host, then to the device."""
+        size, wire = self.sizes[subgroup], self.workload.wire_bytes
+        passed = size * (FP32_BYTES + wire) / 2 + size * FP32_BYTES * self.options.result_copy
+        cast = self._host_pass(OpKind.PARAMETER_CAST, passed, subgroup, waits)
+        rate: RateName = "h2d_bytes_per_s"
+        if self.options.pageable_parameters:
+            rate = "pageable_h2d_bytes_per_s"
+        return self.out.add(
+            OpKind.PARAMETER_H2D, Lane.H2D_PARAMETERS, size * wire, rate, [cast],
+            dram_bytes=size * wire, subgroup=subgroup,
+        )  # fmt: skip
+
+    def _update_device(self, subgroup: int, waits: Sequence[int]) -> int:
+        return self.out.add(
+            OpKind.UPDATE_DEVICE, Lane.DEVICE_UPDATE, self.sizes[subgroup],
+            "device_adam_params_per_s", waits, device_share=1.0, subgroup=subgroup,
+        )  # fmt: skip
+
+    def _visit(self, subgroup: int, after: int) -> int:
+        """State and fp32 gradient come in once a slot is free; the state goes back."""
+        waits = [after]
+        if len(self.written_back) >= self.slots:
+            waits.append(self.written_back[-self.slots])
+        size = self.sizes[subgroup]
+        arrived = self.out.add(
+            OpKind.STATE_H2D, Lane.H2D, size * DEVICE_BYTES_PER_PARAM, "h2d_bytes_per_s", waits,
+            dram_bytes=size * DEVICE_BYTES_PER_PARAM, subgroup=subgroup,
+        )  # fmt: skip
+        update = self._update_device(subgroup, [arrived])
+        back = self.out.add(
+            OpKind.STATE_D2H, Lane.D2H, size * STATE_BYTES_PER_PARAM, "d2h_bytes_per_s", [update],
+            dram_bytes=size * STATE_BYTES_PER_PARAM, subgroup=subgroup,
+        )  # fmt: skip
+        self.written_back.append(back)
+        return update
+
+
+class DeviceLoop(TrainingLoop):
+    """No offload: all optimizer state in device memory."""
+
+    def gradient_alloc_bytes(self, layer: int, micro_batch: int) -> int:
+        """Reduced gradients stay on the device until the step."""
+        if micro_batch > 0:
+            return 0
+        return self.workload.layers[layer].params * self.workload.grad_bytes_per_param
+
+    def gradients(self, layer: int, micro_batch: int, after: int) -> None:
+        """They are home already."""
+
+    def step(self) -> None:
+        """Subgroup by subgroup on the device, each with a widened gradient of its own."""
+        norm = self.out.add(OpKind.NORM, Lane.COMPUTE, 0.0, after=self.gradients_done)
+        ends = [norm]
+        for subgroup, size in enumerate(self.sizes):
+            widened = size * FP32_BYTES
+            ends.append(
+                self.out.add(
+                    OpKind.UPDATE_DEVICE, Lane.DEVICE_UPDATE, size, "device_adam_params_per_s",
+                    [norm], device_share=1.0, device_alloc_bytes=widened,
+                    device_free_bytes=widened + size * self.workload.grad_bytes_per_param,
+                    subgroup=subgroup,
+                )
+            )  # fmt: skip
+        self.step_end = self.out.add(OpKind.STEP_END, Lane.COMPUTE, 0.0, after=ends)
+
+    def schedule(self, iterations: int) -> Schedule:
+        """What was appended so far, with the memory that is in use throughout."""
+        w = self.workload
+        return Schedule(
+            ops=tuple(self.out.ops),
+            iterations=iterations,
+            ranks_per_node=w.ranks_per_node,
+            strategy="no_offload",
+            device_base_bytes=w.device_base_bytes + w.params * STATE_BYTES_PER_PARAM,
+        )

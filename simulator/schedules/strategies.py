@@ -1,0 +1,175 @@
+"""Strategies by name: what a user would get from each of them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from simulator.plan import Placement, Plan
+from simulator.schedule import Schedule
+from simulator.schedules.ebbtide import build_schedule
+from simulator.schedules.peers import DeviceLoop, StockLoop, StockOptions
+from simulator.workload import Workload
+
+
+def build_strategy(name: str, workload: Workload, **options: Any) -> Schedule:
+    """The schedule of a strategy: ``build_strategy("twin_flow", workload, ratio=0.4)``.
+
+    All take ``iterations`` (3). See `STRATEGIES` for the names and each one's own options.
+
+    Raises:
+        ValueError: no such strategy or option, or an option out of its range.
+    """
+    if name not in STRATEGIES:
+        raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}, but got {name!r}")
+    builder = STRATEGIES[name]
+    known = list(inspect.signature(builder).parameters)[1:]
+    unknown = [option for option in options if option not in known]
+    if unknown:
+        raise ValueError(
+            f"strategy {name!r} takes the options {', '.join(known)}, but got {unknown[0]!r}"
+        )
+    return builder(workload, **options)
+
+
+def _stock(workload: Workload, name: str, options: StockOptions, iterations: int) -> Schedule:
+    loop = StockLoop(workload, options)
+    loop.run(iterations)
+    return loop.schedule(iterations, name)
+
+
+def zero3_offload(workload: Workload, iterations: int = 3) -> Schedule:
+    """Stock ZeRO-3 offload: gradients block backward, everything else one after the other."""
+    return _stock(workload, "zero3_offload", StockOptions(), iterations)
+
+
+def zero3_offload_async(workload: Workload, iterations: int = 3) -> Schedule:
+    """Stock ZeRO-3 offload with gradients that flow home while backward goes on."""
+    options = StockOptions(blocking_gradients=False)
+    return _stock(workload, "zero3_offload_async", options, iterations)
+
+
+def twin_flow(workload: Workload, iterations: int = 3, ratio: float = 0.5) -> Schedule:
+    """Twin-Flow: the state of a share 1 - ``ratio`` of the subgroups stays in device memory."""
+    return _stock(workload, "twin_flow", StockOptions(host_ratio=ratio), iterations)
+
+
+def deep_optimizer_states(
+    workload: Workload,
+    iterations: int = 3,
+    stride: int = 2,
+    ratio: float = 1.0,
+    staging_slots: int = 2,
+) -> Schedule:
+    """Deep Optimizer States (Maurya et al., Middleware 2024): every stride-th subgroup visits."""
+    options = StockOptions(
+        blocking_gradients=False,
+        updates="interleaved",
+        host_ratio=ratio,
+        stride=stride,
+        staging_slots=staging_slots,
+        pageable_parameters=False,
+    )
+    return _stock(workload, "deep_optimizer_states", options, iterations)
+
+
+def superoffload(
+    workload: Workload, iterations: int = 3, ratio: float = 1.0, clip: bool | None = None
+) -> Schedule:
+    """SuperOffload as in DeepSpeed: updates overlap backward only when clipping is off.
+
+    ``clip`` overrides the workload's.
+    """
+    clipping = workload.clip if clip is None else clip
+    options = StockOptions(
+        updates="sequential" if clipping else "with_backward", host_ratio=ratio, result_copy=True
+    )
+    return _stock(workload, "superoffload", options, iterations)
+
+
+def no_offload(workload: Workload, iterations: int = 3) -> Schedule:
+    """Plain ZeRO-3: all optimizer state in device memory."""
+    loop = DeviceLoop(workload)
+    loop.run(iterations)
+    return loop.schedule(iterations)
+
+
+def ebbtide(
+    workload: Workload,
+    iterations: int = 3,
+    plan: Plan | None = None,
+    fused: bool = True,
+    overlap_forward: bool | None = None,
+    device_share: float | None = None,
+    resident_share: float | None = None,
+    staging_slots: int | None = None,
+    prefetch: int | None = None,
+    threads: int | None = None,
+    split_master: bool | None = None,
+) -> Schedule:
+    """The runtime under a plan; each option overrides the plan's, so features can be switched.
+
+    Without a plan and without shares, all subgroups are updated on the host. ``device_share``
+    and ``resident_share`` of the subgroups, evenly spread, are ``device`` and ``resident``;
+    ``fused=False`` puts stock's separate host passes in the place of the fused kernel.
+    """
+    if plan is None or device_share is not None or resident_share is not None:
+        plan = shared_plan(workload, device_share or 0.0, resident_share or 0.0, plan)
+    changes: dict[str, Any] = {
+        "overlap_forward": overlap_forward, "staging_slots": staging_slots, "prefetch": prefetch,
+        "threads": threads, "split_master": split_master,
+    }  # fmt: skip
+    changes = {key: value for key, value in changes.items() if value is not None}
+    if changes:
+        plan = Plan.model_validate({**plan.model_dump(), **changes})
+    return build_schedule(workload, plan, iterations, fused=fused)
+
+
+def shared_plan(
+    workload: Workload, device_share: float, resident_share: float = 0.0, base: Plan | None = None
+) -> Plan:
+    """A plan with these shares of the subgroups on the device, evenly spread.
+
+    Residents come first in forward order, so that the next forward can start at once.
+
+    Raises:
+        ValueError: a share is outside [0, 1], or both together exceed 1.
+    """
+    if not (0 <= device_share <= 1 and 0 <= resident_share <= 1):
+        raise ValueError(
+            "device_share and resident_share must lie in [0, 1], but got "
+            f"{device_share} and {resident_share}"
+        )
+    if device_share + resident_share > 1 + 1e-9:
+        raise ValueError(
+            "device_share + resident_share must be at most 1, but got "
+            f"{device_share} + {resident_share}"
+        )
+    count = len(workload.subgroups)
+    residents = round(resident_share * count)
+    visits = min(round(device_share * count), count - residents)
+    placements: list[Placement] = ["resident"] * residents
+    placements += spread(visits, count - residents)
+    fields = base.model_dump() if base is not None else {"subgroup_size": max(workload.subgroups)}
+    return Plan.model_validate({**fields, "placement": Plan.runs(placements)})
+
+
+def spread(visits: int, count: int) -> list[Placement]:
+    """``visits`` of ``count`` subgroups on the device, evenly among those on the host."""
+    return ["device" if (i + 1) * visits // count > i * visits // count else "host"
+            for i in range(count)]  # fmt: skip
+
+
+STRATEGIES: Mapping[str, Callable[..., Schedule]] = {
+    builder.__name__: builder
+    for builder in (
+        zero3_offload,
+        zero3_offload_async,
+        twin_flow,
+        deep_optimizer_states,
+        superoffload,
+        no_offload,
+        ebbtide,
+    )
+}

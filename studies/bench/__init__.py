@@ -1,0 +1,1 @@
+"""What several studies share: trials, clocks, records, comparisons of bits."""

@@ -1,0 +1,291 @@
+"""Trains on the emulated device at given rates, so that a plan's execution can be timed anywhere.
+
+Copies, updates, gradients and DeepSpeed are real; how long each copy, update and layer takes is
+given: the rest of its time is slept. No figure from here is a GPU figure.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from runtime.devices.base import EmulatedDevice, EmulatedRates
+from simulator import Layer, Machine, Plan, Quantity, Workload
+from simulator.timeline import Timeline
+from simulator.workload import STATE_BYTES_PER_PARAM
+
+WARMUP = 2  # steps: DeepSpeed traces the first one; after a switch the slots fill in one
+RATES = (
+    "host_adam_params_per_s", "device_adam_params_per_s", "h2d_bytes_per_s", "d2h_bytes_per_s",
+)  # fmt: skip
+ROWS = 4  # samples per batch: the real compute stays small beside the given times
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is given: the model's size, how long its layers take, and the machine's rates.
+
+    The defaults are balanced: all state on the host, or all of it visiting the device, takes
+    longer than forward, and the best split about as long as forward.
+
+    Attributes:
+        forward_s, backward_s: of one layer.
+        memory_share: device memory beyond parameters and gradients, over the size of all state.
+    """
+
+    layers: int = 16
+    hidden: int = 1024
+    forward_s: float = 0.05
+    backward_s: float = 0.1
+    host_adam_params_per_s: float = 10e6
+    device_adam_params_per_s: float = 120e6
+    h2d_bytes_per_s: float = 130e6
+    d2h_bytes_per_s: float = 130e6
+    memory_share: float = 0.3
+    duplex_factor: float = 1.0
+
+    def scaled(self, factor: float) -> Setting:
+        """The same balance with a model of another size, in ``factor`` times the time."""
+        quicker = self.params / (Setting.layers * Setting.hidden**2) / factor
+        return replace(
+            self, forward_s=self.forward_s * factor, backward_s=self.backward_s * factor,
+            **{name: getattr(self, name) * quicker for name in RATES},
+        )  # fmt: skip
+
+    @property
+    def subgroup(self) -> int:
+        """Elements of each subgroup: one layer's weight."""
+        return self.hidden**2
+
+    @property
+    def params(self) -> int:
+        return self.layers * self.subgroup
+
+    @property
+    def given_s(self) -> tuple[float, float]:
+        """Forward and backward of all layers."""
+        return self.forward_s * self.layers, self.backward_s * self.layers
+
+    def machine(self) -> Machine:
+        """The rates as given: the link and the device are shared, DRAM and cores are ample."""
+        given = {
+            "h2d_bytes_per_s": self.h2d_bytes_per_s, "d2h_bytes_per_s": self.d2h_bytes_per_s,
+            "host_adam_params_per_s": self.host_adam_params_per_s,
+            "stock_host_adam_params_per_s": self.host_adam_params_per_s,
+            "device_adam_params_per_s": self.device_adam_params_per_s,
+            "duplex_factor": self.duplex_factor,
+            "dram_bytes_per_s": 1e13, "storage_write_bytes_per_s": 1e9,
+        }  # fmt: skip
+        always = 4 * self.params  # wire parameters and, at most, all gradients
+        spare = int(self.memory_share * STATE_BYTES_PER_PARAM * self.params)
+        return Machine(
+            name="emulated at given rates", device_kind="emulated", cpu_cores=1024,
+            host_memory_bytes=2**36,
+            device_memory_bytes=always + spare,
+            **{name: Quantity.exact(rate, "emulated", "given") for name, rate in given.items()},
+        )  # fmt: skip
+
+    def rates(self) -> EmulatedRates:
+        """The same, for the emulated device."""
+        return EmulatedRates(
+            self.h2d_bytes_per_s, self.d2h_bytes_per_s, self.device_adam_params_per_s,
+            self.host_adam_params_per_s, self.duplex_factor,
+        )  # fmt: skip
+
+    def workload(self, forward_s: float, backward_s: float) -> Workload:
+        """``forward_s``, ``backward_s``: of all layers, as measured without updates beside them."""
+        layer = Layer(
+            params=self.subgroup, forward_s=forward_s / self.layers,
+            backward_s=backward_s / self.layers,
+        )  # fmt: skip
+        return Workload(
+            name="sleeping layers", layers=(layer,) * self.layers,
+            subgroups=(self.subgroup,) * self.layers, subgroup_size=self.subgroup,
+            tokens_per_iteration=ROWS, device_base_bytes=2 * self.params,
+            provenance="emulated: layers of given duration, phases measured without updates",
+        )  # fmt: skip
+
+
+class _PacedLinear(torch.autograd.Function):
+    """A matrix product that takes a given time each way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: PacedLayer) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.layer = layer
+        with layer.compute(layer.forward_s):
+            return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        x, weight = ctx.saved_tensors
+        with ctx.layer.compute(ctx.layer.backward_s):
+            return grads[0] @ weight, grads[0].t() @ x, None
+
+
+class PacedLayer(nn.Module):
+    """A linear layer with a residual whose forward and backward take the device given times."""
+
+    def __init__(self, hidden: int, forward_s: float, backward_s: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(hidden, hidden) * (0.1 * hidden**-0.5))
+        self.forward_s, self.backward_s = forward_s, backward_s
+        self.compute: Callable[[float], AbstractContextManager[None]] = lambda _: nullcontext()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = _PacedLinear.apply(x, self.weight, self)  # type: ignore[no-untyped-call]
+        return x + torch.tanh(y)
+
+
+class PacedModel(nn.Module):
+    """``forward(inputs, targets)``, each (rows, hidden), returns the mean squared error."""
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            PacedLayer(setting.hidden, setting.forward_s, setting.backward_s)
+            for _ in range(setting.layers)
+        )
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = inputs
+        for block in self.blocks:
+            x = block(x)
+        return (x - targets).float().square().mean()
+
+
+def start(setting: Setting) -> Any:
+    """A DeepSpeed engine, always from the same weights; gradients are reduced layer by layer."""
+    import deepspeed
+
+    from studies.byte_gpt import ds_config
+
+    torch.manual_seed(0)
+    model = PacedModel(setting)
+    config = ds_config(ROWS, setting.subgroup, reduce_bucket_size=setting.subgroup)
+    return deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=config
+    )[0]  # fmt: skip
+
+
+def attach(engine: Any, setting: Setting, plan: Plan) -> None:
+    """Applies a plan on an emulated device that keeps to the setting's rates."""
+    import runtime
+
+    device = EmulatedDevice(setting.rates())
+    runtime.attach(engine, plan, device=device)
+    for block in engine.module.blocks:
+        block.compute = device.compute
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Medians over the steps after the warm-up.
+
+    Attributes:
+        iteration_s: between the ends of two backwards.
+    """
+
+    iteration_s: float
+    forward_s: float
+    backward_s: float
+    step_s: float
+    timeline: Timeline = field(repr=False)
+
+
+class Bench:
+    """One engine that trains under one plan after the other, switching between two steps."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.engine = start(setting)
+        self.steps = 0
+        self._attached = False
+
+    def measure(self, plan: Plan, steps: int, *, settle: bool = False) -> Measured:
+        """Trains ``steps`` steps under ``plan`` after the warm-up.
+
+        Args:
+            settle: each step's updates end before the next forward, so that the phases are those
+                of the training loop alone.
+        """
+        self._apply(plan)
+        marks = [self._step(settle) for _ in range(WARMUP + steps)]
+        ends = [mark[2] for mark in marks[WARMUP - 1 :]]
+        periods = [b - a for a, b in itertools.pairwise(ends)]
+        forward_s, backward_s, step_s = (
+            statistics.median(m[i + 1] - m[i] for m in marks[WARMUP:]) for i in range(3)
+        )
+        timeline = self.engine.optimizer.timeline()
+        return Measured(statistics.median(periods), forward_s, backward_s, step_s, timeline)
+
+    def _apply(self, plan: Plan) -> None:
+        from runtime.replan.switch import switch_plan
+
+        if self._attached:
+            switch_plan(self.engine, plan)
+        else:
+            attach(self.engine, self.setting, plan)
+            self._attached = True
+
+    def _step(self, settle: bool) -> tuple[float, float, float, float]:
+        """The borders of the phases of one step."""
+        inputs, targets = batch(self.setting, self.steps)
+        self.steps += 1
+        begun = time.perf_counter()
+        loss = self.engine(inputs, targets)
+        forward = time.perf_counter()
+        self.engine.backward(loss)
+        backward = time.perf_counter()
+        self.engine.step()
+        stepped = time.perf_counter()
+        if settle:
+            self.engine.optimizer.wait()
+        return begun, forward, backward, stepped
+
+    def workload(self, steps: int) -> Workload:
+        """The workload with phases as measured while no update runs beside them."""
+        plan = Plan(
+            subgroup_size=self.setting.subgroup,
+            placement=Plan.runs(["host"] * self.setting.layers),
+            overlap_forward=False,
+        )  # fmt: skip
+        found = self.measure(plan, steps, settle=True)
+        return self.setting.workload(found.forward_s, found.backward_s)
+
+    def close(self) -> dict[str, torch.Tensor]:
+        """Ends the engine; returns all that training has changed."""
+        from studies.bench.bits import state_of
+
+        self.engine.optimizer.wait()
+        state = state_of(self.engine)
+        self.engine.destroy()
+        return state
+
+
+def batch(setting: Setting, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets of step ``number``."""
+    generator = torch.Generator().manual_seed(number)
+    inputs, targets = torch.randn(2, ROWS, setting.hidden, generator=generator).bfloat16()
+    return inputs, targets
+
+
+def stock_state(setting: Setting, steps: int) -> dict[str, torch.Tensor]:
+    """What stock DeepSpeed makes of the same model in so many steps, without any pacing."""
+    from studies.bench.bits import state_of
+
+    engine = start(setting)
+    for number in range(steps):
+        engine.backward(engine(*batch(setting, number)))
+        engine.step()
+    state = state_of(engine)
+    engine.destroy()
+    return state

@@ -1,0 +1,171 @@
+"""One way to train, in a process of its own: times, memory, and a hash of everything trained.
+
+    python -m studies.bench.offload_trial --variant stock --size tiny --steps 5 --json row.json
+
+Variants: stock, twin_flow:RATIO, superoffload, zenflow, no_offload, torchao, ebbtide (with --plan,
+or all on the host). Two variants with the same hash have trained the same bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from simulator import Plan
+from studies.bench.phase_clock import PhaseClock, medians, timed_step
+from studies.bench.rank import become_only_rank
+from studies.bench.record import write_record
+from studies.byte_gpt import SIZES, Batches, ByteGPT, ds_config
+
+WARMUP = 3
+GIB = 2**30
+INEXACT = ("zenflow", "torchao")
+
+
+def main() -> None:
+    """Entry point of ``python -m studies.bench.offload_trial``."""
+    args = _arguments()
+    become_only_rank()
+    figures = trial(args)
+    write_record(args.json, "offload_trial", figures)
+    print({name: figures[name] for name in ("variant", "iteration_s", "loss", "hash")})
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--variant", default="stock")
+    parser.add_argument("--plan", type=Path, help="for ebbtide")
+    parser.add_argument("--size", default="tiny", choices=sorted(SIZES))
+    parser.add_argument("--steps", type=int, default=8, help="timed steps, after 3 of warm-up")
+    parser.add_argument("--micro-batch", type=int, default=1)
+    parser.add_argument("--subgroup", type=int, default=100_000_000)
+    parser.add_argument("--clipping", type=float, default=1.0)
+    parser.add_argument("--cap-gib", type=float, help="limit on GPU memory")
+    parser.add_argument("--workload", type=Path, help="profile the engine and write this instead")
+    parser.add_argument("--timeline", type=Path, help="ebbtide: write the measured trace")
+    return parser.parse_args()
+
+
+def trial(args: argparse.Namespace) -> dict[str, Any]:
+    """Trains and reports."""
+    cuda = torch.cuda.is_available()
+    if cuda and args.cap_gib:
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, args.cap_gib * GIB / total))
+    engine = _engine(args)
+    size = SIZES[args.size]
+    batches = Batches(args.micro_batch, size.sequence)
+    if args.workload:
+        return _profile(engine, batches, args)
+    clock = PhaseClock(cuda)
+    loss = torch.zeros(())
+    for number in range(WARMUP + args.steps):
+        loss = timed_step(engine, batches.at(number, engine.device), clock)
+    times = medians(clock.iterations(), WARMUP)
+    if hasattr(engine.optimizer, "wait"):
+        engine.optimizer.wait()
+    if args.timeline and hasattr(engine.optimizer, "timeline"):
+        engine.optimizer.timeline().to_perfetto(args.timeline)
+    tokens = args.micro_batch * size.sequence
+    figures = {
+        "variant": args.variant,
+        "exact": args.variant.split(":")[0] not in INEXACT,
+        "params": size.params,
+        **{f"{name}_s": value for name, value in times.items()},
+        "tokens_per_s": tokens / times["iteration"],
+        "loss": float(loss),
+        "hash": state_hash(engine.optimizer),
+        "device_peak_bytes": torch.cuda.max_memory_allocated() if cuda else None,
+        "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "steps": args.steps,
+    }
+    engine.destroy()
+    return figures
+
+
+def _engine(args: argparse.Namespace) -> Any:
+    import deepspeed
+
+    import runtime
+
+    name, _, setting = args.variant.partition(":")
+    if name == "torchao":
+        from studies.bench.torchao_offload import TorchaoEngine
+
+        return TorchaoEngine(ByteGPT(SIZES[args.size]), args.clipping)
+    offload: dict[str, Any] = {"device": "cpu", "pin_memory": True}
+    if name == "twin_flow":
+        offload["ratio"] = float(setting)
+    if name == "superoffload":
+        offload["super_offload"] = True
+    zero: dict[str, Any] = {} if name == "no_offload" else {"offload_optimizer": offload}
+    if name == "zenflow":
+        zero["zenflow"] = {"topk_ratio": 0.1, "update_interval": 4, "overlap_step": False}
+    config = ds_config(
+        args.micro_batch,
+        args.subgroup,
+        clipping=args.clipping,
+        offload=name != "no_offload",
+        **zero,
+    )
+    model = ByteGPT(SIZES[args.size])
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=config
+    )
+    if name == "ebbtide":
+        runtime.attach(engine, Plan.load(args.plan) if args.plan else host_plan(engine))
+    return engine
+
+
+def host_plan(engine: Any) -> Plan:
+    """Every subgroup updated on the host."""
+    count = len(engine.optimizer.fp16_partitioned_groups_flat)
+    return Plan(
+        subgroup_size=int(engine.optimizer.sub_group_size),
+        placement=Plan.runs(["host"] * count),
+        staging_slots=0,
+    )
+
+
+def _profile(engine: Any, batches: Batches, args: argparse.Namespace) -> dict[str, Any]:
+    from profiler import profile_engine
+    from studies.byte_gpt import train_step
+
+    numbers = iter(range(10**6))
+    workload = profile_engine(
+        engine, lambda live: train_step(live, batches.at(next(numbers), live.device)), args.steps
+    )
+    workload.save(args.workload)
+    engine.destroy()
+    return {"variant": "profile", "iteration_s": 0.0, "loss": 0.0, "hash": "",
+            "forward_s": workload.forward_s, "backward_s": workload.backward_s}  # fmt: skip
+
+
+def state_hash(optimizer: Any) -> str:
+    """xxh3-128 of all masters and moments, in DeepSpeed's order."""
+    digest = xxhash.xxh3_128()
+    for tensor in _state(optimizer):
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _state(optimizer: Any) -> Iterable[torch.Tensor]:
+    for master in optimizer.fp32_partitioned_groups_flat:
+        yield master
+        state = optimizer.optimizer.state.get(master, {})
+        for key in ("exp_avg", "exp_avg_sq"):
+            if key in state:
+                yield state[key]
+
+
+if __name__ == "__main__":
+    main()

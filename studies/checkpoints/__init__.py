@@ -1,0 +1,1 @@
+"""The training runs behind the checkpoint studies."""

@@ -1,0 +1,195 @@
+"""Training that checkpoints under a plan and is killed: real processes, forked from a warm parent.
+
+Forked, since importing DeepSpeed takes longer than the failures lie apart.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import simulator
+from simulator import CheckpointPlan, Machine, Plan
+from studies.bench.rank import free_port, remove_shared_buffers
+
+ENDLESS = 10**9
+LIMIT_S = 180.0
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is trained; a name of `studies.byte_gpt.SIZES`."""
+
+    model: str = "40m"
+    sequence: int = 32
+    subgroup_size: int = 5_000_000
+
+    def engine(self, plan: Plan) -> Any:
+        """An engine of ebbtide's runtime under the plan."""
+        import torch
+
+        import runtime
+        from studies.byte_gpt import SIZES, ByteGPT, ds_config
+
+        torch.set_num_threads(1)
+        model = ByteGPT(SIZES[self.model].with_sequence(self.sequence))
+        return runtime.initialize(model=model, config=ds_config(1, self.subgroup_size), plan=plan)[
+            0
+        ]
+
+    def stock_engine(self) -> Any:
+        import deepspeed
+        import torch
+
+        from studies.byte_gpt import SIZES, ByteGPT, ds_config
+
+        torch.set_num_threads(1)
+        model = ByteGPT(SIZES[self.model].with_sequence(self.sequence))
+        return deepspeed.initialize(model=model, config=ds_config(1, self.subgroup_size))[0]
+
+    def step(self, engine: Any, number: int) -> None:
+        from studies.byte_gpt import Batches, train_step
+
+        train_step(engine, Batches(1, self.sequence).at(number))
+
+
+def warm_up() -> None:
+    """Imports what every fork needs; starts no thread."""
+    from studies.byte_gpt import python_sources
+    from studies.checkpoints.run import warm_up as warm
+
+    warm()
+    from runtime.kernels import host
+
+    host.load()
+    python_sources()
+
+
+class Child:
+    """A forked rank; its output goes to ``log``."""
+
+    def __init__(self, work: Callable[[], None], log: Path) -> None:
+        self.log, self.port = log, free_port()
+        sys.stdout.flush()
+        self.pid = os.fork()
+        if not self.pid:
+            self._become(work)
+
+    def _become(self, work: Callable[[], None]) -> None:
+        status = 1
+        try:
+            descriptor = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(descriptor, 1)
+            os.dup2(descriptor, 2)
+            os.environ.update(
+                RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_SIZE="1",
+                MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self.port),
+            )  # fmt: skip
+            work()
+            status = 0
+        except BaseException:  # noqa: BLE001 - the log has it, the parent sees the status
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+
+    def wait(self) -> None:
+        """Until it has ended by itself.
+
+        Raises:
+            RuntimeError: it failed, or did not end in time.
+        """
+        end = time.monotonic() + LIMIT_S
+        while True:
+            done, status = os.waitpid(self.pid, os.WNOHANG)
+            if done:
+                break
+            if time.monotonic() > end:
+                self.kill()
+                raise RuntimeError(f"a run must end within {LIMIT_S:g} s: {self._told()}")
+            time.sleep(0.02)
+        remove_shared_buffers(self.port)
+        if status:
+            raise RuntimeError(f"a run that nobody killed ended with {status}: {self._told()}")
+
+    def kill(self) -> None:
+        """SIGKILL.
+
+        Raises:
+            RuntimeError: it was dead already, so that the kill did not fire.
+        """
+        done, status = os.waitpid(self.pid, os.WNOHANG)
+        if done:
+            raise RuntimeError(f"the run was dead before its kill ({status}): {self._told()}")
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        remove_shared_buffers(self.port)
+
+    def _told(self) -> str:
+        return self.log.read_text()[-2000:] if self.log.exists() else "(no output)"
+
+
+def profile(training: Training, folder: Path, seconds: float) -> None:
+    """Writes machine.json and workload.json; for a child."""
+    from profiler import measure_machine, profile_engine
+    from studies.checkpoints.writers import Workload, raw_write_bytes_per_s
+
+    machine = measure_machine(folder, seconds=seconds, fresh=True, elements=8_000_000)
+    # A disk that takes a small file into some cache takes a whole checkpoint more slowly.
+    size = Workload(training.model, training.sequence, 0)
+    rate = median(raw_write_bytes_per_s(folder, size) for _ in range(3))
+    machine.with_rates(storage_write_bytes_per_s=rate).save(folder / "machine.json")
+    engine = training.stock_engine()
+    steps = iter(range(ENDLESS))
+    work = profile_engine(engine, lambda e: training.step(e, next(steps)), 5)
+    work.save(folder / "workload.json")
+
+
+def read_profile(folder: Path) -> tuple[Machine, simulator.Workload]:
+    return Machine.load(folder / "machine.json"), simulator.Workload.load(folder / "workload.json")
+
+
+def under(plan: Plan, steps: int, folder: Path) -> Plan:
+    """The plan with a checkpoint every so many steps into a folder; 0: none."""
+    saving = plan.checkpoint.model_copy(
+        update={"interval_steps": steps, "dir": str(folder), "keep": 2}
+    )
+    return plan.model_copy(
+        update={"checkpoint": CheckpointPlan.model_validate(saving.model_dump())}
+    )
+
+
+def train(training: Training, plan: Plan, notes: Path, last: int = ENDLESS) -> None:
+    """Resumes from the newest checkpoint if there is one; notes each step and its time."""
+    begin = time.monotonic()
+    folder = Path(plan.checkpoint.dir or "")
+    engine = training.engine(plan)
+    if folder.is_dir():
+        engine.load_checkpoint(str(folder))
+    with notes.open("a", buffering=1) as out:
+        out.write(f"start {engine.global_steps} {time.monotonic() - begin}\n")
+        while engine.global_steps < last:
+            step_begin = time.monotonic()
+            training.step(engine, engine.global_steps)
+            out.write(f"step {engine.global_steps} {time.monotonic() - step_begin}\n")
+    report = getattr(engine.checkpoint_engine, "wait", lambda: None)()
+    if report is not None:
+        with notes.open("a") as out:
+            out.write(f"report {report.stall_s} {report.update_wait_s} {report.persist_s} "
+                      f"{report.copied_bytes}\n")  # fmt: skip
+    engine.destroy()
+
+
+def read_notes(notes: Path, kind: str) -> list[tuple[float, ...]]:
+    """The numbers behind each line of a kind; a line that a kill cut short is left out."""
+    lines = notes.read_text().split("\n")[:-1] if notes.exists() else []
+    return [tuple(float(x) for x in line.split()[1:]) for line in lines if line.startswith(kind)]

@@ -1,0 +1,315 @@
+"""One way to save each: DeepSpeed's writers, torch DCP, ebbtide; timed inside real training."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+WARM_STEPS = 3
+BLOCK_BYTES = 4 * 2**20
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A byte GPT of `studies.byte_gpt`, and how many steps are timed."""
+
+    model: str
+    sequence: int
+    steps: int
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        from studies.byte_gpt import SIZES
+
+        return 12 * SIZES[self.model].with_sequence(self.sequence).params
+
+
+class Writer(ABC):
+    """Saves and restores; ``waited_s``: what training waited for it outside of `save`."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.waited_s = 0.0
+
+    @classmethod
+    def config(cls) -> dict[str, Any]:
+        """What goes into DeepSpeed's config."""
+        return {}
+
+    @abstractmethod
+    def save(self, folder: Path, tag: str) -> None: ...
+
+    def wait(self) -> None:  # noqa: B027 - synchronous writers have nothing to wait for
+        """Until the last checkpoint is as durable as this writer makes it."""
+
+    def load(self, folder: Path, tag: str) -> None:
+        self.engine.load_checkpoint(str(folder), tag=tag)
+
+
+class Nothing(Writer):
+    def save(self, folder: Path, tag: str) -> None:
+        pass
+
+    def load(self, folder: Path, tag: str) -> None:
+        pass
+
+
+class TorchWriter(Writer):
+    """DeepSpeed's default: torch.save, synchronous, no fsync."""
+
+    def save(self, folder: Path, tag: str) -> None:
+        self.engine.save_checkpoint(str(folder), tag=tag)
+
+
+class FastPersist(TorchWriter):
+    """DeepSpeed's ``checkpoint.writer``."""
+
+    decoupled = False
+
+    @classmethod
+    def config(cls) -> dict[str, Any]:
+        writer = {"type": "fast", "decoupled": cls.decoupled, "data_parallel": "replica"}
+        return {"checkpoint": {"checkpoint_serialization": False, "writer": writer}}
+
+
+class DecoupledFastPersist(FastPersist):
+    """The same in a process of its own; training waits for the commit in a later step."""
+
+    decoupled = True
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        commit = engine._commit_decoupled_checkpoint
+
+        def timed() -> None:
+            begin = time.perf_counter()
+            commit()
+            self.waited_s += time.perf_counter() - begin
+
+        engine._commit_decoupled_checkpoint = timed
+
+    def wait(self) -> None:
+        self.engine._commit_decoupled_checkpoint()
+
+
+class DcpAsync(Writer):
+    """torch.distributed.checkpoint.async_save of the same optimizer state and the module."""
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        self._future: Any = None
+
+    def _state(self) -> dict[str, Any]:
+        optimizer = self.engine.optimizer
+        return {
+            "fp32": dict(enumerate(t.detach() for t in optimizer.fp32_partitioned_groups_flat)),
+            "state": {i: dict(s) for i, s in enumerate(optimizer.optimizer.state.values())},
+            "steps": self.engine.global_steps,
+        }
+
+    def save(self, folder: Path, tag: str) -> None:
+        from torch.distributed.checkpoint.state_dict_saver import async_save
+
+        self.wait()  # it takes one at a time
+        self._future = async_save(self._state(), checkpoint_id=str(folder / tag))
+
+    def wait(self) -> None:
+        if self._future is not None:
+            self._future.result()
+            self._future = None
+
+    def load(self, folder: Path, tag: str) -> None:
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        load(self._state(), checkpoint_id=str(folder / tag))
+
+
+class Ebbtide(TorchWriter):
+    """The lazy engine with DeepSpeed's own optimizer: waits for the disk are in ``waited_s``."""
+
+    def __init__(self, engine: Any) -> None:
+        from runtime.checkpoint import install
+        from simulator import CheckpointPlan
+
+        super().__init__(engine)
+        self.lazy = install(engine, CheckpointPlan())
+        before_update = self.lazy._live.before_update
+
+        def timed(subgroup: int) -> None:
+            begin = time.perf_counter()
+            before_update(subgroup)
+            self.waited_s += time.perf_counter() - begin
+
+        self.lazy._live.before_update = timed  # type: ignore[method-assign]
+
+    def wait(self) -> None:
+        self.lazy.wait()
+
+
+WRITERS: dict[str, type[Writer]] = {
+    "none": Nothing,
+    "torch": TorchWriter,
+    "fastpersist": FastPersist,
+    "fastpersist decoupled": DecoupledFastPersist,
+    "dcp async": DcpAsync,
+    "ebbtide": Ebbtide,
+}
+
+
+def run_writer(name: str, workload: Workload, folder: Path) -> dict[str, Any]:
+    """Trains and saves in this process; the figures of one writer. Times are medians."""
+    engine, batches = _engine(workload, WRITERS[name].config())
+    writer = WRITERS[name](engine)
+    folder.mkdir(parents=True, exist_ok=True)
+    session = _Session(engine, batches, writer, folder)
+    session.train(WARM_STEPS, every=0)
+    if name != "none":
+        session.train(2, every=1)  # first use: files, buffers, processes
+        writer.wait()
+    found = {
+        "every_1": session.train(workload.steps, every=1),
+        "every_10": session.train(max(10, workload.steps), every=10),
+        "write_bytes_per_s": None if name == "none" else _write_rate(session, folder),
+        "restore_s": _restore(writer, folder, session.last_tag) if name != "none" else 0.0,
+        "host_peak_bytes": _peak_bytes(),
+    }
+    if name == "ebbtide":
+        found["last"] = writer.lazy.last.__dict__  # type: ignore[attr-defined]
+    engine.destroy()
+    return found
+
+
+def _engine(workload: Workload, config: dict[str, Any]) -> tuple[Any, Any]:
+    import deepspeed
+
+    from studies.bench.deepspeed_ops import build_host_ops
+    from studies.bench.rank import become_only_rank
+    from studies.byte_gpt import SIZES, Batches, ByteGPT, ds_config
+
+    become_only_rank()
+    os.environ.update(CROSS_RANK="0", CROSS_SIZE="1", LOCAL_SIZE="1")  # FastPersist reads these
+    build_host_ops()
+    size = SIZES[workload.model].with_sequence(workload.sequence)
+    engine, *_ = deepspeed.initialize(
+        model=ByteGPT(size), config={**ds_config(1, 5_000_000), **config}
+    )
+    return engine, Batches(1, workload.sequence)
+
+
+class _Session:
+    """Training with a save after every so many steps."""
+
+    def __init__(self, engine: Any, batches: Any, writer: Writer, folder: Path) -> None:
+        self.engine, self.batches, self.writer, self.folder = engine, batches, writer, folder
+        self.step = 0
+        self.last_tag = ""
+
+    def train(self, steps: int, every: int) -> dict[str, Any]:
+        """Medians: stall per checkpoint (in the save and, later, for it), time per iteration."""
+        from studies.byte_gpt import train_step
+
+        stalls, iterations = list[float](), list[float]()
+        self.writer.waited_s, begin_all = 0.0, time.perf_counter()
+        for number in range(1, steps + 1):
+            begin, waited = time.perf_counter(), self.writer.waited_s
+            train_step(self.engine, self.batches.at(self.step))
+            self.step += 1
+            late = self.writer.waited_s - waited  # for the checkpoint of the step before
+            saved = self._save() if every and number % every == 0 else 0.0
+            stalls.append(late + saved)
+            iterations.append(time.perf_counter() - begin)
+        length_s = time.perf_counter() - begin_all
+        saves = max(1, steps // (every or 1))
+        self.writer.wait()
+        return {
+            "stall_s": median(stalls) if every == 1 else sum(stalls) / saves,
+            "stall_mean_s": sum(stalls) / saves,
+            "iteration_s": median(iterations) if every == 1 else length_s / steps,
+            "checkpoints": steps // every if every else 0,
+        }  # fmt: skip
+
+    def _save(self) -> float:
+        begin = time.perf_counter()
+        self.last_tag = f"step{self.step}"
+        self.writer.save(self.folder, self.last_tag)
+        stall = time.perf_counter() - begin
+        for old in self.folder.iterdir():  # all but the last two, as retention would
+            hidden = old.name.startswith(".")  # being written
+            if (
+                old.is_dir()
+                and not hidden
+                and old.name not in (self.last_tag, f"step{self.step - 1}")
+            ):
+                shutil.rmtree(old)
+        return stall
+
+
+def _write_rate(session: _Session, folder: Path) -> float:
+    """Bytes per second from the call until the writer says it is done, nothing else running."""
+    rates = []
+    for number in range(3):
+        begin = time.perf_counter()
+        session.writer.save(folder, f"rate{number}")
+        session.writer.wait()
+        length_s = time.perf_counter() - begin
+        files = [p for p in (folder / f"rate{number}").rglob("*") if p.is_file()]
+        rates.append(sum(p.stat().st_size for p in files) / length_s)
+        session.last_tag = f"rate{number}"
+    return median(rates)
+
+
+def _restore(writer: Writer, folder: Path, tag: str) -> float:
+    """From disk: the files' pages are dropped from the cache first."""
+    for path in (folder / tag).rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+    begin = time.perf_counter()
+    writer.load(folder, tag)
+    return time.perf_counter() - begin
+
+
+def _peak_bytes() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def raw_write_bytes_per_s(folder: Path, workload: Workload, threads: int = 2) -> float:
+    """What two threads that pwrite aligned blocks with O_DIRECT, and nothing else, reach."""
+    size = max(BLOCK_BYTES, workload.checkpoint_bytes // BLOCK_BYTES * BLOCK_BYTES)
+    path = folder / "raw"
+    buffers = [mmap.mmap(-1, BLOCK_BYTES) for _ in range(threads)]
+    for number, buffer in enumerate(buffers):
+        buffer.write(os.urandom(1 << 16) * (BLOCK_BYTES >> 16))
+        buffer.seek(number)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
+    try:
+        begin = time.perf_counter()
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(_stripe(descriptor, buffers, size), range(threads)))
+        os.fsync(descriptor)
+        return size / (time.perf_counter() - begin)
+    finally:
+        os.close(descriptor)
+        path.unlink()
+
+
+def _stripe(descriptor: int, buffers: list[mmap.mmap], size: int) -> Callable[[int], None]:
+    def write(number: int) -> None:
+        for offset in range(number * BLOCK_BYTES, size, len(buffers) * BLOCK_BYTES):
+            os.pwrite(descriptor, buffers[number], offset)
+
+    return write

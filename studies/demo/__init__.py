@@ -1,0 +1,1 @@
+"""The demo: measure, profile, plan, train, crash and resume on this machine."""

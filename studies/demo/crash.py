@@ -1,0 +1,106 @@
+"""The demo's crash: a training run killed with SIGKILL while a checkpoint is being written."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from simulator import CheckpointPlan, Plan
+from studies.bench.phase_process import PhaseProcess
+
+_POLL_S = 0.01
+
+
+class CrashError(RuntimeError):
+    """The run could not be killed where it should have been."""
+
+
+@dataclass(frozen=True)
+class Crash:
+    """What the kill hit.
+
+    Attributes:
+        committed: the checkpoint that was committed before, and still is.
+        written_bytes: what was on disk of the next one, at least.
+        checkpoint_bytes: what a whole one takes.
+    """
+
+    committed: str
+    written_bytes: int
+    checkpoint_bytes: int
+
+
+def checkpointed_plan(
+    plan: Plan, folder: Path, interval_steps: int, checkpoint_bytes: int, iteration_s: float
+) -> Plan:
+    """The plan with asynchronous checkpoints that take about half an interval to write.
+
+    The write rate is capped so that the kill finds a checkpoint half done, and so that storage
+    traffic is spread over several iterations as in a long run.
+    """
+    rate = checkpoint_bytes / (0.5 * interval_steps * iteration_s)
+    checkpoint = CheckpointPlan(
+        interval_steps=interval_steps, mode="lazy", busy="wait", dir=str(folder),
+        copy_budget_bytes=plan.checkpoint.copy_budget_bytes, write_bytes_per_s=rate,
+    )  # fmt: skip
+    return plan.model_copy(update={"checkpoint": checkpoint})
+
+
+def kill_in_the_middle(child: PhaseProcess, folder: Path) -> Crash:
+    """Kills ``child`` when its second checkpoint is partly on disk and not yet committed.
+
+    Looks at nothing but the folder: how much is in it, and what ``latest`` names.
+
+    Raises:
+        CrashError: the run ended before it was caught writing, or committed under our hands.
+    """
+    first, size = _wait_for_commit(child, folder)
+    for written in _growth(child, folder, size):
+        if committed(folder) != first:
+            first, size = committed(folder), disk_bytes(folder)
+        elif written > 0.2 * size:
+            child.kill()
+            break
+    else:
+        raise CrashError("the run ended before its second checkpoint was caught half written")
+    if committed(folder) != first:
+        raise CrashError(f"the checkpoint was committed just before the kill: {committed(folder)}")
+    return Crash(first, disk_bytes(folder) - size, size)
+
+
+def _wait_for_commit(child: PhaseProcess, folder: Path) -> tuple[str, int]:
+    running = True
+    while running:
+        running = child.running  # asked first: what it did before its end is then all visible
+        if committed(folder):
+            return committed(folder), disk_bytes(folder)
+        time.sleep(_POLL_S)
+    raise CrashError(f"the run ended without a committed checkpoint; see {child.log}")
+
+
+def _growth(child: PhaseProcess, folder: Path, size: int) -> Iterator[int]:
+    while child.running:
+        yield disk_bytes(folder) - size
+        time.sleep(_POLL_S)
+
+
+def committed(folder: Path) -> str:
+    """The tag that ``latest`` names; empty if there is none yet."""
+    latest = folder / "latest"
+    try:
+        return latest.read_text().strip()
+    except FileNotFoundError:
+        return ""
+
+
+def disk_bytes(folder: Path) -> int:
+    """Bytes that the folder's files really occupy: holes of a file in the making do not count."""
+    total = 0
+    for path in folder.rglob("*"):
+        try:
+            total += path.stat().st_blocks * 512
+        except FileNotFoundError:  # renamed while we looked
+            continue
+    return total

@@ -1,0 +1,175 @@
+"""The demo's three pictures: iteration timeline, memory curve, stock against plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from simulator import Machine, MemoryPoint, OpKind, Timeline, Workload
+from studies.bench.phase_clock import PHASES
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_PHASE_COLOURS = {
+    "forward": "#8fc7ea",
+    "backward": "#0072b2",
+    "step": "#d55e00",
+    "other": "#dddddd",
+}
+_WHITE_TEXT = {"backward", "step"}
+
+
+def machine_label(machine: Machine) -> str:
+    """What a picture says about where its figures come from."""
+    where = machine.device_name or machine.name
+    if machine.device_kind == "cuda":
+        return where
+    return f"CPU-only machine ({machine.cpu_cores} cores), no GPU figures"
+
+
+def draw_timelines(
+    predicted: Timeline, measured: Timeline, path: Path, label: str, iterations: int = 2
+) -> None:
+    """The last iterations predicted, above typical measured ones on the same time axis."""
+    import matplotlib.pyplot as plt
+
+    pair = [last_iterations(predicted, iterations), typical_iterations(measured, iterations)]
+    figure, axes = plt.subplots(2, 1, figsize=(13, 6), sharex=False, layout="constrained")
+    longest = max(timeline.makespan_s for timeline in pair)
+    scale = 1e3 if longest < 2 else 1.0
+    for ax, timeline in zip(axes, pair, strict=True):
+        timeline.plot(ax)
+        ax.set_xlim(0, longest * scale)
+        ax.set_xlabel("time (ms)" if longest < 2 else "time (s)")
+    figure.suptitle(f"{iterations} training iterations under the plan: {label}", fontsize=12)
+    _save(figure, path)
+
+
+def last_iterations(timeline: Timeline, count: int) -> Timeline:
+    """The last ``count`` iterations that a `step()` has ended, from second 0."""
+    return _cut(timeline, _ended(timeline)[-count:])
+
+
+def typical_iterations(timeline: Timeline, count: int) -> Timeline:
+    """Of all ``count`` successive iterations the ones of median length, from second 0."""
+    ended = _ended(timeline)
+    runs = [ended[i : i + count] for i in range(max(1, len(ended) - count + 1))]
+    cuts = sorted((_cut(timeline, run) for run in runs), key=lambda cut: cut.makespan_s)
+    return cuts[(len(cuts) - 1) // 2]
+
+
+def _ended(timeline: Timeline) -> list[int]:
+    return sorted({s.iteration for s in timeline.spans if s.kind == OpKind.STEP_END})
+
+
+def _cut(timeline: Timeline, iterations: list[int]) -> Timeline:
+    spans = [s for s in timeline.spans if s.iteration in iterations]
+    origin_s = min((s.start_s for s in spans), default=0.0)
+    moved = tuple(replace(s, start_s=s.start_s - origin_s, end_s=s.end_s - origin_s) for s in spans)
+    return replace(timeline, spans=moved, memory=())
+
+
+def draw_memory(workload: Workload, machine: Machine, path: Path) -> None:
+    """Memory over one profiled iteration, the phases shaded."""
+    import matplotlib.pyplot as plt
+
+    figure, ax = plt.subplots(figsize=(9, 4.2), layout="constrained")
+    curve = workload.memory_curve
+    times = [point.t_s * 1e3 for point in curve]
+    for start, end, phase in _stretches(curve):
+        ax.axvspan(start * 1e3, end * 1e3, color=_PHASE_COLOURS[phase], alpha=0.22, linewidth=0)
+        if end - start > 0.04 * (curve[-1].t_s - curve[0].t_s):
+            ax.text((start + end) * 500, 0.97, phase, ha="center", va="top", fontsize=9,
+                    transform=ax.get_xaxis_transform())  # fmt: skip
+    unified = machine.unified_memory
+    series = {"process" if unified else "device": [p.device_bytes for p in curve]}
+    if not unified or any(p.host_bytes != p.device_bytes for p in curve):
+        series["host"] = [p.host_bytes for p in curve]
+    for (name, values), colour in zip(series.items(), ["#222222", "#8e5ea2"], strict=False):
+        if any(values):
+            ax.plot(times, [v / 2**20 for v in values], color=colour, label=name, linewidth=1.6)
+    ax.set_xlabel("time in the iteration (ms)")
+    ax.set_ylabel("memory in use (MiB)")
+    ax.margins(x=0, y=0.25)
+    ax.legend(frameon=False, loc="lower right")
+    ax.set_title(f"memory under stock DeepSpeed: {machine_label(machine)}", loc="left", fontsize=11)
+    _save(figure, path)
+
+
+def _stretches(curve: Sequence[MemoryPoint]) -> list[tuple[float, float, str]]:
+    """Start, end and name of each phase in a row."""
+    result: list[tuple[float, float, str]] = []
+    for point, following in pairwise(curve):
+        if result and result[-1][2] == point.phase:
+            result[-1] = (result[-1][0], following.t_s, point.phase)
+        else:
+            result.append((point.t_s, following.t_s, point.phase))
+    return result
+
+
+def draw_comparison(
+    bars: Mapping[str, Mapping[str, float]], path: Path, label: str, verdict: str
+) -> None:
+    """Stacked phases, one bar per run or prediction.
+
+    Args:
+        bars: name to seconds of ``forward``, ``backward`` and ``step``.
+        verdict: what the bit comparison found.
+    """
+    import matplotlib.pyplot as plt
+
+    figure, ax = plt.subplots(figsize=(9, 0.8 * len(bars) + 1.9), layout="constrained")
+    totals = {name: sum(row[phase] for phase in PHASES) for name, row in bars.items()}
+    longest = max(totals.values())
+    for position, (name, row) in enumerate(bars.items()):
+        left = 0.0
+        for phase in PHASES:
+            _bar(
+                ax, position, left, row[phase], phase, longest, 0.5 if "predicted" in name else 1.0
+            )
+            left += row[phase] * 1e3
+        ax.text(left, position, f" {totals[name] * 1e3:.0f} ms", va="center", fontsize=10)
+    ax.set_yticks(range(len(bars)), list(bars))
+    ax.invert_yaxis()
+    ax.set_xlim(0, longest * 1e3 * 1.12)
+    ax.set_xlabel("median time of one iteration (ms)")
+    ax.legend(
+        handles=_phase_handles(), frameon=False, ncols=3, loc="lower right",
+        bbox_to_anchor=(1, 1), fontsize=9,
+    )  # fmt: skip
+    ax.set_title(f"{verdict}\n{label}", loc="left", fontsize=10)
+    for side in ("top", "right", "left"):
+        ax.spines[side].set_visible(False)
+    ax.tick_params(axis="y", length=0)
+    _save(figure, path)
+
+
+def _bar(
+    ax: Axes, row: int, left: float, seconds: float, phase: str, longest: float, opacity: float
+) -> None:
+    ax.barh(
+        row, seconds * 1e3, left=left, height=0.66, color=_PHASE_COLOURS[phase], alpha=opacity
+    )  # fmt: skip
+    if seconds > 0.06 * longest:
+        white = phase in _WHITE_TEXT and opacity == 1.0
+        ax.text(
+            left + seconds * 500, row, f"{seconds * 1e3:.0f}", ha="center", va="center",
+            fontsize=9, color="white" if white else "black",
+        )  # fmt: skip
+
+
+def _phase_handles() -> list[Any]:
+    from matplotlib.patches import Patch
+
+    return [Patch(facecolor=_PHASE_COLOURS[phase], label=phase) for phase in PHASES]
+
+
+def _save(figure: Any, path: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    figure.savefig(path, dpi=140)
+    plt.close(figure)

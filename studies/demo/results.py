@@ -1,0 +1,81 @@
+"""What the demo's training runs left, read back and compared."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from simulator import Plan, Prediction
+from studies.bench.bits import differences
+from studies.bench.phase_clock import PHASES, medians
+from studies.demo.train import WARMUP_STEPS
+
+STOCK_NAMES = ("zero3_offload", "stock")  # of the simulator's strategy, in a plan's alternatives
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run's results, without its tensors.
+
+    Attributes:
+        first_step: 0, or where a resumed run went on.
+        losses: of steps ``first_step`` and on; exact, JSON keeps a float's every bit.
+        phases: seconds of each phase, per step.
+    """
+
+    name: str
+    first_step: int
+    losses: tuple[float, ...]
+    phases: tuple[dict[str, float], ...]
+    tensors: int
+
+    @classmethod
+    def load(cls, folder: Path, name: str) -> Run:
+        facts = json.loads((folder / "runs" / f"{name}.json").read_text())
+        return cls(
+            name, facts["first_step"], tuple(facts["losses"]), tuple(facts["phases"]),
+            facts["tensors"],
+        )  # fmt: skip
+
+
+def same_bits(folder: Path, ours: str, theirs: str) -> tuple[str, ...]:
+    """Names of the parameters and moments that differ between two runs; empty if none."""
+    return differences(_tensors(folder, ours), _tensors(folder, theirs))
+
+
+def _tensors(folder: Path, name: str) -> dict[str, torch.Tensor]:
+    path = folder / "runs" / f"{name}.pt"
+    loaded: dict[str, torch.Tensor] = torch.load(path, weights_only=True, mmap=True)
+    return loaded
+
+
+def same_losses(whole: Run, part: Run) -> bool:
+    """Whether the second run's losses are the first one's, from its first step to the end."""
+    return whole.losses[part.first_step - whole.first_step :] == part.losses
+
+
+def pooled(folder: Path, side: str, rounds: int) -> dict[str, float]:
+    """Median seconds per phase over the warm steps of all rounds of one side."""
+    rows = [
+        row
+        for number in range(rounds)
+        for row in Run.load(folder, f"{side}{number}").phases[WARMUP_STEPS:]
+    ]
+    return medians(rows)
+
+
+def predicted_phases(plan: Plan, side: str) -> dict[str, dict[str, float]]:
+    """``{"plan, predicted": phases}``; for stock from the plan's alternatives, {} if not there."""
+    if side == "plan":
+        chosen = plan.prediction
+    else:
+        chosen = next((p for p in plan.alternatives if p.strategy in STOCK_NAMES), None)
+    return {f"{side}, predicted": _phases(chosen)} if chosen else {}
+
+
+def _phases(prediction: Prediction) -> dict[str, float]:
+    row = {name: float(getattr(prediction, f"{name}_s")) for name in PHASES}
+    return {**row, "iteration": prediction.iteration_s}

@@ -1,0 +1,1 @@
+"""Published runs: their testbeds, and models of them."""
