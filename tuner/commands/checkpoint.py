@@ -1,0 +1,107 @@
+"""``tune checkpoint``: lists, verifies and prunes checkpoint folders."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tuner.commands.options import JSON, guarded
+from tuner.inputs import BadInputError
+
+
+@click.group(epilog="Example: tune checkpoint list checkpoints/")
+def checkpoint() -> None:
+    """Lists, verifies and prunes checkpoint folders."""
+
+
+FOLDERS = click.argument("folders", metavar="FOLDER...", nargs=-1, required=True)
+
+
+@checkpoint.command("list", epilog="Example: tune checkpoint list checkpoints/")
+@FOLDERS
+@JSON
+@guarded
+def list_(folders: tuple[str, ...], as_json: bool) -> None:
+    """The committed checkpoints of a folder, newest first; give every tier's folder to see all."""
+    from runtime.checkpoint.inspect import list_checkpoints
+
+    rows = [
+        {**tier, **_row(item)}
+        for root, tier in _tiers(folders)
+        for item in list_checkpoints(root)
+    ]  # fmt: skip
+    _print_rows(rows, as_json)
+
+
+@checkpoint.command(epilog="Example: tune checkpoint verify checkpoints/ --tag global_step100")
+@FOLDERS
+@click.option("--tag", help="One checkpoint; without it, all of them.")
+@JSON
+@guarded
+def verify(folders: tuple[str, ...], tag: str | None, as_json: bool) -> None:
+    """Reads every byte and compares it with the manifest; exit code 2 if something is damaged."""
+    from runtime.checkpoint.inspect import list_checkpoints
+    from runtime.checkpoint.inspect import verify as check
+
+    rows = []
+    tiers = _tiers(folders)
+    if tag and len(tiers) > 1:  # one tier may not have it yet, or not any more
+        tiers = [(root, tier) for root, tier in tiers if (root / tag).is_dir()] or tiers[:1]
+    for root, tier in tiers:
+        tags = [tag] if tag else [str(item.tag) for item in list_checkpoints(root)]
+        for name in tags:
+            told = "; ".join(str(problem) for problem in check(root, name))
+            rows.append({**tier, "tag": name, "state": f"damaged: {told}" if told else "whole"})
+    _print_rows(rows, as_json)
+    if any(row["state"] != "whole" for row in rows):
+        sys.exit(2)
+
+
+@checkpoint.command(epilog="Example: tune checkpoint prune checkpoints/ --keep 3")
+@FOLDERS
+@click.option("--keep", required=True, type=click.IntRange(min=1), help="Newest ones to leave.")
+@JSON
+@guarded
+def prune(folders: tuple[str, ...], keep: int, as_json: bool) -> None:
+    """Deletes all but the newest committed checkpoints, in each folder that is given."""
+    from runtime.checkpoint.inspect import prune as delete
+
+    rows = [
+        {**tier, "removed": str(item)}
+        for root, tier in _tiers(folders)
+        for item in delete(root, keep)
+    ]  # fmt: skip
+    _print_rows(rows, as_json)
+
+
+def _tiers(folders: tuple[str, ...]) -> list[tuple[Path, dict[str, str]]]:
+    """Each folder with the column that tells it from the others; all are checked first."""
+    roots = [_folder(path) for path in folders]
+    return [(root, {"folder": str(root)} if len(roots) > 1 else {}) for root in roots]
+
+
+def _folder(path: str) -> Path:
+    folder = Path(path)
+    if not folder.is_dir():
+        raise BadInputError(f"FOLDER must be a folder of checkpoints, but got {path}")
+    return folder
+
+
+def _row(item: Any) -> dict[str, Any]:
+    from dataclasses import asdict, is_dataclass
+
+    fields = asdict(item) if is_dataclass(item) and not isinstance(item, type) else vars(item)
+    return {name: value if isinstance(value, (int, float)) else str(value)
+            for name, value in fields.items()}  # fmt: skip
+
+
+def _print_rows(rows: list[dict[str, Any]], as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+        return
+    for row in rows:
+        click.echo("  ".join(f"{name}={value}" for name, value in row.items()))

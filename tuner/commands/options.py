@@ -1,0 +1,45 @@
+"""What several commands have in common: kinds of values, ``--json``, how errors end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
+
+import click
+
+from tuner.inputs import BadInputError
+from tuner.quantities import duration_s, rate_bytes_per_s, share, size_bytes
+
+T = TypeVar("T")
+JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for other programs.")
+
+
+class Text(click.ParamType):  # type: ignore[type-arg]
+    """A flag whose text is parsed by a function that raises ValueError."""
+
+    def __init__(self, name: str, parse: Callable[[str], float]) -> None:
+        self.name, self._parse = name, parse
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        try:
+            return self._parse(value) if isinstance(value, str) else value
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+SIZE, DURATION = Text("size", size_bytes), Text("duration", duration_s)
+RATE, SHARE = Text("rate", rate_bytes_per_s), Text("share", share)
+
+
+def guarded(command: Callable[..., T]) -> Callable[..., T]:
+    """Bad input ends with one line, never with a traceback."""
+
+    @wraps(command)
+    def wrapper(*args: Any, **kwargs: Any) -> T:
+        try:
+            return command(*args, **kwargs)
+        except (ValueError, OSError, RuntimeError) as error:
+            raise BadInputError(str(error)) from None
+
+    return wrapper

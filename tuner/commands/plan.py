@@ -1,0 +1,112 @@
+"""``tune plan``: searches the best plan for a workload on a machine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tuner.commands.options import DURATION, JSON, RATE, SHARE, SIZE, guarded
+from tuner.inputs import (
+    MACHINE,
+    BadInputError,
+    read_machine,
+    read_workload,
+    workload_options,
+    written,
+)
+
+if TYPE_CHECKING:
+    from simulator.workload import Workload
+
+
+@click.command(
+    epilog="Example: tune plan --machine machine.json --workload workload.json --mtbf 4h; "
+    "tune plan --machine h200 --model config.json --ds-config ds.json --gpu-memory 40GiB"
+)
+@MACHINE
+@workload_options
+@click.option("-o", "--output", default="plan.json", show_default=True, help="Where it goes.")
+@click.option("--gpu-memory", type=SIZE, help="Device memory per rank, e.g. 24GiB.")
+@click.option("--host-memory", type=SIZE, help="Host memory per rank, e.g. 100GiB.")
+@click.option(
+    "--memory-margin",
+    type=SHARE,
+    help="Of both, what stays free, e.g. 5%; without it, from the spread of the profiled peaks.",
+)
+@click.option(
+    "--subgroup-size",
+    help="keep the workload's (default), auto to search the best one (default with --model), or a "
+    "number of elements.",
+)
+@click.option("--robust", is_flag=True, help="Minimise the 90th percentile, not the median.")
+@click.option("--mtbf", type=DURATION, help="Mean time between failures, e.g. 4h.")
+@click.option("--restart", type=DURATION, default="60s", show_default=True)
+@click.option("--checkpoint-dir", help="Where the planned checkpoints go.")
+@click.option("--storage", type=RATE, help="What it takes from this node, e.g. 2GB/s.")
+@click.option("--study-storage", help="optuna storage, e.g. sqlite:///study.db.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--why", is_flag=True, help="Also what more memory or bandwidth would bring.")
+@JSON
+@guarded
+def plan(
+    machine: str,
+    output: str,
+    gpu_memory: int | None,
+    host_memory: int | None,
+    memory_margin: float | None,
+    subgroup_size: str | None,
+    robust: bool,
+    mtbf: float | None,
+    restart: float,
+    checkpoint_dir: str | None,
+    storage: float | None,
+    study_storage: str | None,
+    seed: int,
+    why: bool,
+    as_json: bool,
+    **source: Any,
+) -> None:
+    """Searches the best plan and says why it is the best."""
+    from tuner.planning import plan as search
+    from tuner.report import show_plan, wide_console
+
+    have = read_machine(machine)
+    if storage is not None:
+        have = have.with_rates(storage_write_bytes_per_s=storage)
+    automatic = "auto" if source["model"] else "keep"
+    work, sizes = _recut(read_workload(have, **source), subgroup_size or automatic)
+    options: dict[str, Any] = {
+        "device_memory_bytes": gpu_memory, "host_memory_bytes": host_memory, "seed": seed,
+        "robust": robust, "subgroup_sizes": sizes, "memory_margin": memory_margin,
+    }  # fmt: skip
+    found = search(
+        work, have, mtbf_s=mtbf, restart_s=restart, checkpoint_dir=checkpoint_dir,
+        study_storage=study_storage, **options,
+    )  # fmt: skip
+    if why:
+        from tuner.shadow import shadow_prices
+
+        extra = tuple(shadow_prices(work, have, found, options))
+        found = found.model_copy(update={"reasons": (*found.reasons, *extra)})
+    with written("--output", output):
+        found.save(output)
+    if as_json:
+        click.echo(found.model_dump_json(indent=2))
+        return
+    console = wide_console()
+    show_plan(found, console)
+    console.print(f"written to {output}")
+
+
+def _recut(work: Workload, given: str) -> tuple[Workload, tuple[int, ...] | None]:
+    """The workload to plan for, and the subgroup sizes that the search may choose from."""
+    from tuner.subgroup_size import SIZES
+
+    if given in ("keep", "auto"):
+        return work, SIZES if given == "auto" else None
+    if not given.isdecimal() or not int(given):
+        raise BadInputError(
+            f"--subgroup-size must be keep, auto or a number of elements > 0, but got {given}"
+        )
+    return work.recut(int(given)), None

@@ -1,0 +1,84 @@
+"""``tune profile``: what a machine can do, and what a training script asks of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from tuner.commands.options import JSON, guarded
+from tuner.inputs import BadInputError
+
+
+@click.command(
+    epilog="Example: tune profile -o machine.json --storage-dir /checkpoints; "
+    "tune profile --train-script train.py --launcher deepspeed --ranks 4 -- --epochs 1",
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+)
+@click.option("-o", "--output", help="Where it goes: machine.json, with a script workload.json.")
+@click.option("--storage-dir", help="The folder that checkpoints will go to.")
+@click.option("--seconds", default=30.0, show_default=True, help="Time to spend, at most 60.")
+@click.option("--fresh", is_flag=True, help="Measure although the result is cached.")
+@click.option(
+    "--ranks",
+    default=1,
+    show_default=True,
+    help="Also measure with so many ranks at once; with a script, ranks to start.",
+)
+@click.option("--train-script", help="Take the workload from this script; its arguments follow.")
+@click.option(
+    "--launcher",
+    type=click.Choice(["none", "torchrun", "deepspeed"]),
+    default="torchrun",
+    show_default=True,
+    help="What starts the script.",
+)
+@click.option("--iterations", default=3, show_default=True, help="Optimizer steps of the script.")
+@click.option("--continue", "go_on", is_flag=True, help="Let the script run to its end.")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@JSON
+@guarded
+def profile(
+    output: str | None,
+    train_script: str | None,
+    arguments: tuple[str, ...],
+    ranks: int,
+    launcher: Any,
+    iterations: int,
+    go_on: bool,
+    storage_dir: str | None,
+    seconds: float,
+    fresh: bool,
+    as_json: bool,
+) -> None:
+    """Measures this machine; with --train-script, what a training script asks of it."""
+    from tuner.profiling import machine_profile, script_profile
+
+    if train_script is not None:
+        script_profile(
+            output or "workload.json", train_script, arguments, launcher=launcher, ranks=ranks,
+            iterations=iterations, go_on=go_on, as_json=as_json,
+        )  # fmt: skip
+        return
+    if arguments or go_on:
+        raise BadInputError(
+            "--train-script SCRIPT must be given before the script's arguments and for --continue, "
+            f"but got only {' '.join(arguments) or '--continue'}"
+        )
+    machine_profile(output or "machine.json", storage_dir, seconds, ranks, fresh, as_json)
+
+
+@click.command(
+    "profile-script",
+    hidden=True,  # of old; `tune profile --train-script --launcher none` does the same
+    context_settings={"ignore_unknown_options": True},
+)
+@click.option("-o", "--output", default="workload.json", show_default=True)
+@click.option("--iterations", default=5, show_default=True, help="Optimizer steps to profile.")
+@click.argument("script", nargs=-1, type=click.UNPROCESSED, required=True)
+@guarded
+def profile_script(output: str, iterations: int, script: tuple[str, ...]) -> None:
+    """Runs a training script until its first steps are profiled; the script stays unchanged."""
+    from tuner.profiling import script_profile
+
+    script_profile(output, script[0], script[1:], launcher="none", iterations=iterations)

@@ -1,0 +1,23 @@
+"""``tune show``: a plan as a page."""
+
+from __future__ import annotations
+
+import click
+
+from tuner.commands.options import JSON, guarded
+from tuner.inputs import read_plan
+
+
+@click.command(epilog="Example: tune show plan.json")
+@click.argument("plan_file", metavar="PLAN")
+@JSON
+@guarded
+def show(plan_file: str, as_json: bool) -> None:
+    """Shows a plan: placement, prediction, what it beat, and why."""
+    from tuner.report import show_plan, wide_console
+
+    found = read_plan(plan_file)
+    if as_json:
+        click.echo(found.model_dump_json(indent=2))
+    else:
+        show_plan(found, wide_console())

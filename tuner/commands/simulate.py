@@ -1,0 +1,72 @@
+"""``tune simulate``: predicts one iteration."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from tuner.commands.options import JSON, guarded
+from tuner.inputs import (
+    MACHINE,
+    BadInputError,
+    read_machine,
+    read_plan,
+    read_workload,
+    workload_options,
+    written,
+)
+
+
+@click.command(
+    epilog="Example: tune simulate --machine m.json --workload w.json --strategy twin_flow"
+)
+@MACHINE
+@workload_options
+@click.option("--plan", "plan_file", help="A plan; without one, --strategy.")
+@click.option("--strategy", help="By name; zero3_offload if neither is given.")
+@click.option("--trace", help="Write a trace for ui.perfetto.dev.")
+@click.option("--plot", help="Draw the timeline as PNG.")
+@JSON
+@guarded
+def simulate(
+    machine: str,
+    plan_file: str | None,
+    strategy: str | None,
+    trace: str | None,
+    plot: str | None,
+    as_json: bool,
+    **source: Any,
+) -> None:
+    """Predicts one iteration under a plan or a named strategy."""
+    from simulator.engines.reference import simulate as run
+    from simulator.schedules.strategies import build_strategy
+
+    if plan_file is not None and strategy is not None:
+        raise BadInputError(
+            f"only one of --plan and --strategy may be given, but got {plan_file} and {strategy}"
+        )
+    have = read_machine(machine)
+    work = read_workload(have, **source)
+    if plan_file is not None:
+        schedule = build_strategy("ebbtide", work, plan=read_plan(plan_file))
+    else:
+        schedule = build_strategy(strategy or "zero3_offload", work)
+    timeline = run(schedule, have)
+    if trace:
+        with written("--trace", trace):
+            timeline.to_perfetto(trace)
+    if plot:
+        with written("--plot", plot):
+            timeline.plot().figure.savefig(plot, dpi=130, bbox_inches="tight")  # type: ignore[union-attr]
+    figures = {
+        "strategy": timeline.strategy, "iteration_s": timeline.iteration_s, **timeline.phases(),
+        "device_peak_bytes": timeline.device_peak_bytes,
+        "host_peak_bytes": timeline.host_peak_bytes,
+    }  # fmt: skip
+    if as_json:
+        click.echo(json.dumps(figures, indent=2))
+        return
+    for name, value in figures.items():
+        click.echo(f"{name:18} {value}")
