@@ -1,10 +1,13 @@
 #!/usr/bin/env sh
-# Makes or repairs .venv: `make setup` calls this. Safe to run again after it was interrupted.
+# Makes or repairs .venv. Safe to run again after it was interrupted.
+#   sh scripts/setup_venv.sh        what the demo and a training run need (`make demo`)
+#   sh scripts/setup_venv.sh dev    the tools of the tests besides (`make setup`, `make test`)
 #   PYTHON  the interpreter to build on (default: the first of python3, python3.13, 3.12, 3.11
 #           that is new enough)
 set -eu
 cd "$(dirname "$0")/.."
 venv=.venv
+extra=${1:-}
 
 fail() {
     echo "setup: $*" >&2
@@ -69,8 +72,13 @@ install() { # twice quiet: pip still prints its errors
         echo "setup: torch ..."
         $pip $constraints 'torch>=2.10'
     fi
-    echo "setup: DeepSpeed, ebbtide and the tools of the tests ..."
-    $pip $constraints -e '.[dev]'
+    if [ "$extra" = dev ]; then
+        echo "setup: the tools of the tests ..."
+        $pip $constraints -e '.[dev]'
+    else
+        echo "setup: DeepSpeed and ebbtide ..."
+        $pip $constraints -e .
+    fi
 }
 
 python=$(choose_python)
@@ -78,5 +86,5 @@ check_compiler "$python"
 echo "setup: $("$python" --version), $(has_gpu && echo 'an NVIDIA GPU' || echo 'no GPU'); installing into $venv"
 make_venv "$python"
 install
-touch "$venv/.ready"
+touch "$venv/.ready${extra:+-$extra}"
 echo "setup: done"

@@ -15,7 +15,7 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -30,16 +30,29 @@ from studies.demo.pictures import draw_comparison, draw_memory, machine_label
 from studies.demo.results import Run, pooled, predicted_phases, same_bits, same_losses
 from studies.demo.train import DemoModel
 
-QUICK = DemoModel(size="4m", sequence=64, batch=1, subgroup_size=500_000, steps=12)
+
+@dataclass(frozen=True)
+class DemoSize:
+    """What is trained, how often, and how long the machine is measured."""
+
+    model: DemoModel = field(default_factory=DemoModel)
+    rounds: int = 2
+    seconds: float = 12.0
+
+
+QUICK = DemoSize(
+    DemoModel(size="4m", sequence=64, batch=1, subgroup_size=500_000, steps=12), 1, 2.0
+)
 
 
 class Demo:
     """The six steps, in order; each leaves files that the next ones read."""
 
-    def __init__(self, folder: Path, model: DemoModel, rounds: int, console: Console) -> None:
+    def __init__(self, folder: Path, size: DemoSize, console: Console) -> None:
         self.folder = folder
-        self.model = model
-        self.rounds = rounds
+        self.model = size.model
+        self.rounds = size.rounds
+        self.seconds = size.seconds
         self.console = console
         self.started = time.perf_counter()
 
@@ -50,22 +63,21 @@ class Demo:
         for file in (*self.folder.glob("*.json"), *self.folder.glob("*.png")):
             file.unlink()
         (self.folder / "logs").mkdir(parents=True)
-        self._phase("compiling kernels", "demo_measure", ["kernels"])
 
     def measure(self) -> None:
         self._headline(1, "the machine")
-        self._phase("measuring", "demo_measure", ["machine"])
+        self._phase("measuring", "measure", ["machine", "--seconds", str(self.seconds)])
         self.console.print(demo_tables.machine(self.machine))
+        self._quiet(demo_tables.doubts(self.machine, self.folder / "machine.json"))
 
     def profile(self) -> None:
         self._headline(2, "the workload inside stock DeepSpeed ZeRO-3 with offload")
-        self._phase("profiling", "demo_measure", ["workload"])
+        self._phase("profiling", "measure", ["workload"])
         draw_memory(self.workload, self.machine, self.folder / "memory.png")
         self.console.print(demo_tables.workload(self.workload))
 
     def plan(self) -> None:
         self._headline(3, "the plan")
-        self._phase("searching", "demo_measure", ["plan"])
         self.console.print(demo_tables.plan(Plan.load(self.folder / "plan.json")))
 
     def train(self) -> bool:
@@ -137,13 +149,13 @@ class Demo:
         return ["--folder", str(self.folder), "--model", json.dumps(asdict(self.model))]
 
     def _train(self, name: str, extra: Sequence[str]) -> None:
-        self._phase(f"training: {name}", "demo_train", ["--name", name, *extra])
+        self._phase(f"training: {name}", "train", ["--name", name, *extra])
 
     def _phase(self, title: str, module: str, arguments: Sequence[str]) -> None:
         """Runs a child and shows how far it is."""
         log = self.folder / "logs" / f"{module}-{title.split()[-1]}.log"
         command = [*arguments, *self._arguments()]
-        with self._bar() as bar, PhaseProcess(f"studies.{module}", command, log) as child:
+        with self._bar() as bar, PhaseProcess(f"studies.demo.{module}", command, log) as child:
             task = bar.add_task(title, total=None, note="")
             for step in child.progress():
                 bar.update(task, completed=step.done, total=step.total, note=step.note)
@@ -181,6 +193,10 @@ class Demo:
     def _show_times(self) -> None:
         self.console.print(demo_tables.times(self._times(), machine_label(self.machine)))
 
+    def _quiet(self, line: str) -> None:
+        if line:
+            self.console.print(f"[dim]{line}[/dim]")
+
     def _verdict(self, same: bool, what: str) -> None:
         word = "[green]bit-identical[/green]" if same else "[red]NOT bit-identical[/red]"
         self.console.print(f"{word} ({what})")
@@ -195,7 +211,7 @@ class Demo:
     def _kill(self) -> Crash:
         folder = self.folder / "checkpoints"
         folder.mkdir()
-        log = self.folder / "logs" / "demo_train-killed.log"
+        log = self.folder / "logs" / "train-killed.log"
         plan = ["--plan", self._path("plan_checkpointed.json")]
         command = ["--name", "killed", *plan, *self._arguments()]
         with self._bar() as bar, PhaseProcess("studies.demo.train", command, log) as child:
@@ -225,14 +241,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--folder", type=Path, default=Path("runs/demo"), help="where to write")
-    parser.add_argument("--rounds", type=int, default=2, help="runs of each side, in turn")
+    parser.add_argument("--rounds", type=int, help="runs of each side, in turn (default: 2)")
     parser.add_argument("--quick", action="store_true", help="a 4 M model, one round")
     args = parser.parse_args(argv)
-    if args.rounds < 1:
-        parser.error(f"--rounds must be >= 1, but got {args.rounds}")
-    model, rounds = (QUICK, 1) if args.quick else (DemoModel(), args.rounds)
+    size = QUICK if args.quick else DemoSize()
+    if args.rounds is not None:
+        if args.rounds < 1:
+            parser.error(f"--rounds must be >= 1, but got {args.rounds}")
+        size = replace(size, rounds=args.rounds)
     console = Console(highlight=False)
-    demo = Demo(args.folder, model, rounds, console)
+    demo = Demo(args.folder, size, console)
     try:
         demo.prepare()
         demo.measure()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -23,23 +22,24 @@ def compile_kernels() -> None:
     """DeepSpeed's host ops and ebbtide's host kernel, so that nobody waits for them later."""
     from runtime.kernels import host
 
-    report(0, 2, "DeepSpeed's CPU Adam (about a minute, once)")
+    report(0, 2, "compiling DeepSpeed's CPU Adam (about a minute, once)")
     build_host_ops()
-    report(1, 2, "ebbtide's host kernel")
+    report(1, 2, "compiling ebbtide's host kernel")
     host.load()
     report(2, 2)
 
 
-def measure(folder: Path) -> None:
-    """Writes ``machine.json``."""
+def measure(folder: Path, seconds: float) -> None:
+    """Compiles what is missing, then measures; writes ``machine.json``."""
     from profiler import measure_machine
 
-    machine = measure_machine(storage_dir=folder, progress=report)
+    compile_kernels()
+    machine = measure_machine(storage_dir=folder, seconds=seconds, progress=report)
     machine.save(folder / "machine.json")
 
 
 def profile(folder: Path, model: DemoModel) -> None:
-    """Profiles stock DeepSpeed on the model and writes ``workload.json``."""
+    """Profiles stock DeepSpeed on the model, then plans: ``workload.json``, ``plan.json``."""
     from profiler import profile_engine
 
     report(0, 1, "starting DeepSpeed")
@@ -54,6 +54,8 @@ def profile(folder: Path, model: DemoModel) -> None:
     workload.save(folder / "workload.json")
     engine.destroy()
     torch.distributed.destroy_process_group()
+    report(0, 1, "searching the plan")
+    make_plan(folder)
 
 
 def make_plan(folder: Path) -> None:
@@ -68,17 +70,15 @@ def make_plan(folder: Path) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Runs one measuring phase."""
     parser = argparse.ArgumentParser(prog="python -m studies.demo.measure", description=__doc__)
-    parser.add_argument("phase", choices=["kernels", "machine", "workload", "plan"])
+    parser.add_argument("phase", choices=["machine", "workload"])
     parser.add_argument("--folder", type=Path, required=True, help="the demo's folder")
     parser.add_argument("--model", default="{}", help="DemoModel's fields as JSON")
+    parser.add_argument("--seconds", type=float, default=12.0, help="for measuring the machine")
     args = parser.parse_args(argv)
-    phases: dict[str, Callable[[], None]] = {
-        "kernels": compile_kernels,
-        "machine": lambda: measure(args.folder),
-        "workload": lambda: profile(args.folder, DemoModel(**json.loads(args.model))),
-        "plan": lambda: make_plan(args.folder),
-    }
-    phases[args.phase]()
+    if args.phase == "machine":
+        measure(args.folder, args.seconds)
+    else:
+        profile(args.folder, DemoModel(**json.loads(args.model)))
 
 
 if __name__ == "__main__":

@@ -49,9 +49,17 @@ def machine(measured: Machine) -> Table:
         if quantity is not None:
             spread = f"{quantity.q1 / unit:.2f} to {quantity.q3 / unit:.2f}"
             table.add_row(name, f"{quantity.median / unit:.2f}", spread, unit_name)
-    for warning in measured.warnings:
-        table.add_row(f"[yellow]{warning}[/yellow]")
     return table
+
+
+def doubts(measured: Machine, path: Path) -> str:
+    """One line for all warnings of the measurement; empty if there are none."""
+    if not measured.warnings:
+        return ""
+    return (
+        f"{len(measured.warnings)} of these figures were unsteady while they were measured (a busy "
+        f"machine?); {path} says which"
+    )
 
 
 def workload(profiled: Workload) -> Table:

@@ -189,14 +189,21 @@ def test_tables_show_measured_beside_predicted_and_name_the_cpu():
     line = next(x for x in text.splitlines() if x.startswith("iteration"))
     assert line.split() == ["iteration", "1000", "ms", "500", "ms", "400", "ms", "2.00x"]
     assert "CPU-only machine (2 cores), no GPU figures" in text
-    machine = _text(demo_tables.machine(_machine(warnings=("noisy neighbour",))))
+    machine = _text(demo_tables.machine(_machine(warnings=("noisy neighbour", "drift"))))
     assert "copy host to emulated device" in machine
     assert "5.00" in machine
-    assert "noisy neighbour" in machine
+    assert "noisy neighbour" not in machine
     plan = _text(demo_tables.plan(_plan()))
     assert plan.index("ebbtide (chosen)") < plan.index("zero3_offload") < plan.index("twin-flow")
     assert "2 host, 1 device" in plan
     assert "320 MiB" in _text(demo_tables.workload(_workload()))
+
+
+def test_all_warnings_are_one_line_that_says_where_they_are(tmp_path):
+    line = demo_tables.doubts(_machine(warnings=("noisy neighbour", "drift")), tmp_path / "m.json")
+    assert line.startswith("2 of these figures")
+    assert "m.json says which" in line
+    assert demo_tables.doubts(_machine(), tmp_path / "m.json") == ""
 
 
 def _timeline(source):
