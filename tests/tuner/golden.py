@@ -1,0 +1,165 @@
+"""Fifty workloads and machines with the plan, its time and its bound, as recorded once.
+
+    python -m tests.tuner.golden           # plans all of them again and prints what differs
+    python -m tests.tuner.golden --write   # records them anew: say in CHANGELOG.md why
+
+They are made here, from a seed and round numbers, so that no change of a preset moves them.
+"""
+
+import argparse
+import json
+import random
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from simulator import Layer, Machine, Plan, Quantity, Workload
+from simulator.analysis.bound import bound
+from tuner.memory import Limits
+from tuner.planning import plan as search
+
+PATH = Path(__file__).with_name("golden.json")
+CASES = 50
+GIB = 2**30
+LETTERS = {"host": "h", "device": "d", "resident": "r"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was recorded of one case; placements as ``12h1d3h``."""
+
+    placement: str
+    staging_slots: int
+    prefetch: int
+    threads: int
+    overlap_forward: bool
+    iteration_s: float
+    bound_s: float
+    device_bytes: int
+    host_bytes: int
+
+    def plan(self, workload):
+        names = {letter: name for name, letter in LETTERS.items()}
+        runs, count = [], ""
+        for sign in self.placement:
+            if sign.isdigit():
+                count += sign
+            else:
+                runs += [names[sign]] * int(count)
+                count = ""
+        return Plan(
+            subgroup_size=max(workload.subgroups), placement=Plan.runs(runs),
+            staging_slots=self.staging_slots, prefetch=self.prefetch,
+            prefetch_after_layer=len(workload.layers) - 1,
+            threads=self.threads,
+            overlap_forward=self.overlap_forward,
+        )  # fmt: skip
+
+
+def case(number):
+    """(workload, machine) number ``number``; the same whatever was made before."""
+    rng = random.Random(f"golden {number}")
+    workload = _workload(rng, number)
+    return workload, _machine(rng, number, workload)
+
+
+def _workload(rng, number):
+    count = rng.randint(4, 40)
+    size = rng.randint(10, 100) * 10**6
+    sizes = [size if number % 3 else int(size * rng.uniform(0.4, 1)) for _ in range(count)]
+    total = sum(sizes)
+    layers = count if number % 2 else rng.randint(3, 50)
+    forward_s = rng.uniform(0.2, 3.0) * total / 7e9
+    share, left, made = total // layers, total, []
+    for position in range(layers):
+        params = left if position == layers - 1 else share
+        left -= params
+        made.append(
+            Layer(
+                params=params, forward_s=forward_s / layers,
+                backward_s=rng.uniform(1.8, 2.2) * forward_s / layers,
+                activation_bytes=rng.randint(0, 200) * 2**20,
+                network_gather_bytes=share if number % 11 == 5 else 0,
+                network_reduce_bytes=share if number % 11 == 5 else 0,
+            )
+        )  # fmt: skip
+    return Workload(
+        name=f"golden {number}", layers=tuple(made), subgroups=tuple(sizes),
+        wire_dtype="fp32" if number % 10 == 4 else "bf16",
+        grad_bytes_per_param=4 if number % 5 == 4 else 2, clip=number % 4 != 1,
+        gradient_accumulation_steps=(1, 1, 2, 4)[number % 4],
+        ranks_per_node=(1, 1, 4, 1, 8)[number % 5], device_base_bytes=2 * total,
+        pipeline_idle_s=0.2 * forward_s if number % 9 == 7 else 0.0,
+    )  # fmt: skip
+
+
+def _machine(rng, number, workload):
+    def rate(low, high):
+        median = rng.uniform(low, high)
+        return Quantity(median=median, q1=0.97 * median, q3=1.03 * median, n=5)
+
+    adam = rate(0.5e9, 8e9)
+    threads = {n: Quantity.exact(adam.median * (n / 32) ** 0.6) for n in (4, 8, 16)}
+    needed = workload.device_base_bytes + sum(w.activation_bytes for w in workload.layers)
+    gradients = workload.device_base_bytes + workload.grad_bytes_per_param * workload.params
+    loose = (1.02, 1.1, 1.4, 2.5, 6.0)[number % 5]
+    state = 12 + workload.grad_bytes_per_param
+    tight = number % 7 == 3
+    return Machine(
+        name=f"golden {number}", device_kind="cuda", cpu_cores=32,
+        host_memory_bytes=int((1.2 if tight else 40) * state * workload.params)
+        * workload.ranks_per_node + GIB,
+        device_memory_bytes=int(max(needed, gradients / 2) * loose) + GIB,
+        h2d_bytes_per_s=rate(8e9, 100e9), d2h_bytes_per_s=rate(8e9, 100e9),
+        dram_bytes_per_s=rate(100e9, 500e9), host_adam_params_per_s=adam,
+        stock_host_adam_params_per_s=rate(0.3e9, 0.5e9),
+        device_adam_params_per_s=rate(20e9, 150e9), storage_write_bytes_per_s=rate(1e9, 5e9),
+        network_bytes_per_s=rate(10e9, 50e9),
+        host_adam_by_threads=threads if number % 6 == 2 else {},
+        duplex_factor=Quantity.exact(rng.uniform(0.6, 1.0)),
+        device_shares_host_cores=number % 13 == 8, unified_memory=number % 17 == 9,
+    )  # fmt: skip
+
+
+def encode(plan):
+    return "".join(f"{run.count}{LETTERS[run.placement]}" for run in plan.placement)
+
+
+def planned(number):
+    """The row as it comes out now."""
+    workload, machine = case(number)
+    made = search(workload, machine)
+    limit = Limits.of(workload, machine).device_bytes
+    return Row(
+        encode(made), made.staging_slots, made.prefetch, made.threads, made.overlap_forward,
+        made.prediction.iteration_s, bound(workload, machine, limit).iteration_s,
+        made.prediction.device_peak_bytes, made.prediction.host_peak_bytes,
+    )  # fmt: skip
+
+
+def recorded():
+    """The rows of the file, by number."""
+    return [Row(**fields) for fields in json.loads(PATH.read_text())["rows"]]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--cases", type=int, default=CASES)
+    args = parser.parse_args()
+    now = [planned(number) for number in range(args.cases)]
+    if args.write:
+        lines = ",\n".join(json.dumps(asdict(row)) for row in now)
+        PATH.write_text(f'{{"rows": [\n{lines}\n]}}\n')
+        return
+    for number, (before, after) in enumerate(zip(recorded(), now, strict=False)):
+        slower = after.iteration_s / before.iteration_s - 1
+        floor = after.bound_s / before.bound_s - 1
+        host = after.host_bytes - before.host_bytes
+        if before != after:
+            print(f"{number}: time {slower:+.4%}, bound {floor:+.4%}, host {host:+d} bytes, "
+                  f"gap {after.iteration_s / after.bound_s - 1:.2%} (was "
+                  f"{before.iteration_s / before.bound_s - 1:.2%})")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
