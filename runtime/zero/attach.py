@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from runtime.devices.base import Device, choose_device
+from runtime.devices.base import Device
+from runtime.devices.choice import choose_device
 from runtime.execution.fit import check_host_memory
 from runtime.execution.gradients import GradientHomes, ParameterSlice
 from runtime.execution.recorder import Recorder

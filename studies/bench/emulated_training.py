@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from runtime.devices.base import EmulatedDevice, EmulatedRates
+from runtime.devices.emulated import EmulatedDevice, EmulatedRates
 from simulator import Layer, Machine, Plan, Quantity, Workload
 from simulator.timeline import Timeline
 from simulator.workload import STATE_BYTES_PER_PARAM

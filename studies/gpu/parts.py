@@ -54,7 +54,7 @@ def _on_device(
     state: list[torch.Tensor], grad: torch.Tensor, wire: torch.Tensor, step: Any
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     if not torch.cuda.is_available():
-        from runtime.devices.base import EmulatedDevice
+        from runtime.devices.emulated import EmulatedDevice
 
         EmulatedDevice().adam(state, grad, wire, step, 0.37, grad.numel() % 16, None)
         return state, wire

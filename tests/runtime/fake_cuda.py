@@ -1,4 +1,4 @@
-"""Stands for `torch.cuda` under `runtime.devices.base.CudaDevice` on a machine without a GPU.
+"""Stands for `torch.cuda` under `runtime.devices.cuda.CudaDevice` on a machine without a GPU.
 
 Device memory is host memory. The default stream runs at once, as the training thread's own work;
 every other stream is a thread that runs what it was given later, in order, after random delays and
@@ -199,10 +199,10 @@ def device_adam(p, m, v, grad, out, step, scale=1.0, tail=None):
 
 def install(monkeypatch):
     """`CudaDevice` runs on the stand-in from here on; returns it."""
-    import runtime.devices.base
+    import runtime.devices.cuda
 
     fake = FakeTorch()
-    monkeypatch.setattr(runtime.devices.base, "torch", fake)
+    monkeypatch.setattr(runtime.devices.cuda, "torch", fake)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     monkeypatch.setitem(
         sys.modules, "runtime.kernels.device", SimpleNamespace(device_adam=device_adam)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import runtime
-from runtime.devices.base import choose_device
+from runtime.devices.choice import choose_device
 from runtime.execution.fit import check_host_memory, needed_bytes
 from runtime.zero import private as deepspeed_private
 from runtime.zero.guard import ConfigError, check_config

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from runtime.devices.base import EmulatedDevice, EmulatedRates
+from runtime.devices.emulated import EmulatedDevice, EmulatedRates
 from runtime.devices.pacing import FluidPacer
 from simulator.schedule import Lane
 

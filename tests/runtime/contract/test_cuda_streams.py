@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import runtime
-from runtime.devices.base import CudaDevice
+from runtime.devices.cuda import CudaDevice
 from runtime.devices.lane import Completion
 from runtime.execution.gradients import GradientHomes
 from runtime.replan.switch import switch_plan

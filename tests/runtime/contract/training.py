@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 import runtime
-from runtime.devices.base import Device, EmulatedDevice, EmulatedRates
+from runtime.devices.base import Device
+from runtime.devices.emulated import EmulatedDevice, EmulatedRates
 from runtime.zero.adopt_stage3 import subgroups_of
 from simulator import Plan
 from studies.bench.bits import differences, state_of
@@ -19,7 +20,7 @@ from studies.byte_gpt import SIZES, Batches, ByteGPT, ds_config, train_step
 SUBGROUP = 20_000
 DEVICES = {"unified": Device, "emulated": EmulatedDevice}
 if torch.cuda.is_available():
-    from runtime.devices.base import CudaDevice
+    from runtime.devices.cuda import CudaDevice
 
     DEVICES = {"cuda": CudaDevice}
 

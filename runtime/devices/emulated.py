@@ -1,0 +1,105 @@
+"""A device that is not there: real copies and real arithmetic on threads, at given rates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from runtime.devices.base import Device
+from runtime.devices.lane import Completion, Lane
+from runtime.devices.pacing import FluidPacer
+from runtime.kernels import host
+from runtime.kernels.adam import AdamStep
+from simulator.schedule import Lane as LaneName
+
+
+@dataclass(frozen=True, slots=True)
+class EmulatedRates:
+    """Speeds the emulated device is slowed down to; None: as fast as the host does it.
+
+    ``duplex_factor``: what both directions of the link carry together, over the sum of the two.
+    """
+
+    h2d_bytes_per_s: float | None = None
+    d2h_bytes_per_s: float | None = None
+    device_adam_params_per_s: float | None = None
+    host_adam_params_per_s: float | None = None
+    duplex_factor: float = 1.0
+
+
+class EmulatedDevice(Device):
+    """A device that is not there: its memory is other host memory, its streams are threads.
+
+    Real copies and real arithmetic, optionally slowed to given rates, for development and tests.
+    No figure taken on it is a GPU figure. Copies share the link, and updates share the device with
+    what `compute` stands for, by max-min fairness: the simulator's model, in real time.
+    """
+
+    name = "emulated"
+    unified = False
+
+    def __init__(self, rates: EmulatedRates = EmulatedRates()) -> None:
+        self.rates = rates
+        capacities = {"device": 1.0}
+        if rates.h2d_bytes_per_s is not None:
+            capacities["h2d"] = rates.h2d_bytes_per_s
+        if rates.d2h_bytes_per_s is not None:
+            capacities["d2h"] = rates.d2h_bytes_per_s
+        if len(capacities) == 3:
+            capacities["link"] = rates.duplex_factor * (capacities["h2d"] + capacities["d2h"])
+        self._pacer = FluidPacer(capacities)
+        self._gradients: Lane | None = None
+
+    def close(self) -> None:
+        if self._gradients is not None:
+            self._gradients.close()
+            self._gradients = None
+
+    def compute(self, seconds: float) -> AbstractContextManager[None]:
+        """Stands for a kernel of the training loop that takes so long with the device to itself."""
+        return self._pacer.work(seconds, {"device": 1.0})
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor, lane: LaneName, stream: Any) -> None:
+        del stream
+        with self._crossing(to.nbytes, "d2h" if lane == LaneName.D2H else "h2d"):
+            host.copy(to, source)
+
+    def _crossing(self, size_bytes: int, way: str) -> AbstractContextManager[None]:
+        down = way == "d2h"
+        rate = self.rates.d2h_bytes_per_s if down else self.rates.h2d_bytes_per_s
+        if rate is None:
+            return nullcontext()
+        return self._pacer.work(size_bytes / rate, {way: rate, "link": rate})
+
+    def adam(self, state: Sequence[torch.Tensor], grad: torch.Tensor, out: torch.Tensor,
+             step: AdamStep, scale: float, tail: int, stream: Any) -> None:  # fmt: skip
+        rate = self.rates.device_adam_params_per_s
+        with nullcontext() if rate is None else self.compute(grad.numel() / rate):
+            super().adam(state, grad, out, step, scale, tail, stream)
+
+    def host_update(self, elements: int) -> AbstractContextManager[None]:
+        rate = self.rates.host_adam_params_per_s
+        return nullcontext() if rate is None else self._pacer.work(elements / rate, {})
+
+    def store_gradient(self, home: torch.Tensor, source: torch.Tensor) -> Completion | None:
+        if self._gradients is None:
+            self._gradients = Lane("gradients")
+        # Where streams are threads, nothing else keeps the source from being written again.
+        crossing = source.clone()
+        completion = Completion("gradient D2H")
+        self._gradients.submit(
+            lambda: self.copy(home, crossing, LaneName.D2H, None), [], completion
+        )
+        return completion
+
+    def fetch_gradient(
+        self, home: torch.Tensor, to: torch.device, arrival: Completion | None
+    ) -> torch.Tensor:
+        if arrival is not None:
+            arrival.wait_host()
+        with self._crossing(home.nbytes, "h2d"):
+            return home.to(to, copy=True)
