@@ -13,6 +13,12 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
 import pytest  # noqa: E402
+from hypothesis import settings  # noqa: E402
+
+# A red run of CI can be replayed: the same examples everywhere. Nothing is timed by the example.
+settings.register_profile("ci", derandomize=True, deadline=None)
+settings.register_profile("dev", deadline=None)
+settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
