@@ -13,6 +13,7 @@ COMMANDS = {
     "plan": "tuner.commands.plan:plan",
     "show": "tuner.commands.show:show",
     "simulate": "tuner.commands.simulate:simulate",
+    "run": "tuner.commands.run:run",
     "checkpoint": "tuner.commands.checkpoint:checkpoint",
     "profile-script": "tuner.commands.profile:profile_script",
 }

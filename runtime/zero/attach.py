@@ -20,7 +20,7 @@ from runtime.zero import private
 from runtime.zero.adopt_stage3 import build_executor, rebuild, subgroups_of
 from runtime.zero.guard import ConfigError, check_config, check_engine, check_plan
 from simulator.machine import Machine
-from simulator.plan import Plan, PlanError
+from simulator.plan import CheckpointPlan, Plan, PlanError
 from simulator.workload import Workload
 
 logger = logging.getLogger("ebbtide")
@@ -29,7 +29,12 @@ PlanLike = Plan | str | Path | dict[str, Any]
 
 
 def initialize(
-    *args: Any, plan: PlanLike, config: Any = None, device: str | Device = "auto", **kwargs: Any
+    *args: Any,
+    plan: PlanLike,
+    config: Any = None,
+    device: str | Device = "auto",
+    checkpoint: CheckpointPlan | None = None,
+    **kwargs: Any,
 ) -> tuple[Any, Any, Any, Any]:
     """``deepspeed.initialize`` under a plan: same arguments, same return.
 
@@ -40,6 +45,7 @@ def initialize(
             result is cached), watches the first steps, plans and applies.
         config: DeepSpeed's config, a dict or a JSON file (also as ``config_params``).
         device: ``auto``; ``emulated`` runs real copies to a device that is not there.
+        checkpoint: in the place of the plan's own.
 
     Raises:
         ConfigError, PlanError: before the model is touched, naming what to change.
@@ -62,7 +68,7 @@ def initialize(
         zero["offload_optimizer"]["pin_memory"] = False
         check_host_memory(plan, config)
     result = deepspeed.initialize(*args, config=config, **kwargs)
-    attach(result[0], plan, device=device)
+    attach(result[0], plan, device=device, checkpoint=checkpoint)
     return result  # type: ignore[no-any-return]
 
 
@@ -102,6 +108,7 @@ def attach(
     replan: bool = False,
     machine: Machine | None = None,
     workload: Workload | None = None,
+    checkpoint: CheckpointPlan | None = None,
 ) -> Any:
     """Takes over the optimizer of a live ZeRO engine; returns the engine.
 
@@ -114,6 +121,7 @@ def attach(
             step boundary, on all ranks at once; needs ``machine`` and ``workload``.
         machine, workload: what the plan was made from; with them, predicted and measured times go
             to DeepSpeed's monitor.
+        checkpoint: in the place of the plan's own.
 
     Raises:
         ConfigError: the engine is not one a plan can be applied to.
@@ -127,7 +135,7 @@ def attach(
     if isinstance(plan, str) and plan == "auto":
         from runtime.replan.auto import host_plan, plan_later
 
-        attach(engine, host_plan(engine), device=device)
+        attach(engine, host_plan(engine), device=device, checkpoint=checkpoint)
         plan_later(engine, machine)
         return engine
     plan = load_plan(plan)
@@ -139,7 +147,7 @@ def attach(
     check_plan(plan, subgroups_of(optimizer, size), size)
     host.load()
     _take_over(engine, plan, device if isinstance(device, Device) else choose_device(device))
-    _checkpointing(engine, plan)
+    _checkpointing(engine, checkpoint or plan.checkpoint)
     if machine is not None and workload is not None:
         from runtime.replan.watch import watch
 
@@ -260,7 +268,7 @@ def host_bytes(optimizer: Any) -> int:
     return int(total)
 
 
-def _checkpointing(engine: Any, plan: Plan) -> None:
+def _checkpointing(engine: Any, checkpoint: CheckpointPlan) -> None:
     """Installs the checkpoint engine and its copy on update."""
     from runtime.checkpoint import install
     from runtime.checkpoint.live_state import LiveState
@@ -270,4 +278,4 @@ def _checkpointing(engine: Any, plan: Plan) -> None:
     for state in own.executor.states:
         live.register(state.index, own.saved_state(state.index))
     own.executor.gate = live
-    install(engine, plan.checkpoint, live)
+    install(engine, checkpoint, live)

@@ -1,0 +1,9 @@
+"""Unchanged training scripts: the key ``"ebbtide"`` in DeepSpeed's JSON asks for a plan.
+
+``enable`` wraps ``deepspeed.initialize`` in this process; ``tune run`` does it in every process of
+a launcher. An engine whose config lacks the key is stock DeepSpeed's.
+"""
+
+from runtime.frontdoor.hook import disable, enable
+
+__all__ = ["disable", "enable"]

@@ -1,0 +1,193 @@
+"""Wraps ``deepspeed.initialize``, now or when DeepSpeed is imported.
+
+Python's own library only: under `tune run` this file is loaded by every interpreter as it starts,
+and most of them never import DeepSpeed. Nothing of ebbtide is imported before a config with the
+key ``"ebbtide"`` turns up, so that a script's own module called ``runtime`` or ``profiler`` is in
+nobody's way until then.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from typing import Any
+
+KEY = "ebbtide"
+ROOT = Path(__file__).resolve().parents[2]  # the folder that holds ebbtide's packages
+# What a wrapper keeps of what it stands for. Another copy of this file, loaded under another name,
+# knows its wrapper by it.
+ORIGINAL = "_ebbtide_original"
+
+
+def enable() -> None:
+    """Puts every engine whose DeepSpeed config has the key ``"ebbtide"`` under its plan.
+
+    Before or after ``import deepspeed``; a second call changes nothing. A name that was imported
+    out of DeepSpeed earlier (``from deepspeed import initialize``) is the stock one and stays it.
+    """
+    if not any(_is_ours(finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AfterImport())
+    for name, wrap in _WRAPPED.items():
+        if name in sys.modules:
+            wrap(sys.modules[name])
+
+
+def disable() -> None:
+    """Undoes `enable`: ``deepspeed.initialize`` is DeepSpeed's own again."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not _is_ours(finder)]
+    for name, unwrap in _UNWRAPPED.items():
+        if name in sys.modules:
+            unwrap(sys.modules[name])
+
+
+def _is_ours(finder: Any) -> bool:
+    return getattr(finder, "is_ebbtides", False)
+
+
+def _wrap_initialize(deepspeed: Any) -> None:
+    original = getattr(deepspeed, "initialize", None)  # a stand-in of somebody's may have none
+    if original is not None and not hasattr(original, ORIGINAL):
+        deepspeed.initialize = _with_key(original)
+
+
+def _with_key(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def initialize(*args: Any, **kwargs: Any) -> Any:
+        if not _may_have_key(args, kwargs):
+            return original(*args, **kwargs)
+        return _own("runtime.zero.front_door").initialize(original, args, kwargs)
+
+    setattr(initialize, ORIGINAL, original)
+    return initialize
+
+
+def _may_have_key(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """False: surely not. A cheap look, so that stock engines stay stock to the last import."""
+    first = kwargs.get("args", args[0] if args else None)
+    places = [*args, kwargs.get("config"), kwargs.get("config_params")]
+    places += [getattr(first, name, None) for name in ("deepspeed_config", "deepscale_config")]
+    return any(KEY in (_text(place) if isinstance(place, str) else place)
+               for place in places if isinstance(place, str | dict))  # fmt: skip
+
+
+def _text(config: str) -> str:
+    """What DeepSpeed would read: a file, or JSON in base64."""
+    try:
+        if os.path.exists(config):  # noqa: PTH110 - False for what is too long for a path
+            return Path(config).read_text()
+        return base64.urlsafe_b64decode(config).decode()
+    except (OSError, ValueError):
+        return ""  # DeepSpeed says what is wrong with it
+
+
+def _own(name: str) -> Any:
+    """Imports a module of ebbtide's, wherever the script's own folder stands on ``sys.path``.
+
+    Raises:
+        ImportError: another package has the name of one of ebbtide's.
+    """
+    for package in ("runtime", "simulator"):
+        other = shadow_of(package)
+        if other is not None:
+            raise ImportError(
+                f"the key \"{KEY}\" in DeepSpeed's config needs ebbtide's package {package!r} "
+                f"({ROOT / package}), but got {other}: rename that one, or move it off sys.path"
+            )
+    if str(ROOT) in sys.path:
+        return importlib.import_module(name)
+    sys.path.append(str(ROOT))
+    return importlib.import_module(name)
+
+
+def shadow_of(package: str) -> str | None:
+    """Where a foreign module lies that hides this package of ebbtide's; None: nothing hides it."""
+    loaded = sys.modules.get(package)
+    path = [*sys.path, str(ROOT)]
+    spec = loaded.__spec__ if loaded is not None else PathFinder.find_spec(package, path)
+    if spec is None:
+        return None
+    # A folder without __init__.py has no origin; it hides a package only once it is loaded.
+    place = spec.origin or next(iter(spec.submodule_search_locations or ()), str(ROOT / package))
+    return None if Path(place).resolve().is_relative_to(ROOT / package) else place
+
+
+def _unwrap_initialize(deepspeed: Any) -> None:
+    wrapped = getattr(deepspeed, "initialize", None)
+    if hasattr(wrapped, ORIGINAL):
+        deepspeed.initialize = getattr(wrapped, ORIGINAL)
+
+
+def _wrap_fill_match(accelerate: Any) -> None:
+    """Accelerate takes every ``"auto"`` in the config for a value that it should fill in."""
+    plugin = getattr(accelerate, "DeepSpeedPlugin", None)
+    original = getattr(plugin, "fill_match", None)
+    if plugin is None or original is None or hasattr(original, ORIGINAL):
+        return
+
+    @functools.wraps(original)
+    def fill_match(self: Any, ds_key_long: str, *args: Any, **kwargs: Any) -> None:
+        if ds_key_long.split(".")[0] != KEY:
+            original(self, ds_key_long, *args, **kwargs)
+
+    setattr(fill_match, ORIGINAL, original)
+    plugin.fill_match = fill_match
+
+
+def _unwrap_fill_match(accelerate: Any) -> None:
+    plugin = getattr(accelerate, "DeepSpeedPlugin", None)
+    wrapped = getattr(plugin, "fill_match", None)
+    if plugin is not None and hasattr(wrapped, ORIGINAL):
+        plugin.fill_match = getattr(wrapped, ORIGINAL)
+
+
+_WRAPPED: dict[str, Callable[[Any], None]] = {
+    "deepspeed": _wrap_initialize,
+    "accelerate.utils.dataclasses": _wrap_fill_match,
+}
+_UNWRAPPED: dict[str, Callable[[Any], None]] = {
+    "deepspeed": _unwrap_initialize,
+    "accelerate.utils.dataclasses": _unwrap_fill_match,
+}
+
+
+class _AfterImport:
+    """A finder for the modules of `_WRAPPED` only: the others find, this one comes after."""
+
+    is_ebbtides = True
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: Any = None
+    ) -> ModuleSpec | None:
+        if name not in _WRAPPED:
+            return None
+        for finder in sys.meta_path:
+            found = None if _is_ours(finder) else finder.find_spec(name, path, target)
+            if found is not None:
+                if found.loader is not None:
+                    found.loader = _ThenWrap(found.loader, _WRAPPED[name])  # type: ignore[assignment]
+                return found
+        return None
+
+
+class _ThenWrap:
+    """The module's loader, and the wrapping after it; then only the loader is left."""
+
+    def __init__(self, loader: Any, wrap: Callable[[Any], None]) -> None:
+        self._loader, self._wrap = loader, wrap
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> Any:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: Any) -> None:
+        module.__loader__ = module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        self._wrap(module)

@@ -1,0 +1,110 @@
+"""What stands under the key ``"ebbtide"`` of a DeepSpeed config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from runtime.frontdoor.hook import KEY
+from simulator.plan import CheckpointPlan, Plan, PlanError, explain
+
+DEVICES = ("auto", "emulated")
+
+
+class RequestError(PlanError):
+    """A value under the key that cannot be used; the message says which, and what it may be."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of the runtime for one engine.
+
+    Attributes:
+        plan: ``"auto"`` measures, plans and switches while training; None: DeepSpeed's own
+            optimizer stays, only checkpoints are ebbtide's.
+        checkpoint: in the place of the plan's own; None: the plan's.
+        device: ``emulated`` runs real copies to a device that is not there, for trials.
+    """
+
+    plan: Plan | Literal["auto"] | None
+    checkpoint: CheckpointPlan | None
+    device: str = "auto"
+
+
+def read_request(value: Any, base: Path | None = None) -> Request:
+    """Checks what stands under the key.
+
+    Args:
+        value: as the JSON has it.
+        base: the folder of DeepSpeed's config file, where a plan's file is looked for too.
+
+    Raises:
+        RequestError: the rule, the value received and the key to change.
+    """
+    if not isinstance(value, dict):
+        raise RequestError(
+            f'"{KEY}" in DeepSpeed\'s config must be an object such as {{"plan": "plan.json"}} or '
+            f'{{"plan": "auto"}}, but got {value!r}'
+        )
+    unknown = sorted(value.keys() - {"plan", "checkpoint", "device"})
+    if unknown:
+        raise RequestError(
+            f'"{KEY}" in DeepSpeed\'s config may have the keys plan, checkpoint and device, but '
+            f"got {', '.join(map(repr, unknown))}"
+        )
+    if value.get("plan") is None and value.get("checkpoint") is None:
+        raise RequestError(
+            f'"{KEY}" in DeepSpeed\'s config must have "plan", "checkpoint" or both, but got '
+            f"{value!r}: to train as stock, leave the key out"
+        )
+    return Request(
+        _plan(value.get("plan"), base), _checkpoint(value.get("checkpoint")), _device(value)
+    )
+
+
+def _plan(value: Any, base: Path | None) -> Plan | Literal["auto"] | None:
+    if value is None:
+        return None
+    if value == "auto":
+        return "auto"
+    try:
+        if isinstance(value, dict):
+            return Plan.from_fields(value)
+        if isinstance(value, str):
+            return Plan.load(_file(value, base))
+    except PlanError as error:
+        raise RequestError(f'"{KEY}.plan" in DeepSpeed\'s config: {error}') from None
+    raise RequestError(
+        f'"{KEY}.plan" in DeepSpeed\'s config must be "auto", a plan\'s file or its fields, but '
+        f"got {value!r}"
+    )
+
+
+def _file(value: str, base: Path | None) -> Path:
+    """Where the script runs, else beside DeepSpeed's config file."""
+    path = Path(value)
+    if base is not None and not path.exists() and (base / path).exists():
+        return base / path
+    return path
+
+
+def _checkpoint(value: Any) -> CheckpointPlan | None:
+    if value is None:
+        return None
+    try:
+        return CheckpointPlan.model_validate(value)
+    except ValidationError as error:
+        raise RequestError(f'"{KEY}.checkpoint" in DeepSpeed\'s config: {explain(error)}') from None
+
+
+def _device(value: dict[str, Any]) -> str:
+    device = value.get("device", "auto")
+    if device not in DEVICES:
+        raise RequestError(
+            f'"{KEY}.device" in DeepSpeed\'s config must be one of {", ".join(DEVICES)}, but got '
+            f"{device!r}"
+        )
+    return str(device)

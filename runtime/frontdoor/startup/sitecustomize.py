@@ -1,0 +1,28 @@
+"""Runs as every Python interpreter under `tune run` starts: this folder is on PYTHONPATH.
+
+Another ``sitecustomize``, which this one hides, runs after it.
+"""
+
+import sys
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+
+def _load(name: str, spec: ModuleSpec | None) -> ModuleType | None:
+    if spec is None or spec.loader is None:
+        return None
+    module = sys.modules[name] = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+_here = Path(__file__).resolve().parent
+# By its path and under another name: the script may have a package of its own called "runtime".
+_hook = _load("_ebbtide_hook", spec_from_file_location("_ebbtide_hook", _here.parent / "hook.py"))
+if _hook is not None:
+    _hook.enable()
+
+_others = [folder for folder in sys.path if Path(folder or ".").resolve() != _here]
+_load("sitecustomize", PathFinder.find_spec("sitecustomize", _others))

@@ -1,0 +1,100 @@
+"""``deepspeed.initialize`` for a config that may have the key ``"ebbtide"``."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import inspect
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import hjson
+
+from runtime.frontdoor.hook import KEY
+from runtime.frontdoor.request import Request, read_request
+from runtime.zero.attach import initialize as initialize_under_plan
+
+_CONFIGS = ("config", "config_params")
+
+
+def initialize(
+    original: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Any, Any, Any, Any]:
+    """Calls ``original`` as it was called, under the plan that the config names, if any.
+
+    An engine without an optimizer (a reference model, an evaluation) is left as it is: a library
+    may well build it from a copy of the training engine's config.
+
+    Raises:
+        RequestError, ConfigError, PlanError: before the model is touched, naming what to change.
+    """
+    call = inspect.signature(original).bind(*args, **kwargs).arguments
+    given, source = _config_of(call)
+    config, base = _read(given)
+    if config is None or config.get(KEY) is None or not _trains(call, config):
+        return original(*args, **kwargs)  # type: ignore[no-any-return]
+    request = read_request(config[KEY], base)
+    options = {name: value for name, value in call.items() if name not in _CONFIGS}
+    if source is not None:
+        options["args"] = _without(call["args"], source)
+    # Without the key, so that DeepSpeed's config checks never meet it; copied, since the plan's
+    # sub_group_size is written into it.
+    stock = {name: copy.deepcopy(value) for name, value in config.items() if name != KEY}
+    return _under(original, request, stock, options)
+
+
+def _under(
+    original: Callable[..., Any], request: Request, config: dict[str, Any], options: dict[str, Any]
+) -> tuple[Any, Any, Any, Any]:
+    if request.plan is None:
+        from runtime.checkpoint import install
+
+        result = original(config=config, **options)
+        assert request.checkpoint is not None
+        install(result[0], request.checkpoint)
+        return result  # type: ignore[no-any-return]
+    return initialize_under_plan(
+        plan=request.plan, checkpoint=request.checkpoint, config=config, device=request.device,
+        **options,
+    )  # fmt: skip
+
+
+def _config_of(call: Mapping[str, Any]) -> tuple[Any, str | None]:
+    """DeepSpeed's config as it was given, and the attribute of ``args`` it came from."""
+    given = call.get("config")
+    if given is None:
+        given = call.get("config_params")
+    if given is not None:
+        return given, None
+    for name in ("deepspeed_config", "deepscale_config"):
+        given = getattr(call.get("args"), name, None)
+        if given is not None:
+            return given, name
+    return None, None
+
+
+def _read(given: Any) -> tuple[dict[str, Any] | None, Path | None]:
+    """The config as DeepSpeed reads it, and its file's folder; None: DeepSpeed will refuse it."""
+    if isinstance(given, dict):
+        return given, None
+    if not isinstance(given, str):
+        return None, None
+    try:
+        if os.path.exists(given):  # noqa: PTH110 - False for what is too long for a path
+            return hjson.loads(Path(given).read_text()), Path(given).resolve().parent
+        return hjson.loads(base64.urlsafe_b64decode(given).decode()), None
+    except (OSError, ValueError):
+        return None, None
+
+
+def _trains(call: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
+    return call.get("optimizer") is not None or bool(config.get("optimizer"))
+
+
+def _without(args: Any, name: str) -> Any:
+    """The script's arguments less their config file, since DeepSpeed takes one config only."""
+    mine = copy.copy(args)
+    setattr(mine, name, None)
+    return mine

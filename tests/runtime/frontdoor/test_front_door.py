@@ -1,0 +1,96 @@
+"""The key in a real DeepSpeed config: which engines it reaches, however the config is given."""
+
+import argparse
+import base64
+import json
+
+import pytest
+import torch
+
+import runtime
+from runtime.frontdoor.request import RequestError
+from runtime.zero.stage3 import EbbtideStage3
+from studies.byte_gpt import SIZES, ByteGPT, ds_config
+from tests.runtime.contract.training import SUBGROUP, assert_same, outcome, plan_for, start
+
+PATTERN = ["host", "device", "resident"]
+
+
+@pytest.fixture
+def front_door(only_rank):
+    runtime.enable()
+    yield
+    runtime.disable()
+
+
+@pytest.fixture(scope="module")
+def plan(only_rank):
+    engine = start()
+    made = plan_for(engine, PATTERN).model_dump(mode="json")
+    engine.destroy()
+    return made
+
+
+def config_with(key, **options):
+    made = ds_config(micro_batch=2, subgroup_size=SUBGROUP, learning_rate=1e-3, **options)
+    return {**made, "ebbtide": key}
+
+
+def initialize(config=None, **options):
+    import deepspeed
+
+    torch.manual_seed(0)
+    model = ByteGPT(SIZES["tiny"])
+    options.setdefault("model_parameters", model.parameters())
+    return deepspeed.initialize(model=model, config=config, **options)[0]
+
+
+def test_same_bits_as_stock(front_door, plan):
+    stock = outcome(initialize({**config_with(None)}))
+    engine = initialize(config_with({"plan": plan, "device": "emulated"}))
+    assert isinstance(engine.optimizer, EbbtideStage3)
+    assert_same(outcome(engine), stock)
+
+
+def test_a_config_by_file_in_base64_and_in_the_arguments(front_door, plan, tmp_path):
+    config = config_with({"plan": "plan.json"})
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    file = tmp_path / "ds.json"
+    file.write_text(f"// DeepSpeed reads comments too\n{json.dumps(config)}")
+    packed = base64.urlsafe_b64encode(json.dumps(config_with({"plan": plan})).encode()).decode()
+    arguments = argparse.Namespace(deepspeed_config=str(file), local_rank=0)
+    for call in ({"config": str(file)}, {"config": packed}, {"args": arguments}):
+        engine = initialize(**call)
+        assert isinstance(engine.optimizer, EbbtideStage3)
+        engine.destroy()
+    assert arguments.deepspeed_config == str(file)
+    engine = initialize(None, config_params=config_with({"plan": plan}))
+    assert isinstance(engine.optimizer, EbbtideStage3)
+    engine.destroy()
+
+
+def test_checkpoints_alone_and_beside_a_plan(front_door, plan, tmp_path):
+    for key in ({"checkpoint": {"keep": 1}}, {"plan": plan, "checkpoint": {"keep": 1}}):
+        engine = initialize(config_with(key))
+        assert isinstance(engine.optimizer, EbbtideStage3) == ("plan" in key)
+        for step in (1, 2):
+            engine.global_steps = step
+            engine.save_checkpoint(str(tmp_path / str(len(key))))
+        engine.destroy()
+        kept = [p.name for p in (tmp_path / str(len(key))).iterdir() if p.is_dir()]
+        assert [name for name in kept if not name.startswith(".")] == ["global_step2"]
+
+
+def test_engines_that_train_nothing_stay_as_they_are(front_door, plan):
+    config = config_with({"plan": plan})
+    del config["optimizer"]
+    engine = initialize(config, model_parameters=None)
+    assert not hasattr(engine.optimizer, "_ebbtide")
+    engine.destroy()
+
+
+def test_a_bad_key_is_told_before_the_model_is_touched(front_door):
+    with pytest.raises(RequestError, match="must be an object such as"):
+        initialize(config_with("auto"))
+    with pytest.raises(ValueError, match=r"offload_optimizer\.device must be 'cpu'"):
+        initialize(config_with({"plan": "auto"}, offload=False))

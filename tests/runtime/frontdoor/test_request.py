@@ -1,0 +1,43 @@
+"""What may stand under the key, and what is said about what may not."""
+
+import pytest
+
+from runtime.frontdoor.request import RequestError, read_request
+from simulator.plan import CheckpointPlan, Plan, PlanError
+
+PLAN = Plan(subgroup_size=10, placement=Plan.runs(["host"] * 2), staging_slots=0)
+
+
+def test_a_plan_by_file_fields_and_name(tmp_path):
+    PLAN.save(tmp_path / "plan.json")
+    assert read_request({"plan": str(tmp_path / "plan.json")}).plan == PLAN
+    assert read_request({"plan": "plan.json"}, base=tmp_path).plan == PLAN
+    assert read_request({"plan": PLAN.model_dump(mode="json")}).plan == PLAN
+    assert read_request({"plan": "auto"}).plan == "auto"
+
+
+def test_checkpoints_beside_a_plan_or_alone():
+    both = read_request({"plan": "auto", "checkpoint": {"keep": 2}})
+    assert both.checkpoint == CheckpointPlan(keep=2)
+    alone = read_request({"checkpoint": {}, "device": "emulated"})
+    assert (alone.plan, alone.checkpoint, alone.device) == (None, CheckpointPlan(), "emulated")
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("auto", r"""must be an object such as .*but got 'auto'"""),
+        ({"paln": "auto"}, "may have the keys plan, checkpoint and device, but got 'paln'"),
+        ({}, 'must have "plan", "checkpoint" or both'),
+        ({"plan": 3}, '"ebbtide.plan" .* must be "auto", a plan\'s file or its fields, but got 3'),
+        ({"plan": "nowhere.json"}, '"ebbtide.plan" .*readable JSON file, but got nowhere.json'),
+        ({"plan": {"subgroup_size": 0}}, '"ebbtide.plan" .*subgroup_size'),
+        ({"checkpoint": {"kep": 1}}, '"ebbtide.checkpoint" .*kep'),
+        ({"checkpoint": "here"}, '"ebbtide.checkpoint" .*'),
+        ({"plan": "auto", "device": "tpu"}, '"ebbtide.device" .* one of auto, emulated, but got'),
+    ],
+)
+def test_what_is_wrong_is_named(value, message):
+    with pytest.raises(RequestError, match=message) as raised:
+        read_request(value)
+    assert isinstance(raised.value, PlanError)
