@@ -11,13 +11,13 @@ from runtime.devices.lane import Completion
 from runtime.execution.subgroup_state import SubgroupState
 
 
-class LostGradientError(RuntimeError):
-    """Stock would apply a gradient that ebbtide does not hold any more; nothing was updated."""
-
-
 @dataclass(slots=True)
 class ParameterSlice:
     """A parameter's part of its subgroup on this rank.
+
+    DeepSpeed keeps two things per parameter: the sum of the window's micro-batches, and the fp32
+    gradient that updates apply, which only a boundary's backward renews. Both are at home as long
+    as they are the same; the fields say where the one is that is not.
 
     Attributes:
         real: this rank's partition holds elements of the parameter, not just padding.
@@ -26,6 +26,9 @@ class ParameterSlice:
         used: one arrived at the boundary of some window.
         kept: the fp32 gradient as DeepSpeed would hold it, once somebody read or wrote it or the
             parameter went unused; it then takes the place of the home's elements.
+        summed: DeepSpeed has a sum to go on from; below ZeRO-3 there is none before the first.
+        apart: that sum, where a gradient that does not belong to it has taken the home.
+        copied: the gradient of the window before lies in the subgroup's spare.
     """
 
     subgroup: int
@@ -36,6 +39,9 @@ class ParameterSlice:
     begun: bool = False
     used: bool = False
     kept: torch.Tensor | None = None
+    summed: bool = True
+    apart: torch.Tensor | None = None
+    copied: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,10 @@ class GradientHomes:
     The training thread calls everything here; the copies run on a stream of the device. A home
     is read by the subgroup's update, which starts after `arrived` and ends before the parameters
     can be gathered for the next backward, so that no gradient is overwritten before its use.
+
+    With accumulation a window's first micro-batches overwrite the gradient of the window before,
+    which DeepSpeed applies again to a parameter that the last micro-batch does not reach. It stays
+    in a spare: a home on the host changes places with it, one on the device is copied to it.
     """
 
     device: Device
@@ -68,10 +78,22 @@ class GradientHomes:
         self.by_subgroup: list[list[ParameterSlice]] = [[] for _ in self.states]
         for piece in self.slices.values():
             self.by_subgroup[piece.subgroup].append(piece)
-        self._crosses = [s.placement == "host" and not self.device.unified for s in self.states]
+        unified = self.device.unified
+        self._crosses = [s.placement == "host" and not unified for s in self.states]
+        self._on_host = [s.placement == "host" or unified for s in self.states]
+        self._spares: dict[int, torch.Tensor] = {}  # by subgroup, host memory
+        self._turned = set[int]()  # subgroups whose home and spare changed places in this window
+
+    # -- arriving ----------------------------------------------------------------------------
 
     def accept(
-        self, piece: ParameterSlice, gradient: torch.Tensor, *, first: bool, boundary: bool
+        self,
+        piece: ParameterSlice,
+        gradient: torch.Tensor,
+        *,
+        first: bool,
+        boundary: bool,
+        alone: bool = False,
     ) -> torch.Tensor:
         """Stores or accumulates one partition; returns it as the device sees it, for its norm.
 
@@ -79,15 +101,17 @@ class GradientHomes:
             gradient: flat, in the accumulation dtype, on the device. It may be shorter than the
                 slice: what is beyond it is padding and stays zero.
             first: first micro-batch of the window, which replaces; later ones are added.
+            alone: DeepSpeed does not take this gradient into its sum of micro-batches.
         """
-        home = self.states[piece.subgroup].gradient.narrow(0, piece.offset, gradient.numel())
-        total = gradient.view(home.shape)
-        if not self._crosses[piece.subgroup]:
-            total = home.copy_(total) if first else home.add_(total)
-        else:
-            if not first:
-                total = self._fetch(piece, home, gradient.device).add_(total)
-            self._store(piece.subgroup, home, total)
+        if not boundary and not piece.begun:
+            self._keep_previous(piece)
+        if alone and piece.summed and piece.apart is None:
+            piece.apart = self._home(piece).clone()
+        base = None if first else self._sum_so_far(piece, gradient.numel())
+        home = self._home(piece, gradient.numel())
+        total = self._store(piece.subgroup, home, gradient.view(home.shape), base)
+        if not alone:
+            piece.summed, piece.apart = True, None
         if boundary:
             piece.touched = piece.used = True
             piece.kept = None
@@ -95,64 +119,142 @@ class GradientHomes:
             piece.begun = True
         return total
 
-    def _fetch(
-        self, piece: ParameterSlice, home: torch.Tensor, device: torch.device
+    def _store(
+        self,
+        subgroup: int,
+        home: torch.Tensor,
+        gradient: torch.Tensor,
+        base: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The sum so far, on the device: DeepSpeed adds micro-batches there."""
-        return self.device.fetch_gradient(home, device, self.arrivals.get(piece.subgroup))
+        """Brings ``base + gradient`` home, summed on the device, as DeepSpeed does."""
+        if not self._crosses[subgroup]:
+            return home.copy_(gradient) if base is None else torch.add(base, gradient, out=home)
+        if base is not None:
+            arrival = self.arrivals.get(subgroup)
+            gradient = self.device.fetch_gradient(base, gradient.device, arrival).add_(gradient)
+        self._send(subgroup, home, gradient)
+        return gradient
 
-    def _store(self, subgroup: int, home: torch.Tensor, source: torch.Tensor) -> None:
+    def _send(self, subgroup: int, home: torch.Tensor, source: torch.Tensor) -> None:
         arrival = self.device.store_gradient(home, source)
         if arrival is not None:
             self.arrivals[subgroup] = self.latest = arrival
+
+    def _home(self, piece: ParameterSlice, elements: int | None = None) -> torch.Tensor:
+        gradient = self.states[piece.subgroup].gradient
+        return gradient.narrow(0, piece.offset, piece.elements if elements is None else elements)
+
+    def _sum_so_far(self, piece: ParameterSlice, elements: int) -> torch.Tensor:
+        """What DeepSpeed adds the next micro-batch to."""
+        home = self._home(piece, elements)
+        if piece.apart is not None:
+            return piece.apart.narrow(0, 0, elements)
+        if not piece.summed:
+            return torch.zeros_like(home)
+        if self._left_behind(piece):
+            return self._spares[piece.subgroup].narrow(0, piece.offset, elements)
+        return home
+
+    # -- what the window before left ---------------------------------------------------------
+
+    def _keep_previous(self, piece: ParameterSlice) -> None:
+        """A gradient is about to come home that no update may ever apply."""
+        subgroup = piece.subgroup
+        if self._on_host[subgroup]:
+            # All of the subgroup at once, by reference: what has not arrived yet is left behind.
+            if subgroup not in self._turned and not any(
+                p.touched for p in self.by_subgroup[subgroup]
+            ):
+                state = self.states[subgroup]
+                spare = self._spare(subgroup)
+                self._spares[subgroup], state.gradient = state.gradient, spare
+                self._turned.add(subgroup)
+        elif piece.used and piece.kept is None and not piece.touched:
+            spare = self._spare(subgroup).narrow(0, piece.offset, piece.elements)
+            self._send(subgroup, spare, self._home(piece))
+            self.before_reuse()
+            piece.copied = True
+
+    def _spare(self, subgroup: int) -> torch.Tensor:
+        spare = self._spares.get(subgroup)
+        if spare is None:
+            gradient = self.states[subgroup].gradient
+            spare = self.device.host_empty(gradient.numel(), gradient.dtype).zero_()
+            self._spares[subgroup] = spare
+        return spare
+
+    def _left_behind(self, piece: ParameterSlice) -> bool:
+        """Home and spare changed places, and nothing of this parameter has arrived since."""
+        return piece.subgroup in self._turned and not piece.begun and not piece.touched
+
+    def spare_bytes(self) -> int:
+        """Host memory of the spares."""
+        return sum(spare.nbytes for spare in self._spares.values())
+
+    def close(self) -> None:
+        """Gives the spares back; to be called between two windows."""
+        for spare in self._spares.values():
+            self.device.host_release(spare)
+        self._spares.clear()
 
     def before_reuse(self) -> None:
         """Called before the memory of the gradients accepted so far is written again."""
         if self.latest is not None:
             self.device.before_reuse(self.latest)
 
+    # -- stepping ----------------------------------------------------------------------------
+
     def arrived(self, subgroup: int) -> list[Completion]:
         """What an update of the subgroup waits for besides the norm."""
         arrival = self.arrivals.get(subgroup)
         return [] if arrival is None else [arrival]
+
+    def finish(self, piece: ParameterSlice) -> torch.Tensor:
+        """The sum at home becomes what the next update applies; returns it, once it is there.
+
+        For accumulation that ends at ``step()``, after its last backward.
+        """
+        for arrival in self.arrived(piece.subgroup):
+            arrival.wait_host()
+        piece.touched = piece.used = True
+        piece.kept = None
+        return self._home(piece)
 
     def close_window(self) -> None:
         """Called at each step: parameters without a gradient keep what DeepSpeed would reuse.
 
         DeepSpeed leaves an unused parameter's fp32 gradient where it was, scaled by the previous
         step, and applies it again; the bits of stock training include that.
-
-        Raises:
-            LostGradientError: that gradient was overwritten by an earlier micro-batch's.
         """
         for piece in self.slices.values():
             if piece.real and not piece.touched and piece.kept is None:
                 piece.kept = self._leftover(piece)
-            piece.touched = piece.begun = False
+            if self._left_behind(piece):
+                spare = self._spares[piece.subgroup]
+                self._home(piece).copy_(spare.narrow(0, piece.offset, piece.elements))
+        for piece in self.slices.values():
+            piece.touched = piece.begun = piece.copied = False
+        self._turned.clear()
 
     def _leftover(self, piece: ParameterSlice) -> torch.Tensor | None:
         """What DeepSpeed's fp32 gradient still holds of a parameter that this window's boundary
         did not reach; None: the same as what is at home.
         """
-        if piece.begun:
-            if piece.used:
-                raise LostGradientError(
-                    "a parameter must get a gradient in the last micro-batch of an accumulation "
-                    f"window or in none, but one of {piece.elements} elements in subgroup "
-                    f"{piece.subgroup} got its only one earlier: stock DeepSpeed would apply its "
-                    "previous gradient again, which ebbtide no longer has. Set "
-                    "gradient_accumulation_steps to 1, or train this model without ebbtide"
-                )
+        if piece.begun and not piece.used:
             return torch.zeros(piece.elements, device=self.states[piece.subgroup].gradient.device)
         kept = self._widen(piece)
         if self.last_scale is not None:
             kept.mul_(self.last_scale)
-        return kept if bool(kept.count_nonzero()) else None
+        return kept if piece.begun or bool(kept.count_nonzero()) else None
 
     def _widen(self, piece: ParameterSlice) -> torch.Tensor:
-        home = self.states[piece.subgroup].gradient.narrow(0, piece.offset, piece.elements)
+        """A copy of what the latest boundary brought, unscaled, in fp32."""
         for arrival in self.arrived(piece.subgroup):
             arrival.wait_host()
+        home = self._home(piece)
+        if not piece.touched and (piece.subgroup in self._turned or piece.copied):
+            spare = self._spares[piece.subgroup].narrow(0, piece.offset, piece.elements)
+            return spare.to(home.device, torch.float32, copy=True)
         return home.to(torch.float32, copy=True)
 
     def keep(self, piece: ParameterSlice) -> torch.Tensor:
@@ -161,6 +263,10 @@ class GradientHomes:
         After a step, and until the next gradient, that is the unscaled and clipped one.
         """
         if piece.kept is None:
+            if piece.begun and not piece.touched:
+                piece.kept = self._leftover(piece)
+                assert piece.kept is not None
+                return piece.kept
             kept = self._widen(piece)
             if not piece.touched and self.last_scale is not None:
                 kept.mul_(self.last_scale)

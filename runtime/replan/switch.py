@@ -61,7 +61,11 @@ def _register(own: Attachment) -> None:
 
 def _rehomed(homes: GradientHomes, states: list[SubgroupState]) -> GradientHomes:
     """The same gradients, kept ones included, beside the states' new homes."""
+    homes.close()
     for piece in homes.slices.values():
+        device = states[piece.subgroup].gradient.device
         if piece.kept is not None:
-            piece.kept = piece.kept.to(states[piece.subgroup].gradient.device)
+            piece.kept = piece.kept.to(device)
+        if piece.apart is not None:
+            piece.apart = piece.apart.to(device)
     return GradientHomes(homes.device, states, homes.slices, homes.last_scale)

@@ -117,7 +117,7 @@ def _slices(optimizer: Any, pieces: list[Cut]) -> dict[int, list[ParameterSlice]
     found: dict[int, list[ParameterSlice]] = {}
     for key, (group, _, begin, elements) in optimizer.grad_position.items():
         found[key] = [
-            ParameterSlice(subgroup, max(begin, offset) - offset, overlap, real=True)
+            ParameterSlice(subgroup, max(begin, offset) - offset, overlap, real=True, summed=False)
             for subgroup, (of, offset, length) in enumerate(pieces)
             if of == group
             and (overlap := min(begin + elements, offset + length) - max(begin, offset)) > 0

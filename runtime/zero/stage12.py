@@ -117,16 +117,25 @@ class EbbtideStage2(DeepSpeedZeroOptimizer):  # type: ignore[misc]
                 self.update_offload_overflow_tracker(gradient)
             own_part = gradient.view(-1).narrow(0, start, elements)
             first = self.micro_step_id <= 0 or not whole
-            self._bring_home(key, own_part, first=first, boundary=boundary)
+            self._bring_home(
+                key, own_part, first=first, boundary=boundary, alone=not accumulates
+            )  # fmt: skip
         if boundary:
             self.clear_grad_attribute(param)
 
-    def _bring_home(self, key: int, gradient: torch.Tensor, *, first: bool, boundary: bool) -> None:
+    def _bring_home(
+        self, key: int, gradient: torch.Tensor, *, first: bool, boundary: bool, alone: bool = False
+    ) -> None:
+        """``alone``: as stock does with a step's only backward, outside of its sums, which a
+        later window may go on from (after `zero_grad`, or a second backward before the step).
+        """
         own = self._ebbtide
         totals, position = [], 0
         for piece in own.pieces[key]:
             part = gradient.narrow(0, position, piece.elements)
-            totals.append(own.homes.accept(piece, part, first=first, boundary=boundary))
+            totals.append(
+                own.homes.accept(piece, part, first=first, boundary=boundary, alone=alone)
+            )
             position += piece.elements
         if boundary:
             total = gradient if first else torch.cat(totals) if len(totals) > 1 else totals[0]
@@ -153,12 +162,7 @@ class EbbtideStage2(DeepSpeedZeroOptimizer):  # type: ignore[misc]
             total = total.view(-1).narrow(0, start, elements)
             self._bring_home(key, total.to(param.device), first=True, boundary=True)
             return
-        for piece in own.pieces[key]:
-            for arrival in own.homes.arrived(piece.subgroup):
-                arrival.wait_host()
-            piece.touched = piece.used = True
-            piece.kept = None
-        homes = [_home(own, piece).to(param.device) for piece in own.pieces[key]]
+        homes = [own.homes.finish(piece).to(param.device) for piece in own.pieces[key]]
         self.norm_for_param_grads[key] = _float64_norm(torch.cat(homes))
 
     def backward_prologue(self) -> None:
@@ -190,7 +194,6 @@ class EbbtideStage2(DeepSpeedZeroOptimizer):  # type: ignore[misc]
 
         Raises:
             BackgroundError: an update failed in the background.
-            LostGradientError: stock would apply a gradient that is not there any more.
         """
         del closure
         own = self._ebbtide
@@ -388,7 +391,3 @@ class EbbtideStage2(DeepSpeedZeroOptimizer):  # type: ignore[misc]
                 own.closed = True
                 own.executor.close()
         super().destroy()
-
-
-def _home(own: PartitionAttachment, piece: ParameterSlice) -> torch.Tensor:
-    return own.executor.states[piece.subgroup].gradient.narrow(0, piece.offset, piece.elements)

@@ -88,10 +88,8 @@ class EbbtideStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         self, param: Any, grad_buffer: torch.Tensor, *_: Any
     ) -> None:
         """Unmanaged accumulation ends its window here, at step()."""
-        piece = self._ebbtide.homes.slices[self.get_param_id(param)]
-        piece.touched = piece.used = True
-        piece.kept = None
-        self.norm_for_param_grads[self.get_param_id(param)] = _norm(grad_buffer.view(-1))
+        total = self._ebbtide.homes.finish(self._piece(param))
+        self.norm_for_param_grads[self.get_param_id(param)] = _norm(total.to(grad_buffer.device))
 
     def backward_prologue(self) -> None:
         self._ebbtide.recorder.backward_begins()

@@ -8,7 +8,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from runtime.execution.gradients import LostGradientError
 from studies.byte_gpt import SIZES, ByteGPT
 from tests.runtime.contract.training import (
     DEVICES,
@@ -190,46 +189,6 @@ def test_unused_parameters_get_what_stock_gives_them(device, clipping):
 
     expected = outcome(new(), 9)
     assert_same(outcome(attached(new(), MIX, device), 9), expected)
-
-
-class PerMicroBatch(Switching):
-    """A branch per micro-batch of a window of two; from micro-batch ``swaps_at`` on the other."""
-
-    def __init__(self, swaps_at=10**9):
-        super().__init__()
-        self.swaps_at = swaps_at
-
-    def forward(self, inputs, targets):
-        branch = self.branches[(self.number + (self.number >= self.swaps_at)) % 2]
-        self.number += 1
-        logits = self.back(torch.relu(branch(self.embed(inputs))))
-        return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-
-
-@pytest.mark.parametrize("device", list(DEVICES))
-@pytest.mark.parametrize("grad_dtype", ["bf16", "fp32"])
-def test_gradients_of_a_micro_batch_before_the_last_only(device, grad_dtype):
-    """Stock leaves such a gradient out of the step, and so does ebbtide."""
-
-    def new():
-        return start(
-            model=PerMicroBatch(), accumulation=2, subgroup_size=9000,
-            extra={"data_types": {"grad_accum_dtype": grad_dtype}},
-        )  # fmt: skip
-
-    expected = outcome(new(), 8)
-    assert_same(outcome(attached(new(), MIX, device), 8), expected)
-
-
-@pytest.mark.parametrize("device", list(DEVICES))
-def test_a_gradient_that_only_stock_still_has_is_told_before_the_update(device):
-    ours = attached(
-        start(model=PerMicroBatch(swaps_at=4), accumulation=2, subgroup_size=9000), MIX, device
-    )
-    train(ours, 4)
-    with pytest.raises(LostGradientError, match="gradient_accumulation_steps"):
-        train(ours, 2, first=4)
-    ours.destroy()
 
 
 @pytest.mark.parametrize("device", list(DEVICES))

@@ -1,0 +1,93 @@
+"""Accumulation windows that a training loop leaves by the side door, on every stage and device."""
+
+import pytest
+import torch
+
+from studies.bench.bits import state_of
+from studies.byte_gpt import SIZES, Batches
+from tests.runtime.contract.training import DEVICES, assert_same, attached, start
+
+pytestmark = pytest.mark.usefixtures("only_rank")
+MIX = ["host", "device", "resident"]
+
+# b backward, z zero_grad, s step: batches dropped after their backward, one or two in a row;
+# two backwards before one step; both.
+LOOP = "bs bz bs bz bz bs bbs bs bz bbs bz bs"
+DEVICE = list(DEVICES)[-1]
+
+
+def follow(engine, actions):
+    """State, losses and norms of a loop of backwards (b), zero_grads (z) and steps (s)."""
+    batches = Batches(2, SIZES["tiny"].sequence)
+    losses, norms, number = [], [], 0
+    for action in actions.replace(" ", ""):
+        if action == "b":
+            loss = engine(*batches.at(number, engine.device))
+            engine.backward(loss)
+            losses.append(loss.detach().clone())
+            number += 1
+        elif action == "z":
+            engine.zero_grad()
+            engine.optimizer.zero_grad()
+        else:
+            engine.step()
+            norms.append(float(engine.get_global_grad_norm() or 0.0))
+    result = state_of(engine), torch.stack(losses), norms
+    engine.destroy()
+    return result
+
+
+WHERE = [(1, DEVICE), (2, DEVICE), (3, DEVICE), (2, next(iter(DEVICES)))]
+
+
+@pytest.mark.parametrize(("stage", "device"), WHERE)
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_loops_that_drop_or_repeat_a_backward(accumulation, stage, device):
+    def new():
+        return start(stage=stage, accumulation=accumulation)
+
+    assert_same(follow(attached(new(), MIX, device), LOOP), follow(new(), LOOP))
+
+
+class Experts(torch.nn.Module):
+    """Each micro-batch goes through the experts that ``routes`` names for it."""
+
+    def __init__(self, routes):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = torch.nn.Embedding(256, 32)
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(32, 150) for _ in range(3))
+        self.back = torch.nn.Linear(150, 256)
+        self.routes = routes.split()
+        self.number = 0
+
+    def forward(self, inputs, targets):
+        x = self.embed(inputs)
+        names = self.routes[self.number % len(self.routes)]
+        self.number += 1
+        x = sum(self.experts[int(name)](x) for name in names)
+        logits = self.back(torch.relu(x)).float()
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+# Experts skipped by the last micro-batch of a window, by the first, by whole windows; one that is
+# reached by a last micro-batch late, or never.
+ROUTES = "012 012 012 01 12 012 02 12 0 1 12 20 1 012 2 0 2 1 01 0 02 1"
+RARE = "0 01 1 0 02 1 012 0 1 0 2 1"
+
+
+@pytest.mark.parametrize(("stage", "device"), WHERE[1:])
+@pytest.mark.parametrize("grad_dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("routes", [ROUTES, RARE], ids=["often", "rare"])
+def test_experts_that_some_micro_batches_skip(routes, grad_dtype, stage, device):
+    """Stock applies an expert's gradient of an earlier step again, and so does a plan."""
+
+    def new():
+        return start(
+            model=Experts(routes), accumulation=2, subgroup_size=9000, stage=stage,
+            clipping=0.05, extra={"data_types": {"grad_accum_dtype": grad_dtype}},
+        )  # fmt: skip
+
+    actions = "bs" * len(routes.split())
+    ours = follow(attached(new(), MIX, device, subgroup=5_000), actions)
+    assert_same(ours, follow(new(), actions))
