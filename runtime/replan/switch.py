@@ -53,10 +53,9 @@ def _release_left(device: Any, before: list[SubgroupState], after: list[Subgroup
 
 
 def _register(own: Attachment) -> None:
-    register = getattr(own.executor.gate, "register", None)
+    register = getattr(own.executor.gate, "register_all", None)
     if callable(register):
-        for state in own.executor.states:
-            register(state.index, own.saved_state(state.index))
+        register({s.index: own.saved_state(s.index) for s in own.executor.states})
 
 
 def _rehomed(homes: GradientHomes, states: list[SubgroupState]) -> GradientHomes:

@@ -275,7 +275,6 @@ def _checkpointing(engine: Any, checkpoint: CheckpointPlan) -> None:
 
     own = engine.optimizer._ebbtide
     live = LiveState()
-    for state in own.executor.states:
-        live.register(state.index, own.saved_state(state.index))
+    live.register_all({s.index: own.saved_state(s.index) for s in own.executor.states})
     own.executor.gate = live
     install(engine, checkpoint, live)
