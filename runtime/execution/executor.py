@@ -16,7 +16,7 @@ from runtime.execution.gradients import Segment
 from runtime.execution.step_template import TemplateOp
 from runtime.execution.subgroup_state import StagingSlot, SubgroupState
 from runtime.kernels.adam import AdamStep
-from runtime.kernels.host import VECTOR_WIDTH, host_adam
+from runtime.kernels.host import host_adam
 from simulator.schedule import Lane as LaneName
 from simulator.schedule import Op, OpKind
 
@@ -61,12 +61,14 @@ class Executor:
         slots: list[StagingSlot],
         template: list[TemplateOp],
         threads: int,
+        vector_width: int,
     ) -> None:
         self.device = device
         self.states = states
         self.slots = slots
         self.template = template
         self.threads = threads
+        self.vector_width = vector_width  # of the stock op whose bits the updates have
         self.gate: UpdateGate | None = None
         self.before_op: Callable[[Op], None] | None = None  # fault and delay injection
         self.lanes: dict[LaneName, Lane] = device.lanes()
@@ -209,8 +211,13 @@ class Executor:
             span = slice(part.start, part.end)
             self.device.adam(
                 [t[span] for t in target], part.gradient, state.wire[span], job.step,
-                part.scale, _tail(state.elements, part), stream,
+                part.scale, self._tail(state.elements, part), stream,
             )  # fmt: skip
+
+    def _tail(self, elements: int, part: Segment) -> int:
+        """How many of the segment's last elements DeepSpeed's scalar loop updates."""
+        tail_begin = elements - elements % self.vector_width
+        return max(0, part.end - max(part.start, tail_begin))
 
     def _refresh_if_stale(
         self, subgroup: int, target: tuple[torch.Tensor, ...], stream: object | None
@@ -242,7 +249,7 @@ class Executor:
                 span = slice(part.start, part.end)
                 host_adam(
                     state.p[span], state.m[span], state.v[span], part.gradient, out[span],
-                    job.step, part.scale, self.threads, _tail(state.elements, part),
+                    job.step, part.scale, self.threads, self._tail(state.elements, part),
                 )  # fmt: skip
 
     def _parameter_out(self, subgroup: int) -> torch.Tensor:
@@ -315,9 +322,3 @@ class Executor:
             lane.close()
         if with_device:
             self.device.close()
-
-
-def _tail(elements: int, part: Segment) -> int:
-    """How many of the segment's last elements DeepSpeed's scalar loop updates."""
-    tail_begin = elements - elements % VECTOR_WIDTH
-    return max(0, part.end - max(part.start, tail_begin))

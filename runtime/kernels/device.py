@@ -63,14 +63,12 @@ def device_adam(
     out: torch.Tensor,
     step: AdamStep,
     scale: float = 1.0,
-    tail: int | None = None,
+    tail: int = 0,
 ) -> None:
     """`runtime.kernels.host.host_adam` on CUDA tensors, on the current stream."""
     n = p.numel()
     if n == 0:
         return
-    if tail is None:
-        tail = n % 16
     scalars = [float(value) for value in step.scalars(scale)]
     adam_kernel[(triton.cdiv(n, BLOCK),)](
         p, m, v, grad, out, n, n - tail, *scalars,

@@ -23,7 +23,6 @@ _FLAGS = [
     "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off",
 ]  # fmt: skip
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-VECTOR_WIDTH = 16  # DeepSpeedCPUAdam's vector loop takes multiples of this many elements
 _DECAYS = {"none": 0, "l2": 1, "decoupled": 2}
 
 
@@ -111,7 +110,7 @@ def host_adam(
     step: AdamStep,
     scale: float = 1.0,
     threads: int = 1,
-    tail: int | None = None,
+    tail: int = 0,
 ) -> None:
     """Updates ``p``, ``m``, ``v`` in place and writes the wire parameter to ``out``; one pass.
 
@@ -121,8 +120,8 @@ def host_adam(
         out: bf16, fp16 or fp32 parameter to write, or None. It may share no memory with the rest.
         scale: factor applied to the gradient in fp32 first (unscale and clip).
         threads: OpenMP threads; the result does not depend on it.
-        tail: how many of the last elements DeepSpeed's scalar loop would update: its vector loop
-            takes multiples of 16. None: length mod 16, right for a whole subgroup.
+        tail: how many of the last elements DeepSpeed's scalar loop would update: those behind
+            the last whole vector of the build that is loaded (`stock_build.adam_width`).
 
     Raises:
         ValueError: lengths, dtypes, devices or strides that the kernel does not take.
@@ -133,8 +132,6 @@ def host_adam(
     if out is not None:
         tensors["out"] = out
     _check(tensors, p.numel())
-    if tail is None:
-        tail = p.numel() % VECTOR_WIDTH
     scalars = step.scalars(scale)
     load().ebbtide_host_adam(
         p.data_ptr(), m.data_ptr(), v.data_ptr(), grad.data_ptr(), _DTYPES[grad.dtype],

@@ -5,8 +5,8 @@
 // and their order are those of DeepSpeedCPUAdam (ops/csrc/includes/cpu_adam.h, Step_AVX), so that the
 // bits are the same; the explicit fma and -ffp-contract=off leave the compiler no choice.
 //
-// DeepSpeed's vector loop leaves the last (length mod 16) elements to a scalar loop, in which the
-// compiler fuses the other product of `m * beta1 + g * (1 - beta1)`. `kTail` repeats that.
+// DeepSpeed's vector loop leaves the elements behind its last whole vector to a scalar loop, in which
+// the compiler fuses the other product of `m * beta1 + g * (1 - beta1)`. `tail` repeats that.
 //
 // Plain loops: g++ vectorises them for whatever the machine has, with equal results on every width.
 

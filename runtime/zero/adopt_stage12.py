@@ -13,6 +13,7 @@ from runtime.execution.recorder import Recorder
 from runtime.execution.step_template import step_template
 from runtime.execution.subgroup_state import SubgroupState, allocate, staging_slots
 from runtime.kernels.adam import BiasCorrection
+from runtime.kernels.stock_build import adam_width
 from runtime.zero.adopt_stage3 import Cut, as_allocated, cuts, threads_of
 from runtime.zero.stage12 import EbbtideStage2, PartitionAttachment
 from simulator.plan import Plan
@@ -102,7 +103,8 @@ def _build(
     plan = as_allocated(plan, states, len(slots))
     wire = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(optimizer.dtype, "fp32")
     template = step_template(sizes, wire, plan)
-    executor = Executor(device, states, slots, template, threads_of(plan, device))
+    width = adam_width(optimizer.optimizer.ds_opt_adam)
+    executor = Executor(device, states, slots, template, threads_of(plan, device), width)
     return plan, executor, _shadows(states, masters, moments)
 
 

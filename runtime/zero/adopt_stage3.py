@@ -11,9 +11,12 @@ from runtime.devices.base import Device
 from runtime.execution.executor import Executor
 from runtime.execution.step_template import step_template
 from runtime.execution.subgroup_state import SubgroupState, allocate, staging_slots
-from runtime.kernels.host import VECTOR_WIDTH
+from runtime.kernels.stock_build import adam_width
 from runtime.zero import private
 from simulator.plan import Plan
+
+# Every vector width that DeepSpeed has for x86 and NEON divides it: a plan fits all of them.
+ALIGNMENT = 16
 
 Cut = tuple[int, int, int]  # parameter group, offset in its partition, elements
 
@@ -21,10 +24,11 @@ Cut = tuple[int, int, int]  # parameter group, offset in its partition, elements
 def cuts(partitions: list[int], subgroup_size: int) -> list[Cut]:
     """Every group's partition in pieces of ``subgroup_size``, rounded up to a multiple of 16.
 
-    DeepSpeedCPUAdam treats a tensor's last (length mod 16) elements in another way. With borders
-    on multiples of 16 those of a partition are those of its last piece, and no other has any.
+    DeepSpeedCPUAdam treats the elements behind a tensor's last whole vector in another way. With
+    borders on multiples of the vectors, those of a partition are those of its last piece, and no
+    other has any.
     """
-    size = max(1, -(-subgroup_size // VECTOR_WIDTH)) * VECTOR_WIDTH
+    size = max(1, -(-subgroup_size // ALIGNMENT)) * ALIGNMENT
     return [
         (group, offset, min(size, elements - offset))
         for group, elements in enumerate(partitions)
@@ -68,7 +72,8 @@ def build_executor(
     plan = as_allocated(plan, states, len(slots))
     wire = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(optimizer.dtype, "fp32")
     template = step_template(tuple(sizes), wire, plan)
-    return plan, Executor(device, states, slots, template, threads_of(plan, device))
+    width = adam_width(optimizer.optimizer.ds_opt_adam)
+    return plan, Executor(device, states, slots, template, threads_of(plan, device), width)
 
 
 def rebuild(optimizer: Any, plan: Plan, before: list[SubgroupState]) -> tuple[Plan, Executor]:

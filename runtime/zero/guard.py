@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from runtime.kernels.stock_build import adam_width
 from simulator.plan import Plan, PlanError
 
 
@@ -77,6 +78,7 @@ def check_engine(engine: Any) -> None:
 
     Raises:
         ConfigError: it is not ZeRO-1, 2 or 3 with an Adam optimizer offloaded to the CPU.
+        UnknownRoundingError: DeepSpeed's op was built in a way whose bits are not known.
     """
     import torch
     from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -112,6 +114,7 @@ def check_engine(engine: Any) -> None:
             f"{optimizer.master_weights_and_grads_dtype}: unset "
             "*_master_weights_and_gradients and bf16_optimizer_states"
         )
+    adam_width(inner.ds_opt_adam)
 
 
 def check_plan(plan: Plan, subgroups: tuple[int, ...], sub_group_size: int) -> None:

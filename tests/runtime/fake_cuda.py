@@ -190,7 +190,7 @@ class FakeTorch:
         return getattr(torch, name)
 
 
-def device_adam(p, m, v, grad, out, step, scale=1.0, tail=None):
+def device_adam(p, m, v, grad, out, step, scale=1.0, tail=0):
     """The host kernel in the device kernel's place, on the current stream."""
     from runtime.kernels.host import host_adam
 

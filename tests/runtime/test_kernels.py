@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from runtime.kernels import host
 from runtime.kernels.adam import AdamStep, BiasCorrection
+from runtime.kernels.stock_build import NO_VECTORS, UnknownRoundingError, adam_width
+from tests.runtime.stock_builds import BUILDS, WIDTHS, runs_here, stock_adam
 
 LR, BETAS, EPS = 1e-3, (0.9, 0.999), 1e-8
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -18,9 +20,20 @@ _IDS = itertools.count(50_000)
 
 @pytest.fixture(scope="module")
 def op(deepspeed_ops):
+    """The op of this machine."""
     from deepspeed.ops.op_builder import CPUAdamBuilder
 
     return CPUAdamBuilder().load()
+
+
+@pytest.fixture(scope="module", params=["loaded", "avx512", "avx2", "scalar"])
+def any_op(request, op):
+    """The op of this machine, and as DeepSpeed builds it on others whose code runs here."""
+    if request.param == "loaded":
+        return op
+    if not runs_here(request.param):
+        pytest.skip(f"this CPU has no {request.param}")
+    return stock_adam(request.param)
 
 
 class Stock:
@@ -66,7 +79,7 @@ def run_both(op, n, steps=4, weight_decay=0.0, adamw=True, dtype=torch.bfloat16,
         out = torch.empty(n, dtype=dtype)
         bias1, bias2 = bias.advance(number, *BETAS)
         step = AdamStep(lr, *BETAS, EPS, weight_decay, bias1, bias2, adamw)
-        host.host_adam(p, m, v, grad, out, step, scale, threads)
+        host.host_adam(p, m, v, grad, out, step, scale, threads, n % adam_width(op))
         agree &= same(p, stock.p) and same(m, stock.m) and same(v, stock.v)
         agree &= same(out.float(), stock.p.to(dtype).float())
     stock.close()
@@ -75,9 +88,33 @@ def run_both(op, n, steps=4, weight_decay=0.0, adamw=True, dtype=torch.bfloat16,
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("weight_decay", "adamw"), [(0.0, True), (0.1, True), (0.1, False)])
-@pytest.mark.parametrize("n", [1, 15, 16, 129, 100_003, 2_200_017])
-def test_bits_of_deepspeed_adam(op, n, weight_decay, adamw, dtype):
-    assert run_both(op, n, 3 if n > 10**6 else 12, weight_decay, adamw, dtype)
+@pytest.mark.parametrize("n", [1, 15, 16, 27, 129, 100_003, 1_100_017])
+def test_bits_of_deepspeed_adam(any_op, n, weight_decay, adamw, dtype):
+    assert run_both(any_op, n, 3 if n > 10**6 else 12, weight_decay, adamw, dtype)
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_the_width_is_that_of_the_build_and_not_of_the_machine(build):
+    if not runs_here(build):
+        pytest.skip(f"this CPU has no {build}")
+    if build == "unfused":
+        with pytest.raises(UnknownRoundingError, match=r"op\.so fits 0 of them.*build it anew"):
+            adam_width(stock_adam(build))
+    else:
+        assert adam_width(stock_adam(build)) == WIDTHS.get(build, NO_VECTORS)
+
+
+@pytest.mark.parametrize("march", ["haswell", "sandybridge", "x86-64"])
+def test_our_kernel_has_the_same_bits_when_built_for_less(op, march, monkeypatch, tmp_path):
+    """With AVX2; without fused multiply-add, where libm does it; without any vectors but SSE2."""
+    flags = [f"-march={march}" if f == "-march=native" else f for f in host._FLAGS]
+    assert flags != host._FLAGS
+    monkeypatch.setattr(host, "_FLAGS", flags)
+    monkeypatch.setenv("EBBTIDE_CACHE", str(tmp_path))
+    library = host.load.__wrapped__()
+    monkeypatch.setattr(host, "load", lambda: library)
+    assert run_both(op, 30_011, 3, 0.1, True, torch.bfloat16)
+    assert run_both(op, 1_100_017, 1, 0.1, False, torch.float16)
 
 
 @settings(max_examples=25, deadline=None)
@@ -97,7 +134,7 @@ def test_special_values(op):
     for number in (1, 2, 3):
         stock.step(number, grad.clone())
         step = AdamStep(LR, *BETAS, EPS, 0.1, *bias.advance(number, *BETAS))
-        host.host_adam(p, m, v, grad, None, step)
+        host.host_adam(p, m, v, grad, None, step, tail=n % adam_width(op))
     stock.close()
     assert same(p, stock.p)
     assert same(m, stock.m)
@@ -107,7 +144,7 @@ def test_special_values(op):
 
 
 def test_views_that_start_anywhere(op):
-    n, start = 50_000, 13
+    n, start = 50_000, 13  # a multiple of every vector
     buffers = [torch.zeros(n + start) for _ in range(3)]
     p, m, v = (b[start:] for b in buffers)
     p.copy_(torch.randn(n))
@@ -116,7 +153,7 @@ def test_views_that_start_anywhere(op):
     out = torch.zeros(n + 5, dtype=torch.bfloat16)[5:]
     stock.step(1, grad.float())
     step = AdamStep(LR, *BETAS, EPS, 0.0, *BiasCorrection(*BETAS).advance(1, *BETAS))
-    host.host_adam(p, m, v, grad, out, step, threads=2)
+    host.host_adam(p, m, v, grad, out, step, threads=2, tail=n % adam_width(op))
     stock.close()
     assert same(p, stock.p)
     assert torch.equal(out, stock.p.bfloat16())
@@ -130,8 +167,10 @@ def test_segments_of_a_subgroup_have_the_bits_of_the_whole(op):
     m, v, grad = torch.zeros(n), torch.zeros(n), torch.randn(n)
     stock.step(1, grad.clone())
     step = AdamStep(LR, *BETAS, EPS, 0.0, *BiasCorrection(*BETAS).advance(1, *BETAS))
-    for span, tail in ((slice(0, cut), 0), (slice(cut, n), n % 16)):
-        host.host_adam(p[span], m[span], v[span], grad[span], None, step, tail=tail)
+    tail = n % adam_width(op)
+    for start, end in ((0, cut), (cut, n)):
+        span, of_part = slice(start, end), max(0, end - max(start, n - tail))
+        host.host_adam(p[span], m[span], v[span], grad[span], None, step, tail=of_part)
     stock.close()
     assert same(p, stock.p)
     assert same(v, stock.v)
@@ -153,7 +192,8 @@ def test_alternating_betas_follow_deepspeeds_one_optimizer_object(op):
             step = AdamStep(LR, *betas[index], EPS, 0.0, *bias.advance(number, *betas[index]))
             if number == 1:
                 stocks[index].mine = (torch.zeros(64), torch.zeros(64))
-            host.host_adam(p, *stocks[index].mine, grad, None, step)
+            tail = 64 % adam_width(op)
+            host.host_adam(p, *stocks[index].mine, grad, None, step, tail=tail)
     stocks[0].close()
     assert all(same(p, s.p) for p, s in zip(params, stocks, strict=True))
 
