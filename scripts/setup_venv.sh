@@ -77,7 +77,7 @@ install() { # twice quiet: pip still prints its errors
         $pip $constraints -e '.[dev]'
     else
         echo "setup: DeepSpeed and ebbtide ..."
-        $pip $constraints -e .
+        $pip $constraints -e '.[tune]'
     fi
 }
 

@@ -17,6 +17,7 @@ from tuner.inputs import (
 )
 
 if TYPE_CHECKING:
+    from simulator.plan import Plan
     from simulator.workload import Workload
 
 
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
 @MACHINE
 @workload_options
 @click.option("-o", "--output", default="plan.json", show_default=True, help="Where it goes.")
+@click.option(
+    "--emit-deepspeed",
+    help="Write a DeepSpeed config that trains under the plan, for `tune run`.",
+)
 @click.option("--gpu-memory", type=SIZE, help="Device memory per rank, e.g. 24GiB.")
 @click.option("--host-memory", type=SIZE, help="Host memory per rank, e.g. 100GiB.")
 @click.option(
@@ -52,6 +57,7 @@ if TYPE_CHECKING:
 def plan(
     machine: str,
     output: str,
+    emit_deepspeed: str | None,
     gpu_memory: int | None,
     host_memory: int | None,
     memory_margin: float | None,
@@ -91,12 +97,22 @@ def plan(
         found = found.model_copy(update={"reasons": (*found.reasons, *extra)})
     with written("--output", output):
         found.save(output)
+    if emit_deepspeed is not None:
+        _emit(emit_deepspeed, found, output, source["ds_config"], work.wire_dtype)
     if as_json:
         click.echo(found.model_dump_json(indent=2))
         return
     console = wide_console()
     show_plan(found, console)
-    console.print(f"written to {output}")
+    console.print(f"written to {' and '.join(filter(None, [output, emit_deepspeed]))}")
+
+
+def _emit(path: str, found: Plan, plan_file: str, given: str | None, wire_dtype: str) -> None:
+    from tuner.emitted_config import emitted_config, write_config
+
+    config = emitted_config(found, plan_file, given, wire_dtype)
+    with written("--emit-deepspeed", path):
+        write_config(config, path)
 
 
 def _recut(work: Workload, given: str) -> tuple[Workload, tuple[int, ...] | None]:

@@ -1,0 +1,179 @@
+"""The same training through Trainer, Accelerate and Lightning, stock and with the key.
+
+Under a launcher it runs all three on every rank and says at the end what differed; a test in one
+process calls its functions.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import torch
+
+import runtime
+from studies.bench.bits import differences, state_of
+
+STEPS = 20
+SUBGROUP = 4096
+VOCABULARY, SEQUENCE, BATCH = 64, 16, 2
+PATTERN = ("host", "device", "resident")
+Outcome = tuple[dict[str, torch.Tensor], list[Any]]
+
+
+def model(**fields: Any) -> Any:
+    """A tiny Llama with random weights, always the same; partitioned as it is made under ZeRO-3."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    torch.manual_seed(0)
+    settings = {
+        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64,
+        "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "max_position_embeddings": 64, "attn_implementation": "eager", "pad_token_id": 0,
+    }  # fmt: skip
+    return AutoModelForCausalLM.from_config(LlamaConfig(**settings | fields))
+
+
+def samples(count: int = 2 * STEPS * BATCH) -> list[dict[str, torch.Tensor]]:
+    """Random tokens, as a dataset of any of the three."""
+    rng = torch.Generator().manual_seed(1)
+    tokens = torch.randint(1, VOCABULARY, (count, SEQUENCE), generator=rng)
+    return [{"input_ids": row, "labels": row, "attention_mask": torch.ones_like(row)}
+            for row in tokens]  # fmt: skip
+
+
+def ds_config(key: dict[str, Any] | None, **extra: Any) -> dict[str, Any]:
+    """A config that leaves to the trainer what it fills in."""
+    made: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "zero_optimization": {
+            "stage": 3, "sub_group_size": SUBGROUP, "offload_optimizer": {"device": "cpu"},
+            "stage3_param_persistence_threshold": 100,
+        },
+    }  # fmt: skip
+    made |= extra
+    return made if key is None else {**made, "ebbtide": key}
+
+
+def key_for(engine: Any) -> dict[str, Any]:
+    """A plan with every placement for this engine's subgroups."""
+    from runtime.zero.adopt_stage3 import subgroups_of
+    from simulator.plan import Plan
+
+    count = len(subgroups_of(engine.optimizer, SUBGROUP))
+    placements = [PATTERN[i % len(PATTERN)] for i in range(count)]
+    plan = Plan(subgroup_size=SUBGROUP, placement=Plan.runs(placements), prefetch=1)
+    return {"plan": plan.model_dump(mode="json"), "device": "emulated"}
+
+
+def with_trainer(key: dict[str, Any] | None, **options: Any) -> tuple[Any, list[Any]]:
+    """The engine at the end, and what the Trainer logged."""
+    import transformers
+
+    arguments: dict[str, Any] = {
+        "max_steps": STEPS, "per_device_train_batch_size": BATCH, "learning_rate": 1e-2,
+        "logging_steps": 1, "report_to": "none", "save_strategy": "no", "use_cpu": True,
+        "bf16": True, "disable_tqdm": True, "warmup_steps": 3, "max_grad_norm": 0.5,
+        "output_dir": tempfile.mkdtemp(),
+    }  # fmt: skip
+    config = ds_config(key, **options.pop("config", {}))
+    made = transformers.TrainingArguments(**arguments | options, deepspeed=config)
+    trainer = transformers.Trainer(model=model(), args=made, train_dataset=samples())
+    trainer.train()
+    # Stock counts the operations of the small parameters only, which ZeRO-3 keeps whole between
+    # steps: ours are new when they are read.
+    timed = {"train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos"}
+    logged = [{k: v for k, v in row.items() if k not in timed} for row in trainer.state.log_history]
+    return trainer.deepspeed, logged
+
+
+def with_accelerate(key: dict[str, Any] | None, **options: Any) -> tuple[Any, list[Any]]:
+    """The engine at the end, and the losses."""
+    from accelerate import Accelerator
+    from accelerate.utils import DeepSpeedPlugin
+    from transformers import get_linear_schedule_with_warmup
+
+    config = ds_config(key, bf16={"enabled": True}, **options.pop("config", {}))
+    plugin = DeepSpeedPlugin(hf_ds_config=config, gradient_accumulation_steps=2)
+    accelerator = Accelerator(deepspeed_plugin=plugin, mixed_precision="bf16")
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    schedule = get_linear_schedule_with_warmup(optimizer, 3, STEPS)
+    loader = torch.utils.data.DataLoader(samples(), batch_size=BATCH)
+    net, optimizer, loader, schedule = accelerator.prepare(net, optimizer, loader, schedule)
+    losses: list[Any] = []
+    for batch in loader:
+        with accelerator.accumulate(net):
+            loss = net(**batch).loss
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        losses.append((loss.item(), schedule.get_last_lr()))
+    return net, losses
+
+
+def with_lightning(key: dict[str, Any] | None, **options: Any) -> tuple[Any, list[Any]]:
+    """The engine at the end, and the losses."""
+    from tests.runtime.frontdoor.lightning_run import fit
+
+    config = ds_config(key, train_micro_batch_size_per_gpu=BATCH, **options.pop("config", {}))
+    # Lightning fills these in where they are missing; it does not know "auto".
+    for name in ("gradient_clipping", "gradient_accumulation_steps", "bf16"):
+        del config[name]
+    return fit(config, model(), samples(), STEPS)
+
+
+TRAINERS: dict[str, Callable[..., tuple[Any, list[Any]]]] = {
+    "trainer": with_trainer,
+    "accelerate": with_accelerate,
+    "lightning": with_lightning,
+}
+
+
+def outcome(
+    train: Callable[..., tuple[Any, list[Any]]], key: dict[str, Any] | None, **options: Any
+) -> tuple[Outcome, dict[str, Any]]:
+    """State and losses at the end, and a key that would fit this engine; the engine is gone."""
+    engine, losses = train(key, **options)
+    assert hasattr(engine.optimizer, "_ebbtide") == (key is not None)
+    state, fitting = state_of(engine), key if key is not None else key_for(engine)
+    engine.destroy()
+    forget_accelerate()
+    return (state, losses), fitting
+
+
+def forget_accelerate() -> None:
+    """Accelerate keeps one state per process; the next trainer starts with a new one."""
+    from accelerate.state import AcceleratorState, PartialState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    PartialState._reset_state()
+
+
+def compare(name: str, **options: Any) -> list[str]:
+    """What differs between stock and ours; nothing if all is well."""
+    stock, key = outcome(TRAINERS[name], None, **options)
+    ours, _ = outcome(TRAINERS[name], key, **options)
+    different = list(differences(ours[0], stock[0]))
+    if not stock[1] or ours[1] != stock[1]:
+        different.append(f"losses: {stock[1]} stock, {ours[1]} ours")
+    assert len(stock[0]) > 20, "there must be something to compare"
+    return [f"{name}: {what}" for what in different]
+
+
+if __name__ == "__main__":
+    runtime.enable()
+    told = [line for name in sys.argv[2:] for line in compare(name)]
+    Path(sys.argv[1], f"rank{os.environ['RANK']}").write_text("\n".join(told) or "same")
+    torch.distributed.destroy_process_group()

@@ -1,0 +1,62 @@
+"""`tune plan --emit-deepspeed`: what a trainer fills in stays open, what a plan decides is set."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from runtime.frontdoor.request import read_request
+from simulator import Plan
+from tests.tuner.test_search import machine, workload
+from tuner.cli import main
+
+
+@pytest.fixture
+def inputs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    machine().save(tmp_path / "machine.json")
+    workload(6).save(tmp_path / "workload.json")
+    return ["--machine", "machine.json", "--workload", "workload.json"]
+
+
+def emit(*arguments):
+    result = CliRunner().invoke(main, ["plan", *arguments, "--emit-deepspeed", "ds.json"])
+    return result, json.loads(Path("ds.json").read_text()) if result.exit_code == 0 else None
+
+
+def test_a_config_for_the_trainer(inputs, tmp_path):
+    result, config = emit(*inputs)
+    assert "written to plan.json and ds.json" in result.output
+    plan = Plan.load("plan.json")
+    assert read_request(config["ebbtide"]).plan == plan
+    assert config["ebbtide"]["plan"] == str(tmp_path / "plan.json")
+    zero = config["zero_optimization"]
+    assert (zero["sub_group_size"], zero["offload_optimizer"]["device"]) == (3 * 10**7, "cpu")
+    assert config["gradient_clipping"] == config["gradient_accumulation_steps"] == "auto"
+    assert config["bf16"] == {"enabled": "auto"}
+
+
+def test_what_is_given_stays(inputs, tmp_path):
+    given = {
+        "gradient_clipping": 0.5, "train_micro_batch_size_per_gpu": "auto",
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto",
+                              "offload_optimizer": {"device": "none", "pin_memory": True}},
+    }  # fmt: skip
+    (tmp_path / "given.json").write_text(json.dumps(given))
+    _, config = emit(*inputs, "--ds-config", "given.json")
+    assert config["gradient_clipping"] == 0.5
+    assert config["train_micro_batch_size_per_gpu"] == "auto"
+    assert config["zero_optimization"]["reduce_bucket_size"] == "auto"
+    assert config["zero_optimization"]["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
+    assert "bf16" not in config
+
+
+def test_what_cannot_be_read_or_written_is_named(inputs, tmp_path):
+    (tmp_path / "given.json").write_text("[]")
+    result, _ = emit(*inputs, "--ds-config", "given.json")
+    assert result.exit_code == 2
+    assert "--ds-config must hold a JSON object, but got given.json" in result.output
+    result = CliRunner().invoke(main, ["plan", *inputs, "--emit-deepspeed", "no/ds.json"])
+    assert result.exit_code == 2
+    assert "--emit-deepspeed must be a file that can be written" in result.output

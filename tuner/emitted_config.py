@@ -1,0 +1,67 @@
+"""``tune plan --emit-deepspeed``: a DeepSpeed config that trains under the plan."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from simulator.plan import Plan
+
+# What transformers and Accelerate fill in from their own arguments.
+_FILLED_IN = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+}
+
+
+def emitted_config(
+    plan: Plan, plan_file: str, given: str | None, wire_dtype: str
+) -> dict[str, Any]:
+    """The config: what is given stays, ``"auto"`` too, but for what the plan decides.
+
+    Args:
+        plan_file: where the plan was written; the config names it by its absolute path, since a
+            script may run in any folder.
+        given: a DeepSpeed config to start from; None: one whose other values the trainer fills in.
+        wire_dtype: of the workload: ``bf16``, ``fp16`` or ``fp32``.
+
+    Raises:
+        ValueError: ``given`` is not a JSON object.
+    """
+    config = _base(wire_dtype) if given is None else _read(given)
+    zero = config.setdefault("zero_optimization", {})
+    zero.setdefault("stage", 3)
+    zero["sub_group_size"] = plan.subgroup_size
+    offload = zero.get("offload_optimizer")
+    zero["offload_optimizer"] = {**(offload if isinstance(offload, dict) else {}), "device": "cpu"}
+    config["ebbtide"] = {"plan": str(Path(plan_file).resolve())}
+    return config
+
+
+def write_config(config: dict[str, Any], path: str) -> None:
+    """Writes the config, whole or not at all."""
+    temporary = Path(path).with_name(f"{Path(path).name}.tmp{os.getpid()}")
+    temporary.write_text(json.dumps(config, indent=2) + "\n")
+    temporary.replace(path)
+
+
+def _base(wire_dtype: str) -> dict[str, Any]:
+    zero = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
+    precision = {} if wire_dtype == "fp32" else {wire_dtype: {"enabled": "auto"}}
+    return {**_FILLED_IN, **precision, "zero_optimization": zero}
+
+
+def _read(path: str) -> dict[str, Any]:
+    try:
+        config = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--ds-config must be a JSON file, but got {path}: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(  # noqa: TRY004 - the file is wrong, not the call
+            f"--ds-config must hold a JSON object, but got {path}"
+        )
+    return config
