@@ -33,8 +33,9 @@ lint: setup ## ruff and mypy
 results: setup ## rewrite the README's table from studies/results/
 	@python -m studies.readme_table
 
-schema: setup ## rewrite docs/plan.schema.json after a change of the plan file
+schema: setup ## rewrite docs/plan.schema.json, plan-file.md and cli.md from the code
 	@python -c "import json; from simulator.plan import json_schema as s; print(json.dumps(s(), indent=1))" > docs/plan.schema.json
+	@python scripts/reference.py
 
 clean: ## remove .venv, caches and runs/
 	rm -rf .venv runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

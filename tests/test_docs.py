@@ -1,4 +1,5 @@
 import json
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 from simulator.plan import json_schema
@@ -20,3 +21,12 @@ def test_no_registry_host_is_written_down():
     for file in files:
         for host in hosts:
             assert host not in file.read_text(), f"{file} names {host}"
+
+
+def test_reference_pages_are_those_of_the_code():
+    spec = spec_from_file_location("reference", ROOT / "scripts" / "reference.py")
+    reference = module_from_spec(spec)
+    spec.loader.exec_module(reference)
+    for name, text in reference.pages().items():
+        written = (ROOT / "docs" / name).read_text()
+        assert written == text, f"docs/{name} is old: run `python scripts/reference.py`"

@@ -14,6 +14,7 @@ COMMANDS = {
     "show": "tuner.commands.show:show",
     "simulate": "tuner.commands.simulate:simulate",
     "run": "tuner.commands.run:run",
+    "doctor": "tuner.commands.doctor:doctor",
     "checkpoint": "tuner.commands.checkpoint:checkpoint",
     "profile-script": "tuner.commands.profile:profile_script",
 }

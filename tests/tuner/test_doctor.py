@@ -1,0 +1,163 @@
+"""`tune doctor`: every line has a fix if it is not green, and the exit code tells."""
+
+import json
+import os
+
+import pytest
+from click.testing import CliRunner
+
+from simulator import Plan
+from tuner.cli import main
+from tuner.doctor import examination, hardware, memory, software, storage
+from tuner.doctor.finding import bad, ok
+
+
+def doctor(*arguments):
+    return CliRunner().invoke(main, ["doctor", *map(str, arguments)])
+
+
+def test_this_machine_is_ready_or_is_told_what_to_do(tmp_path):
+    result = doctor("--json", "--checkpoint-dir", tmp_path)
+    findings = json.loads(result.stdout)
+    names = {finding["name"] for finding in findings}
+    assert {
+        "torch",
+        "deepspeed",
+        "compiler",
+        "update kernel",
+        "memlock",
+        "cgroup",
+        "fsync",
+    } <= names
+    assert all(bool(finding["fix"]) == (finding["state"] != "ok") for finding in findings)
+    assert result.exit_code == any(finding["state"] == "bad" for finding in findings)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_fault_is_shown_with_its_fix_and_the_exit_code_tells(monkeypatch):
+    monkeypatch.setattr(examination, "whole", lambda *_: [ok("a", "fine"), bad("b", "is not", "x")])
+    result = doctor()
+    assert result.exit_code == 1
+    assert result.stdout.splitlines() == [
+        "ok   a                  fine",
+        "bad  b                  is not",
+        "     fix: x",
+    ]
+    assert "\x1b" not in result.stdout
+
+
+def test_a_plan_that_does_not_fit(tmp_path, monkeypatch):
+    plan = Plan(subgroup_size=10**13, subgroups=(10**13,), placement=Plan.runs(["host"]))
+    plan.save(tmp_path / "plan.json")
+    result = doctor("--plan", tmp_path / "plan.json", "--json")
+    told = {finding["name"]: finding for finding in json.loads(result.stdout)}
+    assert result.exit_code == 1
+    assert told["host memory"]["state"] == "bad"
+    assert "--gpu-memory" in told["host memory"]["fix"]
+
+
+def test_compilers_that_are_missing(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("PATH", "")
+    states = {finding.name: finding.state for finding in software.compiler()}
+    assert states == {"compiler": "bad", "ninja": "bad"}
+
+
+def test_versions_out_of_range(monkeypatch):
+    monkeypatch.setattr(
+        software,
+        "requires",
+        lambda _: ["torch>=99", "numpy", "nowhere>=1", 'optuna>=4; extra == "tune"'],
+    )
+    told = {finding.name: finding for finding in software.versions()}
+    assert told["torch"].fix == "pip install 'torch>=99'"
+    assert told["nowhere"].detail == "not installed"
+    assert set(told) == {"torch", "nowhere"}
+
+
+def test_packages_that_hide_ours(tmp_path):
+    (tmp_path / "profiler.py").write_text("")
+    (tmp_path / "runtime").mkdir()
+    assert [f.state for f in software.shadows([str(tmp_path)])] == ["slow"]
+    (tmp_path / "runtime" / "__init__.py").write_text("")
+    assert [f.state for f in software.shadows([str(tmp_path)])] == ["bad", "slow"]
+    assert [f.state for f in software.shadows([])] == ["ok"]
+
+
+def test_limits_of_control_groups(tmp_path):
+    assert memory.cgroup_memory(tmp_path) == (None, 0)
+    job = tmp_path / "sys/fs/cgroup/slurm/job"
+    job.mkdir(parents=True)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/slurm/job\n")
+    (job / "memory.max").write_text("max\n")
+    (job.parent / "memory.max").write_text(f"{2**30}\n")
+    (job.parent / "memory.current").write_text("1000\n")
+    assert memory.cgroup_memory(tmp_path) == (2**30, 1000)
+    assert memory.free_memory(2**30, 2**29) <= 2**29
+    (job / "cpu.max").write_text("50000 100000\n")
+    finding = memory.limits(None, tmp_path)
+    assert (finding.state, "quota of 0.5" in finding.detail) == ("slow", True)
+    assert memory.limits(2**20, tmp_path / "nowhere").state == "slow"
+
+
+def test_limits_of_version_1(tmp_path):
+    folder = tmp_path / "sys/fs/cgroup/memory/docker"
+    folder.mkdir(parents=True)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("5:cpu,cpuacct:/docker\n4:memory:/docker\n")
+    (folder / "memory.limit_in_bytes").write_text(f"{2**20}\n")
+    (folder / "memory.usage_in_bytes").write_text("10\n")
+    (folder.parent / "memory.limit_in_bytes").write_text(f"{2**63 - 4096}\n")
+    assert memory.cgroup_memory(tmp_path) == (2**20, 10)
+
+
+@pytest.mark.parametrize(
+    ("mount", "fsync_s", "state"),
+    [
+        ("disk / ext4 rw,relatime", 1e-3, "ok"),
+        ("disk / ext4 rw,nobarrier", 1e-3, "bad"),
+        ("shm / tmpfs rw", 1e-3, "slow"),
+        ("disk / ext4 rw", 1e-7, "bad"),
+    ],
+)
+def test_whether_a_sync_is_honest(tmp_path, monkeypatch, mount, fsync_s, state):
+    (tmp_path / "mounts").write_text(f"{mount} 0 0\n")
+    monkeypatch.setattr(storage, "_fsync_s", lambda _: fsync_s)
+    assert storage.checkpoint_folder(str(tmp_path), tmp_path / "mounts")[-1].state == state
+    monkeypatch.setenv("LD_PRELOAD", "/usr/lib/libeatmydata.so")
+    assert storage.checkpoint_folder(str(tmp_path), tmp_path / "mounts")[-1].state == "bad"
+
+
+def test_folders_that_cannot_be_written(tmp_path, monkeypatch):
+    assert storage.checkpoint_folder(str(tmp_path / "none"))[0].fix.startswith("mkdir")
+
+    def refused(_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "fsync", refused)
+    assert "Permission denied" in storage.checkpoint_folder(str(tmp_path))[0].detail
+    assert not list(tmp_path.iterdir())
+
+
+def test_links_and_locked_memory(monkeypatch):
+    monkeypatch.setattr("resource.getrlimit", lambda _: (2**20, 2**20))
+    assert hardware.memlock(True, 2**34).fix.startswith("ulimit -l unlimited")
+    assert hardware.memlock(False, 2**34).state == "ok"
+    assert hardware.link_finding("PCIe", 16, 16, 4, 4).state == "ok"
+    assert hardware.link_finding("PCIe", 8, 16, 4, 4).state == "slow"
+    assert hardware.link_finding("PCIe", 16, 16, 3, 4).state == "slow"
+
+
+def test_tune_run_begins_with_the_fast_part(monkeypatch):
+    started = []
+    monkeypatch.setattr(os, "execv", lambda *command: started.append(command))
+    monkeypatch.setenv("PYTHONPATH", "/mine")
+    monkeypatch.setattr(examination, "fast_part", lambda: [bad("ninja", "missing", "install it")])
+    refused = CliRunner().invoke(main, ["run", "--", "true", "--flag"])
+    assert (refused.exit_code, started) == (2, [])
+    assert "fix: install it" in refused.stderr
+    done = CliRunner().invoke(main, ["run", "--no-check", "--", "true", "--flag"])
+    assert done.exit_code == 0
+    assert started[0][1] == ["true", "--flag"]
+    assert os.environ["PYTHONPATH"].endswith("frontdoor/startup:/mine")

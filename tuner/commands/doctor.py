@@ -1,0 +1,61 @@
+"""``tune doctor``: whether this machine is ready, line by line, each with its fix."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import click
+
+from tuner.commands.options import JSON, guarded
+from tuner.inputs import read_plan
+
+if TYPE_CHECKING:
+    from tuner.doctor.finding import Finding
+
+_COLOURS = {"ok": "green", "slow": "yellow", "bad": "red"}
+
+
+@click.command(
+    epilog="Example: tune doctor --plan plan.json --ranks 8 --checkpoint-dir /checkpoints"
+)
+@click.option("--plan", "plan_file", help="A plan, whose need of host memory is compared.")
+@click.option("--ranks", type=click.IntRange(min=1), default=1, show_default=True,
+              help="Processes on this machine.")  # fmt: skip
+@click.option("--checkpoint-dir", help="Where checkpoints will go; the plan's own without it.")
+@JSON
+@guarded
+def doctor(plan_file: str | None, ranks: int, checkpoint_dir: str | None, as_json: bool) -> None:
+    """Looks for what would stop or slow down training here.
+
+    Exit code 0: nothing does (what is only slow is shown); 1: something must be fixed first.
+    """
+    from tuner.doctor.examination import whole
+
+    plan = read_plan(plan_file) if plan_file is not None else None
+    folder = checkpoint_dir or (plan.checkpoint.dir if plan is not None else None)
+    with redirect_stdout(sys.stderr):  # DeepSpeed logs there as it is imported
+        findings = whole(plan, ranks, folder)
+    if as_json:
+        click.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        show(findings)
+    sys.exit(int(any(finding.state == "bad" for finding in findings)))
+
+
+def show(findings: Sequence[Finding], *, err: bool = False) -> None:
+    """A line for each, and under it what to change; colours only where a terminal wants them."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(stderr=err, soft_wrap=True)  # knows NO_COLOR, TERM=dumb and pipes
+    for finding in findings:
+        line = Text(f"{finding.state:5}", style=_COLOURS[finding.state])
+        line.append(f"{finding.name:18} {finding.detail}", style="default")
+        console.print(line)
+        if finding.fix:
+            console.print(Text(f"     fix: {finding.fix}"))

@@ -1,0 +1,51 @@
+"""Which checks are made, in which order."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from simulator.plan import Plan
+from tuner.doctor import memory, software
+from tuner.doctor.finding import Finding
+
+
+def fast_part() -> list[Finding]:
+    """What takes milliseconds and loads nothing: `tune run` begins with it."""
+    return [*software.versions(), *software.compiler()]
+
+
+def whole(plan: Plan | None, ranks: int, folder: str | None) -> list[Finding]:
+    """Everything; a few seconds, since the update kernel is built and torch loaded.
+
+    Args:
+        plan: compared with the free host memory.
+        ranks: processes on this machine.
+        folder: where checkpoints will go; None: not looked at.
+    """
+    import psutil
+    import torch
+
+    from tuner.doctor import hardware, storage
+
+    limit_bytes, used_bytes = memory.cgroup_memory()
+    free_bytes = memory.free_memory(limit_bytes, used_bytes)
+    return [
+        *fast_part(),
+        *software.kernel(),
+        *software.private_names(),
+        *software.shadows(script_path()),
+        hardware.memlock(torch.cuda.is_available(), int(psutil.virtual_memory().total)),
+        hardware.numa(),
+        *hardware.links(),
+        memory.host_memory(free_bytes, plan, ranks),
+        memory.limits(limit_bytes),
+        *(storage.checkpoint_folder(folder) if folder is not None else ()),
+    ]
+
+
+def script_path() -> list[str]:
+    """Where a script that lies in the current folder looks for packages."""
+    given = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
+    return [str(Path.cwd()), *given, *(p for p in sys.path if p)]

@@ -1,0 +1,80 @@
+"""NUMA nodes, the GPU's link, and what may be page-locked."""
+
+from __future__ import annotations
+
+import resource
+from typing import Any
+
+from tuner.doctor.finding import Finding, ok, slow
+
+MIN_LOCKED_SHARE = 0.5  # of host memory: offloaded state is page-locked
+
+
+def memlock(has_gpu: bool, host_bytes: int) -> Finding:
+    """How much memory may be page-locked; only copies to a GPU need that."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        return ok("memlock", "unlimited")
+    detail = f"{soft / 2**30:.2f} GiB of {host_bytes / 2**30:.1f} GiB"
+    if has_gpu and soft < MIN_LOCKED_SHARE * host_bytes:
+        return slow("memlock", f"only {detail} may be page-locked",
+                    "ulimit -l unlimited (docker run --ulimit memlock=-1)")  # fmt: skip
+    return ok("memlock", detail if has_gpu else f"{detail} (no GPU: nothing is page-locked)")
+
+
+def numa() -> Finding:
+    """Whether this process may run away from its GPU."""
+    import torch
+
+    from profiler.hardware import _bus_id, numa_layout
+
+    bus_id = ""
+    if torch.cuda.is_available():
+        bus_id = _bus_id(torch.cuda.get_device_properties(torch.cuda.current_device()))
+    facts, warnings = numa_layout(bus_id)
+    nodes = sum(name.startswith("numa_node") for name in facts) or 1
+    if warnings:
+        return slow("NUMA", f"{nodes} nodes; {warnings[0]}",
+                    "deepspeed --bind_cores_to_rank, or numactl --cpunodebind")  # fmt: skip
+    return ok("NUMA", f"{nodes} node{'s' if nodes > 1 else ''}")
+
+
+def links() -> list[Finding]:
+    """Each GPU's PCIe link against the widest and newest that it can do."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        count = pynvml.nvmlDeviceGetCount()
+    except Exception as error:  # noqa: BLE001 - no driver, no library: all mean that there is no GPU
+        return [ok("PCIe", f"no NVIDIA GPU ({error})")]
+    return [_link(pynvml, index) for index in range(count)]
+
+
+def _link(nvml: Any, index: int) -> Finding:
+    name = f"PCIe of GPU {index}"
+    try:
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        width, widest = (nvml.nvmlDeviceGetCurrPcieLinkWidth(handle),
+                         nvml.nvmlDeviceGetMaxPcieLinkWidth(handle))  # fmt: skip
+        # An idle link falls back to generation 1: only what slot and card allow can be compared.
+        newest = nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle)
+    except Exception as error:  # noqa: BLE001 - virtual machines hide it
+        return ok(name, f"the driver does not tell ({error})")
+    return link_finding(name, width, widest, newest, _card_generation(nvml, handle))
+
+
+def _card_generation(nvml: Any, handle: Any) -> int | None:
+    try:
+        return int(nvml.nvmlDeviceGetGpuMaxPcieLinkGeneration(handle))
+    except Exception:  # noqa: BLE001 - older drivers do not know the call
+        return None
+
+
+def link_finding(name: str, width: int, widest: int, slot: int, card: int | None) -> Finding:
+    """A link that runs below its card costs that share of every copy."""
+    detail = f"x{width} of x{widest}, generation {slot}" + (f" of {card}" if card else "")
+    if width < widest or (card is not None and slot < card):
+        return slow(name, detail, "reseat the card, or move it to a slot with all lanes; look for "
+                    "the slot's generation in the BIOS")  # fmt: skip
+    return ok(name, detail)

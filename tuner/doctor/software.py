@@ -1,0 +1,109 @@
+"""Compiler, versions, DeepSpeed's private names, and packages that hide ours."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sysconfig
+from collections.abc import Sequence
+from importlib.machinery import PathFinder
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+
+from tuner.doctor.finding import Finding, bad, ok, slow
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("runtime", "simulator", "profiler", "tuner")
+
+
+def versions() -> list[Finding]:
+    """Every package that ebbtide's base needs, against the range in its metadata."""
+    from packaging.requirements import Requirement
+
+    try:
+        lines = requires("ebbtide") or []
+    except PackageNotFoundError:
+        return [slow("ebbtide", f"runs from {ROOT}, not installed", f"pip install {ROOT}")]
+    wanted = [Requirement(line) for line in lines]
+    checked = [_version(need.name, str(need.specifier)) for need in wanted if need.marker is None]
+    wrong = [finding for finding in checked if finding.state != "ok"]
+    shown = [finding for finding in checked if finding.name in ("deepspeed", "torch")]
+    return [*shown, *(finding for finding in wrong if finding not in shown)]
+
+
+def _version(name: str, specifier: str) -> Finding:
+    from packaging.specifiers import SpecifierSet
+
+    fix = f"pip install '{name}{specifier}'"
+    try:
+        installed = version(name)
+    except PackageNotFoundError:
+        return bad(name, "not installed", fix)
+    if not SpecifierSet(specifier).contains(installed.partition("+")[0], prereleases=True):
+        return bad(name, f"{installed}, needed is {specifier}", fix)
+    return ok(name, f"{installed} ({specifier})")
+
+
+def compiler() -> list[Finding]:
+    """What compiles the update kernel and DeepSpeed's ops, found but not yet run."""
+    name = os.environ.get("CXX", "g++")
+    path = shutil.which(name)
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    found = [
+        ok("compiler", path)
+        if path
+        else bad("compiler", f"{name} is not on PATH", "install g++, or set CXX to a compiler"),
+        ok("ninja", str(shutil.which("ninja")))
+        if shutil.which("ninja")
+        else bad("ninja", "not on PATH: DeepSpeed cannot compile its ops",
+                 "activate the environment that ebbtide is installed in, or pip install ninja"),
+    ]  # fmt: skip
+    if not header.exists():
+        found.append(bad("Python.h", f"{header} does not exist", "install python3-dev"))
+    return found
+
+
+def kernel() -> list[Finding]:
+    """Builds and loads the update kernel, as the first training step would."""
+    from runtime.kernels import host
+
+    try:
+        host.load()
+    except (RuntimeError, OSError) as error:
+        text = str(error).splitlines()
+        return [bad("update kernel", text[0], "; ".join(text[1:4]) or "install a working g++")]
+    return [ok("update kernel", f"built, in {host.cache_dir()}")]
+
+
+def private_names() -> list[Finding]:
+    """The private names that a plan needs, looked for in the sources of the installed DeepSpeed."""
+    from runtime.zero import private
+
+    try:
+        private.check_version()
+    except private.UnsupportedDeepSpeedError as error:
+        first, limit = private.TESTED
+        return [bad("private names", str(error), f"pip install 'deepspeed>={first},<{limit}'")]
+    return [ok("private names", "a DeepSpeed that was tested")]
+
+
+def shadows(path: Sequence[str]) -> list[Finding]:
+    """Packages that would be imported in the place of ebbtide's.
+
+    Args:
+        path: folders in the order in which a script's interpreter looks into them.
+    """
+    found = []
+    for package in PACKAGES:
+        spec = PathFinder.find_spec(package, [*path, str(ROOT)])
+        origin = spec.origin if spec is not None else None
+        if origin is None or Path(origin).resolve().is_relative_to(ROOT / package):
+            continue
+        fix = f"rename {origin}, or start from another folder"
+        if package in ("runtime", "simulator"):
+            found.append(bad(f"package {package}", f"{origin} hides ebbtide's", fix))
+        else:
+            found.append(
+                slow(f"package {package}", f'{origin} hides ebbtide\'s: no plan "auto"', fix)
+            )
+    return found or [ok("packages", "nothing hides ebbtide's")]

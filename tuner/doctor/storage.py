@@ -1,0 +1,93 @@
+"""The checkpoint folder: may it be written, and does a file that was synced stay?"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+from tuner.doctor.finding import Finding, bad, ok, slow
+
+TRIALS = 8
+BLOCK = b"\0" * 4096
+# No medium takes a block and says so in less: the fastest flash behind a capacitor needs this long.
+LEAST_FSYNC_S = 5e-6
+_VOLATILE = ("tmpfs", "ramfs")
+_UNSAFE = {"nobarrier", "barrier=0"}
+
+
+def checkpoint_folder(folder: str, mounts: Path = Path("/proc/self/mounts")) -> list[Finding]:
+    """Writes, syncs, renames and removes a small file where checkpoints will go."""
+    name = "checkpoint folder"
+    where = Path(folder)
+    if not where.is_dir():
+        return [bad(name, f"{folder} is no folder", f"mkdir -p {folder}")]
+    try:
+        fsync_s = _fsync_s(where)
+    except OSError as error:
+        return [bad(name, f"{folder}: {error}", "choose another folder (--checkpoint-dir), or make "
+                    "this one writable")]  # fmt: skip
+    kind, options = _mount_of(where, mounts)
+    detail = f"{folder} ({kind}): a sync takes {fsync_s * 1e3:.2f} ms"
+    return [ok(name, f"{folder} can be written"), _honesty(detail, kind, options, fsync_s)]
+
+
+def _honesty(detail: str, kind: str, options: set[str], fsync_s: float) -> Finding:
+    name = "fsync"
+    if "eatmydata" in os.environ.get("LD_PRELOAD", ""):
+        return bad(name, "libeatmydata is loaded: nothing is synced", "unset LD_PRELOAD")
+    if kind in _VOLATILE:
+        return slow(name, f"{detail}, and lost when the machine goes down",
+                    "put checkpoint.drain_dir on a disk")  # fmt: skip
+    unsafe = _UNSAFE & options
+    if unsafe:
+        return bad(name, f"{detail}; mounted with {', '.join(sorted(unsafe))}",
+                   "mount it without: a power cut loses what was synced")  # fmt: skip
+    if fsync_s < LEAST_FSYNC_S:
+        return bad(
+            name,
+            f"{detail}, less than any medium needs",
+            "look for a write cache without a battery, or a file system that ignores fsync",
+        )
+    return ok(name, detail)
+
+
+def _fsync_s(folder: Path) -> float:
+    """The median of a few; the file and its folder are synced as a checkpoint's commit does."""
+    handle, path = tempfile.mkstemp(dir=folder, prefix=".ebbtide-doctor-")
+    renamed = f"{path}.renamed"
+    seconds = []
+    try:
+        for _ in range(TRIALS):
+            os.write(handle, BLOCK)
+            begin = time.perf_counter()
+            os.fsync(handle)
+            seconds.append(time.perf_counter() - begin)
+        os.rename(path, renamed)  # noqa: PTH104 - one name to the other
+        above = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(above)
+        finally:
+            os.close(above)
+    finally:
+        os.close(handle)
+        for name in (path, renamed):
+            Path(name).unlink(missing_ok=True)
+    return statistics.median(seconds)
+
+
+def _mount_of(folder: Path, mounts: Path) -> tuple[str, set[str]]:
+    """File system and options of the mount that holds the folder; the longest one does."""
+    best, kind, options = "", "unknown file system", set[str]()
+    try:
+        lines = mounts.read_text().splitlines()
+    except OSError:
+        return kind, options
+    for line in lines:
+        _, point, fs, settings, *_ = line.split()
+        point = point.replace("\\040", " ")
+        if folder.resolve().is_relative_to(point) and len(point) >= len(best):
+            best, kind, options = point, fs, set(settings.split(","))
+    return kind, options
