@@ -4,7 +4,7 @@ BIN := $(CURDIR)/.venv/bin
 # DeepSpeed looks for ninja on PATH when it compiles its ops.
 export PATH := $(BIN):$(PATH)
 
-.PHONY: help setup demo test lint results schema clean
+.PHONY: help setup demo serve test lint results schema clean
 .DEFAULT_GOAL := help
 
 help: ## list the commands
@@ -21,6 +21,13 @@ setup: .venv/.ready-dev ## make .venv with everything in it (python3 >= 3.11 and
 
 demo: .venv/.ready ## measure, plan, train and compare on this machine; leaves runs/demo/
 	@python -m studies.demo
+
+.venv/.ready-serve: .venv/.ready
+	@sh scripts/setup_venv.sh serve
+
+serve: .venv/.ready-serve ## the what-if page at http://127.0.0.1:8377, with the demo's run if there is one
+	@mkdir -p runs
+	@tune serve --db runs/service.db --show demo
 
 test: setup ## all tests
 	@python -m pytest -n 2 --dist loadfile --durations=25 --junit-xml=build/tests.xml

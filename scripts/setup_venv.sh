@@ -2,6 +2,7 @@
 # Makes or repairs .venv. Safe to run again after it was interrupted.
 #   sh scripts/setup_venv.sh        what the demo and a training run need (`make demo`)
 #   sh scripts/setup_venv.sh dev    the tools of the tests besides (`make setup`, `make test`)
+#   sh scripts/setup_venv.sh serve  what the page needs besides (`make serve`)
 #   PYTHON  the interpreter to build on (default: the first of python3, python3.13, 3.12, 3.11
 #           that is new enough)
 set -eu
@@ -72,9 +73,9 @@ install() { # twice quiet: pip still prints its errors
         echo "setup: torch ..."
         $pip $constraints 'torch>=2.10'
     fi
-    if [ "$extra" = dev ]; then
-        echo "setup: the tools of the tests ..."
-        $pip $constraints -e '.[dev]'
+    if [ -n "$extra" ]; then
+        echo "setup: the extra [$extra] ..."
+        $pip $constraints -e ".[$extra]"
     else
         echo "setup: DeepSpeed and ebbtide ..."
         $pip $constraints -e '.[tune]'

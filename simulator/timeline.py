@@ -157,11 +157,14 @@ class Timeline:
 
     def to_perfetto(self, path: str | Path, *others: Timeline) -> None:
         """Writes a trace that ui.perfetto.dev opens; each timeline becomes one process."""
+        Path(path).write_text(json.dumps(self.perfetto(*others)))
+
+    def perfetto(self, *others: Timeline) -> dict[str, Any]:
+        """The trace as a JSON document."""
         events: list[dict[str, Any]] = []
         for pid, timeline in enumerate((self, *others), start=1):
             events.extend(_perfetto_events(timeline, pid))
-        document = {"traceEvents": events, "displayTimeUnit": "ms"}
-        Path(path).write_text(json.dumps(document))
+        return {"traceEvents": events, "displayTimeUnit": "ms"}
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draws the lanes over time with matplotlib; returns the axes."""

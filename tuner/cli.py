@@ -15,6 +15,8 @@ COMMANDS = {
     "simulate": "tuner.commands.simulate:simulate",
     "run": "tuner.commands.run:run",
     "doctor": "tuner.commands.doctor:doctor",
+    "report": "tuner.commands.report:report",
+    "serve": "tuner.commands.serve:serve",
     "checkpoint": "tuner.commands.checkpoint:checkpoint",
     "profile-script": "tuner.commands.profile:profile_script",
 }

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from simulator.workload import Workload
 
 GIB = 2**30
+STOCK = ("stock ZeRO-3 offload", "zero3_offload", "stock")
+NOT_OFFLOADED = ("no offload", "no_offload", "not offloading")
+AT_OPTIMUM = 5e-3  # above the lower bound: nearer than any measurement could tell
+WORTH = 1e-3  # relative difference below which two iterations count as equally long
 _RATES = {
     "h2d_bytes_per_s": ("copy host to device", 1e9, "GB/s"),
     "d2h_bytes_per_s": ("copy device to host", 1e9, "GB/s"),
@@ -83,8 +87,36 @@ def _amount(workload: Workload) -> str:
     return f"{workload.samples_per_iteration} samples per iteration (tokens not known)"
 
 
+def headline(plan: Plan) -> str:
+    """The answer in one sentence: what the plan brings, and whether offloading is right at all."""
+    chosen = plan.prediction
+    if chosen is None:
+        return "A plan without a prediction: plan again with `tune plan` to know what it brings."
+    stock = _alternative(plan, STOCK)
+    parts = [] if stock is None else [f"{stock.iteration_s / chosen.iteration_s:.1f}x stock"]
+    if chosen.lower_bound_s:
+        gap = chosen.iteration_s / chosen.lower_bound_s - 1
+        parts.append("at the optimum" if gap < AT_OPTIMUM else f"{gap:.0%} from the optimum")
+    told = ", ".join(parts) or f"{chosen.iteration_s * 1e3:.1f} ms per iteration"
+    plain = _alternative(plan, NOT_OFFLOADED)
+    if plain is None or plain.iteration_s >= chosen.iteration_s * (1 - WORTH):
+        return f"{told[0].upper()}{told[1:]}."
+    faster = f"{chosen.iteration_s / plain.iteration_s:.1f}x faster than this plan"
+    return f"{told[0].upper()}{told[1:]}; not offloading would be {faster}{_note(plain)}."
+
+
+def _alternative(plan: Plan, names: tuple[str, ...]) -> Prediction | None:
+    return next((p for p in plan.alternatives if p.strategy in names), None)
+
+
+def _note(prediction: Prediction) -> str:
+    """What stands in its way, where the plan says so."""
+    return f", but {prediction.note}" if prediction.note else ""
+
+
 def show_plan(plan: Plan, console: Console) -> None:
-    """Placement, the table of strategies, and the reasons."""
+    """The answer in one sentence, placement, the table of strategies, and the reasons."""
+    console.print(headline(plan), style="bold")
     counts = [(p, plan.count(p)) for p in ("host", "device", "resident") if plan.count(p)]
     placed = ", ".join(f"{n} {p}" for p, n in counts)
     console.print(

@@ -130,6 +130,7 @@ class Demo:
         self.console.print(demo_tables.files(self.folder))
         minutes, seconds = divmod(time.perf_counter() - self.started, 60)
         self.console.print(f"done in {minutes:.0f} min {seconds:.0f} s")
+        self.console.print(demo_tables.what_next(self.folder))
 
     @property
     def machine(self) -> Machine:

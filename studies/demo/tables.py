@@ -129,3 +129,13 @@ def files(folder: Path) -> Table:
         if (folder / name).exists():
             table.add_row(str(folder / name), purpose)
     return table
+
+
+def what_next(folder: Path) -> str:
+    """Where to look now."""
+    return (
+        "\nNext: [bold]make serve[/bold] opens a page with this machine, plan and run: move a "
+        "slider, see what it would change.\n"
+        f"      tune report {folder}/plan.json --run {folder}/trace.json -o report.html\n"
+        '      your own training: "Three ways to use it" in README.md'
+    )

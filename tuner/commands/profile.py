@@ -35,6 +35,7 @@ from tuner.inputs import BadInputError
 )
 @click.option("--iterations", default=3, show_default=True, help="Optimizer steps of the script.")
 @click.option("--continue", "go_on", is_flag=True, help="Let the script run to its end.")
+@click.option("--push", metavar="URL", help="Also give the machine to this tune serve.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @JSON
 @guarded
@@ -50,10 +51,16 @@ def profile(
     seconds: float,
     fresh: bool,
     as_json: bool,
+    push: str | None,
 ) -> None:
     """Measures this machine; with --train-script, what a training script asks of it."""
     from tuner.profiling import machine_profile, script_profile
 
+    if train_script is not None and push is not None:
+        raise BadInputError(
+            f"--push gives a machine to a server, but got --train-script {train_script}: leave one "
+            "of them out"
+        )
     if train_script is not None:
         script_profile(
             output or "workload.json", train_script, arguments, launcher=launcher, ranks=ranks,
@@ -65,7 +72,17 @@ def profile(
             "--train-script SCRIPT must be given before the script's arguments and for --continue, "
             f"but got only {' '.join(arguments) or '--continue'}"
         )
-    machine_profile(output or "machine.json", storage_dir, seconds, ranks, fresh, as_json)
+    written = output or "machine.json"
+    machine_profile(written, storage_dir, seconds, ranks, fresh, as_json)
+    if push is not None:
+        _push(push, written)
+
+
+def _push(url: str, path: str) -> None:
+    from simulator.client import Client
+    from simulator.machine import Machine
+
+    Client(url).push_machine(Machine.load(path))
 
 
 @click.command(

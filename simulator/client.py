@@ -1,0 +1,128 @@
+"""A `tune serve` from Python: ask, submit, wait, post. Needs the standard library only."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
+
+from simulator.machine import Machine
+from simulator.plan import Plan
+from simulator.timeline import Timeline
+
+TOKEN = "EBBTIDE_TOKEN"  # noqa: S105 - the variable that holds it
+ENDED = ("done", "failed", "cancelled")
+
+
+class ServiceError(RuntimeError):
+    """The service refused, or cannot be reached; the message gives rule, value and key."""
+
+
+class Client:
+    """The routes of one server.
+
+    >>> service = Client("http://127.0.0.1:8377")                         # doctest: +SKIP
+    >>> service.simulate(machine="h200", model="Llama 3 8B")["iteration_s"]  # doctest: +SKIP
+    >>> plan = service.plan(machine="h200", model="Llama 3 8B")           # doctest: +SKIP
+
+    Args:
+        url: as `tune serve` prints it.
+        token: what a server beyond loopback asks for; None: the variable ``EBBTIDE_TOKEN``.
+    """
+
+    def __init__(self, url: str, token: str | None = None, timeout_s: float = 120.0) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ServiceError(f"url must begin with http:// or https://, but got {url!r}")
+        address, _, fragment = url.partition("#token=")
+        self._url = address.rstrip("/") + "/api/v1"
+        self._token = token or fragment or os.environ.get(TOKEN)
+        self._timeout_s = timeout_s
+
+    def call(self, path: str, body: Any = None, method: str | None = None) -> Any:
+        """One request; what it answers, as JSON gives it.
+
+        Raises:
+            ServiceError: refused or not reached.
+        """
+        headers = {"content-type": "application/json"}
+        if self._token:
+            headers["authorization"] = f"Bearer {self._token}"
+        data = None if body is None else json.dumps(body).encode()
+        request = Request(self._url + path, data, headers, method=method)  # noqa: S310 - checked
+        try:
+            with urlopen(request, timeout=self._timeout_s) as response:  # noqa: S310
+                return json.loads(response.read())
+        except HTTPError as error:
+            raise ServiceError(f"{path}: {_told(error)}") from None
+        except (URLError, OSError) as error:
+            raise ServiceError(f"{self._url} must be a running tune serve, but: {error}") from None
+
+    def simulate(self, **scenario: Any) -> dict[str, Any]:
+        """One iteration; the fields are those of ``POST /api/v1/simulate``."""
+        return dict(self.call("/simulate", scenario))
+
+    def answer(self, **scenario: Any) -> dict[str, Any]:
+        """Whether and how to offload."""
+        return dict(self.call("/answer", scenario))
+
+    def plan(self, **scenario: Any) -> Plan:
+        """Searches the best plan as a job, and waits for it.
+
+        Raises:
+            ServiceError: the job failed or was cancelled.
+        """
+        return Plan.model_validate(self.job("plan", scenario)["plan"])
+
+    def job(self, kind: str, request: Mapping[str, Any], poll_s: float = 0.5) -> Any:
+        """Submits a job, waits for its end, and returns its result."""
+        job = self.call(f"/jobs/{kind}", dict(request))
+        while (state := self.call(f"/jobs/{job['id']}"))["state"] not in ENDED:
+            time.sleep(poll_s)
+        if state["state"] != "done":
+            raise ServiceError(f"job {job['id']} {state['state']}: {state['note']}")
+        return self.call(f"/jobs/{job['id']}/result")
+
+    def push_machine(self, machine: Machine) -> None:
+        """Keeps a measured machine on the server under its name."""
+        self.call("/machines", machine.model_dump(mode="json"))
+
+    def post_run(
+        self, name: str, timeline: Timeline, plan: Plan | None = None, measured_on: str = ""
+    ) -> str:
+        """A run's timeline, with the plan it ran under; returns the run's id."""
+        return str(self.call("/runs", run_body(name, timeline, plan, measured_on))["id"])
+
+
+def run_body(
+    name: str, timeline: Timeline, plan: Plan | None = None, measured_on: str = ""
+) -> dict[str, Any]:
+    """A run in the form in which it is posted."""
+    spans = [
+        {"kind": s.kind.value, "lane": s.lane.value, "start_s": s.start_s, "end_s": s.end_s,
+         "subgroup": s.subgroup, "layer": s.layer, "iteration": s.iteration}
+        for s in timeline.spans
+    ]  # fmt: skip
+    memory = [
+        {"t_s": m.t_s, "device_bytes": m.device_bytes, "host_bytes": m.host_bytes}
+        for m in timeline.memory
+    ]
+    return {
+        "name": name, "source": timeline.source, "strategy": timeline.strategy,
+        "measured_on": measured_on, "spans": spans, "memory": memory,
+        "plan": None if plan is None else plan.model_dump(mode="json"),
+    }  # fmt: skip
+
+
+def _told(error: HTTPError) -> str:
+    try:
+        rules = json.loads(error.read())["errors"]
+    except (ValueError, KeyError, OSError):
+        return f"the server answered {error.code}"
+    return "; ".join(
+        f"{rule['key']}: {rule['rule']}" + (f" (got {rule['value']})" if rule["value"] else "")
+        for rule in rules
+    )

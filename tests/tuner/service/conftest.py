@@ -1,0 +1,71 @@
+"""A real server in a process of its own, as `tune serve` starts it."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("fastapi")
+httpx = pytest.importorskip("httpx")
+
+ROOT = Path(__file__).parents[3]
+
+
+class Server:
+    """`tune serve` on a free port; can be killed and started again on the same database."""
+
+    def __init__(self, database, *arguments, token=None):
+        self.database, self.arguments = database, arguments
+        self.environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        if token:
+            self.environment["EBBTIDE_TOKEN"] = token
+        self.start()
+
+    def start(self):
+        command = [sys.executable, "-m", "tuner.cli", "serve", "--port", "0", "--workers", "1",
+                   "--db", str(self.database), *map(str, self.arguments)]  # fmt: skip
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, env=self.environment
+        )
+        line = self.process.stdout.readline()
+        assert line.startswith("open http://"), line
+        self.url = line.split()[1].partition("#")[0].rstrip("/")
+        self.client = httpx.Client(base_url=self.url + "/api/v1", timeout=60)
+
+    def kill(self):
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+    def stop(self):
+        self.client.close()
+        self.process.terminate()
+        self.process.wait(20)
+
+    def post(self, path, body, **options):
+        return self.client.post(path, json=body, **options)
+
+    def events(self, path):
+        """(kind, data) of each server-sent event."""
+        import json
+
+        with self.client.stream("GET", path) as response:
+            kind = ""
+            for line in response.iter_lines():
+                if line.startswith("event: "):
+                    kind = line[7:]
+                elif line.startswith("data: "):
+                    yield kind, json.loads(line[6:])
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory):
+    """Opened with the example that comes with the package."""
+    from tuner.service.server import shipped_example
+
+    database = tmp_path_factory.mktemp("service") / "service.db"
+    started = Server(database, "--show", shipped_example())
+    yield started
+    started.stop()

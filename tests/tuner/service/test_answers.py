@@ -1,0 +1,123 @@
+"""What the service says is what the Python API says."""
+
+import csv
+import io
+
+import pytest
+
+from simulator import Plan, build_strategy, preset, simulate, what_if, workload_from_model
+from simulator.analysis.goodput import best_interval_steps, expected_goodput
+from tests.simulator.machines import GIB
+from tuner.memory import Limits
+from tuner.service.scenario import MODELS
+
+LLAMA = {"machine": "h100-node", "model": "Llama 3 8B"}
+
+
+def workload(**about):
+    machine = preset("h100-node")
+    model = {**MODELS["Llama 3 8B"], "_name_or_path": "Llama 3 8B"}
+    about = {"sequence": 2048, "micro_batch": 1, "gradient_accumulation_steps": 1, **about}
+    return workload_from_model(model, machine, **about), machine
+
+
+@pytest.mark.parametrize("strategy", ["zero3_offload", "no_offload", "superoffload"])
+def test_simulate_is_the_api(server, strategy):
+    answer = server.post("/simulate", {**LLAMA, "strategy": strategy, "gpus": 4}).json()
+    work, machine = workload(data_parallel=4)
+    expected = simulate(build_strategy(strategy, work), machine)
+    assert answer["iteration_s"] == pytest.approx(expected.iteration_s, rel=1e-9)
+    assert answer["device_peak_bytes"] == expected.device_peak_bytes
+    assert answer["tokens_per_s"] == pytest.approx(work.tokens_per_iteration / expected.iteration_s)
+
+
+def test_options_memory_link_and_accumulation_take_effect(server):
+    asked = {**LLAMA, "strategy": "twin_flow", "options": {"ratio": 0.5}, "accumulation": 4,
+             "link_bytes_per_s": 2e10, "timeline": True}  # fmt: skip
+    answer = server.post("/simulate", asked).json()
+    work, machine = workload(gradient_accumulation_steps=4)
+    slower = machine.with_rates(h2d_bytes_per_s=2e10, d2h_bytes_per_s=2e10)
+    expected = simulate(build_strategy("twin_flow", work, ratio=0.5), slower)
+    assert answer["iteration_s"] == pytest.approx(expected.iteration_s, rel=1e-9)
+    assert len(answer["spans"]) == len(expected.spans)
+    assert max(m["device_bytes"] for m in answer["memory"]) == expected.device_peak_bytes
+
+
+def test_an_answer_tells_the_table_the_plan_and_the_sentence(server):
+    answer = server.post("/answer", LLAMA).json()
+    work, machine = workload()
+    rows = {row["role"]: row for row in answer["rows"] if row["role"] != "peer"}
+    for role, name in (("stock", "zero3_offload"), ("no offload", "no_offload")):
+        expected = simulate(build_strategy(name, work), machine)
+        assert rows[role]["iteration_s"] == pytest.approx(expected.iteration_s, rel=1e-9)
+    plan = Plan.model_validate(answer["plan"])
+    made = simulate(build_strategy("ebbtide", work, plan=plan), machine)
+    assert rows["plan"]["iteration_s"] == pytest.approx(made.iteration_s, rel=1e-9)
+    assert made.device_peak_bytes <= Limits.of(work, machine).device_bytes
+    assert plan.prediction.iteration_s == pytest.approx(made.iteration_s)
+    speedup = rows["stock"]["iteration_s"] / rows["plan"]["iteration_s"]
+    assert f"{speedup:.1f}x stock" in answer["sentence"]
+    assert not rows["no offload"]["fits"]
+    assert "GPU memory" in rows["no offload"]["reason"]
+    assert rows["no offload"]["reason"] in answer["sentence"]
+    for role in ("stock", "plan"):
+        shown = answer["timelines"][role]["duration_s"]
+        assert shown == pytest.approx(rows[role]["iteration_s"], rel=1e-6)
+
+
+def test_a_model_that_fits_is_not_offloaded(server):
+    answer = server.post("/answer", {**LLAMA, "model": "Llama 3.2 1B", "machine": "h200"}).json()
+    assert answer["verdict"] == "no offload"
+    assert answer["sentence"].startswith("Do not offload: it fits")
+
+
+def test_what_fits_nowhere_says_what_is_missing(server):
+    asked = {**LLAMA, "model": "Llama 3 70B", "machine": "rtx4090"}
+    answer = server.post("/answer", asked).json()
+    assert answer["verdict"] == "impossible"
+    assert "GiB" in answer["sentence"]
+    assert answer["plan"] is None
+    assert not any(row["fits"] for row in answer["rows"])
+
+
+def test_a_model_config_may_be_sent(server):
+    config = {**MODELS["Llama 3 8B"], "rope_scaling": {"type": "linear"}}
+    sent = server.post("/simulate", {"machine": "h100-node", "model": config}).json()
+    named = server.post("/simulate", LLAMA).json()
+    assert sent["iteration_s"] == named["iteration_s"]
+
+
+def test_what_if_as_json_and_csv(server):
+    asked = {**LLAMA, "strategies": ["zero3_offload", "twin_flow"],
+             "gpu_memory_bytes": [40 * GIB, 80 * GIB],
+             "changes": {"h2d_bytes_per_s": [2e10, 5e10]}}  # fmt: skip
+    rows = server.post("/what-if", asked).json()["rows"]
+    work, machine = workload()
+    table = what_if(work, machine, ["zero3_offload", "twin_flow"], [40 * GIB, 80 * GIB],
+                    h2d_bytes_per_s=[2e10, 5e10], n_jobs=1)  # fmt: skip
+    assert [row["iteration_s"] for row in rows] == pytest.approx(list(table["iteration_s"]))
+    assert [row["fits"] for row in rows] == list(table["fits"])
+    text = server.post("/what-if", {**asked, "format": "csv"})
+    assert text.headers["content-type"].startswith("text/csv")
+    assert len(list(csv.DictReader(io.StringIO(text.text)))) == len(rows)
+
+
+def test_goodput(server):
+    asked = {"iteration_s": 2.0, "stall_s": 1.0, "persist_s": 30.0, "mtbf_s": 14400.0}
+    answer = server.post("/goodput", asked).json()
+    best = best_interval_steps(2.0, 1.0, 0.0, 14400.0, 60.0, 30.0)
+    assert answer["best_interval_steps"] == best
+    assert answer["goodput"] == expected_goodput(2.0, 1.0, 0.0, best, 14400.0, 60.0, 30.0)
+
+
+def test_a_machine_that_was_pushed_can_be_asked_about(server):
+    fields = preset("h100-node").with_rates(h2d_bytes_per_s=1e10).model_dump(mode="json")
+    fields["name"] = "our node 7"
+    assert server.post("/machines", fields).status_code == 201
+    names = [m["name"] for m in server.client.get("/machines").json()["machines"]]
+    assert "our node 7" in names
+    slow = server.post("/simulate", {**LLAMA, "machine": "our node 7"}).json()
+    fast = server.post("/simulate", LLAMA).json()
+    assert slow["iteration_s"] > fast["iteration_s"]
+    refused = server.post("/machines", {**fields, "name": "h200"})
+    assert refused.status_code == 422

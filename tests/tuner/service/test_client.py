@@ -1,0 +1,64 @@
+"""The client against a real server; its errors name the rule."""
+
+import pytest
+from click.testing import CliRunner
+
+from simulator import build_strategy, preset, simulate, workload_from_model
+
+LLAMA = {"machine": "h100-node", "model": "Llama 3.2 1B"}
+
+
+@pytest.fixture
+def service(server):
+    from simulator.client import Client
+
+    return Client(server.url)
+
+
+def test_three_lines_answer(service):
+    from tuner.service.scenario import MODELS
+
+    machine = preset("h100-node")
+    work = workload_from_model(MODELS["Llama 3.2 1B"], machine, micro_batch=1)
+    expected = simulate(build_strategy("zero3_offload", work), machine).iteration_s
+    assert service.simulate(**LLAMA)["iteration_s"] == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_plan_is_searched_and_a_run_posted(service):
+    plan = service.plan(**LLAMA)
+    machine = preset("h100-node")
+    from tuner.service.scenario import MODELS
+
+    work = workload_from_model(MODELS["Llama 3.2 1B"], machine, micro_batch=1)
+    timeline = simulate(build_strategy("ebbtide", work, plan=plan), machine)
+    run = service.post_run("from a test", timeline, plan, "nowhere: predicted")
+    stored = service.call(f"/runs/{run}")
+    assert stored["iteration_s"] == pytest.approx(timeline.iteration_s)
+    assert stored["predicted_s"] == pytest.approx(plan.prediction.iteration_s)
+
+
+def test_a_refusal_names_the_key(service):
+    from simulator.client import Client, ServiceError
+
+    with pytest.raises(ServiceError, match="gpus: Input should be greater"):
+        service.simulate(**LLAMA, gpus=0)
+    with pytest.raises(ServiceError, match="must be a running tune serve"):
+        Client("http://127.0.0.1:1").simulate(**LLAMA)
+
+
+def test_a_profile_is_pushed(server, tmp_path, monkeypatch):
+    from tuner import profiling
+    from tuner.cli import main
+
+    fields = preset("h200").model_dump() | {"name": "pushed"}
+
+    def measured(output, *_):  # measuring has tests of its own, and takes seconds
+        type(preset("h200")).model_validate(fields).save(output)
+
+    monkeypatch.setattr(profiling, "machine_profile", measured)
+    out = str(tmp_path / "machine.json")
+    result = CliRunner().invoke(main, ["profile", "-o", out, "--push", server.url])
+    assert result.exit_code == 0, result.output
+    assert server.client.get("/machines/pushed").status_code == 200
+    result = CliRunner().invoke(main, ["profile", "-o", out, "--push", "http://127.0.0.1:1"])
+    assert result.exit_code == 2

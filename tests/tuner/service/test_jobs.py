@@ -1,0 +1,100 @@
+"""Jobs over HTTP: watched, cancelled, killed, never lost."""
+
+import time
+
+import pytest
+
+from simulator import Plan, build_strategy, preset, simulate, workload_from_model
+from tests.tuner.service.conftest import Server
+from tuner.service.scenario import MODELS
+
+SMALL = {"machine": "rtx4090", "model": "Llama 3.2 1B"}
+GRID = {**SMALL, "strategies": ["zero3_offload"],
+        "changes": {"h2d_bytes_per_s": [1e10 + 1e8 * i for i in range(24)]}}  # fmt: skip
+
+
+def ended(server, job, limit_s=60):
+    """Its state once it has ended."""
+    deadline = time.monotonic() + limit_s
+    for _, state in server.events(f"/jobs/{job}/events"):
+        if state["state"] in ("done", "failed", "cancelled"):
+            return state
+        assert time.monotonic() < deadline
+    raise AssertionError("the stream ended before the job")
+
+
+def test_a_plan_job_is_watched_to_its_end(server):
+    job = server.post("/jobs/plan", {**SMALL, "mtbf_s": 14400}).json()
+    seen = [state for _, state in server.events(f"/jobs/{job['id']}/events")]
+    assert seen[-1]["state"] == "done"
+    assert seen[-1]["attempts"] == 1
+    result = server.client.get(f"/jobs/{job['id']}/result").json()
+    plan = Plan.model_validate(result["plan"])
+    machine = preset("rtx4090")
+    model = {**MODELS["Llama 3.2 1B"], "_name_or_path": "Llama 3.2 1B"}
+    work = workload_from_model(model, machine, sequence=2048, micro_batch=1)
+    expected = simulate(build_strategy("ebbtide", work, plan=plan), machine)
+    assert plan.prediction.iteration_s == pytest.approx(expected.iteration_s)
+    assert plan.checkpoint.interval_steps > 0
+    assert plan.prediction.iteration_s <= result["quick_iteration_s"] * (1 + 1e-9)
+
+
+def test_a_grid_job_tells_how_far_it_is(server):
+    many = {"h2d_bytes_per_s": [1e10 + 1e7 * i for i in range(150)]}
+    job = server.post("/jobs/what-if", {**GRID, "changes": many}).json()
+    notes = {state["note"] for _, state in server.events(f"/jobs/{job['id']}/events")}
+    assert any("of 150 points" in note for note in notes)
+    rows = server.client.get(f"/jobs/{job['id']}/result").json()["rows"]
+    assert len(rows) == 150
+
+
+def test_a_running_job_is_cancelled_and_the_next_one_runs(server):
+    changes = {"h2d_bytes_per_s": [1e10 + 1e6 * i for i in range(256)]}
+    long = server.post(
+        "/jobs/what-if",
+        {
+            **GRID,
+            "strategies": ["ebbtide"],
+            "changes": changes,
+            "model": "Llama 3 8B",
+            "subgroup_size": 100_000_000,
+        },
+    )
+    job = long.json()["id"]
+    for _, state in server.events(f"/jobs/{job}/events"):
+        if state["state"] == "running":
+            break
+    assert server.client.delete(f"/jobs/{job}").json()["state"] == "cancelled"
+    following = server.post("/jobs/what-if", GRID).json()
+    assert ended(server, following["id"])["state"] == "done"
+    assert server.client.get(f"/jobs/{job}/result").status_code == 404
+
+
+def test_a_job_that_cannot_be_done_fails_with_the_reason(server):
+    job = server.post("/jobs/plan", {**SMALL, "model": "Llama 3 70B"}).json()
+    state = ended(server, job["id"])
+    assert state["state"] == "failed"
+    assert "GiB" in state["note"]
+
+
+@pytest.mark.slow
+def test_a_killed_server_loses_no_job_and_counts_every_attempt(tmp_path):
+    server = Server(tmp_path / "killed.db")
+    try:
+        jobs = [server.post("/jobs/what-if", GRID).json()["id"] for _ in range(4)]
+        for _, state in server.events(f"/jobs/{jobs[1]}/events"):
+            if state["state"] == "running":
+                break
+        server.kill()
+        server.start()
+        states = [ended(server, job) for job in jobs]
+        assert {state["state"] for state in states} == {"done"}
+        interrupted = [s for s in states if s["attempts"] > 1]
+        assert interrupted, "the kill hit no running job: it tested nothing"
+        for state in states:
+            assert len(state["history"]) == state["attempts"]
+            assert state["history"][-1]["outcome"] == "done"
+            rows = server.client.get(f"/jobs/{state['id']}/result").json()["rows"]
+            assert len(rows) == 24
+    finally:
+        server.stop()

@@ -1,0 +1,205 @@
+"""The page in a real browser. Screenshots are left in $EBBTIDE_SCREENSHOTS, if that is set."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+sync_api = pytest.importorskip("playwright.sync_api")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None, reason="no Chromium: apt-get install chromium to run the page's tests"
+)
+AXE = Path(__file__).parent / "axe" / "axe.min.js"
+FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
+         "--disable-component-update", "--disable-sync", "--no-first-run"]  # fmt: skip
+ASKED = "/?model=Llama+3+8B&machine=h100-node"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with sync_api.sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def page(browser):
+    opened = browser.new_page(viewport={"width": 1440, "height": 900})
+    problems = []
+    opened.on("console", lambda m: problems.append(m.text) if m.type == "error" else None)
+    opened.on("pageerror", lambda error: problems.append(str(error)))
+    yield opened
+    opened.close()
+    assert not problems, problems
+
+
+def opened(page, server, query=ASKED):
+    page.goto(server.url + query)
+    settled(page)
+    return page
+
+
+def settled(page):
+    """The whole answer to the last move is on the page."""
+    page.wait_for_selector('#table[aria-busy="false"] tr[data-strategy=twin_flow]')
+
+
+def move(page, slider, steps):
+    """By keyboard; waits for the answer to it."""
+    with page.expect_response(lambda r: r.url.endswith("/answer") and _peers(r)) as answered:
+        page.focus(f"#c-{slider}")
+        for _ in range(abs(steps)):
+            page.keyboard.press("ArrowRight" if steps > 0 else "ArrowLeft")
+    settled(page)
+    return answered.value.json()
+
+
+def _peers(response):
+    body = response.request.post_data_json
+    return body.get("peers", True) and body.get("effort") != "full"
+
+
+def asked_of(page):
+    """The page's scenario, from its address."""
+    query = {key: values[0] for key, values in parse_qs(urlsplit(page.url).query).items()}
+    numbers = {key: float(value) for key, value in query.items() if key not in ("model", "machine")}
+    return {**query, **{k: int(v) if v.is_integer() else v for k, v in numbers.items()}}
+
+
+def test_moving_sliders_shows_what_the_api_says(page, server):
+    opened(page, server)
+    for slider, steps in (("gpus", 1), ("link_bytes_per_s", -3), ("micro_batch", 2),
+                          ("device_memory_bytes", -1)):  # fmt: skip
+        move(page, slider, steps)
+    asked = asked_of(page)
+    assert set(asked) >= {"gpus", "link_bytes_per_s", "micro_batch", "device_memory_bytes"}
+    expected = server.post("/answer", asked).json()
+    assert page.inner_text("#sentence") == expected["sentence"]
+    for row in expected["rows"]:
+        cells = page.locator(f"tr[data-strategy={row['strategy']}] td").all_inner_texts()
+        assert cells[0] == page.evaluate(
+            "async s => (await import('/format.js')).seconds(s)", row["iteration_s"]
+        )
+        assert cells[-1] == ("✓ fits" if row["fits"] else f"✗ {row['reason']}")
+
+
+def test_reload_and_shared_link_give_the_same_view(page, server, browser):
+    opened(page, server)
+    move(page, "sequence", 2)
+    sentence, link = page.inner_text("#sentence"), page.url
+    page.reload()
+    settled(page)
+    assert page.inner_text("#sentence") == sentence
+    other = browser.new_page()
+    other.goto(link)
+    settled(other)
+    assert other.inner_text("#sentence") == sentence
+    assert other.input_value("#c-sequence") == page.input_value("#c-sequence")
+    other.close()
+
+
+def test_a_job_is_watched_to_its_end(page, server):
+    opened(page, server, "/?model=Llama+3.2+1B&machine=rtx4090")
+    page.click("#search")
+    card = page.locator("#jobs .card").first
+    card.locator(".state.done").wait_for(timeout=60_000)
+    with page.expect_download() as saved:
+        card.get_by_role("button", name="Download result").click()
+    plan = json.loads(Path(saved.value.path()).read_text())
+    assert plan["prediction"]["iteration_s"] > 0
+
+
+def test_the_page_opens_with_the_demos_run(page, server):
+    opened(page, server, "/")
+    assert "profiled" in page.inner_text("#c-model option:checked")
+    assert "measured" in page.inner_text("#context") or "no GPU" in page.inner_text("#foot")
+    page.click("#tab-work")
+    page.click("#runs button")
+    page.wait_for_selector("#run svg rect.op", state="attached")
+
+
+def test_plan_trace_and_report_are_downloaded(page, server):
+    opened(page, server)
+    contents = {}
+    for button in ("save-plan", "save-trace", "save-report"):
+        with page.expect_download() as saved:
+            page.click(f"#{button}")
+        contents[button] = Path(saved.value.path()).read_text()
+    assert json.loads(contents["save-plan"])["placement"]
+    assert json.loads(contents["save-trace"])["traceEvents"]
+    assert "Content-Security-Policy" in contents["save-report"]
+
+
+def test_the_report_draws_itself_without_a_network(browser, tmp_path):
+    from simulator import Plan
+    from tuner.service.report import read_timelines, report_html
+    from tuner.service.server import shipped_example
+
+    example = shipped_example()
+    timelines = read_timelines((example / "trace.json").read_text())
+    path = tmp_path / "report.html"
+    path.write_text(report_html(Plan.load(example / "plan.json"), timelines))
+    context = browser.new_context(offline=True, viewport={"width": 900, "height": 900})
+    page, problems = context.new_page(), []
+    page.on("console", lambda m: problems.append(m.text) if m.type == "error" else None)
+    page.goto(path.as_uri())
+    assert page.locator("#timelines rect.op").count() > 10
+    assert page.locator("#table tbody tr").count() > 3
+    assert not problems
+    _photograph(page, "report")
+    context.close()
+
+
+def test_what_a_user_names_stays_text(page, server, tmp_path):
+    opened(page, server)
+    evil = '<img src=x onerror="document.title=1">'
+    config = {"_name_or_path": evil, "model_type": "gpt2", "n_embd": 768, "n_layer": 12,
+              "n_head": 12, "vocab_size": 50257}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    page.click("#upload summary")
+    page.set_input_files("#file", tmp_path / "config.json")
+    page.wait_for_function("evil => document.querySelector('#context').textContent.includes(evil)",
+                           arg=evil)  # fmt: skip
+    settled(page)
+    assert page.locator("main img").count() == 0
+    assert page.title() != "1"
+
+
+def test_what_cannot_be_answered_is_said_and_left_again(page, server):
+    opened(page, server, "/?model=Llama+3+70B&machine=rtx4090")
+    assert page.inner_text("#sentence").startswith("Nothing fits")
+    page.select_option("#c-model", "Llama 3.2 1B")
+    page.wait_for_function(
+        "() => !document.querySelector('#sentence').textContent.startsWith('Nothing')"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 820, 1440])
+def test_no_serious_fault_of_access_and_no_sideways_scrolling(browser, server, width, scheme):
+    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme,
+                                  bypass_csp=True)  # fmt: skip
+    page = opened(context.new_page(), server)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    for view in ("what-if", "work"):
+        page.click(f"#tab-{view}")
+        page.add_script_tag(path=str(AXE))
+        found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")
+        serious = [f"{v['id']}: {v['nodes'][0]['html'][:120]}" for v in found["violations"]
+                   if v["impact"] in ("serious", "critical")]  # fmt: skip
+        assert not serious, serious
+        _photograph(page, f"{view}_{width}_{scheme}")
+    context.close()
+
+
+def _photograph(page, name):
+    folder = os.environ.get("EBBTIDE_SCREENSHOTS")
+    if folder:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        page.screenshot(path=Path(folder) / f"{name}.png", full_page=True)

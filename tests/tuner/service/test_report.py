@@ -1,0 +1,101 @@
+"""`tune report`: one file, no network, nothing that a plan says is markup."""
+
+import base64
+import hashlib
+import re
+
+import pytest
+from click.testing import CliRunner
+
+from simulator import Plan, build_strategy, preset, simulate, workload_from_model
+from simulator.timeline import Timeline
+from tuner.cli import main
+from tuner.report import headline
+from tuner.service.report import posted, read_timelines, report_html
+from tuner.service.scenario import MODELS
+from tuner.service.server import shipped_example
+
+
+@pytest.fixture(scope="module")
+def timeline():
+    machine = preset("h100-node")
+    work = workload_from_model(MODELS["Llama 3.2 1B"], machine, micro_batch=1)
+    return simulate(build_strategy("zero3_offload", work), machine)
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return Plan.load(shipped_example() / "plan.json")
+
+
+def test_a_trace_is_read_back_as_it_was_written(timeline, tmp_path):
+    timeline.to_perfetto(tmp_path / "t.json")
+    (read,) = read_timelines((tmp_path / "t.json").read_text())
+    assert read.strategy == timeline.strategy
+    assert [(s.kind, s.lane, s.subgroup, s.layer, s.iteration) for s in read.spans] == [
+        (s.kind, s.lane, s.subgroup, s.layer, s.iteration) for s in timeline.spans
+    ]
+    assert read.iteration_s == pytest.approx(timeline.iteration_s)
+    assert read.device_peak_bytes == timeline.device_peak_bytes
+
+
+def test_a_posted_run_is_read_back(timeline):
+    (read,) = read_timelines(posted(timeline, "r").model_dump_json())
+    assert read == timeline
+
+
+def test_the_command_writes_a_page_that_needs_nothing_else(tmp_path):
+    out = tmp_path / "report.html"
+    example = shipped_example()
+    result = CliRunner().invoke(main, ["report", str(example / "plan.json"), "--run",
+                                       str(example / "trace.json"), "-o", str(out)])  # fmt: skip
+    assert result.exit_code == 0, result.output
+    text = out.read_text()
+    assert not re.search(r"(?:src|href)=[\"']?(?:https?:)?//", text)
+    assert headline(Plan.load(example / "plan.json")) in text
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text).group(1)
+    assert "unsafe" not in policy
+    for tag in ("script", "style"):
+        (inline,) = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(inline.encode()).digest()).decode()
+        assert f"sha256-{digest}" in policy
+
+
+def test_markup_in_a_plan_stays_text(plan):
+    evil = "</script><script>alert(1)</script><!-- {{SCRIPT}}"
+    text = report_html(plan.model_copy(update={"reasons": (evil,)}), [])
+    assert evil not in text
+    assert text.count("<script>") == 1
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"traceEvents": [{"ph": "X"}]}', '{"spans": 1}']
+)
+def test_a_run_that_is_none_is_refused(tmp_path, content):
+    run = tmp_path / "run.json"
+    run.write_text(content)
+    plan = shipped_example() / "plan.json"
+    result = CliRunner().invoke(main, ["report", str(plan), "--run", str(run), "-o", "/dev/null"])
+    assert result.exit_code == 2
+    assert "--run must be a trace of a run" in result.output
+
+
+def test_the_headline_says_what_the_plan_brings(plan):
+    chosen = plan.prediction.model_copy(update={"iteration_s": 1.0, "lower_bound_s": 0.96})
+    stock = chosen.model_copy(update={"strategy": "stock ZeRO-3 offload", "iteration_s": 2.1})
+    plain = chosen.model_copy(update={"strategy": "no offload", "iteration_s": 0.5,
+                                      "note": "needs 48.0 GiB more GPU memory"})  # fmt: skip
+    made = plan.model_copy(update={"prediction": chosen, "alternatives": (stock,)})
+    assert headline(made) == "2.1x stock, 4% from the optimum."
+    both = made.model_copy(update={"alternatives": (stock, plain)})
+    assert headline(both) == (
+        "2.1x stock, 4% from the optimum; not offloading would be 2.0x faster than this plan, but "
+        "needs 48.0 GiB more GPU memory."
+    )
+    assert "without a prediction" in headline(plan.model_copy(update={"prediction": None}))
+
+
+def test_an_empty_timeline_is_drawn_as_nothing():
+    from tuner.service.timeline_view import view
+
+    assert view(Timeline((), "measured"))["lanes"] == []

@@ -1,0 +1,69 @@
+"""The store: claims, recovery, expiry."""
+
+import pytest
+
+from tuner.service.store import Store, StoreError
+
+
+@pytest.fixture
+def store(tmp_path):
+    opened = Store(tmp_path / "s.db")
+    yield opened
+    opened.close()
+
+
+def test_jobs_are_claimed_in_order_and_counted(store):
+    ids = [store.add_job("plan", "{}")["id"] for _ in range(3)]
+    assert [store.claim()["id"] for _ in range(3)] == ids
+    assert store.claim() is None
+    assert store.job(ids[0])["attempts"] == 1
+
+
+def test_a_result_and_a_cancellation_cannot_both_end_a_job(store):
+    job = store.add_job("plan", "{}")["id"]
+    store.claim()
+    assert store.finish(job, "cancelled", "cancelled")
+    assert not store.finish(job, "done", "done", b"{}")
+    assert store.job(job)["state"] == "cancelled"
+    assert store.result(job) is None
+
+
+def test_what_ran_when_the_server_ended_runs_again_and_is_counted(tmp_path):
+    first = Store(tmp_path / "s.db")
+    job = first.add_job("plan", "{}")["id"]
+    first.claim()
+    first.close()
+    second = Store(tmp_path / "s.db")
+    assert second.recover(most_attempts=2) == 1
+    state = second.job(job)
+    assert state["state"] == "queued"
+    assert "attempt 1" in state["note"]
+    assert state["history"][0]["outcome"] == "the server ended"
+    second.claim()
+    assert second.recover(most_attempts=2) == 1
+    assert second.job(job)["state"] == "failed"
+    assert second.job(job)["attempts"] == 2
+    second.close()
+
+
+def test_two_servers_cannot_share_a_database(store, tmp_path):
+    with pytest.raises(StoreError, match="in use"):
+        Store(tmp_path / "s.db")
+
+
+def test_a_file_that_is_no_database_is_refused(tmp_path):
+    path = tmp_path / "notes.txt"
+    path.write_text("x" * 5000)
+    with pytest.raises(StoreError, match="--db must be a database"):
+        Store(path)
+
+
+def test_old_finished_jobs_expire_and_open_ones_never(store):
+    done, kept = (store.add_job("plan", "{}")["id"] for _ in range(2))
+    store.claim()
+    store.finish(done, "done", "done", b"{}")
+    store.add_run("r", {}, "{}")
+    store.expire(keep_s=-1, run_keep_s=-1, kept_rows=10)
+    assert store.job(done) is None
+    assert store.job(kept)["state"] == "queued"
+    assert store.runs() == []

@@ -1,0 +1,32 @@
+"""``tune report``: a plan as a page for people who never ran the tool."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from tuner.commands.options import guarded
+from tuner.inputs import BadInputError, read_plan, written
+
+
+@click.command(epilog="Example: tune report plan.json --run runs/demo/trace.json -o report.html")
+@click.argument("plan_file", metavar="PLAN")
+@click.option("--run", help="What was measured: a trace.json of the demo or the runtime.")
+@click.option("-o", "--output", default="report.html", show_default=True, help="Where it goes.")
+@guarded
+def report(plan_file: str, run: str | None, output: str) -> None:
+    """Writes one self-contained page: what was planned, why, and what was measured."""
+    from tuner.service.report import read_timelines, report_html
+
+    plan = read_plan(plan_file)
+    timelines = []
+    if run is not None:
+        try:
+            timelines = read_timelines(Path(run).read_text())
+        except (OSError, ValueError) as error:
+            raise BadInputError(f"--run must be a trace of a run, but got {run}: {error}") from None
+    text = report_html(plan, timelines)
+    with written("--output", output):
+        Path(output).write_text(text)
+    click.echo(f"written to {output}")

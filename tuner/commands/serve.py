@@ -1,0 +1,85 @@
+"""``tune serve``: the what-if service and its page."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tuner.commands.options import guarded
+from tuner.inputs import BadInputError
+
+TOKEN = "EBBTIDE_TOKEN"  # noqa: S105 - the name of the variable that holds it
+
+
+@click.command(epilog="Example: tune serve --show runs/demo; then open http://127.0.0.1:8377")
+@click.option(
+    "--port",
+    default=8377,
+    show_default=True,
+    type=click.IntRange(0, 65_535),
+    help="0: any free one.",
+)
+@click.option(
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    help=f"Beyond loopback a token is needed: {TOKEN}, or one is made and printed.",
+)
+@click.option(
+    "--allow-host", multiple=True, help="A name by which clients reach it, if it is not --host."
+)
+@click.option("--db", default="ebbtide.db", show_default=True, help="Jobs, runs and machines.")
+@click.option(
+    "--show",
+    help="A folder with machine.json, workload.json, plan.json and trace.json that the page opens "
+    "with; demo: runs/demo, or the small example that comes with ebbtide.",
+)
+@click.option("--workers", type=click.IntRange(1, 64), help="For quick answers; one per core.")
+@guarded
+def serve(
+    port: int,
+    host: str,
+    allow_host: tuple[str, ...],
+    db: str,
+    show: str | None,
+    workers: int | None,
+) -> None:
+    """Answers what-if questions over HTTP and on a page in the browser."""
+    try:
+        from tuner.service.app import LOOPBACK, Service
+        from tuner.service.server import run
+        from tuner.service.store import Store
+    except ImportError as error:
+        raise BadInputError(
+            f"tune serve needs the extra [serve]: pip install 'ebbtide[serve]', but got {error}"
+        ) from None
+    token = os.environ.get(TOKEN) or None
+    if host not in LOOPBACK and token is None:
+        token = secrets.token_urlsafe(24)
+    hosts = (*LOOPBACK, *allow_host) + (("*",) if host in ("0.0.0.0", "::") else (host,))  # noqa: S104
+    service = Service(Store(db), token=token, hosts=hosts, light_workers=workers)
+    if show is not None:
+        _load(service, show)
+    run(service, host, port)
+
+
+def _load(service: Any, show: str) -> None:
+    from tuner.service.server import load_example, shipped_example
+
+    folder = Path(show)
+    if show == "demo" and not folder.is_dir():
+        demo = Path("runs/demo")
+        # A demo that was interrupted leaves some of its files.
+        whole = all((demo / f"{name}.json").exists() for name in ("machine", "workload", "trace"))
+        folder = demo if whole else shipped_example()
+    try:
+        load_example(service, folder)
+    except (OSError, ValueError) as error:
+        raise BadInputError(
+            "--show must be a folder with a machine.json and a workload.json that this ebbtide "
+            f"can read, but got {folder}: {error}"
+        ) from None

@@ -1,0 +1,293 @@
+"""The application: who may ask, how much, and how a refusal reads."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib import metadata
+from importlib.resources import files
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+
+from tuner.service.jobs import Feed, Jobs
+from tuner.service.pool import BusyError, InvalidError, Pool, WorkerError
+from tuner.service.requests import Quota
+from tuner.service.store import Store
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+LOG = logging.getLogger("uvicorn.error")
+API = "/api/v1"
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+SHOWN = 120  # characters of a refused value
+# No inline script or style anywhere, nothing from another host, nobody may frame the page.
+CONTENT_SECURITY_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "content-security-policy": CONTENT_SECURITY_POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+}
+_TYPES = {
+    "html": "text/html; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "svg": "image/svg+xml",
+    "txt": "text/plain",
+}
+
+
+@dataclass
+class Service:
+    """Everything a route needs. Owned by the application; closed with it."""
+
+    store: Store
+    quota: Quota = field(default_factory=Quota)
+    token: str | None = None
+    hosts: tuple[str, ...] = LOOPBACK
+    light_workers: int | None = None
+    examples: dict[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def pool(self) -> Pool:
+        return Pool(self.quota, self.light_workers)
+
+    @cached_property
+    def feed(self) -> Feed:
+        return Feed()
+
+    @cached_property
+    def jobs(self) -> Jobs:
+        return Jobs(self.store, self.pool, self.quota, self.feed)
+
+
+def create_app(service: Service) -> FastAPI:
+    """The application over a store; workers start with it and end with it."""
+    from tuner.service.routes import page_routes, routes
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        recovered = service.jobs.start()
+        if recovered:
+            LOG.info("%d jobs had been interrupted by the end of an earlier server", recovered)
+        warming = asyncio.create_task(service.pool.light.warm())
+        try:
+            yield
+        finally:
+            warming.cancel()
+            await service.jobs.stop()
+            service.pool.close()
+            service.store.close()
+
+    app = FastAPI(
+        title="ebbtide what-if service",
+        version=metadata.version("ebbtide"),
+        lifespan=lifespan,
+        openapi_url=f"{API}/openapi.json",
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.include_router(routes(service), prefix=API)
+    app.include_router(page_routes(static_files()))
+    for error, handler in (
+        (RequestValidationError, _unprocessable),
+        (InvalidError, _invalid),
+        (BusyError, _busy),
+        (WorkerError, _broken),
+        (HTTPException, _refused),
+    ):
+        app.add_exception_handler(error, handler)  # type: ignore[arg-type]
+    app.add_middleware(Guard, service=service)
+    return app
+
+
+def static_files() -> dict[str, tuple[bytes, str]]:
+    """The page's files by their path, read once: a request's path is never a path on the disk."""
+    found = {}
+    folder = files("tuner.service") / "static"
+    for path in (*folder.iterdir(), *(folder / "uplot").iterdir()):
+        if path.is_file():
+            name = path.name if (folder / path.name).is_file() else f"uplot/{path.name}"
+            suffix = path.name.rpartition(".")[2]
+            found[name] = (path.read_bytes(), _TYPES.get(suffix, "text/plain; charset=utf-8"))
+    return found
+
+
+# -- refusals --------------------------------------------------------------------------------
+
+
+def problem(status: int, *errors: dict[str, Any], **headers: str) -> JSONResponse:
+    """``{"errors": [{"key", "rule", "value"}]}``; every refusal has this form."""
+    return JSONResponse({"errors": list(errors)}, status, headers=headers or None)
+
+
+def broken_rule(key: str, rule: str, value: Any = None) -> dict[str, Any]:
+    """One error; the value as text, shortened, so that nothing odd is sent back."""
+    shown = None if value is None else ascii(value)
+    if shown and len(shown) > SHOWN:
+        shown = shown[:SHOWN] + "..."
+    return {"key": key, "rule": rule, "value": shown}
+
+
+async def _unprocessable(_: Request, error: RequestValidationError) -> Response:
+    rows = []
+    for item in error.errors()[:8]:
+        where = [str(part) for part in item["loc"] if part not in ("body", "query", "path")]
+        value = item.get("input")
+        value = None if isinstance(value, dict | list) else value
+        rows.append(broken_rule(".".join(where)[:SHOWN], item["msg"][:400], value))
+    return problem(422, *rows)
+
+
+_KEY = re.compile(r"[a-z]+(?:_[a-z0-9]+)*(?:\.[a-z0-9_]+)*")
+
+
+async def _invalid(_: Request, error: InvalidError) -> Response:
+    """Our own messages begin with the key and say rule and value in one sentence."""
+    text = str(error)
+    match = _KEY.match(text)
+    return problem(422, broken_rule(match.group() if match else "", text[:1000]))
+
+
+async def _busy(_: Request, error: BusyError) -> Response:
+    return problem(429, broken_rule("", str(error)), **{"retry-after": "5"})
+
+
+async def _broken(_: Request, error: WorkerError) -> Response:
+    LOG.error("a worker failed: %s", error)
+    return problem(500, broken_rule("", f"the answer must be computable, but: {error}"))
+
+
+async def _refused(_: Request, error: HTTPException) -> Response:
+    return problem(error.status_code, broken_rule("", str(error.detail)), **(error.headers or {}))
+
+
+# -- the guard -------------------------------------------------------------------------------
+
+
+class Refusal(Exception):  # noqa: N818 - it is an answer, not a fault
+    """Ends a request before any route sees it."""
+
+    def __init__(self, status: int, key: str, rule: str, value: Any = None) -> None:
+        self.status, self.error = status, broken_rule(key, rule, value)
+
+
+class Guard:
+    """Outermost: host name, token, size, patience and depth, then the headers of every response."""
+
+    def __init__(self, app: Any, service: Service) -> None:
+        self._app, self._service = app, service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+            self._check_head(scope, headers)
+            if scope["method"] in ("POST", "PUT", "PATCH"):
+                receive = await self._body(scope, headers, receive)
+        except Refusal as refusal:
+            response = problem(refusal.status, refusal.error)
+            response.headers["connection"] = "close"  # what is left of the body is not read
+            await response(scope, receive, _with_headers(send))
+            return
+        await self._app(scope, receive, _with_headers(send))
+
+    def _check_head(self, scope: Scope, headers: dict[bytes, str]) -> None:
+        # A page elsewhere that resolves its own name to this machine must not reach the service.
+        host = re.sub(r":\d+$", "", headers.get(b"host", "")).strip("[]")
+        if "*" not in self._service.hosts and host not in self._service.hosts:
+            raise Refusal(400, "Host", f"must be one of {', '.join(self._service.hosts)}", host)
+        token = self._service.token
+        if token is None or not scope["path"].startswith("/api/"):
+            return
+        scheme, _, given = headers.get(b"authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(
+            given.strip().encode(), token.encode()
+        ):
+            raise Refusal(401, "Authorization", "must be 'Bearer TOKEN' with this server's token")
+
+    async def _body(self, scope: Scope, headers: dict[bytes, str], receive: Receive) -> Receive:
+        """Reads the body within its limits; what follows gets it from memory."""
+        quota = self._service.quota
+        most = quota.run_bytes if scope["path"] == f"{API}/runs" else quota.body_bytes
+        length = headers.get(b"content-length", "0")
+        if not length.isdecimal() or int(length) > most:
+            raise Refusal(413, "Content-Length", f"must be at most {most} bytes", length)
+        kind = headers.get(b"content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":  # a form on another site can send only other types
+            raise Refusal(415, "Content-Type", "must be application/json", kind)
+        try:
+            async with asyncio.timeout(quota.body_s):
+                body = await _read(receive, most)
+        except TimeoutError:
+            raise Refusal(
+                408, "body", f"must arrive within {quota.body_s:g} s, but did not"
+            ) from None
+        _check_json(body)
+        sent = False
+
+        async def replay() -> MutableMapping[str, Any]:
+            nonlocal sent
+            if sent:
+                return await receive()
+            sent = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        return replay
+
+
+async def _read(receive: Receive, most: int) -> bytes:
+    parts, size = [], 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise Refusal(400, "body", "must be sent to its end, but the client went away")
+        part = message.get("body", b"")
+        size += len(part)
+        if size > most:
+            raise Refusal(413, "body", f"must have at most {most} bytes")
+        parts.append(part)
+        if not message.get("more_body"):
+            return b"".join(parts)
+
+
+def _constant(name: str) -> float:
+    raise Refusal(422, "body", "numbers must be finite", name)
+
+
+def _check_json(body: bytes) -> None:
+    """Refuses NaN, infinity and nesting that no request of ours needs, with one answer each."""
+    try:
+        json.loads(body, parse_constant=_constant)
+    except RecursionError:
+        raise Refusal(422, "body", "must not be nested so deeply") from None
+    except ValueError as error:  # JSON, UTF-8, or an integer of thousands of digits
+        raise Refusal(422, "body", f"must be JSON, but: {str(error)[:200]}") from None
+
+
+def _with_headers(send: Send) -> Send:
+    extra = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
+
+    async def wrapped(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message.get("headers", []), *extra]
+        await send(message)
+
+    return wrapped

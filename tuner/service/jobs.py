@@ -1,0 +1,160 @@
+"""Jobs: a line on disk, worked off by the pool's low-priority lane, watched by event streams."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections import deque
+from collections.abc import AsyncIterator
+from typing import Any
+
+from tuner.service.pool import BusyError, InvalidError, Pool, WorkerError
+from tuner.service.requests import Quota
+from tuner.service.store import Store
+
+# Kind of job -> the worker's call (`tuner.service.worker.calls`); a new kind is one line in each.
+KINDS = {"plan": "job/plan", "what-if": "job/what-if"}
+KEEP_ALIVE_S = 15.0
+EXPIRE_EVERY_S = 600.0
+REMEMBERED = 512  # events for streams that fell behind
+
+
+class Feed:
+    """Events to any number of streams; a slow one loses old events, never memory."""
+
+    def __init__(self) -> None:
+        self._events: deque[tuple[int, str, dict[str, Any]]] = deque(maxlen=REMEMBERED)
+        self._number = 0
+        self._changed = asyncio.Condition()
+        self.streams = 0
+
+    async def tell(self, kind: str, data: dict[str, Any]) -> None:
+        async with self._changed:
+            self._number += 1
+            self._events.append((self._number, kind, data))
+            self._changed.notify_all()
+
+    async def listen(self) -> AsyncIterator[tuple[str, dict[str, Any]] | None]:
+        """Events from now on; None where nothing came for a while."""
+        last = self._number
+        while True:
+            fresh = [event for event in self._events if event[0] > last]
+            for number, kind, data in fresh:
+                last = number
+                yield kind, data
+            if fresh:
+                continue
+            try:
+                async with asyncio.timeout(KEEP_ALIVE_S), self._changed:
+                    while self._number == last:
+                        await self._changed.wait()
+            except TimeoutError:
+                yield None
+
+
+class Jobs:
+    """The line of jobs. Every change is on disk before it is told to anyone."""
+
+    def __init__(self, store: Store, pool: Pool, quota: Quota, feed: Feed) -> None:
+        self._store, self._pool, self._quota, self.feed = store, pool, quota, feed
+        self._wake = asyncio.Event()
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._progress: dict[str, dict[str, Any]] = {}
+        self._telling: set[asyncio.Task[None]] = set()
+
+    def start(self) -> int:
+        """Recovers what an earlier server left, then works; returns how many it recovered."""
+        recovered = self._store.recover(self._quota.attempts)
+        self._tasks = [asyncio.create_task(self._dispatch()) for _ in range(self._pool.jobs.size)]
+        self._tasks.append(asyncio.create_task(self._expire()))
+        return recovered
+
+    async def stop(self) -> None:
+        """Jobs that run stay ``running`` on disk: the next server starts them again."""
+        for task in (*self._tasks, *self._running.values()):
+            task.cancel()
+        await asyncio.gather(*self._tasks, *self._running.values(), return_exceptions=True)
+
+    async def submit(self, kind: str, request: dict[str, Any], title: str) -> dict[str, Any]:
+        """Queued; it is on disk when this returns.
+
+        Raises:
+            BusyError: too many wait already.
+        """
+        if self._store.waiting() >= self._quota.jobs_waiting:
+            raise BusyError(
+                f"at most {self._quota.jobs_waiting} jobs may wait, and so many do: cancel some, "
+                "or try again later"
+            )
+        job = await asyncio.to_thread(self._store.add_job, kind, json.dumps(request), title)
+        await self.feed.tell("job", job)
+        self._wake.set()
+        return job
+
+    async def cancel(self, job: str) -> bool:
+        """False if it had ended already."""
+        stopped = await asyncio.to_thread(self._store.finish, job, "cancelled", "cancelled")
+        task = self._running.get(job)
+        if stopped and task is not None:
+            task.cancel()
+        await self._tell(job)
+        return stopped
+
+    def state(self, job: str) -> dict[str, Any] | None:
+        """As stored, with the progress of the attempt that runs."""
+        stored = self._store.job(job)
+        live = self._progress.get(job)
+        return {**stored, **live} if stored and live and stored["state"] == "running" else stored
+
+    async def _tell(self, job: str) -> None:
+        state = self._store.job(job)
+        if state is not None:
+            await self.feed.tell("job", state)
+
+    async def _dispatch(self) -> None:
+        while True:
+            self._wake.clear()  # before looking: what is added from here on wakes again
+            job = await asyncio.to_thread(self._store.claim)
+            if job is None:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._wake.wait(), EXPIRE_EVERY_S)
+                continue
+            task = asyncio.create_task(self._run(job))
+            self._running[job["id"]] = task
+            await asyncio.wait([task])  # its errors are the job's; this loop goes on
+            self._running.pop(job["id"], None)
+            self._progress.pop(job["id"], None)
+
+    async def _run(self, job: dict[str, Any]) -> None:
+        name = job["id"]
+        await self.feed.tell("job", job)
+        state, note, result = "failed", "", None
+        try:
+            request = json.loads(self._store.request(name) or "{}")
+            result = await self._pool.jobs.call(
+                KINDS[job["kind"]], request, lambda step: self._told(job, step)
+            )
+            state, note = "done", "done"
+        except InvalidError as error:
+            note = str(error)
+        except (WorkerError, BusyError, KeyError) as error:
+            note = f"{type(error).__name__}: {error}"
+        body, is_json = (result.body, result.is_json) if result else (None, True)
+        await asyncio.to_thread(self._store.finish, name, state, note, body, is_json)
+        await self._tell(name)
+
+    def _told(self, job: dict[str, Any], step: dict[str, Any]) -> None:
+        """Progress is told, not stored: after a kill the job starts anew anyway."""
+        live = {"share": step["share"], "note": step["note"]}
+        self._progress[job["id"]] = live
+        task = asyncio.get_running_loop().create_task(self.feed.tell("job", {**job, **live}))
+        self._telling.add(task)  # a task that nobody holds may be collected before it ran
+        task.add_done_callback(self._telling.discard)
+
+    async def _expire(self) -> None:
+        q = self._quota
+        while True:
+            await asyncio.to_thread(self._store.expire, q.keep_s, q.run_keep_s, q.kept_rows)
+            await asyncio.sleep(EXPIRE_EVERY_S)

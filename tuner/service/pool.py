@@ -1,0 +1,300 @@
+"""Worker processes by lane: light answers never wait behind heavy ones."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+
+from tuner.service.requests import Quota
+from tuner.service.worker import BROKEN, HEAD, INVALID, PROGRESS, TEXT
+
+Told = Callable[[dict[str, Any]], None]
+
+
+class InvalidError(ValueError):
+    """The request cannot be answered; the message says the rule, the value and the key."""
+
+
+class BusyError(RuntimeError):
+    """More requests wait than there is room for."""
+
+
+class WorkerError(RuntimeError):
+    """A worker failed or ended: no fault of the request that we know of."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """A worker's result as it came: JSON, or other text."""
+
+    body: bytes
+    is_json: bool = True
+
+
+class Worker:
+    """One process and its pipes. Used by one task at a time."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self._killed = False
+
+    @classmethod
+    async def start(cls, niceness: int, quota: Quota) -> Worker:
+        """Returns when it is warm.
+
+        Raises:
+            WorkerError: it ended before.
+        """
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "NUMBA_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+        }
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "tuner.service.worker",
+            str(niceness),
+            str(quota.worker_bytes),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=environment,
+            limit=2**20,
+        )
+        worker = cls(process)
+        try:
+            await worker._frame()
+        except BaseException:  # cancelled while it starts: it must not stay behind
+            worker.kill()
+            raise
+        return worker
+
+    @property
+    def alive(self) -> bool:
+        """Not killed, though a killed process may not be reaped yet."""
+        return not self._killed and self._process.returncode is None
+
+    async def call(self, call: bytes, told: Told, result_bytes: int) -> Result:
+        """Raises:
+        InvalidError: the request's fault. WorkerError: it broke, or was ended.
+        """
+        stdin = self._process.stdin
+        assert stdin is not None
+        try:
+            stdin.write(HEAD.pack(b"c", len(call)) + call)
+            await stdin.drain()
+        except ConnectionError:
+            raise WorkerError(self._end()) from None
+        while True:
+            tag, payload = await self._frame(result_bytes)
+            if tag == PROGRESS:
+                told(json.loads(payload))
+            elif tag == INVALID:
+                raise InvalidError(payload.decode())
+            elif tag == BROKEN:
+                raise WorkerError(payload.decode())
+            else:
+                return Result(payload, is_json=tag != TEXT)
+
+    async def _frame(self, most_bytes: int = 2**30) -> tuple[bytes, bytes]:
+        stdout = self._process.stdout
+        assert stdout is not None
+        try:
+            tag, size = HEAD.unpack(await stdout.readexactly(HEAD.size))
+            if size > most_bytes:
+                self.kill()
+                raise InvalidError(
+                    f"a result must have at most {most_bytes} bytes, but has {size}: ask for less"
+                )
+            return tag, await stdout.readexactly(size)
+        except asyncio.IncompleteReadError:
+            await self._process.wait()
+            raise WorkerError(self._end()) from None
+
+    def _end(self) -> str:
+        return f"a worker process ended with status {self._process.returncode}"
+
+    def kill(self) -> None:
+        """At once; what it computed is lost."""
+        self._killed = True
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
+
+class Lane:
+    """A few workers that share one line of waiting calls; a worker that ended is replaced."""
+
+    def __init__(
+        self,
+        name: str,
+        size: int,
+        niceness: int,
+        limit_s: float,
+        waiting: int,
+        quota: Quota,
+        patient: bool = False,
+    ) -> None:
+        self._patient = patient
+        self.name, self.size, self.limit_s = name, size, limit_s
+        self._niceness, self._most_waiting, self._quota = niceness, waiting, quota
+        self._free: asyncio.Queue[Worker | None] = asyncio.Queue()
+        self._waiting = 0
+        self._all: set[Worker] = set()
+        for _ in range(size):
+            self._free.put_nowait(None)  # started by its first call
+
+    async def warm(self) -> None:
+        """Starts every worker, so that the first call need not wait for it."""
+        taken = [await self._free.get() for _ in range(self.size)]
+        started = await asyncio.gather(*(self._living(worker) for worker in taken))
+        for worker in started:
+            self._free.put_nowait(worker)
+
+    async def call(self, name: str, body: Mapping[str, Any], told: Told = lambda _: None) -> Result:
+        """Waits for a worker, then for its result.
+
+        When the caller is cancelled (a client went away, a job was stopped), so is the work,
+        except in a patient lane, where a worker finishes what it has begun.
+
+        Raises:
+            BusyError: the line is full. InvalidError, WorkerError: see `Worker.call`.
+        """
+        if self._waiting >= self._most_waiting:
+            raise BusyError(
+                f"at most {self._most_waiting} {self.name} requests may wait, and so many do: try "
+                "again in a few seconds"
+            )
+        frame = json.dumps({"call": name, "body": body}).encode()
+        self._waiting += 1
+        try:
+            worker = await self._free.get()
+        finally:
+            self._waiting -= 1
+        serving = asyncio.create_task(self._serve(worker, frame, told))
+        try:
+            return await asyncio.shield(serving)
+        except asyncio.CancelledError:
+            if self._patient:  # it ends soon anyway, and a new worker would take longer
+                serving.add_done_callback(_unheard)
+            else:
+                serving.cancel()
+                await asyncio.wait([serving])
+            raise
+
+    async def _serve(self, worker: Worker | None, frame: bytes, told: Told) -> Result:
+        """With a free worker; gives it back whatever happens."""
+        try:
+            worker = await self._living(worker)
+            return await self._within(worker, frame, told)
+        finally:
+            self._free.put_nowait(worker)
+
+    async def _living(self, worker: Worker | None) -> Worker:
+        if worker is not None and worker.alive:
+            return worker
+        if worker is not None:
+            self._all.discard(worker)
+        worker = await Worker.start(self._niceness, self._quota)
+        self._all.add(worker)
+        return worker
+
+    async def _within(self, worker: Worker, frame: bytes, told: Told) -> Result:
+        try:
+            async with asyncio.timeout(self.limit_s):
+                return await worker.call(frame, told, self._quota.result_bytes)
+        except TimeoutError:
+            worker.kill()
+            raise InvalidError(
+                f"a {self.name} request must be answered within {self.limit_s:g} s, but this one "
+                "was not: ask for less (fewer cells, layers, subgroups or accumulation steps)"
+            ) from None
+        except asyncio.CancelledError:
+            worker.kill()  # nobody waits for the rest of its work
+            raise
+
+    def close(self) -> None:
+        """Ends every worker."""
+        for worker in self._all:
+            worker.kill()
+
+
+def _unheard(task: asyncio.Task[Result]) -> None:
+    """Nobody waits for this result any more; its error is nobody's either."""
+    if not task.cancelled():
+        task.exception()
+
+
+class Cache:
+    """Results by the digest of their request, least recently used first out.
+
+    Every answer is a function of its request alone, so an equal request has an equal answer.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes, self._bytes = most_bytes, 0
+        self._held: OrderedDict[bytes, Result] = OrderedDict()
+        self.hits = 0
+
+    @staticmethod
+    def key(name: str, body: bytes) -> bytes:
+        return sha256(name.encode() + b"\0" + body).digest()
+
+    def get(self, key: bytes) -> Result | None:
+        held = self._held.get(key)
+        if held is not None:
+            self._held.move_to_end(key)
+            self.hits += 1
+        return held
+
+    def put(self, key: bytes, result: Result) -> None:
+        if len(result.body) > self._most_bytes // 4 or key in self._held:
+            return
+        self._held[key] = result
+        self._bytes += len(result.body)
+        while self._bytes > self._most_bytes:
+            _, old = self._held.popitem(last=False)
+            self._bytes -= len(old.body)
+
+
+class Pool:
+    """The three lanes: light and heavy answers, and jobs; one worker each beyond the light ones.
+
+    Light workers run at normal priority, the others at low priority: on a busy machine the kernel
+    gives a light answer nearly the whole core.
+    """
+
+    def __init__(self, quota: Quota, light_workers: int | None = None) -> None:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
+        light = light_workers or max(1, min(8, cores))
+        self.quota = quota
+        self.light = Lane("light", light, 0, quota.light_s, quota.light_waiting, quota, True)
+        self.heavy = Lane("heavy", 1, 10, quota.heavy_s, quota.heavy_waiting, quota)
+        self.jobs = Lane("job", max(1, cores - 1), 15, quota.job_s, 2**31, quota)
+        self.cache = Cache(quota.cache_bytes)
+
+    async def answer(self, name: str, body: Mapping[str, Any], light: bool) -> Result:
+        """From the cache, or from a worker of the right lane.
+
+        Raises:
+            BusyError, InvalidError, WorkerError: see `Lane.call`.
+        """
+        key = Cache.key(name, json.dumps(body, sort_keys=True).encode())
+        held = self.cache.get(key)
+        if held is None:
+            held = await (self.light if light else self.heavy).call(name, body)
+            self.cache.put(key, held)
+        return held
+
+    def close(self) -> None:
+        """Ends every worker."""
+        for lane in (self.light, self.heavy, self.jobs):
+            lane.close()

@@ -1,0 +1,239 @@
+"""A plan, and a run under it, as one self-contained page; runs as the service keeps them."""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+import re
+from collections.abc import Callable
+from hashlib import sha256
+from importlib.resources import files
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from simulator.client import run_body
+from simulator.engines.reference import simulate
+from simulator.plan import Plan, explain
+from simulator.schedule import Lane, OpKind
+from simulator.schedules.strategies import build_strategy
+from simulator.timeline import MemorySample, Span, Timeline
+from tuner.report import headline
+from tuner.service.requests import Planned, Run, Scenario
+from tuner.service.scenario import resolve
+from tuner.service.timeline_view import view
+
+# In the order in which the one script of the report is put together.
+SCRIPTS = ("format.js", "timeline.js", "memory.js", "table.js", "report.js")
+_IMPORT = re.compile(r"^import [^;]*;\n", re.MULTILINE)
+_EXPORT = re.compile(r"^export ", re.MULTILINE)
+
+
+class ReportCall(BaseModel):
+    """What a worker needs: the plan, and a run as it was posted."""
+
+    plan: Plan
+    scenario: Scenario | None = None
+    run: str | None = None
+
+
+def html_of_call(call: ReportCall, progress: Callable[..., None]) -> str:  # noqa: ARG001
+    """The page, from the service's own form of a run."""
+    timelines = [] if call.run is None else [timeline_of(Run.model_validate_json(call.run))]
+    if call.scenario is not None:
+        timelines += predicted(call.plan, call.scenario)
+    return report_html(call.plan, timelines)
+
+
+def trace(call: Planned, progress: Callable[..., None]) -> dict[str, Any]:  # noqa: ARG001
+    """Stock and the plan, whole, for ui.perfetto.dev."""
+    stock, planned = predicted(call.plan, call.scenario)
+    return stock.perfetto(planned)
+
+
+def predicted(plan: Plan, scenario: Scenario) -> list[Timeline]:
+    """The timelines of stock and of the plan."""
+    machine, workload = resolve(scenario)
+    schedules = (
+        build_strategy("zero3_offload", workload),
+        build_strategy("ebbtide", workload, plan=plan),
+    )
+    return [simulate(schedule, machine) for schedule in schedules]
+
+
+def timeline_of(run: Run) -> Timeline:
+    """The timeline that was posted.
+
+    Raises:
+        ValueError: a kind or lane that is none of ours, or an op that ends before it starts.
+    """
+    spans = []
+    for number, s in enumerate(run.spans):
+        if s.end_s < s.start_s:
+            raise ValueError(
+                f"spans.{number} must end after it starts, but got start_s={s.start_s} and "
+                f"end_s={s.end_s}"
+            )
+        kind, lane = _member(OpKind, s.kind, number), _member(Lane, s.lane, number)
+        spans.append(Span(kind, lane, s.start_s, s.end_s, s.subgroup, s.layer, s.iteration))
+    memory = tuple(MemorySample(m.t_s, m.device_bytes, m.host_bytes) for m in run.memory)
+    return Timeline(tuple(spans), run.source, memory, run.strategy)
+
+
+def _member(kind: Any, value: str, number: int) -> Any:
+    try:
+        return kind(value)
+    except ValueError:
+        known = ", ".join(member.value for member in kind)
+        raise ValueError(
+            f"spans.{number} must have a kind and a lane of {known}, but got {value!r}"
+        ) from None
+
+
+def summary_of(run: Run) -> dict[str, Any]:
+    """A row of the list of runs: what was predicted, what was measured.
+
+    Raises:
+        ValueError: see `timeline_of`.
+    """
+    timeline = timeline_of(run)
+    prediction = run.plan.prediction if run.plan else None
+    return {
+        "source": run.source,
+        "strategy": run.strategy,
+        "measured_on": run.measured_on,
+        "iteration_s": timeline.iteration_s,
+        "predicted_s": prediction.iteration_s if prediction else None,
+        "spans": len(run.spans),
+    }
+
+
+def read_run(text: str) -> dict[str, Any]:
+    """A stored run as the page shows it."""
+    run = Run.model_validate_json(text)
+    timeline = timeline_of(run)
+    return {
+        "name": run.name,
+        **summary_of(run),
+        "phases": timeline.phases(),
+        "view": view(timeline),
+        "plan": None if run.plan is None else run.plan.model_dump(mode="json"),
+    }
+
+
+def posted(timeline: Timeline, name: str, plan: Plan | None = None, measured_on: str = "") -> Run:
+    """A timeline in the form in which it is posted."""
+    return Run.model_validate(run_body(name, timeline, plan, measured_on))
+
+
+def read_timelines(text: str) -> list[Timeline]:
+    """From a trace that `Timeline.to_perfetto` wrote, or a run as the service takes it.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    try:
+        document = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"a timeline must be JSON, but: {error}") from None
+    if isinstance(document, dict) and "traceEvents" in document:
+        return _from_perfetto(document["traceEvents"])
+    try:
+        return [timeline_of(Run.model_validate(document))]
+    except ValidationError as error:
+        raise ValueError(
+            "a timeline must be a trace of tune simulate, the demo or the runtime, or a run as "
+            f"POST /api/v1/runs takes it, but: {explain(error)}"
+        ) from None
+
+
+def _from_perfetto(events: list[dict[str, Any]]) -> list[Timeline]:
+    """One timeline per process of the trace."""
+    lanes = list(Lane)
+    names: dict[int, str] = {}
+    spans: dict[int, list[Span]] = {}
+    memory: dict[int, list[MemorySample]] = {}
+    try:
+        for event in events:
+            pid, phase = event["pid"], event["ph"]
+            if phase == "M" and event["name"] == "process_name":
+                names[pid] = event["args"]["name"]
+            elif phase == "X":
+                start_s = event["ts"] / 1e6
+                layer = re.search(r" l(\d+)$", event["name"])
+                spans.setdefault(pid, []).append(
+                    Span(
+                        OpKind(event["cat"]),
+                        lanes[event["tid"] - 1],
+                        start_s,
+                        start_s + event["dur"] / 1e6,
+                        event["args"]["subgroup"],
+                        int(layer.group(1)) if layer else -1,
+                        event["args"]["iteration"],
+                    )
+                )
+            elif phase == "C":
+                used = event["args"]
+                memory.setdefault(pid, []).append(
+                    MemorySample(event["ts"] / 1e6, used["device"], used["host"])
+                )
+    except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
+        raise ValueError(
+            f"a trace must be one that Timeline.to_perfetto wrote, but: {error!r}"
+        ) from None
+    return [
+        Timeline(
+            tuple(held),
+            "measured" if names.get(pid, "").startswith("measured") else "predicted",
+            tuple(memory.get(pid, ())),
+            names.get(pid, "").partition(": ")[2] or "ebbtide",
+        )
+        for pid, held in spans.items()
+    ]
+
+
+def report_html(plan: Plan, timelines: list[Timeline]) -> str:
+    """One file without a network: its script and style are allowed by their hashes alone.
+
+    Args:
+        timelines: of runs under the plan, measured or predicted; the first measured one is
+            compared with the plan's prediction.
+    """
+    static = files("tuner.service") / "static"
+    text = {name: (static / name).read_text() for name in (*SCRIPTS, "style.css", "report.html")}
+    script = (static / "uplot" / "uPlot.iife.min.js").read_text()
+    script += "".join(_EXPORT.sub("", _IMPORT.sub("", text[name])) for name in SCRIPTS)
+    style = (static / "uplot" / "uPlot.min.css").read_text() + text["style.css"]
+    policy = (
+        f"default-src 'none'; img-src data:; script-src '{_hash(script)}'; "
+        f"style-src '{_hash(style)}'; base-uri 'none'; form-action 'none'"
+    )
+    fields = {
+        "POLICY": html.escape(policy),
+        "STYLE": style,
+        "SCRIPT": script,
+        "HEADLINE": html.escape(headline(plan)),
+        "DATA": _data(plan, timelines),
+    }
+    # In one pass: what is put in is never searched for another placeholder.
+    return re.sub(r"\{\{([A-Z]+)\}\}", lambda m: fields[m.group(1)], text["report.html"])
+
+
+def _data(plan: Plan, timelines: list[Timeline]) -> str:
+    measured = next((t for t in timelines if t.source == "measured"), None)
+    data = {
+        "plan": plan.model_dump(mode="json"),
+        "digest": plan.digest,
+        "counts": {kind: plan.count(kind) for kind in ("host", "device", "resident")},
+        "measured": None
+        if measured is None
+        else {"iteration_s": measured.iteration_s, **measured.phases()},
+        "timelines": [view(timeline) for timeline in timelines],
+    }
+    # No "</script>" and no "<!--" can stand in it, whatever a plan's texts say.
+    return json.dumps(data).replace("<", "\\u003c")
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(sha256(text.encode()).digest()).decode()

@@ -1,0 +1,267 @@
+"""What may be asked, and how much: every field bounded, nothing unknown accepted, no path."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+
+from simulator.machine import Machine
+from simulator.plan import Plan
+from simulator.workload import Workload
+
+Name = Annotated[str, Field(min_length=1, max_length=80, pattern=r"^[\w .,:()+/-]+$")]
+Positive = Annotated[float, Field(gt=0, le=1e18, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1, le=65_536)]
+ModelConfig = Annotated[dict[str, JsonValue], Field(max_length=300)]
+MIB = 2**20
+MOST_ITERATIONS = 12
+MOST_LAYERS, MOST_SUBGROUPS, MOST_BLOCKS = 1024, 4096, 200_000
+
+
+@dataclass(frozen=True)
+class Quota:
+    """Limits of the service. Times in seconds, sizes in bytes.
+
+    Attributes:
+        body_bytes: of a request, `run_bytes` where a timeline is posted.
+        light_ops: an answer of at most so many simulated ops is given by the workers kept for
+            quick answers; a larger one queues with the heavy ones, which run at low priority.
+        heavy_ops: an answer beyond that is refused.
+        cells, job_cells: points of a what-if that is answered at once, or by a job.
+        light_s, heavy_s, job_s: wall time after which a worker is stopped.
+        worker_bytes: address space that a worker may take beyond what it starts with.
+        light_waiting, heavy_waiting, jobs_waiting: beyond that many in line, 429.
+        attempts: how often a job is started when the server ends in the middle of it.
+        keep_s, run_keep_s, kept_rows: finished jobs and runs expire, by age and by number.
+        streams: open event streams.
+        head_s, body_s: how long a client may take to send a request's head, and its body.
+    """
+
+    body_bytes: int = 1 * MIB
+    run_bytes: int = 16 * MIB
+    result_bytes: int = 32 * MIB
+    light_ops: int = 60_000
+    heavy_ops: int = 1_500_000
+    cells: int = 64
+    job_cells: int = 4096
+    light_s: float = 10.0
+    heavy_s: float = 60.0
+    job_s: float = 900.0
+    worker_bytes: int = 2048 * MIB
+    light_waiting: int = 512
+    heavy_waiting: int = 32
+    jobs_waiting: int = 500
+    attempts: int = 3
+    keep_s: float = 7 * 86400.0
+    run_keep_s: float = 90 * 86400.0
+    kept_rows: int = 2000
+    streams: int = 64
+    connections: int = 512
+    head_s: float = 10.0
+    body_s: float = 20.0
+    cache_bytes: int = 64 * MIB
+
+
+class Request(BaseModel):
+    """Base of all: unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+class Scenario(Request):
+    """A machine, and what is trained on it.
+
+    Attributes:
+        machine: a name that `GET /machines` lists, or a whole machine.json.
+        model: a name that `GET /models` lists, or the object in a model's config.json.
+        workload: instead of a model: a name that `GET /models` lists as profiled, or a whole
+            workload.json; then micro-batch, sequence and GPUs are the profile's.
+        gpus: ranks that ZeRO divides the model over.
+        host_memory_bytes: of a node; ``device_memory_bytes``: of a GPU.
+        link_bytes_per_s: of each direction between host and device.
+    """
+
+    machine: Name | Machine = "h100-node"
+    model: Name | ModelConfig | None = None
+    workload: Name | Workload | None = None
+    gpus: Count = 1
+    device_memory_bytes: Positive | None = None
+    host_memory_bytes: Positive | None = None
+    link_bytes_per_s: Positive | None = None
+    micro_batch: Count = 1
+    sequence: Annotated[int, Field(ge=1, le=2**22)] = 2048
+    accumulation: Annotated[int, Field(ge=1, le=4096)] = 1
+    keep_activations: bool = False
+    subgroup_size: Annotated[int, Field(ge=1, le=10**12)] | None = None
+    mtbf_s: Annotated[float, Field(gt=0, le=1e10, allow_inf_nan=False)] | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.model is None) == (self.workload is None):
+            given = "both" if self.model is not None else "none"
+            raise ValueError(f"exactly one of model and workload must be given, but got {given}")
+        if isinstance(self.workload, Workload):
+            _check_size(self.workload)
+        return self
+
+
+def _check_size(workload: Workload) -> None:
+    if len(workload.layers) > MOST_LAYERS or len(workload.subgroups) > MOST_SUBGROUPS:
+        raise ValueError(
+            f"workload must have at most {MOST_LAYERS} layers and {MOST_SUBGROUPS} subgroups here, "
+            f"but got {len(workload.layers)} and {len(workload.subgroups)}"
+        )
+
+
+class Simulate(Scenario):
+    """One iteration under a strategy or a plan."""
+
+    strategy: Name = "zero3_offload"
+    options: Annotated[dict[str, float | int | bool], Field(max_length=12)] = Field(
+        default_factory=dict
+    )
+    plan: Plan | None = None
+
+    timeline: bool = Field(False, description="also every op's start and end, and the memory")
+
+    @model_validator(mode="after")
+    def _few_iterations(self) -> Self:
+        iterations = self.options.get("iterations", 3)
+        if not 2 <= iterations <= MOST_ITERATIONS:
+            raise ValueError(
+                f"options.iterations must lie in [2, {MOST_ITERATIONS}] here, but got {iterations}"
+            )
+        return self
+
+
+class Answer(Scenario):
+    """Should this be offloaded, how, and what does it bring?
+
+    ``effort``: ``quick`` compares evenly spread plans, ``full`` searches as `tune plan` does.
+    ``peers``: also other systems' strategies, each at its best setting.
+    """
+
+    effort: Literal["quick", "full"] = "quick"
+    peers: bool = True
+
+
+class WhatIf(Scenario):
+    """A grid: every strategy at every combination of the values."""
+
+    strategies: Annotated[list[Name], Field(min_length=1, max_length=16)] = Field(
+        default_factory=lambda: ["zero3_offload", "ebbtide"]
+    )
+    gpu_memory_bytes: Annotated[list[Positive], Field(min_length=1, max_length=256)] | None = None
+    changes: Annotated[
+        dict[Name, Annotated[list[float], Field(min_length=1, max_length=256)]],
+        Field(max_length=6),
+    ] = Field(default_factory=dict, description="field of the machine or the workload -> values")
+    format: Literal["json", "csv"] = "json"
+
+    @property
+    def cells(self) -> int:
+        return (
+            len(self.strategies)
+            * len(self.gpu_memory_bytes or [0])
+            * math.prod(len(values) for values in self.changes.values())
+        )
+
+
+class PlanJob(Scenario):
+    """What `tune plan` takes."""
+
+    kind: Literal["plan"] = "plan"
+    memory_margin: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] | None = None
+    robust: bool = False
+    restart_s: Seconds = 60.0
+    seed: Annotated[int, Field(ge=0, le=2**31)] = 0
+
+
+class WhatIfJob(WhatIf):
+    """A grid that is too large to wait for."""
+
+    kind: Literal["what-if"] = "what-if"
+
+
+class Goodput(Request):
+    """How much of the time is useful when the job fails; see `simulator.analysis.goodput`."""
+
+    iteration_s: Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
+    mtbf_s: Annotated[float, Field(gt=0, le=1e10, allow_inf_nan=False)]
+    stall_s: Seconds = 0.0
+    interference_s: Seconds = 0.0
+    persist_s: Seconds = 0.0
+    restart_s: Seconds = 60.0
+    interval_steps: Annotated[int, Field(ge=1, le=10**9)] | None = None
+
+
+class PostedSpan(Request):
+    """`simulator.timeline.Span`."""
+
+    kind: Annotated[str, Field(max_length=40)]
+    lane: Annotated[str, Field(max_length=40)]
+    start_s: Seconds
+    end_s: Seconds
+    subgroup: int = -1
+    layer: int = -1
+    iteration: int = 0
+
+
+class PostedSample(Request):
+    """`simulator.timeline.MemorySample`."""
+
+    t_s: Seconds
+    device_bytes: Annotated[int, Field(ge=0, le=2**60)]
+    host_bytes: Annotated[int, Field(ge=0, le=2**60)]
+
+
+class Run(Request):
+    """What a training run measured: its timeline, and the plan that it ran under."""
+
+    name: Name
+    spans: Annotated[list[PostedSpan], Field(min_length=1, max_length=100_000)]
+    memory: Annotated[list[PostedSample], Field(max_length=100_000)] = Field(default_factory=list)
+    source: Literal["predicted", "measured"] = "measured"
+    strategy: Name = "ebbtide"
+    plan: Plan | None = None
+    measured_on: Annotated[str, Field(max_length=200)] = ""
+
+
+class Planned(Request):
+    """A plan and what it was made for; ``scenario`` gives stock's and the plan's timelines."""
+
+    plan: Plan
+    scenario: Scenario
+
+
+class Report(Request):
+    """A page about a plan, what it was made for, and a run that was posted (by its id)."""
+
+    plan: Plan
+    scenario: Scenario | None = None
+    run: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")] | None = None
+
+
+def flat_config(config: dict[str, Any]) -> dict[str, Any]:
+    """A model's config without nested values: no number that is read is nested.
+
+    Raises:
+        ValueError: so many layers or experts that nobody has built it.
+    """
+    flat = {key: value for key, value in config.items() if not isinstance(value, dict | list)}
+    layers = _largest(flat, "num_hidden_layers", "n_layer", "layers", "num_layers")
+    experts = _largest(flat, "num_local_experts", "experts")
+    if layers > MOST_LAYERS or layers * (10 + 3 * experts) > MOST_BLOCKS:
+        raise ValueError(
+            f"model must have at most {MOST_LAYERS} layers and {MOST_BLOCKS} matrices here, but "
+            f"got {layers} layers of {experts or 1} experts"
+        )
+    return flat
+
+
+def _largest(config: dict[str, Any], *names: str) -> int:
+    return max([n for name in names if isinstance(n := config.get(name), int)], default=0)

@@ -1,0 +1,431 @@
+"""The routes under /api/v1, and the page's files."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import AsyncIterator
+from typing import Annotated, Any, TypeVar
+
+from fastapi import APIRouter, Header, Path, Query, Request, Response
+from fastapi.responses import PlainTextResponse, StreamingResponse
+from pydantic import BaseModel, Field
+from starlette.exceptions import HTTPException
+
+from simulator.analysis.what_if import STEPS
+from simulator.estimates.presets import preset, preset_names
+from simulator.machine import Machine
+from simulator.schedules.strategies import STRATEGIES
+from tuner.service import requests as ask
+from tuner.service.app import Service
+from tuner.service.pool import InvalidError, Result
+from tuner.service.report import read_run, summary_of
+from tuner.service.scenario import MODELS, check_ops, estimated_ops
+
+S = TypeVar("S", bound=ask.Scenario)
+Id = Annotated[str, Path(pattern=r"^[0-9a-f]{32}$")]
+PEERS_TRIED = 24  # simulations behind an answer's table: settings of every system
+QUICK_COST, FULL_COST = 40, 1500  # what the search for a plan costs, in simulations
+
+
+class Broken(BaseModel):
+    """One broken rule."""
+
+    key: str
+    rule: str
+    value: str | None = None
+
+
+class Problem(BaseModel):
+    """Every refusal."""
+
+    errors: list[Broken] = Field(min_length=1)
+
+
+class JobState(BaseModel):
+    """A job. ``attempts`` counts every start: more than 1 after the server was ended meanwhile."""
+
+    id: str
+    kind: str
+    title: str
+    state: str
+    attempts: int
+    share: float
+    note: str
+    created_s: float
+    started_s: float | None
+    finished_s: float | None
+    history: list[dict[str, Any]] = Field(default_factory=list)
+
+
+REFUSALS: dict[int | str, dict[str, Any]] = {
+    status: {"model": Problem} for status in (400, 401, 404, 405, 408, 413, 415, 422, 429, 500)
+}
+
+
+class _Names:
+    """Turns the names that clients use into what they stand for; workers have no store."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def machines(self) -> dict[str, Machine]:
+        stored = {
+            name: Machine.model_validate(fields)
+            for name, fields in self._service.store.machines().items()
+        }
+        example = self._service.examples.get("machine")
+        own = {example.name: example} if example is not None else {}
+        return {**{name: preset(name) for name in preset_names()}, **stored, **own}
+
+    def fill(self, scenario: S) -> S:
+        """With uploaded machines and the loaded workload in the place of their names."""
+        changes: dict[str, Any] = {}
+        if isinstance(scenario.machine, str) and scenario.machine not in preset_names():
+            machines = self.machines()
+            if scenario.machine not in machines:
+                raise InvalidError(
+                    f"machine must be one of {', '.join(machines)}, but got {scenario.machine!r}"
+                )
+            changes["machine"] = machines[scenario.machine]
+        workload = self._service.examples.get("workload")
+        if workload is not None and scenario.workload == workload.name:
+            changes["workload"] = workload
+        return scenario.model_copy(update=changes)
+
+
+async def _unless_gone(request: Request, work: Any) -> Any:
+    """The work's result; it is stopped when the client has gone away."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise HTTPException(400, "the client went away")
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _response(result: Result, kind: str = "text/csv; charset=utf-8") -> Response:
+    return Response(result.body, media_type="application/json" if result.is_json else kind)
+
+
+def routes(service: Service) -> APIRouter:
+    """Everything under /api/v1."""
+    router = APIRouter(responses=REFUSALS)
+    names = _Names(service)
+    _catalogue(router, service, names)
+    _answers(router, service, names)
+    _jobs(router, service, names)
+    _runs(router, service, names)
+    return router
+
+
+def _catalogue(router: APIRouter, service: Service, names: _Names) -> None:
+    @router.get("/machines")
+    async def machines() -> dict[str, Any]:
+        """Presets and uploaded machines: the facts that a picker shows."""
+        presets = preset_names()
+        return {
+            "machines": [
+                {
+                    "name": name,
+                    "device_name": m.device_name,
+                    "device_kind": m.device_kind,
+                    "preset": name in presets,
+                    "gpus_per_node": m.gpus_per_node,
+                    "multi_node": m.network_bytes_per_s is not None,
+                    "device_memory_bytes": m.device_memory_bytes,
+                    "host_memory_bytes": m.host_memory_bytes,
+                    "estimates": m.device_flops_per_s is not None,
+                    "link_bytes_per_s": m.h2d_bytes_per_s.median,
+                }
+                for name, m in names.machines().items()
+            ]
+        }
+
+    @router.get("/machines/{name}")
+    async def machine(name: ask.Name) -> Machine:
+        """The whole machine.json."""
+        found = names.machines().get(name)
+        if found is None:
+            raise HTTPException(404, "machine must be one that GET /api/v1/machines lists")
+        return found
+
+    @router.post("/machines", status_code=201)
+    async def put_machine(machine: Machine) -> dict[str, str]:
+        """Keeps a measured machine under its name (`tune profile --push URL`)."""
+        name = machine.name
+        if name in preset_names() or not 0 < len(name) <= 80:
+            raise InvalidError(f"name must be 1 to 80 characters and no preset's, but got {name!r}")
+        await asyncio.to_thread(service.store.put_machine, name, machine.model_dump_json())
+        return {"name": name}
+
+    @router.get("/models")
+    async def models() -> dict[str, Any]:
+        """Known models, and the workload that the server was started with."""
+        workload = service.examples.get("workload")
+        measured = (
+            []
+            if workload is None
+            else [
+                {
+                    "name": workload.name,
+                    "params": workload.params,
+                    "machine": service.examples["machine"].name,
+                    "label": service.examples.get("label", ""),
+                }
+            ]
+        )
+        return {"models": list(MODELS), "workloads": measured, "strategies": list(STRATEGIES)}
+
+
+def _answers(router: APIRouter, service: Service, names: _Names) -> None:
+    async def told(request: Request, call: str, asked: ask.Scenario, cost: int) -> Response:
+        filled = names.fill(asked)
+        try:
+            light = check_ops(estimated_ops(filled), cost, service.quota)
+        except ValueError as error:
+            raise InvalidError(str(error)) from None
+        body = filled.model_dump(mode="json", exclude_defaults=True)
+        result = await _unless_gone(request, service.pool.answer(call, body, light))
+        return _response(result)
+
+    @router.post("/simulate")
+    async def simulate(request: Request, asked: ask.Simulate) -> Response:
+        """One iteration under a strategy or a plan."""
+        return await told(request, "simulate", asked, 6 if asked.timeline else 1)
+
+    @router.post("/answer")
+    async def answer(request: Request, asked: ask.Answer) -> Response:
+        """Whether and how to offload: strategies, plan, timelines, and the answer in a sentence."""
+        cost = FULL_COST if asked.effort == "full" else 6
+        return await told(request, "answer", asked, cost + (PEERS_TRIED if asked.peers else 0))
+
+    @router.post("/what-if")
+    async def what_if(request: Request, asked: ask.WhatIf) -> Response:
+        """A grid, as JSON or CSV; a larger one is a job."""
+        _check_cells(asked, service.quota.cells, "; post it to /api/v1/jobs/what-if instead")
+        return await told(request, "what-if", asked, asked.cells * STEPS)
+
+    @router.post("/goodput")
+    async def goodput(asked: ask.Goodput) -> Response:
+        """The share of useful time when the job fails, and the best checkpoint interval."""
+        return _response(await service.pool.answer("goodput", asked.model_dump(), light=True))
+
+
+def _check_cells(asked: ask.WhatIf, most: int, instead: str = "") -> None:
+    if asked.cells > most:
+        raise InvalidError(
+            f"changes, strategies and gpu_memory_bytes must make at most {most} points, but make "
+            f"{asked.cells}{instead}"
+        )
+    if any(not math.isfinite(v) for values in asked.changes.values() for v in values):
+        raise InvalidError("changes must be finite numbers")
+
+
+def _jobs(router: APIRouter, service: Service, names: _Names) -> None:
+    @router.post("/jobs/plan", status_code=201)
+    async def plan(asked: ask.PlanJob) -> JobState:
+        """Searches the best plan in the background."""
+        return await _submit(service, names, asked, "plan")
+
+    @router.post("/jobs/what-if", status_code=201)
+    async def what_if(asked: ask.WhatIfJob) -> JobState:
+        """A large grid in the background."""
+        _check_cells(asked, service.quota.job_cells)
+        return await _submit(service, names, asked, "what-if")
+
+    @router.get("/jobs")
+    async def jobs(limit: Annotated[int, Query(ge=1, le=500)] = 100) -> dict[str, list[JobState]]:
+        """Newest first."""
+        return {"jobs": [JobState(**job) for job in service.store.jobs(limit)]}
+
+    @router.get("/jobs/{job}")
+    async def job(job: Id) -> JobState:
+        """One job, with every attempt."""
+        return JobState(**_known(service.jobs.state(job), "job"))
+
+    @router.get("/jobs/{job}/request")
+    async def request_of(job: Id) -> dict[str, Any]:
+        """What was asked."""
+        found: dict[str, Any] = json.loads(_known(service.store.request(job), "job"))
+        return found
+
+    @router.get("/jobs/{job}/result")
+    async def result(job: Id) -> Response:
+        """The result, once it is done."""
+        body, is_json = _known(service.store.result(job), "job that is done")
+        return _response(Result(body, is_json))
+
+    @router.delete("/jobs/{job}")
+    async def cancel(job: Id) -> JobState:
+        """Takes it out of the line, or stops its worker; a job that has ended stays as it is."""
+        _known(service.store.job(job), "job")
+        await service.jobs.cancel(job)
+        return JobState(**_known(service.store.job(job), "job"))
+
+    @router.get("/jobs/{job}/events", response_class=StreamingResponse)
+    async def events_of(job: Id) -> Response:
+        """Server-sent events: the job's state at once and after each change, until it has ended."""
+        _known(service.store.job(job), "job")
+        return _stream(service, _job_events(service, job))
+
+    @router.get("/events", response_class=StreamingResponse)
+    async def events() -> Response:
+        """Server-sent events: every change of any job, every run that is posted."""
+        return _stream(service, _all_events(service))
+
+
+async def _submit(service: Service, names: _Names, asked: ask.Scenario, kind: str) -> JobState:
+    body = _checked(names, asked, service.quota)
+    return JobState(**await service.jobs.submit(kind, body, _title(asked)))
+
+
+def _title(asked: ask.Scenario) -> str:
+    """What a list calls it: what is trained, on what."""
+    trained = asked.workload if asked.model is None else asked.model
+    if isinstance(trained, dict):
+        trained = str(trained.get("_name_or_path") or trained.get("name") or "a model")
+    names = [
+        source if isinstance(source, str) else getattr(source, "name", "")
+        for source in (trained, asked.machine)
+    ]
+    return " on ".join(names)[:160]
+
+
+def _known(found: Any, what: str) -> Any:
+    if found is None:
+        raise HTTPException(404, f"there must be a {what} of this id, but there is none")
+    return found
+
+
+def _stream(service: Service, events: AsyncIterator[bytes]) -> Response:
+    if service.feed.streams >= service.quota.streams:
+        raise HTTPException(
+            429, f"at most {service.quota.streams} event streams may be open, and so many are"
+        )
+    headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+    return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+
+
+def _event(kind: str, data: dict[str, Any]) -> bytes:
+    return f"event: {kind}\ndata: {json.dumps(data)}\n\n".encode()
+
+
+async def _all_events(service: Service) -> AsyncIterator[bytes]:
+    service.feed.streams += 1
+    try:
+        yield b": open\n\n"
+        async for event in service.feed.listen():
+            yield b": still here\n\n" if event is None else _event(*event)
+    finally:
+        service.feed.streams -= 1
+
+
+async def _job_events(service: Service, job: str) -> AsyncIterator[bytes]:
+    service.feed.streams += 1
+    try:
+        listening = service.feed.listen()
+        change = asyncio.ensure_future(anext(listening))  # listens before the state is read
+        await asyncio.sleep(0)
+        state = service.jobs.state(job)
+        while state is not None:
+            yield _event("job", state)
+            if state["state"] not in ("queued", "running"):
+                return
+            event = await change
+            change = asyncio.ensure_future(anext(listening))
+            if event is None:
+                yield b": still here\n\n"
+            elif event[1].get("id") == job:
+                state = event[1]
+                if state["state"] not in ("queued", "running"):
+                    state = service.store.job(job)
+    finally:
+        change.cancel()
+        service.feed.streams -= 1
+
+
+def _runs(router: APIRouter, service: Service, names: _Names) -> None:
+    @router.post("/runs", status_code=201)
+    async def post_run(run: ask.Run) -> dict[str, Any]:
+        """A training run's measured timeline; with its plan, predicted against measured."""
+        try:
+            summary = summary_of(run)
+        except ValueError as error:
+            raise InvalidError(str(error)) from None
+        stored = await asyncio.to_thread(
+            service.store.add_run, run.name, summary, run.model_dump_json()
+        )
+        await service.feed.tell("run", stored)
+        return stored
+
+    @router.get("/runs")
+    async def runs(limit: Annotated[int, Query(ge=1, le=500)] = 100) -> dict[str, Any]:
+        """Summaries, newest first."""
+        return {"runs": service.store.runs(limit)}
+
+    @router.get("/runs/{run}")
+    async def run(run: Id) -> dict[str, Any]:
+        """One run: its summary, its plan, and its timeline as the page draws it."""
+        return await asyncio.to_thread(read_run, _known(service.store.run(run), "run"))
+
+    @router.post("/trace")
+    async def trace(asked: ask.Planned) -> Response:
+        """Stock's and the plan's timelines for ui.perfetto.dev."""
+        body = {
+            "plan": asked.plan.model_dump(mode="json"),
+            "scenario": _checked(names, asked.scenario, service.quota),
+        }
+        return _response(await service.pool.heavy.call("trace", body))
+
+    @router.post(
+        "/report", response_class=Response, responses={200: {"content": {"text/html": {}}}}
+    )
+    async def report(asked: ask.Report) -> Response:
+        """A self-contained page about a plan and, if given, a run."""
+        run = None if asked.run is None else _known(service.store.run(asked.run), "run")
+        body = {"plan": asked.plan.model_dump(mode="json"), "run": run}
+        if asked.scenario is not None:
+            body["scenario"] = _checked(names, asked.scenario, service.quota)
+        result = await service.pool.heavy.call("report", body)
+        disposition = {"content-disposition": 'attachment; filename="report.html"'}
+        return Response(result.body, media_type="text/html; charset=utf-8", headers=disposition)
+
+
+def _checked(names: _Names, scenario: ask.Scenario, quota: ask.Quota) -> dict[str, Any]:
+    """Without names, not too large, as a worker takes it."""
+    filled = names.fill(scenario)
+    try:
+        check_ops(estimated_ops(filled), 1, quota)
+    except ValueError as error:
+        raise InvalidError(str(error)) from None
+    return filled.model_dump(mode="json", exclude_defaults=True)
+
+
+def page_routes(static: dict[str, tuple[bytes, str]]) -> APIRouter:
+    """``/`` and the files that it loads."""
+    router = APIRouter(include_in_schema=False)
+    tags = {name: f'"{hash(body) & (2**64 - 1):x}"' for name, (body, _) in static.items()}
+
+    @router.get("/{name:path}")
+    async def file(name: str, if_none_match: Annotated[str | None, Header()] = None) -> Response:
+        name = name or "index.html"
+        if name not in static:
+            return PlainTextResponse("no such page\n", 404)
+        headers = {"etag": tags[name], "cache-control": "no-cache"}
+        if if_none_match == tags[name]:
+            return Response(status_code=304, headers=headers)
+        body, kind = static[name]
+        return Response(body, media_type=kind, headers=headers)
+
+    return router

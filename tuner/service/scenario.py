@@ -1,0 +1,189 @@
+"""From a scenario to a Machine and a Workload; the names that stand for them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from simulator.estimates.presets import PRESETS, preset
+from simulator.estimates.workload import workload_from_model
+from simulator.machine import Machine
+from simulator.workload import Workload
+from tuner.service.requests import MOST_SUBGROUPS, Quota, Scenario, flat_config
+
+ITERATIONS = 3  # that a prediction simulates
+
+
+def _llama(hidden: int, layers: int, heads: int, kv: int, ffn: int, vocabulary: int) -> Any:
+    return {
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "intermediate_size": ffn,
+        "vocab_size": vocabulary,
+    }
+
+
+def _qwen3(hidden: int, layers: int, heads: int, ffn: int, tied: bool) -> Any:
+    return {
+        "model_type": "qwen3",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": ffn,
+        "vocab_size": 151_936,
+        "tie_word_embeddings": tied,
+    }
+
+
+# The numbers of the models' published config.json files.
+MODELS: Mapping[str, dict[str, Any]] = {
+    "GPT-2 1.5B": {
+        "model_type": "gpt2",
+        "n_embd": 1600,
+        "n_layer": 48,
+        "n_head": 25,
+        "n_positions": 1024,
+        "vocab_size": 50_257,
+    },
+    "Llama 3.2 1B": _llama(2048, 16, 32, 8, 8192, 128_256) | {"tie_word_embeddings": True},
+    "Llama 3.2 3B": _llama(3072, 28, 24, 8, 8192, 128_256) | {"tie_word_embeddings": True},
+    "Llama 2 7B": _llama(4096, 32, 32, 32, 11_008, 32_000),
+    "Llama 3 8B": _llama(4096, 32, 32, 8, 14_336, 128_256),
+    "Llama 2 13B": _llama(5120, 40, 40, 40, 13_824, 32_000),
+    "Llama 3 70B": _llama(8192, 80, 64, 8, 28_672, 128_256),
+    "Mistral 7B": _llama(4096, 32, 32, 8, 14_336, 32_000) | {"model_type": "mistral"},
+    "Mixtral 8x7B": _llama(4096, 32, 32, 8, 14_336, 32_000)
+    | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2},
+    "Qwen3 4B": _qwen3(2560, 36, 32, 9728, True),
+    "Qwen3 8B": _qwen3(4096, 36, 32, 12_288, False),
+    "Qwen3 14B": _qwen3(5120, 40, 40, 17_408, False),
+}
+
+
+def machine_of(scenario: Scenario) -> Machine:
+    """The machine with the memories and the link that were asked for.
+
+    Raises:
+        ValueError: no machine of that name, or a value out of its range.
+    """
+    machine = scenario.machine
+    if isinstance(machine, str):
+        if machine not in PRESETS:
+            raise ValueError(
+                f"machine must be a name that GET /api/v1/machines lists, but got {machine!r}"
+            )
+        machine = _preset(machine)
+    changes: dict[str, float] = {}
+    if scenario.device_memory_bytes is not None:
+        changes["device_memory_bytes"] = scenario.device_memory_bytes
+    if scenario.host_memory_bytes is not None:
+        changes["host_memory_bytes"] = scenario.host_memory_bytes
+    if scenario.link_bytes_per_s is not None:
+        changes |= dict.fromkeys(("h2d_bytes_per_s", "d2h_bytes_per_s"), scenario.link_bytes_per_s)
+    return machine.with_rates(**changes) if changes else machine
+
+
+@lru_cache(maxsize=32)
+def _preset(name: str) -> Machine:
+    return preset(name)
+
+
+def workload_of(scenario: Scenario, machine: Machine) -> Workload:
+    """The workload that is meant.
+
+    Raises:
+        ValueError: no model of that name, or one that cannot be used.
+    """
+    workload = scenario.workload
+    if isinstance(workload, str):
+        raise ValueError(  # noqa: TRY004 - a wrong name, not a wrong type
+            f"workload must be a name that GET /api/v1/models lists, but got {workload!r}"
+        )
+    if workload is None:
+        workload = _estimate(scenario, machine)
+    if scenario.subgroup_size is not None:
+        _check_cut(workload, scenario.subgroup_size)
+        workload = workload.recut(scenario.subgroup_size)
+    return workload
+
+
+def _check_cut(workload: Workload, subgroup_size: int) -> None:
+    if workload.params > MOST_SUBGROUPS * subgroup_size:
+        raise ValueError(
+            f"subgroup_size must cut {workload.params} parameters into at most {MOST_SUBGROUPS} "
+            f"subgroups here, but got {subgroup_size}"
+        )
+
+
+def _estimate(scenario: Scenario, machine: Machine) -> Workload:
+    model = scenario.model
+    if isinstance(model, str):
+        if model not in MODELS:
+            raise ValueError(
+                f"model must be a name that GET /api/v1/models lists, but got {model!r}"
+            )
+        model = {**MODELS[model], "_name_or_path": model}
+    assert model is not None
+    return workload_from_model(
+        flat_config(model),
+        machine,
+        sequence=scenario.sequence,
+        micro_batch=scenario.micro_batch,
+        gradient_accumulation_steps=scenario.accumulation,
+        data_parallel=scenario.gpus,
+        activation_checkpointing="none" if scenario.keep_activations else "full",
+    )
+
+
+def resolve(scenario: Scenario) -> tuple[Machine, Workload]:
+    """Both.
+
+    Raises:
+        ValueError: see `machine_of` and `workload_of`.
+    """
+    machine = machine_of(scenario)
+    return machine, workload_of(scenario, machine)
+
+
+def estimated_ops(scenario: Scenario) -> int:
+    """About how many ops one simulation of it has, from its numbers alone: cheap, before any work.
+
+    Per layer and micro-batch a forward, a backward and gradient copies; about six per subgroup.
+    """
+    if isinstance(scenario.workload, Workload):
+        layers, subgroups = len(scenario.workload.layers), len(scenario.workload.subgroups)
+        micro = scenario.workload.gradient_accumulation_steps
+    else:
+        layers, subgroups, micro = _model_size(scenario)
+    if scenario.subgroup_size is not None:
+        subgroups = MOST_SUBGROUPS  # at most
+    return ITERATIONS * (layers * micro * 5 + subgroups * 6)
+
+
+def _model_size(scenario: Scenario) -> tuple[int, int, int]:
+    config = MODELS.get(scenario.model, {}) if isinstance(scenario.model, str) else scenario.model
+    keys = ("num_hidden_layers", "n_layer", "layers", "num_layers")
+    layers = next((v for k in keys if isinstance(v := (config or {}).get(k), int)), 32)
+    return max(1, layers) + 2, math.ceil(layers / 4) + 16, scenario.accumulation
+
+
+def check_ops(ops: int, simulations: int, quota: Quota) -> bool:
+    """Whether so much work is light.
+
+    Raises:
+        ValueError: it is more than this service does at all.
+    """
+    total = ops * simulations
+    if total > quota.heavy_ops * 40:
+        raise ValueError(
+            f"accumulation, layers and subgroups must make at most {quota.heavy_ops * 40} "
+            f"simulated ops, but got about {total}: lower accumulation or raise subgroup_size"
+        )
+    return total <= quota.light_ops

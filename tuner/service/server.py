@@ -1,0 +1,111 @@
+"""The HTTP server around the application: patience with slow clients, a clean end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from simulator.machine import Machine
+from simulator.plan import Plan, PlanError
+from simulator.workload import Workload
+from tuner.report import headline
+from tuner.service.app import Service, create_app
+from tuner.service.report import posted, read_timelines, summary_of
+
+OWN_EXAMPLE = "make demo, then make serve"
+LOG = logging.getLogger("uvicorn.error")
+
+
+def protocol(head_s: float) -> type[HttpToolsProtocol]:
+    """uvicorn's, with an end to a client that never finishes its first request's head."""
+
+    class Patient(HttpToolsProtocol):
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            loop = asyncio.get_running_loop()
+            self._head_timer = loop.call_later(head_s, self._give_up)
+
+        def _give_up(self) -> None:
+            if self.cycle is None and not self.transport.is_closing():
+                self.transport.write(
+                    b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\n"
+                    b"content-length: 0\r\n\r\n"
+                )
+                self.transport.close()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._head_timer.cancel()
+            super().connection_lost(exc)
+
+    return Patient
+
+
+def config(service: Service, host: str, port: int) -> uvicorn.Config:
+    """One process: the store has one writer, and everything that computes runs elsewhere."""
+    return uvicorn.Config(
+        create_app(service),
+        host=host,
+        port=port,
+        log_level="warning",
+        access_log=False,
+        http=protocol(service.quota.head_s),
+        limit_concurrency=service.quota.connections,
+        timeout_keep_alive=15,
+        timeout_graceful_shutdown=3,
+        server_header=False,
+        ws="none",
+    )
+
+
+def run(service: Service, host: str, port: int) -> None:
+    """Serves until it is interrupted or terminated."""
+    server = uvicorn.Server(config(service, host, port))
+    socket = server.config.bind_socket()
+    shown = f"[{host}]" if ":" in host else host
+    secret = f"#token={service.token}" if service.token else ""
+    print(f"open http://{shown}:{socket.getsockname()[1]}/{secret}  (Ctrl-C ends it)", flush=True)
+    server.run(sockets=[socket])
+
+
+def load_example(service: Service, folder: Path) -> None:
+    """What the page opens with: a measured machine, its workload, and the run under its plan.
+
+    Raises:
+        OSError, ValueError: a file that is missing or cannot be used.
+    """
+    machine = Machine.load(folder / "machine.json")
+    workload = Workload.load(folder / "workload.json")
+    label = f"{machine.device_name or machine.name}, {machine.cpu_cores} cores"
+    if machine.unified_memory:
+        label += ", no GPU"
+    elif machine.device_kind == "emulated":
+        label += ", no GPU: the device is emulated"
+    if folder == shipped_example():
+        label += f" (an example that comes with ebbtide; yours: {OWN_EXAMPLE})"
+    service.examples = {"machine": machine, "workload": workload, "label": label}
+    plan = None
+    try:
+        plan = Plan.load(folder / "plan.json")
+        LOG.info("%s", headline(plan))
+    except PlanError as error:
+        LOG.warning("%s; the page plans anew", error)
+    trace = folder / "trace.json"
+    name = f"{workload.name}, {folder.name}"
+    known = {row["name"] for row in service.store.runs(1000)}
+    if not trace.exists() or name in known:
+        return
+    for timeline in read_timelines(trace.read_text()):
+        if timeline.source == "measured":
+            shown = posted(timeline, name, plan, label)
+            service.store.add_run(name, summary_of(shown), shown.model_dump_json())
+
+
+def shipped_example() -> Path:
+    """A small real run that comes with the package."""
+    return Path(str(files("tuner.service") / "example"))

@@ -1,0 +1,163 @@
+// The right side: the sentence, the tiles, the pictures, the table; asks quickly, then refines.
+
+import { ApiError, call, save } from "./api.js";
+import { count, element, gib, params, seconds, times } from "./format.js";
+import { drawMemory } from "./memory.js";
+import { drawTable } from "./table.js";
+import { drawLegend, drawTimelines } from "./timeline.js";
+
+const REST_MS = 900; // without a move, before the slower search starts
+const at = (id) => document.getElementById(id);
+
+export class AnswerView {
+  constructor(controls) {
+    this.controls = controls;
+    this.shown = null; // the answer on the page
+    this.asked = 0; // number of the latest question
+    this.busy = false;
+    this.again = false;
+    at("save-plan").addEventListener("click", () => this.savePlan());
+    at("save-trace").addEventListener("click", () => this.download("/trace", "trace.json", "the trace"));
+    at("save-report").addEventListener("click", () => this.download("/report", "report.html", "the report"));
+    at("copy-link").addEventListener("click", () => this.copyLink());
+  }
+
+  // One quick question at a time; of the moves meanwhile only the last one is asked.
+  async ask(moved = performance.now()) {
+    this.moved = moved;
+    clearTimeout(this.timer);
+    if (this.refining) this.refining.abort();
+    if (this.busy) {
+      this.again = true;
+      return;
+    }
+    this.busy = true;
+    const number = (this.asked += 1);
+    const scenario = this.controls.scenario();
+    const started = this.moved;
+    try {
+      this.render(await call("/answer", { method: "POST", body: { ...scenario, peers: false } }), false);
+      requestAnimationFrame(() => performance.measure("answer", { start: started, end: performance.now() }));
+      if (!this.again) this.render(await call("/answer", { method: "POST", body: scenario }), true);
+    } catch (error) {
+      this.refuse(error);
+    }
+    this.busy = false;
+    if (this.again) {
+      this.again = false;
+      this.ask(this.moved);
+    } else if (number === this.asked) {
+      this.timer = setTimeout(() => this.refine(scenario, number), REST_MS);
+    }
+  }
+
+  // The search that `tune plan` does, in the background; given up at the next move.
+  async refine(scenario, number) {
+    if (!this.shown || !this.shown.plan || (this.shown.verdict !== "offload" && !scenario.mtbf_s)) {
+      this.tell("");
+      return;
+    }
+    this.refining = new AbortController();
+    this.tell("Refining ...");
+    try {
+      const body = { ...scenario, effort: "full" };
+      const answer = await call("/answer", { method: "POST", body, signal: this.refining.signal });
+      if (number === this.asked && !this.busy) {
+        this.render(answer, true);
+        this.tell("Searched");
+      }
+    } catch (error) {
+      if (error.name !== "AbortError") this.tell(`Not refined: ${error.message}`);
+    }
+  }
+
+  tell(text) {
+    at("status").textContent = text;
+  }
+
+  refuse(error) {
+    at("sentence").textContent = error instanceof ApiError ? `This cannot be answered: ${error.message}` : `The server cannot be reached: ${error.message}`;
+    at("answer").classList.add("refused");
+    this.shown = null;
+    this.tell("");
+  }
+
+  render(answer, whole) {
+    this.shown = answer;
+    at("answer").classList.remove("refused");
+    at("answer").dataset.verdict = answer.verdict;
+    at("answer").dataset.effort = answer.effort;
+    at("sentence").textContent = answer.sentence;
+    at("context").textContent = context(answer);
+    at("tiles").replaceChildren(...tiles(answer));
+    const entries = entriesOf(answer);
+    drawLegend(at("legend"), entries.map((e) => e.view));
+    drawTimelines(at("timelines"), entries);
+    drawMemory(at("memory"), entries, answer.machine.unified_memory ? null : answer.limits.device_bytes);
+    at("table").setAttribute("aria-busy", whole ? "false" : "true");
+    if (whole || !at("table").childElementCount) drawTable(at("table"), answer.rows);
+    const notes = [...(answer.plan ? answer.plan.reasons : []), ...answer.limits.notes];
+    at("notes").replaceChildren(...[...new Set(notes)].map((n) => element("li", {}, n)));
+    for (const id of ["save-plan", "save-trace", "save-report", "search"]) at(id).disabled = !answer.plan;
+  }
+
+  savePlan() {
+    save("plan.json", `${JSON.stringify(this.shown.plan, null, 2)}\n`);
+  }
+
+  async download(path, name, what) {
+    this.tell(`Making ${what} ...`);
+    try {
+      const body = { plan: this.shown.plan, scenario: this.controls.scenario() };
+      const response = await call(path, { method: "POST", body, raw: true });
+      save(name, await response.text(), response.headers.get("content-type"));
+      this.tell("");
+    } catch (error) {
+      this.tell(`No ${what}: ${error.message}`);
+    }
+  }
+
+  async copyLink() {
+    const link = `${location.origin}${location.pathname}?${this.controls.query()}`;
+    try {
+      await navigator.clipboard.writeText(link);
+      this.tell("Link copied");
+    } catch {
+      this.tell(link); // no clipboard without https: shown, to be copied by hand
+    }
+  }
+}
+
+function entriesOf(answer) {
+  const titles = { stock: "Stock", plan: "Plan" };
+  return ["stock", "plan"].filter((role) => answer.timelines[role]).map((role) => {
+    const view = answer.timelines[role];
+    const row = answer.rows.find((r) => r.role === role);
+    const note = `${seconds(view.duration_s)}${row && !row.fits ? `, ${row.reason}` : ""}`;
+    return { title: titles[role], note, view };
+  });
+}
+
+function context(answer) {
+  const w = answer.workload, m = answer.machine;
+  const nodes = w.nodes > 1 ? `${w.nodes} nodes, ` : "";
+  const kind = m.device_kind === "emulated" ? "a machine without a GPU, emulating one" : m.device_name || m.name;
+  const source = m.measured_with === "preset" ? "a preset, estimated" : "measured";
+  return `${w.name}: ${params(w.params)} parameters per rank in ${count(w.layers)} layers and ${count(w.subgroups)} subgroups, on ${nodes}${kind} (${source}).`;
+}
+
+function tiles(answer) {
+  const row = answer.rows.find((r) => r.role === (answer.verdict === "no offload" ? "no offload" : "plan"));
+  if (!row) return [];
+  const tile = (name, value, note) => element("div", { class: "tile" },
+    element("p", { class: "tile-name" }, name), element("p", { class: "tile-value" }, value), element("p", { class: "tile-note" }, note));
+  const what = answer.verdict === "no offload" ? "not offloading" : "with this plan";
+  const limits = answer.limits;
+  return [
+    tile("Iteration", seconds(row.iteration_s), answer.bound_s ? `no plan below ${seconds(answer.bound_s)}` : what),
+    tile("Against stock", times(row.speedup), what),
+    tile("Tokens per second", row.tokens_per_s ? count(row.tokens_per_s) : "unknown", "all ranks together"),
+    tile("GPU memory", gib(row.device_peak_bytes), `of ${gib(limits.device_bytes)} usable`),
+    tile("Host memory", gib(row.host_peak_bytes), `of ${gib(limits.host_bytes)} per rank`),
+  ];
+}

@@ -1,0 +1,85 @@
+// The report's page: the same components, on the data that stands in it.
+
+import { element, gib, percent, seconds } from "./format.js";
+import { drawMemory } from "./memory.js";
+import { drawTable } from "./table.js";
+import { drawLegend, drawTimelines } from "./timeline.js";
+
+const PHASES = [["forward_s", "Forward"], ["backward_s", "Backward"], ["step_s", "Step"], ["iteration_s", "Iteration"]];
+
+function showReport() {
+  const find = (id) => document.getElementById(id);
+  const data = JSON.parse(find("data").textContent);
+  const { plan } = data;
+  const versions = Object.entries(plan.versions).map(([name, v]) => `${name} ${v}`).join(", ");
+  find("about").textContent = `Plan ${data.digest}${versions ? `, made with ${versions}` : ""}.`;
+  find("planned").append(facts(planned(data)));
+  const rows = rowsOf(plan);
+  if (rows.length) drawTable(find("table"), rows);
+  else find("table").append(element("p", { class: "hint" }, "This plan carries no prediction."));
+  find("reasons").append(...plan.reasons.map((text) => element("li", {}, text)));
+  if (data.measured && plan.prediction) showMeasured(find, data);
+  if (data.timelines.length) showTimelines(find, data.timelines);
+  find("foot").textContent = "Times are predictions unless they are called measured.";
+}
+
+function facts(rows) {
+  return element("dl", { class: "facts" }, ...rows.flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, value)]));
+}
+
+function planned({ plan, counts }) {
+  const placed = Object.entries(counts).filter(([, n]) => n).map(([kind, n]) => `${n} ${kind}`).join(", ");
+  const checkpoint = plan.checkpoint.interval_steps ? `every ${plan.checkpoint.interval_steps} steps` : "only when the training script saves";
+  const rows = [
+    ["Subgroups", `${placed}; of ${plan.subgroup_size.toLocaleString("en-US")} parameters each`],
+    ["Staging slots on the GPU", `${plan.staging_slots}, ${plan.prefetch} filled before the norm is known`],
+    ["Updates while the next forward runs", plan.overlap_forward ? "yes" : "no"],
+    ["Checkpoints", checkpoint],
+  ];
+  if (plan.prediction) rows.push(["Peak memory", `${gib(plan.prediction.device_peak_bytes)} of the GPU, ${gib(plan.prediction.host_peak_bytes)} of the host`]);
+  return rows;
+}
+
+function rowsOf(plan) {
+  if (!plan.prediction) return [];
+  const all = [{ ...plan.prediction, role: "plan", strategy: "ebbtide" }, ...plan.alternatives];
+  const stock = all.find((p) => p.strategy === "zero3_offload" || p.strategy.startsWith("stock ZeRO"));
+  return all.map((p) => ({
+    ...p, setting: "", fits: !p.note, reason: p.note, tokens_per_s: null,
+    speedup: stock ? stock.iteration_s / p.iteration_s : null,
+  })).sort((a, b) => a.iteration_s - b.iteration_s);
+}
+
+function showMeasured(find, { plan, measured }) {
+  find("measured-panel").hidden = false;
+  const rows = PHASES.map(([key, name]) => {
+    return element("tr", {}, element("th", { scope: "row" }, name),
+      element("td", { class: "number" }, seconds(plan.prediction[key])),
+      element("td", { class: "number" }, seconds(measured[key])),
+      element("td", { class: "number" }, difference(plan.prediction[key], measured[key])));
+  });
+  const head = ["", "Predicted", "Measured", "Prediction off by"].map((name, i) => element("th", { scope: "col", class: i ? "number" : null }, name));
+  find("measured").append(element("table", { class: "strategies" }, element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...rows)));
+}
+
+function difference(predicted, measured) {
+  const sign = predicted >= measured ? "+" : "−";
+  const share = predicted && measured ? ` (${sign}${percent(Math.abs(predicted / measured - 1))})` : "";
+  return `${sign}${seconds(Math.abs(predicted - measured))}${share}`;
+}
+
+function showTimelines(find, views) {
+  const names = { measured: "Measured", predicted: "Predicted" };
+  const entries = views.map((view) => ({
+    title: view.strategy === "zero3_offload" ? "Stock" : views.some((v) => v.source === "measured") ? names[view.source] : "Plan",
+    note: `${seconds(view.duration_s)}${view.source === "measured" ? ", the run's last iteration" : ""}`, view,
+  }));
+  find("timelines-panel").hidden = false;
+  drawLegend(find("legend"), views);
+  drawTimelines(find("timelines"), entries);
+  const known = entries.filter((e) => e.view.memory.t_s.length);
+  find("memory-panel").hidden = !known.length;
+  if (known.length) drawMemory(find("memory"), known, null);
+}
+
+showReport();

@@ -1,0 +1,39 @@
+// The strategies: how fast, how large, and what does not fit and why.
+
+import { count, element, gib, seconds, shape, strategyName, times } from "./format.js";
+
+const COLUMNS = ["Strategy", "Iteration", "Against stock", "Tokens/s", "GPU memory", "Host memory", "Fits"];
+
+export function drawTable(host, rows) {
+  const most = Math.max(...rows.map((r) => r.speedup || 0));
+  const tokens = rows.some((row) => row.tokens_per_s);
+  const columns = COLUMNS.filter((name) => tokens || name !== "Tokens/s");
+  const head = element("tr", {}, ...columns.map((name, i) =>
+    element("th", { scope: "col", class: i && name !== "Fits" ? "number" : null }, name)));
+  const body = rows.map((row) => line(row, most, tokens));
+  host.replaceChildren(element("table", { class: "strategies" },
+    element("thead", {}, head), element("tbody", {}, ...body)));
+}
+
+function line(row, most, tokens) {
+  const number = (text) => element("td", { class: "number" }, text);
+  const role = row.role === "plan" ? "chosen" : "";
+  return element("tr", { class: `${role} ${row.fits ? "" : "unfit"}`.trim(), "data-strategy": row.strategy },
+    element("th", { scope: "row" }, strategyName(row)),
+    number(seconds(row.iteration_s)),
+    element("td", { class: "number" }, speed(row.speedup, most)),
+    tokens ? number(row.tokens_per_s ? count(row.tokens_per_s) : "unknown") : null,
+    number(gib(row.device_peak_bytes)),
+    number(gib(row.host_peak_bytes)),
+    element("td", { class: "fits" }, row.fits ? "✓ fits" : `✗ ${row.reason}`));
+}
+
+function speed(ratio, most) {
+  if (!ratio) return "unknown";
+  const cell = element("span", { class: "speed" }, times(ratio));
+  const svg = shape("svg", { width: 64, height: 8, class: "bar-cell", "aria-hidden": "true" });
+  svg.append(shape("rect", { width: 64, height: 8, rx: 2, class: "bar-track" }));
+  svg.append(shape("rect", { width: Math.max(1, (64 * ratio) / most).toFixed(1), height: 8, rx: 2, class: "bar-fill" }));
+  cell.append(svg);
+  return cell;
+}

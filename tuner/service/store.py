@@ -1,0 +1,283 @@
+"""What outlives the server: jobs, runs and uploaded machines, in one SQLite file.
+
+WAL with full synchronisation: what a client was told is on disk, and a kill at any moment leaves
+the state of the last committed transaction. Every method here is one transaction; those that
+write wait for the disk and are called in threads, one after the other under a lock, on a connection
+of their own, so that readers see nothing that is not yet committed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import sqlite3
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+SCHEMA_VERSION = 1
+OPEN_STATES = ("queued", "running")
+_TABLES = """
+CREATE TABLE IF NOT EXISTS jobs (
+    id TEXT PRIMARY KEY, number INTEGER NOT NULL, kind TEXT NOT NULL, title TEXT NOT NULL,
+    state TEXT NOT NULL, request TEXT NOT NULL, attempts INTEGER NOT NULL DEFAULT 0,
+    share REAL NOT NULL DEFAULT 0, note TEXT NOT NULL DEFAULT '', result BLOB,
+    is_json INTEGER NOT NULL DEFAULT 1, created_s REAL NOT NULL, started_s REAL, finished_s REAL);
+CREATE INDEX IF NOT EXISTS jobs_by_state ON jobs (state, number);
+CREATE TABLE IF NOT EXISTS attempts (
+    job TEXT NOT NULL REFERENCES jobs (id) ON DELETE CASCADE, number INTEGER NOT NULL,
+    started_s REAL NOT NULL, ended_s REAL, outcome TEXT NOT NULL DEFAULT '',
+    PRIMARY KEY (job, number));
+CREATE TABLE IF NOT EXISTS runs (
+    id TEXT PRIMARY KEY, name TEXT NOT NULL, summary TEXT NOT NULL, run TEXT NOT NULL,
+    created_s REAL NOT NULL);
+CREATE TABLE IF NOT EXISTS machines (
+    name TEXT PRIMARY KEY, machine TEXT NOT NULL, created_s REAL NOT NULL);
+"""
+_JOB = "id, kind, title, state, attempts, share, note, created_s, started_s, finished_s"
+
+
+class StoreError(ValueError):
+    """The database cannot be used; the message says what to change."""
+
+
+class Store:
+    """Jobs, runs and machines.
+
+    Raises:
+        StoreError: another server uses the file, or it is not such a database.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._file_lock = self._locked(path)
+        self._writing = threading.Lock()
+        try:
+            self._writer = self._connected(path)
+            version = self._writer.execute("PRAGMA user_version").fetchone()[0]
+            if version > SCHEMA_VERSION:
+                raise StoreError(
+                    f"--db must be of version {SCHEMA_VERSION} at most, but {path} is of version "
+                    f"{version}: it was written by a newer ebbtide"
+                )
+            self._writer.executescript(_TABLES)
+            self._writer.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+            self._db = self._connected(path)
+        except sqlite3.Error as error:
+            raise StoreError(
+                f"--db must be a database of tune serve, but got {path}: {error}"
+            ) from None
+
+    @staticmethod
+    def _connected(path: str | Path) -> sqlite3.Connection:
+        db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+        db.row_factory = sqlite3.Row
+        for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
+            db.execute(f"PRAGMA {pragma}")
+        return db
+
+    @staticmethod
+    def _locked(path: str | Path) -> Any:
+        """Two servers on one file would each run the other's jobs."""
+        try:
+            lock = Path(f"{path}.lock").open("w")  # noqa: SIM115 - held until the process ends
+        except OSError as error:
+            raise StoreError(
+                f"--db must be a file that can be written, but got {path}: {error}"
+            ) from None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.close()
+            raise StoreError(
+                f"--db must belong to one server, but {path} is in use: stop the other `tune "
+                "serve`, or give another file"
+            ) from None
+        return lock
+
+    def close(self) -> None:
+        with self._writing:
+            self._writer.close()
+            self._db.close()
+        self._file_lock.close()
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with self._writing:
+            self._writer.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._writer
+            except BaseException:
+                self._writer.execute("ROLLBACK")
+                raise
+            self._writer.execute("COMMIT")
+
+    # -- jobs --------------------------------------------------------------------------------
+
+    def add_job(self, kind: str, request: str, title: str = "") -> dict[str, Any]:
+        """A new job at the end of the line."""
+        job = uuid.uuid4().hex
+        with self._transaction() as db:
+            db.execute(
+                "INSERT INTO jobs (id, number, kind, title, state, request, created_s) VALUES (?, "
+                "(SELECT COALESCE(MAX(number), 0) + 1 FROM jobs), ?, ?, 'queued', ?, ?)",
+                (job, kind, title, request, time.time()),
+            )
+        found = self.job(job)
+        assert found is not None
+        return found
+
+    def claim(self) -> dict[str, Any] | None:
+        """The oldest queued job, now running; its attempt is on disk before any work is done."""
+        with self._transaction() as db:
+            row = db.execute(
+                "SELECT id, attempts FROM jobs WHERE state = 'queued' ORDER BY number LIMIT 1"
+            ).fetchone()
+            if row is None:
+                return None
+            now_s, attempt = time.time(), row["attempts"] + 1
+            db.execute(
+                "UPDATE jobs SET state = 'running', attempts = ?, started_s = ?, share = 0, "
+                "note = 'started' WHERE id = ?",
+                (attempt, now_s, row["id"]),
+            )
+            db.execute(
+                "INSERT INTO attempts (job, number, started_s) VALUES (?, ?, ?)",
+                (row["id"], attempt, now_s),
+            )
+        return self.job(row["id"])
+
+    def finish(
+        self, job: str, state: str, note: str, result: bytes | None = None, is_json: bool = True
+    ) -> bool:
+        """Ends an open job; False if it had ended before (a stop and a result may cross)."""
+        now_s = time.time()
+        with self._transaction() as db:
+            done = db.execute(
+                "UPDATE jobs SET state = ?, note = ?, result = ?, is_json = ?, finished_s = ?, "
+                "share = CASE WHEN ? = 'done' THEN 1.0 ELSE share END "
+                "WHERE id = ? AND state IN ('queued', 'running')",
+                (state, note, result, is_json, now_s, state, job),
+            )
+            db.execute(
+                "UPDATE attempts SET ended_s = ?, outcome = ? WHERE job = ? AND ended_s IS NULL",
+                (now_s, state, job),
+            )
+        return done.rowcount == 1
+
+    def recover(self, most_attempts: int) -> int:
+        """What ran when the server ended goes back to its place in line, or fails if too often."""
+        with self._transaction() as db:
+            rows = db.execute("SELECT id, attempts FROM jobs WHERE state = 'running'").fetchall()
+            for row in rows:
+                again = row["attempts"] < most_attempts
+                note = f"the server ended during attempt {row['attempts']}"
+                note += "; it runs again" if again else f", of {most_attempts} at most"
+                db.execute(
+                    "UPDATE jobs SET state = ?, note = ?, finished_s = ? WHERE id = ?",
+                    (
+                        "queued" if again else "failed",
+                        note,
+                        None if again else time.time(),
+                        row["id"],
+                    ),
+                )
+                db.execute(
+                    "UPDATE attempts SET ended_s = ?, outcome = 'the server ended' "
+                    "WHERE job = ? AND ended_s IS NULL",
+                    (time.time(), row["id"]),
+                )
+        return len(rows)
+
+    def job(self, job: str) -> dict[str, Any] | None:
+        """Its state, with every attempt; without request and result."""
+        row = self._db.execute(f"SELECT {_JOB} FROM jobs WHERE id = ?", (job,)).fetchone()  # noqa: S608
+        if row is None:
+            return None
+        tried = self._db.execute(
+            "SELECT number, started_s, ended_s, outcome FROM attempts WHERE job = ? "
+            "ORDER BY number",
+            (job,),
+        )
+        return {**dict(row), "history": [dict(attempt) for attempt in tried]}
+
+    def jobs(self, limit: int = 100) -> list[dict[str, Any]]:
+        """Newest first."""
+        rows = self._db.execute(f"SELECT {_JOB} FROM jobs ORDER BY number DESC LIMIT ?", (limit,))  # noqa: S608
+        return [dict(row) for row in rows]
+
+    def waiting(self) -> int:
+        return int(
+            self._db.execute("SELECT COUNT(*) FROM jobs WHERE state = 'queued'").fetchone()[0]
+        )
+
+    def request(self, job: str) -> str | None:
+        row = self._db.execute("SELECT request FROM jobs WHERE id = ?", (job,)).fetchone()
+        return None if row is None else str(row[0])
+
+    def result(self, job: str) -> tuple[bytes, bool] | None:
+        """The result's bytes, and whether they are JSON; None before it is done."""
+        row = self._db.execute("SELECT result, is_json FROM jobs WHERE id = ?", (job,)).fetchone()
+        return None if row is None or row[0] is None else (bytes(row[0]), bool(row[1]))
+
+    # -- runs and machines -------------------------------------------------------------------
+
+    def add_run(self, name: str, summary: dict[str, Any], run: str) -> dict[str, Any]:
+        """A measured timeline; returns its summary with its id."""
+        number, now_s = uuid.uuid4().hex, time.time()
+        with self._transaction() as db:
+            db.execute(
+                "INSERT INTO runs VALUES (?, ?, ?, ?, ?)",
+                (number, name, json.dumps(summary), run, now_s),
+            )
+        return {"id": number, "name": name, "created_s": now_s, **summary}
+
+    def runs(self, limit: int = 100) -> list[dict[str, Any]]:
+        """Summaries, newest first."""
+        rows = self._db.execute(
+            "SELECT id, name, created_s, summary FROM runs ORDER BY created_s DESC LIMIT ?",
+            (limit,),
+        )
+        return [
+            {
+                "id": row["id"],
+                "name": row["name"],
+                "created_s": row["created_s"],
+                **json.loads(row["summary"]),
+            }
+            for row in rows
+        ]
+
+    def run(self, run: str) -> str | None:
+        row = self._db.execute("SELECT run FROM runs WHERE id = ?", (run,)).fetchone()
+        return None if row is None else str(row[0])
+
+    def put_machine(self, name: str, machine: str) -> None:
+        with self._transaction() as db:
+            db.execute(
+                "INSERT OR REPLACE INTO machines VALUES (?, ?, ?)", (name, machine, time.time())
+            )
+
+    def machines(self) -> dict[str, dict[str, Any]]:
+        rows = self._db.execute("SELECT name, machine FROM machines ORDER BY name")
+        return {row["name"]: json.loads(row["machine"]) for row in rows}
+
+    def expire(self, keep_s: float, run_keep_s: float, kept_rows: int) -> None:
+        """Finished jobs, runs and machines beyond their age or number go; an open job never."""
+        now_s = time.time()
+        with self._transaction() as db:
+            db.execute(
+                "DELETE FROM jobs WHERE finished_s < ? OR (finished_s IS NOT NULL AND id NOT IN "
+                "(SELECT id FROM jobs ORDER BY number DESC LIMIT ?))",
+                (now_s - keep_s, kept_rows),
+            )
+            for table in ("runs", "machines"):
+                key = "id" if table == "runs" else "name"
+                db.execute(
+                    f"DELETE FROM {table} WHERE created_s < ? OR {key} NOT IN "  # noqa: S608
+                    f"(SELECT {key} FROM {table} ORDER BY created_s DESC LIMIT ?)",
+                    (now_s - run_keep_s, kept_rows),
+                )

@@ -1,0 +1,117 @@
+"""A timeline as the page and the report draw it: one steady iteration, lanes of merged spans."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from simulator.schedule import Lane, OpKind
+from simulator.timeline import Span, Timeline
+
+MOST_SPANS = 500  # of one timeline
+MOST_SAMPLES = 300  # of a memory curve
+# What the eye should tell apart; each group has a colour and a pattern of its own on the page.
+GROUPS: dict[OpKind, str] = {
+    OpKind.FORWARD: "forward",
+    OpKind.BACKWARD: "backward",
+    OpKind.PARAMETER_GATHER: "network",
+    OpKind.GRADIENT_REDUCE: "network",
+    OpKind.GRADIENT_D2H: "gradients",
+    OpKind.GRADIENT_H2D: "gradients",
+    OpKind.GRADIENT_PASS: "gradients",
+    OpKind.NORM: "norm",
+    OpKind.STATE_H2D: "state",
+    OpKind.STATE_D2H: "state",
+    OpKind.UPDATE_DEVICE: "device update",
+    OpKind.UPDATE_HOST: "host update",
+    OpKind.PARAMETER_CAST: "parameters",
+    OpKind.PARAMETER_H2D: "parameters",
+    OpKind.SNAPSHOT: "checkpoint",
+    OpKind.PERSIST: "checkpoint",
+    OpKind.IDLE: "idle",
+}
+
+
+def view(timeline: Timeline) -> dict[str, Any]:
+    """From the end of one backward to the end of the next: exactly ``iteration_s`` long.
+
+    Returns:
+        ``duration_s``; ``lanes``: name and spans ``[start_s, end_s, group, label]`` from 0;
+        ``memory``: ``t_s``, ``device_bytes``, ``host_bytes`` as equally long lists.
+    """
+    start_s, end_s = window(timeline)
+    shown = [
+        s
+        for s in timeline.spans
+        if s.kind in GROUPS and s.end_s > start_s and s.start_s < end_s and s.end_s > s.start_s
+    ]
+    gap_s = 0.0
+    lanes = _lanes(shown, start_s, end_s, gap_s)
+    while sum(len(lane["spans"]) for lane in lanes) > MOST_SPANS:
+        gap_s = max(2 * gap_s, (end_s - start_s) / 4000)
+        lanes = _lanes(shown, start_s, end_s, gap_s)
+        if gap_s > end_s - start_s:
+            break
+    return {
+        "strategy": timeline.strategy,
+        "source": timeline.source,
+        "duration_s": end_s - start_s,
+        "lanes": lanes,
+        "memory": _memory(timeline, start_s, end_s),
+    }
+
+
+def window(timeline: Timeline) -> tuple[float, float]:
+    """The last whole iteration, from backward's end to backward's end; else all there is."""
+    ends: dict[int, float] = {}
+    for span in timeline.spans:
+        if span.kind == OpKind.BACKWARD:
+            ends[span.iteration] = max(ends.get(span.iteration, 0.0), span.end_s)
+    ordered = [ends[i] for i in sorted(ends)]
+    if len(ordered) >= 2 and ordered[-1] > ordered[-2]:
+        return ordered[-2], ordered[-1]
+    starts = [s.start_s for s in timeline.spans] or [0.0]
+    return min(starts), max([s.end_s for s in timeline.spans] or [0.0])
+
+
+def _lanes(spans: Iterable[Span], start_s: float, end_s: float, gap_s: float) -> Any:
+    by_lane: dict[Lane, list[Span]] = {lane: [] for lane in Lane}
+    for span in spans:
+        by_lane[span.lane].append(span)
+    return [
+        {"name": lane.value, "spans": _merged(held, start_s, end_s, gap_s)}
+        for lane, held in by_lane.items()
+        if held
+    ]
+
+
+def _merged(spans: list[Span], start_s: float, end_s: float, gap_s: float) -> list[list[Any]]:
+    """Neighbours of one group that touch (or nearly do) become one."""
+    merged: list[list[Any]] = []
+    counts: list[int] = []
+    for span in sorted(spans, key=lambda s: s.start_s):
+        group = GROUPS[span.kind]
+        first, last = max(span.start_s, start_s) - start_s, min(span.end_s, end_s) - start_s
+        if merged and merged[-1][2] == group and first - merged[-1][1] <= gap_s + 1e-9:
+            merged[-1][1] = max(merged[-1][1], last)
+            counts[-1] += 1
+        else:
+            merged.append([first, last, group, span.label])
+            counts.append(1)
+    for row, count in zip(merged, counts, strict=True):
+        if count > 1:
+            row[3] = f"{row[2]} ({count} in a row)"
+    return merged
+
+
+def _memory(timeline: Timeline, start_s: float, end_s: float) -> dict[str, list[float]]:
+    """Thinned so that no peak is lost: of neighbours the highest is kept."""
+    before = [m for m in timeline.memory if m.t_s <= start_s][-1:]
+    inside = [*before, *(m for m in timeline.memory if start_s < m.t_s <= end_s)]
+    size = max(1, -(-len(inside) // MOST_SAMPLES))
+    parts = [inside[i : i + size] for i in range(0, len(inside), size)]
+    return {
+        "t_s": [max(0.0, part[0].t_s - start_s) for part in parts],
+        "device_bytes": [max(m.device_bytes for m in part) for part in parts],
+        "host_bytes": [max(m.host_bytes for m in part) for part in parts],
+    }

@@ -1,0 +1,143 @@
+"""A worker process: reads a call from stdin, writes progress and a result to stdout.
+
+    python -m tuner.service.worker NICENESS BYTES
+
+JSON in both directions, never pickles, so that nothing of a request can be executed. A frame is a
+tag, a length and so many bytes. The server stops a worker by killing it; a worker ends by itself
+when its server has ended (stdin is closed), also in the middle of a computation.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import queue
+import struct
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+from pydantic import ValidationError
+
+HEAD = struct.Struct(">cI")
+RESULT, TEXT, INVALID, BROKEN, PROGRESS = b"r", b"t", b"i", b"b", b"p"
+PROGRESS_EVERY_S = 0.2
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+def write_frame(stream: BinaryIO, tag: bytes, payload: bytes) -> None:
+    """One frame, flushed."""
+    stream.write(HEAD.pack(tag, len(payload)) + payload)
+    stream.flush()
+
+
+def read_frame(stream: BinaryIO) -> tuple[bytes, bytes] | None:
+    """The next frame; None at the end of the stream."""
+    head = stream.read(HEAD.size)
+    if len(head) < HEAD.size:
+        return None
+    tag, size = HEAD.unpack(head)
+    payload = stream.read(size)
+    return (tag, payload) if len(payload) == size else None
+
+
+def calls() -> dict[str, tuple[Any, Callable[..., Any]]]:
+    """Call -> (what its request must be, the function). A kind of job is one line here."""
+    from tuner.service import answers, report, requests
+
+    return {
+        "simulate": (requests.Simulate, answers.simulate),
+        "answer": (requests.Answer, answers.answer),
+        "what-if": (requests.WhatIf, answers.what_if),
+        "goodput": (requests.Goodput, answers.goodput),
+        "trace": (requests.Planned, report.trace),
+        "report": (report.ReportCall, report.html_of_call),
+        "job/plan": (requests.PlanJob, answers.plan_job),
+        "job/what-if": (requests.WhatIfJob, answers.what_if),
+    }
+
+
+class _Progress:
+    """Sends how far it is, but not more often than anyone would look."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream, self._last_s = stream, 0.0
+
+    def __call__(self, share: float, note: str) -> None:
+        now_s = time.monotonic()
+        if now_s - self._last_s >= PROGRESS_EVERY_S:
+            self._last_s = now_s
+            text = json.dumps({"share": share, "note": note})
+            write_frame(self._stream, PROGRESS, text.encode())
+
+
+def run(call: dict[str, Any], table: dict[str, Any], progress: Callable[..., None]) -> Any:
+    """(tag, payload) of one call; a request's fault and the program's are told apart."""
+    try:
+        request, function = table[call["call"]]
+        result = function(request.model_validate(call["body"]), progress)
+        if isinstance(result, str):
+            return TEXT, result.encode()
+        return RESULT, json.dumps(result, allow_nan=False).encode()
+    except ValidationError as error:
+        from simulator.plan import explain
+
+        return INVALID, explain(error).encode()
+    except ValueError as error:
+        return INVALID, str(error).encode()
+    except (ArithmeticError, RecursionError) as error:
+        text = f"the numbers must stay within what can be computed, but gave {error!r}"
+        return INVALID, text.encode()
+    except MemoryError:
+        return INVALID, b"the request must fit into a worker's memory, but needs more"
+    except Exception as error:  # noqa: BLE001 - told to the client and to the log; the worker lives
+        traceback.print_exc()
+        return BROKEN, f"{type(error).__name__}: {error}".encode()
+
+
+def limit_memory(extra_bytes: int) -> None:
+    """So much address space beyond what is taken now; then Python raises MemoryError."""
+    import resource
+
+    with open("/proc/self/statm") as file:  # noqa: PTH123
+        taken = int(file.read().split()[0]) * _PAGE
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (taken + extra_bytes, hard))
+
+
+def _listen(stream: BinaryIO, inbox: queue.SimpleQueue[bytes]) -> None:
+    """In a thread of its own, so that the server's end is seen while the main thread computes."""
+    while (frame := read_frame(stream)) is not None:
+        inbox.put(frame[1])
+    os._exit(0)
+
+
+def main() -> None:
+    """Serves calls until stdin ends."""
+    niceness, extra_bytes = int(sys.argv[1]), int(sys.argv[2])
+    os.nice(niceness)
+    # What libraries print must not end up between the frames.
+    out = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(sys.stdin.buffer, inbox), daemon=True).start()
+    table = calls()
+    warm = {"call": "answer", "body": {"model": "Llama 3 8B", "gpus": 4}}
+    run(warm, table, lambda *_: None)  # loads and compiles what every answer needs
+    # What the libraries made lives as long as the process: looking through it for garbage after
+    # every few schedules would take a fifth of the time.
+    gc.collect()
+    gc.freeze()
+    if sys.platform == "linux":
+        limit_memory(extra_bytes)
+    write_frame(out, RESULT, b"ready")
+    while True:
+        write_frame(out, *run(json.loads(inbox.get()), table, _Progress(out)))
+
+
+if __name__ == "__main__":
+    main()
