@@ -8,6 +8,9 @@ drawn anew each time (``p50_ms``, ``p95_ms``, ``p99_ms``). Then equal requests, 
 answers from its memory (``equal/...``), and the same calls without a service, in one process
 (``in_process/...``). Server and clients share the machine's cores.
 
+``page/...``: from a slider's move to the new picture, measured by the page in a headless Chromium,
+where there is one (else NaN).
+
 Then jobs: the server is killed with SIGKILL while some run and others wait, again and again, and
 started anew on the same database. ``lost_jobs`` were acknowledged and did not end with a result;
 ``unseen_attempts`` were started without being counted.
@@ -18,6 +21,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import random
 import signal
@@ -33,6 +37,7 @@ from urllib.request import Request, urlopen
 
 from rich.console import Console
 
+from studies.bench.page_moves import page_moves
 from studies.bench.record import write_record
 
 MODEL, MACHINE = "Llama 3 8B", "h100-node"
@@ -148,6 +153,8 @@ async def load(
 
 def percentiles(seconds: Sequence[float]) -> dict[str, float]:
     """p50, p95 and p99 in milliseconds."""
+    if len(seconds) < 2:
+        return {f"p{p}_ms": math.nan for p in (50, 95, 99)}
     cuts = statistics.quantiles(seconds, n=100, method="inclusive")
     return {f"p{p}_ms": cuts[p - 1] * 1e3 for p in (50, 95, 99)}
 
@@ -222,6 +229,7 @@ def measure(clients: int, seconds: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         server = Server(Path(folder) / "service.db")
         try:
+            moves = page_moves(f"http://{server.address}")
             different = asyncio.run(load(server, clients, seconds, lambda: drawn(rng)))
             same = drawn(rng)
             equal = asyncio.run(load(server, clients, min(10.0, seconds), lambda: same))
@@ -232,6 +240,8 @@ def measure(clients: int, seconds: float) -> dict[str, Any]:
         "clients": clients, "seconds": seconds, **different,
         **{f"equal/{key}": value for key, value in equal.items()},
         **{f"in_process/{key}": value for key, value in in_process(rng).items()},
+        **{f"page/{key}": value for key, value in percentiles(moves).items()},
+        "page/moves": len(moves),
         **jobs, "cores": len(os.sched_getaffinity(0)),
         "what": f"simulate of {MODEL} on {MACHINE}; no two requests equal, no pause between them; "
         "equal/: one request again and again, answered from the cache",

@@ -31,6 +31,7 @@ def alternatives(
         _best_ratio(workload, machine, limits),
         _best_stride(workload, machine, limits),
         _prediction("SuperOffload", _run(workload, machine, "superoffload")),
+        _not_offloaded(workload, machine, limits),
         _prediction("ebbtide, all on the host", _run(workload, machine, "ebbtide", plan=host)),
         _prediction(
             "ebbtide, no overlap with forward",
@@ -42,6 +43,15 @@ def alternatives(
 
 def _run(workload: Workload, machine: Machine, name: str, **options: object) -> SimResult:
     return simulate_fast(build_strategy(name, workload, **options), machine)
+
+
+def _not_offloaded(workload: Workload, machine: Machine, limits: Limits) -> Prediction | None:
+    """With a note of what is missing where it does not fit; None where there is no other memory."""
+    if machine.unified_memory:
+        return None
+    result = _run(workload, machine, "no_offload")
+    note = limits.shortfall(result.device_peak_bytes, result.host_peak_bytes)
+    return _prediction("no offload", result).model_copy(update={"note": note})
 
 
 def _fits(result: SimResult, limits: Limits) -> bool:

@@ -115,6 +115,15 @@ class Limits:
             0, peaks.host_peak_bytes - self.host_bytes
         )
 
+    def shortfall(self, device_bytes: int, host_bytes: int, unified: bool = False) -> str:
+        """What is missing, for people; empty where both peaks fit. ``unified``: one memory."""
+        missing = {"host": host_bytes - self.host_bytes}
+        if not unified:
+            missing = {"GPU": device_bytes - self.device_bytes, **missing}
+        parts = [f"needs {n / GIB:.1f} GiB more {name} memory" for name, n in missing.items()
+                 if n > 0]  # fmt: skip
+        return " and ".join(parts)
+
     def hold(self, device_bytes: int, host_bytes: int) -> bool:
         """Whether peaks stay within the limits."""
         return device_bytes <= self.device_bytes and host_bytes <= self.host_bytes

@@ -99,19 +99,20 @@ def headline(plan: Plan) -> str:
         parts.append("at the optimum" if gap < AT_OPTIMUM else f"{gap:.0%} from the optimum")
     told = ", ".join(parts) or f"{chosen.iteration_s * 1e3:.1f} ms per iteration"
     plain = _alternative(plan, NOT_OFFLOADED)
-    if plain is None or plain.iteration_s >= chosen.iteration_s * (1 - WORTH):
+    if plain is None or plain.iteration_s > chosen.iteration_s * (1 + WORTH):
         return f"{told[0].upper()}{told[1:]}."
-    faster = f"{chosen.iteration_s / plain.iteration_s:.1f}x faster than this plan"
-    return f"{told[0].upper()}{told[1:]}; not offloading would be {faster}{_note(plain)}."
+    faster = chosen.iteration_s / plain.iteration_s
+    if not plain.note:
+        gain = f"{faster:.1f}x faster than" if faster > 1 + WORTH else "as fast as"
+        return f"Do not offload: it fits, and is {gain} this plan ({told})."
+    if faster <= 1 + WORTH:
+        return f"{told[0].upper()}{told[1:]}."
+    told = f"{told[0].upper()}{told[1:]}; not offloading would be {faster:.1f}x faster"
+    return f"{told} than this plan, but {plain.note}."
 
 
 def _alternative(plan: Plan, names: tuple[str, ...]) -> Prediction | None:
     return next((p for p in plan.alternatives if p.strategy in names), None)
-
-
-def _note(prediction: Prediction) -> str:
-    """What stands in its way, where the plan says so."""
-    return f", but {prediction.note}" if prediction.note else ""
 
 
 def show_plan(plan: Plan, console: Console) -> None:
@@ -135,12 +136,17 @@ def show_plan(plan: Plan, console: Console) -> None:
 
 
 def strategies(predictions: Iterable[Prediction]) -> Table:
-    """A row for each, fastest first."""
+    """A row for each, fastest first; a last column where something does not fit."""
+    rows = sorted(predictions, key=lambda p: p.iteration_s)
     table = Table(title="predicted, per iteration")
     for column in ("strategy", "iteration", "forward", "backward", "step", "device", "host"):
         table.add_column(column, justify="left" if column == "strategy" else "right")
-    for p in sorted(predictions, key=lambda p: p.iteration_s):
+    if any(p.note for p in rows):
+        table.add_column("fits")
+    for p in rows:
         times = [f"{s * 1e3:.1f} ms" for s in (p.iteration_s, p.forward_s, p.backward_s, p.step_s)]
         memory = [f"{b / GIB:.1f} GiB" for b in (p.device_peak_bytes, p.host_peak_bytes)]
-        table.add_row(p.strategy, *times, *memory)
+        table.add_row(
+            p.strategy, *times, *memory, *([p.note or "yes"] if table.columns[7:] else [])
+        )
     return table

@@ -36,7 +36,7 @@ def workload(subgroups=20, size=3 * 10**7, forward_s=0.01, **changes):
 def test_the_plan_beats_or_equals_everything_it_lists():
     found = tuner.plan(workload(), machine())
     assert len(found.alternatives) >= 5
-    for other in found.alternatives:
+    for other in (p for p in found.alternatives if not p.note):  # what does not fit may be faster
         assert found.prediction.iteration_s <= other.iteration_s * (1 + 1e-9), other.strategy
 
 

@@ -20,7 +20,7 @@ from simulator.plan import Plan, Prediction
 from simulator.schedules.strategies import STRATEGIES, build_strategy
 from simulator.workload import Workload
 from tuner.alternatives import RATIOS, STRIDES
-from tuner.memory import GIB, ImpossibleError, Limits
+from tuner.memory import ImpossibleError, Limits
 from tuner.search import Candidate, Search, even
 from tuner.service.requests import Answer, Goodput, PlanJob, Simulate, WhatIf, WhatIfJob
 from tuner.service.scenario import resolve
@@ -250,7 +250,8 @@ def _row(
     machine: Machine,
     limits: Limits,
 ) -> dict[str, Any]:
-    reason = _unfit(result, machine, limits)
+    peaks = (result.device_peak_bytes, result.host_peak_bytes)
+    reason = limits.shortfall(*peaks, unified=machine.unified_memory)
     return {
         "role": role,
         "strategy": name,
@@ -259,20 +260,6 @@ def _row(
         "reason": reason,
         **figures(result, workload),
     }
-
-
-def _unfit(result: SimResult, machine: Machine, limits: Limits) -> str:
-    parts = []
-    over = {
-        "GPU": result.device_peak_bytes - limits.device_bytes,
-        "host": result.host_peak_bytes - limits.host_bytes,
-    }
-    if machine.unified_memory:
-        over.pop("GPU")
-    for name, missing in over.items():
-        if missing > 0:
-            parts.append(f"needs {missing / GIB:.1f} GiB more {name} memory")
-    return " and ".join(parts)
 
 
 def verdict(rows: list[dict[str, Any]], bound_s: float, problem: str) -> dict[str, Any]:

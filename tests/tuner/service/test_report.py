@@ -92,6 +92,9 @@ def test_the_headline_says_what_the_plan_brings(plan):
         "2.1x stock, 4% from the optimum; not offloading would be 2.0x faster than this plan, but "
         "needs 48.0 GiB more GPU memory."
     )
+    fits = plain.model_copy(update={"note": ""})
+    made = made.model_copy(update={"alternatives": (stock, fits)})
+    assert headline(made).startswith("Do not offload: it fits, and is 2.0x faster than this plan")
     assert "without a prediction" in headline(plan.model_copy(update={"prediction": None}))
 
 

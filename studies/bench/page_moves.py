@@ -1,0 +1,56 @@
+"""How long the service's page takes from a slider's move to the new picture, in a real browser."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from typing import Any
+
+SLIDERS = ("link_bytes_per_s", "device_memory_bytes", "sequence", "micro_batch")
+FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
+         "--disable-component-update", "--disable-sync", "--no-first-run")  # fmt: skip
+
+# To another step than the slider is at, so that the page has something to ask.
+_MOVE = """([id, share]) => {
+    const slider = document.getElementById(id);
+    const other = Math.floor(share * Number(slider.max));
+    slider.value = other >= Number(slider.value) ? other + 1 : other;
+    slider.dispatchEvent(new Event("input"));
+}"""
+
+
+def page_moves(url: str, moves: int = 60) -> list[float]:
+    """Seconds of each move of a slider, as the page itself measures them: input to new picture.
+
+    Empty where there is no Chromium or no playwright.
+    """
+    program = shutil.which("chromium") or shutil.which("chromium-browser")
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        return []
+    if program is None:
+        return []
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, args=list(FLAGS))
+        page = browser.new_page(viewport={"width": 1440, "height": 900})
+        page.goto(f"{url}/?model=Llama+3+8B&machine=h100-node")
+        _answered(page, 1)
+        rng = random.Random(0)
+        for number in range(moves):
+            page.evaluate(_MOVE, [f"c-{rng.choice(SLIDERS)}", rng.random()])
+            _answered(page, number + 2)
+        measured: list[Any] = page.evaluate(
+            "() => performance.getEntriesByName('answer').map((entry) => entry.duration)"
+        )
+        browser.close()
+    return [float(ms) / 1e3 for ms in measured[1:]]
+
+
+def _answered(page: Any, times: int) -> None:
+    """Waits until so many questions are answered and the whole table is drawn."""
+    page.wait_for_function(
+        "(n) => performance.getEntriesByName('answer').length >= n && "
+        "document.querySelector('#table').getAttribute('aria-busy') === 'false'",
+        arg=times,
+    )
