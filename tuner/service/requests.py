@@ -42,7 +42,7 @@ class Quota:
     """
 
     body_bytes: int = 1 * MIB
-    run_bytes: int = 16 * MIB
+    run_bytes: int = 4 * MIB
     result_bytes: int = 32 * MIB
     light_ops: int = 60_000
     heavy_ops: int = 1_500_000
@@ -223,8 +223,8 @@ class Run(Request):
     """What a training run measured: its timeline, and the plan that it ran under."""
 
     name: Name
-    spans: Annotated[list[PostedSpan], Field(min_length=1, max_length=100_000)]
-    memory: Annotated[list[PostedSample], Field(max_length=100_000)] = Field(default_factory=list)
+    spans: Annotated[list[PostedSpan], Field(min_length=1, max_length=20_000)]
+    memory: Annotated[list[PostedSample], Field(max_length=20_000)] = Field(default_factory=list)
     source: Literal["predicted", "measured"] = "measured"
     strategy: Name = "ebbtide"
     plan: Plan | None = None

@@ -6,7 +6,7 @@ import asyncio
 import json
 import math
 from collections.abc import AsyncIterator
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, cast
 
 from fastapi import APIRouter, Header, Path, Query, Request, Response
 from fastapi.responses import PlainTextResponse, StreamingResponse
@@ -79,16 +79,27 @@ class _Names:
         own = {example.name: example} if example is not None else {}
         return {**{name: preset(name) for name in preset_names()}, **stored, **own}
 
+    def machine(self, name: str) -> Machine | None:
+        """A preset, the example's machine or an uploaded one."""
+        example = self._service.examples.get("machine")
+        if example is not None and name == example.name:
+            return cast("Machine", example)
+        if name in preset_names():
+            return preset(name)
+        stored = self._service.store.machine(name)
+        return None if stored is None else Machine.model_validate(stored)
+
     def fill(self, scenario: S) -> S:
         """With uploaded machines and the loaded workload in the place of their names."""
         changes: dict[str, Any] = {}
         if isinstance(scenario.machine, str) and scenario.machine not in preset_names():
-            machines = self.machines()
-            if scenario.machine not in machines:
+            machine = self.machine(scenario.machine)
+            if machine is None:
                 raise InvalidError(
-                    f"machine must be one of {', '.join(machines)}, but got {scenario.machine!r}"
+                    f"machine must be one of {', '.join(self.machines())}, but got "
+                    f"{scenario.machine!r}"
                 )
-            changes["machine"] = machines[scenario.machine]
+            changes["machine"] = machine
         workload = self._service.examples.get("workload")
         if workload is not None and scenario.workload == workload.name:
             changes["workload"] = workload
@@ -155,7 +166,7 @@ def _catalogue(router: APIRouter, service: Service, names: _Names) -> None:
     @router.get("/machines/{name}")
     async def machine(name: ask.Name) -> Machine:
         """The whole machine.json."""
-        found = names.machines().get(name)
+        found = names.machine(name)
         if found is None:
             raise HTTPException(404, "machine must be one that GET /api/v1/machines lists")
         return found
@@ -360,7 +371,7 @@ def _runs(router: APIRouter, service: Service, names: _Names) -> None:
     async def post_run(run: ask.Run) -> dict[str, Any]:
         """A training run's measured timeline; with its plan, predicted against measured."""
         try:
-            summary = summary_of(run)
+            summary = await asyncio.to_thread(summary_of, run)
         except ValueError as error:
             raise InvalidError(str(error)) from None
         stored = await asyncio.to_thread(

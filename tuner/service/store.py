@@ -261,11 +261,17 @@ class Store:
                 "INSERT OR REPLACE INTO machines VALUES (?, ?, ?)", (name, machine, time.time())
             )
 
+    def machine(self, name: str) -> dict[str, Any] | None:
+        row = self._db.execute("SELECT machine FROM machines WHERE name = ?", (name,)).fetchone()
+        return None if row is None else dict(json.loads(row[0]))
+
     def machines(self) -> dict[str, dict[str, Any]]:
         rows = self._db.execute("SELECT name, machine FROM machines ORDER BY name")
         return {row["name"]: json.loads(row["machine"]) for row in rows}
 
-    def expire(self, keep_s: float, run_keep_s: float, kept_rows: int) -> None:
+    def expire(
+        self, keep_s: float, run_keep_s: float, kept_rows: int, kept_machines: int = 200
+    ) -> None:
         """Finished jobs, runs and machines beyond their age or number go; an open job never."""
         now_s = time.time()
         with self._transaction() as db:
@@ -274,10 +280,11 @@ class Store:
                 "(SELECT id FROM jobs ORDER BY number DESC LIMIT ?))",
                 (now_s - keep_s, kept_rows),
             )
-            for table in ("runs", "machines"):
-                key = "id" if table == "runs" else "name"
+            for table, key, most in (
+                ("runs", "id", kept_rows), ("machines", "name", kept_machines)
+            ):  # fmt: skip
                 db.execute(
                     f"DELETE FROM {table} WHERE created_s < ? OR {key} NOT IN "  # noqa: S608
                     f"(SELECT {key} FROM {table} ORDER BY created_s DESC LIMIT ?)",
-                    (now_s - run_keep_s, kept_rows),
+                    (now_s - run_keep_s, most),
                 )
