@@ -12,9 +12,12 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-SCHEMA_VERSION = 1
+from simulator.update.order import UpdateOrder, issue_order, order_of
+from simulator.update.recipes import Placement as Placement  # public here, defined there
+
+SCHEMA_VERSION = 2
 SHOWN_ERRORS = 4
-Placement = Literal["host", "device", "resident"]
+_LEFT_OUT = {1: ("prefetch_after_layer", "split_master")}  # fields that a schema no longer has
 
 
 class PlanError(ValueError):
@@ -93,17 +96,13 @@ class Plan(BaseModel):
     Attributes:
         subgroup_size: DeepSpeed's ``zero_optimization.sub_group_size`` the plan was made for.
         placement: run-length encoded, in forward order; see `Plan.placements`.
+        order: in which the subgroups of each queue are updated; see `UpdateOrder`.
         staging_slots: device buffers for visiting (``device``) subgroups.
         prefetch: how many visiting subgroups may come in during backward, before the norm is
-            known; 0 starts at the norm barrier. At most ``staging_slots``.
-        prefetch_after_layer: the prefetch starts once this layer's backward is done; backward runs
-            from the last layer to layer 0, so 0 means "at the end of backward". For what-ifs: the
-            runtime starts with the first gradient of the last micro-batch, and so do tuned plans.
+            known: from the first gradient of the last micro-batch on, as far as slots are free. At
+            most ``staging_slots``; 0 starts at the norm barrier.
         threads: of the host update; 0 lets the runtime choose (all cores but one on CUDA).
         overlap_forward: `step()` returns while updates still run.
-        split_master: keep fp32 masters as a bf16 half + 16 bits. For what-ifs: 65,537 fp32 values
-            round to a bf16 with an even mantissa, one more than 16 bits tell apart, so that the
-            runtime refuses it.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -115,16 +114,29 @@ class Plan(BaseModel):
     subgroup_size: int = Field(ge=1)
     subgroups: tuple[int, ...] = Field((), description="elements of each, for the fit check")
     placement: tuple[PlacementRun, ...] = Field(min_length=1)
+    order: UpdateOrder = UpdateOrder()
     staging_slots: int = Field(2, ge=0)
     prefetch: int = Field(0, ge=0)
-    prefetch_after_layer: int = Field(0, ge=0)
     threads: int = Field(0, ge=0)
     overlap_forward: bool = True
-    split_master: bool = False
     checkpoint: CheckpointPlan = CheckpointPlan()
     prediction: Prediction | None = None
     alternatives: tuple[Prediction, ...] = ()
     reasons: tuple[str, ...] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_schema_1(cls, fields: Any) -> Any:
+        """What the runtime never executed is left out; a plan that asks for it is refused."""
+        if not isinstance(fields, dict) or fields.get("schema_version") != 1:
+            return fields
+        if fields.get("split_master"):
+            raise ValueError(
+                "plan.split_master must be false, but got true: split masters are not lossless and "
+                "no longer part of a plan; plan again with `tune plan`"
+            )
+        kept = {k: v for k, v in fields.items() if k not in _LEFT_OUT[1]}
+        return {**kept, "schema_version": SCHEMA_VERSION}
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -149,12 +161,33 @@ class Plan(BaseModel):
                 "plan.placement must cover every subgroup of plan.subgroups once, but got "
                 f"{self.subgroup_count} placements for {len(self.subgroups)} subgroups"
             )
+        issue_order(self.placements, self.order)
         return self
 
     @property
     def placements(self) -> tuple[Placement, ...]:
         """The placement of each subgroup, in forward order."""
         return tuple(run.placement for run in self.placement for _ in range(run.count))
+
+    @property
+    def issue_order(self) -> tuple[int, ...]:
+        """All subgroups in the order of their updates; each queue's order is its part of it."""
+        return issue_order(self.placements, self.order)
+
+    def placed(self, placements: Sequence[Placement], **changes: Any) -> Plan:
+        """The plan with other placements; the same subgroups are updated in the same order.
+
+        Raises:
+            ValidationError: a change breaks a rule of the plan.
+        """
+        same = len(placements) == self.subgroup_count
+        fields = {
+            **self.model_dump(),
+            "placement": Plan.runs(placements),
+            "order": order_of(self.issue_order, placements) if same else UpdateOrder(),
+            **changes,
+        }
+        return Plan.model_validate(fields)
 
     @property
     def subgroup_count(self) -> int:

@@ -12,11 +12,11 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from simulator.quantity import Quantity
+from simulator.update.optimizer import ADAM, OPTIMIZERS, OptimizerState
 
 SCHEMA_VERSION = 1
 WireDtype = Literal["bf16", "fp16", "fp32"]
 WIRE_BYTES: dict[WireDtype, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
-STATE_BYTES_PER_PARAM = 12  # fp32 master, momentum, variance
 
 
 class Layer(BaseModel):
@@ -64,6 +64,7 @@ class Workload(BaseModel):
             layer l's parameters are the slice of the concatenated subgroups that starts where
             layer l-1's ends.
         wire_dtype: of parameters and, unless grad_bytes_per_param says otherwise, gradients.
+        optimizer: of `simulator.update.optimizer.OPTIMIZERS`.
         clip: gradient clipping (or fp16's overflow check) is on, so that no update may start
             before the global norm is known.
         device_base_bytes: device memory in use all through an iteration (parameters, buckets); a
@@ -93,6 +94,7 @@ class Workload(BaseModel):
     parameters: tuple[tuple[int, ...], ...] = ()
     wire_dtype: WireDtype = "bf16"
     grad_bytes_per_param: int = Field(2, ge=2, le=4)
+    optimizer: str = ADAM.name
     clip: bool = True
     gradient_accumulation_steps: int = Field(1, ge=1)
     ranks_per_node: int = Field(1, ge=1)
@@ -111,6 +113,11 @@ class Workload(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.optimizer not in OPTIMIZERS:
+            raise ValueError(
+                f"workload.optimizer must be one of {', '.join(OPTIMIZERS)}, but got "
+                f"{self.optimizer!r}"
+            )
         if any(size < 1 for size in self.subgroups):
             raise ValueError(f"every subgroup must hold >= 1 element, but got {self.subgroups}")
         in_layers = sum(layer.params for layer in self.layers)
@@ -155,6 +162,11 @@ class Workload(BaseModel):
         return Workload.model_validate({**self.model_dump(), **fields})
 
     @property
+    def optimizer_state(self) -> OptimizerState:
+        """What the optimizer keeps per parameter."""
+        return OPTIMIZERS[self.optimizer]
+
+    @property
     def wire_bytes(self) -> int:
         return WIRE_BYTES[self.wire_dtype]
 
@@ -173,7 +185,7 @@ class Workload(BaseModel):
     @property
     def checkpoint_bytes(self) -> int:
         """Bytes that one checkpoint of this rank writes."""
-        return self.params * STATE_BYTES_PER_PARAM + self.model_checkpoint_bytes
+        return self.params * self.optimizer_state.state_bytes + self.model_checkpoint_bytes
 
     def layers_of_subgroups(self) -> tuple[tuple[int, ...], ...]:
         """For each subgroup, the layers whose parameters it holds, ascending."""
@@ -210,11 +222,13 @@ class Workload(BaseModel):
     @property
     def fingerprint(self) -> str:
         """Identifies what a plan must match: the subgroups and the dtypes, not the timings."""
-        facts = {
+        facts: dict[str, object] = {
             "subgroups": self.subgroups,
             "wire_dtype": self.wire_dtype,
             "grad_bytes_per_param": self.grad_bytes_per_param,
         }
+        if self.optimizer != ADAM.name:  # plans for Adam were made before there was a choice
+            facts["optimizer"] = self.optimizer
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
     def save(self, path: str | Path) -> None:

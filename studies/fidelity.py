@@ -99,7 +99,6 @@ def random_plan(work: Workload, rng: random.Random) -> Plan:
         staging_slots=slots,
         prefetch=rng.randint(0, slots),
         # The runtime's slots are always there: it prefetches from the first gradient on.
-        prefetch_after_layer=len(work.layers) - 1,
         overlap_forward=rng.random() < 0.75,
     )
 

@@ -1,6 +1,7 @@
 """How far the tuner's plans can be from the best: 200 random machines and workloads.
 
     python -m studies.optimality --json optimality.json
+    python -m studies.optimality --json optimality.json --real-models   # and models people train
 
 The gap of a plan is to the bound of `simulator.analysis.bound`, which no plan can beat and which
 even the best plan need not reach: an upper limit of the distance to the optimum. Pairs with few
@@ -22,6 +23,7 @@ from rich.table import Table
 
 from simulator import Layer, Machine, Placement, Quantity, Workload
 from simulator.analysis.bound import bound
+from studies.bench.real_models import real_pairs
 from studies.bench.record import write_record
 from tuner.memory import Limits
 from tuner.optimum import optimum
@@ -42,8 +44,15 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=200)
     parser.add_argument("--few", type=int, default=20, help="pairs with few subgroups")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--real-models", action="store_true",
+        help="Llama 8B and 13B and Qwen 3B over links of 55, 20 and 10 GB/s too",
+    )  # fmt: skip
+    parser.add_argument("--machine", default="h100-node", help="preset of the real models' node")
     args = parser.parse_args()
     figures = measure(args.pairs, args.few, args.seed)
+    if args.real_models:
+        figures["real_models"] = real_models(args.machine)
     write_record(args.json, "optimality", figures)
     Console().print(_table(figures))
 
@@ -55,9 +64,10 @@ def _table(figures: dict[str, Any]) -> Table:
         "pairs_proven_optimal", "seconds_per_plan_median", "seconds_per_plan_max",
     ):  # fmt: skip
         table.add_row(name, f"{figures[name]:.4g}")
-    for name, value in figures["few_subgroups"].items():
-        if name != "rows":
-            table.add_row(f"few subgroups: {name}", f"{value:.4g}")
+    for part in ("few_subgroups", "real_models"):
+        for name, value in figures.get(part, {}).items():
+            if name not in ("rows", "machine"):
+                table.add_row(f"{part.replace('_', ' ')}: {name}", f"{value:.4g}")
     return table
 
 
@@ -79,6 +89,22 @@ def measure(pairs: int, few: int, seed: int) -> dict[str, Any]:
         "seconds_per_plan_median": statistics.median(seconds),
         "seconds_per_plan_max": max(seconds),
         "few_subgroups": few_subgroups(few, seed),
+        "rows": rows,
+    }
+
+
+def real_models(machine: str) -> dict[str, Any]:
+    """The gap of each model, link, size of subgroups, number of ranks and accumulation."""
+    pairs = list(real_pairs(machine))
+    rows = [what | gap(*pair) for what, *pair in track(pairs, description="real models")]
+    gaps = sorted(row["gap_pct"] for row in rows)
+    return {
+        "machine": machine,
+        "pairs": len(rows),
+        "median_gap_pct": statistics.median(gaps),
+        "p90_gap_pct": float(np.quantile(gaps, 0.9)),
+        "max_gap_pct": gaps[-1],
+        "pairs_within_3_pct": sum(g <= 3 for g in gaps),
         "rows": rows,
     }
 

@@ -2,8 +2,8 @@
 
     python -m studies.simulator_speed --json simulator_speed.json
 
-Every evaluation builds and runs another plan (placements, slots, prefetch, threads, overlap and
-split master drawn at random) on one of several random machines; nothing is kept between them. One
+Every evaluation builds and runs another plan (placements, order, slots, prefetch, threads and
+overlap drawn at random) on one of several random machines; nothing is kept between them. One
 thread; time is the process's CPU time, so that a neighbour's load does not count, with wall time
 beside it. Some plans of each size are run by the reference engine too, and the largest difference
 is told.
@@ -22,9 +22,11 @@ import numpy as np
 from rich.console import Console
 
 from simulator import Layer, Machine, Plan, Workload, build_schedule, simulate
-from simulator.analysis.many_plans import PLACEMENT_CODES, PlanSweep
+from simulator.analysis.many_plans import PlanSweep
 from simulator.engines.kernel import ITERATION_S
+from simulator.engines.recipe_arrays import PLACEMENT_CODES
 from simulator.plan import Placement
+from simulator.update.order import order_of
 from studies.bench.record import write_record
 from studies.optimality import random_pair
 
@@ -97,15 +99,16 @@ def random_plan(subgroups: int, machine: Machine, rng: np.random.Generator) -> P
     """Every feature that the simulator's cost may depend on, drawn."""
     shares = rng.dirichlet((4, 3, 1))  # of host, device and resident
     slots = int(rng.integers(1, 6))
+    placements = [PLACEMENTS[i] for i in rng.choice(3, subgroups, p=shares)]
+    issue = rng.permutation(subgroups).tolist() if rng.random() < 0.5 else range(subgroups)
     return Plan(
         subgroup_size=10**6,
-        placement=Plan.runs([PLACEMENTS[i] for i in rng.choice(3, subgroups, p=shares)]),
+        placement=Plan.runs(placements),
+        order=order_of(issue, placements),
         staging_slots=slots,
         prefetch=int(rng.integers(0, slots + 1)),
-        prefetch_after_layer=int(rng.integers(0, subgroups)),
         threads=int(rng.integers(0, machine.cpu_cores + 1)),
         overlap_forward=bool(rng.random() < 0.8),
-        split_master=bool(rng.random() < 0.3),
     )
 
 
@@ -137,9 +140,9 @@ def _iteration_s(pairs: Sequence[tuple[PlanSweep, Plan]]) -> tuple[float, float]
 def _call(sweep: PlanSweep, plan: Plan) -> Callable[[], object]:
     """As the search calls: the placements are codes already."""
     codes = np.array([PLACEMENT_CODES[p] for p in plan.placements], dtype=np.int8)
+    issue = np.array(plan.issue_order, dtype=np.int64)
     return lambda: sweep.evaluate(
-        codes, plan.staging_slots, plan.prefetch, plan.prefetch_after_layer, plan.threads,
-        plan.overlap_forward, plan.split_master,
+        codes, plan.staging_slots, plan.prefetch, plan.threads, plan.overlap_forward, issue,
     )  # fmt: skip
 
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 from simulator.engines.compiled import SimResult, simulate_fast
 from simulator.machine import Machine
 from simulator.plan import Plan, Prediction
+from simulator.schedules.settings import settings
 from simulator.schedules.strategies import build_strategy
 from simulator.workload import Workload
 from tuner.memory import Limits
-
-RATIOS = tuple(i / 10 for i in range(11))
-STRIDES = (2, 3, 4, 5, 6, 8, 10)
 
 
 def alternatives(
@@ -28,8 +26,8 @@ def alternatives(
         _prediction(
             "stock, asynchronous gradients", _run(workload, machine, "zero3_offload_async")
         ),
-        _best_ratio(workload, machine, limits),
-        _best_stride(workload, machine, limits),
+        _best("Twin-Flow", workload, machine, limits, "twin_flow"),
+        _best("Deep Optimizer States", workload, machine, limits, "deep_optimizer_states"),
         _prediction("SuperOffload", _run(workload, machine, "superoffload")),
         _not_offloaded(workload, machine, limits),
         _prediction("ebbtide, all on the host", _run(workload, machine, "ebbtide", plan=host)),
@@ -58,22 +56,20 @@ def _fits(result: SimResult, limits: Limits) -> bool:
     return limits.hold(result.device_peak_bytes, 0)
 
 
-def _best_ratio(workload: Workload, machine: Machine, limits: Limits) -> Prediction | None:
-    runs = [(r, _run(workload, machine, "twin_flow", ratio=r)) for r in RATIOS]
-    return _best("Twin-Flow, ratio", runs, limits)
-
-
-def _best_stride(workload: Workload, machine: Machine, limits: Limits) -> Prediction | None:
-    runs = [(float(k), _run(workload, machine, "deep_optimizer_states", stride=k)) for k in STRIDES]
-    return _best("Deep Optimizer States, stride", runs, limits)
-
-
-def _best(name: str, runs: list[tuple[float, SimResult]], limits: Limits) -> Prediction | None:
-    fitting = [(value, result) for value, result in runs if _fits(result, limits)]
+def _best(
+    label: str, workload: Workload, machine: Machine, limits: Limits, name: str
+) -> Prediction | None:
+    """A strategy at its best setting that fits into device memory."""
+    tried = [
+        (setting, _run(workload, machine, name, **setting))
+        for setting in settings(name, len(workload.subgroups))
+    ]
+    fitting = [(setting, result) for setting, result in tried if _fits(result, limits)]
     if not fitting:
         return None
-    value, result = min(fitting, key=lambda pair: pair[1].iteration_s)
-    return _prediction(f"{name} {value:g}", result)
+    setting, result = min(fitting, key=lambda pair: pair[1].iteration_s)
+    (option, value), *_ = setting.items()
+    return _prediction(f"{label}, {option} {value:g}", result)
 
 
 def _prediction(name: str, result: SimResult) -> Prediction:

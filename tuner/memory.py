@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from simulator.machine import Machine
-from simulator.workload import STATE_BYTES_PER_PARAM, Workload
+from simulator.workload import Workload
 from tuner.spread import IQR_OVER_SIGMA
 
 UNKNOWN_MARGIN = 0.05  # left free where no profile says how much the peaks vary
@@ -48,10 +48,10 @@ class ImpossibleError(ValueError):
         return cls(
             f"the optimizer state must fit into {limits.host_bytes / GIB:.2f} GiB of host memory "
             f"per rank and {limits.device_bytes / GIB:.2f} GiB of device memory, but {params} "
-            f"parameters at {STATE_BYTES_PER_PARAM} bytes and their gradients take at least "
-            f"{least.host_peak_bytes / GIB:.2f} and {least.device_peak_bytes / GIB:.2f} GiB: "
-            f"{missing / GIB:.2f} GiB are missing. More ranks or more device memory for resident "
-            "subgroups help (--host-memory, --gpu-memory)"
+            f"parameters at {workload.optimizer_state.state_bytes} bytes and their gradients take "
+            f"at least {least.host_peak_bytes / GIB:.2f} and {least.device_peak_bytes / GIB:.2f} "
+            f"GiB: {missing / GIB:.2f} GiB are missing. More ranks or more device memory for "
+            "resident subgroups help (--host-memory, --gpu-memory)"
         )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from simulator.analysis.counted_bound import count_bounds
 from simulator.plan import Placement
-from tuner.search import EARLY, Candidate, Search
+from tuner.search import Candidate, Search
 
 MOST_SUBGROUPS = 10
 
@@ -90,6 +90,6 @@ def _variants(
     for threads in (0, *sorted(search.machine.host_adam_by_threads)):
         for prefetch in range(slots, -1, -1):
             yield replace(
-                base, placements=order, staging_slots=max(1, slots), prefetch=prefetch,
-                prefetch_after_layer=EARLY, threads=threads, overlap_forward=True,
+                base, placements=order, order=None, staging_slots=max(1, slots), prefetch=prefetch,
+                threads=threads, overlap_forward=True,
             )  # fmt: skip

@@ -15,7 +15,7 @@ from simulator.schedules.strategies import build_strategy
 from simulator.workload import Workload
 from tuner.checkpointing import with_checkpoints
 from tuner.memory import ImpossibleError, Limits
-from tuner.refine import refine
+from tuner.refine import refine, reorder
 from tuner.search import CLIMB_EVALUATIONS, Candidate, Search, even, seconds_of
 from tuner.spread import prediction_interval, sampled_machines
 from tuner.subgroup_size import best_cut, recuts
@@ -42,8 +42,9 @@ def plan(
 
     Placements come from an even spread around the linear program's split, improved by local
     search on the simulator, and from the numbers of each that promise most by their bounds
-    (`tuner.refine`); slots, prefetch, threads and overlap from optuna. Deterministic under
-    ``seed``.
+    (`tuner.refine`); the order of the updates from a model of the host's queue
+    (`tuner.update_orders`) and a local search; slots, prefetch, threads and overlap from optuna.
+    Deterministic under ``seed``.
 
     Args:
         device_memory_bytes, host_memory_bytes: per rank; None: the machine's (host: its share).
@@ -73,6 +74,7 @@ def plan(
     else:
         search.climb()
         refine(search)
+        reorder(search)
         search.tune(storage=study_storage)
         search.climb(CLIMB_EVALUATIONS // 3)
     chosen = _robust_choice(search, seed) if robust else search.best()
@@ -97,16 +99,15 @@ def _robust_choice(search: Search, seed: int) -> Candidate:
 
 def _as_plan(search: Search, c: Candidate, seed: int) -> Plan:
     w = search.workload
-    layers = len(w.layers)
     fields = {
         "machine_fingerprint": search.machine.fingerprint,
         "workload_fingerprint": w.fingerprint,
         "subgroup_size": w.subgroup_size or max(w.subgroups),
         "subgroups": w.subgroups,
         "placement": Plan.runs(c.placements),
+        "order": c.order,
         "staging_slots": c.staging_slots if "device" in c.placements else 0,
         "prefetch": c.prefetch if "device" in c.placements else 0,
-        "prefetch_after_layer": min(c.prefetch_after_layer, layers - 1),
         "threads": c.threads,
         "overlap_forward": c.overlap_forward,
         "versions": _versions(),

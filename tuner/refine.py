@@ -8,17 +8,23 @@ guessed and improved.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from random import Random
 
 from simulator.analysis.counted_bound import MOST_SUBGROUPS, CountBounds, count_bounds
-from tuner.orders import Counts, Orders
-from tuner.search import EARLY, Candidate, Search
+from simulator.update.order import FORWARD, Direction, UpdateOrder
+from simulator.update.recipes import RECIPES, Queue
+from tuner.arrangements import Arrangements, Counts
+from tuner.search import Candidate, Search
 
 MOST_COUNTS = 300
 CLOSE = 1.001  # to the bound: a better plan would not be worth the search
 FIRST_CLIMB, LAST_CLIMB = 200, 1000
 CLIMBERS, SURVIVORS = 8, 3
 NEAR = 4  # positions apart
+REORDERED, REORDERINGS = 3, 200  # candidates whose updates are reordered, and how often
+BETTER = 1e-6
+DIRECTIONS: tuple[Direction, ...] = ("forward", "arrival")
 
 
 def refine(search: Search) -> None:
@@ -47,7 +53,7 @@ def refine(search: Search) -> None:
 
 def _guess(search: Search, bounds: CountBounds) -> list[Candidate]:
     """The best guess for each number that can be better than what is known, best bound first."""
-    orders = Orders(search.workload, search.machine)
+    arrangements = Arrangements(search.workload, search.machine)
     passes_s = search.bound.iteration_s - search.bound.update_s
     best = search.best()
     best_s = search.score(best).iteration_s
@@ -59,15 +65,72 @@ def _guess(search: Search, bounds: CountBounds) -> list[Candidate]:
         counts = Counts(int(host), int(device), int(resident), int(slots))
         candidates = [
             replace(
-                best, placements=order, staging_slots=max(1, counts.slots), prefetch=prefetch,
-                prefetch_after_layer=EARLY, overlap_forward=True,
+                best, placements=order, order=None, staging_slots=max(1, counts.slots),
+                prefetch=prefetch,
+                overlap_forward=True,
             )
-            for order in orders.of(counts, float(bound_s) - passes_s)
+            for order in arrangements.of(counts, float(bound_s) - passes_s)
             for prefetch in sorted({counts.slots, max(0, counts.slots - 1)})
         ]  # fmt: skip
         found.append(min(candidates, key=lambda c: search.score(c).iteration_s))
         best_s = min(best_s, search.score(found[-1]).iteration_s)
     return found
+
+
+def reorder(search: Search, evaluations: int = REORDERINGS) -> None:
+    """Other orders of the updates for the best candidates so far; ends once the bound is near.
+
+    Parts of a queue's sequence are moved, turned round or not; only what is better is kept, so that
+    an order that has a short form keeps it.
+    """
+    rng = Random(search.seed)
+    known = sorted(search.scores, key=lambda c: search.scores[c].iteration_s)
+    for start in known[:REORDERED]:
+        current, current_s = start, search.score(start).iteration_s
+        named = [UpdateOrder(host=h, device=d) for h, d in product(DIRECTIONS, repeat=2)]
+        moves = [queue for queue in Queue if len(_members(start, queue)) > 1] * evaluations
+        steps: list[UpdateOrder | Queue | str] = [*named, "residents first", *moves]
+        for step in steps:
+            if current_s <= CLOSE * search.bound.iteration_s:
+                return
+            tried = replace(current, order=_changed(current, step, rng))
+            tried_s = search.score(tried).iteration_s
+            if tried_s < current_s * (1 - BETTER):
+                current, current_s = tried, tried_s
+
+
+def _changed(candidate: Candidate, step: UpdateOrder | Queue | str, rng: Random) -> UpdateOrder:
+    if isinstance(step, UpdateOrder):
+        return step
+    return _moved(candidate, step, rng) if isinstance(step, Queue) else _residents_first(candidate)
+
+
+def _members(candidate: Candidate, queue: Queue) -> list[int]:
+    return [i for i, p in enumerate(candidate.placements) if RECIPES[p].queue == queue]
+
+
+def _sequences(candidate: Candidate) -> dict[Queue, list[int]]:
+    order = candidate.order or FORWARD
+    return {queue: order.of(queue, _members(candidate, queue)) for queue in Queue}
+
+
+def _residents_first(candidate: Candidate) -> UpdateOrder:
+    """They wait for nobody; behind a visit that has not come in yet they would."""
+    sequences = _sequences(candidate)
+    device = sorted(sequences[Queue.DEVICE], key=lambda s: candidate.placements[s] != "resident")
+    return UpdateOrder.from_sequences(sequences[Queue.HOST], device)
+
+
+def _moved(candidate: Candidate, queue: Queue, rng: Random) -> UpdateOrder:
+    sequences = _sequences(candidate)
+    sequence = sequences[queue]
+    length = min(len(sequence) - 1, int(rng.expovariate(0.3)) + 1)
+    first = rng.randrange(len(sequence) - length + 1)
+    part = sequence[first : first + length]
+    del sequence[first : first + length]
+    place = rng.randrange(len(sequence) + 1)
+    sequence[place:place] = part[::-1] if rng.random() < 0.5 else part
+    return UpdateOrder.from_sequences(sequences[Queue.HOST], sequences[Queue.DEVICE])
 
 
 def climb_order(search: Search, start: Candidate, rng: Random, evaluations: int) -> Candidate:
@@ -81,7 +144,7 @@ def climb_order(search: Search, start: Candidate, rng: Random, evaluations: int)
             order[first], order[second] = order[second], order[first]
         else:
             order.insert(rng.randrange(len(order)), order.pop(first))
-        tried = replace(current, placements=tuple(order))
+        tried = replace(current, placements=tuple(order), order=None)
         tried_s = search.score(tried).iteration_s
         if tried_s <= current_s:
             current, current_s = tried, tried_s

@@ -4,41 +4,54 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from simulator.analysis.bound import Bound, bound
-from simulator.analysis.many_plans import PLACEMENT_CODES, PlanSweep
+from simulator.analysis.many_plans import PlanSweep
+from simulator.engines.recipe_arrays import PLACEMENT_CODES
 from simulator.machine import Machine
 from simulator.plan import Placement
 from simulator.schedules.strategies import spread
+from simulator.update.order import FORWARD, UpdateOrder, issue_order
 from simulator.workload import Workload
 from tuner.memory import Limits
+from tuner.update_orders import UpdateOrders
 
 GRID = 16  # steps of the coarse grid per direction
 CLIMB_EVALUATIONS = 1500
 TRIALS = 40
-EARLY = 10**6  # prefetch_after_layer: with backward's first gradient, as the runtime does
 SETTLED = (6, 12)  # iterations: the period is taken from the later ones
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One point of the search: what `PlanSweep.evaluate` takes."""
+    """One point of the search: what `PlanSweep.evaluate` takes.
+
+    Attributes:
+        order: None: the one that `UpdateOrders` guesses for the placements.
+    """
 
     placements: tuple[Placement, ...]
     staging_slots: int = 2
     prefetch: int = 0
-    prefetch_after_layer: int = EARLY
     threads: int = 0
     overlap_forward: bool = True
+    order: UpdateOrder | None = None
 
     @cached_property
     def codes(self) -> np.ndarray:
         return np.array([PLACEMENT_CODES[p] for p in self.placements], dtype=np.int8)
+
+    @cached_property
+    def issue(self) -> np.ndarray | None:
+        if self.order is None or self.order == FORWARD:
+            return None
+        return np.array(issue_order(self.placements, self.order), dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -53,17 +66,28 @@ class Score:
 class Search:
     """Holds the sweep and remembers every score; deterministic under its seed."""
 
-    def __init__(self, workload: Workload, machine: Machine, limits: Limits, seed: int = 0) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        machine: Machine,
+        limits: Limits,
+        seed: int = 0,
+        fixed: Mapping[str, Any] | None = None,
+    ) -> None:
+        """``fixed``: fields of every candidate that are not searched."""
         self.workload, self.machine, self.limits = workload, machine, limits
         self.random = random.Random(seed)
         self.seed = seed
+        self.fixed = dict(fixed or {})
         self.scores: dict[Candidate, Score] = {}
         self._sweep = PlanSweep(workload, machine)
         self._longer = [PlanSweep(workload, machine, iterations=n) for n in SETTLED]
+        self._orders = UpdateOrders(workload, machine)
         self._best_s = math.inf
 
     def score(self, candidate: Candidate) -> Score:
         """Simulated once, remembered after that."""
+        candidate = self.ordered(candidate)
         if candidate not in self.scores:
             found = self._simulate(candidate)
             if found.iteration_s < self._best_s:
@@ -71,6 +95,17 @@ class Search:
                 self._best_s = min(self._best_s, found.iteration_s)
             self.scores[candidate] = found
         return self.scores[candidate]
+
+    def ordered(self, candidate: Candidate) -> Candidate:
+        """The same with an order of its updates, and with what is fixed."""
+        if candidate.order is None:
+            candidate = replace(candidate, order=self._orders.of(candidate.placements))
+        return replace(candidate, **self.fixed) if self.fixed else candidate
+
+    def seconds_anyhow(self, candidate: Candidate) -> float:
+        """What a candidate takes, whether it fits or not."""
+        candidate = self.ordered(candidate)
+        return self._settled_s(candidate, seconds_of(self._sweep, candidate))
 
     def _settled_s(self, c: Candidate, seconds: float) -> float:
         """The period of later iterations, where it is longer.
@@ -86,10 +121,7 @@ class Search:
         return later if later > seconds * (1 + 1e-6) else seconds
 
     def _simulate(self, c: Candidate) -> Score:
-        row = self._sweep.evaluate(
-            c.codes, c.staging_slots, c.prefetch, c.prefetch_after_layer, c.threads,
-            c.overlap_forward,
-        )  # fmt: skip
+        row = evaluated(self._sweep, c)
         from simulator.engines import kernel
 
         seconds = float(row[kernel.ITERATION_S])
@@ -198,7 +230,7 @@ class _Move:
         else:
             choices: list[Placement] = ["host", "device", "resident"]
             placements[i] = choices[int(self.second * 3)]
-        return replace(c, placements=tuple(placements))
+        return replace(c, placements=tuple(placements), order=None)
 
 
 def even(count: int, residents: int, visits: int, slots: int) -> Candidate:
@@ -225,7 +257,11 @@ def seconds_of(sweep: PlanSweep, c: Candidate) -> float:
     """Mean iteration of a candidate, in seconds."""
     from simulator.engines import kernel
 
-    row = sweep.evaluate(
-        c.codes, c.staging_slots, c.prefetch, c.prefetch_after_layer, c.threads, c.overlap_forward
+    return float(evaluated(sweep, c)[kernel.ITERATION_S])
+
+
+def evaluated(sweep: PlanSweep, c: Candidate) -> np.ndarray:
+    """The row of a candidate."""
+    return sweep.evaluate(
+        c.codes, c.staging_slots, c.prefetch, c.threads, c.overlap_forward, c.issue
     )
-    return float(row[kernel.ITERATION_S])

@@ -265,6 +265,7 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         writer = BlockWriter(
             attempt.staging, self._planned, self._files, self._budget, self._bounce, self._pace,
             writers=self._plan.writers, progress_deadline_s=self._deadline_s,
+            turns=self._live.turns,
         )  # fmt: skip
         self._planned = []
         return Job(

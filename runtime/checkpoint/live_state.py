@@ -40,8 +40,13 @@ class LiveState:
         self.register_all({subgroup: tensors})
 
     def register_all(self, tensors: Mapping[int, Sequence[torch.Tensor]]) -> None:
-        """`register` of many subgroups at once: sorted once, not once for each of thousands."""
+        """`register` of many subgroups at once: sorted once, not once for each of thousands.
+
+        Their order is that in which updates come due (`turns`).
+        """
         with self._lock:
+            for number in tensors:
+                self._tensors.pop(number, None)
             self._tensors.update({number: tuple(held) for number, held in tensors.items()})
             self._ranges = sorted(
                 (t.data_ptr(), t.data_ptr() + t.numel() * t.element_size(), number)
@@ -70,6 +75,12 @@ class LiveState:
                 position += found[-1][1]
                 at += 1
         return found
+
+    @property
+    def turns(self) -> list[int]:
+        """The subgroups in the order in which their updates come due."""
+        with self._lock:
+            return list(self._tensors)
 
     @property
     def subgroups(self) -> list[int]:

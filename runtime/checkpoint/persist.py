@@ -39,7 +39,11 @@ class BlockWriter:
         *,
         writers: int,
         progress_deadline_s: float,
+        turns: Sequence[int] = (),
     ) -> None:
+        """``turns``: subgroups in the order in which their updates come due; others follow, in
+        their own.
+        """
         self._planned = planned
         self._files = files
         self._budget = budget
@@ -49,7 +53,7 @@ class BlockWriter:
         self._condition = threading.Condition()
         self._block_bytes = budget.slot_bytes
         self._blocks = cut(planned, self._block_bytes)
-        self._queues = self._queue()
+        self._queues = self._queue({subgroup: turn for turn, subgroup in enumerate(turns)})
         self._urgent: dict[int, int] = {}  # subgroup -> updates that wait for it
         self._left = len(self._blocks)
         self._failure: BaseException | None = None
@@ -62,12 +66,17 @@ class BlockWriter:
         self.copied_bytes = 0  # by copy on update
         self.waited_s = 0.0  # of updates, for copies and for the disk
 
-    def _queue(self) -> dict[int, deque[Block]]:
+    def _queue(self, turns: dict[int, int]) -> dict[int, deque[Block]]:
         queues: dict[int, deque[Block]] = {}
         for block in self._blocks:
             for subgroup in block.subgroups or (_LAST,):
                 queues.setdefault(subgroup, deque()).append(block)
-        return dict(sorted(queues.items()))
+
+        def turn(subgroup: int) -> tuple[int, int]:
+            # Bytes that any update may overwrite are due with the first one.
+            return turns.get(subgroup, -1 if subgroup < 0 else len(turns)), subgroup
+
+        return {subgroup: queues[subgroup] for subgroup in sorted(queues, key=turn)}
 
     def start(self) -> None:
         for thread in self._threads:

@@ -19,8 +19,8 @@ from runtime.kernels.adam import AdamStep
 from runtime.kernels.host import host_adam
 from simulator.schedule import Lane as LaneName
 from simulator.schedule import Op, OpKind
+from simulator.update.recipes import Slot, slot_limits
 
-PARAMETER_SLOTS = 2
 HISTORY_STEPS = 8
 
 
@@ -79,8 +79,9 @@ class Executor:
         self._steps = 0
         self._stale = set[int]()  # visiting subgroups whose state was written behind the prefetch
         self._stale_lock = threading.Lock()
-        self._visits = [s.index for s in states if s.placement == "device"]
-        self._hosted = [s.index for s in states if s.placement == "host"]
+        # In the order of the plan, in which both take their slots.
+        self._visits = _of_kind(template, OpKind.STATE_H2D)
+        self._hosted = _of_kind(template, OpKind.UPDATE_HOST)
         self.parameter_slots = self._allocate_parameter_slots()
         self._bodies = {
             OpKind.STATE_H2D: self._state_h2d,
@@ -95,7 +96,7 @@ class Executor:
         if self.device.unified or not self._hosted:
             return []
         largest = max((self.states[i] for i in self._hosted), key=lambda s: s.elements)
-        count = min(PARAMETER_SLOTS, len(self._hosted))
+        count = slot_limits(0, {"host": len(self._hosted)})[Slot.PARAMETER]
         dtype = largest.wire.dtype
         return [self.device.host_empty(largest.elements, dtype) for _ in range(count)]
 
@@ -104,7 +105,7 @@ class Executor:
     def prefetch(self) -> None:
         """Starts the copies that need no norm: the first visiting subgroups' state."""
         for position, item in enumerate(self.template):
-            if not item.needs_norm and self._current[position] is None:
+            if item.early and self._current[position] is None:
                 self._submit(position, item, [])
 
     def launch(
@@ -143,8 +144,6 @@ class Executor:
             return
         waits = waits + [c for i in item.now if (c := self._current[i]) is not None]
         waits += [self._previous[i] for i in item.before]
-        if op.kind == OpKind.UPDATE_HOST:
-            waits += self._parameter_slot_free(op.subgroup)
         completion = Completion(op.label)
         self._current[position] = completion
         body = self._bodies[op.kind]
@@ -164,23 +163,12 @@ class Executor:
             self.before_op(op)
         body(op.subgroup, number, job)
 
-    def _parameter_slot_free(self, subgroup: int) -> list[Completion]:
-        """The parameter copy that last used the slot this host update writes to."""
-        if not self.parameter_slots:
-            return []
-        order, slots = self._hosted.index(subgroup), len(self.parameter_slots)
-        if order >= slots:
-            position = self._position[OpKind.PARAMETER_H2D, self._hosted[order - slots]]
-            completion = self._current[position]
-        else:  # its last user in the previous step
-            user = (len(self._hosted) - 1 - order) // slots * slots + order
-            completion = self._previous[self._position[OpKind.PARAMETER_H2D, self._hosted[user]]]
-        return [] if completion is None else [completion]
-
     # -- bodies, on the lanes' threads -------------------------------------------------------
 
     def _slot(self, subgroup: int, number: int) -> tuple[torch.Tensor, ...]:
-        """Visit v uses slot v mod slots; the template's waits keep two visits apart."""
+        """Visit v, of all steps, uses slot v mod slots; the template's waits keep two visits apart:
+        a visit waits for the write-back of visit v - slots.
+        """
         visit = number * len(self._visits) + self._visits.index(subgroup)
         return self.slots[visit % len(self.slots)].views(self.states[subgroup].elements)
 
@@ -239,11 +227,10 @@ class Executor:
             self.device.copy(to, source, LaneName.D2H, stream)
 
     def _update_host(self, subgroup: int, number: int, job: SubgroupJob | None) -> None:
-        del number
         assert job is not None
         self._ask_gate(subgroup)
         state = self.states[subgroup]
-        out = self._parameter_out(subgroup)
+        out = self._parameter_out(subgroup, number)
         with self.device.host_update(state.elements):
             for part in job.segments:
                 span = slice(part.start, part.end)
@@ -252,17 +239,18 @@ class Executor:
                     job.step, part.scale, self.threads, self._tail(state.elements, part),
                 )  # fmt: skip
 
-    def _parameter_out(self, subgroup: int) -> torch.Tensor:
+    def _parameter_out(self, subgroup: int, number: int) -> torch.Tensor:
+        """Where the host kernel writes: as `_slot`, in turn over all steps."""
         state = self.states[subgroup]
         if self.device.unified:
             return state.wire
-        slot = self._hosted.index(subgroup) % len(self.parameter_slots)
-        return self.parameter_slots[slot][: state.elements]
+        use = number * len(self._hosted) + self._hosted.index(subgroup)
+        return self.parameter_slots[use % len(self.parameter_slots)][: state.elements]
 
     def _parameter_h2d(self, subgroup: int, number: int, job: SubgroupJob | None) -> None:
-        del number, job
+        del job
         lane = LaneName.H2D_PARAMETERS
-        source = self._parameter_out(subgroup)
+        source = self._parameter_out(subgroup, number)
         self.device.copy(self.states[subgroup].wire, source, lane, self._stream(lane))
 
     def _ask_gate(self, subgroup: int) -> None:
@@ -322,3 +310,8 @@ class Executor:
             lane.close()
         if with_device:
             self.device.close()
+
+
+def _of_kind(template: list[TemplateOp], kind: OpKind) -> list[int]:
+    """Subgroups with such an op, in the order in which their lane runs them."""
+    return [item.op.subgroup for item in template if item.op.kind == kind]

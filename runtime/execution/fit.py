@@ -10,27 +10,32 @@ import psutil
 
 from runtime.zero.guard import ConfigError
 from simulator.plan import Plan
-from simulator.workload import STATE_BYTES_PER_PARAM
+from simulator.update.footprint import plan_bytes
+from simulator.update.optimizer import ADAM, OPTIMIZERS, OptimizerState
 
 logger = logging.getLogger("ebbtide")
 
 GRADIENT_BYTES = {"bf16": 2, "bfloat16": 2, "fp16": 2, "fp32": 4}
-SLOTS = 2  # parameter staging slots, each for the largest subgroup
 
 
-def needed_bytes(plan: Plan, gradient_bytes: int, *, stage: int = 3) -> int:
-    """State and gradients of what is not resident, and the parameters' staging slots, on one rank.
+def needed_bytes(
+    plan: Plan,
+    gradient_bytes: int,
+    *,
+    wire_bytes: int = 2,
+    optimizer: OptimizerState = ADAM,
+    stage: int = 3,
+) -> int:
+    """What `simulator.update.footprint` counts of host memory, on one rank.
 
-    14 bytes per parameter and the slots with 16-bit gradients; below ZeRO-3, DeepSpeed's flat
-    buffers keep room for resident state too. A plan without ``subgroups`` (one written by hand)
-    does not say how large they are: 0.
+    A plan without ``subgroups`` (one written by hand) does not say how large they are: 0.
     """
-    sizes = list(zip(plan.subgroups, plan.placements, strict=False))
-    kept = sum(n for n, placement in sizes if stage < 3 or placement != "resident")
-    state = kept * STATE_BYTES_PER_PARAM
-    hosted = [n for n, placement in sizes if placement == "host"]
-    slots = min(SLOTS, len(hosted)) * max(hosted, default=0)
-    return state + (sum(hosted) + slots) * gradient_bytes
+    if not plan.subgroups:
+        return 0
+    return plan_bytes(
+        plan.subgroups, plan.placements, plan.staging_slots, optimizer, gradient_bytes, wire_bytes,
+        stage=stage,
+    ).host_bytes  # fmt: skip
 
 
 def check_host_memory(
@@ -43,7 +48,11 @@ def check_host_memory(
     """
     ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1))
     stage = (config.get("zero_optimization") or {}).get("stage", 3)
-    needed = needed_bytes(plan, _gradient_bytes(config), stage=stage) * ranks
+    optimizer = _optimizer(config)
+    needed = ranks * needed_bytes(
+        plan, _gradient_bytes(config), wire_bytes=_wire_bytes(config), optimizer=optimizer,
+        stage=stage,
+    )  # fmt: skip
     available = psutil.virtual_memory().available if available_bytes is None else available_bytes
     logger.info(
         "ebbtide: the plan takes %.2f GiB of host memory on this machine (%d ranks), %.2f are free",
@@ -51,8 +60,9 @@ def check_host_memory(
     )  # fmt: skip
     if needed > available:
         raise ConfigError(
-            "host memory must hold 12 bytes of state and the gradients of all parameters that are "
-            f"not resident: {needed / 2**30:.2f} GiB for {ranks} rank(s) on this machine, but got "
+            f"host memory must hold {optimizer.state_bytes} bytes of state and the gradients of "
+            "all parameters that are not resident, and their slots: "
+            f"{needed / 2**30:.2f} GiB for {ranks} rank(s) on this machine, but got "
             f"{available / 2**30:.2f} GiB free ({(needed - available) / 2**30:.2f} GiB missing): "
             "plan again with a larger --gpu-memory (more residents), train on more machines, or "
             "free memory"
@@ -63,5 +73,15 @@ def _gradient_bytes(config: dict[str, Any]) -> int:
     kept = (config.get("data_types") or {}).get("grad_accum_dtype")
     if kept in GRADIENT_BYTES:
         return GRADIENT_BYTES[kept]
+    return _wire_bytes(config)
+
+
+def _wire_bytes(config: dict[str, Any]) -> int:
     enabled = any((config.get(kind) or {}).get("enabled") for kind in ("bf16", "bfloat16", "fp16"))
     return 2 if enabled else 4
+
+
+def _optimizer(config: dict[str, Any]) -> OptimizerState:
+    """The config's; Adam and AdamW, and what is given as an object, keep the same state."""
+    name = str((config.get("optimizer") or {}).get("type", "")).lower()
+    return OPTIMIZERS.get(name, ADAM)

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from simulator.plan import Plan
 from simulator.schedule import Op, OpKind
 from simulator.schedules.ebbtide import build_schedule
+from simulator.update.recipes import RECIPES, Wait
 from simulator.workload import Layer, Workload
 
-_EXECUTED = {
-    OpKind.STATE_H2D, OpKind.UPDATE_DEVICE, OpKind.STATE_D2H,
-    OpKind.UPDATE_HOST, OpKind.PARAMETER_H2D,
-}  # fmt: skip
+_EXECUTED = {step.kind for recipe in RECIPES.values() for step in recipe.steps}
+_EARLY = {step.kind for recipe in RECIPES.values() for step in recipe.steps if step.early}
+_READ_GRADIENTS = {
+    step.kind for recipe in RECIPES.values() for step in recipe.steps if Wait.GRADIENT in step.waits
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +24,15 @@ class TemplateOp:
     Attributes:
         now: positions, in the template, of ops of the same step it waits for.
         before: positions of ops of the previous step it waits for.
-        needs_norm: it may start only after the norm barrier; False: prefetched in backward.
+        early: it starts in backward, before the norm is known.
+        needs_norm: it waits for the norm barrier itself, not only for an op that does.
         needs_gradient: it reads its subgroup's gradient.
     """
 
     op: Op
     now: tuple[int, ...]
     before: tuple[int, ...]
+    early: bool
     needs_norm: bool
     needs_gradient: bool
 
@@ -55,8 +59,9 @@ def step_template(subgroups: tuple[int, ...], wire_dtype: str, plan: Plan) -> li
             op=op,
             now=tuple(now[i] for i in op.after if i in now),
             before=tuple(before[i] for i in op.after if i in before),
-            needs_norm=op.kind != OpKind.STATE_H2D or any(i in norms for i in op.after),
-            needs_gradient=op.kind in (OpKind.UPDATE_HOST, OpKind.UPDATE_DEVICE),
+            early=op.kind in _EARLY and not norms.intersection(op.after),
+            needs_norm=bool(norms.intersection(op.after)),
+            needs_gradient=op.kind in _READ_GRADIENTS,
         )
         for op in last
     ]

@@ -55,7 +55,7 @@ def _release_left(device: Any, before: list[SubgroupState], after: list[Subgroup
 def _register(own: Attachment) -> None:
     register = getattr(own.executor.gate, "register_all", None)
     if callable(register):
-        register({s.index: own.saved_state(s.index) for s in own.executor.states})
+        register({i: own.saved_state(i) for i in own.plan.issue_order})
 
 
 def _rehomed(homes: GradientHomes, states: list[SubgroupState]) -> GradientHomes:

@@ -19,7 +19,9 @@ from simulator.schedule import OpKind
 from simulator.schedules.ebbtide import build_schedule
 from simulator.schedules.strategies import shared_plan
 from simulator.timeline import Timeline
-from simulator.workload import STATE_BYTES_PER_PARAM, Workload
+from simulator.update.footprint import plan_bytes
+from simulator.update.optimizer import ADAM
+from simulator.workload import Workload
 
 logger = logging.getLogger("ebbtide")
 
@@ -30,8 +32,8 @@ SHARES = tuple(i / 10 for i in range(11))
 _RATES = {
     OpKind.UPDATE_HOST: ("host_adam_params_per_s", 1),
     OpKind.UPDATE_DEVICE: ("device_adam_params_per_s", 1),
-    OpKind.STATE_H2D: ("h2d_bytes_per_s", STATE_BYTES_PER_PARAM),
-    OpKind.STATE_D2H: ("d2h_bytes_per_s", STATE_BYTES_PER_PARAM),
+    OpKind.STATE_H2D: ("h2d_bytes_per_s", ADAM.visit_bytes),
+    OpKind.STATE_D2H: ("d2h_bytes_per_s", ADAM.visit_bytes),
 }
 
 
@@ -92,13 +94,10 @@ def _predict(workload: Workload, machine: Machine, plan: Plan) -> float:
 
 def _device_bytes(workload: Workload, plan: Plan) -> int:
     """Device memory that the plan takes: residents, slots, gradients that stay."""
-    sizes = workload.subgroups
-    placed = list(zip(sizes, plan.placements, strict=True))
-    visiting = [n for n, p in placed if p == "device"]
-    resident = sum(n for n, p in placed if p == "resident")
-    slots = min(plan.staging_slots, len(visiting)) * max(visiting, default=0)
-    gradients = (sum(visiting) + resident) * workload.grad_bytes_per_param
-    return (resident + slots) * STATE_BYTES_PER_PARAM + gradients
+    return plan_bytes(
+        workload.subgroups, plan.placements, plan.staging_slots, workload.optimizer_state,
+        workload.grad_bytes_per_param, workload.wire_bytes,
+    ).device_bytes  # fmt: skip
 
 
 @dataclass

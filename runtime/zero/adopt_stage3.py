@@ -107,12 +107,8 @@ def _repoint_gradients(optimizer: Any, states: list[SubgroupState]) -> None:
 
 def as_allocated(plan: Plan, states: list[SubgroupState], slots: int) -> Plan:
     """The plan with the placements and slots that memory allowed."""
-    return plan.model_copy(
-        update={
-            "placement": Plan.runs([s.placement for s in states]),
-            "staging_slots": slots,
-            "prefetch": min(plan.prefetch, slots),
-        }
+    return plan.placed(
+        [s.placement for s in states], staging_slots=slots, prefetch=min(plan.prefetch, slots)
     )
 
 

@@ -275,6 +275,6 @@ def _checkpointing(engine: Any, checkpoint: CheckpointPlan) -> None:
 
     own = engine.optimizer._ebbtide
     live = LiveState()
-    live.register_all({s.index: own.saved_state(s.index) for s in own.executor.states})
+    live.register_all({i: own.saved_state(i) for i in own.plan.issue_order})
     own.executor.gate = live
     install(engine, checkpoint, live)

@@ -136,11 +136,6 @@ def check_plan(plan: Plan, subgroups: tuple[int, ...], sub_group_size: int) -> N
             f"{plan.subgroup_count}: subgroup index {min(plan.subgroup_count, len(subgroups))} is "
             f"the first without a partner; plan for sub_group_size {sub_group_size}"
         )
-    if plan.split_master:
-        raise PlanError(
-            "plan.split_master must be false: this runtime keeps plain fp32 masters; plan again "
-            "without it"
-        )
 
 
 def _summary(subgroups: tuple[int, ...]) -> str:

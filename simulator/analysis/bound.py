@@ -9,7 +9,8 @@ import numpy as np
 from simulator.analysis.counted_bound import MOST_SUBGROUPS, count_bounds
 from simulator.engines.reference import capacities
 from simulator.machine import Machine
-from simulator.workload import STATE_BYTES_PER_PARAM, Workload
+from simulator.update.recipes import Bytes
+from simulator.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ def bound(workload: Workload, machine: Machine, device_bytes: float | None = Non
     that work into the time ``T``: host compute, device compute (which forward uses too), the link
     each way and both together, DRAM, and cores. Visits may come in during backward as far as slots
     hold them, and may be written back until the next barrier. Residents and slots share the device
-    with activations (at the end of forward) and with gradients that stay (at the end of backward).
+    with activations and with gradients that stay there.
     ``iteration_s = min T + the other passes``; overlap of the update with forward is allowed, so
     the bound holds for plans without it too. Up to `counts.MOST_SUBGROUPS` subgroups, it is also
     the lowest of what whole numbers of them allow (`counts.count_bounds`).
@@ -113,7 +114,7 @@ class _Problem:
         have = capacities(machine, w.ranks_per_node)
         wire = 0.0 if machine.unified_memory else float(w.wire_bytes)
         home = 0.0 if machine.unified_memory else float(w.grad_bytes_per_param)
-        state = float(STATE_BYTES_PER_PARAM)
+        state = float(Bytes.of(w).visit)
         host_s, host_cores_s = _host_update(machine, n)
         device_s = n / machine.rate("device_adam_params_per_s")
         forward_s = w.forward_s / micro
@@ -126,35 +127,43 @@ class _Problem:
         self._add("H2D link", [wire * up, state * up, 0, -state * up], 0.0)
         # Write-backs and gradients may use the whole iteration.
         down, both, dram = n / have["d2h"], n / have["link"], n / have["dram"]
+        # From the second micro-batch on, the sum so far is fetched before it goes home again.
+        fetched = (micro - 1) * home
         self._add("D2H link", [micro * home * down, state * down, 0, 0], rest_s)
-        self._add("link", [(wire + micro * home) * both, 2 * state * both, 0, 0], rest_s)
+        self._add("H2D link in all", [(wire + fetched) * up, state * up, 0, 0], rest_s)
+        crossing = wire + micro * home + fetched
+        self._add("link", [crossing * both, 2 * state * both, 0, 0], rest_s)
         # Alone, no op asks DRAM for more than the triad rate, as in `simulate.demands`.
         triad = machine.dram_bytes_per_s.median
         wire_dram = min(wire, triad * wire / machine.rate("h2d_bytes_per_s"))
         home_dram = min(home, triad * home / machine.rate("d2h_bytes_per_s"))
         in_dram = min(state, triad * state / machine.rate("h2d_bytes_per_s"))
         out_dram = min(state, triad * state / machine.rate("d2h_bytes_per_s"))
+        fetch_dram = min(home, triad * home / machine.rate("h2d_bytes_per_s"))
         visit = in_dram + out_dram
-        kernel = min(2 * state + w.grad_bytes_per_param + w.wire_bytes, triad * host_s / n)
+        kernel = min(Bytes.of(w).host_traffic, triad * host_s / n)
         # What is not written back when forward ends still occupies slots, as visits that came in
         # early do: within T at least the rest crosses. Host updates lie in T altogether.
         self._add("D2H link in T", [0, state * down, 0, -state * down], 0.0)
         self._add("link in T", [wire * both, 2 * state * both, 0, -2 * state * both], 0.0)
         inside = kernel + wire_dram
         self._add("DRAM in T", [inside * dram, visit * dram, 0, -visit * dram], 0.0)
-        self._add("DRAM", [(inside + micro * home_dram) * dram, visit * dram, 0, 0], rest_s)
+        inside += micro * home_dram + (micro - 1) * fetch_dram
+        self._add("DRAM", [inside * dram, visit * dram, 0, 0], rest_s)
         if machine.device_shares_host_cores:
             self._add("cores", [host_cores_s, device_s, device_s, 0], -forward_s)
 
     def _memory(self, w: Workload, device_bytes: float) -> None:
-        """In shares of all state, so that the rows are as large as the others."""
-        state = float(STATE_BYTES_PER_PARAM)
+        """In shares of all state, so that the rows are as large as the others.
+
+        State, slots and gradients that stay are held throughout; activations come on top of them.
+        """
+        state = float(w.optimizer_state.state_bytes)
         scale = w.params * state
         spare = (device_bytes - w.device_base_bytes) / scale
         activations = sum(layer.activation_bytes for layer in w.layers) / scale
         stays = w.grad_bytes_per_param / state
-        self._append("device memory after forward", [0, 0, 1, 1, 0], spare - activations)
-        self._append("device memory after backward", [0, stays, 1 + stays, 1, 0], spare)
+        self._append("device memory", [0, stays, 1 + stays, 1, 0], spare - activations)
         self._append("slots hold visits", [0, -1, 0, 1, 0], 0.0)
 
     def _add(self, name: str, seconds: list[float], spare_s: float) -> None:

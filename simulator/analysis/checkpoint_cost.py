@@ -20,7 +20,7 @@ from simulator.schedules.checkpointed import (
     reserved_bytes,
 )
 from simulator.schedules.write_order import Due, Pace, Writing, order_writing
-from simulator.workload import STATE_BYTES_PER_PARAM, Workload
+from simulator.workload import Workload
 
 LEAD_IN = 2  # iterations before the save: the second one ends in the steady state
 FOLLOWED = 4  # iterations after the save; what persists longer is extrapolated from the last one
@@ -132,13 +132,14 @@ class _Run:
             placement = plan.placements[op.subgroup]
             if op.kind == overwriting[placement]:
                 found.append(Due(op.subgroup, at_s, "host" if placement == "host" else "device"))
-        return _monotone(found)
+        return _monotone(found, plan.issue_order)
 
 
-def _monotone(due: list[Due]) -> list[Due]:
+def _monotone(due: list[Due], issue_order: Sequence[int]) -> list[Due]:
     """Residents and visitors in one order, that of their ops: their copies share the D2H lane."""
     latest, ordered = dict[str, float](), []
-    for one in sorted(due, key=lambda d: d.subgroup):
+    rank = {subgroup: position for position, subgroup in enumerate(issue_order)}
+    for one in sorted(due, key=lambda d: rank[d.subgroup]):
         latest[one.queue] = max(latest.get(one.queue, 0.0), one.at_s)
         ordered.append(replace(one, at_s=latest[one.queue]))
     return ordered
@@ -167,7 +168,7 @@ class CheckpointSimulation:
         self.workload, self.plan, self.machine = workload, plan, machine
         self.save_s = SAVE_S if save_s is None else save_s
         self.iterations = LEAD_IN + FOLLOWED
-        self.sizes = [n * STATE_BYTES_PER_PARAM for n in workload.subgroups]
+        self.sizes = [n * workload.optimizer_state.state_bytes for n in workload.subgroups]
         self.storage = capacities(machine, workload.ranks_per_node)["storage"]
 
     def schedule(self, saving: CheckpointPlan) -> Schedule:
@@ -238,7 +239,7 @@ class CheckpointSimulation:
             self.sizes, [] if saving.mode == "sync" else due,
             Pace(rate, self.storage, copy_rate(self.machine)),
             saving.copy_budget_bytes // BLOCK_BYTES * BLOCK_BYTES,
-            self.workload.model_checkpoint_bytes,
+            self.workload.model_checkpoint_bytes, self.plan.issue_order,
         )  # fmt: skip
 
     def _schedule(self, saving: CheckpointPlan, writing: Writing) -> Schedule:

@@ -1,7 +1,8 @@
 """How fast any plan with so many host, visiting and resident subgroups could be.
 
 The linear program of `simulator.analysis.bound` treats parameters as a fluid. Here subgroups are
-whole, and lanes have to fill and to drain: what follows holds for every order of the placements.
+whole, and lanes have to fill and to drain: what follows holds for every order of the placements,
+and for every order in which each queue updates its subgroups.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from simulator.analysis.sharing_modes import REQUIREMENTS, HostUpdates, WindowPr
 from simulator.engines.reference import alone_s, capacities, demands
 from simulator.machine import Machine
 from simulator.schedule import Lane, Op, OpKind
-from simulator.workload import STATE_BYTES_PER_PARAM, Workload
+from simulator.update.recipes import Bytes
+from simulator.workload import Workload
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 MOST_CUTS = 60
+MOST_NAMED = 10  # subgroups, of which every choice is looked at
 MOST_SUBGROUPS = 128  # n**3 / 6 counts of n subgroups: more are left to the linear program
 
 
@@ -50,7 +53,9 @@ def count_bounds(workload: Workload, machine: Machine, device_bytes: float) -> C
     - every resource has to fit what must happen within W: all updates, all parameters that come
       home, and the visits beyond the slots, in and out;
     - the last host update is followed by its copy and by the forward of its layer and of those
-      behind, the first one waits for the last gradient to come home;
+      behind, whichever subgroup it is;
+    - gradients come home in the order of backward, those of the first layers last: the updates of
+      any that come last follow the first of them (`_Times.late_s`);
     - with more visits than slots, the last visit comes in behind the write-back of an earlier one,
       behind the first device update; each slot's visits follow one another.
 
@@ -100,18 +105,20 @@ def _shared(
 
 
 def _fitting(w: Workload, device_bytes: float) -> tuple[Ints, Ints, Ints, Ints]:
-    """Counts whose state, slots, gradients and activations fit, at forward's and backward's end."""
+    """Counts whose state, slots, gradients and activations fit."""
     n = len(w.subgroups)
     d, r, s = np.meshgrid(*(np.arange(n + 1),) * 3, indexing="ij", sparse=True)
     whole = (d + r <= n) & (s <= d) & ((s > 0) | (d == 0))
     device, resident, slots = (np.asarray(a, dtype=np.int64) for a in np.nonzero(whole))
     least = np.concatenate([[0.0], np.cumsum(np.sort(w.subgroups))])
-    # The slots are as large as the largest visit, which is at least the device-th smallest.
+    # The slots are as large as the largest visit, which is at least the device-th smallest; and
+    # together as large as that many visits, which are other subgroups than the residents.
     largest = np.concatenate([[0.0], np.sort(w.subgroups)])
-    held = STATE_BYTES_PER_PARAM * (least[resident] + slots * largest[device])
+    held = np.maximum(least[resident] + slots * largest[device], least[resident + slots])
+    held = w.optimizer_state.state_bytes * held
     activations = sum(layer.activation_bytes for layer in w.layers)
     gradients = w.grad_bytes_per_param * least[device + resident]
-    fits = w.device_base_bytes + held + np.maximum(activations, gradients) <= device_bytes
+    fits = w.device_base_bytes + held + activations + gradients <= device_bytes
     device, resident, slots = device[fits], resident[fits], slots[fits]
     return n - device - resident, device, resident, slots
 
@@ -155,7 +162,8 @@ class _Times:
         self.workload = w
         self.count = len(w.subgroups)
         self.have = capacities(machine, w.ranks_per_node)
-        state, grad, wire = STATE_BYTES_PER_PARAM, w.grad_bytes_per_param, w.wire_bytes
+        amounts = self.bytes = Bytes.of(w)
+        state, grad, wire = amounts.visit, amounts.gradient, amounts.wire
         sizes = sorted(w.subgroups)
 
         def work(make: Callable[[int], Op]) -> _Work:
@@ -164,15 +172,22 @@ class _Times:
         self.visit_in = work(lambda n: _copy(OpKind.STATE_H2D, n * state))
         self.visit_out = work(lambda n: _copy(OpKind.STATE_D2H, n * state))
         self.gradient = work(lambda n: _copy(OpKind.GRADIENT_D2H, n * grad))
+        self.fetch = work(lambda n: _copy(OpKind.GRADIENT_H2D, n * grad))
         self.parameter = work(lambda n: _copy(OpKind.PARAMETER_H2D, n * wire))
         self.on_device = work(_device_update)
-        per_param = 2 * state + grad + wire
+        per_param = amounts.host_traffic
 
         def on_host(threads: float) -> _Work:
             return work(lambda n: _host_update(n, threads, per_param * n))
 
-        self.on_host = [on_host(n) for n in _thread_counts(machine, self.have["cores"])]
+        threads = _thread_counts(machine, self.have["cores"])
+        self.on_host = [on_host(n) for n in threads]
+        self.host_rates = [(machine.host_adam_rate(n), n) for n in threads]
+        self.device_s_per_param = 1.0 / machine.rate("device_adam_params_per_s")
         self._passes(w)
+        self.late_s = np.array([self._late(hosted) for hosted in range(self.count + 1)])
+        if self.count <= MOST_NAMED:
+            self.late_s = np.maximum(self.late_s, self._named_s())
 
     def _passes(self, w: Workload) -> None:
         """Forward and backward of one micro-batch, and the forward behind each subgroup's layer."""
@@ -194,7 +209,9 @@ class _Times:
             self._resources(host, device, resident, slots),
             self._chains(host, device, resident, slots),
         )
-        return np.maximum(window + self.rest_s, self._whole(host, device))
+        whole = np.maximum(self._whole(host, device), self.late_s[host])
+        seconds: Floats = np.maximum(window + self.rest_s, whole)
+        return seconds
 
     def _host(self, of: Callable[[_Work], Floats], host: Ints) -> Floats:
         """The least over thread counts."""
@@ -223,15 +240,13 @@ class _Times:
         """Of the lanes' ops, the smallest and the largest of each."""
         w = self.workload
         sizes = sorted({min(w.subgroups), max(w.subgroups)})
-        state, wire = STATE_BYTES_PER_PARAM, w.wire_bytes
-        dram = 2 * state + w.grad_bytes_per_param + wire
+        state, wire, dram = self.bytes.visit, self.bytes.wire, self.bytes.host_traffic
         lanes = [
             [_copy(OpKind.STATE_H2D, n * state) for n in sizes],
             [_copy(OpKind.PARAMETER_H2D, n * wire) for n in sizes],
             [_copy(OpKind.STATE_D2H, n * state) for n in sizes],
         ]
-        threads = _thread_counts(machine, self.have["cores"])
-        rates = tuple((machine.host_adam_rate(n), n) for n in threads)
+        rates = tuple(self.host_rates)
         scales = bool(machine.host_adam_by_threads)
         # Of parameters that come home, the smallest have the largest share of latency.
         return WindowProgram(
@@ -286,9 +301,10 @@ class _Times:
         """What a whole iteration asks of the resources that work during backward too."""
         micro = self.workload.gradient_accumulation_steps
         found = np.zeros(host.shape)
-        for name in ("dram", "d2h", "link"):
+        for name in ("dram", "h2d", "d2h", "link"):
             crossing = self.visit_in.on(name) + self.visit_out.on(name)
             home = self.parameter.on(name) + micro * self.gradient.on(name)
+            home = home + (micro - 1) * self.fetch.on(name)
             updates = self._host(lambda work: work.on(name), host)  # noqa: B023 - called at once
             found = np.maximum(found, crossing[device] + home[host] + updates)
         return found
@@ -314,17 +330,78 @@ class _Times:
         return shortest
 
     def _host_chain(self, host: Ints) -> Floats:
-        """Last gradient home, all host updates, the last one's parameters."""
-        gradients_s = float(self.backward[:-1].sum())  # until then the first ones are not complete
-        late = np.maximum(
-            self.gradient.one_s - self.left_s[self.count - host],
-            self.gradient.lane_s[host] - gradients_s,
-        )
-        updates = self._host(lambda work: work.alone_s, host)
+        """All host updates, and the last one's parameters."""
+        ended: Floats = self._updates_s(host) + self.parameter.one_s
+        return ended
+
+    def _updates_s(self, host: Ints) -> Floats:
+        """The least of so many host updates one after the other."""
+        updates: Floats = self._host(lambda work: work.alone_s, host)
         for name in ("dram", "cores"):
             updates = np.maximum(updates, self._host(lambda work: work.on(name), host))  # noqa: B023 - called at once
-        ended: Floats = np.maximum(0.0, late) + updates + self.parameter.one_s
-        return ended
+        return updates
+
+    def _late(self, hosted: int) -> float:
+        """The iteration that gradients on their way home allow, with so many host subgroups.
+
+        From the end of one iteration's first forward to the next one's. No update begins before the
+        norm, and none before its gradient is home: gradients of all micro-batches come one after
+        the other, from backward of the last layer on, in the order of backward. So for each m:
+        behind the first gradient of the m that come last there are m updates and a copy, or an
+        update and m copies, and the forward that is behind any of those m. With h host subgroups of
+        n, the one with the m-th lowest index is at most number n - h + m - 1.
+        """
+        if not hosted:
+            return 0.0
+        micro = self.workload.gradient_accumulation_steps
+        last = np.arange(1, hosted + 1)
+        highest = self.count - hosted + last - 1
+        home = self.gradient.lane_s
+        by_lane = self.backward[-1] + (micro - 1) * home[hosted] + home[hosted - last + 1]
+        by_backward = self.rest_s - self.left_s[highest] + self.gradient.one_s
+        begin_s = np.maximum(np.maximum(by_lane, by_backward), self.rest_s)
+        one, lane_s = self._updates_s(np.array([1])), self.parameter.lane_s[last]
+        ended = np.maximum(self._updates_s(last) + self.parameter.one_s, one + lane_s)
+        behind = np.array(self.tails[::-1])[highest]
+        return max(float((begin_s + ended + behind).max()), self._fetched_s(hosted))
+
+    def _named_s(self) -> Floats:
+        """The same by names, for few subgroups of unequal size: the lowest of all choices of which
+        ones are on the host, by their number. What the host does not update the device does.
+        """
+        w, micro = self.workload, self.workload.gradient_accumulation_steps
+        count, sizes = self.count, np.array(w.subgroups, dtype=np.float64)
+        chosen = (np.arange(2**count)[:, None] >> np.arange(count)) & 1 > 0  # a row per choice
+        behind = np.array(self.tails[::-1])
+        update_s = 1.0 / max(rate for rate, _ in self.host_rates)
+        home_s, copy_s = (amount / self.have[name] for amount, name in (
+            (self.bytes.gradient, "d2h"), (self.bytes.wire, "h2d")))  # fmt: skip
+        hosted = chosen @ sizes
+        least = np.where(chosen, sizes, np.inf).min(axis=1, initial=np.inf)
+        first = chosen.argmax(axis=1)  # its gradient comes last
+        some = hosted > 0
+        size, tail = sizes[first], behind[first]
+        after_norm = np.maximum(hosted * update_s + least * copy_s, hosted * copy_s)
+        late = self.backward[-1] + micro * hosted * home_s + size * (update_s + copy_s) + tail
+        alone = (chosen * (sizes * (update_s + copy_s) + behind)).max(axis=1)
+        window = np.maximum(after_norm + self.tails[0], alone)
+        seconds = np.where(some, np.maximum(self.rest_s + window, late), 0.0)
+        on_device = (sizes.sum() - hosted) * self.device_s_per_param
+        seconds = np.maximum(seconds, self.rest_s + self.forward_s + on_device)
+        floors = np.full(count + 1, np.inf)
+        np.minimum.at(floors, chosen.sum(axis=1), seconds)
+        return floors
+
+    def _fetched_s(self, hosted: int) -> float:
+        """The iteration that the lane of fetched gradients allows: from the second micro-batch's
+        backward on it brings them all, then the new parameters.
+        """
+        micro = self.workload.gradient_accumulation_steps
+        if micro == 1:
+            return 0.0
+        begin_s = float(self.backward.sum()) + self.forward_s + self.backward[-1]
+        fetched_s = (micro - 1) * self.fetch.lane_s[hosted] + self.parameter.lane_s[hosted]
+        return float(begin_s + fetched_s + self.tails[0])
 
     def _visit_chain(self, device: Ints, slots: Ints) -> Floats:
         """Until the last visit's update has ended."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from simulator.analysis.bound import bound
 from simulator.machine import Machine
 from simulator.plan import Plan
+from simulator.schedules.settings import settings
 from simulator.schedules.strategies import STRATEGIES, build_strategy, shared_plan
 from simulator.workload import Workload
 
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
 
     from simulator.engines.compiled import SimResult
 
-STEPS = 10  # of the grids in which a strategy's best setting is looked for
-STRIDES = (2, 3, 4, 5, 6, 8, 10)
 POINTS_PER_TASK = 16
 SLOTS = 2
 
@@ -203,31 +202,14 @@ def _best_setting(
     work: Workload, machine: Machine, point: Point
 ) -> tuple[Mapping[str, Any], SimResult]:
     """The setting given, or the fastest one that fits; of those that do not fit the smallest."""
-    tried = [(setting, _simulate(work, machine, point.strategy, setting))
-             for setting in _settings(work, point)]  # fmt: skip
+    options = [point.options] if point.options else settings(point.strategy, len(work.subgroups))
+    tried = [(setting, _simulate(work, machine, point.strategy, setting)) for setting in options]
 
     def rank(pair: tuple[Mapping[str, Any], SimResult]) -> tuple[bool, float]:
         unfit = bool(_unfit(work, machine, point, pair[1]))
         return unfit, pair[1].device_peak_bytes if unfit else pair[1].iteration_s
 
     return min(tried, key=rank)
-
-
-def _settings(work: Workload, point: Point) -> Iterator[Mapping[str, Any]]:
-    shares = [i / STEPS for i in range(STEPS + 1)]
-    if point.options:
-        yield point.options
-    elif point.strategy == "twin_flow":
-        yield from ({"ratio": share} for share in shares)
-    elif point.strategy == "deep_optimizer_states":
-        yield from ({"stride": k} for k in STRIDES if k <= max(2, len(work.subgroups)))
-    elif point.strategy == "ebbtide":
-        for residents in shares:
-            for visits in shares:
-                if residents + visits <= 1:
-                    yield {"resident_share": residents, "device_share": visits}
-    else:
-        yield {}
 
 
 def _simulate(
@@ -244,10 +226,7 @@ def _simulate(
 def _spread_plan(work: Workload, visits: float, residents: float) -> Plan:
     plan = shared_plan(work, visits, residents)
     slots = min(SLOTS, plan.count("device"))
-    early = len(work.layers) - 1
-    return plan.model_copy(
-        update={"staging_slots": slots, "prefetch": slots, "prefetch_after_layer": early}
-    )
+    return plan.model_copy(update={"staging_slots": slots, "prefetch": slots})
 
 
 def _unfit(work: Workload, machine: Machine, point: Point, found: SimResult) -> str:

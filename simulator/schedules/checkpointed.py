@@ -97,9 +97,7 @@ class CheckpointedLoop(EbbtideLoop):
     def _save(self) -> None:
         """Everything is at rest when it begins; the next forward begins when it returns."""
         assert self.step_end is not None
-        visits = self.plan.count("device")
-        waits = [self.step_end, *self.parameters_new.values()]
-        waits += self.written_back[len(self.written_back) - visits :]
+        waits = [self.step_end, *self.parameters_new.values(), *self.ends]
         self.save_op = self.step_end = self.out.add(
             OpKind.SNAPSHOT, Lane.COMPUTE, 0.0, after=[*waits, *self.commits[-1:]],
             latency_s=self.save_s,

@@ -9,9 +9,10 @@ from typing import Literal
 from simulator.machine import RateName
 from simulator.schedule import Lane, OpKind, Schedule
 from simulator.schedules.loop import ALL_CORES, TrainingLoop
-from simulator.workload import STATE_BYTES_PER_PARAM, Workload
+from simulator.update.optimizer import ADAM, FP32_BYTES
+from simulator.workload import Workload
 
-FP32_BYTES = 4
+STATE_BYTES_PER_PARAM = ADAM.state_bytes
 HOST_BYTES_PER_PARAM = 20  # state 12, `.grad` 4, gradient partition buffer 4
 DEVICE_BYTES_PER_PARAM = STATE_BYTES_PER_PARAM + FP32_BYTES  # state and fp32 gradient
 Updates = Literal["sequential", "interleaved", "with_backward"]

@@ -106,7 +106,6 @@ def ebbtide(
     staging_slots: int | None = None,
     prefetch: int | None = None,
     threads: int | None = None,
-    split_master: bool | None = None,
 ) -> Schedule:
     """The runtime under a plan; each option overrides the plan's, so features can be switched.
 
@@ -118,7 +117,7 @@ def ebbtide(
         plan = shared_plan(workload, device_share or 0.0, resident_share or 0.0, plan)
     changes: dict[str, Any] = {
         "overlap_forward": overlap_forward, "staging_slots": staging_slots, "prefetch": prefetch,
-        "threads": threads, "split_master": split_master,
+        "threads": threads,
     }  # fmt: skip
     changes = {key: value for key, value in changes.items() if value is not None}
     if changes:
@@ -151,8 +150,9 @@ def shared_plan(
     visits = min(round(device_share * count), count - residents)
     placements: list[Placement] = ["resident"] * residents
     placements += spread(visits, count - residents)
-    fields = base.model_dump() if base is not None else {"subgroup_size": max(workload.subgroups)}
-    return Plan.model_validate({**fields, "placement": Plan.runs(placements)})
+    if base is not None:
+        return base.placed(placements)
+    return Plan(subgroup_size=max(workload.subgroups), placement=Plan.runs(placements))
 
 
 def spread(visits: int, count: int) -> list[Placement]:

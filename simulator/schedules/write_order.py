@@ -1,8 +1,8 @@
 """In which order the bytes of one checkpoint reach storage, and which are copied before an update.
 
 Replays what `runtime.checkpoint.persist.BlockWriter` does, on bytes and seconds: writers take the
-live bytes in subgroup order; an update that comes due first copies what is left of its subgroup
-into the reserved budget, and waits for the rest to be written.
+live bytes in the order of the plan's updates; an update that comes due first copies what is left of
+its subgroup into the reserved budget, and waits for the rest to be written.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ def order_writing(
     pace: Pace,
     budget_bytes: float,
     rest_bytes: float = 0.0,
+    turns: Sequence[int] | None = None,
 ) -> Writing:
     """Who is written when.
 
@@ -81,9 +82,11 @@ def order_writing(
         sizes_bytes: of each subgroup's state.
         due: one update of each subgroup that will be overwritten, in any order.
         rest_bytes: written after all subgroups.
+        turns: all subgroups in the order in which their updates come due; None: in forward order.
     """
     live = {REST: float(rest_bytes), **{i: float(n) for i, n in enumerate(sizes_bytes)}}
-    writer = _Writer(pace, budget_bytes, live)
+    ranks = {subgroup: rank for rank, subgroup in enumerate(turns or range(len(sizes_bytes)))}
+    writer = _Writer(pace, budget_bytes, live, ranks)
     queues = _in_order(due)
     late = dict.fromkeys(queues, 0.0)  # what waiting has cost each queue so far
     while any(queues.values()):
@@ -108,19 +111,19 @@ class _Writer:
     pace: Pace
     free_bytes: float  # of the budget
     live: dict[int, float]  # bytes of each subgroup that nobody has written or copied
+    ranks: dict[int, int]  # when a subgroup's turn is
     now_s: float = 0.0
     copied: dict[int, float] = field(default_factory=dict)
     segments: list[Segment] = field(default_factory=list)
     waiting: dict[int, float] = field(default_factory=dict)  # copied, and not yet written
-    turn: list[float] = field(default_factory=list)  # heap of the subgroups that may have bytes
+    turn: list[tuple[float, int]] = field(default_factory=list)  # heap: who may have bytes
     copying: list[tuple[float, int]] = field(default_factory=list)  # heap: (ended at, subgroup)
 
     def __post_init__(self) -> None:
         self.turn = sorted(self._order(subgroup) for subgroup in self.live)
 
-    @staticmethod
-    def _order(subgroup: int) -> float:
-        return math.inf if subgroup == REST else float(subgroup)
+    def _order(self, subgroup: int) -> tuple[float, int]:
+        return (math.inf if subgroup == REST else self.ranks[subgroup]), subgroup
 
     def release(self, subgroup: int, at_s: float) -> float:
         """Makes a subgroup free for its update; returns how long that takes."""
@@ -142,7 +145,7 @@ class _Writer:
         return max(copy_s, self.now_s - at_s)
 
     def write_until(self, end_s: float) -> None:
-        """Live and copied bytes alike in subgroup order, those without a subgroup last."""
+        """Live and copied bytes alike in their turn, those without a subgroup last."""
         while self.now_s < end_s and (self.turn or self.copying):
             while self.copying and (self.copying[0][0] <= self.now_s or not self.turn):
                 ready_s, subgroup = heapq.heappop(self.copying)
@@ -154,7 +157,7 @@ class _Writer:
             self.now_s = max(self.now_s, end_s)
 
     def _write_next(self, end_s: float) -> None:
-        subgroup = REST if math.isinf(self.turn[0]) else int(self.turn[0])
+        subgroup = self.turn[0][1]
         part: Part = "live" if self.live.get(subgroup) else "copied"
         side = self.live if part == "live" else self.waiting
         most = max(0.0, end_s - self.now_s) * self.pace.write_bytes_per_s

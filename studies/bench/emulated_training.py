@@ -20,7 +20,7 @@ from torch import nn
 from runtime.devices.emulated import EmulatedDevice, EmulatedRates
 from simulator import Layer, Machine, Plan, Quantity, Workload
 from simulator.timeline import Timeline
-from simulator.workload import STATE_BYTES_PER_PARAM
+from simulator.update.optimizer import ADAM
 
 WARMUP = 2  # steps: DeepSpeed traces the first one; after a switch the slots fill in one
 RATES = (
@@ -85,7 +85,7 @@ class Setting:
             "dram_bytes_per_s": 1e13, "storage_write_bytes_per_s": 1e9,
         }  # fmt: skip
         always = 4 * self.params  # wire parameters and, at most, all gradients
-        spare = int(self.memory_share * STATE_BYTES_PER_PARAM * self.params)
+        spare = int(self.memory_share * ADAM.state_bytes * self.params)
         return Machine(
             name="emulated at given rates", device_kind="emulated", cpu_cores=1024,
             host_memory_bytes=2**36,

@@ -50,12 +50,11 @@ def test_updates_wait_for_their_state_and_copies_for_their_updates():
 
 def test_only_prefetched_visits_may_start_before_the_norm():
     template = template_of(["device"] * 3 + ["host"], slots=3, prefetch=2)
-    early = [t.op.subgroup for t in template if not t.needs_norm]
-    assert early == [0, 1]
-    assert all(t.op.kind == OpKind.STATE_H2D for t in template if not t.needs_norm)
-    assert all(
-        t.needs_norm for t in template if t.op.kind in (OpKind.UPDATE_HOST, OpKind.UPDATE_DEVICE)
-    )
+    assert [t.op.subgroup for t in template if t.early] == [0, 1]
+    assert all(t.op.kind == OpKind.STATE_H2D and not t.needs_norm for t in template if t.early)
+    late = [t for t in template if not t.early and not t.now]
+    assert late
+    assert all(t.needs_norm for t in late)
 
 
 def test_updates_read_gradients_and_copies_do_not():

@@ -12,9 +12,9 @@ from simulator.analysis.many_plans import PlanSweep
 from simulator.analysis.sharing_modes import HOME, HOST, LEAVING, HostUpdates, modes
 from simulator.engines.reference import capacities
 from simulator.schedule import Lane, Op, OpKind
+from simulator.update.order import UpdateOrder
 
 PLENTY = 2**45
-EARLY = 10**6
 
 
 def random_workload(rng, most):
@@ -68,11 +68,11 @@ def settled_s(sweeps, *plan):
     return (sums[1] - sums[0]) / (sweeps[1].iterations - sweeps[0].iterations)
 
 
-def random_rest(rng, slots):
+def random_rest(rng, slots, count):
     """Prefetch and on, as `PlanSweep.evaluate` takes them."""
     prefetch = slots if rng.random() < 0.7 else int(rng.integers(0, slots + 1))
-    after_layer = EARLY if rng.random() < 0.8 else 0
-    return prefetch, after_layer, int(rng.choice([0, 1, 2, 4, 20])), bool(rng.random() < 0.9)
+    order = [None, np.arange(count)[::-1].copy(), rng.permutation(count)][rng.integers(3)]
+    return prefetch, int(rng.choice([0, 1, 2, 4, 20])), bool(rng.random() < 0.9), order
 
 
 def random_plans(rng, count):
@@ -80,13 +80,13 @@ def random_plans(rng, count):
         codes = rng.choice(3, size=count, p=rng.dirichlet([0.7] * 3)).astype(np.int8)
         visits = int((codes == 1).sum())
         slots = int(rng.integers(1, min(visits, 4) + 1)) if visits else 0
-        yield codes, slots, *random_rest(rng, slots)
+        yield codes, slots, *random_rest(rng, slots, count)
 
 
 def all_placements(rng, count):
     for codes in product(range(3), repeat=count):
         for slots in range(1, codes.count(1) + 1) or (0,):
-            yield np.array(codes, dtype=np.int8), slots, *random_rest(rng, slots)
+            yield np.array(codes, dtype=np.int8), slots, *random_rest(rng, slots, count)
 
 
 @pytest.mark.parametrize("most", [5, 12])
@@ -138,10 +138,23 @@ def floor_of(found, *counts):
 def test_all_on_the_host_is_a_chain_that_the_bound_knows_to_the_last_microsecond():
     work, have = workload(), machine()
     plan = Plan(subgroup_size=10**8, placement=Plan.runs(["host"] * 4), staging_slots=0)
-    seconds = simulate(build_schedule(work, plan), have).iteration_s
+    in_turn = simulate(build_schedule(work, plan), have).iteration_s
     # Backward; the first layer's gradient home; four updates; one copy home; the last forward.
-    by_hand = 4 * 0.02 + 2e8 / 10e9 + 4 * 0.1 + 2e8 / 20e9 + 0.01
-    assert seconds == pytest.approx(by_hand, rel=1e-9)
+    assert in_turn == pytest.approx(4 * 0.02 + 2e8 / 10e9 + 4 * 0.1 + 2e8 / 20e9 + 0.01, rel=1e-9)
+    # The second layer's gradient is home when backward ends: the host need not wait for the first.
+    begun = Plan.from_fields({**plan.model_dump(), "order": {"host": [[1, 0], [2, 3]]}})
+    by_hand = 4 * 0.02 + 4 * 0.1 + 2e8 / 20e9 + 0.01
+    assert simulate(build_schedule(work, begun), have).iteration_s == pytest.approx(by_hand)
+    assert floor_of(count_bounds(work, have, PLENTY), 4, 0, 0, 0) == pytest.approx(by_hand)
+
+
+def test_gradients_that_come_home_slowly_are_a_chain_too():
+    """A gradient takes 0.2 s, and the first layer's comes last: then its update, copy, forward."""
+    work, have = workload(), machine(d2h_bytes_per_s=1e9)
+    plan = Plan(subgroup_size=10**8, placement=Plan.runs(["host"] * 4), staging_slots=0,
+                order=UpdateOrder(host="arrival"))  # fmt: skip
+    by_hand = 0.02 + 4 * 0.2 + 0.1 + 2e8 / 20e9 + 4 * 0.01
+    assert simulate(build_schedule(work, plan), have).iteration_s == pytest.approx(by_hand)
     assert floor_of(count_bounds(work, have, PLENTY), 4, 0, 0, 0) == pytest.approx(by_hand)
 
 
@@ -152,7 +165,6 @@ def test_visits_beyond_the_slots_wait_for_a_write_back():
     by_hand = 2 * 0.5 + update_s + out_s + in_s + update_s + 0.01
     plan = Plan(
         subgroup_size=10**8, placement=Plan.runs(["device"] * 2), staging_slots=1, prefetch=1,
-        prefetch_after_layer=1,
     )  # fmt: skip
     assert simulate(build_schedule(work, plan), have).iteration_s == pytest.approx(by_hand)
     found = count_bounds(work, have, PLENTY)
@@ -163,7 +175,8 @@ def test_visits_beyond_the_slots_wait_for_a_write_back():
 def test_what_does_not_fit_is_not_counted():
     work, have = workload(), machine()
     state = 12 * 10**8
-    limit = 10**9 + 2 * state + 4 * 10**8  # two subgroups beside the activations
+    # Two subgroups and their gradients, beside the activations.
+    limit = 10**9 + 2 * state + 2 * 2 * 10**8 + 4 * 10**8
     found = count_bounds(work, have, limit)
     assert (found.resident + found.slots).max() == 2
     roomy = count_bounds(work, have, PLENTY)

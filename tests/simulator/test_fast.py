@@ -18,8 +18,10 @@ from simulator import (
     build_strategy,
     simulate,
 )
-from simulator.analysis.many_plans import COLUMNS, PLACEMENT_CODES, PlanSweep, iteration_s_many
+from simulator.analysis.many_plans import COLUMNS, PlanSweep, iteration_s_many
 from simulator.engines.compiled import compile_schedule, simulate_fast
+from simulator.engines.recipe_arrays import PLACEMENT_CODES
+from simulator.update.order import UpdateOrder, order_of
 from tests.simulator.machines import machine, random_machine, random_workload, workload
 
 EXACT = {"rel": 1e-9, "abs": 1e-9}
@@ -38,14 +40,20 @@ def assert_same(schedule, on, *, phases=True):
     assert np.sort(fast.end_s) == pytest.approx(ends, **EXACT)
 
 
+def random_order(placements, rng):
+    named = rng.choice(["forward", "arrival", None])
+    if named:
+        return UpdateOrder(host=named, device=rng.choice(["forward", "arrival"]))
+    return order_of(rng.sample(range(len(placements)), len(placements)), placements)
+
+
 def random_plan(work, rng):
     placements = rng.choices(["host", "device", "resident"], k=len(work.subgroups))
     slots = rng.randint(1, 4)
     return Plan(
         subgroup_size=max(work.subgroups), placement=Plan.runs(placements), staging_slots=slots,
-        prefetch=rng.randint(0, slots), prefetch_after_layer=rng.randint(0, len(work.layers)),
-        threads=rng.choice([0, 1, 2]), overlap_forward=rng.random() < 0.7,
-        split_master=rng.random() < 0.3,
+        prefetch=rng.randint(0, slots), threads=rng.choice([0, 1, 2]),
+        overlap_forward=rng.random() < 0.7, order=random_order(placements, rng),
     )  # fmt: skip
 
 

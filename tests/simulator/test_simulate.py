@@ -150,7 +150,7 @@ def test_a_second_slot_lets_the_copies_overlap():
 
 
 def test_prefetch_starts_behind_its_layer_and_only_for_so_many():
-    plan = plan_of(["device"] * 2, 2, prefetch=1, prefetch_after_layer=1)
+    plan = plan_of(["device"] * 2, 2, prefetch=1)
     found = simulate(build_schedule(workload((10, 10)), plan), machine())
     # Layer 1's backward ends at 4. The second visit waits for the norm at 6, and for its lane.
     assert spans(found, OpKind.STATE_H2D) == [(4, 124), (124, 244)]

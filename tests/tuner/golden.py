@@ -49,7 +49,6 @@ class Row:
         return Plan(
             subgroup_size=max(workload.subgroups), placement=Plan.runs(runs),
             staging_slots=self.staging_slots, prefetch=self.prefetch,
-            prefetch_after_layer=len(workload.layers) - 1,
             threads=self.threads,
             overlap_forward=self.overlap_forward,
         )  # fmt: skip

@@ -34,10 +34,9 @@ def by_brute_force(workload, machine):
         visits = codes.count(1)
         for slots in range(1, visits + 1) if visits else (0,):
             for prefetch in range(slots + 1):
-                for after_layer in (0, 1, 10**6):
-                    row = sweep.evaluate(placement, slots, prefetch, after_layer)
-                    if limits.hold(int(row[6]), int(row[7])):
-                        best = min(best, float(row[0]))
+                row = sweep.evaluate(placement, slots, prefetch)
+                if limits.hold(int(row[6]), int(row[7])):
+                    best = min(best, float(row[0]))
     return best
 
 

@@ -86,7 +86,7 @@ def test_no_plan_is_faster_than_the_bound(visits, slots, threads, overlap, share
     work = workload(8)
     plan = Plan(
         subgroup_size=work.subgroup_size, placement=Plan.runs(spread(visits, 8)),
-        staging_slots=slots if visits else 0, prefetch=min(slots, visits), prefetch_after_layer=7,
+        staging_slots=slots if visits else 0, prefetch=min(slots, visits),
         threads=threads, overlap_forward=overlap,
     )  # fmt: skip
     seconds = simulate(build_schedule(work, plan), have).iteration_s

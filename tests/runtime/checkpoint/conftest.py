@@ -75,7 +75,7 @@ class Bench:
         ]
         writer = BlockWriter(
             attempt.staging, planned, files, self.budget, self.bounce, pace or Pace(None),
-            writers=self.writers, progress_deadline_s=self.deadline_s,
+            writers=self.writers, progress_deadline_s=self.deadline_s, turns=self.live.turns,
         )  # fmt: skip
         return Job(attempt, commit, writer, self.live, files, keep)
 

@@ -44,6 +44,17 @@ def registered(bench, state):
     return state
 
 
+def test_subgroups_are_written_in_the_order_in_which_their_updates_come_due(bench):
+    state = some_state()
+    tensors = state["optim_states"]["fp32"]
+    bench.live.register_all({number: [tensors[number]] for number in (2, 0, 1)})
+    job = bench.begin(state, "a")
+    assert [s for s in job._writer._queues if s < 3] == [2, 0, 1]
+    job.start()
+    assert job.wait(60)
+    assert job.failure is None
+
+
 def test_a_tensor_over_several_subgroups_is_streamed_from_where_it_is(bench):
     flat = torch.randn(20_000)
     cuts = [0, 1_000, 9_000, 20_000]

@@ -8,6 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from simulator.update.order import UpdateOrder
 from studies.byte_gpt import SIZES, ByteGPT
 from tests.runtime.contract.training import (
     DEVICES,
@@ -115,6 +116,7 @@ def plans(draw):
         "staging_slots": slots,
         "prefetch": draw(st.integers(0, slots)),
         "overlap_forward": draw(st.booleans()),
+        "order_seed": draw(st.none() | st.integers(0, 10**6)),
     }
 
 
@@ -230,6 +232,14 @@ def test_parameters_read_outside_of_their_module_after_a_load(overlap, tmp_path)
     resumed.load_checkpoint(str(tmp_path))
     ours = outcome(resumed, 4, first=3)
     assert_same(ours, (expected[0], expected[1][3:], expected[2][3:]))
+
+
+@pytest.mark.parametrize("case", ["clipping", "accumulation", "parameter_groups"])
+def test_the_order_of_the_updates_changes_no_bit(case):
+    device = "cuda" if "cuda" in DEVICES else "emulated"
+    ours = attached(engine_for(case), MIX, device, order_seed=3)
+    assert ours.optimizer._ebbtide.plan.order != UpdateOrder()
+    assert_same(outcome(ours), stock(case))
 
 
 PLANTS = {

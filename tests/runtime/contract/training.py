@@ -14,6 +14,7 @@ from runtime.devices.base import Device
 from runtime.devices.emulated import EmulatedDevice, EmulatedRates
 from runtime.zero.adopt_stage3 import subgroups_of
 from simulator import Plan
+from simulator.update.order import order_of
 from studies.bench.bits import differences, state_of
 from studies.byte_gpt import SIZES, Batches, ByteGPT, ds_config, train_step
 
@@ -38,12 +39,19 @@ def slowed(*rates: float) -> Device:
 
 
 def plan_for(engine: Any, pattern: list[str], subgroup: int = SUBGROUP, **fields: Any) -> Plan:
-    """The pattern repeated over the engine's subgroups; below ZeRO-3 the plan cuts them."""
+    """The pattern repeated over the engine's subgroups; below ZeRO-3 the plan cuts them.
+
+    With ``order_seed`` they are updated in a random order.
+    """
     count = len(subgroups_of(engine.optimizer, subgroup))
     placements = [pattern[i % len(pattern)] for i in range(count)]
     values = {"staging_slots": 2, "prefetch": 1} | fields
     if "device" not in placements:
         values |= {"staging_slots": 0, "prefetch": 0}
+    shuffled = values.pop("order_seed", None)
+    if shuffled is not None:
+        issue = random.Random(shuffled).sample(range(count), count)
+        values["order"] = order_of(issue, placements)
     return Plan(subgroup_size=subgroup, placement=Plan.runs(placements), **values)
 
 

@@ -1,7 +1,7 @@
-"""Orders of placements for given numbers of each: by when their updates can have ended.
+"""Which subgroup gets which placement, for given numbers of each: by when updates can have ended.
 
-Subgroups are updated in forward order, each lane in turn. So the k-th subgroup should be one whose
-update can be the k-th to end: then no layer waits for a lane that works for a later one.
+The k-th subgroup should be one whose update can be the k-th to end: then no layer waits for a queue
+that works for a later one. In which order a queue updates its subgroups: `tuner.update_orders`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from simulator.engines.reference import capacities
 from simulator.machine import Machine
 from simulator.plan import Placement
-from simulator.workload import STATE_BYTES_PER_PARAM, Workload
+from simulator.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class Counts:
     slots: int
 
 
-class Orders:
-    """Guesses of good orders; the lanes' paces are those of a mean subgroup."""
+class Arrangements:
+    """Guesses of good arrangements; the queues' paces are those of a mean subgroup."""
 
     def __init__(self, workload: Workload, machine: Machine) -> None:
         mean = workload.params / len(workload.subgroups)
         have = capacities(machine, workload.ranks_per_node)
-        visit = STATE_BYTES_PER_PARAM * mean
+        visit = workload.optimizer_state.visit_bytes * mean
         threads = (*machine.host_adam_by_threads, machine.cpu_cores)
         self.host_s = mean / max(machine.host_adam_rate(n) for n in threads)
         self.home_s = workload.wire_bytes * mean / have["h2d"]
@@ -40,7 +40,7 @@ class Orders:
         self.device_s = mean / machine.rate("device_adam_params_per_s")
 
     def of(self, counts: Counts, window_s: float) -> Iterator[tuple[Placement, ...]]:
-        """Some orders, the most likely first; lanes at their own pace, or filling the window."""
+        """Some of them, the most likely first; lanes at their own pace, or filling the window."""
         seen = set()
         for fills in (False, True):
             for slots_first in (True, False):

@@ -1,0 +1,342 @@
+"""ebbtide's schedule as arrays: the recipes, interpreted by numba.
+
+Writes what `simulator.schedules.ebbtide` builds, without an `Op` object in between, into the arrays
+that `simulator.engines.kernel` runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import numpy as np
+
+from simulator.engines import kernel
+from simulator.engines.jit import compiled, inlined
+from simulator.engines.kernel import Floats, Ints
+from simulator.machine import RateName
+from simulator.schedule import Lane, OpKind
+from simulator.update.recipes import (
+    GRADIENT_FETCH,
+    GRADIENT_HOME,
+    RECIPES,
+    Bytes,
+    Placement,
+    Slot,
+    Step,
+    Wait,
+)
+
+PLACEMENT_CODES: dict[Placement, int] = {placement: i for i, placement in enumerate(RECIPES)}
+SLOTS = list(Slot)
+RATES: tuple[RateName, ...] = (
+    "wall_s", "h2d_bytes_per_s", "d2h_bytes_per_s", "host_adam_params_per_s",
+    "device_adam_params_per_s", "network_bytes_per_s",
+)  # fmt: skip
+WALL, NETWORK = RATES.index("wall_s"), RATES.index("network_bytes_per_s")
+HOST_UPDATE = RATES.index("host_adam_params_per_s")
+
+_COMPUTE, _NETWORK_LANE = kernel.LANES.index(Lane.COMPUTE), kernel.LANES.index(Lane.NETWORK)
+_FORWARD, _BACKWARD, _IDLE, _GATHER, _REDUCE, _NORM, _STEP_END = (
+    kernel.KINDS.index(kind)
+    for kind in (
+        OpKind.FORWARD, OpKind.BACKWARD, OpKind.IDLE, OpKind.PARAMETER_GATHER,
+        OpKind.GRADIENT_REDUCE, OpKind.NORM, OpKind.STEP_END,
+    )
+)  # fmt: skip
+_WAIT_NORM, _WAIT_GRADIENT, _WAIT_PREVIOUS = (
+    int(w) for w in (Wait.NORM, Wait.GRADIENT, Wait.PREVIOUS)
+)
+
+# Columns of a layer's row, of a step's row behind those of an op, and entries of the plan.
+L_FORWARD, L_BACKWARD, L_ACTIVATION, L_GATHER, L_REDUCE = range(5)
+T_WAITS, T_TAKES, T_GIVES, T_EARLY, T_PUBLISHES = range(kernel.OP_COLUMNS, kernel.OP_COLUMNS + 5)
+P_PREFETCH, P_OVERLAP, P_MICRO_BATCHES, P_ITERATIONS = range(4)
+# Entries of the counts: ops and waits so far, and what the next op must know of earlier ones.
+_N_OPS, _N_AFTER, _N_ITERATION, _N_BACKWARD, _N_REDUCE, _N_STEP_END = range(6)
+_N_PASS, _N_PASS_BEFORE = 6, 7
+# Behind them, for each kind of buffer: how many there are, uses begun, uses ended, and where the
+# ops that ended them are noted. In one array, as each array costs every inlined step two counts
+# of its references.
+_N_SLOTS, _N_TAKEN, _N_GIVEN, _N_GIVERS = (8 + i * len(SLOTS) for i in range(4))
+_N_COUNT = 8 + 4 * len(SLOTS)
+
+
+@dataclass(frozen=True)
+class RecipeArrays:
+    """The recipes for one workload: a row per step.
+
+    Attributes:
+        rows: as in ``ops``, with WORK and DRAM per parameter, then what a step waits for, takes and
+            gives back (see T_*): shape (steps, OP_COLUMNS + 5).
+        first: a placement's steps are rows first[code] to first[code + 1].
+        gradient_home: by placement, whether the gradient goes to host memory.
+        threaded: rows whose CORES are the plan's threads.
+    """
+
+    rows: Floats
+    first: Ints
+    gradient_home: Ints
+    threaded: Ints
+    by_threads: dict[int, Floats] = field(default_factory=dict, compare=False)
+
+    @classmethod
+    def of(cls, amounts: Bytes) -> Self:
+        steps = [*(s for recipe in RECIPES.values() for s in recipe.steps)]
+        steps += [GRADIENT_FETCH, GRADIENT_HOME]  # the last two rows
+        lengths = [len(recipe.steps) for recipe in RECIPES.values()]
+        homes = [recipe.gradient == "host" for recipe in RECIPES.values()]
+        return cls(
+            rows=np.array([[*_row(step, amounts), *_waits(step)] for step in steps]),
+            first=np.cumsum([0, *lengths]).astype(np.int64),
+            gradient_home=np.array(homes, dtype=np.int64),
+            threaded=np.flatnonzero([step.threads for step in steps]).astype(np.int64),
+        )
+
+    def with_threads(self, threads: int) -> Floats:
+        """``rows`` for so many host threads; 0: all cores."""
+        rows = self.by_threads.get(threads)
+        if rows is None:
+            rows = self.by_threads[threads] = self.rows.copy()
+            rows[self.threaded, kernel.CORES] = threads or np.inf
+        return rows
+
+
+def _row(step: Step, amounts: Bytes) -> Floats:
+    row = np.zeros(kernel.OP_COLUMNS)
+    row[kernel.LANE] = kernel.LANES.index(step.lane)
+    row[kernel.KIND] = kernel.KINDS.index(step.kind)
+    row[kernel.RATE] = RATES.index(step.rate)
+    row[kernel.WORK], row[kernel.DRAM] = step.work(amounts), step.dram(amounts)
+    row[kernel.DEVICE_SHARE] = step.device_share
+    return row
+
+
+def _waits(step: Step) -> list[int]:
+    slots = [-1 if slot is None else SLOTS.index(slot) for slot in (step.takes, step.gives_back)]
+    return [int(step.waits), *slots, int(step.early), int(step.publishes)]
+
+
+def slot_vector(limits: Mapping[Slot, int]) -> Ints:
+    """Buffers of each kind, in the order of `SLOTS`."""
+    return np.array([limits[slot] for slot in SLOTS], dtype=np.int64)
+
+
+@inlined
+def _wait(n: Ints, after: Ints, op: int) -> None:
+    """The op that comes next waits for ``op``; -1 is nobody."""
+    if op >= 0:
+        after[n[_N_AFTER]] = op
+        n[_N_AFTER] += 1
+
+
+@inlined
+def _add(
+    n: Ints, ops: Floats, after_first: Ints, kind: int, lane: int, work: float, rate: int,
+    share: float, alloc: float, free: float,
+) -> int:  # fmt: skip
+    """An op of the training loop. Columns that no op here sets stay as they were: zero."""
+    i = n[_N_OPS]
+    ops[i, kernel.LANE] = lane
+    ops[i, kernel.KIND] = kind
+    ops[i, kernel.ITERATION] = n[_N_ITERATION]
+    ops[i, kernel.WORK] = work
+    ops[i, kernel.RATE] = rate
+    ops[i, kernel.DRAM] = 0.0
+    ops[i, kernel.CORES] = 0.0
+    ops[i, kernel.DEVICE_SHARE] = share
+    ops[i, kernel.DEVICE_ALLOC] = alloc
+    ops[i, kernel.DEVICE_FREE] = free
+    n[_N_OPS] = i + 1
+    after_first[i + 1] = n[_N_AFTER]
+    return int(i)
+
+
+@compiled
+def _add_step(
+    n: Ints, ops: Floats, after_first: Ints, after: Ints, rows: Floats, row: int,
+    size: float,
+) -> int:  # fmt: skip
+    """An op of the update, behind the waits noted so far and the op that frees its buffer."""
+    slot = int(rows[row, T_TAKES])
+    if slot >= 0:
+        use = n[_N_TAKEN + slot] - n[_N_SLOTS + slot]
+        n[_N_TAKEN + slot] += 1
+        if use >= 0:
+            after[n[_N_AFTER]] = n[n[_N_GIVERS + slot] + use]
+            n[_N_AFTER] += 1
+    i = n[_N_OPS]
+    # Column by column: slices would count references, which costs more than the copy.
+    ops[i, kernel.LANE] = rows[row, kernel.LANE]
+    ops[i, kernel.KIND] = rows[row, kernel.KIND]
+    ops[i, kernel.ITERATION] = n[_N_ITERATION]
+    ops[i, kernel.WORK] = size * rows[row, kernel.WORK]
+    ops[i, kernel.RATE] = rows[row, kernel.RATE]
+    ops[i, kernel.DRAM] = size * rows[row, kernel.DRAM]
+    ops[i, kernel.CORES] = rows[row, kernel.CORES]
+    ops[i, kernel.DEVICE_SHARE] = rows[row, kernel.DEVICE_SHARE]
+    ops[i, kernel.DEVICE_ALLOC] = 0.0
+    ops[i, kernel.DEVICE_FREE] = 0.0
+    n[_N_OPS] = i + 1
+    after_first[i + 1] = n[_N_AFTER]
+    slot = int(rows[row, T_GIVES])
+    if slot >= 0:
+        n[n[_N_GIVERS + slot] + n[_N_GIVEN + slot]] = i
+        n[_N_GIVEN + slot] += 1
+    return int(i)
+
+
+@inlined
+def _pass_done(n: Ints, op: int) -> None:
+    n[_N_PASS_BEFORE] = n[_N_PASS]
+    n[_N_PASS] = op
+
+
+@compiled
+def _forward(
+    n: Ints, ops: Floats, after_first: Ints, after: Ints, micro_batch: int, layers: Floats,
+    share_first: Ints, share_subgroup: Ints, new: Ints,
+) -> None:  # fmt: skip
+    for layer in range(layers.shape[0]):
+        if micro_batch == 0:
+            _wait(n, after, n[_N_STEP_END])
+            for j in range(share_first[layer], share_first[layer + 1]):
+                _wait(n, after, new[share_subgroup[j]])
+        if layers[layer, L_GATHER] > 0:
+            _wait(n, after, n[_N_PASS_BEFORE])
+            gather = _add(n, ops, after_first, _GATHER, _NETWORK_LANE, layers[layer, L_GATHER],
+                          NETWORK, 0.0, 0.0, 0.0)  # fmt: skip
+            _wait(n, after, gather)
+        op = _add(n, ops, after_first, _FORWARD, _COMPUTE, layers[layer, L_FORWARD], WALL,
+                  1.0, layers[layer, L_ACTIVATION], 0.0)  # fmt: skip
+        _pass_done(n, op)
+
+
+@compiled
+def _backward(
+    n: Ints, ops: Floats, after_first: Ints, after: Ints, micro_batch: int, layers: Floats,
+    share_first: Ints, share_subgroup: Ints, layer_count: Ints, sizes: Floats, placement: Any,
+    issue: Ints, plan: Ints, rows: Floats, first: Ints, gradient_home: Ints,
+    home: Ints, early: Ints,
+) -> None:  # fmt: skip
+    missing = layer_count.copy()
+    fetch, store = rows.shape[0] - 2, rows.shape[0] - 1
+    for layer in range(layers.shape[0] - 1, -1, -1):
+        if layers[layer, L_GATHER] > 0:
+            _wait(n, after, n[_N_PASS_BEFORE])
+            gather = _add(n, ops, after_first, _GATHER, _NETWORK_LANE, layers[layer, L_GATHER],
+                          NETWORK, 0.0, 0.0, 0.0)  # fmt: skip
+            _wait(n, after, gather)
+        op = _add(n, ops, after_first, _BACKWARD, _COMPUTE, layers[layer, L_BACKWARD], WALL,
+                  1.0, 0.0, layers[layer, L_ACTIVATION])  # fmt: skip
+        _pass_done(n, op)
+        n[_N_BACKWARD] = op
+        if layers[layer, L_REDUCE] > 0:
+            _wait(n, after, op)
+            op = _add(n, ops, after_first, _REDUCE, _NETWORK_LANE, layers[layer, L_REDUCE],
+                      NETWORK, 0.0, 0.0, 0.0)  # fmt: skip
+            n[_N_REDUCE] = op
+        for j in range(share_first[layer + 1] - 1, share_first[layer] - 1, -1):
+            s = share_subgroup[j]
+            missing[s] -= 1
+            if missing[s] > 0:
+                continue
+            there = op
+            if gradient_home[placement[s]]:
+                if micro_batch > 0:
+                    _wait(n, after, op)
+                    _wait(n, after, home[s])
+                    there = _add_step(n, ops, after_first, after, rows, fetch, sizes[s])
+                _wait(n, after, there)
+                there = _add_step(n, ops, after_first, after, rows, store, sizes[s])
+            home[s] = there
+        if layer == layers.shape[0] - 1 and micro_batch == plan[P_MICRO_BATCHES] - 1:
+            begun = 0
+            for k in range(sizes.size):
+                s = issue[k]
+                row = first[placement[s]]
+                if rows[row, T_EARLY] > 0 and begun < plan[P_PREFETCH]:
+                    _wait(n, after, n[_N_BACKWARD])
+                    early[s] = _add_step(n, ops, after_first, after, rows, row, sizes[s])
+                    begun += 1
+
+
+@compiled
+def _step(
+    n: Ints, ops: Floats, after_first: Ints, after: Ints, sizes: Floats, placement: Any,
+    issue: Ints, plan: Ints, rows: Floats, first: Ints, home: Ints, early: Ints, new: Ints,
+    ends: Ints,
+) -> None:  # fmt: skip
+    _wait(n, after, n[_N_BACKWARD])
+    _wait(n, after, n[_N_REDUCE])
+    norm = _add(n, ops, after_first, _NORM, _COMPUTE, 0.0, WALL, 0.0, 0.0, 0.0)
+    for k in range(sizes.size):
+        s = issue[k]
+        code = placement[s]
+        previous = -1
+        for row in range(first[code], first[code + 1]):
+            if rows[row, T_EARLY] > 0 and early[s] >= 0:
+                previous = early[s]
+                early[s] = -1
+                continue
+            waits = int(rows[row, T_WAITS])
+            if waits & _WAIT_NORM:
+                _wait(n, after, norm)
+            if waits & _WAIT_GRADIENT:
+                _wait(n, after, home[s])
+            if waits & _WAIT_PREVIOUS:
+                _wait(n, after, previous)
+            previous = _add_step(n, ops, after_first, after, rows, row, sizes[s])
+            if rows[row, T_PUBLISHES] > 0:
+                new[s] = previous
+        ends[s] = previous
+    _wait(n, after, norm)
+    if not plan[P_OVERLAP]:
+        for s in range(sizes.size):
+            _wait(n, after, new[s])
+            _wait(n, after, ends[s])
+            new[s] = -1
+    n[_N_STEP_END] = _add(n, ops, after_first, _STEP_END, _COMPUTE, 0.0, WALL, 0.0, 0.0, 0.0)
+
+
+@compiled
+def build(
+    layers: Floats, share_first: Ints, share_subgroup: Ints, layer_count: Ints, idle_s: float,
+    sizes: Floats, placement: Any, issue: Ints, plan: Ints, slots: Ints, rows: Floats,
+    first: Ints, gradient_home: Ints, ops: Floats, after_first: Ints, after: Ints,
+) -> int:  # fmt: skip
+    """Writes the schedule of `build_schedule` into the arrays; returns how many ops it has.
+
+    Args:
+        layers: shape (layers, 5), see L_*; the shares as `Workload.shares` gives them, flat.
+        sizes, placement: of the subgroups; issue: all of them, in the plan's order.
+        plan: see P_*; slots: buffers of each kind; rows, first, gradient_home: see `RecipeArrays`.
+        ops, after_first, after: written.
+    """
+    subgroups = sizes.size
+    uses = subgroups * plan[P_ITERATIONS]
+    n = np.full(_N_COUNT + slots.size * uses, -1, dtype=np.int64)
+    n[_N_OPS] = n[_N_AFTER] = 0
+    for kind in range(slots.size):
+        n[_N_SLOTS + kind] = slots[kind]
+        n[_N_TAKEN + kind] = n[_N_GIVEN + kind] = 0
+        n[_N_GIVERS + kind] = _N_COUNT + kind * uses
+    after_first[0] = 0
+    new = np.full(subgroups, -1, dtype=np.int64)
+    home = np.full(subgroups, -1, dtype=np.int64)
+    early = np.full(subgroups, -1, dtype=np.int64)
+    ends = np.full(subgroups, -1, dtype=np.int64)
+    for iteration in range(plan[P_ITERATIONS]):
+        n[_N_ITERATION] = iteration
+        if idle_s > 0:
+            _add(n, ops, after_first, _IDLE, _COMPUTE, idle_s, WALL, 0.0, 0.0, 0.0)
+        for micro_batch in range(plan[P_MICRO_BATCHES]):
+            _forward(n, ops, after_first, after, micro_batch, layers, share_first,
+                     share_subgroup, new)  # fmt: skip
+            _backward(n, ops, after_first, after, micro_batch, layers, share_first,
+                      share_subgroup, layer_count, sizes, placement, issue, plan, rows,
+                      first, gradient_home, home, early)  # fmt: skip
+        _step(n, ops, after_first, after, sizes, placement, issue, plan, rows, first, home,
+              early, new, ends)  # fmt: skip
+    return int(n[_N_OPS])

@@ -1,0 +1,41 @@
+"""The settings that a strategy is tried at where nobody names one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+STEPS = 10  # of a share between 0 and 1
+STRIDES = (2, 3, 4, 5, 6, 8, 10)
+
+Setting = Mapping[str, Any]
+
+
+def settings(name: str, subgroups: int) -> Iterator[Setting]:
+    """Options of `build_strategy` for so many subgroups; one empty one where there is no choice."""
+    yield from SETTINGS.get(name, _none)(subgroups)
+
+
+def _none(_: int) -> Iterator[Setting]:
+    yield {}
+
+
+def _ratios(_: int) -> Iterator[Setting]:
+    yield from ({"ratio": i / STEPS} for i in range(STEPS + 1))
+
+
+def _strides(subgroups: int) -> Iterator[Setting]:
+    yield from ({"stride": k} for k in STRIDES if k <= max(2, subgroups))
+
+
+def _shares(_: int) -> Iterator[Setting]:
+    for residents in range(STEPS + 1):
+        for visits in range(STEPS + 1 - residents):
+            yield {"resident_share": residents / STEPS, "device_share": visits / STEPS}
+
+
+SETTINGS: Mapping[str, Callable[[int], Iterator[Setting]]] = {
+    "twin_flow": _ratios,
+    "deep_optimizer_states": _strides,
+    "ebbtide": _shares,
+}

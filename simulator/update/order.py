@@ -1,0 +1,112 @@
+"""In which order the subgroups of a queue are updated.
+
+Backward delivers the last layers' gradients first; the next forward needs the first layers'
+parameters first. Which of the two counts depends on the machine: so the order is part of the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from simulator.update.recipes import RECIPES, Placement, Queue
+
+Spans = tuple[tuple[int, int], ...]
+Direction = Literal["forward", "arrival"]
+
+
+class UpdateOrder(BaseModel):
+    """The order of each queue: ``host`` for subgroups updated there, ``device`` for the others.
+
+    ``forward`` is that of the layers, ``arrival`` the reverse, in which backward delivers. Spans
+    ``((40, 20), (41, 63), (19, 0))`` mix them: from the first subgroup of each to its last, up or
+    down; subgroups of the other queue are skipped.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    host: Direction | Spans = "forward"
+    device: Direction | Spans = "forward"
+
+    def of(self, queue: Queue, members: Sequence[int]) -> list[int]:
+        """``members`` (ascending) in this order.
+
+        Raises:
+            ValueError: spans that miss a member or name it twice.
+        """
+        order = self.host if queue == Queue.HOST else self.device
+        if order == "forward":
+            return list(members)
+        if order == "arrival":
+            return list(reversed(members))
+        wanted = set(members)
+        named = [i for first, last in order for i in _walk(first, last) if i in wanted]
+        if len(named) != len(wanted) or set(named) != wanted:
+            twice = sorted({i for i in named if named.count(i) > 1})
+            missing = sorted(wanted - set(named))
+            raise ValueError(
+                f"plan.order.{queue.value} must name each subgroup that is updated there once, but "
+                f"got spans {order} with {missing or 'none'} missing and {twice or 'none'} twice"
+            )
+        return named
+
+    @classmethod
+    def from_sequences(cls, host: Sequence[int], device: Sequence[int]) -> UpdateOrder:
+        """The compact form of two sequences of subgroups."""
+        return cls(host=compact(host), device=compact(device))
+
+
+def _walk(first: int, last: int) -> range:
+    return range(first, last + 1) if first <= last else range(first, last - 1, -1)
+
+
+def compact(sequence: Sequence[int]) -> Direction | Spans:
+    """``forward``, ``arrival``, or the fewest spans that walk the members in this order."""
+    rank = {subgroup: i for i, subgroup in enumerate(sorted(sequence))}
+    ranks = [rank[subgroup] for subgroup in sequence]
+    if ranks == list(range(len(ranks))):
+        return "forward"
+    if ranks == list(range(len(ranks)))[::-1]:
+        return "arrival"
+    spans: list[tuple[int, int]] = []
+    begin = 0
+    for end in range(1, len(ranks) + 1):
+        step = ranks[begin + 1] - ranks[begin] if end - begin > 1 else 0
+        goes_on = end < len(ranks) and abs(ranks[end] - ranks[end - 1]) == 1
+        if goes_on and step in (0, ranks[end] - ranks[end - 1]):
+            continue
+        spans.append((sequence[begin], sequence[end - 1]))
+        begin = end
+    return tuple(spans)
+
+
+def issue_order(placements: Sequence[Placement], order: UpdateOrder) -> tuple[int, ...]:
+    """All subgroups, each queue in its order, the queues' turns as in forward order.
+
+    The queues do not wait for each other, so only the order within one counts; one sequence serves
+    those who need one, such as the writers of a checkpoint.
+
+    Raises:
+        ValueError: the order does not fit the placements.
+    """
+    if order == FORWARD:
+        return tuple(range(len(placements)))
+    queues = [RECIPES[placement].queue for placement in placements]
+    heads = {
+        queue: iter(order.of(queue, [i for i, q in enumerate(queues) if q == queue]))
+        for queue in Queue
+    }
+    return tuple(next(heads[queue]) for queue in queues)
+
+
+def order_of(issue: Iterable[int], placements: Sequence[Placement]) -> UpdateOrder:
+    """The order of both queues that one sequence of all subgroups gives."""
+    lanes: dict[Queue, list[int]] = {queue: [] for queue in Queue}
+    for subgroup in issue:
+        lanes[RECIPES[placements[subgroup]].queue].append(subgroup)
+    return UpdateOrder.from_sequences(lanes[Queue.HOST], lanes[Queue.DEVICE])
+
+
+FORWARD = UpdateOrder()

@@ -1,0 +1,217 @@
+"""The ops of each placement's update, with their lanes, amounts and waits.
+
+`RECIPES` is what the schedule builder, the compiled sweep, the bounds and the footprint read, and
+through the schedule the executor: an op, or a wait, that is not here does not exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import IntFlag, StrEnum
+from typing import Literal, Self
+
+from simulator.machine import RateName
+from simulator.schedule import Lane, OpKind
+from simulator.update.optimizer import FP32_BYTES
+from simulator.workload import Workload
+
+Placement = Literal["host", "device", "resident"]
+Memory = Literal["host", "device"]
+PARAMETER_SLOTS = 2  # pinned buffers in which new parameters wait for their copy to the device
+
+
+class Queue(StrEnum):
+    """Subgroups of one queue are updated one after the other, in the plan's order."""
+
+    HOST = "host"
+    DEVICE = "device"
+
+
+class Slot(StrEnum):
+    """Buffers that the subgroups of a queue take in turn."""
+
+    STAGING = "staging"  # device memory, for a visiting subgroup's state
+    PARAMETER = "parameter"  # host memory, for parameters on their way to the device
+
+
+class Wait(IntFlag):
+    """What a step waits for besides its lane's previous op, and why."""
+
+    NORM = 1  # only then the factor that unscales and clips is known
+    GRADIENT = 2  # at home, where the update reads it
+    PREVIOUS = 4  # the recipe's step before
+    GATE = 8  # a checkpoint that still reads the live state
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """Bytes per parameter of one workload: what the steps' amounts are made of."""
+
+    state: int
+    visit: int
+    wire: int
+    gradient: int
+    host_traffic: int
+
+    @classmethod
+    def of(cls, workload: Workload) -> Self:
+        optimizer = workload.optimizer_state
+        gradient, wire = workload.grad_bytes_per_param, workload.wire_bytes
+        traffic = optimizer.host_traffic_bytes(gradient, wire)
+        return cls(optimizer.state_bytes, optimizer.visit_bytes, wire, gradient, traffic)
+
+
+Amount = Callable[[Bytes], float]
+
+
+def _nothing(_: Bytes) -> float:
+    return 0.0
+
+
+def _one(_: Bytes) -> float:
+    return 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One op of a subgroup's update.
+
+    Attributes:
+        work, dram: per parameter, in the unit of ``rate`` and in bytes.
+        takes: a buffer it writes to: it waits until the buffer's last user has given it back.
+        gives_back: the buffer that is free when it ends.
+        threads: it runs on the plan's host threads.
+        device_share: of the device's compute.
+        early: under ``plan.prefetch`` it may run before the norm is known.
+        publishes: a forward may read the subgroup's parameters when it has ended.
+        overwrites: it changes the state where it lives: what a checkpoint has to be asked for.
+    """
+
+    kind: OpKind
+    lane: Lane
+    rate: RateName
+    work: Amount
+    waits: Wait
+    dram: Amount = _nothing
+    takes: Slot | None = None
+    gives_back: Slot | None = None
+    threads: bool = False
+    device_share: float = 0.0
+    early: bool = False
+    publishes: bool = False
+
+    @property
+    def overwrites(self) -> bool:
+        return Wait.GATE in self.waits
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How subgroups of one placement are updated.
+
+    Attributes:
+        steps: in order; each belongs to one subgroup.
+        state, gradient: the memory that holds them between the iterations' updates.
+    """
+
+    queue: Queue
+    state: Memory
+    gradient: Memory
+    steps: tuple[Step, ...]
+
+
+def _in(kind: OpKind, lane: Lane, size: Amount, waits: Wait, **fields: object) -> Step:
+    """A copy to the device: its bytes are read from DRAM."""
+    return Step(kind, lane, "h2d_bytes_per_s", size, waits, size, **fields)  # type: ignore[arg-type]
+
+
+def _out(kind: OpKind, lane: Lane, size: Amount, waits: Wait, **fields: object) -> Step:
+    """A copy to the host: its bytes are written to DRAM."""
+    return Step(kind, lane, "d2h_bytes_per_s", size, waits, size, **fields)  # type: ignore[arg-type]
+
+
+def _device_update(waits: Wait) -> Step:
+    return Step(
+        OpKind.UPDATE_DEVICE, Lane.DEVICE_UPDATE, "device_adam_params_per_s", _one,
+        Wait.NORM | Wait.GRADIENT | waits, device_share=1.0, publishes=True,
+    )  # fmt: skip
+
+
+# New parameters go home on a lane of their own, so that a visiting subgroup's state never queues
+# behind a parameter whose host update is still running.
+_PARAMETERS_HOME = _in(
+    OpKind.PARAMETER_H2D, Lane.H2D_PARAMETERS, lambda b: b.wire, Wait.PREVIOUS,
+    gives_back=Slot.PARAMETER, publishes=True,
+)  # fmt: skip
+
+RECIPES: Mapping[Placement, Recipe] = {
+    "host": Recipe(
+        Queue.HOST, state="host", gradient="host",
+        steps=(
+            # The kernel writes the parameters to a slot whose last copy must have left.
+            Step(
+                OpKind.UPDATE_HOST, Lane.HOST, "host_adam_params_per_s", _one,
+                Wait.NORM | Wait.GRADIENT | Wait.GATE, lambda b: b.host_traffic,
+                takes=Slot.PARAMETER, threads=True,
+            ),
+            _PARAMETERS_HOME,
+        ),
+    ),
+    "device": Recipe(
+        Queue.DEVICE, state="host", gradient="device",
+        steps=(
+            # The slot's last visitor must be back home before its buffer is overwritten. Slots are
+            # never more than visits: so a subgroup's own write-back comes before its next visit.
+            _in(OpKind.STATE_H2D, Lane.H2D, lambda b: b.visit, Wait.NORM,
+                takes=Slot.STAGING, early=True),
+            _device_update(Wait.PREVIOUS),
+            _out(OpKind.STATE_D2H, Lane.D2H, lambda b: b.visit, Wait.PREVIOUS | Wait.GATE,
+                 gives_back=Slot.STAGING),
+        ),
+    ),
+    "resident": Recipe(
+        Queue.DEVICE, state="device", gradient="device", steps=(_device_update(Wait.GATE),)
+    ),
+}  # fmt: skip
+
+# A gradient that goes to host memory; from the second micro-batch on the sum so far is fetched
+# first: micro-batches are added on the device, as stock adds them.
+GRADIENT_FETCH = _in(OpKind.GRADIENT_H2D, Lane.H2D_PARAMETERS, lambda b: b.gradient, Wait.GRADIENT)
+GRADIENT_HOME = _out(OpKind.GRADIENT_D2H, Lane.D2H, lambda b: b.gradient, Wait.PREVIOUS)
+
+# Stock's host passes in the place of the fused kernel: widen and scale, update, downcast. For the
+# question what fusing them saves; the runtime does not run it.
+_PASS = Step(
+    OpKind.GRADIENT_PASS, Lane.HOST, "host_copy_bytes_per_s", lambda _: FP32_BYTES,
+    Wait.NORM | Wait.GRADIENT | Wait.GATE, lambda b: b.gradient + FP32_BYTES,
+    takes=Slot.PARAMETER, threads=True,
+)  # fmt: skip
+UNFUSED_HOST = Recipe(
+    Queue.HOST, state="host", gradient="host",
+    steps=(
+        _PASS,
+        Step(
+            OpKind.UPDATE_HOST, Lane.HOST, "stock_host_adam_params_per_s", _one, Wait.PREVIOUS,
+            lambda b: 2 * b.state + FP32_BYTES, threads=True,
+        ),
+        Step(
+            OpKind.PARAMETER_CAST, Lane.HOST, "host_copy_bytes_per_s",
+            lambda b: (FP32_BYTES + b.wire) / 2, Wait.PREVIOUS,
+            lambda b: FP32_BYTES + b.wire, threads=True,
+        ),
+        _PARAMETERS_HOME,
+    ),
+)  # fmt: skip
+
+
+def slot_limits(staging_slots: int, placements: Mapping[Placement, int]) -> dict[Slot, int]:
+    """How many buffers there are of each kind: never more than subgroups that use them.
+
+    Args:
+        placements: how many subgroups there are of each.
+    """
+    return {
+        Slot.STAGING: min(staging_slots, placements.get("device", 0)),
+        Slot.PARAMETER: min(PARAMETER_SLOTS, placements.get("host", 0)),
+    }

@@ -1,0 +1,110 @@
+"""The update's one source: orders, state, recipes, and what a plan takes of memory."""
+
+import random
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from simulator import Plan, PlanError, build_schedule, simulate
+from simulator.update.footprint import footprint
+from simulator.update.optimizer import ADAM, OPTIMIZERS
+from simulator.update.order import UpdateOrder, compact, issue_order, order_of
+from simulator.update.recipes import RECIPES, Queue
+from tests.simulator.machines import machine, workload
+
+
+@given(st.integers(0, 10**9))
+def test_any_order_survives_its_compact_form(seed):
+    rng = random.Random(seed)
+    placements = rng.choices(list(RECIPES), k=rng.randint(1, 30))
+    wanted = rng.sample(range(len(placements)), len(placements))
+    order = order_of(wanted, placements)
+    back = UpdateOrder.model_validate_json(order.model_dump_json())
+    for queue in Queue:
+        members = [i for i, p in enumerate(placements) if RECIPES[p].queue == queue]
+        assert back.of(queue, members) == [i for i in wanted if i in members]
+    assert order_of(issue_order(placements, back), placements) == order
+
+
+def test_orders_are_short_where_they_can_be():
+    assert compact([0, 2, 5]) == "forward"
+    assert compact([5, 2, 0]) == "arrival"
+    assert compact([]) == "forward"
+    # Subgroups 3 and 4 are of the other queue: a span walks over them.
+    assert compact([2, 5, 6, 7, 1, 0]) == ((2, 7), (1, 0))
+    assert UpdateOrder(host=((2, 7), (1, 0))).of(Queue.HOST, [0, 1, 2, 5, 6, 7]) == [
+        2,
+        5,
+        6,
+        7,
+        1,
+        0,
+    ]
+
+
+def test_an_order_that_misses_a_subgroup_is_refused_by_the_plan():
+    fields = {"subgroup_size": 1, "placement": [{"placement": "host", "count": 3}]}
+    with pytest.raises(PlanError, match=r"plan\.order\.host must name each .* \[2\] missing"):
+        Plan.from_fields({**fields, "order": {"host": [[0, 1]]}})
+    with pytest.raises(PlanError, match=r"none missing and \[1\] twice"):
+        Plan.from_fields({**fields, "order": {"host": [[0, 1], [1, 2]]}})
+
+
+def test_a_queue_is_updated_in_its_order_and_the_other_one_is_not_touched():
+    placements = ["host", "device", "host", "resident", "host"]
+    plan = Plan(subgroup_size=10, placement=Plan.runs(placements), staging_slots=1,
+                order=UpdateOrder(host="arrival", device=((3, 1),)))  # fmt: skip
+    assert plan.issue_order == (4, 3, 2, 1, 0)
+    timeline = simulate(build_schedule(workload((10,) * 5), plan), machine())
+    last = [s for s in timeline.spans if s.iteration == 2]
+    for lane, expected in (("host compute", [4, 2, 0]), ("device update", [3, 1])):
+        spans = sorted((s for s in last if s.lane == lane), key=lambda s: s.start_s)
+        assert [s.subgroup for s in spans] == expected
+        assert all(a.end_s <= b.start_s + 1e-9 for a, b in pairwise(spans))
+
+
+def test_subgroups_that_change_their_placement_keep_their_turn():
+    plan = Plan(subgroup_size=10, placement=Plan.runs(["host", "device", "host", "device"]),
+                order=UpdateOrder(host="arrival"))  # fmt: skip
+    moved = plan.placed(["host"] * 4, staging_slots=0)
+    assert plan.issue_order == (2, 1, 0, 3)
+    assert moved.issue_order == (2, 1, 0, 3)
+
+
+def test_a_plan_of_the_first_schema_is_read_without_what_nobody_executed():
+    fields = {"schema_version": 1, "subgroup_size": 1, "prefetch_after_layer": 3,
+              "split_master": False, "placement": [{"placement": "host", "count": 3}]}  # fmt: skip
+    plan = Plan.from_fields(fields)
+    assert plan.schema_version == 2
+    assert plan.issue_order == (0, 1, 2)
+    with pytest.raises(PlanError, match="split_master must be false, but got true"):
+        Plan.from_fields({**fields, "split_master": True})
+    with pytest.raises(PlanError, match="prefetch_after_layer"):
+        Plan.from_fields({**fields, "schema_version": 2})
+
+
+def test_the_recipes_reach_every_byte_of_adam():
+    assert (ADAM.state_bytes, ADAM.visit_bytes, ADAM.host_traffic_bytes(2, 2)) == (12, 12, 28)
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+def test_less_state_moves_less(name):
+    """Of an optimizer with one moment a visit carries 8 bytes each way, in the same DAG."""
+    plan = Plan(subgroup_size=10, placement=Plan.runs(["device", "host", "resident"]))
+    made = workload((10, 10, 10), optimizer=name)
+    ops = build_schedule(made, plan).ops
+    state = OPTIMIZERS[name]
+    assert {op.work for op in ops if op.kind.value == "state H2D"} == {10 * state.state_bytes}
+    traffic = {op.dram_bytes for op in ops if op.kind.value == "update host"}
+    assert traffic == {10 * (2 * state.state_bytes + 4)}
+    held = footprint(made, plan)
+    assert held.host_bytes == 20 * state.state_bytes + 10 * 2 + 10 * 2
+    assert held.device_bytes == (10 + 64) * state.state_bytes + 2 * 20
+
+
+def test_an_unknown_optimizer_is_refused():
+    with pytest.raises(ValidationError, match=r"optimizer must be one of adam, .* got 'sgd'"):
+        workload(optimizer="sgd")

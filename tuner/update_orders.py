@@ -1,0 +1,114 @@
+"""In which order a queue should update its subgroups.
+
+A host update may start when its gradient is home, and its parameters are needed when the next
+forward comes to its layer. Gradients come home last layer first, forward needs the first layers
+first. Where all gradients are home at the norm barrier, forward order is best; else some orders are
+compared on a model of the host, the copies home and the forward behind them:
+
+- of what is at home, what forward needs soonest first: Schrage's rule for release times and tails;
+- as gradients arrive, except for the last layers, which are updated first or at the end.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+from simulator.engines.reference import capacities
+from simulator.machine import Machine
+from simulator.update.order import FORWARD, UpdateOrder, compact
+from simulator.update.recipes import RECIPES, Bytes, Placement, Queue
+from simulator.workload import Workload
+
+
+class UpdateOrders:
+    """Orders for placements of one workload on one machine."""
+
+    def __init__(self, workload: Workload, machine: Machine) -> None:
+        amounts, room = Bytes.of(workload), capacities(machine, workload.ranks_per_node)
+        threads = (*machine.host_adam_by_threads, machine.cpu_cores)
+        rate = max(machine.host_adam_rate(n) for n in threads)
+        rate = min(rate, room["dram"] / amounts.host_traffic)
+        self.update_s = [n / rate for n in workload.subgroups]
+        self.home_s = [n * amounts.gradient / room["d2h"] for n in workload.subgroups]
+        self.copy_s = [n * amounts.wire / room["h2d"] for n in workload.subgroups]
+        self.micro_batches = workload.gradient_accumulation_steps
+        self._passes(workload)
+        self._known: dict[tuple[int, ...], UpdateOrder] = {}
+
+    def _passes(self, w: Workload) -> None:
+        """When each gradient is complete, from the begin of a micro-batch's backward on."""
+        micro = self.micro_batches
+        left = [0.0, *accumulate(layer.backward_s / micro for layer in w.layers)]
+        self.backward_s, self.forward_s = left[-1], w.forward_s / micro
+        first = [layers[0] if layers else 0 for layers in w.layers_of_subgroups()]
+        self.complete_s = [self.backward_s - left[layer] for layer in first]
+        before = [0.0, *accumulate(layer.forward_s / micro for layer in w.layers)]
+        self.behind_s = [self.forward_s - before[layer] for layer in first]
+
+    def of(self, placements: Sequence[Placement]) -> UpdateOrder:
+        """The host queue's by the model, the device's in forward order."""
+        hosted = tuple(i for i, p in enumerate(placements) if RECIPES[p].queue == Queue.HOST)
+        if hosted not in self._known:
+            self._known[hosted] = self._of(hosted)
+        return self._known[hosted]
+
+    def _of(self, hosted: Sequence[int]) -> UpdateOrder:
+        arrived = self.arrivals(hosted)
+        if not arrived or max(arrived.values()) <= 0.0:
+            return FORWARD
+        return UpdateOrder(host=compact(self.best(arrived)))
+
+    def best(self, arrived: dict[int, float]) -> list[int]:
+        """The sequence after which the next forward ends first, by the model."""
+        return min(self.candidates(arrived), key=lambda sequence: self.end_s(sequence, arrived))
+
+    def candidates(self, arrived: dict[int, float]) -> Iterator[list[int]]:
+        """Sequences worth a look, for gradients that are home so late."""
+        yield self.by_urgency(arrived)
+        ascending = sorted(arrived)
+        count = len(ascending)
+        home = sum(at_s <= 0.0 for at_s in arrived.values())
+        for held in sorted({0, home // 2, home, *(count * i // 8 for i in range(1, 8))}):
+            cut = count - held
+            early, late = ascending[:cut][::-1], ascending[cut:]
+            yield [*early, *late]
+            yield [*late, *early]
+
+    def end_s(self, sequence: Sequence[int], arrived: dict[int, float]) -> float:
+        """When the next forward can have ended, in seconds behind the norm barrier."""
+        host_s = copied_s = before_s = end_s = 0.0
+        for s in sequence:
+            # The slot that it writes to is free when the copy before the last has left.
+            host_s = max(host_s, arrived[s], before_s) + self.update_s[s]
+            before_s = copied_s
+            copied_s = max(copied_s, host_s) + self.copy_s[s]
+            end_s = max(end_s, copied_s + self.behind_s[s])
+        return end_s
+
+    def arrivals(self, hosted: Sequence[int]) -> dict[int, float]:
+        """Subgroup -> when its gradient is home, in seconds behind the norm barrier; in order."""
+        free_s, arrived = 0.0, {}
+        for micro_batch in range(self.micro_batches):
+            begin_s = micro_batch * (self.forward_s + self.backward_s)
+            for subgroup in reversed(hosted):
+                free_s = max(free_s, begin_s + self.complete_s[subgroup]) + self.home_s[subgroup]
+                arrived[subgroup] = free_s
+        norm_s = self.micro_batches * (self.forward_s + self.backward_s) - self.forward_s
+        return {subgroup: at_s - norm_s for subgroup, at_s in arrived.items()}
+
+    def by_urgency(self, arrived: dict[int, float]) -> list[int]:
+        """Of what has arrived when the host is free, the one whose layer comes first."""
+        coming = sorted(arrived, key=lambda s: arrived[s], reverse=True)  # the next one last
+        there: list[int] = []
+        sequence: list[int] = []
+        now_s = 0.0
+        while coming or there:
+            if not there:
+                now_s = max(now_s, arrived[coming[-1]])
+            while coming and arrived[coming[-1]] <= now_s:
+                heapq.heappush(there, coming.pop())
+            sequence.append(heapq.heappop(there))
+            now_s += self.update_s[sequence[-1]]
+        return sequence
