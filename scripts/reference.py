@@ -15,10 +15,11 @@ import click  # noqa: E402
 from pydantic import BaseModel  # noqa: E402
 
 from simulator import plan  # noqa: E402
+from simulator.update.order import UpdateOrder  # noqa: E402
 from tuner.cli import main  # noqa: E402
 
 NOTE = "<!-- Written by scripts/reference.py from the code; a test compares the two. -->\n"
-MODELS = (plan.Plan, plan.PlacementRun, plan.CheckpointPlan, plan.Prediction)
+MODELS = (plan.Plan, plan.PlacementRun, UpdateOrder, plan.CheckpointPlan, plan.Prediction)
 
 
 def pages() -> dict[str, str]:

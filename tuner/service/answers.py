@@ -17,9 +17,10 @@ from simulator.engines.compiled import CompiledSchedule, SimResult, compile_sche
 from simulator.engines.reference import simulate as run_with_memory
 from simulator.machine import Machine
 from simulator.plan import Plan, Prediction
+from simulator.schedules.settings import settings
 from simulator.schedules.strategies import STRATEGIES, build_strategy
+from simulator.update.order import FORWARD
 from simulator.workload import Workload
-from tuner.alternatives import RATIOS, STRIDES
 from tuner.memory import ImpossibleError, Limits
 from tuner.search import Candidate, Search, even
 from tuner.service.requests import Answer, Goodput, PlanJob, Simulate, WhatIf, WhatIfJob
@@ -139,14 +140,12 @@ def _as_plan(workload: Workload, chosen: Candidate) -> Plan:
         "subgroup_size": workload.subgroup_size or max(workload.subgroups),
         "subgroups": workload.subgroups,
         "placement": Plan.runs(chosen.placements),
+        "order": chosen.order or FORWARD,
         "staging_slots": chosen.staging_slots if visits else 0,
         "prefetch": chosen.prefetch if visits else 0,
         "threads": chosen.threads,
         "overlap_forward": chosen.overlap_forward,
     }
-    # What the runtime does, while the plan file still says so: prefetch from the first gradient.
-    if "prefetch_after_layer" in Plan.model_fields:
-        fields["prefetch_after_layer"] = len(workload.layers) - 1
     return Plan.model_validate(fields)
 
 
@@ -213,8 +212,8 @@ def _peers(workload: Workload) -> Iterator[tuple[str, str, tuple[float, ...]]]:
     """Strategy, its option, the option's values."""
     count = len(workload.subgroups)
     yield "zero3_offload_async", "", ()
-    yield "twin_flow", "ratio", RATIOS
-    yield "deep_optimizer_states", "stride", tuple(k for k in STRIDES if k <= max(2, count))
+    for name, option in (("twin_flow", "ratio"), ("deep_optimizer_states", "stride")):
+        yield name, option, tuple(setting[option] for setting in settings(name, count))
     yield "superoffload", "", ()
 
 

@@ -13,9 +13,9 @@ from fastapi.responses import PlainTextResponse, StreamingResponse
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
-from simulator.analysis.what_if import STEPS
 from simulator.estimates.presets import preset, preset_names
 from simulator.machine import Machine
+from simulator.schedules.settings import STEPS
 from simulator.schedules.strategies import STRATEGIES
 from tuner.service import requests as ask
 from tuner.service.app import Service
