@@ -96,7 +96,10 @@ def measure(pairs: int, few: int, seed: int) -> dict[str, Any]:
 def real_models(machine: str) -> dict[str, Any]:
     """The gap of each model, link, size of subgroups, number of ranks and accumulation."""
     pairs = list(real_pairs(machine))
-    rows = [what | gap(*pair) for what, *pair in track(pairs, description="real models")]
+    rows = [
+        what | gap(workload, node)
+        for what, workload, node in track(pairs, description="real models")
+    ]
     gaps = sorted(row["gap_pct"] for row in rows)
     return {
         "machine": machine,
