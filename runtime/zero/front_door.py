@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import copy
 import inspect
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from runtime.frontdoor.hook import KEY
 from runtime.frontdoor.request import Request, read_request
 from runtime.zero.attach import initialize as initialize_under_plan
 
+logger = logging.getLogger("ebbtide")
 _CONFIGS = ("config", "config_params")
 
 
@@ -90,7 +92,16 @@ def _read(given: Any) -> tuple[dict[str, Any] | None, Path | None]:
 
 
 def _trains(call: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
-    return call.get("optimizer") is not None or bool(config.get("optimizer"))
+    if call.get("optimizer") is None and not config.get("optimizer"):
+        return False
+    if (config.get("zero_optimization") or {}).get("stage", 0) == 0:
+        # TRL builds a reference model from the training engine's config, with stage 0 for ZeRO-2.
+        logger.warning(
+            'an engine with zero_optimization.stage 0 is left to DeepSpeed: "%s" in its config '
+            "needs stage 1, 2 or 3", KEY,
+        )  # fmt: skip
+        return False
+    return True
 
 
 def _without(args: Any, name: str) -> Any:

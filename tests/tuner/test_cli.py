@@ -132,3 +132,9 @@ def test_sizes_and_durations():
     for bad in ("", "GiB", "-1GiB", "0", "5 parsecs"):
         with pytest.raises(ValueError, match="is needed"):
             size_bytes(bad)
+
+
+def test_shells_complete_commands():
+    words = {"_TUNE_COMPLETE": "bash_complete", "COMP_WORDS": "tune do", "COMP_CWORD": "1"}
+    completed = CliRunner().invoke(main, [], prog_name="tune", env=words)
+    assert completed.output.strip() == "plain,doctor"

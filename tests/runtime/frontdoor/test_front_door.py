@@ -87,6 +87,12 @@ def test_engines_that_train_nothing_stay_as_they_are(front_door, plan):
     engine = initialize(config, model_parameters=None)
     assert not hasattr(engine.optimizer, "_ebbtide")
     engine.destroy()
+    reference = config_with({"plan": plan}, precision="fp32")
+    reference["zero_optimization"] = {"stage": 0}
+    reference["optimizer"]["params"]["torch_adam"] = True  # the fused one needs a GPU
+    engine = initialize(reference)
+    assert not hasattr(engine.optimizer, "_ebbtide")
+    engine.destroy()
 
 
 def test_a_bad_key_is_told_before_the_model_is_touched(front_door):

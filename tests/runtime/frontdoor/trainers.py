@@ -24,6 +24,7 @@ STEPS = 20
 SUBGROUP = 4096
 VOCABULARY, SEQUENCE, BATCH = 64, 16, 2
 PATTERN = ("host", "device", "resident")
+_TIMED = ("_runtime", "_per_second")
 Outcome = tuple[dict[str, torch.Tensor], list[Any]]
 
 
@@ -70,8 +71,11 @@ def key_for(engine: Any) -> dict[str, Any]:
     from simulator.plan import Plan
 
     count = len(subgroups_of(engine.optimizer, SUBGROUP))
+    overlap = engine.zero_optimization_stage() == 3
     placements = [PATTERN[i % len(PATTERN)] for i in range(count)]
-    plan = Plan(subgroup_size=SUBGROUP, placement=Plan.runs(placements), prefetch=1)
+    plan = Plan(subgroup_size=SUBGROUP, placement=Plan.runs(placements), prefetch=1,
+                overlap_forward=overlap)  # fmt: skip
+
     return {"plan": plan.model_dump(mode="json"), "device": "emulated"}
 
 
@@ -86,14 +90,78 @@ def with_trainer(key: dict[str, Any] | None, **options: Any) -> tuple[Any, list[
         "output_dir": tempfile.mkdtemp(),
     }  # fmt: skip
     config = ds_config(key, **options.pop("config", {}))
+    wrap, callbacks = options.pop("wrap", lambda net: net), options.pop("callbacks", list)()
     made = transformers.TrainingArguments(**arguments | options, deepspeed=config)
-    trainer = transformers.Trainer(model=model(), args=made, train_dataset=samples())
+    data = samples()
+    trainer = transformers.Trainer(
+        model=wrap(model()), args=made, train_dataset=data, eval_dataset=data[:3],
+        callbacks=callbacks,
+    )  # fmt: skip
     trainer.train()
-    # Stock counts the operations of the small parameters only, which ZeRO-3 keeps whole between
-    # steps: ours are new when they are read.
-    timed = {"train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos"}
-    logged = [{k: v for k, v in row.items() if k not in timed} for row in trainer.state.log_history]
-    return trainer.deepspeed, logged
+    return trainer.deepspeed, logged(trainer)
+
+
+def with_sft(key: dict[str, Any] | None, **options: Any) -> tuple[Any, list[Any]]:
+    """TRL's SFTTrainer on samples that are tokenized already."""
+    import datasets
+    import transformers
+    import trl
+    from tokenizers import Tokenizer, models
+
+    words = {"<pad>": 0, **{f"w{n}": n for n in range(1, VOCABULARY)}}
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<pad>")),
+        pad_token="<pad>", eos_token="w1",
+    )  # fmt: skip
+    made = trl.SFTConfig(
+        max_steps=6, per_device_train_batch_size=BATCH, learning_rate=1e-2, logging_steps=1,
+        report_to="none", save_strategy="no", use_cpu=True, bf16=True, disable_tqdm=True,
+        output_dir=tempfile.mkdtemp(), deepspeed=ds_config(key, **options),
+    )  # fmt: skip
+    rows = [{"input_ids": sample["input_ids"].tolist()} for sample in samples()]
+    trainer = trl.SFTTrainer(
+        model=model(), args=made, train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=tokenizer,
+    )  # fmt: skip
+    trainer.train()
+    return trainer.deepspeed, logged(trainer)
+
+
+def logged(trainer: Any) -> list[Any]:
+    """What a transformers' Trainer logged, less its times.
+
+    Stock's ``total_flos`` counts the small parameters only, which ZeRO-3 keeps whole between steps:
+    ours are new when they are read.
+    """
+    return [
+        {k: v for k, v in row.items() if k != "total_flos" and not k.endswith(_TIMED)}
+        for row in trainer.state.log_history
+    ]
+
+
+def with_lora(net: Any) -> Any:
+    """Few trainable parameters in a frozen model."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    settings = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
+    return get_peft_model(net, settings)
+
+
+def generating() -> list[Any]:
+    """A callback that generates after each step, and puts what it got among the logs."""
+    from transformers import TrainerCallback
+
+    class Generate(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            prompt = torch.tensor([[3, 5, 7]])
+            tokens = kwargs["model"].generate(
+                input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=4,
+                do_sample=False, pad_token_id=0,
+            )  # fmt: skip
+            state.log_history.append({"generated": tokens.tolist()})
+
+    return [Generate()]
 
 
 def with_accelerate(key: dict[str, Any] | None, **options: Any) -> tuple[Any, list[Any]]:
@@ -139,6 +207,7 @@ TRAINERS: dict[str, Callable[..., tuple[Any, list[Any]]]] = {
     "accelerate": with_accelerate,
     "lightning": with_lightning,
 }
+OTHERS = {"sft": with_sft}
 
 
 def outcome(
@@ -163,12 +232,12 @@ def forget_accelerate() -> None:
 
 def compare(name: str, **options: Any) -> list[str]:
     """What differs between stock and ours; nothing if all is well."""
-    stock, key = outcome(TRAINERS[name], None, **options)
-    ours, _ = outcome(TRAINERS[name], key, **options)
+    stock, key = outcome((TRAINERS | OTHERS)[name], None, **options)
+    ours, _ = outcome((TRAINERS | OTHERS)[name], key, **options)
     different = list(differences(ours[0], stock[0]))
     if not stock[1] or ours[1] != stock[1]:
         different.append(f"losses: {stock[1]} stock, {ours[1]} ours")
-    assert len(stock[0]) > 20, "there must be something to compare"
+    assert len(stock[0]) > 10, "there must be something to compare"
     return [f"{name}: {what}" for what in different]
 
 

@@ -1,0 +1,26 @@
+"""Hugging Face's Trainer.
+
+tune run -- torchrun --nproc-per-node 2 examples/hf_trainer.py examples/ds_trainer.json
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from tiny_llama import samples, tiny_llama
+from transformers import Trainer, TrainingArguments
+
+
+def main(config: str, steps: int) -> None:
+    # Before the model, so that its parameters are partitioned as they are made.
+    arguments = TrainingArguments(
+        output_dir="runs/hf_trainer", deepspeed=config, max_steps=steps, bf16=True,
+        per_device_train_batch_size=4, learning_rate=1e-3, max_grad_norm=1.0, logging_steps=1,
+        save_strategy="no", report_to="none", use_cpu=not torch.cuda.is_available(),
+    )  # fmt: skip
+    Trainer(model=tiny_llama(), args=arguments, train_dataset=samples()).train()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 20)

@@ -1,0 +1,40 @@
+"""Launchers that start ranks their own way, with the real DeepSpeed."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from studies.bench.rank import free_port
+
+ROOT = Path(__file__).parents[3]
+LAUNCHERS = (
+    ["deepspeed", "--hostfile=", "--num_gpus=1", "--master_port={port}"],
+    ["accelerate", "launch", "--cpu", "--num_processes=1", "--num_machines=1",
+     "--mixed_precision=no", "--dynamo_backend=no", "--main_process_port={port}"],
+)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_ranks_of_each_launcher_have_the_front_door(child_environment, tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import sys\nfrom deepspeed import initialize\n"
+        "open(sys.argv[-1], 'w').write(str(hasattr(initialize, '_ebbtide_original')))\n"
+    )
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**child_environment, "PYTHONPATH": str(ROOT), "PATH": path}
+    started = []
+    for words in LAUNCHERS:
+        command = [word.format(port=free_port()) for word in words]
+        command += ["train.py", f"{command[0]}.txt"]
+        started.append(subprocess.Popen(
+            [sys.executable, "-m", "tuner.cli", "run", "--", *command], cwd=tmp_path,
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        ))  # fmt: skip
+    for process in started:
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, output
+    assert (tmp_path / "deepspeed.txt").read_text() == "True"
+    assert (tmp_path / "accelerate.txt").read_text() == "True"

@@ -1,0 +1,80 @@
+"""An unchanged script through Trainer, Accelerate and Lightning: stock's bits, with the key."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import runtime
+from studies.bench.rank import free_port, remove_shared_buffers
+from tests.runtime.frontdoor import trainers
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def front_door(only_rank):
+    runtime.enable()
+    yield
+    runtime.disable()
+    trainers.forget_accelerate()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", trainers.TRAINERS)
+def test_same_bits_and_losses_after_20_steps(front_door, name):
+    assert trainers.compare(name) == []
+
+
+@pytest.mark.slow
+def test_same_bits_and_losses_on_two_ranks(child_environment, tmp_path, deepspeed_ops):
+    """One launch, under `tune run`, for all three."""
+    port = free_port()
+    script = ROOT / "tests" / "runtime" / "frontdoor" / "trainers.py"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "tuner.cli", "run", "--", "torchrun", "--nproc-per-node=2",
+             f"--master-port={port}", str(script), str(tmp_path), *trainers.TRAINERS],
+            cwd=tmp_path, env={**child_environment, "PYTHONPATH": str(ROOT)}, capture_output=True,
+            text=True, check=False, timeout=500,
+        )  # fmt: skip
+    finally:
+        remove_shared_buffers(port)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    told = {path.name: path.read_text() for path in tmp_path.glob("rank*")}
+    assert told == {"rank0": "same", "rank1": "same"}
+
+
+TRAINER_CASES = {
+    "its own optimizer and schedule, accumulation of DeepSpeed's": {
+        "gradient_accumulation_steps": 2, "max_steps": 6,
+        "config": {
+            "gradient_accumulation_steps": 2, "gradient_clipping": 1.0, "fp16": {"enabled": False},
+            "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": 0.1}},
+            "scheduler": {"type": "WarmupLR", "params": {
+                "warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"}},
+        },
+        "max_grad_norm": 1.0, "weight_decay": 0.1,
+    },
+    "fp32": {"bf16": False, "max_steps": 6},
+    "evaluation between steps": {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 6},
+    "generation between steps": {"callbacks": trainers.generating, "max_steps": 4},
+    "LoRA": {"wrap": trainers.with_lora, "max_steps": 6},
+    "torch.compile": {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 4},
+    "below ZeRO-3": {
+        "max_steps": 6,
+        "config": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_same_bits_through_trl(front_door):
+    assert trainers.compare("sft") == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", TRAINER_CASES)
+def test_settings_of_either_side(front_door, case):
+    assert trainers.compare("trainer", **TRAINER_CASES[case]) == []

@@ -1,0 +1,121 @@
+"""The pages under docs/: their commands parse, their snippets run, what they quote is said."""
+
+import ast
+import json
+import re
+import shlex
+from functools import cache
+from pathlib import Path
+
+import click
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+WRITTEN = [p for p in PAGES if p.name not in ("cli.md", "plan-file.md", "architecture.md")]
+SOURCES = ("simulator", "profiler", "tuner", "runtime")
+
+
+def fenced(text, language):
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def in_blocks():
+    """Whole commands, as a reader would copy them."""
+    pages = [*PAGES, ROOT / "examples" / "README.md"]
+    texts = [page.read_text() for page in pages]
+    return sorted({c for t in texts for c in re.findall(r"^(?: {4})?(tune .*)$", t, re.MULTILINE)})
+
+
+def in_prose():
+    """Commands that a sentence names, perhaps with a flag and no value."""
+    texts = [page.read_text() for page in PAGES]
+    return sorted({c.strip() for t in texts for c in re.findall(r"`(tune [^`\n]+)`", t)})
+
+
+def command_of(line):
+    """The command, what follows it, and the flags that it knows."""
+    from tuner.cli import main
+
+    words, command, context = shlex.split(line)[1:], main, click.Context(main)
+    while isinstance(command, click.Group) and words and not words[0].startswith("-"):
+        found = command.get_command(context, words[0])
+        assert found is not None, f"there is no command {words[0]}: {line}"
+        command, words = found, words[1:]
+    return command, words
+
+
+@pytest.mark.parametrize("line", in_blocks())
+def test_a_command_can_be_copied(line):
+    command, words = command_of(line)
+    command.make_context(command.name, words)
+
+
+@pytest.mark.parametrize("line", in_prose())
+def test_a_command_that_is_named_exists(line):
+    command, words = command_of(line)
+    flags = {flag for parameter in command.params for flag in parameter.opts} | {"--"}
+    assert {word for word in words if word.startswith("-")} <= flags
+
+
+def test_every_page_is_in_the_menu_or_linked():
+    menu = (ROOT / "mkdocs.yml").read_text()
+    linked = "".join(page.read_text() for page in PAGES)
+    for page in PAGES:
+        name = page.relative_to(DOCS).as_posix()
+        assert name in menu or f"({name})" in linked, f"nobody finds docs/{name}"
+
+
+def test_links_lead_somewhere():
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page}: {target}"
+
+
+@cache
+def said():
+    """Every text in the packages' sources, the fixed parts of those with values in them."""
+    paths = [path for package in SOURCES for path in (ROOT / package).rglob("*.py")]
+    return "\n".join(
+        node.value
+        for path in paths
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
+
+
+def quoted():
+    """The first column of the tables of messages."""
+    for name in ("errors.md", "errors/configuration.md"):
+        for cell in re.findall(r"^\| (`[^|]*) \|", (DOCS / name).read_text(), re.MULTILINE):
+            for text in re.findall(r"`([^`]+)`", cell):
+                yield pytest.param(text, id=text[:40])
+
+
+@pytest.mark.parametrize("message", quoted())
+def test_a_message_that_a_page_explains_is_one_of_ours(message):
+    assert message.strip().removeprefix('"ebbtide"').strip() in said()
+
+
+def test_snippets_of_the_front_door():
+    import runtime
+    from runtime.frontdoor.request import read_request
+
+    text = (DOCS / "front-door.md").read_text()
+    (config,) = fenced(text, "json")
+    key = json.loads(config)["ebbtide"]
+    assert read_request({"checkpoint": key["checkpoint"]}).checkpoint.keep == 2
+    (script,) = fenced(text, "python")
+    try:
+        exec(script, {})
+    finally:
+        runtime.disable()
+
+
+def test_a_page_for_each_error_class_people_meet():
+    assert {page.name for page in (DOCS / "errors").iterdir()} == {
+        Path(target).name
+        for target in re.findall(r"\((errors/[\w-]+\.md)\)", (DOCS / "errors.md").read_text())
+    }
+    assert len(WRITTEN) > 5
