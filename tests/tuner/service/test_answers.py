@@ -88,12 +88,12 @@ def test_a_model_config_may_be_sent(server):
 
 
 def test_what_if_as_json_and_csv(server):
-    asked = {**LLAMA, "strategies": ["zero3_offload", "twin_flow"],
+    asked = {**LLAMA, "strategies": ["zero3_offload", "superoffload"],
              "gpu_memory_bytes": [40 * GIB, 80 * GIB],
              "changes": {"h2d_bytes_per_s": [2e10, 5e10]}}  # fmt: skip
     rows = server.post("/what-if", asked).json()["rows"]
     work, machine = workload()
-    table = what_if(work, machine, ["zero3_offload", "twin_flow"], [40 * GIB, 80 * GIB],
+    table = what_if(work, machine, ["zero3_offload", "superoffload"], [40 * GIB, 80 * GIB],
                     h2d_bytes_per_s=[2e10, 5e10], n_jobs=1)  # fmt: skip
     assert [row["iteration_s"] for row in rows] == pytest.approx(list(table["iteration_s"]))
     assert [row["fits"] for row in rows] == list(table["fits"])

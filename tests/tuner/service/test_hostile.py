@@ -2,15 +2,13 @@
 
 import json
 import os
-import signal
 import socket
-import time
 from pathlib import Path
 
+import httpx
 import pytest
 
 from simulator import preset
-from tests.tuner.service.conftest import Server
 from tuner.service.requests import Quota
 
 LLAMA = {"machine": "h100-node", "model": "Llama 3 8B"}
@@ -62,13 +60,13 @@ BODIES = {
 def memory_bytes(pid):
     """Resident, of a process and its children."""
     total = 0
-    for child in (pid, *_children(pid)):
+    for child in (pid, *children(pid)):
         fields = Path(f"/proc/{child}/statm").read_text().split()
         total += int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
     return total
 
 
-def _children(pid):
+def children(pid):
     text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
     return [int(child) for child in text.split()]
 
@@ -187,32 +185,8 @@ def test_the_page_allows_no_inline_script_and_no_other_host(server):
 
 
 @pytest.fixture(scope="module")
-def guarded(tmp_path_factory):
-    started = Server(tmp_path_factory.mktemp("token") / "s.db", token="right-token")
-    yield started
-    started.stop()
-
-
-@pytest.mark.parametrize("header", [None, "Bearer wrong", "Bearer", "right-token", "Basic x",
-                                    "Bearer right-toke", "Bearer right-tokenx"])  # fmt: skip
-def test_without_the_token_nothing_is_told(guarded, header):
-    headers = {"authorization": header} if header else {}
-    for path in ("/machines", "/jobs", "/events", "/openapi.json"):
-        response = guarded.client.get(path, headers=headers)
-        assert response.status_code == 401
-        assert "h200" not in response.text
-    assert guarded.post("/simulate", LLAMA, headers=headers).status_code == 401
-
-
-def test_with_the_token_it_is(guarded):
-    headers = {"authorization": "Bearer right-token"}
-    assert guarded.client.get("/machines", headers=headers).status_code == 200
-    assert guarded.client.get(guarded.url + "/").status_code == 200  # the page asks for it
-
-
-@pytest.fixture
-def impatient(tmp_path):
-    """A server in a thread of this process that waits a tenth of a second for a client."""
+def strict(tmp_path_factory):
+    """A server in a thread of this process: it wants a token, and waits a tenth of a second."""
     import asyncio
     import threading
 
@@ -223,22 +197,44 @@ def impatient(tmp_path):
     from tuner.service.store import Store
 
     quota = Quota(head_s=0.1, body_s=0.1)
-    service = Service(Store(tmp_path / "s.db"), quota=quota, light_workers=1)
+    store = Store(tmp_path_factory.mktemp("strict") / "s.db")
+    service = Service(store, quota=quota, token="right-token", light_workers=1)
     running = uvicorn.Server(config(service, "127.0.0.1", 0))
     listening = running.config.bind_socket()
     listening.listen()  # who comes before the server is ready waits in line
     thread = threading.Thread(target=lambda: asyncio.run(running.serve([listening])))
     thread.start()
-    yield listening.getsockname()
+    host, port = listening.getsockname()
+    with httpx.Client(base_url=f"http://{host}:{port}/api/v1", timeout=60) as client:
+        yield client
     running.should_exit = True
     thread.join()
 
 
-def test_a_slow_client_is_let_go(impatient):
-    head = (b"POST /api/v1/simulate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json"
+@pytest.mark.parametrize("header", [None, "Bearer wrong", "Bearer", "right-token", "Basic x",
+                                    "Bearer right-toke", "Bearer right-tokenx"])  # fmt: skip
+def test_without_the_token_nothing_is_told(strict, header):
+    headers = {"authorization": header} if header else {}
+    for path in ("/machines", "/jobs", "/events", "/openapi.json"):
+        response = strict.get(path, headers=headers)
+        assert response.status_code == 401
+        assert "h200" not in response.text
+    assert strict.post("/simulate", json=LLAMA, headers=headers).status_code == 401
+
+
+def test_with_the_token_it_is(strict):
+    headers = {"authorization": "Bearer right-token"}
+    assert strict.get("/machines", headers=headers).status_code == 200
+    assert (
+        strict.get(str(strict.base_url.copy_with(path="/"))).status_code == 200
+    )  # the page asks for it
+
+
+def test_a_slow_client_is_let_go(strict):
+    head = (b"POST /api/v1/simulate HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer right-token\r\nContent-Type: application/json"
             b"\r\nContent-Length: 100\r\n\r\n{")  # fmt: skip
     for sent in (head, b"GET / HTTP/1.1\r\nHost", b""):
-        with socket.create_connection(impatient, 60) as slow:
+        with socket.create_connection((strict.base_url.host, strict.base_url.port), 60) as slow:
             slow.sendall(sent)
             assert b" 408 " in slow.recv(65536)  # the server's time runs out, not this test's
 
@@ -248,16 +244,3 @@ def test_a_stalled_client_holds_nobody_up(server):
     with socket.create_connection((host, int(port)), 60) as silent:
         silent.sendall(b"GET / HTTP/1.1\r\nHost")
         assert server.post("/simulate", LLAMA).status_code == 200
-
-
-def test_an_interrupted_server_ends_its_workers(tmp_path):
-    server = Server(tmp_path / "s.db")
-    server.post("/simulate", LLAMA)
-    workers = _children(server.process.pid)
-    assert workers
-    server.process.send_signal(signal.SIGKILL)
-    server.process.wait()
-    deadline = time.monotonic() + 20
-    while any(Path(f"/proc/{pid}").exists() for pid in workers):  # they see their stdin end
-        assert time.monotonic() < deadline, "workers outlive their server"
-        time.sleep(0.05)

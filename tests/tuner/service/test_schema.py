@@ -4,7 +4,7 @@ import pytest
 
 schemathesis = pytest.importorskip("schemathesis")
 hypothesis = pytest.importorskip("hypothesis")
-EXAMPLES = 8
+EXAMPLES = 5
 STREAMS = ("/api/v1/events", "/api/v1/jobs/{job}/events")
 
 
