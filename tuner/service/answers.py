@@ -187,10 +187,9 @@ def _rows(
     """The table, and the timelines of stock and of the plan."""
     timelines: dict[str, Any] = {"stock": None, "plan": None}
     rows = []
-    named: list[tuple[str, str, dict[str, Any]]] = [
-        ("stock", "zero3_offload", {}),
-        ("no offload", "no_offload", {}),
-    ]
+    named: list[tuple[str, str, dict[str, Any]]] = [("stock", "zero3_offload", {})]
+    if not machine.unified_memory:  # else there is no other memory that state could stay in
+        named.append(("no offload", "no_offload", {}))
     if plan is not None:
         named.insert(0, ("plan", "ebbtide", {"plan": plan}))
     for role, name, options in named:
@@ -268,17 +267,16 @@ def verdict(rows: list[dict[str, Any]], bound_s: float, problem: str) -> dict[st
         bound_s: no plan's iteration can be shorter; NaN where nothing fits.
         problem: why no plan fits.
     """
-    plain = next(row for row in rows if row["role"] == "no offload")
-    plan = next((row for row in rows if row["role"] == "plan"), None)
-    if plain["fits"] and (
-        plan is None or plain["iteration_s"] <= plan["iteration_s"] * (1 + WORTH)
-    ):
-        gain = f", {plain['speedup']:.1f}x offloading with stock DeepSpeed"
-        return {"verdict": "no offload", "sentence": f"Do not offload: it fits{gain}."}
+    made = {row["role"]: row for row in rows}
+    plain, plan = made.get("no offload"), made.get("plan")
+    as_fast = plain and (plan is None or plain["iteration_s"] <= plan["iteration_s"] * (1 + WORTH))
+    if plain and plain["fits"] and as_fast:
+        gain = f"{plain['speedup']:.1f}x stock offloading"
+        return {"verdict": "no offload", "sentence": f"Do not offload: it fits, and is {gain}."}
     if plan is None:
         return {"verdict": "impossible", "sentence": f"Nothing fits: {problem}."}
     text = f"Offload with this plan: {plan['speedup']:.1f}x stock, {distance(plan, bound_s)}"
-    if plain["iteration_s"] < plan["iteration_s"] * (1 - WORTH):
+    if plain and plain["iteration_s"] < plan["iteration_s"] * (1 - WORTH):
         text += f"; not offloading would be faster, but {plain['reason']}"
     return {"verdict": "offload", "sentence": text + "."}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
 from simulator.schedule import Lane, OpKind
@@ -62,14 +63,20 @@ def view(timeline: Timeline) -> dict[str, Any]:
 
 
 def window(timeline: Timeline) -> tuple[float, float]:
-    """The last whole iteration, from backward's end to backward's end; else all there is."""
+    """A whole iteration, from backward's end to backward's end: the most typical, else all.
+
+    A run's iterations differ; the one that lasts about as long as all do on average is shown.
+    """
     ends: dict[int, float] = {}
     for span in timeline.spans:
         if span.kind == OpKind.BACKWARD:
             ends[span.iteration] = max(ends.get(span.iteration, 0.0), span.end_s)
     ordered = [ends[i] for i in sorted(ends)]
-    if len(ordered) >= 2 and ordered[-1] > ordered[-2]:
-        return ordered[-2], ordered[-1]
+    pairs = [pair for pair in pairwise(ordered[1:] if len(ordered) > 2 else ordered)
+             if pair[1] > pair[0]]  # fmt: skip
+    if pairs:
+        typical_s = timeline.iteration_s
+        return min(reversed(pairs), key=lambda pair: abs(pair[1] - pair[0] - typical_s))
     starts = [s.start_s for s in timeline.spans] or [0.0]
     return min(starts), max([s.end_s for s in timeline.spans] or [0.0])
 

@@ -102,3 +102,15 @@ def test_an_empty_timeline_is_drawn_as_nothing():
     from tuner.service.timeline_view import view
 
     assert view(Timeline((), "measured"))["lanes"] == []
+
+
+def test_of_a_runs_iterations_a_typical_one_is_shown():
+    from simulator import Lane, OpKind, Span
+    from tuner.service.timeline_view import window
+
+    ends = [1.0, 3.0, 4.0, 9.0, 10.5]  # 2, 1, 5 and 1.5 long: 2.5 on average without the first
+    spans = tuple(
+        Span(OpKind.BACKWARD, Lane.COMPUTE, end - 0.5, end, iteration=i)
+        for i, end in enumerate(ends)
+    )
+    assert window(Timeline(spans, "measured")) == (9.0, 10.5)

@@ -141,7 +141,7 @@ function entriesOf(answer) {
 function context(answer) {
   const w = answer.workload, m = answer.machine;
   const nodes = w.nodes > 1 ? `${w.nodes} nodes, ` : "";
-  const kind = m.device_kind === "emulated" ? "a machine without a GPU, emulating one" : m.device_name || m.name;
+  const kind = m.unified_memory ? `${m.device_name || m.name}, a machine without a GPU` : m.device_kind === "emulated" ? "a machine without a GPU, emulating one" : m.device_name || m.name;
   const source = m.measured_with === "preset" ? "a preset, estimated" : "measured";
   return `${w.name}: ${params(w.params)} parameters per rank in ${count(w.layers)} layers and ${count(w.subgroups)} subgroups, on ${nodes}${kind} (${source}).`;
 }

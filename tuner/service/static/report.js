@@ -72,7 +72,7 @@ function showTimelines(find, views) {
   const names = { measured: "Measured", predicted: "Predicted" };
   const entries = views.map((view) => ({
     title: view.strategy === "zero3_offload" ? "Stock" : views.some((v) => v.source === "measured") ? names[view.source] : "Plan",
-    note: `${seconds(view.duration_s)}${view.source === "measured" ? ", the run's last iteration" : ""}`, view,
+    note: `${seconds(view.duration_s)}${view.source === "measured" ? ", a typical iteration" : ""}`, view,
   }));
   find("timelines-panel").hidden = false;
   drawLegend(find("legend"), views);
