@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from profiler.sampling import doubts, rate, repeat_s, timed_s
+from simulator.plan import BLOCK_BYTES
 from simulator.quantity import Quantity
 
-BLOCK_BYTES = 4 * 2**20
 PLANNED_WRITERS = 2  # of the runtime's checkpoints (`simulator.plan.CheckpointPlan.writers`)
 WRITERS = (1, PLANNED_WRITERS, 4)
 LEAST_FILES = 8  # to be written within the budget of one measurement: a slow disk gets small ones

@@ -18,6 +18,7 @@ from simulator.update.recipes import Placement as Placement  # public here, defi
 SCHEMA_VERSION = 2
 SHOWN_ERRORS = 4
 _LEFT_OUT = {1: ("prefetch_after_layer", "split_master")}  # fields that a schema no longer has
+BLOCK_BYTES = 4 * 2**20  # of checkpoint files: what is copied, hashed and written at once
 
 
 class PlanError(ValueError):
@@ -38,11 +39,17 @@ class CheckpointPlan(BaseModel):
 
     Attributes:
         interval_steps: optimizer steps between two checkpoints; 0: only when the user saves.
-        mode: ``lazy`` streams from the live buffers with copy on update; ``sync`` blocks.
+        mode: when a save returns. ``lazy``: at once; files stream from the live buffers with copy
+            on update. ``in_place``: when the files stand under their names, so that a killed
+            process loses nothing; they are made durable behind. ``sync``: when they are durable.
+            ``auto``: ``in_place`` when a trainer saves that looks for the files itself (Trainer,
+            Accelerate, Lightning), else ``lazy``.
         busy: what a new checkpoint does while one is being written.
         copy_budget_bytes: host memory reserved for subgroups copied before their update.
         write_bytes_per_s: cap on storage traffic; None: as fast as it goes.
         keep: committed checkpoints left in ``dir``, newest first; 0: all.
+        deadline_s: how long storage may make no progress, and ranks may wait for each other, before
+            a checkpoint is given up with an error.
         drain_dir: the durable tier: what is committed in ``dir`` is copied there in the background.
         drain_keep: committed checkpoints left in ``drain_dir``, newest first; 0: all.
     """
@@ -50,12 +57,13 @@ class CheckpointPlan(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     interval_steps: int = Field(0, ge=0)
-    mode: Literal["lazy", "sync"] = "lazy"
+    mode: Literal["auto", "lazy", "in_place", "sync"] = "auto"
     busy: Literal["wait", "skip", "replace"] = "wait"
     copy_budget_bytes: int = Field(256 * 2**20, ge=0)
     write_bytes_per_s: float | None = Field(None, gt=0)
     writers: int = Field(2, ge=1)
     keep: int = Field(0, ge=0)
+    deadline_s: float = Field(600.0, gt=0)
     dir: str | None = None
     drain_dir: str | None = None
     drain_keep: int = Field(0, ge=0)

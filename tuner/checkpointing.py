@@ -19,8 +19,8 @@ from simulator.analysis.goodput import (
     young_interval,
 )
 from simulator.machine import Machine
-from simulator.plan import CheckpointPlan, Plan, Prediction
-from simulator.schedules.checkpointed import BLOCK_BYTES, reserved_bytes
+from simulator.plan import BLOCK_BYTES, CheckpointPlan, Plan, Prediction
+from simulator.schedules.checkpointed import reserved_bytes
 from simulator.workload import Workload
 from tuner.memory import Limits
 

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from runtime.checkpoint.memory import ALIGNMENT, Source
 from runtime.checkpoint.skeleton import Layout
-
-BLOCK_BYTES = 4 * 2**20
+from simulator.plan import BLOCK_BYTES
 
 
 class State(Enum):

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from runtime.checkpoint.errors import CheckpointError, ManifestError
 from runtime.checkpoint.files import Files
@@ -34,6 +35,7 @@ from runtime.checkpoint.manifest import (
     rank_manifest_name,
 )
 from runtime.checkpoint.retention import committed
+from runtime.checkpoint.rotation import Note, lives, owner
 
 OWNER_NAME = "owner.json"
 PARTIAL, REPLACED = ".partial", ".replaced"
@@ -80,6 +82,9 @@ class Commit:
         self._deadline_s = deadline_s
         self._check = check  # raises when the attempt was cancelled
         self._publishing = False
+        self.note = Note(
+            attempt.save_dir, attempt.tag, attempt.nonce, files, save_latest=attempt.save_latest
+        )
         self._grown: list[Path] = []  # folders that got a new folder
 
     def begin(self) -> None:
@@ -88,8 +93,9 @@ class Commit:
         self._grown = [p.parent for p in (a.staging, *a.staging.parents) if not p.exists()]
         self._files.mkdir(a.staging / RANKS_FOLDER)
         if a.rank == 0:
-            owner = {"host": socket.gethostname(), "pid": os.getpid(), "nonce": a.nonce}
-            self._files.write_briefly(a.staging / OWNER_NAME, json.dumps(owner).encode())
+            page = {**owner(), "nonce": a.nonce}
+            self._files.write_briefly(a.staging / OWNER_NAME, json.dumps(page).encode())
+            self.note.write()
         self._files.point("staging_made")
 
     def tidy(self) -> None:
@@ -126,6 +132,43 @@ class Commit:
             self._await_outcome()
         self._files.point("committed")
 
+    def make_durable(self, files: list[FileRecord], real: Files) -> None:
+        """Of a checkpoint that was placed under its name at once: returns when it is on disk, on
+        all ranks. A kill before that loses nothing, since the kernel has the bytes; only the
+        machine may.
+
+        Args:
+            real: a file layer whose fsync is one.
+        """
+        a = self._attempt
+        for record in files:
+            _fsync(a.target / record.path, real)
+        for folder in sorted({(a.target / f.path).parent for f in files} | {a.target}):
+            real.fsync_folder(folder)
+        if a.rank != 0:
+            real.write_durably(a.target / synced_name(a.rank), b"")
+            return
+        for rank in range(1, a.world_size):
+            for _ in self._polls(lambda rank=rank: f"rank {rank}'s fsync"):  # type: ignore[misc]
+                if (a.target / synced_name(rank)).exists():
+                    break
+        for name in (*(rank_manifest_name(r) for r in range(a.world_size)), GLOBAL_NAME):
+            _fsync(a.target / name, real)
+        real.fsync_folder(a.target / RANKS_FOLDER)
+        if a.save_latest:
+            _fsync(a.save_dir / "latest", real)
+        real.fsync_folder(a.save_dir)
+
+    def close(self, *, committed: bool) -> None:
+        """Rank 0, at the end: older checkpoints that were deleted meanwhile may go now."""
+        if self._attempt.rank != 0:
+            return
+        for rank in range(1, self._attempt.world_size):
+            with contextlib.suppress(OSError):
+                self._files.unlink(self._attempt.target / synced_name(rank))
+        with contextlib.suppress(OSError):  # what is left over, the next resume ends
+            self.note.close(committed=committed)
+
     def abort(self, reason: str) -> None:
         """Tells the other ranks; rank 0 also removes the hidden folder. Raises nothing."""
         a = self._attempt
@@ -136,6 +179,9 @@ class Commit:
         if a.world_size == 1 and not self._publishing:
             with contextlib.suppress(OSError):
                 self._files.remove_tree(a.staging)
+        # Placed but not synced is not committed: what was deleted for its sake comes back.
+        synced = self._publishing and not isinstance(self._files, Deferred)
+        self.close(committed=synced and self._is_committed())
 
     # -- rank 0
 
@@ -193,7 +239,10 @@ class Commit:
         a = self._attempt
         self._publishing = True
         self._files.unlink(a.staging / OWNER_NAME)
-        publish_folder(a.staging, a.target, self._files)
+        # What a placed checkpoint replaces stays until that one is durable.
+        deferred = isinstance(self._files, Deferred)
+        aside = (lambda folder: self.note.adopt(folder, a.target)) if deferred else None
+        publish_folder(a.staging, a.target, self._files, aside)
         if a.save_latest:
             self._files.write_durably(a.save_dir / "latest", a.tag.encode(), "latest")
 
@@ -243,12 +292,42 @@ class Commit:
                 )
 
 
-def publish_folder(staging: Path, target: Path, files: Files) -> None:
+class Deferred(Files):
+    """A file layer that leaves out every fsync: see `Commit.make_durable`."""
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+
+    def call(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
+        return None if name == "fsync" else self._files.call(name, function, *args)
+
+    def point(self, name: str) -> None:
+        self._files.point(name)
+
+
+def synced_name(rank: int) -> str:
+    return f"{RANKS_FOLDER}/synced_{rank:05d}"
+
+
+def _fsync(path: Path, files: Files) -> None:
+    descriptor = files.open(path, os.O_RDONLY)
+    try:
+        files.fsync(descriptor)
+    finally:
+        files.close(descriptor)
+
+
+def publish_folder(
+    staging: Path, target: Path, files: Files, aside: Callable[[Path], None] | None = None
+) -> None:
     """Gives a finished folder its name, and returns when that is durable.
 
     A folder that has the name already is swapped out in one step where the filesystem can; where
     it cannot, it keeps the name ``.TAG.NONCE.replaced`` for a moment, and `recover_replaced` finds
     it after a crash in between.
+
+    Args:
+        aside: takes the replaced folder; the default deletes it.
     """
     if not target.exists():
         files.rename(staging, target)
@@ -265,7 +344,7 @@ def publish_folder(staging: Path, target: Path, files: Files) -> None:
     files.point("parent_fsynced")
     if leftover is not None:
         with contextlib.suppress(OSError):  # the next attempt removes it
-            files.remove_tree(leftover)
+            (aside or files.remove_tree)(leftover)
 
 
 def recover_replaced(save_dir: Path, files: Files) -> None:
@@ -293,11 +372,12 @@ def remove_leftovers(save_dir: Path, files: Files, keep: Path | None = None) -> 
 
 def _owner_lives(folder: Path) -> bool:
     """Whether another process may still be writing there."""
+    path = folder / OWNER_NAME
     try:
-        owner = json.loads((folder / OWNER_NAME).read_bytes())
-        host, pid = str(owner["host"]), int(owner["pid"])
+        page = json.loads(path.read_bytes())
+        host, pid = str(page["host"]), int(page["pid"])
     except (OSError, ValueError, KeyError, TypeError):
         return False
     if host != socket.gethostname():
         return time.time() - folder.stat().st_mtime < 24 * 3600
-    return pid != os.getpid() and Path(f"/proc/{pid}").exists()
+    return pid != os.getpid() and lives(page, path)

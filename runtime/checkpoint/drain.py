@@ -289,7 +289,7 @@ class Drainer:
                 if self._thread is not None and stuck_s > self._deadline_s:
                     raise CheckpointError(
                         f"the durable tier must take a block within {self._deadline_s:g} s "
-                        f"(deadline_s), but {self._tiers.durable} made no progress for "
+                        f"(checkpoint.deadline_s), but {self._tiers.durable} made no progress for "
                         f"{stuck_s:.1f} s"
                     )
         self.reap()

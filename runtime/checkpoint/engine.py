@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import time
+import warnings
 import weakref
 from collections.abc import Callable
 from functools import cache
@@ -22,29 +24,26 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import (
     CheckpointEngine,
 )
 
-from runtime.checkpoint.blocks import BLOCK_BYTES, PlannedFile
-from runtime.checkpoint.commit import Attempt, Commit
+from runtime.checkpoint.blocks import PlannedFile
+from runtime.checkpoint.bystanders import foreign_trainer, guard, release
+from runtime.checkpoint.commit import Attempt, Commit, Deferred
 from runtime.checkpoint.drain import Drainer, Tiers
 from runtime.checkpoint.errors import CheckpointError
 from runtime.checkpoint.files import Files
-from runtime.checkpoint.inspect import verify
 from runtime.checkpoint.job import Job, Report
 from runtime.checkpoint.live_state import LiveState
-from runtime.checkpoint.manifest import GLOBAL_NAME
+from runtime.checkpoint.loading import Loading, random_file
 from runtime.checkpoint.memory import Slots
 from runtime.checkpoint.output import Pace
 from runtime.checkpoint.peers import Peers
 from runtime.checkpoint.persist import BlockWriter
-from runtime.checkpoint.random_state import random_states, restore_random_states
-from runtime.checkpoint.restore import Choice, newest_of_tiers
-from runtime.checkpoint.retention import being_read
-from runtime.checkpoint.safe_load import load_file, only_weights
-from runtime.checkpoint.skeleton import lay_out, tensors_of
-from simulator import CheckpointPlan
+from runtime.checkpoint.random_state import random_states
+from runtime.checkpoint.restore import Choice, Resumption
+from runtime.checkpoint.safe_load import load_file
+from runtime.checkpoint.skeleton import lay_out
+from simulator.plan import BLOCK_BYTES, CheckpointPlan
 
 logger = logging.getLogger("ebbtide.checkpoint")
-
-DEADLINE_S = 600.0
 
 
 class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
@@ -57,7 +56,6 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         client_state: called for what a save at the planned interval gives DeepSpeed as
             ``client_state`` (data position and the like).
         last: what the last committed checkpoint cost.
-        chosen: the checkpoint the last ``load_checkpoint`` without a tag picked, and why.
     """
 
     def __init__(
@@ -68,34 +66,36 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         *,
         files: Files | None = None,
         plan_digest: str = "",
-        deadline_s: float = DEADLINE_S,
         block_bytes: int = BLOCK_BYTES,
     ) -> None:
         super().__init__()
         self.name = "LazyCheckpointEngine"
         self.client_state: Callable[[], dict[str, Any]] = dict
         self.last: Report | None = None
-        self.chosen: Choice | None = None
         self._engine = weakref.proxy(engine)
         self._plan = plan
         self._plan_digest = plan_digest
         self._live = live
         self._files = files or Files()
-        self._deadline_s = deadline_s
-        self._peers = Peers(deadline_s)
+        self._deadline_s = plan.deadline_s
+        self._peers = Peers(plan.deadline_s)
         self._budget = Slots(plan.copy_budget_bytes // block_bytes, block_bytes)
         self._bounce = Slots(plan.writers, block_bytes)
         self._pace = Pace(plan.write_bytes_per_s)
         self._tiers = _tiers(plan)
+        self._loading = Loading(
+            self._engine, live, self._peers.rank, Resumption(self._peers, self._tiers)
+        )
         self._drainer: Drainer | None = None
         self._caught_up = False
         if self._tiers is not None and self._peers.rank == 0:
-            self._drainer = Drainer(self._tiers, self._files, self._pace, deadline_s)
+            self._drainer = Drainer(self._tiers, self._files, self._pace, plan.deadline_s)
         self._job: Job | None = None
         self._attempt: Attempt | None = None  # between begin and end of save_checkpoint
+        self._saved: tuple[Any, ...] = ()  # what the last save was given
         self._planned: list[PlannedFile] = []
-        self._into: dict[tuple[Any, ...], torch.Tensor] = {}
         self._closed = False
+        self._pid = os.getpid()
         self._before_save: Callable[[], None] = lambda: None
         self._at_exit = _weak_close(self)
         atexit.register(self._at_exit)
@@ -137,6 +137,12 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if self._drainer is not None:
             self._drainer.wait()
 
+    def finish(self) -> None:
+        """Until no checkpoint is in flight, whatever becomes of it."""
+        job = self._job
+        if job is not None and not job.elsewhere:
+            job.wait()
+
     @property
     def running(self) -> bool:
         return self._job is not None and self._job.running
@@ -147,7 +153,7 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         Raises:
             CheckpointError: a checkpoint failed that training has not heard of yet.
         """
-        if self._closed:
+        if self._closed or self._pid != os.getpid():  # a forked child has no part in it
             return
         self._closed = True
         atexit.unregister(self._at_exit)
@@ -194,6 +200,10 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """
         begin = time.monotonic()
         name = _checked_tag(tag, self._engine.global_steps)
+        state = (str(Path(save_dir).absolute()), name, self._engine.global_steps,
+                 self._engine.micro_steps, exclude_frozen_parameters, save_latest)  # fmt: skip
+        if state == self._saved and not client_state and foreign_trainer() is not None:
+            return True  # Trainer saves each of its checkpoints twice: nothing has changed since
         if self._tiers is not None and Path(save_dir).resolve() == self._tiers.durable.resolve():
             self.wait_for_drain()  # one at a time makes hidden folders there
         nonce = self._agree_to_begin()
@@ -204,7 +214,9 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._before_save()
         self._attempt = self._make_attempt(save_dir, name, nonce, save_latest=save_latest)
         self._planned = []
-        commit = Commit(self._attempt, self._files, self._deadline_s)
+        in_place = self._returns_in_place()
+        files = Deferred(self._files) if in_place else self._files
+        commit = Commit(self._attempt, files, self._deadline_s)
         try:
             commit.begin()
             original(
@@ -213,18 +225,27 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             )  # fmt: skip
             layout = lay_out(random_states(), self._live, stream_device=False)
             self._planned.append(PlannedFile(Path(self._random_file), layout))
-            self._job = self._make_job(self._attempt, commit)
+            self._job = self._make_job(self._attempt, commit, files)
             self._files.point("skeleton_made")
         except BaseException as error:
             commit.abort(f"{type(error).__name__}: {error}")
             raise
         finally:
             self._attempt = None
+        guard(self._job)
         self._job.start()
+        if in_place:
+            self._job.wait_until_placed()
         self._job.stall_s = time.monotonic() - begin
         if self._plan.mode == "sync":
             self.wait()
+        self._reap()
+        self._saved = state
         return True
+
+    def _returns_in_place(self) -> bool:
+        mode = self._plan.mode
+        return mode == "in_place" or (mode == "auto" and foreign_trainer() is not None)
 
     def _agree_to_begin(self) -> str | None:
         """The attempt's nonce, the same on all ranks; None: skip.
@@ -259,19 +280,23 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             other_tier=self._other_tier(save_dir),
         )  # fmt: skip
 
-    def _make_job(self, attempt: Attempt, commit: Commit) -> Job:
+    def _make_job(self, attempt: Attempt, commit: Commit, files: Files) -> Job:
         for planned in self._planned:
             self._files.mkdir((attempt.staging / planned.path).parent)
         writer = BlockWriter(
-            attempt.staging, self._planned, self._files, self._budget, self._bounce, self._pace,
+            attempt.staging, self._planned, files, self._budget, self._bounce, self._pace,
             writers=self._plan.writers, progress_deadline_s=self._deadline_s,
             turns=self._live.turns,
+            direct=files is self._files,
         )  # fmt: skip
         self._planned = []
-        return Job(
+        job = Job(
             attempt, commit, writer, self._live, self._files, self._keep_in(attempt.save_dir),
             self._drainer.wake if self._drainer is not None else lambda: None,
+            durably=None if files is self._files else self._files,
+            when_over=lambda: release(job),
         )  # fmt: skip
+        return job
 
     def _other_tier(self, folder: str | Path) -> Path | None:
         if self._tiers is None or not self._tiers.holds(folder):
@@ -307,11 +332,13 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             return
         zero = target.name.endswith("optim_states.pt")
         layout = lay_out(state_dict, self._live, stream_device=zero)
+        if layout.unreadable:
+            _say_unreadable(target.name, layout.unreadable)
         self._planned.append(PlannedFile(target.relative_to(attempt.target), layout))
 
     def load(self, path: str, map_location: Any = None) -> Any:  # noqa: ARG002 - always to the host
         """The file's content, on the host; state goes straight into the live buffers."""
-        return load_file(path, self._into if path.endswith("optim_states.pt") else None)
+        return load_file(path, self._loading.into if path.endswith("optim_states.pt") else None)
 
     def commit(self, info: CheckpointCommitInfo) -> bool:  # noqa: ARG002
         """The background commits; see `wait`."""
@@ -340,97 +367,19 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         tag: str | None = None,
         **options: Any,
     ) -> Any:
-        """Stands for ``engine.load_checkpoint``: verifies first, then loads, executes nothing.
-
-        Without a tag: the newest checkpoint that verifies. A checkpoint written without ebbtide is
-        loaded as DeepSpeed would, but for ``weights_only``.
-
-        Raises:
-            CheckpointError: the checkpoint asked for, or every one there is, does not verify.
-        """
+        """Stands for ``engine.load_checkpoint``; see `Loading.load`."""
         self.wait_for_drain()
         self._before_save()
-        universal = self._engine.load_universal_checkpoint()
-        folder = Path(load_dir)
-        if not universal:
-            folder, tag = self._locate(folder, tag)
-        with only_weights():
-            if universal or tag is None or not (folder / tag / GLOBAL_NAME).exists():
-                return original(str(folder), tag=tag, **options)
-            with being_read(folder / tag):
-                if self.chosen is None or (self.chosen.directory, self.chosen.tag) != (folder, tag):
-                    self._require_whole(folder, tag)
-                self._into = self._targets()
-                try:
-                    result = original(str(folder), tag=tag, **options)
-                finally:
-                    self._into = {}
-                self._restore_random(folder / tag)
-                return result
+        return self._loading.load(original, load_dir, tag, options)
 
-    def _locate(self, load_dir: Path, tag: str | None) -> tuple[Path, str | None]:
-        """The tier and the tag to load; without a tag, the newest that verifies."""
-        if tag is None:
-            tag = self._choose(load_dir)
-            return (self.chosen and self.chosen.directory) or load_dir, tag
-        other = self._other_tier(load_dir)
-        if other is not None and not (load_dir / tag / GLOBAL_NAME).exists():
-            return (other if (other / tag / GLOBAL_NAME).exists() else load_dir), tag
-        return load_dir, tag
-
-    def _choose(self, load_dir: Path) -> str | None:
-        """The tag of the newest checkpoint that verifies; None: there is none of ours at all."""
-        tiers = [load_dir]
-        if self._tiers is not None and self._tiers.holds(load_dir):
-            tiers = [self._tiers.fast, self._tiers.durable]
-        self.chosen = choice = newest_of_tiers(tiers, self._problems)
-        if choice.tag is None and choice.passed_over:
-            raise CheckpointError(
-                f"{load_dir} must hold a checkpoint that verifies, but {choice.summary}; to load "
-                "one without verification, remove its file ebbtide.json and give its tag"
-            )
-        if self._peers.rank == 0 and (choice.tag is not None):
-            logger.log(logging.WARNING if choice.passed_over else logging.INFO, choice.summary)
-        return choice.tag
-
-    def _problems(self, load_dir: Path, tag: str) -> list[Any]:
-        """Of all ranks, each having read its share."""
-        share = (self._peers.rank, self._peers.world_size)
-        return self._peers.concat(verify(load_dir, tag, share=share))
-
-    def _require_whole(self, load_dir: Path, tag: str) -> None:
-        problems = self._problems(load_dir, tag)
-        if problems:
-            raise CheckpointError(
-                f"checkpoint {tag!r} must match its manifest, but {problems[0]} "
-                f"({len(problems)} problems; `tune checkpoint verify {load_dir}` lists them); load "
-                "without a tag to take the newest one that verifies"
-            )
-
-    def _targets(self) -> dict[tuple[Any, ...], torch.Tensor]:
-        """Live host tensors by their path in the optimizer's file, to read straight into."""
-        optimizer = self._engine.optimizer
-        if optimizer is None or not self._engine.zero_optimization():
-            return {}
-        tree = {"optimizer_state_dict": optimizer.state_dict()}
-        return {
-            path: tensor
-            for path, tensor in tensors_of(tree)
-            if tensor.device.type == "cpu" and tensor.is_contiguous()
-            and self._live.runs(
-                tensor.data_ptr(), tensor.numel() * tensor.element_size()
-            ) is not None
-        }  # fmt: skip
+    @property
+    def chosen(self) -> Choice | None:
+        """The checkpoint that the last ``load_checkpoint`` took."""
+        return self._loading.chosen
 
     @property
     def _random_file(self) -> str:
-        """Of this rank: below ZeRO-3 all ranks are given rank 0's client_state."""
-        return f"random_states_rank{self._peers.rank:05d}.pt"
-
-    def _restore_random(self, folder: Path) -> None:
-        path = folder / self._random_file
-        if path.exists():
-            restore_random_states(load_file(path))
+        return random_file(self._peers.rank)
 
 
 def _tiers(plan: CheckpointPlan) -> Tiers | None:
@@ -447,6 +396,16 @@ def _checked_tag(tag: str | None, step: int) -> str:
             f"but got {name!r}"
         )
     return name
+
+
+@cache  # once: the next checkpoint says nothing new
+def _say_unreadable(name: str, what: str) -> None:
+    warnings.warn(
+        f"{name} holds what cannot be loaded again, because loading executes nothing "
+        f"(torch.load with weights_only=True): {what}. Give client_state plain data in its place, "
+        "or call torch.serialization.add_safe_globals with the class before load_checkpoint",
+        stacklevel=2,
+    )
 
 
 @cache

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
+from runtime.checkpoint.bystanders import ours, watch
+from runtime.checkpoint.ending import finish_at_sigterm
 from runtime.checkpoint.engine import LazyCheckpointEngine
 from runtime.checkpoint.errors import CheckpointError
 from runtime.checkpoint.live_state import LiveState
@@ -26,8 +29,7 @@ def install(
         checkpoint_plan: interval, busy policy, budget, bandwidth.
         live_state: the runtime's registry. None: the optimizer is DeepSpeed's own, and its
             ``step`` is held back until its state may be overwritten.
-        options: ``files``, ``plan_digest``, ``deadline_s``, ``block_bytes`` of
-            `LazyCheckpointEngine`.
+        options: ``files``, ``plan_digest``, ``block_bytes`` of `LazyCheckpointEngine`.
 
     Raises:
         CheckpointError: the engine keeps state where this cannot work.
@@ -48,6 +50,8 @@ def install(
     previous, engine.checkpoint_engine = engine.checkpoint_engine, lazy
     if previous is not None and previous.is_decoupled():
         previous.cleanup()
+    watch()
+    finish_at_sigterm(lazy)
     return lazy
 
 
@@ -65,9 +69,17 @@ def _refuse_unsupported(engine: Any) -> None:
 
 
 def _wrap(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
-    """The instance's method becomes ``replacement(original, ...)``."""
+    """The instance's method becomes ``replacement(original, ...)``, under its own signature:
+    trainers ask ``inspect.signature`` which arguments DeepSpeed takes.
+    """
     original = getattr(owner, name)
-    setattr(owner, name, lambda *args, **kwargs: replacement(original, *args, **kwargs))
+
+    @wraps(original)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        with ours():
+            return replacement(original, *args, **kwargs)
+
+    setattr(owner, name, method)
 
 
 def _finish_first(lazy: LazyCheckpointEngine) -> Callable[..., None]:

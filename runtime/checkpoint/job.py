@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from runtime.checkpoint.files import Files
 from runtime.checkpoint.live_state import LiveState
 from runtime.checkpoint.persist import BlockWriter
 from runtime.checkpoint.retention import prune
+from runtime.checkpoint.rotation import Note
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,8 @@ class Job:
     def __init__(
         self, attempt: Attempt, commit: Commit, writer: BlockWriter, live: LiveState,
         files: Files, keep: int,
-        after_commit: Callable[[], None] = lambda: None,
+        after_commit: Callable[[], None] = lambda: None, durably: Files | None = None,
+        when_over: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self.attempt = attempt
         self.failure: BaseException | None = None
@@ -56,9 +59,15 @@ class Job:
         self._files = files
         self._keep = keep
         self._after_commit = after_commit
+        self._durably = durably  # set: placed under its name first, made durable behind
+        self._when_over = when_over
+        self._placed = threading.Event()
         self._over = threading.Event()
+        self._pid = os.getpid()
+        # No daemon: the end of a process, also of a multiprocessing child, which runs no atexit,
+        # waits for it; all that it waits for itself has a deadline.
         self._thread = threading.Thread(
-            target=self._run, name=f"ebbtide-checkpoint-{attempt.tag}", daemon=True
+            target=self._run, name=f"ebbtide-checkpoint-{attempt.tag}", daemon=False
         )
 
     def start(self) -> None:
@@ -74,7 +83,35 @@ class Job:
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Until it is over, committed or failed; False: the time was up first."""
+        if self.elsewhere:
+            return self._wait_for_the_parent(timeout_s)
         return self._over.wait(timeout_s)
+
+    def wait_until_placed(self) -> None:
+        """Until its files stand under their names, or it failed."""
+        self._placed.wait()
+
+    @property
+    def placed(self) -> bool:
+        return self._placed.is_set()
+
+    @property
+    def elsewhere(self) -> bool:
+        """This process was forked off the one that writes: no thread of it is here."""
+        return self._pid != os.getpid()
+
+    def _wait_for_the_parent(self, timeout_s: float | None) -> bool:
+        a, end = self.attempt, time.monotonic() + (timeout_s or 600.0)
+        while time.monotonic() < end:
+            if not a.staging.exists() or os.getppid() != self._pid:
+                self._over.set()
+                return True
+            time.sleep(0.02)
+        return False
+
+    @property
+    def note(self) -> Note:
+        return self._commit.note
 
     def cancel(self) -> None:
         """Gives up, unless all blocks are written already: then the commit goes on."""
@@ -89,6 +126,11 @@ class Job:
             persisted = time.monotonic()
             self._commit.vote(records)
             self._commit.conclude()
+            if self._durably is not None:
+                self._placed.set()
+                self._files.point("placed")
+                self._commit.make_durable(records, self._durably)
+            self._commit.close(committed=True)
             self.report = Report(
                 self.attempt.tag, self.attempt.step, sum(r.size_bytes for r in records),
                 self.stall_s, self._writer.waited_s, self._writer.copied_bytes,
@@ -103,7 +145,9 @@ class Job:
             self._commit.abort(f"{type(error).__name__}: {error}")
         finally:
             self._live.attach(None)
+            self._placed.set()
             self._over.set()
+            self._when_over()
 
     @property
     def cancelled(self) -> bool:

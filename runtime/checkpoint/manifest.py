@@ -18,7 +18,7 @@ from runtime.checkpoint.errors import ManifestError
 FORMAT = 1
 GLOBAL_NAME = "ebbtide.json"
 RANKS_FOLDER = "ebbtide"
-MAX_BYTES = 256 * 2**20  # a larger manifest is not ours; 8 MiB blocks: about 60 TB per rank
+MAX_BYTES = 256 * 2**20  # a larger manifest is not ours; with 4 MiB blocks about 30 TB per rank
 
 
 def block_hash(data: Any) -> str:

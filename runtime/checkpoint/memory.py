@@ -94,7 +94,10 @@ _streams = threading.local()
 
 
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One stream per writer thread and device, of low priority: training's copies go first."""
+    """One stream per writer thread and device, so that training's streams never queue behind it.
+
+    Of the lowest priority there is (0); training's own streams have the same.
+    """
     held = _streams.__dict__.setdefault("by_device", {})
     if device not in held:
         held[device] = torch.cuda.Stream(device, priority=0)

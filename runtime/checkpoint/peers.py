@@ -73,6 +73,6 @@ class Peers:
         except RuntimeError as error:
             raise CheckpointError(
                 f"every rank must come to the checkpoint within {self._deadline_s:g} s "
-                f"(deadline_s), but one did not: {error}"
+                f"(checkpoint.deadline_s), but one did not: {error}"
             ) from error
         return every

@@ -40,6 +40,7 @@ class BlockWriter:
         writers: int,
         progress_deadline_s: float,
         turns: Sequence[int] = (),
+        direct: bool = True,
     ) -> None:
         """``turns``: subgroups in the order in which their updates come due; others follow, in
         their own.
@@ -58,7 +59,9 @@ class BlockWriter:
         self._left = len(self._blocks)
         self._failure: BaseException | None = None
         self._progress_s = time.monotonic()
-        self._outputs = [OutputFile(folder / p.path, p.layout.size_bytes, files) for p in planned]
+        self._outputs = [
+            OutputFile(folder / p.path, p.layout.size_bytes, files, direct=direct) for p in planned
+        ]
         self._threads = [
             threading.Thread(target=self._work, name=f"ebbtide-writer-{i}", daemon=True)
             for i in range(writers)

@@ -14,25 +14,18 @@ import torch
 
 from runtime.checkpoint.errors import CheckpointError
 from runtime.checkpoint.memory import memory_at
+from runtime.checkpoint.plain_data import plain_classes
+from runtime.checkpoint.tree import replace_tensors, tensors_of
 
 CHUNK_BYTES = 16 * 2**20
 
 
-def _deepspeed_classes() -> list[Any]:
-    """Plain data holders that DeepSpeed puts into its files; none has code that runs on load."""
-    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils.tensor_fragment import fragment_address
-
-    return [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
-
-
 @contextlib.contextmanager
 def safe_globals() -> Iterator[None]:
-    """Inside, ``torch.load(weights_only=True)`` reads DeepSpeed's own files."""
+    """Inside, ``torch.load(weights_only=True)`` reads DeepSpeed's own files, and plain data."""
     # At its end torch's context forbids all that it was given, whoever allowed it before.
     allowed = torch.serialization.get_safe_globals()
-    missing = [c for c in _deepspeed_classes() if c not in allowed]
+    missing = [c for c in plain_classes() if c not in allowed]
     with torch.serialization.safe_globals(missing):
         yield
 
@@ -63,7 +56,7 @@ def load_file(
     """What ``torch.load(path, map_location="cpu", weights_only=True)`` returns.
 
     Args:
-        into: by path in the file's tree (see `skeleton.tensors_of`): host tensors to read into;
+        into: by path in the file's tree (see `tree.tensors_of`): host tensors to read into;
             they are returned in the tree, so that no second copy of them exists in memory.
         readers: threads that read at once.
 
@@ -75,24 +68,52 @@ def load_file(
             return _load_in_parallel(Path(path), into or {}, readers)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError,
             TypeError, AttributeError, IndexError) as error:  # fmt: skip
-        first = str(error).strip().splitlines()[:1]
+        refused = refused_names(path)
+        why = f"it holds {refused}" if refused else _gist(error)
         raise CheckpointError(
             f"{path} must hold tensors and plain data only, readable by "
-            f"torch.load(weights_only=True), but: {first[0] if first else type(error).__name__}. "
+            f"torch.load(weights_only=True), but {why}. "
             "Classes of your own in client_state: allow them with "
             "torch.serialization.add_safe_globals, if you trust the file"
         ) from error
 
 
+def refused_names(path: str | Path) -> str:
+    """The classes and functions in a file that loading refuses; empty: none, or no such file."""
+    with contextlib.suppress(Exception), only_weights():  # a damaged file names none
+        return ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(path))))
+    return ""
+
+
+def unreadable(path: str) -> str:
+    """Why loading would refuse a file, naming the class; empty: it would not."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    names = refused_names(path)
+    if names:
+        return names
+    try:
+        with only_weights(), FakeTensorMode():  # reads no tensors
+            torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # noqa: BLE001 - whatever it is, loading would end with it
+        return _gist(error)
+    return ""
+
+
+def _gist(error: BaseException) -> str:
+    """The line of torch's long texts that says what was met."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = [line for line in lines if "WeightsUnpickler error" in line or "Can only" in line]
+    return (told or lines or [type(error).__name__])[-1].rstrip(".")
+
+
 def _load_in_parallel(path: Path, into: dict[tuple[Any, ...], torch.Tensor], readers: int) -> Any:
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-
-    from runtime.checkpoint.skeleton import replace_tensors, tensors_of
 
     with FakeTensorMode():
         tree = torch.load(path, map_location="cpu", weights_only=True)
     fakes = list(tensors_of(tree))
-    if _legacy(fakes):
+    if _legacy(fakes) or _hides_tensors(path, fakes):
         return torch.load(path, map_location="cpu", weights_only=True)
     reader = _Reader(path)
     real: dict[int, torch.Tensor] = {}
@@ -106,6 +127,13 @@ def _load_in_parallel(path: Path, into: dict[tuple[Any, ...], torch.Tensor], rea
 def _legacy(fakes: list[tuple[tuple[Any, ...], Any]]) -> bool:
     """Files of torch.save's old format have no storages at known offsets."""
     return any(getattr(t.untyped_storage(), "_checkpoint_offset", None) is None for _, t in fakes)
+
+
+def _hides_tensors(path: Path, fakes: list[tuple[tuple[Any, ...], Any]]) -> bool:
+    """Whether an object in the tree (a Namespace, a deque) holds tensors that nobody would fill."""
+    records = torch._C.PyTorchFileReader(str(path)).get_all_records()  # type: ignore[attr-defined]
+    known = {t.untyped_storage()._checkpoint_offset for _, t in fakes}
+    return sum(name.startswith("data/") for name in records) > len(known)
 
 
 class _Reader:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import io
 import os
-import pickle
 import threading
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -22,6 +20,9 @@ from torch.utils.serialization import config as serialization
 
 from runtime.checkpoint.live_state import EVERY_SUBGROUP, LiveState
 from runtime.checkpoint.memory import ALIGNMENT, DeviceBytes, HostBytes, Source, memory_at
+from runtime.checkpoint.plain_data import WatchingPickler
+from runtime.checkpoint.safe_load import unreadable
+from runtime.checkpoint.tree import replace_tensors
 
 _torch_save = threading.Lock()  # the options of torch.save are global
 
@@ -45,12 +46,14 @@ class Layout:
     Attributes:
         live_bytes: streamed from where they are.
         copied_bytes: copied when the layout was made: nobody promised not to change them.
+        unreadable: what in the file cannot be loaded again, and why; empty: nothing.
     """
 
     size_bytes: int
     extents: tuple[Extent, ...]
     live_bytes: int
     copied_bytes: int
+    unreadable: str = ""
 
 
 def lay_out(state: Any, live: LiveState, *, stream_device: bool) -> Layout:
@@ -66,9 +69,9 @@ def lay_out(state: Any, live: LiveState, *, stream_device: bool) -> Layout:
     tree = stand_ins.replace(state)
     descriptor = os.memfd_create("ebbtide-skeleton")
     try:
-        offsets = _save_with_holes(tree, descriptor)
+        offsets, refused = _save_with_holes(tree, descriptor)
         if not stand_ins.cover(offsets):  # a tensor hides in an object: the whole file, by value
-            return _whole(state)
+            return _whole(state, refused)
         holes = [
             extent
             for key, sources in stand_ins.sources.items()
@@ -82,36 +85,13 @@ def lay_out(state: Any, live: LiveState, *, stream_device: bool) -> Layout:
     live_bytes = sum(e.source.size_bytes for e in holes if e.source.subgroup is not None)
     copied = sum(e.source.size_bytes for e in holes if e.source.subgroup is None)
     extents = tuple(sorted([*holes, *frame], key=lambda e: e.offset))
-    return Layout(size, extents, live_bytes, copied)
+    return Layout(size, extents, live_bytes, copied, refused)
 
 
 def _in_a_row(offset: int, sources: Iterable[Source]) -> Iterator[Extent]:
     for source in sources:
         yield Extent(offset, source)
         offset += source.size_bytes
-
-
-def tensors_of(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """The tensors in nested dicts, lists and tuples, each with its path, in pickling order."""
-    if isinstance(tree, torch.Tensor):
-        yield path, tree
-    elif isinstance(tree, dict):
-        for key, value in tree.items():
-            yield from tensors_of(value, (*path, key))
-    elif isinstance(tree, (list, tuple)):
-        for number, value in enumerate(tree):
-            yield from tensors_of(value, (*path, number))
-
-
-def replace_tensors(tree: Any, replace: Any) -> Any:
-    """A copy of nested dicts, lists and tuples with each dense tensor replaced."""
-    if isinstance(tree, torch.Tensor) and tree.layout == torch.strided:
-        return replace(tree)
-    if type(tree) in (dict, OrderedDict):
-        return type(tree)((k, replace_tensors(v, replace)) for k, v in tree.items())
-    if type(tree) in (list, tuple):
-        return type(tree)(replace_tensors(v, replace) for v in tree)
-    return tree
 
 
 class _StandIns:
@@ -183,8 +163,10 @@ def _host_runs(tensor: torch.Tensor, runs: Iterable[tuple[int, int]]) -> Iterato
         start += size_bytes
 
 
-def _save_with_holes(tree: Any, descriptor: int) -> dict[int, int]:
-    """Writes all but the tensors' bytes; returns the file offset of each storage, by address."""
+def _save_with_holes(tree: Any, descriptor: int) -> tuple[dict[int, int], str]:
+    """Writes all but the tensors' bytes; returns the file offset of each storage, by address, and
+    what loading would refuse.
+    """
     pickler = _storage_recorder()
     path = f"/proc/self/fd/{descriptor}"
     with _torch_save:
@@ -197,8 +179,10 @@ def _save_with_holes(tree: Any, descriptor: int) -> dict[int, int]:
         finally:
             serialization.save.storage_alignment = alignment
             set_crc32_options(crc)
+    refused = unreadable(path) if any(p.suspicious for p in pickler.made) else ""
     reader: Any = torch._C.PyTorchFileReader(path)
-    return {cdata: reader.get_record_offset(f"data/{key}") for cdata, key in pickler.keys.items()}
+    offsets = {c: reader.get_record_offset(f"data/{key}") for c, key in pickler.keys.items()}
+    return offsets, refused
 
 
 def _storage_recorder() -> Any:
@@ -208,9 +192,11 @@ def _storage_recorder() -> Any:
     attribute goes before the method of torch's subclass.
     """
     keys: dict[int, str] = {}
+    made: list[WatchingPickler] = []
 
-    class Pickler(pickle.Pickler):
+    class Pickler(WatchingPickler):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
+            made.append(self)
             name_storage = self.persistent_id
 
             def record(item: Any) -> Any:
@@ -222,7 +208,7 @@ def _storage_recorder() -> Any:
             self.persistent_id = record  # type: ignore[method-assign]
             super().__init__(*args, **kwargs)
 
-    return SimpleNamespace(__name__="ebbtide-pickle", Pickler=Pickler, keys=keys)
+    return SimpleNamespace(__name__="ebbtide-pickle", Pickler=Pickler, keys=keys, made=made)
 
 
 def _frame(descriptor: int, holes: list[Extent], size: int) -> list[Extent]:
@@ -236,9 +222,9 @@ def _frame(descriptor: int, holes: list[Extent], size: int) -> list[Extent]:
     return pieces
 
 
-def _whole(state: Any) -> Layout:
+def _whole(state: Any, refused: str) -> Layout:
     buffer = io.BytesIO()
     with _torch_save:
-        torch.save(state, buffer)
+        torch.save(state, buffer, pickle_module=_storage_recorder())
     data = buffer.getvalue()
-    return Layout(len(data), (Extent(0, HostBytes.of_bytes(data)),), 0, len(data))
+    return Layout(len(data), (Extent(0, HostBytes.of_bytes(data)),), 0, len(data), refused)

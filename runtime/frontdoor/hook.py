@@ -13,6 +13,7 @@ import functools
 import importlib
 import os
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -23,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]  # the folder that holds ebbtide's pa
 # What a wrapper keeps of what it stands for. Another copy of this file, loaded under another name,
 # knows its wrapper by it.
 ORIGINAL = "_ebbtide_original"
+LEFTOVERS = ".ebbtide"  # `runtime.checkpoint.rotation.NOTES`
 
 
 def enable() -> None:
@@ -36,6 +38,50 @@ def enable() -> None:
     for name, wrap in _WRAPPED.items():
         if name in sys.modules:
             wrap(sys.modules[name])
+    _watch_listings()
+
+
+@functools.cache  # an audit hook stays until the process ends
+def _watch_listings() -> None:
+    sys.addaudithook(_before_listing)
+
+
+def _before_listing(event: str, args: tuple[Any, ...]) -> None:
+    """Trainers resume from the highest number in a folder, before they build an engine: what a
+    killed save left there is ended first.
+    """
+    if event not in ("os.listdir", "os.scandir") or _listing.busy:
+        return
+    folder = "." if args[0] is None else args[0]
+    if not isinstance(folder, (str, os.PathLike)):
+        return
+    _listing.busy = True
+    try:
+        if _has_leftovers(folder):
+            _own("runtime.checkpoint.rotation").settle_below(Path(folder))
+    finally:
+        _listing.busy = False
+
+
+class _Busy(threading.local):
+    busy = False
+
+
+_listing = _Busy()
+
+
+def _has_leftovers(folder: str | os.PathLike[str]) -> bool:
+    if os.path.lexists(os.path.join(folder, LEFTOVERS)):  # noqa: PTH118 - hot
+        return True
+    try:
+        with os.scandir(folder) as entries:
+            return any(
+                entry.is_dir(follow_symlinks=False)
+                and os.path.lexists(os.path.join(entry.path, LEFTOVERS))  # noqa: PTH118
+                for entry in entries
+            )
+    except OSError:
+        return False  # whoever lists it is told
 
 
 def disable() -> None:

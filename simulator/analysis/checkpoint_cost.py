@@ -11,10 +11,9 @@ from simulator.engines.compiled import CompiledSchedule, SimResult, compile_sche
 from simulator.engines.kernel import CORES, DRAM
 from simulator.engines.reference import capacities
 from simulator.machine import Machine
-from simulator.plan import CheckpointPlan, Plan
+from simulator.plan import BLOCK_BYTES, CheckpointPlan, Plan
 from simulator.schedule import Lane, Op, OpKind, Schedule
 from simulator.schedules.checkpointed import (
-    BLOCK_BYTES,
     CheckpointedLoop,
     copy_rate,
     reserved_bytes,
@@ -236,7 +235,7 @@ class CheckpointSimulation:
     def _ordered(self, saving: CheckpointPlan, rate: float, stretch: float) -> Writing:
         due = [replace(d, at_s=d.at_s * stretch) for d in self._quiet.due(self.plan)]
         return order_writing(
-            self.sizes, [] if saving.mode == "sync" else due,
+            self.sizes, [] if saving.mode in ("sync", "in_place") else due,
             Pace(rate, self.storage, copy_rate(self.machine)),
             saving.copy_budget_bytes // BLOCK_BYTES * BLOCK_BYTES,
             self.workload.model_checkpoint_bytes, self.plan.issue_order,

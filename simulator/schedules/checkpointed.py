@@ -12,13 +12,12 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
 
 from simulator.machine import Machine
-from simulator.plan import CheckpointPlan, Plan
+from simulator.plan import BLOCK_BYTES, CheckpointPlan, Plan
 from simulator.schedule import Lane, OpKind, Schedule
 from simulator.schedules.ebbtide import EbbtideLoop
 from simulator.schedules.write_order import REST, Segment, Writing
 from simulator.workload import Workload
 
-BLOCK_BYTES = 4 * 2**20  # of the runtime's writers: each has a bounce buffer of one block
 COPY_TRAFFIC = 3  # of DRAM per byte copied: read, written, and the line fetched before the write
 WRITE_TRAFFIC = 2  # of DRAM per byte persisted: read by the hash, read by the disk's DMA
 WRITER_S_PER_BYTE = 0.15e-9  # of one core: gather, hash and pwrite; measured on an AMD EPYC
@@ -109,7 +108,7 @@ class CheckpointedLoop(EbbtideLoop):
         for segment, _ in self.cuts:
             if segment.part != "copied" and segment.subgroup != REST:
                 self.unread[segment.subgroup] += 1
-        if self.saving.mode == "sync":
+        if self.saving.mode in ("sync", "in_place"):
             self._emit(lambda: bool(self.pending))
             self.step_end, self.unread = self.commits[-1], {}
 

@@ -190,7 +190,7 @@ def _engine(run: Run, rank: int) -> tuple[Any, Any]:
         copy_budget_bytes=BUDGET_BYTES, keep=2, write_bytes_per_s=WRITE_BYTES_PER_S / run.world_size
     )
     files = KillingFiles(run.kill, rank, run.note("reached", rank))
-    lazy = install(engine, plan, files=files, block_bytes=BLOCK_BYTES, deadline_s=30.0)
+    lazy = install(engine, plan, files=files, block_bytes=BLOCK_BYTES)
     return engine, lazy
 
 

@@ -14,8 +14,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from simulator.plan import BLOCK_BYTES
+
 WARM_STEPS = 3
-BLOCK_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True)

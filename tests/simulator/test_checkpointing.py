@@ -18,7 +18,8 @@ from simulator import (
 )
 from simulator.analysis.checkpoint_cost import LEAD_IN, CheckpointCost, CheckpointSimulation
 from simulator.engines.compiled import simulate_fast
-from simulator.schedules.checkpointed import BLOCK_BYTES, CheckpointedLoop
+from simulator.plan import BLOCK_BYTES
+from simulator.schedules.checkpointed import CheckpointedLoop
 
 GIGA = 10**9
 ALL = 2**40  # a budget for everything

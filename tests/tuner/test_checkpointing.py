@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 import tuner
 from simulator import CheckpointPlan, Plan
 from simulator.analysis.checkpoint_cost import CheckpointSimulation
-from simulator.schedules.checkpointed import BLOCK_BYTES, reserved_bytes
+from simulator.plan import BLOCK_BYTES
+from simulator.schedules.checkpointed import reserved_bytes
 from tests.tuner.test_search import GIB, machine, workload
 from tuner.checkpointing import (
     BUDGET_SHARES,

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,20 @@ class FaultyFiles(Files):
         return function(*args)
 
 
+class Gate(Files):
+    """Stops at a point until it is opened; then goes on, fails, or ends the process."""
+
+    def __init__(self, at, then=lambda: None):
+        self.at, self.then = at, then
+        self.reached, self.opened = threading.Event(), threading.Event()
+
+    def point(self, name):
+        if name == self.at:
+            self.reached.set()
+            assert self.opened.wait(30)
+            self.then()
+
+
 class Bench:
     """Saves state dicts through the real writer, commit and retention; one rank by default."""
 
@@ -57,7 +72,7 @@ class Bench:
         self.saved = 0
 
     def begin(self, state, tag=None, *, files=None, step=None, rank=0, world_size=1, nonce=None,
-              keep=0, pace=None, other_tier=None):  # fmt: skip
+              keep=0, pace=None, other_tier=None, durably=None):  # fmt: skip
         files = files or Files()
         self.saved += 1
         step = self.saved if step is None else step
@@ -77,7 +92,7 @@ class Bench:
             attempt.staging, planned, files, self.budget, self.bounce, pace or Pace(None),
             writers=self.writers, progress_deadline_s=self.deadline_s, turns=self.live.turns,
         )  # fmt: skip
-        return Job(attempt, commit, writer, self.live, files, keep)
+        return Job(attempt, commit, writer, self.live, files, keep, durably=durably)
 
     def save(self, state, tag=None, **options):
         """Saves and waits; raises what went wrong."""

@@ -1,16 +1,20 @@
 """The checkpoint engine inside DeepSpeed: one rank, ZeRO-3 with offload, a tiny model."""
 
+import collections
+import datetime as dt
 import os
 import random
 import shutil
+import warnings
 from argparse import Namespace
 
 import numpy as np
 import pytest
 import torch
 
+from runtime.checkpoint.bystanders import ours
 from simulator import CheckpointPlan
-from tests.runtime.checkpoint.conftest import FaultyFiles
+from tests.runtime.checkpoint.conftest import FaultyFiles, Gate
 
 pytestmark = pytest.mark.slow
 # ruff: noqa: NPY002, RUF059 - numpy's global generator is what is restored
@@ -118,6 +122,7 @@ def test_resumes_from_the_durable_tier_when_the_fast_one_is_lost(engines, tmp_pa
     shutil.rmtree(fast)
     for tag in durable.glob("global_step6"):
         shutil.rmtree(tag)  # as if the machine had died before
+        (durable / "latest").write_text("global_step4")
     engine, batches, lazy = engines(tiers)
     engine.load_checkpoint(str(fast))  # as the training script always calls it
     assert engine.global_steps == 4
@@ -127,14 +132,15 @@ def test_resumes_from_the_durable_tier_when_the_fast_one_is_lost(engines, tmp_pa
 
 
 def test_an_update_during_persist_is_not_in_the_file(engines, tmp_path):
-    engine, batches, lazy = engines(
-        CheckpointPlan(dir=str(tmp_path), write_bytes_per_s=2e6), block_bytes=65536
-    )
+    gate = Gate("first_block")  # the only writer stops there until two updates are done
+    plan = CheckpointPlan(dir=str(tmp_path), writers=1)
+    engine, batches, lazy = engines(plan, block_bytes=65536, files=gate)
     train(engine, batches, 0, 2)
     expected = bits(engine)
     engine.save_checkpoint(str(tmp_path), tag="two")
-    assert lazy.running
     train(engine, batches, 2, 4)
+    assert lazy.running
+    gate.opened.set()
     lazy.wait()
     assert lazy.last.copied_bytes > 0
     engine.destroy()
@@ -204,9 +210,11 @@ def test_nothing_is_visible_before_the_commit(engines, tmp_path):
     train(engine, batches, 0, 1)
     engine.save_checkpoint(str(tmp_path))
     assert lazy.running
-    assert not (tmp_path / "latest").exists()
-    assert not (tmp_path / "global_step1").exists()
-    lazy.wait()
+    with ours():  # as another process sees it: whoever looks in this one waits
+        assert not (tmp_path / "latest").exists()
+        assert not (tmp_path / "global_step1").exists()
+    assert (tmp_path / "latest").exists()
+    assert not lazy.running
     assert (tmp_path / "global_step1").exists()
 
 
@@ -256,25 +264,173 @@ def test_a_failed_write_is_raised_at_the_next_step(engines, tmp_path):
     assert (tmp_path / "latest").read_text() == "after"
 
 
-def test_restore_passes_damaged_ones_over_and_says_so(engines, tmp_path):
-    engine, batches, lazy = engines(CheckpointPlan(interval_steps=1, dir=str(tmp_path)))
-    train(engine, batches, 0, 3)
-    lazy.wait()
-    engine.destroy()
-    victim = next((tmp_path / "global_step3").glob("*optim_states.pt"))
+def flip(victim):
     data = bytearray(victim.read_bytes())
     data[len(data) // 2] ^= 1
     victim.write_bytes(data)
-    shutil.rmtree(tmp_path / "global_step2/ebbtide")
+
+
+def test_latest_is_the_law(engines, tmp_path):
+    """Also where something newer is there: DeepSpeed goes by nothing else."""
+    engine, batches, lazy = engines(CheckpointPlan(interval_steps=1, dir=str(tmp_path)))
+    train(engine, batches, 0, 2)
+    engine.save_checkpoint(str(tmp_path), tag="aside", save_latest=False)
+    lazy.wait()
+    engine.load_checkpoint(str(tmp_path))
+    assert lazy.chosen.tag == "global_step2"
+    (tmp_path / "latest").write_text("global_step1\n")
+    engine.load_checkpoint(str(tmp_path))
+    assert lazy.chosen.tag == "global_step1"
+    assert engine.global_steps == 1
+    (tmp_path / "latest").unlink()
+    assert engine.load_checkpoint(str(tmp_path)) == (None, None)
+
+
+def test_a_newer_checkpoint_of_deepspeed_is_the_one_loaded(engines, tmp_path):
+    engine, batches, lazy = engines(CheckpointPlan())
+    train(engine, batches, 0, 1)
+    engine.save_checkpoint(str(tmp_path))
+    engine.destroy()
+    stock, batches, _ = engines()
+    train(stock, batches, 0, 3)
+    stock.save_checkpoint(str(tmp_path))
+    stock.destroy()
     engine, _, lazy = engines(CheckpointPlan())
-    path, _ = engine.load_checkpoint(str(tmp_path))
-    assert "global_step1" in path
-    assert set(lazy.chosen.passed_over) == {"global_step3", "global_step2"}
-    assert "were altered" in lazy.chosen.passed_over["global_step3"]
+    engine.load_checkpoint(str(tmp_path))
+    assert engine.global_steps == 3
+
+
+def test_a_damaged_target_is_an_error_that_names_the_newest_good_one(engines, tmp_path):
     from runtime.checkpoint.errors import CheckpointError
 
-    with pytest.raises(CheckpointError, match="must match its manifest"):
-        engine.load_checkpoint(str(tmp_path), tag="global_step3")
+    engine, batches, lazy = engines(CheckpointPlan(interval_steps=1, dir=str(tmp_path)))
+    train(engine, batches, 0, 3)
+    lazy.wait()
+    flip(next((tmp_path / "global_step3").glob("*optim_states.pt")))
+    (tmp_path / "global_step2/ebbtide.json").unlink()
+    good = r"(?s)were altered.*global_step1 of step 1 .*tag='global_step1'"
+    for tag in (None, "global_step3"):
+        with pytest.raises(CheckpointError, match=good):
+            engine.load_checkpoint(str(tmp_path), tag=tag)
+    with pytest.raises(CheckpointError, match=r"(?s)not committed.*global_step1 of step 1"):
+        engine.load_checkpoint(str(tmp_path), tag="global_step2")
+    (tmp_path / "latest").write_text("nothing")
+    with pytest.raises(CheckpointError, match=r"(?s)no such folder.*global_step1 of step 1"):
+        engine.load_checkpoint(str(tmp_path))
+
+
+def test_what_people_put_into_client_state_comes_back(engines, tmp_path):
+    inner = torch.arange(3)
+    state = {
+        "args": Namespace(lr=1e-3, layers=[1, 2], weights=inner),
+        "where": tmp_path,
+        "when": dt.datetime(2026, 1, 2, tzinfo=dt.UTC),
+        "took": dt.timedelta(seconds=3),
+        "numpy": np.arange(4.0),
+        "names": np.array(["a", "b"]),
+        "scalar": np.float32(2.5),
+        "random": (random.getstate(), np.random.get_state()),
+        "best": collections.deque([1, 2], 3),
+        "seen": collections.defaultdict(list, a=[inner]),
+        "set": {1, 2},
+    }
+    generator = np.random.default_rng(5)
+    expected = np.random.default_rng(5).random()
+    engine, batches, lazy = engines(CheckpointPlan())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.save_checkpoint(str(tmp_path), client_state={**state, "generator": generator})
+    _, loaded = engine.load_checkpoint(str(tmp_path))
+    for name in ("where", "when", "took", "scalar", "best", "set"):
+        assert loaded[name] == state[name], name
+        assert type(loaded[name]) is type(state[name]), name
+    assert np.array_equal(loaded["numpy"], state["numpy"])
+    assert list(loaded["names"]) == ["a", "b"]
+    assert np.array_equal(loaded["random"][1][1], state["random"][1][1])
+    assert loaded["random"][0] == state["random"][0]
+    assert torch.equal(loaded["args"].weights, inner)
+    assert torch.equal(loaded["seen"]["a"][0], inner)
+    assert loaded["seen"].default_factory is list
+    assert loaded["generator"].random() == expected
+
+
+class Unknown:
+    pass
+
+
+def test_what_could_not_be_loaded_is_said_at_save_with_its_name(engines, tmp_path):
+    from runtime.checkpoint.errors import CheckpointError
+
+    engine, _, lazy = engines(CheckpointPlan())
+    with pytest.warns(UserWarning, match=r"test_engine\.Unknown"):
+        engine.save_checkpoint(str(tmp_path), client_state={"mine": Unknown()})
+    with pytest.raises(CheckpointError, match=r"test_engine\.Unknown"):
+        engine.load_checkpoint(str(tmp_path))
+    with torch.serialization.safe_globals([Unknown]):
+        _, loaded = engine.load_checkpoint(str(tmp_path))
+    assert isinstance(loaded["mine"], Unknown)
+
+
+def as_a_trainer(function):
+    """Calls it from a frame of transformers', as Trainer does."""
+    space = {"__name__": "transformers.trainer", "function": function}
+    exec("def call(): return function()", space)
+    return space["call"]()
+
+
+def test_under_a_trainer_a_save_returns_with_its_files_in_place(engines, tmp_path):
+    engine, batches, lazy = engines(CheckpointPlan())
+    train(engine, batches, 0, 1)
+    expected = bits(engine)
+    as_a_trainer(lambda: engine.save_checkpoint(str(tmp_path)))
+    with ours():
+        assert (tmp_path / "latest").read_text() == "global_step1"
+        before = (tmp_path / "global_step1/ebbtide.json").stat().st_ino
+    as_a_trainer(lambda: engine.save_checkpoint(str(tmp_path)))  # Trainer saves twice
+    lazy.wait()
+    assert (tmp_path / "global_step1/ebbtide.json").stat().st_ino == before
+    assert not (tmp_path / ".ebbtide").exists()
+    train(engine, batches, 1, 2)
+    as_a_trainer(lambda: engine.save_checkpoint(str(tmp_path)))
+    engine.load_checkpoint(str(tmp_path), tag="global_step1")
+    assert same(bits(engine), expected)
+
+
+def test_a_failure_to_place_is_raised_by_the_save_itself(engines, tmp_path):
+    from runtime.checkpoint.errors import CheckpointError
+
+    files = FaultyFiles(lasting=True)
+    engine, batches, _ = engines(CheckpointPlan(mode="in_place"), files=files)
+    train(engine, batches, 0, 1)
+    engine.save_checkpoint(str(tmp_path), tag="good")
+    files.at = len(files.calls) + 15
+    with pytest.raises((CheckpointError, OSError)):
+        engine.save_checkpoint(str(tmp_path), tag="bad")
+    assert files.fired
+    files.armed = False
+    engine.load_checkpoint(str(tmp_path))
+    assert (tmp_path / "latest").read_text() == "good"
+
+
+def test_a_forked_child_that_ends_does_not_wait_for_its_parents_writers(engines, tmp_path):
+    engine, batches, lazy = engines(CheckpointPlan(write_bytes_per_s=2e6), block_bytes=65536)
+    train(engine, batches, 0, 1)
+    engine.save_checkpoint(str(tmp_path))
+    pid = os.fork()
+    if pid == 0:
+        lazy.close()  # what atexit calls
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    lazy.wait()
+    assert (tmp_path / "latest").read_text() == "global_step1"
+
+
+def test_signatures_stay(engines):
+    import inspect
+
+    engine, _, _ = engines(CheckpointPlan())
+    assert "exclude_frozen_parameters" in inspect.signature(engine.save_checkpoint).parameters
+    assert "load_module_only" in inspect.signature(engine.load_checkpoint).parameters
 
 
 class Evil:
@@ -304,6 +460,7 @@ def test_malicious_pickles_are_refused(engines, tmp_path, which):
     with pytest.raises(CheckpointError):
         engine.load_checkpoint(str(tmp_path), tag="t")
     (tmp_path / "t/ebbtide.json").unlink()
+    shutil.rmtree(tmp_path / "t/ebbtide")
     with pytest.raises(CheckpointError, match="weights_only"):
         engine.load_checkpoint(str(tmp_path), tag="t")
     for only_module in (True, False):

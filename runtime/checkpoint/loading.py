@@ -1,0 +1,91 @@
+"""Loads a checkpoint into a DeepSpeed engine: verified first, straight into the live buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runtime.checkpoint.live_state import LiveState
+from runtime.checkpoint.manifest import GLOBAL_NAME
+from runtime.checkpoint.random_state import restore_random_states
+from runtime.checkpoint.restore import Choice, Resumption
+from runtime.checkpoint.retention import being_read
+from runtime.checkpoint.safe_load import load_file, only_weights
+from runtime.checkpoint.tree import tensors_of
+
+
+class Loading:
+    """Around ``engine.load_checkpoint``; belongs to the training thread.
+
+    Attributes:
+        into: while loading: live host tensors by their path in the optimizer's file.
+        chosen: the checkpoint that the last load took.
+    """
+
+    def __init__(self, engine: Any, live: LiveState, rank: int, resumption: Resumption) -> None:
+        self._engine = engine
+        self._live = live
+        self._rank = rank
+        self._resumption = resumption
+        self.into: dict[tuple[Any, ...], torch.Tensor] = {}
+        self.chosen: Choice | None = None
+
+    def load(
+        self, original: Callable[..., Any], load_dir: str, tag: str | None,
+        options: Mapping[str, Any],
+    ) -> Any:  # fmt: skip
+        """Verifies, then loads; executes nothing that a file holds.
+
+        Loads what DeepSpeed would: the tag given, or the one that ``latest`` names; the durable
+        tier's copy where the fast tier's is lost or damaged. A checkpoint written without ebbtide
+        is loaded as DeepSpeed would, but for ``weights_only``.
+
+        Raises:
+            CheckpointError: what is to be loaded is torn, damaged, or was never committed; names
+                the newest one that could be loaded.
+        """
+        self.chosen = None
+        if self._engine.load_universal_checkpoint():
+            with only_weights():
+                return original(load_dir, tag=tag, **options)
+        self.chosen = choice = self._resumption.choose(Path(load_dir), tag)
+        folder = choice.folder
+        with only_weights():
+            if folder is None or not (folder / GLOBAL_NAME).exists():
+                return original(str(choice.directory), tag=choice.tag, **options)
+            with being_read(folder):
+                self.into = self._targets()
+                try:
+                    result = original(str(choice.directory), tag=choice.tag, **options)
+                finally:
+                    self.into = {}
+                self._restore_random(folder)
+                return result
+
+    def _targets(self) -> dict[tuple[Any, ...], torch.Tensor]:
+        """Live host tensors, to read straight into."""
+        optimizer = self._engine.optimizer
+        if optimizer is None or not self._engine.zero_optimization():
+            return {}
+        tree = {"optimizer_state_dict": optimizer.state_dict()}
+        return {
+            path: tensor
+            for path, tensor in tensors_of(tree)
+            if tensor.device.type == "cpu" and tensor.is_contiguous()
+            and self._live.runs(
+                tensor.data_ptr(), tensor.numel() * tensor.element_size()
+            ) is not None
+        }  # fmt: skip
+
+    def _restore_random(self, folder: Path) -> None:
+        path = folder / random_file(self._rank)
+        if path.exists():
+            restore_random_states(load_file(path))
+
+
+def random_file(rank: int) -> str:
+    """Of this rank: below ZeRO-3 all ranks are given rank 0's client_state."""
+    return f"random_states_rank{rank:05d}.pt"

@@ -1,0 +1,112 @@
+"""Which classes a checkpoint may hold besides tensors: data that runs no code when it is read."""
+
+from __future__ import annotations
+
+import argparse
+import codecs
+import collections
+import datetime as dt
+import decimal
+import fractions
+import pathlib
+import pickle
+import random
+import types
+import uuid
+from collections.abc import Iterable, Iterator
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+Allowed = Any  # what torch.serialization.add_safe_globals takes: an object, or (object, "its.name")
+
+
+@cache
+def plain_classes() -> tuple[Allowed, ...]:
+    """What loading allows by name: DeepSpeed's data holders, and what people put into
+    ``client_state``. None of it does more than hold what it is given.
+    """
+    return (*_deepspeed_classes(), *_library_classes(), *_numpy_classes())
+
+
+def _deepspeed_classes() -> list[Allowed]:
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    return [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
+
+
+def _library_classes() -> Iterator[Allowed]:
+    yield from (argparse.Namespace, types.SimpleNamespace, uuid.UUID, random.Random)
+    yield from (dt.datetime, dt.date, dt.time, dt.timedelta)
+    yield from (dt.timezone, decimal.Decimal, fractions.Fraction, collections.deque)
+    yield from (collections.defaultdict, codecs.encode)
+    # Python 3.13 alone pickles paths under another module's name.
+    for kind in (pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath):
+        yield from _under((f"{m}.{kind.__name__}" for m in ("pathlib", "pathlib._local")), kind)
+    # torch.save pickles with protocol 2, in which `builtins` has Python 2's name.
+    for builtin in (int, float, complex, bool, str, bytes, bytearray, list, tuple, dict, set,
+                    frozenset, range, slice):  # fmt: skip
+        names = (f"{m}.{builtin.__name__}" for m in ("builtins", "__builtin__"))
+        yield from _under(names, builtin)
+    yield (range, "__builtin__.xrange")
+
+
+def _numpy_classes() -> Iterator[Allowed]:
+    yield from (np.ndarray, np.dtype)
+    yield from {type(np.dtype(code)) for code in np.typecodes["All"]}
+    yield from {np.dtype(code).type for code in np.typecodes["All"] if code != "O"}
+    # numpy 2 renamed the module; files of either are read by either.
+    from numpy._core import multiarray
+
+    for name in ("_reconstruct", "scalar"):
+        old_and_new = (f"numpy.{m}.multiarray.{name}" for m in ("core", "_core"))
+        yield from _under(old_and_new, getattr(multiarray, name))
+    from numpy.random import _pickle as generators
+    from numpy.random import bit_generator as bits
+
+    yield from (getattr(generators, f"__{kind}_ctor") for kind in
+                ("generator", "bit_generator", "randomstate"))  # fmt: skip
+    yield from (np.random.Generator, np.random.RandomState, np.random.SeedSequence)
+    yield from (np.random.MT19937, np.random.PCG64, np.random.PCG64DXSM, np.random.Philox)
+    yield from (
+        np.random.SFC64,
+        bits.SeedlessSeedSequence,
+        getattr(bits, "__pyx_unpickle_SeedSequence"),
+    )
+
+
+def _under(names: Iterable[str], value: Any) -> Iterator[Allowed]:
+    for name in names:
+        yield (value, name)
+
+
+@cache
+def _known_types() -> frozenset[Any]:
+    """Types that need no closer look: torch's own and the allowed ones."""
+    values = (item[0] if isinstance(item, tuple) else item for item in plain_classes())
+    ours = {torch.Tensor, torch.nn.Parameter, torch.Size, torch.dtype, torch.device}
+    return frozenset({v for v in values if isinstance(v, type)} | ours | {type(None), type(...)})
+
+
+class WatchingPickler(pickle.Pickler):
+    """Remembers whether it met an object that loading might refuse.
+
+    Cheap: it is asked once for each object that is not a built-in.
+    """
+
+    suspicious = False
+
+    def reducer_override(self, item: Any) -> Any:
+        kind = type(item)
+        # These are filled item by item, which loading allows for lists and dicts only.
+        if kind is collections.deque:
+            return kind, (list(item), item.maxlen)
+        if kind is collections.defaultdict:
+            return kind, (item.default_factory, dict(item))
+        if not isinstance(item, (type, types.FunctionType, types.BuiltinFunctionType)):
+            self.suspicious |= kind not in _known_types()
+        return NotImplemented

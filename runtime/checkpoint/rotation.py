@@ -1,0 +1,329 @@
+"""Keeps an older checkpoint alive until a newer one is committed, whoever rotates.
+
+While a checkpoint is being written, its folder holds ``.ebbtide``: a note that says who writes it,
+and hard links to whatever checkpoint was deleted meanwhile. Both go with the commit. After a crash
+`settle` finds them: what was deleted for the sake of a checkpoint that never came is put back, and
+the folder of the one that never came is moved out of the sight of whoever takes the highest number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from runtime.checkpoint.files import Files
+from runtime.checkpoint.inspect import verify
+from runtime.checkpoint.manifest import GLOBAL_NAME
+from runtime.checkpoint.retention import committed
+
+NOTES = ".ebbtide"
+KEPT = "kept_"
+UNCOMMITTED = ".uncommitted_"
+LEASE_S = 4.0  # a note is renewed this often
+LEASES = 3  # a note not renewed for so many is nobody's
+
+
+def owner() -> dict[str, Any]:
+    """This process; a number alone would be another's after a restart in a container."""
+    return {"host": socket.gethostname(), "pid": os.getpid(), "started": _started(os.getpid())}
+
+
+def _started(pid: int) -> str:
+    """Clock ticks since boot; empty: there is no such process, or no /proc to ask."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
+
+
+def lives(who: dict[str, Any], path: Path) -> bool:
+    """Whether the process that wrote the note at ``path`` may still be at work."""
+    if who.get("host") != socket.gethostname():
+        return _is_renewed(path)
+    started = _started(int(who.get("pid", 0)))
+    return bool(started) and started == who.get("started", started)
+
+
+def _is_renewed(path: Path) -> bool:
+    """Whether somebody on another machine, whose processes cannot be seen, renews a note."""
+    with contextlib.suppress(FileNotFoundError):
+        before = path.stat().st_mtime_ns
+        for _ in range(LEASES):
+            time.sleep(LEASE_S)  # nothing tells that a machine is gone, but that it is silent
+            if path.stat().st_mtime_ns != before:
+                return True
+    return False
+
+
+class Note:
+    """Stands in the folder of a checkpoint from the begin of a save to its durable commit."""
+
+    def __init__(
+        self, save_dir: Path, tag: str, nonce: str, files: Files, *, save_latest: bool = True
+    ) -> None:
+        self._save_dir = save_dir
+        self._save_latest = save_latest
+        self._nonce = nonce
+        self._tag = tag
+        self._files = files
+        self._path = save_dir / NOTES / f"{nonce}.json"
+        self._over = threading.Event()
+
+    def write(self) -> None:
+        """Quick: a machine that loses it loses the checkpoint's folder, too."""
+        self._files.mkdir(self._path.parent)
+        page = {**owner(), "tag": self._tag, "nonce": self._nonce, "latest": self._latest(),
+                "save_latest": self._save_latest}  # fmt: skip
+        self._files.write_briefly(self._path, json.dumps(page).encode())
+        threading.Thread(target=self._renew, name="ebbtide-lease", daemon=True).start()
+
+    def _renew(self) -> None:
+        while not self._over.wait(LEASE_S):
+            with contextlib.suppress(OSError):
+                os.utime(self._path)
+
+    def _latest(self) -> str:
+        try:
+            return (self._save_dir / "latest").read_text()
+        except OSError:
+            return ""
+
+    def keep(self, folder: Path) -> None:
+        """Links a folder's files, so that they outlive its deletion.
+
+        Raises:
+            OSError: the filesystem has no hard links, or this is another filesystem.
+        """
+        if self._over.is_set():
+            raise FileNotFoundError("the attempt is over: nothing is kept any more")
+        number = sum(1 for _ in self._path.parent.glob(f"{KEPT}{self._nonce}_*"))
+        place = self._path.parent / f"{KEPT}{self._nonce}_{number}"
+        temporary = place.with_name(f".{place.name}")
+        tree = temporary / "tree"
+        try:
+            _link_tree(folder, tree)
+        except OSError:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        path = os.path.relpath(folder, self._save_dir)
+        (temporary / "where.json").write_text(json.dumps({"path": path, "nonce": self._nonce}))
+        temporary.rename(place)  # whole or not there
+
+    def adopt(self, folder: Path, home: Path) -> None:
+        """Keeps a folder that another one has replaced at ``home``."""
+        place = self._path.parent / f"{KEPT}{self._nonce}_replaced"
+        temporary = place.with_name(f".{place.name}")
+        temporary.mkdir(parents=True)
+        folder.rename(temporary / "tree")
+        path = os.path.relpath(home, self._save_dir)
+        (temporary / "where.json").write_text(json.dumps({"path": path, "nonce": self._nonce}))
+        temporary.rename(place)
+
+    def close(self, *, committed: bool) -> None:
+        """The attempt is over: what was deleted meanwhile is given up, or put back."""
+        self._over.set()
+        for place in kept(self._save_dir, self._nonce):
+            if committed:
+                self._files.remove_tree(place)
+            else:
+                put_back(self._save_dir, place)
+        with contextlib.suppress(FileNotFoundError):
+            self._files.unlink(self._path)
+        _remove_if_empty(self._path.parent)
+
+
+def kept(save_dir: Path, nonce: str = "") -> list[Path]:
+    return sorted((save_dir / NOTES).glob(f"{KEPT}{nonce}*"))
+
+
+def put_back(save_dir: Path, place: Path) -> Path | None:
+    """Gives a deleted checkpoint its place again; returns it. What is left there by a deletion
+    that was cut short makes room.
+    """
+    where = save_dir / json.loads((place / "where.json").read_text())["path"]
+    home = Path(os.path.normpath(where))
+    if _same_files(place / "tree", home):
+        shutil.rmtree(place, ignore_errors=True)
+        return home
+    if home.exists():
+        rest = home.with_name(f".{home.name}.{os.getpid()}.trash")
+        home.rename(rest)
+        shutil.rmtree(rest, ignore_errors=True)
+    home.parent.mkdir(parents=True, exist_ok=True)
+    (place / "tree").rename(home)
+    shutil.rmtree(place, ignore_errors=True)
+    return home
+
+
+def settle(save_dir: Path) -> None:
+    """Ends what a crash left in the folder of a checkpoint; returns at once where nothing is left.
+
+    Ranks may call it at the same time: the first does it, the others wait.
+    """
+    notes = save_dir / NOTES
+    # Its own listings come back here through the audit hooks that call it.
+    if _settling.busy or not notes.is_dir():
+        return
+    _settling.busy = True
+    try:
+        with _locked(notes):
+            if notes.is_dir():  # no other rank was faster
+                _settle(save_dir, notes)
+    finally:
+        _settling.busy = False
+
+
+class _Settling(threading.local):
+    busy = False
+
+
+_settling = _Settling()
+
+
+def _settle(save_dir: Path, notes: Path) -> None:
+    found = {path: _read(path) for path in notes.glob("*.json")}
+    if any(lives(page, path) for path, page in found.items()):
+        return
+    pages = list(found.values())
+    done = [_became_whole(save_dir, page) for page in pages]
+    good = all(done)
+    homes = []
+    for place in kept(save_dir):
+        if good and done:
+            shutil.rmtree(place)
+        else:
+            homes.append(put_back(save_dir, place))
+    for page, whole in zip(pages, done, strict=True):
+        (_name_latest if whole else _forget)(save_dir, page)
+    if not good and not committed(save_dir):
+        _hide(save_dir, next((h for h in homes if h is not None), None))
+    shutil.rmtree(notes, ignore_errors=True)
+
+
+def settle_below(directory: Path) -> None:
+    """`settle` for a folder that holds one folder per checkpoint, as trainers have it."""
+    settle(directory)
+    with contextlib.suppress(OSError):
+        for entry in list(os.scandir(directory)):
+            if entry.is_dir(follow_symlinks=False) and os.path.lexists(f"{entry.path}/{NOTES}"):
+                settle(Path(entry.path))
+
+
+def _became_whole(save_dir: Path, page: dict[str, Any]) -> bool:
+    """Whether the attempt's checkpoint stands under its name, byte for byte."""
+    tag = str(page.get("tag", ""))
+    mine = [c for c in committed(save_dir) if c.manifest.nonce == page.get("nonce")]
+    return bool(mine) and not verify(save_dir, tag)
+
+
+def _name_latest(save_dir: Path, page: dict[str, Any]) -> None:
+    """Ends a commit that was killed between the rename and ``latest``."""
+    latest = save_dir / "latest"
+    now = latest.read_text() if latest.exists() else ""
+    if page.get("save_latest") and now == page.get("latest"):
+        Files().write_durably(latest, str(page["tag"]).encode())
+
+
+def _forget(save_dir: Path, page: dict[str, Any]) -> None:
+    """Takes a checkpoint that was placed but is torn, as after a power failure, out of the way."""
+    tag = str(page.get("tag", ""))
+    for found in committed(save_dir):
+        if found.manifest.nonce == page.get("nonce"):
+            found.folder.rename(save_dir / f".{tag}.{page['nonce']}.replaced_torn")
+    latest = save_dir / "latest"
+    if latest.exists() and not (save_dir / latest.read_text().strip()).exists():
+        Files().write_durably(latest, str(page.get("latest", "")).encode())
+
+
+def _hide(save_dir: Path, beside: Path | None) -> None:
+    """Moves a folder without a committed checkpoint into the newest good one beside it, so that
+    nobody takes it for a checkpoint; nothing in it is deleted before that one is.
+    """
+    if beside is None or beside == save_dir:
+        beside = newest_beside(save_dir)
+    if beside is not None:
+        with contextlib.suppress(OSError):
+            save_dir.rename(beside / f"{UNCOMMITTED}{save_dir.name}")
+
+
+def newest_beside(directory: Path) -> Path | None:
+    """The folder beside it (see `siblings`) that holds the checkpoint committed last."""
+    found = [c for folder in siblings(directory) for c in committed(folder)]
+    newest = max(found, key=lambda c: c.manifest.committed_unix_s, default=None)
+    return None if newest is None else newest.folder.parent
+
+
+def siblings(directory: Path) -> list[Path]:
+    """Folders beside it whose names differ in numbers only: where trainers make a folder for each
+    checkpoint (``checkpoint-500``), the other checkpoints of the same run.
+    """
+    directory = directory.absolute()
+    kind = re.sub(r"\d+", "#", directory.name)
+    others = (f for f in directory.parent.glob("*") if f.is_dir() and f != directory)
+    return sorted(f for f in others if "#" in kind and re.sub(r"\d+", "#", f.name) == kind)
+
+
+def holds_checkpoint(folder: Path) -> bool:
+    """Whether deleting a folder deletes a checkpoint: ours or DeepSpeed's own."""
+    for depth in ("", "*/"):
+        for name in (GLOBAL_NAME, "*_states.pt"):
+            if next(folder.glob(depth + name), None) is not None:
+                return True
+    return False
+
+
+def _link_tree(source: Path, target: Path) -> None:
+    target.mkdir(parents=True)
+    for entry in list(os.scandir(source)):
+        if entry.is_dir(follow_symlinks=False):
+            if entry.name != NOTES:
+                _link_tree(Path(entry.path), target / entry.name)
+        else:
+            os.link(entry.path, target / entry.name, follow_symlinks=False)
+
+
+def _same_files(one: Path, other: Path) -> bool:
+    """Whether every file of ``one`` is, as the same file, in ``other``."""
+    for path in one.rglob("*"):
+        if not path.is_dir():
+            twin = other / path.relative_to(one)
+            if not twin.exists() or not path.samefile(twin):
+                return False
+    return True
+
+
+@contextlib.contextmanager
+def _locked(notes: Path) -> Iterator[None]:
+    try:
+        descriptor = os.open(notes, os.O_RDONLY)
+    except FileNotFoundError:
+        yield
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        page = json.loads(path.read_bytes())
+        return page if isinstance(page, dict) else {}
+    except (OSError, ValueError):
+        return {}
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        folder.rmdir()

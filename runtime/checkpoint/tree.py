@@ -1,0 +1,35 @@
+"""State as nested dicts, lists and tuples with tensors in them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+def tensors_of(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """The tensors in nested dicts, lists and tuples, each with its path, in pickling order.
+
+    Those inside other objects are left out, as in `replace_tensors`.
+    """
+    if isinstance(tree, torch.Tensor):
+        yield path, tree
+    elif type(tree) in (dict, OrderedDict):
+        for key, value in tree.items():
+            yield from tensors_of(value, (*path, key))
+    elif type(tree) in (list, tuple):
+        for number, value in enumerate(tree):
+            yield from tensors_of(value, (*path, number))
+
+
+def replace_tensors(tree: Any, replace: Any) -> Any:
+    """A copy of nested dicts, lists and tuples with each dense tensor replaced."""
+    if isinstance(tree, torch.Tensor) and tree.layout == torch.strided:
+        return replace(tree)
+    if type(tree) in (dict, OrderedDict):
+        return type(tree)((k, replace_tensors(v, replace)) for k, v in tree.items())
+    if type(tree) in (list, tuple):
+        return type(tree)(replace_tensors(v, replace) for v in tree)
+    return tree

@@ -1,0 +1,239 @@
+"""Unchanged training scripts under the front door, as functions that a forked child runs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+STEPS, SAVE_EVERY = 10, 2
+SCRIPTS = ("trainer", "accelerate", "loop")
+FOLDER = {"trainer": "checkpoint-{}", "accelerate": "checkpoint_{}", "loop": "checkpoint-{}"}
+LAST_FILE = {"trainer": "trainer_state.json", "accelerate": "done", "loop": "done"}
+
+
+@dataclass(frozen=True)
+class Kill:
+    """When SIGKILL comes.
+
+    Attributes:
+        where: ``on_save``: right after the save; ``rotation``: while an older checkpoint is being
+            deleted; ``random``: the parent kills after ``delay_s``; empty: never.
+        occurrence: which save, or which file of the deletions, counted from 1.
+    """
+
+    where: str = ""
+    occurrence: int = 1
+    delay_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Script:
+    """A training script, how many checkpoints it keeps, and what DeepSpeed's JSON says of them."""
+
+    name: str
+    limit: int
+    checkpoint: dict[str, Any]
+
+    def saved(self, folder: Path) -> list[int]:
+        """Steps whose save had run to its end, as stock would have them; of the raw folder."""
+        pattern, last = FOLDER[self.name], LAST_FILE[self.name]
+        steps = (step for step in range(1, STEPS + 1))
+        return [s for s in steps if (folder / pattern.format(s) / last).exists()]
+
+
+def train(script: Script, folder: Path, kill: Kill, result: Path) -> None:
+    """Trains to the end, from the newest checkpoint if there is one; writes what came out."""
+    import runtime
+
+    runtime.enable()
+    progress = Progress(kill)
+    sys.addaudithook(progress.heard)
+    resumed, losses, optimizer = _SCRIPTS[script.name](script, folder, progress)
+    if hasattr(optimizer, "wait"):
+        optimizer.wait()
+    digest = hashlib.sha256()
+    for master in optimizer.fp32_partitioned_groups_flat:
+        state = optimizer.optimizer.state[master]
+        for tensor in (master, state["exp_avg"], state["exp_avg_sq"]):
+            digest.update(tensor.detach().contiguous().numpy().tobytes())
+    page = {"resumed": resumed, "losses": losses, "state": digest.hexdigest()}
+    result.write_text(json.dumps(page))
+
+
+class Progress:
+    """Counts saves and deletions; ends the process where the kill says."""
+
+    def __init__(self, kill: Kill) -> None:
+        self._kill = kill
+        self._seen = {"on_save": 0, "rotation": 0}
+        self._rotating = False
+
+    def at(self, place: str) -> None:
+        self._seen[place] += 1
+        if self._kill.where == place and self._seen[place] == self._kill.occurrence:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def heard(self, event: str, args: tuple[Any, ...]) -> None:
+        """An audit hook: a rotation removes files one by one."""
+        if event == "shutil.rmtree":
+            self._rotating = "checkpoint" in Path(str(args[0])).name
+        elif event == "os.remove" and self._rotating:
+            self.at("rotation")
+
+
+def _config(script: Script) -> dict[str, Any]:
+    zero = {
+        "stage": 3, "sub_group_size": 20_000, "offload_optimizer": {"device": "cpu"},
+        "stage3_gather_16bit_weights_on_model_save": False,
+    }  # fmt: skip
+    return {
+        "zero_optimization": zero, "zero_allow_untested_optimizer": True,
+        # torch's Adam: DeepSpeed's own rounds powers of beta differently after a resume.
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": True}, "gradient_clipping": 1.0,
+        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1,
+        "ebbtide": {"checkpoint": script.checkpoint},
+    }  # fmt: skip
+
+
+def _examples() -> list[dict[str, Any]]:
+    import torch
+
+    made = []
+    for number in range(2 * STEPS):
+        generator = torch.Generator().manual_seed(number)
+        tokens = torch.randint(0, 64, (16,), generator=generator)
+        made.append({"input_ids": tokens, "labels": tokens})
+    return made
+
+
+def _model() -> Any:
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(1)
+    size: dict[str, Any] = {
+        "vocab_size": 64,
+        "n_positions": 16,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 2,
+    }
+    return GPT2LMHeadModel(GPT2Config(**size, bos_token_id=0, eos_token_id=0))
+
+
+def _trainer(script: Script, folder: Path, progress: Progress) -> tuple[int, list[float], Any]:
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    class Saves(TrainerCallback):  # type: ignore[misc]
+        resumed = 0
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:  # noqa: ARG002
+            self.resumed = state.global_step
+
+        def on_save(self, args: Any, state: Any, control: Any, **rest: Any) -> None:  # noqa: ARG002
+            progress.at("on_save")
+
+    saves = Saves()
+    arguments = TrainingArguments(
+        str(folder), per_device_train_batch_size=2, max_steps=STEPS, save_steps=SAVE_EVERY,
+        save_total_limit=script.limit, deepspeed=_config(script), bf16=True, use_cpu=True,
+        logging_steps=1, report_to=[], disable_tqdm=True, seed=3,
+    )  # fmt: skip
+    trainer = Trainer(_model(), arguments, train_dataset=_examples(), callbacks=[saves])
+    there = folder.is_dir() and any(folder.glob("checkpoint-*"))
+    trainer.train(resume_from_checkpoint=True if there else None)
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    engine: Any = trainer.model_wrapped
+    engine.checkpoint_engine.wait()
+    return saves.resumed, losses, engine.optimizer
+
+
+def _engine(script: Script) -> Any:
+    import deepspeed
+    import torch
+
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=_config(script))
+    return engine
+
+
+def _step(engine: Any, examples: list[dict[str, Any]], step: int) -> float:
+    import torch
+
+    two = examples[2 * step : 2 * step + 2]
+    tokens = torch.stack([example["input_ids"] for example in two])
+    loss = engine(input_ids=tokens, labels=tokens).loss
+    engine.backward(loss)
+    engine.step()
+    return float(loss)
+
+
+def _newest(script: Script, folder: Path) -> int:
+    """As such loops look for it: the highest number in a folder's name."""
+    names = os.listdir(folder) if folder.is_dir() else []  # noqa: PTH208 - as people write it
+    pattern = FOLDER[script.name]
+    return max((s for s in range(STEPS + 1) if pattern.format(s) in names), default=0)
+
+
+def _loop(script: Script, folder: Path, progress: Progress) -> tuple[int, list[float], Any]:
+    """A folder per checkpoint, the oldest removed right after each save."""
+    engine, examples, losses = _engine(script), _examples(), []
+    first = _newest(script, folder)
+    if first:
+        engine.load_checkpoint(str(folder / FOLDER[script.name].format(first)))
+    for step in range(first, STEPS):
+        losses.append(_step(engine, examples, step))
+        if (step + 1) % SAVE_EVERY:
+            continue
+        place = folder / FOLDER[script.name].format(step + 1)
+        engine.save_checkpoint(str(place))
+        (place / "done").write_text("")
+        older = sorted(folder.glob("checkpoint-*"), key=lambda p: int(p.name.split("-")[1]))
+        for gone in older[: -script.limit]:
+            shutil.rmtree(gone)
+        progress.at("on_save")
+    engine.checkpoint_engine.wait()
+    return first, losses, engine.optimizer
+
+
+def _accelerate(script: Script, folder: Path, progress: Progress) -> tuple[int, list[float], Any]:
+    """``save_state`` and ``load_state``, the oldest folder removed after each save."""
+    import torch
+    from accelerate import Accelerator
+    from accelerate.utils import DeepSpeedPlugin
+
+    plugin = DeepSpeedPlugin(hf_ds_config=_config(script))
+    accelerator = Accelerator(deepspeed_plugin=plugin, cpu=True)
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    loader: Any = torch.utils.data.DataLoader(_examples(), batch_size=2)  # type: ignore[arg-type]
+    engine, _, _ = accelerator.prepare(model, optimizer, loader)
+    examples, losses = _examples(), []
+    first = _newest(script, folder)
+    if first:
+        accelerator.load_state(str(folder / FOLDER[script.name].format(first)))
+    for step in range(first, STEPS):
+        losses.append(_step(engine, examples, step))
+        if (step + 1) % SAVE_EVERY:
+            continue
+        place = folder / FOLDER[script.name].format(step + 1)
+        accelerator.save_state(str(place))
+        (place / "done").write_text("")
+        older = sorted(folder.glob("checkpoint_*"), key=lambda p: int(p.name.split("_")[1]))
+        for gone in older[: -script.limit]:
+            shutil.rmtree(gone)
+        progress.at("on_save")
+    engine.checkpoint_engine.wait()
+    return first, losses, engine.optimizer
+
+
+_SCRIPTS = {"trainer": _trainer, "accelerate": _accelerate, "loop": _loop}

@@ -1,0 +1,219 @@
+"""Kills unchanged training scripts with SIGKILL while they save and rotate, and resumes them.
+
+Each trial: a script (Trainer, Accelerate, or a loop that removes the oldest folder itself) that
+keeps one or two checkpoints is killed right after a save, while an older checkpoint is being
+deleted, or at a random moment. Then it is started again, looks for its newest checkpoint itself,
+and trains to the end: the step it resumed from is compared with what stock DeepSpeed would have
+had on disk at that point of the script, its final state with the uninterrupted run's, bit by bit.
+
+    python -m studies.front_door_kills --kills 30 --json studies/results/checkpoint/front_door.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from studies.bench.rank import free_port, remove_shared_buffers
+from studies.bench.record import write_record
+from studies.checkpoints.front_door_run import SAVE_EVERY, SCRIPTS, STEPS, Kill, Script, train
+from studies.checkpoints.run import warm_up
+
+RUN_LIMIT_S = 300.0
+
+
+@dataclass
+class Trial:
+    """What one kill did.
+
+    Attributes:
+        stock_step: of the newest checkpoint that stock would have at this point of the script.
+        resumed_step: 0: from the start; -1: the script could not go on.
+    """
+
+    script: Script
+    kill: Kill
+    fired: bool = False
+    stock_step: int = 0
+    resumed_step: int = -1
+    identical: bool = False
+    log: str = ""
+
+    @property
+    def lost(self) -> bool:
+        return self.fired and (self.resumed_step < 0 or self.resumed_step == 0 < self.stock_step)
+
+    @property
+    def older(self) -> bool:
+        return self.fired and self.resumed_step < self.stock_step
+
+    @property
+    def sound(self) -> bool:
+        return not (self.lost or self.older or (self.fired and not self.identical))
+
+
+def trials(number: int, seed: int, names: list[str]) -> list[Trial]:
+    """Scripts, limits and kinds of kill in turn; their moments at random."""
+    rng, made = random.Random(seed), []
+    kinds = ("on_save", "rotation", "random")
+    for count in range(number):
+        # Two of three are the Trainer: it is what most people run.
+        name = names[0] if count % 3 else names[count // 3 % len(names)]
+        where = kinds[count // 2 % 3]
+        saves = STEPS // SAVE_EVERY
+        occurrence = rng.randint(1, saves) if where == "on_save" else rng.randint(1, 12)
+        # A loop of one's own is told to return when the files are in place, as trainers are.
+        mode = "in_place" if name == "loop" else "auto"
+        script = Script(name, 1 + count % 2, {"mode": mode, "copy_budget_bytes": 2**20})
+        made.append(Trial(script, Kill(where, occurrence, rng.random())))
+    return made
+
+
+def run(trial: Trial, truth: dict[str, Any], length_s: float, scratch: Path) -> None:
+    """Kill, look, resume, compare."""
+    folder, result = scratch / "out", scratch / "result.json"
+    folder.mkdir(parents=True)
+    delay_s = trial.kill.delay_s * length_s if trial.kill.where == "random" else None
+    status = _forked(lambda: train(trial.script, folder, trial.kill, result), scratch, delay_s)
+    trial.fired = status == -signal.SIGKILL
+    if not trial.fired:
+        return
+    trial.stock_step = max(trial.script.saved(folder), default=0)
+    status = _forked(lambda: train(trial.script, folder, Kill(), result), scratch)
+    if status != 0:
+        trial.log = (scratch / "log").read_text()[-3000:]
+        return
+    page = json.loads(result.read_text())
+    trial.resumed_step = page["resumed"]
+    same_losses = page["losses"][-1:] == truth["losses"][-1:]
+    trial.identical = page["state"] == truth["state"] and same_losses
+
+
+def reference(script: Script, scratch: Path) -> tuple[dict[str, Any], float]:
+    """The uninterrupted run and its length in seconds.
+
+    Raises:
+        RuntimeError: a run that nobody killed failed.
+    """
+    begin = time.monotonic()
+    scratch.mkdir(parents=True)
+    result = scratch / "result.json"
+    status = _forked(lambda: train(script, scratch / "out", Kill(), result), scratch)
+    if status != 0:
+        log = (scratch / "log").read_text()[-3000:]
+        raise RuntimeError(f"a run that nobody killed ended with {status}:\n{log}")
+    return json.loads(result.read_text()), time.monotonic() - begin
+
+
+def _forked(work: Callable[[], None], scratch: Path, kill_after_s: float | None = None) -> int:
+    """Runs ``work`` in a fork of this warm process; returns its exit status."""
+    port = free_port()
+    pid = os.fork()
+    if pid == 0:
+        _child(work, scratch / "log", port)
+    end = time.monotonic() + (RUN_LIMIT_S if kill_after_s is None else kill_after_s)
+    status = None
+    while status is None:
+        done, code = os.waitpid(pid, os.WNOHANG)
+        if done:
+            status = os.waitstatus_to_exitcode(code)
+        elif time.monotonic() > end:
+            os.kill(pid, signal.SIGKILL)
+            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        else:
+            time.sleep(0.01)
+    remove_shared_buffers(port)
+    return status
+
+
+def _child(work: Callable[[], None], log: Path, port: int) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_SIZE="1",
+                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))  # fmt: skip
+    status = 1
+    try:
+        work()
+        status = 0
+    except BaseException:  # noqa: BLE001 - the parent reads the log
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def figures(done: list[Trial], wall_s: float) -> dict[str, Any]:
+    """What the record shows."""
+    return {
+        "kills": len(done),
+        "fired": sum(t.fired for t in done),
+        "resumed": sum(t.fired and t.resumed_step > 0 for t in done),
+        "lost": sum(t.lost for t in done),
+        "older_than_stock": sum(t.older for t in done),
+        "not_bit_identical": sum(t.fired and t.resumed_step >= 0 and not t.identical for t in done),
+        "by_script": {n: sum(t.script.name == n for t in done) for n in SCRIPTS},
+        "by_kill": {k: sum(t.fired and t.kill.where == k for t in done)
+                    for k in ("on_save", "rotation", "random")},
+        "wall_s": round(wall_s, 1),
+        "failures": [asdict(t) for t in done if not t.sound],
+    }  # fmt: skip
+
+
+def warm() -> None:
+    """What every fork would otherwise do again; nothing that starts threads or a process group."""
+    warm_up()
+    import transformers.integrations.deepspeed
+    import transformers.models.gpt2.modeling_gpt2
+    import transformers.trainer  # noqa: F401
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--kills", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--scripts", nargs="+", choices=SCRIPTS, default=list(SCRIPTS))
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    if options.kills < 1:
+        parser.error(f"--kills must be >= 1, but got {options.kills}")
+    console, begin = Console(), time.monotonic()
+    warm()
+    scratch = Path(tempfile.mkdtemp(prefix="ebbtide-front-door-"))
+    planned = trials(options.kills, options.seed, options.scripts)
+    truth = {}
+    for trial in planned:
+        name = trial.script.name
+        if name not in truth:
+            truth[name] = reference(trial.script, scratch / f"reference_{name}")
+    for number, trial in enumerate(planned):
+        run(trial, *truth[trial.script.name], scratch / f"trial_{number}")
+        if trial.sound:
+            shutil.rmtree(scratch / f"trial_{number}")
+    found = figures(planned, time.monotonic() - begin)
+    names = ("kills", "fired", "resumed", "lost", "older_than_stock", "not_bit_identical")
+    console.print("  ".join(f"{name} {found[name]}" for name in names))
+    if options.json:
+        write_record(options.json, "front_door_kills", found)
+    if found["failures"]:
+        console.print_json(json.dumps(found["failures"]))
+        console.print(f"what is left of the failed trials: {scratch}")
+        return 1
+    shutil.rmtree(scratch)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,178 @@
+"""Other code of this process, its children and its end, while a checkpoint is in flight."""
+
+import glob
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+from runtime.checkpoint import ending
+from runtime.checkpoint.bystanders import foreign_trainer, guard, ours, release
+from runtime.checkpoint.inspect import verify
+from tests.runtime.checkpoint.conftest import Bench, Gate, some_state
+from tests.runtime.checkpoint.test_rotation import guarded, placed
+
+# ruff: noqa: PTH208, PTH207, PTH118, PTH113, PTH110, PTH123, SIM115 - as others look
+
+
+def a_file(folder):
+    return os.path.join(folder, "state", "rank0_optim_states.pt")
+
+
+LOOKS = {
+    "exists": lambda f: os.path.exists(a_file(f)),
+    "isfile": lambda f: os.path.isfile(os.path.join(f, "latest")),
+    "open": lambda f: open(os.path.join(f, "latest")).read() == "state",
+    "listdir": lambda f: "state" in os.listdir(f),
+    "glob": lambda f: glob.glob(os.path.join(f, "st*")),
+    "walk": lambda f: any(a_file(f).endswith(n) for _, _, names in os.walk(f) for n in names),
+    "load": lambda f: torch.load(a_file(f), weights_only=True)["step"] == 3,
+    "child": lambda f: subprocess.run(
+        [sys.executable, "-S", "-c", "import os, sys; sys.exit(not os.path.exists(sys.argv[1]))",
+         a_file(f)], check=False,
+    ).returncode == 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_whoever_looks_finds_it(tmp_path, look):
+    folder = tmp_path / "run"
+    gate = Gate("payload_fsynced")
+    job = guarded(Bench(folder), some_state(3), "state", gate)
+    with ours():
+        assert not (folder / "state").exists(), "it is in flight"
+    found = []
+    looking = threading.Thread(target=lambda: found.append(LOOKS[look](str(folder))))
+    looking.start()
+    gate.opened.set()
+    looking.join(30)
+    assert found[0]
+    assert not job.running
+
+
+def test_through_a_symbolic_link_too(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (tmp_path / "link").symlink_to(folder)
+    gate = Gate("payload_fsynced")
+    guarded(Bench(folder), some_state(3), "state", gate)
+    threading.Timer(0, gate.opened.set).start()
+    assert os.path.exists(a_file(tmp_path / "link"))
+
+
+def test_other_paths_wait_for_nothing(tmp_path):
+    gate = Gate("payload_fsynced")
+    job = guarded(Bench(tmp_path / "run"), some_state(3), "state", gate)
+    (tmp_path / "run/trainer_state.json").write_text("{}")
+    assert os.listdir(tmp_path) == ["run"]
+    assert job.running
+    gate.opened.set()
+    assert job.wait(30)
+
+
+def test_a_placed_one_is_read_while_it_is_made_durable(tmp_path):
+    gate, job = placed(tmp_path, "placed", lambda: None)
+    assert gate.reached.wait(30)
+    assert torch.load(a_file(tmp_path / "checkpoint-20"), weights_only=True)["step"] == 20
+    assert job.running
+    gate.opened.set()
+    assert job.wait(30)
+    assert job.failure is None
+
+
+def test_os_stat_is_itself_again_afterwards(tmp_path):
+    before = os.stat
+    gate = Gate("payload_fsynced")
+    job = guarded(Bench(tmp_path / "run"), some_state(3), "state", gate)
+    assert os.stat is not before
+    gate.opened.set()
+    assert job.wait(30)
+    job._thread.join()
+    assert os.stat is before
+
+
+def test_a_trainer_is_known_by_its_frames():
+    space = {"__name__": "transformers.trainer", "ask": foreign_trainer}
+    exec("def save(): return ask()", space)
+    assert space["save"]() == "transformers"
+    assert foreign_trainer() is None
+
+
+def in_flight(folder, at="payload_fsynced"):
+    gate = Gate(at)
+    job = Bench(folder).begin(some_state(3), "state", files=gate)
+    job.start()
+    assert gate.reached.wait(30)
+    return gate, job
+
+
+def test_the_end_of_a_multiprocessing_child_waits_for_the_commit(tmp_path):
+    def child():
+        gate, _ = in_flight(tmp_path / "run")
+        gate.opened.set()  # and returns at once, long before the commit
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    assert verify(tmp_path / "run", "state") == []
+
+
+def test_a_forked_child_waits_for_its_parent_not_for_ever(tmp_path):
+    gate, job = in_flight(tmp_path / "run")
+    job._when_over = lambda: release(job)
+    guard(job)
+    into, out = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.write(out, b"x")
+        os._exit(0 if os.path.exists(a_file(tmp_path / "run")) else 3)
+    assert os.read(into, 1) == b"x"
+    gate.opened.set()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert job.wait(30)
+
+
+class Saver:
+    def __init__(self, job):
+        self.finish = job.wait
+
+
+def test_sigterm_commits_what_is_in_flight(tmp_path):
+    into, out = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        gate, job = in_flight(tmp_path / "run")
+        saver = Saver(job)
+        ending.finish_at_sigterm(saver)
+        os.write(out, b"x")
+        while not ending.told.wait(0.05):
+            pass
+        gate.opened.set()
+        threading.Event().wait(60)
+        os._exit(0)
+    assert os.read(into, 1) == b"x"
+    os.kill(pid, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
+    assert verify(tmp_path / "run", "state") == []
+
+
+def test_a_script_that_handles_sigterm_itself_keeps_its_handler(tmp_path):
+    def mine(*_):
+        pass
+
+    before = signal.signal(signal.SIGTERM, mine)
+    try:
+        job = Bench(tmp_path / "run").begin(some_state(3), "state")
+        ending.finish_at_sigterm(Saver(job))
+        assert signal.getsignal(signal.SIGTERM) is mine
+        job.start()
+        assert job.wait(30)
+    finally:
+        signal.signal(signal.SIGTERM, before)

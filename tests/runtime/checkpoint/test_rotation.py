@@ -1,0 +1,290 @@
+"""Somebody deletes older checkpoints while a newer one is written: nothing committed is lost."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from runtime.checkpoint import bystanders, rotation
+from runtime.checkpoint.bystanders import guard, ours, release
+from runtime.checkpoint.commit import Deferred
+from runtime.checkpoint.files import Files
+from runtime.checkpoint.inspect import list_checkpoints, verify
+from tests.runtime.checkpoint.conftest import Bench, Gate, some_state
+
+# ruff: noqa: PTH208 - trainers look with os.listdir
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="kills need fork")
+bystanders.watch()  # as `runtime.enable` and `install` do
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail():
+    raise OSError("planted")
+
+
+def guarded(bench, state, tag, files):
+    """A job in flight, stopped at the gate, as the engine has it."""
+    job = bench.begin(state, tag, files=files, nonce="next")  # as random as the engine's
+    job._when_over = lambda: release(job)
+    guard(job)
+    job.start()
+    assert files.reached.wait(30)
+    return job
+
+
+def killed(action):
+    """Runs in a child; how it ended."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            action()
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def saved(folder, step):
+    bench = Bench(folder)
+    bench.save(some_state(step), "state", step=step)
+    (folder / "trainer_state.json").write_text(f'{{"step": {step}}}')
+    return bench
+
+
+def rotate_while_saving(root, at, then, rotate=shutil.rmtree):
+    """As a trainer does: a folder for each checkpoint, the older one deleted right after save."""
+    (root / "checkpoint-20").mkdir()
+    gate = Gate(at, then)
+    job = guarded(Bench(root / "checkpoint-20"), some_state(20), "state", gate)
+    rotate(root / "checkpoint-10")
+    (root / "checkpoint-20" / "trainer_state.json").write_text("{}")
+    gate.opened.set()
+    assert job.wait(30)
+    return job
+
+
+@pytest.mark.parametrize("at", ["first_block", "payload_fsynced", "voted", "sealed"])
+def test_a_kill_during_rotation_leaves_the_older_checkpoint(tmp_path, at):
+    saved(tmp_path / "checkpoint-10", 10)
+    assert killed(lambda: rotate_while_saving(tmp_path, at, die)) == -signal.SIGKILL
+    with ours():
+        assert not (tmp_path / "checkpoint-10").exists(), "the trainer deleted it"
+    assert os.listdir(tmp_path) == ["checkpoint-10"], "whoever looks for the newest finds it"
+    assert verify(tmp_path / "checkpoint-10", "state") == []
+    assert (tmp_path / "checkpoint-10/trainer_state.json").read_text() == '{"step": 10}'
+    assert (tmp_path / "checkpoint-10/.uncommitted_checkpoint-20/trainer_state.json").exists()
+
+
+def test_a_kill_after_the_commit_leaves_the_newer_one(tmp_path):
+    saved(tmp_path / "checkpoint-10", 10)
+    assert killed(lambda: rotate_while_saving(tmp_path, "latest_written", die)) == -signal.SIGKILL
+    assert os.listdir(tmp_path) == ["checkpoint-20"]
+    assert verify(tmp_path / "checkpoint-20", "state") == []
+    assert not (tmp_path / "checkpoint-20" / rotation.NOTES).exists()
+
+
+def test_a_deletion_cut_short_is_undone_whole(tmp_path):
+    saved(tmp_path / "checkpoint-10", 10)
+
+    def half(folder):
+        bystanders._heard("shutil.rmtree", (str(folder), None))  # as shutil.rmtree begins
+        next(folder.glob("state/*optim_states.pt")).unlink()
+
+    status = killed(lambda: rotate_while_saving(tmp_path, "voted", die, half))
+    assert status == -signal.SIGKILL
+    assert os.listdir(tmp_path) == ["checkpoint-10"]
+    assert verify(tmp_path / "checkpoint-10", "state") == []
+
+
+def test_a_failed_save_undoes_the_rotation_at_once(tmp_path):
+    saved(tmp_path / "checkpoint-10", 10)
+    job = rotate_while_saving(tmp_path, "payload_fsynced", fail)
+    assert "planted" in str(job.failure)
+    assert verify(tmp_path / "checkpoint-10", "state") == []
+
+
+def test_nothing_stays_behind_when_all_goes_well(tmp_path):
+    saved(tmp_path / "checkpoint-10", 10)
+    rotate_while_saving(tmp_path, "payload_fsynced", lambda: None)
+    assert os.listdir(tmp_path) == ["checkpoint-20"]
+    assert sorted(os.listdir(tmp_path / "checkpoint-20")) == [
+        "latest", "state", "trainer_state.json"
+    ]  # fmt: skip
+
+
+def test_without_hard_links_the_deletion_waits_for_the_commit(tmp_path, monkeypatch):
+    def refused(*args, **kwargs):
+        raise OSError(95, "not supported")
+
+    monkeypatch.setattr(os, "link", refused)
+    saved(tmp_path / "checkpoint-10", 10)
+    gate = Gate("payload_fsynced")
+    job = guarded(Bench(tmp_path / "checkpoint-20"), some_state(20), "state", gate)
+    seen = []
+    rotating = threading.Thread(
+        target=lambda: (shutil.rmtree(tmp_path / "checkpoint-10"), seen.append(job.running))
+    )
+    rotating.start()
+    with ours():
+        assert (tmp_path / "checkpoint-10/state/ebbtide.json").exists()
+    gate.opened.set()
+    rotating.join(30)
+    assert seen == [False]
+    assert not (tmp_path / "checkpoint-10").exists()
+
+
+@pytest.mark.parametrize("at", ["half_written", "sealed"])
+def test_tags_of_one_folder_rotate_too(tmp_path, at):
+    folder = tmp_path / "run"
+    Bench(folder).save(some_state(1), "a")
+
+    def rotate():
+        gate = Gate(at, die)
+        job = guarded(Bench(folder), some_state(2), "b", gate)
+        shutil.rmtree(folder / "a")
+        gate.opened.set()
+        job.wait(30)
+
+    assert killed(rotate) == -signal.SIGKILL
+    rotation.settle(folder)
+    assert [entry.tag for entry in list_checkpoints(folder)] == ["a"]
+    assert verify(folder, "a") == []
+    assert (folder / "latest").read_text() == "a"
+
+
+def test_a_live_process_is_left_alone(tmp_path):
+    saved(tmp_path / "checkpoint-10", 10)
+    gate = Gate("payload_fsynced")
+    job = guarded(Bench(tmp_path / "checkpoint-20"), some_state(20), "state", gate)
+    shutil.rmtree(tmp_path / "checkpoint-10")
+    listing = "from runtime.checkpoint.rotation import settle_below; import sys, pathlib; " \
+        "settle_below(pathlib.Path(sys.argv[1]))"  # fmt: skip
+    with ours():
+        subprocess.run([sys.executable, "-c", listing, str(tmp_path)], check=True,
+                       cwd=Path(__file__).parents[3])  # fmt: skip
+        assert not (tmp_path / "checkpoint-10").exists()
+    gate.opened.set()
+    assert job.wait(30)
+    assert job.failure is None
+
+
+def placed(root, at, then):
+    gate = Gate(at, then)
+    bench = Bench(root / "checkpoint-20")
+    real = bench.in_place = gate
+    job = bench.begin(some_state(20), "state", files=Deferred(real), durably=real, nonce="next")
+    job._when_over = lambda: release(job)
+    guard(job)
+    job.start()
+    job.wait_until_placed()
+    return gate, job
+
+
+def test_placed_before_it_is_durable(tmp_path):
+    """A kill right after the save finds the newer one whole; so does a reader."""
+    saved(tmp_path / "checkpoint-10", 10)
+
+    def save_and_die():
+        placed(tmp_path, "placed", lambda: None)
+        assert (tmp_path / "checkpoint-20/latest").read_text() == "state"
+        shutil.rmtree(tmp_path / "checkpoint-10")
+        die()
+
+    assert killed(save_and_die) == -signal.SIGKILL
+    assert os.listdir(tmp_path) == ["checkpoint-20"]
+    assert verify(tmp_path / "checkpoint-20", "state") == []
+
+
+def test_placed_but_torn_by_the_machine(tmp_path):
+    """What a power failure may leave of files that were not synced: the older one is put back."""
+    saved(tmp_path / "checkpoint-10", 10)
+
+    def save_and_die():
+        placed(tmp_path, "placed", lambda: None)
+        shutil.rmtree(tmp_path / "checkpoint-10")
+        die()
+
+    assert killed(save_and_die) == -signal.SIGKILL
+    torn = next((tmp_path / "checkpoint-20/state").glob("*optim_states.pt"))
+    torn.write_bytes(bytes(torn.stat().st_size))
+    assert os.listdir(tmp_path) == ["checkpoint-10"]
+    assert verify(tmp_path / "checkpoint-10", "state") == []
+
+
+def test_two_ranks_place_and_sync_together(tmp_path):
+    jobs = []
+    for rank in range(2):
+        real = Files()
+        state = {f"part{rank}": some_state(rank)["optim_states"]}
+        jobs.append(
+            Bench(tmp_path).begin(
+                state, "t", files=Deferred(real), durably=real, rank=rank, world_size=2, nonce="n"
+            )
+        )
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.wait_until_placed()
+        assert (tmp_path / "latest").read_text() == "t"
+    assert all(job.wait(30) and job.failure is None for job in jobs)
+    assert verify(tmp_path, "t") == []
+    assert sorted(os.listdir(tmp_path)) == ["latest", "t"]
+    assert sorted(os.listdir(tmp_path / "t/ebbtide")) == ["rank_00000.json", "rank_00001.json"]
+
+
+def test_a_rank_that_never_syncs_is_an_error_and_the_older_checkpoint_stays(tmp_path):
+    saved(tmp_path / "checkpoint-10", 10)
+    real, jobs = Files(), []
+    for rank in range(2):
+        bench = Bench(tmp_path / "checkpoint-20", deadline_s=0.5)
+        stuck = Gate("placed") if rank else real
+        state = {f"part{rank}": some_state(rank)["optim_states"]}
+        jobs.append(
+            bench.begin(
+                state, "t", files=Deferred(stuck), durably=real, rank=rank, world_size=2, nonce="n"
+            )
+        )
+    guard(jobs[0])
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.wait_until_placed()
+    shutil.rmtree(tmp_path / "checkpoint-10")
+    assert jobs[0].wait(30)
+    release(jobs[0])
+    assert "rank 1's fsync" in str(jobs[0].failure)
+    stuck.opened.set()
+    assert jobs[1].wait(30)
+    assert verify(tmp_path / "checkpoint-10", "state") == []
+
+
+def test_a_tag_replaced_in_place_lives_until_the_new_one_is_durable(tmp_path):
+    folder = tmp_path / "checkpoint-20"
+    saved(folder, 10)
+
+    def save_and_die():
+        placed(tmp_path, "placed", lambda: None)
+        die()
+
+    assert killed(save_and_die) == -signal.SIGKILL
+    torn = next((folder / "state").glob("*optim_states.pt"))
+    torn.write_bytes(bytes(torn.stat().st_size))
+    rotation.settle(folder)
+    assert verify(folder, "state") == []
+    assert list_checkpoints(folder)[0].step == 10
+
+
+def test_nothing_is_left_of_a_tag_replaced_in_place(tmp_path):
+    folder = tmp_path / "checkpoint-20"
+    saved(folder, 10)
+    _, job = placed(tmp_path, "nowhere", lambda: None)
+    assert job.wait(30)
+    assert list_checkpoints(folder)[0].step == 1  # counted by the new bench
+    assert sorted(os.listdir(folder)) == ["latest", "state", "trainer_state.json"]

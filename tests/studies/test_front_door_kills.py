@@ -1,0 +1,39 @@
+"""A Trainer killed while it saves and rotates, then started again: nothing is lost."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+
+def test_kills(tmp_path, child_environment, deepspeed_ops):
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    record = tmp_path / "front_door.json"
+    command = [sys.executable, "-m", "studies.front_door_kills", "--kills", "5"]
+    done = subprocess.run(
+        [*command, "--json", str(record)], capture_output=True, text=True, check=False,
+        env={**child_environment, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    found = json.loads(record.read_text())
+    assert found["resumed"] > 0
+    assert found["fired"] >= 3
+    assert found["lost"] == found["older_than_stock"] == found["not_bit_identical"] == 0
+    assert {"machine", "versions", "command"} <= set(found)
+
+
+def test_kinds_of_kills_and_limits_come_up():
+    from studies.checkpoints.front_door_run import SCRIPTS
+    from studies.front_door_kills import trials
+
+    planned = trials(30, 0, list(SCRIPTS))
+    assert {t.script.name for t in planned} == set(SCRIPTS)
+    assert {(t.kill.where, t.script.limit) for t in planned if t.script.name == "trainer"} == {
+        (where, limit) for where in ("on_save", "rotation", "random") for limit in (1, 2)
+    }
+    assert os.name == "posix"
