@@ -1,0 +1,97 @@
+"""Draws docs/iteration.png, the picture of docs/architecture.md: stock above, a plan below.
+
+    python scripts/draw_iteration.py [OUT]
+
+Simulated on a made-up machine whose numbers are round, so that every bar can be read; no figure
+in it is a measurement.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from simulator import (
+    Layer,
+    Machine,
+    Plan,
+    Quantity,
+    Timeline,
+    Workload,
+    build_schedule,
+    build_strategy,
+    simulate,
+)
+
+OUT = Path(__file__).parents[1] / "docs" / "iteration.png"
+SUBGROUPS = 8
+PARAMS = 90_000_000  # of each layer, which is a subgroup of its own here
+
+
+def machine() -> Machine:
+    """Host and device could each do about half of the update while the next forward runs."""
+    rates = {
+        "h2d_bytes_per_s": 20e9, "d2h_bytes_per_s": 20e9, "dram_bytes_per_s": 100e9,
+        "host_adam_params_per_s": 2e9, "stock_host_adam_params_per_s": 1.2e9,
+        "device_adam_params_per_s": 20e9, "host_copy_bytes_per_s": 40e9,
+        "pageable_h2d_bytes_per_s": 6e9, "pageable_d2h_bytes_per_s": 6e9,
+        "storage_write_bytes_per_s": 2e9,
+    }  # fmt: skip
+    return Machine(
+        name="made up", device_kind="cuda", cpu_cores=32, host_memory_bytes=2**38,
+        device_memory_bytes=2**35, **{name: Quantity.exact(rate) for name, rate in rates.items()},
+    )  # fmt: skip
+
+
+def workload() -> Workload:
+    layer = Layer(params=PARAMS, forward_s=0.03, backward_s=0.06)
+    return Workload(
+        name="eight equal layers", layers=(layer,) * SUBGROUPS, subgroups=(PARAMS,) * SUBGROUPS,
+        subgroup_size=PARAMS, clip=True,
+    )  # fmt: skip
+
+
+def plan() -> Plan:
+    placements = ["resident", "host", "device", "host", "device", "host", "device", "host"]
+    return Plan(
+        subgroup_size=PARAMS, placement=Plan.runs(placements),  # type: ignore[arg-type]
+        staging_slots=2, prefetch=2, overlap_forward=True,
+    )  # fmt: skip
+
+
+def one_iteration(timeline: Timeline) -> Timeline:
+    """The second of three iterations, from its first backward to the end of the next forward."""
+    kept = [s for s in timeline.spans if s.iteration in (1, 2)]
+    begin = min(s.start_s for s in kept if s.iteration == 1 and s.kind.value == "backward")
+    end = max(s.end_s for s in kept if s.iteration == 2 and s.kind.value == "forward")
+    inside = [s for s in kept if s.start_s < end - 1e-9 and s.end_s > begin + 1e-9]
+    moved = [
+        replace(s, start_s=max(s.start_s, begin) - begin, end_s=min(s.end_s, end) - begin)
+        for s in inside
+    ]
+    return replace(timeline, spans=tuple(moved), memory=())
+
+
+def main() -> None:
+    import matplotlib.pyplot as plt
+
+    from simulator.analysis.drawing import draw_timeline
+
+    made = machine()
+    sides = {
+        "stock ZeRO-3 offload": build_strategy("zero3_offload", workload()),
+        "the same iteration under a plan": build_schedule(workload(), plan()),
+    }
+    figure, rows = plt.subplots(2, 1, figsize=(13, 6.4), layout="constrained")
+    cut = {name: one_iteration(simulate(schedule, made)) for name, schedule in sides.items()}
+    longest_s = max(timeline.makespan_s for timeline in cut.values())
+    for axes, (name, timeline) in zip(rows, cut.items(), strict=True):
+        draw_timeline(timeline, axes)
+        axes.set_xlim(0, longest_s * (1e3 if timeline.makespan_s < 2 else 1))
+        axes.set_title(f"{name}: backward, update, next forward (simulated)", loc="left")
+    figure.savefig(sys.argv[1] if len(sys.argv) > 1 else OUT, dpi=110)
+
+
+if __name__ == "__main__":
+    main()
