@@ -13,6 +13,7 @@ COMMANDS = {
     "plan": "tuner.commands.plan:plan",
     "show": "tuner.commands.show:show",
     "simulate": "tuner.commands.simulate:simulate",
+    "search": "tuner.commands.search:search",
     "run": "tuner.commands.run:run",
     "doctor": "tuner.commands.doctor:doctor",
     "report": "tuner.commands.report:report",

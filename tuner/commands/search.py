@@ -1,0 +1,94 @@
+"""``tune search``: which configuration trains fastest on a machine."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from tuner.commands.options import JSON, SHARE, SIZE, guarded
+from tuner.inputs import MACHINE, BadInputError, read_machine, written
+
+_FREE = "micro_batch,accumulation,zero_stage,recompute,offload,sub_group_size,gpus"
+
+
+@click.command(
+    epilog="Example: tune search --machine h100-node --model config.json --global-batch 256 "
+    "--free micro_batch,accumulation,recompute,offload --verify 2"
+)
+@MACHINE
+@click.option("--model", required=True, help="A Hugging Face config.json, or a plain description.")
+@click.option("--ds-config", help='DeepSpeed\'s config: what no knob decides; may hold "auto".')
+@click.option("--sequence", type=click.IntRange(min=1), default=2048, show_default=True)
+@click.option("--free", default=_FREE, show_default=True, help="The knobs that may change.")
+@click.option("--global-batch", type=click.IntRange(min=1), help="Samples per optimizer step; "
+              "without it the batch may change, and with it what is learned.")  # fmt: skip
+@click.option("--gpus", type=click.IntRange(min=1), help="At most; default: one node's.")
+@click.option("--micro-batch", type=click.IntRange(min=1), default=1, show_default=True,
+              help="Where micro_batch is not free.")  # fmt: skip
+@click.option("--accumulation", type=click.IntRange(min=1), default=1, show_default=True,
+              help="Where accumulation is not free.")  # fmt: skip
+@click.option("--zero-stage", type=click.IntRange(1, 3), default=3, show_default=True,
+              help="Where zero_stage is not free.")  # fmt: skip
+@click.option("--keep-activations", is_flag=True, help="Where recompute is not free.")
+@click.option("--no-offload", is_flag=True, help="Where offload is not free.")
+@click.option("--gpu-memory", type=SIZE, help="Device memory per rank, e.g. 24GiB.")
+@click.option("--host-memory", type=SIZE, help="Host memory per rank, e.g. 100GiB.")
+@click.option("--memory-margin", type=SHARE, help="Of both, what stays free, e.g. 5%.")
+@click.option("--trials", type=click.IntRange(min=1), default=300, show_default=True,
+              help="Simulations; all combinations where they are no more.")  # fmt: skip
+@click.option("--study-storage", help="optuna storage, e.g. sqlite:///study.db.")
+@click.option("--verify", type=click.IntRange(min=0), default=0, help="Run the best K for real.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("-o", "--output", help="Everything that was simulated, as JSON.")
+@JSON
+@guarded
+def search(
+    machine: str, model: str, ds_config: str | None, sequence: int, free: str,
+    global_batch: int | None, trials: int, study_storage: str | None, verify: int, seed: int,
+    output: str | None, as_json: bool, gpu_memory: int | None, host_memory: int | None,
+    memory_margin: float | None, **base: Any,
+) -> None:  # fmt: skip
+    """Searches the configuration that trains fastest, by simulation, in seconds."""
+    from tuner.configurations import report
+    from tuner.configurations.outcome import Question
+    from tuner.configurations.space import Space
+    from tuner.configurations.study import explore
+    from tuner.configurations.verify import verify as run_for_real
+    from tuner.report import wide_console
+
+    on = read_machine(machine)
+    question = Question(
+        model, on, _read(ds_config), sequence, gpu_memory, host_memory, memory_margin, seed
+    )
+    knobs = tuple(name.strip() for name in free.split(",") if name.strip())
+    space = Space.of(_base(base, on.gpus_per_node), knobs, global_batch)
+    answer = explore(question, space, trials=trials, storage=study_storage, seed=seed)
+    verified = run_for_real(question, answer.fitting[:verify]) if verify else []
+    record = report.as_json(answer, verified)
+    if output is not None:
+        with written("--output", output):
+            report.write(output, record)
+    if as_json:
+        click.echo(json.dumps(record, indent=1))
+    else:
+        report.show(answer, verified, wide_console())
+    if not answer.fitting:
+        raise BadInputError(answer.remarks()[0])
+
+
+def _base(given: dict[str, Any], gpus_per_node: int) -> Any:
+    from tuner.configurations.space import Configuration
+
+    return Configuration(
+        micro_batch=given["micro_batch"], accumulation=given["accumulation"],
+        zero_stage=given["zero_stage"], recompute=not given["keep_activations"],
+        gpus=given["gpus"] or gpus_per_node,
+    ).changed(offload="none" if given["no_offload"] else "optimizer")  # fmt: skip
+
+
+def _read(path: str | None) -> dict[str, Any]:
+    from simulator.estimates.deepspeed_config import _loaded
+
+    return dict(_loaded(path))

@@ -1,0 +1,119 @@
+"""What ``tune search`` prints and writes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tuner.configurations.outcome import Outcome
+from tuner.configurations.study import Answer
+from tuner.configurations.verify import Verified
+from tuner.memory import GIB
+
+
+def show(answer: Answer, verified: Sequence[Verified], console: Console) -> None:
+    """The answer in words, the Pareto front, what each knob costs, then what was run for real."""
+    for remark in answer.remarks():
+        console.print(remark)
+    if not answer.fitting:
+        return
+    console.print(_front(answer))
+    console.print(_costs(answer))
+    if verified:
+        console.print(_measured(verified))
+    console.print(
+        "Unlike `tune plan`, another configuration may change bits: micro-batches are summed in "
+        "another order."
+    )
+
+
+def _front(answer: Answer) -> Table:
+    table = Table(title="no other configuration is as fast with less device memory")
+    for column in ("configuration", "tokens/s", "iteration", "device", "host"):
+        table.add_column(column, justify="left" if column == "configuration" else "right")
+    for o in answer.front:
+        table.add_row(
+            o.configuration.text(), f"{o.tokens_per_s:,.0f}", f"{o.iteration_s * 1e3:.0f} ms",
+            f"{o.device_peak_bytes / GIB:.1f} GiB", f"{o.host_peak_bytes / GIB:.1f} GiB",
+        )  # fmt: skip
+    return table
+
+
+def _costs(answer: Answer) -> Table:
+    table = Table(title="the best that each value of a knob allows")
+    table.add_column("knob")
+    table.add_column("value: share of the fastest")
+    for knob, shares in answer.costs().items():
+        cells = sorted(shares.items(), key=lambda pair: -pair[1])
+        table.add_row(knob, ", ".join(f"{_value(v)}: {share:.0%}" for v, share in cells))
+    return table
+
+
+def _value(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.0e}" if isinstance(value, int) and value >= 10**6 else str(value)
+
+
+def _measured(verified: Sequence[Verified]) -> Table:
+    table = Table(title="run for real: predicted and measured iteration")
+    for column in ("configuration", "predicted", "measured", "error"):
+        table.add_column(column, justify="left" if column == "configuration" else "right")
+    for v in verified:
+        predicted = f"{v.outcome.iteration_s * 1e3:.0f} ms"
+        if v.failure:
+            table.add_row(v.outcome.configuration.text(), predicted, f"failed: {v.failure}", "")
+        else:
+            table.add_row(
+                v.outcome.configuration.text(), predicted, f"{v.iteration_s * 1e3:.0f} ms",
+                f"{v.error:+.0%}",
+            )  # fmt: skip
+    return table
+
+
+def as_json(answer: Answer, verified: Sequence[Verified]) -> dict[str, Any]:
+    """The same for other programs; every configuration that was simulated is in it."""
+    return {
+        "remarks": answer.remarks(),
+        "complete": answer.complete,
+        "free": list(answer.space.free),
+        "global_batch": answer.space.global_batch,
+        "best": _row(answer.fitting[0]) if answer.fitting else None,
+        "front": [_row(o) for o in answer.front],
+        "costs": {
+            knob: {str(v): share for v, share in shares.items()}
+            for knob, shares in answer.costs().items()
+        },
+        "verified": [
+            {**_row(v.outcome), "measured_s": v.iteration_s or None, "failure": v.failure or None}
+            for v in verified
+        ],
+        "outcomes": [_row(o) for o in answer.outcomes],
+    }
+
+
+def _row(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "configuration": asdict(outcome.configuration),
+        "deepspeed": outcome.configuration.deepspeed(),
+        "fits": outcome.fits,
+        "why_not": outcome.why_not or None,
+        "iteration_s": outcome.iteration_s,
+        "tokens_per_s": outcome.tokens_per_s,
+        "device_peak_bytes": outcome.device_peak_bytes,
+        "host_peak_bytes": outcome.host_peak_bytes,
+    }
+
+
+def write(path: str, record: dict[str, Any]) -> None:
+    """Writes the record, whole or not at all."""
+    temporary = Path(path).with_name(f"{Path(path).name}.tmp{os.getpid()}")
+    temporary.write_text(json.dumps(record, indent=1) + "\n")
+    temporary.replace(path)

@@ -1,0 +1,126 @@
+"""Runs configurations for real on this machine: measurement beside prediction."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tuner.configurations.outcome import Outcome, Question
+
+STEPS = 8  # timed, after those of warm-up
+_TAIL_LINES = 3
+
+
+@dataclass(frozen=True)
+class Verified:
+    """One configuration, executed.
+
+    Attributes:
+        iteration_s: median of the timed steps, of the slowest rank.
+        failure: empty, or how it failed.
+    """
+
+    outcome: Outcome
+    iteration_s: float = 0.0
+    failure: str = ""
+
+    @property
+    def error(self) -> float:
+        """Of the prediction: (predicted - measured) / measured."""
+        return self.outcome.iteration_s / self.iteration_s - 1
+
+
+def verify(
+    question: Question,
+    outcomes: Sequence[Outcome],
+    *,
+    steps: int = STEPS,
+    timeout_s: float = 1800.0,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Verified]:
+    """Trains each configuration for a few steps in processes of its own, on random tokens.
+
+    Args:
+        progress: called with (configurations run, how many there are).
+
+    Raises:
+        ValueError: the model is no Hugging Face config that can be built here.
+    """
+    model = _buildable(question.model)
+    results: list[Verified] = []
+    for number, outcome in enumerate(outcomes):
+        if progress is not None:
+            progress(number, len(outcomes))
+        results.append(_run(question, model, outcome, steps, timeout_s))
+    return results
+
+
+def _buildable(model: Any) -> Path:
+    path = Path(model) if isinstance(model, (str, Path)) else None
+    if path is None or not path.is_file() or "model_type" not in json.loads(path.read_text()):
+        raise ValueError(
+            "--verify builds the model with transformers, so --model must be a Hugging Face "
+            f"config.json with a model_type, but got {model}"
+        )
+    try:
+        import transformers  # noqa: F401
+    except ImportError:
+        raise ValueError(
+            "--verify builds the model with transformers, which is not installed: "
+            "pip install 'ebbtide[hf]', or leave --verify out"
+        ) from None
+    return path.resolve()
+
+
+def _run(
+    question: Question, model: Path, outcome: Outcome, steps: int, timeout_s: float
+) -> Verified:
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        (folder / "ds.json").write_text(json.dumps(_config(question, outcome)))
+        if outcome.plan is not None:
+            outcome.plan.save(folder / "plan.json")
+        command = _command(folder, model, question.sequence, outcome, steps)
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, check=False, timeout=timeout_s
+            )
+        except subprocess.TimeoutExpired:
+            return Verified(outcome, failure=f"no end after {timeout_s:.0f} s")
+        times = [json.loads(p.read_text())["iteration_s"] for p in folder.glob("rank*.json")]
+        if done.returncode != 0 or len(times) != outcome.configuration.gpus:
+            tail = (done.stderr or done.stdout).strip().splitlines()[-_TAIL_LINES:]
+            return Verified(outcome, failure=" / ".join(tail) or f"exit code {done.returncode}")
+        return Verified(outcome, max(times))
+
+
+def _config(question: Question, outcome: Outcome) -> dict[str, Any]:
+    """DeepSpeed's config of this configuration, on top of the one given."""
+    made = outcome.configuration.deepspeed()
+    given = {k: v for k, v in question.ds_config.items() if k != "train_batch_size"}
+    zero = {**given.get("zero_optimization", {}), **made["zero_optimization"]}
+    if outcome.configuration.offload == "none":
+        zero.pop("offload_optimizer", None)
+    optimizer = given.get("optimizer", {"type": "AdamW", "params": {"lr": 1e-5}})
+    precision = {} if {"bf16", "fp16"} & given.keys() else {"bf16": {"enabled": True}}
+    return {**precision, **given, **made, "optimizer": optimizer, "zero_optimization": zero}
+
+
+def _command(folder: Path, model: Path, sequence: int, outcome: Outcome, steps: int) -> list[str]:
+    c = outcome.configuration
+    worker = [
+        "tuner.configurations.trial", "--model", str(model), "--folder", str(folder),
+        "--sequence", str(sequence), "--steps", str(steps), *(["--recompute"] * c.recompute),
+    ]  # fmt: skip
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    launcher = [f"--nproc-per-node={c.gpus}", f"--master-port={port}"]
+    return [sys.executable, "-m", "torch.distributed.run", *launcher, "-m", *worker]
