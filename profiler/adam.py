@@ -20,12 +20,12 @@ class AdamBuffers:
     """One subgroup's state with a bf16 gradient and parameter, on the host or on CUDA."""
 
     def __init__(self, elements: int, device: str = "cpu") -> None:
-        self.p, self.m, self.v = (torch.rand(elements, device=device) for _ in range(3))
+        self.state = [torch.rand(elements, device=device) for _ in range(3)]
         self.gradient = torch.randn(elements, device=device).bfloat16()
         self.wire = torch.zeros(elements, dtype=torch.bfloat16, device=device)
 
     def host_update(self, threads: int) -> None:
-        host.host_adam(self.p, self.m, self.v, self.gradient, self.wire, STEP, 0.5, threads)
+        host.host_update(self.state, self.gradient, self.wire, STEP, 0.5, threads)
 
 
 def host_adam_by_threads(
@@ -83,14 +83,15 @@ def stock_host_adam(elements: int, budget_s: float) -> Quantity:
     ops.create_adam(_STOCK_OPTIMIZER, 1e-4, 0.9, 0.999, 1e-8, 0.1, True, False)
     buffers = AdamBuffers(elements)
     gradient = buffers.gradient.float()
+    p, m, v = buffers.state
 
     def update() -> None:
         gradient.mul_(0.999)
         ops.adam_update(
             _STOCK_OPTIMIZER, 1, 1e-4, 0.9, 0.999, 1e-8, 0.1, True,
-            buffers.p, gradient, buffers.m, buffers.v,
+            p, gradient, m, v,
         )  # fmt: skip
-        buffers.wire.copy_(buffers.p)
+        buffers.wire.copy_(p)
 
     try:
         durations = repeat_s(update, budget_s)
@@ -107,11 +108,11 @@ def device_adam(elements: int, budget_s: float, cuda: bool) -> Quantity:
         durations = repeat_s(lambda: buffers.host_update(1), budget_s)
         return rate(elements, durations, "emulated", "host kernel, one thread")
     from profiler.copies import cuda_clock
-    from runtime.kernels.device import device_adam as kernel
+    from runtime.kernels.device import device_update as kernel
 
     buffers = AdamBuffers(elements, "cuda")
     work: Callable[[], None] = lambda: kernel(  # noqa: E731
-        buffers.p, buffers.m, buffers.v, buffers.gradient, buffers.wire, STEP, 0.5
+        buffers.state, buffers.gradient, buffers.wire, STEP, 0.5
     )
     durations = repeat_s(work, budget_s, cuda_clock)
     return rate(elements, durations, "measured", f"Triton kernel, {elements} elements")

@@ -10,7 +10,7 @@ import torch
 
 from runtime.devices.lane import Completion, Event, Lane
 from runtime.kernels import host
-from runtime.kernels.adam import AdamStep
+from runtime.kernels.rule import UpdateStep
 from simulator.schedule import Lane as LaneName
 
 DEVICE_LANES = (LaneName.H2D, LaneName.H2D_PARAMETERS, LaneName.D2H, LaneName.DEVICE_UPDATE)
@@ -57,12 +57,17 @@ class Device:
         del lane, stream
         host.copy(to, source)
 
-    def adam(self, state: Sequence[torch.Tensor], grad: torch.Tensor, out: torch.Tensor,
-             step: AdamStep, scale: float, tail: int, stream: Any) -> None:  # fmt: skip
-        """One step of Adam in device memory; ``state`` is (p, m, v) in fp32."""
+    def prepare(self, steps: Sequence[UpdateStep], tensors: int, gradient: torch.dtype,
+                wire: torch.dtype) -> None:  # fmt: skip
+        """Makes ready what `update` needs, so that no training step pays for it: ``steps`` of every
+        form, ``tensors`` of state.
+        """
+
+    def update(self, state: Sequence[torch.Tensor], grad: torch.Tensor, out: torch.Tensor,
+               step: UpdateStep, scale: float, tail: int, stream: Any) -> None:  # fmt: skip
+        """One step in device memory; ``state`` is the master and its moments in fp32."""
         del stream
-        p, m, v = state
-        host.host_adam(p, m, v, grad, out, step, scale, threads=1, tail=tail)
+        host.host_update(state, grad, out, step, scale, threads=1, tail=tail)
 
     def current_event(self) -> Event | None:
         """The moment up to which the training stream has been filled, or None."""

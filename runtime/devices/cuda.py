@@ -11,7 +11,7 @@ import torch
 from runtime.devices.base import DEVICE_LANES, Device
 from runtime.devices.lane import Completion, Event, Lane
 from runtime.hardware.cores import bound, update_cores
-from runtime.kernels.adam import AdamStep
+from runtime.kernels.rule import UpdateStep
 from simulator.schedule import Lane as LaneName
 
 
@@ -81,16 +81,21 @@ class CudaDevice(Device):
         with torch.cuda.stream(stream):
             to.copy_(source, non_blocking=True)
 
-    def adam(self, state: Sequence[torch.Tensor], grad: torch.Tensor, out: torch.Tensor,
-             step: AdamStep, scale: float, tail: int, stream: Any) -> None:  # fmt: skip
-        from runtime.kernels.device import device_adam
+    def prepare(self, steps: Sequence[UpdateStep], tensors: int, gradient: torch.dtype,
+                wire: torch.dtype) -> None:  # fmt: skip
+        from runtime.kernels.device import compile_for
 
-        p, m, v = state
+        compile_for(steps, tensors, gradient, wire)
+
+    def update(self, state: Sequence[torch.Tensor], grad: torch.Tensor, out: torch.Tensor,
+               step: UpdateStep, scale: float, tail: int, stream: Any) -> None:  # fmt: skip
+        from runtime.kernels.device import device_update
+
         # A kept gradient is dropped when the next one takes its place, which nothing makes wait for
         # this kernel: its memory may be handed out again only after it.
         grad.record_stream(stream)
         with torch.cuda.stream(stream):
-            device_adam(p, m, v, grad, out, step, scale, tail=tail)
+            device_update(state, grad, out, step, scale, tail=tail)
 
     def current_event(self) -> Event | None:
         return _record_event(torch.cuda.current_stream(self.index))

@@ -13,7 +13,7 @@ from runtime.devices.base import Device
 from runtime.devices.lane import Completion, Lane
 from runtime.devices.pacing import FluidPacer
 from runtime.kernels import host
-from runtime.kernels.adam import AdamStep
+from runtime.kernels.rule import UpdateStep
 from simulator.schedule import Lane as LaneName
 
 
@@ -75,11 +75,11 @@ class EmulatedDevice(Device):
             return nullcontext()
         return self._pacer.work(size_bytes / rate, {way: rate, "link": rate})
 
-    def adam(self, state: Sequence[torch.Tensor], grad: torch.Tensor, out: torch.Tensor,
-             step: AdamStep, scale: float, tail: int, stream: Any) -> None:  # fmt: skip
+    def update(self, state: Sequence[torch.Tensor], grad: torch.Tensor, out: torch.Tensor,
+               step: UpdateStep, scale: float, tail: int, stream: Any) -> None:  # fmt: skip
         rate = self.rates.device_adam_params_per_s
         with nullcontext() if rate is None else self.compute(grad.numel() / rate):
-            super().adam(state, grad, out, step, scale, tail, stream)
+            super().update(state, grad, out, step, scale, tail, stream)
 
     def host_update(self, elements: int) -> AbstractContextManager[None]:
         rate = self.rates.host_adam_params_per_s

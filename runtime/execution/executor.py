@@ -15,8 +15,8 @@ from runtime.devices.lane import Completion, Lane
 from runtime.execution.gradients import Segment
 from runtime.execution.step_template import TemplateOp
 from runtime.execution.subgroup_state import StagingSlot, SubgroupState
-from runtime.kernels.adam import AdamStep
-from runtime.kernels.host import host_adam
+from runtime.kernels.host import host_update
+from runtime.kernels.rule import UpdateRule, UpdateStep
 from simulator.schedule import Lane as LaneName
 from simulator.schedule import Op, OpKind
 from simulator.update.recipes import Slot, slot_limits
@@ -35,7 +35,7 @@ class UpdateGate(Protocol):
 class SubgroupJob:
     """What one step does to one subgroup."""
 
-    step: AdamStep
+    step: UpdateStep
     segments: list[Segment]
 
 
@@ -61,14 +61,18 @@ class Executor:
         slots: list[StagingSlot],
         template: list[TemplateOp],
         threads: int,
-        vector_width: int,
+        rule: UpdateRule,
     ) -> None:
         self.device = device
         self.states = states
         self.slots = slots
         self.template = template
         self.threads = threads
-        self.vector_width = vector_width  # of the stock op whose bits the updates have
+        self.rule = rule
+        visitors = [state for state in states if state.placement != "host"]
+        if visitors:
+            dtypes = visitors[0].gradient.dtype, visitors[0].wire.dtype
+            device.prepare(rule.forms(), 1 + len(rule.moments), *dtypes)
         self.gate: UpdateGate | None = None
         self.before_op: Callable[[Op], None] | None = None  # fault and delay injection
         self.lanes: dict[LaneName, Lane] = device.lanes()
@@ -197,15 +201,10 @@ class Executor:
             self._refresh_if_stale(subgroup, target, stream)
         for part in job.segments:
             span = slice(part.start, part.end)
-            self.device.adam(
+            self.device.update(
                 [t[span] for t in target], part.gradient, state.wire[span], job.step,
-                part.scale, self._tail(state.elements, part), stream,
+                part.scale, self.rule.tail(state.elements, part.start, part.end), stream,
             )  # fmt: skip
-
-    def _tail(self, elements: int, part: Segment) -> int:
-        """How many of the segment's last elements DeepSpeed's scalar loop updates."""
-        tail_begin = elements - elements % self.vector_width
-        return max(0, part.end - max(part.start, tail_begin))
 
     def _refresh_if_stale(
         self, subgroup: int, target: tuple[torch.Tensor, ...], stream: object | None
@@ -234,9 +233,10 @@ class Executor:
         with self.device.host_update(state.elements):
             for part in job.segments:
                 span = slice(part.start, part.end)
-                host_adam(
-                    state.p[span], state.m[span], state.v[span], part.gradient, out[span],
-                    job.step, part.scale, self.threads, self._tail(state.elements, part),
+                tail = self.rule.tail(state.elements, part.start, part.end)
+                host_update(
+                    [t[span] for t in state.state], part.gradient, out[span],
+                    job.step, part.scale, self.threads, tail,
                 )  # fmt: skip
 
     def _parameter_out(self, subgroup: int, number: int) -> torch.Tensor:

@@ -17,50 +17,51 @@ logger = logging.getLogger("ebbtide")
 class SubgroupState:
     """One subgroup's state.
 
-    The lane that updates the subgroup owns ``p``, ``m``, ``v`` from the step's launch until the
+    The lane that updates the subgroup owns ``state`` from the step's launch until the
     completion of its last op; everybody else reads or writes them only outside of that.
 
     Attributes:
-        p, m, v: fp32 master, momentum, variance: host memory, or device memory if resident.
+        state: fp32 master and the rule's moments: host memory, or device memory if resident.
         wire: the slice of DeepSpeed's flat parameter buffer on the device.
         gradient: in accumulation precision; host memory for ``host``, else device memory.
     """
 
     index: int
     placement: Placement
-    p: torch.Tensor
-    m: torch.Tensor
-    v: torch.Tensor
+    state: tuple[torch.Tensor, ...]
     wire: torch.Tensor
     gradient: torch.Tensor
 
     @property
     def elements(self) -> int:
-        return self.p.numel()
+        return self.state[0].numel()
 
     @property
-    def state(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self.p, self.m, self.v
+    def p(self) -> torch.Tensor:
+        """The master."""
+        return self.state[0]
+
+    @property
+    def moments(self) -> tuple[torch.Tensor, ...]:
+        return self.state[1:]
 
 
 @dataclass(slots=True)
 class StagingSlot:
     """A device buffer that holds one visiting subgroup; reused in turn."""
 
-    buffer: torch.Tensor  # 3 x the largest visiting subgroup, fp32
+    parts: torch.Tensor  # (tensors of the state, elements of the largest visiting one), fp32
 
-    def views(self, elements: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(p, m, v) views for a subgroup of this size, each starting at a third."""
-        third = self.buffer.numel() // 3
-        first, second, last = (self.buffer[i * third : i * third + elements] for i in range(3))
-        return first, second, last
+    def views(self, elements: int) -> tuple[torch.Tensor, ...]:
+        """Where the master and the moments of a subgroup of this size go."""
+        return tuple(part[:elements] for part in self.parts)
 
 
 def allocate(
     device: Device,
     placements: list[Placement],
     masters: list[torch.Tensor],
-    moments: list[tuple[torch.Tensor, torch.Tensor]],
+    moments: list[tuple[torch.Tensor, ...]],
     wires: list[torch.Tensor],
     gradients: list[torch.Tensor],
 ) -> list[SubgroupState]:
@@ -71,20 +72,20 @@ def allocate(
     """
     states = []
     for index, placement in enumerate(placements):
-        p, (m, v) = masters[index], moments[index]
+        state = (masters[index], *moments[index])
         gradient = gradients[index]
         if placement != "host" and not device.unified:
-            moved = _to_device(device, placement, (p, m, v), gradient)
+            moved = _to_device(device, placement, state, gradient)
             if moved is None:
                 _warn_fallback(index, placement)
                 placement = "host"
             else:
-                (p, m, v), gradient = moved
+                state, gradient = moved
         if placement != "resident" or device.unified:
-            p, m, v = (device.host_adopt(t) for t in (p, m, v))
+            state = tuple(device.host_adopt(tensor) for tensor in state)
         if placement == "host":
             gradient = device.host_adopt(gradient)
-        states.append(SubgroupState(index, placement, p, m, v, wires[index], gradient))
+        states.append(SubgroupState(index, placement, state, wires[index], gradient))
     return states
 
 
@@ -108,17 +109,20 @@ def _to_device(
     return state, on_device
 
 
-def staging_slots(device: Device, count: int, visiting: list[int]) -> list[StagingSlot]:
-    """Up to ``count`` slots, each for the largest of the visiting subgroups (elements); fewer if
-    device memory is short.
+def staging_slots(
+    device: Device, count: int, visiting: list[int], tensors: int
+) -> list[StagingSlot]:
+    """Up to ``count`` slots, each for the ``tensors`` of the largest of the visiting subgroups
+    (elements); fewer if device memory is short.
     """
     slots: list[StagingSlot] = []
     wanted = min(count, len(visiting))
     for _ in range(wanted):
         try:
-            # A third per tensor, each on a 256-byte border (64 floats).
-            third = (max(visiting) + 63) // 64 * 64
-            slots.append(StagingSlot(device.device_empty(3 * third, torch.float32)))
+            # Each tensor begins on a 256-byte border (64 floats).
+            each = (max(visiting) + 63) // 64 * 64
+            buffer = device.device_empty(tensors * each, torch.float32)
+            slots.append(StagingSlot(buffer.view(tensors, each)))
         except torch.OutOfMemoryError:
             break
     if len(slots) < wanted:

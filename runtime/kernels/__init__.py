@@ -1,1 +1,1 @@
-"""The update kernels: one step of Adam on the host and on the device. Imports nothing of ours."""
+"""The update kernels: one step of an optimizer on host and device. Imports nothing of ours."""

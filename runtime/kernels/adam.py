@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar
 
 import numpy as np
-
-Decay = Literal["none", "l2", "decoupled"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +18,7 @@ class AdamStep:
         adamw: decoupled weight decay (AdamW) instead of L2 (Adam).
     """
 
+    kernel: ClassVar[str] = "adam"
     lr: float
     beta1: float
     beta2: float
@@ -30,10 +29,11 @@ class AdamStep:
     adamw: bool = True
 
     @property
-    def decay(self) -> Decay:
+    def variant(self) -> int:
+        """Weight decay: 0 none, 1 L2, 2 decoupled."""
         if np.float32(self.weight_decay) <= 0:
-            return "none"
-        return "decoupled" if self.adamw else "l2"
+            return 0
+        return 2 if self.adamw else 1
 
     def scalars(self, scale: float) -> np.ndarray:
         """The nine fp32 scalars of the kernels, in their order.
@@ -71,7 +71,7 @@ class BiasCorrection:
     Source: deepspeed/ops/csrc/includes/cpu_adam.h, ``IncrementStep`` and ``update_state``.
     """
 
-    def __init__(self, beta1: float, beta2: float) -> None:
+    def __init__(self, beta1: float = 0.9, beta2: float = 0.999) -> None:
         self._betas = (np.float32(beta1), np.float32(beta2))
         self._powers = (np.float32(1), np.float32(1))
         self._step = 0

@@ -1,52 +1,50 @@
-"""The device update kernel in Triton: the host kernel's operations, in the same order.
+"""The device update kernels in Triton: the host kernels' operations, in the same order.
 
 Every operation is an IEEE one (fma, round-to-nearest sqrt and division, no flush to zero) and
-automatic fusion is off, so that the bits are those of ``host_adam``.
+automatic fusion is off, so that the bits are those of ``host_update``.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from runtime.kernels.adam import AdamStep
+from runtime.kernels.rule import UpdateStep
 
 BLOCK = 1024
-_DECAYS = {"none": 0, "l2": 1, "decoupled": 2}
+
+# In all kernels: state fp32, grad and out bf16, fp16 or fp32, n elements each; from tail_begin on
+# the scalar loop of DeepSpeed's op is repeated, which fuses other products than its vector loop.
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _average(in_tail, a, x, b, y):  # type: ignore[no-untyped-def]
+    """A * x + b * y"""
+    return tl.where(in_tail, tl.fma(x, a, y * b), tl.fma(y, b, x * a))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def adam_kernel(  # type: ignore[no-untyped-def]
-    p_ptr, m_ptr, v_ptr,  # fp32, n elements each
-    grad_ptr,  # bf16, fp16 or fp32
-    out_ptr,  # bf16, fp16 or fp32
-    n, tail_begin,  # elements; from tail_begin on DeepSpeed's scalar loop is repeated
+    p_ptr, m_ptr, v_ptr, grad_ptr, out_ptr, n, tail_begin,
     scale, beta1, one_minus_beta1, beta2, one_minus_beta2, bias2, eps, decay, step_size,
-    DECAY: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803 - Triton's custom
+    VARIANT: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803 - Triton's custom
 ):  # fmt: skip
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < n
+    inside, in_tail = offsets < n, offsets >= tail_begin
     grad = tl.load(grad_ptr + offsets, mask=inside, other=0.0).to(tl.float32) * scale
     param = tl.load(p_ptr + offsets, mask=inside, other=0.0)
-    m = tl.load(m_ptr + offsets, mask=inside, other=0.0)
-    v = tl.load(v_ptr + offsets, mask=inside, other=1.0)
-    if DECAY == 1:
+    momentum = tl.load(m_ptr + offsets, mask=inside, other=0.0)
+    variance = tl.load(v_ptr + offsets, mask=inside, other=1.0)
+    if VARIANT == 1:
         grad = tl.fma(param, decay, grad)
-    square = grad * grad
-    in_tail = offsets >= tail_begin
-    momentum = tl.where(
-        in_tail,
-        tl.fma(m, beta1, grad * one_minus_beta1),
-        tl.fma(grad, one_minus_beta1, m * beta1),
-    )
-    variance = tl.where(
-        in_tail,
-        tl.fma(v, beta2, square * one_minus_beta2),
-        tl.fma(square, one_minus_beta2, v * beta2),
-    )
+    momentum = _average(in_tail, beta1, momentum, one_minus_beta1, grad)
+    variance = _average(in_tail, beta2, variance, one_minus_beta2, grad * grad)
     denominator = tl.fma(tl.sqrt_rn(variance), bias2, eps)
-    if DECAY == 2:
+    if VARIANT == 2:
         param = tl.fma(param, decay, param)
     param = tl.fma(tl.div_rn(momentum, denominator), step_size, param)
     tl.store(p_ptr + offsets, param, mask=inside)
@@ -55,22 +53,85 @@ def adam_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + offsets, param.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def device_adam(
-    p: torch.Tensor,
-    m: torch.Tensor,
-    v: torch.Tensor,
+@triton.jit  # type: ignore[untyped-decorator]
+def lion_kernel(  # type: ignore[no-untyped-def]
+    p_ptr, m_ptr, grad_ptr, out_ptr, n, tail_begin,
+    scale, beta1, one_minus_beta1, beta2, one_minus_beta2, after_decay, lr,
+    VARIANT: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside, in_tail = offsets < n, offsets >= tail_begin
+    grad = tl.load(grad_ptr + offsets, mask=inside, other=0.0).to(tl.float32) * scale
+    param = tl.load(p_ptr + offsets, mask=inside, other=0.0)
+    momentum = tl.load(m_ptr + offsets, mask=inside, other=0.0)
+    direction = _average(in_tail, beta1, momentum, one_minus_beta1, grad)
+    negative = direction.to(tl.int32, bitcast=True) < 0  # the sign bit, that of -0.0 and NaN too
+    change = tl.where(negative, lr, -lr)
+    momentum = _average(in_tail, beta2, momentum, one_minus_beta2, grad)
+    if VARIANT == 1:  # noqa: SIM108 - Triton takes the branch when it compiles
+        param = tl.fma(param, after_decay, change)
+    else:
+        param = param + change
+    tl.store(p_ptr + offsets, param, mask=inside)
+    tl.store(m_ptr + offsets, momentum, mask=inside)
+    tl.store(out_ptr + offsets, param.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def adagrad_kernel(  # type: ignore[no-untyped-def]
+    p_ptr, sum_ptr, grad_ptr, out_ptr, n, tail_begin, scale, eps, decay, step_size,
+    VARIANT: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside, in_tail = offsets < n, offsets >= tail_begin
+    grad = tl.load(grad_ptr + offsets, mask=inside, other=0.0).to(tl.float32) * scale
+    param = tl.load(p_ptr + offsets, mask=inside, other=0.0)
+    total = tl.load(sum_ptr + offsets, mask=inside, other=1.0)
+    if VARIANT == 1:
+        grad = tl.fma(param, decay, grad)
+    total = tl.fma(grad, grad, total)
+    step = tl.div_rn(grad, tl.sqrt_rn(total) + eps)
+    param = tl.where(in_tail, param + step * step_size, tl.fma(step, step_size, param))
+    tl.store(p_ptr + offsets, param, mask=inside)
+    tl.store(sum_ptr + offsets, total, mask=inside)
+    tl.store(out_ptr + offsets, param.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+KERNELS: dict[str, Any] = {"adam": adam_kernel, "lion": lion_kernel, "adagrad": adagrad_kernel}
+
+
+def device_update(
+    state: Sequence[torch.Tensor],
     grad: torch.Tensor,
     out: torch.Tensor,
-    step: AdamStep,
+    step: UpdateStep,
     scale: float = 1.0,
     tail: int = 0,
 ) -> None:
-    """`runtime.kernels.host.host_adam` on CUDA tensors, on the current stream."""
-    n = p.numel()
+    """`runtime.kernels.host.host_update` on CUDA tensors, on the current stream."""
+    n = grad.numel()
     if n == 0:
         return
     scalars = [float(value) for value in step.scalars(scale)]
-    adam_kernel[(triton.cdiv(n, BLOCK),)](
-        p, m, v, grad, out, n, n - tail, *scalars,
-        DECAY=_DECAYS[step.decay], BLOCK=BLOCK, enable_fp_fusion=False,
+    KERNELS[step.kernel][(triton.cdiv(n, BLOCK),)](
+        *state, grad, out, n, n - tail, *scalars,
+        VARIANT=step.variant, BLOCK=BLOCK, enable_fp_fusion=False,
     )  # fmt: skip
+
+
+def compile_for(
+    steps: Sequence[UpdateStep], tensors: int, grad_dtype: torch.dtype, out_dtype: torch.dtype,
+    device: str = "cuda",
+) -> None:  # fmt: skip
+    """Compiles what `device_update` will run, by running it on the current device.
+
+    Triton compiles anew for lengths and tails that are multiples of 16 and for those that are not;
+    so each of the four is run. ``tensors`` are those of the state.
+    """
+    for elements in (32, 33):
+        state = [torch.zeros(elements, device=device) for _ in range(tensors)]
+        grad = torch.zeros(elements, dtype=grad_dtype, device=device)
+        out = torch.zeros(elements, dtype=out_dtype, device=device)
+        for step in steps:
+            for tail in (elements - 16, elements - 17):
+                device_update(state, grad, out, step, tail=tail)

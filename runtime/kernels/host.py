@@ -1,4 +1,4 @@
-"""The host update kernel: compiled once per machine, called without the GIL."""
+"""The host update kernels: compiled once per machine, called without the GIL."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from runtime.kernels.adam import AdamStep
+if TYPE_CHECKING:
+    from runtime.kernels.rule import UpdateStep
 
-_SOURCE = Path(__file__).with_name("host_adam.cpp")
+_SOURCE = Path(__file__).with_name("host_update.cpp")
 _FLAGS = [
     "-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-fopenmp",
     "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off",
 ]  # fmt: skip
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_DECAYS = {"none": 0, "l2": 1, "decoupled": 2}
 
 
 class MissingCompilerError(RuntimeError):
@@ -62,7 +63,7 @@ def _build() -> Path:
     compiler = _compiler()
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
     key = "\0".join([_SOURCE.read_text(), version.stdout, _cpu_model(), *_FLAGS])
-    target = cache_dir() / f"host_adam-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
+    target = cache_dir() / f"host_update-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -88,8 +89,8 @@ def load() -> Any:
     """
     library = ctypes.CDLL(str(_build()))
     pointer, integer, count = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
-    library.ebbtide_host_adam.argtypes = [
-        pointer, pointer, pointer, pointer, integer, pointer, integer, count,
+    library.ebbtide_update.argtypes = [
+        ctypes.c_char_p, pointer, pointer, pointer, pointer, integer, pointer, integer, count,
         pointer, integer, count, integer,
     ]  # fmt: skip
     library.ebbtide_norm.argtypes = [pointer, integer, count, integer]
@@ -101,49 +102,51 @@ def load() -> Any:
     return library
 
 
-def host_adam(
-    p: torch.Tensor,
-    m: torch.Tensor,
-    v: torch.Tensor,
+def host_update(
+    state: Sequence[torch.Tensor],
     grad: torch.Tensor,
     out: torch.Tensor | None,
-    step: AdamStep,
+    step: UpdateStep,
     scale: float = 1.0,
     threads: int = 1,
     tail: int = 0,
 ) -> None:
-    """Updates ``p``, ``m``, ``v`` in place and writes the wire parameter to ``out``; one pass.
+    """Updates ``state`` in place and writes the wire parameter to ``out``; one pass over memory.
 
     Args:
-        p, m, v: fp32 master parameter, momentum, variance; flat, contiguous, same length, host.
+        state: fp32 master parameter and the rule's moments; flat, contiguous, same length, host.
         grad: bf16, fp16 or fp32 gradient of the same length; not changed.
         out: bf16, fp16 or fp32 parameter to write, or None. It may share no memory with the rest.
         scale: factor applied to the gradient in fp32 first (unscale and clip).
         threads: OpenMP threads; the result does not depend on it.
-        tail: how many of the last elements DeepSpeed's scalar loop would update: those behind
-            the last whole vector of the build that is loaded (`stock_build.adam_width`).
+        tail: how many of the last elements stock's scalar loop would update (`UpdateRule.tail`).
 
     Raises:
         ValueError: lengths, dtypes, devices or strides that the kernel does not take.
 
-    The GIL is released. Bits equal DeepSpeedCPUAdam's on ``grad.float() * scale``.
+    The GIL is released. Bits equal those of DeepSpeed's CPU optimizer on ``grad.float() * scale``.
     """
-    tensors = {"p": p, "m": m, "v": v, "grad": grad}
-    if out is not None:
-        tensors["out"] = out
-    _check(tensors, p.numel())
+    _check(state, grad, out)
+    p, first, *others = state
+    second = others[0].data_ptr() if others else None
     scalars = step.scalars(scale)
-    load().ebbtide_host_adam(
-        p.data_ptr(), m.data_ptr(), v.data_ptr(), grad.data_ptr(), _DTYPES[grad.dtype],
+    error = load().ebbtide_update(
+        step.kernel.encode(), p.data_ptr(), first.data_ptr(),
+        second, grad.data_ptr(), _DTYPES[grad.dtype],
         out.data_ptr() if out is not None else None,
         _DTYPES[out.dtype] if out is not None else -1,
-        p.numel(), scalars.ctypes.data, _DECAYS[step.decay], tail, threads,
+        p.numel(), scalars.ctypes.data, step.variant, tail, threads,
     )  # fmt: skip
+    assert error == 0, f"host_update.cpp must have {step.kernel}, variant {step.variant}"
 
 
-def _check(tensors: dict[str, torch.Tensor], length: int) -> None:
+def _check(state: Sequence[torch.Tensor], grad: torch.Tensor, out: torch.Tensor | None) -> None:
+    tensors = {f"state[{index}]": tensor for index, tensor in enumerate(state)} | {"grad": grad}
+    if out is not None:
+        tensors["out"] = out
+    length = state[0].numel()
     for name, tensor in tensors.items():
-        dtypes = (torch.float32,) if name in ("p", "m", "v") else tuple(_DTYPES)
+        dtypes = (torch.float32,) if name.startswith("state") else tuple(_DTYPES)
         if tensor.dtype not in dtypes:
             raise ValueError(f"{name} must have one of the dtypes {dtypes}, but got {tensor.dtype}")
         if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.numel() != length:

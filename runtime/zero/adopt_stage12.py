@@ -12,31 +12,30 @@ from runtime.execution.gradients import GradientHomes, ParameterSlice
 from runtime.execution.recorder import Recorder
 from runtime.execution.step_template import step_template
 from runtime.execution.subgroup_state import SubgroupState, allocate, staging_slots
-from runtime.kernels.adam import BiasCorrection
-from runtime.kernels.stock_build import adam_width
+from runtime.kernels.rule import UpdateRule
 from runtime.zero.adopt_stage3 import Cut, as_allocated, cuts, threads_of
 from runtime.zero.stage12 import EbbtideStage2, PartitionAttachment
 from simulator.plan import Plan
 
 
-def take_over(optimizer: Any, plan: Plan, device: Device) -> None:
+def take_over(optimizer: Any, plan: Plan, device: Device, rule: UpdateRule) -> None:
     """Makes DeepSpeed's live optimizer an `EbbtideStage2` that runs ``plan``."""
     plan = plan.model_copy(update={"overlap_forward": False})
     partitions = [p.numel() for p in optimizer.single_partition_of_fp32_groups]
     pieces = cuts(partitions, plan.subgroup_size)
-    optimizer._moments = _adopt_flat(optimizer, device)
+    optimizer._moments = _adopt_flat(optimizer, device, rule)
     gradients = [
         torch.zeros(elements, dtype=_gradient_dtype(optimizer, group))
         for group, _, elements in pieces
     ]
-    plan, executor, shadows = _build(optimizer, plan, device, pieces, gradients)
+    plan, executor, shadows = _build(optimizer, plan, device, pieces, gradients, rule)
     slices = _slices(optimizer, pieces)
     every = [piece for of_parameter in slices.values() for piece in of_parameter]
     optimizer._ebbtide = PartitionAttachment(
         plan=plan,
         executor=executor,
         homes=GradientHomes(device, executor.states, dict(enumerate(every))),
-        bias=BiasCorrection(*optimizer.optimizer.param_groups[0]["betas"]),
+        rule=rule,
         recorder=Recorder(),
         rebuild=rebuild,
         subgroup_of={},
@@ -46,7 +45,7 @@ def take_over(optimizer: Any, plan: Plan, device: Device) -> None:
     )
     optimizer.__class__ = EbbtideStage2
     optimizer._link_all_hp_params()
-    optimizer.replay_bias()
+    optimizer.resume_rule()
 
 
 def rebuild(optimizer: Any, plan: Plan, before: list[SubgroupState]) -> tuple[Plan, Executor]:
@@ -55,11 +54,11 @@ def rebuild(optimizer: Any, plan: Plan, before: list[SubgroupState]) -> tuple[Pl
     own.publish()
     plan = plan.model_copy(update={"overlap_forward": False})
     device, gradients = own.executor.device, [s.gradient for s in before]
-    plan, executor, own.shadows = _build(optimizer, plan, device, own.cuts, gradients)
+    plan, executor, own.shadows = _build(optimizer, plan, device, own.cuts, gradients, own.rule)
     return plan, executor
 
 
-def _adopt_flat(optimizer: Any, device: Device) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _adopt_flat(optimizer: Any, device: Device, rule: UpdateRule) -> list[tuple[torch.Tensor, ...]]:
     """Brings the flat state to memory the device copies from; returns the moments by group.
 
     DeepSpeed's fp32 gradients and its 16-bit copies of the parameters on the host (4 and 2 bytes
@@ -71,9 +70,11 @@ def _adopt_flat(optimizer: Any, device: Device) -> list[tuple[torch.Tensor, torc
         master.data = device.host_adopt(master.data)
         state = optimizer.optimizer.state[master]
         state.setdefault("step", 0)
-        for key in ("exp_avg", "exp_avg_sq"):
+        for key in rule.unused:
+            state.setdefault(key, torch.zeros_like(master.data))
+        for key in rule.moments:
             state[key] = device.host_adopt(state.get(key, torch.zeros_like(master.data)))
-        moments.append((state["exp_avg"], state["exp_avg_sq"]))
+        moments.append(tuple(state[key] for key in rule.moments))
     buffers = optimizer.param_buffer_of_bit16_for_cpu_offload_groups
     buffers[:] = [buffer.new_empty(0) for buffer in buffers]
     return moments
@@ -84,16 +85,21 @@ def _cut(flats: list[torch.Tensor], pieces: list[Cut]) -> list[torch.Tensor]:
 
 
 def _build(
-    optimizer: Any, plan: Plan, device: Device, pieces: list[Cut], gradients: list[torch.Tensor]
+    optimizer: Any,
+    plan: Plan,
+    device: Device,
+    pieces: list[Cut],
+    gradients: list[torch.Tensor],
+    rule: UpdateRule,
 ) -> tuple[Plan, Executor, dict[int, tuple[torch.Tensor, ...]]]:
     """The plan that memory allowed, its executor, and the host views of what is resident."""
     masters = _cut([p.data for p in optimizer.single_partition_of_fp32_groups], pieces)
-    firsts, seconds = (_cut(list(flat), pieces) for flat in zip(*optimizer._moments, strict=True))
-    moments = list(zip(firsts, seconds, strict=True))
+    by_key = (_cut(list(flats), pieces) for flats in zip(*optimizer._moments, strict=True))
+    moments = list(zip(*by_key, strict=True))
     sizes = tuple(elements for _, _, elements in pieces)
     placements = list(plan.placements)
     visiting = [n for n, p in zip(sizes, placements, strict=True) if p == "device"]
-    slots = staging_slots(device, plan.staging_slots, visiting)
+    slots = staging_slots(device, plan.staging_slots, visiting, 1 + len(rule.moments))
     if not slots:
         placements = ["host" if p == "device" else p for p in placements]
     ranks = [torch.distributed.get_rank(group=g) for g in optimizer.real_dp_process_group]
@@ -103,8 +109,7 @@ def _build(
     plan = as_allocated(plan, states, len(slots))
     wire = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(optimizer.dtype, "fp32")
     template = step_template(sizes, wire, plan)
-    width = adam_width(optimizer.optimizer.ds_opt_adam)
-    executor = Executor(device, states, slots, template, threads_of(plan, device), width)
+    executor = Executor(device, states, slots, template, threads_of(plan, device), rule)
     return plan, executor, _shadows(states, masters, moments)
 
 
@@ -130,7 +135,7 @@ def _slices(optimizer: Any, pieces: list[Cut]) -> dict[int, list[ParameterSlice]
 def _shadows(
     states: list[SubgroupState],
     masters: list[torch.Tensor],
-    moments: list[tuple[torch.Tensor, torch.Tensor]],
+    moments: list[tuple[torch.Tensor, ...]],
 ) -> dict[int, tuple[torch.Tensor, ...]]:
     return {
         state.index: (masters[state.index], *moments[state.index])

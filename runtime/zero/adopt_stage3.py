@@ -11,7 +11,7 @@ from runtime.devices.base import Device
 from runtime.execution.executor import Executor
 from runtime.execution.step_template import step_template
 from runtime.execution.subgroup_state import SubgroupState, allocate, staging_slots
-from runtime.kernels.stock_build import adam_width
+from runtime.kernels.rule import UpdateRule
 from runtime.zero import private
 from simulator.plan import Plan
 
@@ -53,8 +53,9 @@ def build_executor(
     plan: Plan,
     device: Device,
     masters: list[torch.Tensor],
-    moments: list[tuple[torch.Tensor, torch.Tensor]],
+    moments: list[tuple[torch.Tensor, ...]],
     gradients: list[torch.Tensor],
+    rule: UpdateRule,
 ) -> tuple[Plan, Executor]:
     """Moves the state to where ``plan`` wants it; the plan returned is what memory allowed.
 
@@ -63,33 +64,31 @@ def build_executor(
     sizes = [int(n) for n in optimizer.fp16_partitioned_groups_flat_numel]
     placements = list(plan.placements)
     visiting = [n for n, p in zip(sizes, placements, strict=True) if p == "device"]
-    slots = staging_slots(device, plan.staging_slots, visiting)
+    slots = staging_slots(device, plan.staging_slots, visiting, 1 + len(rule.moments))
     if not slots:
         placements = ["host" if p == "device" else p for p in placements]
     wires = list(optimizer.fp16_partitioned_groups_flat)
     states = allocate(device, placements, masters, moments, wires, gradients)
-    _repoint(optimizer, states)
+    _repoint(optimizer, states, rule)
     plan = as_allocated(plan, states, len(slots))
     wire = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(optimizer.dtype, "fp32")
     template = step_template(tuple(sizes), wire, plan)
-    width = adam_width(optimizer.optimizer.ds_opt_adam)
-    return plan, Executor(device, states, slots, template, threads_of(plan, device), width)
+    return plan, Executor(device, states, slots, template, threads_of(plan, device), rule)
 
 
 def rebuild(optimizer: Any, plan: Plan, before: list[SubgroupState]) -> tuple[Plan, Executor]:
     """`build_executor` around the state of an executor that has ended."""
     return build_executor(
         optimizer, plan, optimizer._ebbtide.executor.device, [s.p for s in before],
-        [(s.m, s.v) for s in before], [s.gradient for s in before],
+        [s.moments for s in before], [s.gradient for s in before], optimizer._ebbtide.rule,
     )  # fmt: skip
 
 
-def _repoint(optimizer: Any, states: list[SubgroupState]) -> None:
+def _repoint(optimizer: Any, states: list[SubgroupState], rule: UpdateRule) -> None:
     inner = optimizer.optimizer
     for master, own in zip(optimizer.fp32_partitioned_groups_flat, states, strict=True):
         master.data = own.p
-        inner.state[master]["exp_avg"] = own.m
-        inner.state[master]["exp_avg_sq"] = own.v
+        inner.state[master].update(zip(rule.moments, own.moments, strict=True))
     _repoint_gradients(optimizer, states)
 
 

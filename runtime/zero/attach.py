@@ -15,7 +15,7 @@ from runtime.execution.fit import check_host_memory
 from runtime.execution.gradients import GradientHomes, ParameterSlice
 from runtime.execution.recorder import Recorder
 from runtime.kernels import host
-from runtime.kernels.adam import BiasCorrection
+from runtime.kernels.rule import UpdateRule
 from runtime.zero import private
 from runtime.zero.adopt_stage3 import build_executor, rebuild, subgroups_of
 from runtime.zero.guard import ConfigError, check_config, check_engine, check_plan
@@ -140,13 +140,14 @@ def attach(
         return engine
     plan = load_plan(plan)
     private.check_version()
-    check_engine(engine)
+    rule = check_engine(engine)
     optimizer = engine.optimizer
     private.check_members(optimizer)
     size = getattr(optimizer, "sub_group_size", plan.subgroup_size)
     check_plan(plan, subgroups_of(optimizer, size), size)
     host.load()
-    _take_over(engine, plan, device if isinstance(device, Device) else choose_device(device))
+    device = device if isinstance(device, Device) else choose_device(device)
+    _take_over(engine, plan, device, rule)
     _checkpointing(engine, checkpoint or plan.checkpoint)
     if machine is not None and workload is not None:
         from runtime.replan.watch import watch
@@ -155,31 +156,30 @@ def attach(
     return engine
 
 
-def _take_over(engine: Any, plan: Plan, device: Device) -> None:
+def _take_over(engine: Any, plan: Plan, device: Device, rule: UpdateRule) -> None:
     optimizer = engine.optimizer
     if engine.zero_optimization_stage() == 3:
-        _take_over_stage3(engine, plan, device)
+        _take_over_stage3(engine, plan, device, rule)
     else:
         from runtime.zero.adopt_stage12 import take_over
 
-        take_over(optimizer, plan, device)
+        take_over(optimizer, plan, device, rule)
     _record_forward(engine.module, optimizer._ebbtide.recorder)
     _set_device_origin(optimizer)
     _report(optimizer, device)
 
 
-def _take_over_stage3(engine: Any, plan: Plan, device: Device) -> None:
+def _take_over_stage3(engine: Any, plan: Plan, device: Device, rule: UpdateRule) -> None:
     from runtime.zero.stage3 import Attachment, EbbtideStage3
 
     optimizer = engine.optimizer
-    masters, moments, gradients = _stock_buffers(optimizer)
-    plan, executor = build_executor(optimizer, plan, device, masters, moments, gradients)
-    betas = [tuple(group["betas"]) for group in optimizer.optimizer.param_groups]
+    masters, moments, gradients = _stock_buffers(optimizer, rule)
+    plan, executor = build_executor(optimizer, plan, device, masters, moments, gradients, rule)
     optimizer._ebbtide = Attachment(
         plan=plan,
         executor=executor,
         homes=GradientHomes(device, executor.states, _slices(optimizer)),
-        bias=BiasCorrection(*betas[0]),
+        rule=rule,
         recorder=Recorder(),
         rebuild=rebuild,
         subgroup_of={
@@ -189,15 +189,15 @@ def _take_over_stage3(engine: Any, plan: Plan, device: Device) -> None:
         },
     )
     optimizer.__class__ = EbbtideStage3
-    optimizer.replay_bias()
+    optimizer.resume_rule()
     optimizer._ebbtide.undo_gates = private.gate_gathers(
         engine.module.parameters(), optimizer.await_parameters
     )
 
 
 def _stock_buffers(
-    optimizer: Any,
-) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]], list[torch.Tensor]]:
+    optimizer: Any, rule: UpdateRule
+) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, ...]], list[torch.Tensor]]:
     """DeepSpeed's buffers; its fp32 gradients (4 bytes per parameter) are given back."""
     inner = optimizer.optimizer
     masters, moments, gradients, offset = [], [], [], 0
@@ -205,10 +205,10 @@ def _stock_buffers(
         master.grad = None
         state = inner.state[master]
         state.setdefault("step", 0)
-        for key in ("exp_avg", "exp_avg_sq"):
+        for key in (*rule.moments, *rule.unused):
             state.setdefault(key, torch.zeros_like(master.data))
         masters.append(master.data)
-        moments.append((state["exp_avg"], state["exp_avg_sq"]))
+        moments.append(tuple(state[key] for key in rule.moments))
         gradients.append(optimizer.grad_partitions_flat_buffer.narrow(0, offset, master.numel()))
         offset += master.numel()
     return masters, moments, gradients

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from runtime.kernels.stock_build import adam_width
+from runtime.kernels.rule import UpdateRule
+from runtime.kernels.rules import RULES, rule_class
 from simulator.plan import Plan, PlanError
 
 
@@ -64,24 +65,25 @@ def _check_absent(zero: dict[str, Any], offload: dict[str, Any]) -> None:
 
 def _check_optimizer_type(config: dict[str, Any]) -> None:
     kind = str((config.get("optimizer") or {}).get("type", "adamw"))
-    if kind.lower() not in ("adam", "adamw"):
-        raise ConfigError(f"optimizer.type must be Adam or AdamW, but got {kind!r}")
+    known = [name for rule in RULES for name in rule.types]
+    if kind.lower() not in known:
+        raise ConfigError(f"optimizer.type must be one of {known} (any case), but got {kind!r}")
     if ((config.get("optimizer") or {}).get("params") or {}).get("torch_adam"):
         raise ConfigError(
-            "optimizer.params.torch_adam must be false, but got true: the plan's kernels follow "
-            "DeepSpeedCPUAdam"
+            "optimizer.params.torch_adam must be absent or false, but got true: torch rounds "
+            "by how many threads share a tensor, which no other kernel can repeat; without the key "
+            "DeepSpeedCPUAdam takes the same hyperparameters"
         )
 
 
-def check_engine(engine: Any) -> None:
-    """Checks a live engine.
+def check_engine(engine: Any) -> UpdateRule:
+    """Checks a live engine; returns the rule of its optimizer.
 
     Raises:
-        ConfigError: it is not ZeRO-1, 2 or 3 with an Adam optimizer offloaded to the CPU.
+        ConfigError: it is not ZeRO-1, 2 or 3 with an optimizer of `RULES` offloaded to the CPU.
         UnknownRoundingError: DeepSpeed's op was built in a way whose bits are not known.
     """
     import torch
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
@@ -103,10 +105,13 @@ def check_engine(engine: Any) -> None:
             "optimizer itself: use bf16 or the fp16 section"
         )
     inner = optimizer.optimizer
-    if not isinstance(inner, DeepSpeedCPUAdam):
+    rule = rule_class(inner)
+    if rule is None:
         raise ConfigError(
-            "the optimizer must be DeepSpeedCPUAdam (optimizer.type Adam or AdamW in the config, "
-            f"or deepspeed.ops.adam.DeepSpeedCPUAdam passed in), but got {type(inner).__name__}"
+            f"the optimizer must be one of {[r.stock for r in RULES]}, but got "
+            f"{type(inner).__module__}.{type(inner).__name__}: leave it to optimizer.type in the "
+            "config, or hand deepspeed.ops.adam.DeepSpeedCPUAdam, which takes the same parameter "
+            "groups as torch.optim.AdamW, to deepspeed.initialize"
         )
     if not inner.fp32_optimizer_states or optimizer.master_weights_and_grads_dtype != torch.float32:
         raise ConfigError(
@@ -114,7 +119,7 @@ def check_engine(engine: Any) -> None:
             f"{optimizer.master_weights_and_grads_dtype}: unset "
             "*_master_weights_and_gradients and bf16_optimizer_states"
         )
-    adam_width(inner.ds_opt_adam)
+    return rule.of(inner)
 
 
 def check_plan(plan: Plan, subgroups: tuple[int, ...], sub_group_size: int) -> None:

@@ -20,7 +20,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import (
 
 from runtime.execution.executor import SubgroupJob
 from runtime.execution.gradients import ParameterSlice
-from runtime.zero.stage3 import Attachment, EbbtideStage3, _float64_norm, adam_step
+from runtime.zero.stage3 import Attachment, EbbtideStage3, _float64_norm
 
 
 @dataclass
@@ -30,7 +30,7 @@ class PartitionAttachment(Attachment):
     Attributes:
         cuts: subgroup -> (parameter group, offset in its partition on this rank, elements).
         pieces: parameter id -> its slices on this rank, in order; together `grad_position`'s part.
-        shadows: subgroup -> host views of (p, m, v) in DeepSpeed's flat buffers, where the state
+        shadows: subgroup -> host views of the state in DeepSpeed's flat buffers, where the state
             itself is elsewhere.
         published: the shadows hold what the state holds.
     """
@@ -71,7 +71,7 @@ class EbbtideStage2(DeepSpeedZeroOptimizer):  # type: ignore[misc]
     """
 
     _ebbtide: PartitionAttachment
-    _moments: list[tuple[torch.Tensor, torch.Tensor]]  # by parameter group, host memory
+    _moments: list[tuple[torch.Tensor, ...]]  # by parameter group, host memory
     _offload_accumulated_param_ids: set[int]
 
     # -- backward ----------------------------------------------------------------------------
@@ -266,7 +266,7 @@ class EbbtideStage2(DeepSpeedZeroOptimizer):  # type: ignore[misc]
         ):
             state = self.optimizer.state[master]
             state["step"] += 1
-            steps.append(adam_step(group, own.bias, state["step"], self.optimizer.adam_w_mode))
+            steps.append(own.rule.step(group, state["step"]))
         return [
             SubgroupJob(steps[group], own.homes.segments(subgroup, scale))
             for subgroup, (group, _, _) in enumerate(own.cuts)
@@ -364,23 +364,23 @@ class EbbtideStage2(DeepSpeedZeroOptimizer):  # type: ignore[misc]
 
     def _adopt_loaded(self) -> None:
         """Loaders replace the moments by new tensors; bring their values home."""
-        for master, (m, v) in zip(self.single_partition_of_fp32_groups, self._moments, strict=True):
+        keys = self._ebbtide.rule.moments
+        for master, homes in zip(self.single_partition_of_fp32_groups, self._moments, strict=True):
             state = self.optimizer.state[master]
-            for key, home in (("exp_avg", m), ("exp_avg_sq", v)):
+            for key, home in zip(keys, homes, strict=True):
                 if state[key] is not home:
                     home.copy_(state[key])
                     state[key] = home
         self._link_all_hp_params()
         self._ebbtide.take_back()
-        self.replay_bias()
+        self.resume_rule()
 
-    def replay_bias(self) -> None:
+    def resume_rule(self) -> None:
         """Bias correction continues as if the steps so far had been run without a break."""
         state = self.optimizer.state
         steps = {int(state[master]["step"]) for master in self.single_partition_of_fp32_groups}
         if len(steps) == 1:
-            betas = [tuple(group["betas"]) for group in self.optimizer.param_groups]
-            self._ebbtide.bias.resume(steps.pop(), betas)
+            self._ebbtide.rule.resume(steps.pop(), self.optimizer.param_groups)
 
     def destroy(self) -> None:
         own = self._ebbtide

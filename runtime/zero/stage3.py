@@ -15,7 +15,7 @@ from runtime.execution.gradients import GradientHomes, ParameterSlice
 from runtime.execution.recorder import Recorder
 from runtime.execution.subgroup_state import SubgroupState
 from runtime.kernels import host
-from runtime.kernels.adam import AdamStep, BiasCorrection
+from runtime.kernels.rule import UpdateRule
 from runtime.zero import private
 from simulator.plan import Plan
 from simulator.timeline import Timeline
@@ -33,7 +33,7 @@ class Attachment:
     plan: Plan
     executor: Executor
     homes: GradientHomes
-    bias: BiasCorrection
+    rule: UpdateRule
     recorder: Recorder
     rebuild: Callable[[Any, Plan, list[SubgroupState]], tuple[Plan, Executor]]
     subgroup_of: dict[int, int]  # ds_id -> subgroup
@@ -45,7 +45,7 @@ class Attachment:
     watch: Any = None  # runtime.replan.watch.Watch, if the engine is watched
 
     def saved_state(self, subgroup: int) -> tuple[torch.Tensor, ...]:
-        """Where a checkpoint reads this subgroup's (p, m, v)."""
+        """Where a checkpoint reads this subgroup's master and moments."""
         return self.executor.states[subgroup].state
 
 
@@ -182,7 +182,7 @@ class EbbtideStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
             group = self.optimizer.param_groups[self.sub_group_to_group_id[index]]
             state = self.optimizer.state[self.fp32_partitioned_groups_flat[index]]
             state["step"] += 1
-            step = adam_step(group, own.bias, state["step"], self.optimizer.adam_w_mode)
+            step = own.rule.step(group, state["step"])
             jobs.append(SubgroupJob(step, own.homes.segments(index, scale)))
         return jobs
 
@@ -343,22 +343,22 @@ class EbbtideStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         own = self._ebbtide
         for index, own_state in enumerate(own.executor.states):
             state = self.optimizer.state[self.fp32_partitioned_groups_flat[index]]
-            for key, home in (("exp_avg", own_state.m), ("exp_avg_sq", own_state.v)):
+            for key, home in zip(own.rule.moments, own_state.moments, strict=True):
                 if state[key] is not home:
                     home.copy_(state[key])
                     state[key] = home
         own.executor.state_written(range(len(own.executor.states)))
-        self.replay_bias()
+        self.resume_rule()
 
-    def replay_bias(self) -> None:
+    def resume_rule(self) -> None:
         """Bias correction continues as if the steps so far had been run without a break."""
         steps = {int(self.optimizer.state[p]["step"]) for p in self.fp32_partitioned_groups_flat}
-        betas = [
-            tuple(self.optimizer.param_groups[self.sub_group_to_group_id[i]]["betas"])
+        groups = [
+            self.optimizer.param_groups[self.sub_group_to_group_id[i]]
             for i in range(len(self.fp16_groups))
         ]
         if len(steps) == 1:
-            self._ebbtide.bias.resume(steps.pop(), betas)
+            self._ebbtide.rule.resume(steps.pop(), groups)
 
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError(
@@ -378,17 +378,6 @@ class EbbtideStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
                 own.undo_gates()
                 own.executor.close()
         super().destroy()
-
-
-def adam_step(group: dict[str, Any], bias: BiasCorrection, number: int, adamw: bool) -> AdamStep:
-    """The scalars of step ``number`` for a parameter group."""
-    beta1, beta2 = group["betas"]
-    bias1, bias2 = bias.advance(number, beta1, beta2)
-    if not group.get("bias_correction", True):
-        bias1 = bias2 = 1.0
-    return AdamStep(
-        float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], bias1, bias2, adamw
-    )
 
 
 def _norm(gradient: torch.Tensor) -> torch.Tensor:

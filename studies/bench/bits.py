@@ -14,13 +14,15 @@ def state_of(engine: Any) -> dict[str, torch.Tensor]:
     """Copies of everything that training has changed, by name, in host memory.
 
     Per trainable parameter, all in full size whatever the partitioning: ``NAME`` as the model
-    computes with it, ``NAME/fp32`` the optimizer's master, ``NAME/exp_avg`` and
-    ``NAME/exp_avg_sq``. A collective operation with several ranks. Goes through DeepSpeed's public
+    computes with it, ``NAME/fp32`` the optimizer's master, and its moments (``NAME/exp_avg``,
+    ``NAME/exp_avg_sq``). A collective operation with several ranks. Goes through DeepSpeed's public
     calls, so that stock and ebbtide are asked in the same way.
     """
     from deepspeed.runtime.zero import GatheredParameters
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
+    states = engine.optimizer.optimizer.state.values()
+    moments = [key for key in MOMENTS if any(key in state for state in states)]
     state: dict[str, torch.Tensor] = {}
     for name, parameter in engine.module.named_parameters():
         if not parameter.requires_grad:
@@ -28,7 +30,7 @@ def state_of(engine: Any) -> dict[str, torch.Tensor]:
         with GatheredParameters(parameter):
             state[name] = _copied(parameter)
         state[f"{name}/fp32"] = _copied(safe_get_full_fp32_param(parameter))
-        for moment in MOMENTS:
+        for moment in moments:
             value = safe_get_full_optimizer_state(parameter, moment)
             state[f"{name}/{moment}"] = _copied(value)
     return state

@@ -22,7 +22,7 @@ PART_LIMIT_S = 600.0
 def kernel_bits(suite: Suite) -> Figures:
     """(a) Device kernel against host kernel over random values with special ones among them."""
     from runtime.kernels.adam import AdamStep, BiasCorrection
-    from runtime.kernels.host import host_adam
+    from runtime.kernels.host import host_update
 
     chunk, total = (10_007, 10**5) if suite.emulated else (20_000_003, 10**9)
     bias, differing, seen = BiasCorrection(0.9, 0.95), 0, 0
@@ -41,9 +41,9 @@ def kernel_bits(suite: Suite) -> Figures:
         step = AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, *bias.advance(number, 0.9, 0.95))
         theirs = [v.clone() for v in values]
         wires = [torch.zeros(chunk, dtype=torch.bfloat16) for _ in range(2)]
-        p, m, v = values
-        host_adam(p, m, v, grad, wires[0], step, 0.37, threads=8)
-        theirs, wires[1] = _on_device(theirs, grad, wires[1], step)
+        tail = number % 16
+        host_update(values, grad, wires[0], step, 0.37, threads=8, tail=tail)
+        theirs, wires[1] = _on_device(theirs, grad, wires[1], step, tail)
         pairs = [*zip(values, theirs, strict=True), (wires[0].float(), wires[1].float())]
         differing += sum(_unequal(a, b) for a, b in pairs)
         seen += chunk
@@ -51,19 +51,18 @@ def kernel_bits(suite: Suite) -> Figures:
 
 
 def _on_device(
-    state: list[torch.Tensor], grad: torch.Tensor, wire: torch.Tensor, step: Any
+    state: list[torch.Tensor], grad: torch.Tensor, wire: torch.Tensor, step: Any, tail: int
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     if not torch.cuda.is_available():
         from runtime.devices.emulated import EmulatedDevice
 
-        EmulatedDevice().adam(state, grad, wire, step, 0.37, grad.numel() % 16, None)
+        EmulatedDevice().update(state, grad, wire, step, 0.37, tail, None)
         return state, wire
-    from runtime.kernels.device import device_adam
+    from runtime.kernels.device import device_update
 
-    p, m, v = (t.cuda() for t in state)
-    out = wire.cuda()
-    device_adam(p, m, v, grad.cuda(), out, step, 0.37)
-    return [t.cpu() for t in (p, m, v)], out.cpu()
+    there, out = [t.cuda() for t in state], wire.cuda()
+    device_update(there, grad.cuda(), out, step, 0.37, tail)
+    return [t.cpu() for t in there], out.cpu()
 
 
 def _unequal(a: torch.Tensor, b: torch.Tensor) -> int:

@@ -190,11 +190,11 @@ class FakeTorch:
         return getattr(torch, name)
 
 
-def device_adam(p, m, v, grad, out, step, scale=1.0, tail=0):
+def device_update(state, grad, out, step, scale=1.0, tail=0):
     """The host kernel in the device kernel's place, on the current stream."""
-    from runtime.kernels.host import host_adam
+    from runtime.kernels.host import host_update
 
-    _stream().enqueue(lambda: host_adam(p, m, v, grad, out, step, scale, 1, tail))
+    _stream().enqueue(lambda: host_update(state, grad, out, step, scale, 1, tail))
 
 
 def install(monkeypatch):
@@ -205,6 +205,8 @@ def install(monkeypatch):
     monkeypatch.setattr(runtime.devices.cuda, "torch", fake)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     monkeypatch.setitem(
-        sys.modules, "runtime.kernels.device", SimpleNamespace(device_adam=device_adam)
+        sys.modules,
+        "runtime.kernels.device",
+        SimpleNamespace(device_update=device_update, compile_for=lambda *_: None),
     )
     return fake

@@ -9,8 +9,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import importlib
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -24,6 +26,7 @@ BUILDS = {
     "scalar": ("-march=haswell", "-D__SCALAR__"),
     "unfused": ("-march=sandybridge", "-D__SCALAR__"),
 }
+HERE = "avx512" if "avx512f" in Path("/proc/cpuinfo").read_text() else "avx2"
 WIDTHS = {"avx512": 16, "avx2": 8}
 _FLAGS = ["-shared", "-fPIC", "-std=c++20", "-O3", "-Wno-reorder", "-fopenmp"]
 
@@ -41,9 +44,13 @@ using at::Tensor;
 constexpr auto kFloat32 = at::kFloat;
 }
 """
-_ADAM = """
-#include "adam/cpu_adam_impl.cpp"
+_COMMON = """
+struct Module { template <class... T> void def(T...) {} };
+#define PYBIND11_MODULE(name, m) static void bindings(Module& m)
+#include "%s"
 static at::Tensor flat(float* data, int64_t n) { return at::from_blob(data, {n}, at::kFloat); }
+"""
+_ADAM = """
 extern "C" void create_adam(int id, float lr, float b1, float b2, float eps, float wd, bool adamw)
 { create_adam_optimizer(id, lr, b1, b2, eps, wd, adamw, false); }
 extern "C" void destroy_adam(int id) { destroy_adam_optimizer(id); }
@@ -54,9 +61,37 @@ extern "C" void adam_update(int id, int64_t step, float lr, float b1, float b2, 
     ds_adam_step(id, step, lr, b1, b2, eps, wd, correct, params, grads, first, second);
 }
 """
+_LION = """
+extern "C" void create_lion(int id, float lr, float b1, float b2, float wd)
+{ create_lion_optimizer(id, lr, b1, b2, wd, false); }
+extern "C" void destroy_lion(int id) { destroy_lion_optimizer(id); }
+extern "C" void lion_update(int id, int64_t step, float lr, float b1, float b2, float wd,
+                            float* p, float* g, float* m, int64_t n)
+{
+    at::Tensor params = flat(p, n), grads = flat(g, n), first = flat(m, n);
+    ds_lion_step(id, step, lr, b1, b2, wd, params, grads, first);
+}
+"""
+_ADAGRAD = """
+extern "C" void create_adagrad(int id, float lr, float eps, float wd)
+{ create_adagrad_optimizer(id, lr, eps, wd, false); }
+extern "C" void destroy_adagrad(int id) { destroy_adagrad_optimizer(id); }
+extern "C" void adagrad_update(int id, int64_t step, float lr, float eps, float wd,
+                               float* p, float* g, float* v, int64_t n)
+{
+    at::Tensor params = flat(p, n), grads = flat(g, n), sum = flat(v, n);
+    ds_adagrad_step(id, step, lr, eps, wd, params, grads, sum);
+}
+"""
 _F, _I, _P, _L, _B = (
     ctypes.c_float, ctypes.c_int, ctypes.c_void_p, ctypes.c_int64, ctypes.c_bool,
 )  # fmt: skip
+# DeepSpeed's source, the wrapper, what create and update take but for the first and last.
+_OPS = {
+    "adam": ("adam/cpu_adam_impl.cpp", _ADAM, [*[_F] * 5, _B], [*[_F] * 5, _B, *[_P] * 4]),
+    "lion": ("lion/cpu_lion_impl.cpp", _LION, [_F] * 4, [*[_F] * 4, *[_P] * 3]),
+    "adagrad": ("adagrad/cpu_adagrad.cpp", _ADAGRAD, [_F] * 3, [*[_F] * 3, *[_P] * 3]),
+}
 
 
 def runs_here(build: str) -> bool:
@@ -65,28 +100,42 @@ def runs_here(build: str) -> bool:
     return {"avx512": "avx512f", "unfused": "avx"}.get(build, "fma") in flags
 
 
-class StockAdam:
-    """`deepspeed.ops.adam.cpu_adam_op`, of one build."""
+class StockOp:
+    """DeepSpeed's op of an optimizer (`deepspeed.ops.adam.cpu_adam_op`), of one build."""
 
-    def __init__(self, build: str) -> None:
-        self.__file__ = str(_library("adam", _ADAM, build))
-        self._library = ctypes.CDLL(self.__file__)
-        self._library.create_adam.argtypes = [_I, *[_F] * 5, _B]
-        self._library.adam_update.argtypes = [_I, _L, *[_F] * 5, _B, *[_P] * 4, _L]
+    def __init__(self, name: str, build: str) -> None:
+        source, wrapper, created, updated = _OPS[name]
+        self.__file__ = str(_library(name, _COMMON % source + wrapper, build))
+        library = ctypes.CDLL(self.__file__)
+        create, update = getattr(library, f"create_{name}"), getattr(library, f"{name}_update")
+        create.argtypes = [_I, *created]
+        update.argtypes = [_I, _L, *updated, _L]
+        # The last argument of theirs: whether to print it.
+        setattr(self, f"create_{name}", lambda number, *settings: create(number, *settings[:-1]))
+        setattr(self, f"destroy_{name}", getattr(library, f"destroy_{name}"))
 
-    def create_adam(self, number, *settings):
-        self._library.create_adam(number, *settings[:-1])  # the last: whether to print it
+        def call(*values):
+            tensors = [v for v in values if isinstance(v, torch.Tensor)]
+            assert all(t.is_contiguous() and t.dtype == torch.float32 for t in tensors)
+            plain = [v.data_ptr() if isinstance(v, torch.Tensor) else v for v in values]
+            update(*plain, tensors[0].numel())
 
-    def destroy_adam(self, number):
-        self._library.destroy_adam(number)
-
-    def adam_update(self, *values):
-        *scalars, p, g, m, v = values
-        pointers = [tensor.data_ptr() for tensor in (p, g, m, v)]
-        self._library.adam_update(*scalars, *pointers, p.numel())
+        setattr(self, f"{name}_update", call)
 
 
-stock_adam = functools.cache(StockAdam)
+stock_op = functools.cache(StockOp)
+
+
+def use_build(monkeypatch, build: str) -> None:
+    """DeepSpeed's CPU optimizers made from here on have the ops of this build."""
+    for name in _OPS:
+        module = importlib.import_module(f"deepspeed.ops.{name}.cpu_{name}")
+        builder = next(n for n in vars(module) if n.startswith("CPU") and n.endswith("Builder"))
+
+        def load(name: str = name) -> StockOp:
+            return stock_op(name, build)
+
+        monkeypatch.setattr(module, builder, lambda load=load: SimpleNamespace(load=load))
 
 
 def _library(name: str, source: str, build: str) -> Path:

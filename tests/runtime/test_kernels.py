@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from runtime.kernels import host
 from runtime.kernels.adam import AdamStep, BiasCorrection
-from runtime.kernels.stock_build import NO_VECTORS, UnknownRoundingError, adam_width
-from tests.runtime.stock_builds import BUILDS, WIDTHS, runs_here, stock_adam
+from runtime.kernels.rule import vector_width
+from runtime.kernels.rules import AdamRule
+from tests.runtime.stock_builds import runs_here, stock_op
 
 LR, BETAS, EPS = 1e-3, (0.9, 0.999), 1e-8
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -33,7 +34,7 @@ def any_op(request, op):
         return op
     if not runs_here(request.param):
         pytest.skip(f"this CPU has no {request.param}")
-    return stock_adam(request.param)
+    return stock_op("adam", request.param)
 
 
 class Stock:
@@ -79,7 +80,8 @@ def run_both(op, n, steps=4, weight_decay=0.0, adamw=True, dtype=torch.bfloat16,
         out = torch.empty(n, dtype=dtype)
         bias1, bias2 = bias.advance(number, *BETAS)
         step = AdamStep(lr, *BETAS, EPS, weight_decay, bias1, bias2, adamw)
-        host.host_adam(p, m, v, grad, out, step, scale, threads, n % adam_width(op))
+        tail = n % vector_width(AdamRule, op)
+        host.host_update((p, m, v), grad, out, step, scale, threads, tail)
         agree &= same(p, stock.p) and same(m, stock.m) and same(v, stock.v)
         agree &= same(out.float(), stock.p.to(dtype).float())
     stock.close()
@@ -91,17 +93,6 @@ def run_both(op, n, steps=4, weight_decay=0.0, adamw=True, dtype=torch.bfloat16,
 @pytest.mark.parametrize("n", [1, 15, 16, 27, 129, 100_003, 1_100_017])
 def test_bits_of_deepspeed_adam(any_op, n, weight_decay, adamw, dtype):
     assert run_both(any_op, n, 3 if n > 10**6 else 12, weight_decay, adamw, dtype)
-
-
-@pytest.mark.parametrize("build", BUILDS)
-def test_the_width_is_that_of_the_build_and_not_of_the_machine(build):
-    if not runs_here(build):
-        pytest.skip(f"this CPU has no {build}")
-    if build == "unfused":
-        with pytest.raises(UnknownRoundingError, match=r"op\.so fits 0 of them.*build it anew"):
-            adam_width(stock_adam(build))
-    else:
-        assert adam_width(stock_adam(build)) == WIDTHS.get(build, NO_VECTORS)
 
 
 @pytest.mark.parametrize("march", ["haswell", "sandybridge", "x86-64"])
@@ -134,7 +125,7 @@ def test_special_values(op):
     for number in (1, 2, 3):
         stock.step(number, grad.clone())
         step = AdamStep(LR, *BETAS, EPS, 0.1, *bias.advance(number, *BETAS))
-        host.host_adam(p, m, v, grad, None, step, tail=n % adam_width(op))
+        host.host_update((p, m, v), grad, None, step, tail=n % vector_width(AdamRule, op))
     stock.close()
     assert same(p, stock.p)
     assert same(m, stock.m)
@@ -153,7 +144,7 @@ def test_views_that_start_anywhere(op):
     out = torch.zeros(n + 5, dtype=torch.bfloat16)[5:]
     stock.step(1, grad.float())
     step = AdamStep(LR, *BETAS, EPS, 0.0, *BiasCorrection(*BETAS).advance(1, *BETAS))
-    host.host_adam(p, m, v, grad, out, step, threads=2, tail=n % adam_width(op))
+    host.host_update((p, m, v), grad, out, step, threads=2, tail=n % vector_width(AdamRule, op))
     stock.close()
     assert same(p, stock.p)
     assert torch.equal(out, stock.p.bfloat16())
@@ -167,10 +158,10 @@ def test_segments_of_a_subgroup_have_the_bits_of_the_whole(op):
     m, v, grad = torch.zeros(n), torch.zeros(n), torch.randn(n)
     stock.step(1, grad.clone())
     step = AdamStep(LR, *BETAS, EPS, 0.0, *BiasCorrection(*BETAS).advance(1, *BETAS))
-    tail = n % adam_width(op)
+    tail = n % vector_width(AdamRule, op)
     for start, end in ((0, cut), (cut, n)):
         span, of_part = slice(start, end), max(0, end - max(start, n - tail))
-        host.host_adam(p[span], m[span], v[span], grad[span], None, step, tail=of_part)
+        host.host_update((p[span], m[span], v[span]), grad[span], None, step, tail=of_part)
     stock.close()
     assert same(p, stock.p)
     assert same(v, stock.v)
@@ -192,8 +183,8 @@ def test_alternating_betas_follow_deepspeeds_one_optimizer_object(op):
             step = AdamStep(LR, *betas[index], EPS, 0.0, *bias.advance(number, *betas[index]))
             if number == 1:
                 stocks[index].mine = (torch.zeros(64), torch.zeros(64))
-            tail = 64 % adam_width(op)
-            host.host_adam(p, *stocks[index].mine, grad, None, step, tail=tail)
+            tail = 64 % vector_width(AdamRule, op)
+            host.host_update((p, *stocks[index].mine), grad, None, step, tail=tail)
     stocks[0].close()
     assert all(same(p, s.p) for p, s in zip(params, stocks, strict=True))
 
@@ -229,7 +220,7 @@ def test_norm_of_infinities_and_nan():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"p": torch.zeros(4, dtype=torch.float64)}, "p must have one of the dtypes"),
+        ({"p": torch.zeros(4, dtype=torch.float64)}, r"state\[0\] must have one of the dtypes"),
         ({"grad": torch.zeros(5)}, "grad must be a contiguous host tensor of 4 elements"),
         ({"out": torch.zeros(8)[::2]}, "out must be a contiguous"),
     ],
@@ -237,8 +228,9 @@ def test_norm_of_infinities_and_nan():
 def test_wrong_tensors_are_refused(change, message):
     tensors = {name: torch.zeros(4) for name in ("p", "m", "v", "grad", "out")} | change
     step = AdamStep(LR, *BETAS, EPS, 0.0, 0.1, 1.0)
+    state = [tensors.pop(name) for name in ("p", "m", "v")]
     with pytest.raises(ValueError, match=message):
-        host.host_adam(**tensors, step=step)
+        host.host_update(state, **tensors, step=step)
 
 
 def test_a_missing_compiler_is_told(monkeypatch, tmp_path):
@@ -246,57 +238,3 @@ def test_a_missing_compiler_is_told(monkeypatch, tmp_path):
     monkeypatch.setenv("EBBTIDE_CACHE", str(tmp_path))
     with pytest.raises(host.MissingCompilerError, match="install g\\+\\+, or set CXX"):
         host._build()
-
-
-def test_device_kernel_compiles_to_ieee_instructions_only():
-    """Offline, without a GPU: no approximation, no flush to zero, no fusion but our own."""
-    triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from runtime.kernels.device import adam_kernel
-
-    pointers = {"p_ptr": "*fp32", "m_ptr": "*fp32", "v_ptr": "*fp32", "grad_ptr": "*bf16",
-                "out_ptr": "*bf16", "n": "i64", "tail_begin": "i64"}  # fmt: skip
-    scalars = ("scale", "beta1", "one_minus_beta1", "beta2", "one_minus_beta2", "bias2", "eps",
-               "decay", "step_size")  # fmt: skip
-    signature = {
-        **pointers,
-        **dict.fromkeys(scalars, "fp32"),
-        "DECAY": "constexpr",
-        "BLOCK": "constexpr",
-    }
-    source = ASTSource(fn=adam_kernel, signature=signature, constexprs={"DECAY": 2, "BLOCK": 1024})
-    compiled = triton.compile(
-        source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False}
-    )
-    ptx = compiled.asm["ptx"]
-    assert "sqrt.rn.f32" in ptx
-    assert "div.rn.f32" in ptx
-    assert "fma.rn.f32" in ptx
-    assert "approx" not in ptx
-    assert "ftz" not in ptx
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-@pytest.mark.parametrize(("weight_decay", "adamw"), [(0.0, True), (0.1, True), (0.1, False)])
-def test_device_kernel_has_the_host_kernels_bits(weight_decay, adamw):
-    from runtime.kernels.device import device_adam
-
-    n = 1_000_003
-    generator = torch.Generator().manual_seed(1)
-    p, m = torch.randn(n, generator=generator), torch.zeros(n)
-    v, out = torch.zeros(n), torch.zeros(n, dtype=torch.bfloat16)
-    on_device = [t.cuda() for t in (p, m, v)]
-    device_out = out.cuda()
-    bias = BiasCorrection(*BETAS)
-    for number in range(1, 6):
-        size = torch.randint(-20, 3, (n,), generator=generator)
-        grad = (torch.randn(n, generator=generator) * 10.0**size).bfloat16()
-        step = AdamStep(LR, *BETAS, EPS, weight_decay, *bias.advance(number, *BETAS), adamw)
-        host.host_adam(p, m, v, grad, out, step, 0.37, 2)
-        device_adam(*on_device, grad.cuda(), device_out, step, 0.37)
-    for ours, theirs in zip((p, m, v), on_device, strict=True):
-        assert same(theirs.cpu(), ours)
-    assert torch.equal(device_out.cpu(), out)

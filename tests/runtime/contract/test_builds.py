@@ -1,13 +1,12 @@
 """The contract on other machines: DeepSpeed's op as it is built where there is no AVX-512."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
+from runtime.kernels.rule import NO_VECTORS, UnknownRoundingError
 from tests.runtime.contract.test_bits import MIX
 from tests.runtime.contract.training import DEVICES, assert_same, attached, outcome, start
-from tests.runtime.stock_builds import WIDTHS, runs_here, stock_adam
+from tests.runtime.stock_builds import WIDTHS, runs_here, stock_op, use_build
 
 pytestmark = pytest.mark.usefixtures("only_rank")
 DEVICE = list(DEVICES)[-1]
@@ -31,13 +30,9 @@ class Odd(torch.nn.Module):
 @pytest.fixture(params=["avx2", "scalar"])
 def build(request, monkeypatch):
     """Engines made from here on, stock and ours, have the op of this build."""
-    import deepspeed.ops.adam.cpu_adam as module
-
     if not runs_here(request.param):
         pytest.skip(f"this CPU has no {request.param}")
-    op = stock_adam(request.param)
-    builder = SimpleNamespace(load=lambda: op)
-    monkeypatch.setattr(module, "CPUAdamBuilder", lambda: builder)
+    use_build(monkeypatch, request.param)
     return request.param
 
 
@@ -49,17 +44,15 @@ def test_whole_engine(stage, build):
     expected = outcome(new(), 3)
     ours = attached(new(), MIX, DEVICE, None, subgroup=9_001)
     executor = ours.optimizer._ebbtide.executor
-    assert executor.vector_width == WIDTHS.get(build, executor.vector_width) != 16
+    assert executor.rule.vector_width == WIDTHS.get(build, NO_VECTORS)
     assert any(s.elements % 16 >= 8 for s in executor.states), "a tail that the builds differ in"
     assert_same(outcome(ours, 3), expected)
 
 
 def test_an_op_that_rounds_in_an_unknown_order_is_refused(monkeypatch):
-    from runtime.kernels.stock_build import UnknownRoundingError
-
     engine = start(model=Odd())
     stock = type(engine.optimizer)
-    monkeypatch.setattr(engine.optimizer.optimizer, "ds_opt_adam", stock_adam("unfused"))
+    monkeypatch.setattr(engine.optimizer.optimizer, "ds_opt_adam", stock_op("adam", "unfused"))
     with pytest.raises(UnknownRoundingError, match="must round as its AVX-512, AVX2"):
         attached(engine, MIX, DEVICE)
     assert type(engine.optimizer) is stock, "refused before anything was touched"

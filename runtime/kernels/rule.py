@@ -1,0 +1,179 @@
+"""What an optimizer's update is: its state, its scalars, its kernels, and the stock op it repeats.
+
+DeepSpeed's CPU ops update a tensor in a loop over whole vectors and leave the last ``length mod
+width`` elements to a scalar loop, in which the compiler fuses other products than the vector loop
+does. The width is that of the *build* (16 floats for AVX-512, 8 for AVX2, 4 for NEON; its scalar
+build has no vector loop at all), which need not be the widest that this machine knows: an op may
+have been built elsewhere, by another compiler or for another CPU. So the loaded op itself is asked.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+import torch
+
+from runtime.kernels.host import host_update
+
+NO_VECTORS = 1 << 62  # longer than any tensor: all of it is tail (scalar builds, ARM's SVE)
+WIDTHS = (16, 8, 4, 1, NO_VECTORS)  # 1: a compiler that fuses both loops alike, so that no tail is
+
+Group = Mapping[str, Any]  # a parameter group, as torch's optimizers have them
+
+_LENGTHS = (1, 127, 1087)  # 15, 7 and 3 elements behind the last vector of 16, 8 and 4
+_STEPS = 3
+_POOL = 1 << 15  # elements that telling ones are chosen from: one in twelve, at the least
+_OPTIMIZER = 1_000_033  # an id that no optimizer of this process has
+
+
+class UnknownRoundingError(RuntimeError):
+    """DeepSpeed's op rounds in an order that the kernels do not repeat."""
+
+
+class UpdateStep(Protocol):
+    """One step of one parameter group, ready for the kernels.
+
+    Attributes:
+        kernel: the rule's name. variant: which of its forms (none, L2 or decoupled decay).
+    """
+
+    kernel: ClassVar[str]
+
+    @property
+    def variant(self) -> int: ...
+
+    def scalars(self, scale: float) -> np.ndarray:
+        """The kernels' fp32 scalars in their order; the first is ``scale``."""
+        ...
+
+
+class UpdateRule(ABC):
+    """An optimizer as stock runs it on the host, element by element.
+
+    Owned by the training thread. `runtime.kernels.rules` has the table of those that exist.
+
+    Attributes:
+        name: of the rule and of its kernels.
+        moments: keys of torch's optimizer state beside the fp32 master, in the kernels' order.
+        unused: keys that stock keeps, and saves, and never changes.
+        stock: class names of DeepSpeed's optimizer whose bits these are.
+        types: what it is called in the config's ``optimizer.type``, in lower case.
+        trials: (arguments of the rule, a parameter group): what the loaded op is asked with.
+        vector_width: of the loaded op.
+    """
+
+    name: ClassVar[str]
+    moments: ClassVar[tuple[str, ...]]
+    unused: ClassVar[tuple[str, ...]] = ()
+    stock: ClassVar[str]
+    types: ClassVar[tuple[str, ...]]
+    trials: ClassVar[tuple[tuple[dict[str, Any], Group], ...]]
+    vector_width: int = 1
+
+    @classmethod
+    def of(cls, optimizer: Any) -> UpdateRule:
+        """The rule of a live optimizer, for the op that it has loaded.
+
+        Raises:
+            UnknownRoundingError: the op was built in a way whose bits are not known.
+        """
+        rule = cls(**cls.settings(optimizer))
+        rule.vector_width = vector_width(cls, getattr(optimizer, f"ds_opt_{cls.name}"))
+        return rule
+
+    @classmethod
+    def settings(cls, optimizer: Any) -> dict[str, Any]:
+        """What of the optimizer belongs to no parameter group."""
+        del optimizer
+        return {}
+
+    @abstractmethod
+    def step(self, group: Group, number: int) -> UpdateStep:
+        """Step ``number`` (from 1) of a group; to be called in the order of the subgroups."""
+
+    @abstractmethod
+    def stock_arguments(self, group: Group) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """What the op's ``create_NAME`` and ``NAME_update`` take between their other arguments."""
+
+    def resume(self, number: int, groups: Sequence[Group]) -> None:  # noqa: B027 - most have none
+        """Goes on as if ``number`` steps had been run without a break; ``groups`` by subgroup."""
+
+    def forms(self) -> list[UpdateStep]:
+        """A step of each variant that parameter groups may bring about."""
+        steps = [copy.deepcopy(self).step(group, 1) for _, group in self.trials]
+        return list({step.variant: step for step in steps}.values())
+
+    def tail(self, elements: int, begin: int, end: int) -> int:
+        """How many of the last elements of ``begin:end`` stock's scalar loop updates, where stock
+        updates ``elements`` elements as one tensor.
+        """
+        tail_begin = elements - elements % self.vector_width
+        return max(0, end - max(begin, tail_begin))
+
+
+@functools.cache
+def vector_width(rule: type[UpdateRule], op: Any) -> int:
+    """Elements of the vectors that DeepSpeed's loaded op works on; `NO_VECTORS` without.
+
+    Takes milliseconds, once per op.
+
+    Raises:
+        UnknownRoundingError: none of the orders that are known has this op's bits.
+    """
+    equal = [width for width in WIDTHS if _has_width(rule, op, width)]
+    if len(equal) != 1:
+        raise UnknownRoundingError(
+            f"DeepSpeed's cpu_{rule.name} op must round as its AVX-512, AVX2, NEON or scalar build "
+            f"with fused multiply-add does, but {getattr(op, '__file__', op)} fits {len(equal)} of "
+            "them, so that no other kernel could have its bits: delete that file and let DeepSpeed "
+            "build it anew on this machine (CXX=g++), or train without a plan"
+        )
+    return equal[0]
+
+
+def _has_width(rule: type[UpdateRule], op: Any, width: int) -> bool:
+    return all(
+        _same_bits(rule(**settings), group, op, width, length)
+        for length in _LENGTHS
+        for settings, group in rule.trials
+    )
+
+
+def _same_bits(rule: UpdateRule, group: Group, op: Any, width: int, length: int) -> bool:
+    ours, grad = _telling(rule, group, length)
+    p, *moments = theirs = [tensor.clone() for tensor in ours]
+    created, updated = rule.stock_arguments(group)
+    getattr(op, f"create_{rule.name}")(_OPTIMIZER, *created, False)
+    try:
+        for number in range(1, _STEPS + 1):
+            host_update(ours, grad, None, rule.step(group, number), tail=length % width)
+            update = getattr(op, f"{rule.name}_update")
+            # A copy: Adagrad's scalar loop writes to the gradient.
+            update(_OPTIMIZER, number, *updated, p, grad.clone(), *moments)
+            grad = grad.flip(0) * 0.7
+    finally:
+        getattr(op, f"destroy_{rule.name}")(_OPTIMIZER)
+    return all(torch.equal(mine, stock) for mine, stock in zip(ours, theirs, strict=True))
+
+
+def _telling(
+    rule: UpdateRule, group: Group, length: int
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """State and gradient of elements that the two loops leave with different bits."""
+    generator = torch.Generator().manual_seed(length)
+    grad = torch.randn(_POOL, generator=generator)
+    state = [torch.randn(_POOL, generator=generator)]
+    state += [torch.rand(_POOL, generator=generator) for _ in rule.moments]
+    step = copy.deepcopy(rule).step(group, 1)
+    vector, scalar = ([t.clone() for t in state] for _ in range(2))
+    host_update(vector, grad, None, step)
+    host_update(scalar, grad, None, step, tail=_POOL)
+    differ = torch.stack([a != b for a, b in zip(vector, scalar, strict=True)]).any(0)
+    chosen = differ.nonzero().flatten()[:length]
+    assert len(chosen) == length, f"{length} telling elements must be in the pool, but {chosen=}"
+    return [tensor[chosen] for tensor in state], grad[chosen]

@@ -1,0 +1,160 @@
+"""The optimizers that a plan can run: DeepSpeed's CPU ones, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, ClassVar
+
+import numpy as np
+
+from runtime.kernels.adam import AdamStep, BiasCorrection
+from runtime.kernels.rule import Group, UpdateRule
+
+_BETAS = {"lr": 1e-3, "betas": (0.9, 0.99)}
+
+
+class AdamRule(UpdateRule):
+    """Adam and AdamW (``adamw``)."""
+
+    name = "adam"
+    moments = ("exp_avg", "exp_avg_sq")
+    stock = "DeepSpeedCPUAdam"
+    types = ("adam", "adamw")
+    trials = (
+        ({"adamw": True}, {**_BETAS, "eps": 1e-8, "weight_decay": 0.0}),
+        ({"adamw": True}, {**_BETAS, "eps": 1e-8, "weight_decay": 0.1}),
+        ({"adamw": False}, {**_BETAS, "eps": 1e-8, "weight_decay": 0.1}),
+    )
+
+    def __init__(self, adamw: bool = True) -> None:
+        self.adamw = adamw
+        self._bias = BiasCorrection()
+
+    @classmethod
+    def settings(cls, optimizer: Any) -> dict[str, Any]:
+        return {"adamw": bool(optimizer.adam_w_mode)}
+
+    def step(self, group: Group, number: int) -> AdamStep:
+        bias1, bias2 = self._bias.advance(number, *group["betas"])
+        if not group.get("bias_correction", True):
+            bias1 = bias2 = 1.0
+        beta1, beta2 = group["betas"]
+        return AdamStep(
+            float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], bias1, bias2,
+            self.adamw,
+        )  # fmt: skip
+
+    def stock_arguments(self, group: Group) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        values = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
+        return (*values, self.adamw), (*values, True)
+
+    def resume(self, number: int, groups: Sequence[Group]) -> None:
+        self._bias.resume(number, [tuple(group["betas"]) for group in groups])
+
+
+@dataclass(frozen=True, slots=True)
+class LionStep:
+    """Hyperparameters of one step of Lion."""
+
+    kernel: ClassVar[str] = "lion"
+    lr: float
+    beta1: float
+    beta2: float
+    weight_decay: float
+
+    @property
+    def variant(self) -> int:
+        return int(np.float32(self.weight_decay) > 0)
+
+    def scalars(self, scale: float) -> np.ndarray:
+        one = np.float32(1)
+        lr, beta1, beta2 = (np.float32(x) for x in (self.lr, self.beta1, self.beta2))
+        # DeepSpeed's `1 - alpha * weight_decay` is one fused operation in every build it fits.
+        after_decay = fused(-lr, np.float32(self.weight_decay), one)
+        values = [scale, beta1, one - beta1, beta2, one - beta2, after_decay, lr]
+        return np.array(values, dtype=np.float32)
+
+
+class LionRule(UpdateRule):
+    """Lion: the sign of an average moves the parameter. One moment; no bias correction."""
+
+    name = "lion"
+    moments = ("exp_avg",)
+    unused = ("exp_avg_sq",)
+    stock = "DeepSpeedCPULion"
+    types = ("lion",)
+    trials = (
+        ({}, {**_BETAS, "weight_decay": 0.0}),
+        ({}, {**_BETAS, "weight_decay": 0.3}),
+    )
+
+    def step(self, group: Group, number: int) -> LionStep:
+        del number
+        beta1, beta2 = group["betas"]
+        return LionStep(float(group["lr"]), beta1, beta2, group["weight_decay"])
+
+    def stock_arguments(self, group: Group) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        values = (group["lr"], *group["betas"], group["weight_decay"])
+        return values, values
+
+
+@dataclass(frozen=True, slots=True)
+class AdagradStep:
+    """Hyperparameters of one step of Adagrad; decay is L2."""
+
+    kernel: ClassVar[str] = "adagrad"
+    lr: float
+    eps: float
+    weight_decay: float
+
+    @property
+    def variant(self) -> int:
+        return int(np.float32(self.weight_decay) > 0)
+
+    def scalars(self, scale: float) -> np.ndarray:
+        return np.array([scale, self.eps, self.weight_decay, -self.lr], dtype=np.float32)
+
+
+class AdagradRule(UpdateRule):
+    """Adagrad: the sum of all squares; no bias correction."""
+
+    name = "adagrad"
+    moments = ("exp_avg_sq",)
+    stock = "DeepSpeedCPUAdagrad"
+    types = ("adagrad",)
+    trials = (
+        ({}, {"lr": 0.1, "eps": 1e-10, "weight_decay": 0.0}),
+        ({}, {"lr": 0.1, "eps": 1e-10, "weight_decay": 0.1}),
+    )
+
+    def step(self, group: Group, number: int) -> AdagradStep:
+        del number
+        return AdagradStep(float(group["lr"]), group["eps"], group["weight_decay"])
+
+    def stock_arguments(self, group: Group) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        values = (group["lr"], group["eps"], group["weight_decay"])
+        return values, values
+
+
+RULES: tuple[type[UpdateRule], ...] = (AdamRule, LionRule, AdagradRule)
+
+
+def rule_class(optimizer: Any) -> type[UpdateRule] | None:
+    """The rule that repeats this optimizer, if there is one."""
+    names = {cls.__name__ for cls in type(optimizer).__mro__}
+    return next((rule for rule in RULES if rule.stock in names), None)
+
+
+def fused(a: np.float32, b: np.float32, c: np.float32) -> np.float32:
+    """A * b + c, rounded once."""
+    exact = Fraction(float(a)) * Fraction(float(b)) + Fraction(float(c))
+    near = np.float32(float(exact))  # rounded twice: the result or a neighbour of it
+    infinity = np.float32(np.inf)
+    around = (np.nextafter(near, -infinity), near, np.nextafter(near, infinity))
+
+    def distance(x: np.float32) -> tuple[Fraction, int]:
+        return abs(Fraction(float(x)) - exact), int(x.view(np.uint32)) & 1  # ties to even
+
+    return min(around, key=distance)
