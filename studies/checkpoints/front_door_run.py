@@ -212,7 +212,7 @@ def _accelerate(script: Script, folder: Path, progress: Progress) -> tuple[int, 
     from accelerate.utils import DeepSpeedPlugin
 
     plugin = DeepSpeedPlugin(hf_ds_config=_config(script))
-    accelerator = Accelerator(deepspeed_plugin=plugin, cpu=True)
+    accelerator = Accelerator(deepspeed_plugin=plugin)
     model = _model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     loader: Any = torch.utils.data.DataLoader(_examples(), batch_size=2)  # type: ignore[arg-type]
