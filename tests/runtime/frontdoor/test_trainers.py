@@ -60,6 +60,10 @@ TRAINER_CASES = {
     "fp32": {"bf16": False, "max_steps": 6},
     "evaluation between steps": {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 6},
     "generation between steps": {"callbacks": trainers.generating, "max_steps": 4},
+    "save_only_model": {
+        "save_strategy": "steps", "save_steps": 2, "save_only_model": True, "max_steps": 4,
+        "save_total_limit": 1,
+    },
     "LoRA": {"wrap": trainers.with_lora, "max_steps": 6},
     "torch.compile": {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 4},
     "below ZeRO-3": {

@@ -6,6 +6,7 @@ process calls its functions.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 import tempfile
@@ -59,6 +60,7 @@ def ds_config(key: dict[str, Any] | None, **extra: Any) -> dict[str, Any]:
         "zero_optimization": {
             "stage": 3, "sub_group_size": SUBGROUP, "offload_optimizer": {"device": "cpu"},
             "stage3_param_persistence_threshold": 100,
+            "stage3_gather_16bit_weights_on_model_save": True,
         },
     }  # fmt: skip
     made |= extra
@@ -98,7 +100,15 @@ def with_trainer(key: dict[str, Any] | None, **options: Any) -> tuple[Any, list[
         callbacks=callbacks,
     )  # fmt: skip
     trainer.train()
-    return trainer.deepspeed, logged(trainer)
+    return trainer.deepspeed, logged(trainer) + saved_models(Path(made.output_dir))
+
+
+def saved_models(folder: Path) -> list[Any]:
+    """The 16-bit models below the folder, by what their bytes are."""
+    return [
+        (path.relative_to(folder).as_posix(), hashlib.sha256(path.read_bytes()).hexdigest())
+        for path in sorted(folder.rglob("*.safetensors"))
+    ]
 
 
 def with_sft(key: dict[str, Any] | None, **options: Any) -> tuple[Any, list[Any]]:
@@ -216,10 +226,31 @@ def outcome(
     """State and losses at the end, and a key that would fit this engine; the engine is gone."""
     engine, losses = train(key, **options)
     assert hasattr(engine.optimizer, "_ebbtide") == (key is not None)
-    state, fitting = state_of(engine), key if key is not None else key_for(engine)
+    state = state_of(engine) if engine.zero_optimization_stage() == 3 else saved_state(engine)
+    fitting = key if key is not None else key_for(engine)
     engine.destroy()
     forget_accelerate()
     return (state, losses), fitting
+
+
+def saved_state(engine: Any) -> dict[str, torch.Tensor]:
+    """Parameters, and what a checkpoint would save of the optimizer.
+
+    Below ZeRO-3 stock links the moments of the first parameter group only to its public calls.
+    """
+    state = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+
+    def add(name: str, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            state[name] = value.detach().clone()
+        elif isinstance(value, dict | list | tuple):
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            for part, inner in items:
+                add(f"{name}/{part}", inner)
+
+    add("optimizer", engine.optimizer.state_dict())
+    assert any("exp_avg_sq" in name for name in state), sorted(state)
+    return state
 
 
 def forget_accelerate() -> None:
