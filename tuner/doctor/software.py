@@ -78,13 +78,18 @@ def kernel() -> list[Finding]:
 def private_names() -> list[Finding]:
     """The private names that a plan needs, looked for in the sources of the installed DeepSpeed."""
     from runtime.zero import private
+    from runtime.zero.private_names import missing_names
 
     try:
         private.check_version()
     except private.UnsupportedDeepSpeedError as error:
         first, limit = private.TESTED
         return [bad("private names", str(error), f"pip install 'deepspeed>={first},<{limit}'")]
-    return [ok("private names", "a DeepSpeed that was tested")]
+    missing = missing_names()
+    if missing:
+        return [bad("private names", f"DeepSpeed lacks {', '.join(missing)}",
+                    "install a DeepSpeed release: this one was changed")]  # fmt: skip
+    return [ok("private names", "DeepSpeed has every one in use")]
 
 
 def shadows(path: Sequence[str]) -> list[Finding]:

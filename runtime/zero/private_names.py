@@ -1,0 +1,40 @@
+"""Whether the installed DeepSpeed has the private names in use, before there is an engine."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from typing import Any
+
+from runtime.zero import private
+
+
+def missing_names() -> list[str]:
+    """Names of `private`'s tables that this DeepSpeed's sources do not mention.
+
+    An attribute that its optimizers set only while they run can be seen in no other way. Names that
+    came with a later version are left out.
+    """
+    import deepspeed
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+    from packaging.version import Version
+
+    installed = Version(deepspeed.__version__)
+    missing = []
+    for owner, table in ((DeepSpeedZeroOptimizer_Stage3, "STAGE3"),
+                         (DeepSpeedZeroOptimizer, "STAGE12")):  # fmt: skip
+        words = _words(owner)
+        for member in getattr(private, table, ()):
+            name = member.name.removeprefix(f"_{owner.__name__}")
+            if Version(member.since) <= installed and name not in words:
+                missing.append(member.name)
+    return missing
+
+
+def _words(owner: type[Any]) -> set[str]:
+    """Every identifier in the modules of the class and what it inherits from."""
+    modules = {cls.__module__ for cls in owner.__mro__ if cls.__module__.startswith("deepspeed")}
+    return {word for name in modules
+            for word in re.findall(r"\w+", inspect.getsource(sys.modules[name]))}  # fmt: skip
