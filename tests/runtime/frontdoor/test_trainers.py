@@ -66,10 +66,6 @@ TRAINER_CASES = {
     },
     "LoRA": {"wrap": trainers.with_lora, "max_steps": 6},
     "torch.compile": {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 4},
-    "below ZeRO-3": {
-        "max_steps": 6,
-        "config": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
-    },
 }  # fmt: skip
 
 
