@@ -6,6 +6,7 @@ import random
 import shutil
 from typing import Any
 
+PATIENCE_MS = 120_000  # a machine that does much else may start slowly
 SLIDERS = ("link_bytes_per_s", "device_memory_bytes", "sequence", "micro_batch")
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
          "--disable-component-update", "--disable-sync", "--no-first-run")  # fmt: skip
@@ -35,7 +36,7 @@ def page_moves(url: str, moves: int = 60) -> list[float]:
         browser = playwright.chromium.launch(executable_path=program, args=list(FLAGS))
         # The page's policy forbids eval, with which playwright polls.
         page = browser.new_page(viewport={"width": 1440, "height": 900}, bypass_csp=True)
-        page.goto(f"{url}/?model=Llama+3+8B&machine=h100-node")
+        page.goto(f"{url}/?model=Llama+3+8B&machine=h100-node", timeout=PATIENCE_MS)
         _answered(page, 1)
         rng = random.Random(0)
         for number in range(moves):
@@ -54,4 +55,5 @@ def _answered(page: Any, times: int) -> None:
         "(n) => performance.getEntriesByName('answer').length >= n && "
         "document.querySelector('#table').getAttribute('aria-busy') === 'false'",
         arg=times,
+        timeout=PATIENCE_MS,
     )
