@@ -19,6 +19,7 @@ from tuner.service.app import Service, create_app
 from tuner.service.report import posted, read_timelines, summary_of
 
 OWN_EXAMPLE = "make demo, then make serve"
+BACKLOG = 1024
 LOG = logging.getLogger("uvicorn.error")
 
 
@@ -67,6 +68,7 @@ def run(service: Service, host: str, port: int) -> None:
     """Serves until it is interrupted or terminated."""
     server = uvicorn.Server(config(service, host, port))
     socket = server.config.bind_socket()
+    socket.listen(BACKLOG)  # before it is told where: who comes at once waits, and is not refused
     shown = f"[{host}]" if ":" in host else host
     secret = f"#token={service.token}" if service.token else ""
     print(f"open http://{shown}:{socket.getsockname()[1]}/{secret}  (Ctrl-C ends it)", flush=True)
