@@ -92,7 +92,7 @@ class Server:
         data = None if body is None else json.dumps(body).encode()
         headers = {"content-type": "application/json"}
         request = Request(f"http://{self.address}/api/v1{path}", data, headers)
-        with urlopen(request, timeout=120) as response:
+        with urlopen(request, timeout=600) as response:
             return json.loads(response.read())
 
 

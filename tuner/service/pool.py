@@ -154,10 +154,12 @@ class Lane:
 
     async def warm(self) -> None:
         """Starts every worker, so that the first call need not wait for it."""
-        taken = [await self._free.get() for _ in range(self.size)]
-        started = await asyncio.gather(*(self._living(worker) for worker in taken))
-        for worker in started:
-            self._free.put_nowait(worker)
+        for _ in range(self.size):  # one by one: the first compiles for all, the others read that
+            worker = await self._free.get()
+            try:
+                worker = await self._living(worker)
+            finally:
+                self._free.put_nowait(worker)
 
     async def call(self, name: str, body: Mapping[str, Any], told: Told = lambda _: None) -> Result:
         """Waits for a worker, then for its result.

@@ -7,6 +7,7 @@ import { drawTable } from "./table.js";
 import { drawLegend, drawTimelines } from "./timeline.js";
 
 const REST_MS = 900; // without a move, before the slower search starts
+const SLOW_MS = 3000; // no answer takes as long, once the server is warm
 const at = (id) => document.getElementById(id);
 
 export class AnswerView {
@@ -32,6 +33,7 @@ export class AnswerView {
       return;
     }
     this.busy = true;
+    const slow = setTimeout(() => this.tell("The server is starting; the first time it compiles the simulator, which takes a minute ..."), SLOW_MS);
     const number = (this.asked += 1);
     const scenario = this.controls.scenario();
     const started = this.moved;
@@ -42,6 +44,8 @@ export class AnswerView {
     } catch (error) {
       this.refuse(error);
     }
+    clearTimeout(slow);
+    if (at("status").textContent.startsWith("The server is starting")) this.tell("");
     this.busy = false;
     if (this.again) {
       this.again = false;
