@@ -40,6 +40,14 @@ FIGURES: dict[str, dict[str, str]] = {
         "iterations_per_s": "{:,.0f} iterations per second",
         "scaling_exponent": "cost grows with exponent {:.2f}",
     },
+    "service_load": {
+        "clients": "{} clients",
+        "requests_per_s": "{:.0f} different simulations of an 8 B model per second",
+        "p95_ms": "p95 {:.0f} ms",
+        "errors": "{} errors",
+        "kills": "{} kills",
+        "lost_jobs": "{} jobs lost",
+    },
     "optimality": {"median_gap_pct": "median gap {:.2f}%", "max_gap_pct": "largest {:.2f}%"},
     "fidelity": {"median_abs_pct_error": "median prediction error {:.1f}%"},
     "interleaving": {

@@ -43,7 +43,7 @@ from studies.bench.record import write_record
 MODEL, MACHINE = "Llama 3 8B", "h100-node"
 STRATEGIES = ("zero3_offload", "zero3_offload_async", "twin_flow", "deep_optimizer_states",
               "superoffload", "no_offload", "ebbtide")  # fmt: skip
-JOBS, CELLS, KILL_EVERY = 30, 12, 6  # points of each job, submissions between kills
+JOBS, CELLS, KILL_EVERY = 30, 6, 6  # points of each job, submissions between kills
 WARM_S = 3.0
 IN_PROCESS_CALLS = 200
 JOBS_LIMIT_S = 300.0

@@ -35,7 +35,8 @@ class Quota:
         light_s, heavy_s, job_s: wall time after which a worker is stopped.
         worker_bytes: address space that a worker may take beyond what it starts with.
         light_waiting, heavy_waiting, jobs_waiting: beyond that many in line, 429.
-        attempts: how often a job is started when the server ends in the middle of it.
+        attempts: how often a job is started when the server ends in the middle of it. A worker that
+            ends fails its job at once, so a job cannot be what ends servers: the limit is high.
         keep_s, run_keep_s, kept_rows: finished jobs and runs expire, by age and by number.
         streams: open event streams.
         head_s, body_s: how long a client may take to send a request's head, and its body.
@@ -55,7 +56,7 @@ class Quota:
     light_waiting: int = 512
     heavy_waiting: int = 32
     jobs_waiting: int = 500
-    attempts: int = 3
+    attempts: int = 100
     keep_s: float = 7 * 86400.0
     run_keep_s: float = 90 * 86400.0
     kept_rows: int = 2000
