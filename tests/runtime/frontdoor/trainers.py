@@ -226,10 +226,31 @@ def outcome(
     """State and losses at the end, and a key that would fit this engine; the engine is gone."""
     engine, losses = train(key, **options)
     assert hasattr(engine.optimizer, "_ebbtide") == (key is not None)
-    state, fitting = state_of(engine), key if key is not None else key_for(engine)
+    state = state_of(engine) if engine.zero_optimization_stage() == 3 else saved_state(engine)
+    fitting = key if key is not None else key_for(engine)
     engine.destroy()
     forget_accelerate()
     return (state, losses), fitting
+
+
+def saved_state(engine: Any) -> dict[str, torch.Tensor]:
+    """Parameters, and what a checkpoint would save of the optimizer.
+
+    Below ZeRO-3 stock links the moments of the first parameter group only to its public calls.
+    """
+    state = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+
+    def add(name: str, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            state[name] = value.detach().clone()
+        elif isinstance(value, dict | list | tuple):
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            for part, inner in items:
+                add(f"{name}/{part}", inner)
+
+    add("optimizer", engine.optimizer.state_dict())
+    assert any("exp_avg_sq" in name for name in state), sorted(state)
+    return state
 
 
 def forget_accelerate() -> None:
