@@ -18,9 +18,10 @@ from simulator.engines.recipe_arrays import (
     HOST_UPDATE,
     PLACEMENT_CODES,
     RATES,
+    SLOTS,
     RecipeArrays,
     build,
-    slot_vector,
+    totals,
 )
 from simulator.machine import Machine
 from simulator.plan import Plan, PlanError
@@ -67,8 +68,9 @@ class PlanSweep:
         self.machine_facts = machine_vector(machine)
         self.recipes = RecipeArrays.of(Bytes.of(workload))
         self.rates = self._rates()
+        self._by_threads: dict[int, Floats] = {}
         held = bytes_per_param(workload.optimizer_state, workload.grad_bytes_per_param)
-        self.held = np.array(list(held.values()), dtype=np.float64)
+        self.held = list(held.values())
         self._forward_order = np.arange(len(self.sizes))
         self._allocate(len(flat))
 
@@ -112,20 +114,23 @@ class PlanSweep:
             PlanError: another number of placements than subgroups, or prefetch without slots.
         """
         self._check(placement, staging_slots, prefetch)
-        counts = np.bincount(placement, minlength=len(_NAMES)).tolist()
-        slots = slot_limits(staging_slots, dict(zip(_NAMES, counts, strict=True)))
+        counts, elements, largest = totals(placement, self.sizes, len(_NAMES)).tolist()
+        slots = slot_limits(staging_slots, dict(zip(_NAMES, map(int, counts), strict=True)))
         micro = self.workload.gradient_accumulation_steps
-        plan = np.array([prefetch, int(overlap_forward), micro, self.iterations], dtype=np.int64)
+        plan = np.array(
+            [prefetch, overlap_forward, micro, self.iterations, *(slots[s] for s in SLOTS)],
+            dtype=np.int64,
+        )
         arrays = self.recipes
         count = build(
             self.layers, self.share_first, self.share_subgroup, self.layer_count,
             self.workload.pipeline_idle_s, self.sizes, placement,
-            self._forward_order if issue is None else issue, plan, slot_vector(slots),
+            self._forward_order if issue is None else issue, plan,
             arrays.with_threads(threads), arrays.first, arrays.gradient_home,
             self.ops, self.after_first, self.after,
         )  # fmt: skip
         row = self._run(count, self._rates_with(threads))
-        self._add_held(row, placement, slots)
+        self._add_held(row, elements, largest, slots)
         return row
 
     def evaluate_plan(self, plan: Plan) -> Floats:
@@ -149,27 +154,26 @@ class PlanSweep:
             )
 
     def _add_held(
-        self, row: Floats, placement: NDArray[np.int8], slots: Mapping[Slot, int]
+        self, row: Floats, elements: list[float], largest: list[float], slots: Mapping[Slot, int]
     ) -> None:
         """What is in use throughout, on top of the activations' peak: as `footprint` has it."""
         w = self.workload
-        device, host = np.bincount(placement, self.sizes, len(_NAMES)) @ self.held
-        if slots[Slot.STAGING]:
-            largest = self._largest(placement == DEVICE)
-            device += slots[Slot.STAGING] * slot_bytes(largest, w.optimizer_state)
-        host += slots[Slot.PARAMETER] * self._largest(placement == HOST) * w.wire_bytes
-        row[kernel.DEVICE_PEAK] += w.device_base_bytes + device
+        device, host = float(w.device_base_bytes), 0.0
+        for size, (on_device, on_host) in zip(elements, self.held, strict=True):
+            device += size * on_device
+            host += size * on_host
+        device += slots[Slot.STAGING] * slot_bytes(int(largest[DEVICE]), w.optimizer_state)
+        host += slots[Slot.PARAMETER] * largest[HOST] * w.wire_bytes
+        row[kernel.DEVICE_PEAK] += device
         row[kernel.HOST_PEAK] += host
-
-    def _largest(self, placed: NDArray[np.bool_]) -> int:
-        return int(self.sizes[placed].max(initial=0.0))
 
     def _rates_with(self, threads: int) -> Floats:
         if not 0 < threads < self.machine.cpu_cores:
             return self.rates
-        rates = self.rates.copy()
-        rates[HOST_UPDATE] = self.machine.host_adam_rate(threads)
-        return rates
+        if threads not in self._by_threads:
+            self._by_threads[threads] = self.rates.copy()
+            self._by_threads[threads][HOST_UPDATE] = self.machine.host_adam_rate(threads)
+        return self._by_threads[threads]
 
     def _run(self, count: int, rates: Floats) -> Floats:
         ops, start_s, end_s = self.ops[:count], self.start_s[:count], self.end_s[:count]

@@ -6,7 +6,6 @@ that `simulator.engines.kernel` runs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -52,7 +51,7 @@ _WAIT_NORM, _WAIT_GRADIENT, _WAIT_PREVIOUS = (
 # Columns of a layer's row, of a step's row behind those of an op, and entries of the plan.
 L_FORWARD, L_BACKWARD, L_ACTIVATION, L_GATHER, L_REDUCE = range(5)
 T_WAITS, T_TAKES, T_GIVES, T_EARLY, T_PUBLISHES = range(kernel.OP_COLUMNS, kernel.OP_COLUMNS + 5)
-P_PREFETCH, P_OVERLAP, P_MICRO_BATCHES, P_ITERATIONS = range(4)
+P_PREFETCH, P_OVERLAP, P_MICRO_BATCHES, P_ITERATIONS, P_SLOTS = range(5)
 # Entries of the counts: ops and waits so far, and what the next op must know of earlier ones.
 _N_OPS, _N_AFTER, _N_ITERATION, _N_BACKWARD, _N_REDUCE, _N_STEP_END = range(6)
 _N_PASS, _N_PASS_BEFORE = 6, 7
@@ -118,14 +117,23 @@ def _waits(step: Step) -> list[int]:
     return [int(step.waits), *slots, int(step.early), int(step.publishes)]
 
 
-def slot_vector(limits: Mapping[Slot, int]) -> Ints:
-    """Buffers of each kind, in the order of `SLOTS`."""
-    return np.array([limits[slot] for slot in SLOTS], dtype=np.int64)
+@compiled
+def totals(placement: Any, sizes: Floats, kinds: int) -> Floats:
+    """How many there are of each placement, their elements, and the largest: shape (3, kinds)."""
+    found = np.zeros((3, kinds))
+    for s in range(sizes.size):
+        code = placement[s]
+        found[0, code] += 1
+        found[1, code] += sizes[s]
+        found[2, code] = max(found[2, code], sizes[s])
+    return found
 
 
 @inlined
 def _wait(n: Ints, after: Ints, op: int) -> None:
-    """The op that comes next waits for ``op``; -1 is nobody."""
+    """The op that comes next waits for ``op``; -1 is nobody. Where most ops are written this is
+    done in place: each call counts references of both arrays.
+    """
     if op >= 0:
         after[n[_N_AFTER]] = op
         n[_N_AFTER] += 1
@@ -199,10 +207,15 @@ def _forward(
     share_first: Ints, share_subgroup: Ints, new: Ints,
 ) -> None:  # fmt: skip
     for layer in range(layers.shape[0]):
-        if micro_batch == 0:
-            _wait(n, after, n[_N_STEP_END])
+        if micro_batch == 0 and n[_N_STEP_END] >= 0:
+            at = n[_N_AFTER]
+            after[at] = n[_N_STEP_END]
+            at += 1
             for j in range(share_first[layer], share_first[layer + 1]):
-                _wait(n, after, new[share_subgroup[j]])
+                if new[share_subgroup[j]] >= 0:
+                    after[at] = new[share_subgroup[j]]
+                    at += 1
+            n[_N_AFTER] = at
         if layers[layer, L_GATHER] > 0:
             _wait(n, after, n[_N_PASS_BEFORE])
             gather = _add(n, ops, after_first, _GATHER, _NETWORK_LANE, layers[layer, L_GATHER],
@@ -260,6 +273,8 @@ def _backward(
                     _wait(n, after, n[_N_BACKWARD])
                     early[s] = _add_step(n, ops, after_first, after, rows, row, sizes[s])
                     begun += 1
+                    if begun == plan[P_PREFETCH]:
+                        break
 
 
 @compiled
@@ -281,12 +296,17 @@ def _step(
                 early[s] = -1
                 continue
             waits = int(rows[row, T_WAITS])
+            at = n[_N_AFTER]
             if waits & _WAIT_NORM:
-                _wait(n, after, norm)
+                after[at] = norm
+                at += 1
             if waits & _WAIT_GRADIENT:
-                _wait(n, after, home[s])
+                after[at] = home[s]
+                at += 1
             if waits & _WAIT_PREVIOUS:
-                _wait(n, after, previous)
+                after[at] = previous
+                at += 1
+            n[_N_AFTER] = at
             previous = _add_step(n, ops, after_first, after, rows, row, sizes[s])
             if rows[row, T_PUBLISHES] > 0:
                 new[s] = previous
@@ -303,7 +323,7 @@ def _step(
 @compiled
 def build(
     layers: Floats, share_first: Ints, share_subgroup: Ints, layer_count: Ints, idle_s: float,
-    sizes: Floats, placement: Any, issue: Ints, plan: Ints, slots: Ints, rows: Floats,
+    sizes: Floats, placement: Any, issue: Ints, plan: Ints, rows: Floats,
     first: Ints, gradient_home: Ints, ops: Floats, after_first: Ints, after: Ints,
 ) -> int:  # fmt: skip
     """Writes the schedule of `build_schedule` into the arrays; returns how many ops it has.
@@ -311,15 +331,16 @@ def build(
     Args:
         layers: shape (layers, 5), see L_*; the shares as `Workload.shares` gives them, flat.
         sizes, placement: of the subgroups; issue: all of them, in the plan's order.
-        plan: see P_*; slots: buffers of each kind; rows, first, gradient_home: see `RecipeArrays`.
+        plan: see P_*, the buffers of each kind at the end; rows to gradient_home: `RecipeArrays`.
         ops, after_first, after: written.
     """
     subgroups = sizes.size
     uses = subgroups * plan[P_ITERATIONS]
-    n = np.full(_N_COUNT + slots.size * uses, -1, dtype=np.int64)
+    kinds = plan.size - P_SLOTS
+    n = np.full(_N_COUNT + kinds * uses, -1, dtype=np.int64)
     n[_N_OPS] = n[_N_AFTER] = 0
-    for kind in range(slots.size):
-        n[_N_SLOTS + kind] = slots[kind]
+    for kind in range(kinds):
+        n[_N_SLOTS + kind] = plan[P_SLOTS + kind]
         n[_N_TAKEN + kind] = n[_N_GIVEN + kind] = 0
         n[_N_GIVERS + kind] = _N_COUNT + kind * uses
     after_first[0] = 0
