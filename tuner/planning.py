@@ -67,6 +67,7 @@ def plan(
     search.score(even(len(workload.subgroups), 0, 0, 1))
     if not machine.unified_memory:  # else state that moves to the device stays where it was
         search.constructive()
+        search.outliers()
     if all(math.isinf(s.iteration_s) for s in search.scores.values()):
         raise ImpossibleError.explain(workload, limits, list(search.scores.values()))
     if machine.unified_memory:

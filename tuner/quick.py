@@ -64,7 +64,7 @@ def quick_plan(
     fixed = {"threads": current.threads, "overlap_forward": current.overlap_forward}
     search = Search(workload, machine, limits, seed, fixed=fixed)
     running = Candidate(
-        current.placements, current.staging_slots, current.prefetch, order=current.order
+        current.placements, max(1, current.staging_slots), current.prefetch, order=current.order
     )
     current_s = search.seconds_anyhow(running)
     search.score(running)

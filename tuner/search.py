@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from simulator.workload import Workload
 from tuner.memory import Limits
 from tuner.update_orders import UpdateOrders
 
+OUTLIER, MOST_OUTLIERS = 2, 4  # times the median; that many are tried here and there
 GRID = 16  # steps of the coarse grid per direction
 CLIMB_EVALUATIONS = 1500
 TRIALS = 40
@@ -159,6 +161,23 @@ class Search:
             if residents >= 0 and visits >= 0 and residents + visits <= count:
                 for slots in (2, 3, 4):
                     self.score(even(count, residents, visits, slots))
+
+    def outliers(self) -> None:
+        """Subgroups far larger than the others, such as an embedding's, here or there: no swap with
+        a single other one fits into memory.
+        """
+        sizes = self.workload.subgroups
+        typical = sorted(sizes)[len(sizes) // 2]
+        large = [i for i, n in enumerate(sizes) if n > OUTLIER * typical][:MOST_OUTLIERS]
+        others = [i for i in range(len(sizes)) if i not in large]
+        for chosen in product((True, False), repeat=len(large)) if large else ():
+            stay = {i for i, resident in zip(large, chosen, strict=True) if resident}
+            for residents in range(len(others), -1, -1):
+                held = stay | set(others[:residents])
+                placements = ["resident" if i in held else "host" for i in range(len(sizes))]
+                tried = Candidate(tuple(placements), 1)  # type: ignore[arg-type]
+                if not math.isinf(self.score(tried).iteration_s):
+                    break
 
     @cached_property
     def bound(self) -> Bound:

@@ -24,6 +24,7 @@ from simulator.workload import Workload
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 MOST_CUTS = 60
+INTERVALS = 12
 MOST_NAMED = 10  # subgroups, of which every choice is looked at
 MOST_SUBGROUPS = 128  # n**3 / 6 counts of n subgroups: more are left to the linear program
 
@@ -73,6 +74,7 @@ def count_bounds(workload: Workload, machine: Machine, device_bytes: float) -> C
     host, device, resident, slots = _fitting(workload, device_bytes)
     times = _Times(workload, machine)
     seconds = times.iteration_s(host, device, resident, slots)
+    seconds = np.maximum(seconds, _by_elements(times, device_bytes, host, device, resident, slots))
     if len(seconds):
         seconds = _shared(times, machine, seconds, (host, device, slots))
     order = np.argsort(seconds, kind="stable")
@@ -121,6 +123,50 @@ def _fitting(w: Workload, device_bytes: float) -> tuple[Ints, Ints, Ints, Ints]:
     fits = w.device_base_bytes + held + activations + gradients <= device_bytes
     device, resident, slots = device[fits], resident[fits], slots[fits]
     return n - device - resident, device, resident, slots
+
+
+def _by_elements(
+    times: _Times, device_bytes: float, host: Ints, device: Ints, resident: Ints, slots: Ints
+) -> Floats:
+    """What the elements ask for, however sizes are dealt out among the counts.
+
+    Memory says how many elements are on the host at least. It is fewer the more elements visit
+    beyond what the slots hold, each of which has to be written back behind all gradients: the
+    lowest over all numbers of them, interval by interval.
+    """
+    w = times.workload
+    sizes = np.sort(np.array(w.subgroups, dtype=np.float64))
+    least, most = (np.concatenate([[0.0], np.cumsum(order)]) for order in (sizes, sizes[::-1]))
+    state, grad = w.optimizer_state.state_bytes, w.grad_bytes_per_param
+    room = device_bytes - w.device_base_bytes - sum(layer.activation_bytes for layer in w.layers)
+    beyond = np.maximum(_spared(sizes, least)[device, slots], 0.0)
+    lowest: Floats = np.full(host.shape, np.inf)
+    for step in range(INTERVALS):
+        low, high = beyond * step / INTERVALS, beyond * (step + 1) / INTERVALS
+        # state * (residents + slots * largest visit) + grad * (residents + visits) <= room
+        on_device = (room + state * high) / (state + grad)
+        on_device = np.minimum(most[device + resident], on_device)
+        elements = np.maximum(least[host], w.params - on_device)
+        seconds = np.maximum(
+            times.elements_s(host, elements),
+            times.behind_gradients_s(device, slots, elements, low),
+        )
+        lowest = np.minimum(lowest, seconds)
+    return lowest
+
+
+def _spared(sizes: Floats, least: Floats) -> Floats:
+    """The most elements that d visits have beyond s slots as large as the largest of them: shape
+    (subgroups + 1, subgroups + 1); ``sizes`` ascend, ``least`` are their sums.
+    """
+    count = len(sizes)
+    slots = np.arange(count + 1)
+    spared = np.zeros((count + 1, count + 1))
+    for visits in range(1, count + 1):
+        last = np.arange(visits - 1, count)  # the largest visit, with the next smaller ones
+        whole = least[last + 1] - least[last + 1 - visits]
+        spared[visits] = (whole[:, None] - sizes[last][:, None] * slots).max(axis=0)
+    return spared
 
 
 class _Work:
@@ -183,11 +229,62 @@ class _Times:
         threads = _thread_counts(machine, self.have["cores"])
         self.on_host = [on_host(n) for n in threads]
         self.host_rates = [(machine.host_adam_rate(n), n) for n in threads]
-        self.device_s_per_param = 1.0 / machine.rate("device_adam_params_per_s")
         self._passes(w)
+        self._per_param(machine)
         self.late_s = np.array([self._late(hosted) for hosted in range(self.count + 1)])
         if self.count <= MOST_NAMED:
             self.late_s = np.maximum(self.late_s, self._named_s())
+
+    def _per_param(self, machine: Machine) -> None:
+        """The least seconds per parameter of a host update, of a copy each way, of the device's."""
+        every = np.array([self.count])
+        self.update_s = float(self._updates_s(every)[0]) / self.workload.params
+        down = min(self.have["d2h"], machine.rate("d2h_bytes_per_s"))
+        up = min(self.have["h2d"], machine.rate("h2d_bytes_per_s"))
+        self.home_s, self.fetch_s = self.bytes.gradient / down, self.bytes.gradient / up
+        self.copy_s = self.bytes.wire / up
+        self.device_s = 1.0 / machine.rate("device_adam_params_per_s")
+
+    def elements_s(self, host: Ints, elements: Floats) -> Floats:
+        """What so many elements on the host ask for, in so many subgroups: as `_late`, for all of
+        them at once.
+        """
+        micro = self.workload.gradient_accumulation_steps
+        one_update, one_copy = self._updates_s(np.array([1]))[0], self.parameter.one_s
+        updates, copies = elements * self.update_s, elements * self.copy_s
+        window = np.maximum(updates + one_copy, one_update + copies) + self.tails[0]
+        behind = np.array([0.0, *self.tails])[host]
+        late = self.backward[-1] + micro * elements * self.home_s + one_update + one_copy + behind
+        seconds = np.maximum(self.rest_s + window, late)
+        if micro > 1:
+            begin_s = float(self.backward.sum()) + self.forward_s + self.backward[-1]
+            fetched = (micro - 1) * elements * self.fetch_s
+            seconds = np.maximum(seconds, begin_s + fetched + copies + self.tails[0])
+        asked: Floats = np.where(host > 0, seconds, 0.0)
+        return asked
+
+    def behind_gradients_s(
+        self, device: Ints, slots: Ints, elements: Floats, beyond_elements: Floats
+    ) -> Floats:
+        """Visits beyond the slots: their write-backs come behind all gradients on the lane, and the
+        last visit comes in behind the write-back of the one before it in its slot. They share the
+        way in with new parameters.
+        """
+        micro = self.workload.gradient_accumulation_steps
+        gradients = self.backward[-1] + micro * elements * self.home_s
+        back, come, update = self.visit_out.one_s, self.visit_in.one_s, self.on_device.one_s
+        beyond = np.maximum(device - slots, 0)
+        cycles = np.maximum(device - 1, 0) // np.maximum(slots, 1)
+        times = self.bytes.visit / self.bytes.gradient
+        out_s, in_s = (beyond_elements * times * s for s in (self.home_s, self.fetch_s))
+        # A slot's visits follow one another; the slots share what is beyond them at best equally.
+        by_slot = (out_s + in_s) / np.maximum(slots, 1)
+        in_turn = np.maximum(np.maximum(self.visit_out.lane_s[beyond], out_s) + come, by_slot)
+        in_turn = in_turn + update
+        behind = gradients + np.maximum(in_turn, cycles * (back + come + update))
+        inside = self.rest_s + in_s + elements * self.copy_s
+        asked: Floats = np.where(beyond > 0, np.maximum(behind, inside) + self.tails[0], 0.0)
+        return asked
 
     def _passes(self, w: Workload) -> None:
         """Forward and backward of one micro-batch, and the forward behind each subgroup's layer."""
@@ -373,9 +470,7 @@ class _Times:
         count, sizes = self.count, np.array(w.subgroups, dtype=np.float64)
         chosen = (np.arange(2**count)[:, None] >> np.arange(count)) & 1 > 0  # a row per choice
         behind = np.array(self.tails[::-1])
-        update_s = 1.0 / max(rate for rate, _ in self.host_rates)
-        home_s, copy_s = (amount / self.have[name] for amount, name in (
-            (self.bytes.gradient, "d2h"), (self.bytes.wire, "h2d")))  # fmt: skip
+        update_s, home_s, copy_s = self.update_s, self.home_s, self.copy_s
         hosted = chosen @ sizes
         least = np.where(chosen, sizes, np.inf).min(axis=1, initial=np.inf)
         first = chosen.argmax(axis=1)  # its gradient comes last
@@ -386,7 +481,7 @@ class _Times:
         alone = (chosen * (sizes * (update_s + copy_s) + behind)).max(axis=1)
         window = np.maximum(after_norm + self.tails[0], alone)
         seconds = np.where(some, np.maximum(self.rest_s + window, late), 0.0)
-        on_device = (sizes.sum() - hosted) * self.device_s_per_param
+        on_device = (sizes.sum() - hosted) * self.device_s
         seconds = np.maximum(seconds, self.rest_s + self.forward_s + on_device)
         floors = np.full(count + 1, np.inf)
         np.minimum.at(floors, chosen.sum(axis=1), seconds)

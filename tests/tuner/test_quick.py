@@ -1,0 +1,51 @@
+"""The short search that a training loop calls."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from simulator import Plan, build_schedule
+from simulator.engines.compiled import simulate_fast
+from studies.optimality import random_pair
+from tuner.quick import quick_plan
+
+
+def on_the_host(workload, **fields):
+    count = len(workload.subgroups)
+    fields = {"staging_slots": 0, **fields}
+    return Plan(subgroup_size=1, placement=Plan.runs(["host"] * count), **fields)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_it_is_never_slower_and_keeps_what_it_does_not_search(seed):
+    workload, machine = random_pair(np.random.default_rng(seed), counts=(8, 20))
+    current = on_the_host(workload, threads=8, overlap_forward=bool(seed % 2))
+    found = quick_plan(workload, machine, current, device_bytes=machine.device_memory_bytes)
+    assert found.iteration_s <= found.current_s
+    assert (found.plan.threads, found.plan.overlap_forward) == (8, bool(seed % 2))
+    made = simulate_fast(build_schedule(workload, found.plan), machine)
+    assert made.iteration_s <= found.current_s * (1 + 1e-9)
+    assert made.device_peak_bytes <= machine.device_memory_bytes
+
+
+def test_by_itself_it_takes_no_more_device_memory_than_the_plan_that_runs():
+    workload, machine = random_pair(np.random.default_rng(7), counts=(8, 8))
+    current = on_the_host(workload)
+    found = quick_plan(workload, machine, current)
+    before, after = (
+        simulate_fast(build_schedule(workload, plan), machine).device_peak_bytes
+        for plan in (current, found.plan)
+    )
+    assert after <= before
+    assert found.plan is current or found.iteration_s < found.current_s
+
+
+def test_a_training_run_loads_no_optuna_for_it():
+    code = (
+        "import sys, tuner.quick\n"
+        "print(sorted({'optuna', 'pandas', 'matplotlib', 'torch'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
