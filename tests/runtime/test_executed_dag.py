@@ -50,11 +50,13 @@ class Recording(Device):
 
 def executor_for(workload, plan):
     states = [
-        SimpleNamespace(index=i, placement=p, elements=n, wire=torch.empty(1))
+        SimpleNamespace(
+            index=i, placement=p, elements=n, wire=torch.empty(1), gradient=torch.empty(1)
+        )
         for i, (n, p) in enumerate(zip(workload.subgroups, plan.placements, strict=True))
     ]
     template = step_template(workload.subgroups, workload.wire_dtype, plan)
-    return Executor(Recording(), states, [], template, threads=1, vector_width=16)
+    return Executor(Recording(), states, [], template, 1, SimpleNamespace(forms=list, moments=()))
 
 
 def executed(workload, plan):
