@@ -99,6 +99,21 @@ def test_plans_for_something_else_are_refused_and_training_can_go_on(only_rank):
     engine.destroy()
 
 
+def test_torchs_own_adamw_is_refused_with_the_way_out(only_rank):
+    import deepspeed
+
+    model = ByteGPT(SIZES["tiny"])
+    settings = {**config(), "zero_force_ds_cpu_optimizer": False}
+    settings.pop("optimizer", None)
+    engine = deepspeed.initialize(
+        model=model, optimizer=torch.optim.AdamW(model.parameters()), config=settings
+    )[0]
+    plan = Plan(subgroup_size=10**6, placement=Plan.runs(["host"]))
+    with pytest.raises(ConfigError, match=r"got torch\..*AdamW: .*hand .*DeepSpeedCPUAdam"):
+        runtime.attach(engine, plan)
+    engine.destroy()
+
+
 @pytest.mark.parametrize("version", ["0.18.9", "0.20.0", "1.0"])
 def test_untested_deepspeeds_are_refused(version, monkeypatch):
     import deepspeed
