@@ -31,7 +31,9 @@ RateName = Literal[
     "storage_write_bytes_per_s",
     "host_copy_bytes_per_s",
     "network_bytes_per_s",
+    "device_memory_bytes_per_s",
 ]
+DEVICE_UPDATE_BYTES = 32  # p, m, v both ways; a fp32 gradient, or a 16-bit one with its parameter
 
 # Far above anything built so far: beyond it a unit was mistaken.
 _ABSURD: dict[str, float] = {
@@ -48,6 +50,7 @@ _ABSURD: dict[str, float] = {
     "storage_write_bytes_per_s": 1e14,
     "storage_read_bytes_per_s": 1e14,
     "network_bytes_per_s": 1e14,
+    "device_memory_bytes_per_s": 1e15,
 }
 
 
@@ -70,6 +73,15 @@ class Machine(BaseModel):
         other_rates: what no schedule needs but people ask for, unit in the name.
         facts: the link's generation and width, NUMA nodes, limits: text for people.
         copy_latency_s: fixed cost of one copy; launch_latency_s: of one device kernel.
+        host_adam_params_per_s: of the fused kernel; stock_host_adam_params_per_s: of stock's three
+            passes together (unscale, DeepSpeedCPUAdam, downcast). Neither includes a copy.
+        device_flops_per_s: what large matrix products sustain; what smaller ones reach follows
+            from their shape (`simulator.estimates.compute`).
+        device_reserved_bytes: device memory that no allocator of PyTorch sees: the CUDA context,
+            NCCL's buffers, cuBLAS' workspace.
+        layer_issue_s: what the host needs to issue one layer's forward under ZeRO-3, however
+            little the device has to do.
+        loop_s: time per iteration outside forward, backward and step (data, logging).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -101,6 +113,10 @@ class Machine(BaseModel):
     device_adam_params_per_s: Quantity
     host_adam_by_threads: dict[int, Quantity] = Field(default_factory=dict)
     device_flops_per_s: Quantity | None = None
+    device_memory_bytes_per_s: Quantity | None = None
+    device_reserved_bytes: int = Field(0, ge=0)
+    layer_issue_s: Quantity | None = None
+    loop_s: Quantity | None = None
     storage_write_bytes_per_s: Quantity
     storage_read_bytes_per_s: Quantity | None = None
     storage_fsync_s: float = Field(1e-3, ge=0)
@@ -177,6 +193,8 @@ class Machine(BaseModel):
             return self.d2h_bytes_per_s.median / 4
         if name == "host_copy_bytes_per_s":
             return self.dram_bytes_per_s.median / 3
+        if name == "device_memory_bytes_per_s":
+            return self.device_adam_params_per_s.median * DEVICE_UPDATE_BYTES
         raise ValueError(
             f"machine.{name} is needed by this workload, but machine {self.name!r} does not "
             f"give it: add {name} to the machine file"

@@ -1,6 +1,10 @@
-"""How well the simulator predicts published runs of offloaded training that it was not fitted to.
+"""How well ebbtide as shipped predicts published runs: nothing fitted first, then calibrated.
 
-``python -m studies.published_runs --calibrate CSV --predict CSV --json PATH``
+``python -m studies.published_runs --predict CSV --json PATH [--calibrate CSV]``
+
+Preset machine, `workload_from_model`, `build_strategy`, simulator: what a user gets who plans
+before training (`studies.published.shipped`). ``--calibrate`` corrects the presets by its runs with
+the machinery of `tune calibrate`; both are printed, side by side.
 """
 
 from __future__ import annotations
@@ -8,63 +12,50 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from studies.bench.offload_runs import MEMORY, Run, RunError, read_runs, testbeds
+from simulator import Machine
+from studies.bench.offload_runs import Run, RunError, read_runs, testbeds
 from studies.bench.record import write_record
-from studies.published.calibration import FEWEST_ROWS, Calibration, calibrate, fully_measured
-from studies.run_memory import TERMS
+from studies.published import judging
+from studies.published.judging import CHOICES, NEAR_BEST_PCT, QUANTITIES
+from studies.published.left_out import cross_validation
+from studies.published.pictures import draw
+from studies.published.shipped import calibrated, machine_of
 
-TIMES = {"forward": "fwd_ms", "backward": "bwd_ms", "step": "step_ms", "iteration": "iter_ms"}
-QUANTITIES = (*TIMES, "memory")
-CHOICES = ("stride", "offload_ratio")
-NEAR_BEST_PCT = 3.0
-ROW_FOLDS = 5
-FOLDS: dict[str, Callable[[Run], Hashable]] = {  # None: a run that is never left out
-    "model": lambda run: run.params_b,
-    "ranks": lambda run: run.dp * run.tp,
-    "campaign": lambda run: run.family,
-    "micro-batch": lambda run: run.micro_batch,
-    "offload ratio": lambda run: run.offload_ratio,
-    "stride": lambda run: run.stride or None,
-}
-Pair = tuple[Run, dict[str, float]]
+Machines = Mapping[str, Machine]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; 2 on input that cannot be used."""
     args = _parser().parse_args(arguments)
     try:
-        fitted_on = read_runs(args.calibrate)
         asked = read_runs(args.predict, "--predict", blanks=True)
+        presets = {name: machine_of(name) for name in testbeds(asked)}
+        seen = read_runs(args.calibrate) if args.calibrate else []
+        corrected = calibrated(presets, seen) if seen else {}
         before = _cross_validation_of(args.before)
-        calibration = calibrate(fitted_on, testbeds(asked))
-        pairs = predictions(calibration, asked)
-        crossed = {} if args.quick else cross_validation(fitted_on)
+        crossed = {} if args.quick or not seen else cross_validation(seen)
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    figures = figures_of(calibration, pairs, crossed)
-    known = {(run, tuple(sorted(run.measured.items()))) for run in fitted_on}
-    repeated = sum((run, tuple(sorted(run.measured.items()))) in known for run in asked)
-    figures["predicted_rows_that_were_fitted"] = repeated
+    figures = figures_of(presets, corrected, seen, asked, crossed)
     if before:
         figures["before_and_after"] = before_and_after(before, crossed)
     print_tables(figures)
-    if repeated:
-        print(f"note: {repeated} of the {len(asked)} predicted rows were fitted too")
     write_record(args.json, "published_runs", figures)
-    draw(pairs, Path(args.json).with_suffix(".png"))
+    machines = {name: c.machine for name, c in corrected.items()} or presets
+    draw(judging.predictions(machines, asked, seen), Path(args.json).with_suffix(".png"))
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m studies.published_runs", description=__doc__)
-    parser.add_argument("--calibrate", required=True, metavar="CSV", help="runs to fit rates on")
+    parser.add_argument(
+        "--calibrate", metavar="CSV", help="runs to correct the presets by; none: nothing is fitted"
+    )
     parser.add_argument("--predict", required=True, metavar="CSV", help="runs to predict")
     parser.add_argument("--json", required=True, metavar="PATH", help="figures; a PNG goes beside")
     parser.add_argument("--quick", action="store_true", help="no cross-validation")
@@ -105,158 +96,63 @@ def _percentages(found: dict[str, float]) -> list[float]:
     return [round(found[name], 1) for name in ("median_abs_pct_error", "p90_abs_pct_error")]
 
 
-def predictions(calibration: Calibration, runs: Sequence[Run]) -> list[Pair]:
-    """Each run with what is predicted for it."""
-    return [(run, calibration.predict(run)) for run in runs]
-
-
-def measured_and_predicted(pair: Pair, quantity: str) -> tuple[float, float] | None:
-    """Milliseconds, or GiB of peak device memory; None where it was not measured."""
-    run, predicted = pair
-    if quantity == "memory":
-        peaks = [run.measured[c] for c in MEMORY if c in run.measured and "peak" in c]
-        return (max(peaks), predicted["memory_gb"]) if peaks else None
-    column = TIMES[quantity]
-    return (run.measured[column], predicted[column]) if column in run.measured else None
-
-
-def errors(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """Median and 90th percentile of absolute percentage errors, by quantity."""
-    table: dict[str, Any] = {"rows": len(pairs)}
-    for quantity in QUANTITIES:
-        both = [measured_and_predicted(pair, quantity) for pair in pairs]
-        found = [abs(b[1] / b[0] - 1) * 100 for b in both if b is not None]
-        if found:
-            table[quantity] = {
-                "median_abs_pct_error": float(np.median(found)),
-                "p90_abs_pct_error": float(np.percentile(found, 90)),
-                "n": len(found),
-            }
-    return table
-
-
-def ranking(pairs: Sequence[Pair], choice: str) -> dict[str, Any]:
-    """Runs that differ in ``choice`` only: how much slower the predicted best is than the best."""
-    groups: dict[tuple[object, ...], list[Pair]] = {}
-    for run, predicted in pairs:
-        if "iter_ms" in run.measured and not (choice == "stride" and not run.prefetch):
-            groups.setdefault(_all_but(run, choice), []).append((run, predicted))
-    regrets = [_regret_pct(g) for g in groups.values() if _distinct(g, choice) > 1]
-    if not regrets:
-        return {"groups": 0}
-    return {
-        "groups": len(regrets),
-        "regret_pct": float(np.median(regrets)),
-        "max_regret_pct": max(regrets),
-        "within_3_pct_share": sum(r <= NEAR_BEST_PCT for r in regrets) / len(regrets),
-    }
-
-
-def _all_but(run: Run, choice: str) -> tuple[object, ...]:
-    fields = (
-        "testbed", "params_b", "layers", "hidden", "seq", "tp", "dp", "micro_batch",
-        "offload_ratio", "subgroup", "prefetch", "async_grads", "stride", "family",
-    )  # fmt: skip
-    return tuple(getattr(run, name) for name in fields if name != choice)
-
-
-def _distinct(group: Sequence[Pair], choice: str) -> int:
-    return len({getattr(run, choice) for run, _ in group})
-
-
-def _regret_pct(group: Sequence[Pair]) -> float:
-    chosen = min(group, key=lambda pair: pair[1]["iter_ms"])[0].measured["iter_ms"]
-    best = min(run.measured["iter_ms"] for run, _ in group)
-    return (chosen / best - 1) * 100
-
-
-def cross_validation(runs: Sequence[Run]) -> dict[str, Any]:
-    """Errors on rows left out: all of a model, all of a number of ranks, ..., a random fifth."""
-    shuffled = np.random.default_rng(0).permutation(len(runs)) % ROW_FOLDS
-    fold_of = {id(run): int(fold) for run, fold in zip(runs, shuffled, strict=True)}
-    keys = {**FOLDS, "fifth of the rows": lambda run: fold_of[id(run)]}
-    return {name: _left_out(runs, key) for name, key in keys.items()}
-
-
-def _left_out(runs: Sequence[Run], key: Callable[[Run], Hashable]) -> dict[str, Any]:
-    pairs: list[Pair] = []
-    folds: dict[str, Any] = {}
-    unpredicted = 0
-    for value in sorted({key(run) for run in runs} - {None}, key=str):
-        kept = [run for run in runs if key(run) != value]
-        usable = [name for name in testbeds(runs) if _enough(kept, name)]
-        asked = [run for run in runs if key(run) == value]
-        possible = [run for run in asked if run.testbed in usable]
-        unpredicted += len(asked) - len(possible)
-        if possible:
-            found = predictions(calibrate(kept, {run.testbed for run in possible}), possible)
-            pairs += found
-            folds[str(value)] = _by_testbed(found)
-    said = [pair for pair in pairs if pair[0].async_grads is not None]
-    return {
-        "all": _by_testbed(pairs),
-        "rows_that_say_how_gradients_flow": _by_testbed(said),
-        "ranking": {choice: ranking(pairs, choice) for choice in CHOICES},
-        "rows_without_calibration": unpredicted,
-        "folds": folds,
-    }
-
-
-def _enough(runs: Sequence[Run], name: str) -> bool:
-    return sum(run.testbed == name and fully_measured(run) for run in runs) >= FEWEST_ROWS
-
-
-def _by_testbed(pairs: Sequence[Pair]) -> dict[str, Any]:
-    names = testbeds([run for run, _ in pairs])
-    return {name: errors([p for p in pairs if p[0].testbed == name]) for name in names}
-
-
 def figures_of(
-    calibration: Calibration, pairs: Sequence[Pair], crossed: dict[str, Any]
+    presets: Machines,
+    corrected: Mapping[str, Any],
+    seen: Sequence[Run],
+    asked: Sequence[Run],
+    crossed: dict[str, Any],
 ) -> dict[str, Any]:
-    """All that is written."""
+    """All that is written; ``predicted`` is calibrated where ``--calibrate`` was given."""
+    unfitted = judging.predictions(presets, asked)
+    machines = {name: c.machine for name, c in corrected.items()} or presets
+    pairs = judging.predictions(machines, asked, seen)
+    known = {(run, tuple(sorted(run.measured.items()))) for run in seen}
     return {
-        "what": "published runs (Deep Optimizer States, 2024) against rates fitted to other rows; "
-        "forward and backward are closed forms, the step is simulated",
-        "predicted": _by_testbed(pairs),
-        "ranking": {choice: ranking(pairs, choice) for choice in CHOICES},
-        "cross_validation": crossed,
-        "rates": {name: _rates(calibration, name) for name in calibration.testbeds},
-        "memory_coefficients": dict(zip(TERMS, calibration.memory.coefficients, strict=True)),
-        "label_trust": calibration.memory.trust,
-        "rows": [_row(calibration, pair) for pair in pairs],
-    }
-
-
-def _rates(calibration: Calibration, name: str) -> dict[str, Any]:
-    bed = calibration.testbeds[name]
-    return {
-        "fitted": {
-            key: {"value": float(value), "ci95": list(calibration.intervals[name][key])}
-            for key, value in bed.rates.items()
+        "what": "published runs (Deep Optimizer States, 2024) predicted by the shipped path: "
+        "preset, workload_from_model, build_strategy, simulate",
+        "calibrated_on": len(seen),
+        "predicted": judging.by_testbed(pairs),
+        "nothing_fitted": {
+            "predicted": judging.by_testbed(unfitted),
+            "pairs": judging.pairs_by_testbed(unfitted),
+            "intervals": judging.intervals(presets, asked),
         },
-        "dram_of_campaign": dict(bed.dram_of_family),
-        "asynchronous_campaigns": sorted(bed.async_families),
+        "pairs": judging.pairs_by_testbed(pairs),
+        "intervals": judging.intervals(machines, asked, seen) if corrected else {},
+        "ranking": {choice: judging.ranking(pairs, choice) for choice in CHOICES},
+        "cross_validation": crossed,
+        "calibration": {name: _calibration(c) for name, c in corrected.items()},
+        "predicted_rows_that_were_fitted": sum(
+            (run, tuple(sorted(run.measured.items()))) in known for run in asked
+        ),
+        "rows": [_row(pair) for pair in pairs],
     }
 
 
-def _row(calibration: Calibration, pair: Pair) -> dict[str, Any]:
+def _calibration(calibrated: Any) -> dict[str, Any]:
+    return {
+        "changes": {c.field: {"before": c.before, "after": c.after, "quartiles": [c.low, c.high]}
+                    for c in calibrated.changes},
+        "contradictions": list(calibrated.contradictions),
+        "left_pct": calibrated.left_pct,
+    }  # fmt: skip
+
+
+def _row(pair: judging.Pair) -> dict[str, Any]:
     run, predicted = pair
     facts = {
         name: getattr(run, name)
-        for name in ("testbed", "model", "family", "tp", "dp", "micro_batch", "offload_ratio",
-                     "subgroup", "prefetch", "async_grads", "stride")
+        for name in ("testbed", "model", "family", "tp", "dp", "micro_batch", "accumulation",
+                     "offload_ratio", "subgroup", "prefetch", "async_grads", "stride")
     }  # fmt: skip
     for name in run.unknown:
         facts[name] = None
-    facts["asynchronous_probability"] = calibration.testbeds[run.testbed].asynchronous_probability(
-        run
-    )
     return {**facts, "predicted": predicted, "measured": run.measured}
 
 
 def print_tables(figures: dict[str, Any]) -> None:
-    """Errors of the predicted rows and of rows left out, per testbed."""
+    """Errors with nothing fitted, calibrated, and calibrated on other campaigns."""
     from rich.console import Console
     from rich.table import Table
 
@@ -264,15 +160,35 @@ def print_tables(figures: dict[str, Any]) -> None:
     for heading in ("rows", "testbed", "n", *QUANTITIES):
         text = heading in ("rows", "testbed")
         table.add_column(heading, justify="left" if text else "right", no_wrap=True)
-    shown = {"as asked": figures["predicted"]}
+    shown = {"nothing fitted": figures["nothing_fitted"]["predicted"]}
+    if figures["calibrated_on"]:
+        shown[f"calibrated on {figures['calibrated_on']}"] = figures["predicted"]
     for name, crossed in figures["cross_validation"].items():
-        shown[f"without its {name}"] = crossed["all"]
+        shown[f"3 runs, not of its {name}"] = crossed["all"]
     for label, beds in shown.items():
         for bed, found in beds.items():
             cells = [_cell(found.get(quantity)) for quantity in QUANTITIES]
             table.add_row(label, bed, str(found["rows"]), *cells)
     console = Console(width=120)
     console.print(table)
+    _print_pairs(console, figures)
+    repeated = figures["predicted_rows_that_were_fitted"]
+    if repeated:
+        console.print(
+            f"note: {repeated} of the {len(figures['rows'])} predicted rows were calibrated on"
+        )
+
+
+def _print_pairs(console: Any, figures: dict[str, Any]) -> None:
+    for bed, found in figures["nothing_fitted"]["pairs"].items():
+        if found["pairs"]:
+            console.print(
+                f"{bed}, nothing fitted: {found['ranked_rightly_pct']:.1f}% of {found['pairs']} "
+                f"pairs that differ in the strategy alone ranked rightly, ratio off by "
+                f"{found['median_ratio_error_pct']:.1f}% (median)"
+            )
+    for bed, found in figures["nothing_fitted"]["intervals"].items():
+        console.print(f"{bed}: {found['held_pct']:.0f}% of {found['n']} within their 80% interval")
     for choice, found in figures["ranking"].items():
         if found["groups"]:
             console.print(
@@ -286,42 +202,6 @@ def _cell(found: dict[str, float] | None) -> str:
     if found is None:
         return "-"
     return f"{found['median_abs_pct_error']:.1f}/{found['p90_abs_pct_error']:.1f}"
-
-
-def draw(pairs: Sequence[Pair], path: Path) -> None:
-    """Predicted over measured, a panel per quantity."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, len(QUANTITIES), figsize=(17, 3.9), layout="constrained")
-    colours = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
-    for ax, quantity in zip(axes, QUANTITIES, strict=True):
-        scale, unit = (1.0, "GiB") if quantity == "memory" else (1e-3, "s")
-        for name, colour in zip(testbeds([run for run, _ in pairs]), colours, strict=False):
-            both = [measured_and_predicted(p, quantity) for p in pairs if p[0].testbed == name]
-            points = np.array([b for b in both if b is not None]).reshape(-1, 2) * scale
-            ax.scatter(*points.T, s=20, alpha=0.75, color=colour, label=name, linewidths=0)
-        _diagonal(ax)
-        ax.set_title(f"{quantity} ({unit})" if quantity != "memory" else "peak device memory (GiB)")
-        ax.set_xlabel("measured")
-    axes[0].set_ylabel("predicted")
-    axes[0].legend(frameon=False)
-    figure.suptitle("Published runs: predicted over measured, grey band ±10%")
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-
-
-def _diagonal(ax: Any) -> None:
-    low = min(ax.get_xlim()[0], ax.get_ylim()[0])
-    high = max(ax.get_xlim()[1], ax.get_ylim()[1])
-    line = np.array([max(low, 0), high])
-    ax.fill_between(line, 0.9 * line, 1.1 * line, color="#dddddd", zorder=0, linewidth=0)
-    ax.plot(line, line, color="#777777", linewidth=0.8, zorder=1)
-    ax.set_xlim(*line)
-    ax.set_ylim(*line)
-    ax.set_aspect("equal")
 
 
 if __name__ == "__main__":

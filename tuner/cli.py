@@ -19,6 +19,7 @@ COMMANDS = {
     "report": "tuner.commands.report:report",
     "serve": "tuner.commands.serve:serve",
     "checkpoint": "tuner.commands.checkpoint:checkpoint",
+    "calibrate": "tuner.commands.calibrate:calibrate",
     "profile-script": "tuner.commands.profile:profile_script",
 }
 

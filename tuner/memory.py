@@ -103,8 +103,13 @@ class Limits:
             f"{why} (--memory-margin)"
             for name, (left_free, why) in left.items()
         ]
+        reserved = machine.device_reserved_bytes
+        if reserved:
+            told.append(
+                f"{reserved / GIB:.2f} GiB of device memory are the CUDA context's and NCCL's"
+            )
         return cls(
-            max(0, int(have["device"] - left["device"][0])),
+            max(0, int(have["device"] - left["device"][0]) - reserved),
             max(0, int(have["host"] - left["host"][0])),
             tuple(told),
         )

@@ -29,13 +29,17 @@ def simulate(schedule: Schedule, machine: Machine) -> Timeline:
 
 
 def capacities(machine: Machine, ranks: int) -> dict[str, float]:
-    """What one of ``ranks`` equal ranks of a node can count on, per second."""
+    """What one of ``ranks`` equal ranks of a node can count on, per second.
+
+    Cores are not divided where a device computes: updates are bound by DRAM, which a rank's own
+    cores saturate to its share of it, so that dividing both would count the same ranks twice.
+    """
     h2d, d2h = machine.h2d_bytes_per_s.median, machine.d2h_bytes_per_s.median
     sharers = max(1, ranks)
     link = machine.duplex_factor.median * (h2d + d2h)
     shared = {
         "dram": machine.dram_bytes_per_s.median * machine.rank_share("dram", sharers),
-        "cores": machine.cpu_cores / sharers,
+        "cores": machine.cpu_cores / (sharers if machine.device_shares_host_cores else 1),
         "h2d": h2d * machine.rank_share("h2d", sharers),
         "d2h": d2h * machine.rank_share("d2h", sharers),
         "link": link * machine.rank_share("link", sharers),

@@ -1,49 +1,177 @@
 """Machines that need not be measured first: published nodes and data sheets, a source per value.
 
 Estimates for what-if questions. A plan to train by comes from a machine that was measured
-(`tune profile`).
+(`tune profile`), or from a preset that the user's own runs have corrected (`tune calibrate`). No
+value here was fitted to iteration times.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from simulator.machine import Machine
+from simulator.estimates.collectives import LINK, PAIR
+from simulator.machine import DEVICE_UPDATE_BYTES, Machine, ShareName
 from simulator.quantity import Quantity, Source
 
 GIB = 2**30
 # Quartiles over the median, by how a value was obtained: one run says less than many, a data sheet
-# tells what cannot be exceeded.
+# tells what cannot be exceeded. Whether intervals from them hold is judged on published runs.
 _SPREAD: dict[Source, tuple[float, float]] = {
-    "published": (0.95, 1.05),
-    "datasheet": (0.85, 1.0),
-    "assumed": (0.8, 1.2),
+    "published": (0.96, 1.04),
+    "datasheet": (0.9, 1.0),
+    "assumed": (0.86, 1.14),
 }
-# What the update moves: 32 bytes per parameter in device memory (p, m, v both ways, gradient fp32
-# or bf16 with its parameter), 28 on the host.
-_DEVICE_UPDATE_BYTES, _HOST_UPDATE_BYTES = 32, 28
-_TRIAD = 0.8  # of the data sheet's bandwidth, what a triad loop usually reaches
-_KERNELS = 0.45  # of the data sheet's dense 16-bit flops, what training usually reaches
+# DRAM traffic of an update, per parameter. Stock's three passes: unscale reads and writes the fp32
+# gradient (8), Adam reads four values and writes three (28), the downcast reads 4, and writes 2
+# after reading the line that it writes to (8). One fused pass: three values both ways, the 16-bit
+# gradient and parameter (28).
+STOCK_UPDATE_BYTES, FUSED_UPDATE_BYTES = 44, 28
+_TRIAD = {"DDR4": 0.8, "DDR5": 0.75, "LPDDR5X": 0.8}  # of the data sheet's, what a triad reaches
+_HBM = 0.8  # likewise of device memory
+# Of the data sheet's dense 16-bit flops, what products sustain in training: Megatron-LM (Narayanan
+# et al., SC 2021, table 1) reaches 52% end to end with its largest layers, communication included.
+_PRODUCTS = 0.57
+# Unpinned copies pass one core and the link, one after the other (17 GB/s is what one core copies
+# here): 10 GB/s over PCIe 4. The reference of the published runs says "a few GB/s", DeepSpeed's
+# pull request 5301 a fourth to a sixth of pinned ones.
+_PAGEABLE = 10e9
+_LAYER_ISSUE_S = 3.5e-3  # DeepSpeed's hooks: 2.0 to 2.7 ms here without, plus six gathers a layer
+_CONTEXT_BYTES, _NCCL_BYTES = 600 * 2**20, 400 * 2**20
+_QUARTILE_OF_EIGHTY_PERCENT = 0.526  # of a normal distribution: 0.6745 sigma of 1.2816
 DOS = "Deep Optimizer States, arXiv 2410.21316, and its published logs"
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """What data sheets and publications say of one machine; the rest follows.
+
+    Attributes:
+        dram_bytes_per_s: of the sockets that a run uses, by the number of channels.
+        link_raw_bytes_per_s: one direction, before protocol; ``link``: what pinned copies reach.
+        stock_update: parameters/s of a rank's update as published, with the new parameters' way
+            to the device, by ranks that work at once: lowest and highest figure, and what they
+            are; empty: as DRAM allows.
+    """
+
+    device_name: str
+    flops: float
+    hbm_bytes_per_s: float
+    device_gib: float
+    gpus: int
+    cores: int
+    host_gib: int
+    dram_kind: str
+    dram_bytes_per_s: float
+    dram_detail: str
+    link_raw_bytes_per_s: float
+    link: tuple[float, Source, str]
+    storage: tuple[float, Source, str]
+    numa_nodes: int = 1
+    stock_update: Mapping[int, tuple[float, float, str]] = field(default_factory=dict)
+    network: tuple[float, Source, str] | None = None
+    nvlink: tuple[float, str] | None = None
+    nvlink_pair: tuple[float, str] | None = None
+
+    @property
+    def triad_bytes_per_s(self) -> float:
+        return _TRIAD[self.dram_kind] * self.dram_bytes_per_s
+
+
+SHEETS: Mapping[str, Sheet] = {
+    "a100-node": Sheet(
+        device_name="NVIDIA A100-SXM4-40GB", flops=312e12, hbm_bytes_per_s=1.555e12,
+        device_gib=39.4, gpus=4, cores=32, host_gib=512, dram_kind="DDR4",
+        dram_bytes_per_s=204.8e9, dram_detail="one socket, 8 channels of DDR4-3200 (204.8 GB/s)",
+        link_raw_bytes_per_s=31.5e9, link=(25e9, "published", f"pinned, PCIe 4: {DOS}"),
+        storage=(2e9, "assumed", "one NVMe drive"),
+        # Two figures are published for four ranks: how they were bound to cores and memory
+        # differs. Their geometric mean is taken; between both lie eight cases in ten.
+        stock_update={1: (1.4e9, 1.4e9, "1.4 G params/s with one rank"),
+                      2: (0.95e9, 0.95e9, "1.9 G params/s with two ranks together"),
+                      4: (0.475e9, 0.75e9, "1.9 G params/s with four ranks together, and 0.75 for "
+                                           "each of four")},
+        network=(8.3e9, "assumed", "NCCL over TCP sockets, as on Slingshot 11 without its plug-in: "
+                 "a third of two 100 Gbit/s ports"),
+        nvlink=(300e9, "NVLink 3, 12 links of 25 GB/s, one direction"),
+        nvlink_pair=(100e9, "four links between each pair of the four GPUs"),
+    ),
+    "h100-node": Sheet(
+        device_name="NVIDIA H100 80GB HBM3", flops=989e12, hbm_bytes_per_s=3.35e12,
+        device_gib=79.1, gpus=4, cores=96, host_gib=512, dram_kind="DDR5", numa_nodes=2,
+        dram_bytes_per_s=614.4e9,
+        dram_detail="two sockets of 8 channels DDR5-4800 (614.4 GB/s)",
+        link_raw_bytes_per_s=63e9,
+        link=(52e9, "published", f"pinned, PCIe 5, 50 to 55 GB/s: {DOS}"),
+        storage=(5e9, "assumed", "one PCIe 4 NVMe drive"),
+        stock_update={4: (1.7e9, 1.7e9, "1.7 G params/s for each of four ranks, 46 threads each")},
+        network=(50e9, "assumed", "one 400 Gbit/s port"),
+        nvlink=(450e9, "NVLink 4, 18 links of 25 GB/s, one direction"),
+        nvlink_pair=(150e9, "six links between each pair of the four GPUs"),
+    ),
+    "h200": Sheet(
+        device_name="NVIDIA H200", flops=989e12, hbm_bytes_per_s=4.8e12, device_gib=139.8,
+        gpus=8, cores=112, host_gib=2048, dram_kind="DDR5", numa_nodes=2,
+        dram_bytes_per_s=614.4e9,
+        dram_detail="two sockets of 8 channels DDR5-4800 (614.4 GB/s)",
+        link_raw_bytes_per_s=63e9, link=(52e9, "assumed", "as on the H100 node: PCIe 5 x16"),
+        storage=(5e9, "assumed", "one PCIe 4 NVMe drive"),
+        network=(400e9, "datasheet", "eight 400 Gbit/s ports"),
+        nvlink=(450e9, "NVLink 4 through NVSwitch, one direction"),
+    ),
+    "rtx4090": Sheet(
+        device_name="NVIDIA GeForce RTX 4090", flops=165e12, hbm_bytes_per_s=1.008e12,
+        device_gib=23.6, gpus=1, cores=16, host_gib=128, dram_kind="DDR5",
+        dram_bytes_per_s=89.6e9, dram_detail="two channels of DDR5-5600 (89.6 GB/s)",
+        link_raw_bytes_per_s=31.5e9, link=(25e9, "assumed", "PCIe 4 x16, 31.5 GB/s raw"),
+        storage=(4e9, "assumed", "one PCIe 4 NVMe drive"),
+    ),
+    "gh200": Sheet(
+        device_name="NVIDIA GH200 96GB", flops=989e12, hbm_bytes_per_s=4.0e12, device_gib=94.5,
+        gpus=1, cores=72, host_gib=480, dram_kind="LPDDR5X", dram_bytes_per_s=384e9,
+        dram_detail="480 GB of LPDDR5X (384 GB/s; 512 with 120 or 240 GB)",
+        # Faster than host memory, which is then what a copy reaches.
+        link_raw_bytes_per_s=450e9,
+        link=(0.8 * 384e9, "datasheet", "NVLink-C2C's 450 GB/s a way, bound by 80% of LPDDR5X"),
+        storage=(5e9, "assumed", "one PCIe 5 NVMe drive"),
+        network=(50e9, "datasheet", "one 400 Gbit/s port"),
+    ),
+}  # fmt: skip
+PRESETS = SHEETS
 
 
 def preset(name: str) -> Machine:
     """A machine by name.
 
-    >>> preset("h200").device_memory_bytes // 2**30
-    141
+    >>> round(preset("h200").device_memory_bytes / 2**30, 1)
+    139.8
 
     Raises:
         ValueError: no such preset; lists all.
     """
-    if name not in PRESETS:
-        raise ValueError(f"a machine preset must be one of {', '.join(PRESETS)}, but got {name!r}")
-    return PRESETS[name]()
+    if name not in SHEETS:
+        raise ValueError(f"a machine preset must be one of {', '.join(SHEETS)}, but got {name!r}")
+    sheet = SHEETS[name]
+    return Machine(
+        name=name, device_kind="cuda", device_name=sheet.device_name, gpus_per_node=sheet.gpus,
+        cpu_cores=sheet.cores, numa_nodes=sheet.numa_nodes,
+        host_memory_bytes=sheet.host_gib * GIB, device_memory_bytes=int(sheet.device_gib * GIB),
+        device_reserved_bytes=_CONTEXT_BYTES + (_NCCL_BYTES if sheet.gpus > 1 else 0),
+        **_link_rates(sheet), **_device_rates(sheet), **_host_rates(sheet),
+        rank_shares=_dram_shares(sheet),
+        storage_write_bytes_per_s=_value(*sheet.storage),
+        network_bytes_per_s=_value(*sheet.network) if sheet.network else None,
+        layer_issue_s=_value(_LAYER_ISSUE_S, "assumed",
+                             "DeepSpeed's ZeRO-3 hooks of one transformer layer, measured on "
+                             "another CPU, with the launches of its gathers"),
+        other_rates=_wires(sheet), measured_with="preset",
+    )  # fmt: skip
 
 
 def preset_names() -> tuple[str, ...]:
     """All names, in alphabetical order."""
-    return tuple(sorted(PRESETS))
+    return tuple(sorted(SHEETS))
 
 
 def _value(median: float, source: Source, detail: str) -> Quantity:
@@ -53,125 +181,84 @@ def _value(median: float, source: Source, detail: str) -> Quantity:
     )
 
 
-def _memory_rates(
-    dram: float, dram_detail: str, hbm: float, flops: float, device: str
-) -> dict[str, Quantity]:
-    """What follows from bandwidths: the updates, copies in host memory, matrix products."""
-    triad = _TRIAD * dram
+def _link_rates(sheet: Sheet) -> dict[str, Quantity]:
+    detail = "one core's copy through the driver's staging buffer: a few GB/s"
+    pageable = _value(min(_PAGEABLE, sheet.link[0]), "assumed", detail)
     return {
-        "dram_bytes_per_s": _value(triad, "datasheet", f"{_TRIAD:.0%} of {dram_detail}"),
-        "host_adam_params_per_s": _value(
-            triad / _HOST_UPDATE_BYTES, "assumed",
-            f"bound by DRAM at {_HOST_UPDATE_BYTES} bytes per parameter",
+        "h2d_bytes_per_s": _value(*sheet.link), "d2h_bytes_per_s": _value(*sheet.link),
+        "pageable_h2d_bytes_per_s": pageable, "pageable_d2h_bytes_per_s": pageable,
+    }  # fmt: skip
+
+
+def _device_rates(sheet: Sheet) -> dict[str, Quantity]:
+    hbm, device = sheet.hbm_bytes_per_s, sheet.device_name
+    return {
+        "device_flops_per_s": _value(
+            _PRODUCTS * sheet.flops, "assumed",
+            f"{_PRODUCTS:.0%} of {device}'s {sheet.flops / 1e12:g} dense bf16 Tflop/s: "
+            "Megatron-LM, SC 2021, table 1, without its communication",
+        ),
+        "device_memory_bytes_per_s": _value(
+            _HBM * hbm, "datasheet", f"{_HBM:.0%} of {device}'s {hbm / 1e12:g} TB/s"
         ),
         "device_adam_params_per_s": _value(
-            _TRIAD * hbm / _DEVICE_UPDATE_BYTES, "datasheet",
-            f"{_TRIAD:.0%} of {device}'s {hbm / 1e12:g} TB/s at {_DEVICE_UPDATE_BYTES} bytes "
-            "per parameter",
-        ),
-        "device_flops_per_s": _value(
-            _KERNELS * flops, "assumed",
-            f"{_KERNELS:.0%} of {device}'s {flops / 1e12:g} dense bf16 Tflop/s",
+            _HBM * hbm / DEVICE_UPDATE_BYTES, "datasheet",
+            f"{_HBM:.0%} of {device}'s {hbm / 1e12:g} TB/s at {DEVICE_UPDATE_BYTES} bytes per "
+            "parameter",
         ),
     }  # fmt: skip
 
 
-def _link(rate: float, source: Source, detail: str) -> dict[str, Quantity]:
+def _host_rates(sheet: Sheet) -> dict[str, Quantity]:
+    """One rank alone on the node; the fused kernel draws as much of DRAM as stock's passes do."""
+    drawn, source, detail = _drawn_bytes_per_s(sheet)
     return {
-        "h2d_bytes_per_s": _value(rate, source, detail),
-        "d2h_bytes_per_s": _value(rate, source, detail),
-    }
-
-
-def _a100_node() -> Machine:
-    """Four A100-40GB on PCIe 4, 32 cores, 512 GB: the published A100 runs."""
-    rates = _memory_rates(204.8e9, "8 channels of DDR4-3200 (204.8 GB/s)", 1.555e12, 312e12,
-                          "A100-40GB")  # fmt: skip
-    stock = _value(1.4e9, "published", f"CPU Adam with write-back, one rank: {DOS}")
-    third = {ranks: Quantity.exact(rate / (ranks * 1.4e9), "published", f"CPU Adam, {ranks} ranks")
-             for ranks, rate in ((2, 1.9e9), (4, 1.9e9))}  # fmt: skip
-    return Machine(
-        name="a100-node", device_kind="cuda", device_name="NVIDIA A100-SXM4-40GB",
-        gpus_per_node=4, cpu_cores=32, host_memory_bytes=512 * GIB, device_memory_bytes=40 * GIB,
-        **{**rates, **_link(25e9, "published", f"pinned, PCIe 4: {DOS}")},
-        stock_host_adam_params_per_s=stock,
-        rank_shares={ranks: {"dram": share} for ranks, share in third.items()},
-        network_bytes_per_s=_value(50e9, "datasheet", "two 200 Gbit/s ports"),
-        storage_write_bytes_per_s=_value(2e9, "assumed", "one NVMe drive"),
-        other_rates={"nvlink_bytes_per_s": _value(300e9, "datasheet", "NVLink 3, one direction")},
-        measured_with="preset",
-    )  # fmt: skip
-
-
-def _h100_node() -> Machine:
-    """Four H100-80GB on PCIe 5, 96 cores, 512 GB: the published H100 runs."""
-    rates = _memory_rates(614e9, "two sockets of 8 channels DDR5-4800 (614 GB/s)", 3.35e12, 989e12,
-                          "H100 SXM")  # fmt: skip
-    return Machine(
-        name="h100-node", device_kind="cuda", device_name="NVIDIA H100 80GB HBM3",
-        gpus_per_node=4, cpu_cores=96, numa_nodes=2, host_memory_bytes=512 * GIB,
-        device_memory_bytes=80 * GIB,
-        **{**rates, **_link(52e9, "published", f"pinned, PCIe 5, 50 to 55 GB/s: {DOS}")},
-        stock_host_adam_params_per_s=_value(1.7e9, "published", f"CPU Adam, 46 cores: {DOS}"),
-        network_bytes_per_s=_value(50e9, "assumed", "one 400 Gbit/s port"),
-        storage_write_bytes_per_s=_value(5e9, "assumed", "one PCIe 4 NVMe drive"),
-        other_rates={"nvlink_bytes_per_s": _value(450e9, "datasheet", "NVLink 4, one direction")},
-        measured_with="preset",
-    )  # fmt: skip
-
-
-def _h200() -> Machine:
-    """One H200 with its eighth of a usual host."""
-    rates = _memory_rates(614e9, "two sockets of 8 channels DDR5-4800 (614 GB/s)", 4.8e12, 989e12,
-                          "H200")  # fmt: skip
-    return Machine(
-        name="h200", device_kind="cuda", device_name="NVIDIA H200", gpus_per_node=8,
-        cpu_cores=112, numa_nodes=2, host_memory_bytes=2048 * GIB, device_memory_bytes=141 * GIB,
-        **{**rates, **_link(55e9, "assumed", "as on H100: PCIe 5 x16, 64 GB/s raw")},
-        stock_host_adam_params_per_s=_value(1.7e9, "assumed", f"as on the H100 node: {DOS}"),
-        network_bytes_per_s=_value(400e9, "datasheet", "eight 400 Gbit/s ports"),
-        storage_write_bytes_per_s=_value(5e9, "assumed", "one PCIe 4 NVMe drive"),
-        other_rates={"nvlink_bytes_per_s": _value(450e9, "datasheet", "NVLink 4, one direction")},
-        measured_with="preset",
-    )  # fmt: skip
-
-
-def _rtx4090() -> Machine:
-    """A desktop: RTX 4090, 16 cores, 128 GB of two-channel DDR5."""
-    rates = _memory_rates(89.6e9, "two channels of DDR5-5600 (89.6 GB/s)", 1.008e12, 165e12,
-                          "RTX 4090")  # fmt: skip
-    return Machine(
-        name="rtx4090", device_kind="cuda", device_name="NVIDIA GeForce RTX 4090",
-        cpu_cores=16, host_memory_bytes=128 * GIB, device_memory_bytes=24 * GIB,
-        **{**rates, **_link(25e9, "assumed", "PCIe 4 x16, 32 GB/s raw")},
-        stock_host_adam_params_per_s=_value(
-            _TRIAD * 89.6e9 / 46, "assumed", "bound by DRAM at stock's 46 bytes per parameter"
+        "dram_bytes_per_s": _value(
+            sheet.triad_bytes_per_s, "datasheet",
+            f"{_TRIAD[sheet.dram_kind]:.0%} of {sheet.dram_detail}",
         ),
-        storage_write_bytes_per_s=_value(4e9, "assumed", "one PCIe 4 NVMe drive"),
-        measured_with="preset",
-    )  # fmt: skip
-
-
-def _gh200() -> Machine:
-    """Grace Hopper: the link is NVLink-C2C, faster than host memory."""
-    rates = _memory_rates(512e9, "LPDDR5X (512 GB/s)", 4.0e12, 989e12, "GH200")
-    return Machine(
-        name="gh200", device_kind="cuda", device_name="NVIDIA GH200 96GB", cpu_cores=72,
-        host_memory_bytes=480 * GIB, device_memory_bytes=96 * GIB,
-        **{**rates, **_link(_TRIAD * 450e9, "datasheet", "80% of NVLink-C2C's 450 GB/s a way")},
-        stock_host_adam_params_per_s=_value(
-            _TRIAD * 512e9 / 46, "assumed", "bound by DRAM at stock's 46 bytes per parameter"
+        "stock_host_adam_params_per_s": _value(drawn / STOCK_UPDATE_BYTES, source, detail),
+        "host_adam_params_per_s": _value(
+            drawn / FUSED_UPDATE_BYTES, "assumed",
+            f"the same DRAM traffic a second as stock's passes, at {FUSED_UPDATE_BYTES} bytes per "
+            f"parameter instead of {STOCK_UPDATE_BYTES}",
         ),
-        network_bytes_per_s=_value(50e9, "datasheet", "one 400 Gbit/s port"),
-        storage_write_bytes_per_s=_value(5e9, "assumed", "one PCIe 5 NVMe drive"),
-        measured_with="preset",
-    )  # fmt: skip
+    }  # fmt: skip
 
 
-PRESETS: Mapping[str, Callable[[], Machine]] = {
-    "a100-node": _a100_node,
-    "gh200": _gh200,
-    "h100-node": _h100_node,
-    "h200": _h200,
-    "rtx4090": _rtx4090,
-}
+def _passes_bytes_per_s(rate: float) -> float:
+    """DRAM traffic of a published update, less the time of its unpinned parameter copy."""
+    return STOCK_UPDATE_BYTES / (1 / rate - 2 / _PAGEABLE)
+
+
+def _drawn_bytes_per_s(sheet: Sheet) -> tuple[float, Source, str]:
+    """What one rank's update draws of DRAM: as published, else as one NUMA node has it."""
+    if sheet.stock_update:
+        low, high, said = sheet.stock_update[min(sheet.stock_update)]
+        drawn = _passes_bytes_per_s(math.sqrt(low * high))
+        detail = f"{said}, less the new parameters' way to the device: {DOS}"
+        return min(drawn, sheet.triad_bytes_per_s / sheet.numa_nodes), "published", detail
+    drawn = sheet.triad_bytes_per_s / sheet.numa_nodes
+    return drawn, "assumed", f"one NUMA node's DRAM at {STOCK_UPDATE_BYTES} bytes per parameter"
+
+
+def _dram_shares(sheet: Sheet) -> dict[int, dict[ShareName, Quantity]]:
+    """Of the triad rate, for each of several ranks: as their published updates drew it."""
+    shares: dict[int, dict[ShareName, Quantity]] = {}
+    for ranks, (low, high, said) in sheet.stock_update.items():
+        if ranks > 1:
+            middle = math.sqrt(low * high)
+            apart = max(1.04, (high / middle) ** _QUARTILE_OF_EIGHTY_PERCENT)
+            parts = [min(1 / ranks, _passes_bytes_per_s(rate) / sheet.triad_bytes_per_s)
+                     for rate in (middle / apart, middle, middle * apart)]  # fmt: skip
+            shares[ranks] = {"dram": Quantity(
+                q1=parts[0], median=parts[1], q3=parts[2], source="published",
+                detail=f"{said}, less the new parameters' way to the device: {DOS}",
+            )}  # fmt: skip
+    return shares
+
+
+def _wires(sheet: Sheet) -> dict[str, Quantity]:
+    wires = {LINK: sheet.nvlink, PAIR: sheet.nvlink_pair}
+    return {name: _value(rate, "datasheet", detail)
+            for name, wire in wires.items() if wire for rate, detail in [wire]}  # fmt: skip

@@ -9,12 +9,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from simulator.estimates.architecture import Architecture, Block, ModelError, architecture
+from simulator.estimates.collectives import LINK, Links, from_outside_bytes
+from simulator.estimates.compute import Device, overlapped_s
 from simulator.estimates.deepspeed_config import TrainingConfig, training_config
 from simulator.machine import Machine
 from simulator.workload import WIRE_BYTES, Layer, WireDtype, Workload, cut
 
 Checkpointing = Literal["full", "none"]
-LINK = "nvlink_bytes_per_s"  # among machine.other_rates: between the GPUs of a node
+# Of a layer's forward, what the host issues for its backward without the recomputed forward: one
+# gradient per product's input and one per weight, and the hooks of the reduction.
+ISSUED_BACKWARD = 1.0
+MODULES_OF_A_LAYER = 12
 
 
 @dataclass(frozen=True)
@@ -153,10 +158,15 @@ class _Rank:
             tokens_per_iteration=self.tokens * micro * p.data,
             samples_per_iteration=self.config.micro_batch * micro * p.data,
             # Each of the p - 1 other stages is one micro-batch ahead or behind (GPipe and 1F1B).
-            pipeline_idle_s=(p.pipeline - 1) / micro * busy_s,
+            pipeline_idle_s=(p.pipeline - 1) / micro * busy_s + self.loop_s,
             device_base_bytes=self.base_bytes(blocks),
             provenance=self.provenance(),
         )
+
+    @property
+    def loop_s(self) -> float:
+        """What the training script does between iterations, where runs have told it."""
+        return 0.0 if self.machine.loop_s is None else self.machine.loop_s.median
 
     @property
     def nodes(self) -> int:
@@ -196,46 +206,78 @@ class _Rank:
 
     def layer(self, block: Block) -> Layer:
         micro = self.config.gradient_accumulation_steps
-        forward_s = self.forward_s(block) + self.tensor_exchange_s(block)
-        passes = 3 if self.recompute and block.attention else 2  # recomputed, then two products
-        backward_s = passes * self.forward_s(block) + self.tensor_exchange_s(block)
         gathered, reduced = self.network_bytes(block)
         return Layer(
             name=block.name,
             params=sum(self.partitions(block)),
-            forward_s=micro * forward_s,
-            backward_s=micro * backward_s,
+            forward_s=micro * self.forward_s(block),
+            backward_s=micro * self.backward_s(block),
             activation_bytes=self.activation_bytes(block),
             network_gather_bytes=gathered,
             network_reduce_bytes=reduced,
         )
 
+    def device_s(self, block: Block) -> float:
+        """Of one micro-batch's forward on the device, with tensor parallelism's exchanges."""
+        device = Device.of(self.machine, self.wire, self.parallel.tensor, self.flash)
+        computed = device.forward_s(
+            block, self.arch.hidden, self.arch.heads, self.tokens, self.sequence
+        )
+        return computed + self.tensor_exchange_s(block)
+
     def forward_s(self, block: Block) -> float:
-        """Of one micro-batch; each token sees half of the sequence on average."""
-        scores = 2 * 2 * block.attention * self.sequence / 2
-        flops = self.tokens * (block.flops_per_token + scores) / self.parallel.tensor
-        return flops / self.machine.rate("device_flops_per_s")
+        """Of one micro-batch: the device computes, the node gathers, the host issues."""
+        return overlapped_s(
+            self.device_s(block), self.issue_s(block), self.gather_s(block, self.wire)
+        )
+
+    def backward_s(self, block: Block) -> float:
+        """Two products per weight, one more where the forward is computed again.
+
+        The reduction is not hidden: a layer's gradients are averaged before they go home.
+        """
+        again = bool(self.recompute and block.attention)
+        issued = (ISSUED_BACKWARD + again) * self.issue_s(block)
+        gathered = self.gather_s(block, self.wire)
+        reduced = self.gather_s(block, self.config.gradient_bytes)
+        return overlapped_s((2 + again) * self.device_s(block), issued, gathered) + reduced
+
+    def issue_s(self, block: Block) -> float:
+        """Embedding and head are a module each, a layer is a dozen."""
+        issue = self.machine.layer_issue_s
+        if issue is None:
+            return 0.0
+        return issue.median if block.attention else issue.median / MODULES_OF_A_LAYER
+
+    def gather_s(self, block: Block, element_bytes: int) -> float:
+        """ZeRO's all-gather, or its reduce-scatter, of the block among the ranks of one node."""
+        size = sum(self.partitions(block)) * self.parallel.data * element_bytes
+        return self.links.gather_s(size, math.ceil(self.parallel.data / self.data_nodes()))
 
     def tensor_exchange_s(self, block: Block) -> float:
         """Two all-reduces of the activations per layer and pass, inside a node."""
-        t, link = self.parallel.tensor, self.machine.other_rates.get(LINK)
-        if t == 1 or not block.attention or link is None:
+        if not block.attention:
             return 0.0
-        size = self.tokens * self.arch.hidden * WIRE_BYTES[self.config.wire_dtype]
-        return 2 * 2 * (t - 1) / t * size / link.median
+        size = self.tokens * self.arch.hidden * self.wire
+        return 2 * self.links.all_reduce_s(size, self.parallel.tensor)
 
     def network_bytes(self, block: Block) -> tuple[int, int]:
         """ZeRO's gather per pass and reduction: what comes from other nodes, shared by a node's
         ranks.
         """
-        outside = self.data_nodes()
-        if outside == 1:
-            return 0, 0
-        full = sum(self.partitions(block)) * self.parallel.data
-        sharers = max(1, math.ceil(self.parallel.data / outside))
-        part = (outside - 1) / outside * full / sharers
-        gathered = int(part * WIRE_BYTES[self.config.wire_dtype])
-        return gathered, int(part * self.config.gradient_bytes)
+        p = self.parallel
+        size = sum(self.partitions(block)) * p.data
+        part = from_outside_bytes(size, p.data, self.data_nodes())
+        part /= max(1, math.ceil(p.data / self.data_nodes()))
+        return int(part * self.wire), int(part * self.config.gradient_bytes)
+
+    @property
+    def links(self) -> Links:
+        return Links.of(self.machine)
+
+    @property
+    def wire(self) -> int:
+        return WIRE_BYTES[self.config.wire_dtype]
 
     def data_nodes(self) -> int:
         """Nodes over which one data-parallel group is spread; tensor ranks sit together."""
@@ -244,16 +286,25 @@ class _Rank:
 
     def activation_bytes(self, block: Block) -> int:
         """Korthikanti et al.: s b h (34 + 5 a s / h) bytes per layer, 2 s b h if recomputed."""
-        wire = WIRE_BYTES[self.config.wire_dtype]
-        unit = self.tokens * self.arch.hidden * wire / 2
+        unit = self.tokens * self.arch.hidden * self.wire / 2
         t = self.parallel.tensor
-        if block.name == "head":  # logits, and their fp32 copy for the loss
-            return int(self.tokens * self.arch.vocabulary * (wire + 4) / t)
+        if block.name == "head":
+            return self._head_bytes(block)
         if not block.attention:
             return int(2 * unit)
         if self.recompute:
             return int(2 * unit / (t if self.parallel.sequence_parallel else 1))
         return int(self._stored(unit))
+
+    def _head_bytes(self, block: Block) -> int:
+        """Logits: in the forward with two widened copies, in the backward with one and the
+        gradient of the head's weights; what of it the backward's buckets do not cover.
+        """
+        logits = self.tokens * self.arch.vocabulary / self.parallel.tensor
+        forward = (self.wire + 4 + 4) * logits
+        gradients = self.wire * sum(self.partitions(block)) * self.parallel.data
+        backward = (self.wire + 4) * logits + gradients + self.backward_bytes()
+        return int(max(forward, backward) - self.backward_bytes())
 
     def _stored(self, unit: float) -> float:
         t = self.parallel.tensor
@@ -262,20 +313,38 @@ class _Rank:
         return unit * (whole + 24 / t + scores)
 
     def base_bytes(self, blocks: Sequence[Block]) -> int:
-        """Parameters, those gathered, the reduction bucket, one recomputed layer."""
-        wire = WIRE_BYTES[self.config.wire_dtype]
-        own = sum(sum(self.partitions(block)) for block in blocks)
-        live = min(own * self.parallel.data, self.config.max_live_parameters)
-        gathered = live if self.parallel.data > 1 else 0
-        bucket = min(self.config.reduce_bucket_elements, own * self.parallel.data)
-        base = (own + gathered + bucket) * wire
-        if self.recompute:
-            base += int(self._stored(self.tokens * self.arch.hidden * wire / 2))
+        """Parameters, those gathered, both gradient buckets, the layer that was recomputed last."""
+        held = self.held_elements(blocks)
+        base = (held + self.gathered_elements(blocks)) * self.wire
+        base += self.bucket_bytes(held) + self.backward_bytes()
+        if self.recompute:  # its activations stay until the next iteration's take their place
+            base += int(self._stored(self.tokens * self.arch.hidden * self.wire / 2))
         return base
+
+    def held_elements(self, blocks: Sequence[Block]) -> int:
+        return sum(sum(self.partitions(block)) for block in blocks)
+
+    def gathered_elements(self, blocks: Sequence[Block]) -> int:
+        """``stage3_max_live_parameters``, and embedding and head, which are not released."""
+        if self.parallel.data == 1:
+            return 0
+        ends = [block for block in blocks if not block.attention]
+        live = self.config.max_live_parameters + self.held_elements(ends) * self.parallel.data
+        return min(live, self.held_elements(blocks) * self.parallel.data)
+
+    def bucket_bytes(self, held: int) -> int:
+        """DeepSpeed's flat gradient bucket, allocated once."""
+        return self.wire * min(self.config.reduce_bucket_elements, held * self.parallel.data)
+
+    def backward_bytes(self) -> int:
+        """Gradients that wait for their bucket, and the largest one's fp32 copy on its way home."""
+        blocks = self.stage_blocks()
+        largest = max(n for block in blocks for n in self.partitions(block))
+        return self.bucket_bytes(self.held_elements(blocks)) + 4 * largest
 
     def provenance(self) -> str:
         notes = [f"estimated from the config of {self.arch.name}, sequence {self.sequence}"]
         notes += self.config.resolved
         if self.parallel.tensor > 1 and LINK not in self.machine.other_rates:
-            notes.append(f"tensor-parallel exchange left out: no {LINK} in machine.other_rates")
+            notes.append(f"tensor-parallel exchange over PCIe: no {LINK} in machine.other_rates")
         return "; ".join(notes)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from simulator.machine import RateName
 from simulator.schedule import Lane, OpKind, Schedule
 from simulator.schedules.loop import ALL_CORES, TrainingLoop
 from simulator.update.optimizer import ADAM, FP32_BYTES
@@ -15,6 +14,9 @@ from simulator.workload import Workload
 STATE_BYTES_PER_PARAM = ADAM.state_bytes
 HOST_BYTES_PER_PARAM = 20  # state 12, `.grad` 4, gradient partition buffer 4
 DEVICE_BYTES_PER_PARAM = STATE_BYTES_PER_PARAM + FP32_BYTES  # state and fp32 gradient
+# Unscale 8, DeepSpeedCPUAdam 28, downcast 8: DRAM traffic per parameter of stock's host passes.
+STOCK_UPDATE_BYTES = 44
+PAGEABLE_PASSES = 3  # of DRAM: into the driver's staging buffer, out of it, and the link's own
 Updates = Literal["sequential", "interleaved", "with_backward"]
 
 
@@ -23,27 +25,32 @@ class StockOptions:
     """What distinguishes the stock strategies from one another.
 
     Attributes:
-        blocking_gradients: backward waits for every gradient's copies (three crossings); else a
-            gradient is widened on the device and flows home while backward goes on.
+        blocking_gradients: a gradient crosses the link three times; else it is widened on the
+            device and crosses once. Backward waits for the copies either way.
         updates: ``sequential``: one subgroup after the other, copies included, at the step;
             ``interleaved``: host updates, copies and visits side by side, at the step;
             ``with_backward``: a subgroup's host update starts once its gradient is home, and only
             the new parameters' way to the device is left for the step.
         host_ratio: share of subgroups whose state lives on the host; DeepSpeed puts the others'
             (the first ones') into device memory. Twin-Flow's ``ratio``.
+        counts_host: the builds of 2024 round the number of hosted subgroups down, DeepSpeed 0.19.8
+            that of the others.
         stride: of the hosted subgroups every so many-th visits the device; 0: none.
         staging_slots: device buffers for visits.
         result_copy: new masters come back from another process and are copied once more.
-        pageable_parameters: new parameters travel from unpinned memory.
+        pageable_parameters, pageable_gradients: they travel from and to unpinned memory
+            (``pin_memory: false``).
     """
 
     blocking_gradients: bool = True
     updates: Updates = "sequential"
     host_ratio: float = 1.0
+    counts_host: bool = False
     stride: int = 0
-    staging_slots: int = 2
+    staging_slots: int = 1
     result_copy: bool = False
     pageable_parameters: bool = True
+    pageable_gradients: bool = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.host_ratio <= 1:
@@ -64,7 +71,7 @@ class StockLoop(TrainingLoop):
         super().__init__(workload)
         self.options = options
         count = len(self.sizes)
-        self.resident = int((1 - options.host_ratio) * count)  # the first ones, as DeepSpeed does
+        self.resident = self._residents(count)  # the first ones, as DeepSpeed does
         self.visits = {
             s for i, s in enumerate(range(self.resident, count), start=1)
             if options.stride and i % options.stride == 0
@@ -75,18 +82,25 @@ class StockLoop(TrainingLoop):
         self.updated: dict[int, int] = {}  # subgroups updated during backward
         self.written_back: list[int] = []
 
+    def _residents(self, count: int) -> int:
+        """DeepSpeed 0.19.8 counts those on the device, older builds those on the host."""
+        if self.options.counts_host:
+            return count - int(self.options.host_ratio * count + 1e-9)
+        return int((1 - self.options.host_ratio) * count)
+
     def schedule(self, iterations: int, name: str) -> Schedule:
         """What was appended so far, with the memory that is in use throughout."""
         w = self.workload
         on_device = sum(self.sizes[: self.resident])
         staging = self.slots * max((self.sizes[s] for s in self.visits), default=0)
+        on_device_bytes = (on_device + staging) * DEVICE_BYTES_PER_PARAM
         hosted = w.params - on_device
         return Schedule(
             ops=tuple(self.out.ops),
             iterations=iterations,
             ranks_per_node=w.ranks_per_node,
             strategy=name,
-            device_base_bytes=w.device_base_bytes + (on_device + staging) * DEVICE_BYTES_PER_PARAM,
+            device_base_bytes=w.device_base_bytes + on_device_bytes,
             host_base_bytes=hosted * HOST_BYTES_PER_PARAM + on_device * FP32_BYTES,
         )
 
@@ -108,16 +122,29 @@ class StockLoop(TrainingLoop):
                 self.updated[subgroup] = self._update_host(subgroup, [home])
 
     def _send_home(self, layer: int, micro_batch: int, after: int) -> int:
-        hosted = sum(n for s, n in self.shares[layer] if s >= self.resident)
+        """Backward waits for the copies: they are queued on the stream that it computes on."""
+        hosted = sum(n for s, n in self.shares[layer] if self._goes_home(s))
         elements = self.workload.layers[layer].params
         if not elements:
             return after
-        if not self.options.blocking_gradients:
-            return self._send_asynchronously(layer, elements, hosted, micro_batch, after)
-        if self.workload.stock_backward_extra_s is not None:
+        if self.options.blocking_gradients and self.workload.stock_backward_extra_s is not None:
             return self._measured_path(layer, after)
-        home = self._three_crossings(layer, elements, hosted, micro_batch, after)
+        send = self._three_crossings if self.options.blocking_gradients else self._one_crossing
+        home = send(layer, elements, hosted, micro_batch, after)
         return self.out.add(OpKind.GRADIENT_PASS, Lane.COMPUTE, 0.0, after=[home], layer=layer)
+
+    def _goes_home(self, subgroup: int) -> bool:
+        """Interleaved builds leave the gradients of visiting subgroups on the device."""
+        return subgroup >= self.resident and not self._waits_on_device(subgroup)
+
+    def _waits_on_device(self, subgroup: int) -> bool:
+        return not self.options.blocking_gradients and subgroup in self.visits
+
+    def gradient_alloc_bytes(self, layer: int, micro_batch: int) -> int:
+        if micro_batch > 0:
+            return 0
+        waits = sum(n for s, n in self.shares[layer] if self._waits_on_device(s))
+        return waits * self.workload.grad_bytes_per_param
 
     def _measured_path(self, layer: int, after: int) -> int:
         """The layer's share of what was measured: the device waits."""
@@ -135,17 +162,15 @@ class StockLoop(TrainingLoop):
     ) -> int:
         """To the buffer, back to be widened (or, later, to be added to), and home again."""
         size = elements * self.workload.grad_bytes_per_param
-        if micro_batch == 0:
-            moved = self._move(OpKind.GRADIENT_D2H, size, layer, after)
-            moved = self._move(OpKind.GRADIENT_H2D, size, layer, moved)
-        else:
-            moved = self._move(OpKind.GRADIENT_H2D, size, layer, after)
-            moved = self._move(OpKind.GRADIENT_D2H, size, layer, moved)
+        first, then = OpKind.GRADIENT_D2H, OpKind.GRADIENT_H2D
+        if micro_batch:
+            first, then = then, first
+        moved = self._move(then, size, layer, self._move(first, size, layer, after))
         if micro_batch == self.boundary and hosted:
             moved = self._move(OpKind.GRADIENT_D2H, hosted * FP32_BYTES, layer, moved)
         return moved
 
-    def _send_asynchronously(
+    def _one_crossing(
         self, layer: int, elements: int, hosted: int, micro_batch: int, after: int
     ) -> int:
         """Accumulated in the buffer until the last micro-batch, which sends fp32."""
@@ -160,13 +185,12 @@ class StockLoop(TrainingLoop):
         return moved
 
     def _move(self, kind: OpKind, size_bytes: float, layer: int, after: int) -> int:
-        if kind == OpKind.GRADIENT_D2H:
-            lane, rate = Lane.D2H, "d2h_bytes_per_s"
-        else:
-            lane, rate = Lane.H2D, "h2d_bytes_per_s"
+        direction = "d2h" if kind == OpKind.GRADIENT_D2H else "h2d"
+        pageable = self.options.pageable_gradients
+        rate = f"pageable_{direction}_bytes_per_s" if pageable else f"{direction}_bytes_per_s"
         return self.out.add(
-            kind, lane, size_bytes, rate, [after],  # type: ignore[arg-type]
-            dram_bytes=size_bytes, layer=layer,
+            kind, Lane.D2H if direction == "d2h" else Lane.H2D, size_bytes, rate,  # type: ignore[arg-type]
+            [after], dram_bytes=size_bytes * (PAGEABLE_PASSES if pageable else 1), layer=layer,
         )  # fmt: skip
 
     # -- step --------------------------------------------------------------------------------
@@ -190,62 +214,58 @@ class StockLoop(TrainingLoop):
             return self._visit(subgroup, after)
         done = self.updated.get(subgroup)
         if done is None:
-            after = self._unscale(subgroup, after)
             done = self._update_host(subgroup, [after])
         return self._parameters_home(subgroup, [after, done])
 
-    def _host_pass(
-        self, kind: OpKind, size_bytes: float, subgroup: int, waits: Sequence[int]
-    ) -> int:
-        """A pass that costs as much as copying ``size_bytes`` from host to host memory."""
-        return self.out.add(
-            kind, Lane.HOST, size_bytes, "host_copy_bytes_per_s", waits,
-            dram_bytes=2 * size_bytes, cores=ALL_CORES, subgroup=subgroup,
-        )  # fmt: skip
-
-    def _unscale(self, subgroup: int, after: int) -> int:
-        """`unscale_and_clip_grads` reads and writes the fp32 gradient; it runs clip or not."""
-        size = self.sizes[subgroup] * FP32_BYTES
-        return self._host_pass(OpKind.GRADIENT_PASS, size, subgroup, [after])
-
     def _update_host(self, subgroup: int, waits: Sequence[int]) -> int:
+        """Unscale (clip or not), Adam and downcast: the machine's rate is that of all three."""
         size = self.sizes[subgroup]
         return self.out.add(
             OpKind.UPDATE_HOST, Lane.HOST, size, "stock_host_adam_params_per_s", waits,
-            dram_bytes=size * (2 * STATE_BYTES_PER_PARAM + FP32_BYTES), cores=ALL_CORES,
-            subgroup=subgroup,
+            dram_bytes=size * STOCK_UPDATE_BYTES, cores=ALL_CORES, subgroup=subgroup,
         )  # fmt: skip
+
+    def _result_copied(self, subgroup: int, waits: Sequence[int]) -> list[int]:
+        """New masters that come back from another process are copied once more."""
+        size = self.sizes[subgroup] * FP32_BYTES
+        copied = self.out.add(
+            OpKind.PARAMETER_CAST, Lane.HOST, size, "host_copy_bytes_per_s", waits,
+            dram_bytes=2 * size, cores=ALL_CORES, subgroup=subgroup,
+        )  # fmt: skip
+        return [copied]
 
     def _parameters_home(self, subgroup: int, waits: Sequence[int]) -> int:
-        """fp32 to wire precision on the host, then to the device."""
-        size, wire = self.sizes[subgroup], self.workload.wire_bytes
-        passed = size * (FP32_BYTES + wire) / 2 + size * FP32_BYTES * self.options.result_copy
-        cast = self._host_pass(OpKind.PARAMETER_CAST, passed, subgroup, waits)
-        rate: RateName = "h2d_bytes_per_s"
-        if self.options.pageable_parameters:
-            rate = "pageable_h2d_bytes_per_s"
+        size = self.sizes[subgroup] * self.workload.wire_bytes
+        if self.options.result_copy:
+            waits = self._result_copied(subgroup, waits)
+        pageable = self.options.pageable_parameters
         return self.out.add(
-            OpKind.PARAMETER_H2D, Lane.H2D_PARAMETERS, size * wire, rate, [cast],
-            dram_bytes=size * wire, subgroup=subgroup,
+            OpKind.PARAMETER_H2D, Lane.H2D_PARAMETERS, size,
+            "pageable_h2d_bytes_per_s" if pageable else "h2d_bytes_per_s", waits,
+            dram_bytes=size * (PAGEABLE_PASSES if pageable else 1), subgroup=subgroup,
         )  # fmt: skip
 
-    def _update_device(self, subgroup: int, waits: Sequence[int]) -> int:
+    def _update_device(self, subgroup: int, waits: Sequence[int], gradient_bytes: int = 0) -> int:
+        """``gradient_bytes`` waited on the device until now."""
         return self.out.add(
             OpKind.UPDATE_DEVICE, Lane.DEVICE_UPDATE, self.sizes[subgroup],
-            "device_adam_params_per_s", waits, device_share=1.0, subgroup=subgroup,
+            "device_adam_params_per_s", waits, device_share=1.0,
+            device_free_bytes=gradient_bytes, subgroup=subgroup,
         )  # fmt: skip
 
     def _visit(self, subgroup: int, after: int) -> int:
-        """State and fp32 gradient come in once a slot is free; the state goes back."""
+        """State comes in once a slot is free, with the fp32 gradient if that is on the host."""
         waits = [after]
         if len(self.written_back) >= self.slots:
             waits.append(self.written_back[-self.slots])
-        size = self.sizes[subgroup]
+        size, stays = self.sizes[subgroup], self._waits_on_device(subgroup)
+        moved = size * (STATE_BYTES_PER_PARAM if stays else DEVICE_BYTES_PER_PARAM)
         arrived = self.out.add(
-            OpKind.STATE_H2D, Lane.H2D, size * DEVICE_BYTES_PER_PARAM, "h2d_bytes_per_s", waits,
-            dram_bytes=size * DEVICE_BYTES_PER_PARAM, subgroup=subgroup,
+            OpKind.STATE_H2D, Lane.H2D, moved, "h2d_bytes_per_s", waits,
+            dram_bytes=moved, subgroup=subgroup,
         )  # fmt: skip
-        update = self._update_device(subgroup, [arrived])
+        gradient = size * self.workload.grad_bytes_per_param if stays else 0
+        update = self._update_device(subgroup, [arrived], gradient)
         back = self.out.add(
             OpKind.STATE_D2H, Lane.D2H, size * STATE_BYTES_PER_PARAM, "d2h_bytes_per_s", [update],
             dram_bytes=size * STATE_BYTES_PER_PARAM, subgroup=subgroup,

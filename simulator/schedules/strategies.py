@@ -46,13 +46,23 @@ def zero3_offload(workload: Workload, iterations: int = 3) -> Schedule:
 
 def zero3_offload_async(workload: Workload, iterations: int = 3) -> Schedule:
     """Stock ZeRO-3 offload with gradients that flow home while backward goes on."""
-    options = StockOptions(blocking_gradients=False)
+    options = StockOptions(blocking_gradients=False, pageable_gradients=False)
     return _stock(workload, "zero3_offload_async", options, iterations)
 
 
-def twin_flow(workload: Workload, iterations: int = 3, ratio: float = 0.5) -> Schedule:
+def twin_flow(
+    workload: Workload,
+    iterations: int = 3,
+    ratio: float = 0.5,
+    async_gradients: bool = False,
+    counts_host: bool = False,
+) -> Schedule:
     """Twin-Flow: the state of a share 1 - ``ratio`` of the subgroups stays in device memory."""
-    return _stock(workload, "twin_flow", StockOptions(host_ratio=ratio), iterations)
+    options = StockOptions(
+        host_ratio=ratio, blocking_gradients=not async_gradients,
+        pageable_gradients=not async_gradients, counts_host=counts_host,
+    )  # fmt: skip
+    return _stock(workload, "twin_flow", options, iterations)
 
 
 def deep_optimizer_states(
@@ -60,7 +70,8 @@ def deep_optimizer_states(
     iterations: int = 3,
     stride: int = 2,
     ratio: float = 1.0,
-    staging_slots: int = 2,
+    staging_slots: int = 1,
+    counts_host: bool = False,
 ) -> Schedule:
     """Deep Optimizer States (Maurya et al., Middleware 2024): every stride-th subgroup visits."""
     options = StockOptions(
@@ -69,7 +80,9 @@ def deep_optimizer_states(
         host_ratio=ratio,
         stride=stride,
         staging_slots=staging_slots,
+        counts_host=counts_host,
         pageable_parameters=False,
+        pageable_gradients=False,
     )
     return _stock(workload, "deep_optimizer_states", options, iterations)
 

@@ -7,8 +7,8 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
+from typing import Any
 
 VOCABULARY = 50304
 GPUS_PER_NODE = 4
@@ -21,6 +21,10 @@ _NUMBERS = (
     "params_b", "tp", "dp", "layers", "hidden", "seq", "micro_batch", "offload_ratio", "subgroup"
 )  # fmt: skip
 MAY_BE_BLANK = ("layers", "hidden", "seq", "micro_batch", "offload_ratio", "subgroup", "prefetch")
+KV_HEADS = 4
+# What a blank stands for: the campaigns' common setting, and the published models by their label.
+USUAL = {"seq": 2048.0, "micro_batch": 1.0, "offload_ratio": 1.0, "subgroup": 1e8, "stride": 2.0}
+SHAPES = {7: (32, 4096), 8.3: (72, 3072), 10: (50, 4096), 13: (40, 5120), 20: (40, 6144)}
 _LABEL_TOLERANCE = 0.2  # labels are round numbers; beyond it the logged shape is another model's
 
 
@@ -35,9 +39,10 @@ class Run:
     Attributes:
         async_grads: None where the log does not say (an older build).
         stride: 0 where no subgroup visits the device.
+        accumulation: micro-batches per iteration: global batch / (micro-batch x dp).
         family: the campaign a run belongs to: its source without model sizes.
         measured: milliseconds and GiB by column; empty where only a prediction is wanted.
-        unknown: fields that were blank; what stands in them means nothing.
+        unknown: fields that were blank; what stands in them is the usual setting.
     """
 
     testbed: str
@@ -56,6 +61,8 @@ class Run:
     family: str
     measured: dict[str, float] = field(default_factory=dict, compare=False)
     unknown: tuple[str, ...] = ()
+    heads: int = 32
+    accumulation: int = 1
 
     @property
     def ranks_per_node(self) -> int:
@@ -80,33 +87,25 @@ class Run:
         return f"{self.params_b:g}B"
 
 
-def shape(run: Run, trust: float) -> tuple[float, float]:
-    """Layers and hidden size of a run's model.
+def model_of(run: Run) -> dict[str, Any]:
+    """A plain description of the model that was trained.
 
-    Where the label contradicts the logged shape, ``trust`` (0 to 1) of the disagreement is settled
-    in the label's favour, depth and width growing alike (elements ~ layers x hidden^2).
+    The logs' memory over 1 to 16 ranks tells the parameters: 5.90 B where the label says 7 B and
+    11.19 B where it says 13 B. That is a GPT without tied embeddings whose attention has four
+    key-value heads, the default of Megatron-DeepSpeed's example script. Where label and logged
+    shape contradict each other, the hidden size is the largest multiple of 512 that the label
+    allows at the logged depth (20 B: 6144, as GPT-NeoX with its 64 heads has it, and as the logs'
+    memory shows).
     """
-    if not run.contradicted:
-        return float(run.layers), float(run.hidden)
-    growth = (run.params_b * 1e9 / run.logged_params) ** (trust / 3)
-    return run.layers * growth, run.hidden * growth
-
-
-@cache
-def subgroup_sizes(layers: float, hidden: float, seq: int, shards: int, size: int) -> list[int]:
-    """Elements of each subgroup of one rank, as DeepSpeed closes them: at ``size`` or beyond."""
-    matrices = [3 * hidden**2, hidden**2, 4 * hidden**2, 4 * hidden**2]
-    count = round(layers)
-    parameters = [VOCABULARY * hidden, seq * hidden] + matrices * count
-    scale = layers / count / shards
-    sizes: list[int] = []
-    collected = 0.0
-    for elements in parameters:
-        collected += elements * scale
-        if collected >= size:
-            sizes.append(round(collected))
-            collected = 0.0
-    return [*sizes, round(collected)] if collected >= 1 else sizes
+    hidden = run.hidden
+    if run.contradicted:
+        hidden = int(math.sqrt(run.params_b * 1e9 / (12 * run.layers))) // 512 * 512
+    heads = run.heads if hidden % run.heads == 0 else max(1, hidden // 128)
+    kv_heads = KV_HEADS if heads % KV_HEADS == 0 else heads
+    return {
+        "name": run.model, "layers": run.layers, "hidden": hidden, "heads": heads,
+        "kv_heads": kv_heads, "vocabulary": VOCABULARY, "ffn": 4 * hidden, "gated": False,
+    }  # fmt: skip
 
 
 def read_runs(path: str | Path, flag: str = "--calibrate", *, blanks: bool = False) -> list[Run]:
@@ -140,7 +139,7 @@ def read_runs(path: str | Path, flag: str = "--calibrate", *, blanks: bool = Fal
 def _run(row: dict[str, str], where: str, blanks: bool) -> Run:
     unknown = [name for name in MAY_BE_BLANK if blanks and _blank(row, name)]
     if "micro_batch" in unknown and not _blank(row, "global_batch"):
-        unknown.remove("micro_batch")  # published runs accumulate nothing
+        unknown.remove("micro_batch")  # without accumulation
         share = _positive(row, "global_batch", where) / _positive(row, "dp", where)
         row = {**row, "micro_batch": str(share)}
     value = {name: _positive(row, name, where) for name in _NUMBERS if name not in unknown}
@@ -148,10 +147,10 @@ def _run(row: dict[str, str], where: str, blanks: bool) -> Run:
         raise RunError(f"{where}: offload_ratio must lie in [0, 1], but got {row['offload_ratio']}")
     if _blank(row, "testbed"):
         raise RunError(f"{where}: testbed must be named, but got ''")
-    value = dict.fromkeys(unknown, 1.0) | value
+    value = _usual(value["params_b"]) | value
     prefetch = _number(row, "prefetch", where, 0.0) > 0
-    if prefetch or "prefetch" in unknown:
-        unknown += ["stride"] if blanks and _blank(row, "stride") else []
+    if prefetch and blanks and _blank(row, "stride"):
+        unknown.append("stride")
     return Run(
         testbed=row["testbed"].strip(),
         params_b=value["params_b"],
@@ -160,11 +159,35 @@ def _run(row: dict[str, str], where: str, blanks: bool) -> Run:
         offload_ratio=value["offload_ratio"], subgroup=int(value["subgroup"]),
         prefetch=prefetch,
         async_grads=None if _blank(row, "async_grads") else _number(row, "async_grads", where) > 0,
-        stride=int(_number(row, "stride", where, 0.0)) if prefetch else 0,
+        stride=int(_number(row, "stride", where, USUAL["stride"])) if prefetch else 0,
         family=family_of(row["source"] or ""),
         measured=_measured(row, where),
         unknown=tuple(unknown),
+        heads=int(_number(row, "heads", where, value["hidden"] // 128)) if "heads" in row else 32,
+        accumulation=_accumulation(row, where, int(value["micro_batch"]), int(value["dp"])),
     )  # fmt: skip
+
+
+def _usual(params_b: float) -> dict[str, float]:
+    """What blanks stand for: the campaigns' usual setting, and the nearest published shape."""
+    label = min(SHAPES, key=lambda known: abs(math.log(known / params_b)))
+    layers, hidden = SHAPES[label]
+    if abs(params_b / label - 1) > _LABEL_TOLERANCE:
+        hidden = max(512, int(hidden * math.sqrt(params_b / label)) // 512 * 512)
+    return {**USUAL, "layers": float(layers), "hidden": float(hidden)}
+
+
+def _accumulation(row: dict[str, str], where: str, micro_batch: int, dp: int) -> int:
+    """DeepSpeed's rule: train_batch_size = micro-batch x accumulation x data-parallel ranks."""
+    if _blank(row, "global_batch"):
+        return 1
+    batch = int(_positive(row, "global_batch", where))
+    if batch % (micro_batch * dp):
+        raise RunError(
+            f"{where}: global_batch must be a multiple of micro_batch x dp ({micro_batch} x {dp}), "
+            f"but got {batch}"
+        )
+    return batch // (micro_batch * dp)
 
 
 def _blank(row: dict[str, str], name: str) -> bool:

@@ -21,7 +21,13 @@ SHARES = {4: {"h2d": Quantity.exact(0.6), "dram": Quantity.exact(0.3)}}
 
 def test_unmeasured_ranks_divide_memory_and_storage_and_keep_their_links():
     have = capacities(machine(), 4)
-    assert (have["dram"], have["storage"], have["h2d"], have["cores"]) == (20e9, 2e9, 20e9, 4)
+    assert (have["dram"], have["storage"], have["h2d"]) == (20e9, 2e9, 20e9)
+
+
+def test_cores_are_divided_only_where_they_compute_the_model_too():
+    """An update is bound by DRAM: its share of that is counted, not its cores besides."""
+    assert capacities(machine(), 4)["cores"] == 16
+    assert capacities(machine(device_shares_host_cores=True), 4)["cores"] == 4
 
 
 def test_measured_shares_replace_equal_ones_for_that_number_of_ranks():

@@ -23,9 +23,10 @@ def test_a_row_has_figures_machine_and_command():
 
 
 def test_a_figure_may_lie_deeper_and_a_missing_one_is_left_out():
-    deep = {**_RECORD, "study": "goodput", "llama3_405b": {"goodput": 0.9318}}
-    assert "| Llama 3 405B 93.2% effective (published: over 90%) |" in table([deep])
-    assert len(table([{**deep, "llama3_405b": None}]).splitlines()) == 2
+    bed = {"h100x4": {"iteration": {"median_abs_pct_error": 4.04}}}
+    deep = {**_RECORD, "study": "published_runs", "nothing_fitted": {"predicted": bed}}
+    assert "| H100 iteration 4.0% |" in table([deep])
+    assert len(table([{**deep, "nothing_fitted": None}]).splitlines()) == 2
 
 
 def test_what_was_emulated_says_so_and_a_gpu_has_its_name():

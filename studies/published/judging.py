@@ -1,0 +1,155 @@
+"""Judges predictions of published runs: errors, pairs of strategies, choices, intervals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+
+from simulator import Machine
+from studies.bench.offload_runs import MEMORY, Run, testbeds
+from studies.published.shipped import as_seen, interval_ms, predict
+
+TIMES = {"forward": "fwd_ms", "backward": "bwd_ms", "step": "step_ms", "iteration": "iter_ms"}
+QUANTITIES = (*TIMES, "memory")
+CHOICES = ("stride", "offload_ratio")
+NEAR_BEST_PCT = 3.0
+_CONFIGURATION = (
+    "testbed", "params_b", "layers", "hidden", "seq", "tp", "dp", "micro_batch", "accumulation",
+    "offload_ratio", "subgroup", "family",
+)  # fmt: skip
+Pair = tuple[Run, dict[str, float]]
+
+
+def predictions(
+    machines: Mapping[str, Machine], runs: Sequence[Run], seen: Sequence[Run] = ()
+) -> list[Pair]:
+    """Each run with what is predicted for it.
+
+    Args:
+        seen: the runs that the machines were calibrated on; campaigns among them whose logs do not
+            say how gradients flow were recognised by their backward.
+    """
+    return [(run, predict(as_seen(run, seen), machines[run.testbed])) for run in runs]
+
+
+def measured_and_predicted(pair: Pair, quantity: str) -> tuple[float, float] | None:
+    """Milliseconds, or GiB of peak device memory; None where it was not measured."""
+    run, predicted = pair
+    if quantity == "memory":
+        peaks = [run.measured[c] for c in MEMORY if c in run.measured and "peak" in c]
+        return (max(peaks), predicted["memory_gb"]) if peaks else None
+    column = TIMES[quantity]
+    return (run.measured[column], predicted[column]) if column in run.measured else None
+
+
+def errors(pairs: Sequence[Pair]) -> dict[str, Any]:
+    """Median and 90th percentile of absolute percentage errors, and the extremes, by quantity."""
+    table: dict[str, Any] = {"rows": len(pairs)}
+    for quantity in QUANTITIES:
+        both = [measured_and_predicted(pair, quantity) for pair in pairs]
+        signed = [(b[1] / b[0] - 1) * 100 for b in both if b is not None]
+        if signed:
+            table[quantity] = {
+                "median_abs_pct_error": float(np.median(np.abs(signed))),
+                "p90_abs_pct_error": float(np.percentile(np.abs(signed), 90)),
+                "median_pct_error": float(np.median(signed)),
+                "lowest_pct_error": min(signed),
+                "highest_pct_error": max(signed),
+                "n": len(signed),
+            }
+    return table
+
+
+def by_testbed(pairs: Sequence[Pair]) -> dict[str, Any]:
+    return {name: errors(own) for name, own in _split(pairs).items()}
+
+
+def _split(pairs: Sequence[Pair]) -> dict[str, list[Pair]]:
+    names = testbeds([run for run, _ in pairs])
+    return {name: [pair for pair in pairs if pair[0].testbed == name] for name in names}
+
+
+def pairs_by_testbed(pairs: Sequence[Pair]) -> dict[str, Any]:
+    """Runs of one configuration under two strategies: is the faster one told, and by how much?"""
+    return {name: _strategies(own) for name, own in _split(pairs).items()}
+
+
+def _strategies(pairs: Sequence[Pair]) -> dict[str, Any]:
+    right: list[bool] = []
+    off: list[float] = []
+    for group in _groups(pairs, lambda run: _fields(run, _CONFIGURATION)).values():
+        for (a, said_a), (b, said_b) in combinations(group, 2):
+            if _strategy(a) == _strategy(b):
+                continue
+            measured = math.log(a.measured["iter_ms"] / b.measured["iter_ms"])
+            predicted = math.log(said_a["iter_ms"] / said_b["iter_ms"])
+            right.append((measured > 0) == (predicted > 0))
+            off.append(100 * abs(math.expm1(predicted - measured)))
+    if not right:
+        return {"pairs": 0}
+    return {
+        "pairs": len(right),
+        "ranked_rightly_pct": 100 * float(np.mean(right)),
+        "median_ratio_error_pct": float(np.median(off)),
+    }
+
+
+def _strategy(run: Run) -> tuple[object, ...]:
+    return (run.prefetch, run.async_grads, run.stride if run.prefetch else 0)
+
+
+def _groups(pairs: Sequence[Pair], key: Callable[[Run], Hashable]) -> dict[Hashable, list[Pair]]:
+    groups: dict[Hashable, list[Pair]] = {}
+    for run, predicted in pairs:
+        if "iter_ms" in run.measured:
+            groups.setdefault(key(run), []).append((run, predicted))
+    return groups
+
+
+def _fields(run: Run, names: Sequence[str]) -> tuple[object, ...]:
+    return tuple(getattr(run, name) for name in names)
+
+
+def ranking(pairs: Sequence[Pair], choice: str) -> dict[str, Any]:
+    """Runs that differ in ``choice`` only: how much slower the predicted best is than the best."""
+    names = [n for n in (*_CONFIGURATION, "prefetch", "async_grads", "stride") if n != choice]
+    kept = [pair for pair in pairs if not (choice == "stride" and not pair[0].prefetch)]
+    groups = _groups(kept, lambda run: _fields(run, names)).values()
+    regrets = [_regret_pct(g) for g in groups if len({getattr(r, choice) for r, _ in g}) > 1]
+    if not regrets:
+        return {"groups": 0}
+    return {
+        "groups": len(regrets),
+        "regret_pct": float(np.median(regrets)),
+        "max_regret_pct": max(regrets),
+        "within_3_pct_share": sum(r <= NEAR_BEST_PCT for r in regrets) / len(regrets),
+    }
+
+
+def _regret_pct(group: Sequence[Pair]) -> float:
+    chosen = min(group, key=lambda pair: pair[1]["iter_ms"])[0].measured["iter_ms"]
+    best = min(run.measured["iter_ms"] for run, _ in group)
+    return (chosen / best - 1) * 100
+
+
+def intervals(
+    machines: Mapping[str, Machine], runs: Sequence[Run], seen: Sequence[Run] = ()
+) -> dict[str, Any]:
+    """How many measured iterations lie within their 80% interval, and how wide those are."""
+    result = {}
+    for name in testbeds(runs):
+        own = [run for run in runs if run.testbed == name and "iter_ms" in run.measured]
+        ends = [interval_ms(as_seen(run, seen), machines[name]) for run in own]
+        held = [low <= run.measured["iter_ms"] <= high
+                for run, (low, high) in zip(own, ends, strict=True)]  # fmt: skip
+        if held:
+            result[name] = {
+                "n": len(held),
+                "held_pct": 100 * float(np.mean(held)),
+                "median_high_over_low": float(np.median([high / low for low, high in ends])),
+            }
+    return result

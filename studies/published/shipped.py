@@ -1,0 +1,148 @@
+"""What ebbtide as shipped predicts for a published run: preset, config, strategy, simulator.
+
+Nothing here is fitted. `predict` goes the way of a user who plans before training: a preset (or
+the same preset after `tune calibrate`), `workload_from_model`, `build_strategy`, the simulator.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from simulator import Machine, Workload, build_strategy, preset, workload_from_model
+from simulator.engines.compiled import simulate_fast
+from simulator.schedule import Schedule
+from studies.bench.offload_runs import Run, RunError, model_of
+from tuner.calibration import Calibrated, Observation, calibrate, predicted_s
+from tuner.interval import interval_s
+
+GIB = 2**30
+PRESETS = {"a100": "a100-node", "h100x4": "h100-node"}
+# The logs come from `memory_breakdown`: DeepSpeed reports memory six times per iteration, before
+# and after each phase, and collects garbage each time (`see_memory_usage`): 0.07 s in a process
+# with some 200,000 objects. That is between the phases, and no property of a strategy.
+MEMORY_REPORTS, COLLECT_S = 6, 0.07
+COLUMNS = {"forward": "fwd_ms", "backward": "bwd_ms", "step": "step_ms", "iteration": "iter_ms"}
+HARNESS_S = MEMORY_REPORTS * COLLECT_S
+
+
+def machine_of(testbed: str) -> Machine:
+    """The preset of a published testbed.
+
+    Raises:
+        RunError: no preset describes it.
+    """
+    if testbed not in PRESETS:
+        raise RunError(
+            f"testbed must be one of {', '.join(sorted(PRESETS))} (published nodes with a preset), "
+            f"but got {testbed!r}"
+        )
+    return preset(PRESETS[testbed])
+
+
+def workload_of(run: Run, machine: Machine) -> Workload:
+    """From the model's numbers and the run's DeepSpeed config, without measurements."""
+    config = {
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3, "sub_group_size": run.subgroup},
+    }
+    return workload_from_model(
+        model_of(run), machine, config, sequence=run.seq, micro_batch=run.micro_batch,
+        gradient_accumulation_steps=run.accumulation, data_parallel=run.dp,
+        tensor_parallel=run.tp,
+    )  # fmt: skip
+
+
+def schedule_of(run: Run, machine: Machine) -> Schedule:
+    """One iteration of what ran; a log that does not say how gradients flow is of an older build,
+    which blocks (reference of the data set).
+    """
+    work = workload_of(run, machine)
+    options: dict[str, Any] = {"iterations": 1, "ratio": run.offload_ratio, "counts_host": True}
+    if run.prefetch and run.stride >= 2:
+        return build_strategy("deep_optimizer_states", work, stride=run.stride, **options)
+    return build_strategy("twin_flow", work, async_gradients=bool(run.async_grads), **options)
+
+
+def predict(run: Run, machine: Machine) -> dict[str, float]:
+    """Milliseconds by the columns of the data set, and ``memory_gb``: the peak over all phases."""
+    return _predicted(replace(run, measured={}), machine.model_dump_json())
+
+
+@functools.lru_cache(maxsize=4096)
+def _predicted(run: Run, machine_json: str) -> dict[str, float]:
+    machine = _machine(machine_json)
+    schedule = schedule_of(run, machine)
+    seconds = predicted_s(schedule, machine)
+    if machine.loop_s is None:  # else the runs that it was calibrated on told it
+        seconds["iteration"] += HARNESS_S
+    peak = simulate_fast(schedule, machine).device_peak_bytes
+    return {**{COLUMNS[phase]: 1e3 * value for phase, value in seconds.items()},
+            "memory_gb": peak / GIB}  # fmt: skip
+
+
+@functools.lru_cache(maxsize=64)
+def _machine(machine_json: str) -> Machine:
+    return Machine.model_validate_json(machine_json)
+
+
+def interval_ms(run: Run, machine: Machine) -> tuple[float, float]:
+    """Of the whole iteration: what holds eight measurements in ten."""
+    low, high = interval_s(functools.partial(schedule_of, run), machine)
+    between = 0.0 if machine.loop_s is not None else HARNESS_S
+    return 1e3 * (low + between), 1e3 * (high + between)
+
+
+def calibrated(machines: Mapping[str, Machine], seen: Sequence[Run]) -> dict[str, Calibrated]:
+    """Each testbed's machine, corrected by those of the runs that are its own.
+
+    Raises:
+        RunError: a testbed has no measured run.
+    """
+    result = {}
+    for name, machine in machines.items():
+        own = [as_seen(run, seen) for run in seen if run.testbed == name and run.measured]
+        if not own:
+            known = ", ".join(sorted({run.testbed for run in seen}))
+            raise RunError(
+                f"every testbed of --predict must have rows in --calibrate, but {name!r} has none "
+                f"(calibrated: {known})"
+            )
+        result[name] = calibrate(machine, [observation(run) for run in own])
+    return result
+
+
+def as_seen(run: Run, seen: Sequence[Run]) -> Run:
+    """With how its gradients flow where the log does not say it but its campaign's runs show it."""
+    if run.async_grads is not None or run.prefetch:
+        return run
+    fellows = [
+        other for other in seen
+        if (other.testbed, other.family) == (run.testbed, run.family)
+        and other.async_grads is None and not other.prefetch and "bwd_ms" in other.measured
+    ]  # fmt: skip
+    flows = [replace(run, async_grads=_looks_asynchronous(other)) for other in fellows]
+    asynchronous = sum(bool(one.async_grads) for one in flows)
+    return replace(run, async_grads=2 * asynchronous > len(flows)) if flows else run
+
+
+def _looks_asynchronous(run: Run) -> bool:
+    """Whether its backward is nearer to that of asynchronous gradients, on the plain preset."""
+    machine = machine_of(run.testbed)
+    misses = {
+        flows: abs(math.log(predict(replace(run, async_grads=flows), machine)["bwd_ms"]
+                            / run.measured["bwd_ms"]))
+        for flows in (True, False)
+    }  # fmt: skip
+    return misses[True] < misses[False]
+
+
+def observation(run: Run) -> Observation:
+    """A run as `tune calibrate` takes it."""
+    seconds = {phase: run.measured[column] / 1e3 for phase, column in COLUMNS.items()
+               if column in run.measured}  # fmt: skip
+    name = f"{run.model}, dp {run.dp}, tp {run.tp}, micro-batch {run.micro_batch} ({run.family})"
+    return Observation(name, functools.partial(schedule_of, run), seconds)

@@ -1,0 +1,170 @@
+"""Calibration: rates that made the times are found again; logs as users have them are read."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from simulator import Machine, Quantity, build_strategy, preset, workload_from_model
+from tests.tuner.test_cli import run
+from tuner.calibration import (
+    CalibrationError,
+    Observation,
+    calibrate,
+    knobs_of,
+    predicted_s,
+    turned,
+)
+from tuner.interval import interval_s, rates_sigma
+from tuner.run_logs import Described, read_observations
+
+GPT = {"layers": 8, "hidden": 2048, "heads": 16, "vocabulary": 32000}
+
+
+def build(micro_batch, machine, strategy="zero3_offload", ranks=4):
+    work = workload_from_model(
+        GPT, machine, {"bf16": {"enabled": True},
+                       "zero_optimization": {"stage": 3, "sub_group_size": 3e7}},
+        micro_batch=micro_batch, data_parallel=ranks,
+    )  # fmt: skip
+    return build_strategy(strategy, work, iterations=1)
+
+
+def observed(truth, micro_batch, between_s=0.2, factors=None, **more):
+    seconds = predicted_s(build(micro_batch, truth, **more), truth)
+    seconds["iteration"] += between_s
+    for phase, factor in (factors or {}).items():
+        seconds[phase] *= factor
+    name = f"micro-batch {micro_batch}"
+    return Observation(name, lambda machine: build(micro_batch, machine, **more), seconds)
+
+
+def test_rates_that_made_the_times_are_found_again():
+    machine = preset("h100-node")
+    knobs = knobs_of(machine)
+    turns = {"device_flops_per_s": 0.25, "pageable_h2d_bytes_per_s": -0.3}
+    x = np.array([turns.get(knob.fields[0], 0.0) for knob in knobs])
+    truth = turned(machine, knobs, x)
+    runs = [observed(truth, n) for n in (1, 4, 16)]
+    corrected = calibrate(machine, runs).machine
+    for seen in runs:
+        again = predicted_s(seen.build(corrected), corrected)
+        for phase, seconds in seen.measured_s.items():
+            assert again[phase] == pytest.approx(seconds, rel=0.05), phase
+    assert corrected.loop_s.median == pytest.approx(0.2, rel=0.01)
+    flops = corrected.device_flops_per_s
+    assert flops.median == pytest.approx(truth.device_flops_per_s.median, rel=0.08)
+    assert flops.source == "fitted"
+    assert "calibrated on 3 runs; before" in flops.detail
+
+
+def test_what_the_runs_do_not_show_stays():
+    machine = preset("h100-node")
+    corrected = calibrate(machine, [observed(machine, 1, ranks=1)]).machine
+    assert corrected.network_bytes_per_s == machine.network_bytes_per_s
+    assert corrected.rank_shares == machine.rank_shares
+
+
+def test_runs_that_contradict_each_other_are_named():
+    machine = preset("h100-node")
+    runs = [observed(machine, 1, factors={"step": 1.6}), observed(machine, 1),
+            observed(machine, 1, factors={"step": 0.6})]  # fmt: skip
+    told = calibrate(machine, runs).contradictions
+    assert len(told) == 1
+    assert "runs contradict each other: step took" in told[0]
+    assert calibrate(machine, runs[1:2]).contradictions == ()
+
+
+@pytest.mark.parametrize("measured", [{}, {"forward": 0.0}, {"lunch": 1.0}])
+def test_runs_without_a_phase_are_refused(measured):
+    with pytest.raises(CalibrationError, match="a run must give seconds > 0 of forward"):
+        calibrate(preset("h100-node"), [Observation("r", lambda m: build(1, m), measured)])
+    with pytest.raises(CalibrationError, match="at least one measured run"):
+        calibrate(preset("h100-node"), [])
+
+
+def test_a_share_of_dram_never_exceeds_the_whole():
+    machine = preset("a100-node")
+    knobs = knobs_of(machine)
+    wide = turned(machine, knobs, np.full(len(knobs), 5.0))
+    assert wide.rank_share("dram", 4) == pytest.approx(1.0)
+
+
+def test_the_interval_is_as_wide_as_the_rates_that_bind():
+    machine = preset("h100-node")
+    low, high = interval_s(lambda m: build(1, m), machine)
+    centre = predicted_s(build(1, machine), machine)["iteration"]
+    assert low < centre < high
+    exact = machine.model_copy(update={
+        name: Quantity.exact(getattr(machine, name).median)
+        for knob in knobs_of(machine) for name in knob.fields if name != "rank_shares"
+    } | {"rank_shares": {}})  # fmt: skip
+    assert rates_sigma(lambda m: build(1, m), exact) == 0.0
+    narrow = interval_s(lambda m: build(1, m), exact)
+    assert math.log(narrow[1] / narrow[0]) < math.log(high / low)
+
+
+LOG = "".join(
+    f"[Rank 0] time (ms) | fwd_microstep: 9.0 | bwd_microstep: 9.0 | step_microstep: 9.0\n"
+    f"[Rank 0] time (ms) | fwd: {ms:.2f} | bwd: {3 * ms:.2f} | bwd_inner: 1.00 | step: 50.00\n"
+    f"epoch=0/micro_step={i}/global_step={i}, RunningAvgSamplesPerSec=3.0, CurrSamplesPerSec=8.0, "
+    f"MemAllocated=1.0GB\n"
+    for i, ms in enumerate((900, 800, 100, 101, 102, 103, 104))
+)
+
+
+def test_deepspeeds_log_is_read(tmp_path):
+    path = tmp_path / "train.log"
+    path.write_text(LOG)
+    described = Described(model="m", shape={"micro_batch": 2, "data_parallel": 4})
+    (seen,) = read_observations(path, described)
+    assert seen.measured_s == pytest.approx(
+        {"forward": 0.102, "backward": 0.306, "step": 0.05, "iteration": 1.0}
+    )
+
+
+def test_files_that_tell_nothing_are_refused(tmp_path):
+    path = tmp_path / "short.log"
+    path.write_text("".join(LOG.splitlines(keepends=True)[:6]))
+    with pytest.raises(CalibrationError, match=r"at least 5 lines .* holds 2"):
+        read_observations(path, Described())
+    with pytest.raises(CalibrationError, match="--runs must be a readable file"):
+        read_observations(tmp_path / "none.log", Described())
+    (tmp_path / "c.csv").write_text("colour,step_ms\nred,1\n")
+    with pytest.raises(CalibrationError, match="has \\['colour', 'step_ms'\\]"):
+        read_observations(tmp_path / "c.csv", Described())
+    (tmp_path / "d.csv").write_text("step_ms\n-1\n")
+    with pytest.raises(CalibrationError, match="line 2: step_ms must be a number > 0"):
+        read_observations(tmp_path / "d.csv", Described())
+    (tmp_path / "w.json").write_text("{}")
+    with pytest.raises(CalibrationError, match="must be a workload of `tune profile`"):
+        read_observations(tmp_path / "w.json", Described())
+
+
+def test_the_command_corrects_a_preset_and_says_what_changed(tmp_path):
+    model, runs, out = (tmp_path / n for n in ("m.json", "runs.csv", "machine.json"))
+    model.write_text(json.dumps(GPT))
+    machine = preset("h100-node")
+    slower = machine.model_copy(update={
+        "device_flops_per_s": machine.device_flops_per_s.scaled(0.7),
+        "pageable_h2d_bytes_per_s": machine.pageable_h2d_bytes_per_s.scaled(0.7),
+        "pageable_d2h_bytes_per_s": machine.pageable_d2h_bytes_per_s.scaled(0.7),
+    })  # fmt: skip
+    lines = ["name,micro_batch,data_parallel,sub_group_size,"
+             "forward_ms,backward_ms,step_ms,iteration_ms"]  # fmt: skip
+    for n in (1, 8):
+        seconds = observed(slower, n, between_s=0.14).measured_s
+        lines.append(f"run {n},{n},4,3e7," + ",".join(str(1e3 * s) for s in seconds.values()))
+    runs.write_text("\n".join(lines) + "\n")
+    arguments = ["calibrate", "h100-node", "--runs", runs, "--model", model, "-o", out]
+    done = run(*arguments)
+    assert done.exit_code == 0, done.output
+    assert "2 runs: their phases are now off by" in done.output
+    corrected = Machine.load(out)
+    assert corrected.loop_s.median == pytest.approx(0.14, rel=0.01)
+    told = json.loads(run(*arguments, "--json").output)
+    assert told["machine"] == str(out)
+    assert all(change["low"] <= change["after"] <= change["high"] for change in told["changes"])
+    assert told["changes"]
+    assert run("calibrate", "h100-node", "--runs", runs, "-o", out).exit_code == 2

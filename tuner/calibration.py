@@ -1,0 +1,286 @@
+"""Corrects a machine's rates by runs that were measured on it.
+
+Each knob multiplies one rate, or rates that one cause moves together. The most probable knobs are
+sought (Gauss-Newton on logarithms): runs pull them, and the machine's own spreads hold what the
+runs do not show. So three runs are enough to correct what three runs tell, and no more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import least_squares
+
+from simulator.engines.compiled import simulate_fast
+from simulator.machine import Machine
+from simulator.quantity import Quantity
+from simulator.schedule import OpKind, Schedule
+
+Floats = NDArray[np.float64]
+PHASES = ("forward", "backward", "step", "iteration")
+NOISE = 0.08  # of one measured phase, in log units: repeats and what the model leaves out
+CONTRADICTION = 0.15  # two runs' phases that one set of rates misses by more, in opposite ways
+IDENTIFIED = 0.7  # of a knob's prior width: above it, the runs did not tell
+QUARTILE = 0.6745  # of a normal distribution's sigma
+LEAST_LOOP_S = 1e-4
+
+
+class CalibrationError(ValueError):
+    """Runs that cannot be used; the message says which and why."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One measured run.
+
+    Attributes:
+        build: one iteration of what ran, on a machine: layers' times depend on its rates.
+        measured_s: seconds by phase (PHASES), at least one.
+    """
+
+    name: str
+    build: Callable[[Machine], Schedule]
+    measured_s: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Knob:
+    """One correction: ``fields`` of the machine, or a share of DRAM as one of ``ranks`` ranks.
+
+    Attributes:
+        width: prior standard deviation in log units; how far presets and profiles may be off.
+    """
+
+    name: str
+    fields: tuple[str, ...]
+    width: float
+    ranks: int = 0
+
+
+KNOBS = (
+    Knob("matrix products", ("device_flops_per_s",), 0.2),
+    Knob("issuing a layer", ("layer_issue_s",), 0.3),
+    Knob("pinned copies", ("h2d_bytes_per_s", "d2h_bytes_per_s"), 0.1),
+    Knob("unpinned copies", ("pageable_h2d_bytes_per_s", "pageable_d2h_bytes_per_s"), 0.3),
+    Knob("host updates", ("stock_host_adam_params_per_s", "host_adam_params_per_s"), 0.25),
+    Knob("network", ("network_bytes_per_s",), 0.5),
+)
+SHARE_WIDTH = 0.35  # of DRAM among ranks: it depends on how they are bound
+
+
+@dataclass(frozen=True)
+class Change:
+    """A rate that the runs corrected, in its own unit."""
+
+    knob: str
+    field: str
+    before: float
+    after: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """The corrected machine, what changed, and runs that contradict each other."""
+
+    machine: Machine
+    changes: tuple[Change, ...]
+    contradictions: tuple[str, ...]
+    left_pct: float
+
+
+def predicted_s(schedule: Schedule, machine: Machine) -> dict[str, float]:
+    """Seconds by phase; what happens between iterations belongs to none but ``iteration``."""
+    result = simulate_fast(schedule, machine)
+    idle = sum(op.work for op in schedule.ops if op.kind == OpKind.IDLE) / schedule.iterations
+    return {
+        "forward": result.forward_s - idle,
+        "backward": result.backward_s,
+        "step": result.step_s,
+        "iteration": result.iteration_s,
+    }
+
+
+def calibrate(machine: Machine, observations: Sequence[Observation]) -> Calibrated:
+    """The machine as the runs show it.
+
+    A rate that the runs say nothing about stays as it is, with its provenance; one that they do is
+    ``fitted``, with quartiles from how well they agree.
+
+    Raises:
+        CalibrationError: no run, or one without a measured phase.
+    """
+    _check(observations)
+    start = with_loop(machine, observations)
+    knobs = knobs_of(start)
+    width = np.array([knob.width for knob in knobs])
+
+    def residuals(x: Floats) -> Floats:
+        errors = np.array(_errors(turned(start, knobs, x), observations))
+        return np.concatenate((_robust(errors / NOISE), x / width))
+
+    result = least_squares(
+        residuals, np.zeros(len(knobs)), x_scale=0.2, diff_step=np.full(len(knobs), 1e-3),
+        max_nfev=12, ftol=1e-4, bounds=(-2.0, 2.0),
+    )  # fmt: skip
+    sigma = _sigma(np.asarray(result.jac), result.cost, len(result.fun) - len(knobs))
+    told = [i for i in range(len(knobs)) if sigma[i] < IDENTIFIED * width[i]]
+    x = np.array([result.x[i] if i in told else 0.0 for i in range(len(knobs))])
+    detail = f"calibrated on {len(observations)} run{'s' * (len(observations) > 1)}"
+    fitted = turned(start, knobs, x, {i: (float(sigma[i]), detail) for i in told})
+    errors = _errors(fitted, observations)
+    return Calibrated(
+        fitted,
+        tuple(change for i in told for change in _changes(start, fitted, knobs[i], sigma[i])),
+        tuple(_contradictions(fitted, observations)),
+        100 * float(np.median(np.abs(errors))),
+    )
+
+
+def _check(observations: Sequence[Observation]) -> None:
+    if not observations:
+        raise CalibrationError("at least one measured run is needed (--runs), but got none")
+    for seen in observations:
+        usable = [s for p, s in seen.measured_s.items() if p in PHASES and s > 0]
+        if not usable or len(usable) < len(seen.measured_s):
+            raise CalibrationError(
+                f"a run must give seconds > 0 of {', '.join(PHASES)}, at least of one of them, but "
+                f"{seen.name} gives {dict(seen.measured_s)}"
+            )
+
+
+def with_loop(machine: Machine, observations: Sequence[Observation]) -> Machine:
+    """What lies between the phases, of runs that give all of them and the whole."""
+    between = [
+        max(LEAST_LOOP_S, 2 * seen.measured_s["iteration"] - sum(seen.measured_s.values()))
+        for seen in observations
+        if set(PHASES) == set(seen.measured_s)
+    ]
+    if not between:
+        return machine
+    detail = f"iterations less their phases, {len(between)} runs"
+    loop = Quantity.from_samples(between, "measured", detail)
+    return machine.model_copy(update={"loop_s": loop})
+
+
+def knobs_of(machine: Machine) -> list[Knob]:
+    """Those whose rates the machine has, and one for each number of ranks that shares its DRAM."""
+    known = [knob for knob in KNOBS if all(getattr(machine, name) for name in knob.fields)]
+    shared = sorted(n for n, parts in machine.rank_shares.items() if "dram" in parts)
+    return known + [
+        Knob(f"DRAM shared by {ranks} ranks", ("rank_shares",), SHARE_WIDTH, ranks)
+        for ranks in shared
+    ]
+
+
+def turned(
+    machine: Machine,
+    knobs: Sequence[Knob],
+    x: Floats,
+    spread: Mapping[int, tuple[float, str]] | None = None,
+) -> Machine:
+    """The machine with each knob's rates times ``exp(x)``.
+
+    Args:
+        spread: by knob, the standard deviation in log units and where the value comes from; knobs
+            without one keep the spread and the provenance that they have.
+    """
+    update: dict[str, Any] = {}
+    for i, (knob, turn) in enumerate(zip(knobs, x, strict=True)):
+        told = (spread or {}).get(i)
+        if told is None and not turn:
+            continue
+        for name in knob.fields:
+            value = update.get(name, getattr(machine, name))
+            update[name] = (
+                _shares(value, knob.ranks, float(turn), told) if knob.ranks
+                else _scaled(value, float(turn), told)
+            )  # fmt: skip
+    return machine.model_copy(update=update)
+
+
+def _scaled(quantity: Quantity, turn: float, told: tuple[float, str] | None) -> Quantity:
+    scaled = quantity.scaled(math.exp(turn))
+    if told is None:
+        return scaled
+    sigma, detail = told
+    half = math.exp(QUARTILE * sigma)
+    return Quantity(
+        median=scaled.median, q1=scaled.median / half, q3=scaled.median * half, source="fitted",
+        detail=f"{detail}; before: {quantity.median:.4g} ({quantity.source})",
+    )  # fmt: skip
+
+
+def _shares(
+    shares: Mapping[int, Mapping[str, Quantity]],
+    ranks: int,
+    turn: float,
+    told: tuple[float, str] | None,
+) -> dict[int, dict[str, Quantity]]:
+    """One number of ranks' share of DRAM: never more than the whole."""
+    share = shares[ranks]["dram"]
+    scaled = _scaled(share, min(turn, -math.log(share.median)), told)
+    return {**{n: dict(parts) for n, parts in shares.items()},
+            ranks: {**shares[ranks], "dram": scaled}}  # fmt: skip
+
+
+def _errors(machine: Machine, observations: Sequence[Observation]) -> list[float]:
+    return [error for seen in observations for error in _run_errors(machine, seen).values()]
+
+
+def _run_errors(machine: Machine, seen: Observation) -> dict[str, float]:
+    """log(predicted / measured) by phase."""
+    predicted = predicted_s(seen.build(machine), machine)
+    return {phase: math.log(max(1e-9, predicted[phase]) / measured)
+            for phase, measured in seen.measured_s.items()}  # fmt: skip
+
+
+def _robust(scaled: Floats) -> Floats:
+    """Pseudo-Huber residuals: beyond two spreads an error counts linearly, not squared."""
+    return np.asarray(np.sign(scaled) * np.sqrt(8 * (np.sqrt(1 + (scaled / 2) ** 2) - 1)))
+
+
+def _sigma(jacobian: Floats, cost: float, freedom: int) -> Floats:
+    """Standard deviations of the knobs; wider where the runs scatter more than NOISE."""
+    covariance = np.linalg.pinv(jacobian.T @ jacobian)
+    scatter = max(1.0, 2 * cost / max(1, freedom))
+    return np.asarray(np.sqrt(np.diag(covariance) * scatter))
+
+
+def _changes(before: Machine, after: Machine, knob: Knob, sigma: float) -> list[Change]:
+    half = math.exp(QUARTILE * sigma)
+    changes = []
+    for name in knob.fields:
+        old, new, label = getattr(before, name), getattr(after, name), name
+        if knob.ranks:
+            old, new = old[knob.ranks]["dram"], new[knob.ranks]["dram"]
+            label = f"rank_shares.{knob.ranks}.dram"
+        changes.append(
+            Change(knob.name, label, old.median, new.median, new.median / half, new.median * half)
+        )
+    return changes
+
+
+def _contradictions(machine: Machine, observations: Sequence[Observation]) -> list[str]:
+    """Phases that the calibrated rates make much too short in one run and too long in another."""
+    errors = [(seen.name, _run_errors(machine, seen)) for seen in observations]
+    told = []
+    for phase in PHASES:
+        known = [(error[phase], name) for name, error in errors if phase in error]
+        if not known:
+            continue
+        (least, slow), (most, fast) = min(known), max(known)
+        if least < -CONTRADICTION and most > CONTRADICTION:
+            told.append(
+                f"runs contradict each other: {phase} took {math.exp(-least):.2f} times what the "
+                f"calibrated rates give in {slow}, but {math.exp(-most):.2f} times in {fast}. Was "
+                "one bound to other cores, or were its buffers pinned? Calibrate a machine file "
+                "for each."
+            )
+    return told

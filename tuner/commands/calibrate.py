@@ -1,0 +1,91 @@
+"""``tune calibrate``: corrects a machine's rates by runs that were measured on it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tuner.commands.options import JSON, guarded
+from tuner.inputs import BadInputError, read_machine, workload_options, written
+
+if TYPE_CHECKING:
+    from tuner.calibration import Calibrated
+    from tuner.run_logs import Described
+
+
+@click.command(
+    epilog="Example: tune calibrate h200 --runs train.log --model config.json -o machine.json"
+)
+@click.argument("machine")
+@click.option(
+    "--runs", multiple=True, required=True,
+    help="A log with DeepSpeed's wall_clock_breakdown, a workload.json of `tune profile`, or a CSV "
+    "with the columns forward_ms, backward_ms, step_ms, iteration_ms. May be given several times.",
+)  # fmt: skip
+@click.option("--strategy", default="zero3_offload", show_default=True, help="What ran.")
+@click.option("--ratio", type=click.FloatRange(0, 1), help="Of the strategy: Twin-Flow's ratio.")
+@click.option("-o", "--out", required=True, help="The corrected machine.")
+@workload_options
+@JSON
+@guarded
+def calibrate(
+    machine: str,
+    runs: tuple[str, ...],
+    strategy: str,
+    ratio: float | None,
+    out: str,
+    as_json: bool,
+    **source: Any,
+) -> None:
+    """Corrects MACHINE (a file or a preset) by measured runs: each rate with its spread."""
+    from tuner.calibration import calibrate as correct
+    from tuner.run_logs import read_observations
+
+    described = _described(source, strategy, ratio)
+    seen = [one for path in runs for one in read_observations(path, described)]
+    calibrated = correct(read_machine(machine), seen)
+    with written("--out", out):
+        calibrated.machine.save(out)
+    if as_json:
+        click.echo(json.dumps(asdict(calibrated) | {"machine": out}, indent=2))
+    else:
+        _show(calibrated, len(seen), out)
+
+
+def _described(source: dict[str, Any], strategy: str, ratio: float | None) -> Described:
+    from simulator.workload import Workload
+    from tuner.run_logs import Described
+
+    if source["workload"] is not None and source["model"] is not None:
+        raise BadInputError("only one of --workload and --model may be given, but got both")
+    shape = {
+        "sequence": source["sequence"], "micro_batch": source["micro_batch"],
+        "gradient_accumulation_steps": source["accumulation"],
+        "data_parallel": source["data_parallel"], "tensor_parallel": source["tensor_parallel"],
+        "pipeline_parallel": source["pipeline_parallel"],
+        "activation_checkpointing": "none" if source["keep_activations"] else "full",
+    }  # fmt: skip
+    profiled = source["workload"]
+    return Described(
+        source["model"], source["ds_config"],
+        None if profiled is None else Workload.load(profiled), shape, strategy,
+        {} if ratio is None else {"ratio": ratio},
+    )  # fmt: skip
+
+
+def _show(calibrated: Calibrated, runs: int, out: str) -> None:
+    for change in calibrated.changes:
+        click.echo(
+            f"{change.field:32} {change.before:10.4g} -> {change.after:10.4g}  "
+            f"(quartiles {change.low:.4g} to {change.high:.4g}: {change.knob})"
+        )
+    if not calibrated.changes:
+        click.echo("no rate was changed: the runs do not tell more than the machine does")
+    click.echo(
+        f"{runs} runs: their phases are now off by {calibrated.left_pct:.1f}% (median); wrote {out}"
+    )
+    for told in calibrated.contradictions:
+        click.echo(f"warning: {told}", err=True)
