@@ -54,6 +54,7 @@ class Trial:
 
     @property
     def lost(self) -> bool:
+        """The script cannot go on, or starts anew where stock would not."""
         return self.fired and (self.resumed_step < 0 or self.resumed_step == 0 < self.stock_step)
 
     @property
@@ -200,7 +201,9 @@ def main(arguments: list[str] | None = None) -> int:
             truth[name] = reference(trial.script, scratch / f"reference_{name}")
     for number, trial in enumerate(planned):
         run(trial, *truth[trial.script.name], scratch / f"trial_{number}")
-        if trial.sound:
+        if not trial.sound:
+            console.print(number, asdict(trial))
+        else:
             shutil.rmtree(scratch / f"trial_{number}")
     found = figures(planned, time.monotonic() - begin)
     names = ("kills", "fired", "resumed", "lost", "older_than_stock", "not_bit_identical")

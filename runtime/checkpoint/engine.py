@@ -39,6 +39,7 @@ from runtime.checkpoint.peers import Peers
 from runtime.checkpoint.persist import BlockWriter
 from runtime.checkpoint.random_state import random_states
 from runtime.checkpoint.restore import Choice, Resumption
+from runtime.checkpoint.rotation import Note
 from runtime.checkpoint.safe_load import load_file
 from runtime.checkpoint.skeleton import lay_out
 from simulator.plan import BLOCK_BYTES, CheckpointPlan
@@ -92,6 +93,7 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             self._drainer = Drainer(self._tiers, self._files, self._pace, plan.deadline_s)
         self._job: Job | None = None
         self._attempt: Attempt | None = None  # between begin and end of save_checkpoint
+        self._note: Note | None = None  # of the last save, while its trainer completes the folder
         self._saved: tuple[Any, ...] = ()  # what the last save was given
         self._planned: list[PlannedFile] = []
         self._closed = False
@@ -160,6 +162,8 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         try:
             self.wait_for_drain()
         finally:
+            if self._note is not None and self._note.waiting:
+                self._note.remove()  # no checkpoint of the Trainer's, after all
             self._budget.close()
             self._bounce.close()
             self._peers.close()
@@ -168,7 +172,12 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if self._drainer is not None:
             self._drainer.reap()
         job = self._job
-        if job is None or job.running:
+        if job is not None and job.running:
+            return
+        if self._note is not None and not self._note.waiting:
+            self._note.remove()
+            self._note = None
+        if job is None:
             return
         self._job = None
         if job.report is not None:
@@ -217,6 +226,8 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         in_place = self._returns_in_place()
         files = Deferred(self._files) if in_place else self._files
         commit = Commit(self._attempt, files, self._deadline_s)
+        if foreign_trainer() == "transformers":
+            commit.note.await_trainer()
         try:
             commit.begin()
             original(
@@ -240,7 +251,7 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if self._plan.mode == "sync":
             self.wait()
         self._reap()
-        self._saved = state
+        self._note, self._saved = commit.note, state
         return True
 
     def _returns_in_place(self) -> bool:

@@ -29,6 +29,9 @@ from runtime.checkpoint.retention import committed
 NOTES = ".ebbtide"
 KEPT = "kept_"
 UNCOMMITTED = ".uncommitted_"
+PER_CHECKPOINT = re.compile(r"(checkpoint|ckpt|step|epoch|iter)\w*[-_=]?\d+|\.ckpt$", re.IGNORECASE)
+# The Trainer writes this one last, after the save: without it, it cannot resume from the folder.
+TRAINERS_LAST, TRAINERS_FOLDER = "trainer_state.json", re.compile(r"checkpoint-\d+")
 LEASE_S = 4.0  # a note is renewed this often
 LEASES = 3  # a note not renewed for so many is nobody's
 
@@ -78,14 +81,20 @@ class Note:
         self._files = files
         self._path = save_dir / NOTES / f"{nonce}.json"
         self._over = threading.Event()
+        self._awaits = ""  # a file that others write later
 
     def write(self) -> None:
         """Quick: a machine that loses it loses the checkpoint's folder, too."""
         self._files.mkdir(self._path.parent)
         page = {**owner(), "tag": self._tag, "nonce": self._nonce, "latest": self._latest(),
-                "save_latest": self._save_latest}  # fmt: skip
+                "save_latest": self._save_latest, "awaits": self._awaits}  # fmt: skip
         self._files.write_briefly(self._path, json.dumps(page).encode())
         threading.Thread(target=self._renew, name="ebbtide-lease", daemon=True).start()
+
+    def await_trainer(self) -> None:
+        """Before `write`: the folder is the Trainer's, and complete with its last file only."""
+        if TRAINERS_FOLDER.fullmatch(self._save_dir.name):
+            self._awaits = TRAINERS_LAST
 
     def _renew(self) -> None:
         while not self._over.wait(LEASE_S):
@@ -137,6 +146,15 @@ class Note:
                 self._files.remove_tree(place)
             else:
                 put_back(self._save_dir, place)
+        if not committed or not self.waiting:
+            self.remove()
+
+    @property
+    def waiting(self) -> bool:
+        """The trainer has not completed its folder yet."""
+        return bool(self._awaits) and not (self._save_dir / self._awaits).exists()
+
+    def remove(self) -> None:
         with contextlib.suppress(FileNotFoundError):
             self._files.unlink(self._path)
         _remove_if_empty(self._path.parent)
@@ -196,7 +214,8 @@ def _settle(save_dir: Path, notes: Path) -> None:
         return
     pages = list(found.values())
     done = [_became_whole(save_dir, page) for page in pages]
-    good = all(done)
+    complete = all((save_dir / str(page.get("awaits", ""))).exists() for page in pages)
+    good = all(done) and complete
     homes = []
     for place in kept(save_dir):
         if good and done:
@@ -205,7 +224,7 @@ def _settle(save_dir: Path, notes: Path) -> None:
             homes.append(put_back(save_dir, place))
     for page, whole in zip(pages, done, strict=True):
         (_name_latest if whole else _forget)(save_dir, page)
-    if not good and not committed(save_dir):
+    if not good and (not complete or not committed(save_dir)):
         _hide(save_dir, next((h for h in homes if h is not None), None))
     shutil.rmtree(notes, ignore_errors=True)
 
@@ -246,12 +265,20 @@ def _forget(save_dir: Path, page: dict[str, Any]) -> None:
 
 
 def _hide(save_dir: Path, beside: Path | None) -> None:
-    """Moves a folder without a committed checkpoint into the newest good one beside it, so that
-    nobody takes it for a checkpoint; nothing in it is deleted before that one is.
+    """Moves the folder of a checkpoint that never came into an older one's, so that nobody takes it
+    for a checkpoint. A folder that may hold more than one checkpoint, by its name, stays.
+
+    Args:
+        beside: an older one that was deleted for its sake.
     """
-    if beside is None or beside == save_dir:
+    if beside is None and not PER_CHECKPOINT.search(save_dir.name):
+        return
+    if beside is None:
         beside = newest_beside(save_dir)
-    if beside is not None:
+    if beside is None and TRAINERS_FOLDER.fullmatch(save_dir.name):
+        beside = save_dir.parent  # without an older one a run starts anew, and does not stumble
+    if beside is not None and beside != save_dir:
+        shutil.rmtree(save_dir / NOTES, ignore_errors=True)
         with contextlib.suppress(OSError):
             save_dir.rename(beside / f"{UNCOMMITTED}{save_dir.name}")
 

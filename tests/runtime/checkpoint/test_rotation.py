@@ -288,3 +288,48 @@ def test_nothing_is_left_of_a_tag_replaced_in_place(tmp_path):
     assert job.wait(30)
     assert list_checkpoints(folder)[0].step == 1  # counted by the new bench
     assert sorted(os.listdir(folder)) == ["latest", "state", "trainer_state.json"]
+
+
+def as_trainer(root, step, *, complete):
+    bench = Bench(root / f"checkpoint-{step}")
+    job = bench.begin(some_state(step), "state", nonce=f"n{step}")
+    job.note.await_trainer()
+    job.note.write()
+    job.start()
+    assert job.wait(30)
+    if complete:
+        (root / f"checkpoint-{step}/trainer_state.json").write_text("{}")
+    die()
+
+
+def test_a_folder_that_its_trainer_did_not_complete_is_out_of_the_way(tmp_path):
+    """The Trainer takes the highest number, and cannot resume without its own last file."""
+    saved(tmp_path / "checkpoint-10", 10)
+    status = killed(lambda: as_trainer(tmp_path, 20, complete=False))
+    assert status == -signal.SIGKILL
+    assert os.listdir(tmp_path) == ["checkpoint-10"]
+    assert verify(tmp_path / "checkpoint-10/.uncommitted_checkpoint-20", "state") == []
+    assert killed(lambda: as_trainer(tmp_path, 20, complete=True)) == -signal.SIGKILL
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint-10", "checkpoint-20"]
+
+
+def test_the_very_first_one_too(tmp_path):
+    assert killed(lambda: as_trainer(tmp_path, 10, complete=False)) == -signal.SIGKILL
+    assert os.listdir(tmp_path) == [".uncommitted_checkpoint-10"]
+
+
+def test_a_run_with_a_number_in_its_name_stays_where_it_is(tmp_path):
+    """`run-2` is no checkpoint of `run-1`."""
+    saved(tmp_path / "run-1", 10)
+    folder = tmp_path / "run-2"
+
+    def save_and_die():
+        gate = Gate("voted", die)
+        job = guarded(Bench(folder), some_state(20), "state", gate)
+        gate.opened.set()
+        job.wait(30)
+
+    assert killed(save_and_die) == -signal.SIGKILL
+    (folder / "log").write_text("mine")
+    assert sorted(os.listdir(tmp_path)) == ["run-1", "run-2"]
+    assert (folder / "log").exists()
