@@ -81,6 +81,7 @@ class Note:
         self._files = files
         self._path = save_dir / NOTES / f"{nonce}.json"
         self._over = threading.Event()
+        self._keeping = threading.Lock()  # what is kept must not slip in behind the end
         self._awaits = ""  # a file that others write later
 
     def write(self) -> None:
@@ -113,20 +114,21 @@ class Note:
         Raises:
             OSError: the filesystem has no hard links, or this is another filesystem.
         """
-        if self._over.is_set():
-            raise FileNotFoundError("the attempt is over: nothing is kept any more")
-        number = sum(1 for _ in self._path.parent.glob(f"{KEPT}{self._nonce}_*"))
-        place = self._path.parent / f"{KEPT}{self._nonce}_{number}"
-        temporary = place.with_name(f".{place.name}")
-        tree = temporary / "tree"
-        try:
-            _link_tree(folder, tree)
-        except OSError:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
-        path = os.path.relpath(folder, self._save_dir)
-        (temporary / "where.json").write_text(json.dumps({"path": path, "nonce": self._nonce}))
-        temporary.rename(place)  # whole or not there
+        with self._keeping:
+            if self._over.is_set():
+                raise FileNotFoundError("the attempt is over: nothing is kept any more")
+            number = sum(1 for _ in self._path.parent.glob(f"{KEPT}{self._nonce}_*"))
+            place = self._path.parent / f"{KEPT}{self._nonce}_{number}"
+            temporary = place.with_name(f".{place.name}")
+            tree = temporary / "tree"
+            try:
+                _link_tree(folder, tree)
+            except OSError:
+                shutil.rmtree(temporary, ignore_errors=True)
+                raise
+            path = os.path.relpath(folder, self._save_dir)
+            (temporary / "where.json").write_text(json.dumps({"path": path, "nonce": self._nonce}))
+            temporary.rename(place)  # whole or not there
 
     def adopt(self, folder: Path, home: Path) -> None:
         """Keeps a folder that another one has replaced at ``home``."""
@@ -140,7 +142,8 @@ class Note:
 
     def close(self, *, committed: bool) -> None:
         """The attempt is over: what was deleted meanwhile is given up, or put back."""
-        self._over.set()
+        with self._keeping:
+            self._over.set()
         for place in kept(self._save_dir, self._nonce):
             if committed:
                 self._files.remove_tree(place)
@@ -215,10 +218,11 @@ def _settle(save_dir: Path, notes: Path) -> None:
     pages = list(found.values())
     done = [_became_whole(save_dir, page) for page in pages]
     complete = all((save_dir / str(page.get("awaits", ""))).exists() for page in pages)
-    good = all(done) and complete
+    # Without a note: what an attempt kept that ended while it did, or whose note a machine lost.
+    good = all(done) and complete if pages else bool(committed(save_dir))
     homes = []
     for place in kept(save_dir):
-        if good and done:
+        if good:
             shutil.rmtree(place)
         else:
             homes.append(put_back(save_dir, place))

@@ -333,3 +333,18 @@ def test_a_run_with_a_number_in_its_name_stays_where_it_is(tmp_path):
     (folder / "log").write_text("mine")
     assert sorted(os.listdir(tmp_path)) == ["run-1", "run-2"]
     assert (folder / "log").exists()
+
+
+def test_what_was_kept_at_the_very_end_stays_deleted(tmp_path):
+    """A rotation that crossed the commit: another rank's, say, which the end did not wait for."""
+    saved(tmp_path / "checkpoint-10", 10)
+    saved(tmp_path / "checkpoint-20", 20)
+    late = rotation.Note(tmp_path / "checkpoint-20", "state", "late", Files())
+    late.keep(tmp_path / "checkpoint-10")
+    with ours():
+        shutil.rmtree(tmp_path / "checkpoint-10")
+    assert os.listdir(tmp_path) == ["checkpoint-20"]
+    assert not (tmp_path / "checkpoint-20" / rotation.NOTES).exists()
+    late.close(committed=True)
+    with pytest.raises(FileNotFoundError, match="over"):
+        late.keep(tmp_path / "checkpoint-20")
