@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import platform
 import resource
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from runtime.hardware.cores import cpu_name, parse_cpulist
+from runtime.hardware.pci import address_of
 
 
 @dataclass(frozen=True)
@@ -35,23 +36,13 @@ def look(cuda: bool) -> Hardware:
     if cuda:
         gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
         name, gpus, device_bytes = gpu.name, torch.cuda.device_count(), gpu.total_memory
-        bus_id = _bus_id(gpu)
+        bus_id = address_of(gpu) or ""
     numa, far = numa_layout(bus_id)
     nodes = sum(name.startswith("numa_node") for name in numa)
     return Hardware(
         cpu_name(), len(os.sched_getaffinity(0)), max(1, nodes), host_bytes, name, gpus,
         device_bytes, {"memlock_bytes": limit, **numa}, (*(warnings if cuda else ()), *far),
     )  # fmt: skip
-
-
-def cpu_name() -> str:
-    """The CPU's model name."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def _memlock(host_bytes: int) -> tuple[str, list[str]]:
@@ -75,8 +66,8 @@ def numa_layout(gpu_bus_id: str = "", root: Path = Path("/")) -> tuple[dict[str,
     if len(nodes) < 2 or not near or int(near) < 0:
         return facts, []
     facts["gpu_numa_node"] = near
-    ours, there = os.sched_getaffinity(0), cores_of(facts.get(f"numa_node{near}_cores", ""))
-    if ours <= there:
+    there = set(parse_cpulist(facts.get(f"numa_node{near}_cores", "")))
+    if os.sched_getaffinity(0) <= there:
         return facts, []
     return facts, [
         f"this process may run on cores away from the GPU's NUMA node {near}: host memory that "
@@ -84,26 +75,8 @@ def numa_layout(gpu_bus_id: str = "", root: Path = Path("/")) -> tuple[dict[str,
     ]
 
 
-def cores_of(cpulist: str) -> set[int]:
-    """``0-3,8``: {0, 1, 2, 3, 8}."""
-    found: set[int] = set()
-    for part in filter(None, cpulist.split(",")):
-        first, _, last = part.partition("-")
-        found.update(range(int(first), int(last or first) + 1))
-    return found
-
-
 def _line(path: Path) -> str:
     try:
         return path.read_text().strip()
     except OSError:
-        return ""
-
-
-def _bus_id(properties: Any) -> str:
-    """As in /sys/bus/pci: ``0000:3b:00.0``; empty where torch does not tell."""
-    try:
-        domain, bus = int(properties.pci_domain_id), int(properties.pci_bus_id)
-        return f"{domain:04x}:{bus:02x}:{int(properties.pci_device_id):02x}.0"
-    except (AttributeError, TypeError):
         return ""

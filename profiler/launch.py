@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from profiler.progress import FAILED, first_error, read_progress
+from runtime.hardware.launcher import free_port, remove_shared_buffers
 from simulator.workload import Workload
 
 Launcher = Literal["none", "torchrun", "deepspeed"]
@@ -114,11 +114,11 @@ def _run(
     run: ScriptRun, fresh: Path, log: Path, progress: Callable[[int, int], None] | None
 ) -> int:
     """The launcher's exit code; its processes are gone when this returns."""
-    port = _free_port()
+    port = free_port()
     command = run.command(fresh, fresh.parent, port)
     with ExitStack() as stack:
         to = None if run.shown else stack.enter_context(log.open("w"))
-        stack.callback(_remove_shared_buffers, port)
+        stack.callback(remove_shared_buffers, port)
         process = subprocess.Popen(command, stdout=to, stderr=to and subprocess.STDOUT)
         stack.callback(_end, process)
         while True:
@@ -158,16 +158,3 @@ def _silent_end(run: ScriptRun, code: int) -> str:
     how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
     who = "the script" if run.launcher == "none" else f"the {run.launcher} launcher"
     return f"the script must run until its steps are profiled, but {who} {how} before that"
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def _remove_shared_buffers(port: int) -> None:
-    """DeepSpeed's host collectives leave 66 MiB per rank in shared memory, named by the port."""
-    for buffer in Path("/dev/shm").glob(f"deepspeed_*_{port}_*"):  # noqa: S108 - it is there
-        buffer.unlink(missing_ok=True)

@@ -3,7 +3,7 @@
 #   sh scripts/gpu_suite.sh OUT [arguments of python -m studies.gpu]
 # Installs what .whl/ holds (scripts/gpu_wheels.sh) into a folder of its own; nothing else changes.
 set -eu
-[ $# -ge 1 ] || { echo "usage: sh scripts/gpu_suite.sh OUT [--minutes 9 --only PART ...]" >&2; exit 2; }
+[ $# -ge 1 ] || { echo "usage: sh scripts/gpu_suite.sh OUT [--minutes 9 --part smoke|contract|speed|peers]" >&2; exit 2; }
 out=$1
 shift
 cd "$(dirname "$0")/.."
@@ -19,8 +19,7 @@ export PYTHONPATH="$packages:$PWD${PYTHONPATH:+:$PYTHONPATH}" PATH="$packages/bi
 "$python" - <<'EOF'
 import importlib.util, sys
 needed = ["torch", "triton", "deepspeed", "pydantic", "numpy", "scipy", "pandas", "matplotlib",
-          "numba", "optuna", "rich", "click", "joblib", "xxhash", "psutil", "pynvml", "pytest",
-          "hypothesis", "ninja"]
+          "numba", "optuna", "rich", "click", "joblib", "xxhash", "psutil", "pynvml", "ninja"]
 missing = [name for name in needed if importlib.util.find_spec(name) is None]
 if missing:
     sys.exit(f"gpu_suite: these modules are needed, but are missing: {', '.join(missing)}; "

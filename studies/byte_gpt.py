@@ -119,7 +119,8 @@ class ByteGPT(nn.Module):
         self.norm = nn.LayerNorm(config.hidden)
         self.head = nn.Linear(config.hidden, VOCABULARY, bias=False)
         if seed is not None:
-            self._initialise(torch.Generator().manual_seed(seed))
+            # Other weights on a GPU, whose generator is another one; the same ones for everybody.
+            self._initialise(torch.Generator(self.norm.weight.device).manual_seed(seed))
 
     @torch.no_grad()
     def _initialise(self, generator: torch.Generator) -> None:
@@ -129,7 +130,7 @@ class ByteGPT(nn.Module):
                 parameter.fill_(1.0 if name.endswith("weight") else 0.0)
                 continue
             scale = residual if name.endswith(("project.weight", "narrow.weight")) else 1.0
-            noise = torch.randn(parameter.shape, generator=generator)
+            noise = torch.randn(parameter.shape, generator=generator, device=generator.device)
             parameter.copy_(noise * (0.02 * scale))
 
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,8 @@ from rich.table import Table
 from runtime.checkpoint.files import POINTS, RARE_POINTS
 from runtime.checkpoint.inspect import list_checkpoints, verify
 from runtime.checkpoint.restore import newest_valid
-from studies.bench.rank import become_only_rank, free_port, remove_shared_buffers
+from runtime.hardware.launcher import free_port, remove_shared_buffers
+from studies.bench.rank import become_only_rank
 from studies.bench.record import write_record
 from studies.checkpoints.run import (
     STEPS,

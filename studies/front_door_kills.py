@@ -27,7 +27,7 @@ from typing import Any
 
 from rich.console import Console
 
-from studies.bench.rank import free_port, remove_shared_buffers
+from runtime.hardware.launcher import free_port, remove_shared_buffers
 from studies.bench.record import write_record
 from studies.checkpoints.front_door_run import SAVE_EVERY, SCRIPTS, STEPS, Kill, Script, train
 from studies.checkpoints.run import warm_up

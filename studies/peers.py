@@ -3,9 +3,11 @@
     python -m studies.peers --json peers.json --size 3b --cap-gib 24
     python -m studies.peers --json peers.json --device emulated      # tiny, without a GPU
 
-Twin-Flow is run at several ratios, its best one that fits counts. ZenFlow trains with stale updates
-and torchao with 16-bit masters: both are marked as not exact. A peer that fails is a row that says
-how. Without a GPU every device is host memory: no figure of such a run is a GPU figure.
+Stock runs twice, pinned and bound to cores near the GPU; the second run is the control, without
+which no bit is compared. Twin-Flow is run at several ratios, its best one that fits counts. ZenFlow
+trains with stale updates, torchao with 16-bit masters, DeepCompile with other kernels: they are
+marked as not exact. A peer that fails is a row that says how. Without a GPU every device is host
+memory: no figure of such a run is a GPU figure.
 """
 
 from __future__ import annotations
@@ -23,10 +25,12 @@ from rich.table import Table
 
 from studies.bench.record import write_record
 from studies.byte_gpt import SIZES
+from studies.gpu.speed import against_control
 from studies.gpu.suite import Figures, Suite
 
-RATIOS = (0.9, 0.8, 0.7, 0.6, 0.5)
-PEERS = ("superoffload", "twin_flow", "zenflow", "torchao", "no_offload")
+RATIOS = (0.8, 0.6, 0.9, 0.7, 0.5)
+UNCLIPPED = "_no_clipping"
+PEERS = ("superoffload", "twin_flow", "zenflow", "torchao", "no_offload", "deepcompile")
 EXACT = ("stock", "superoffload", "twin_flow")
 
 
@@ -80,33 +84,41 @@ def compare(suite: Suite, only: Sequence[str] = PEERS) -> Figures:
         only: some of PEERS; stock and ebbtide always run.
 
     Returns:
-        ``rows``, ``speedup`` against stock, ``speedup_over_best_exact_peer``, and ``correct``:
-        ebbtide's bits are stock's (None: one of the two failed).
+        ``rows``, ``speedup`` against stock, ``speedup_over_best_exact_peer``, what the control
+        says (``control_identical``, ``noise``), and ``correct``: ebbtide's bits are stock's
+        (None: one of them failed, or stock's differ from its own).
     """
     suite.plan()
-    stock = suite.trial("stock", "--variant", "stock")
-    ours = suite.trial("ebbtide", "--variant", "ebbtide", "--plan", str(suite.out / "plan.json"))
-    rows = [stock, ours]
-    unclipped: Figures = {"failed": "not run"}
-    if "superoffload" in only:
-        without = ("--clipping", "0")
-        unclipped = suite.trial("stock_no_clipping", "--variant", "stock", *without)
-        rows += [
-            unclipped,
-            suite.trial("superoffload", "--variant", "superoffload"),
-            suite.trial("superoffload_no_clipping", "--variant", "superoffload", *without),
-        ]
-    rows += _twin_flow(suite) if "twin_flow" in only else []
-    rows += [suite.trial(n, "--variant", n) for n in ("zenflow", "torchao", "no_offload")
-             if n in only]  # fmt: skip
-    for row in rows:
-        _compared(row, unclipped if str(row.get("name")).endswith("no_clipping") else stock)
+    rows = {name: suite.trial(name, *arguments) for name, arguments in _trials(suite, only)}
+    stock, control, ours = (rows[name] for name in ("stock", "stock_again", "ebbtide"))
+    _mark_best(rows)
+    for name, row in rows.items():
+        unclipped = name.endswith(UNCLIPPED)
+        _compared(row, rows.get(f"stock{UNCLIPPED}", {"failed": "not run"}) if unclipped else stock)
     return {
-        "rows": rows,
-        "speedup": ours.get("speedup"),
-        "speedup_over_best_exact_peer": _over_best(rows, ours),
-        "correct": ours.get("bit_identical"),
+        "rows": list(rows.values()),
+        **against_control(stock, control, ours),
+        "speedup_over_best_exact_peer": _over_best(list(rows.values()), ours),
     }
+
+
+def _trials(suite: Suite, only: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Names and arguments; what is wanted most comes first, since time may end."""
+    trials: dict[str, list[str]] = {
+        "stock": ["--variant", "stock"],
+        "ebbtide": ["--variant", "ebbtide", "--plan", str(suite.plan_path)],
+        "stock_again": ["--variant", "stock"],
+    }
+    ratios = (RATIOS[:1] if suite.emulated else RATIOS) if "twin_flow" in only else ()
+    flows = {f"twin_flow_{r}": ["--variant", f"twin_flow:{r}"] for r in ratios}
+    trials |= dict(list(flows.items())[:1])
+    for name in ("superoffload", "no_offload", "zenflow", "torchao", "deepcompile"):
+        if name in only:
+            trials[name] = ["--variant", name]
+    if "superoffload" in only:  # with clipping it does not overlap
+        for name in ("stock", "superoffload"):
+            trials[name + UNCLIPPED] = ["--variant", name, "--clipping", "0"]
+    return list((trials | flows).items())
 
 
 def _compared(row: Figures, reference: Figures) -> None:
@@ -115,14 +127,11 @@ def _compared(row: Figures, reference: Figures) -> None:
         row["speedup"] = reference["iteration_s"] / row["iteration_s"]
 
 
-def _twin_flow(suite: Suite) -> list[Figures]:
-    """All ratios that were tried; the fastest is marked ``best``."""
-    ratios = RATIOS[:2] if suite.emulated else RATIOS
-    rows = [suite.trial(f"twin_flow_{r}", "--variant", f"twin_flow:{r}") for r in ratios]
-    ran = [row for row in rows if "failed" not in row]
+def _mark_best(rows: dict[str, Figures]) -> None:
+    """Twin-Flow's fastest ratio is ``best``."""
+    ran = [r for n, r in rows.items() if n.startswith("twin_flow") and "failed" not in r]
     if ran:
         min(ran, key=lambda row: row["iteration_s"])["best"] = True
-    return rows
 
 
 def _over_best(rows: list[Figures], ours: Figures) -> float | None:
@@ -134,7 +143,7 @@ def _over_best(rows: list[Figures], ours: Figures) -> float | None:
         for row in rows
         if "failed" not in row
         and row["variant"].split(":")[0] in EXACT
-        and not row["name"].endswith("no_clipping")
+        and not row["name"].endswith(UNCLIPPED)
     ]
     return min(others) / ours["iteration_s"] if others else None
 

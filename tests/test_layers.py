@@ -10,23 +10,25 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("simulator", "profiler", "tuner", "runtime", "studies")
 
-# Who may import whom when a module is loaded. runtime's kernels are a leaf that measuring needs.
+# What measuring needs of the runtime: its kernels, and what it knows of this host.
+LEAVES = ("runtime.kernels", "runtime.hardware")
+# Who may import whom when a module is loaded.
 MAY_IMPORT = {
     "simulator": {"simulator"},
-    "profiler": {"simulator", "profiler", "runtime.kernels"},
+    "profiler": {"simulator", "profiler", *LEAVES},
     "tuner": {"simulator", "profiler", "tuner"},
     "runtime": {"simulator", "runtime"},
-    "runtime.kernels": {"runtime.kernels"},
+    **{leaf: {leaf} for leaf in LEAVES},
     "studies": set(PACKAGES),
 }
 # Inside functions too. plan="auto" measures and plans, so runtime may reach up lazily, as may a
 # command of the tuner that works on checkpoints.
 MAY_IMPORT_LAZILY = {
     "simulator": {"simulator"},
-    "profiler": {"simulator", "profiler", "runtime.kernels"},
+    "profiler": {"simulator", "profiler", *LEAVES},
     "tuner": {"simulator", "profiler", "tuner", "runtime"},
     "runtime": {"simulator", "profiler", "tuner", "runtime"},
-    "runtime.kernels": {"runtime.kernels"},
+    **{leaf: {leaf} for leaf in LEAVES},
     "studies": set(PACKAGES),
 }
 NOT_AT_LOAD = {
@@ -85,9 +87,8 @@ def imports(module: str, lazily: bool) -> frozenset[str]:
 
 
 def layer(module: str) -> str:
-    if module.startswith("runtime.kernels"):
-        return "runtime.kernels"
-    return module.split(".")[0]
+    leaf = next((leaf for leaf in LEAVES if module.startswith(leaf)), None)
+    return leaf or module.split(".")[0]
 
 
 def _within(name: str, allowed: set[str]) -> bool:

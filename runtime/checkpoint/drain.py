@@ -134,7 +134,7 @@ class Drain:
     def _copy_file(
         self, source: Path, staging: Path, record: FileRecord, left: int, half: int
     ) -> int:
-        buffer = Slots(1, -(-record.block_bytes // ALIGNMENT) * ALIGNMENT)
+        buffer = Slots(1, -(-record.block_bytes // ALIGNMENT) * ALIGNMENT, pinned=False)
         address = buffer.take()
         assert address is not None
         output = OutputFile(staging / record.path, record.size_bytes, self._files)

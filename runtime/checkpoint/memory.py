@@ -94,13 +94,12 @@ _streams = threading.local()
 
 
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One stream per writer thread and device, so that training's streams never queue behind it.
-
-    Of the lowest priority there is (0); training's own streams have the same.
+    """One stream per writer thread and device. Copies know no priority; theirs are of one block, so
+    that none of training's waits for more than that.
     """
     held = _streams.__dict__.setdefault("by_device", {})
     if device not in held:
-        held[device] = torch.cuda.Stream(device, priority=0)
+        held[device] = torch.cuda.Stream(device)
     stream: torch.cuda.Stream = held[device]
     return stream
 
@@ -114,9 +113,13 @@ class Slots:
     """Aligned host buffers of one size, reserved at once. Thread-safe.
 
     On a CUDA machine they are pinned, so that D2H copies into them run at full speed.
+
+    Args:
+        pinned: False for buffers that no copy from a device goes through: locking pages takes
+            milliseconds in which the driver serves nobody else.
     """
 
-    def __init__(self, count: int, slot_bytes: int) -> None:
+    def __init__(self, count: int, slot_bytes: int, *, pinned: bool = True) -> None:
         self.slot_bytes = slot_bytes
         self._lock = threading.Lock()
         self._memory = mmap.mmap(-1, max(1, count) * slot_bytes)
@@ -125,10 +128,11 @@ class Slots:
         self._free = [start + i * slot_bytes for i in range(count)]
         self.count = count
         self.peak = 0
-        self._pinned = bool(count) and torch.cuda.is_available()
+        self._pinned = False
         self._start = start
-        if self._pinned:
-            torch.cuda.cudart().cudaHostRegister(start, count * slot_bytes, 0)
+        if pinned and count and torch.cuda.is_available():
+            error = torch.cuda.cudart().cudaHostRegister(start, count * slot_bytes, 0)
+            self._pinned = int(error) == 0  # else they are slower, no more
 
     def close(self) -> None:
         """Unpins; the memory itself goes with the object."""

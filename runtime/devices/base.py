@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from runtime.devices.clock import Mark
 from runtime.devices.lane import Completion, Event, Lane
 from runtime.kernels import host
 from runtime.kernels.rule import UpdateStep
@@ -73,6 +74,14 @@ class Device:
         """The moment up to which the training stream has been filled, or None."""
         return None
 
+    def mark(self, event: Event | None) -> Mark | None:
+        """``event`` dates what comes after it; returns what dates the events before it.
+
+        None where the host's clock is the device's.
+        """
+        del event
+        return None
+
     def training_streams(self) -> list[Any]:
         """Streams that a reader of parameters may be on; empty: the calling thread itself."""
         return []
@@ -92,6 +101,9 @@ class Device:
         """
         home.copy_(source)
         return None
+
+    def let_go(self, tensor: torch.Tensor) -> None:
+        """``tensor`` is about to be dropped, but work issued to the current stream reads it."""
 
     def before_reuse(self, copied: Completion) -> None:
         """Called before the source of a gradient's copy is written again."""

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from runtime.devices.base import DEVICE_LANES, Device
+from runtime.devices.clock import DeviceClock, Mark
 from runtime.devices.lane import Completion, Event, Lane
-from runtime.hardware.cores import bound, update_cores
+from runtime.hardware.cores import bind, bound, update_cores
+from runtime.hardware.pci import address_of
 from runtime.kernels.rule import UpdateStep
 from simulator.schedule import Lane as LaneName
+
+# Copies of one direction take turns on one engine: an urgent one (the parameters that forward waits
+# for) waits for a piece of another stream's copy, 1 ms at 25 GB/s, and not for all of it.
+PIECE_BYTES = 32 * 2**20
 
 
 class CudaDevice(Device):
@@ -27,17 +35,33 @@ class CudaDevice(Device):
 
     def __init__(self) -> None:
         self.index = torch.cuda.current_device()
-        self.cores = update_cores(_pci_address(self.index))
+        self.cores = update_cores(_pci_address(self.index), gpus=_local_gpus())
         self._registered: dict[int, torch.Tensor] = {}  # by address
         self._gradients = torch.cuda.Stream(self.index)
-        # Updates must not delay the training stream's own kernels.
+        # CUDA's default priority is the lowest there is: none of these goes before the training
+        # stream's own kernels.
         self._streams = {name: torch.cuda.Stream(self.index) for name in DEVICE_LANES}
+        now = _record_event(torch.cuda.current_stream(self.index))
+        now.synchronize()
+        self._clock = DeviceClock(now, time.perf_counter())
 
     def lanes(self) -> dict[LaneName, Lane]:
-        lanes = {LaneName.HOST: Lane(LaneName.HOST.value, cores=self.cores)}
+        lanes = {LaneName.HOST: Lane(LaneName.HOST.value, begin=self._begin_host_lane)}
+        current = torch.cuda.current_stream(self.index)
         for name, stream in self._streams.items():
-            lanes[name] = Lane(name.value, stream, _record_event)
+            # Staging slots and resident state were allocated, and written, in the order of this
+            # stream: it may not be done yet with who had the memory before.
+            stream.wait_stream(current)
+            lanes[name] = Lane(name.value, stream, _record_event, self._choose_gpu)
         return lanes
+
+    def _choose_gpu(self) -> None:
+        """On every thread of ours: a new thread's GPU is the first one, whatever the rank's is."""
+        torch.cuda.set_device(self.index)
+
+    def _begin_host_lane(self) -> None:
+        self._choose_gpu()
+        bind(self.cores)
 
     def close(self) -> None:
         torch.cuda.synchronize(self.index)
@@ -78,8 +102,10 @@ class CudaDevice(Device):
 
     def copy(self, to: torch.Tensor, source: torch.Tensor, lane: LaneName, stream: Any) -> None:
         del lane
+        piece = max(1, PIECE_BYTES // to.element_size())
         with torch.cuda.stream(stream):
-            to.copy_(source, non_blocking=True)
+            for part, of in zip(to.split(piece), source.split(piece), strict=True):
+                part.copy_(of, non_blocking=True)
 
     def prepare(self, steps: Sequence[UpdateStep], tensors: int, gradient: torch.dtype,
                 wire: torch.dtype) -> None:  # fmt: skip
@@ -99,6 +125,14 @@ class CudaDevice(Device):
 
     def current_event(self) -> Event | None:
         return _record_event(torch.cuda.current_stream(self.index))
+
+    def mark(self, event: Event | None) -> Mark | None:
+        before = self._clock.latest
+        self._clock.mark(event)
+        return before
+
+    def let_go(self, tensor: torch.Tensor) -> None:
+        tensor.record_stream(torch.cuda.current_stream(self.index))
 
     def training_streams(self) -> list[Any]:
         # DeepSpeed gathers on its own stream (current in the caller) and computes on the default
@@ -124,24 +158,33 @@ class CudaDevice(Device):
     ) -> torch.Tensor:
         if arrival is not None:
             arrival.wait_on(torch.cuda.current_stream(self.index))
-        return home.to(to, non_blocking=True)
+        fetched = torch.empty(home.shape, dtype=home.dtype, device=to)
+        return fetched.copy_(home, non_blocking=True)
 
 
 def _on_own_pages(elements: int, dtype: torch.dtype) -> torch.Tensor:
     """Host memory that shares no page with anything else: page locks reach no neighbour, and
     O_DIRECT writes of a checkpoint take it as it is.
+
+    A forked process (a dataloader's worker) does not get these pages: it would copy each one that
+    either side writes to, and the GPU would go on with the one that is no longer ours. So a child
+    must not touch the optimizer's state or what is made of it: it gets a SIGSEGV. Workers that
+    save or read state are to be started by ``spawn``, or to be threads.
     """
     memory = mmap.mmap(-1, elements * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):  # large pages only make locking quicker
+        with contextlib.suppress(AttributeError, OSError):  # a kernel that lacks it
+            memory.madvise(getattr(mmap, advice))
     return torch.frombuffer(memory, dtype=dtype, count=elements)
 
 
 def _pci_address(index: int) -> str | None:
-    found = torch.cuda.get_device_properties(index)
-    parts = [getattr(found, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
-    if any(part is None for part in parts):
-        return None
-    domain, bus, device = parts
-    return f"{domain:04x}:{bus:02x}:{device:02x}.0"
+    return address_of(torch.cuda.get_device_properties(index))
+
+
+def _local_gpus() -> list[str | None]:
+    """The PCI addresses of this host's GPUs in the order of the ranks, as far as they are seen."""
+    return [_pci_address(index) for index in range(torch.cuda.device_count())]
 
 
 def _record_event(stream: Any) -> Event:

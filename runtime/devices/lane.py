@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from runtime.hardware.cores import bind
-
 WAIT_DEADLINE_S = 600.0
 
 
@@ -100,11 +98,11 @@ class Lane:
         name: str,
         stream: Any | None = None,
         record: Callable[[Any], Event] | None = None,
-        cores: list[int] | None = None,
+        begin: Callable[[], None] = lambda: None,
     ) -> None:
-        """Args: cores: what the thread, and the threads it starts, are bound to; None: nothing."""
+        """Args: begin: called first in the thread: binds it to cores, chooses its GPU."""
         self.name = name
-        self._cores = cores or []
+        self._begin = begin
         self.stream = stream
         self._record = record
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -142,7 +140,10 @@ class Lane:
             completion.issued.set()
 
     def _run(self) -> None:
-        bind(self._cores)
+        try:
+            self._begin()
+        except BaseException as error:  # noqa: BLE001  # every op gets it
+            self._error = error
         while (work := self._queue.get()) is not None:
             work()
 

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from runtime.devices.base import Device
+from runtime.devices.clock import Mark
 from runtime.devices.lane import Completion, Lane
 from runtime.execution.gradients import Segment
 from runtime.execution.step_template import TemplateOp
@@ -41,9 +42,13 @@ class SubgroupJob:
 
 @dataclass(slots=True)
 class StepRecord:
-    """The ops of one step with their completions, for the measured timeline."""
+    """The ops of one step with their completions, for the measured timeline.
+
+    ``origin`` dates their events: the step before this one on the device's clock.
+    """
 
     number: int
+    origin: Mark | None = None
     ops: list[tuple[Op, Completion]] = field(default_factory=list)
 
 
@@ -81,6 +86,7 @@ class Executor:
         self._current: list[Completion | None] = [None] * len(template)
         self._jobs: list[SubgroupJob] = []
         self._steps = 0
+        self._ended = 0  # of the latest step's ops, in order: seen to have ended
         self._stale = set[int]()  # visiting subgroups whose state was written behind the prefetch
         self._stale_lock = threading.Lock()
         # In the order of the plan, in which both take their slots.
@@ -124,7 +130,7 @@ class Executor:
         """
         self._jobs = jobs
         barrier = Completion.done(self.device.current_event())
-        record = StepRecord(iteration)
+        record = StepRecord(iteration, self.device.mark(barrier.event))
         for position, item in enumerate(self.template):
             if self._current[position] is None:
                 waits = [barrier] if item.needs_norm else []
@@ -137,6 +143,7 @@ class Executor:
                 record.ops.append((item.op, completion))
         self.history.append(record)
         self._previous = [c for c in self._current if c is not None]
+        self._ended = 0
         self._current = [None] * len(self.template)
         self._steps += 1
 
@@ -272,6 +279,8 @@ class Executor:
         Raises:
             BackgroundError: the update failed.
         """
+        if not self.busy:
+            return  # the rest of the iteration reads without a word to the device
         for subgroup in subgroups:
             completion = self._completion((OpKind.PARAMETER_H2D, OpKind.UPDATE_DEVICE), subgroup)
             streams = self.device.training_streams()
@@ -290,8 +299,14 @@ class Executor:
 
     @property
     def busy(self) -> bool:
-        """True while an op of the latest step has not ended."""
-        return not all(c.ended for c in self._previous)
+        """True while an op of the latest step has not ended, or has failed."""
+        # What has ended stays so: each op is asked until then, not again at every reader.
+        while self._ended < len(self._previous):
+            completion = self._previous[self._ended]
+            if not completion.ended or completion.error is not None:
+                return True
+            self._ended += 1
+        return False
 
     def raise_if_failed(self) -> None:
         """Raises what has failed so far, without waiting for the rest."""

@@ -6,12 +6,13 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from simulator.schedule import Lane, OpKind
 from simulator.timeline import Span, Timeline
 
 if TYPE_CHECKING:
+    from runtime.devices.clock import Mark
     from runtime.devices.lane import Completion
     from runtime.execution.executor import StepRecord
 
@@ -30,8 +31,6 @@ class Recorder:
     iteration: int = 0
     spans: deque[Span] = field(default_factory=lambda: deque(maxlen=KEPT_SPANS))
     _begun: dict[OpKind, float] = field(default_factory=dict)
-    _base_event: Any = None
-    _base_s: float = 0.0
 
     def forward_begins(self) -> None:
         self._begin(OpKind.FORWARD)
@@ -70,22 +69,14 @@ class Recorder:
         spans = [s for s in self.spans if not records or s.iteration >= records[0].number]
         for record in records:
             for op, completion in record.ops:
-                start_s, end_s = self._times(completion)
+                start_s, end_s = self._times(completion, record.origin)
                 spans.append(
                     Span(op.kind, op.lane, start_s, end_s, op.subgroup, iteration=record.number)
                 )
         return Timeline(spans=tuple(sorted(spans, key=lambda s: s.start_s)), source="measured")
 
-    def set_device_origin(self, event: Any) -> None:
-        """Ties the device's clock to the host's: ``event`` has just been synchronized."""
-        self._base_event, self._base_s = event, time.perf_counter()
-
-    def _times(self, completion: Completion) -> tuple[float, float]:
+    def _times(self, completion: Completion, origin: Mark | None) -> tuple[float, float]:
         start, end = completion.start_event, completion.event
-        if start is None or end is None or self._base_event is None:
+        if start is None or end is None or origin is None:
             return completion.start_s - self.origin_s, completion.end_s - self.origin_s
-        base_s = self._base_s - self.origin_s
-        return (
-            base_s + self._base_event.elapsed_time(start) / 1e3,
-            base_s + self._base_event.elapsed_time(end) / 1e3,
-        )
+        return origin.date_s(start) - self.origin_s, origin.date_s(end) - self.origin_s

@@ -1,16 +1,21 @@
-"""Which cores the host updates run on: near the GPU, and not the training thread's."""
+"""This host's cores, and which of them host updates run on: near the GPU, not the trainer's."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import platform
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+from runtime.hardware.launcher import local_ranks
 
 SYSFS = Path("/sys")
 
 
-def update_cores(pci_address: str | None, sysfs: Path = SYSFS) -> list[int]:
+def update_cores(
+    pci_address: str | None, sysfs: Path = SYSFS, gpus: Sequence[str | None] = ()
+) -> list[int]:
     """The cores for one rank's host updates, in order; empty: wherever the system likes.
 
     Those of the GPU's NUMA node that this process may use, shared among the ranks on that node,
@@ -19,34 +24,59 @@ def update_cores(pci_address: str | None, sysfs: Path = SYSFS) -> list[int]:
 
     Args:
         pci_address: the GPU's, like ``0000:3b:00.0``; None: any NUMA node.
+        gpus: of all ranks on this host, in their order, if this process sees them all. Else the
+            ranks count as dealt to the nodes evenly.
     """
     if not hasattr(os, "sched_getaffinity"):
         return []
-    allowed = sorted(os.sched_getaffinity(0))
-    near = [core for core in _node_cores(pci_address, sysfs) if core in allowed] or allowed
+    allowed, near = os.sched_getaffinity(0), near_cores(pci_address, sysfs)
     if len(allowed) == (os.cpu_count() or 1):
-        near = _share(near, len(allowed) // len(near))
+        near = _share(near, _neighbours(pci_address, sysfs, gpus, len(allowed) // len(near)))
     return near[1:] if len(near) > 1 else near
 
 
-def _share(cores: list[int], nodes: int) -> list[int]:
-    """This rank's part of a NUMA node's cores; ranks are dealt to the nodes in order."""
-    ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1))
-    on_node = -(-ranks // max(1, nodes))
-    rank = int(os.environ.get("LOCAL_RANK") or 0) % on_node
+def near_cores(pci_address: str | None, sysfs: Path = SYSFS) -> list[int]:
+    """Those of the GPU's NUMA node that this process may use; all it may use if there are none."""
+    allowed = sorted(os.sched_getaffinity(0))
+    return [core for core in _node_cores(pci_address, sysfs) if core in allowed] or allowed
+
+
+def _neighbours(
+    pci_address: str | None, sysfs: Path, gpus: Sequence[str | None], nodes: int
+) -> tuple[int, int]:
+    """How many ranks share this one's NUMA node, and which of them it is."""
+    ranks, rank = local_ranks(), int(os.environ.get("LOCAL_RANK") or 0)
+    node = _node_of(pci_address, sysfs)
+    if node is None or len(gpus) < ranks:
+        on_node = -(-ranks // max(1, nodes))
+        return on_node, rank % on_node
+    there = [r for r, address in enumerate(gpus[:ranks]) if _node_of(address, sysfs) == node]
+    return max(1, len(there)), there.index(rank) if rank in there else 0
+
+
+def _share(cores: list[int], neighbours: tuple[int, int]) -> list[int]:
+    """This rank's part of a NUMA node's cores."""
+    on_node, number = neighbours
     count = len(cores) // on_node
-    return cores[rank * count : (rank + 1) * count] or cores
+    return cores[number * count : (number + 1) * count] or cores
+
+
+def _node_of(pci_address: str | None, sysfs: Path) -> int | None:
+    if pci_address is None:
+        return None
+    try:
+        node = int((sysfs / "bus/pci/devices" / pci_address / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None  # a container that hides it
+    return node if node >= 0 else None  # -1: a machine of one node
 
 
 def _node_cores(pci_address: str | None, sysfs: Path) -> list[int]:
-    if pci_address is None:
-        return []
+    node = _node_of(pci_address, sysfs)
     try:
-        node = int((sysfs / "bus/pci/devices" / pci_address / "numa_node").read_text())
-        listed = (sysfs / f"devices/system/node/node{node}/cpulist").read_text()
-    except (OSError, ValueError):
-        return []  # one node, or a container that hides them
-    return parse_cpulist(listed)
+        return parse_cpulist((sysfs / f"devices/system/node/node{node}/cpulist").read_text())
+    except OSError:
+        return []
 
 
 def parse_cpulist(text: str) -> list[int]:
@@ -77,3 +107,13 @@ def bound(cores: list[int]) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, before)
+
+
+def cpu_name() -> str:
+    """The CPU's model name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,14 @@ from runtime.kernels.rule import UpdateRule
 from runtime.zero import private
 from runtime.zero.adopt_stage3 import build_executor, rebuild, subgroups_of
 from runtime.zero.guard import ConfigError, check_config, check_engine, check_plan
+from runtime.zero.steady import keep_flowing
 from simulator.machine import Machine
 from simulator.plan import CheckpointPlan, Plan, PlanError
 from simulator.workload import Workload
 
 logger = logging.getLogger("ebbtide")
+
+REDUCE_BUCKET = 50_000_000  # elements
 
 PlanLike = Plan | str | Path | dict[str, Any]
 
@@ -66,6 +70,10 @@ def initialize(
         zero["sub_group_size"] = plan.subgroup_size
         # PyTorch's pinned allocator rounds up to powers of two; `attach` page-locks exactly.
         zero["offload_optimizer"]["pin_memory"] = False
+        if int(os.environ.get("WORLD_SIZE") or 1) <= 2:
+            # DeepSpeed's own is 5e8: gradients would set out for home late. How ranks' gradients
+            # are bucketed cannot be seen in a sum of two; in one of more it can.
+            zero.setdefault("reduce_bucket_size", REDUCE_BUCKET)
         check_host_memory(plan, config)
     result = deepspeed.initialize(*args, config=config, **kwargs)
     attach(result[0], plan, device=device, checkpoint=checkpoint)
@@ -164,8 +172,8 @@ def _take_over(engine: Any, plan: Plan, device: Device, rule: UpdateRule) -> Non
         from runtime.zero.adopt_stage12 import take_over
 
         take_over(optimizer, plan, device, rule)
+    keep_flowing(engine)
     _record_forward(engine.module, optimizer._ebbtide.recorder)
-    _set_device_origin(optimizer)
     _report(optimizer, device)
 
 
@@ -229,13 +237,6 @@ def _slices(optimizer: Any) -> dict[int, ParameterSlice]:
 def _record_forward(module: torch.nn.Module, recorder: Recorder) -> None:
     module.register_forward_pre_hook(lambda *_: recorder.forward_begins(), prepend=True)
     module.register_forward_hook(lambda *_: recorder.forward_ends())
-
-
-def _set_device_origin(optimizer: Any) -> None:
-    event = optimizer._ebbtide.executor.device.current_event()
-    if event is not None:
-        event.synchronize()
-        optimizer._ebbtide.recorder.set_device_origin(event)
 
 
 def _report(optimizer: Any, device: Device) -> None:

@@ -99,7 +99,7 @@ class EbbtideStage2(DeepSpeedZeroOptimizer):  # type: ignore[misc]
         rank = torch.distributed.get_rank(group=self.real_dp_process_group[group])
         source = self._get_compact_grad_partition_slice(group, rank, key, elements)
         self._bring_home(key, source, first=True, boundary=True)
-        self.clear_grad_attribute(param)
+        self._drop_gradient(param)
 
     def _take_reduced(self, param: Any, boundary: bool) -> None:
         key = self.get_param_id(param)
@@ -121,7 +121,14 @@ class EbbtideStage2(DeepSpeedZeroOptimizer):  # type: ignore[misc]
                 key, own_part, first=first, boundary=boundary, alone=not accumulates
             )  # fmt: skip
         if boundary:
-            self.clear_grad_attribute(param)
+            self._drop_gradient(param)
+
+    def _drop_gradient(self, param: Any) -> None:
+        # Autograd made it on another stream than the one that has just been given work on it.
+        gradient = self.get_param_gradient_attribute(param)
+        if gradient is not None:
+            self._ebbtide.executor.device.let_go(gradient)
+        self.clear_grad_attribute(param)
 
     def _bring_home(
         self, key: int, gradient: torch.Tensor, *, first: bool, boundary: bool, alone: bool = False

@@ -79,6 +79,9 @@ class EbbtideStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
                 )
                 if boundary:
                     self.norm_for_param_grads[self.get_param_id(param)] = _norm(total)
+            if param.grad is not None:
+                # One larger than a bucket is where autograd made it, on another stream than this.
+                own.executor.device.let_go(param.grad)
             param.grad = None
         if private.in_bucket(self, grad_partitions):
             own.homes.before_reuse()

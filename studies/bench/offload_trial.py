@@ -2,8 +2,9 @@
 
     python -m studies.bench.offload_trial --variant stock --size tiny --steps 5 --json row.json
 
-Variants: stock, twin_flow:RATIO, superoffload, zenflow, no_offload, torchao, ebbtide (with --plan,
-or all on the host). Two variants with the same hash have trained the same bits.
+Variants: stock, twin_flow:RATIO, superoffload, zenflow, no_offload, deepcompile, torchao, ebbtide
+(with --plan, or all on the host). Two variants with the same hash have trained the same bits: on a
+GPU everybody runs deterministic algorithms, since flash attention's backward sums in any order.
 """
 
 from __future__ import annotations
@@ -25,19 +26,25 @@ from studies.byte_gpt import SIZES, Batches, ByteGPT, ds_config
 
 WARMUP = 3
 GIB = 2**30
-INEXACT = ("zenflow", "torchao")
+INEXACT = ("zenflow", "torchao", "deepcompile")
+UNCAPPED = ("no_offload",)  # what training would take if memory were no matter
+REDUCE_BUCKET = 50_000_000  # elements
 
 
 def main() -> None:
     """Entry point of ``python -m studies.bench.offload_trial``."""
-    args = _arguments()
+    args = arguments().parse_args()
+    settle(args)
     become_only_rank()
     figures = trial(args)
+    if args.device == "emulated":
+        figures["device_kind"] = "emulated"
     write_record(args.json, "offload_trial", figures)
     print({name: figures[name] for name in ("variant", "iteration_s", "loss", "hash")})
 
 
-def _arguments() -> argparse.Namespace:
+def arguments() -> argparse.ArgumentParser:
+    """What all trials take; `studies.bench.plan_trials` adds to it."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -50,26 +57,57 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--subgroup", type=int, default=100_000_000)
     parser.add_argument("--clipping", type=float, default=1.0)
     parser.add_argument("--cap-gib", type=float, help="limit on GPU memory")
+    parser.add_argument("--device", choices=["auto", "cuda", "emulated"], default="auto")
     parser.add_argument("--workload", type=Path, help="profile the engine and write this instead")
     parser.add_argument("--timeline", type=Path, help="ebbtide: write the measured trace")
-    return parser.parse_args()
+    return parser
+
+
+def settle(args: argparse.Namespace) -> None:
+    """What a trial runs in: the cap on GPU memory, the cores near the GPU, the same sums always.
+
+    Raises:
+        SystemExit: CUDA was asked for where there is none.
+    """
+    cuda = torch.cuda.is_available()
+    if args.device == "cuda" and not cuda:
+        raise SystemExit("--device cuda needs a CUDA GPU, but torch finds none: use auto")
+    if not cuda:
+        return
+    from runtime.hardware.cores import bind, near_cores
+    from runtime.hardware.pci import pci_address
+
+    cores = near_cores(pci_address(0))
+    bind(cores)  # as deepspeed --bind_cores_to_rank does
+    torch.set_num_threads(len(cores))
+    same_sums()
+    if args.cap_gib and args.variant not in UNCAPPED:
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, args.cap_gib * GIB / total), 0)
+
+
+def same_sums() -> None:
+    """Every kernel that has a deterministic form takes it; what is uninitialised stays so."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def trial(args: argparse.Namespace) -> dict[str, Any]:
     """Trains and reports."""
     cuda = torch.cuda.is_available()
-    if cuda and args.cap_gib:
-        total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, args.cap_gib * GIB / total))
-    engine = _engine(args)
+    engine = make_engine(args)
     size = SIZES[args.size]
     batches = Batches(args.micro_batch, size.sequence)
     if args.workload:
         return _profile(engine, batches, args)
     clock = PhaseClock(cuda)
     loss = torch.zeros(())
-    for number in range(WARMUP + args.steps):
-        loss = timed_step(engine, batches.at(number, engine.device), clock)
+    # Made before: time between two steps is nobody's phase, and updates would run on in it.
+    made = [batches.at(number, engine.device) for number in range(WARMUP + args.steps)]
+    for number, batch in enumerate(made):
+        if cuda and number == WARMUP:
+            torch.cuda.reset_peak_memory_stats()  # of training, not of making the model
+        loss = timed_step(engine, batch, clock)
     times = medians(clock.iterations(), WARMUP)
     if hasattr(engine.optimizer, "wait"):
         engine.optimizer.wait()
@@ -84,6 +122,9 @@ def trial(args: argparse.Namespace) -> dict[str, Any]:
         "tokens_per_s": tokens / times["iteration"],
         "loss": float(loss),
         "hash": state_hash(engine.optimizer),
+        "device": str(engine.device),
+        "cap_gib": None if args.variant in UNCAPPED else args.cap_gib,
+        "threads": torch.get_num_threads(),
         "device_peak_bytes": torch.cuda.max_memory_allocated() if cuda else None,
         "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "steps": args.steps,
@@ -92,7 +133,8 @@ def trial(args: argparse.Namespace) -> dict[str, Any]:
     return figures
 
 
-def _engine(args: argparse.Namespace) -> Any:
+def make_engine(args: argparse.Namespace) -> Any:
+    """The variant's engine, with a model that has the same weights for all."""
     import deepspeed
 
     import runtime
@@ -101,29 +143,39 @@ def _engine(args: argparse.Namespace) -> Any:
     if name == "torchao":
         from studies.bench.torchao_offload import TorchaoEngine
 
-        return TorchaoEngine(ByteGPT(SIZES[args.size]), args.clipping)
+        return TorchaoEngine(_model(args.size), args.clipping)
     offload: dict[str, Any] = {"device": "cpu", "pin_memory": True}
     if name == "twin_flow":
         offload["ratio"] = float(setting)
     if name == "superoffload":
         offload["super_offload"] = True
-    zero: dict[str, Any] = {} if name == "no_offload" else {"offload_optimizer": offload}
+    resident = name in ("no_offload", "deepcompile")  # the latter moves it within the step
+    zero: dict[str, Any] = {} if resident else {"offload_optimizer": offload}
     if name == "zenflow":
         zero["zenflow"] = {"topk_ratio": 0.1, "update_interval": 4, "overlap_step": False}
+    # Stock's bucket as large as what a plan gets where a config leaves it open.
+    zero.setdefault("reduce_bucket_size", REDUCE_BUCKET)
     config = ds_config(
-        args.micro_batch,
-        args.subgroup,
-        clipping=args.clipping,
-        offload=name != "no_offload",
-        **zero,
+        args.micro_batch, args.subgroup, clipping=args.clipping, offload=not resident, **zero
     )
-    model = ByteGPT(SIZES[args.size])
+    if name == "deepcompile":
+        config["compile"] = {"deepcompile": True, "offload_opt_states": True}
+    model = _model(args.size)
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=config
     )
+    if name == "deepcompile":
+        engine.compile()
     if name == "ebbtide":
-        runtime.attach(engine, Plan.load(args.plan) if args.plan else host_plan(engine))
+        plan = Plan.load(args.plan) if args.plan else host_plan(engine)
+        runtime.attach(engine, plan, device=args.device)
     return engine
+
+
+def _model(size: str) -> ByteGPT:
+    """Made where it is trained: billions of random weights take a CPU a minute."""
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        return ByteGPT(SIZES[size])
 
 
 def host_plan(engine: Any) -> Plan:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from studies.bench.rank import free_port, remove_shared_buffers
+from runtime.hardware.launcher import free_port, remove_shared_buffers
 
 _VARIABLE = "EBBTIDE_PROGRESS_FD"
 _TAIL_LINES = 25

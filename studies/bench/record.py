@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -11,6 +12,8 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from runtime.hardware.cores import cpu_name
 
 _PACKAGES = ("ebbtide", "torch", "deepspeed", "triton", "numpy", "scipy", "optuna")
 
@@ -37,16 +40,67 @@ def provenance() -> dict[str, Any]:
     cuda = torch.cuda.is_available()
     return {
         "machine": {
-            "cpu": _cpu_name(),
+            "cpu": cpu_name(),
             "cores": len(os.sched_getaffinity(0)),
             "host_memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
             "gpu": torch.cuda.get_device_name() if cuda else None,
+            **(gpu_facts() if cuda else {}),
         },
         "device_kind": "cuda" if cuda else "cpu",
         "versions": {"python": platform.python_version(), **_versions()},
         "command": shlex.join(["python", "-m", _module(), *sys.argv[1:]]),
         "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def gpu_facts() -> dict[str, Any]:
+    """What a reader asks of a GPU figure; what the driver does not tell is left out."""
+    import torch
+
+    from runtime.hardware.cores import near_cores
+    from runtime.hardware.pci import pci_address
+
+    index = torch.cuda.current_device()
+    properties, address = torch.cuda.get_device_properties(index), pci_address(index)
+    facts: dict[str, Any] = {
+        "gpu_memory_bytes": properties.total_memory,
+        "gpu_multiprocessors": properties.multi_processor_count,
+        "gpu_pci_address": address,
+        "cores_near_gpu": len(near_cores(address)),
+        "numa_nodes": len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))),
+        "cuda": torch.version.cuda,
+    }
+    return facts | _nvml_facts(str(getattr(properties, "uuid", "")))
+
+
+def _nvml_facts(uuid: str) -> dict[str, Any]:
+    try:
+        import pynvml
+    except ImportError:
+        return {}
+    facts: dict[str, Any] = {}
+    asked = {
+        "pcie_generation": pynvml.nvmlDeviceGetCurrPcieLinkGeneration,
+        "pcie_generation_max": pynvml.nvmlDeviceGetMaxPcieLinkGeneration,
+        "pcie_width": pynvml.nvmlDeviceGetCurrPcieLinkWidth,
+        "pcie_width_max": pynvml.nvmlDeviceGetMaxPcieLinkWidth,
+        "power_limit_w": lambda gpu: pynvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1e3,
+    }
+    try:
+        pynvml.nvmlInit()
+        # NVML numbers all GPUs, torch those that CUDA_VISIBLE_DEVICES shows.
+        gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+        facts["driver"] = _text(pynvml.nvmlSystemGetDriverVersion())
+        for name, ask in asked.items():
+            with contextlib.suppress(pynvml.NVMLError):
+                facts[name] = ask(gpu)
+    except pynvml.NVMLError as error:
+        facts["nvml"] = f"not available: {error}"
+    return facts
+
+
+def _text(value: bytes | str) -> str:
+    return value.decode() if isinstance(value, bytes) else value
 
 
 def _versions() -> dict[str, str]:
@@ -62,12 +116,3 @@ def _versions() -> dict[str, str]:
 def _module() -> str:
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     return spec.name if spec is not None else Path(sys.argv[0]).stem
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()

@@ -17,8 +17,8 @@ from statistics import median
 from typing import Any
 
 import simulator
+from runtime.hardware.launcher import free_port, remove_shared_buffers
 from simulator import CheckpointPlan, Machine, Plan
-from studies.bench.rank import free_port, remove_shared_buffers
 
 ENDLESS = 10**9
 LIMIT_S = 180.0
@@ -58,7 +58,7 @@ class Training:
     def step(self, engine: Any, number: int) -> None:
         from studies.byte_gpt import Batches, train_step
 
-        train_step(engine, Batches(1, self.sequence).at(number))
+        train_step(engine, Batches(1, self.sequence).at(number, engine.device))
 
 
 def warm_up() -> None:

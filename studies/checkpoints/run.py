@@ -148,7 +148,7 @@ def train(run: Run, rank: int) -> None:
     run.note("ready", rank).touch()
     with run.note("steps", rank).open("a", buffering=1) as steps:
         for step in range(begin, run.steps):
-            batch = _batch(rank, step)
+            batch = _batch(rank, step, engine.device)
             loss = engine(*batch)
             engine.backward(loss)
             drawn = f"{chain}{random.random()}{torch.rand(1).item()}"
@@ -203,13 +203,13 @@ def _resume(engine: Any, run: Run) -> tuple[int, str]:
     return engine.global_steps, client_state["chain"]
 
 
-def _batch(rank: int, step: int) -> Any:
+def _batch(rank: int, step: int, device: Any) -> Any:
     """The step's data, shuffled by torch's generator: a lost random state changes the weights."""
     import torch
 
     from studies.byte_gpt import SIZES, Batches
 
-    inputs, targets = Batches(2, SIZES["tiny"].sequence, rank=rank).at(step)
+    inputs, targets = Batches(2, SIZES["tiny"].sequence, rank=rank).at(step, device)
     shift = int(torch.randint(0, 256, (1,)))
     return (inputs + shift) % 256, targets
 

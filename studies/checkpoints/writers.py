@@ -222,7 +222,7 @@ class _Session:
         self.writer.waited_s, begin_all = 0.0, time.perf_counter()
         for number in range(1, steps + 1):
             begin, waited = time.perf_counter(), self.writer.waited_s
-            train_step(self.engine, self.batches.at(self.step))
+            train_step(self.engine, self.batches.at(self.step, self.engine.device))
             self.step += 1
             late = self.writer.waited_s - waited  # for the checkpoint of the step before
             saved = self._save() if every and number % every == 0 else 0.0

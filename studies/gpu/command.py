@@ -1,16 +1,22 @@
-"""Everything that wants a GPU, in one command.
+"""Everything that wants a GPU, in one command; the parts can be had one at a time.
 
-    python -m studies.gpu --out DIR [--minutes 9] [--only PART ...]
-    python -m studies.gpu --plot DIR
+    python -m studies.gpu --out DIR [--part smoke] [--minutes 9]
+    python -m studies.gpu --rehearse [--out DIR]     every part without a GPU, at toy sizes
+    python -m studies.gpu --plot DIR                 pictures of what is in DIR
 
-Each part writes its JSON as it finishes, so that an interrupted run brings home what it has. On a
-machine without a GPU, ``--device emulated`` runs all parts at a tiny size: a smoke test.
+Parts: smoke, contract, speed (1.3b), peers (3b), checkpoints; each is made of sections, which can
+be named too. Every section is a process: its record DIR/SECTION.json is written as it ends, what it
+printed is in DIR/logs/, and a failure stops no other. Called again, the suite goes on where it was;
+DIR/results.tar.gz holds all of it.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+import tarfile
+import tempfile
 import time
 import traceback
 from pathlib import Path
@@ -23,93 +29,184 @@ from rich.table import Table
 from studies.bench.rank import become_only_rank
 from studies.bench.record import write_record
 from studies.byte_gpt import SIZES
-from studies.gpu.parts import PARTS
+from studies.gpu.parts import BUDGET_S, CAPS_GIB, PARTS, SECTIONS, SIZES_OF_PARTS, sections_of
 from studies.gpu.pictures import draw_parts
 from studies.gpu.suite import OutOfTimeError, Suite
 
+ARCHIVE = "results.tar.gz"
+ARCHIVED_BYTES = 8 * 2**20  # of a file: traces and records, no storage benchmark's leftovers
 
-def main() -> None:
-    """Entry point of ``python -m studies.gpu``; exit code 1 if a correctness part fails."""
-    args = _arguments()
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point of ``python -m studies.gpu``; exit code 1 if a section failed or bits differ."""
+    args = _arguments(arguments)
     if args.plot is not None:
         for picture in draw_parts(args.plot):
             print(picture)
         return
-    emulated = args.device == "emulated"
-    if not emulated and not torch.cuda.is_available():
+    if args.section is not None:
+        _section(args.section, args)
+        return
+    if args.rehearse and args.out is None:
+        with tempfile.TemporaryDirectory(prefix="ebbtide-rehearsal-") as folder:
+            args.out = Path(folder)
+            _run(args)
+        return
+    _run(args)
+
+
+def _run(args: argparse.Namespace) -> None:
+    if not args.rehearse and not torch.cuda.is_available():
         sys.exit("studies.gpu: --device cuda needs a CUDA GPU, but torch finds none: "
-                 "use --device emulated for a smoke test")  # fmt: skip
-    become_only_rank()
+                 "use --rehearse, which runs every part at toy sizes")  # fmt: skip
     args.out.mkdir(parents=True, exist_ok=True)
-    suite = Suite(
-        out=args.out, size="tiny" if emulated else args.size, cap_gib=args.cap_gib,
-        subgroup=20_000 if emulated else args.subgroup, emulated=emulated,
-        deadline_s=time.monotonic() + 60 * args.minutes,
+    deadline_s = time.monotonic() + 60 * args.minutes
+    results = {}
+    for part, section in sections_of(args.part):
+        suite = _suite(args, part, deadline_s)
+        results[section] = _in_a_process(section, suite, args)
+        archive(args.out)
+    _show(results, args.rehearse)
+    bad = [n for n, f in results.items() if f.get("failed") or f.get("correct") is False
+           or (args.rehearse and f.get("skipped"))]  # fmt: skip
+    if bad:
+        sys.exit(f"studies.gpu: failed or with other bits: {', '.join(bad)}")
+
+
+def _suite(args: argparse.Namespace, part: str, deadline_s: float) -> Suite:
+    size = "tiny" if args.rehearse else args.size or SIZES_OF_PARTS.get(part, "1.3b")
+    return Suite(
+        out=args.out, size=size, cap_gib=args.cap_gib or CAPS_GIB.get(part, 24.0),
+        subgroup=20_000 if args.rehearse else args.subgroup, emulated=args.rehearse,
+        deadline_s=deadline_s, again=args.again,
     )  # fmt: skip
-    results = {name: _part(name, suite) for name in args.only or PARTS}
-    _show(results, emulated)
-    if any(figures.get("correct") is False for figures in results.values()):
-        sys.exit(1)
 
 
-def _arguments() -> argparse.Namespace:
+def _arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, help="folder of the JSON files")
-    parser.add_argument(
-        "--plot", type=Path, metavar="DIR", help="draw what is in DIR; no GPU needed"
-    )
+        prog="python -m studies.gpu", description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )  # fmt: skip
+    names = [*PARTS, *(s for s in SECTIONS if s not in PARTS)]
+    parser.add_argument("--out", type=Path, help="folder of the records")
+    parser.add_argument("--plot", type=Path, metavar="DIR", help="draw what is in DIR")
+    parser.add_argument("--part", "--only", nargs="+", choices=names, default=[], metavar="NAME",
+                        help=f"these alone: {', '.join(names)}")  # fmt: skip
     parser.add_argument("--minutes", type=float, default=9.0, help="nothing runs beyond that")
-    parser.add_argument("--size", default="3b", help="of the model, see studies.byte_gpt.SIZES")
+    parser.add_argument("--rehearse", action="store_true", help="without a GPU, at toy sizes")
+    parser.add_argument("--again", action="store_true", help="measure what is there already too")
+    parser.add_argument("--size", help="of the model, see studies.byte_gpt.SIZES")
     parser.add_argument(
         "--model-b", type=float, help="the same in billions of parameters: 1.3, 3, 7"
     )
-    parser.add_argument("--cap-gib", type=float, default=24.0, help="GPU memory to live within")
+    parser.add_argument("--cap-gib", type=float, help="GPU memory to live within")
     parser.add_argument("--subgroup", type=int, default=100_000_000, help="sub_group_size")
-    parser.add_argument("--only", nargs="+", choices=list(PARTS), help="these parts alone")
-    parser.add_argument("--device", choices=["cuda", "emulated"], default="cuda")
-    args = parser.parse_args()
-    if args.plot is None and args.out is None:
+    parser.add_argument("--device", choices=["cuda", "emulated"], default="cuda",
+                        help="emulated: the same as --rehearse")  # fmt: skip
+    parser.add_argument("--section", choices=list(SECTIONS), help=argparse.SUPPRESS)
+    args = parser.parse_args(arguments)
+    args.rehearse = args.rehearse or args.device == "emulated"
+    if args.plot is None and args.out is None and not args.rehearse:
         parser.error("one of --out DIR and --plot DIR must be given")
     if args.model_b is not None:
         args.size = f"{args.model_b:g}b"
-    if args.size not in SIZES:
+    if args.size is not None and args.size not in SIZES:
         parser.error(
             f"--size (or --model-b) must be one of {', '.join(SIZES)}, but got {args.size}"
         )
+    if args.cap_gib is not None and not 0 < args.cap_gib < 1e6:
+        parser.error(f"--cap-gib must be > 0, but got {args.cap_gib}")
     if not 0 < args.minutes < 1e6:
         parser.error(f"--minutes must be > 0, but got {args.minutes}")
     return args
 
 
-def _part(name: str, suite: Suite) -> dict[str, Any]:
-    begun = time.monotonic()
+# -- a section -----------------------------------------------------------------------------------
+
+
+def _in_a_process(name: str, suite: Suite, args: argparse.Namespace) -> dict[str, Any]:
+    """The section's record; one from a run before if it is whole."""
+    path = suite.out / f"{name}.json"
+    if not suite.again and (known := _whole(path, suite)) is not None:
+        return known
+    path.unlink(missing_ok=True)
     try:
-        suite.left_s()
-        figures = PARTS[name](suite)
+        limit_s = suite.left_s(BUDGET_S[name])
     except OutOfTimeError as error:
         return {"skipped": str(error)}
-    except Exception as error:  # noqa: BLE001 - the other parts still run; the record says how
+    command = [
+        "studies.gpu", "--section", name, "--out", str(suite.out), "--size", suite.size,
+        "--cap-gib", str(suite.cap_gib), "--subgroup", str(suite.subgroup),
+        "--minutes", str(max(0.05, limit_s / 60 - 0.1)),
+        *(["--rehearse"] if args.rehearse else []), *(["--again"] if suite.again else []),
+    ]  # fmt: skip
+    # A section ends itself in time; what does not is ended a moment later.
+    failed = suite.run(name, command, limit_s + 10.0)
+    figures: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    if failed is not None and "failed" not in figures:
+        figures["failed"] = failed
+        write_record(path, f"gpu.{name}", _marked(figures, suite))
+    return figures
+
+
+def _whole(path: Path, suite: Suite) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    known: dict[str, Any] = json.loads(path.read_text())
+    rows = known.get("rows", [])
+    failed = known.get("failed") or any("failed" in row for row in rows)
+    same = known.get("size") == suite.size
+    return known if same and not failed and not known.get("left_out") else None
+
+
+def _section(name: str, args: argparse.Namespace) -> None:
+    """In the section's process."""
+    begun = time.monotonic()
+    if not args.rehearse and not torch.cuda.is_available():
+        sys.exit("a section needs a CUDA GPU, but torch finds none: use --rehearse")
+    become_only_rank()
+    part = next(part for part, sections in PARTS.items() if name in sections)
+    suite = _suite(args, part, begun + 60 * args.minutes)
+    try:
+        suite.left_s()
+        figures = SECTIONS[name](suite)
+    except Exception as error:  # noqa: BLE001 - the record says how, stderr has all of it
         traceback.print_exc()
         figures = {"failed": f"{type(error).__name__}: {error}"}
-    figures["seconds"] = round(time.monotonic() - begun, 1)
-    if suite.emulated:
-        figures["device_kind"] = "emulated"
-    write_record(suite.out / f"{name}.json", f"gpu.{name}", figures)
-    return figures
+    figures |= {"seconds": round(time.monotonic() - begun, 1), "size": suite.size}
+    write_record(suite.out / f"{name}.json", f"gpu.{name}", _marked(figures, suite))
+
+
+def _marked(figures: dict[str, Any], suite: Suite) -> dict[str, Any]:
+    return figures | {"device_kind": "emulated"} if suite.emulated else figures
+
+
+# -- what comes of it ----------------------------------------------------------------------------
+
+
+def archive(folder: Path) -> Path:
+    """All records, logs and pictures in one file, written whole or not at all."""
+    path = folder / ARCHIVE
+    temporary = path.with_suffix(".part")
+    kept = {".json", ".png", ".stderr", ".stdout", ".command"}
+    with tarfile.open(temporary, "w:gz") as tar:
+        for file in sorted(folder.rglob("*")):
+            if file.suffix in kept and file.stat().st_size <= ARCHIVED_BYTES:
+                tar.add(file, file.relative_to(folder))
+    temporary.replace(path)
+    return path
 
 
 def _show(results: dict[str, dict[str, Any]], emulated: bool) -> None:
     table = Table(title="emulated: no GPU figures" if emulated else torch.cuda.get_device_name())
-    for column in ("part", "result", "seconds"):
+    for column in ("section", "result", "seconds"):
         table.add_column(column)
-    told = ("differing", "summary", "speedup", "efficiency", "median_abs_pct_error", "failed",
-            "skipped", "correct")  # fmt: skip
+    told = ("differing", "summary", "speedup", "speedup_over_best_exact_peer", "noise",
+            "efficiency", "median_abs_pct_error", "failed", "skipped", "correct")  # fmt: skip
     for name, figures in results.items():
         words = [f"{key}: {figures[key]}" for key in told if figures.get(key) not in (None, [])]
-        table.add_row(name, "; ".join(words)[:120] or "done", str(figures.get("seconds", "")))
-    Console().print(table)
+        table.add_row(name, "; ".join(words)[:200] or "done", str(figures.get("seconds", "")))
+    Console(width=140).print(table)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
-"""What all parts of the GPU suite share: the folder, the sizes, and trials with a time limit."""
+"""What all sections of the GPU suite share: the folder, the sizes, and processes with a limit."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -16,6 +19,7 @@ from simulator import Machine, Plan, Workload
 Figures = dict[str, Any]
 TRIAL_LIMIT_S = 240.0
 LEAST_S = 5.0  # nothing is worth starting with less
+SHOWN_CHARACTERS = 300  # of an error; the whole of it is in the folder's logs/
 
 
 class OutOfTimeError(RuntimeError):
@@ -24,11 +28,12 @@ class OutOfTimeError(RuntimeError):
 
 @dataclass(frozen=True)
 class Suite:
-    """What all parts share.
+    """What all sections share.
 
     Attributes:
         emulated: a machine without a GPU runs tiny sizes.
         deadline_s: on the monotonic clock; no process runs beyond it.
+        again: measure also what is there from a run before.
     """
 
     out: Path
@@ -37,6 +42,12 @@ class Suite:
     subgroup: int
     emulated: bool
     deadline_s: float = math.inf
+    again: bool = False
+
+    @property
+    def steps(self) -> int:
+        """Timed steps of a trial."""
+        return 2 if self.emulated else 8
 
     def left_s(self, most_s: float = TRIAL_LIMIT_S) -> float:
         """Seconds that something that starts now may take.
@@ -49,27 +60,100 @@ class Suite:
             raise OutOfTimeError("out of time (--minutes)")
         return left_s
 
+    # -- trials ------------------------------------------------------------------------------
+
     def trial(self, name: str, *arguments: str) -> Figures:
-        """One `studies.bench.offload_trial` as a process; a failure is a row that says how."""
-        path = self.out / "trials" / f"{name}.json"
-        command = [
-            sys.executable, "-m", "studies.bench.offload_trial", "--json", str(path),
-            "--size", self.size, "--cap-gib", str(self.cap_gib), "--subgroup", str(self.subgroup),
-            "--steps", "3" if self.emulated else "8", *arguments,
-        ]  # fmt: skip
+        """One `studies.bench.offload_trial` as a process; a failure is a row that says how.
+
+        What a run before has measured with the same arguments is taken as it is.
+        """
+        path = self._of_this_size("trials", f"{name}.json")
+        command = ["studies.bench.offload_trial", "--json", str(path), *self._sizes(), *arguments]
+        row = self._measured(path, command)
+        return {**row, "name": name} if "failed" not in row else {"variant": name, **row}
+
+    def plans(self, name: str, plans: dict[str, Plan]) -> list[Figures]:
+        """One process of `studies.bench.plan_trials`: each plan on the same engine in turn."""
+        folder = self._of_this_size("trials", name)
+        folder.mkdir(parents=True, exist_ok=True)
+        for number, (of, plan) in enumerate(plans.items()):
+            plan.save(folder / f"{number}_{of}.plan.json")
+        files = [str(path) for path in sorted(folder.glob("*.plan.json"))]
+        path = self._of_this_size("trials", f"{name}.json")
+        command = ["studies.bench.plan_trials", "--json", str(path), *self._sizes(),
+                   "--plans", *files]  # fmt: skip
+        found = self._measured(path, command)
+        rows: list[Figures] = found.get("rows", [])
+        done = {row["name"] for row in rows}
+        missing = str(found.get("failed", "the process ended before"))
+        return rows + [
+            {"name": of, "variant": "ebbtide", "failed": missing} for of in plans if of not in done
+        ]
+
+    def _sizes(self) -> list[str]:
+        device = ["--device", "emulated"] if self.emulated else ["--device", "cuda"]
+        return ["--size", self.size, "--cap-gib", str(self.cap_gib), "--subgroup",
+                str(self.subgroup), "--steps", str(self.steps), *device]  # fmt: skip
+
+    def _of_this_size(self, *parts: str) -> Path:
+        """A file of this model's: one folder can hold a suite of several sizes."""
+        return self.out.joinpath(self.size, *parts)
+
+    def _measured(self, path: Path, command: list[str]) -> Figures:
+        asked = path.with_suffix(".command")
+        if not self.again and path.exists() and asked.exists():
+            known: Figures = json.loads(path.read_text())
+            if json.loads(asked.read_text()) == command and "failed" not in known:
+                return known
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        asked.write_text(json.dumps(command))
         try:
-            limit_s = self.left_s()
-            done = subprocess.run(
-                command, capture_output=True, text=True, check=False, timeout=limit_s
-            )
+            failed = self.run(f"{self.size}-{path.stem}", command, self.left_s())
         except OutOfTimeError as error:
-            return {"variant": name, "failed": str(error)}
-        except subprocess.TimeoutExpired:
-            return {"variant": name, "failed": f"took longer than {limit_s:.0f} s"}
-        if done.returncode:
-            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            return {"variant": name, "failed": last[-300:]}
-        return {**json.loads(path.read_text()), "name": name}
+            failed = str(error)
+        figures: Figures = json.loads(path.read_text()) if path.exists() else {}
+        return figures if failed is None else {**figures, "failed": failed}
+
+    def run(self, name: str, command: list[str], limit_s: float) -> str | None:
+        """``python -m`` this, in cores near the GPU; what it prints is in logs/.
+
+        Returns:
+            What went wrong, in a line; None: nothing.
+        """
+        logs = self.out / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        errors = logs / f"{name}.stderr"
+        with errors.open("w") as stderr, (logs / f"{name}.stdout").open("w") as stdout:
+            process = subprocess.Popen(
+                [sys.executable, "-W", "ignore", "-m", *command], stdout=stdout, stderr=stderr,
+                env=self._environment(), start_new_session=True,
+            )  # fmt: skip
+            try:
+                status = process.wait(limit_s)
+            except subprocess.TimeoutExpired:
+                _end(process)
+                return f"took longer than {limit_s:.0f} s"
+            except BaseException:
+                _end(process)
+                raise
+        if status == 0:
+            return None
+        told = errors.read_text(errors="replace").strip().splitlines() or ["no message"]
+        return f"{told[-1][-SHOWN_CHARACTERS:]} (exit status {status}; logs/{name}.stderr)"
+
+    def _environment(self) -> dict[str, str]:
+        """Stock as its documentation advises: a thread per core near the GPU; so for everybody."""
+        environment = {k: v for k, v in os.environ.items() if k not in ("MASTER_PORT", "RANK")}
+        if not self.emulated:
+            from runtime.hardware.cores import near_cores
+            from runtime.hardware.pci import pci_address
+
+            environment["OMP_NUM_THREADS"] = str(len(near_cores(pci_address(0))))
+            environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # deterministic products
+        return environment
+
+    # -- what several sections need ----------------------------------------------------------
 
     def machine(self) -> Machine:
         path = self.out / "machine_profile.json"
@@ -86,7 +170,7 @@ class Suite:
         return measure_machine(self.out / "storage", fresh=True, **small)
 
     def workload(self) -> Workload:
-        path = self.out / "workload.json"
+        path = self._of_this_size("workload.json")
         if not path.exists():
             row = self.trial("profile", "--workload", str(path))
             if "failed" in row:
@@ -97,8 +181,19 @@ class Suite:
         """The tuner's, within the cap."""
         import tuner
 
-        path = self.out / "plan.json"
+        path = self.plan_path
         if not path.exists():
             limit = None if self.emulated else int(self.cap_gib * 2**30)
             tuner.plan(self.workload(), self.machine(), device_memory_bytes=limit).save(path)
         return Plan.load(path)
+
+    @property
+    def plan_path(self) -> Path:
+        return self._of_this_size("plan.json")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """The whole session of the process: a section's trials are processes of their own."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

@@ -134,11 +134,6 @@ def test_a_process_away_from_its_gpu_is_warned(tmp_path, monkeypatch, cores, gpu
     assert ["away from the GPU's NUMA node 1" in line for line in warnings] == [True] * warned
 
 
-def test_lists_of_cores():
-    assert hardware.cores_of("0-3,8") == {0, 1, 2, 3, 8}
-    assert hardware.cores_of("") == set()
-
-
 def test_a_low_memlock_limit_is_told(monkeypatch):
     limit = hardware.resource.RLIM_INFINITY
     monkeypatch.setattr(hardware.resource, "getrlimit", lambda which: (limit, limit))

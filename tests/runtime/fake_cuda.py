@@ -1,142 +1,356 @@
-"""Stands for `torch.cuda` under `runtime.devices.cuda.CudaDevice` on a machine without a GPU.
+"""Stands for `torch.cuda` on a machine without a GPU, with the rules of CUDA that races break.
 
-Device memory is host memory. The default stream runs at once, as the training thread's own work;
-every other stream is a thread that runs what it was given later, in order, after random delays and
-the events it was told to wait for. What the code forgets to wait for shows in the bits.
+Memory of the device is host memory, and the default stream runs at once, as the training thread's
+own work. Everything else is as hard as CUDA allows it to be:
+
+- A stream is a thread that runs what it was given **late**: when something waits for it, or after
+  a random while (seeded by the stream's number: the same seed gives the same delays). Copies and
+  kernels read their sources then, not when they are issued.
+- The caching allocator hands a freed block out again at once, in the order of the stream it was
+  allocated on. So a copy that runs on another stream after its source was freed, without
+  ``record_stream``, reads what the next owner wrote: here poison (and the fake notes the
+  violation). Memory that was never written holds poison too.
+- Events stand for what was on their stream when they were recorded.
+- A copy from or to pageable host memory blocks its caller; page locks are whole pages.
+- Synchronisations are counted, those of the whole device and those that held a thread up.
 """
 
 from __future__ import annotations
 
 import mmap
-import queue
 import random
 import sys
 import threading
 import time
+from collections import Counter, deque
 from contextlib import contextmanager
 from types import SimpleNamespace
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 DEADLINE_S = 60.0
+LATEST_S = 0.01
+POISON = 0x7F  # as bytes: large and finite in bf16, fp16 and fp32, so that it shows in every sum
 _current = threading.local()
 
 
-class FakeStream:
-    """In order; ``wait_event`` holds up the stream, not the caller."""
+def poison(tensor):
+    tensor.detach().view(-1).view(torch.uint8).fill_(POISON)
 
-    def __init__(self, device=None, priority=0, longest_s=0.003):
-        del device, priority
-        self._queue = queue.SimpleQueue()
-        self._random = random.Random(id(self))
-        self._longest_s = longest_s
+
+# -- streams and events --------------------------------------------------------------------------
+
+
+class FakeStream:
+    """In order, and late; ``wait_event`` holds up the stream, not the caller."""
+
+    def __init__(self, world, number):
+        self._world = world
+        self._random = random.Random(f"{world.seed} {number}")
+        self._work = deque()
+        self._state = threading.Condition()
+        self._issued = self._done = self._demanded = 0
+        self._closed = False
         self.ran = 0
+        self.device = torch.device("cpu")
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self):
         while True:
-            self._queue.get()()
+            with self._state:
+                while not self._work and not self._closed:
+                    self._state.wait()
+                if self._closed:
+                    return
+                work, late = self._work.popleft()
+                if late:
+                    ends_s = time.monotonic() + self._random.random() * self._world.latest_s
+                    while self._demanded <= self._done and not self._closed:
+                        left_s = ends_s - time.monotonic()
+                        if left_s <= 0 or not self._state.wait(left_s):
+                            break
+            try:
+                work()
+            except Exception as error:  # noqa: BLE001  # shows at the end of the test
+                self._world.violations.append(f"a stream's work failed: {error!r}")
+            with self._state:
+                self.ran += late
+                self._done += 1
+                self._state.notify_all()
+
+    def _put(self, work, late):
+        with self._state:
+            self._issued += 1
+            self._work.append((work, late))
+            self._state.notify_all()
+            return self._issued
 
     def enqueue(self, work):
-        def later():
-            time.sleep(self._random.random() * self._longest_s)
-            work()
-            self.ran += 1
+        return self._put(work, late=True)
 
-        self._queue.put(later)
+    def demand(self, upto=None):
+        """Something needs what has been issued so far: it is not put off any longer."""
+        with self._state:
+            self._demanded = max(self._demanded, self._issued if upto is None else upto)
+            self._state.notify_all()
+
+    def drain(self):
+        """Until everything issued so far has run, without counting as a synchronisation."""
+        with self._state:
+            upto = self._issued
+        self.demand(upto)
+        with self._state:
+            assert self._state.wait_for(lambda: self._done >= upto, DEADLINE_S), "a stuck stream"
+
+    @property
+    def age_s(self):
+        return DEFAULT.age_s
+
+    @property
+    def idle(self):
+        with self._state:
+            return self._done >= self._issued
 
     def wait_event(self, event):
-        reached = event.reached  # what it stands for now, whatever is recorded later
-        self._queue.put(lambda: reached.wait(DEADLINE_S))
+        record = event.latest  # what it stands for now, whatever is recorded later
+        if record is not None:
+            self._put(record.wait, late=False)
 
     def wait_stream(self, other):
         event = FakeEvent()
         event.record(other)
         self.wait_event(event)
 
+    def record_event(self, event=None):
+        event = event or FakeEvent()
+        event.record(self)
+        return event
+
     def mark(self, reached):
-        self._queue.put(reached)
+        return self._put(reached, late=False)
 
     def synchronize(self):
-        reached = threading.Event()
-        self.mark(reached.set)
-        assert reached.wait(DEADLINE_S)
+        self._world.synchronised(self)
+        self.drain()
+
+    def query(self):
+        return self.idle
+
+    def close(self):
+        with self._state:
+            self._closed = True
+            self._state.notify_all()
 
 
 class DefaultStream:
     """The training thread's own: everything on it has been done when the call returns."""
 
+    device = torch.device("cpu")
+    age_s = 0.0
+
     def wait_event(self, event):
-        event.synchronize()
+        if event.latest is not None:
+            event.latest.wait()
 
     def wait_stream(self, other):
-        other.synchronize()
+        if other is not self:
+            other.drain()
+
+    def record_event(self, event=None):
+        event = event or FakeEvent()
+        event.record(self)
+        return event
 
     def mark(self, reached):
         reached()
+        return 0
+
+    def demand(self, upto=None):
+        pass
+
+    def drain(self):
+        pass
 
     def synchronize(self):
         pass
+
+    def query(self):
+        return True
 
 
 DEFAULT = DefaultStream()
 
 
+class _Record:
+    """One `record`: the place in a stream that an event stands for."""
+
+    def __init__(self, stream):
+        self.reached = threading.Event()
+        self.time_s = 0.0
+        self._stream = stream
+        self._upto = stream.mark(self._reach)
+
+    def _reach(self):
+        self.time_s = time.perf_counter() + self._stream.age_s
+        self.reached.set()
+
+    def wait(self):
+        self._stream.demand(self._upto)
+        assert self.reached.wait(DEADLINE_S), "an event that nothing reaches"
+
+
 class FakeEvent:
     """As `torch.cuda.Event`: stands for the latest `record`; before the first one, for nothing."""
 
-    def __init__(self, enable_timing=False):
-        del enable_timing
-        self.reached = threading.Event()
-        self.reached.set()
-        self.time_s = 0.0
+    world = None
+
+    def __init__(self, enable_timing=False, **_):
+        self.latest = None
+        self._timing = enable_timing
 
     def record(self, stream=None):
-        self.reached = reached = threading.Event()
+        self.latest = _Record(stream or current_stream())
 
-        def mark():
-            self.time_s = time.perf_counter()
-            reached.set()
-
-        (stream or _stream()).mark(mark)
+    def wait(self, stream=None):
+        (stream or current_stream()).wait_event(self)
 
     def synchronize(self):
-        assert self.reached.wait(DEADLINE_S), "an event that nothing reaches"
+        if self.latest is None:
+            return
+        if self.world is not None and not self.latest.reached.is_set():
+            self.world.held_up()
+        self.latest.wait()
 
     def query(self):
-        return self.reached.is_set()
+        return self.latest is None or self.latest.reached.is_set()
 
     def elapsed_time(self, later):
-        return 1e3 * (later.time_s - self.time_s)
+        """Milliseconds in single precision, as CUDA tells them."""
+        assert self._timing
+        assert later._timing
+        assert self.query()
+        assert later.query()
+        return float(torch.tensor(1e3 * (later.latest.time_s - self.latest.time_s)))
 
 
-def _stream():
+def current_stream(device=None):
+    del device
     return getattr(_current, "stream", DEFAULT)
 
 
-class _Queueing(TorchDispatchMode):
-    """Copies called within belong to the stream; nothing else may be called there."""
+# -- memory --------------------------------------------------------------------------------------
 
-    def __init__(self, stream):
+
+class _Block:
+    """What the allocator knows of one storage."""
+
+    def __init__(self, storage):
+        self.alive = StorageWeakRef(storage)  # keeps its number from being given to another
+        self.owner = DEFAULT
+        self.recorded = set()
+        self.held = 0  # tensors of ours that keep the memory mapped
+
+
+class Allocator:
+    """Who may still use which block; any thread."""
+
+    def __init__(self):
+        self._blocks = {}
+        self._lock = threading.Lock()
+
+    def block(self, tensor):
+        """Called with the lock held."""
+        storage = tensor.untyped_storage()
+        number = storage._cdata
+        if number not in self._blocks:
+            for old in [n for n, b in self._blocks.items() if b.alive.expired()]:
+                del self._blocks[old]
+            self._blocks[number] = _Block(storage)
+        return self._blocks[number]
+
+    def owned(self, tensor, stream):
+        with self._lock:
+            self.block(tensor).owner = stream
+
+    def record(self, tensor, stream):
+        with self._lock:
+            self.block(tensor).recorded.add(stream)
+
+    def hold(self, tensor):
+        """Another name of the same memory, which does not count as a use of it."""
+        name = tensor.detach()
+        with self._lock:
+            self.block(name).held += 1
+        return name
+
+    def given_away(self, name, stream):
+        """Ends a `hold`. Has its owner freed the block, and may a later owner write it already?"""
+        with self._lock:
+            block = self.block(name)
+            # The names that are held, and torch's own wrapper of the storage.
+            uses = torch._C._storage_Use_Count(name.untyped_storage()._cdata)
+            freed = uses <= block.held + 1
+            block.held -= 1
+            return freed and stream is not block.owner and stream not in block.recorded
+
+
+# -- torch ---------------------------------------------------------------------------------------
+
+
+class _Queueing(TorchDispatchMode):
+    """What is called within runs on the stream, late: copies, and kernels with their results.
+
+    What hands a value to the host drains the stream and runs at once.
+    """
+
+    def __init__(self, world, stream):
         super().__init__()
+        self._world = world
         self._stream = stream
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert func is torch.ops.aten.copy_.default, f"{func} on a stream of its own"
-        self._stream.enqueue(lambda: func(*args))
-        return args[0]
+        kwargs = kwargs or {}
+        if func.is_view:
+            return func(*args, **kwargs)
+        if func is torch.ops.aten.copy_.default:
+            self._world.copy_later(self._stream, args[0], args[1])
+            return args[0]
+        inplace = func._schema.name.endswith("_") and func._schema.name.startswith("aten::")
+        if inplace and isinstance(args[0], torch.Tensor):
+            self._world.run_later(self._stream, func, args, kwargs)
+            return args[0]
+        if not any(isinstance(a, torch.Tensor) for a in tree_leaves(args)):
+            return self._owned(func(*args, **kwargs))
+        try:
+            return self._made_later(func, args, kwargs)
+        except (NotImplementedError, RuntimeError, TypeError):  # its shape is in the data
+            self._stream.drain()
+            return self._owned(func(*args, **kwargs))
 
+    def _made_later(self, func, args, kwargs):
+        bare = tree_map_only(torch.Tensor, lambda t: t.to("meta"), args)
+        options = {**kwargs, "device": "meta"} if "device" in kwargs else kwargs
+        shape = func(*bare, **options)
+        if not isinstance(shape, torch.Tensor):
+            raise TypeError(func)
+        made = torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype)
+        poison(made)
 
-@contextmanager
-def on_stream(stream):
-    before = _stream()
-    _current.stream = stream
-    try:
-        with _Queueing(stream):
-            yield
-    finally:
-        _current.stream = before
+        def kernel(out, *given):
+            out.copy_(func(*tree_unflatten(list(given), tree), **kwargs))
+
+        leaves, tree = tree_flatten(args)
+        self._world.run_later(self._stream, kernel, (made, *leaves), {})
+        return self._owned(made)
+
+    def _owned(self, made):
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor):
+                self._world.allocator.owned(tensor, self._stream)
+        return made
 
 
 class FakeRuntime:
@@ -158,55 +372,180 @@ class FakeRuntime:
         del self.locked[address]
         return 0
 
+    def pinned(self, tensor):
+        begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        return any(a <= begin and end <= a + size for a, size in list(self.locked.items()))
+
 
 class FakeTorch:
-    """`torch` with another ``cuda``; memory on the device is ordinary memory."""
+    """`torch` with another ``cuda``; memory on the device is ordinary memory.
 
-    def __init__(self):
+    Attributes:
+        violations: what CUDA would have answered with wrong bits or a crash; empty in a sound run.
+        counts: ``device`` synchronisations; ``held_up``: times the training thread was stopped by
+            one stream's; ``pageable`` copies, which block.
+    """
+
+    def __init__(self, seed=0, latest_s=LATEST_S):
+        self.seed, self.latest_s = seed, latest_s
         self.runtime = FakeRuntime()
+        self.allocator = Allocator()
         self.streams = []
+        self.violations = []
+        self.counts = Counter()
+        self.devices_set = set()  # threads that chose a device
+        self._training = threading.get_ident()
         self.cuda = SimpleNamespace(
-            Stream=self._stream, Event=FakeEvent, stream=on_stream, cudart=lambda: self.runtime,
-            current_stream=lambda device=None: _stream(),
+            Stream=self.stream, Event=type("Event", (FakeEvent,), {"world": self}),
+            stream=self.on_stream, cudart=lambda: self.runtime, current_stream=current_stream,
             default_stream=lambda device=None: DEFAULT,
-            current_device=lambda: 0, synchronize=self._synchronize,
+            current_device=lambda: 0, device_count=lambda: 1, synchronize=self.synchronize,
+            set_device=lambda index: self.devices_set.add(threading.get_ident()),
             get_device_properties=lambda index: SimpleNamespace(),
         )  # fmt: skip
 
-    def _stream(self, *args, **kwargs):
-        self.streams.append(FakeStream(*args, **kwargs))
+    def stream(self, *args, **kwargs):
+        del args, kwargs
+        self.streams.append(FakeStream(self, len(self.streams)))
         return self.streams[-1]
 
-    def _synchronize(self, device=None):
+    @contextmanager
+    def on_stream(self, stream):
+        before = current_stream()
+        _current.stream = stream = stream or before
+        try:
+            if stream is DEFAULT:
+                yield
+            else:
+                with _Queueing(self, stream):
+                    yield
+        finally:
+            _current.stream = before
+
+    def synchronize(self, device=None):
         del device
+        self.counts["device"] += 1
         for stream in self.streams:
-            stream.synchronize()
+            stream.drain()
+
+    def synchronised(self, stream):
+        if not stream.idle:
+            self.held_up()
+
+    def held_up(self):
+        if threading.get_ident() == self._training:
+            self.counts["held_up"] += 1
+
+    # What streams run -----------------------------------------------------------------------
+
+    def copy_later(self, stream, to, source):
+        """A copy that reads its source when it runs; to or from pageable memory it blocks."""
+        to_name, source_name = self.allocator.hold(to), self.allocator.hold(source)
+        stream.enqueue(lambda: self._copy(stream, to_name, source_name))
+
+    def _copy(self, stream, to, source):
+        source_gone = self.allocator.given_away(source, stream)
+        if self.allocator.given_away(to, stream):
+            self.violations.append(f"a copy into {to.numel()} elements that were freed before")
+        elif source_gone:
+            self.violations.append(f"a copy of {source.numel()} elements that were freed before")
+            poison(to)
+        else:
+            to.copy_(source)
+
+    def run_later(self, stream, func, args, kwargs):
+        """A kernel that writes its first argument in place."""
+        hold = self.allocator.hold
+        args = [hold(a) if isinstance(a, torch.Tensor) else a for a in args]
+        stream.enqueue(lambda: self._kernel(stream, func, args, kwargs))
+
+    def _kernel(self, stream, func, args, kwargs):
+        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        gone = [a for a in tensors if self.allocator.given_away(a, stream)]
+        for tensor in gone:
+            self.violations.append(f"a kernel on {tensor.numel()} elements that were freed before")
+            poison(tensor)
+        func(*args, **kwargs)
+
+    def device_update(self, state, grad, out, step, scale=1.0, tail=0):
+        """The host kernel in the device kernel's place, on the current stream."""
+        from runtime.kernels.host import host_update
+
+        def kernel(grad, out, *state):
+            host_update(state, grad, out, step, scale, 1, tail)
+
+        self.run_later(current_stream(), kernel, (grad, out, *state), {})
 
     def empty(self, *args, device=None, **kwargs):
         del device
-        return torch.empty(*args, **kwargs)
+        made = torch.empty(*args, **kwargs)
+        if made.numel():
+            poison(made)
+        return made
+
+    def close(self):
+        for stream in self.streams:
+            stream.drain()
+            stream.close()
 
     def __getattr__(self, name):
         return getattr(torch, name)
 
 
-def device_update(state, grad, out, step, scale=1.0, tail=0):
-    """The host kernel in the device kernel's place, on the current stream."""
-    from runtime.kernels.host import host_update
-
-    _stream().enqueue(lambda: host_update(state, grad, out, step, scale, 1, tail))
-
-
-def install(monkeypatch):
+def install(monkeypatch, seed=0, latest_s=LATEST_S):
     """`CudaDevice` runs on the stand-in from here on; returns it."""
     import runtime.devices.cuda
 
-    fake = FakeTorch()
+    fake = FakeTorch(seed, latest_s)
+    monkeypatch.setattr(DEFAULT, "age_s", 0.0, raising=False)
     monkeypatch.setattr(runtime.devices.cuda, "torch", fake)
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    record = fake.allocator.record
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda t, stream: record(t, stream))  # noqa: PLW0108
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda t, device=None: fake.runtime.pinned(t))
     monkeypatch.setitem(
         sys.modules,
         "runtime.kernels.device",
-        SimpleNamespace(device_update=device_update, compile_for=lambda *_: None),
+        SimpleNamespace(device_update=fake.device_update, compile_for=lambda *_: None),
     )
     return fake
+
+
+def install_under_deepspeed(monkeypatch, fake):
+    """DeepSpeed too takes the machine for one whose streams are late: its own waits are tried."""
+    import deepspeed.comm
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime.comm import coalesced_collectives
+
+    import runtime.zero.stage3  # noqa: F401
+
+    accelerator = get_accelerator()
+    kind = type(accelerator)
+    monkeypatch.setattr(kind, "is_synchronized_device", lambda self: False)
+    monkeypatch.setattr(kind, "use_host_timers", lambda self: True)
+    for name in ("Stream", "Event"):
+        monkeypatch.setattr(kind, name, property(lambda self, name=name: getattr(fake.cuda, name)))
+    for name in ("stream", "current_stream", "default_stream", "synchronize"):
+        member = getattr(fake.cuda, name)
+        monkeypatch.setattr(kind, name, lambda self, *args, member=member: member(*args))
+    norms = sys.modules["runtime.zero.stage3"]  # as on CUDA: a kernel like any other
+    monkeypatch.setattr(norms, "_float64_norm", _float64_norm)
+    monkeypatch.setattr(
+        coalesced_collectives, "_torch_reduce_scatter_fn",
+        _at_once(coalesced_collectives._torch_reduce_scatter_fn),
+    )  # fmt: skip
+    monkeypatch.setattr(deepspeed.comm, "all_reduce", _at_once(deepspeed.comm.all_reduce))
+
+
+def _at_once(collective):
+    """A collective in the order of its stream; what it does inside is not the stream's work."""
+
+    def run(*args, **kwargs):
+        current_stream().drain()
+        with _disable_current_modes():
+            return collective(*args, **kwargs)
+
+    return run
+
+
+def _float64_norm(part):
+    return torch.linalg.vector_norm(part, dtype=torch.float64)

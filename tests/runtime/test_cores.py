@@ -41,6 +41,29 @@ def test_ranks_on_a_node_divide_it(node, monkeypatch, rank, expected):
     assert cores.update_cores(GPU, node) == expected
 
 
+OTHER = "0000:af:00.0"
+
+
+@pytest.mark.parametrize(
+    ("rank", "address", "expected"),
+    [(0, GPU, [9]), (1, GPU, [11]), (2, GPU, [13]), (3, OTHER, list(range(1, 8)))],
+)
+def test_ranks_are_counted_where_their_gpus_are(node, monkeypatch, rank, address, expected):
+    """Three GPUs on the second node and one on the first: no core has two ranks."""
+    folder = node / "bus/pci/devices" / OTHER
+    folder.mkdir()
+    (folder / "numa_node").write_text("0\n")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_RANK", str(rank))
+    assert cores.update_cores(address, node, [GPU, GPU, GPU, OTHER]) == expected
+
+
+def test_a_gpu_of_no_node_may_use_all_cores(node):
+    """The kernel says -1 on a machine, or in a virtual one, that has one node."""
+    (node / "bus/pci/devices" / GPU / "numa_node").write_text("-1\n")
+    assert cores.update_cores(GPU, node) == list(range(1, 16))
+
+
 def test_the_deepspeed_launchers_variable_counts_too(node, monkeypatch):
     monkeypatch.setenv("LOCAL_SIZE", "4")
     monkeypatch.setenv("LOCAL_RANK", "3")
@@ -70,7 +93,7 @@ def test_the_kernels_notation():
 def test_a_lane_is_bound_and_the_training_thread_is_not():
     before = os.sched_getaffinity(0)
     core = max(before)
-    lane = Lane("bound", cores=[core])
+    lane = Lane("bound", begin=lambda: cores.bind([core]))
     seen, done = [], Completion()
     lane.submit(lambda: seen.append((os.sched_getaffinity(0), threading.get_ident())), [], done)
     done.wait_host()

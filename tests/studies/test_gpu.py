@@ -1,46 +1,131 @@
-"""The GPU suite's smoke test on the emulated device, so that a GPU's time is not lost on a typo."""
+"""The GPU suite without a GPU: rehearsed on the emulated device, so that no time is lost there."""
 
 import json
 import subprocess
 import sys
+import tarfile
 
 import pytest
 import torch
 
-PARTS = ["kernel_bits", "contract", "machine", "efficiency", "ablation"]
+from studies.gpu import command
+from studies.gpu.parts import BUDGET_S, PARTS, SECTIONS, sections_of
+from studies.gpu.smoke import kernel_bits, overlap
+from studies.gpu.speed import against_control
+from studies.gpu.suite import OutOfTimeError, Suite
+
+REHEARSED = ["smoke", "ablation"]  # `python -m studies.gpu --rehearse` runs every part
 
 
 @pytest.mark.slow
-def test_parts_write_their_records_and_say_emulated(tmp_path, deepspeed_ops, child_environment):
-    command = [sys.executable, "-m", "studies.gpu", "--out", str(tmp_path), "--device", "emulated",
-               "--only", *PARTS]  # fmt: skip
+def test_a_rehearsal_writes_its_records_and_says_emulated(
+    tmp_path, deepspeed_ops, child_environment
+):
+    arguments = ["-m", "studies.gpu", "--rehearse", "--out", str(tmp_path), "--part", *REHEARSED]
     done = subprocess.run(
-        command, env=child_environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+        [sys.executable, *arguments], env=child_environment, capture_output=True, text=True,
+        timeout=400, check=False,
+    )  # fmt: skip
+    logs = "".join(log.read_text()[-800:] for log in tmp_path.glob("logs/*.stderr"))
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:] + logs
     assert "emulated: no GPU figures" in done.stdout
-    found = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in PARTS}
+    names = [name for _, name in sections_of(REHEARSED)]
+    found = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in names}
     assert all(record["device_kind"] == "emulated" for record in found.values())
     assert not [name for name, record in found.items() if record.get("failed")]
     assert found["kernel_bits"]["differing"] == 0
-    assert "passed" in found["contract"]["summary"]
-    assert found["efficiency"]["row"]["variant"] == "ebbtide"
-    plotted = subprocess.run(
-        [sys.executable, "-m", "studies.gpu", "--plot", str(tmp_path)], capture_output=True,
-        text=True, check=True,
-    )  # fmt: skip
-    assert sorted(plotted.stdout.split()) == [
-        str(tmp_path / f"{part}.png") for part in ("ablation", "efficiency")
-    ]
+    assert found["one_step"]["correct"] is True
+    assert found["one_step"]["lanes_busy_s"] > 0
+    rows = found["ablation"]["rows"]
+    assert [row["name"] for row in rows] == ["whole", "no_overlap", "no_prefetch", "all_host"]
+    assert not [row for row in rows if "failed" in row]
+    with tarfile.open(tmp_path / command.ARCHIVE) as tar:
+        kept = tar.getnames()
+    assert {"one_step.json", "logs/one_step.stderr", "tiny/trials/ablation.json"} <= set(kept)
+    _goes_on_where_it_was(tmp_path, names)
+    assert [picture.name for picture in command.draw_parts(tmp_path)] == ["ablation.png"]
     assert (tmp_path / "ablation.png").stat().st_size > 5000
+
+
+def _goes_on_where_it_was(folder, names):
+    """What is whole is taken as it is: no section runs a second time."""
+    before = {name: (folder / f"{name}.json").stat().st_mtime_ns for name in names}
+    command.main(["--rehearse", "--out", str(folder), "--part", *REHEARSED])
+    assert before == {name: (folder / f"{name}.json").stat().st_mtime_ns for name in names}
+
+
+@pytest.fixture
+def suite(tmp_path):
+    return Suite(tmp_path, "tiny", 1.0, 20_000, emulated=True)
+
+
+def test_what_a_process_prints_is_kept_and_its_failure_is_a_line(suite):
+    failed = suite.run("broken", ["no_such_module"], 30.0)
+    assert "No module named no_such_module" in failed
+    assert "logs/broken.stderr" in failed
+    assert "no_such_module" in (suite.out / "logs" / "broken.stderr").read_text()
+
+
+def test_what_takes_too_long_is_ended_with_its_children(suite):
+    assert suite.run("endless", ["http.server", "0"], 0.3) == "took longer than 0 s"
+
+
+def test_a_trial_is_not_measured_twice(suite, monkeypatch):
+    ran = []
+
+    def run(self, name, command, limit_s):
+        ran.append(command)
+        self.out.joinpath("tiny/trials/stock.json").write_text('{"variant": "stock"}')
+
+    monkeypatch.setattr(Suite, "run", run)
+    for _ in range(2):
+        assert suite.trial("stock", "--variant", "stock")["name"] == "stock"
+    assert len(ran) == 1
+    suite.trial("stock", "--variant", "stock", "--clipping", "0")
+    assert len(ran) == 2, "with other arguments it is another trial"
+
+
+def test_plans_that_a_process_did_not_reach_are_rows_that_say_so(suite, monkeypatch):
+    from simulator import Plan
+
+    def run(self, name, command, limit_s):
+        rows = {"rows": [{"name": "a", "iteration_s": 1.0}]}
+        self.out.joinpath("tiny/trials/some.json").write_text(json.dumps(rows))
+        return "took longer than 9 s"
+
+    monkeypatch.setattr(Suite, "run", run)
+    plan = Plan(subgroup_size=10, placement=Plan.runs(["host"]))
+    rows = suite.plans("some", {"a": plan, "b": plan})
+    assert [row.get("failed") for row in rows] == [None, "took longer than 9 s"]
+
+
+def test_a_failed_section_does_not_stop_the_next(tmp_path, monkeypatch, capsys):
+    def run(self, name, arguments, limit_s):
+        if name == "ops":
+            return "no compiler (exit status 1)"
+        figures = {"correct": True, "size": self.size}
+        self.out.joinpath(f"{name}.json").write_text(json.dumps(figures))
+        return None
+
+    monkeypatch.setattr(Suite, "run", run)
+    with pytest.raises(SystemExit, match="failed or with other bits: ops"):
+        command.main(["--rehearse", "--out", str(tmp_path), "--part", "smoke"])
+    told = json.loads((tmp_path / "ops.json").read_text())
+    assert told["failed"] == "no compiler (exit status 1)"
+    assert (tmp_path / "one_step.json").exists()
+    assert "no compiler" in capsys.readouterr().out
+
+
+def test_every_section_has_its_part_and_its_time():
+    assert {s for sections in PARTS.values() for s in sections} == set(SECTIONS) == set(BUDGET_S)
+    assert [part for part, _ in sections_of(["machine", "smoke"])] == ["smoke"] * 3 + ["speed"]
+    assert sections_of([]) == [(p, s) for p, sections in PARTS.items() for s in sections]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_cuda_without_a_gpu_is_refused(tmp_path):
-    command = [sys.executable, "-m", "studies.gpu", "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode != 0
-    assert "--device emulated" in done.stderr
+    with pytest.raises(SystemExit, match="--rehearse"):
+        command.main(["--out", str(tmp_path / "out")])
     assert not list(tmp_path.iterdir())
 
 
@@ -50,21 +135,22 @@ def test_cuda_without_a_gpu_is_refused(tmp_path):
         ([], "one of --out DIR and --plot DIR must be given"),
         (["--out", "x", "--model-b", "2.5"], "--size (or --model-b) must be one of"),
         (["--out", "x", "--minutes", "0"], "--minutes must be > 0, but got 0.0"),
-        (["--plot", "/nonexistent"], "--plot must be a folder with records of studies.gpu"),
+        (["--out", "x", "--part", "speeed"], "invalid choice: 'speeed'"),
     ],
 )
-def test_bad_input_is_told(arguments, message):
-    command = [sys.executable, "-m", "studies.gpu", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode != 0
-    assert message in done.stderr
+def test_bad_input_is_told(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        command.main(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_without_records_has_no_pictures(tmp_path):
+    with pytest.raises(SystemExit, match="--plot must be a folder with records"):
+        command.main(["--plot", str(tmp_path)])
 
 
 def test_no_part_runs_beyond_the_time_that_is_given(tmp_path):
     import time
-
-    from studies.gpu.parts import kernel_bits
-    from studies.gpu.suite import OutOfTimeError, Suite
 
     late = Suite(tmp_path, "tiny", 1.0, 20_000, emulated=True, deadline_s=time.monotonic())
     with pytest.raises(OutOfTimeError, match="--minutes"):
@@ -73,3 +159,26 @@ def test_no_part_runs_beyond_the_time_that_is_given(tmp_path):
     stopped = kernel_bits(late)
     assert stopped["values"] == 0
     assert stopped["correct"] is False, "nothing was compared"
+
+
+def test_a_difference_counts_only_where_stock_agrees_with_itself():
+    def row(digest):
+        return {"hash": digest, "iteration_s": 2.0}
+
+    assert against_control(row("a"), row("a"), row("a"))["correct"] is True
+    assert against_control(row("a"), row("a"), row("b"))["correct"] is False
+    assert against_control(row("a"), row("b"), row("c"))["correct"] is None
+    assert against_control(row("a"), {"failed": "x"}, row("c"))["correct"] is None
+    assert against_control(row("a"), row("b"), row("a"))["correct"] is True
+
+
+def test_overlap_is_time_in_which_two_lanes_work():
+    from simulator.schedule import Lane, OpKind
+    from simulator.timeline import Span, Timeline
+
+    spans = (
+        Span(OpKind.STATE_H2D, Lane.H2D, 0.0, 2.0),
+        Span(OpKind.UPDATE_HOST, Lane.HOST, 1.0, 4.0),
+        Span(OpKind.FORWARD, Lane.COMPUTE, 0.0, 9.0),  # no lane of the update
+    )
+    assert overlap(Timeline(spans=spans, source="measured")) == (1.0, 4.0)

@@ -13,18 +13,22 @@ from studies.peers import compare
 
 
 def row(name, seconds, digest="a", **more):
-    variant = {"stock_no_clipping": "stock", "superoffload_no_clipping": "superoffload"}.get(name)
+    variant = {"stock_no_clipping": "stock", "superoffload_no_clipping": "superoffload",
+               "stock_again": "stock"}.get(name)  # fmt: skip
     variant = variant or (f"twin_flow:{name[-3:]}" if name.startswith("twin") else name)
     return {"name": name, "variant": variant, "iteration_s": seconds, "hash": digest, **more}
 
 
 RAN = {
-    "stock": row("stock", 6.0), "ebbtide": row("ebbtide", 1.5),
+    "stock": row("stock", 6.0), "stock_again": row("stock_again", 6.3),
+    "deepcompile": {"variant": "deepcompile", "failed": "needs a GPU"},
+    "ebbtide": row("ebbtide", 1.5),
     "stock_no_clipping": row("stock_no_clipping", 6.0, "b"),
     "superoffload": row("superoffload", 5.0), "zenflow": row("zenflow", 1.0, "z"),
     "superoffload_no_clipping": row("superoffload_no_clipping", 2.0, "b"),
-    "twin_flow_0.9": row("twin_flow_0.9", 4.0), "twin_flow_0.8": row("twin_flow_0.8", 3.0),
+    "twin_flow_0.6": row("twin_flow_0.6", 4.0), "twin_flow_0.8": row("twin_flow_0.8", 3.0),
     "torchao": {"variant": "torchao", "failed": "No module named 'torchao'"},
+    **{f"twin_flow_{r}": row(f"twin_flow_{r}", 4.5) for r in (0.9, 0.7, 0.5)},
     "no_offload": row("no_offload", 0.5),
 }  # fmt: skip
 
@@ -33,7 +37,7 @@ RAN = {
 def suite(tmp_path, monkeypatch):
     monkeypatch.setattr(Suite, "trial", lambda self, name, *a: dict(RAN[name]))
     monkeypatch.setattr(Suite, "plan", lambda self: None)
-    return Suite(tmp_path, "tiny", 1.0, 20_000, emulated=True)
+    return Suite(tmp_path, "tiny", 1.0, 20_000, emulated=False)
 
 
 def test_speedups_are_against_stock_and_the_best_exact_peer(suite):
@@ -42,6 +46,7 @@ def test_speedups_are_against_stock_and_the_best_exact_peer(suite):
     # Twin-Flow at 0.8: neither stale ZenFlow, nor what does not offload, nor what does not clip.
     assert found["speedup_over_best_exact_peer"] == 2.0
     assert found["correct"] is True
+    assert found["noise"] == pytest.approx(1.05)
     rows = {r.get("name", r["variant"]): r for r in found["rows"]}
     assert [n for n, r in rows.items() if r.get("best")] == ["twin_flow_0.8"]
     assert rows["zenflow"]["bit_identical"] is False
@@ -57,6 +62,14 @@ def test_without_clipping_bits_are_compared_with_stock_without_clipping(suite):
 def test_wrong_bits_are_not_correct(suite, monkeypatch):
     monkeypatch.setitem(RAN, "ebbtide", row("ebbtide", 1.5, "wrong"))
     assert compare(suite)["correct"] is False
+
+
+def test_no_bit_is_judged_where_stock_differs_from_itself(suite, monkeypatch):
+    monkeypatch.setitem(RAN, "ebbtide", row("ebbtide", 1.5, "other"))
+    monkeypatch.setitem(RAN, "stock_again", row("stock_again", 6.0, "another"))
+    found = compare(suite)
+    assert found["control_identical"] is False
+    assert found["correct"] is None
 
 
 def test_torchaos_engine_trains_a_model_as_plain_torch_does():
@@ -85,5 +98,5 @@ def test_stock_and_ebbtide_for_real(tmp_path, deepspeed_ops, child_environment):
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(path.read_text())
     assert found["device_kind"] == "emulated"
-    assert [r["name"] for r in found["rows"]] == ["stock", "ebbtide"]
+    assert [r["name"] for r in found["rows"]] == ["stock", "ebbtide", "stock_again"]
     assert found["correct"] is True

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from runtime.hardware.launcher import free_port, remove_shared_buffers
 from studies.bench.phase_process import PhaseProcess
-from studies.bench.rank import free_port, remove_shared_buffers
 
 _BUFFERS = Path("/dev/shm")
 _TRAIN = """

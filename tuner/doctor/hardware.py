@@ -26,12 +26,11 @@ def numa() -> Finding:
     """Whether this process may run away from its GPU."""
     import torch
 
-    from profiler.hardware import _bus_id, numa_layout
+    from profiler.hardware import numa_layout
+    from runtime.hardware.pci import pci_address
 
-    bus_id = ""
-    if torch.cuda.is_available():
-        bus_id = _bus_id(torch.cuda.get_device_properties(torch.cuda.current_device()))
-    facts, warnings = numa_layout(bus_id)
+    address = pci_address(torch.cuda.current_device()) if torch.cuda.is_available() else None
+    facts, warnings = numa_layout(address or "")
     nodes = sum(name.startswith("numa_node") for name in facts) or 1
     if warnings:
         return slow("NUMA", f"{nodes} nodes; {warnings[0]}",

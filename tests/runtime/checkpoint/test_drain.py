@@ -8,10 +8,12 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from pydantic import ValidationError
 
+from runtime.checkpoint import memory
 from runtime.checkpoint.drain import (
     DamagedSourceError,
     Drain,
@@ -61,6 +63,21 @@ def test_the_durable_tier_gets_the_same_bytes(tiers):
     assert (tiers.durable / "latest").read_text() == "a"
     assert next_to_drain(tiers) is None
     assert verify(tiers.durable, "a") == []
+
+
+def test_a_drain_locks_no_pages(tiers, monkeypatch):
+    """It copies from file to file: no GPU reads or writes its buffer."""
+    Bench(tiers.fast).save(some_state(1), "a")
+    locked = []
+    runtime = SimpleNamespace(
+        cudaHostRegister=lambda *a: locked.append(a) or 0, cudaHostUnregister=lambda *a: 0
+    )
+    monkeypatch.setattr(memory.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(memory.torch.cuda, "cudart", lambda: runtime)
+    memory.Slots(1, 4096).close()
+    assert len(locked) == 1, "else this tests nothing"
+    assert drain(tiers) == "a"
+    assert len(locked) == 1
 
 
 def test_each_tier_keeps_its_own_count(tmp_path):

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from runtime.hardware.launcher import free_port, remove_shared_buffers
 from studies.bench.bits import differences, state_of
-from studies.bench.rank import free_port, remove_shared_buffers
 from tests.runtime.contract.training import DEVICES, attached, start, train
 
 SCRIPT = Path(__file__).with_name("two_rank_run.py")

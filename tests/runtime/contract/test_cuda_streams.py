@@ -20,11 +20,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
-def fake(monkeypatch):
-    return fake_cuda.install(monkeypatch)
-
-
 def attached(engine, pattern, **fields):
     return runtime.attach(engine, plan_for(engine, pattern, **fields), device=CudaDevice())
 
@@ -40,6 +35,18 @@ def test_stocks_bits(fake, case):
     assert not fake.runtime.locked, "every page-locked range is given back"
 
 
+def test_deepspeed_itself_is_sound_on_late_streams(late_deepspeed):
+    """The stand-in's own test: stock waits for what CUDA asks it to wait for."""
+    assert_same(outcome(engine_for("small_buckets")), stock("small_buckets"))
+    assert sum(stream.ran for stream in late_deepspeed.streams) > 50
+
+
+@pytest.mark.parametrize("case", ["clipping", "accumulation", "small_buckets"])  # the last: each
+# larger parameter's gradient is reduced where autograd left it
+def test_stocks_bits_where_deepspeeds_streams_are_late_too(late_deepspeed, case):
+    assert_same(outcome(attached(engine_for(case), MIX)), stock(case))
+
+
 @pytest.mark.parametrize("case", ["clipping", "accumulation"])
 def test_below_zero_3(fake, case):
     from tests.runtime.contract.test_stage2 import CASES
@@ -49,6 +56,54 @@ def test_below_zero_3(fake, case):
     assert not fake.runtime.locked
 
 
+@pytest.mark.parametrize("stage", [3, 2])
+def test_gradients_that_autograd_made_are_not_given_away_under_their_norm(late_deepspeed, stage):
+    """Each is larger than a bucket, is reduced in place on another stream, and then dropped."""
+    options = {"reduce_bucket_size": 5_000, "stage": stage}
+    assert_same(outcome(attached(start(**options), MIX)), outcome(start(**options)))
+
+
+def test_without_that_the_gradients_would_be_given_away(late_deepspeed, monkeypatch):
+    monkeypatch.setattr(CudaDevice, "let_go", no_wait)
+    outcome(attached(start(reduce_bucket_size=5_000), ["device"]), 2)
+    assert late_deepspeed.violations
+    late_deepspeed.violations.clear()
+
+
+def test_nothing_waits_for_the_whole_device_in_a_steady_step(late_deepspeed):
+    engine = engine_for("clipping")
+    timer = engine.tput_timer.config
+    assert timer.synchronized, "else this tests nothing"
+    attached(engine, MIX)
+    train(engine, 4)
+    late_deepspeed.counts.clear()
+    train(engine, 3, first=4)
+    assert late_deepspeed.counts["device"] == 0
+    # DeepSpeed's own, at the end of each backward, and its gathers' of what is not new yet.
+    assert late_deepspeed.counts["held_up"] <= 3 * 2 * len(
+        engine.optimizer._ebbtide.executor.states
+    )
+    engine.destroy()
+    assert timer.synchronized
+
+
+def test_readers_ask_nothing_once_all_updates_have_ended(fake, monkeypatch):
+    ours = attached(engine_for("clipping"), MIX)
+    train(ours, 2)
+    executor = ours.optimizer._ebbtide.executor
+    executor.wait_all()
+    assert not executor.busy
+
+    def asked(*args):
+        raise AssertionError("the device was asked again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Completion, "wait_on", asked)
+        patch.setattr(Completion, "ended", property(asked))
+        executor.wait_parameters(range(len(executor.states)))
+    ours.destroy()
+
+
 def test_the_timeline_has_the_devices_clock(fake):
     ours = attached(engine_for("clipping"), MIX)
     train(ours, 3)
@@ -56,6 +111,20 @@ def test_the_timeline_has_the_devices_clock(fake):
     ours.destroy()
     assert {span.lane for span in spans} >= {Lane.H2D, Lane.D2H, Lane.DEVICE_UPDATE}
     assert all(span.end_s >= span.start_s >= 0 for span in spans)
+
+
+def test_the_timeline_is_as_sharp_after_two_days(fake, monkeypatch):
+    """CUDA's own times since the start are in steps of 16 ms by then."""
+    ours = attached(engine_for("clipping"), MIX)
+    monkeypatch.setattr(fake_cuda.DEFAULT, "age_s", 48 * 3600.0)
+    train(ours, 1)  # two days lie between this step and the start
+    ours.optimizer._ebbtide.executor.history.clear()
+    train(ours, 2, first=1)
+    lanes = {Lane.H2D, Lane.D2H, Lane.DEVICE_UPDATE, Lane.H2D_PARAMETERS}
+    spans = [s for s in ours.optimizer.timeline().spans if s.lane in lanes]
+    ours.destroy()
+    assert len(spans) > 10
+    assert all(span.end_s > span.start_s for span in spans)
 
 
 def test_another_plan_in_the_middle(fake):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from studies.bench.rank import free_port, remove_shared_buffers
+from runtime.hardware.launcher import free_port, remove_shared_buffers
 
 SCRIPT = Path(__file__).with_name("two_ranks.py")
 ROOT = SCRIPT.parents[3]

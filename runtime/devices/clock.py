@@ -1,0 +1,52 @@
+"""The device's clock, in seconds of the host's, however long the training runs."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+
+class Mark:
+    """A moment of the device: an event, and when it was once that is known."""
+
+    __slots__ = ("_before", "_reached_s", "event")
+
+    def __init__(self, event: Any, reached_s: float | None, before: Mark | None) -> None:
+        self.event = event
+        self._reached_s = reached_s
+        self._before = before
+
+    @property
+    def reached_s(self) -> float:
+        """On the host's clock. The event must have been reached."""
+        if self._reached_s is None:
+            assert self._before is not None
+            self._reached_s = self._before.date_s(self.event)
+            self._before = None  # else all marks since the beginning would stay
+        return self._reached_s
+
+    def date_s(self, event: Any) -> float:
+        """When another event was reached, best one that is seconds away."""
+        return self.reached_s + float(self.event.elapsed_time(event)) / 1e3
+
+
+class DeviceClock:
+    """Dates events by the mark before them.
+
+    CUDA tells the time between two events in milliseconds and single precision: after an hour in
+    steps of 0.25 ms, after ten in steps of 4 ms. So each training step leaves a mark that is dated
+    from the one before, and sums are kept in double precision. Owned by the training thread.
+    """
+
+    def __init__(self, event: Any, now_s: float) -> None:
+        """Args: event: has just been synchronised with, at ``now_s`` of the host's clock."""
+        self.latest = Mark(event, now_s, None)
+        self._undated: deque[Mark] = deque()
+
+    def mark(self, event: Any) -> None:
+        """A moment that later events are dated by; reached or not."""
+        self.latest = Mark(event, None, self.latest)
+        self._undated.append(self.latest)
+        # Dated as soon as can be, so that no chain of marks grows.
+        while self._undated and self._undated[0].event.query():
+            _ = self._undated.popleft().reached_s

@@ -1,0 +1,30 @@
+"""What launchers and DeepSpeed's jobs leave on a host: ranks, ports, shared memory."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+
+def local_ranks() -> int:
+    """Ranks on this host, as their launcher says (torchrun's variable or DeepSpeed's)."""
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1))
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def remove_shared_buffers(port: int) -> None:
+    """Removes what DeepSpeed leaves behind in shared memory for the job on this port.
+
+    Its collectives on the host keep 66 MiB per rank there, and neither a killed rank nor one that
+    ends in good order takes them away: some hundred runs fill the machine's memory.
+    """
+    for buffer in Path("/dev/shm").glob(f"deepspeed_*_{port}_*"):  # noqa: S108 - it is there
+        buffer.unlink(missing_ok=True)

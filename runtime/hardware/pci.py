@@ -1,0 +1,21 @@
+"""Where a GPU is plugged in, as sysfs names it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def pci_address(index: int) -> str | None:
+    """Of the GPU with torch's ``index``, like ``0000:3b:00.0``; None where torch does not tell."""
+    import torch
+
+    return address_of(torch.cuda.get_device_properties(index))
+
+
+def address_of(properties: Any) -> str | None:
+    """The same, of ``torch.cuda.get_device_properties``' answer."""
+    try:
+        domain, bus = int(properties.pci_domain_id), int(properties.pci_bus_id)
+        return f"{domain:04x}:{bus:02x}:{int(properties.pci_device_id):02x}.0"
+    except (AttributeError, TypeError):
+        return None

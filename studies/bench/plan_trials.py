@@ -1,0 +1,71 @@
+"""Several plans in turn on one engine, which switches between them: one start, one model.
+
+    python -m studies.bench.plan_trials --plans a.plan.json b.plan.json --size tiny --json rows.json
+
+A row per plan with the medians of its steps; the file is written again after each plan.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from simulator import Plan
+from studies.bench.offload_trial import arguments, make_engine, settle
+from studies.bench.phase_clock import PhaseClock, medians, timed_step
+from studies.bench.rank import become_only_rank
+from studies.bench.record import write_record
+from studies.byte_gpt import SIZES, Batches
+
+WARMUP = 3
+
+
+def main() -> None:
+    """Entry point of ``python -m studies.bench.plan_trials``."""
+    parser = arguments()
+    parser.add_argument("--plans", type=Path, nargs="+", required=True)
+    args = parser.parse_args()
+    args.variant, args.plan = "ebbtide", None
+    settle(args)
+    become_only_rank()
+    rows: list[dict[str, Any]] = []
+    kind = {"device_kind": "emulated"} if args.device == "emulated" else {}
+    for row in trials(args):
+        rows.append(row)
+        write_record(args.json, "plan_trials", {"rows": rows, **kind})
+        print(row)
+
+
+def trials(args: argparse.Namespace) -> Any:
+    """Yields each plan's row."""
+    from runtime.replan.switch import switch_plan
+
+    plans = {path.name: Plan.load(path) for path in args.plans}
+    engine = make_engine(args)  # all on the host at first: the least device memory
+    batches, number = Batches(args.micro_batch, SIZES[args.size].sequence), 0
+    for name, plan in plans.items():
+        switch_plan(engine, plan)
+        clock = PhaseClock(torch.cuda.is_available())
+        loss = torch.zeros(())
+        made = [batches.at(number + i, engine.device) for i in range(WARMUP + args.steps)]
+        number += len(made)
+        for batch in made:
+            loss = timed_step(engine, batch, clock)
+        engine.optimizer.wait()
+        times = medians(clock.iterations(), WARMUP)
+        yield {
+            "name": name.removesuffix(".plan.json").split("_", 1)[1],
+            "variant": "ebbtide",
+            "exact": True,
+            **{f"{phase}_s": value for phase, value in times.items()},
+            "loss": float(loss),
+            "steps": args.steps,
+        }
+    engine.destroy()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""Bit identity on the machine at hand: configurations of training times placements, each exact.
+
+Every configuration is trained by stock DeepSpeed twice: where the two differ (a kernel that sums in
+any order), no conclusion is drawn from a difference of ebbtide's, and the row says so. The tests'
+own contract is wider, but it lives in ``tests/``, above the studies; this needs the package alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from simulator import Plan
+from studies.bench.bits import differences, state_of
+from studies.bench.offload_trial import same_sums
+from studies.byte_gpt import SIZES, Batches, ByteGPT, ds_config, train_step
+from studies.gpu.suite import Figures, OutOfTimeError, Suite
+
+STEPS, SAVED_AT = 6, 3
+LONGEST_DELAY_S = 0.004
+Outcome = tuple[dict[str, torch.Tensor], list[torch.Tensor], list[float]]
+
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "clipping": {},
+    "accumulation": {"accumulation": 2},
+    "below ZeRO-3": {"stage": 2},
+    "clips hard": {"clipping": 0.01},
+    "no clipping": {"clipping": 0.0},
+    "fp32 sums": {"accumulation": 2, "extra": {"data_types": {"grad_accum_dtype": "fp32"}}},
+    "fp32": {"precision": "fp32"},
+    "fp16": {"precision": "fp16", "extra": {"fp16": {"enabled": True, "initial_scale_power": 24,
+                                                     "hysteresis": 1}}},
+    "no persistent parameters": {"stage3_param_persistence_threshold": 0},
+    "gradients larger than a bucket": {"reduce_bucket_size": 5_000,
+                                       "stage3_prefetch_bucket_size": 10_000},
+    "ZeRO-1": {"stage": 1},
+}  # fmt: skip
+PLACEMENTS = {
+    "all three": ["host", "device", "resident"], "host": ["host"], "device": ["device"],
+    "resident": ["resident"],
+}  # fmt: skip
+RESUMED = "saved and resumed in another placement"
+IN_REHEARSAL = ("clipping", "accumulation", "below ZeRO-3")
+
+
+def contract(suite: Suite) -> Figures:
+    """Everything, or as far as the time goes; ``correct`` is None if nothing was compared."""
+    settle()
+    rows: list[Figures] = []
+    names = IN_REHEARSAL if suite.emulated else tuple(CONFIGURATIONS)
+    left_out = []
+    for name in names:
+        try:
+            suite.left_s()
+        except OutOfTimeError:
+            left_out.append(name)
+            continue
+        rows += _configuration(name, suite)
+    compared = [row for row in rows if row["identical"] is not None]
+    differing = [row for row in compared if not row["identical"]]
+    return {
+        "rows": rows,
+        "compared": len(compared),
+        "differing": len(differing),
+        "left_out": left_out,
+        "correct": not differing if compared else None,
+        "summary": f"{len(compared) - len(differing)} of {len(compared)} bit-identical",
+    }
+
+
+def settle() -> None:
+    """Sums in one order; what has no such kernel is told by the control."""
+    if torch.cuda.is_available():
+        same_sums()
+
+
+def _configuration(name: str, suite: Suite) -> list[Figures]:
+    options = CONFIGURATIONS[name]
+    stock = train(start(**options))
+    control = differing(train(start(**options)), stock)
+    rows = []
+    placements = dict(itertools.islice(PLACEMENTS.items(), 2 if suite.emulated else None))
+    ways: dict[str, Callable[[], Outcome]] = {
+        of: lambda pattern=pattern, of=of: train(  # type: ignore[misc]
+            attached(start(**options), pattern, suite.emulated, seed=of)
+        )
+        for of, pattern in placements.items()
+    }
+    if name == "clipping":
+        ways[RESUMED] = lambda: _resumed(options, suite.emulated)
+    for of, run in ways.items():
+        row: Figures = {"configuration": name, "placement": of, "control_differing": control}
+        try:
+            found = differing(run(), stock)
+        except Exception as error:  # noqa: BLE001 - a row that says how; the others still run
+            rows.append(row | {"identical": False, "failed": f"{type(error).__name__}: {error}"})
+            continue
+        # A control that differs makes a difference here mean nothing, but an equality still does.
+        rows.append(row | {"differing": found[:8], "identical": not found or (
+            None if control else False)})  # fmt: skip
+    return rows
+
+
+def _resumed(options: dict[str, Any], emulated: bool) -> Outcome:
+    with tempfile.TemporaryDirectory() as folder:
+        saving = attached(start(**options), PLACEMENTS["all three"], emulated)
+        losses, norms = _steps(saving, 0, SAVED_AT)
+        saving.save_checkpoint(folder)
+        saving.destroy()
+        resumed = attached(start(**options), ["resident", "host"], emulated)
+        path, _ = resumed.load_checkpoint(folder)
+        if path is None:
+            raise RuntimeError("the checkpoint that was just saved cannot be found")
+        more, more_norms = _steps(resumed, SAVED_AT, STEPS)
+        state = state_of(resumed)
+        resumed.destroy()
+    return state, losses + more, norms + more_norms
+
+
+def start(stage: int = 3, extra: dict[str, Any] | None = None, **options: Any) -> Any:
+    """A DeepSpeed engine on a tiny model, always from the same weights."""
+    import deepspeed
+
+    torch.manual_seed(0)
+    config = ds_config(2, 20_000, learning_rate=1e-3, **{"stage": stage, **options})
+    model = ByteGPT(SIZES["tiny"])
+    return deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config={**config, **(extra or {})}
+    )[0]
+
+
+def attached(engine: Any, pattern: list[str], emulated: bool, seed: str = "") -> Any:
+    """Under a plan that repeats the placements, each op put off by a random while."""
+    import runtime
+
+    plan = plan_of(engine, pattern)
+    runtime.attach(engine, plan, device="emulated" if emulated else "cuda")
+    rng = random.Random(seed)
+    engine.optimizer._ebbtide.executor.before_op = lambda _: time.sleep(
+        rng.random() * LONGEST_DELAY_S
+    )
+    return engine
+
+
+def plan_of(engine: Any, pattern: list[str], subgroup: int = 20_000, **fields: Any) -> Plan:
+    """The placements repeated over the engine's subgroups; below ZeRO-3 the plan cuts them."""
+    from runtime.zero.adopt_stage3 import subgroups_of
+
+    count = len(subgroups_of(engine.optimizer, subgroup))
+    placements: list[Any] = [pattern[i % len(pattern)] for i in range(count)]
+    slots = 2 if "device" in placements else 0
+    values = {"staging_slots": slots, "prefetch": min(1, slots)} | fields
+    return Plan(subgroup_size=subgroup, placement=Plan.runs(placements), **values)
+
+
+def train(engine: Any) -> Outcome:
+    """State, losses and norms at the end; the engine is gone after that."""
+    losses, norms = _steps(engine, 0, STEPS)
+    state = state_of(engine)
+    engine.destroy()
+    return state, losses, norms
+
+
+def _steps(engine: Any, first: int, end: int) -> tuple[list[torch.Tensor], list[float]]:
+    batches = Batches(2, SIZES["tiny"].sequence)
+    losses, norms = [], []
+    for number in range(first, end):
+        losses.append(train_step(engine, batches.at(number, engine.device)))
+        norms.append(float(engine.get_global_grad_norm() or 0.0))
+    return losses, norms
+
+
+def differing(ours: Outcome, stock: Outcome) -> list[str]:
+    """Names of what is not `torch.equal`."""
+    found = list(differences(ours[0], stock[0]))
+    pairs = zip(ours[1], stock[1], strict=True)
+    found += [f"loss {i}" for i, (a, b) in enumerate(pairs) if not torch.equal(a, b)]
+    return found + [f"norm {i}" for i, (a, b) in enumerate(zip(ours[2], stock[2], strict=True))
+                    if a != b]  # fmt: skip

@@ -1,0 +1,160 @@
+"""What fails first on a new machine: compilers, the device kernel, one step, overlap at all."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections import Counter
+from typing import Any
+
+import torch
+
+from simulator.schedule import Lane
+from simulator.timeline import Span, Timeline
+from studies.gpu.contract import attached, differing, plan_of, settle, start, train
+from studies.gpu.suite import Figures, OutOfTimeError, Suite
+
+DEVICE_LANES = {Lane.H2D, Lane.H2D_PARAMETERS, Lane.D2H, Lane.DEVICE_UPDATE}
+
+
+def ops(suite: Suite) -> Figures:
+    """DeepSpeed's host ops and both of ours compile, or are there."""
+    from runtime.kernels import host
+    from studies.bench.deepspeed_ops import build_host_ops
+
+    build_host_ops()
+    host.load()
+    figures: Figures = {"host_ops": "built", "host_kernel": "built"}
+    if not suite.emulated:
+        _on_device([torch.ones(4096) for _ in range(3)], torch.ones(4096).bfloat16(),
+                   torch.zeros(4096, dtype=torch.bfloat16), _first_step())  # fmt: skip
+        figures["device_kernel"] = "built"
+    return figures | {"correct": True}
+
+
+def kernel_bits(suite: Suite) -> Figures:
+    """Device kernel against host kernel over random values with special ones among them."""
+    from runtime.kernels.adam import AdamStep, BiasCorrection
+    from runtime.kernels.host import host_update
+
+    chunk, total = (10_007, 10**5) if suite.emulated else (20_000_003, 4 * 10**8)
+    bias, unequal, seen = BiasCorrection(0.9, 0.95), 0, 0
+    special = torch.tensor([0.0, -0.0, 1e-45, 3e38, float("inf"), float("nan")])
+    generator = torch.Generator().manual_seed(0)
+    for number in range(1, total // chunk + 2):
+        try:
+            suite.left_s()
+        except OutOfTimeError:
+            break  # `values` tells how far it came
+        values = [torch.randn(chunk, generator=generator) for _ in range(3)]
+        values[2] = values[2].square()
+        grad = torch.randn(chunk, generator=generator) * 10.0 ** ((number % 30) - 24)
+        grad[: len(special)] = special
+        grad = grad.bfloat16()
+        step = AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, *bias.advance(number, 0.9, 0.95))
+        theirs = [v.clone() for v in values]
+        wires = [torch.zeros(chunk, dtype=torch.bfloat16) for _ in range(2)]
+        threads = torch.get_num_threads()
+        host_update(values, grad, wires[0], step, 0.37, threads=threads, tail=chunk % 16)
+        theirs, wires[1] = _on_device(theirs, grad, wires[1], step)
+        pairs = [*zip(values, theirs, strict=True), (wires[0].float(), wires[1].float())]
+        unequal += sum(_unequal(a, b) for a, b in pairs)
+        seen += chunk
+    return {"values": seen, "differing": unequal, "correct": unequal == 0 and seen > 0}
+
+
+def _first_step() -> Any:
+    from runtime.kernels.adam import AdamStep, BiasCorrection
+
+    return AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, *BiasCorrection(0.9, 0.95).advance(1, 0.9, 0.95))
+
+
+def _on_device(
+    state: list[torch.Tensor], grad: torch.Tensor, wire: torch.Tensor, step: Any
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    tail = grad.numel() % 16
+    if not torch.cuda.is_available():
+        from runtime.devices.emulated import EmulatedDevice
+
+        EmulatedDevice().update(state, grad, wire, step, 0.37, tail, None)
+        return state, wire
+    from runtime.kernels.device import device_update
+
+    there, out = [t.cuda() for t in state], wire.cuda()
+    device_update(there, grad.cuda(), out, step, 0.37, tail)
+    return [t.cpu() for t in there], out.cpu()
+
+
+def _unequal(a: torch.Tensor, b: torch.Tensor) -> int:
+    same = (a == b) | (torch.isnan(a) & torch.isnan(b))
+    return int((~same).sum())
+
+
+def one_step(suite: Suite) -> Figures:
+    """A tiny model under all placements: the bits of stock, lanes that overlap, and every place
+    that makes the host wait for the device in a steady step.
+    """
+    settle()
+    stock = train(start())
+    control = differing(train(start()), stock)
+    pattern = ["host", "device", "resident"]
+    differ = differing(train(attached(start(), pattern, suite.emulated)), stock)
+    timeline, waits = _steady(suite)
+    overlap_s, busy_s = overlap(timeline)
+    return {
+        "differing": differ[:8],
+        "control_differing": control[:8],
+        "correct": (not differ) or (None if control else False),
+        "lanes": sorted({span.lane.value for span in timeline.spans}),
+        "lanes_overlap_s": overlap_s,
+        "lanes_busy_s": busy_s,
+        "waits_for_the_device": waits,
+        "summary": f"{len(waits)} places wait for the device, lanes overlap {overlap_s:.2g} s",
+    }
+
+
+def _steady(suite: Suite) -> tuple[Timeline, dict[str, int]]:
+    """The last steps of a run without delays, and what synchronised in three of them."""
+    import runtime
+    from studies.byte_gpt import SIZES, Batches, train_step
+
+    engine = start()
+    device = "emulated" if suite.emulated else "cuda"
+    runtime.attach(engine, plan_of(engine, ["host", "device", "resident"]), device=device)
+    batches = Batches(2, SIZES["tiny"].sequence)
+    for number in range(4):
+        train_step(engine, batches.at(number, engine.device))
+    steady = [batches.at(number, engine.device) for number in range(4, 7)]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        _debug_waits("warn")
+        for batch in steady:
+            train_step(engine, batch)
+        _debug_waits("default")
+    waits = Counter(
+        f"{w.filename}:{w.lineno}" for w in told if "synchroniz" in str(w.message).lower()
+    )
+    timeline = engine.optimizer.timeline()
+    engine.destroy()
+    return timeline, dict(waits.most_common(20))
+
+
+def _debug_waits(mode: str) -> None:
+    if torch.cuda.is_available():
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+def overlap(timeline: Timeline) -> tuple[float, float]:
+    """Seconds in which two lanes or more of the update work at once, and in which any does."""
+    spans = [s for s in timeline.spans if s.lane in DEVICE_LANES or s.lane == Lane.HOST]
+    marks = sorted({s.start_s for s in spans} | {s.end_s for s in spans})
+    both = busy = 0.0
+    for begin, end in itertools.pairwise(marks):
+        lanes = {s.lane for s in spans if _covers(s, begin, end)}
+        busy += (end - begin) * (len(lanes) >= 1)
+        both += (end - begin) * (len(lanes) >= 2)
+    return both, busy
+
+
+def _covers(span: Span, begin_s: float, end_s: float) -> bool:
+    return span.start_s <= begin_s and span.end_s >= end_s

@@ -1,0 +1,117 @@
+"""What the suite measures at the size of one GPU: the machine, stock, a plan and its parts."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from simulator import Plan, Workload, build_schedule, simulate
+from simulator.analysis.bound import bound
+from studies.gpu.suite import Figures, Suite
+
+
+def machine_profile(suite: Suite) -> Figures:
+    """What the machine can do."""
+    machine = suite.measure_machine()
+    machine.save(suite.out / "machine_profile.json")
+    return {"measured": machine.model_dump(mode="json")}
+
+
+def baseline(suite: Suite) -> Figures:
+    """Stock twice, pinned and bound to cores near the GPU, and ebbtide under the tuner's plan.
+
+    The second run of stock is the control: where the two differ in a bit, nothing can be said of
+    anybody's bits, and what they differ in time is noise.
+    """
+    suite.plan()
+    stock = suite.trial("stock", "--variant", "stock")
+    control = suite.trial("stock_again", "--variant", "stock")
+    ours = _ebbtide(suite)
+    figures: Figures = {"rows": [stock, control, ours]}
+    figures |= against_control(stock, control, ours)
+    return figures
+
+
+def _ebbtide(suite: Suite) -> Figures:
+    return suite.trial(
+        "ebbtide", "--variant", "ebbtide", "--plan", str(suite.plan_path),
+        "--timeline", str(suite.out / "measured_trace.json"),
+    )  # fmt: skip
+
+
+def against_control(stock: Figures, control: Figures, ours: Figures) -> Figures:
+    """``correct``, ``control_identical``, ``noise`` (second stock over first) and ``speedup``."""
+    figures: Figures = {"correct": None, "control_identical": None, "speedup": None}
+    if "failed" in stock:
+        return figures
+    if "failed" not in control:
+        figures["control_identical"] = stock["hash"] == control["hash"]
+        figures["noise"] = control["iteration_s"] / stock["iteration_s"]
+    if "failed" not in ours:
+        figures["speedup"] = stock["iteration_s"] / ours["iteration_s"]
+        same = ours["hash"] == stock["hash"]
+        figures["correct"] = same if figures["control_identical"] or same else None
+    return figures
+
+
+def efficiency(suite: Suite) -> Figures:
+    """The chosen plan against its floor."""
+    plan, workload, machine = suite.plan(), suite.workload(), suite.machine()
+    row = _ebbtide(suite)  # the baseline's, if that has been run
+    limit = machine.device_memory_bytes if suite.emulated else suite.cap_gib * 2**30
+    floor_s = bound(workload, machine, limit).iteration_s
+    assert plan.prediction is not None
+    figures: Figures = {"floor_s": floor_s, "predicted_s": plan.prediction.iteration_s, "row": row}
+    if "failed" not in row:
+        figures["efficiency"] = floor_s / row["iteration_s"]
+    return figures
+
+
+def ablation(suite: Suite) -> Figures:
+    """The chosen plan without one feature at a time, all on one engine."""
+    plan = suite.plan()
+    changes: dict[str, dict[str, Any]] = {
+        "whole": {}, "no_overlap": {"overlap_forward": False}, "no_prefetch": {"prefetch": 0},
+        "all_host": {"placement": Plan.runs(["host"] * plan.subgroup_count), "prefetch": 0,
+                     "staging_slots": 0},
+    }  # fmt: skip
+    plans = {name: plan.model_copy(update=change) for name, change in changes.items()}
+    return {"rows": suite.plans("ablation", plans)}
+
+
+def fidelity(suite: Suite) -> Figures:
+    """Predicted against measured over plans of many kinds, all on one engine."""
+    workload, machine = suite.workload(), suite.machine()
+    plans = _varied(suite, workload)
+    rows = suite.plans("fidelity", plans)
+    for row in rows:
+        plan = plans[row["name"]]
+        row["predicted_s"] = simulate(build_schedule(workload, plan), machine).iteration_s
+        if "failed" not in row:
+            row["error_pct"] = 100 * abs(row["predicted_s"] / row["iteration_s"] - 1)
+    errors = sorted(row["error_pct"] for row in rows if "error_pct" in row)
+    median = errors[len(errors) // 2] if errors else None
+    return {"rows": rows, "median_abs_pct_error": median}
+
+
+def _varied(suite: Suite, workload: Workload) -> dict[str, Plan]:
+    from simulator.schedules.strategies import shared_plan
+
+    base = suite.plan().model_copy(update={"staging_slots": 3, "prefetch": 0})
+    plans = {}
+    for share in (0.0, 0.5) if suite.emulated else (0.0, 0.2, 0.35, 0.5):
+        for overlap in (True, False):
+            start = base.model_copy(update={"overlap_forward": overlap})
+            name = f"device{share:g}_{'overlap' if overlap else 'wait'}"
+            plans[name] = shared_plan(workload, share, 0.0, start)
+    return plans
+
+
+def checkpoint_stall(suite: Suite) -> Figures:
+    """What a checkpoint costs: `studies.checkpoint_stall` in a process of its own."""
+    path = suite.out / "checkpoint_stall_full.json"
+    command = ["studies.checkpoint_stall", "--json", str(path)]
+    if suite.emulated:
+        command += ["--quick", "--writers", "none", "ebbtide"]
+    failed = suite.run("checkpoint_stall_full", command, suite.left_s(600.0))
+    return {"failed": failed} if failed else {"measured": json.loads(path.read_text())}

@@ -1,0 +1,198 @@
+"""`CudaDevice` against CUDA's rules, on the stand-in; and the stand-in against itself."""
+
+import mmap
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from runtime.devices import cuda
+from runtime.devices.clock import DeviceClock
+from runtime.devices.cuda import CudaDevice
+from runtime.devices.lane import Completion
+from simulator.schedule import Lane
+from tests.runtime import fake_cuda
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the real one is there")
+
+
+# -- the stand-in --------------------------------------------------------------------------------
+
+
+def copied_away(fake, *, recorded):
+    """A source that is dropped while its copy on another stream has not run."""
+    stream, home = fake.cuda.Stream(), torch.zeros(64)
+    source = torch.ones(64)
+    with fake.cuda.stream(stream):
+        home.copy_(source, non_blocking=True)
+    if recorded:
+        source.record_stream(stream)
+    del source
+    stream.synchronize()
+    return home
+
+
+def test_a_block_freed_under_a_copy_is_given_away(fake):
+    home = copied_away(fake, recorded=False)
+    assert not torch.equal(home, torch.ones(64))
+    assert fake.violations
+    fake.violations.clear()
+
+
+def test_record_stream_keeps_the_block(fake):
+    assert torch.equal(copied_away(fake, recorded=True), torch.ones(64))
+
+
+def test_a_copy_reads_its_source_when_it_runs(fake):
+    fake.latest_s = 60.0  # nothing runs before it is waited for
+    stream, home, source = fake.cuda.Stream(), torch.zeros(64), torch.ones(64)
+    with fake.cuda.stream(stream):
+        home.copy_(source, non_blocking=True)
+    source.fill_(2.0)  # nothing made this wait
+    stream.synchronize()
+    assert torch.equal(home, torch.full((64,), 2.0))
+
+
+def test_an_event_stands_for_what_was_there_when_it_was_recorded(fake):
+    fake.latest_s = 60.0
+    one, other, event = fake.cuda.Stream(), fake.cuda.Stream(), fake.cuda.Event()
+    source, middle, home = torch.ones(64), torch.zeros(64), torch.zeros(64)
+    with fake.cuda.stream(one):
+        middle.copy_(source, non_blocking=True)
+    event.record(one)
+    assert not event.query()
+    other.wait_event(event)
+    with fake.cuda.stream(other):
+        home.copy_(middle, non_blocking=True)
+    other.synchronize()
+    assert event.query()
+    assert torch.equal(home, source)
+
+
+def test_delays_are_those_of_the_seed(fake):
+    draws = [[fake_cuda.FakeStream(fake, n)._random.random() for n in (0, 1)] for _ in range(2)]
+    assert draws[0] == draws[1]
+    assert draws[0][0] != draws[0][1]
+
+
+def test_synchronisations_are_counted(fake):
+    fake.latest_s = 60.0
+    stream, home, source = fake.cuda.Stream(), torch.zeros(64), torch.ones(64)
+    stream.synchronize()
+    assert not fake.counts, "nothing was there to wait for"
+    with fake.cuda.stream(stream):
+        home.copy_(source, non_blocking=True)
+    stream.synchronize()
+    fake.cuda.synchronize()
+    assert fake.counts == {"held_up": 1, "device": 1}
+
+
+# -- the device ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def device(fake):
+    made = CudaDevice()
+    yield made
+    made.close()
+    assert not fake.runtime.locked
+
+
+def test_a_forked_process_gets_no_page_of_the_optimizers_state(device):
+    buffer = device.host_empty(3 * mmap.PAGESIZE, torch.float32)
+    assert buffer.is_pinned()
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    held, flags = False, None
+    for line in lines:
+        words = line.split()
+        if "-" in words[0] and not words[0].endswith(":"):
+            first, last = (int(part, 16) for part in words[0].split("-"))
+            held = first <= buffer.data_ptr() < last
+        elif held and words[0] == "VmFlags:":
+            flags = words[1:]
+            break
+    assert flags is not None
+    assert "dc" in flags, "the kernel's name for: do not copy on fork"
+
+
+def test_buffers_are_backed_and_updates_run_on_the_cores_near_the_gpu(device, monkeypatch):
+    """A page is the node's whose core touches it first."""
+    before = os.sched_getaffinity(0)
+    device.cores, seen = [max(before)], []
+    touch = torch.Tensor.fill_
+    monkeypatch.setattr(
+        torch.Tensor, "fill_", lambda t, v: seen.append(os.sched_getaffinity(0)) or touch(t, v)
+    )
+    device.host_empty(4096, torch.float32)
+    assert seen == [{max(before)}]
+    assert os.sched_getaffinity(0) == before
+    lanes, ended = device.lanes(), Completion()
+    lanes[Lane.HOST].submit(lambda: seen.append(os.sched_getaffinity(0)), [], ended)
+    ended.wait_host()
+    assert seen[1] == {max(before)}
+    for lane in lanes.values():
+        lane.close()
+
+
+def test_every_lane_chooses_the_ranks_gpu(fake, device):
+    lanes = device.lanes()
+    threads, ended = [], []
+    for lane in lanes.values():
+        ended.append(Completion())
+        lane.submit(lambda: threads.append(threading.get_ident()), [], ended[-1])
+    for completion in ended:
+        completion.wait_host()
+    assert set(threads) <= fake.devices_set
+    for lane in lanes.values():
+        lane.close()
+
+
+def test_a_lane_that_cannot_begin_says_so(device, monkeypatch):
+    def refuse(index):
+        raise RuntimeError(f"no GPU {index}")
+
+    monkeypatch.setattr(cuda.torch.cuda, "set_device", refuse)
+    lanes = device.lanes()
+    completion = Completion("an op")
+    lanes[Lane.H2D].submit(lambda: None, [], completion)
+    with pytest.raises(RuntimeError, match="'an op' failed") as told:
+        completion.wait_host()
+    assert "no GPU 0" in str(told.value.__cause__)
+
+
+def test_long_copies_go_in_pieces(fake, device, monkeypatch):
+    """An urgent copy of another stream waits for one piece at most."""
+    monkeypatch.setattr(cuda, "PIECE_BYTES", 4096)
+    stream, source = fake.cuda.Stream(), device.host_empty(2500, torch.float32)
+    source.copy_(torch.arange(2500))
+    to = device.device_empty(2500, torch.float32)
+    device.copy(to, source, Lane.H2D, stream)
+    stream.synchronize()
+    assert torch.equal(to, source)
+    assert stream.ran == 3
+
+
+class Counted:
+    """An event of a device that has run for long: CUDA's answer is a float32 of milliseconds."""
+
+    def __init__(self, at_s):
+        self.at_s = at_s
+
+    def query(self):
+        return True
+
+    def elapsed_time(self, other):
+        return float(torch.tensor(1e3 * (other.at_s - self.at_s), dtype=torch.float32))
+
+
+def test_times_keep_their_resolution_over_days():
+    clock, step_s = DeviceClock(Counted(0.0), 100.0), 7.0
+    for step in range(1, 20_000):
+        clock.mark(Counted(step * step_s))
+    last = clock.latest
+    soon = Counted(last.event.at_s + 1e-3)
+    assert last.date_s(soon) - last.reached_s == pytest.approx(1e-3, abs=1e-6)
+    assert Counted(0.0).elapsed_time(soon) - Counted(0.0).elapsed_time(last.event) != 1.0
+    assert last.reached_s == pytest.approx(100.0 + 19_999 * step_s, abs=0.01)
