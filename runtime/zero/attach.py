@@ -68,6 +68,8 @@ def initialize(
     if isinstance(plan, Plan):
         zero = config.setdefault("zero_optimization", {})
         zero["sub_group_size"] = plan.subgroup_size
+        if zero.pop("cpu_offload", None):  # the key of old
+            zero.setdefault("offload_optimizer", {"device": "cpu"})
         # PyTorch's pinned allocator rounds up to powers of two; `attach` page-locks exactly.
         zero["offload_optimizer"]["pin_memory"] = False
         if int(os.environ.get("WORLD_SIZE") or 1) <= 2:

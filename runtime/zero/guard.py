@@ -23,7 +23,10 @@ def check_config(config: dict[str, Any]) -> None:
     stage = zero.get("stage", 0)
     if stage not in (1, 2, 3):
         raise ConfigError(f"zero_optimization.stage must be 1, 2 or 3, but got {stage}")
-    offload = zero.get("offload_optimizer") or {}
+    # DeepSpeed still takes cpu_offload, the key of old, for an offload_optimizer with device cpu.
+    offload = zero.get("offload_optimizer") or (
+        {"device": "cpu"} if zero.get("cpu_offload") else {}
+    )
     where = offload.get("device", "none")
     if where != "cpu":
         raise ConfigError(
@@ -33,10 +36,16 @@ def check_config(config: dict[str, Any]) -> None:
     if ratio != 1.0:
         raise ConfigError(
             "zero_optimization.offload_optimizer.ratio (Twin-Flow) must be 1.0, since the plan "
-            f"places every subgroup itself, but got {ratio}"
+            f"places every subgroup itself, but got {ratio}: remove the key. `tune plan "
+            "--gpu-memory` decides how much stays on the device"
         )
     _check_absent(zero, offload)
     _check_optimizer_type(config)
+    if (config.get("compile") or {}).get("deepcompile"):
+        raise ConfigError(
+            "compile.deepcompile must be false, but got true: DeepCompile gathers parameters in "
+            "compiled graphs, where nothing waits for a plan's updates"
+        )
 
 
 def _check_absent(zero: dict[str, Any], offload: dict[str, Any]) -> None:

@@ -30,7 +30,9 @@ REFUSED = [
     (config(stage=0), "zero_optimization.stage must be 1, 2 or 3, but got 0"),
     (config(**offload(device="nvme")), "offload_optimizer.device must be 'cpu', but got 'nvme'"),
     ({**config(), "zero_optimization": {"stage": 3}}, "device must be 'cpu', but got 'none'"),
-    (config(**offload(ratio=0.4)), "ratio .* must be 1.0, .* got 0.4"),
+    (config(**offload(ratio=0.4)), "ratio .* must be 1.0, .* got 0.4: remove the key"),
+    ({**config(), "compile": {"deepcompile": True}}, "compile.deepcompile must be false"),
+    (config(offload_optimizer=None, cpu_offload=False), "device must be 'cpu', but got 'none'"),
     (config(**offload(super_offload=True)), "super_offload must be false"),
     (config(offload_param={"device": "cpu"}), "offload_param must be absent .* got 'cpu'"),
     (config(zenflow={"topk_ratio": 0.1}), "zenflow must be absent"),
@@ -56,6 +58,14 @@ def test_configs_are_refused_before_the_model_is_touched(bad, message):
 
 def test_a_good_config_passes():
     check_config(config())
+
+
+def test_the_key_of_old_is_taken():
+    """``cpu_offload: true`` is DeepSpeed's former name of an offload_optimizer on the CPU."""
+    made = config()
+    del made["zero_optimization"]["offload_optimizer"]
+    made["zero_optimization"]["cpu_offload"] = True
+    check_config(made)
 
 
 @pytest.mark.parametrize(
