@@ -33,7 +33,8 @@ def optimum(search: Search) -> Optimum:
     """Branch and bound: numbers of placements by their bound, then all their orders.
 
     Exact over placements, staging slots, prefetch (as early as backward allows) and the measured
-    numbers of threads, with updates that overlap forward. The best so far prunes, so a search that
+    numbers of threads, with updates that overlap forward; each queue in the order that
+    `tuner.update_orders` guesses, not in all. The best so far prunes, so a search that
     has been run before is quicker.
 
     Raises:
