@@ -116,7 +116,10 @@ def _settle_once(directory: Any) -> None:
 def _concerns(event: str, args: tuple[Any, ...], job: Job) -> bool:
     """Whether the caller must wait for the job's commit."""
     if event in _STARTS:
-        return not job.placed  # whatever it reads
+        # One that is told of the folder. DeepSpeed itself starts programs in every step.
+        folder = job.attempt.save_dir
+        told = str(args[:3])
+        return not job.placed and (str(folder) in told or str(_real(folder)) in told)
     path = _path(args)
     if path is None:
         return False
