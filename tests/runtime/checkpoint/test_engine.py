@@ -400,9 +400,10 @@ def test_a_failure_to_place_is_raised_by_the_save_itself(engines, tmp_path):
     from runtime.checkpoint.errors import CheckpointError
 
     files = FaultyFiles(lasting=True)
-    engine, batches, _ = engines(CheckpointPlan(mode="in_place"), files=files)
+    engine, batches, lazy = engines(CheckpointPlan(mode="in_place"), files=files)
     train(engine, batches, 0, 1)
     engine.save_checkpoint(str(tmp_path), tag="good")
+    lazy.wait()  # durable: the fault is the next one's
     files.at = len(files.calls) + 15
     with pytest.raises((CheckpointError, OSError)):
         engine.save_checkpoint(str(tmp_path), tag="bad")
