@@ -4,7 +4,7 @@ BIN := $(CURDIR)/.venv/bin
 # DeepSpeed looks for ninja on PATH when it compiles its ops.
 export PATH := $(BIN):$(PATH)
 
-.PHONY: help setup demo serve test lint results schema clean
+.PHONY: help setup demo serve test lint compat results schema clean
 .DEFAULT_GOAL := help
 
 help: ## list the commands
@@ -36,6 +36,9 @@ lint: setup ## ruff and mypy
 	ruff check .
 	ruff format --check .
 	mypy
+
+compat: setup ## the bit-identity tests on DeepSpeeds older than the tested range
+	@sh scripts/compat.sh 0.18.6 0.19.6
 
 results: setup ## rewrite the README's table from studies/results/
 	@python -m studies.readme_table

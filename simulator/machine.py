@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -256,10 +257,19 @@ class Machine(BaseModel):
     @property
     def fingerprint(self) -> str:
         """Identifies the hardware, not the measurement: equal for two profiles of one machine."""
-        fields = ("device_kind", "device_name", "unified_memory", "gpus_per_node", "cpu_cores")
-        facts: dict[str, Any] = {name: getattr(self, name) for name in fields}
-        facts["host_memory_gib"] = round(self.host_memory_bytes / 2**30)
-        facts["device_memory_gib"] = round(self.device_memory_bytes / 2**30)
+        return self.fingerprint_of(self)
+
+    @staticmethod
+    def fingerprint_of(hardware: Machine | Mapping[str, Any]) -> str:
+        """`fingerprint` of a machine, or of the fields that it is made of."""
+        names = ("device_kind", "device_name", "unified_memory", "gpus_per_node", "cpu_cores")
+        sizes = ("host_memory_bytes", "device_memory_bytes")
+        values: Mapping[str, Any] = (
+            hardware if isinstance(hardware, Mapping)
+            else {name: getattr(hardware, name) for name in (*names, *sizes)}
+        )  # fmt: skip
+        facts = {name: values[name] for name in names}
+        facts |= {f"{s.removesuffix('_bytes')}_gib": round(values[s] / 2**30) for s in sizes}
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
     def save(self, path: str | Path) -> None:

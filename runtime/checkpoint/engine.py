@@ -66,7 +66,7 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         live: LiveState,
         *,
         files: Files | None = None,
-        plan_digest: str = "",
+        plan_digest: Callable[[], str] = str,
         block_bytes: int = BLOCK_BYTES,
     ) -> None:
         super().__init__()
@@ -287,7 +287,7 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         return Attempt(
             save_dir=Path(save_dir).absolute(), tag=tag, nonce=nonce, rank=self._peers.rank,
             step=self._engine.global_steps, world_size=self._peers.world_size,
-            save_latest=save_latest, plan=self._plan_digest, versions=_versions(),
+            save_latest=save_latest, plan=self._plan_digest(), versions=_versions(),
             other_tier=self._other_tier(save_dir),
         )  # fmt: skip
 

@@ -20,6 +20,7 @@ def install(
     engine: Any,
     checkpoint_plan: CheckpointPlan,
     live_state: LiveState | None = None,
+    after_step: list[Callable[[], None]] | None = None,
     **options: Any,
 ) -> LazyCheckpointEngine:
     """Makes a DeepSpeed engine save and load through ebbtide; returns the checkpoint engine.
@@ -29,6 +30,8 @@ def install(
         checkpoint_plan: interval, busy policy, budget, bandwidth.
         live_state: the runtime's registry. None: the optimizer is DeepSpeed's own, and its
             ``step`` is held back until its state may be overwritten.
+        after_step: the runtime's calls after each whole step, to which this one is added. None:
+            ``engine.step`` is wrapped.
         options: ``files``, ``plan_digest``, ``block_bytes`` of `LazyCheckpointEngine`.
 
     Raises:
@@ -46,7 +49,11 @@ def install(
         _wrap(engine.optimizer, "step", stock.step)
     # Of the engine, not of the optimizer: only when the engine's step has returned do its step
     # counter and the learning-rate schedule stand where the state stands.
-    _wrap(engine, "step", _then_on_step(lazy, engine))
+    if after_step is None:
+        _wrap(engine, "step", _then_on_step(lazy, engine))
+    else:
+        held = weakref.proxy(engine)
+        after_step.append(lambda: lazy.on_step(held.global_steps))
     previous, engine.checkpoint_engine = engine.checkpoint_engine, lazy
     if previous is not None and previous.is_decoupled():
         previous.cleanup()

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import torch
+
 from runtime.devices.base import Device
 from runtime.devices.cuda import CudaDevice
 from runtime.devices.emulated import EmulatedDevice
 
 
-def choose_device(kind: str = "auto") -> Device:
-    """``auto``: CUDA where DeepSpeed runs on it, unified host memory elsewhere.
+def choose_device(kind: str = "auto", *, on_cuda: bool | None = None) -> Device:
+    """``auto``: CUDA where training runs on it, unified host memory elsewhere.
+
+    Args:
+        on_cuda: whether it does, which the training framework decides; None: if there is CUDA.
 
     Raises:
         ValueError: an unknown kind, or CUDA where there is none.
     """
-    from deepspeed.accelerator import get_accelerator
-
-    on_cuda = get_accelerator()._name == "cuda"
+    if on_cuda is None:
+        on_cuda = torch.cuda.is_available()
     if kind == "auto":
         kind = "cuda" if on_cuda else "unified"
     if kind == "cuda" and not on_cuda:
-        raise ValueError("device 'cuda' needs a CUDA GPU, but DeepSpeed found none: use 'auto'")
+        raise ValueError("device 'cuda' needs a CUDA GPU, but there is none: use 'auto'")
     if kind in ("unified", "emulated") and on_cuda:
         raise ValueError(
-            f"device {kind!r} is for machines without a GPU, but DeepSpeed runs on CUDA: use 'auto'"
+            f"device {kind!r} is for machines without a GPU, but training runs on CUDA: use 'auto'"
         )
     choices = {"cuda": CudaDevice, "emulated": EmulatedDevice, "unified": Device}
     if kind not in choices:

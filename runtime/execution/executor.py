@@ -323,6 +323,7 @@ class Executor:
         """Ends the lanes' threads after what is queued; the device stays for a successor's sake."""
         for lane in self.lanes.values():
             lane.close()
+        self._jobs = []  # they hold gradients, which a successor moves
         if with_device:
             self.device.close()
 

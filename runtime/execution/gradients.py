@@ -191,6 +191,16 @@ class GradientHomes:
         """Host memory of the spares."""
         return sum(spare.nbytes for spare in self._spares.values())
 
+    def moved(self, states: list[SubgroupState]) -> GradientHomes:
+        """The same gradients, kept ones included, beside the states' new homes."""
+        for piece in self.slices.values():
+            device = states[piece.subgroup].gradient.device
+            if piece.kept is not None:
+                piece.kept = piece.kept.to(device)
+            if piece.apart is not None:
+                piece.apart = piece.apart.to(device)
+        return GradientHomes(self.device, states, self.slices, self.last_scale)
+
     def close(self) -> None:
         """Gives the spares back; to be called between two windows."""
         for spare in self._spares.values():

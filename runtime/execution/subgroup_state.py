@@ -46,6 +46,17 @@ class SubgroupState:
         return self.state[1:]
 
 
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """One subgroup's tensors wherever they are: state in fp32, the gradient in the precision in
+    which it accumulates, the parameters as the model computes with them.
+    """
+
+    state: tuple[torch.Tensor, ...]
+    gradient: torch.Tensor
+    wire: torch.Tensor
+
+
 @dataclass(slots=True)
 class StagingSlot:
     """A device buffer that holds one visiting subgroup; reused in turn."""
@@ -57,36 +68,25 @@ class StagingSlot:
         return tuple(part[:elements] for part in self.parts)
 
 
-def allocate(
-    device: Device,
-    placements: list[Placement],
-    masters: list[torch.Tensor],
-    moments: list[tuple[torch.Tensor, ...]],
-    wires: list[torch.Tensor],
-    gradients: list[torch.Tensor],
-) -> list[SubgroupState]:
-    """Moves DeepSpeed's state to where the plan wants it, one subgroup at a time.
+def place(device: Device, index: int, placement: Placement, before: Buffers) -> SubgroupState:
+    """Moves a subgroup's tensors to where the plan wants them; those that can stay do.
 
     A ``resident`` or ``device`` subgroup for which the device has no memory left becomes ``host``,
     with a warning: the device may be fuller than it was when the plan was made.
     """
-    states = []
-    for index, placement in enumerate(placements):
-        state = (masters[index], *moments[index])
-        gradient = gradients[index]
-        if placement != "host" and not device.unified:
-            moved = _to_device(device, placement, state, gradient)
-            if moved is None:
-                _warn_fallback(index, placement)
-                placement = "host"
-            else:
-                state, gradient = moved
-        if placement != "resident" or device.unified:
-            state = tuple(device.host_adopt(tensor) for tensor in state)
-        if placement == "host":
-            gradient = device.host_adopt(gradient)
-        states.append(SubgroupState(index, placement, state, wires[index], gradient))
-    return states
+    state, gradient = before.state, before.gradient
+    if placement != "host" and not device.unified:
+        moved = _to_device(device, placement, state, gradient)
+        if moved is None:
+            _warn_fallback(index, placement)
+            placement = "host"
+        else:
+            state, gradient = moved
+    if placement != "resident" or device.unified:
+        state = tuple(device.host_adopt(tensor) for tensor in state)
+    if placement == "host":
+        gradient = device.host_adopt(gradient)
+    return SubgroupState(index, placement, state, before.wire, gradient)
 
 
 def _to_device(

@@ -15,19 +15,19 @@ import torch
 
 from runtime.devices.base import Device
 from runtime.replan.switch import switch_plan
-from runtime.replan.watch import anyone, better_plan, measured_rates, watch
-from runtime.zero.adopt_stage3 import subgroups_of
+from runtime.replan.watch import anyone, measured_rates, watch
+from runtime.zero.cuts import subgroups_of
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.schedule import OpKind
 from simulator.timeline import Timeline
+from simulator.update.footprint import footprint
 from simulator.workload import Layer, WireDtype, Workload
 
 logger = logging.getLogger("ebbtide")
 
 WATCHED_STEPS = 4  # the first one compiles and warms up
 DEVICE_MEMORY_MARGIN = 0.1  # of the device's memory, left to activations that grow later
-RESIDENT_SHARES = tuple(i / 10 for i in range(11))
 _WIRE: dict[torch.dtype, WireDtype] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -52,7 +52,8 @@ def plan_later(engine: Any, machine: Machine | None = None) -> None:
         from profiler import measure_machine
 
         machine = measure_machine()
-    engine.optimizer._ebbtide.on_step.append(_Automatic(engine, machine).on_step)
+    session = engine.optimizer._ebbtide
+    session.after_step.insert(0, _Automatic(engine, machine).on_step)  # before a checkpoint begins
 
 
 @dataclass
@@ -72,13 +73,17 @@ class _Automatic:
         timeline = optimizer.timeline()
         workload = observed_workload(optimizer, timeline)
         machine = self.machine.with_rates(**measured_rates(timeline, workload.subgroups))
-        plan, best_s, now_s = better_plan(
-            workload, machine, own.plan, device_bytes=_free_device_bytes(own.executor.device),
-            resident_shares=RESIDENT_SHARES,
-        )  # fmt: skip
-        if anyone(self.engine, best_s < now_s):
-            logger.info("plan='auto': %.3f s expected instead of %.3f s", best_s, now_s)
-            switch_plan(self.engine, plan)
+        from tuner.quick import quick_plan
+
+        held = footprint(workload, own.plan).device_bytes
+        free = _free_device_bytes(own.device)
+        found = quick_plan(workload, machine, own.plan, device_bytes=held + free)
+        if anyone(self.engine, found.iteration_s < found.current_s):
+            logger.info(
+                "plan='auto': %.3f s expected instead of %.3f s",
+                found.iteration_s, found.current_s,
+            )  # fmt: skip
+            switch_plan(self.engine, found.plan)
         watch(self.engine, machine, workload, replan=False)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ import torch
 from runtime.devices.base import Device
 from runtime.devices.choice import choose_device
 from runtime.execution.fit import check_host_memory
-from runtime.execution.gradients import GradientHomes, ParameterSlice
 from runtime.execution.recorder import Recorder
+from runtime.execution.session import Session
 from runtime.kernels import host
 from runtime.kernels.rule import UpdateRule
 from runtime.zero import private
-from runtime.zero.adopt_stage3 import build_executor, rebuild, subgroups_of
+from runtime.zero.cuts import subgroups_of
+from runtime.zero.fingerprints import warn_of_mismatch
 from runtime.zero.guard import ConfigError, check_config, check_engine, check_plan
 from runtime.zero.steady import keep_flowing
 from simulator.machine import Machine
@@ -119,6 +121,7 @@ def attach(
     machine: Machine | None = None,
     workload: Workload | None = None,
     checkpoint: CheckpointPlan | None = None,
+    overlap_forward: bool = True,
 ) -> Any:
     """Takes over the optimizer of a live ZeRO engine; returns the engine.
 
@@ -132,6 +135,8 @@ def attach(
         machine, workload: what the plan was made from; with them, predicted and measured times go
             to DeepSpeed's monitor.
         checkpoint: in the place of the plan's own.
+        overlap_forward: False makes steps wait for their updates, whatever a plan says: for code
+            that reads ``p.data`` or ``p.ds_tensor`` right after a step, which nothing can gate.
 
     Raises:
         ConfigError: the engine is not one a plan can be applied to.
@@ -145,7 +150,10 @@ def attach(
     if isinstance(plan, str) and plan == "auto":
         from runtime.replan.auto import host_plan, plan_later
 
-        attach(engine, host_plan(engine), device=device, checkpoint=checkpoint)
+        attach(
+            engine, host_plan(engine), device=device, checkpoint=checkpoint,
+            overlap_forward=overlap_forward,
+        )  # fmt: skip
         plan_later(engine, machine)
         return engine
     plan = load_plan(plan)
@@ -156,9 +164,12 @@ def attach(
     size = getattr(optimizer, "sub_group_size", plan.subgroup_size)
     check_plan(plan, subgroups_of(optimizer, size), size)
     host.load()
-    device = device if isinstance(device, Device) else choose_device(device)
-    _take_over(engine, plan, device, rule)
-    _checkpointing(engine, checkpoint or plan.checkpoint)
+    if not isinstance(device, Device):
+        device = choose_device(device, on_cuda=private.on_cuda())
+    session = _take_over(engine, plan, device, rule, overlap_forward)
+    _checkpointing(engine, session, checkpoint or plan.checkpoint)
+    call_after_step(engine, session)
+    warn_of_mismatch(session, optimizer.gradient_accumulation_dtype.itemsize, machine)
     if machine is not None and workload is not None:
         from runtime.replan.watch import watch
 
@@ -166,74 +177,25 @@ def attach(
     return engine
 
 
-def _take_over(engine: Any, plan: Plan, device: Device, rule: UpdateRule) -> None:
+def _take_over(
+    engine: Any, plan: Plan, device: Device, rule: UpdateRule, overlap_forward: bool
+) -> Session:
     optimizer = engine.optimizer
     if engine.zero_optimization_stage() == 3:
-        _take_over_stage3(engine, plan, device, rule)
-    else:
-        from runtime.zero.adopt_stage12 import take_over
+        from runtime.zero import stage3
 
-        take_over(optimizer, plan, device, rule)
+        stage3.take_over(
+            optimizer, engine.module, plan, device, rule, overlap_forward=overlap_forward
+        )
+    else:  # only there: an older DeepSpeed lacks what it imports
+        from runtime.zero import stage12
+
+        stage12.take_over(optimizer, plan, device, rule, overlap_forward=overlap_forward)
+    session: Session = optimizer._ebbtide
     keep_flowing(engine)
-    _record_forward(engine.module, optimizer._ebbtide.recorder)
-    _report(optimizer, device)
-
-
-def _take_over_stage3(engine: Any, plan: Plan, device: Device, rule: UpdateRule) -> None:
-    from runtime.zero.stage3 import Attachment, EbbtideStage3
-
-    optimizer = engine.optimizer
-    masters, moments, gradients = _stock_buffers(optimizer, rule)
-    plan, executor = build_executor(optimizer, plan, device, masters, moments, gradients, rule)
-    optimizer._ebbtide = Attachment(
-        plan=plan,
-        executor=executor,
-        homes=GradientHomes(device, executor.states, _slices(optimizer)),
-        rule=rule,
-        recorder=Recorder(),
-        rebuild=rebuild,
-        subgroup_of={
-            param.ds_id: index
-            for index, group in enumerate(optimizer.fp16_groups)
-            for param in group
-        },
-    )
-    optimizer.__class__ = EbbtideStage3
-    optimizer.resume_rule()
-    optimizer._ebbtide.undo_gates = private.gate_gathers(
-        engine.module.parameters(), optimizer.await_parameters
-    )
-
-
-def _stock_buffers(
-    optimizer: Any, rule: UpdateRule
-) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, ...]], list[torch.Tensor]]:
-    """DeepSpeed's buffers; its fp32 gradients (4 bytes per parameter) are given back."""
-    inner = optimizer.optimizer
-    masters, moments, gradients, offset = [], [], [], 0
-    for master in optimizer.fp32_partitioned_groups_flat:
-        master.grad = None
-        state = inner.state[master]
-        state.setdefault("step", 0)
-        for key in (*rule.moments, *rule.unused):
-            state.setdefault(key, torch.zeros_like(master.data))
-        masters.append(master.data)
-        moments.append(tuple(state[key] for key in rule.moments))
-        gradients.append(optimizer.grad_partitions_flat_buffer.narrow(0, offset, master.numel()))
-        offset += master.numel()
-    return masters, moments, gradients
-
-
-def _slices(optimizer: Any) -> dict[int, ParameterSlice]:
-    slices = {}
-    for group in optimizer.fp16_groups:
-        for param in group:
-            key = optimizer.get_param_id(param)
-            subgroup, offset, elements = optimizer.grad_position[key]
-            rank = optimizer._get_param_partition_rank(param)
-            real = param.partition_numel() * rank < param.ds_numel
-            slices[key] = ParameterSlice(subgroup, offset, elements, real)
-    return slices
+    _record_forward(engine.module, session.recorder)
+    _report(session)
+    return session
 
 
 def _record_forward(module: torch.nn.Module, recorder: Recorder) -> None:
@@ -241,43 +203,47 @@ def _record_forward(module: torch.nn.Module, recorder: Recorder) -> None:
     module.register_forward_hook(lambda *_: recorder.forward_ends())
 
 
-def _report(optimizer: Any, device: Device) -> None:
-    counts = optimizer._ebbtide.plan
+def _report(session: Session) -> None:
+    plan = session.plan
+    elements = sum(state.elements for state in session.executor.states)
     logger.info(
         "ebbtide: %d subgroups on %s: %d host, %d device, %d resident; %.1f bytes of host memory "
         "per parameter",
-        counts.subgroup_count, device.name, counts.count("host"), counts.count("device"),
-        counts.count("resident"), host_bytes(optimizer) / max(1, _elements(optimizer)),
+        plan.subgroup_count, session.device.name, plan.count("host"), plan.count("device"),
+        plan.count("resident"), session.host_bytes() / max(1, elements),
     )  # fmt: skip
-
-
-def _elements(optimizer: Any) -> int:
-    return sum(state.elements for state in optimizer._ebbtide.executor.states)
 
 
 def host_bytes(optimizer: Any) -> int:
     """Host memory that the optimizer holds under its plan, in bytes: state, gradients, staging."""
-    executor = optimizer._ebbtide.executor
-    unified = executor.device.unified
-    total = 0
-    for state in executor.states:
-        if state.placement != "resident" or unified:
-            total += sum(t.nbytes for t in state.state)
-        if state.placement == "host" or unified:
-            total += state.gradient.nbytes
-    shadows = getattr(optimizer._ebbtide, "shadows", {})
-    total += sum(t.nbytes for shadow in shadows.values() for t in shadow)
-    total += sum(t.nbytes for t in executor.parameter_slots)
-    return int(total)
+    return int(optimizer._ebbtide.host_bytes())
 
 
-def _checkpointing(engine: Any, checkpoint: CheckpointPlan) -> None:
+def _checkpointing(engine: Any, session: Session, checkpoint: CheckpointPlan) -> None:
     """Installs the checkpoint engine and its copy on update."""
     from runtime.checkpoint import install
     from runtime.checkpoint.live_state import LiveState
 
-    own = engine.optimizer._ebbtide
     live = LiveState()
-    live.register_all({i: own.saved_state(i) for i in own.plan.issue_order})
-    own.executor.gate = live
-    install(engine, checkpoint, live)
+    live.register_all({i: session.engine.saved_state(i) for i in session.plan.issue_order})
+    session.executor.gate = live
+    install(
+        engine, checkpoint, live, after_step=session.after_step,
+        plan_digest=lambda: session.plan.digest,
+    )  # fmt: skip
+
+
+def call_after_step(engine: Any, session: Session) -> None:
+    """Of the engine, not of the optimizer: only when the engine's step has returned do its step
+    counter and the learning-rate schedule stand where the state stands.
+    """
+    stock, held = engine.step, weakref.proxy(engine)
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        before = held.global_steps
+        result = stock(*args, **kwargs)
+        if held.global_steps != before and not session.closed:
+            session.stepped()
+        return result
+
+    engine.step = step

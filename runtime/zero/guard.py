@@ -37,14 +37,16 @@ def check_config(config: dict[str, Any]) -> None:
         raise ConfigError(
             "zero_optimization.offload_optimizer.ratio (Twin-Flow) must be 1.0, since the plan "
             f"places every subgroup itself, but got {ratio}: remove the key. `tune plan "
-            "--gpu-memory` decides how much stays on the device"
+            "--gpu-memory` decides how much is kept on the device, and all of it is updated with "
+            "DeepSpeedCPUAdam's bits, where Twin-Flow's share has those of torch's Adam"
         )
     _check_absent(zero, offload)
     _check_optimizer_type(config)
     if (config.get("compile") or {}).get("deepcompile"):
         raise ConfigError(
             "compile.deepcompile must be false, but got true: DeepCompile gathers parameters in "
-            "compiled graphs, where nothing waits for a plan's updates"
+            "compiled graphs, where nothing waits for a plan's updates. torch.compile of the model "
+            "works under a plan"
         )
 
 

@@ -1,34 +1,72 @@
-"""Every touch of DeepSpeed's private members, in one place.
+"""DeepSpeed's private members in use, each with the versions that have it.
 
-Name-mangled members are used by DeepSpeed's own subclasses too (SuperOffload, ZenFlow). A DeepSpeed
-outside the tested range is refused, and `check` fails loudly if a member has gone.
+`check_version` and `check_members` are called before an engine is taken over: a DeepSpeed outside
+the tested range is refused, and so is one in it that lacks a member its version should have.
+Name-mangled members are used by DeepSpeed's own subclasses too (SuperOffload, ZenFlow).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-TESTED = ("0.19.8", "0.20")  # first version that works, first that was not tested
+TESTED = ("0.19.8", "0.20")  # first version with stock's bits, first that was not tested
+OLDEST = "0.18.6"  # the first that the table knows
+BELOW_STAGE_3 = "0.19.8"  # ZeRO-1 and 2 kept their sums of micro-batches in other ways before
 
-_STAGE3_MEMBERS = (
-    "fp16_groups", "fp16_partitioned_groups", "fp16_partitioned_groups_flat",
-    "fp16_partitioned_groups_flat_numel", "fp32_partitioned_groups_flat", "sub_group_to_group_id",
-    "grad_partitions_flat_buffer", "grad_position", "norm_for_param_grads", "param_dict",
-    "persistent_parameters", "micro_step_id", "_offload_boundary_param_ids", "subgroup_to_device",
-    "lp_param_buffer", "ipg_buckets", "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition",
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A name of DeepSpeed's ZeRO optimizers, and the first version that has it."""
+
+    name: str
+    since: str = OLDEST
+
+
+_MANGLED = "_DeepSpeedZeroOptimizer_Stage3__"
+STAGE3 = (
+    *map(Member, (
+        "fp16_groups", "fp16_partitioned_groups", "fp16_partitioned_groups_flat",
+        "fp16_partitioned_groups_flat_numel", "fp32_partitioned_groups_flat",
+        "sub_group_to_group_id", "grad_partitions_flat_buffer", "grad_position",
+        "norm_for_param_grads", "param_dict", "persistent_parameters", "micro_step_id",
+        "subgroup_to_device", "lp_param_buffer", "ipg_buckets", "parameter_offload",
+        "partition_count", f"{_MANGLED}param_id_to_grad_partition", "get_param_id",
+        "is_gradient_accumulation_boundary", "_overflow_check_and_loss_scale_update",
+        "_get_norm_groups", "_model_parallel_all_reduce", "_pre_step", "_partition_all_parameters",
+        "reset_cpu_buffers", "invalidate_secondary_tensor", "_get_fp32_opt_state_partition",
+        "_fp32_state_allgather", "_rigid_load_state_dict", "_load_universal_checkpoint",
+        "_restore_from_bit16_weights", "_restore_from_fp32_weights", "checkpoint_event_prologue",
+        "checkpoint_event_epilogue", "_global_grad_norm",
+    )),
+    Member("_offload_boundary_param_ids", "0.19.5"),
+    Member("_offload_grad_partition_at_boundary", "0.19.5"),
+    Member("_get_param_partition_rank", "0.19.3"),
+    Member("_loss_scale_update_and_overflow_cleanup", "0.19.8"),
 )  # fmt: skip
 
-_STAGE2_MEMBERS = (
-    "bit16_groups", "bit16_groups_flat", "parallel_partitioned_bit16_groups",
-    "single_partition_of_fp32_groups", "params_in_partition", "real_dp_process_group",
-    "grad_position", "norm_for_param_grads", "micro_step_id", "_offload_accumulated_param_ids",
-    "accumulated_grads_in_cpu", "param_buffer_of_bit16_for_cpu_offload_groups",
-    "averaged_gradients", "local_overflow", "nccl_start_alignment_factor", "offload_gradient_dict",
-    "_get_compact_grad_partition_slice", "_use_compact_grad_partition_buffer",
-    "_wait_for_offload_copies", "async_accumulate_grad_in_cpu_via_gpu",
+STAGE12 = (
+    *map(Member, (
+        "bit16_groups", "bit16_groups_flat", "parallel_partitioned_bit16_groups",
+        "single_partition_of_fp32_groups", "params_in_partition", "real_dp_process_group",
+        "grad_position", "norm_for_param_grads", "micro_step_id", "accumulated_grads_in_cpu",
+        "param_buffer_of_bit16_for_cpu_offload_groups", "averaged_gradients", "local_overflow",
+        "nccl_start_alignment_factor", "offload_gradient_dict", "check_grad_overflow",
+        "async_accumulate_grad_in_cpu_via_gpu", "get_param_gradient_attribute",
+        "update_offload_overflow_tracker", "clear_grad_attribute", "scaled_global_norm",
+        "_update_scale", "_global_grad_norm", "_update_model_bit16_weights", "_link_all_hp_params",
+        "_lazy_init_hp_params_optimizer_state", "_hp_optimizer_states_linked",
+        "_get_offload_gradient_dict",
+    )),
+    Member("_offload_accumulated_param_ids", "0.19.5"),
+    Member("_finalize_cpu_offload_gradient_accumulation", "0.19.5"),
+    Member("_get_param_group_idx", "0.19.8"),
+    Member("_get_compact_grad_partition_slice", "0.19.8"),
+    Member("_use_compact_grad_partition_buffer", "0.19.8"),
+    Member("_wait_for_offload_copies", "0.19.8"),
 )  # fmt: skip
 
 
@@ -42,27 +80,106 @@ def check_version() -> None:
     Raises:
         UnsupportedDeepSpeedError: with the version found and the range.
     """
+    installed, (first, limit) = _installed(), TESTED
+    from packaging.version import Version
+
+    if not Version(first) <= installed < Version(limit):
+        raise UnsupportedDeepSpeedError(
+            f"deepspeed must be >= {first} and < {limit}, but got {installed}: install a version "
+            f"in that range (pip install 'deepspeed>={first},<{limit}')"
+        )
+
+
+def _installed() -> Any:
     import deepspeed
     from packaging.version import Version
 
-    found, (first, limit) = Version(deepspeed.__version__), TESTED
-    if not Version(first) <= found < Version(limit):
-        raise UnsupportedDeepSpeedError(
-            f"deepspeed must be >= {first} and < {limit}, but got {found}: install a version in "
-            f"that range (pip install 'deepspeed>={first},<{limit}')"
-        )
+    return Version(deepspeed.__version__)
 
 
 def check_members(optimizer: Any) -> None:
-    """Refuses an optimizer that lacks a member this module relies on."""
+    """Refuses an optimizer that lacks a member this folder relies on.
+
+    Raises:
+        UnsupportedDeepSpeedError: with the names.
+    """
+    from packaging.version import Version
+
+    installed = _installed()
     partitioned = hasattr(optimizer, "fp16_partitioned_groups_flat")
-    members = _STAGE3_MEMBERS if partitioned else _STAGE2_MEMBERS
-    missing = [name for name in members if not hasattr(optimizer, name)]
+    if not partitioned and installed < Version(BELOW_STAGE_3):
+        raise UnsupportedDeepSpeedError(
+            f"a plan for ZeRO-1 or 2 needs deepspeed >= {BELOW_STAGE_3}, but got {installed}: "
+            f"install it (pip install 'deepspeed>={BELOW_STAGE_3},<{TESTED[1]}') or set "
+            "zero_optimization.stage to 3"
+        )
+    members = STAGE3 if partitioned else STAGE12
+    missing = [
+        member.name
+        for member in members
+        if Version(member.since) <= installed and not hasattr(optimizer, member.name)
+    ]
     if missing:
         raise UnsupportedDeepSpeedError(
-            f"DeepSpeed's {type(optimizer).__name__} must have {missing}, but has not: "
+            f"DeepSpeed {installed}'s {type(optimizer).__name__} must have {missing}, but has not: "
             f"ebbtide was tested with DeepSpeed >= {TESTED[0]} and < {TESTED[1]}"
         )
+
+
+def on_cuda() -> bool:
+    """DeepSpeed trains on CUDA here."""
+    from deepspeed.accelerator import get_accelerator
+
+    return bool(get_accelerator()._name == "cuda")
+
+
+# -- ZeRO-3: what differs between versions -------------------------------------------------------
+
+
+def at_boundary(optimizer: Any) -> bool:
+    """This backward ends an accumulation window. An attribute at first, a method since 0.19.5."""
+    boundary = optimizer.is_gradient_accumulation_boundary
+    return bool(boundary() if callable(boundary) else boundary)
+
+
+def note_active(optimizer: Any, param: Any) -> None:
+    """For accumulation that ends at step(), which comes to parameters that had a gradient."""
+    active = getattr(optimizer, "_offload_boundary_param_ids", None)
+    if active is not None:
+        active.add(param.ds_id)
+
+
+def partition_rank(optimizer: Any, param: Any) -> int:
+    """This rank's place among those that share the parameter."""
+    if hasattr(optimizer, "_get_param_partition_rank"):
+        return int(optimizer._get_param_partition_rank(param))
+    import deepspeed.comm as dist
+
+    return int(dist.get_rank(optimizer.dp_process_group))
+
+
+def checked_norm(optimizer: Any) -> torch.Tensor | None:
+    """The global norm times the loss scale; None: a gradient is not finite, and the step is off.
+
+    Sets ``overflow`` and the loss scale as the installed DeepSpeed's step does: since 0.19.8 an
+    invalid norm counts as an overflow too.
+    """
+    if not hasattr(optimizer, "_loss_scale_update_and_overflow_cleanup"):
+        if optimizer._overflow_check_and_loss_scale_update():
+            return None
+        return torch.linalg.vector_norm(torch.stack(optimizer._get_norm_groups()))
+    from deepspeed.runtime.utils import combine_grad_norm_groups, is_invalid_grad_norm
+
+    optimizer._overflow_check_and_loss_scale_update(update_scale=False)
+    norm = None
+    if not optimizer.overflow:
+        norm = combine_grad_norm_groups(optimizer._get_norm_groups())
+        if is_invalid_grad_norm(norm):
+            optimizer.overflow = True
+    return None if optimizer._loss_scale_update_and_overflow_cleanup() else norm
+
+
+# -- ZeRO-3: gradients and gathers ---------------------------------------------------------------
 
 
 def gradient_partitions(optimizer: Any) -> dict[int, torch.Tensor]:
@@ -78,6 +195,13 @@ def in_bucket(optimizer: Any, partitions: Iterable[torch.Tensor]) -> bool:
     buffers = (bucket.buffer for bucket in optimizer.ipg_buckets.values())
     taken = {b.untyped_storage().data_ptr() for b in buffers if b is not None}
     return any(p.untyped_storage().data_ptr() in taken for p in partitions)
+
+
+def is_partitioned(param: Any) -> bool:
+    """The parameter shows nothing: it must be gathered first."""
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    return bool(param.ds_status == ZeroParamStatus.NOT_AVAILABLE)
 
 
 def coordinators(optimizer: Any) -> list[Any]:

@@ -6,8 +6,7 @@ waits for its updates. Within it all lanes of the plan work at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -18,61 +17,29 @@ from deepspeed.runtime.zero.stage_1_and_2 import (
     DeepSpeedZeroOptimizer,
 )
 
-from runtime.execution.executor import SubgroupJob
+from runtime.devices.base import Device
 from runtime.execution.gradients import ParameterSlice
-from runtime.zero.stage3 import Attachment, EbbtideStage3, _float64_norm
+from runtime.execution.session import Session
+from runtime.execution.subgroup_state import Buffers, SubgroupState
+from runtime.kernels.rule import UpdateRule, UpdateStep
+from runtime.zero.flat_partitions import FlatPartitions
+from runtime.zero.planned import PlannedZero, bring_home, float64_norm, gated
+from simulator.plan import Plan
 
 
-@dataclass
-class PartitionAttachment(Attachment):
-    """What ebbtide adds to a ZeRO-1 or ZeRO-2 optimizer. Owned by the training thread.
-
-    Attributes:
-        cuts: subgroup -> (parameter group, offset in its partition on this rank, elements).
-        pieces: parameter id -> its slices on this rank, in order; together `grad_position`'s part.
-        shadows: subgroup -> host views of the state in DeepSpeed's flat buffers, where the state
-            itself is elsewhere.
-        published: the shadows hold what the state holds.
-    """
-
-    cuts: list[tuple[int, int, int]] = field(default_factory=list)
-    pieces: dict[int, list[ParameterSlice]] = field(default_factory=dict)
-    shadows: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
-    published: bool = True
-
-    def publish(self) -> None:
-        """Brings resident state to DeepSpeed's buffers, for whoever reads them."""
-        self.executor.wait_all()
-        if self.published:
-            return
-        for subgroup, shadow in self.shadows.items():
-            if self.executor.gate is not None:
-                self.executor.gate.before_update(subgroup)  # a checkpoint may be reading it
-            for to, source in zip(shadow, self.executor.states[subgroup].state, strict=True):
-                to.copy_(source)
-        self.published = True
-
-    def saved_state(self, subgroup: int) -> tuple[torch.Tensor, ...]:
-        return self.shadows.get(subgroup) or self.executor.states[subgroup].state
-
-    def take_back(self) -> None:
-        """Somebody wrote to DeepSpeed's buffers (after `publish`): the state follows."""
-        for subgroup, shadow in self.shadows.items():
-            for to, source in zip(self.executor.states[subgroup].state, shadow, strict=True):
-                to.copy_(source)
-        self.executor.state_written(range(len(self.executor.states)))
-
-
-class EbbtideStage2(DeepSpeedZeroOptimizer):  # type: ignore[misc]
+class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):  # type: ignore[misc]
     """Overrides the gradients' way home, the step and everything that reads or writes state.
 
-    Never constructed: `runtime.attach` changes the class of DeepSpeed's live optimizer and sets
-    ``_ebbtide``. Serves ZeRO-1 as well, which DeepSpeed runs on the same class.
+    Serves ZeRO-1 as well, which DeepSpeed runs on the same class.
     """
 
-    _ebbtide: PartitionAttachment
-    _moments: list[tuple[torch.Tensor, ...]]  # by parameter group, host memory
+    _flat: FlatPartitions
     _offload_accumulated_param_ids: set[int]
+    shares_state = True
+    overlaps_forward = False
+    # Public: read from outside, they show resident state too.
+    single_partition_of_fp32_groups = gated("single_partition_of_fp32_groups")
+    state = gated("state", lambda self: self.optimizer.state)
 
     # -- backward ----------------------------------------------------------------------------
 
@@ -138,7 +105,7 @@ class EbbtideStage2(DeepSpeedZeroOptimizer):  # type: ignore[misc]
         """
         own = self._ebbtide
         totals, position = [], 0
-        for piece in own.pieces[key]:
+        for piece in self._flat.slices[key]:
             part = gradient.narrow(0, position, piece.elements)
             totals.append(
                 own.homes.accept(piece, part, first=first, boundary=boundary, alone=alone)
@@ -146,7 +113,7 @@ class EbbtideStage2(DeepSpeedZeroOptimizer):  # type: ignore[misc]
             position += piece.elements
         if boundary:
             total = gradient if first else torch.cat(totals) if len(totals) > 1 else totals[0]
-            self.norm_for_param_grads[key] = _float64_norm(total)
+            self.norm_for_param_grads[key] = float64_norm(total)
 
     def _finalize_cpu_offload_gradient_accumulation(self) -> None:
         """Unmanaged accumulation ends its window here, at step()."""
@@ -169,32 +136,16 @@ class EbbtideStage2(DeepSpeedZeroOptimizer):  # type: ignore[misc]
             total = total.view(-1).narrow(0, start, elements)
             self._bring_home(key, total.to(param.device), first=True, boundary=True)
             return
-        homes = [own.homes.finish(piece).to(param.device) for piece in own.pieces[key]]
-        self.norm_for_param_grads[key] = _float64_norm(torch.cat(homes))
-
-    def backward_prologue(self) -> None:
-        self._ebbtide.recorder.backward_begins()
-        super().backward_prologue()
-
-    def backward_epilogue(self, *args: Any, **kwargs: Any) -> None:
-        super().backward_epilogue(*args, **kwargs)
-        self._ebbtide.recorder.backward_ends()
+        homes = [own.homes.finish(piece).to(param.device) for piece in self._flat.slices[key]]
+        self.norm_for_param_grads[key] = float64_norm(torch.cat(homes))
 
     # -- step --------------------------------------------------------------------------------
 
     def has_overflow(self, partition_gradients: bool = True) -> bool:
         """Some gradient is infinite or NaN: its float64 norm tells, without another pass."""
-        self._norms_to_host()
-        norms: dict[int, torch.Tensor] = self.norm_for_param_grads
-        if not all(bool(torch.isfinite(norm)) for norm in norms.values()):
+        if not self._norms_finite():
             self.local_overflow = True
         return super().has_overflow(partition_gradients)  # type: ignore[no-any-return]
-
-    def _norms_to_host(self) -> None:
-        norms = self.norm_for_param_grads
-        if norms and next(iter(norms.values())).is_cuda:
-            values = torch.stack(list(norms.values())).cpu()
-            self.norm_for_param_grads = dict(zip(norms, values, strict=True))
 
     def step(self, closure: Any = None) -> None:
         """Updates on all lanes at once, and returns when the parameters are new on all ranks.
@@ -204,8 +155,7 @@ class EbbtideStage2(DeepSpeedZeroOptimizer):  # type: ignore[misc]
         """
         del closure
         own = self._ebbtide
-        own.executor.raise_if_failed()
-        own.recorder.step_begins()
+        own.begin_step()
         self.micro_step_id = INITIAL_MICRO_STEP_ID
         self._wait_for_offload_copies()
         self._offload_accumulated_param_ids = set()
@@ -223,8 +173,6 @@ class EbbtideStage2(DeepSpeedZeroOptimizer):  # type: ignore[misc]
             self.timers(timer).start()
             self.timers(timer).stop()
         own.recorder.step_ends()
-        for call in own.on_step:
-            call()
 
     def _checked_norm(self) -> torch.Tensor | None:
         """The global norm times the loss scale; sets ``self.overflow`` as DeepSpeed's step does."""
@@ -241,19 +189,16 @@ class EbbtideStage2(DeepSpeedZeroOptimizer):  # type: ignore[misc]
         return norm
 
     def _skip(self) -> None:
-        self._ebbtide.homes.last_scale = None
+        self._ebbtide.skip()
         self._global_grad_norm = float("inf")
         self.zero_grad(set_to_none=True)
         self.reset_cpu_buffers()
 
     def _update(self, norm: torch.Tensor) -> None:
         own = self._ebbtide
-        scale = self._scale_of(norm)
-        own.homes.last_scale = scale
-        own.homes.scale_kept(scale)
-        own.executor.launch(self._jobs(scale), own.homes.arrived, own.recorder.iteration)
+        own.update(self._scale_of(norm))
         own.executor.wait_all()
-        own.published = not own.shadows
+        self._flat.published = not self._flat.shadows
         for group in range(len(self.bit16_groups)):
             self.averaged_gradients[group] = None
         self.reset_cpu_buffers()
@@ -263,21 +208,7 @@ class EbbtideStage2(DeepSpeedZeroOptimizer):  # type: ignore[misc]
         """Unscale and clip as one factor. The loss scale is the one already updated: stock's is."""
         if is_invalid_grad_norm(norm):
             norm = torch.tensor(float("inf"))
-        return EbbtideStage3._gradient_scale(self, norm)  # type: ignore[arg-type]
-
-    def _jobs(self, scale: float) -> list[SubgroupJob]:
-        own = self._ebbtide
-        steps = []
-        for group, master in zip(
-            self.optimizer.param_groups, self.single_partition_of_fp32_groups, strict=True
-        ):
-            state = self.optimizer.state[master]
-            state["step"] += 1
-            steps.append(own.rule.step(group, state["step"]))
-        return [
-            SubgroupJob(steps[group], own.homes.segments(subgroup, scale))
-            for subgroup, (group, _, _) in enumerate(own.cuts)
-        ]
+        return self._gradient_scale(norm)
 
     def _gather(self) -> None:
         """Every rank gets every rank's new parameters."""
@@ -293,9 +224,19 @@ class EbbtideStage2(DeepSpeedZeroOptimizer):  # type: ignore[misc]
 
     # -- readers and writers -----------------------------------------------------------------
 
-    wait = EbbtideStage3.wait
-    timeline = EbbtideStage3.timeline
-    offload_states = reload_states = EbbtideStage3.offload_states
+    def wait(self) -> None:
+        """Until DeepSpeed's buffers hold all state; steps have waited for their updates."""
+        self.publish()
+
+    def publish(self) -> None:
+        own = self.__dict__.get("_ebbtide")  # None while it is being made
+        if own is not None and not own.closed:
+            self._flat.publish(own)
+
+    def gate_reads(self, wait: Callable[[Iterable[Any]], None]) -> Callable[[], None]:
+        """Parameters need no gate: a step has waited for them. `_gate` is for their state."""
+        del wait
+        return lambda: None
 
     def _link_all_hp_params(self) -> None:
         """DeepSpeed's links from parameters to their state, gated; renewed after every load."""
@@ -307,18 +248,17 @@ class EbbtideStage2(DeepSpeedZeroOptimizer):  # type: ignore[misc]
                 self._gate(param)
 
     def _gate(self, param: Any) -> None:
-        own = self._ebbtide
         read, write = param.get_full_hp_param, param.set_full_hp_param
         read_gradient, write_gradient = param.get_full_hp_grad, param.set_full_hp_grad
 
         def get_full_hp_param(*args: Any, **kwargs: Any) -> Any:
-            own.publish()
+            self.publish()
             return read(*args, **kwargs)
 
         def set_full_hp_param(*args: Any, **kwargs: Any) -> None:
-            own.publish()
+            self.publish()
             write(*args, **kwargs)
-            own.take_back()
+            self._take_back()
 
         param.get_full_hp_param, param.set_full_hp_param = get_full_hp_param, set_full_hp_param
         param.get_full_hp_grad = self._with_gradient(param, read_gradient)
@@ -332,7 +272,7 @@ class EbbtideStage2(DeepSpeedZeroOptimizer):  # type: ignore[misc]
                 return call(*args, **kwargs)
             own = self._ebbtide
             own.executor.wait_all()
-            kept = [own.homes.keep(piece) for piece in own.pieces[self.get_param_id(param)]]
+            kept = [own.homes.keep(piece) for piece in self._flat.slices[self.get_param_id(param)]]
             fragment = torch.cat([part.cpu() for part in kept])
             group = self.offload_gradient_dict[param._hp_mapping.param_group_index]
             group[param._index_in_param_group] = fragment
@@ -352,49 +292,81 @@ class EbbtideStage2(DeepSpeedZeroOptimizer):  # type: ignore[misc]
     # -- checkpoints -------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        self._ebbtide.publish()
+        self.publish()
         return super().state_dict()  # type: ignore[no-any-return]
 
     def update_lp_params(self) -> None:
-        self._ebbtide.publish()
+        self.publish()
         super().update_lp_params()
 
     def _restore_from_bit16_weights(self) -> None:
-        self._ebbtide.publish()
+        self.publish()
         super()._restore_from_bit16_weights()
-        self._ebbtide.take_back()
+        self._take_back()
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self._ebbtide.publish()
+        self.publish()
         super().load_state_dict(*args, **kwargs)
         self._adopt_loaded()
 
+    def _take_back(self) -> None:
+        self._flat.take_back(self._ebbtide)
+
     def _adopt_loaded(self) -> None:
-        """Loaders replace the moments by new tensors; bring their values home."""
-        keys = self._ebbtide.rule.moments
-        for master, homes in zip(self.single_partition_of_fp32_groups, self._moments, strict=True):
-            state = self.optimizer.state[master]
-            for key, home in zip(keys, homes, strict=True):
-                if state[key] is not home:
-                    home.copy_(state[key])
-                    state[key] = home
+        for group, master in enumerate(self._masters()):
+            bring_home(self.optimizer, master, self._flat.moments(group))
         self._link_all_hp_params()
-        self._ebbtide.take_back()
+        self._take_back()
         self.resume_rule()
 
-    def resume_rule(self) -> None:
-        """Bias correction continues as if the steps so far had been run without a break."""
-        state = self.optimizer.state
-        steps = {int(state[master]["step"]) for master in self.single_partition_of_fp32_groups}
-        if len(steps) == 1:
-            self._ebbtide.rule.resume(steps.pop(), self.optimizer.param_groups)
+    # -- what the session asks ---------------------------------------------------------------
 
-    def destroy(self) -> None:
-        own = self._ebbtide
-        if not own.closed:
-            try:
-                own.executor.wait_all()
-            finally:
-                own.closed = True
-                own.executor.close()
-        super().destroy()
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(elements for _, _, elements in self._flat.cuts)
+
+    def first_use(self) -> list[int]:
+        return list(range(len(self._flat.cuts)))  # steps wait for all of them
+
+    def slices(self) -> dict[int, ParameterSlice]:
+        return dict(enumerate(piece for pieces in self._flat.slices.values() for piece in pieces))
+
+    def prepare(self, device: Device) -> None:
+        """`FlatPartitions` has."""
+
+    def take(self, subgroup: int, now: SubgroupState | None) -> Buffers:
+        return self._flat.buffers(subgroup, None if now is None else now.gradient)
+
+    def adopt(self, state: SubgroupState) -> None:
+        self._flat.adopt(state)
+
+    def settle(self) -> None:
+        self._flat.published = not self._flat.shadows
+
+    def saved_state(self, subgroup: int) -> tuple[torch.Tensor, ...]:
+        return self._flat.shadows.get(subgroup) or self._ebbtide.executor.states[subgroup].state
+
+    def hyperparameters(self) -> list[UpdateStep]:
+        steps = self._next_steps()
+        return [steps[group] for group, _, _ in self._flat.cuts]
+
+    def _masters(self) -> list[torch.nn.Parameter]:
+        return self.__dict__["single_partition_of_fp32_groups"]  # type: ignore[no-any-return]
+
+    def _group_of(self) -> list[int]:
+        return list(range(len(self._masters())))
+
+    def _training_device(self) -> torch.device:
+        return self.bit16_groups_flat[0].device  # type: ignore[no-any-return]
+
+
+def take_over(
+    optimizer: Any, plan: Plan, device: Device, rule: UpdateRule, *, overlap_forward: bool
+) -> None:
+    """Makes DeepSpeed's live optimizer an `EbbtideStage2` that runs ``plan``."""
+    masters = optimizer.single_partition_of_fp32_groups
+    optimizer._rule = rule
+    optimizer._flat = FlatPartitions(optimizer, masters, plan.subgroup_size, device)
+    optimizer.__class__ = EbbtideStage2
+    optimizer._ebbtide = Session(optimizer, plan, device, overlap_forward=overlap_forward)
+    optimizer._link_all_hp_params()
+    optimizer.resume_rule()

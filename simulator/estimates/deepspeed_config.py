@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +70,9 @@ def training_config(
     dtype = resolver.precision(precision)
     kept = resolver.section("data_types").get("grad_accum_dtype")
     width = {"fp32": 4, "fp16": 2, "bf16": 2}.get(str(kept), 4 if dtype == "fp32" else 2)
-    clipping = resolver.number(resolver.config, "gradient_clipping", 1.0, "gradient_clipping")
+    clipping = resolver.number(
+        resolver.config, "gradient_clipping", default_clipping(), "gradient_clipping", automatic=1.0
+    )
     where = "zero_optimization."
     return TrainingConfig(
         micro_batch=micro,
@@ -87,6 +91,20 @@ def training_config(
         ),
         resolved=tuple(resolver.notes),
     )  # fmt: skip
+
+
+def default_clipping(installed: str | None = None) -> float:
+    """What DeepSpeed clips at where its config is silent: 0 (not at all) before 0.19.3, 1 since.
+
+    ``installed`` is its version; None: the one that is here, or the newest.
+    """
+    if installed is None:
+        try:
+            installed = metadata.version("deepspeed")
+        except metadata.PackageNotFoundError:
+            return 1.0
+    numbers = [int(part) for part in re.findall(r"\d+", installed)[:3]]
+    return 1.0 if numbers >= [0, 19, 3] else 0.0
 
 
 def _loaded(config: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any]:

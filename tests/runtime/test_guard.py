@@ -60,12 +60,30 @@ def test_a_good_config_passes():
     check_config(config())
 
 
-def test_the_key_of_old_is_taken():
+def test_the_key_of_old_is_taken(only_rank):
     """``cpu_offload: true`` is DeepSpeed's former name of an offload_optimizer on the CPU."""
     made = config()
     del made["zero_optimization"]["offload_optimizer"]
     made["zero_optimization"]["cpu_offload"] = True
-    check_config(made)
+    plan = Plan(subgroup_size=10**9, placement=Plan.runs(["host"]))
+    model = ByteGPT(SIZES["tiny"])
+    engine, *_ = runtime.initialize(
+        model=model, model_parameters=model.parameters(), config=made, plan=plan
+    )  # fmt: skip
+    assert engine.optimizer._ebbtide.plan.placements == ("host",)
+    engine.destroy()
+
+
+def test_a_torch_optimizer_is_refused_with_the_way_out(only_rank):
+    model = ByteGPT(SIZES["tiny"])
+    made = {k: v for k, v in config().items() if k != "optimizer"}
+    made["zero_allow_untested_optimizer"] = True
+    made["zero_force_ds_cpu_optimizer"] = False
+    plan = Plan(subgroup_size=10**9, placement=Plan.runs(["host"]))
+    with pytest.raises(ConfigError, match=r"hand deepspeed\.ops\.adam\.DeepSpeedCPUAdam"):
+        runtime.initialize(
+            model=model, optimizer=torch.optim.AdamW(model.parameters()), config=made, plan=plan
+        )
 
 
 @pytest.mark.parametrize(
@@ -131,6 +149,16 @@ def test_untested_deepspeeds_are_refused(version, monkeypatch):
     monkeypatch.setattr(deepspeed, "__version__", version)
     with pytest.raises(UnsupportedDeepSpeedError, match=f"but got {version}"):
         deepspeed_private.check_version()
+
+
+def test_zero_2_on_an_older_deepspeed_is_refused(monkeypatch):
+    import deepspeed
+
+    monkeypatch.setattr(deepspeed, "__version__", "0.19.6")
+    with pytest.raises(
+        UnsupportedDeepSpeedError, match=r"needs deepspeed >= 0\.19\.8, .*stage to 3"
+    ):
+        deepspeed_private.check_members(object())
 
 
 def test_a_deepspeed_without_a_member_is_refused():

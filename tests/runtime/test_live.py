@@ -1,18 +1,21 @@
 """Plans that change while training runs: by hand, by a watch, and ``plan="auto"``."""
 
+import functools
+
 import pytest
 import torch
 
 import runtime
 from runtime.replan.auto import observed_workload
 from runtime.replan.switch import switch_plan
-from runtime.replan.watch import better_plan, measured_rates
+from runtime.replan.watch import measured_rates
+from runtime.zero.cuts import subgroups_of
 from simulator import Machine, Plan, PlanError, Quantity
 from simulator.schedule import Lane, OpKind
 from simulator.timeline import Span, Timeline
-from studies.bench.bits import differences, state_of
+from studies.bench.bits import differences
 from studies.byte_gpt import SIZES, Batches, ByteGPT, ds_config, train_step
-from tests.runtime.contract.training import DEVICES, EMULATED, slowed
+from tests.runtime.contract.training import DEVICES, EMULATED, all_state, slowed
 
 STEPS = 8
 SUBGROUP = 20_000
@@ -38,12 +41,12 @@ def plan_of(pattern, count, slots=2, prefetch=1):
     )  # fmt: skip
 
 
-def new_engine():
+def new_engine(stage=3):
     import deepspeed
 
     torch.manual_seed(0)
     model = ByteGPT(SIZES["tiny"])
-    config = ds_config(2, SUBGROUP, learning_rate=1e-3)
+    config = ds_config(2, SUBGROUP, learning_rate=1e-3, stage=stage)
     return deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=config
     )[0]  # fmt: skip
@@ -55,14 +58,22 @@ def train(engine, steps=STEPS, after_step=lambda number: None):
     for number in range(steps):
         losses.append(train_step(engine, batches.at(number, engine.device)))
         after_step(number)
-    result = state_of(engine), torch.stack(losses)
+    result = all_state(engine), torch.stack(losses)
     engine.destroy()
     return result
 
 
-@pytest.fixture(scope="module")
+@functools.cache
+def stock_of(stage):
+    return train(new_engine(stage))
+
+
+@pytest.fixture
 def stock(only_rank):
-    return train(new_engine())
+    return stock_of(3)
+
+
+STAGES = [*((3, device) for device in DEVICES.values()), (2, list(DEVICES.values())[-1])]
 
 
 def assert_same_bits(ours, stock):
@@ -70,10 +81,10 @@ def assert_same_bits(ours, stock):
     assert torch.equal(ours[1], stock[1])
 
 
-@pytest.mark.parametrize("device", list(DEVICES.values()))
-def test_switching_between_steps_changes_no_bit(stock, device):
-    engine = new_engine()
-    count = len(engine.optimizer.fp16_partitioned_groups_flat)
+@pytest.mark.parametrize(("stage", "device"), STAGES)
+def test_switching_between_steps_changes_no_bit(only_rank, stage, device):
+    engine = new_engine(stage)
+    count = len(subgroups_of(engine.optimizer, SUBGROUP))
     patterns = [["host"], ["device", "resident"], ["host", "device"]]
     runtime.attach(engine, plan_of(patterns[0], count), device=device())
     switched = []
@@ -83,7 +94,7 @@ def test_switching_between_steps_changes_no_bit(stock, device):
         switch_plan(engine, plan)
         switched.append(engine.optimizer._ebbtide.plan.placements == plan.placements)
 
-    assert_same_bits(train(engine, after_step=switch), stock)
+    assert_same_bits(train(engine, after_step=switch), stock_of(stage))
     assert switched == [True] * STEPS
 
 
@@ -96,16 +107,17 @@ def test_switching_to_another_models_plan_is_refused_and_leaves_the_engine_alone
     assert_same_bits(train(engine), stock)
 
 
-def test_auto_plans_after_the_watched_steps(stock, monkeypatch):
+@pytest.mark.parametrize("stage", [2, 3])
+def test_auto_plans_after_the_watched_steps(only_rank, stage, monkeypatch):
     monkeypatch.setattr("runtime.replan.auto._free_device_bytes", lambda device: 10**9)
-    engine = new_engine()
+    engine = new_engine(stage)
     runtime.attach(engine, "auto", device=slowed(1e9, 1e9, 1e9), machine=machine())
     placements = []
 
     def note(number):
         placements.append(set(engine.optimizer._ebbtide.plan.placements))
 
-    assert_same_bits(train(engine, after_step=note), stock)
+    assert_same_bits(train(engine, after_step=note), stock_of(stage))
     assert placements[0] == {"host"}
     if EMULATED:
         assert placements[-1] - {"host"}, (
@@ -153,23 +165,6 @@ def test_rates_come_from_the_spans():
     assert rates == {"host_adam_params_per_s": 125.0, "h2d_bytes_per_s": 200 * 12 / 4.0}
 
 
-def test_the_better_plan_takes_no_more_device_memory_than_allowed():
-    from simulator import Layer, Workload
-
-    workload = Workload(
-        name="w", subgroups=(1000,) * 10,
-        layers=tuple(Layer(params=1000, forward_s=1e-7, backward_s=1e-7) for _ in range(10)),
-    )  # fmt: skip
-    slow_host = machine(host_adam_params_per_s=1e6)
-    current = plan_of(["host"], 10, slots=0, prefetch=0)
-    unchanged, best_s, now_s = better_plan(workload, slow_host, current)
-    assert unchanged is current
-    assert best_s == now_s
-    better, best_s, now_s = better_plan(workload, slow_host, current, device_bytes=10**6)
-    assert better.count("device") > 0
-    assert best_s < now_s
-
-
 def test_predicted_and_measured_times_go_to_deepspeeds_monitor(only_rank, tmp_path):
     """DeepSpeed's own CSV monitor, enabled in its config, writes them."""
     import deepspeed
@@ -204,3 +199,52 @@ def test_predicted_and_measured_times_go_to_deepspeeds_monitor(only_rank, tmp_pa
     measured = rows["Train_ebbtide_iteration_s"]
     assert len(measured) == 2
     assert all(float(row[1]) > 0 for row in measured)
+
+
+def test_checkpoints_carry_the_digest_of_the_plan_they_were_made_under(only_rank, tmp_path):
+    from runtime.checkpoint.inspect import list_checkpoints
+
+    engine = new_engine()
+    count = len(engine.optimizer.fp16_partitioned_groups_flat)
+    runtime.attach(engine, plan_of(["host"], count), device=list(DEVICES.values())[-1]())
+    digests = []
+    for tag, pattern in (("first", ["host"]), ("second", ["host", "device"])):
+        switch_plan(engine, plan_of(pattern, count))
+        engine.save_checkpoint(str(tmp_path), tag=tag)
+        engine.checkpoint_engine.wait()
+        digests.append(engine.optimizer._ebbtide.plan.digest)
+    saved = {entry.tag: entry.plan for entry in list_checkpoints(tmp_path)}
+    assert saved == dict(zip(("first", "second"), digests, strict=True))
+    assert len(set(digests)) == 2
+    engine.destroy()
+
+
+def test_a_watch_does_not_wait_for_the_step_just_launched(only_rank, monkeypatch):
+    """It would take the overlap of that step away."""
+    from runtime.execution.executor import Executor
+
+    engine = new_engine()
+    sizes = tuple(int(n) for n in engine.optimizer.fp16_partitioned_groups_flat_numel)
+    from simulator import Layer, Workload
+
+    layers = tuple(Layer(params=n, forward_s=0.01, backward_s=0.02) for n in sizes)
+    workload = Workload(name="w", layers=layers, subgroups=sizes, subgroup_size=SUBGROUP)
+    runtime.attach(
+        engine, plan_of(["host"], len(sizes)), machine=machine(), workload=workload,
+        device=list(DEVICES.values())[-1](),
+    )  # fmt: skip
+    watch = engine.optimizer._ebbtide.watch
+    watch.period_steps = 1
+    looked, waited = [], []
+    look = watch._look
+
+    def noted():
+        with monkeypatch.context() as patch:
+            patch.setattr(Executor, "wait_all", waited.append)
+            look()
+        looked.append(1)
+
+    monkeypatch.setattr(watch, "_look", noted)
+    train(engine, 3)
+    assert len(looked) == 3
+    assert waited == []

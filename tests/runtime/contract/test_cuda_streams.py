@@ -49,10 +49,7 @@ def test_stocks_bits_where_deepspeeds_streams_are_late_too(late_deepspeed, case)
 
 @pytest.mark.parametrize("case", ["clipping", "accumulation"])
 def test_below_zero_3(fake, case):
-    from tests.runtime.contract.test_stage2 import CASES
-    from tests.runtime.contract.test_stage2 import stock as stock2
-
-    assert_same(outcome(attached(start(stage=2, **CASES[case]), MIX)), stock2(case))
+    assert_same(outcome(attached(engine_for(case, stage=2), MIX)), stock(case, stage=2))
     assert not fake.runtime.locked
 
 

@@ -4,11 +4,17 @@ import pytest
 import torch
 
 from runtime.devices.base import Device
-from studies.bench.bits import state_of
 from tests.runtime.contract.test_bits import MIX
 from tests.runtime.contract.test_builds import Odd
-from tests.runtime.contract.test_stage2 import stock_state
-from tests.runtime.contract.training import DEVICES, assert_same, attached, outcome, start, train
+from tests.runtime.contract.training import (
+    DEVICES,
+    all_state,
+    assert_same,
+    attached,
+    outcome,
+    start,
+    train,
+)
 from tests.runtime.stock_builds import HERE, runs_here, use_build
 
 pytestmark = pytest.mark.usefixtures("only_rank")
@@ -39,11 +45,11 @@ def engine_for(name, stage, **settings):
 def stock(name, stage, steps=4):
     engine = engine_for(name, stage)
     losses, norms = train(engine, steps)
-    return outcome_of(engine, losses, norms, stock_state if stage < 3 else state_of)
+    return outcome_of(engine, losses, norms)
 
 
-def outcome_of(engine, losses, norms, state_of=state_of):
-    state = state_of(engine)
+def outcome_of(engine, losses, norms):
+    state = all_state(engine)
     engine.destroy()
     return state, torch.stack(losses), norms
 

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from runtime.devices.lane import BackgroundError
+from studies.byte_gpt import SIZES
+from tests.runtime.contract.test_bits import ReadsAnothersParameter
 from tests.runtime.contract.training import DEVICES, attached, outcome, start, train
 
 pytestmark = pytest.mark.usefixtures("only_rank")
@@ -150,4 +152,92 @@ def test_host_memory_is_14_bytes_per_parameter():
     staging = sum(t.nbytes for t in engine.optimizer._ebbtide.executor.parameter_slots)
     assert held - staging == 14 * elements
     assert all(m.grad is None for m in engine.optimizer.fp32_partitioned_groups_flat)
+    engine.destroy()
+
+
+def shown_after_a_step(engine):
+    """Everything that can be read without asking DeepSpeed for it, right after a step."""
+    optimizer = engine.optimizer
+    yield from engine.module.state_dict().values()
+    yield from engine.module.blocks[0].state_dict().values()
+    yield from engine.module_state_dict().values()
+    yield from optimizer.fp32_partitioned_groups_flat
+    yield from optimizer.fp16_partitioned_groups_flat
+    for state in optimizer.state.values():
+        yield from (state["exp_avg"], state["exp_avg_sq"])
+
+
+def waited_for(engine):
+    """What nothing can gate, after `wait`: tensors that somebody holds already."""
+    if hasattr(engine.optimizer, "wait"):
+        engine.optimizer.wait()
+    for parameter in engine.module.parameters():
+        yield from (parameter.data, parameter.ds_tensor)
+
+
+@pytest.mark.parametrize("read", [shown_after_a_step, waited_for])
+def test_what_is_read_right_after_a_step_is_new_and_whole(read):
+    def new():
+        # Whose forward DeepSpeed traces by what is gathered when.
+        return start(model=ReadsAnothersParameter(SIZES["tiny"]))
+
+    seen = []
+    for engine in (new(), attached(new(), MIX, list(DEVICES)[-1])):
+        notes = []
+
+        def look(engine, number, notes=notes):
+            if number % 2 == 0:
+                notes.extend(t.detach().clone() for t in read(engine))
+
+        seen.append((notes, outcome(engine, 4, each=look)))
+    (stock_notes, stock), (our_notes, ours) = seen
+    assert len(stock_notes) == len(our_notes) > 60
+    assert all(
+        a.shape == b.shape and torch.equal(a, b)
+        for a, b in zip(stock_notes, our_notes, strict=True)
+    )
+    assert torch.equal(ours[1], stock[1])
+
+
+def test_the_door_shut():
+    """With ``overlap_forward=False`` what cannot be gated is there too, whatever the plan says."""
+    import runtime
+    from tests.runtime.contract.training import device_of, plan_for
+
+    reference, ours = start(), start()
+    plan = plan_for(ours, MIX, overlap_forward=True)
+    runtime.attach(ours, plan, device=device_of(list(DEVICES)[-1]), overlap_forward=False)
+    for engine in (reference, ours):
+        train(engine, 3)
+    for a, b in zip(ours.module.parameters(), reference.module.parameters(), strict=True):
+        assert torch.equal(a.data, b.data)
+        assert torch.equal(a.ds_tensor, b.ds_tensor)
+    reference.destroy()
+    ours.destroy()
+
+
+def test_resident_state_is_shown_below_zero_3():
+    engines = start(stage=2), attached(start(stage=2), ["resident"], list(DEVICES)[-1])
+    for engine in engines:
+        train(engine, 2)
+    stock, ours = (engine.optimizer for engine in engines)
+    for a, b in zip(*(o.single_partition_of_fp32_groups for o in (ours, stock)), strict=True):
+        assert torch.equal(a, b)
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(ours.state[a][key], stock.state[b][key])
+    for engine in engines:
+        engine.destroy()
+
+
+def test_a_steady_step_waits_for_no_gated_attribute(monkeypatch):
+    """DeepSpeed's own code reads them too: in a step that would take the overlap away."""
+    from runtime.zero.stage3 import EbbtideStage3
+
+    engine = attached(start(), ["host"], list(DEVICES)[-1])
+    train(engine, 2)
+    waits = []
+    monkeypatch.setattr(EbbtideStage3, "publish", waits.append)
+    train(engine, 2, first=2)
+    monkeypatch.undo()
+    assert waits == []
     engine.destroy()

@@ -69,7 +69,7 @@ def ds_config(key: dict[str, Any] | None, **extra: Any) -> dict[str, Any]:
 
 def key_for(engine: Any) -> dict[str, Any]:
     """A plan with every placement for this engine's subgroups."""
-    from runtime.zero.adopt_stage3 import subgroups_of
+    from runtime.zero.cuts import subgroups_of
     from simulator.plan import Plan
 
     count = len(subgroups_of(engine.optimizer, SUBGROUP))

@@ -1,0 +1,284 @@
+"""A plan at work on one training engine: what lies between the framework and the executor."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+
+from runtime.devices.base import Device
+from runtime.execution.executor import Executor, SubgroupJob
+from runtime.execution.gradients import GradientHomes, ParameterSlice
+from runtime.execution.recorder import Recorder
+from runtime.execution.step_template import step_template
+from runtime.execution.subgroup_state import Buffers, SubgroupState, place, staging_slots
+from runtime.kernels.rule import UpdateRule, UpdateStep
+from simulator.plan import Placement, Plan
+from simulator.timeline import Timeline
+from simulator.update.order import FORWARD, order_of
+from simulator.workload import WireDtype
+
+
+class TrainingEngine(Protocol):
+    """What a session needs of a training framework's optimizer.
+
+    Every call comes from the training thread. The framework keeps its own references to the state
+    (for checkpoints and readers); `adopt` tells it where a subgroup has gone.
+
+    Attributes:
+        shares_state: the framework's state buffers outlive a plan; only gradients are given back.
+        overlaps_forward: readers of parameters can be gated, so that a step need not wait.
+    """
+
+    shares_state: bool
+    overlaps_forward: bool
+
+    def sizes(self) -> tuple[int, ...]:
+        """Elements of each subgroup."""
+        ...
+
+    def wire_dtype(self) -> WireDtype:
+        """What the model computes with."""
+        ...
+
+    def first_use(self) -> list[int]:
+        """When, in forward, the first of each subgroup's parameters is needed; any scale."""
+        ...
+
+    def update_rule(self) -> UpdateRule:
+        """Of the optimizer whose bits the plan's updates have."""
+        ...
+
+    def slices(self) -> dict[int, ParameterSlice]:
+        """Where each parameter's part lies, by a number of the framework's own."""
+        ...
+
+    def prepare(self, device: Device) -> None:
+        """Before the first plan: what the framework keeps in one piece is taken apart, so that no
+        old piece waits for the last subgroup to have moved.
+        """
+        ...
+
+    def take(self, subgroup: int, now: SubgroupState | None) -> Buffers:
+        """The subgroup's tensors where they are: ``now`` under a plan; None: the framework's."""
+        ...
+
+    def adopt(self, state: SubgroupState) -> None:
+        """The framework's references follow to where the subgroup is now."""
+        ...
+
+    def settle(self) -> None:
+        """All subgroups have been adopted: what nobody needs any more is given back."""
+        ...
+
+    def hyperparameters(self) -> list[UpdateStep]:
+        """The next step's scalars by subgroup; the framework's step counters go up."""
+        ...
+
+    def publish(self) -> None:
+        """The framework's own references show what the latest step has made; waits for it."""
+        ...
+
+    def saved_state(self, subgroup: int) -> tuple[torch.Tensor, ...]:
+        """Where a checkpoint reads the master and its moments."""
+        ...
+
+    def gate_reads(self, wait: Callable[[Iterable[Any]], None]) -> Callable[[], None]:
+        """Whoever reads parameters has ``wait`` called with them first; returns an undo."""
+        ...
+
+    def any_rank(self, flag: bool) -> bool:
+        """True on every rank if ``flag`` is true on one; a collective call."""
+        ...
+
+
+class Session:
+    """Owned by the training thread.
+
+    Attributes:
+        after_step: called, in order, when the framework's whole step is done, its counters and
+            its schedule included: live re-planning first, checkpoints last.
+        watch: the `runtime.replan.watch.Watch` of this session, if there is one.
+    """
+
+    def __init__(
+        self, engine: TrainingEngine, plan: Plan, device: Device, *, overlap_forward: bool = True
+    ) -> None:
+        """``overlap_forward`` False: steps wait for their updates, whatever a plan says."""
+        self.engine = engine
+        self.device = device
+        self._overlaps = overlap_forward and engine.overlaps_forward
+        self.recorder = Recorder()
+        self.after_step: list[Callable[[], None]] = []
+        self.watch: Any = None
+        self.closed = False
+        self._running: Executor | None = None  # while a switch moves its subgroups
+        self.plan, self.executor = self._build(plan)
+        self.homes = GradientHomes(device, self.executor.states, engine.slices())
+
+    def _build(self, plan: Plan) -> tuple[Plan, Executor]:
+        """The plan that memory allowed, and its executor. One subgroup moves after the other, so
+        that the old and the new state of one is all that is there twice.
+        """
+        if not self._overlaps:
+            plan = plan.model_copy(update={"overlap_forward": False})
+        plan = self._in_order_of_use(plan)
+        sizes = self.engine.sizes()
+        placements = plan.placements
+        visiting = [n for n, p in zip(sizes, placements, strict=True) if p == "device"]
+        rule = self.engine.update_rule()
+        tensors = 1 + len(rule.moments)
+        slots = staging_slots(self.device, plan.staging_slots, visiting, tensors)
+        if self._running is None:
+            self.engine.prepare(self.device)
+        states = [
+            self._move(index, "host" if placement == "device" and not slots else placement)
+            for index, placement in enumerate(placements)
+        ]
+        self.engine.settle()
+        plan = as_allocated(plan, states, len(slots))
+        template = step_template(sizes, self.engine.wire_dtype(), plan)
+        threads = threads_of(plan, self.device)
+        return plan, Executor(self.device, states, slots, template, threads, rule)
+
+    def _in_order_of_use(self, plan: Plan) -> Plan:
+        """Forward order means the order of first use. Subgroups lie group by group: where norms
+        and biases are a group of their own (no weight decay), the last subgroup has layer 0's.
+        """
+        if plan.order != FORWARD:
+            return plan
+        needed = self.engine.first_use()
+        used = sorted(range(len(needed)), key=needed.__getitem__)
+        if used == list(range(len(needed))):
+            return plan
+        return plan.placed(plan.placements, order=order_of(used, plan.placements))
+
+    def _move(self, subgroup: int, placement: Placement) -> SubgroupState:
+        running = self._running
+        before = self.engine.take(subgroup, running.states[subgroup] if running else None)
+        state = place(self.device, subgroup, placement, before)
+        self.engine.adopt(state)
+        if running:
+            running.states[subgroup] = state  # it has ended, and keeps nothing alive
+        pairs = [(before.gradient, state.gradient)]
+        if not self.engine.shares_state:
+            pairs += zip(before.state, state.state, strict=True)
+        for left, kept in pairs:
+            if left.data_ptr() != kept.data_ptr():
+                self.device.host_release(left)
+        return state
+
+    # -- a step ------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Raises: BackgroundError: an earlier update or checkpoint failed in the background."""
+        self.executor.raise_if_failed()
+        self.recorder.step_begins()
+
+    def update(self, scale: float) -> None:
+        """Launches the updates; ``scale`` unscales and clips the gradients."""
+        self.homes.last_scale = scale
+        self.homes.scale_kept(scale)
+        steps = self.engine.hyperparameters()
+        jobs = [
+            SubgroupJob(step, self.homes.segments(index, scale)) for index, step in enumerate(steps)
+        ]
+        self.executor.launch(jobs, self.homes.arrived, self.recorder.iteration)
+
+    def skip(self) -> None:
+        """This step updates nothing: a gradient was not finite."""
+        self.homes.last_scale = None
+
+    def stepped(self) -> None:
+        """The framework's step is done."""
+        for call in self.after_step:
+            call()
+
+    def timeline(self, *, wait: bool = True) -> Timeline:
+        """What the latest steps did, op by op, in the simulator's own type.
+
+        ``wait`` False: the steps whose ops have all ended by now, without a wait for the others.
+        """
+        if wait:
+            self.executor.wait_all()
+        history = self.executor.history
+        ended = [r for r in history if all(completion.ended for _, completion in r.ops)]
+        return self.recorder.timeline(ended)
+
+    # -- another plan ------------------------------------------------------------------------
+
+    def switch(self, plan: Plan) -> None:
+        """Moves every subgroup to where ``plan`` wants it; no bit of training changes.
+
+        Between two steps, when nothing reads the state: no update, no checkpoint.
+        """
+        old = self.executor
+        self.engine.publish()
+        old.close(with_device=False)
+        for slot in old.parameter_slots:
+            self.device.host_release(slot)
+        old.parameter_slots.clear()
+        old.slots.clear()
+        self.homes.close()
+        self._register({state.index: () for state in old.states})
+        self._running = old
+        self.plan, executor = self._build(plan)
+        self._running = None
+        executor.gate, executor.before_op = old.gate, old.before_op
+        self.executor = executor
+        self.homes = self.homes.moved(executor.states)
+        self._register({i: self.engine.saved_state(i) for i in self.plan.issue_order})
+
+    def _register(self, tensors: dict[int, tuple[torch.Tensor, ...]]) -> None:
+        """A checkpoint's registry follows; it must not keep alive what is given back."""
+        register = getattr(self.executor.gate, "register_all", None)
+        if callable(register):
+            register(tensors)
+
+    # -- the end -----------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Ends the executor; raises what failed in the background, after that."""
+        if self.closed:
+            return
+        try:
+            self.executor.wait_all()
+        finally:
+            self.closed = True
+            self.executor.close()
+
+    def host_bytes(self) -> int:
+        """Host memory of state, gradients and staging, in bytes."""
+        unified = self.device.unified
+        total = 0
+        for state in self.executor.states:
+            if state.placement != "resident" or unified:
+                total += sum(t.nbytes for t in state.state)
+            if state.placement == "host" or unified:
+                total += state.gradient.nbytes
+        total += sum(t.nbytes for t in self.executor.parameter_slots)
+        return total + self.homes.spare_bytes()
+
+
+def as_allocated(plan: Plan, states: list[SubgroupState], slots: int) -> Plan:
+    """The plan with the placements and slots that memory allowed."""
+    return plan.placed(
+        [s.placement for s in states], staging_slots=slots, prefetch=min(plan.prefetch, slots)
+    )
+
+
+def threads_of(plan: Plan, device: Device) -> int:
+    """Threads of the host update: the plan's, else as many as there are cores for it."""
+    if plan.threads:
+        return plan.threads
+    if device.cores:
+        return len(device.cores)
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:
+        cores = os.cpu_count() or 1
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+    share = max(1, cores // max(1, ranks))
+    return max(1, min(share, torch.get_num_threads())) if device.unified else share

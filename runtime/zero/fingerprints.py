@@ -1,0 +1,102 @@
+"""Is the plan for this machine and this training? Compared at attach, told once if not."""
+
+from __future__ import annotations
+
+import logging
+from itertools import product
+from typing import get_args
+
+from runtime.execution.session import Session
+from simulator.machine import Machine
+from simulator.plan import Plan
+from simulator.workload import Layer, WireDtype, Workload
+
+logger = logging.getLogger("ebbtide")
+
+_NAMES = {
+    "device_kind": "kind of device", "device_name": "device", "unified_memory": "unified memory",
+    "gpus_per_node": "GPUs", "cpu_cores": "CPU cores", "host_memory_bytes": "host memory",
+    "device_memory_bytes": "device memory",
+}  # fmt: skip
+
+
+def warn_of_mismatch(session: Session, gradient_bytes: int, machine: Machine | None) -> None:
+    """Logs what the plan was made for and what this is, where its fingerprints differ.
+
+    A plan for something else still gives stock's bits; what it predicts does not hold.
+
+    Args:
+        gradient_bytes: of an accumulated gradient, per parameter.
+        machine: what the plan was made from, if the caller has it: it names the difference.
+    """
+    plan = session.plan
+    different = [
+        text
+        for text in (
+            _workload_difference(plan, session, gradient_bytes),
+            _machine_difference(plan, session.device.name == "cuda", machine),
+        )
+        if text
+    ]
+    if different:
+        logger.warning(
+            "the plan was made for something else: %s. Training has the same bits, but not the "
+            "predicted times: plan again with `tune profile` and `tune plan`",
+            "; ".join(different),
+        )
+
+
+def _workload_difference(plan: Plan, session: Session, gradient_bytes: int) -> str:
+    if not plan.workload_fingerprint:
+        return ""
+    sizes, wire = session.engine.sizes(), session.engine.wire_dtype()
+    if _fingerprint(sizes, wire, gradient_bytes) == plan.workload_fingerprint:
+        return ""
+    here = f"{wire} parameters with {gradient_bytes}-byte gradients"
+    for other, width in product(get_args(WireDtype), (2, 4)):
+        if _fingerprint(sizes, other, width) == plan.workload_fingerprint:
+            return f"{other} parameters with {width}-byte gradients, and these are {here}"
+    return f"other subgroups than these {len(sizes)} of {sum(sizes)} elements ({here})"
+
+
+def _fingerprint(sizes: tuple[int, ...], wire: WireDtype, gradient_bytes: int) -> str:
+    layer = Layer(params=sum(sizes), forward_s=1.0, backward_s=1.0)
+    return Workload(
+        name="attached", layers=(layer,), subgroups=sizes, wire_dtype=wire,
+        grad_bytes_per_param=gradient_bytes,
+    ).fingerprint  # fmt: skip
+
+
+def _machine_difference(plan: Plan, cuda: bool, machine: Machine | None) -> str:
+    if not plan.machine_fingerprint:
+        return ""
+    from profiler.hardware import look  # reads what the system says; measures nothing
+
+    facts = look(cuda)
+    here = {
+        "device_kind": "cuda" if cuda else "emulated",
+        "device_name": facts.gpu_name or facts.cpu_name,
+        "unified_memory": not cuda,
+        "gpus_per_node": facts.gpus,
+        "cpu_cores": facts.cores,
+        "host_memory_bytes": facts.host_memory_bytes,
+        "device_memory_bytes": facts.device_memory_bytes,
+    }
+    if Machine.fingerprint_of(here) == plan.machine_fingerprint:
+        return ""
+    if machine is None or machine.fingerprint != plan.machine_fingerprint:
+        known = ", ".join(f"{_NAMES[name]} {_shown(name, value)}" for name, value in here.items())
+        return f"another machine than this one ({known})"
+    there = {name: getattr(machine, name) for name in here}
+    differing = [
+        f"{_NAMES[name]} {_shown(name, there[name])}, here {_shown(name, here[name])}"
+        for name in here
+        if _shown(name, there[name]) != _shown(name, here[name])
+    ]
+    return f"the machine {machine.name!r} ({'; '.join(differing)})"
+
+
+def _shown(name: str, value: object) -> str:
+    if name.endswith("_bytes") and isinstance(value, int | float):
+        return f"{round(value / 2**30)} GiB"
+    return str(value)

@@ -1,0 +1,142 @@
+"""DeepSpeed's flat partitions of ZeRO-1 and ZeRO-2, cut into subgroups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from runtime.devices.base import Device
+from runtime.execution.gradients import ParameterSlice
+from runtime.execution.session import Session
+from runtime.execution.subgroup_state import Buffers, SubgroupState
+from runtime.zero.cuts import Cut, cuts
+
+State = tuple[torch.Tensor, ...]  # master and moments
+
+
+class FlatPartitions:
+    """Master and moments of each parameter group, flat, in memory the device copies from.
+
+    DeepSpeed's checkpoints and readers look at them, so that they stay whatever the plan. Owned by
+    the training thread.
+
+    Attributes:
+        cuts: subgroup -> (parameter group, offset in its partition on this rank, elements).
+        slices: parameter id -> its parts on this rank, in order; together `grad_position`'s part.
+        shadows: subgroup -> its state in the flat buffers, where the state itself is elsewhere.
+        published: the shadows hold what the state holds.
+    """
+
+    def __init__(
+        self, optimizer: Any, masters: list[torch.nn.Parameter], plan_size: int, device: Device
+    ) -> None:
+        self.cuts: list[Cut] = cuts([p.numel() for p in masters], plan_size)
+        self.slices = _slices(optimizer, self.cuts)
+        self.shadows: dict[int, State] = {}
+        self.published = True
+        self._device = device
+        self._optimizer = optimizer
+        self._flats = _adopt(optimizer, masters, device)
+        ranks = [torch.distributed.get_rank(group=g) for g in optimizer.real_dp_process_group]
+        partitions = optimizer.parallel_partitioned_bit16_groups
+        self._wires = [p[rank].data for p, rank in zip(partitions, ranks, strict=True)]
+
+    def state(self, subgroup: int) -> State:
+        """Master and moments of a subgroup in the flat buffers."""
+        group, offset, elements = self.cuts[subgroup]
+        return tuple(flat.narrow(0, offset, elements) for flat in self._flats[group])
+
+    def moments(self, group: int) -> dict[str, torch.Tensor]:
+        """DeepSpeed's keys of a group's moments and where they live."""
+        return dict(zip(self._optimizer._rule.moments, self._flats[group][1:], strict=True))
+
+    def buffers(self, subgroup: int, gradient: torch.Tensor | None) -> Buffers:
+        """The subgroup's tensors; a new gradient unless there is one."""
+        group, offset, elements = self.cuts[subgroup]
+        if gradient is None:
+            dtype = _gradient_dtype(self._optimizer, group)
+            gradient = self._device.host_empty(elements, dtype).zero_()
+        wire = self._wires[group].narrow(0, offset, elements)
+        return Buffers(self.state(subgroup), gradient, wire)
+
+    def adopt(self, state: SubgroupState) -> None:
+        """The subgroup's state is in the flat buffers, or they are its shadow."""
+        flat = self.state(state.index)
+        if state.p.data_ptr() == flat[0].data_ptr():
+            self.shadows.pop(state.index, None)
+        else:
+            self.shadows[state.index] = flat
+
+    def publish(self, session: Session) -> None:
+        """Brings resident state to DeepSpeed's buffers, for whoever reads them."""
+        session.executor.wait_all()
+        if self.published:
+            return
+        for subgroup, shadow in self.shadows.items():
+            if session.executor.gate is not None:
+                session.executor.gate.before_update(subgroup)  # a checkpoint may be reading it
+            for to, source in zip(shadow, session.executor.states[subgroup].state, strict=True):
+                to.copy_(source)
+        self.published = True
+
+    def take_back(self, session: Session) -> None:
+        """Somebody wrote to DeepSpeed's buffers (after `publish`): the state follows."""
+        for subgroup, shadow in self.shadows.items():
+            for to, source in zip(session.executor.states[subgroup].state, shadow, strict=True):
+                to.copy_(source)
+        session.executor.state_written(range(len(session.executor.states)))
+
+
+def _adopt(
+    optimizer: Any, masters: list[torch.nn.Parameter], device: Device
+) -> list[tuple[torch.Tensor, ...]]:
+    """Master and moments by group, tensor by tensor: one of them is all that is there twice.
+
+    DeepSpeed's fp32 gradients and its 16-bit copies of the parameters on the host (4 and 2 bytes
+    per parameter) are given back before.
+    """
+    copies = optimizer.param_buffer_of_bit16_for_cpu_offload_groups
+    copies[:] = [copy.new_empty(0) for copy in copies]
+    for master in masters:
+        master.grad = None
+    flats: list[tuple[torch.Tensor, ...]] = []
+    for master in masters:
+        master.data = device.host_adopt(master.data)
+        state = optimizer.optimizer.state[master]
+        state.setdefault("step", 0)
+        for key in optimizer._rule.unused:
+            state.setdefault(key, torch.zeros_like(master.data))
+        for key in optimizer._rule.moments:
+            moment = state.pop(key) if key in state else torch.zeros_like(master.data)
+            state[key] = device.host_adopt(moment)
+            del moment
+        flats.append((master.data, *(state[key] for key in optimizer._rule.moments)))
+    return flats
+
+
+def _gradient_dtype(optimizer: Any, group: int) -> torch.dtype:
+    """fp32 where DeepSpeed accumulates in fp32, else the parameters' own."""
+    compact = optimizer._use_compact_grad_partition_buffer(group)
+    return torch.float32 if compact else optimizer.dtype
+
+
+def _slices(optimizer: Any, pieces: list[Cut]) -> dict[int, list[ParameterSlice]]:
+    """Parameter id -> its part of this rank's partition, cut at the subgroups' borders."""
+    first: dict[int, int] = {}
+    for subgroup, (group, _, _) in enumerate(pieces):
+        first.setdefault(group, subgroup)
+    size = max((elements for _, _, elements in pieces), default=1)
+    slices: dict[int, list[ParameterSlice]] = {}
+    for key, (group, _, begin, elements) in optimizer.grad_position.items():
+        slices[key] = []
+        subgroup = first[group] + begin // size
+        position = begin
+        while position < begin + elements:
+            _, offset, length = pieces[subgroup]
+            end = min(begin + elements, offset + length)
+            slices[key].append(
+                ParameterSlice(subgroup, position - offset, end - position, real=True, summed=False)
+            )
+            position, subgroup = end, subgroup + 1
+    return slices

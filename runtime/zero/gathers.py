@@ -1,0 +1,97 @@
+"""Whoever reads a partitioned parameter of ZeRO-3 waits for just its update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from runtime.execution.executor import Executor
+from runtime.zero import private
+
+
+class Gathers:
+    """The gates before DeepSpeed's gathers, and how far it gathers ahead. Training thread only.
+
+    Attributes:
+        subgroup_of: ds_id -> subgroup.
+        held_back: DeepSpeed's gather-ahead is off while updates run.
+        shows: a ``state_dict()`` shows the small parameters. Not while DeepSpeed saves or loads a
+            checkpoint, whose module state has them partitioned, as every other parameter.
+    """
+
+    def __init__(self, optimizer: Any, module: torch.nn.Module) -> None:
+        self._optimizer = optimizer
+        self.subgroup_of = {
+            param.ds_id: index
+            for index, group in enumerate(optimizer.fp16_groups)
+            for param in group
+        }
+        self.held_back = False
+        self.shows = True
+        self._prefetch_elements = 0
+        self._module = module
+        self._undo: list[Callable[[], None]] = []
+
+    def first_use(self) -> list[int]:
+        """Place of each subgroup's first parameter among the model's, as it declares them."""
+        parameters: list[Any] = list(self._module.parameters())
+        place = {param.ds_id: i for i, param in enumerate(parameters)}
+        first = [len(place)] * len(self._optimizer.fp16_groups)
+        for ds_id, subgroup in self.subgroup_of.items():
+            first[subgroup] = min(first[subgroup], place.get(ds_id, len(place)))
+        return first
+
+    def gate(self, wait: Callable[[Iterable[Any]], None]) -> Callable[[], None]:
+        """``wait`` is called before every gather, with the parameters; returns an undo.
+
+        A ``state_dict()`` of the model, or of a part of it, gathers nothing: it shows what is
+        there, which with stock are the small parameters that stay gathered. They are shown.
+        """
+        self._undo.append(private.gate_gathers(self._module.parameters(), wait))
+        for module in self._module.modules():
+            hook = module.register_state_dict_pre_hook(self._before_state_dict)
+            self._undo.append(hook.remove)
+        return self.open
+
+    def open(self) -> None:
+        """Takes the gates away."""
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+
+    def _before_state_dict(self, *_: Any) -> None:
+        # Gathers are collective: with several ranks this one may be alone in asking.
+        if self.shows and self._optimizer.partition_count == 1:
+            self.show_persistent()
+
+    def show_persistent(self) -> None:
+        """Gathers the parameters that stock keeps gathered between steps. A collective call."""
+        small = [p for p in self._optimizer.persistent_parameters if private.is_partitioned(p)]
+        if small:
+            small[0].all_gather(small)
+
+    def hold_back(self) -> None:
+        """DeepSpeed gathers ahead of the current layer; that would wait for updates too early.
+
+        With several ranks it must go on: gathers are collective then, so that what is gathered
+        when may not depend on how far a rank's own updates are. They are gated all the same.
+        """
+        if self._optimizer.partition_count > 1:
+            return
+        for coordinator in private.coordinators(self._optimizer):
+            if not self.held_back:
+                self._prefetch_elements = private.prefetch_elements(coordinator)
+            private.set_prefetch_elements(coordinator, 0)
+        self.held_back = True
+
+    def before(self, params: Iterable[Any], executor: Executor) -> None:
+        """Waits for the subgroups of these parameters, which are about to be gathered."""
+        ids = (getattr(param, "ds_id", None) for param in params)
+        subgroups = {self.subgroup_of[i] for i in ids if i in self.subgroup_of}
+        executor.wait_parameters(sorted(subgroups))
+        if self.held_back and not executor.busy:
+            for coordinator in private.coordinators(self._optimizer):
+                private.set_prefetch_elements(coordinator, self._prefetch_elements)
+            self.held_back = False

@@ -1,0 +1,172 @@
+"""What DeepSpeed's ZeRO optimizers have in common under a plan, whatever their stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from runtime.kernels import host
+from runtime.kernels.rule import UpdateRule, UpdateStep
+from simulator.timeline import Timeline
+from simulator.workload import WireDtype
+
+if TYPE_CHECKING:
+    from runtime.execution.session import Session
+
+_WIRE: dict[torch.dtype, WireDtype] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+class PlannedZero:
+    """The stage-independent half of a `runtime.execution.session.TrainingEngine`.
+
+    A base of `EbbtideStage3` and `EbbtideStage2`, in front of DeepSpeed's own class. Never
+    constructed: `runtime.attach` changes the class of DeepSpeed's live optimizer, after it has set
+    ``_ebbtide`` and ``_rule``.
+    """
+
+    _ebbtide: Session
+    _rule: UpdateRule
+    optimizer: Any  # one of those that `runtime.kernels.rules` has a rule for
+    dtype: torch.dtype
+    loss_scale: Any  # a float; a tensor where DeepSpeed keeps it so
+    clip_grad: float
+    norm_for_param_grads: dict[int, torch.Tensor]
+
+    # -- backward and step -------------------------------------------------------------------
+
+    def backward_prologue(self) -> None:
+        self._ebbtide.recorder.backward_begins()
+        super().backward_prologue()  # type: ignore[misc]
+
+    def backward_epilogue(self, *args: Any, **kwargs: Any) -> None:
+        super().backward_epilogue(*args, **kwargs)  # type: ignore[misc]
+        self._ebbtide.recorder.backward_ends()
+
+    def any_rank(self, flag: bool) -> bool:
+        import deepspeed.comm as dist
+
+        flags = torch.tensor([flag], dtype=torch.uint8, device=self._training_device())
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        return bool(flags.item())
+
+    def _training_device(self) -> torch.device:
+        raise NotImplementedError
+
+    def _norms_finite(self) -> bool:
+        """A gradient with an infinity or NaN shows in its float64 norm, without another pass."""
+        self._norms_to_host()
+        return all(bool(torch.isfinite(norm)) for norm in self.norm_for_param_grads.values())
+
+    def _norms_to_host(self) -> None:
+        """All norms in one copy; DeepSpeed then adds them up as ever."""
+        norms = self.norm_for_param_grads
+        if norms and next(iter(norms.values())).is_cuda:
+            values = torch.stack(list(norms.values())).cpu()
+            self.norm_for_param_grads = dict(zip(norms, values, strict=True))
+
+    def _gradient_scale(self, scaled_norm: torch.Tensor) -> float:
+        """Unscale and clip as one fp32 factor: DeepSpeed's `unscale_and_clip_grads`."""
+        combined = self.loss_scale
+        if self.clip_grad > 0.0:
+            clip = ((scaled_norm / self.loss_scale) + 1e-6) / self.clip_grad
+            combined = torch.clamp(clip, min=1.0) * self.loss_scale
+        return float(torch.as_tensor(1.0 / combined).to(torch.float32))
+
+    # -- what the session asks ---------------------------------------------------------------
+
+    def wire_dtype(self) -> WireDtype:
+        return _WIRE.get(self.dtype, "fp32")
+
+    def update_rule(self) -> UpdateRule:
+        return self._rule
+
+    def _masters(self) -> list[torch.nn.Parameter]:
+        """DeepSpeed's fp32 parameters, as they are: nobody waits for their updates here."""
+        raise NotImplementedError
+
+    def _group_of(self) -> list[int]:
+        """Each master's parameter group."""
+        raise NotImplementedError
+
+    def _next_steps(self) -> list[UpdateStep]:
+        """The next step's scalars of each master; DeepSpeed's step counters go up."""
+        steps = []
+        for master, number in zip(self._masters(), self._group_of(), strict=True):
+            state = self.optimizer.state[master]
+            state["step"] += 1
+            steps.append(self._rule.step(self.optimizer.param_groups[number], state["step"]))
+        return steps
+
+    def resume_rule(self) -> None:
+        """The rule goes on as if the steps so far had been run without a break."""
+        steps = {int(self.optimizer.state[master]["step"]) for master in self._masters()}
+        groups = self.optimizer.param_groups
+        if len(steps) == 1:
+            self._rule.resume(steps.pop(), [groups[number] for number in self._group_of()])
+
+    # -- readers -----------------------------------------------------------------------------
+
+    def publish(self) -> None:
+        """Until DeepSpeed's own references show what the latest step has made."""
+        raise NotImplementedError
+
+    def timeline(self) -> Timeline:
+        """What the latest steps did, op by op, in the simulator's own type."""
+        return self._ebbtide.timeline()
+
+    def offload_states(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError(
+            "offload_states() must not be called under a plan, whose placements already say where "
+            "state lives: call engine.destroy() and attach again, or train without ebbtide"
+        )
+
+    reload_states = offload_states
+
+    def destroy(self) -> None:
+        try:
+            self._ebbtide.close()
+        finally:
+            self._let_go()
+        super().destroy()  # type: ignore[misc]
+
+    def _let_go(self) -> None:
+        """Undoes what was put around DeepSpeed's own objects."""
+
+
+def gated(name: str, read: Callable[[Any], Any] | None = None) -> property:
+    """An attribute of DeepSpeed's optimizer that shows state: reading it waits for the updates.
+
+    Everything here reads it through ``__dict__`` instead, and does not wait.
+    """
+
+    def get(self: PlannedZero) -> Any:
+        self.publish()
+        if read is not None:
+            return read(self)
+        try:
+            return self.__dict__[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def set_(self: PlannedZero, value: Any) -> None:
+        self.__dict__[name] = value
+
+    return property(get, None if read is not None else set_)
+
+
+def float64_norm(part: torch.Tensor) -> torch.Tensor:
+    """The L2 norm in float64, where the gradient is."""
+    if part.device.type == "cpu":
+        return torch.tensor(host.norm(part), dtype=torch.float64)
+    return torch.linalg.vector_norm(part, dtype=torch.float64)
+
+
+def bring_home(inner: Any, master: torch.Tensor, homes: dict[str, torch.Tensor]) -> None:
+    """Loaders replace the moments by new tensors: their values go to where the state lives."""
+    state = inner.state[master]
+    for key, home in homes.items():
+        if state[key] is not home:
+            home.copy_(state[key])
+            state[key] = home

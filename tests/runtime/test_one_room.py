@@ -1,0 +1,72 @@
+"""Only ``runtime/zero`` knows DeepSpeed: its module names, and its private members."""
+
+import ast
+from pathlib import Path
+
+from runtime.zero import private
+
+RUNTIME = Path(private.__file__).parents[1]
+# A checkpoint engine must have DeepSpeed's base class, and a checkpoint holds objects of its
+# classes, which a safe loader must name.
+MAY_IMPORT = {"checkpoint/engine.py", "checkpoint/plain_data.py"}
+HIDDEN = {
+    member.name for member in (*private.STAGE3, *private.STAGE12) if member.name.startswith("_")
+}
+
+
+def files():
+    for path in sorted(RUNTIME.rglob("*.py")):
+        name = path.relative_to(RUNTIME).as_posix()
+        if not name.startswith("zero/"):
+            yield name, ast.parse(path.read_text())
+
+
+def imported(tree):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+
+
+def test_one_folder_imports_deepspeed():
+    others = {
+        name
+        for name, tree in files()
+        if any(i.split(".")[0] == "deepspeed" for i in imported(tree))
+    }
+    assert others <= MAY_IMPORT
+
+
+def test_one_folder_touches_its_private_members():
+    touched = [
+        (name, node.attr)
+        for name, tree in files()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and (node.attr in HIDDEN or node.attr.startswith("_DeepSpeed"))
+    ]
+    assert touched == []
+
+
+def test_every_private_member_in_use_is_in_the_table():
+    """Underscored members of DeepSpeed's optimizers that this folder reads, calls or extends."""
+    trees = {p.name: ast.parse(p.read_text()) for p in (RUNTIME / "zero").glob("*.py")}
+    defined = {
+        node.name
+        for tree in trees.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+    }
+    ours = defined | {"_ebbtide", "_rule", "_flat", "_gathers"}
+    unlisted = {
+        (name, node.attr)
+        for name in ("stage3.py", "stage12.py", "planned.py", "stage3_buffers.py", "private.py")
+        for node in ast.walk(trees[name])
+        if isinstance(node, ast.Attribute)
+        and ast.unparse(node.value) in ("self", "optimizer", "super()")
+        and node.attr.startswith("_")
+        and not node.attr.startswith("__")
+        and node.attr not in (HIDDEN if ast.unparse(node.value) == "super()" else HIDDEN | ours)
+    }
+    assert unlisted == set()
