@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
-from profiler import adam, contention, copies, dram, storage
+from profiler import adam, contention, copies, dram, products, storage
 from profiler.hardware import Hardware, look
 from profiler.neighbours import HostWatch
 from profiler.nvml import GpuWatch
@@ -29,10 +29,12 @@ from simulator.quantity import Quantity
 
 DeviceChoice = Literal["auto", "cuda", "emulated"]
 Progress = Callable[[int, int, str], None]
+# Fields of a Machine, what goes to its other_rates, and doubts.
+_Part = tuple[dict[str, Any], dict[str, Quantity], list[str]]
 ELEMENTS = 32_000_000  # of a measured subgroup: far beyond any cache
 MOST_SECONDS = 60.0
 STAGES = (
-    "kernels", "copies", "host Adam", "stock Adam", "device Adam", "DRAM", "storage",
+    "kernels", "copies", "device Adam", "products", "host Adam", "stock Adam", "DRAM", "storage",
     "contention", "ranks at once",
 )  # fmt: skip
 
@@ -163,6 +165,8 @@ def _unstable(machine: Machine) -> list[str]:
     quantities = {
         "stock host Adam": machine.stock_host_adam_params_per_s,
         "device Adam": machine.device_adam_params_per_s,
+        "matrix products": machine.device_flops_per_s,
+        "device memory": machine.device_memory_bytes_per_s,
         "host copies": machine.host_copy_bytes_per_s,
         "pageable H2D": machine.pageable_h2d_bytes_per_s,
         "pageable D2H": machine.pageable_d2h_bytes_per_s,
@@ -174,28 +178,14 @@ def _unstable(machine: Machine) -> list[str]:
 
 
 def _measure(wanted: _Wanted) -> Machine:
-    facts, cuda, elements, share_s = wanted.facts, wanted.cuda, wanted.elements, wanted.share_s
+    facts, cuda = wanted.facts, wanted.cuda
     tell = _stages(wanted.progress)
     tell()
     _build_kernels(cuda)
-    tell()
-    copied = copies.measure_copies(cuda, elements * 4, share_s)
-    tell()
-    by_threads, notes = adam.host_adam_by_threads(elements, _threads(facts.cores), share_s * 0.7)
-    others = adam.host_adam_by_sizes(_sizes(elements), facts.cores, share_s * 0.3)
-    tell()
-    stock = adam.stock_host_adam(elements, share_s * 0.8)
-    others["downcast_params_per_s"] = adam.downcast(elements, share_s * 0.2)
-    tell()
-    on_device = adam.device_adam(elements, share_s, cuda)
-    tell()
-    triad, triad_notes = dram.triad(elements, facts.cores, share_s * 0.8)
-    host_copy = dram.host_copy(elements, facts.cores, share_s * 0.2)
-    tell()
-    with _folder(wanted.folder) as folder:
-        disk = storage.measure_storage(folder, elements * 4, share_s)
-        tell()
-        matrix = _contention(wanted, folder)
+    rates, others, notes = _device_rates(wanted, tell)
+    for part in (_host_rates, _storage):
+        more_rates, more_others, more_notes = part(wanted, tell)
+        rates, others, notes = rates | more_rates, others | more_others, notes + more_notes
     tell()
     shares, rank_notes = _ranks(wanted)
     wanted.progress(len(STAGES), len(STAGES), "")
@@ -210,31 +200,73 @@ def _measure(wanted: _Wanted) -> Machine:
         numa_nodes=facts.numa_nodes,
         host_memory_bytes=facts.host_memory_bytes,
         device_memory_bytes=facts.device_memory_bytes,
-        h2d_bytes_per_s=copied.h2d,
-        d2h_bytes_per_s=copied.d2h,
-        duplex_factor=copied.duplex_factor,
-        pageable_h2d_bytes_per_s=copied.pageable_h2d,
-        pageable_d2h_bytes_per_s=copied.pageable_d2h,
-        copy_latency_s=copied.latency_s,
-        dram_bytes_per_s=_dram_capacity(triad, by_threads[max(by_threads)]),
-        host_copy_bytes_per_s=host_copy,
-        host_adam_params_per_s=by_threads[max(by_threads)],
-        stock_host_adam_params_per_s=stock,
-        device_adam_params_per_s=on_device,
-        host_adam_by_threads=by_threads,
-        storage_write_bytes_per_s=disk.write,
-        storage_read_bytes_per_s=disk.read,
-        storage_fsync_s=disk.fsync_s,
-        contention=matrix,
+        **rates,
         rank_shares=shares,
-        other_rates={**copied.by_size, **others, **_storage_rates(disk)},
+        other_rates=others,
         facts=facts.facts,
         versions={"python": platform.python_version(), "torch": str(torch.__version__)},
         measured_with=shlex.join(sys.argv),
-        warnings=(
-            *facts.warnings, *copied.doubts, *notes, *triad_notes, *disk.doubts, *rank_notes,
-        ),
-    )  # fmt: skip
+        warnings=(*facts.warnings, *notes, *rank_notes),
+    )
+
+
+def _device_rates(wanted: _Wanted, tell: Callable[[], None]) -> _Part:
+    """Copies, the update on the device, matrix products and device memory."""
+    elements, share_s = wanted.elements, wanted.share_s
+    tell()
+    copied = copies.measure_copies(wanted.cuda, elements * 4, share_s)
+    tell()
+    on_device = adam.device_adam(elements, share_s, wanted.cuda)
+    tell()
+    rates = {
+        "h2d_bytes_per_s": copied.h2d,
+        "d2h_bytes_per_s": copied.d2h,
+        "duplex_factor": copied.duplex_factor,
+        "pageable_h2d_bytes_per_s": copied.pageable_h2d,
+        "pageable_d2h_bytes_per_s": copied.pageable_d2h,
+        "copy_latency_s": copied.latency_s,
+        "device_adam_params_per_s": on_device,
+        "device_flops_per_s": products.products(wanted.cuda, share_s * 0.7),
+        "device_memory_bytes_per_s": products.device_memory(wanted.cuda, elements, share_s * 0.3),
+    }
+    return rates, dict(copied.by_size), list(copied.doubts)
+
+
+def _host_rates(wanted: _Wanted, tell: Callable[[], None]) -> _Part:
+    """The update on the host, ebbtide's and stock's, and host memory."""
+    cores, elements, share_s = wanted.facts.cores, wanted.elements, wanted.share_s
+    tell()
+    by_threads, notes = adam.host_adam_by_threads(elements, _threads(cores), share_s * 0.7)
+    others = adam.host_adam_by_sizes(_sizes(elements), cores, share_s * 0.3)
+    tell()
+    stock = adam.stock_host_adam(elements, share_s * 0.8)
+    others["downcast_params_per_s"] = adam.downcast(elements, share_s * 0.2)
+    tell()
+    triad, triad_notes = dram.triad(elements, cores, share_s * 0.8)
+    rates = {
+        "dram_bytes_per_s": _dram_capacity(triad, by_threads[max(by_threads)]),
+        "host_copy_bytes_per_s": dram.host_copy(elements, cores, share_s * 0.2),
+        "host_adam_params_per_s": by_threads[max(by_threads)],
+        "stock_host_adam_params_per_s": stock,
+        "host_adam_by_threads": by_threads,
+    }
+    return rates, others, notes + triad_notes
+
+
+def _storage(wanted: _Wanted, tell: Callable[[], None]) -> _Part:
+    """The disk, and what slows what else down."""
+    tell()
+    with _folder(wanted.folder) as folder:
+        disk = storage.measure_storage(folder, wanted.elements * 4, wanted.share_s)
+        tell()
+        matrix = _contention(wanted, folder)
+    rates = {
+        "storage_write_bytes_per_s": disk.write,
+        "storage_read_bytes_per_s": disk.read,
+        "storage_fsync_s": disk.fsync_s,
+        "contention": matrix,
+    }
+    return rates, _storage_rates(disk), list(disk.doubts)
 
 
 def _build_kernels(cuda: bool) -> None:

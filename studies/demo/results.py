@@ -13,7 +13,8 @@ from studies.bench.bits import differences
 from studies.bench.phase_clock import PHASES, medians
 from studies.demo.train import WARMUP_STEPS
 
-STOCK_NAMES = ("zero3_offload", "stock")  # of the simulator's strategy, in a plan's alternatives
+# Of the simulator's strategy, as a plan's alternatives name it.
+STOCK_NAMES = ("stock ZeRO-3 offload", "zero3_offload")
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from profiler import adam, contention, copies, dram, measure_machine, sampling, storage
+from profiler.machine import STAGES
 from profiler.sampling import doubts, rate, repeat_s
 from simulator import Machine
 from simulator.quantity import Quantity
@@ -142,6 +143,9 @@ def test_a_machine_is_measured_once_and_remembered(tmp_path, monkeypatch, deepsp
     assert first.device_kind == "emulated"
     assert first.h2d_bytes_per_s.source == "emulated"
     assert first.stock_host_adam_params_per_s.source == "measured"
+    assert first.device_flops_per_s.source == "emulated", "models can be estimated on it"
+    assert first.device_memory_bytes_per_s.median > 0
+    assert stages[:-1] == list(STAGES), "each is told as it begins"
     assert "memlock_bytes" in first.facts
     assert {"downcast_params_per_s", "storage_write_by_4_bytes_per_s"} <= set(first.other_rates)
     assert measure_machine(seconds=0.1, elements=TINY) == first

@@ -1,0 +1,43 @@
+"""What a model's forward and backward are made of: matrix products and device memory traffic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from profiler.copies import cuda_clock
+from profiler.sampling import rate, repeat_s, timed_s
+from simulator.quantity import Quantity, Source
+
+CUDA_SIDE, HOST_SIDE = 8192, 512  # of a square product: large enough to reach the sustained rate
+
+
+def products(cuda: bool, budget_s: float) -> Quantity:
+    """Flops/s of a large bf16 matrix product; without a GPU of the emulated device, the CPU."""
+    side = CUDA_SIDE if cuda else HOST_SIDE
+    a, b = (torch.randn(side, side, device=_device(cuda)).bfloat16() for _ in range(2))
+    out = torch.empty_like(a)
+    durations = repeat_s(lambda: torch.matmul(a, b, out=out), budget_s, _clock(cuda))
+    return rate(2 * side**3, durations, _source(cuda), f"bf16 product of {side} x {side} matrices")
+
+
+def device_memory(cuda: bool, elements: int, budget_s: float) -> Quantity:
+    """Bytes/s that a copy within device memory moves: each byte is read and written."""
+    source = torch.randn(elements, device=_device(cuda))
+    to = torch.empty_like(source)
+    durations = repeat_s(lambda: to.copy_(source), budget_s, _clock(cuda))
+    detail = f"copy of {elements} fp32 elements within device memory"
+    return rate(2 * source.nbytes, durations, _source(cuda), detail)
+
+
+def _device(cuda: bool) -> str:
+    return "cuda" if cuda else "cpu"
+
+
+def _source(cuda: bool) -> Source:
+    return "measured" if cuda else "emulated"
+
+
+def _clock(cuda: bool) -> Callable[[Callable[[], object]], float]:
+    return cuda_clock if cuda else timed_s
