@@ -7,6 +7,7 @@ goes on, and only what an update is about to overwrite is copied (copy on update
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import time
@@ -174,12 +175,14 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         job = self._job
         if job is not None and job.running:
             return
-        if self._note is not None and not self._note.waiting:
-            self._note.remove()
-            self._note = None
-        if job is None:
-            return
         self._job = None
+        try:
+            if job is not None:
+                self._report(job)
+        finally:
+            self._drop_note()
+
+    def _report(self, job: Job) -> None:
         if job.report is not None:
             self.last = job.report
         if job.failure is not None and not job.cancelled:
@@ -187,6 +190,16 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 f"checkpoint {job.attempt.tag!r} of step {job.attempt.step} failed in the "
                 f"background and was not committed: {job.failure}"
             ) from job.failure
+
+    def _drop_note(self) -> None:
+        """A note that cannot be removed is dropped by the next run; what the checkpoint met on the
+        same disk is what is told.
+        """
+        if self._note is None or self._note.waiting:
+            return
+        note, self._note = self._note, None
+        with contextlib.suppress(OSError):
+            note.remove()
 
     # -- saving: around engine.save_checkpoint
 

@@ -254,7 +254,8 @@ class Session:
         unified = self.device.unified
         total = 0
         for state in self.executor.states:
-            if state.placement != "resident" or unified:
+            # A framework that keeps its own buffers keeps the room of resident state in them too.
+            if state.placement != "resident" or unified or self.engine.shares_state:
                 total += sum(t.nbytes for t in state.state)
             if state.placement == "host" or unified:
                 total += state.gradient.nbytes

@@ -150,7 +150,7 @@ def attached(engine: Any, pattern: list[str], emulated: bool, seed: str = "") ->
 
 def plan_of(engine: Any, pattern: list[str], subgroup: int = 20_000, **fields: Any) -> Plan:
     """The placements repeated over the engine's subgroups; below ZeRO-3 the plan cuts them."""
-    from runtime.zero.adopt_stage3 import subgroups_of
+    from runtime.zero.cuts import subgroups_of
 
     count = len(subgroups_of(engine.optimizer, subgroup))
     placements: list[Any] = [pattern[i % len(pattern)] for i in range(count)]

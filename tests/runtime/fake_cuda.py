@@ -527,8 +527,8 @@ def install_under_deepspeed(monkeypatch, fake):
     for name in ("stream", "current_stream", "default_stream", "synchronize"):
         member = getattr(fake.cuda, name)
         monkeypatch.setattr(kind, name, lambda self, *args, member=member: member(*args))
-    norms = sys.modules["runtime.zero.stage3"]  # as on CUDA: a kernel like any other
-    monkeypatch.setattr(norms, "_float64_norm", _float64_norm)
+    for stage in ("stage3", "stage12"):  # as on CUDA: a kernel like any other
+        monkeypatch.setattr(f"runtime.zero.{stage}.float64_norm", _float64_norm)
     monkeypatch.setattr(
         coalesced_collectives, "_torch_reduce_scatter_fn",
         _at_once(coalesced_collectives._torch_reduce_scatter_fn),

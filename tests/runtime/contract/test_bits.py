@@ -103,7 +103,8 @@ def stock(case, stage=3):
 @pytest.mark.parametrize(("case", "stage", "device"), EVERYWHERE)
 def test_every_configuration(case, stage, device):
     ours = attached(engine_for(case, stage), MIX, device)
-    assert case == "one_subgroup" or len(ours.optimizer._ebbtide.executor.states) >= 3
+    few = {"one_subgroup": 1, "frozen_parameters": 2}  # so small is what is trained
+    assert len(ours.optimizer._ebbtide.executor.states) >= few.get(case, 3)
     assert_same(outcome(ours), stock(case, stage))
 
 
