@@ -20,6 +20,8 @@ $pip install $constraints "$folder"/ebbtide-*.whl
 
 cd "$folder"
 PATH=$folder/venv/bin:$PATH
+# Its own: two environments that share compiled ops rebuild each other's in turns.
+export TORCH_EXTENSIONS_DIR="$folder/ops"
 tune --version
 python - <<'PYTHON'
 import resource, subprocess, sys, time
