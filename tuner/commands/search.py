@@ -56,6 +56,7 @@ def search(
     from tuner.configurations.space import Space
     from tuner.configurations.study import explore
     from tuner.configurations.verify import verify as run_for_real
+    from tuner.emitted_config import write_config
     from tuner.report import wide_console
 
     on = read_machine(machine)
@@ -69,7 +70,7 @@ def search(
     record = report.as_json(answer, verified)
     if output is not None:
         with written("--output", output):
-            report.write(output, record)
+            write_config(record, output)
     if as_json:
         click.echo(json.dumps(record, indent=1))
     else:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -110,10 +107,3 @@ def _row(outcome: Outcome) -> dict[str, Any]:
         "device_peak_bytes": outcome.device_peak_bytes,
         "host_peak_bytes": outcome.host_peak_bytes,
     }
-
-
-def write(path: str, record: dict[str, Any]) -> None:
-    """Writes the record, whole or not at all."""
-    temporary = Path(path).with_name(f"{Path(path).name}.tmp{os.getpid()}")
-    temporary.write_text(json.dumps(record, indent=1) + "\n")
-    temporary.replace(path)
