@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from simulator.machine import RateName
 
@@ -31,6 +32,8 @@ class OpKind(StrEnum):
     IDLE = "pipeline bubble"
     STEP_END = "step end"  # optimizer.step() returns to the training loop
 
+    __hash__ = str.__hash__  # Enum's own is Python code, and engines look up every op's kind
+
 
 class Lane(StrEnum):
     """An in-order queue: a stream or a worker. Ops of one lane run one after the other.
@@ -48,10 +51,11 @@ class Lane(StrEnum):
     STORAGE = "storage write"
     NETWORK = "network"
 
+    __hash__ = str.__hash__  # as of `OpKind`
 
-@dataclass(frozen=True, slots=True)
-class Op:
-    """One piece of work.
+
+class Op(NamedTuple):
+    """One piece of work. A tuple, because a what-if makes thousands of them.
 
     Attributes:
         id: position in the schedule; ``after`` names only smaller ids, so that the DAG has no
@@ -113,8 +117,8 @@ class Schedule:
         for position, op in enumerate(self.ops):
             if op.id != position:
                 raise ValueError(f"op ids must be positions, but op {position} has id {op.id}")
-            late = [other for other in op.after if not 0 <= other < op.id]
-            if late:
+            if op.after and not (min(op.after) >= 0 and max(op.after) < position):
+                late = [other for other in op.after if not 0 <= other < op.id]
                 raise ValueError(
                     f"an op may wait only for earlier ops, but op {op.id} ({op.label}) waits "
                     f"for {late}"
@@ -146,15 +150,9 @@ class ScheduleBuilder:
         **fields: float,
     ) -> int:
         """Appends an op behind ``after``; see `Op` for the other fields."""
-        op = Op(
-            id=len(self.ops),
-            kind=kind,
-            lane=lane,
-            work=work,
-            rate=rate,
-            after=tuple(sorted(set(after))),
-            iteration=self.iteration,
-            **fields,  # type: ignore[arg-type]
+        position = len(self.ops)
+        waits = tuple(after) if len(after) < 2 else tuple(sorted(set(after)))
+        self.ops.append(
+            Op(position, kind, lane, work, rate, waits, iteration=self.iteration, **fields)  # type: ignore[arg-type]
         )
-        self.ops.append(op)
-        return op.id
+        return position

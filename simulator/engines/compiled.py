@@ -7,6 +7,7 @@ numba; without numba it gives the same results, slowly.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 
@@ -16,6 +17,21 @@ from simulator.engines.reference import capacities
 from simulator.machine import Machine, RateName
 from simulator.schedule import Op, Schedule
 from simulator.timeline import Span, Timeline
+
+_LANE_NUMBERS = {lane: number for number, lane in enumerate(kernel.LANES)}
+_KIND_NUMBERS = {kind: number for number, kind in enumerate(kernel.KINDS)}
+_COPIED = {  # column -> the op's field that stands there as it is
+    kernel.ITERATION: "iteration",
+    kernel.WORK: "work",
+    kernel.LATENCY: "latency_s",
+    kernel.DRAM: "dram_bytes",
+    kernel.CORES: "cores",
+    kernel.DEVICE_SHARE: "device_share",
+    kernel.DEVICE_ALLOC: "device_alloc_bytes",
+    kernel.DEVICE_FREE: "device_free_bytes",
+    kernel.HOST_ALLOC: "host_alloc_bytes",
+    kernel.HOST_FREE: "host_free_bytes",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,25 +80,27 @@ class CompiledSchedule:
 def compile_schedule(schedule: Schedule) -> CompiledSchedule:
     """Turns a schedule into arrays."""
     keys: dict[tuple[RateName, float], int] = {}
-    table = np.array([_row(op, keys) for op in schedule.ops], dtype=np.float64)
-    lengths = [len(op.after) for op in schedule.ops]
+    table = np.zeros((len(schedule.ops), kernel.OP_COLUMNS))
+    waits: list[tuple[int, ...]] = []
+    if schedule.ops:
+        fields = dict(zip(Op._fields, zip(*schedule.ops, strict=True), strict=True))
+        waits = list(fields["after"])
+        for column, name in _COPIED.items():
+            table[:, column] = fields[name]
+        table[:, kernel.LANE] = [_LANE_NUMBERS[lane] for lane in fields["lane"]]
+        table[:, kernel.KIND] = [_KIND_NUMBERS[kind] for kind in fields["kind"]]
+        table[:, kernel.RATE] = [
+            # Only a host update's rate depends on its cores.
+            keys.setdefault((rate, cores if rate == "host_adam_params_per_s" else 0.0), len(keys))
+            for rate, cores in zip(fields["rate"], fields["cores"], strict=True)
+        ]
     return CompiledSchedule(
         schedule=schedule,
-        ops=table.reshape(-1, kernel.OP_COLUMNS),
-        after_first=np.concatenate(([0], np.cumsum(lengths))).astype(np.int64),
-        after=np.array([i for op in schedule.ops for i in op.after], dtype=np.int64),
+        ops=table,
+        after_first=np.cumsum([0, *map(len, waits)]).astype(np.int64),
+        after=np.array(list(chain.from_iterable(waits)), dtype=np.int64),
         rate_keys=tuple(keys),
     )
-
-
-def _row(op: Op, keys: dict[tuple[RateName, float], int]) -> list[float]:
-    cores = op.cores if op.rate == "host_adam_params_per_s" else 0.0
-    rate = keys.setdefault((op.rate, cores), len(keys))
-    return [
-        kernel.LANES.index(op.lane), kernel.KINDS.index(op.kind), op.iteration, op.work, rate,
-        op.latency_s, op.dram_bytes, op.cores, op.device_share,
-        op.device_alloc_bytes, op.device_free_bytes, op.host_alloc_bytes, op.host_free_bytes,
-    ]  # fmt: skip
 
 
 def simulate_fast(schedule: Schedule | CompiledSchedule, machine: Machine) -> SimResult:

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -98,13 +99,20 @@ def default_clipping(installed: str | None = None) -> float:
 
     ``installed`` is its version; None: the one that is here, or the newest.
     """
+    installed = installed or _installed_version()
     if installed is None:
-        try:
-            installed = metadata.version("deepspeed")
-        except metadata.PackageNotFoundError:
-            return 1.0
+        return 1.0
     numbers = [int(part) for part in re.findall(r"\d+", installed)[:3]]
     return 1.0 if numbers >= [0, 19, 3] else 0.0
+
+
+@cache
+def _installed_version() -> str | None:
+    """Kept: looking it up reads the package's files, longer than estimating a workload takes."""
+    try:
+        return metadata.version("deepspeed")
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _loaded(config: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any]:

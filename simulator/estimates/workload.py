@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -136,8 +137,8 @@ class _Rank:
     flash: bool
 
     def workload(self) -> Workload:
-        blocks = self.stage_blocks()
-        layers = tuple(self.layer(block) for block in blocks)
+        blocks = self.stage_blocks
+        layers = self.layers(blocks)
         p = self.parallel
         gpus = p.data * p.tensor * p.pipeline
         micro = self.config.gradient_accumulation_steps
@@ -178,6 +179,7 @@ class _Rank:
         """Of one micro-batch."""
         return self.sequence * self.config.micro_batch
 
+    @cached_property
     def stage_blocks(self) -> list[Block]:
         """Embedding goes with the first pipeline stage, the head with the last."""
         p, blocks = self.parallel, self.arch.blocks()
@@ -195,14 +197,20 @@ class _Rank:
                                  held[-1].flops_per_token)  # fmt: skip
         return held
 
-    def partitions(self, block: Block) -> list[int]:
+    def partitions(self, block: Block) -> tuple[int, ...]:
         """This rank's elements of each parameter: tensor parallelism first, then ZeRO."""
-        p = self.parallel
-        held = (
-            math.ceil(n / p.tensor) if split else n
-            for n, split in zip(block.params, block.split, strict=True)
-        )
-        return [math.ceil(n / p.data) for n in held]
+        return _partitions(block.params, block.split, self.parallel.tensor, self.parallel.data)
+
+    def layers(self, blocks: Sequence[Block]) -> tuple[Layer, ...]:
+        """Transformer layers of one shape differ in name only: each shape is worked out once."""
+        by_shape: dict[Block, Layer] = {}
+        layers = []
+        for block in blocks:
+            shape = replace(block, name="layer") if block.attention else block
+            if shape not in by_shape:
+                by_shape[shape] = self.layer(shape)
+            layers.append(by_shape[shape].model_copy(update={"name": block.name}))
+        return tuple(layers)
 
     def layer(self, block: Block) -> Layer:
         micro = self.config.gradient_accumulation_steps
@@ -338,7 +346,7 @@ class _Rank:
 
     def backward_bytes(self) -> int:
         """Gradients that wait for their bucket, and the largest one's fp32 copy on its way home."""
-        blocks = self.stage_blocks()
+        blocks = self.stage_blocks
         largest = max(n for block in blocks for n in self.partitions(block))
         return self.bucket_bytes(self.held_elements(blocks)) + 4 * largest
 
@@ -348,3 +356,12 @@ class _Rank:
         if self.parallel.tensor > 1 and LINK not in self.machine.other_rates:
             notes.append(f"tensor-parallel exchange over PCIe: no {LINK} in machine.other_rates")
         return "; ".join(notes)
+
+
+@lru_cache(maxsize=4096)
+def _partitions(
+    params: tuple[int, ...], split: tuple[bool, ...], tensor: int, data: int
+) -> tuple[int, ...]:
+    """See `_Rank.partitions`; kept, as every figure of a rank is made of these."""
+    held = (math.ceil(n / tensor) if whole else n for n, whole in zip(params, split, strict=True))
+    return tuple(math.ceil(n / data) for n in held)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from importlib.resources import files
 from pathlib import Path
+from socket import IPPROTO_TCP, TCP_NODELAY
 from typing import Any
 
 import uvicorn
@@ -29,6 +30,9 @@ def protocol(head_s: float) -> type[HttpToolsProtocol]:
     class Patient(HttpToolsProtocol):
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
+            # asyncio sets it on sockets that name their protocol, and uvicorn's do not: the second
+            # packet of an answer would wait for the client's delayed acknowledgement, 40 ms.
+            transport.get_extra_info("socket").setsockopt(IPPROTO_TCP, TCP_NODELAY, 1)
             loop = asyncio.get_running_loop()
             self._head_timer = loop.call_later(head_s, self._give_up)
 
