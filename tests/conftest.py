@@ -1,5 +1,6 @@
 """What every test runs in: few threads, ninja on PATH, one DeepSpeed rank where a test needs it."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -21,6 +22,15 @@ settings.register_profile("dev", deadline=None)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def processor_read_once():
+    """Every CPU optimizer of DeepSpeed's reads the processor's name in a process of its own, over a
+    second each: one answer does for all the engines of a test process."""
+    import cpuinfo
+
+    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
 
 
 @pytest.fixture(scope="session")

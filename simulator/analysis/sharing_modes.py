@@ -23,7 +23,21 @@ from simulator.schedule import Op
 Floats = NDArray[np.float64]
 COMING, HOME, LEAVING, HOST = range(4)  # visits in, parameters home, visits out, host updates
 
-# The window's segments, in order of time, and what has to happen in them.
+# The window reaches from the norm barrier to the end of the first forward. Its segments in order of
+# time, for a plan with more visits than slots (without them the first five are empty):
+#
+#   HEAD        FIRST_BACK    CROSSING         LAST_IN    NO_HOST | HOST_ON  LAST_COPY    TAIL
+#   the first   its state     the visits be-   the last   the host lane is   the last     forward
+#   update on   leaves: no    yond the slots   visit      done before | is   parameters   behind
+#   the device  visit comes   come and leave   comes in   on after that      come home    them
+#
+# Each requirement is a least amount of something within some of them: seconds of a segment
+# (`head_s`, `no_host_s`, `host_on_s`, `last_copy_s`, `tail_s`), of a lane alone (`first_back_s`,
+# `coming_s`, `leaving_s`, `last_in_s`; `home_s`: parameters that come home) and parameters updated
+# on the host (`host_params`). The last three are about HEAD and FIRST_BACK, where no visit can come
+# in: what comes home there has been updated by then (`updated_first`), the lane home stands idle
+# until the first host update has ended (`idle_home_s`), and stays so where that is later still
+# (`no_early_home_s`; otherwise a number that asks nothing).
 HEAD, FIRST_BACK, CROSSING, LAST_IN, NO_HOST, HOST_ON, LAST_COPY, TAIL = range(8)
 SEGMENTS = 8
 REQUIREMENTS = (
@@ -66,24 +80,24 @@ class HostUpdates:
 
 
 def modes(
-    lanes: list[list[Op]], host: HostUpdates, machine: Machine, have: dict[str, float]
+    lanes: list[list[Op]], host: HostUpdates, machine: Machine, limits: dict[str, float]
 ) -> Floats:
     """The speeds of each combination of copies and of a host update: shape (modes, lanes + 1).
 
     One op or none per lane. Speeds are relative to the op alone; the host update's are in params
     per second, so that different numbers of threads compare.
     """
-    found = set()
+    speeds_of_modes = set()
     for running in product(*([None, *ops] for ops in lanes)):
         ops = [op for op in running if op is not None]
-        asked = [demands(op, machine, alone_s(op, machine)) for op in ops]
-        left = have["dram"] - sum(each["dram"] for each in asked)
+        taken = [demands(op, machine, alone_s(op, machine)) for op in ops]
+        left = limits["dram"] - sum(each["dram"] for each in taken)
         for rate, update in [(0.0, {}), *host.demands(machine, left)]:
-            *copies, updating = max_min_speeds([*asked, update], have)
+            *copies, updating = max_min_speeds([*taken, update], limits)
             speeds = iter(copies)
             row = [0.0 if op is None else next(speeds) for op in running]
-            found.add((*row, rate * updating))
-    return _undominated(np.array(sorted(found)))
+            speeds_of_modes.add((*row, rate * updating))
+    return _undominated(np.array(sorted(speeds_of_modes)))
 
 
 def _undominated(rows: Floats) -> Floats:
@@ -139,17 +153,17 @@ class WindowProgram:
             np.abs(self._rows).max(axis=1), 1e-300
         )  # params per s against seconds
 
-    def cut(self, asked: Floats) -> Floats:
+    def cut(self, required: Floats) -> Floats:
         """The dual solution for one vector of requirements, shape (REQUIREMENTS,)."""
         from scipy.optimize import linprog
 
         scaled = self._rows / self._scale[:, None]
         solved = linprog(
-            c=np.ones(scaled.shape[1]), A_ub=-scaled, b_ub=-asked / self._scale, method="highs"
+            c=np.ones(scaled.shape[1]), A_ub=-scaled, b_ub=-required / self._scale, method="highs"
         )
         if not solved.success:
-            return np.zeros(len(asked))
+            return np.zeros(len(required))
         dual = np.maximum(0.0, -np.asarray(solved.ineqlin.marginals))
         worst = float((dual @ scaled).max())  # 1 but for rounding
-        found: Floats = dual / max(1.0, worst) / self._scale
-        return found
+        values: Floats = dual / max(1.0, worst) / self._scale
+        return values

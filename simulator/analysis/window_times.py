@@ -1,0 +1,346 @@
+"""What the updates of an iteration take at the least, for numbers of subgroups per placement.
+
+The window reaches from the norm barrier until the first forward has ended; the rest of the
+iteration is serial on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import permutations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.analysis.lane_work import (
+    Work,
+    copy_op,
+    device_update_op,
+    host_update_op,
+    thread_counts,
+)
+from simulator.analysis.sharing_modes import REQUIREMENTS, HostUpdates, WindowProgram, modes
+from simulator.engines.reference import capacities
+from simulator.machine import Machine
+from simulator.schedule import Op, OpKind
+from simulator.update.recipes import Bytes
+from simulator.workload import Workload
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+MOST_NAMED = 10  # subgroups, of which every choice is looked at
+
+
+class Times:
+    """The least times of a workload's ops on a machine, and what they add up to."""
+
+    def __init__(self, w: Workload, machine: Machine) -> None:
+        self.workload = w
+        self.count = len(w.subgroups)
+        self.limits = capacities(machine, w.ranks_per_node)
+        amounts = self.bytes = Bytes.of(w)
+        state, grad, wire = amounts.visit, amounts.gradient, amounts.wire
+        sizes = sorted(w.subgroups)
+
+        def work(make: Callable[[int], Op]) -> Work:
+            return Work(make, sizes, machine, self.limits)
+
+        self.visit_in = work(lambda n: copy_op(OpKind.STATE_H2D, n * state))
+        self.visit_out = work(lambda n: copy_op(OpKind.STATE_D2H, n * state))
+        self.gradient = work(lambda n: copy_op(OpKind.GRADIENT_D2H, n * grad))
+        self.fetch = work(lambda n: copy_op(OpKind.GRADIENT_H2D, n * grad))
+        self.parameter = work(lambda n: copy_op(OpKind.PARAMETER_H2D, n * wire))
+        self.on_device = work(device_update_op)
+        per_param = amounts.host_traffic
+
+        def on_host(threads: float) -> Work:
+            return work(lambda n: host_update_op(n, threads, per_param * n))
+
+        threads = thread_counts(machine, self.limits["cores"])
+        self.on_host = [on_host(n) for n in threads]
+        self.host_rates = [(machine.host_adam_rate(n), n) for n in threads]
+        self._passes(w)
+        self._per_param(machine)
+        self.late_s = np.array([self._late(hosted) for hosted in range(self.count + 1)])
+        if self.count <= MOST_NAMED:
+            self.late_s = np.maximum(self.late_s, self._named_s())
+
+    def _per_param(self, machine: Machine) -> None:
+        """The least seconds per parameter of a host update, of a copy each way, of the device's."""
+        every = np.array([self.count])
+        self.update_s = float(self._updates_s(every)[0]) / self.workload.params
+        down = min(self.limits["d2h"], machine.rate("d2h_bytes_per_s"))
+        up = min(self.limits["h2d"], machine.rate("h2d_bytes_per_s"))
+        self.home_s, self.fetch_s = self.bytes.gradient / down, self.bytes.gradient / up
+        self.copy_s = self.bytes.wire / up
+        self.device_s = 1.0 / machine.rate("device_adam_params_per_s")
+
+    def elements_s(self, host: Ints, elements: Floats) -> Floats:
+        """What so many elements on the host ask for, in so many subgroups: as `_late`, for all of
+        them at once.
+        """
+        micro = self.workload.gradient_accumulation_steps
+        one_update, one_copy = self._updates_s(np.array([1]))[0], self.parameter.one_s
+        updates, copies = elements * self.update_s, elements * self.copy_s
+        window = np.maximum(updates + one_copy, one_update + copies) + self.tails[0]
+        behind = np.array([0.0, *self.tails])[host]
+        late = self.backward[-1] + micro * elements * self.home_s + one_update + one_copy + behind
+        seconds = np.maximum(self.rest_s + window, late)
+        if micro > 1:
+            begin_s = float(self.backward.sum()) + self.forward_s + self.backward[-1]
+            fetched = (micro - 1) * elements * self.fetch_s
+            seconds = np.maximum(seconds, begin_s + fetched + copies + self.tails[0])
+        least_s: Floats = np.where(host > 0, seconds, 0.0)
+        return least_s
+
+    def behind_gradients_s(
+        self, device: Ints, slots: Ints, elements: Floats, beyond_elements: Floats
+    ) -> Floats:
+        """Visits beyond the slots: their write-backs come behind all gradients on the lane, and the
+        last visit comes in behind the write-back of the one before it in its slot. They share the
+        way in with new parameters.
+        """
+        micro = self.workload.gradient_accumulation_steps
+        gradients = self.backward[-1] + micro * elements * self.home_s
+        back, come, update = self.visit_out.one_s, self.visit_in.one_s, self.on_device.one_s
+        beyond = np.maximum(device - slots, 0)
+        cycles = np.maximum(device - 1, 0) // np.maximum(slots, 1)
+        times = self.bytes.visit / self.bytes.gradient
+        out_s, in_s = (beyond_elements * times * s for s in (self.home_s, self.fetch_s))
+        # A slot's visits follow one another; the slots share what is beyond them at best equally.
+        by_slot = (out_s + in_s) / np.maximum(slots, 1)
+        in_turn = np.maximum(np.maximum(self.visit_out.lane_s[beyond], out_s) + come, by_slot)
+        in_turn = in_turn + update
+        behind = gradients + np.maximum(in_turn, cycles * (back + come + update))
+        inside = self.rest_s + in_s + elements * self.copy_s
+        least_s: Floats = np.where(beyond > 0, np.maximum(behind, inside) + self.tails[0], 0.0)
+        return least_s
+
+    def _passes(self, w: Workload) -> None:
+        """Forward and backward of one micro-batch, and the forward behind each subgroup's layer."""
+        micro = w.gradient_accumulation_steps
+        forward = np.array([layer.forward_s for layer in w.layers]) / micro
+        self.backward = np.array([layer.backward_s for layer in w.layers]) / micro
+        self.forward_s = float(forward.sum())
+        self.rest_s = w.backward_s + w.forward_s - self.forward_s
+        behind = np.concatenate([np.cumsum(forward[::-1])[::-1], [0.0]])
+        first = [held[0] for held in w.layers_of_subgroups()]
+        self.tails = [float(behind[layer]) for layer in first[::-1]]  # last subgroup first
+        below = np.concatenate([[0.0], np.cumsum(self.backward)])
+        # Of each subgroup: backward that is left when its gradient is complete.
+        self.left_s = np.array([below[layer] for layer in [*first, len(w.layers)]])
+
+    def iteration_s(self, host: Ints, device: Ints, resident: Ints, slots: Ints) -> Floats:
+        """For arrays of counts."""
+        window = np.maximum(
+            self._resources(host, device, resident, slots),
+            self._chains(host, device, resident, slots),
+        )
+        whole = np.maximum(self._whole(host, device), self.late_s[host])
+        seconds: Floats = np.maximum(window + self.rest_s, whole)
+        return seconds
+
+    def _host(self, of: Callable[[Work], Floats], host: Ints) -> Floats:
+        """The least over thread counts."""
+        least: Floats = np.min([of(work)[host] for work in self.on_host], axis=0)
+        return least
+
+    def _resources(self, host: Ints, device: Ints, resident: Ints, slots: Ints) -> Floats:
+        """What must happen within W, on each resource."""
+        beyond = device - slots
+        least_s = np.full(host.shape, self.forward_s + self.workload.pipeline_idle_s)
+        for name in ("dram", "cores", "h2d", "d2h", "link", "device"):
+            crossing = self.visit_in.on(name)[beyond] + self.visit_out.on(name)[beyond]
+            updates = self._host(lambda work: work.on(name), host)  # noqa: B023 - called at once
+            updates = updates + self.on_device.on(name)[device + resident]
+            inside = crossing + updates + self.parameter.on(name)[host]
+            if name == "device":
+                inside = inside + self.forward_s
+            least_s = np.maximum(least_s, inside)
+        # Visits can come in during backward from the last layer's end on.
+        early_s = float(self.backward[:-1].sum())
+        coming = self.visit_in.on("h2d")[device] + self.parameter.on("h2d")[host]
+        within: Floats = np.maximum(least_s, coming - early_s)
+        return within
+
+    def program(self, machine: Machine) -> WindowProgram:
+        """Of the lanes' ops, the smallest and the largest of each."""
+        w = self.workload
+        sizes = sorted({min(w.subgroups), max(w.subgroups)})
+        state, wire, dram = self.bytes.visit, self.bytes.wire, self.bytes.host_traffic
+        lanes = [
+            [copy_op(OpKind.STATE_H2D, n * state) for n in sizes],
+            [copy_op(OpKind.PARAMETER_H2D, n * wire) for n in sizes],
+            [copy_op(OpKind.STATE_D2H, n * state) for n in sizes],
+        ]
+        rates = tuple(self.host_rates)
+        scales = bool(machine.host_adam_by_threads)
+        # Of parameters that come home, the smallest have the largest share of latency.
+        return WindowProgram(
+            modes(lanes, HostUpdates(rates, dram, scales), machine, self.limits),
+            sizes[0] / float(self.parameter.alone_s[1]),
+        )
+
+    def requirements(
+        self, host: Ints, device: Ints, slots: Ints, visit_last: bool, early_home: bool
+    ) -> Floats:
+        """What the window's program has to do, shape (counts, REQUIREMENTS).
+
+        One of the two lanes that finish late holds the last subgroup; behind the other one's last
+        update there is more of forward to do.
+        """
+        beyond = np.maximum(device - slots, 0)
+        visits, hosts = beyond > 0, host > 0
+        least = np.concatenate([[0.0], np.cumsum(np.sort(self.workload.subgroups))])
+        last, other = [*self.tails, 0.0][:2]
+        other = min(other, last) if len(self.tails) < 2 else other
+        update_s, copy_s = self.on_device.one_s, self.parameter.one_s
+        # Before the window's end: when visits and host updates have ended, beyond the tail.
+        visits_s = update_s + np.where(hosts & (not visit_last), other - last, 0.0)
+        hosts_s = copy_s + np.where(visits & visit_last, other - last, 0.0)
+        both = visits & hosts
+        end_s = np.where(both, np.minimum(visits_s, hosts_s), np.where(hosts, hosts_s, visits_s))
+        zero, one_in_s = np.zeros(host.shape), self.visit_in.alone_s[1]
+        between = np.maximum(beyond - 1, 0)
+        first_s = min(float(work.alone_s[1]) for work in self.on_host)
+        anything_s = float(self.parameter.alone_s[-1])
+        needed = {
+            "head_s": visits * update_s,
+            "first_back_s": visits * self.visit_out.alone_s[1],
+            "coming_s": self.visit_in.alone_s[between],
+            "leaving_s": self.visit_out.alone_s[between],
+            "last_in_s": visits * one_in_s,
+            # No longer than the last arrival, so that no other one falls into it.
+            "no_host_s": np.where(both, np.clip(hosts_s - visits_s, 0.0, one_in_s), 0.0),
+            "host_on_s": np.where(both, np.maximum(visits_s - hosts_s, 0.0), 0.0),
+            "last_copy_s": np.where(visits | hosts, end_s, 0.0),
+            "tail_s": zero + np.where(visits | hosts, last, 0.0),
+            "host_params": least[host],
+            "home_s": self.parameter.alone_s[host],
+            "updated_first": zero,
+            # Nothing comes home before the first host update has ended.
+            "idle_home_s": both * (first_s if early_home else 0.0),
+            "no_early_home_s": np.where(both & (not early_home), 0.0, -anything_s),
+        }
+        return np.stack([needed[name] for name in REQUIREMENTS], axis=1)
+
+    def _whole(self, host: Ints, device: Ints) -> Floats:
+        """What a whole iteration asks of the resources that work during backward too."""
+        micro = self.workload.gradient_accumulation_steps
+        least_s = np.zeros(host.shape)
+        for name in ("dram", "h2d", "d2h", "link"):
+            crossing = self.visit_in.on(name) + self.visit_out.on(name)
+            home = self.parameter.on(name) + micro * self.gradient.on(name)
+            home = home + (micro - 1) * self.fetch.on(name)
+            updates = self._host(lambda work: work.on(name), host)  # noqa: B023 - called at once
+            least_s = np.maximum(least_s, crossing[device] + home[host] + updates)
+        return least_s
+
+    def _chains(self, host: Ints, device: Ints, resident: Ints, slots: Ints) -> Floats:
+        """Ops that follow one another, for the best choice of the last three subgroups."""
+        lanes = (
+            self._host_chain(host), self._visit_chain(device, slots),
+            self.on_device.lane_s[resident],
+        )  # fmt: skip
+        some = (host > 0, device > 0, resident > 0)
+        tails = [*self.tails, np.inf, np.inf][:3]  # no third kind where there are two subgroups
+        shortest: Floats = np.min(
+            [
+                np.max(
+                    [np.where(some[k], lanes[k] + tails[place], 0.0) for place, k in enumerate(p)],
+                    axis=0,
+                )
+                for p in permutations(range(3))
+            ],
+            axis=0,
+        )
+        return shortest
+
+    def _host_chain(self, host: Ints) -> Floats:
+        """All host updates, and the last one's parameters."""
+        ended: Floats = self._updates_s(host) + self.parameter.one_s
+        return ended
+
+    def _updates_s(self, host: Ints) -> Floats:
+        """The least of so many host updates one after the other."""
+        updates: Floats = self._host(lambda work: work.alone_s, host)
+        for name in ("dram", "cores"):
+            updates = np.maximum(updates, self._host(lambda work: work.on(name), host))  # noqa: B023 - called at once
+        return updates
+
+    def _late(self, hosted: int) -> float:
+        """The iteration that gradients on their way home allow, with so many host subgroups.
+
+        From the end of one iteration's first forward to the next one's. No update begins before the
+        norm, and none before its gradient is home: gradients of all micro-batches come one after
+        the other, from backward of the last layer on, in the order of backward. So for each m:
+        behind the first gradient of the m that come last there are m updates and a copy, or an
+        update and m copies, and the forward that is behind any of those m. With h host subgroups of
+        n, the one with the m-th lowest index is at most number n - h + m - 1.
+        """
+        if not hosted:
+            return 0.0
+        micro = self.workload.gradient_accumulation_steps
+        last = np.arange(1, hosted + 1)
+        highest = self.count - hosted + last - 1
+        home = self.gradient.lane_s
+        by_lane = self.backward[-1] + (micro - 1) * home[hosted] + home[hosted - last + 1]
+        by_backward = self.rest_s - self.left_s[highest] + self.gradient.one_s
+        begin_s = np.maximum(np.maximum(by_lane, by_backward), self.rest_s)
+        one, lane_s = self._updates_s(np.array([1])), self.parameter.lane_s[last]
+        ended = np.maximum(self._updates_s(last) + self.parameter.one_s, one + lane_s)
+        behind = np.array(self.tails[::-1])[highest]
+        return max(float((begin_s + ended + behind).max()), self._fetched_s(hosted))
+
+    def _named_s(self) -> Floats:
+        """The same by names, for few subgroups of unequal size: the lowest of all choices of which
+        ones are on the host, by their number. What the host does not update the device does.
+        """
+        w, micro = self.workload, self.workload.gradient_accumulation_steps
+        count, sizes = self.count, np.array(w.subgroups, dtype=np.float64)
+        chosen = (np.arange(2**count)[:, None] >> np.arange(count)) & 1 > 0  # a row per choice
+        behind = np.array(self.tails[::-1])
+        update_s, home_s, copy_s = self.update_s, self.home_s, self.copy_s
+        hosted = chosen @ sizes
+        least = np.where(chosen, sizes, np.inf).min(axis=1, initial=np.inf)
+        first = chosen.argmax(axis=1)  # its gradient comes last
+        some = hosted > 0
+        size, tail = sizes[first], behind[first]
+        after_norm = np.maximum(hosted * update_s + least * copy_s, hosted * copy_s)
+        late = self.backward[-1] + micro * hosted * home_s + size * (update_s + copy_s) + tail
+        alone = (chosen * (sizes * (update_s + copy_s) + behind)).max(axis=1)
+        window = np.maximum(after_norm + self.tails[0], alone)
+        seconds = np.where(some, np.maximum(self.rest_s + window, late), 0.0)
+        on_device = (sizes.sum() - hosted) * self.device_s
+        seconds = np.maximum(seconds, self.rest_s + self.forward_s + on_device)
+        floors = np.full(count + 1, np.inf)
+        np.minimum.at(floors, chosen.sum(axis=1), seconds)
+        return floors
+
+    def _fetched_s(self, hosted: int) -> float:
+        """The iteration that the lane of fetched gradients allows: from the second micro-batch's
+        backward on it brings them all, then the new parameters.
+        """
+        micro = self.workload.gradient_accumulation_steps
+        if micro == 1:
+            return 0.0
+        begin_s = float(self.backward.sum()) + self.forward_s + self.backward[-1]
+        fetched_s = (micro - 1) * self.fetch.lane_s[hosted] + self.parameter.lane_s[hosted]
+        return float(begin_s + fetched_s + self.tails[0])
+
+    def _visit_chain(self, device: Ints, slots: Ints) -> Floats:
+        """Until the last visit's update has ended."""
+        update, back, come = self.on_device.one_s, self.visit_out.one_s, self.visit_in.one_s
+        beyond = np.maximum(device - slots, 0)
+        between = np.maximum(beyond - 1, 0)
+        crossing = [self.visit_in.lane_s[between], self.visit_out.lane_s[between]]
+        crossing += [
+            self.visit_in.on(name)[between] + self.visit_out.on(name)[between]
+            for name in ("dram", "cores", "link")
+        ]
+        in_turn = update + back + np.max(crossing, axis=0) + come + update
+        cycles = (device - 1) // np.maximum(slots, 1)
+        by_slot = update + cycles * (back + come + update)
+        early_s = float(self.backward[:-1].sum())
+        least_s = np.maximum(self.visit_in.lane_s[device] - early_s, 0.0) + update
+        return np.where(beyond > 0, np.maximum(least_s, np.maximum(in_turn, by_slot)), least_s)
