@@ -3,19 +3,18 @@
 import pytest
 
 from profiler.sharing import differences, simulated_share
-from simulator.machine import Machine
 from simulator.quantity import Quantity
+from tests.machines import node
 
 
 def machine(**contention):
     """Host Adam moves 56 of 60 GB/s; a copy beside it asks for 20 more: both get their part."""
-    rates = {"h2d": 20e9, "d2h": 20e9, "dram": 60e9, "storage_write": 2e9}
-    fields = {f"{name}_bytes_per_s": Quantity.exact(rate) for name, rate in rates.items()}
-    adam = {f"{name}_adam_params_per_s": Quantity.exact(2e9)
-            for name in ("host", "stock_host", "device")}  # fmt: skip
-    sizes = {"cpu_cores": 16, "host_memory_bytes": 2**37, "device_memory_bytes": 2**34}
     measured = {name: Quantity.exact(value, "measured") for name, value in contention.items()}
-    return Machine(name="m", device_kind="cuda", contention=measured, **fields, **adam, **sizes)
+    return node(
+        h2d_bytes_per_s=20e9, d2h_bytes_per_s=20e9, dram_bytes_per_s=60e9,
+        host_adam_params_per_s=2e9, stock_host_adam_params_per_s=2e9,
+        device_adam_params_per_s=2e9, device_memory_bytes=2**34, contention=measured,
+    )  # fmt: skip
 
 
 def test_the_simulators_share_is_max_min_fair():

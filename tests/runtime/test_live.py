@@ -10,11 +10,12 @@ from runtime.replan.auto import observed_workload
 from runtime.replan.switch import switch_plan
 from runtime.replan.watch import measured_rates
 from runtime.zero.cuts import subgroups_of
-from simulator import Machine, Plan, PlanError, Quantity
+from simulator import Plan, PlanError
 from simulator.schedule import Lane, OpKind
 from simulator.timeline import Span, Timeline
 from studies.bench.bits import differences
 from studies.byte_gpt import SIZES, Batches, ByteGPT, ds_config, train_step
+from tests.machines import node
 from tests.runtime.contract.training import DEVICES, EMULATED, all_state, slowed
 
 STEPS = 8
@@ -22,15 +23,8 @@ SUBGROUP = 20_000
 
 
 def machine(**rates):
-    values = {
-        "h2d_bytes_per_s": 50e9, "d2h_bytes_per_s": 50e9, "dram_bytes_per_s": 200e9,
-        "host_adam_params_per_s": 3e9, "stock_host_adam_params_per_s": 1.5e9,
-        "device_adam_params_per_s": 50e9, "storage_write_bytes_per_s": 2e9,
-    } | rates  # fmt: skip
-    return Machine(
-        name="given", device_kind="emulated", cpu_cores=2, host_memory_bytes=2**34,
-        device_memory_bytes=2**34, **{k: Quantity.exact(v) for k, v in values.items()},
-    )  # fmt: skip
+    memory = {"host_memory_bytes": 2**34, "device_memory_bytes": 2**34}
+    return node(device_kind="emulated", cpu_cores=2, **memory, **rates)
 
 
 def plan_of(pattern, count, slots=2, prefetch=1):

@@ -5,7 +5,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from simulator import Layer, Machine, Plan, Quantity, Workload, build_schedule, simulate
+from simulator import Layer, Plan, Quantity, Workload, build_schedule, simulate
 from simulator.analysis.bound import bound
 from simulator.analysis.counted_bound import MOST_SUBGROUPS, count_bounds
 from simulator.analysis.many_plans import PlanSweep
@@ -13,6 +13,7 @@ from simulator.analysis.sharing_modes import HOME, HOST, LEAVING, HostUpdates, m
 from simulator.engines.reference import capacities
 from simulator.schedule import Lane, Op, OpKind
 from simulator.update.order import UpdateOrder
+from tests.machines import node
 
 PLENTY = 2**45
 
@@ -51,14 +52,14 @@ def random_machine(rng):
         n: Quantity.exact(rates["host_adam_params_per_s"] * float(rng.uniform(0.3, 1.2)))
         for n in (2, 8, 16)
     }
-    return Machine(
-        name="random", device_kind="cuda", cpu_cores=32, host_memory_bytes=PLENTY,
+    return node(
+        name="random", cpu_cores=32, host_memory_bytes=PLENTY,
         device_memory_bytes=PLENTY, copy_latency_s=float(rng.choice([0, 1e-5, 1e-3])),
         launch_latency_s=float(rng.choice([0, 1e-5, 1e-3])),
         device_shares_host_cores=bool(rng.random() < 0.2),
         host_adam_by_threads=threads if rng.random() < 0.4 else {},
         duplex_factor=Quantity.exact(float(rng.uniform(0.5, 1.1))),
-        **{name: Quantity.exact(value) for name, value in rates.items()},
+        **rates,
     )  # fmt: skip
 
 
@@ -114,14 +115,12 @@ def machine(**changes):
     rates = {
         "h2d_bytes_per_s": 20e9, "d2h_bytes_per_s": 10e9, "dram_bytes_per_s": 1e13,
         "host_adam_params_per_s": 1e9, "stock_host_adam_params_per_s": 1e9,
-        "device_adam_params_per_s": 50e9, "storage_write_bytes_per_s": 2e9,
     }  # fmt: skip
-    fields = {k: Quantity.exact(changes.pop(k, v)) for k, v in rates.items()}
     facts = {
-        "cpu_cores": 16, "host_memory_bytes": PLENTY, "device_memory_bytes": PLENTY,
+        "host_memory_bytes": PLENTY, "device_memory_bytes": PLENTY,
         "copy_latency_s": 0.0, "launch_latency_s": 0.0,
     }  # fmt: skip
-    return Machine(name="m", device_kind="cuda", **{**facts, **fields, **changes})
+    return node(**{**rates, **facts, **changes})
 
 
 def workload(subgroups=4, size=10**8, **changes):

@@ -8,10 +8,8 @@ from simulator import (
     CheckpointPlan,
     Lane,
     Layer,
-    Machine,
     OpKind,
     Plan,
-    Quantity,
     Workload,
     build_schedule,
     simulate,
@@ -20,6 +18,7 @@ from simulator.analysis.checkpoint_cost import LEAD_IN, CheckpointCost, Checkpoi
 from simulator.engines.compiled import simulate_fast
 from simulator.plan import BLOCK_BYTES
 from simulator.schedules.checkpointed import CheckpointedLoop
+from tests.machines import node
 
 GIGA = 10**9
 ALL = 2**40  # a budget for everything
@@ -32,10 +31,9 @@ def machine(**changes):
         "stock_host_adam_params_per_s": 1e9, "device_adam_params_per_s": 1e13,
         "storage_write_bytes_per_s": 6e9,
     }  # fmt: skip
-    fields = {k: Quantity.exact(changes.pop(k, v)) for k, v in rates.items()}
     facts = {"cpu_cores": 64, "host_memory_bytes": 2**40, "device_memory_bytes": 2**40,
              "copy_latency_s": 0, "launch_latency_s": 0, "storage_fsync_s": 0}  # fmt: skip
-    return Machine(name="m", device_kind="cuda", **{**facts, **fields, **changes})
+    return node(**{**rates, **facts, **changes})
 
 
 def workload(subgroups=2, layers=1, **changes):

@@ -22,7 +22,7 @@ from simulator.analysis.many_plans import COLUMNS, PlanSweep, iteration_s_many
 from simulator.engines.compiled import compile_schedule, simulate_fast
 from simulator.engines.recipe_arrays import PLACEMENT_CODES
 from simulator.update.order import UpdateOrder, order_of
-from tests.simulator.machines import machine, random_machine, random_workload, workload
+from tests.machines import machine, random_machine, random_workload, workload
 
 EXACT = {"rel": 1e-9, "abs": 1e-9}
 

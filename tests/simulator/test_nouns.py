@@ -18,7 +18,7 @@ from simulator import (
     simulate,
 )
 from simulator.plan import json_schema
-from tests.simulator.machines import machine, workload
+from tests.machines import machine, workload
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])

@@ -5,15 +5,16 @@ import pytest
 from simulator.engines.reference import capacities
 from simulator.machine import Machine
 from simulator.quantity import Quantity
+from tests.machines import node
 
 
 def machine(**changes):
-    rates = {"h2d": 20e9, "d2h": 20e9, "dram": 80e9, "storage_write": 8e9}
-    fields = {f"{name}_bytes_per_s": Quantity.exact(rate) for name, rate in rates.items()}
-    adam = {f"{name}_adam_params_per_s": Quantity.exact(2e9)
-            for name in ("host", "stock_host", "device")}  # fmt: skip
-    sizes = {"cpu_cores": 16, "host_memory_bytes": 2**37, "device_memory_bytes": 2**34}
-    return Machine(name="m", device_kind="cuda", **fields, **adam, **sizes, **changes)
+    rates = {
+        "h2d_bytes_per_s": 20e9, "d2h_bytes_per_s": 20e9, "dram_bytes_per_s": 80e9,
+        "storage_write_bytes_per_s": 8e9, "host_adam_params_per_s": 2e9,
+        "stock_host_adam_params_per_s": 2e9, "device_adam_params_per_s": 2e9,
+    }  # fmt: skip
+    return node(device_memory_bytes=2**34, **rates, **changes)
 
 
 SHARES = {4: {"h2d": Quantity.exact(0.6), "dram": Quantity.exact(0.3)}}

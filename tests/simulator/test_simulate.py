@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simulator import Lane, OpKind, Plan, Schedule, ScheduleBuilder, build_schedule, simulate
-from tests.simulator.machines import machine, workload
+from tests.machines import machine, workload
 
 
 def spans(timeline, kind, iteration=0):

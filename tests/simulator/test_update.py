@@ -13,7 +13,7 @@ from simulator.update.footprint import footprint
 from simulator.update.optimizer import ADAM, OPTIMIZERS
 from simulator.update.order import UpdateOrder, compact, issue_order, order_of
 from simulator.update.recipes import RECIPES, Queue
-from tests.simulator.machines import machine, workload
+from tests.machines import machine, workload
 
 
 @given(st.integers(0, 10**9))

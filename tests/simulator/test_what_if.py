@@ -4,23 +4,16 @@ import math
 
 import pytest
 
-from simulator import Layer, Machine, Quantity, Workload, build_strategy, simulate, what_if
+from simulator import Layer, Workload, build_strategy, simulate, what_if
 from simulator.analysis.bound import bound
+from tests.machines import node
 
 GIB = 2**30
 
 
 def machine(**changes):
-    rates = {
-        "h2d_bytes_per_s": 50e9, "d2h_bytes_per_s": 50e9, "dram_bytes_per_s": 200e9,
-        "host_adam_params_per_s": 3e9, "stock_host_adam_params_per_s": 1.5e9,
-        "device_adam_params_per_s": 50e9, "storage_write_bytes_per_s": 2e9,
-        "host_copy_bytes_per_s": 1e11, "pageable_h2d_bytes_per_s": 2e10,
-    } | changes  # fmt: skip
-    return Machine(
-        name="m", device_kind="cuda", cpu_cores=16, host_memory_bytes=64 * GIB,
-        device_memory_bytes=24 * GIB, **{k: Quantity.exact(v) for k, v in rates.items()},
-    )  # fmt: skip
+    copies = {"host_copy_bytes_per_s": 1e11, "pageable_h2d_bytes_per_s": 2e10}
+    return node(host_memory_bytes=64 * GIB, **{**copies, **changes})
 
 
 def workload(**fields):

@@ -11,12 +11,10 @@ from rich.console import Console
 from simulator import (
     Lane,
     Layer,
-    Machine,
     MemoryPoint,
     OpKind,
     Plan,
     Prediction,
-    Quantity,
     Span,
     Timeline,
     Workload,
@@ -34,20 +32,18 @@ from studies.demo.pictures import (
     typical_iterations,
 )
 from studies.demo.results import Run, pooled, predicted_phases, same_bits, same_losses
+from tests.machines import node
 
 
 def _machine(**changes):
-    exact = Quantity.exact
     rates = {
-        "h2d_bytes_per_s": exact(5e9), "d2h_bytes_per_s": exact(4e9),
-        "dram_bytes_per_s": exact(30e9), "host_adam_params_per_s": exact(1.9e9),
-        "stock_host_adam_params_per_s": exact(1.2e9), "device_adam_params_per_s": exact(1.5e9),
-        "storage_write_bytes_per_s": exact(0.8e9),
+        "h2d_bytes_per_s": 5e9, "d2h_bytes_per_s": 4e9, "dram_bytes_per_s": 30e9,
+        "host_adam_params_per_s": 1.9e9, "stock_host_adam_params_per_s": 1.2e9,
+        "device_adam_params_per_s": 1.5e9, "storage_write_bytes_per_s": 0.8e9,
     }  # fmt: skip
-    return Machine(
-        name="desk", device_kind="emulated", cpu_cores=2, host_memory_bytes=2**34,
-        device_memory_bytes=2**34, **{**rates, **changes},
-    )  # fmt: skip
+    facts = {"device_kind": "emulated", "cpu_cores": 2, "host_memory_bytes": 2**34,
+             "device_memory_bytes": 2**34, "name": "desk"}  # fmt: skip
+    return node(**{**rates, **facts, **changes})
 
 
 def _prediction(strategy, iteration_s):

@@ -3,7 +3,7 @@
 import pytest
 
 from simulator import Quantity
-from tests.simulator.machines import machine, workload
+from tests.machines import machine, workload
 from tuner.memory import IQR_OVER_SIGMA, LEAST_MARGIN, SIGMAS, UNKNOWN_MARGIN, Limits
 from tuner.quantities import share
 

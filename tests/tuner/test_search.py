@@ -5,24 +5,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tuner
-from simulator import Layer, Machine, Quantity, Workload, build_schedule, simulate
+from simulator import Layer, Quantity, Workload, build_schedule, simulate
 from simulator.analysis.bound import bound
 from simulator.schedules.strategies import spread
+from tests.machines import node as machine
 from tuner.memory import UNKNOWN_MARGIN, ImpossibleError, Limits
 from tuner.spread import prediction_interval
 
 GIB = 2**30
-
-
-def machine(**changes):
-    rates = {
-        "h2d_bytes_per_s": 50e9, "d2h_bytes_per_s": 50e9, "dram_bytes_per_s": 200e9,
-        "host_adam_params_per_s": 3e9, "stock_host_adam_params_per_s": 1.5e9,
-        "device_adam_params_per_s": 50e9, "storage_write_bytes_per_s": 2e9,
-    }  # fmt: skip
-    fields = {k: Quantity.exact(changes.pop(k, v)) for k, v in rates.items()}
-    facts = {"cpu_cores": 16, "host_memory_bytes": 128 * GIB, "device_memory_bytes": 24 * GIB}
-    return Machine(name="m", device_kind="cuda", **{**facts, **fields, **changes})
 
 
 def workload(subgroups=20, size=3 * 10**7, forward_s=0.01, **changes):

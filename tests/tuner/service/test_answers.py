@@ -7,7 +7,7 @@ import pytest
 
 from simulator import Plan, build_strategy, preset, simulate, what_if, workload_from_model
 from simulator.analysis.goodput import best_interval_steps, expected_goodput
-from tests.simulator.machines import GIB
+from tests.machines import GIB
 from tuner.memory import Limits
 from tuner.service.scenario import MODELS
 

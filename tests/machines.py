@@ -1,10 +1,17 @@
-"""Machines and workloads for the simulator's tests: round numbers, so that results can be told."""
+"""Machines and workloads of the tests: round numbers, so that results can be worked out by hand."""
 
 import random
 
 from simulator import Layer, Machine, Quantity, Workload
 
 GIB = 2**30
+
+
+def _made(rates, facts, changes):
+    """Numbers for rates are exact quantities."""
+    values = {k: changes.pop(k, v) for k, v in rates.items()}
+    exact = {k: v if isinstance(v, Quantity) else Quantity.exact(v) for k, v in values.items()}
+    return Machine(**{**facts, **exact, **changes})
 
 
 def machine(**changes):
@@ -20,8 +27,25 @@ def machine(**changes):
         "name": "unit", "device_kind": "cuda", "cpu_cores": 8, "host_memory_bytes": GIB,
         "device_memory_bytes": GIB, "copy_latency_s": 0.0, "launch_latency_s": 0.0,
     }  # fmt: skip
-    given = {k: changes.pop(k, v) for k, v in rates.items()}
-    return Machine(**{**facts, **{k: Quantity.exact(v) for k, v in given.items()}, **changes})
+    return _made(rates, facts, changes)
+
+
+def node(**changes):
+    """A node as people have one, in round numbers: a link of 50 GB/s, DRAM of 200; what is not
+    given here follows from these.
+    """
+    rates = {
+        "h2d_bytes_per_s": 50e9, "d2h_bytes_per_s": 50e9, "dram_bytes_per_s": 200e9,
+        "host_adam_params_per_s": 3e9, "stock_host_adam_params_per_s": 1.5e9,
+        "device_adam_params_per_s": 50e9, "storage_write_bytes_per_s": 2e9,
+    }  # fmt: skip
+    optional = ("host_copy_bytes_per_s", "pageable_h2d_bytes_per_s", "network_bytes_per_s")
+    rates |= {name: changes[name] for name in optional if name in changes}
+    facts = {
+        "name": "node", "device_kind": "cuda", "cpu_cores": 16, "host_memory_bytes": 128 * GIB,
+        "device_memory_bytes": 24 * GIB,
+    }  # fmt: skip
+    return _made(rates, facts, changes)
 
 
 def workload(sizes=(10, 10, 10, 10), forward_s=1.0, backward_s=2.0, **fields):
