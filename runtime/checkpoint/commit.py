@@ -34,11 +34,11 @@ from runtime.checkpoint.manifest import (
     parse,
     rank_manifest_name,
 )
+from runtime.checkpoint.publishing import PARTIAL, REPLACED, publish_folder, recover_replaced
 from runtime.checkpoint.retention import committed
 from runtime.checkpoint.rotation import Note, lives, owner
 
 OWNER_NAME = "owner.json"
-PARTIAL, REPLACED = ".partial", ".replaced"
 OUTCOME_GRACE_S = 10.0  # rank 0 gives up first, so that nobody else decides before it has
 
 
@@ -315,46 +315,6 @@ def _fsync(path: Path, files: Files) -> None:
         files.fsync(descriptor)
     finally:
         files.close(descriptor)
-
-
-def publish_folder(
-    staging: Path, target: Path, files: Files, aside: Callable[[Path], None] | None = None
-) -> None:
-    """Gives a finished folder its name, and returns when that is durable.
-
-    A folder that has the name already is swapped out in one step where the filesystem can; where
-    it cannot, it keeps the name ``.TAG.NONCE.replaced`` for a moment, and `recover_replaced` finds
-    it after a crash in between.
-
-    Args:
-        aside: takes the replaced folder; the default deletes it.
-    """
-    if not target.exists():
-        files.rename(staging, target)
-        leftover = None
-    elif files.exchange(staging, target):
-        leftover = staging
-    else:
-        leftover = staging.with_suffix(REPLACED)
-        files.rename(target, leftover)
-        files.point("tag_set_aside")
-        files.rename(staging, target)
-    files.point("tag_renamed")
-    files.fsync_folder(target.parent)
-    files.point("parent_fsynced")
-    if leftover is not None:
-        with contextlib.suppress(OSError):  # the next attempt removes it
-            (aside or files.remove_tree)(leftover)
-
-
-def recover_replaced(save_dir: Path, files: Files) -> None:
-    """Gives a checkpoint its name back if a crash came between the two renames of a swap."""
-    for folder in save_dir.glob(f".*{REPLACED}"):
-        tag = folder.name[1:].removesuffix(REPLACED).rpartition(".")[0]
-        if (folder / GLOBAL_NAME).exists() and not (save_dir / tag).exists():
-            with contextlib.suppress(FileNotFoundError):  # another rank was faster
-                files.rename(folder, save_dir / tag)
-                files.fsync_folder(save_dir)
 
 
 def remove_leftovers(save_dir: Path, files: Files, keep: Path | None = None) -> None:

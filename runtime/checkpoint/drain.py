@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from runtime.checkpoint.commit import OWNER_NAME, PARTIAL, publish_folder, remove_leftovers
+from runtime.checkpoint.commit import OWNER_NAME, remove_leftovers
 from runtime.checkpoint.errors import CheckpointError, ManifestError
 from runtime.checkpoint.files import Files
 from runtime.checkpoint.manifest import (
@@ -31,6 +31,7 @@ from runtime.checkpoint.manifest import (
 )
 from runtime.checkpoint.memory import ALIGNMENT, Slots, memory_at
 from runtime.checkpoint.output import OutputFile, Pace
+from runtime.checkpoint.publishing import PARTIAL, publish_folder
 from runtime.checkpoint.retention import Committed, being_read, committed, prune
 
 logger = logging.getLogger("ebbtide.checkpoint")

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from runtime.checkpoint.commit import recover_replaced
 from runtime.checkpoint.drain import Tiers
 from runtime.checkpoint.errors import CheckpointError, ManifestError
 from runtime.checkpoint.files import Files
 from runtime.checkpoint.inspect import Problem, verify
 from runtime.checkpoint.manifest import GLOBAL_NAME, RANKS_FOLDER, GlobalManifest, parse
 from runtime.checkpoint.peers import Peers
+from runtime.checkpoint.publishing import recover_replaced
 from runtime.checkpoint.retention import Committed, committed, damaged, named_latest
 from runtime.checkpoint.rotation import settle, siblings
 

@@ -24,6 +24,7 @@ from typing import Any
 from runtime.checkpoint.files import Files
 from runtime.checkpoint.inspect import verify
 from runtime.checkpoint.manifest import GLOBAL_NAME
+from runtime.checkpoint.publishing import recover_replaced
 from runtime.checkpoint.retention import committed
 
 NOTES = ".ebbtide"
@@ -61,11 +62,22 @@ def _is_renewed(path: Path) -> bool:
     """Whether somebody on another machine, whose processes cannot be seen, renews a note."""
     with contextlib.suppress(FileNotFoundError):
         before = path.stat().st_mtime_ns
+        if _now_ns(path.parent) - before > LEASES * LEASE_S * 1e9:
+            return False  # silent for long enough already: a resume after a crash does not wait
         for _ in range(LEASES):
             time.sleep(LEASE_S)  # nothing tells that a machine is gone, but that it is silent
             if path.stat().st_mtime_ns != before:
                 return True
     return False
+
+
+def _now_ns(folder: Path) -> int:
+    """The time by the filesystem's own clock, which stamps what other machines write there."""
+    try:
+        os.utime(folder)
+        return folder.stat().st_mtime_ns
+    except OSError:  # not ours to change
+        return time.time_ns()
 
 
 class Note:
@@ -215,6 +227,7 @@ def _settle(save_dir: Path, notes: Path) -> None:
     found = {path: _read(path) for path in notes.glob("*.json")}
     if any(lives(page, path) for path, page in found.items()):
         return
+    recover_replaced(save_dir, Files())  # what `latest` names must not be missing below
     pages = list(found.values())
     done = [_became_whole(save_dir, page) for page in pages]
     complete = all((save_dir / str(page.get("awaits", ""))).exists() for page in pages)
@@ -263,9 +276,17 @@ def _forget(save_dir: Path, page: dict[str, Any]) -> None:
     for found in committed(save_dir):
         if found.manifest.nonce == page.get("nonce"):
             found.folder.rename(save_dir / f".{tag}.{page['nonce']}.replaced_torn")
+            recover_replaced(save_dir, Files())
     latest = save_dir / "latest"
-    if latest.exists() and not (save_dir / latest.read_text().strip()).exists():
-        Files().write_durably(latest, str(page.get("latest", "")).encode())
+    if "latest" not in page or not latest.exists():
+        return  # a note that the crash tore knows of no former one
+    if (save_dir / latest.read_text().strip()).exists():
+        return
+    former = str(page["latest"])
+    if former:
+        Files().write_durably(latest, former.encode())
+    else:
+        latest.unlink()  # the very first one never came: a run starts anew
 
 
 def _hide(save_dir: Path, beside: Path | None) -> None:

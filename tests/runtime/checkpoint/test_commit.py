@@ -12,10 +12,10 @@ import threading
 import pytest
 import torch
 
-from runtime.checkpoint.commit import publish_folder, recover_replaced
 from runtime.checkpoint.errors import CheckpointError
 from runtime.checkpoint.files import Files
 from runtime.checkpoint.inspect import list_checkpoints, prune, verify
+from runtime.checkpoint.publishing import publish_folder, recover_replaced
 from runtime.checkpoint.restore import newest_valid
 from runtime.checkpoint.retention import being_read
 from tests.runtime.checkpoint.conftest import Bench, FaultyFiles, some_state

@@ -5,6 +5,7 @@ The system calls of a save are recorded. For each prefix of them, what was synce
 rest, any part may be. Each such folder is built and opened.
 """
 
+import os
 import random
 import shutil
 import threading
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
+from runtime.checkpoint.bystanders import watch
 from runtime.checkpoint.files import Files
 from runtime.checkpoint.inspect import list_checkpoints, verify
 from runtime.checkpoint.restore import newest_valid
@@ -74,6 +76,7 @@ class Disk:
                 self.build(path / name, child)
             else:
                 (path / name).write_bytes(self.files.get(child, b""))
+                os.utime(path / name, (0, 0))  # the machine was down for a while
 
     def digest(self) -> str:
         hasher = xxhash.xxh3_128()
@@ -215,6 +218,12 @@ def check(folder: Path, commits: int):
         assert latest.read_text() in tags
     else:
         assert commits == 0
+
+
+@pytest.fixture(autouse=True)
+def readers_end_what_a_crash_left():
+    """As in every process that has saved a checkpoint. An unreadable note makes nobody wait."""
+    watch()
 
 
 @pytest.mark.parametrize("scenario", ["new tags", "same tag", "same tag, no exchange"])
