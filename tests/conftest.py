@@ -21,6 +21,16 @@ settings.register_profile("ci", derandomize=True, deadline=None)
 settings.register_profile("dev", deadline=None)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
+
+def pytest_collection_modifyitems(items):
+    """A file's tests share a process, so that what a fixture prepared is used again; all that looks
+    at the demo's folder shares one too: the demo runs once.
+    """
+    for item in items:
+        group = "demo" if "quick_demo" in item.fixturenames else item.location[0]
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
