@@ -23,7 +23,7 @@ from studies.published import judging
 from studies.published.judging import CHOICES, NEAR_BEST_PCT, QUANTITIES
 from studies.published.left_out import cross_validation
 from studies.published.pictures import draw
-from studies.published.shipped import calibrated, machine_of
+from studies.published.shipped import as_logged, calibrated, machine_of
 
 Machines = Mapping[str, Machine]
 
@@ -115,6 +115,9 @@ def figures_of(
         "predicted": judging.by_testbed(pairs),
         "nothing_fitted": {
             "predicted": judging.by_testbed(unfitted),
+            "as_logged": judging.by_testbed(
+                judging.predictions(presets, [as_logged(run) for run in asked])
+            ),
             "pairs": judging.pairs_by_testbed(unfitted),
             "intervals": judging.intervals(presets, asked),
         },

@@ -14,7 +14,7 @@ from tuner.memory import Limits
 def alternatives(
     workload: Workload, machine: Machine, plan: Plan, limits: Limits
 ) -> list[Prediction]:
-    """Stock, its peers at their best setting that fits, and ebbtide without a feature."""
+    """Stock as a user would run it today, peers at their best setting, ebbtide less a feature."""
     host = Plan(
         subgroup_size=plan.subgroup_size,
         placement=Plan.runs(["host"] * len(workload.subgroups)),
@@ -23,9 +23,7 @@ def alternatives(
     )
     found = [
         _prediction("stock ZeRO-3 offload", _run(workload, machine, "zero3_offload")),
-        _prediction(
-            "stock, asynchronous gradients", _run(workload, machine, "zero3_offload_async")
-        ),
+        _prediction("stock, pin_memory false", _run(workload, machine, "zero3_offload_unpinned")),
         _best("Twin-Flow", workload, machine, limits, "twin_flow"),
         _best("Deep Optimizer States", workload, machine, limits, "deep_optimizer_states"),
         _prediction("SuperOffload", _run(workload, machine, "superoffload")),

@@ -227,6 +227,18 @@ def _forward(
 
 
 @compiled
+def _gather_before_backward(
+    n: Ints, ops: Floats, after_first: Ints, after: Ints, layers: Floats, layer: int
+) -> int:
+    """As `TrainingLoop.backward` issues it: before the reduction of the layer above; -1: none."""
+    if layer < 0 or not layers[layer, L_GATHER] > 0:
+        return -1
+    _wait(n, after, n[_N_PASS_BEFORE])
+    return int(_add(n, ops, after_first, _GATHER, _NETWORK_LANE, layers[layer, L_GATHER],
+                    NETWORK, 0.0, 0.0, 0.0))  # fmt: skip
+
+
+@compiled
 def _backward(
     n: Ints, ops: Floats, after_first: Ints, after: Ints, micro_batch: int, layers: Floats,
     share_first: Ints, share_subgroup: Ints, layer_count: Ints, sizes: Floats, placement: Any,
@@ -235,16 +247,15 @@ def _backward(
 ) -> None:  # fmt: skip
     missing = layer_count.copy()
     fetch, store = rows.shape[0] - 2, rows.shape[0] - 1
+    gather = _gather_before_backward(n, ops, after_first, after, layers, layers.shape[0] - 1)
     for layer in range(layers.shape[0] - 1, -1, -1):
-        if layers[layer, L_GATHER] > 0:
-            _wait(n, after, n[_N_PASS_BEFORE])
-            gather = _add(n, ops, after_first, _GATHER, _NETWORK_LANE, layers[layer, L_GATHER],
-                          NETWORK, 0.0, 0.0, 0.0)  # fmt: skip
+        if gather >= 0:
             _wait(n, after, gather)
         op = _add(n, ops, after_first, _BACKWARD, _COMPUTE, layers[layer, L_BACKWARD], WALL,
                   1.0, 0.0, layers[layer, L_ACTIVATION])  # fmt: skip
         _pass_done(n, op)
         n[_N_BACKWARD] = op
+        gather = _gather_before_backward(n, ops, after_first, after, layers, layer - 1)
         if layers[layer, L_REDUCE] > 0:
             _wait(n, after, op)
             op = _add(n, ops, after_first, _REDUCE, _NETWORK_LANE, layers[layer, L_REDUCE],

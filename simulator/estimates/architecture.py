@@ -46,6 +46,8 @@ class Architecture:
 
     Attributes:
         gated: the MLP has a gate (three matrices), as in Llama; else two, as in GPT-2.
+        fused: queries, keys and values are one matrix, gate and up another, as in Phi-3 and
+            Megatron-LM: subgroups end at the borders of parameters.
         bias: which of ``qkv``, ``out``, ``mlp``, ``head`` have a bias.
         norm_params: elements of one norm over the hidden size: 1x (RMS) or 2x (layer norm).
         norms: how many a block has.
@@ -64,6 +66,7 @@ class Architecture:
     ffn: int
     vocabulary: int
     gated: bool = True
+    fused: bool = False
     bias: frozenset[str] = frozenset()
     norm_params: int = 1
     norms: int = 2
@@ -131,15 +134,15 @@ class Architecture:
         """(rows, columns, bias) of the projections."""
         queries, keys = self.heads * self.head_size, self.kv_heads * self.head_size
         qkv, out = "qkv" in self.bias, "out" in self.bias
-        return [
-            (queries, self.hidden, qkv), (keys, self.hidden, qkv), (keys, self.hidden, qkv),
-            (self.hidden, queries, out),
-        ]  # fmt: skip
+        rows = [queries + 2 * keys] if self.fused else [queries, keys, keys]
+        return [*((n, self.hidden, qkv) for n in rows), (self.hidden, queries, out)]
 
     def _mlp_shapes(self) -> list[tuple[int, int, bool]]:
         bias = "mlp" in self.bias
-        widen = [(self.ffn, self.hidden, bias)] * (2 if self.gated else 1)
-        return [*widen, (self.hidden, self.ffn, bias)]
+        rows = [self.ffn] * (2 if self.gated else 1)
+        if self.fused:
+            rows = [sum(rows)]
+        return [*((n, self.hidden, bias) for n in rows), (self.hidden, self.ffn, bias)]
 
     @staticmethod
     def _matrices(shapes: list[tuple[int, int, bool]]) -> list[int]:
@@ -159,7 +162,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"head_norms": 2},
     "gemma": {"tied": True},
     "gemma2": {"tied": True, "norms": 4},
-    "phi3": {},
+    "phi3": {"fused": True},
     "mixtral": {},
     "phi": {"gated": False, "bias": _ALL | {"head"}, "norm_params": 2, "norms": 1},
     "gpt2": {"gated": False, "bias": _ALL, "norm_params": 2, "tied": True},
@@ -187,8 +190,8 @@ def architecture(model: Architecture | Mapping[str, Any] | str | Path) -> Archit
     Args:
         model: a Hugging Face config (its dict, its ``config.json`` or the folder with it), or a
             plain description with the keys ``layers, hidden, heads, vocabulary`` and, where they
-            are not the usual ones, ``kv_heads, head_size, ffn, gated, bias, tied, positions,
-            norm_params, experts, experts_per_token``.
+            are not the usual ones, ``kv_heads, head_size, ffn, gated, fused, bias, tied,
+            positions, norm_params, experts, experts_per_token``.
 
     Raises:
         ModelError: the file cannot be read, the family is not known, or a key is missing or wrong.
@@ -282,7 +285,7 @@ def _from_hugging_face(config: Mapping[str, Any]) -> Architecture:
 
 
 def _from_description(config: Mapping[str, Any]) -> Architecture:
-    flags = ("gated", "bias", "norm_params", "norms", "positions", "tied")
+    flags = ("gated", "fused", "bias", "norm_params", "norms", "positions", "tied")
     known = {name for names in _KEYS.values() for name in names} | {*flags, "name"}
     unknown = sorted(set(config) - known)
     if unknown:

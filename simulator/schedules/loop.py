@@ -99,20 +99,26 @@ class TrainingLoop(ABC):
     def backward(self, micro_batch: int) -> None:
         """Last layer first."""
         w = self.workload
+        gathered = self._gather_before_backward(len(w.layers) - 1)
         for number in reversed(range(len(w.layers))):
             layer = w.layers[number]
-            waits = []
-            if layer.network_gather_bytes:
-                waits = [self._gather(layer.network_gather_bytes, number, [])]
             op = self.out.add(
                 OpKind.BACKWARD, Lane.COMPUTE, layer.backward_s / w.gradient_accumulation_steps,
-                after=waits, device_share=1.0,
+                after=gathered, device_share=1.0,
                 device_alloc_bytes=self.gradient_alloc_bytes(number, micro_batch),
                 device_free_bytes=layer.activation_bytes, layer=number,
             )  # fmt: skip
             self.passes.append(op)
             self.backward_done = op
+            # Gathers and reductions are streams of their own: on the one lane for both, the next
+            # layer's gather must not queue behind a reduction that waits for this layer's backward.
+            gathered = self._gather_before_backward(number - 1)
             self.gradients(number, micro_batch, self._reduced(number, op))
+
+    def _gather_before_backward(self, layer: int) -> list[int]:
+        """Of a layer's parameters from other nodes; below the first layer there are none."""
+        size_bytes = self.workload.layers[layer].network_gather_bytes if layer >= 0 else 0
+        return [self._gather(size_bytes, layer, [])] if size_bytes else []
 
     def _reduced(self, layer: int, after: int) -> int:
         size = self.workload.layers[layer].network_reduce_bytes

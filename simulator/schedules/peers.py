@@ -17,7 +17,16 @@ DEVICE_BYTES_PER_PARAM = STATE_BYTES_PER_PARAM + FP32_BYTES  # state and fp32 gr
 # Unscale 8, DeepSpeedCPUAdam 28, downcast 8: DRAM traffic per parameter of stock's host passes.
 STOCK_UPDATE_BYTES = 44
 PAGEABLE_PASSES = 3  # of DRAM: into the driver's staging buffer, out of it, and the link's own
+WIDENING_BYTES = 10  # DRAM traffic: 2 read, and 4 written after the line was read
+# Of device memory, by the kernels on the reductions' stream: into the bucket (2 read, 2 written),
+# the norm in float64 (2 read, 8 written and read), widening (2 read, 4 written).
+GRADIENT_KERNEL_BYTES = 4 + 18 + 6
+# These kernels start when the running product leaves the device free, and products last longer than
+# they do. A parameter's stream comes to that twice, before its reduction and behind its copies
+# (norm and widening), and waits half a product each time; its backward is three products.
+PRODUCTS_WAITED_FOR = 2 * 0.5 / 3
 Updates = Literal["sequential", "interleaved", "with_backward"]
+Gradients = Literal["stock", "asynchronous", "widened_on_host", "unpinned"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +34,16 @@ class StockOptions:
     """What distinguishes the stock strategies from one another.
 
     Attributes:
-        blocking_gradients: a gradient crosses the link three times; else it is widened on the
-            device and crosses once. Backward waits for the copies either way.
+        gradients: how they reach the host. In all builds of ZeRO-3 a gradient goes to a 16-bit
+            buffer, comes back, and goes home in fp32.
+            ``asynchronous``: widened on the device, to pinned buffers, on the stream of the
+            reductions beside the next layers' backward (DeepSpeed 0.19.8, where pinning is the
+            default; ``part_grads_async`` of Deep Optimizer States);
+            ``stock``: the same, or what a profile measured that it adds to backward;
+            ``widened_on_host``: pinned buffers, but the last copy blocks and leaves widening to
+            the host, through fresh unpinned memory (DeepSpeed 0.13: ``copy_`` of a 16-bit device
+            tensor to an fp32 host tensor);
+            ``unpinned``: all three copies from and to unpinned memory, backward waits for each.
         updates: ``sequential``: one subgroup after the other, copies included, at the step;
             ``interleaved``: host updates, copies and visits side by side, at the step;
             ``with_backward``: a subgroup's host update starts once its gradient is home, and only
@@ -38,11 +55,11 @@ class StockOptions:
         stride: of the hosted subgroups every so many-th visits the device; 0: none.
         staging_slots: device buffers for visits.
         result_copy: new masters come back from another process and are copied once more.
-        pageable_parameters, pageable_gradients: they travel from and to unpinned memory
-            (``pin_memory: false``).
+        pageable_parameters: they are cast into fresh unpinned memory and sent from there, as
+            stock does whatever ``pin_memory`` says.
     """
 
-    blocking_gradients: bool = True
+    gradients: Gradients = "stock"
     updates: Updates = "sequential"
     host_ratio: float = 1.0
     counts_host: bool = False
@@ -50,7 +67,6 @@ class StockOptions:
     staging_slots: int = 1
     result_copy: bool = False
     pageable_parameters: bool = True
-    pageable_gradients: bool = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.host_ratio <= 1:
@@ -78,6 +94,7 @@ class StockLoop(TrainingLoop):
         }  # fmt: skip
         self.slots = min(options.staging_slots, len(self.visits))
         self.gradients_home: dict[int, int] = {}  # layer -> op
+        self.stream: list[int] = []  # its last op
         self.missing: list[int] = []
         self.updated: dict[int, int] = {}  # subgroups updated during backward
         self.written_back: list[int] = []
@@ -104,16 +121,13 @@ class StockLoop(TrainingLoop):
             host_base_bytes=hosted * HOST_BYTES_PER_PARAM + on_device * FP32_BYTES,
         )
 
-    def backward(self, micro_batch: int) -> None:
-        self.missing = [len(layers) for layers in self.layers_of]
-        super().backward(micro_batch)
-
     # -- gradients ---------------------------------------------------------------------------
 
     def gradients(self, layer: int, micro_batch: int, after: int) -> None:
         """Sends a layer's gradients home; what is complete may be updated at once."""
         home = self._send_home(layer, micro_batch, after)
         self.gradients_home[layer] = home
+        self.stream = [home]  # of the reductions: the next layer's copies queue behind these
         for subgroup, _ in reversed(self.shares[layer]):
             self.missing[subgroup] -= 1
             complete = self.missing[subgroup] == 0 and micro_batch == self.boundary
@@ -121,29 +135,48 @@ class StockLoop(TrainingLoop):
             if complete and early:
                 self.updated[subgroup] = self._update_host(subgroup, [home])
 
+    def backward(self, micro_batch: int) -> None:
+        """It ends when the gradients' stream has run dry: DeepSpeed synchronises with it."""
+        self.missing = [len(layers) for layers in self.layers_of]
+        super().backward(micro_batch)
+        homes = list(self.gradients_home.values())
+        self.out.add(OpKind.GRADIENT_PASS, Lane.COMPUTE, 0.0, after=homes)
+
     def _send_home(self, layer: int, micro_batch: int, after: int) -> int:
-        """Backward waits for the copies: they are queued on the stream that it computes on."""
         hosted = sum(n for s, n in self.shares[layer] if self._goes_home(s))
+        hosted *= micro_batch == self.boundary  # earlier ones stop in the buffer
         elements = self.workload.layers[layer].params
         if not elements:
             return after
-        if self.options.blocking_gradients and self.workload.stock_backward_extra_s is not None:
+        if self.options.gradients == "stock" and self.workload.stock_backward_extra_s is not None:
             return self._measured_path(layer, after)
-        send = self._three_crossings if self.options.blocking_gradients else self._one_crossing
-        home = send(layer, elements, hosted, micro_batch, after)
-        return self.out.add(OpKind.GRADIENT_PASS, Lane.COMPUTE, 0.0, after=[home], layer=layer)
+        size_bytes = elements * self.workload.grad_bytes_per_param
+        after = self._gradient_kernels(elements, layer, [after, *self.stream])
+        first, then = OpKind.GRADIENT_D2H, OpKind.GRADIENT_H2D
+        if micro_batch:  # what is there comes first, to be added to
+            first, then = then, first
+        moved = self._move(then, size_bytes, layer, self._move(first, size_bytes, layer, after))
+        if self.options.gradients == "widened_on_host" and hosted:
+            return self._widened_on_host(hosted, layer, moved)
+        if hosted:
+            moved = self._move(OpKind.GRADIENT_D2H, hosted * FP32_BYTES, layer, moved)
+        return self._waited_for(layer, moved) if self.options.gradients == "unpinned" else moved
 
     def _goes_home(self, subgroup: int) -> bool:
         """Interleaved builds leave the gradients of visiting subgroups on the device."""
         return subgroup >= self.resident and not self._waits_on_device(subgroup)
 
     def _waits_on_device(self, subgroup: int) -> bool:
-        return not self.options.blocking_gradients and subgroup in self.visits
+        return self.options.updates == "interleaved" and subgroup in self.visits
 
     def gradient_alloc_bytes(self, layer: int, micro_batch: int) -> int:
+        """Of visiting subgroups, each whole when the first of its gradients arrives."""
         if micro_batch > 0:
             return 0
-        waits = sum(n for s, n in self.shares[layer] if self._waits_on_device(s))
+        waits = sum(
+            self.sizes[s] for s, _ in self.shares[layer]
+            if self._waits_on_device(s) and max(self.layers_of[s]) == layer
+        )  # fmt: skip
         return waits * self.workload.grad_bytes_per_param
 
     def _measured_path(self, layer: int, after: int) -> int:
@@ -157,36 +190,39 @@ class StockLoop(TrainingLoop):
             layer=layer,
         )  # fmt: skip
 
-    def _three_crossings(
-        self, layer: int, elements: int, hosted: int, micro_batch: int, after: int
-    ) -> int:
-        """To the buffer, back to be widened (or, later, to be added to), and home again."""
-        size = elements * self.workload.grad_bytes_per_param
-        first, then = OpKind.GRADIENT_D2H, OpKind.GRADIENT_H2D
-        if micro_batch:
-            first, then = then, first
-        moved = self._move(then, size, layer, self._move(first, size, layer, after))
-        if micro_batch == self.boundary and hosted:
-            moved = self._move(OpKind.GRADIENT_D2H, hosted * FP32_BYTES, layer, moved)
-        return moved
+    def _widened_on_host(self, elements: int, layer: int, after: int) -> int:
+        """The host waits for the copy and widens it, one core of it: nothing else is issued."""
+        size_bytes = elements * self.workload.grad_bytes_per_param
+        moved = self.out.add(
+            OpKind.GRADIENT_D2H, Lane.D2H, size_bytes, "pageable_d2h_bytes_per_s", [after],
+            dram_bytes=size_bytes * PAGEABLE_PASSES, layer=layer,
+        )  # fmt: skip
+        return self.out.add(
+            OpKind.GRADIENT_PASS, Lane.COMPUTE, elements * FP32_BYTES, "pageable_d2h_bytes_per_s",
+            [moved], dram_bytes=elements * WIDENING_BYTES, layer=layer,
+        )  # fmt: skip
 
-    def _one_crossing(
-        self, layer: int, elements: int, hosted: int, micro_batch: int, after: int
-    ) -> int:
-        """Accumulated in the buffer until the last micro-batch, which sends fp32."""
-        size = elements * self.workload.grad_bytes_per_param
-        moved = after
-        if micro_batch > 0:
-            moved = self._move(OpKind.GRADIENT_H2D, size, layer, moved)
-        if micro_batch < self.boundary:
-            return self._move(OpKind.GRADIENT_D2H, size, layer, moved)
-        if hosted:
-            moved = self._move(OpKind.GRADIENT_D2H, hosted * FP32_BYTES, layer, moved)
-        return moved
+    def _gradient_kernels(self, elements: int, layer: int, waits: list[int]) -> int:
+        """They share the device with the backward of the layers below, once they get at it."""
+        w = self.workload
+        waited_s = w.layers[layer].backward_s / w.gradient_accumulation_steps * PRODUCTS_WAITED_FOR
+        if self.options.gradients in ("asynchronous", "stock"):
+            waits = [
+                self.out.add(
+                    OpKind.GRADIENT_PASS, Lane.DEVICE_UPDATE, waited_s, after=waits, layer=layer
+                )
+            ]
+        return self.out.add(
+            OpKind.GRADIENT_PASS, Lane.DEVICE_UPDATE, elements * GRADIENT_KERNEL_BYTES,
+            "device_memory_bytes_per_s", waits, device_share=1.0, layer=layer,
+        )  # fmt: skip
+
+    def _waited_for(self, layer: int, after: int) -> int:
+        return self.out.add(OpKind.GRADIENT_PASS, Lane.COMPUTE, 0.0, after=[after], layer=layer)
 
     def _move(self, kind: OpKind, size_bytes: float, layer: int, after: int) -> int:
         direction = "d2h" if kind == OpKind.GRADIENT_D2H else "h2d"
-        pageable = self.options.pageable_gradients
+        pageable = self.options.gradients == "unpinned"
         rate = f"pageable_{direction}_bytes_per_s" if pageable else f"{direction}_bytes_per_s"
         return self.out.add(
             kind, Lane.D2H if direction == "d2h" else Lane.H2D, size_bytes, rate,  # type: ignore[arg-type]

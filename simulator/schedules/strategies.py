@@ -40,13 +40,23 @@ def _stock(workload: Workload, name: str, options: StockOptions, iterations: int
 
 
 def zero3_offload(workload: Workload, iterations: int = 3) -> Schedule:
-    """Stock ZeRO-3 offload: gradients block backward, everything else one after the other."""
+    """Stock ZeRO-3 offload as DeepSpeed 0.19.8 runs it by default: gradients go to pinned buffers
+    beside backward, updates run one after the other.
+    """
     return _stock(workload, "zero3_offload", StockOptions(), iterations)
 
 
+def zero3_offload_unpinned(workload: Workload, iterations: int = 3) -> Schedule:
+    """The same with ``"pin_memory": false`` (the default before 0.19): backward waits for copies
+    from and to unpinned memory.
+    """
+    options = StockOptions(gradients="unpinned")
+    return _stock(workload, "zero3_offload_unpinned", options, iterations)
+
+
 def zero3_offload_async(workload: Workload, iterations: int = 3) -> Schedule:
-    """Stock ZeRO-3 offload with gradients that flow home while backward goes on."""
-    options = StockOptions(blocking_gradients=False, pageable_gradients=False)
+    """`zero3_offload` derived from the copies even where a profile measured its gradients' path."""
+    options = StockOptions(gradients="asynchronous")
     return _stock(workload, "zero3_offload_async", options, iterations)
 
 
@@ -54,13 +64,16 @@ def twin_flow(
     workload: Workload,
     iterations: int = 3,
     ratio: float = 0.5,
-    async_gradients: bool = False,
+    async_gradients: bool = True,
     counts_host: bool = False,
 ) -> Schedule:
-    """Twin-Flow: the state of a share 1 - ``ratio`` of the subgroups stays in device memory."""
+    """Twin-Flow: the state of a share 1 - ``ratio`` of the subgroups stays in device memory.
+
+    Without ``async_gradients`` as in the builds of 2024, whose host widens the gradients.
+    """
     options = StockOptions(
-        host_ratio=ratio, blocking_gradients=not async_gradients,
-        pageable_gradients=not async_gradients, counts_host=counts_host,
+        host_ratio=ratio, gradients="stock" if async_gradients else "widened_on_host",
+        counts_host=counts_host,
     )  # fmt: skip
     return _stock(workload, "twin_flow", options, iterations)
 
@@ -75,14 +88,13 @@ def deep_optimizer_states(
 ) -> Schedule:
     """Deep Optimizer States (Maurya et al., Middleware 2024): every stride-th subgroup visits."""
     options = StockOptions(
-        blocking_gradients=False,
+        gradients="asynchronous",
         updates="interleaved",
         host_ratio=ratio,
         stride=stride,
         staging_slots=staging_slots,
         counts_host=counts_host,
         pageable_parameters=False,
-        pageable_gradients=False,
     )
     return _stock(workload, "deep_optimizer_states", options, iterations)
 
@@ -178,6 +190,7 @@ STRATEGIES: Mapping[str, Callable[..., Schedule]] = {
     builder.__name__: builder
     for builder in (
         zero3_offload,
+        zero3_offload_unpinned,
         zero3_offload_async,
         twin_flow,
         deep_optimizer_states,

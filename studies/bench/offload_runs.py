@@ -90,9 +90,11 @@ class Run:
 def model_of(run: Run) -> dict[str, Any]:
     """A plain description of the model that was trained.
 
-    The logs' memory over 1 to 16 ranks tells the parameters: 5.90 B where the label says 7 B and
-    11.19 B where it says 13 B. That is a GPT without tied embeddings whose attention has four
-    key-value heads, the default of Megatron-DeepSpeed's example script. Where label and logged
+    The launch script of the runs (published beside the logs) names swiglu, rmsnorm, untied
+    embeddings, no biases and key-value heads of their own; Megatron-LM fuses queries, keys and
+    values, and gate and up. The logs' memory over 1 to 16 ranks tells the parameters: 5.90 B where
+    the label says 7 B and 11.19 B where it says 13 B. That is four key-value heads, the default of
+    Megatron-DeepSpeed's example script, and an MLP of 8/3 the hidden size. Where label and logged
     shape contradict each other, the hidden size is the largest multiple of 512 that the label
     allows at the logged depth (20 B: 6144, as GPT-NeoX with its 64 heads has it, and as the logs'
     memory shows).
@@ -104,7 +106,7 @@ def model_of(run: Run) -> dict[str, Any]:
     kv_heads = KV_HEADS if heads % KV_HEADS == 0 else heads
     return {
         "name": run.model, "layers": run.layers, "hidden": hidden, "heads": heads,
-        "kv_heads": kv_heads, "vocabulary": VOCABULARY, "ffn": 4 * hidden, "gated": False,
+        "kv_heads": kv_heads, "vocabulary": VOCABULARY, "ffn": 8 * hidden // 3, "fused": True,
     }  # fmt: skip
 
 

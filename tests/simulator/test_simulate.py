@@ -6,7 +6,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulator import Lane, OpKind, Plan, Schedule, ScheduleBuilder, build_schedule, simulate
+from simulator import (
+    Lane,
+    Layer,
+    OpKind,
+    Plan,
+    Quantity,
+    Schedule,
+    ScheduleBuilder,
+    build_schedule,
+    simulate,
+)
+from simulator.schedules.peers import StockLoop, StockOptions
 from tests.machines import machine, workload
 
 
@@ -173,6 +184,58 @@ def test_residents_copy_nothing():
                         OpKind.PARAMETER_H2D, OpKind.UPDATE_HOST}  # fmt: skip
     # Both updates run beside the next forward, at half speed where they meet.
     assert found.phases(1)["step_s"] == 0
+
+
+def stock(**options):
+    """Two layers of 10: backward of layer 1 ends at 5, copies of 2 B take 20 s, of 4 B 40 s."""
+    loop = StockLoop(workload((10, 10), backward_s=3.0), StockOptions(**options))
+    loop.run(1)
+    on = machine(device_memory_bytes_per_s=Quantity.exact(1e12))
+    return simulate(loop.schedule(1, "stock"), on)
+
+
+def rounded(timeline, kind):
+    """Without the picoseconds of the kernels on the gradients."""
+    return [(round(start, 6), round(end, 6)) for start, end in spans(timeline, kind)]
+
+
+def test_stocks_gradients_queue_on_one_stream_beside_backward():
+    """Each waits for a third of its layer's backward, the products that hold the device: 1 s."""
+    found = stock(gradients="asynchronous")
+    assert rounded(found, OpKind.BACKWARD) == [(2, 5), (5, 8)]
+    assert rounded(found, OpKind.GRADIENT_D2H) == [(6, 26), (46, 86), (87, 107), (127, 167)]
+    assert rounded(found, OpKind.GRADIENT_H2D) == [(26, 46), (107, 127)]
+    assert rounded(found, OpKind.NORM) == [(167, 167)]
+    assert found.phases(0)["backward_s"] == pytest.approx(165)
+
+
+def test_gradients_that_the_host_widens_hold_backward_up_and_residents_do_not():
+    found = stock(gradients="widened_on_host", host_ratio=0.5)
+    # Layer 1: there, back, there again in 16 bits, and 40 bytes widened before layer 0 may begin.
+    assert rounded(found, OpKind.BACKWARD) == [(2, 5), (105, 108)]
+    # Layer 0 is resident: there and back.
+    assert rounded(found, OpKind.GRADIENT_D2H) == [(5, 25), (45, 65), (108, 128)]
+    assert rounded(found, OpKind.NORM) == [(148, 148)]
+
+
+def test_unpinned_gradients_cross_three_times_before_backward_goes_on():
+    found = stock(gradients="unpinned")
+    assert rounded(found, OpKind.BACKWARD) == [(2, 5), (85, 88)]
+    assert rounded(found, OpKind.NORM) == [(168, 168)]
+
+
+def test_gathers_from_other_nodes_do_not_queue_behind_reductions():
+    """10 s a gather, 30 s a reduction: layer 0's gather goes first, beside layer 1's backward."""
+    layers = tuple(
+        Layer(params=10, forward_s=1.0, backward_s=20.0, network_gather_bytes=10,
+              network_reduce_bytes=30)
+        for _ in range(2)
+    )  # fmt: skip
+    work = workload((10, 10)).model_copy(update={"layers": layers})
+    found = simulate(build_schedule(work, plan_of(["resident"] * 2)), machine())
+    assert spans(found, OpKind.PARAMETER_GATHER) == [(0, 10), (10, 20), (20, 30), (30, 40)]
+    assert spans(found, OpKind.BACKWARD) == [(30, 50), (50, 70)]
+    assert spans(found, OpKind.GRADIENT_REDUCE) == [(50, 80), (80, 110)]
 
 
 def test_a_schedule_may_only_wait_for_earlier_ops():

@@ -8,6 +8,8 @@ Recorded before the update had one source. What differs since then, and why:
 - Device memory: gradients of visiting and resident subgroups are held throughout, as the runtime
   allocates them; before, only from their backward to their update. Staging slots begin on 256-byte
   borders. So `CROWDED` plans no longer fit.
+- `FASTER`: over several nodes, the next layer's gather no longer queues behind a reduction that
+  waits for this layer's backward: the two are streams of their own.
 - The bound holds for every order of the updates, and counts gradients that arrive late.
 """
 
@@ -24,6 +26,7 @@ from tuner.memory import Limits
 
 ROWS = recorded()
 SLOWER = {3: 0.001, 36: 0.06}  # row -> by how much at the most
+FASTER = {5, 16, 27, 38, 49}  # those over several nodes
 CROWDED = {5, 12, 17, 21, 28, 32, 36, 37, 40}
 PLANNED_AGAIN = (0, 11, 26)
 
@@ -38,7 +41,7 @@ def test_a_recorded_plan_takes_what_was_recorded(number):
     workload, machine = case(number)
     plan = row.plan(workload)
     found = simulate_fast(build_strategy("ebbtide", workload, plan=plan), machine)
-    assert found.iteration_s >= row.iteration_s * (1 - 1e-9)
+    assert (found.iteration_s >= row.iteration_s * (1 - 1e-9)) == (number not in FASTER)
     assert found.iteration_s <= row.iteration_s * (1 + SLOWER.get(number, 0) + 1e-9)
     sizes = list(zip(workload.subgroups, plan.placements, strict=True))
     slots = slot_limits(plan.staging_slots, Counter(plan.placements))
@@ -57,5 +60,5 @@ def test_a_recorded_plan_takes_what_was_recorded(number):
 
 @pytest.mark.parametrize("number", PLANNED_AGAIN)
 def test_planning_again_is_no_slower(number):
-    assert number not in {*CROWDED, *SLOWER}
+    assert number not in {*CROWDED, *SLOWER, *FASTER}
     assert planned(number).iteration_s <= ROWS[number].iteration_s * (1 + 1e-6)

@@ -210,7 +210,7 @@ def _rows(
 def _peers(workload: Workload) -> Iterator[tuple[str, str, tuple[float, ...]]]:
     """Strategy, its option, the option's values."""
     count = len(workload.subgroups)
-    yield "zero3_offload_async", "", ()
+    yield "zero3_offload_unpinned", "", ()
     for name, option in (("twin_flow", "ratio"), ("deep_optimizer_states", "stride")):
         yield name, option, tuple(setting[option] for setting in settings(name, count))
     yield "superoffload", "", ()

@@ -3,6 +3,7 @@
 export const NAMES = {
   ebbtide: "ebbtide",
   zero3_offload: "Stock DeepSpeed ZeRO-3 offload",
+  zero3_offload_unpinned: "Stock, pin_memory false",
   zero3_offload_async: "Stock, asynchronous gradients",
   no_offload: "No offload",
   twin_flow: "Twin-Flow (ZeRO-Offload++)",
