@@ -38,7 +38,7 @@ _PRODUCTS = 0.57
 # pull request 5301 a fourth to a sixth of pinned ones.
 _PAGEABLE = 10e9
 # Into fresh unpinned memory on two sockets: for some of the ranks, which nobody binds, core,
-# staging buffer and pages lie apart, and all wait for the slowest. Binding alone gives 1.16 to 1.29.
+# staging buffer and pages lie apart; all wait for the slowest. Binding alone gives 1.16 to 1.29.
 _UNBOUND = 1.25
 _LAYER_ISSUE_S = 3.5e-3  # DeepSpeed's hooks: 2.0 to 2.7 ms here without, plus six gathers a layer
 _CONTEXT_BYTES, _NCCL_BYTES = 600 * 2**20, 400 * 2**20
