@@ -120,6 +120,7 @@ def figures_of(
             ),
             "pairs": judging.pairs_by_testbed(unfitted),
             "intervals": judging.intervals(presets, asked),
+            "intervals_left_out": judging.left_out_intervals(presets, asked),
         },
         "pairs": judging.pairs_by_testbed(pairs),
         "intervals": judging.intervals(machines, asked, seen) if corrected else {},

@@ -153,3 +153,38 @@ def intervals(
                 "median_high_over_low": float(np.median([high / low for low, high in ends])),
             }
     return result
+
+
+def left_out_intervals(machines: Mapping[str, Machine], runs: Sequence[Run]) -> dict[str, Any]:
+    """Intervals whose width the other campaigns' residuals give: how many of a campaign's hold.
+
+    ``scale`` is what all campaigns together would multiply the shipped width by, in log units: 1
+    where the shipped one holds eight in ten.
+    """
+    result = {}
+    for name in testbeds(runs):
+        own = [run for run in runs if run.testbed == name and "iter_ms" in run.measured]
+        offs = [(run.family, _in_widths(run, machines[name])) for run in own]
+        families = sorted({family for family, _ in offs})
+        held = [
+            off <= _eight_in_ten([z for other, z in offs if other != family])
+            for family in families if len(families) > 1
+            for own_family, off in offs if own_family == family
+        ]  # fmt: skip
+        if held:
+            result[name] = {
+                "n": len(held),
+                "held_pct": 100 * float(np.mean(held)),
+                "scale": _eight_in_ten([z for _, z in offs]),
+            }
+    return result
+
+
+def _in_widths(run: Run, machine: Machine) -> float:
+    """How far off a prediction is, in halves of its interval (log units)."""
+    low, high = interval_ms(run, machine)
+    return abs(math.log(run.measured["iter_ms"] / math.sqrt(low * high))) / math.log(high / low) * 2
+
+
+def _eight_in_ten(offs: Sequence[float]) -> float:
+    return float(np.quantile(offs, 0.8))
