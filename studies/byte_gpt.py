@@ -73,6 +73,28 @@ SIZES: dict[str, ByteGPTConfig] = {
 }
 
 
+@cache
+def computes_16_bit() -> bool:
+    """Whether this CPU multiplies 16-bit matrices itself: with AVX-512 upwards. Below, torch's own
+    loops take 40 to 100 times as long as fp32 products.
+    """
+    return torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "AVX2")
+
+
+def _widened(x: torch.Tensor) -> bool:
+    return x.device.type == "cpu" and x.dtype != torch.float32 and not computes_16_bit()
+
+
+class Linear(nn.Linear):
+    """``nn.Linear``, but on a CPU without 16-bit products in fp32, rounded once at the end."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
+        if not _widened(input):
+            return super().forward(input)
+        bias = None if self.bias is None else self.bias.float()
+        return F.linear(input.float(), self.weight.float(), bias).to(input.dtype)
+
+
 class Block(nn.Module):
     """A pre-LN transformer block: (batch, sequence, hidden) to the same shape."""
 
@@ -80,11 +102,11 @@ class Block(nn.Module):
         super().__init__()
         self.heads = config.heads
         self.norm_attention = nn.LayerNorm(config.hidden)
-        self.qkv = nn.Linear(config.hidden, 3 * config.hidden)
-        self.project = nn.Linear(config.hidden, config.hidden)
+        self.qkv = Linear(config.hidden, 3 * config.hidden)
+        self.project = Linear(config.hidden, config.hidden)
         self.norm_mlp = nn.LayerNorm(config.hidden)
-        self.widen = nn.Linear(config.hidden, 4 * config.hidden)
-        self.narrow = nn.Linear(4 * config.hidden, config.hidden)
+        self.widen = Linear(config.hidden, 4 * config.hidden)
+        self.narrow = Linear(4 * config.hidden, config.hidden)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.project(self._attend(self.norm_attention(x)))
@@ -96,7 +118,9 @@ class Block(nn.Module):
         # (batch, sequence, 3, heads, width) -> three of (batch, heads, sequence, width)
         qkv = self.qkv(x).view(batch, sequence, 3, self.heads, hidden // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        if _widened(x):
+            q, k, v = q.float(), k.float(), v.float()
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).to(x.dtype)
         return mixed.transpose(1, 2).reshape(batch, sequence, hidden)
 
 
@@ -117,7 +141,7 @@ class ByteGPT(nn.Module):
         self.positions = nn.Embedding(config.sequence, config.hidden)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.hidden)
-        self.head = nn.Linear(config.hidden, VOCABULARY, bias=False)
+        self.head = Linear(config.hidden, VOCABULARY, bias=False)
         if seed is not None:
             # Other weights on a GPU, whose generator is another one; the same ones for everybody.
             self._initialise(torch.Generator(self.norm.weight.device).manual_seed(seed))
