@@ -18,6 +18,8 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 - the field's name for it
 from torch.utils.checkpoint import checkpoint
 
+from studies.bench.products import Linear, widened
+
 Batch = tuple[torch.Tensor, torch.Tensor]  # inputs and targets
 VOCABULARY = 256  # every byte is a token
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
@@ -73,28 +75,6 @@ SIZES: dict[str, ByteGPTConfig] = {
 }
 
 
-@cache
-def computes_16_bit() -> bool:
-    """Whether this CPU multiplies 16-bit matrices itself: with AVX-512 upwards. Below, torch's own
-    loops take 40 to 100 times as long as fp32 products.
-    """
-    return torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "AVX2")
-
-
-def _widened(x: torch.Tensor) -> bool:
-    return x.device.type == "cpu" and x.dtype != torch.float32 and not computes_16_bit()
-
-
-class Linear(nn.Linear):
-    """``nn.Linear``, but on a CPU without 16-bit products in fp32, rounded once at the end."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
-        if not _widened(input):
-            return super().forward(input)
-        bias = None if self.bias is None else self.bias.float()
-        return F.linear(input.float(), self.weight.float(), bias).to(input.dtype)
-
-
 class Block(nn.Module):
     """A pre-LN transformer block: (batch, sequence, hidden) to the same shape."""
 
@@ -118,7 +98,7 @@ class Block(nn.Module):
         # (batch, sequence, 3, heads, width) -> three of (batch, heads, sequence, width)
         qkv = self.qkv(x).view(batch, sequence, 3, self.heads, hidden // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        if _widened(x):
+        if widened(x):
             q, k, v = q.float(), k.float(), v.float()
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).to(x.dtype)
         return mixed.transpose(1, 2).reshape(batch, sequence, hidden)

@@ -21,6 +21,7 @@ from runtime.devices.emulated import EmulatedDevice, EmulatedRates
 from simulator import Layer, Machine, Plan, Quantity, Workload
 from simulator.timeline import Timeline
 from simulator.update.optimizer import ADAM
+from studies.bench.products import product
 
 WARMUP = 2  # steps: DeepSpeed traces the first one; after a switch the slots fill in one
 RATES = (
@@ -122,13 +123,13 @@ class _PacedLinear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.layer = layer
         with layer.compute(layer.forward_s):
-            return x @ weight.t()
+            return product(x, weight.t())
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         x, weight = ctx.saved_tensors
         with ctx.layer.compute(ctx.layer.backward_s):
-            return grads[0] @ weight, grads[0].t() @ x, None
+            return product(grads[0], weight), product(grads[0].t(), x), None
 
 
 class PacedLayer(nn.Module):

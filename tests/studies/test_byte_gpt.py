@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from studies import byte_gpt
+from studies.bench import products
 from studies.byte_gpt import (
     SIZES,
     Batches,
@@ -126,18 +126,18 @@ def test_config_is_zero3_offload_with_clipping():
 
 def test_a_cpu_without_16_bit_products_computes_the_same_model(monkeypatch):
     """In fp32 between 16-bit tensors: the losses agree, the gradients are as wide as before."""
-    losses, products = [], []
+    losses, taken = [], []
     linear = torch.nn.functional.linear
     monkeypatch.setattr(
-        byte_gpt.F, "linear", lambda x, *rest: products.append(x.dtype) or linear(x, *rest)
+        products.F, "linear", lambda x, *rest: taken.append(x.dtype) or linear(x, *rest)
     )
     for native in (True, False):
-        monkeypatch.setattr(byte_gpt, "computes_16_bit", lambda native=native: native)
+        monkeypatch.setattr(products, "computes_16_bit", lambda native=native: native)
         model = ByteGPT(TINY).bfloat16()
         loss = model(*Batches(2, TINY.sequence).at(0))
         loss.backward()
         losses.append(loss.item())
         assert all(p.grad.dtype == torch.bfloat16 for p in model.parameters())
-        assert set(products) == {torch.bfloat16 if native else torch.float32}
-        products.clear()
+        assert set(taken) == {torch.bfloat16 if native else torch.float32}
+        taken.clear()
     assert losses[0] == pytest.approx(losses[1], rel=1e-2)
