@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from runtime.devices.base import Device
+from runtime.replan.measuring import measured_machine
 from runtime.replan.switch import switch_plan
 from runtime.replan.watch import anyone, measured_rates, watch
 from runtime.zero.cuts import subgroups_of
@@ -46,12 +47,9 @@ def host_plan(engine: Any) -> Plan:
 def plan_later(engine: Any, machine: Machine | None = None) -> None:
     """Plans an attached engine after `WATCHED_STEPS` steps.
 
-    ``machine`` is measured (or read from the profiler's cache) unless given.
+    ``machine`` is measured (or read from the profiler's cache) unless given, once per node.
     """
-    if machine is None:
-        from profiler import measure_machine
-
-        machine = measure_machine()
+    machine = machine if machine is not None else measured_machine()
     session = engine.optimizer._ebbtide
     session.after_step.insert(0, _Automatic(engine, machine).on_step)  # before a checkpoint begins
 

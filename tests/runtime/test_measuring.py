@@ -1,0 +1,51 @@
+"""Several ranks of a node: one measures the machine, the others wait for what it found."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+RANK = """
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+import profiler
+from runtime.replan.measuring import measured_machine
+from tests.simulator.machines import machine
+
+rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+
+def measure():
+    (folder / f"measured_by_{rank}").touch()
+    return machine(name=f"as rank {rank} sees it")
+
+def fail():
+    raise OSError("planted")
+
+profiler.measure_machine = measure
+print(measured_machine().name)
+profiler.measure_machine = fail
+try:
+    measured_machine()
+except RuntimeError as error:
+    print(error)
+dist.destroy_process_group()
+"""
+
+
+def test_one_rank_of_a_node_measures(tmp_path, child_environment):
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(rank), str(tmp_path)], cwd=ROOT,
+            env=child_environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in (0, 1)
+    ]  # fmt: skip
+    told = [process.communicate(timeout=120) for process in ranks]
+    said = [out.strip().splitlines()[-2:] for out, _ in told]
+    failed = 'plan="auto" measures the machine first, which failed on rank 0: OSError: planted'
+    assert said == [["as rank 0 sees it", failed]] * 2, told
+    assert [path.name for path in tmp_path.glob("measured_by_*")] == ["measured_by_0"]
