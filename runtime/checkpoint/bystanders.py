@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from runtime.checkpoint import deleted_first
 from runtime.checkpoint.rotation import NOTES, holds_checkpoint, settle_below
 
 if TYPE_CHECKING:
@@ -93,6 +94,8 @@ def _heard(event: str, args: tuple[Any, ...]) -> None:
     with ours():
         if event in _LISTS:
             _settle_once(args[0])
+        if event in _DELETES and not _jobs and (path := _path(args)) is not None:
+            deleted_first.keep(path)
         for job in _jobs:
             if _concerns(event, args, job):
                 job.wait()

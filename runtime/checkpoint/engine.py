@@ -25,6 +25,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import (
     CheckpointEngine,
 )
 
+from runtime.checkpoint import deleted_first
 from runtime.checkpoint.blocks import PlannedFile
 from runtime.checkpoint.bystanders import foreign_trainer, guard, release
 from runtime.checkpoint.commit import Attempt, Commit, Deferred
@@ -165,6 +166,7 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         finally:
             if self._note is not None and self._note.waiting:
                 self._note.remove()  # no checkpoint of the Trainer's, after all
+            deleted_first.settle(committed=True)  # nothing comes in their place any more
             self._budget.close()
             self._bounce.close()
             self._peers.close()
@@ -238,6 +240,7 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._planned = []
         in_place = self._returns_in_place()
         files = Deferred(self._files) if in_place else self._files
+        deleted_first.remember(self._attempt.save_dir)
         commit = Commit(self._attempt, files, self._deadline_s)
         if foreign_trainer() == "transformers":
             commit.note.await_trainer()
@@ -253,6 +256,7 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             self._files.point("skeleton_made")
         except BaseException as error:
             commit.abort(f"{type(error).__name__}: {error}")
+            deleted_first.settle(committed=False)
             raise
         finally:
             self._attempt = None
@@ -318,7 +322,7 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             attempt, commit, writer, self._live, self._files, self._keep_in(attempt.save_dir),
             self._drainer.wake if self._drainer is not None else lambda: None,
             durably=None if files is self._files else self._files,
-            when_over=lambda: release(job),
+            when_over=lambda: _over(job),
         )  # fmt: skip
         return job
 
@@ -394,6 +398,7 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """Stands for ``engine.load_checkpoint``; see `Loading.load`."""
         self.wait_for_drain()
         self._before_save()
+        deleted_first.remember(Path(load_dir))
         return self._loading.load(original, load_dir, tag, options)
 
     @property
@@ -404,6 +409,11 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     @property
     def _random_file(self) -> str:
         return random_file(self._peers.rank)
+
+
+def _over(job: Job) -> None:
+    deleted_first.settle(committed=job.failure is None)
+    release(job)
 
 
 def _tiers(plan: CheckpointPlan) -> Tiers | None:

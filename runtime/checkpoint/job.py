@@ -146,8 +146,10 @@ class Job:
         finally:
             self._live.attach(None)
             self._placed.set()
-            self._over.set()
-            self._when_over()
+            try:
+                self._when_over()  # first: whoever waited finds the deletions settled, too
+            finally:
+                self._over.set()
 
     @property
     def cancelled(self) -> bool:

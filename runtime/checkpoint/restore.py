@@ -14,7 +14,7 @@ from runtime.checkpoint.manifest import GLOBAL_NAME, RANKS_FOLDER, GlobalManifes
 from runtime.checkpoint.peers import Peers
 from runtime.checkpoint.publishing import recover_replaced
 from runtime.checkpoint.retention import Committed, committed, damaged, named_latest
-from runtime.checkpoint.rotation import settle, siblings
+from runtime.checkpoint.rotation import restore_deleted, settle, siblings
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,8 @@ class Resumption:
         directories = self._directories(load_dir)
         for directory in directories:
             settle(directory)
+            restore_deleted(directory)
+            restore_deleted(directory.parent)
             recover_replaced(directory, Files())
         if tag is None:
             named = [Candidate.of(d, t) for d in directories if (t := named_latest(d))]

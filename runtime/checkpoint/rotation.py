@@ -183,8 +183,7 @@ def put_back(save_dir: Path, place: Path) -> Path | None:
     """Gives a deleted checkpoint its place again; returns it. What is left there by a deletion
     that was cut short makes room.
     """
-    where = save_dir / json.loads((place / "where.json").read_text())["path"]
-    home = Path(os.path.normpath(where))
+    home = _home(save_dir, place)
     if _same_files(place / "tree", home):
         shutil.rmtree(place, ignore_errors=True)
         return home
@@ -198,22 +197,67 @@ def put_back(save_dir: Path, place: Path) -> Path | None:
     return home
 
 
+def _home(save_dir: Path, place: Path) -> Path:
+    """Where what is kept was deleted."""
+    where = json.loads((place / "where.json").read_text())["path"]
+    return Path(os.path.normpath(save_dir / where))
+
+
 def settle(save_dir: Path) -> None:
     """Ends what a crash left in the folder of a checkpoint; returns at once where nothing is left.
 
     Ranks may call it at the same time: the first does it, the others wait.
     """
-    notes = save_dir / NOTES
+    with _alone(save_dir / NOTES) as notes:
+        if notes is not None:
+            _settle(save_dir, notes)
+
+
+def twin(directory: Path) -> Path:
+    """Where checkpoints of a folder are kept that were deleted before the save in their place.
+
+    Beside it: trainers take all that they find in it for checkpoints.
+    """
+    directory = directory.absolute()
+    return directory.with_name(f".{directory.name}.ebbtide")
+
+
+def restore_deleted(directory: Path) -> None:
+    """Puts back what was deleted there before a save that a crash cut short."""
+    place = twin(directory)
+    with _alone(place / NOTES) as notes:
+        if notes is None or _anybody(notes):
+            return
+        for folder in kept(place):
+            if not _is_whole(_home(place, folder)):
+                put_back(place, folder)
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _is_whole(home: Path) -> bool:
+    """Whether a checkpoint stands there again, as a checkpoint or as the folder of one."""
+    around = [*committed(home), *(c for c in committed(home.parent) if c.folder == home)]
+    return any(not verify(c.folder.parent, c.folder.name) for c in around)
+
+
+@contextlib.contextmanager
+def _alone(notes: Path) -> Iterator[Path | None]:
+    """The folder of notes, locked against other ranks; None: there is nothing to settle."""
     # Its own listings come back here through the audit hooks that call it.
     if _settling.busy or not notes.is_dir():
+        yield None
         return
     _settling.busy = True
     try:
         with _locked(notes):
-            if notes.is_dir():  # no other rank was faster
-                _settle(save_dir, notes)
+            yield notes if notes.is_dir() else None  # another rank was faster
     finally:
         _settling.busy = False
+
+
+def _anybody(notes: Path) -> bool:
+    """Whether some process that wrote a note there may still be at work."""
+    return any(lives(_read(path), path) for path in notes.glob("*.json"))
 
 
 class _Settling(threading.local):
@@ -224,11 +268,10 @@ _settling = _Settling()
 
 
 def _settle(save_dir: Path, notes: Path) -> None:
-    found = {path: _read(path) for path in notes.glob("*.json")}
-    if any(lives(page, path) for path, page in found.items()):
+    if _anybody(notes):
         return
     recover_replaced(save_dir, Files())  # what `latest` names must not be missing below
-    pages = list(found.values())
+    pages = [_read(path) for path in notes.glob("*.json")]
     done = [_became_whole(save_dir, page) for page in pages]
     complete = all((save_dir / str(page.get("awaits", ""))).exists() for page in pages)
     # Without a note: what an attempt kept that ended while it did, or whose note a machine lost.
@@ -249,6 +292,7 @@ def _settle(save_dir: Path, notes: Path) -> None:
 def settle_below(directory: Path) -> None:
     """`settle` for a folder that holds one folder per checkpoint, as trainers have it."""
     settle(directory)
+    restore_deleted(directory)
     with contextlib.suppress(OSError):
         for entry in list(os.scandir(directory)):
             if entry.is_dir(follow_symlinks=False) and os.path.lexists(f"{entry.path}/{NOTES}"):

@@ -73,6 +73,9 @@ _listing = _Busy()
 def _has_leftovers(folder: str | os.PathLike[str]) -> bool:
     if os.path.lexists(os.path.join(folder, LEFTOVERS)):  # noqa: PTH118 - hot
         return True
+    above, name = os.path.split(os.path.abspath(folder))  # noqa: PTH100
+    if os.path.lexists(os.path.join(above, f".{name}.ebbtide")):  # noqa: PTH118 - rotation.twin
+        return True
     try:
         with os.scandir(folder) as entries:
             return any(

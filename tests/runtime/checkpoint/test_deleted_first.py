@@ -1,0 +1,110 @@
+"""A loop that deletes its older checkpoint before it saves the next one, and is killed between."""
+
+import os
+import shutil
+import signal
+
+import pytest
+
+from runtime.checkpoint import bystanders, deleted_first, rotation
+from runtime.checkpoint.bystanders import guard, ours
+from runtime.checkpoint.engine import _over
+from runtime.checkpoint.inspect import verify
+from tests.runtime.checkpoint.conftest import Bench, Gate, some_state
+from tests.runtime.checkpoint.test_rotation import die, fail, killed, saved
+
+# ruff: noqa: PTH208 - trainers look with os.listdir
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="kills need fork")
+bystanders.watch()
+
+
+def killing(**_):
+    die()
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch):
+    """A folder as Accelerate's, with nothing beside it yet."""
+    monkeypatch.setattr(deleted_first, "_used", set())
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    return folder
+
+
+def save(folder, step, at, then):
+    gate = Gate(at, then)
+    job = Bench(folder).begin(some_state(step), "state", step=step, files=gate, nonce="next")
+    job._when_over = lambda: _over(job)
+    guard(job)
+    job.start()
+    gate.opened.set()
+    assert job.wait(30)
+    return job
+
+
+def delete_then_save(root, new, at, then):
+    deleted_first.remember(root / "checkpoint_0")
+    shutil.rmtree(root / "checkpoint_0")
+    return save(root / new, 20, at, then)
+
+
+@pytest.mark.parametrize("new", ["checkpoint_1", "checkpoint_0"])
+@pytest.mark.parametrize("at", ["first_block", "voted", "sealed"])
+def test_a_kill_before_the_commit_gives_the_older_one_back(root, at, new):
+    saved(root / "checkpoint_0", 10)
+    assert killed(lambda: delete_then_save(root, new, at, die)) == -signal.SIGKILL
+    with ours():
+        assert not (root / "checkpoint_0/latest").exists(), "it was deleted"
+    assert os.listdir(root) == ["checkpoint_0"], "whoever looks for the newest finds it"
+    assert verify(root / "checkpoint_0", "state") == []
+    assert (root / "checkpoint_0/trainer_state.json").read_text() == '{"step": 10}'
+    assert os.listdir(root.parent) == ["checkpoints"], "nothing else is left"
+
+
+def test_after_the_commit_it_is_gone(root):
+    saved(root / "checkpoint_0", 10)
+    delete_then_save(root, "checkpoint_1", "voted", lambda: None)
+    assert os.listdir(root) == ["checkpoint_1"]
+    assert os.listdir(root.parent) == ["checkpoints"]
+
+
+def test_a_failed_save_undoes_the_deletion_at_once(root):
+    saved(root / "checkpoint_0", 10)
+    job = delete_then_save(root, "checkpoint_1", "payload_fsynced", fail)
+    assert "planted" in str(job.failure)
+    assert verify(root / "checkpoint_0", "state") == []
+    assert os.listdir(root.parent) == ["checkpoints"]
+
+
+def test_a_kill_right_after_the_commit_does_not_undo_it(root, monkeypatch):
+    """The newer one has the older one's name: it stays."""
+    saved(root / "checkpoint_0", 10)
+    monkeypatch.setattr(deleted_first, "settle", killing)
+    assert killed(lambda: delete_then_save(root, "checkpoint_0", "voted", lambda: None)) < 0
+    with ours():
+        assert rotation.twin(root).exists(), "the kill came before the older one was given up"
+    assert os.listdir(root) == ["checkpoint_0"]
+    assert not (root / "checkpoint_0/trainer_state.json").exists(), "the newer one"
+    assert verify(root / "checkpoint_0", "state") == []
+    assert os.listdir(root.parent) == ["checkpoints"]
+
+
+def test_others_checkpoints_just_go(root):
+    """A script that clears away what an earlier experiment left is not to find it again."""
+    saved(root / "checkpoint_0", 10)
+    shutil.rmtree(root / "checkpoint_0")
+    assert os.listdir(root) == []
+    assert os.listdir(root.parent) == ["checkpoints"]
+
+
+def test_what_a_load_finds(root):
+    """A script that looks nowhere and loads by name."""
+    from runtime.checkpoint.peers import Peers
+    from runtime.checkpoint.restore import Resumption
+
+    saved(root / "checkpoint_0", 10)
+    status = killed(lambda: delete_then_save(root, "checkpoint_0", "voted", die))
+    assert status == -signal.SIGKILL
+    with ours():
+        chosen = Resumption(Peers(10.0), None).choose(root / "checkpoint_0", None)
+    assert (chosen.tag, chosen.step) == ("state", 10)
