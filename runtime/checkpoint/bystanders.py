@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runtime.checkpoint import deleted_first
+from runtime.checkpoint import deleted_first, trainers_folder
 from runtime.checkpoint.rotation import NOTES, holds_checkpoint, settle_below
 
 if TYPE_CHECKING:
@@ -31,7 +31,8 @@ _LISTS = {"os.listdir", "os.scandir"}
 _MOVES = {"os.rename", "shutil.move", "os.remove", "os.rmdir"}
 _STARTS = {"subprocess.Popen", "os.system", "os.posix_spawn", "os.exec", "os.spawn"}
 _DELETES = {"shutil.rmtree"}
-_HEARD = _READS | _LISTS | _MOVES | _STARTS | _DELETES
+_MAKES = {"os.mkdir"}
+_HEARD = _READS | _LISTS | _MOVES | _STARTS | _DELETES | _MAKES
 
 _mine = threading.local()
 _lock = threading.Lock()
@@ -94,6 +95,8 @@ def _heard(event: str, args: tuple[Any, ...]) -> None:
     with ours():
         if event in _LISTS:
             _settle_once(args[0])
+        if event in _MAKES and foreign_trainer() == "transformers":
+            trainers_folder.being_made(Path(os.path.abspath(os.fsdecode(args[0]))))  # noqa: PTH100
         if event in _DELETES and not _jobs and (path := _path(args)) is not None:
             deleted_first.keep(path)
         for job in _jobs:

@@ -25,7 +25,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import (
     CheckpointEngine,
 )
 
-from runtime.checkpoint import deleted_first
+from runtime.checkpoint import deleted_first, trainers_folder
 from runtime.checkpoint.blocks import PlannedFile
 from runtime.checkpoint.bystanders import foreign_trainer, guard, release
 from runtime.checkpoint.commit import Attempt, Commit, Deferred
@@ -166,12 +166,14 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         finally:
             if self._note is not None and self._note.waiting:
                 self._note.remove()  # no checkpoint of the Trainer's, after all
+            trainers_folder.settle(over=True)
             deleted_first.settle(committed=True)  # nothing comes in their place any more
             self._budget.close()
             self._bounce.close()
             self._peers.close()
 
     def _reap(self) -> None:
+        trainers_folder.settle()
         if self._drainer is not None:
             self._drainer.reap()
         job = self._job
@@ -246,6 +248,7 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             commit.note.await_trainer()
         try:
             commit.begin()
+            trainers_folder.settle(self._attempt.save_dir)
             original(
                 save_dir, tag=name, client_state=client_state or {}, save_latest=save_latest,
                 exclude_frozen_parameters=exclude_frozen_parameters,

@@ -302,6 +302,8 @@ def settle_below(directory: Path) -> None:
 def _became_whole(save_dir: Path, page: dict[str, Any]) -> bool:
     """Whether the attempt's checkpoint stands under its name, byte for byte."""
     tag = str(page.get("tag", ""))
+    if not tag:  # written when the folder was made: it is the trainer's alone
+        return (save_dir / str(page.get("awaits", ""))).exists()
     mine = [c for c in committed(save_dir) if c.manifest.nonce == page.get("nonce")]
     return bool(mine) and not verify(save_dir, tag)
 
@@ -310,7 +312,7 @@ def _name_latest(save_dir: Path, page: dict[str, Any]) -> None:
     """Ends a commit that was killed between the rename and ``latest``."""
     latest = save_dir / "latest"
     now = latest.read_text() if latest.exists() else ""
-    if page.get("save_latest") and now == page.get("latest"):
+    if page.get("tag") and page.get("save_latest") and now == page.get("latest"):
         Files().write_durably(latest, str(page["tag"]).encode())
 
 

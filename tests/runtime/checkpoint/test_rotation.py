@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.checkpoint import bystanders, rotation
+from runtime.checkpoint import bystanders, rotation, trainers_folder
 from runtime.checkpoint.bystanders import guard, ours, release
 from runtime.checkpoint.commit import Deferred
 from runtime.checkpoint.files import Files
@@ -316,6 +316,49 @@ def test_a_folder_that_its_trainer_did_not_complete_is_out_of_the_way(tmp_path):
 def test_the_very_first_one_too(tmp_path):
     assert killed(lambda: as_trainer(tmp_path, 10, complete=False)) == -signal.SIGKILL
     assert os.listdir(tmp_path) == [".uncommitted_checkpoint-10"]
+
+
+TRAINERS = """
+import os
+
+def make(folder):
+    os.makedirs(folder, exist_ok=True)
+    with open(os.path.join(folder, "config.json"), "w") as config:
+        config.write("{}")
+"""
+
+
+def make_folder(root, then):
+    """As the Trainer does, long before it comes to `save_checkpoint`."""
+    library = {"__name__": "transformers.trainer"}
+    exec(TRAINERS, library)
+    library["make"](root / "checkpoint-20")
+    then()
+
+
+def test_a_folder_whose_save_never_began_is_out_of_the_way(tmp_path):
+    saved(tmp_path / "checkpoint-10", 10)
+    assert killed(lambda: make_folder(tmp_path, die)) == -signal.SIGKILL
+    assert os.listdir(tmp_path) == ["checkpoint-10"]
+    assert (tmp_path / "checkpoint-10/.uncommitted_checkpoint-20/config.json").exists()
+
+
+@pytest.mark.parametrize("settled", [True, False])
+def test_a_folder_without_optimizer_state_is_a_checkpoint_when_its_trainer_says_so(
+    tmp_path, settled
+):
+    """``save_only_model``: it never comes to `save_checkpoint`, but to its last file."""
+
+    def complete_and_die():
+        (tmp_path / "checkpoint-20/trainer_state.json").write_text("{}")
+        if settled:
+            trainers_folder.settle()
+            assert not (tmp_path / "checkpoint-20" / rotation.NOTES).exists()
+        die()
+
+    assert killed(lambda: make_folder(tmp_path, complete_and_die)) == -signal.SIGKILL
+    assert os.listdir(tmp_path) == ["checkpoint-20"]
+    assert sorted(os.listdir(tmp_path / "checkpoint-20")) == ["config.json", "trainer_state.json"]
 
 
 def test_a_run_with_a_number_in_its_name_stays_where_it_is(tmp_path):
