@@ -86,10 +86,15 @@ def trials(number: int, seed: int, names: list[str]) -> list[Trial]:
 def run(trial: Trial, truth: dict[str, Any], length_s: float, scratch: Path) -> None:
     """Kill, look, resume, compare."""
     folder, result = scratch / "out", scratch / "result.json"
-    folder.mkdir(parents=True)
     delay_s = trial.kill.delay_s * length_s if trial.kill.where == "random" else None
-    status = _forked(lambda: train(trial.script, folder, trial.kill, result), scratch, delay_s)
-    trial.fired = status == -signal.SIGKILL
+    for _ in range(4):
+        folder.mkdir(parents=True)
+        status = _forked(lambda: train(trial.script, folder, trial.kill, result), scratch, delay_s)
+        trial.fired = status == -signal.SIGKILL
+        if trial.fired or delay_s is None:
+            break
+        shutil.rmtree(folder)  # it was over before its moment came: an earlier one
+        delay_s /= 2
     if not trial.fired:
         return
     trial.stock_step = max(trial.script.saved(folder), default=0)

@@ -65,6 +65,12 @@ FIGURES: dict[str, dict[str, str]] = {
         "torn_visible": "{} torn ones visible",
         "not_bit_identical": "{} resumes not bit-identical",
     },
+    "front_door_kills": {
+        "kills": "{} kills of unchanged scripts while they save and rotate",
+        "lost": "{} runs lost",
+        "older_than_stock": "{} resumed from an older checkpoint than stock's",
+        "not_bit_identical": "{} not bit-identical",
+    },
     "checkpoint_stall": {
         "stall_below_synchronous": "stall {:.0f}x below the synchronous writer",
         "stall_below_best_asynchronous": "{:.0f}x below the best asynchronous one",

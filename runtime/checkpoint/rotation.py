@@ -302,8 +302,8 @@ def settle_below(directory: Path) -> None:
 def _became_whole(save_dir: Path, page: dict[str, Any]) -> bool:
     """Whether the attempt's checkpoint stands under its name, byte for byte."""
     tag = str(page.get("tag", ""))
-    if not tag:  # written when the folder was made: it is the trainer's alone
-        return (save_dir / str(page.get("awaits", ""))).exists()
+    if not tag and page.get("awaits"):  # written when the folder was made: the trainer's alone
+        return (save_dir / str(page["awaits"])).exists()
     mine = [c for c in committed(save_dir) if c.manifest.nonce == page.get("nonce")]
     return bool(mine) and not verify(save_dir, tag)
 
