@@ -1,20 +1,31 @@
 """An unchanged script through Trainer, Accelerate and Lightning: stock's bits, with the key."""
 
+import gc
 import subprocess
 import sys
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
+import torch
 
 import runtime
+from studies.bench.bits import differences, state_of
 from studies.bench.rank import free_port, remove_shared_buffers
 from tests.runtime.frontdoor import trainers
 
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.fixture(scope="module")
+def libraries():
+    trainers.settle_imports()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture
-def front_door(only_rank):
+def front_door(only_rank, libraries):
     runtime.enable()
     yield
     runtime.disable()
@@ -82,3 +93,33 @@ def test_same_bits_through_trl(front_door):
 @pytest.mark.parametrize("case", TRAINER_CASES)
 def test_settings_of_either_side(front_door, case):
     assert trainers.compare("trainer", **TRAINER_CASES[case]) == []
+
+
+def convert(checkpoint, out):
+    """The script that DeepSpeed puts into every checkpoint, as people start it there."""
+    spec = spec_from_file_location("zero_to_fp32", checkpoint / "zero_to_fp32.py")
+    script = module_from_spec(spec)
+    spec.loader.exec_module(script)
+    script.convert_zero_checkpoint_to_fp32_state_dict(str(checkpoint), str(out))
+    return torch.load(out / "pytorch_model.bin", weights_only=True)
+
+
+@pytest.mark.slow
+def test_the_end_of_training_leaves_a_checkpoint_for_stock_and_for_zero_to_fp32(
+    front_door, tmp_path
+):
+    stock, _ = trainers.with_trainer(None, max_steps=1)
+    trainers.forget_accelerate()
+    saving = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}
+    (state, _), _ = trainers.outcome(
+        trainers.with_trainer, trainers.key_for(stock), output_dir=str(tmp_path), **saving
+    )
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-4"]
+    found = convert(tmp_path / "checkpoint-4", tmp_path / "converted")
+    masters = {name for name in state if name.endswith("/fp32")}
+    assert masters
+    for name in masters:
+        assert torch.equal(found[name.removesuffix("/fp32")], state[name])
+    stock.load_checkpoint(str(tmp_path / "checkpoint-4"), load_lr_scheduler_states=False)
+    assert differences(state_of(stock), state) == ()
+    stock.destroy()

@@ -6,16 +6,20 @@ process calls its functions.
 
 from __future__ import annotations
 
+import functools
+import gc
 import hashlib
 import os
 import sys
 import tempfile
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import cpuinfo
 import torch
 
 import runtime
@@ -272,7 +276,19 @@ def compare(name: str, **options: Any) -> list[str]:
     return [f"{name}: {what}" for what in different]
 
 
+def settle_imports() -> None:
+    """Each engine that Accelerate prepares or frees begins with a whole garbage collection, of
+    which what the libraries have made is by far the most; each of DeepSpeed's optimizers starts a
+    process that reads the processor's name.
+    """
+    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+    import_module("transformers.trainer")
+    gc.collect()
+    gc.freeze()
+
+
 if __name__ == "__main__":
+    settle_imports()
     runtime.enable()
     told = [line for name in sys.argv[2:] for line in compare(name)]
     Path(sys.argv[1], f"rank{os.environ['RANK']}").write_text("\n".join(told) or "same")
