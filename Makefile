@@ -37,7 +37,7 @@ lint: setup ## ruff and mypy
 	ruff format --check .
 	mypy
 
-compat: setup ## the bit-identity tests on DeepSpeeds older than the tested range
+compat: setup ## the bit-identity tests on older DeepSpeeds of the supported range
 	@sh scripts/compat.sh 0.18.6 0.19.6
 
 results: setup ## rewrite the README's table from studies/results/

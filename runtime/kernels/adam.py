@@ -64,14 +64,22 @@ class BiasCorrection:
     """The powers of the betas, as DeepSpeedCPUAdam's one optimizer object keeps them.
 
     It multiplies running fp32 products while the step grows by one, and falls back on ``pow`` when
-    the betas change, which they do at every subgroup of another parameter group. Calls must come
-    in the order of the subgroups. Replaying a step count (`resume`) makes a resumed run continue
-    with the bits of the uninterrupted one; stock, which uses ``pow`` there, does not.
+    the betas change, which they do at every subgroup of another parameter group. Older builds
+    (0.18.6) fall back on ``pow`` at every subgroup after a step's first, too. Calls must come in
+    the order of the subgroups. Replaying a step count (`resume`) makes a resumed run continue with
+    the bits of the uninterrupted one; stock, which uses ``pow`` there, does not.
+
+    Args:
+        recounts: as those older builds do.
 
     Source: deepspeed/ops/csrc/includes/cpu_adam.h, ``IncrementStep`` and ``update_state``.
     """
 
-    def __init__(self, beta1: float = 0.9, beta2: float = 0.999) -> None:
+    def __init__(self, beta1: float = 0.9, beta2: float = 0.999, *, recounts: bool = False) -> None:
+        self.recounts = recounts
+        self._begin(beta1, beta2)
+
+    def _begin(self, beta1: float, beta2: float) -> None:
         self._betas = (np.float32(beta1), np.float32(beta2))
         self._powers = (np.float32(1), np.float32(1))
         self._step = 0
@@ -83,15 +91,18 @@ class BiasCorrection:
             self._betas = betas
             self._powers = self._pow(step)
         elif step == self._step + 1:
-            b1, b2 = self._betas
-            p1, p2 = self._powers
-            self._powers = (p1 * b1, p2 * b2)
-        elif step != self._step:
+            self._multiply()
+        elif step != self._step or self.recounts:
             self._powers = self._pow(step)
         self._step = step
         one = np.float32(1)
         p1, p2 = self._powers
         return float(one - p1), float(one / np.sqrt(one - p2))
+
+    def _multiply(self) -> None:
+        b1, b2 = self._betas
+        p1, p2 = self._powers
+        self._powers = (p1 * b1, p2 * b2)
 
     def _pow(self, step: int) -> tuple[np.float32, np.float32]:
         b1, b2 = self._betas
@@ -103,14 +114,15 @@ class BiasCorrection:
         ``betas_in_order`` are the subgroups' betas, in subgroup order.
         """
         first = betas_in_order[0]
-        self.__init__(*first)  # type: ignore[misc]
-        if all(betas == first for betas in betas_in_order):
-            b1, b2 = self._betas
-            p1, p2 = self._powers
-            for _ in range(step):
-                p1, p2 = p1 * b1, p2 * b2
-            self._powers, self._step = (p1, p2), step
+        self._begin(*first)
+        if any(betas != first for betas in betas_in_order):
+            for number in range(1, step + 1):
+                for betas in betas_in_order:
+                    self.advance(number, *betas)
             return
-        for number in range(1, step + 1):
-            for betas in betas_in_order:
-                self.advance(number, *betas)
+        if self.recounts and len(betas_in_order) > 1:
+            self._powers = self._pow(step)
+        else:
+            for _ in range(step):
+                self._multiply()
+        self._step = step

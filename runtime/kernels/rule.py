@@ -82,9 +82,17 @@ class UpdateRule(ABC):
         Raises:
             UnknownRoundingError: the op was built in a way whose bits are not known.
         """
-        rule = cls(**cls.settings(optimizer))
-        rule.vector_width = vector_width(cls, getattr(optimizer, f"ds_opt_{cls.name}"))
+        op, rule = getattr(optimizer, f"ds_opt_{cls.name}"), cls(**cls.settings(optimizer))
+        rule.vector_width = vector_width(cls, op)
+        rule.ask(op)
         return rule
+
+    def ask(self, op: Any) -> None:  # noqa: B027 - most have nothing to ask
+        """Learns from the loaded op what else differs between DeepSpeeds.
+
+        Raises:
+            UnknownRoundingError: none of the ways that are known has this op's bits.
+        """
 
     @classmethod
     def settings(cls, optimizer: Any) -> dict[str, Any]:
@@ -138,27 +146,33 @@ def vector_width(rule: type[UpdateRule], op: Any) -> int:
 
 def _has_width(rule: type[UpdateRule], op: Any, width: int) -> bool:
     return all(
-        _same_bits(rule(**settings), group, op, width, length)
+        same_bits(rule(**settings), group, op, width, [length], _STEPS)
         for length in _LENGTHS
         for settings, group in rule.trials
     )
 
 
-def _same_bits(rule: UpdateRule, group: Group, op: Any, width: int, length: int) -> bool:
-    ours, grad = _telling(rule, group, length)
-    p, *moments = theirs = [tensor.clone() for tensor in ours]
+def same_bits(
+    rule: UpdateRule, group: Group, op: Any, width: int, lengths: Sequence[int], steps: int
+) -> bool:
+    """Whether the rule and DeepSpeed's op make the same of subgroups of ``lengths`` elements."""
+    ours = [_telling(rule, group, length) for length in lengths]
+    theirs = [[tensor.clone() for tensor in state] for state, _ in ours]
     created, updated = rule.stock_arguments(group)
     getattr(op, f"create_{rule.name}")(_OPTIMIZER, *created, False)
+    update = getattr(op, f"{rule.name}_update")
     try:
-        for number in range(1, _STEPS + 1):
-            host_update(ours, grad, None, rule.step(group, number), tail=length % width)
-            update = getattr(op, f"{rule.name}_update")
-            # A copy: Adagrad's scalar loop writes to the gradient.
-            update(_OPTIMIZER, number, *updated, p, grad.clone(), *moments)
-            grad = grad.flip(0) * 0.7
+        for number in range(1, steps + 1):
+            for (state, grad), (p, *moments) in zip(ours, theirs, strict=True):
+                host_update(state, grad, None, rule.step(group, number), tail=len(p) % width)
+                # A copy: Adagrad's scalar loop writes to the gradient.
+                update(_OPTIMIZER, number, *updated, p, grad.clone(), *moments)
+                grad.copy_(grad.flip(0) * 0.7)
     finally:
         getattr(op, f"destroy_{rule.name}")(_OPTIMIZER)
-    return all(torch.equal(mine, stock) for mine, stock in zip(ours, theirs, strict=True))
+    pairs = zip(ours, theirs, strict=True)
+    return all(torch.equal(*two) for (mine, _), stock in pairs
+               for two in zip(mine, stock, strict=True))  # fmt: skip
 
 
 def _telling(

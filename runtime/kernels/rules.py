@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -10,9 +11,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from runtime.kernels.adam import AdamStep, BiasCorrection
-from runtime.kernels.rule import Group, UpdateRule
+from runtime.kernels.rule import Group, UnknownRoundingError, UpdateRule, same_bits, vector_width
 
 _BETAS = {"lr": 1e-3, "betas": (0.9, 0.99)}
+_STEPS = 12  # by then pow and the running product of these betas have differed
 
 
 class AdamRule(UpdateRule):
@@ -28,9 +30,12 @@ class AdamRule(UpdateRule):
         ({"adamw": False}, {**_BETAS, "eps": 1e-8, "weight_decay": 0.1}),
     )
 
-    def __init__(self, adamw: bool = True) -> None:
+    def __init__(self, adamw: bool = True, recounts: bool = False) -> None:
         self.adamw = adamw
-        self._bias = BiasCorrection()
+        self._bias = BiasCorrection(recounts=recounts)
+
+    def ask(self, op: Any) -> None:
+        self._bias = BiasCorrection(recounts=recounts(op))
 
     @classmethod
     def settings(cls, optimizer: Any) -> dict[str, Any]:
@@ -52,6 +57,32 @@ class AdamRule(UpdateRule):
 
     def resume(self, number: int, groups: Sequence[Group]) -> None:
         self._bias.resume(number, [tuple(group["betas"]) for group in groups])
+
+
+@functools.cache
+def recounts(op: Any) -> bool:
+    """Whether the loaded op takes ``pow`` at a step's second subgroup (see `BiasCorrection`).
+
+    Takes milliseconds, once per op.
+
+    Raises:
+        UnknownRoundingError: neither way has this op's bits.
+    """
+    width, (settings, group) = vector_width(AdamRule, op), AdamRule.trials[0]
+    # A large step, so that the last bit of a bias correction shows in the parameter.
+    group = {**group, "lr": 1e4}
+    equal = [
+        way
+        for way in (False, True)
+        if same_bits(AdamRule(**settings, recounts=way), group, op, width, [9, 9], _STEPS)
+    ]
+    if len(equal) != 1:
+        raise UnknownRoundingError(
+            "DeepSpeed's cpu_adam op must count steps as its releases from 0.18.6 on do, but "
+            f"{getattr(op, '__file__', op)} fits {len(equal)} of the two ways that are known: "
+            "delete that file and let DeepSpeed build it anew, or train without a plan"
+        )
+    return equal[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from runtime.kernels.rule import UpdateRule
+from runtime.kernels.rule import UnknownRoundingError, UpdateRule
 from runtime.kernels.rules import RULES, rule_class
+from runtime.zero import private
 from simulator.plan import Plan, PlanError
 
 
@@ -130,7 +131,10 @@ def check_engine(engine: Any) -> UpdateRule:
             f"{optimizer.master_weights_and_grads_dtype}: unset "
             "*_master_weights_and_gradients and bf16_optimizer_states"
         )
-    return rule.of(inner)
+    try:
+        return rule.of(inner)
+    except UnknownRoundingError as error:
+        raise UnknownRoundingError(f"{error}{private.mended_since(rule.name)}") from None
 
 
 def check_plan(plan: Plan, subgroups: tuple[int, ...], sub_group_size: int) -> None:

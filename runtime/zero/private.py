@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 
-TESTED = ("0.19.8", "0.20")  # first version with stock's bits, first that was not tested
-OLDEST = "0.18.6"  # the first that the table knows
+TESTED = ("0.18.6", "0.20")  # first version with stock's bits, first that was not tested
 BELOW_STAGE_3 = "0.19.8"  # ZeRO-1 and 2 kept their sums of micro-batches in other ways before
+# Before it, Lion's vector loop mangles what it should take the sign of, and Adagrad's scalar loop
+# leaves the weight decay out of the update.
+MENDED = {"lion": "0.19.8", "adagrad": "0.19.8"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +25,7 @@ class Member:
     """A name of DeepSpeed's ZeRO optimizers, and the first version that has it."""
 
     name: str
-    since: str = OLDEST
+    since: str = TESTED[0]
 
 
 _MANGLED = "_DeepSpeedZeroOptimizer_Stage3__"
@@ -95,6 +97,19 @@ def _installed() -> Any:
     from packaging.version import Version
 
     return Version(deepspeed.__version__)
+
+
+def mended_since(optimizer: str) -> str:
+    """What to add to an error about an op of this optimizer; empty where no version helps."""
+    from packaging.version import Version
+
+    first = MENDED.get(optimizer)
+    if first is None or _installed() >= Version(first):
+        return ""
+    return (
+        f". DeepSpeed {_installed()}'s own {optimizer} is at fault, whatever it was built with: "
+        f"pip install 'deepspeed>={first},<{TESTED[1]}'"
+    )
 
 
 def check_members(optimizer: Any) -> None:

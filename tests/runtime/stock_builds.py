@@ -126,6 +126,29 @@ class StockOp:
 stock_op = functools.cache(StockOp)
 
 
+class RecountingOp:
+    """An Adam op that counts steps as DeepSpeed 0.18.6's does: ``pow`` at every subgroup after a
+    step's first. This version's takes ``pow`` where the step jumps, so it is made to jump.
+    """
+
+    def __init__(self, op: StockOp) -> None:
+        self.__file__, self._op, self._step = op.__file__, op, 0
+        self.create_adam, self.destroy_adam = op.create_adam, op.destroy_adam
+
+    def adam_update(self, number: int, step: int, *values) -> None:
+        if step == self._step:
+            scalars = [v for v in values if not isinstance(v, torch.Tensor)]
+            self._op.adam_update(number, step + 7, *scalars, *(torch.zeros(1) for _ in range(4)))
+        self._step = step
+        self._op.adam_update(number, step, *values)
+
+
+def use_op(monkeypatch, op: object) -> None:
+    """DeepSpeed's Adams made from here on have this op."""
+    module = importlib.import_module("deepspeed.ops.adam.cpu_adam")
+    monkeypatch.setattr(module, "CPUAdamBuilder", lambda: SimpleNamespace(load=lambda: op))
+
+
 def use_build(monkeypatch, build: str) -> None:
     """DeepSpeed's CPU optimizers made from here on have the ops of this build."""
     for name in _OPS:

@@ -5,8 +5,16 @@ import torch
 
 from runtime.kernels.rule import NO_VECTORS, UnknownRoundingError
 from tests.runtime.contract.test_bits import MIX
-from tests.runtime.contract.training import DEVICES, assert_same, attached, outcome, start
-from tests.runtime.stock_builds import WIDTHS, runs_here, stock_op, use_build
+from tests.runtime.contract.training import DEVICES, assert_same, attached, outcome, start, train
+from tests.runtime.stock_builds import (
+    HERE,
+    WIDTHS,
+    RecountingOp,
+    runs_here,
+    stock_op,
+    use_build,
+    use_op,
+)
 
 pytestmark = pytest.mark.usefixtures("only_rank")
 DEVICE = list(DEVICES)[-1]
@@ -47,6 +55,28 @@ def test_whole_engine(stage, build):
     assert executor.rule.vector_width == WIDTHS.get(build, NO_VECTORS)
     assert any(s.elements % 16 >= 8 for s in executor.states), "a tail that the builds differ in"
     assert_same(outcome(ours, 3), expected)
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_an_older_deepspeeds_way_of_counting_steps(older, monkeypatch, tmp_path):
+    """Up to the bit, a resume included, which goes on as the uninterrupted run would have."""
+    op = stock_op("adam", HERE)
+    use_op(monkeypatch, RecountingOp(op) if older else op)
+
+    def new():
+        return start(model=Odd(), subgroup_size=9_001)
+
+    steps = 8  # by then pow and the running product have differed
+    expected = outcome(new(), steps)
+    ours = attached(new(), MIX, DEVICE, None, subgroup=9_001)
+    assert ours.optimizer._ebbtide.executor.rule._bias.recounts is older
+    train(ours, 5)
+    ours.save_checkpoint(str(tmp_path))
+    ours.destroy()
+    resumed = attached(new(), MIX, DEVICE, None, subgroup=9_001)
+    resumed.load_checkpoint(str(tmp_path))
+    state, losses, norms = outcome(resumed, steps - 5, first=5)
+    assert_same((state, losses, norms), (expected[0], expected[1][5:], expected[2][5:]))
 
 
 def test_an_op_that_rounds_in_an_unknown_order_is_refused(monkeypatch):
