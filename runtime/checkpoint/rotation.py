@@ -257,7 +257,10 @@ def _alone(notes: Path) -> Iterator[Path | None]:
 
 def _anybody(notes: Path) -> bool:
     """Whether some process that wrote a note there may still be at work."""
-    return any(lives(_read(path), path) for path in notes.glob("*.json"))
+    try:
+        return any(lives(_read(path), path) for path in list(notes.glob("*.json")))
+    except FileNotFoundError:  # its commit has just taken them away, while this looked
+        return True
 
 
 class _Settling(threading.local):

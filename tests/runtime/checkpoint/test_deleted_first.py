@@ -108,3 +108,20 @@ def test_what_a_load_finds(root):
     with ours():
         chosen = Resumption(Peers(10.0), None).choose(root / "checkpoint_0", None)
     assert (chosen.tag, chosen.step) == ("state", 10)
+
+
+def test_whoever_lists_while_the_commit_takes_the_notes_away(root, monkeypatch):
+    """Another thread's commit, between a look at the folder of notes and one into it."""
+    saved(root / "checkpoint_0", 10)
+    deleted_first.remember(root / "checkpoint_0")
+    shutil.rmtree(root / "checkpoint_0")
+    anybody = rotation._anybody
+
+    def late(notes):
+        deleted_first.settle(committed=True)
+        return anybody(notes)
+
+    monkeypatch.setattr(rotation, "_anybody", late)
+    rotation.settle_below(root)
+    assert os.listdir(root) == []
+    assert os.listdir(root.parent) == ["checkpoints"]

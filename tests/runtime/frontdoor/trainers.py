@@ -97,10 +97,12 @@ def with_trainer(key: dict[str, Any] | None, **options: Any) -> tuple[Any, list[
     }  # fmt: skip
     config = ds_config(key, **options.pop("config", {}))
     wrap, callbacks = options.pop("wrap", lambda net: net), options.pop("callbacks", list)()
+    layers = options.pop("layers", 2)
     made = transformers.TrainingArguments(**arguments | options, deepspeed=config)
+    net = wrap(model(num_hidden_layers=layers))
     data = samples()
     trainer = transformers.Trainer(
-        model=wrap(model()), args=made, train_dataset=data, eval_dataset=data[:3],
+        model=net, args=made, train_dataset=data, eval_dataset=data[:3],
         callbacks=callbacks,
     )  # fmt: skip
     trainer.train()
