@@ -30,6 +30,7 @@ RateName = Literal[
     "device_adam_params_per_s",
     "device_flops_per_s",
     "storage_write_bytes_per_s",
+    "storage_read_bytes_per_s",
     "host_copy_bytes_per_s",
     "network_bytes_per_s",
     "device_memory_bytes_per_s",
@@ -85,7 +86,7 @@ class Machine(BaseModel):
         loop_s: time per iteration outside forward, backward and step (data, logging).
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     schema_version: int = SCHEMA_VERSION
     name: str
@@ -194,6 +195,8 @@ class Machine(BaseModel):
             return self.d2h_bytes_per_s.median / 4
         if name == "host_copy_bytes_per_s":
             return self.dram_bytes_per_s.median / 3
+        if name == "storage_read_bytes_per_s":  # which is at least as fast
+            return self.storage_write_bytes_per_s.median
         if name == "device_memory_bytes_per_s":
             return self.device_adam_params_per_s.median * DEVICE_UPDATE_BYTES
         raise ValueError(

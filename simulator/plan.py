@@ -28,7 +28,7 @@ class PlanError(ValueError):
 class PlacementRun(BaseModel):
     """``count`` neighbouring subgroups, in forward order, that share a placement."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     placement: Placement
     count: int = Field(ge=1)
@@ -54,7 +54,7 @@ class CheckpointPlan(BaseModel):
         drain_keep: committed checkpoints left in ``drain_dir``, newest first; 0: all.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     interval_steps: int = Field(0, ge=0)
     mode: Literal["auto", "lazy", "in_place", "sync"] = "auto"
@@ -81,7 +81,7 @@ class CheckpointPlan(BaseModel):
 class Prediction(BaseModel):
     """What the simulator expects of a plan. Times in seconds of one iteration, one rank."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     strategy: str = "ebbtide"
     iteration_s: float = Field(gt=0)
@@ -113,7 +113,7 @@ class Plan(BaseModel):
         overlap_forward: `step()` returns while updates still run.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     schema_version: int = SCHEMA_VERSION
     versions: dict[str, str] = Field(default_factory=dict)

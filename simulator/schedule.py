@@ -31,6 +31,11 @@ class OpKind(StrEnum):
     PERSIST = "persist"
     IDLE = "pipeline bubble"
     STEP_END = "step end"  # optimizer.step() returns to the training loop
+    PARAMETER_FETCH = "parameter fetch"  # offloaded parameters come in for a pass
+    ACTIVATION_D2H = "activation D2H"  # offloaded until the layer's backward
+    ACTIVATION_H2D = "activation H2D"
+    STATE_READ = "state read"  # from storage, and back to it
+    STATE_WRITE = "state write"
 
     __hash__ = str.__hash__  # Enum's own is Python code, and engines look up every op's kind
 
@@ -50,6 +55,7 @@ class Lane(StrEnum):
     HOST = "host compute"
     STORAGE = "storage write"
     NETWORK = "network"
+    STORAGE_READ = "storage read"
 
     __hash__ = str.__hash__  # as of `OpKind`
 

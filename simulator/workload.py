@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Literal, Self
@@ -16,6 +16,7 @@ from simulator.update.optimizer import ADAM, OPTIMIZERS, OptimizerState
 
 SCHEMA_VERSION = 1
 WireDtype = Literal["bf16", "fp16", "fp32"]
+ZeroStage = Literal[1, 2, 3]
 WIRE_BYTES: dict[WireDtype, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
@@ -32,7 +33,7 @@ class Layer(BaseModel):
             parallel together) in the layer's backward of one micro-batch.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     name: str = ""
     params: int = Field(ge=0)
@@ -46,7 +47,7 @@ class Layer(BaseModel):
 class MemoryPoint(BaseModel):
     """Memory in use at one moment of a profiled iteration; ``layer`` is the one that ran."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     t_s: float = Field(ge=0)
     phase: Literal["forward", "backward", "step", "other"]
@@ -82,9 +83,14 @@ class Workload(BaseModel):
         warnings: why the profile should be doubted.
         pipeline_idle_s: time per iteration in which this rank waits for other pipeline stages;
             host and copies go on in it.
+        zero_stage: DeepSpeed's. Below 3 parameters are whole on every rank, a step waits for its
+            updates, and then the ranks give each other what they have updated. ZeRO-1 reduces
+            gradients behind the last micro-batch's backward only.
+        step_gather_s: how long that exchange takes among the ranks of a node.
+        network_step_gather_bytes: what this rank receives from other nodes in it.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     schema_version: int = SCHEMA_VERSION
     name: str
@@ -102,6 +108,9 @@ class Workload(BaseModel):
     tokens_per_iteration: int | None = Field(None, ge=1)
     samples_per_iteration: int | None = Field(None, ge=1)
     pipeline_idle_s: float = Field(0.0, ge=0)
+    zero_stage: ZeroStage = 3
+    step_gather_s: float = Field(0.0, ge=0)
+    network_step_gather_bytes: int = Field(0, ge=0)
     device_base_bytes: int = Field(0, ge=0)
     stock_backward_extra_s: float | None = Field(None, ge=0)
     memory_curve: tuple[MemoryPoint, ...] = ()
@@ -132,12 +141,26 @@ class Workload(BaseModel):
                 "workload.parameters must sum up to the subgroups' elements, but got "
                 f"{listed} and {self.params}"
             )
+        self._check_stage()
         if self.schema_version > SCHEMA_VERSION:
             raise ValueError(
                 f"workload.schema_version must be at most {SCHEMA_VERSION}, but got "
                 f"{self.schema_version}: it was written by a newer ebbtide"
             )
         return self
+
+    def _check_stage(self) -> None:
+        if self.zero_stage == 3 and (self.step_gather_s or self.network_step_gather_bytes):
+            raise ValueError(
+                "workload.step_gather_s and network_step_gather_bytes must be 0 under ZeRO-3, "
+                "whose layers gather their parameters themselves, but got "
+                f"{self.step_gather_s} and {self.network_step_gather_bytes}"
+            )
+        if self.zero_stage < 3 and any(layer.network_gather_bytes for layer in self.layers):
+            raise ValueError(
+                f"workload.layers must not gather parameters under ZeRO-{self.zero_stage}, which "
+                "keeps them whole, but got network_gather_bytes: use network_step_gather_bytes"
+            )
 
     @property
     def params(self) -> int:
@@ -157,9 +180,46 @@ class Workload(BaseModel):
             )
         if subgroup_size < 1:
             raise ValueError(f"subgroup_size must be >= 1, but got {subgroup_size}")
-        subgroups = [n for group in self.parameters for n in cut(group, subgroup_size)]
+        if self.zero_stage == 3:
+            subgroups = [n for group in self.parameters for n in cut(group, subgroup_size)]
+        else:
+            subgroups = cut_flat([sum(group) for group in self.parameters], subgroup_size)
         fields = {"subgroups": tuple(subgroups), "subgroup_size": subgroup_size}
         return Workload.model_validate({**self.model_dump(), **fields})
+
+    @property
+    def serial(self) -> Workload:
+        """A ZeRO-3 workload whose iterations under any plan last no longer than this one's: for
+        bounds, and for orders of updates.
+
+        Where steps wait for their updates nothing runs beside forward: so forward, a pipeline's
+        bubble and the exchange of parameters are moved in front of the backward. ZeRO-1's gradients
+        come once per step: what precedes its last micro-batch's backward is moved there too.
+        """
+        if self.zero_stage == 3:
+            return self
+        micro = self.gradient_accumulation_steps if self.zero_stage == 1 else 1
+        moved_s = self.forward_s + self.pipeline_idle_s + self.step_gather_s
+        moved_s += (micro - 1) / micro * self.backward_s
+        fields = {"forward_s": 0.0, "network_reduce_bytes": 0}
+        layers = [
+            layer.model_copy(update={**fields, "backward_s": layer.backward_s / micro})
+            for layer in self.layers
+        ]
+        first = layers[-1]
+        layers[-1] = first.model_copy(update={"backward_s": first.backward_s + moved_s})
+        return self.model_copy(
+            update={
+                "layers": tuple(layers), "zero_stage": 3, "step_gather_s": 0.0,
+                "network_step_gather_bytes": 0, "pipeline_idle_s": 0.0,
+                "gradient_accumulation_steps": self.gradient_accumulation_steps // micro,
+            }
+        )  # fmt: skip
+
+    @property
+    def one_subgroup(self) -> Workload:
+        """The same with all of the state in a single subgroup: stock ZeRO-1 and 2 do not cut."""
+        return Workload.model_validate({**self.model_dump(), "subgroups": (self.params,)})
 
     @property
     def optimizer_state(self) -> OptimizerState:
@@ -229,6 +289,8 @@ class Workload(BaseModel):
         }
         if self.optimizer != ADAM.name:  # plans for Adam were made before there was a choice
             facts["optimizer"] = self.optimizer
+        if self.zero_stage != 3:  # likewise
+            facts["zero_stage"] = self.zero_stage
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
     def save(self, path: str | Path) -> None:
@@ -257,3 +319,23 @@ def cut(partitions: Iterable[int], subgroup_size: int) -> list[int]:
             found.append(size)
             size = 0
     return [*found, size] if size else found
+
+
+# Every vector width that DeepSpeed has for x86 and NEON divides this: plans fit all of them.
+ALIGNMENT = 16
+
+
+def cut_flat(partitions: Sequence[int], subgroup_size: int) -> list[int]:
+    """Subgroups of ZeRO-1's and 2's flat partitions: pieces of ``subgroup_size``, rounded up to a
+    multiple of 16, whatever parameters they hold.
+
+    DeepSpeedCPUAdam treats the elements behind a tensor's last whole vector in another way. With
+    borders on multiples of the vectors, those of a partition are those of its last piece, and no
+    other has any.
+    """
+    size = max(1, -(-subgroup_size // ALIGNMENT)) * ALIGNMENT
+    return [
+        min(size, elements - offset)
+        for elements in partitions
+        for offset in range(0, elements, size)
+    ]

@@ -75,8 +75,9 @@ def random_machine(rng: random.Random):
     )  # fmt: skip
 
 
-def random_workload(rng: random.Random):
+def random_workload(rng: random.Random, zero_stage: int = 3):
     """Layers and subgroups whose borders do not coincide."""
+    whole = zero_stage < 3  # parameters: gathered at a step's end only
     sizes = [rng.randint(1, 60) for _ in range(rng.randint(1, 9))]
     total, layers, left = sum(sizes), [], sum(sizes)
     while left:
@@ -86,7 +87,7 @@ def random_workload(rng: random.Random):
             Layer(
                 params=params, forward_s=rng.uniform(0, 3), backward_s=rng.uniform(0, 3),
                 activation_bytes=rng.randint(0, 50),
-                network_gather_bytes=rng.choice([0, 0, rng.randint(1, 40)]),
+                network_gather_bytes=0 if whole else rng.choice([0, 0, rng.randint(1, 40)]),
                 network_reduce_bytes=rng.choice([0, 0, rng.randint(1, 40)]),
             )
         )  # fmt: skip
@@ -96,5 +97,7 @@ def random_workload(rng: random.Random):
         pipeline_idle_s=rng.choice([0.0, rng.uniform(0, 2)]), clip=rng.random() < 0.7,
         stock_backward_extra_s=rng.choice([None, rng.uniform(0, 2)]),
         device_base_bytes=rng.randint(0, 100), wire_dtype=rng.choice(["bf16", "fp32"]),
-        grad_bytes_per_param=rng.choice([2, 4]),
+        grad_bytes_per_param=rng.choice([2, 4]), zero_stage=zero_stage,
+        step_gather_s=rng.choice([0.0, rng.uniform(0, 2)]) if whole else 0.0,
+        network_step_gather_bytes=rng.choice([0, rng.randint(1, 40)]) if whole else 0,
     )  # fmt: skip

@@ -20,21 +20,31 @@ def alternatives(
         placement=Plan.runs(["host"] * len(workload.subgroups)),
         staging_slots=0,
         threads=plan.threads,
+        overlap_forward=workload.zero_stage == 3,
     )
     found = [
+        *_stock(workload, machine, limits),
+        _not_offloaded(workload, machine, limits),
+        _prediction("ebbtide, all on the host", _run(workload, machine, "ebbtide", plan=host)),
+    ]
+    if workload.zero_stage == 3:
+        waiting = _run(workload, machine, "ebbtide", plan=plan, overlap_forward=False)
+        found.append(_prediction("ebbtide, no overlap with forward", waiting))
+    return [p for p in found if p is not None]
+
+
+def _stock(workload: Workload, machine: Machine, limits: Limits) -> list[Prediction | None]:
+    """Stock and its peers at the workload's ZeRO stage."""
+    if workload.zero_stage < 3:
+        run = _run(workload, machine, "zero_offload")
+        return [_prediction(f"stock ZeRO-{workload.zero_stage} offload", run)]
+    return [
         _prediction("stock ZeRO-3 offload", _run(workload, machine, "zero3_offload")),
         _prediction("stock, pin_memory false", _run(workload, machine, "zero3_offload_unpinned")),
         _best("Twin-Flow", workload, machine, limits, "twin_flow"),
         _best("Deep Optimizer States", workload, machine, limits, "deep_optimizer_states"),
         _prediction("SuperOffload", _run(workload, machine, "superoffload")),
-        _not_offloaded(workload, machine, limits),
-        _prediction("ebbtide, all on the host", _run(workload, machine, "ebbtide", plan=host)),
-        _prediction(
-            "ebbtide, no overlap with forward",
-            _run(workload, machine, "ebbtide", plan=plan, overlap_forward=False),
-        ),
     ]
-    return [p for p in found if p is not None]
 
 
 def _run(workload: Workload, machine: Machine, name: str, **options: object) -> SimResult:

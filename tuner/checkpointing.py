@@ -28,6 +28,7 @@ LEAST_BUDGET_BYTES = 256 * 2**20
 CAP_SHARES = (None, 0.75, 0.5, 0.35, 0.25, 0.15, 0.1)  # of what storage takes from one rank
 BUDGET_SHARES = (0.0, 0.03, 0.1, 0.25, 0.5, 1.0)  # of a checkpoint
 ROUNDS = 3  # of budgets, then caps, each with the best of the other
+LEAST_GOODPUT = 0.01  # below it a job makes no progress worth planning
 SAME = 1e-4  # relative goodput that is not worth more memory
 
 
@@ -150,7 +151,7 @@ def with_checkpoints(
     """The plan with its checkpoint part, its stall and the reasons; no interval without an MTBF.
 
     Raises:
-        ValueError: mtbf_s or restart_s is not positive.
+        ValueError: mtbf_s or restart_s is not positive, or so short that nothing is trained.
     """
     assert plan.prediction is not None
     spare = max(0, limits.host_bytes - plan.prediction.host_peak_bytes)
@@ -162,6 +163,13 @@ def with_checkpoints(
     failures = Failures(mtbf_s, restart_s)
     simulation = CheckpointSimulation(workload, plan, machine)
     choice = best_checkpointing(simulation, failures, spare, CheckpointPlan(dir=folder))
+    if choice.goodput < LEAST_GOODPUT:
+        raise ValueError(
+            "mtbf_s (--mtbf) must leave time to train between failures, but with "
+            f"{failures.mtbf_s:g} s, a restart of {failures.restart_s:g} s (--restart) and "
+            f"{choice.cost.persist_s:.1f} s until a checkpoint is durable, {choice.goodput:.1%} of "
+            "the time would be progress: check its unit (4h, 30m, 90s)"
+        )
     host_peak = plan.prediction.host_peak_bytes + choice.cost.reserved_bytes
     changes = {"stall_s": choice.cost.stall_s, "host_peak_bytes": host_peak}
     prediction = plan.prediction.model_copy(update=changes)

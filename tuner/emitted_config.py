@@ -19,7 +19,7 @@ _FILLED_IN = {
 
 
 def emitted_config(
-    plan: Plan, plan_file: str, given: str | None, wire_dtype: str
+    plan: Plan, plan_file: str, given: str | None, wire_dtype: str, zero_stage: int = 3
 ) -> dict[str, Any]:
     """The config: what is given stays, ``"auto"`` too, but for what the plan decides.
 
@@ -27,14 +27,18 @@ def emitted_config(
         plan_file: where the plan was written; the config names it by its absolute path, since a
             script may run in any folder.
         given: a DeepSpeed config to start from; None: one whose other values the trainer fills in.
-        wire_dtype: of the workload: ``bf16``, ``fp16`` or ``fp32``.
+        wire_dtype: of the workload: ``bf16``, ``fp16`` or ``fp32``. zero_stage: likewise.
 
     Raises:
-        ValueError: ``given`` is not a JSON object.
+        ValueError: ``given`` is not a JSON object, or for another ZeRO stage.
     """
-    config = _base(wire_dtype) if given is None else _read(given)
+    config = _base(wire_dtype, zero_stage) if given is None else _read(given)
     zero = config.setdefault("zero_optimization", {})
-    zero.setdefault("stage", 3)
+    if zero.setdefault("stage", zero_stage) != zero_stage:
+        raise ValueError(
+            f"zero_optimization.stage in --ds-config must be {zero_stage}, which the plan is for, "
+            f"but got {zero['stage']!r}: plan with --zero-stage {zero['stage']}, or change the file"
+        )
     zero["sub_group_size"] = plan.subgroup_size
     offload = zero.get("offload_optimizer")
     zero["offload_optimizer"] = {**(offload if isinstance(offload, dict) else {}), "device": "cpu"}
@@ -49,8 +53,8 @@ def write_config(config: dict[str, Any], path: str) -> None:
     temporary.replace(path)
 
 
-def _base(wire_dtype: str) -> dict[str, Any]:
-    zero = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
+def _base(wire_dtype: str, zero_stage: int) -> dict[str, Any]:
+    zero = {"stage3_gather_16bit_weights_on_model_save": True} if zero_stage == 3 else {}
     precision = {} if wire_dtype == "fp32" else {wire_dtype: {"enabled": "auto"}}
     return {**_FILLED_IN, **precision, "zero_optimization": zero}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from simulator.workload import Workload
 
 T = TypeVar("T")
+SEQUENCE = 2048  # tokens per sample, where nobody says
 Command = Callable[..., Any]
 
 
@@ -32,13 +33,18 @@ _WORKLOAD_OPTIONS = (
     click.option("--workload", help="workload.json of the training run."),
     click.option("--model", help="Instead: a Hugging Face config.json, or a plain description."),
     click.option("--ds-config", help="With --model: DeepSpeed's config; may hold \"auto\"."),
-    click.option("--sequence", type=click.IntRange(min=1), default=2048, show_default=True,
-                 help="With --model: tokens per sample."),
+    click.option("--sequence", type=click.IntRange(min=1),
+                 help="With --model: tokens per sample; default: 2048."),
     click.option("--micro-batch", type=click.IntRange(min=1), help="With --model: samples."),
     click.option("--accumulation", type=click.IntRange(min=1), help="With --model: micro-batches."),
-    click.option("--data-parallel", type=click.IntRange(min=1), default=1, show_default=True),
-    click.option("--tensor-parallel", type=click.IntRange(min=1), default=1, show_default=True),
-    click.option("--pipeline-parallel", type=click.IntRange(min=1), default=1, show_default=True),
+    click.option("--zero-stage", type=click.IntRange(1, 3),
+                 help="With --model: 1, 2 or 3; default: the DeepSpeed config's, else 3."),
+    click.option("--data-parallel", type=click.IntRange(min=1),
+                 help="With --model: ranks of ZeRO; default: 1."),
+    click.option("--tensor-parallel", type=click.IntRange(min=1),
+                 help="With --model: ranks that share each layer; default: 1."),
+    click.option("--pipeline-parallel", type=click.IntRange(min=1),
+                 help="With --model: parts of the layers, with ZeRO-1; default: 1."),
     click.option("--keep-activations", is_flag=True, help="With --model: no checkpointing of "
                  "activations."),
 )  # fmt: skip
@@ -66,13 +72,36 @@ def read_machine(given: str) -> Machine:
     return _read(Machine, given, "--machine")
 
 
+def model_shape(about: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `workload_from_model` from the flags that go with ``--model``."""
+    return {
+        "sequence": about["sequence"] or SEQUENCE,
+        "micro_batch": about["micro_batch"],
+        "gradient_accumulation_steps": about["accumulation"],
+        "zero_stage": about["zero_stage"],
+        "data_parallel": about["data_parallel"] or 1,
+        "tensor_parallel": about["tensor_parallel"] or 1,
+        "pipeline_parallel": about["pipeline_parallel"] or 1,
+        "activation_checkpointing": "none" if about["keep_activations"] else "full",
+    }
+
+
 def read_workload(
-    machine: Machine, workload: str | None, model: str | None, **about: Any
+    machine: Machine,
+    workload: str | None,
+    model: str | None,
+    *,
+    beside_workload: Sequence[str] = (),
+    **about: Any,
 ) -> Workload:
     """A workload file, or an estimate from a model's config.
 
+    Args:
+        beside_workload: those of the flags for ``--model`` that the command needs anyway.
+
     Raises:
-        BadInputError: neither or both are given, or one that cannot be used.
+        BadInputError: neither or both are given, one that cannot be used, or a flag that would
+            change nothing.
     """
     from simulator.workload import Workload
 
@@ -81,19 +110,20 @@ def read_workload(
             "exactly one of --workload and --model must be given, but got "
             f"{'both' if workload else 'none'}"
         )
+    without_effect = [k for k, v in about.items() if v and k not in beside_workload]
+    if workload is not None and without_effect:
+        flag = "--" + without_effect[0].replace("_", "-")
+        raise BadInputError(
+            f"{flag} goes with --model, since a profiled workload has its own, but got --workload "
+            f"{workload}: leave {flag} out, or profile again"
+        )
     if workload is not None:
         return _read(Workload, workload, "--workload")
     from simulator.estimates.workload import workload_from_model
 
     assert model is not None
     try:
-        return workload_from_model(
-            model, machine, about["ds_config"], sequence=about["sequence"],
-            micro_batch=about["micro_batch"], gradient_accumulation_steps=about["accumulation"],
-            data_parallel=about["data_parallel"], tensor_parallel=about["tensor_parallel"],
-            pipeline_parallel=about["pipeline_parallel"],
-            activation_checkpointing="none" if about["keep_activations"] else "full",
-        )  # fmt: skip
+        return workload_from_model(model, machine, about["ds_config"], **model_shape(about))
     except ValueError as error:
         raise BadInputError(f"--model {model}: {error}") from None
 

@@ -89,6 +89,12 @@ class Limits:
                             ("host_memory_bytes (--host-memory)", host_memory_bytes)):  # fmt: skip
             if value is not None and value <= 0:
                 raise ValueError(f"{name} must be > 0, but got {value}")
+            there = getattr(machine, name.partition(" ")[0])
+            if value is not None and value > there:
+                raise ValueError(
+                    f"{name} must be at most what the machine has, {there / GIB:.1f} GiB, but got "
+                    f"{value / GIB:.1f} GiB: leave it out, or take another machine (--machine)"
+                )
         if margin is not None and not 0 <= margin < 1:
             raise ValueError(
                 f"memory_margin (--memory-margin) must lie in [0%, 100%), but got {margin:.0%}"

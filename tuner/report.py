@@ -14,7 +14,13 @@ if TYPE_CHECKING:
     from simulator.workload import Workload
 
 GIB = 2**30
-STOCK = ("stock ZeRO-3 offload", "zero3_offload", "stock")
+STOCK = (
+    "stock ZeRO-3 offload",
+    "stock ZeRO-2 offload",
+    "stock ZeRO-1 offload",
+    "zero3_offload",
+    "stock",
+)
 NOT_OFFLOADED = ("no offload", "no_offload", "not offloading")
 AT_OPTIMUM = 5e-3  # above the lower bound: nearer than any measurement could tell
 WORTH = 1e-3  # relative difference below which two iterations count as equally long

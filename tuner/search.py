@@ -76,11 +76,13 @@ class Search:
         seed: int = 0,
         fixed: Mapping[str, Any] | None = None,
     ) -> None:
-        """``fixed``: fields of every candidate that are not searched."""
+        """``fixed``: fields of every candidate that are not searched; below ZeRO-3 the overlap."""
         self.workload, self.machine, self.limits = workload, machine, limits
         self.random = random.Random(seed)
         self.seed = seed
         self.fixed = dict(fixed or {})
+        if workload.zero_stage < 3:
+            self.fixed["overlap_forward"] = False
         self.scores: dict[Candidate, Score] = {}
         self._sweep = PlanSweep(workload, machine)
         self._longer = [PlanSweep(workload, machine, iterations=n) for n in SETTLED]
@@ -226,8 +228,10 @@ class Search:
                 staging_slots=slots,
                 prefetch=min(slots, visits, trial.suggest_int("prefetch", 0, 8)),
                 threads=trial.suggest_categorical("threads", threads),
-                overlap_forward=trial.suggest_categorical("overlap_forward", [True, False]),
             )
+            if "overlap_forward" not in self.fixed:
+                overlap = trial.suggest_categorical("overlap_forward", [True, False])
+                candidate = replace(candidate, overlap_forward=overlap)
             return min(1e9, self.score(candidate).iteration_s)
 
         study.optimize(objective, n_trials=trials)

@@ -21,7 +21,9 @@ def shadow_prices(
     assert plan.prediction is not None
     base_s = plan.prediction.iteration_s
     memory = options.get("device_memory_bytes") or machine.device_memory_bytes
-    roomier = search(workload, machine, **{**options, "device_memory_bytes": memory + GIB})
+    most = max(machine.device_memory_bytes, memory + GIB)
+    larger = machine.model_copy(update={"device_memory_bytes": most})
+    roomier = search(workload, larger, **{**options, "device_memory_bytes": memory + GIB})
     faster = machine.with_rates(
         h2d_bytes_per_s=machine.h2d_bytes_per_s.median + LINK_STEP,
         d2h_bytes_per_s=machine.d2h_bytes_per_s.median + LINK_STEP,

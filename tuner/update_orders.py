@@ -33,6 +33,7 @@ class UpdateOrders:
         self.update_s = [n / rate for n in workload.subgroups]
         self.home_s = [n * amounts.gradient / room["d2h"] for n in workload.subgroups]
         self.copy_s = [n * amounts.wire / room["h2d"] for n in workload.subgroups]
+        workload = workload.serial
         self.micro_batches = workload.gradient_accumulation_steps
         self._passes(workload)
         self._known: dict[tuple[int, ...], UpdateOrder] = {}

@@ -18,7 +18,7 @@ from runtime.kernels.rule import UpdateRule, UpdateStep
 from simulator.plan import Placement, Plan
 from simulator.timeline import Timeline
 from simulator.update.order import FORWARD, order_of
-from simulator.workload import WireDtype
+from simulator.workload import WireDtype, ZeroStage
 
 
 class TrainingEngine(Protocol):
@@ -41,6 +41,10 @@ class TrainingEngine(Protocol):
 
     def wire_dtype(self) -> WireDtype:
         """What the model computes with."""
+        ...
+
+    def zero_stage(self) -> ZeroStage:
+        """How much of the training state is divided among the ranks."""
         ...
 
     def first_use(self) -> list[int]:

@@ -106,6 +106,8 @@ def observed_workload(optimizer: Any, timeline: Timeline) -> Workload:
         wire_dtype=wire,
         grad_bytes_per_param=optimizer.gradient_accumulation_dtype.itemsize,
         clip=optimizer.clip_grad > 0,
+        optimizer=optimizer.update_rule().name,
+        zero_stage=optimizer.zero_stage(),
         provenance=f"{WATCHED_STEPS} watched steps",
     )
 

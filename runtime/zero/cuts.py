@@ -4,25 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-# Every vector width that DeepSpeed has for x86 and NEON divides this: plans fit all of them.
-ALIGNMENT = 16
+from simulator.workload import cut_flat
 
 Cut = tuple[int, int, int]  # parameter group, offset in its partition, elements
 
 
 def cuts(partitions: list[int], subgroup_size: int) -> list[Cut]:
-    """Every group's partition in pieces of ``subgroup_size``, rounded up to a multiple of 16.
-
-    DeepSpeedCPUAdam treats the elements behind a tensor's last whole vector in another way. With
-    borders on multiples of the vectors, those of a partition are those of its last piece, and no
-    other has any.
-    """
-    size = max(1, -(-subgroup_size // ALIGNMENT)) * ALIGNMENT
-    return [
-        (group, offset, min(size, elements - offset))
-        for group, elements in enumerate(partitions)
-        for offset in range(0, elements, size)
-    ]
+    """Every group's partition in pieces, as `simulator.workload.cut_flat` sizes them."""
+    found: list[Cut] = []
+    for group, elements in enumerate(partitions):
+        offset = 0
+        for piece in cut_flat([elements], subgroup_size):
+            found.append((group, offset, piece))
+            offset += piece
+    return found
 
 
 def subgroups_of(optimizer: Any, subgroup_size: int) -> tuple[int, ...]:

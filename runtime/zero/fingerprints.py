@@ -9,7 +9,8 @@ from typing import get_args
 from runtime.execution.session import Session
 from simulator.machine import Machine
 from simulator.plan import Plan
-from simulator.workload import Layer, WireDtype, Workload
+from simulator.update.optimizer import OPTIMIZERS
+from simulator.workload import Layer, WireDtype, Workload, ZeroStage
 
 logger = logging.getLogger("ebbtide")
 
@@ -50,20 +51,29 @@ def _workload_difference(plan: Plan, session: Session, gradient_bytes: int) -> s
     if not plan.workload_fingerprint:
         return ""
     sizes, wire = session.engine.sizes(), session.engine.wire_dtype()
-    if _fingerprint(sizes, wire, gradient_bytes) == plan.workload_fingerprint:
-        return ""
-    here = f"{wire} parameters with {gradient_bytes}-byte gradients"
-    for other, width in product(get_args(WireDtype), (2, 4)):
-        if _fingerprint(sizes, other, width) == plan.workload_fingerprint:
-            return f"{other} parameters with {width}-byte gradients, and these are {here}"
+    stage, optimizer = session.engine.zero_stage(), session.engine.update_rule().name
+    here = f"ZeRO-{stage}, {optimizer}, {wire} parameters with {gradient_bytes}-byte gradients"
+    kinds = product(get_args(ZeroStage), OPTIMIZERS, get_args(WireDtype), (2, 4))
+    for kind in kinds:
+        if _fingerprint(sizes, *kind) == plan.workload_fingerprint:
+            if kind == (stage, optimizer, wire, gradient_bytes):
+                return ""
+            there = "ZeRO-{}, {}, {} parameters with {}-byte gradients".format(*kind)
+            return f"{there}, and this is {here}"
     return f"other subgroups than these {len(sizes)} of {sum(sizes)} elements ({here})"
 
 
-def _fingerprint(sizes: tuple[int, ...], wire: WireDtype, gradient_bytes: int) -> str:
+def _fingerprint(
+    sizes: tuple[int, ...],
+    zero_stage: ZeroStage,
+    optimizer: str,
+    wire: WireDtype,
+    gradient_bytes: int,
+) -> str:
     layer = Layer(params=sum(sizes), forward_s=1.0, backward_s=1.0)
     return Workload(
         name="attached", layers=(layer,), subgroups=sizes, wire_dtype=wire,
-        grad_bytes_per_param=gradient_bytes,
+        grad_bytes_per_param=gradient_bytes, zero_stage=zero_stage, optimizer=optimizer,
     ).fingerprint  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from runtime.kernels.rule import UpdateRule, UpdateStep
 from runtime.zero.flat_partitions import FlatPartitions
 from runtime.zero.planned import PlannedZero, bring_home, float64_norm, gated
 from simulator.plan import Plan
+from simulator.workload import ZeroStage
 
 
 class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):  # type: ignore[misc]
@@ -344,6 +345,9 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):  # type: ignore[misc]
 
     def saved_state(self, subgroup: int) -> tuple[torch.Tensor, ...]:
         return self._flat.shadows.get(subgroup) or self._ebbtide.executor.states[subgroup].state
+
+    def zero_stage(self) -> ZeroStage:
+        return 2 if self.partition_gradients else 1
 
     def hyperparameters(self) -> list[UpdateStep]:
         steps = self._next_steps()

@@ -17,6 +17,7 @@ from runtime.zero import private, stage3_buffers
 from runtime.zero.gathers import Gathers
 from runtime.zero.planned import PlannedZero, bring_home, float64_norm, gated
 from simulator.plan import Plan
+from simulator.workload import ZeroStage
 
 
 class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
@@ -278,6 +279,9 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
 
     def saved_state(self, subgroup: int) -> tuple[torch.Tensor, ...]:
         return self._ebbtide.executor.states[subgroup].state
+
+    def zero_stage(self) -> ZeroStage:
+        return 3
 
     def hyperparameters(self) -> list[UpdateStep]:
         return self._next_steps()

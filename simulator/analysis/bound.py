@@ -56,6 +56,7 @@ def bound(workload: Workload, machine: Machine, device_bytes: float | None = Non
     """
     from scipy.optimize import linprog
 
+    workload = workload.serial
     problem = _Problem(workload, machine, device_bytes or machine.device_memory_bytes)
     solved = linprog(
         c=[0.0, 0.0, 0.0, 0.0, 1.0],

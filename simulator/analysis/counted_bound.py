@@ -60,6 +60,7 @@ def count_bounds(workload: Workload, machine: Machine, device_bytes: float) -> C
     Raises:
         ValueError: the workload has more than MOST_SUBGROUPS subgroups.
     """
+    workload = workload.serial
     count = len(workload.subgroups)
     if count > MOST_SUBGROUPS:
         raise ValueError(

@@ -36,6 +36,11 @@ COLOURS: dict[OpKind, str] = {
     OpKind.PERSIST: "#4d4d4d",
     OpKind.IDLE: "#eeeeee",
     OpKind.STEP_END: "#222222",
+    OpKind.PARAMETER_FETCH: "#c8bf2a",
+    OpKind.ACTIVATION_D2H: "#7fb069",
+    OpKind.ACTIVATION_H2D: "#a9cf96",
+    OpKind.STATE_READ: "#a05195",
+    OpKind.STATE_WRITE: "#665191",
 }
 _DARK = {"#0072b2", "#009e73", "#8e5ea2", "#d55e00", "#4d4d4d", "#222222", "#b5651d"}
 _MOMENTS = {OpKind.NORM: (0, (2, 2)), OpKind.STEP_END: (0, (6, 3))}

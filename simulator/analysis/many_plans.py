@@ -69,13 +69,21 @@ class PlanSweep:
         self.recipes = RecipeArrays.of(Bytes.of(workload))
         self.rates = self._rates()
         self._by_threads: dict[int, Floats] = {}
-        held = bytes_per_param(workload.optimizer_state, workload.grad_bytes_per_param)
+        held = bytes_per_param(
+            workload.optimizer_state, workload.grad_bytes_per_param, stage=workload.zero_stage
+        )
         self.held = list(held.values())
         self._forward_order = np.arange(len(self.sizes))
+        self.extra = np.array(
+            [workload.pipeline_idle_s, workload.step_gather_s, workload.network_step_gather_bytes]
+        )
         self._allocate(len(flat))
 
     def _rates(self) -> Floats:
-        networked = self.layers[:, recipe_arrays.L_GATHER :].any()
+        networked = (
+            self.layers[:, recipe_arrays.L_GATHER :].any()
+            or self.workload.network_step_gather_bytes
+        )
         return np.array(
             [
                 1.0 if name == "network_bytes_per_s" and not networked else self.machine.rate(name)
@@ -87,11 +95,12 @@ class PlanSweep:
         layers, subgroups = len(self.workload.layers), len(self.sizes)
         micro = self.workload.gradient_accumulation_steps
         longest = max(len(recipe.steps) for recipe in RECIPES.values())
-        per_iteration = micro * (5 * layers + 2 * subgroups) + longest * subgroups + 3
+        per_iteration = micro * (5 * layers + 2 * subgroups) + longest * subgroups + 5
         count = per_iteration * self.iterations
         self.ops = np.zeros((count, kernel.OP_COLUMNS))
         self.after_first = np.zeros(count + 1, dtype=np.int64)
-        waits = 4 * count + self.iterations * (shares + layers + 2 * subgroups)
+        # A step's end waits for two ops of each subgroup, and so do its gathers.
+        waits = 4 * count + self.iterations * (shares + layers + 6 * subgroups)
         self.after = np.zeros(waits, dtype=np.int64)
         self.start_s, self.end_s = np.zeros(count), np.zeros(count)
 
@@ -114,17 +123,23 @@ class PlanSweep:
             PlanError: another number of placements than subgroups, or prefetch without slots.
         """
         self._check(placement, staging_slots, prefetch)
+        if overlap_forward and self.workload.zero_stage < 3:
+            raise PlanError(
+                "overlap_forward must be false where steps wait for their updates, but got true "
+                f"for ZeRO-{self.workload.zero_stage}"
+            )
         counts, elements, largest = totals(placement, self.sizes, len(_NAMES)).tolist()
         slots = slot_limits(staging_slots, dict(zip(_NAMES, map(int, counts), strict=True)))
         micro = self.workload.gradient_accumulation_steps
         plan = np.array(
-            [prefetch, overlap_forward, micro, self.iterations, *(slots[s] for s in SLOTS)],
+            [prefetch, overlap_forward, micro, self.iterations, self.workload.zero_stage,
+             *(slots[s] for s in SLOTS)],
             dtype=np.int64,
-        )
+        )  # fmt: skip
         arrays = self.recipes
         count = build(
             self.layers, self.share_first, self.share_subgroup, self.layer_count,
-            self.workload.pipeline_idle_s, self.sizes, placement,
+            self.extra, self.sizes, placement,
             self._forward_order if issue is None else issue, plan,
             arrays.with_threads(threads), arrays.first, arrays.gradient_home,
             self.ops, self.after_first, self.after,

@@ -24,7 +24,9 @@ POINTS_PER_TASK = 16
 SLOTS = 2
 
 Strategy = str | tuple[str, Mapping[str, Any]]
-WORKLOAD_FIELDS = ("ranks_per_node", "nodes", "gradient_accumulation_steps", "clip")
+WORKLOAD_FIELDS = ("ranks_per_node", "gradient_accumulation_steps", "clip")
+# What decides how a workload is laid out cannot be changed in one that is laid out already.
+_LAID_OUT = ("nodes", "gpus_per_node")
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,8 @@ def what_if(
             the points go to that cluster.
         progress: a progress bar; None: from 50 points on.
         **changes: values to try for a field of the machine (``h2d_bytes_per_s=[...]``) or of the
-            workload (``ranks_per_node``, ``nodes``, ``gradient_accumulation_steps``, ``clip``).
+            workload (``ranks_per_node``, ``clip``, ``gradient_accumulation_steps``: so many
+            micro-batches of the same size, each with its forward and backward).
 
     Returns:
         Columns: ``strategy``, ``setting``, ``gpu_memory_bytes``, one per change, ``fits`` and
@@ -80,6 +83,7 @@ def what_if(
     import pandas as pd
 
     points = list(_grid(machine, strategies, gpu_memory_bytes, changes))
+    _check_changes(changes)
     for point in points:  # bad input is told before a long sweep
         _changed(workload, machine, point)
     shown = len(points) >= 50 if progress is None else progress
@@ -91,6 +95,16 @@ def what_if(
             f"interrupted: {len(rows)} of {len(points)} points are finished", stacklevel=2
         )
     return table
+
+
+def _check_changes(changes: Mapping[str, object]) -> None:
+    for name in _LAID_OUT:
+        if name in changes:
+            raise ValueError(
+                f"{name} must not be among the changes, since it changes what each rank holds and "
+                f"sends, but got {changes[name]!r}: estimate a workload for each "
+                "(workload_from_model(data_parallel=...)) or profile it there"
+            )
 
 
 def _grid(
@@ -194,8 +208,34 @@ def evaluate(workload: Workload, machine: Machine, point: Point) -> dict[str, An
 def _changed(workload: Workload, machine: Machine, point: Point) -> tuple[Workload, Machine]:
     fields = {k: v for k, v in point.changes.items() if k in WORKLOAD_FIELDS}
     rates = {k: v for k, v in point.changes.items() if k not in WORKLOAD_FIELDS}
-    work = Workload.model_validate({**workload.model_dump(), **fields}) if fields else workload
+    work = _rebuilt(workload, fields) if fields else workload
     return work, machine.with_rates(**rates) if rates else machine
+
+
+def _rebuilt(workload: Workload, fields: Mapping[str, Any]) -> Workload:
+    """More micro-batches compute longer and see more tokens."""
+    changed = Workload.model_validate({**workload.model_dump(), **fields})
+    more = changed.gradient_accumulation_steps / workload.gradient_accumulation_steps
+    if more == 1:
+        return changed
+    layers = [
+        layer.model_copy(
+            update={"forward_s": layer.forward_s * more, "backward_s": layer.backward_s * more}
+        )
+        for layer in changed.layers
+    ]
+    amounts = {
+        name: None if value is None else round(value * more)
+        for name in ("tokens_per_iteration", "samples_per_iteration")
+        for value in (getattr(workload, name),)
+    }
+    extra = workload.stock_backward_extra_s
+    return changed.model_copy(
+        update={
+            "layers": tuple(layers), **amounts,
+            "stock_backward_extra_s": None if extra is None else extra * more,
+        }
+    )  # fmt: skip
 
 
 def _best_setting(

@@ -24,9 +24,11 @@ DEVICE_ALLOC, DEVICE_FREE, HOST_ALLOC, HOST_FREE = range(9, 13)
 OP_COLUMNS = 13
 
 # Entries of the capacity vector.
-C_DRAM, C_CORES, C_H2D, C_D2H, C_LINK, C_DEVICE, C_STORAGE, C_NETWORK = range(8)
-CAPACITY_COUNT = 8
-CAPACITIES = ("dram", "cores", "h2d", "d2h", "link", "device", "storage", "network")
+C_DRAM, C_CORES, C_H2D, C_D2H, C_LINK, C_DEVICE, C_STORAGE, C_NETWORK, C_STORAGE_READ = range(9)
+CAPACITY_COUNT = 9
+CAPACITIES = (
+    "dram", "cores", "h2d", "d2h", "link", "device", "storage", "network", "storage_read",
+)  # fmt: skip
 
 # Entries of the vector that describes the machine besides rates and capacities.
 M_CORES, M_DRAM, M_COPY_LATENCY, M_LAUNCH_LATENCY, M_UNIFIED, M_SHARES_CORES = range(6)
@@ -34,7 +36,7 @@ M_CORES, M_DRAM, M_COPY_LATENCY, M_LAUNCH_LATENCY, M_UNIFIED, M_SHARES_CORES = r
 LANES = list(Lane)
 KINDS = list(OpKind)
 LANE_COUNT = len(LANES)
-_COMPUTE, _UPDATE, _H2D, _H2D_PARAMETERS, _D2H, _STORAGE, _NETWORK = (
+_COMPUTE, _UPDATE, _H2D, _H2D_PARAMETERS, _D2H, _STORAGE, _NETWORK, _STORAGE_READ = (
     LANES.index(lane)
     for lane in (
         Lane.COMPUTE,
@@ -44,6 +46,7 @@ _COMPUTE, _UPDATE, _H2D, _H2D_PARAMETERS, _D2H, _STORAGE, _NETWORK = (
         Lane.D2H,
         Lane.STORAGE,
         Lane.NETWORK,
+        Lane.STORAGE_READ,
     )
 )
 _GRADIENT_D2H = KINDS.index(OpKind.GRADIENT_D2H)
@@ -101,6 +104,8 @@ def _fill_demand(ops: Floats, i: int, duration_s: float, machine: Floats, demand
         demand[lane, C_STORAGE] = speed
     elif lane == _NETWORK:
         demand[lane, C_NETWORK] = speed
+    elif lane == _STORAGE_READ:
+        demand[lane, C_STORAGE_READ] = speed
 
 
 @compiled

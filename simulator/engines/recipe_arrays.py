@@ -51,7 +51,9 @@ _WAIT_NORM, _WAIT_GRADIENT, _WAIT_PREVIOUS = (
 # Columns of a layer's row, of a step's row behind those of an op, and entries of the plan.
 L_FORWARD, L_BACKWARD, L_ACTIVATION, L_GATHER, L_REDUCE = range(5)
 T_WAITS, T_TAKES, T_GIVES, T_EARLY, T_PUBLISHES = range(kernel.OP_COLUMNS, kernel.OP_COLUMNS + 5)
-P_PREFETCH, P_OVERLAP, P_MICRO_BATCHES, P_ITERATIONS, P_SLOTS = range(5)
+P_PREFETCH, P_OVERLAP, P_MICRO_BATCHES, P_ITERATIONS, P_ZERO_STAGE, P_SLOTS = range(6)
+# What the training loop does besides its layers, once per iteration.
+E_IDLE, E_GATHER, E_NETWORK_GATHER = range(3)
 # Entries of the counts: ops and waits so far, and what the next op must know of earlier ones.
 _N_OPS, _N_AFTER, _N_ITERATION, _N_BACKWARD, _N_REDUCE, _N_STEP_END = range(6)
 _N_PASS, _N_PASS_BEFORE = 6, 7
@@ -239,6 +241,53 @@ def _gather_before_backward(
 
 
 @compiled
+def _gradients(
+    n: Ints, ops: Floats, after_first: Ints, after: Ints, micro_batch: int, layer: int,
+    layers: Floats, share_first: Ints, share_subgroup: Ints, missing: Ints, sizes: Floats,
+    placement: Any, rows: Floats, gradient_home: Ints, home: Ints,
+) -> None:  # fmt: skip
+    """A layer's gradients, behind the latest backward: reduced, and those complete sent home."""
+    op = n[_N_BACKWARD]
+    fetch, store = rows.shape[0] - 2, rows.shape[0] - 1
+    if layers[layer, L_REDUCE] > 0:
+        _wait(n, after, op)
+        op = _add(n, ops, after_first, _REDUCE, _NETWORK_LANE, layers[layer, L_REDUCE],
+                  NETWORK, 0.0, 0.0, 0.0)  # fmt: skip
+        n[_N_REDUCE] = op
+    for j in range(share_first[layer + 1] - 1, share_first[layer] - 1, -1):
+        s = share_subgroup[j]
+        missing[s] -= 1
+        if missing[s] > 0:
+            continue
+        there = op
+        if gradient_home[placement[s]]:
+            if micro_batch > 0:
+                _wait(n, after, op)
+                _wait(n, after, home[s])
+                there = _add_step(n, ops, after_first, after, rows, fetch, sizes[s])
+            _wait(n, after, there)
+            there = _add_step(n, ops, after_first, after, rows, store, sizes[s])
+        home[s] = there
+
+
+@compiled
+def _prefetch(
+    n: Ints, ops: Floats, after_first: Ints, after: Ints, sizes: Floats, placement: Any,
+    issue: Ints, plan: Ints, rows: Floats, first: Ints, early: Ints,
+) -> None:  # fmt: skip
+    begun = 0
+    for k in range(sizes.size):
+        s = issue[k]
+        row = first[placement[s]]
+        if rows[row, T_EARLY] > 0 and begun < plan[P_PREFETCH]:
+            _wait(n, after, n[_N_BACKWARD])
+            early[s] = _add_step(n, ops, after_first, after, rows, row, sizes[s])
+            begun += 1
+            if begun == plan[P_PREFETCH]:
+                break
+
+
+@compiled
 def _backward(
     n: Ints, ops: Floats, after_first: Ints, after: Ints, micro_batch: int, layers: Floats,
     share_first: Ints, share_subgroup: Ints, layer_count: Ints, sizes: Floats, placement: Any,
@@ -246,8 +295,8 @@ def _backward(
     home: Ints, early: Ints,
 ) -> None:  # fmt: skip
     missing = layer_count.copy()
-    fetch, store = rows.shape[0] - 2, rows.shape[0] - 1
     gather = _gather_before_backward(n, ops, after_first, after, layers, layers.shape[0] - 1)
+    boundary = micro_batch == plan[P_MICRO_BATCHES] - 1
     for layer in range(layers.shape[0] - 1, -1, -1):
         if gather >= 0:
             _wait(n, after, gather)
@@ -256,43 +305,38 @@ def _backward(
         _pass_done(n, op)
         n[_N_BACKWARD] = op
         gather = _gather_before_backward(n, ops, after_first, after, layers, layer - 1)
-        if layers[layer, L_REDUCE] > 0:
-            _wait(n, after, op)
-            op = _add(n, ops, after_first, _REDUCE, _NETWORK_LANE, layers[layer, L_REDUCE],
-                      NETWORK, 0.0, 0.0, 0.0)  # fmt: skip
-            n[_N_REDUCE] = op
-        for j in range(share_first[layer + 1] - 1, share_first[layer] - 1, -1):
-            s = share_subgroup[j]
-            missing[s] -= 1
-            if missing[s] > 0:
-                continue
-            there = op
-            if gradient_home[placement[s]]:
-                if micro_batch > 0:
-                    _wait(n, after, op)
-                    _wait(n, after, home[s])
-                    there = _add_step(n, ops, after_first, after, rows, fetch, sizes[s])
-                _wait(n, after, there)
-                there = _add_step(n, ops, after_first, after, rows, store, sizes[s])
-            home[s] = there
-        if layer == layers.shape[0] - 1 and micro_batch == plan[P_MICRO_BATCHES] - 1:
-            begun = 0
-            for k in range(sizes.size):
-                s = issue[k]
-                row = first[placement[s]]
-                if rows[row, T_EARLY] > 0 and begun < plan[P_PREFETCH]:
-                    _wait(n, after, n[_N_BACKWARD])
-                    early[s] = _add_step(n, ops, after_first, after, rows, row, sizes[s])
-                    begun += 1
-                    if begun == plan[P_PREFETCH]:
-                        break
+        if plan[P_ZERO_STAGE] > 1:
+            _gradients(n, ops, after_first, after, micro_batch, layer, layers, share_first,
+                       share_subgroup, missing, sizes, placement, rows, gradient_home,
+                       home)  # fmt: skip
+            if layer == layers.shape[0] - 1 and boundary:
+                _prefetch(n, ops, after_first, after, sizes, placement, issue, plan, rows, first,
+                          early)  # fmt: skip
+    if plan[P_ZERO_STAGE] == 1 and boundary:
+        for layer in range(layers.shape[0] - 1, -1, -1):
+            _gradients(n, ops, after_first, after, micro_batch, layer, layers, share_first,
+                       share_subgroup, missing, sizes, placement, rows, gradient_home,
+                       home)  # fmt: skip
+            if layer == layers.shape[0] - 1:
+                _prefetch(n, ops, after_first, after, sizes, placement, issue, plan, rows, first,
+                          early)  # fmt: skip
+
+
+@compiled
+def _step_waits(n: Ints, after: Ints, plan: Ints, norm: int, new: Ints, ends: Ints) -> None:
+    """What comes next waits for what a step waits for."""
+    _wait(n, after, norm)
+    if not plan[P_OVERLAP]:
+        for s in range(new.size):
+            _wait(n, after, new[s])
+            _wait(n, after, ends[s])
 
 
 @compiled
 def _step(
     n: Ints, ops: Floats, after_first: Ints, after: Ints, sizes: Floats, placement: Any,
-    issue: Ints, plan: Ints, rows: Floats, first: Ints, home: Ints, early: Ints, new: Ints,
-    ends: Ints,
+    issue: Ints, plan: Ints, extra: Floats, rows: Floats, first: Ints, home: Ints, early: Ints,
+    new: Ints, ends: Ints,
 ) -> None:  # fmt: skip
     _wait(n, after, n[_N_BACKWARD])
     _wait(n, after, n[_N_REDUCE])
@@ -322,18 +366,26 @@ def _step(
             if rows[row, T_PUBLISHES] > 0:
                 new[s] = previous
         ends[s] = previous
-    _wait(n, after, norm)
+    network, gathered = -1, -1
+    if extra[E_NETWORK_GATHER] > 0:
+        _step_waits(n, after, plan, norm, new, ends)
+        network = _add(n, ops, after_first, _GATHER, _NETWORK_LANE, extra[E_NETWORK_GATHER],
+                       NETWORK, 0.0, 0.0, 0.0)  # fmt: skip
+    if extra[E_GATHER] > 0:
+        _step_waits(n, after, plan, norm, new, ends)
+        gathered = _add(n, ops, after_first, _GATHER, _COMPUTE, extra[E_GATHER], WALL,
+                        0.0, 0.0, 0.0)  # fmt: skip
+    _step_waits(n, after, plan, norm, new, ends)
+    _wait(n, after, network)
+    _wait(n, after, gathered)
     if not plan[P_OVERLAP]:
-        for s in range(sizes.size):
-            _wait(n, after, new[s])
-            _wait(n, after, ends[s])
-            new[s] = -1
+        new[:] = -1
     n[_N_STEP_END] = _add(n, ops, after_first, _STEP_END, _COMPUTE, 0.0, WALL, 0.0, 0.0, 0.0)
 
 
 @compiled
 def build(
-    layers: Floats, share_first: Ints, share_subgroup: Ints, layer_count: Ints, idle_s: float,
+    layers: Floats, share_first: Ints, share_subgroup: Ints, layer_count: Ints, extra: Floats,
     sizes: Floats, placement: Any, issue: Ints, plan: Ints, rows: Floats,
     first: Ints, gradient_home: Ints, ops: Floats, after_first: Ints, after: Ints,
 ) -> int:  # fmt: skip
@@ -341,6 +393,7 @@ def build(
 
     Args:
         layers: shape (layers, 5), see L_*; the shares as `Workload.shares` gives them, flat.
+        extra: see E_*.
         sizes, placement: of the subgroups; issue: all of them, in the plan's order.
         plan: see P_*, the buffers of each kind at the end; rows to gradient_home: `RecipeArrays`.
         ops, after_first, after: written.
@@ -361,14 +414,14 @@ def build(
     ends = np.full(subgroups, -1, dtype=np.int64)
     for iteration in range(plan[P_ITERATIONS]):
         n[_N_ITERATION] = iteration
-        if idle_s > 0:
-            _add(n, ops, after_first, _IDLE, _COMPUTE, idle_s, WALL, 0.0, 0.0, 0.0)
+        if extra[E_IDLE] > 0:
+            _add(n, ops, after_first, _IDLE, _COMPUTE, extra[E_IDLE], WALL, 0.0, 0.0, 0.0)
         for micro_batch in range(plan[P_MICRO_BATCHES]):
             _forward(n, ops, after_first, after, micro_batch, layers, share_first,
                      share_subgroup, new)  # fmt: skip
             _backward(n, ops, after_first, after, micro_batch, layers, share_first,
                       share_subgroup, layer_count, sizes, placement, issue, plan, rows,
                       first, gradient_home, home, early)  # fmt: skip
-        _step(n, ops, after_first, after, sizes, placement, issue, plan, rows, first, home,
-              early, new, ends)  # fmt: skip
+        _step(n, ops, after_first, after, sizes, placement, issue, plan, extra, rows, first,
+              home, early, new, ends)  # fmt: skip
     return int(n[_N_OPS])

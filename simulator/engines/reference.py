@@ -46,6 +46,8 @@ def capacities(machine: Machine, ranks: int) -> dict[str, float]:
         "device": 1.0,
         "storage": machine.storage_write_bytes_per_s.median
         * machine.rank_share("storage", sharers),
+        "storage_read": machine.rate("storage_read_bytes_per_s")
+        * machine.rank_share("storage", sharers),
     }
     if machine.network_bytes_per_s is not None:
         shared["network"] = machine.network_bytes_per_s.median / sharers
@@ -99,6 +101,8 @@ def demands(op: Op, machine: Machine, duration_s: float) -> dict[str, float]:
         demand["device"] = op.device_share
     if op.lane == Lane.STORAGE:
         demand["storage"] = op.work / duration_s
+    if op.lane == Lane.STORAGE_READ:
+        demand["storage_read"] = op.work / duration_s
     if op.lane == Lane.NETWORK:
         demand["network"] = op.work / duration_s
     return demand

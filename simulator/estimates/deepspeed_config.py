@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from simulator.estimates.architecture import ModelError
-from simulator.workload import WireDtype
+from simulator.update.optimizer import ADAM, OPTIMIZERS
+from simulator.workload import WireDtype, ZeroStage
 
 AUTO = "auto"
 MIB_ELEMENTS = 500_000_000  # DeepSpeed's default reduce_bucket_size
@@ -32,6 +33,8 @@ class TrainingConfig:
     gradient_bytes: int = 2
     clip: bool = True
     subgroup_size: int = 1_000_000_000
+    zero_stage: ZeroStage = 3
+    optimizer: str = ADAM.name
     reduce_bucket_elements: int = MIB_ELEMENTS
     max_live_parameters: int = 1_000_000_000
     resolved: tuple[str, ...] = ()
@@ -45,6 +48,7 @@ def training_config(
     micro_batch: int | None = None,
     gradient_accumulation_steps: int | None = None,
     precision: WireDtype | None = None,
+    zero_stage: int | None = None,
 ) -> TrainingConfig:
     """Reads a DeepSpeed config.
 
@@ -54,19 +58,15 @@ def training_config(
     Args:
         hidden: of the model, for automatic bucket sizes.
         ranks: data-parallel ranks, for ``train_batch_size``.
+        zero_stage: where the config has none.
 
     Raises:
-        ModelError: the file cannot be read, stage or offload are not what a plan is for, sizes
+        ModelError: the file cannot be read, stage or optimizer are not what a plan is for, sizes
             contradict each other, or a value that is ``"auto"`` is not given as an argument.
     """
     resolver = _Resolver(_loaded(config))
     zero = resolver.section("zero_optimization")
-    stage = zero.get("stage", 3)
-    if stage != 3:
-        raise ModelError(
-            "zero_optimization.stage must be 3 to plan before training, but got "
-            f"{stage!r}: below it a plan is made while training (runtime.initialize(plan='auto'))"
-        )
+    stage = resolver.stage(zero_stage)
     micro, steps = resolver.batches(ranks, micro_batch, gradient_accumulation_steps)
     dtype = resolver.precision(precision)
     kept = resolver.section("data_types").get("grad_accum_dtype")
@@ -81,6 +81,8 @@ def training_config(
         wire_dtype=dtype,
         gradient_bytes=width,
         clip=clipping > 0 or dtype == "fp16",
+        zero_stage=stage,
+        optimizer=resolver.optimizer(),
         subgroup_size=int(resolver.number(zero, "sub_group_size", 1e9, where + "sub_group_size")),
         reduce_bucket_elements=int(
             resolver.number(zero, "reduce_bucket_size", MIB_ELEMENTS, where + "reduce_bucket_size",
@@ -198,6 +200,41 @@ class _Resolver:
             if value is None:
                 self.notes.append(f"{key}: not given -> 1")
         return micro or 1, steps or 1
+
+    def stage(self, given: int | None) -> ZeroStage:
+        """The config's, else as given, else 3."""
+        zero = self.section("zero_optimization")
+        stage = zero.get("stage")
+        if stage is None:
+            if self.config and given is None:
+                self.notes.append("zero_optimization.stage: not given -> 3")
+            stage = 3 if given is None else given
+        elif given is not None and given != stage:
+            raise ModelError(
+                f"zero_optimization.stage is {stage} in the DeepSpeed config, but {given} was "
+                "given (--zero-stage)"
+            )
+        if isinstance(stage, bool) or stage not in (1, 2, 3):
+            raise ModelError(
+                f"zero_optimization.stage (--zero-stage) must be 1, 2 or 3, but got {stage!r}"
+            )
+        for key in ("round_robin_gradients", "parameter_alignment"):
+            if stage < 3 and zero.get(key):
+                raise ModelError(
+                    f"zero_optimization.{key} must be false to estimate ZeRO-{stage}, whose "
+                    f"partitions it moves, but got {zero[key]!r}: profile the training run instead "
+                    "(runtime.initialize(plan='auto'))"
+                )
+        return stage  # type: ignore[return-value]
+
+    def optimizer(self) -> str:
+        """By the name that `OPTIMIZERS` has; none given is Adam."""
+        kind = str(self.section("optimizer").get("type", "AdamW"))
+        name = {"adamw": ADAM.name}.get(kind.lower(), kind.lower())
+        if name not in OPTIMIZERS:
+            known = ", ".join(("AdamW", *(o.capitalize() for o in OPTIMIZERS)))
+            raise ModelError(f"optimizer.type must be one of {known} (any case), but got {kind!r}")
+        return name
 
     def precision(self, given: WireDtype | None) -> WireDtype:
         """bf16, fp16 or fp32; ``"auto"`` and nothing at all: as given, else bf16."""

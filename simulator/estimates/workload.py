@@ -54,6 +54,7 @@ def workload_from_model(
     micro_batch: int | None = None,
     gradient_accumulation_steps: int | None = None,
     precision: WireDtype | None = None,
+    zero_stage: int | None = None,
     data_parallel: int = 1,
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
@@ -62,7 +63,7 @@ def workload_from_model(
     activation_checkpointing: Checkpointing = "full",
     flash_attention: bool = True,
 ) -> Workload:
-    """What one rank would do in an iteration of training ``model`` under ZeRO-3.
+    """What one rank would do in an iteration of training ``model`` under ZeRO.
 
     >>> llama = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32,
     ...          "num_attention_heads": 32, "intermediate_size": 11008, "vocab_size": 32000}
@@ -79,6 +80,7 @@ def workload_from_model(
     Args:
         model: see `architecture`.
         ds_config: DeepSpeed's config, may hold ``"auto"``; what it says wins over the defaults.
+        zero_stage: 1, 2 or 3; None: the config's, else 3.
         sequence: tokens per sample. ``micro_batch``: samples per rank and micro-batch.
         data_parallel: ZeRO's ranks. With tensor and pipeline parallelism the whole job has
             data x tensor x pipeline GPUs.
@@ -98,8 +100,15 @@ def workload_from_model(
     config = training_config(
         ds_config, hidden=arch.hidden, ranks=data_parallel, micro_batch=micro_batch,
         gradient_accumulation_steps=gradient_accumulation_steps, precision=precision,
+        zero_stage=zero_stage,
     )  # fmt: skip
-    rank = _Rank(arch, machine, config, parallel, sequence,
+    _check_pipeline(parallel, config)
+    kind: type[Rank] = Rank
+    if config.zero_stage < 3:
+        from simulator.estimates.flat_rank import FlatRank  # which is built on what is here
+
+        kind = FlatRank
+    rank = kind(arch, machine, config, parallel, sequence,
                  activation_checkpointing == "full", flash_attention)  # fmt: skip
     return rank.workload()
 
@@ -124,9 +133,18 @@ def _check(arch: Architecture, parallel: Parallelism, sequence: int, machine: Ma
         )
 
 
+def _check_pipeline(parallel: Parallelism, config: TrainingConfig) -> None:
+    if parallel.pipeline > 1 and config.zero_stage > 1:
+        raise ModelError(
+            "pipeline_parallel must be 1 under ZeRO-2 and 3, which DeepSpeed's pipeline engine "
+            f"refuses, but got {parallel.pipeline} under ZeRO-{config.zero_stage}: take ZeRO-1 "
+            "(--zero-stage 1), or divide by data or tensor parallelism (--data-parallel)"
+        )
+
+
 @dataclass(frozen=True)
-class _Rank:
-    """One rank's share of everything."""
+class Rank:
+    """One rank's share of everything, under ZeRO-3."""
 
     arch: Architecture
     machine: Machine
@@ -151,6 +169,7 @@ class _Rank:
             parameters=(parameters,),
             subgroup_size=self.config.subgroup_size,
             wire_dtype=self.config.wire_dtype,
+            optimizer=self.config.optimizer,
             grad_bytes_per_param=self.config.gradient_bytes,
             clip=self.config.clip,
             gradient_accumulation_steps=micro,
@@ -236,8 +255,8 @@ class _Rank:
     def forward_s(self, block: Block) -> float:
         """Of one micro-batch: the device computes, the node gathers, the host issues."""
         return overlapped_s(
-            self.device_s(block), self.issue_s(block), self.gather_s(block, self.wire)
-        )
+            self.device_s(block), self.issue_s(block), self.parameters_s(block)
+        )  # fmt: skip
 
     def backward_s(self, block: Block) -> float:
         """Two products per weight, one more where the forward is computed again.
@@ -246,9 +265,9 @@ class _Rank:
         """
         again = bool(self.recompute and block.attention)
         issued = (ISSUED_BACKWARD + again) * self.issue_s(block)
-        gathered = self.gather_s(block, self.wire)
-        reduced = self.gather_s(block, self.config.gradient_bytes)
-        return overlapped_s((2 + again) * self.device_s(block), issued, gathered) + reduced
+        gathered = self.parameters_s(block)
+        computed = overlapped_s((2 + again) * self.device_s(block), issued, gathered)
+        return computed + self.reduce_s(block)
 
     def issue_s(self, block: Block) -> float:
         """Embedding and head are a module each, a layer is a dozen."""
@@ -257,9 +276,17 @@ class _Rank:
             return 0.0
         return issue.median if block.attention else issue.median / MODULES_OF_A_LAYER
 
+    def parameters_s(self, block: Block) -> float:
+        """Until the block's parameters are whole, for one pass."""
+        return self.gather_s(block, self.wire)
+
+    def reduce_s(self, block: Block) -> float:
+        """Until the block's gradients of one micro-batch are averaged."""
+        return self.gather_s(block, self.config.gradient_bytes)
+
     def gather_s(self, block: Block, element_bytes: int) -> float:
         """ZeRO's all-gather, or its reduce-scatter, of the block among the ranks of one node."""
-        size = sum(self.partitions(block)) * self.parallel.data * element_bytes
+        size = self.whole_elements(block) * element_bytes
         return self.links.gather_s(size, math.ceil(self.parallel.data / self.data_nodes()))
 
     def tensor_exchange_s(self, block: Block) -> float:
@@ -274,7 +301,7 @@ class _Rank:
         ranks.
         """
         p = self.parallel
-        size = sum(self.partitions(block)) * p.data
+        size = self.whole_elements(block)
         part = from_outside_bytes(size, p.data, self.data_nodes())
         part /= max(1, math.ceil(p.data / self.data_nodes()))
         return int(part * self.wire), int(part * self.config.gradient_bytes)
@@ -310,7 +337,7 @@ class _Rank:
         """
         logits = self.tokens * self.arch.vocabulary / self.parallel.tensor
         forward = (self.wire + 4 + 4) * logits
-        gradients = self.wire * sum(self.partitions(block)) * self.parallel.data
+        gradients = self.wire * self.whole_elements(block)
         backward = (self.wire + 4) * logits + gradients + self.backward_bytes()
         return int(max(forward, backward) - self.backward_bytes())
 
@@ -328,6 +355,10 @@ class _Rank:
         if self.recompute:  # its activations stay until the next iteration's take their place
             base += int(self._stored(self.tokens * self.arch.hidden * self.wire / 2))
         return base
+
+    def whole_elements(self, block: Block) -> int:
+        """Of all data-parallel ranks together."""
+        return sum(self.partitions(block)) * self.parallel.data
 
     def held_elements(self, blocks: Sequence[Block]) -> int:
         return sum(sum(self.partitions(block)) for block in blocks)

@@ -55,6 +55,11 @@ class EbbtideLoop(TrainingLoop):
                 f"{plan.subgroup_count} placements for {len(workload.subgroups)} subgroups: plan "
                 "again with `tune plan` for this model and sub_group_size"
             )
+        if plan.overlap_forward and workload.zero_stage < 3:
+            raise PlanError(
+                f"plan.overlap_forward must be false under ZeRO-{workload.zero_stage}, whose steps "
+                "wait for their updates, but got true: plan again with `tune plan`"
+            )
         super().__init__(workload)
         self.plan = plan
         self.placements = plan.placements
@@ -101,7 +106,8 @@ class EbbtideLoop(TrainingLoop):
     def _gradient_home(self, subgroup: int, micro_batch: int, after: int) -> None:
         if self.recipes[self.placements[subgroup]].gradient == "host":
             if micro_batch > 0:
-                waits = [after, self.gradient_home[subgroup]]
+                so_far = self.gradient_home.get(subgroup)  # none in ZeRO-1's first step
+                waits = [after] if so_far is None else [after, so_far]
                 after = self._add(GRADIENT_FETCH, subgroup, waits)
             after = self._add(GRADIENT_HOME, subgroup, [after])
         self.gradient_home[subgroup] = after
@@ -126,7 +132,7 @@ class EbbtideLoop(TrainingLoop):
             self.parameters_new, waits = new, [norm]
         else:
             waits = [norm, *new.values(), *self.ends]
-        self.step_end = self.out.add(OpKind.STEP_END, Lane.COMPUTE, 0.0, after=waits)
+        self.step_ends(waits)
 
     def _update(self, subgroup: int, norm: int) -> int:
         """Appends one subgroup's steps; returns the op after which its parameters are new."""

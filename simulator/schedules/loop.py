@@ -73,14 +73,22 @@ class TrainingLoop(ABC):
         w = self.workload
         for number, layer in enumerate(w.layers):
             waits = self._parameter_waits(number) if micro_batch == 0 else []
-            if layer.network_gather_bytes:
-                waits = [self._gather(layer.network_gather_bytes, number, waits)]
+            waits = self.before_pass(number, waits)
             op = self.out.add(
                 OpKind.FORWARD, Lane.COMPUTE, layer.forward_s / w.gradient_accumulation_steps,
                 after=waits, device_share=1.0, device_alloc_bytes=layer.activation_bytes,
                 layer=number,
             )  # fmt: skip
             self.passes.append(op)
+            self.after_forward(number, op)
+
+    def before_pass(self, layer: int, waits: list[int], *, backward: bool = False) -> list[int]:  # noqa: ARG002
+        """Appends what brings a layer's inputs; returns what its pass waits for."""
+        size = self.workload.layers[layer].network_gather_bytes
+        return [self._gather(size, layer, waits)] if size else waits
+
+    def after_forward(self, layer: int, op: int) -> None:  # noqa: B027 - most have nothing to do
+        """Called behind each layer's forward."""
 
     def _parameter_waits(self, layer: int) -> list[int]:
         waits = [] if self.step_end is None else [self.step_end]
@@ -99,12 +107,12 @@ class TrainingLoop(ABC):
     def backward(self, micro_batch: int) -> None:
         """Last layer first."""
         w = self.workload
-        gathered = self._gather_before_backward(len(w.layers) - 1)
+        waits = self.before_pass(len(w.layers) - 1, [], backward=True)
         for number in reversed(range(len(w.layers))):
             layer = w.layers[number]
             op = self.out.add(
                 OpKind.BACKWARD, Lane.COMPUTE, layer.backward_s / w.gradient_accumulation_steps,
-                after=gathered, device_share=1.0,
+                after=waits, device_share=1.0,
                 device_alloc_bytes=self.gradient_alloc_bytes(number, micro_batch),
                 device_free_bytes=layer.activation_bytes, layer=number,
             )  # fmt: skip
@@ -112,13 +120,32 @@ class TrainingLoop(ABC):
             self.backward_done = op
             # Gathers and reductions are streams of their own: on the one lane for both, the next
             # layer's gather must not queue behind a reduction that waits for this layer's backward.
-            gathered = self._gather_before_backward(number - 1)
-            self.gradients(number, micro_batch, self._reduced(number, op))
+            waits = self.before_pass(number - 1, [], backward=True) if number else []
+            if w.zero_stage > 1:
+                self.gradients(number, micro_batch, self._reduced(number, op))
+        if w.zero_stage == 1 and micro_batch == self.boundary:
+            # ZeRO-1 reduces once per step, in hooks that come behind the whole backward.
+            for number in reversed(range(len(w.layers))):
+                self.gradients(number, micro_batch, self._reduced(number, self.backward_done))
 
-    def _gather_before_backward(self, layer: int) -> list[int]:
-        """Of a layer's parameters from other nodes; below the first layer there are none."""
-        size_bytes = self.workload.layers[layer].network_gather_bytes if layer >= 0 else 0
-        return [self._gather(size_bytes, layer, [])] if size_bytes else []
+    def step_ends(self, waits: list[int]) -> None:
+        """Appends STEP_END, behind the exchange of updated parameters that ZeRO-1 and 2 need."""
+        w = self.workload
+        gathers = []
+        if w.network_step_gather_bytes:
+            gathers.append(
+                self.out.add(
+                    OpKind.PARAMETER_GATHER, Lane.NETWORK, w.network_step_gather_bytes,
+                    "network_bytes_per_s", waits,
+                )
+            )  # fmt: skip
+        if w.step_gather_s:  # beside the network's part: a ring does both at once
+            gathers.append(
+                self.out.add(OpKind.PARAMETER_GATHER, Lane.COMPUTE, w.step_gather_s, after=waits)
+            )
+        self.step_end = self.out.add(
+            OpKind.STEP_END, Lane.COMPUTE, 0.0, after=[*waits, *gathers]
+        )  # fmt: skip
 
     def _reduced(self, layer: int, after: int) -> int:
         size = self.workload.layers[layer].network_reduce_bytes

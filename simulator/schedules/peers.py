@@ -8,14 +8,14 @@ from typing import Literal
 
 from simulator.schedule import Lane, OpKind, Schedule
 from simulator.schedules.loop import ALL_CORES, TrainingLoop
-from simulator.update.optimizer import ADAM, FP32_BYTES
+from simulator.update.optimizer import FP32_BYTES
 from simulator.workload import Workload
 
-STATE_BYTES_PER_PARAM = ADAM.state_bytes
-HOST_BYTES_PER_PARAM = 20  # state 12, `.grad` 4, gradient partition buffer 4
-DEVICE_BYTES_PER_PARAM = STATE_BYTES_PER_PARAM + FP32_BYTES  # state and fp32 gradient
-# Unscale 8, DeepSpeedCPUAdam 28, downcast 8: DRAM traffic per parameter of stock's host passes.
-STOCK_UPDATE_BYTES = 44
+# Per parameter, beside the optimizer's state.
+HOST_GRADIENT_BYTES = 2 * FP32_BYTES  # `.grad` and the gradient partition buffer
+# DRAM traffic of stock's host passes beside the state's way both ways: unscale 8, the gradient 4
+# that the update reads, downcast 8.
+STOCK_PASS_BYTES = 20
 PAGEABLE_PASSES = 3  # of DRAM: into the driver's staging buffer, out of it, and the link's own
 WIDENING_BYTES = 10  # DRAM traffic: 2 read, and 4 written after the line was read
 # Of device memory, by the kernels on the reductions' stream: into the bucket (2 read, 2 written),
@@ -86,6 +86,7 @@ class StockLoop(TrainingLoop):
     def __init__(self, workload: Workload, options: StockOptions) -> None:
         super().__init__(workload)
         self.options = options
+        self.state_bytes = workload.optimizer_state.state_bytes
         count = len(self.sizes)
         self.resident = self._residents(count)  # the first ones, as DeepSpeed does
         self.visits = {
@@ -110,7 +111,8 @@ class StockLoop(TrainingLoop):
         w = self.workload
         on_device = sum(self.sizes[: self.resident])
         staging = self.slots * max((self.sizes[s] for s in self.visits), default=0)
-        on_device_bytes = (on_device + staging) * DEVICE_BYTES_PER_PARAM
+        state = w.optimizer_state.state_bytes
+        on_device_bytes = (on_device + staging) * (state + FP32_BYTES)
         hosted = w.params - on_device
         return Schedule(
             ops=tuple(self.out.ops),
@@ -118,7 +120,7 @@ class StockLoop(TrainingLoop):
             ranks_per_node=w.ranks_per_node,
             strategy=name,
             device_base_bytes=w.device_base_bytes + on_device_bytes,
-            host_base_bytes=hosted * HOST_BYTES_PER_PARAM + on_device * FP32_BYTES,
+            host_base_bytes=hosted * (state + HOST_GRADIENT_BYTES) + on_device * FP32_BYTES,
         )
 
     # -- gradients ---------------------------------------------------------------------------
@@ -240,7 +242,7 @@ class StockLoop(TrainingLoop):
             sequential = self.options.updates != "interleaved" and bool(ends)
             ends.append(self._update(subgroup, ends[-1] if sequential else norm))
         waits = [norm, *ends, *self.written_back[len(self.written_back) - len(self.visits) :]]
-        self.step_end = self.out.add(OpKind.STEP_END, Lane.COMPUTE, 0.0, after=waits)
+        self.step_ends(waits)
         self.updated, self.gradients_home = {}, {}
 
     def _update(self, subgroup: int, after: int) -> int:
@@ -256,9 +258,10 @@ class StockLoop(TrainingLoop):
     def _update_host(self, subgroup: int, waits: Sequence[int]) -> int:
         """Unscale (clip or not), Adam and downcast: the machine's rate is that of all three."""
         size = self.sizes[subgroup]
+        traffic = 2 * self.state_bytes + STOCK_PASS_BYTES
         return self.out.add(
             OpKind.UPDATE_HOST, Lane.HOST, size, "stock_host_adam_params_per_s", waits,
-            dram_bytes=size * STOCK_UPDATE_BYTES, cores=ALL_CORES, subgroup=subgroup,
+            dram_bytes=size * traffic, cores=ALL_CORES, subgroup=subgroup,
         )  # fmt: skip
 
     def _result_copied(self, subgroup: int, waits: Sequence[int]) -> list[int]:
@@ -295,7 +298,7 @@ class StockLoop(TrainingLoop):
         if len(self.written_back) >= self.slots:
             waits.append(self.written_back[-self.slots])
         size, stays = self.sizes[subgroup], self._waits_on_device(subgroup)
-        moved = size * (STATE_BYTES_PER_PARAM if stays else DEVICE_BYTES_PER_PARAM)
+        moved = size * (self.state_bytes + (0 if stays else FP32_BYTES))
         arrived = self.out.add(
             OpKind.STATE_H2D, Lane.H2D, moved, "h2d_bytes_per_s", waits,
             dram_bytes=moved, subgroup=subgroup,
@@ -303,8 +306,8 @@ class StockLoop(TrainingLoop):
         gradient = size * self.workload.grad_bytes_per_param if stays else 0
         update = self._update_device(subgroup, [arrived], gradient)
         back = self.out.add(
-            OpKind.STATE_D2H, Lane.D2H, size * STATE_BYTES_PER_PARAM, "d2h_bytes_per_s", [update],
-            dram_bytes=size * STATE_BYTES_PER_PARAM, subgroup=subgroup,
+            OpKind.STATE_D2H, Lane.D2H, size * self.state_bytes, "d2h_bytes_per_s", [update],
+            dram_bytes=size * self.state_bytes, subgroup=subgroup,
         )  # fmt: skip
         self.written_back.append(back)
         return update
@@ -336,7 +339,7 @@ class DeviceLoop(TrainingLoop):
                     subgroup=subgroup,
                 )
             )  # fmt: skip
-        self.step_end = self.out.add(OpKind.STEP_END, Lane.COMPUTE, 0.0, after=ends)
+        self.step_ends(ends)
 
     def schedule(self, iterations: int) -> Schedule:
         """What was appended so far, with the memory that is in use throughout."""
@@ -346,5 +349,5 @@ class DeviceLoop(TrainingLoop):
             iterations=iterations,
             ranks_per_node=w.ranks_per_node,
             strategy="no_offload",
-            device_base_bytes=w.device_base_bytes + w.params * STATE_BYTES_PER_PARAM,
+            device_base_bytes=w.device_base_bytes + w.params * w.optimizer_state.state_bytes,
         )

@@ -34,8 +34,17 @@ def _shares(_: int) -> Iterator[Setting]:
             yield {"resident_share": residents / STEPS, "device_share": visits / STEPS}
 
 
+def _homes(_: int) -> Iterator[Setting]:
+    for optimizer, pipelined in (("cpu", False), ("nvme", False), ("nvme", True)):
+        for parameters in ("device", "cpu"):
+            for activations in ("device", "cpu"):
+                yield {"optimizer": optimizer, "parameters": parameters,
+                       "activations": activations, "pipelined": pipelined}  # fmt: skip
+
+
 SETTINGS: Mapping[str, Callable[[int], Iterator[Setting]]] = {
     "twin_flow": _ratios,
     "deep_optimizer_states": _strides,
     "ebbtide": _shares,
+    "zero_infinity": _homes,
 }

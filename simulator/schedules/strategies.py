@@ -9,6 +9,8 @@ from typing import Any
 from simulator.plan import Placement, Plan
 from simulator.schedule import Schedule
 from simulator.schedules.ebbtide import build_schedule
+from simulator.schedules.flat_offload import FlatOffloadLoop
+from simulator.schedules.infinity import Home, InfinityLoop, InfinityOptions, StateHome
 from simulator.schedules.peers import DeviceLoop, StockLoop, StockOptions
 from simulator.workload import Workload
 
@@ -19,10 +21,17 @@ def build_strategy(name: str, workload: Workload, **options: Any) -> Schedule:
     All take ``iterations`` (3). See `STRATEGIES` for the names and each one's own options.
 
     Raises:
-        ValueError: no such strategy or option, or an option out of its range.
+        ValueError: no such strategy or option, an option out of its range, or a strategy that
+            DeepSpeed does not have at the workload's ZeRO stage.
     """
     if name not in STRATEGIES:
         raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}, but got {name!r}")
+    if workload.zero_stage not in stages(name):
+        raise ValueError(
+            f"strategy {name!r} is one of ZeRO-{'/'.join(map(str, stages(name)))}, but got a "
+            f"workload of ZeRO-{workload.zero_stage} (--zero-stage), which has "
+            f"{', '.join(strategies_of(workload.zero_stage))}"
+        )
     builder = STRATEGIES[name]
     known = list(inspect.signature(builder).parameters)[1:]
     unknown = [option for option in options if option not in known]
@@ -113,9 +122,31 @@ def superoffload(
     return _stock(workload, "superoffload", options, iterations)
 
 
+def zero_offload(workload: Workload, iterations: int = 3) -> Schedule:
+    """Stock ZeRO-1 or 2 offload: one gradient crossing, then everything one after the other."""
+    loop = FlatOffloadLoop(workload)
+    loop.run(iterations)
+    return loop.schedule(iterations, "zero_offload")
+
+
+def zero_infinity(
+    workload: Workload,
+    iterations: int = 3,
+    optimizer: StateHome = "nvme",
+    parameters: Home = "cpu",
+    activations: Home = "device",
+    pipelined: bool = False,
+) -> Schedule:
+    """ZeRO-3 with parameters and activations in host memory too, or optimizer state on NVMe."""
+    options = InfinityOptions(optimizer, parameters, activations, pipelined)
+    loop = InfinityLoop(workload, options)
+    loop.run(iterations)
+    return loop.schedule(iterations, "zero_infinity")
+
+
 def no_offload(workload: Workload, iterations: int = 3) -> Schedule:
-    """Plain ZeRO-3: all optimizer state in device memory."""
-    loop = DeviceLoop(workload)
+    """Plain ZeRO: all optimizer state in device memory."""
+    loop = DeviceLoop(workload if workload.zero_stage == 3 else workload.one_subgroup)
     loop.run(iterations)
     return loop.schedule(iterations)
 
@@ -134,7 +165,8 @@ def ebbtide(
 ) -> Schedule:
     """The runtime under a plan; each option overrides the plan's, so features can be switched.
 
-    Without a plan and without shares, all subgroups are updated on the host. ``device_share``
+    Without a plan and without shares, all subgroups are updated on the host; below ZeRO-3 steps
+    wait for their updates. ``device_share``
     and ``resident_share`` of the subgroups, evenly spread, are ``device`` and ``resident``;
     ``fused=False`` puts stock's separate host passes in the place of the fused kernel.
     """
@@ -177,7 +209,10 @@ def shared_plan(
     placements += spread(visits, count - residents)
     if base is not None:
         return base.placed(placements)
-    return Plan(subgroup_size=max(workload.subgroups), placement=Plan.runs(placements))
+    return Plan(
+        subgroup_size=max(workload.subgroups), placement=Plan.runs(placements),
+        overlap_forward=workload.zero_stage == 3,
+    )  # fmt: skip
 
 
 def spread(visits: int, count: int) -> list[Placement]:
@@ -192,6 +227,8 @@ STRATEGIES: Mapping[str, Callable[..., Schedule]] = {
         zero3_offload,
         zero3_offload_unpinned,
         zero3_offload_async,
+        zero_offload,
+        zero_infinity,
         twin_flow,
         deep_optimizer_states,
         superoffload,
@@ -199,3 +236,22 @@ STRATEGIES: Mapping[str, Callable[..., Schedule]] = {
         ebbtide,
     )
 }
+
+_STAGES: Mapping[str, tuple[int, ...]] = {
+    "zero_offload": (1, 2), "no_offload": (1, 2, 3), "ebbtide": (1, 2, 3),
+}  # fmt: skip
+
+
+def stages(name: str) -> tuple[int, ...]:
+    """ZeRO stages that a strategy exists at."""
+    return _STAGES.get(name, (3,))
+
+
+def stock_offload(stage: int) -> str:
+    """The name of DeepSpeed's own offload at a ZeRO stage."""
+    return "zero3_offload" if stage == 3 else "zero_offload"
+
+
+def strategies_of(stage: int) -> tuple[str, ...]:
+    """Names of the strategies at a ZeRO stage."""
+    return tuple(name for name in STRATEGIES if stage in stages(name))

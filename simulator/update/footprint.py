@@ -30,15 +30,15 @@ class Footprint:
     host_bytes: int
 
 
-def footprint(workload: Workload, plan: Plan, *, stage: int = 3) -> Footprint:
+def footprint(workload: Workload, plan: Plan) -> Footprint:
     """Of a plan for this workload.
 
-    Args:
-        stage: ZeRO's; below 3 DeepSpeed's flat partitions keep room for resident state too.
+    Below ZeRO-3 DeepSpeed's flat partitions keep room for resident state too.
     """
     of_plan = plan_bytes(
         workload.subgroups, plan.placements, plan.staging_slots, workload.optimizer_state,
-        workload.grad_bytes_per_param, workload.wire_bytes, stage=stage,
+        workload.grad_bytes_per_param, workload.wire_bytes,
+        stage=workload.zero_stage,
     )  # fmt: skip
     return Footprint(workload.device_base_bytes + of_plan.device_bytes, of_plan.host_bytes)
 

@@ -168,7 +168,7 @@ def test_tensor_and_pipeline_parallelism_divide_the_model():
     assert halves.forward_s == pytest.approx(whole.forward_s / 2 + 32 * exchange, rel=1e-3)
     stages = [
         workload_from_model(LLAMA, machine, {"gradient_accumulation_steps": 8,
-                            "bf16": {"enabled": True}},
+                            "bf16": {"enabled": True}, "zero_optimization": {"stage": 1}},
                             sequence=2048, pipeline_parallel=4, stage=i) for i in range(4)
     ]  # fmt: skip
     assert sum(stage.params for stage in stages) == whole.params
@@ -232,7 +232,13 @@ BAD = [
     (LLAMA, {"tensor_parallel": 5}, "tensor_parallel must divide the 32"),
     (LLAMA, {"pipeline_parallel": 64}, "pipeline_parallel must be at most the 32 layers"),
     (LLAMA, {"data_parallel": 0}, "data_parallel must be a whole number >= 1"),
-    (LLAMA, {"ds_config": {"zero_optimization": {"stage": 2}}}, "stage must be 3 .* got 2"),
+    (LLAMA, {"ds_config": {"zero_optimization": {"stage": 0}}}, "stage .* must be 1, 2 or 3, .* 0"),
+    (LLAMA, {"ds_config": {"zero_optimization": {"stage": 2}}, "zero_stage": 1},
+     "stage is 2 in the DeepSpeed config, but 1 was given"),
+    (LLAMA, {"ds_config": {"zero_optimization": {"stage": 2, "round_robin_gradients": True}}},
+     "round_robin_gradients must be false .* got True"),
+    (LLAMA, {"ds_config": {"optimizer": {"type": "SGD"}}}, "optimizer.type must be .* got 'SGD'"),
+    (LLAMA, {"pipeline_parallel": 2}, "must be 1 under ZeRO-2 and 3, .* but got 2 under ZeRO-3"),
     (LLAMA, {"ds_config": {"gradient_clipping": "yes"}}, "gradient_clipping must be a number"),
     (LLAMA, {"ds_config": {"gradient_clipping": float("nan")}}, "gradient_clipping"),
     (LLAMA, {"ds_config": "/nonexistent.json"}, "--ds-config"),

@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tuner.commands.options import JSON, guarded
-from tuner.inputs import BadInputError, read_machine, workload_options, written
+from tuner.inputs import (
+    BadInputError,
+    model_shape,
+    read_machine,
+    workload_options,
+    written,
+)
 
 if TYPE_CHECKING:
     from tuner.calibration import Calibrated
@@ -61,13 +67,7 @@ def _described(source: dict[str, Any], strategy: str, ratio: float | None) -> De
 
     if source["workload"] is not None and source["model"] is not None:
         raise BadInputError("only one of --workload and --model may be given, but got both")
-    shape = {
-        "sequence": source["sequence"], "micro_batch": source["micro_batch"],
-        "gradient_accumulation_steps": source["accumulation"],
-        "data_parallel": source["data_parallel"], "tensor_parallel": source["tensor_parallel"],
-        "pipeline_parallel": source["pipeline_parallel"],
-        "activation_checkpointing": "none" if source["keep_activations"] else "full",
-    }  # fmt: skip
+    shape = model_shape(source)
     profiled = source["workload"]
     return Described(
         source["model"], source["ds_config"],

@@ -81,7 +81,8 @@ def plan(
     if storage is not None:
         have = have.with_rates(storage_write_bytes_per_s=storage)
     automatic = "auto" if source["model"] else "keep"
-    work, sizes = _recut(read_workload(have, **source), subgroup_size or automatic)
+    work = read_workload(have, **source, beside_workload=("ds_config",) if emit_deepspeed else ())
+    work, sizes = _recut(work, subgroup_size or automatic)
     options: dict[str, Any] = {
         "device_memory_bytes": gpu_memory, "host_memory_bytes": host_memory, "seed": seed,
         "robust": robust, "subgroup_sizes": sizes, "memory_margin": memory_margin,
@@ -98,7 +99,7 @@ def plan(
     with written("--output", output):
         found.save(output)
     if emit_deepspeed is not None:
-        _emit(emit_deepspeed, found, output, source["ds_config"], work.wire_dtype)
+        _emit(emit_deepspeed, found, output, source["ds_config"], work)
     if as_json:
         click.echo(found.model_dump_json(indent=2))
         return
@@ -107,10 +108,10 @@ def plan(
     console.print(f"written to {' and '.join(filter(None, [output, emit_deepspeed]))}")
 
 
-def _emit(path: str, found: Plan, plan_file: str, given: str | None, wire_dtype: str) -> None:
+def _emit(path: str, found: Plan, plan_file: str, given: str | None, work: Workload) -> None:
     from tuner.emitted_config import emitted_config, write_config
 
-    config = emitted_config(found, plan_file, given, wire_dtype)
+    config = emitted_config(found, plan_file, given, work.wire_dtype, work.zero_stage)
     with written("--emit-deepspeed", path):
         write_config(config, path)
 
@@ -121,8 +122,13 @@ def _recut(work: Workload, given: str) -> tuple[Workload, tuple[int, ...] | None
 
     if given in ("keep", "auto"):
         return work, SIZES if given == "auto" else None
-    if not given.isdecimal() or not int(given):
+    try:
+        size = float(given)
+    except ValueError:
+        size = 0.0
+    if not (0 < size < float("inf") and size.is_integer()):
         raise BadInputError(
-            f"--subgroup-size must be keep, auto or a number of elements > 0, but got {given}"
+            "--subgroup-size must be keep, auto or a whole number of elements > 0, such as 1e8, "
+            f"but got {given}"
         )
-    return work.recut(int(given)), None
+    return work.recut(int(size)), None

@@ -25,7 +25,7 @@ from tuner.inputs import (
 @MACHINE
 @workload_options
 @click.option("--plan", "plan_file", help="A plan; without one, --strategy.")
-@click.option("--strategy", help="By name; zero3_offload if neither is given.")
+@click.option("--strategy", help="By name; DeepSpeed's own if neither is given.")
 @click.option("--trace", help="Write a trace for ui.perfetto.dev.")
 @click.option("--plot", help="Draw the timeline as PNG.")
 @JSON
@@ -41,7 +41,7 @@ def simulate(
 ) -> None:
     """Predicts one iteration under a plan or a named strategy."""
     from simulator.engines.reference import simulate as run
-    from simulator.schedules.strategies import build_strategy
+    from simulator.schedules.strategies import build_strategy, stock_offload
 
     if plan_file is not None and strategy is not None:
         raise BadInputError(
@@ -50,9 +50,12 @@ def simulate(
     have = read_machine(machine)
     work = read_workload(have, **source)
     if plan_file is not None:
-        schedule = build_strategy("ebbtide", work, plan=read_plan(plan_file))
+        plan = read_plan(plan_file)
+        if plan.subgroups and plan.subgroups != work.subgroups and work.parameters:
+            work = work.recut(plan.subgroup_size)  # as training under the plan would be
+        schedule = build_strategy("ebbtide", work, plan=plan)
     else:
-        schedule = build_strategy(strategy or "zero3_offload", work)
+        schedule = build_strategy(strategy or stock_offload(work.zero_stage), work)
     timeline = run(schedule, have)
     if trace:
         with written("--trace", trace):

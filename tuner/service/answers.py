@@ -18,7 +18,7 @@ from simulator.engines.reference import simulate as run_with_memory
 from simulator.machine import Machine
 from simulator.plan import Plan, Prediction
 from simulator.schedules.settings import settings
-from simulator.schedules.strategies import STRATEGIES, build_strategy
+from simulator.schedules.strategies import STRATEGIES, build_strategy, stock_offload
 from simulator.update.order import FORWARD
 from simulator.workload import Workload
 from tuner.memory import ImpossibleError, Limits
@@ -187,7 +187,8 @@ def _rows(
     """The table, and the timelines of stock and of the plan."""
     timelines: dict[str, Any] = {"stock": None, "plan": None}
     rows = []
-    named: list[tuple[str, str, dict[str, Any]]] = [("stock", "zero3_offload", {})]
+    stock = stock_offload(workload.zero_stage)
+    named: list[tuple[str, str, dict[str, Any]]] = [("stock", stock, {})]
     if not machine.unified_memory:  # else there is no other memory that state could stay in
         named.append(("no offload", "no_offload", {}))
     if plan is not None:
@@ -209,6 +210,8 @@ def _rows(
 
 def _peers(workload: Workload) -> Iterator[tuple[str, str, tuple[float, ...]]]:
     """Strategy, its option, the option's values."""
+    if workload.zero_stage < 3:
+        return  # they are all of ZeRO-3
     count = len(workload.subgroups)
     yield "zero3_offload_unpinned", "", ()
     for name, option in (("twin_flow", "ratio"), ("deep_optimizer_states", "stride")):

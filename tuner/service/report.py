@@ -17,7 +17,7 @@ from simulator.client import run_body
 from simulator.engines.reference import simulate
 from simulator.plan import Plan, explain
 from simulator.schedule import Lane, OpKind
-from simulator.schedules.strategies import build_strategy
+from simulator.schedules.strategies import build_strategy, stock_offload
 from simulator.timeline import MemorySample, Span, Timeline
 from tuner.report import headline
 from tuner.service.requests import Planned, Run, Scenario
@@ -56,7 +56,7 @@ def predicted(plan: Plan, scenario: Scenario) -> list[Timeline]:
     """The timelines of stock and of the plan."""
     machine, workload = resolve(scenario)
     schedules = (
-        build_strategy("zero3_offload", workload),
+        build_strategy(stock_offload(workload.zero_stage), workload),
         build_strategy("ebbtide", workload, plan=plan),
     )
     return [simulate(schedule, machine) for schedule in schedules]

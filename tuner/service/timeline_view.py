@@ -30,6 +30,11 @@ GROUPS: dict[OpKind, str] = {
     OpKind.SNAPSHOT: "checkpoint",
     OpKind.PERSIST: "checkpoint",
     OpKind.IDLE: "idle",
+    OpKind.PARAMETER_FETCH: "parameters",
+    OpKind.ACTIVATION_D2H: "activations",
+    OpKind.ACTIVATION_H2D: "activations",
+    OpKind.STATE_READ: "state",
+    OpKind.STATE_WRITE: "state",
 }
 
 

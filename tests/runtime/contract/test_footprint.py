@@ -49,9 +49,9 @@ def test_the_footprint_is_what_is_allocated(pattern, gradient_bytes, stage):
     layers = tuple(Layer(params=n, forward_s=1.0, backward_s=1.0) for n in sizes)
     work = Workload(
         name="w", layers=layers, subgroups=sizes, subgroup_size=SUBGROUP, device_base_bytes=7,
-        grad_bytes_per_param=kept,
+        grad_bytes_per_param=kept, zero_stage=stage,
     )  # fmt: skip
-    whole = footprint(work, own.plan, stage=stage)
+    whole = footprint(work, own.plan)
     assert (whole.host_bytes, whole.device_bytes - 7) == (told.host_bytes, told.device_bytes)
     engine.destroy()
 

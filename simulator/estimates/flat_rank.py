@@ -1,0 +1,113 @@
+"""One rank under ZeRO-1 or 2: whole parameters, and a flat slice of the optimizer's state.
+
+DeepSpeed lays all parameters of a group end to end and gives each rank an equal slice. The first
+rank's is looked at: its layers' gradients are the last that backward delivers, and all ranks wait
+for it at the norm. Source: ``deepspeed/runtime/zero/stage_1_and_2.py``, DeepSpeedZeroOptimizer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+
+from simulator.estimates.architecture import Block
+from simulator.estimates.collectives import from_outside_bytes
+from simulator.estimates.workload import Rank
+from simulator.workload import Workload, cut_flat
+
+START_ALIGNMENT = 2  # elements: where each rank's slice begins (nccl_start_alignment_factor)
+
+
+class FlatRank(Rank):
+    """Gradients are all-reduced bucket by bucket; nothing is gathered but at a step's end."""
+
+    def workload(self) -> Workload:
+        made = super().workload()
+        size = self.slice_elements(made.params)
+        ends = [min(size, end) for end in accumulate(layer.params for layer in made.layers)]
+        ends[-1] = size  # what pads the slice goes with the last layer
+        counts = [end - begin for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
+        layers = [
+            layer.model_copy(update={"params": count})
+            for layer, count in zip(made.layers, counts, strict=True)
+        ]
+        fields = {
+            "layers": tuple(layers),
+            "subgroups": tuple(cut_flat([size], self.config.subgroup_size)),
+            "parameters": ((size,),),
+            "zero_stage": self.config.zero_stage,
+            "step_gather_s": self.links.gather_s(
+                size * self.parallel.data * self.wire, self.ranks_in_node
+            ),
+            "network_step_gather_bytes": int(self.from_outside_bytes(made.params * self.wire)),
+            "device_base_bytes": made.device_base_bytes + self.waiting_bytes(made),
+        }
+        return Workload.model_validate({**dict(made), **fields})
+
+    def slice_elements(self, elements: int) -> int:
+        """Of each rank: all slices are equal and begin on a border of START_ALIGNMENT elements."""
+        ranks = self.parallel.data
+        return math.ceil(elements / (START_ALIGNMENT * ranks)) * START_ALIGNMENT
+
+    @property
+    def ranks_in_node(self) -> int:
+        return math.ceil(self.parallel.data / self.data_nodes())
+
+    def from_outside_bytes(self, size_bytes: float) -> float:
+        """This rank's part of what its node receives while a ring gathers so much."""
+        nodes = self.data_nodes()
+        return from_outside_bytes(size_bytes, self.parallel.data, nodes) / self.ranks_in_node
+
+    # -- what differs from ZeRO-3 ------------------------------------------------------------
+
+    def partitions(self, block: Block) -> list[int]:
+        """Whole: ZeRO divides their optimizer state only."""
+        tensor = self.parallel.tensor
+        return [
+            math.ceil(n / tensor) if split else n
+            for n, split in zip(block.params, block.split, strict=True)
+        ]
+
+    def whole_elements(self, block: Block) -> int:
+        return sum(self.partitions(block))
+
+    def gathered_elements(self, blocks: Sequence[Block]) -> int:  # noqa: ARG002
+        return 0
+
+    def parameters_s(self, block: Block) -> float:  # noqa: ARG002
+        return 0.0
+
+    def reduce_s(self, block: Block) -> float:
+        """ZeRO-1's single reduction is spread over the micro-batches: times are of all of them."""
+        size = self.whole_elements(block) * self.config.gradient_bytes
+        once = self.links.all_reduce_s(size, self.ranks_in_node)
+        micro = self.config.gradient_accumulation_steps if self.config.zero_stage == 1 else 1
+        return once / micro
+
+    def network_bytes(self, block: Block) -> tuple[int, int]:
+        """An all-reduce is a reduce-scatter and a gather."""
+        size = self.whole_elements(block) * self.config.gradient_bytes
+        return 0, int(2 * self.from_outside_bytes(size))
+
+    def bucket_bytes(self, held: int) -> int:
+        """The bucket, and its copy that the all-reduce flattens."""
+        return 2 * self.wire * min(self.config.reduce_bucket_elements, held)
+
+    def waiting_bytes(self, made: Workload) -> int:
+        """Gradients that ZeRO-1 keeps whole until the step's only reduction, and a buffer as large
+        as the largest parameter, in which DeepSpeed adds up micro-batches.
+
+        Gradients are made while activations are freed: what they add to the peak counts.
+        """
+        largest = max(n for block in self.stage_blocks() for n in self.partitions(block))
+        buffer = self.wire * largest
+        if self.config.zero_stage > 1:
+            return buffer
+        gradients = [self.wire * self.whole_elements(block) for block in self.stage_blocks()]
+        if self.config.gradient_accumulation_steps > 1:
+            return buffer + sum(gradients)
+        held = [0, *accumulate(layer.activation_bytes for layer in made.layers)]
+        behind = [0, *accumulate(reversed(gradients))]
+        peak = max(before + done for before, done in zip(held, reversed(behind), strict=True))
+        return buffer + peak - held[-1]

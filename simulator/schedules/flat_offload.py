@@ -1,0 +1,49 @@
+"""Stock ZeRO-1 and ZeRO-2 with the optimizer's state in host memory, as DeepSpeed 0.19.8 runs them.
+
+Source: ``DeepSpeedZeroOptimizer`` of ``deepspeed/runtime/zero/stage_1_and_2.py``: gradients cross
+the link once, widened on the device; each rank's partition is updated in one piece, copied to the
+device, and gathered by all ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from simulator.schedule import OpKind, Schedule
+from simulator.schedules.peers import StockLoop, StockOptions
+from simulator.update.optimizer import FP32_BYTES
+from simulator.workload import Workload
+
+
+class FlatOffloadLoop(StockLoop):
+    """Updates follow the norm one pass after the other, and nothing overlaps them."""
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__(workload.one_subgroup, StockOptions(blocking_gradients=False))
+
+    def schedule(self, iterations: int, name: str) -> Schedule:
+        """Host memory: state, fp32 gradients, the 16-bit copy on its way to the device, and the sum
+        of the micro-batches where there are several.
+        """
+        w = self.workload
+        per_param = self.state_bytes + FP32_BYTES + w.wire_bytes
+        if w.gradient_accumulation_steps > 1:
+            per_param += w.grad_bytes_per_param
+        made = super().schedule(iterations, name)
+        return replace(made, host_base_bytes=w.params * per_param)
+
+    def _one_crossing(
+        self, layer: int, elements: int, hosted: int, micro_batch: int, after: int
+    ) -> int:
+        """The sum so far comes in and goes home; behind the last micro-batch it also goes home in
+        fp32.
+        """
+        size = elements * self.workload.grad_bytes_per_param
+        moved = after
+        if micro_batch > 0:
+            moved = self._move(OpKind.GRADIENT_H2D, size, layer, moved)
+        if self.boundary > 0:
+            moved = self._move(OpKind.GRADIENT_D2H, size, layer, moved)
+        if micro_batch == self.boundary:
+            moved = self._move(OpKind.GRADIENT_D2H, hosted * FP32_BYTES, layer, moved)
+        return moved

@@ -1,0 +1,152 @@
+"""ZeRO-3 with more than optimizer state offloaded: parameters, activations, and state on NVMe.
+
+DeepSpeed's ``offload_param``, ``offload_optimizer.device: nvme`` (Rajbhandari et al.,
+ZeRO-Infinity, SC 2021) and ``activation_checkpointing.cpu_checkpointing``. Simulated only:
+`runtime` refuses them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from simulator.schedule import Lane, OpKind, Schedule
+from simulator.schedules.peers import HOST_GRADIENT_BYTES, StockLoop, StockOptions
+from simulator.update.optimizer import FP32_BYTES
+from simulator.workload import Workload
+
+StateHome = Literal["cpu", "nvme"]
+Home = Literal["device", "cpu"]
+PARAMETER_BUFFERS = 2  # layers whose parameters are on the device at once: this one and the next
+
+
+@dataclass(frozen=True, slots=True)
+class InfinityOptions:
+    """Where things live between their uses.
+
+    Attributes:
+        optimizer: state; on ``nvme`` its fp32 gradients too.
+        parameters, activations: ``cpu``: they come to the device for a pass. The last layer's
+            activations (logits) are used at once and stay.
+        pipelined: DeepSpeed's ``pipeline_read`` and ``pipeline_write``: the next subgroup is read
+            and the last one written while one is updated.
+    """
+
+    optimizer: StateHome = "nvme"
+    parameters: Home = "cpu"
+    activations: Home = "device"
+    pipelined: bool = False
+
+    def __post_init__(self) -> None:
+        for name, kinds in (("optimizer", StateHome), ("parameters", Home), ("activations", Home)):
+            value = getattr(self, name)
+            if value not in get_args(kinds):
+                raise ValueError(f"{name} must be one of {get_args(kinds)}, but got {value!r}")
+        if self.pipelined and self.optimizer != "nvme":
+            raise ValueError(
+                "pipelined must be False where no state is read from storage, but got True with "
+                f"optimizer={self.optimizer!r}"
+            )
+
+
+class InfinityLoop(StockLoop):
+    """Stock ZeRO-3 offload with the other copies beside it.
+
+    Copies for a pass begin while the pass before it runs, at best: DeepSpeed's prefetcher may be
+    later. Reads from and writes to storage do not slow each other.
+    """
+
+    def __init__(self, workload: Workload, options: InfinityOptions) -> None:
+        super().__init__(workload, StockOptions())
+        self.homes = options
+        self.writes: list[int] = []  # of the latest step
+        self.stored: dict[int, int] = {}  # layer -> the copy that took its activations away
+
+    def schedule(self, iterations: int, name: str) -> Schedule:
+        made, w, homes = super().schedule(iterations, name), self.workload, self.homes
+        device, host = made.device_base_bytes, made.host_base_bytes
+        if homes.parameters == "cpu":
+            largest = max(layer.params for layer in w.layers)
+            kept = min(w.params, PARAMETER_BUFFERS * largest)
+            device = max(0, device - (w.params - kept) * w.wire_bytes)
+            host += w.params * w.wire_bytes
+        if homes.optimizer == "nvme":
+            sets = min(len(self.sizes), 2 if homes.pipelined else 1)
+            buffers = sets * max(self.sizes) * (self.state_bytes + FP32_BYTES)
+            # The gradient's partition buffer stays; what is in fp32 goes to storage.
+            host += buffers - w.params * (self.state_bytes + HOST_GRADIENT_BYTES - FP32_BYTES)
+        return replace(made, device_base_bytes=device, host_base_bytes=host)
+
+    # -- passes ------------------------------------------------------------------------------
+
+    def before_pass(self, layer: int, waits: list[int], *, backward: bool = False) -> list[int]:
+        ahead = self.passes[-2:-1]
+        if self.homes.parameters == "cpu" and self.workload.layers[layer].params:
+            size = self.workload.layers[layer].params * self.workload.wire_bytes
+            waits = [self._come_in(OpKind.PARAMETER_FETCH, size, layer, [*waits, *ahead])]
+        waits = super().before_pass(layer, waits, backward=backward)
+        if backward and layer in self.stored:
+            size = self.workload.layers[layer].activation_bytes
+            behind = [self.stored.pop(layer), *ahead]
+            return [*waits, self._come_in(OpKind.ACTIVATION_H2D, size, layer, behind)]
+        return waits
+
+    def after_forward(self, layer: int, op: int) -> None:
+        size = self.workload.layers[layer].activation_bytes
+        last = layer == len(self.workload.layers) - 1
+        if self.homes.activations == "device" or last or not size:
+            return
+        self.stored[layer] = self.out.add(
+            OpKind.ACTIVATION_D2H, Lane.D2H, size, "d2h_bytes_per_s", [op], dram_bytes=size,
+            device_free_bytes=size, host_alloc_bytes=size, layer=layer,
+        )  # fmt: skip
+
+    def _come_in(self, kind: OpKind, size_bytes: int, layer: int, after: list[int]) -> int:
+        activations = size_bytes if kind == OpKind.ACTIVATION_H2D else 0
+        return self.out.add(
+            kind, Lane.H2D_PARAMETERS, size_bytes, "h2d_bytes_per_s", after, dram_bytes=size_bytes,
+            device_alloc_bytes=activations, host_free_bytes=activations, layer=layer,
+        )  # fmt: skip
+
+    # -- gradients and step ------------------------------------------------------------------
+
+    def gradients(self, layer: int, micro_batch: int, after: int) -> None:
+        super().gradients(layer, micro_batch, after)
+        size = self.workload.layers[layer].params * FP32_BYTES
+        if self.homes.optimizer == "nvme" and micro_batch == self.boundary and size:
+            home = self.gradients_home[layer]  # the norm waits for what is here
+            self.gradients_home[layer] = self._write(size, home, layer=layer)
+
+    def _update(self, subgroup: int, after: int) -> int:
+        if self.homes.optimizer == "cpu":
+            return super()._update(subgroup, after)
+        # Not pipelined, everything is one after the other. Pipelined, there are two sets of buffers
+        # in turn, and reads follow each other: the first one waits for the norm.
+        waits = [after, *self.writes[-1:]]
+        if self.homes.pipelined and self.writes:
+            waits = self.writes[-2:-1]
+        size = self.sizes[subgroup]
+        read_bytes = size * (self.state_bytes + FP32_BYTES)
+        read = self.out.add(
+            OpKind.STATE_READ, Lane.STORAGE_READ, read_bytes, "storage_read_bytes_per_s", waits,
+            dram_bytes=read_bytes, subgroup=subgroup,
+        )  # fmt: skip
+        updated = self._update_host(subgroup, [read, after])
+        self.writes.append(self._write(size * self.state_bytes, updated, subgroup=subgroup))
+        return self._parameters_home(subgroup, [after, updated])
+
+    def _parameters_home(self, subgroup: int, waits: list[int]) -> int:  # type: ignore[override]
+        """Offloaded parameters are where the update writes them."""
+        if self.homes.parameters == "cpu":
+            return waits[-1]
+        return super()._parameters_home(subgroup, waits)
+
+    def step_ends(self, waits: list[int]) -> None:
+        super().step_ends([*waits, *self.writes])
+        self.writes = []
+
+    def _write(self, size_bytes: int, after: int, *, layer: int = -1, subgroup: int = -1) -> int:
+        return self.out.add(
+            OpKind.STATE_WRITE, Lane.STORAGE, size_bytes, "storage_write_bytes_per_s", [after],
+            dram_bytes=size_bytes, layer=layer, subgroup=subgroup,
+        )  # fmt: skip

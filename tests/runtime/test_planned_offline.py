@@ -1,0 +1,65 @@
+"""ZeRO-1 and 2 planned from a config before any training: the plan fits, bits are stock's."""
+
+import json
+import logging
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import runtime
+from studies.bench.bits import differences
+from tests.runtime.contract.training import all_state
+from tuner.cli import main
+
+pytest.importorskip("transformers")
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0, "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+}  # fmt: skip
+
+
+def trained(engine, steps=4):
+    from examples.tiny_llama import samples
+
+    tokens = torch.stack([row["input_ids"] for row in samples(2 * steps)])
+    for batch in tokens.split(2):
+        engine.backward(engine(input_ids=batch, labels=batch).loss)
+        engine.step()
+    state = all_state(engine)
+    engine.destroy()
+    return state
+
+
+@pytest.mark.usefixtures("only_rank")
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_plan_from_a_config_fits_the_engine_and_keeps_the_bits(stage, tmp_path, caplog):
+    import deepspeed
+
+    from examples.tiny_llama import SEQUENCE, tiny_llama
+
+    model = tmp_path / "config.json"
+    model.write_text(tiny_llama().config.to_json_string())
+    zero = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
+    (tmp_path / "ds.json").write_text(json.dumps({**CONFIG, "zero_optimization": zero}))
+    result = CliRunner().invoke(
+        main,
+        ["plan", "--machine", "h200", "--model", str(model), "--sequence", str(SEQUENCE),
+         "--ds-config", str(tmp_path / "ds.json"), "--subgroup-size", "20000",
+         "-o", str(tmp_path / "plan.json"), "--emit-deepspeed", str(tmp_path / "out.json")],
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    config = json.loads((tmp_path / "out.json").read_text())
+    assert config["zero_optimization"]["stage"] == stage
+    with caplog.at_level(logging.WARNING, "ebbtide"):
+        engine, *_ = runtime.initialize(
+            model=tiny_llama(), config=config, plan=str(tmp_path / "plan.json"), device="emulated"
+        )
+    assert "ZeRO-" not in caplog.text  # the workload is the one that was planned for
+    assert len(engine.optimizer._ebbtide.plan.subgroups) > 3
+    engine_of = tiny_llama()
+    stock, *_ = deepspeed.initialize(
+        model=engine_of, model_parameters=engine_of.parameters(),
+        config={**CONFIG, "zero_optimization": zero},
+    )  # fmt: skip
+    assert differences(trained(engine), trained(stock)) == ()

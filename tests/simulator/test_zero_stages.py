@@ -1,0 +1,170 @@
+"""ZeRO-1 and 2: whole parameters, flat slices of state, steps that wait and then gather."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from simulator import (
+    Lane,
+    Layer,
+    OpKind,
+    Plan,
+    PlanError,
+    Workload,
+    build_schedule,
+    build_strategy,
+    preset,
+    simulate,
+    workload_from_model,
+)
+from simulator.estimates.architecture import architecture
+from simulator.update.footprint import footprint
+from tests.simulator.machines import machine, workload
+
+LLAMA = json.loads(Path("examples/llama-3-8b.json").read_text())
+TINY = {"layers": 3, "hidden": 65, "heads": 5, "vocabulary": 101, "norm_params": 1}
+
+
+def host_plan(work, **fields):
+    count = len(work.subgroups)
+    return Plan(subgroup_size=max(work.subgroups), placement=Plan.runs(["host"] * count),
+                staging_slots=0, overlap_forward=False, **fields)  # fmt: skip
+
+
+def estimated(stage, model=LLAMA, on="h100-node", **fields):
+    return workload_from_model(
+        model, preset(on), **{"sequence": 1024, "zero_stage": stage, **fields}
+    )
+
+
+def test_a_step_waits_for_its_updates_and_then_gathers():
+    """Forward 2 x 1, backward 2 x 2; gradients home 20 behind it, updates 20, copies 20, gather."""
+    work = workload((10, 10), zero_stage=2, step_gather_s=3.0, network_step_gather_bytes=5)
+    timeline = simulate(build_schedule(work, host_plan(work)), machine())
+    spans = {s.kind: s for s in timeline.spans if s.iteration == 2}
+    gathers = [s for s in timeline.spans if s.iteration == 2
+               and s.kind == OpKind.PARAMETER_GATHER]  # fmt: skip
+    assert {g.lane for g in gathers} == {Lane.COMPUTE, Lane.NETWORK}
+    last_copy = max(s.end_s for s in timeline.spans if s.kind == OpKind.PARAMETER_H2D)
+    assert {g.start_s for g in gathers} == {last_copy}
+    assert spans[OpKind.STEP_END].end_s == last_copy + 5
+
+
+def test_zero_1_sends_gradients_home_once_behind_all_of_backward():
+    first, second = (
+        simulate(build_schedule(w, host_plan(w)), machine())
+        for w in (
+            workload((10, 10), zero_stage=s, gradient_accumulation_steps=3) for s in (1, 2)
+        )
+    )  # fmt: skip
+    homes = [s for s in first.spans if s.iteration == 2 and s.kind == OpKind.GRADIENT_D2H]
+    behind = max(s.end_s for s in first.spans if s.iteration == 2 and s.kind == OpKind.BACKWARD)
+    assert len(homes) == 2
+    assert min(s.start_s for s in homes) >= behind
+    again = [s for s in second.spans if s.iteration == 2 and s.kind == OpKind.GRADIENT_D2H]
+    assert len(again) == 6
+
+
+def test_resident_state_takes_its_room_on_the_host_too():
+    work = workload((10, 10), zero_stage=2)
+    plan = Plan(subgroup_size=10, placement=Plan.runs(["resident"] * 2), staging_slots=0,
+                overlap_forward=False)  # fmt: skip
+    assert footprint(work, plan).host_bytes == 20 * 12
+    assert footprint(workload((10, 10)), plan).host_bytes == 0
+
+
+def test_a_plan_that_overlaps_forward_is_refused():
+    work = workload((10, 10), zero_stage=1)
+    plan = Plan(subgroup_size=10, placement=Plan.runs(["host"] * 2))
+    with pytest.raises(PlanError, match=r"overlap_forward must be false under ZeRO-1.*got true"):
+        build_schedule(work, plan)
+
+
+@pytest.mark.parametrize("name", ["zero3_offload", "twin_flow", "superoffload"])
+def test_strategies_of_zero_3_say_what_there_is_instead(name):
+    with pytest.raises(ValueError, match=r"one of ZeRO-3, but got .*ZeRO-2.*zero_offload, no_off"):
+        build_strategy(name, workload(zero_stage=2))
+    with pytest.raises(ValueError, match="one of ZeRO-1/2, but got a workload of ZeRO-3"):
+        build_strategy("zero_offload", workload())
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [({"step_gather_s": 1.0}, "must be 0 under ZeRO-3"), ({"zero_stage": 4}, "zero_stage")],
+)
+def test_what_a_stage_does_not_have_is_refused(fields, said):
+    with pytest.raises(ValueError, match=said):
+        workload(**fields)
+    gathering = Layer(params=4, forward_s=1, backward_s=1, network_gather_bytes=1)
+    with pytest.raises(ValueError, match="must not gather parameters under ZeRO-2"):
+        Workload(name="w", layers=(gathering,), subgroups=(4,), zero_stage=2)
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_slices_are_as_deepspeed_cuts_them(stage, ranks):
+    """DeepSpeed's own alignment of a flat group, its equal parts, and our subgroups of one."""
+    import torch
+    from deepspeed.runtime.utils import align_dense_tensors
+
+    work = estimated(stage, TINY, data_parallel=ranks)
+    parameters = [n for block in architecture(TINY).blocks() for n in block.params]
+    flat = align_dense_tensors([torch.empty(n) for n in parameters], 2 * ranks)
+    assert work.params * ranks == sum(t.numel() for t in flat)
+    assert work.parameters == ((work.params,),)
+    assert sum(layer.params for layer in work.layers) == work.params
+    smaller = work.recut(1000)
+    assert set(smaller.subgroups[:-1]) == {1008}  # a multiple of 16
+
+
+def test_the_first_rank_has_the_first_layers():
+    work = estimated(2, data_parallel=4)
+    held = [layer.params > 0 for layer in work.layers]
+    assert held[0]
+    assert held == sorted(held, reverse=True)
+    assert 0.2 < sum(held) / len(held) < 0.3
+
+
+def test_memory_by_stage():
+    """Parameters are whole below ZeRO-3, gradients too in ZeRO-1."""
+    stages = {s: estimated(s, data_parallel=4) for s in (1, 2, 3)}
+    one, two, three = (stages[s].device_base_bytes for s in (1, 2, 3))
+    whole = 2 * architecture(LLAMA).elements
+    assert two - three > 0.5 * whole
+    assert one - two == pytest.approx(whole, rel=0.15)
+    more = estimated(1, data_parallel=4, gradient_accumulation_steps=4)
+    assert more.device_base_bytes > one
+
+
+def test_what_crosses_between_ranks_by_stage():
+    inside = estimated(2, data_parallel=4)
+    assert inside.network_step_gather_bytes == 0
+    wires = 0.8 * preset("h100-node").other_rates["nvlink_bytes_per_s"].median
+    assert inside.step_gather_s >= 0.75 * 2 * 4 * inside.params / wires
+    outside = estimated(2, data_parallel=16)
+    whole = 2 * architecture(LLAMA).elements
+    assert outside.network_step_gather_bytes == pytest.approx(15 / 16 * whole / 4, rel=1e-6)
+    assert all(layer.network_gather_bytes == 0 for layer in outside.layers)
+    reduced = sum(layer.network_reduce_bytes for layer in outside.layers)
+    assert reduced == pytest.approx(2 * 15 / 16 * whole / 4, rel=1e-3)
+    assert estimated(2, data_parallel=1).step_gather_s == 0
+
+
+def test_zero_1_reduces_once_per_step_whatever_it_accumulates():
+    def reducing_s(stage, micro):
+        alone, four = (
+            estimated(stage, data_parallel=n, gradient_accumulation_steps=micro) for n in (1, 4)
+        )
+        return four.backward_s - alone.backward_s
+
+    assert reducing_s(1, 8) == pytest.approx(reducing_s(1, 1), rel=1e-6)
+    assert reducing_s(2, 8) == pytest.approx(8 * reducing_s(2, 1), rel=1e-6)
+
+
+def test_stock_updates_its_slice_in_one_piece():
+    """Backward waits for 4 fp32 bytes each way of 40 elements; then 40 updated, 80 bytes home."""
+    work = workload(zero_stage=2, step_gather_s=5.0)
+    timeline = simulate(build_strategy("zero_offload", work), machine())
+    assert timeline.iteration_s == 4 + 8 + 160 + 40 + 80 + 5
+    assert timeline.host_peak_bytes == 40 * (12 + 4 + 2)
