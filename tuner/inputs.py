@@ -128,6 +128,19 @@ def read_workload(
         raise BadInputError(f"--model {model}: {error}") from None
 
 
+def check_offloading(ds_config: str | Mapping[str, Any] | None) -> None:
+    """Refuses what no plan can be applied to."""
+    from simulator.estimates.offloading import offloading
+
+    key = offloading(ds_config).beyond_plans
+    if key:
+        raise BadInputError(
+            f"{key} must be absent for a plan, which moves optimizer state between host and device "
+            "memory only: remove it, or simulate stock DeepSpeed with it (tune simulate "
+            "--ds-config, tune search --free offload)"
+        )
+
+
 def read_plan(path: str) -> Plan:
     """A plan file."""
     from simulator.plan import Plan

@@ -31,7 +31,9 @@ def check_config(config: dict[str, Any]) -> None:
     where = offload.get("device", "none")
     if where != "cpu":
         raise ConfigError(
-            f"zero_optimization.offload_optimizer.device must be 'cpu', but got {where!r}"
+            f"zero_optimization.offload_optimizer.device must be 'cpu', but got {where!r}: a plan "
+            "moves state between host and device memory only (`tune simulate --ds-config` says "
+            "what stock DeepSpeed would take with it)"
         )
     ratio = offload.get("ratio", 1.0)
     if ratio != 1.0:

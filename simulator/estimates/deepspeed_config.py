@@ -64,7 +64,7 @@ def training_config(
         ModelError: the file cannot be read, stage or optimizer are not what a plan is for, sizes
             contradict each other, or a value that is ``"auto"`` is not given as an argument.
     """
-    resolver = _Resolver(_loaded(config))
+    resolver = _Resolver(loaded(config))
     zero = resolver.section("zero_optimization")
     stage = resolver.stage(zero_stage)
     micro, steps = resolver.batches(ranks, micro_batch, gradient_accumulation_steps)
@@ -117,14 +117,18 @@ def _installed_version() -> str | None:
         return None
 
 
-def _loaded(config: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any]:
+def loaded(config: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any]:
+    """A config from its file, or as it is; empty where there is none."""
     if isinstance(config, (str, Path)):
+        path = config
         try:
-            config = json.loads(Path(config).read_text())
+            config = json.loads(Path(path).read_text())
         except (OSError, ValueError) as error:
             raise ModelError(
-                f"a DeepSpeed config must be a JSON file (--ds-config), but got {config}: {error}"
+                f"a DeepSpeed config must be a JSON file (--ds-config), but got {path}: {error}"
             ) from None
+        if not isinstance(config, dict):
+            raise ModelError(f"--ds-config must hold a JSON object, but got {path}")
     if config is not None and not isinstance(config, Mapping):
         raise ModelError(f"a DeepSpeed config must be an object, but got {type(config).__name__}")
     return config or {}

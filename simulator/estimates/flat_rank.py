@@ -61,13 +61,13 @@ class FlatRank(Rank):
 
     # -- what differs from ZeRO-3 ------------------------------------------------------------
 
-    def partitions(self, block: Block) -> list[int]:
+    def partitions(self, block: Block) -> tuple[int, ...]:
         """Whole: ZeRO divides their optimizer state only."""
         tensor = self.parallel.tensor
-        return [
+        return tuple(
             math.ceil(n / tensor) if split else n
             for n, split in zip(block.params, block.split, strict=True)
-        ]
+        )
 
     def whole_elements(self, block: Block) -> int:
         return sum(self.partitions(block))
@@ -100,11 +100,11 @@ class FlatRank(Rank):
 
         Gradients are made while activations are freed: what they add to the peak counts.
         """
-        largest = max(n for block in self.stage_blocks() for n in self.partitions(block))
+        largest = max(n for block in self.stage_blocks for n in self.partitions(block))
         buffer = self.wire * largest
         if self.config.zero_stage > 1:
             return buffer
-        gradients = [self.wire * self.whole_elements(block) for block in self.stage_blocks()]
+        gradients = [self.wire * self.whole_elements(block) for block in self.stage_blocks]
         if self.config.gradient_accumulation_steps > 1:
             return buffer + sum(gradients)
         held = [0, *accumulate(layer.activation_bytes for layer in made.layers)]

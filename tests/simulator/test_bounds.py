@@ -46,7 +46,7 @@ def random_workload(rng, most, zero_stage=3):
 def test_no_plan_whose_steps_wait_beats_the_bound(zero_stage):
     rng = np.random.default_rng(zero_stage)
     near = []
-    for _ in range(40):
+    for _ in range(12):
         work, on = random_workload(rng, 6, zero_stage), random_machine(rng)
         lowest = bound(work, on, PLENTY).iteration_s
         sweeps = [PlanSweep(work, on, iterations=n) for n in (3, 200, 400)]

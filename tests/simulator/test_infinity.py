@@ -3,7 +3,7 @@
 import pytest
 
 from simulator import Lane, OpKind, build_strategy, simulate
-from tests.simulator.machines import machine, workload
+from tests.machines import machine, workload
 
 QUICK = {"stock_host_adam_params_per_s": 1e9, "pageable_d2h_bytes_per_s": 1e9,
          "pageable_h2d_bytes_per_s": 1e9, "h2d_bytes_per_s": 1e9,

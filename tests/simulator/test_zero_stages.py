@@ -20,7 +20,7 @@ from simulator import (
 )
 from simulator.estimates.architecture import architecture
 from simulator.update.footprint import footprint
-from tests.simulator.machines import machine, workload
+from tests.machines import machine, workload
 
 LLAMA = json.loads(Path("examples/llama-3-8b.json").read_text())
 TINY = {"layers": 3, "hidden": 65, "heads": 5, "vocabulary": 101, "norm_params": 1}

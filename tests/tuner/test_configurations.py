@@ -102,7 +102,8 @@ def test_little_memory_makes_it_offload_and_says_what_is_missing():
     small = question(device_memory_bytes=12 * 2**30)
     space = Space.of(Configuration(gpus=1), ("offload",))
     found = explore(small, space)
-    (fits,), (lacks,) = found.fitting, [o for o in found.outcomes if not o.fits]
+    fits = found.fitting[0]
+    (lacks,) = [o for o in found.outcomes if not o.fits]
     assert fits.configuration.offload == "optimizer"
     assert "GiB of device memory are missing" in lacks.why_not
     work = workload_from_model(LLAMA, preset("h100-node"), sequence=1024)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tuner.commands.options import JSON, guarded
+from tuner.commands.options import JSON, guarded, needs
 from tuner.inputs import (
     BadInputError,
     model_shape,
@@ -67,6 +67,8 @@ def _described(source: dict[str, Any], strategy: str, ratio: float | None) -> De
 
     if source["workload"] is not None and source["model"] is not None:
         raise BadInputError("only one of --workload and --model may be given, but got both")
+    about = (k for k in source if k not in ("workload", "model"))
+    needs("without --workload, which has its own", source["workload"] is None, *about)
     shape = model_shape(source)
     profiled = source["workload"]
     return Described(

@@ -7,6 +7,7 @@ from functools import wraps
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from tuner.inputs import BadInputError
 from tuner.quantities import duration_s, rate_bytes_per_s, share, size_bytes
@@ -30,6 +31,25 @@ class Text(click.ParamType):  # type: ignore[type-arg]
 
 SIZE, DURATION = Text("size", size_bytes), Text("duration", duration_s)
 RATE, SHARE = Text("rate", rate_bytes_per_s), Text("share", share)
+
+
+def needs(needed: str, present: bool, *names: str) -> None:
+    """Refuses flags of the running command that change nothing where another one is missing.
+
+    Args:
+        needed: the other flag, or what must not be there, as people write it.
+        present: whether it is.
+        names: parameters of the command; those left at their default are nobody's wish.
+    """
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if present or parameter.name not in names or source != ParameterSource.COMMANDLINE:
+            continue
+        raise BadInputError(
+            f"{parameter.opts[-1]} changes something only {needed}, but got "
+            f"{context.params[parameter.name]}: leave it out"
+        )
 
 
 def guarded(command: Callable[..., T]) -> Callable[..., T]:

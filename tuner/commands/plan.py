@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tuner.commands.options import DURATION, JSON, RATE, SHARE, SIZE, guarded
+from tuner.commands.options import DURATION, JSON, RATE, SHARE, SIZE, guarded, needs
 from tuner.inputs import (
     MACHINE,
     BadInputError,
+    check_offloading,
     read_machine,
     read_workload,
     workload_options,
@@ -77,6 +78,8 @@ def plan(
     from tuner.planning import plan as search
     from tuner.report import show_plan, wide_console
 
+    needs("with --mtbf", mtbf is not None, "restart", "storage")
+    check_offloading(source["ds_config"])
     have = read_machine(machine)
     if storage is not None:
         have = have.with_rates(storage_write_bytes_per_s=storage)

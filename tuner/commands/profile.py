@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from tuner.commands.options import JSON, guarded
+from tuner.commands.options import JSON, guarded, needs
 from tuner.inputs import BadInputError
 
 
@@ -56,6 +56,8 @@ def profile(
     """Measures this machine; with --train-script, what a training script asks of it."""
     from tuner.profiling import machine_profile, script_profile
 
+    needs("with --train-script", train_script is not None, "launcher", "iterations")
+    needs("without --train-script", train_script is None, "seconds", "storage_dir", "fresh")
     if train_script is not None and push is not None:
         raise BadInputError(
             f"--push gives a machine to a server, but got --train-script {train_script}: leave one "

@@ -21,18 +21,17 @@ _FREE = "micro_batch,accumulation,zero_stage,recompute,offload,sub_group_size,gp
 @click.option("--model", required=True, help="A Hugging Face config.json, or a plain description.")
 @click.option("--ds-config", help='DeepSpeed\'s config: what no knob decides; may hold "auto".')
 @click.option("--sequence", type=click.IntRange(min=1), default=2048, show_default=True)
-@click.option("--free", default=_FREE, show_default=True, help="The knobs that may change.")
+@click.option("--free", help=f"The knobs that may change, of {_FREE}; default: those that neither "
+              "a flag nor the DeepSpeed config fixes.")  # fmt: skip
 @click.option("--global-batch", type=click.IntRange(min=1), help="Samples per optimizer step; "
               "without it the batch may change, and with it what is learned.")  # fmt: skip
 @click.option("--gpus", type=click.IntRange(min=1), help="At most; default: one node's.")
-@click.option("--micro-batch", type=click.IntRange(min=1), default=1, show_default=True,
-              help="Where micro_batch is not free.")  # fmt: skip
-@click.option("--accumulation", type=click.IntRange(min=1), default=1, show_default=True,
-              help="Where accumulation is not free.")  # fmt: skip
-@click.option("--zero-stage", type=click.IntRange(1, 3), default=3, show_default=True,
-              help="Where zero_stage is not free.")  # fmt: skip
-@click.option("--keep-activations", is_flag=True, help="Where recompute is not free.")
-@click.option("--no-offload", is_flag=True, help="Where offload is not free.")
+@click.option("--micro-batch", type=click.IntRange(min=1), help="Fixes it; where neither free nor "
+              "fixed: 1.")  # fmt: skip
+@click.option("--accumulation", type=click.IntRange(min=1), help="Fixes it; else 1.")
+@click.option("--zero-stage", type=click.IntRange(1, 3), help="Fixes it; else 3.")
+@click.option("--keep-activations", is_flag=True, help="Fixes recompute: off.")
+@click.option("--no-offload", is_flag=True, help="Fixes offload: none.")
 @click.option("--gpu-memory", type=SIZE, help="Device memory per rank, e.g. 24GiB.")
 @click.option("--host-memory", type=SIZE, help="Host memory per rank, e.g. 100GiB.")
 @click.option("--memory-margin", type=SHARE, help="Of both, what stays free, e.g. 5%.")
@@ -45,26 +44,32 @@ _FREE = "micro_batch,accumulation,zero_stage,recompute,offload,sub_group_size,gp
 @JSON
 @guarded
 def search(
-    machine: str, model: str, ds_config: str | None, sequence: int, free: str,
+    machine: str, model: str, ds_config: str | None, sequence: int, free: str | None,
     global_batch: int | None, trials: int, study_storage: str | None, verify: int, seed: int,
     output: str | None, as_json: bool, gpu_memory: int | None, host_memory: int | None,
     memory_margin: float | None, **base: Any,
 ) -> None:  # fmt: skip
     """Searches the configuration that trains fastest, by simulation, in seconds."""
+    from simulator.estimates.deepspeed_config import loaded
     from tuner.configurations import report
+    from tuner.configurations.fixed import fixed_knobs
     from tuner.configurations.outcome import Question
-    from tuner.configurations.space import Space
+    from tuner.configurations.space import Configuration, Space
     from tuner.configurations.study import explore
     from tuner.configurations.verify import verify as run_for_real
     from tuner.emitted_config import write_config
     from tuner.report import wide_console
 
     on = read_machine(machine)
+    config = dict(loaded(ds_config))
     question = Question(
-        model, on, _read(ds_config), sequence, gpu_memory, host_memory, memory_margin, seed
-    )
-    knobs = tuple(name.strip() for name in free.split(",") if name.strip())
-    space = Space.of(_base(base, on.gpus_per_node), knobs, global_batch)
+        model, on, config, sequence, gpu_memory, host_memory, memory_margin, seed
+    )  # fmt: skip
+    fixed = fixed_knobs(base, config, global_batch)
+    space = Space.of(
+        Configuration(gpus=base["gpus"] or on.gpus_per_node).changed(**fixed.values),
+        fixed.free(free), fixed.global_batch,
+    )  # fmt: skip
     answer = explore(question, space, trials=trials, storage=study_storage, seed=seed)
     verified = run_for_real(question, answer.fitting[:verify]) if verify else []
     record = report.as_json(answer, verified)
@@ -77,19 +82,3 @@ def search(
         report.show(answer, verified, wide_console())
     if not answer.fitting:
         raise BadInputError(answer.remarks()[0])
-
-
-def _base(given: dict[str, Any], gpus_per_node: int) -> Any:
-    from tuner.configurations.space import Configuration
-
-    return Configuration(
-        micro_batch=given["micro_batch"], accumulation=given["accumulation"],
-        zero_stage=given["zero_stage"], recompute=not given["keep_activations"],
-        gpus=given["gpus"] or gpus_per_node,
-    ).changed(offload="none" if given["no_offload"] else "optimizer")  # fmt: skip
-
-
-def _read(path: str | None) -> dict[str, Any]:
-    from simulator.estimates.deepspeed_config import _loaded
-
-    return dict(_loaded(path))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -18,6 +18,10 @@ from tuner.inputs import (
     written,
 )
 
+if TYPE_CHECKING:
+    from simulator.schedule import Schedule
+    from simulator.workload import Workload
+
 
 @click.command(
     epilog="Example: tune simulate --machine m.json --workload w.json --strategy twin_flow"
@@ -25,7 +29,7 @@ from tuner.inputs import (
 @MACHINE
 @workload_options
 @click.option("--plan", "plan_file", help="A plan; without one, --strategy.")
-@click.option("--strategy", help="By name; DeepSpeed's own if neither is given.")
+@click.option("--strategy", help="By name; without it, what the DeepSpeed config offloads.")
 @click.option("--trace", help="Write a trace for ui.perfetto.dev.")
 @click.option("--plot", help="Draw the timeline as PNG.")
 @JSON
@@ -41,7 +45,7 @@ def simulate(
 ) -> None:
     """Predicts one iteration under a plan or a named strategy."""
     from simulator.engines.reference import simulate as run
-    from simulator.schedules.strategies import build_strategy, stock_offload
+    from simulator.schedules.strategies import build_strategy
 
     if plan_file is not None and strategy is not None:
         raise BadInputError(
@@ -55,7 +59,7 @@ def simulate(
             work = work.recut(plan.subgroup_size)  # as training under the plan would be
         schedule = build_strategy("ebbtide", work, plan=plan)
     else:
-        schedule = build_strategy(strategy or stock_offload(work.zero_stage), work)
+        schedule = _stock(strategy, work, source["ds_config"])
     timeline = run(schedule, have)
     if trace:
         with written("--trace", trace):
@@ -73,3 +77,14 @@ def simulate(
         return
     for name, value in figures.items():
         click.echo(f"{name:18} {value}")
+
+
+def _stock(strategy: str | None, work: Workload, ds_config: str | None) -> Schedule:
+    """The strategy named, at its defaults, or DeepSpeed's own under its config."""
+    from simulator.estimates.offloading import offloading
+    from simulator.schedules.strategies import build_strategy
+
+    if strategy is not None:
+        return build_strategy(strategy, work)
+    name, options = offloading(ds_config).strategy(work.zero_stage)
+    return build_strategy(name, work, **options)

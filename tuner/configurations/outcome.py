@@ -10,6 +10,7 @@ from typing import Any
 from simulator import Machine, Workload, build_strategy, workload_from_model
 from simulator.engines.compiled import simulate_fast
 from simulator.estimates.architecture import Architecture, ModelError
+from simulator.estimates.offloading import offloading
 from simulator.plan import Plan
 from tuner.configurations.space import Configuration
 from tuner.memory import GIB, Limits
@@ -63,19 +64,27 @@ class Question:
         Raises:
             ModelError: it cannot be estimated.
         """
-        zero = {**self.ds_config.get("zero_optimization", {})}
-        zero.pop("offload_optimizer", None)
-        zero |= c.deepspeed()["zero_optimization"]
-        config = {k: v for k, v in self.ds_config.items() if k not in _BATCHES}
         return workload_from_model(
-            self.model, self.machine, {**config, "zero_optimization": zero},
-            sequence=self.sequence, micro_batch=c.micro_batch,
+            self.model, self.machine, self.deepspeed(c), sequence=self.sequence,
             gradient_accumulation_steps=c.accumulation, data_parallel=c.gpus,
             activation_checkpointing="full" if c.recompute else "none",
         )  # fmt: skip
 
+    def deepspeed(self, c: Configuration) -> dict[str, Any]:
+        """DeepSpeed's config: the one given, with what this configuration decides."""
+        made = c.deepspeed()
+        given = self.ds_config.get("zero_optimization") or {}
+        zero = {k: v for k, v in given.items() if k not in _OFFLOADS}
+        for key, value in made["zero_optimization"].items():
+            kept = (given.get(key) or {}) if key in _OFFLOADS else {}
+            zero[key] = {**kept, **value} if isinstance(value, dict) else value
+        config = {k: v for k, v in self.ds_config.items() if k != "train_batch_size"}
+        return {**config, **made, "zero_optimization": zero}
+
     def answer(self, c: Configuration) -> Outcome:
         """Simulates one configuration; what cannot be simulated says why and does not fit."""
+        if c.zero_stage < 3 and c.offload in ("parameters", "nvme"):
+            return Outcome(c, why_not=f"offload {c.offload} needs ZeRO-3")
         try:
             work = self.workload(c)
         except ModelError as error:
@@ -83,8 +92,12 @@ class Question:
         limits = Limits.of(
             work, self.machine, self.device_memory_bytes, self.host_memory_bytes, self.margin
         )
-        plan = None if c.offload == "none" else self._plan(work, limits)
-        name, options = ("no_offload", {}) if plan is None else ("ebbtide", {"plan": plan})
+        plan = self._plan(work, limits) if c.offload == "optimizer" else None
+        name, options = offloading(self.deepspeed(c)).strategy(c.zero_stage)
+        if plan is not None:
+            name, options = "ebbtide", {"plan": plan}
+        elif c.offload == "none":
+            name, options = "no_offload", {}
         result = simulate_fast(build_strategy(name, work, **options), self.machine)
         return Outcome(
             c, result.iteration_s, (work.tokens_per_iteration or 0) / result.iteration_s,
@@ -97,6 +110,7 @@ class Question:
         start = Plan(
             subgroup_size=work.subgroup_size or max(work.subgroups), subgroups=work.subgroups,
             placement=Plan.runs(["host"] * len(work.subgroups)),
+            overlap_forward=work.zero_stage == 3,
         )  # fmt: skip
         return quick_plan(
             work, self.machine, start, device_bytes=limits.device_bytes,
@@ -104,7 +118,7 @@ class Question:
         ).plan  # fmt: skip
 
 
-_BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_OFFLOADS = ("offload_optimizer", "offload_param")
 
 
 def _missing(device_bytes: int, host_bytes: int, limits: Limits) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-Offload = Literal["none", "optimizer"]
+Offload = Literal["none", "optimizer", "parameters", "nvme"]
 SUBGROUP_SIZES = (10**9, 2 * 10**8, 5 * 10**7)
 POWERS = tuple(2**i for i in range(8))
 
@@ -21,7 +21,8 @@ class Configuration:
         accumulation: micro-batches per optimizer step.
         zero_stage: 1, 2 or 3.
         recompute: activations are computed again in backward (activation checkpointing).
-        offload: where optimizer state lives; ``optimizer``: in host memory, under a plan.
+        offload: ``optimizer``: its state is in host memory, under a plan; ``parameters``: they
+            too, in stock DeepSpeed; ``nvme``: state on NVMe, parameters in host memory.
         sub_group_size: elements; without offload it changes nothing.
         gpus: data-parallel ranks.
     """
@@ -44,13 +45,15 @@ class Configuration:
         that configurations that are the same compare equal.
         """
         made = replace(self, **knobs)
-        return made if made.offload == "optimizer" else replace(made, sub_group_size=10**9)
+        return replace(made, sub_group_size=10**9) if made.offload == "none" else made
 
     def deepspeed(self) -> dict[str, Any]:
         """The part of DeepSpeed's config that it decides."""
         zero: dict[str, Any] = {"stage": self.zero_stage, "sub_group_size": self.sub_group_size}
-        if self.offload == "optimizer":
-            zero["offload_optimizer"] = {"device": "cpu"}
+        if self.offload != "none":
+            zero["offload_optimizer"] = {"device": "nvme" if self.offload == "nvme" else "cpu"}
+        if self.offload in ("parameters", "nvme"):
+            zero["offload_param"] = {"device": "cpu"}
         return {
             "train_micro_batch_size_per_gpu": self.micro_batch,
             "gradient_accumulation_steps": self.accumulation,
@@ -59,17 +62,22 @@ class Configuration:
 
     def text(self) -> str:
         """One line for people."""
-        where = "state in host memory" if self.offload == "optimizer" else "no offload"
+        where = _WHERE[self.offload]
         kept = "recomputed" if self.recompute else "kept"
         parts = [
             f"{self.gpus} GPU{'s' if self.gpus > 1 else ''}", f"ZeRO-{self.zero_stage}", where,
             f"micro-batch {self.micro_batch} x {self.accumulation}", f"activations {kept}",
         ]  # fmt: skip
-        if self.offload == "optimizer":
+        if self.offload != "none":
             parts.append(f"subgroups of {self.sub_group_size:.0e}")
         return ", ".join(parts)
 
 
+_WHERE: dict[Offload, str] = {
+    "none": "no offload", "optimizer": "state in host memory",
+    "parameters": "state and parameters in host memory",
+    "nvme": "state on NVMe, parameters in host memory",
+}  # fmt: skip
 KNOBS = tuple(Configuration.__dataclass_fields__)
 
 
@@ -143,7 +151,7 @@ def _values(name: str, base: Configuration, global_batch: int | None) -> tuple[A
         "accumulation": POWERS,
         "zero_stage": (1, 2, 3),
         "recompute": (True, False),
-        "offload": ("none", "optimizer"),
+        "offload": get_args(Offload),
         "sub_group_size": SUBGROUP_SIZES,
         "gpus": tuple(n for n in POWERS if n < base.gpus),
     }

@@ -72,10 +72,11 @@ class Answer:
     def _offloading(self, best: Outcome) -> list[str]:
         if "offload" not in self.space.free:
             return []
-        chosen = best.configuration.offload
-        word = "not offloading" if chosen == "none" else "offloading"
-        others = [o for o in self.outcomes if o.configuration.offload != chosen]
-        fitting = [o for o in self.fitting if o.configuration.offload != chosen]
+        stays = best.configuration.offload == "none"
+        word = "not offloading" if stays else "offloading"
+        others = [o for o in self.outcomes if (o.configuration.offload == "none") != stays]
+        fitting = [o for o in others if o.fits]
+        fitting.sort(key=lambda o: -o.tokens_per_s)
         if fitting:
             gain = best.tokens_per_s / fitting[0].tokens_per_s
             return [f"{word} is best: {gain:.2f}x the best configuration that does otherwise"]

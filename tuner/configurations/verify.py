@@ -103,14 +103,10 @@ def _run(
 
 def _config(question: Question, outcome: Outcome) -> dict[str, Any]:
     """DeepSpeed's config of this configuration, on top of the one given."""
-    made = outcome.configuration.deepspeed()
-    given = {k: v for k, v in question.ds_config.items() if k != "train_batch_size"}
-    zero = {**given.get("zero_optimization", {}), **made["zero_optimization"]}
-    if outcome.configuration.offload == "none":
-        zero.pop("offload_optimizer", None)
+    given = question.deepspeed(outcome.configuration)
     optimizer = given.get("optimizer", {"type": "AdamW", "params": {"lr": 1e-5}})
     precision = {} if {"bf16", "fp16"} & given.keys() else {"bf16": {"enabled": True}}
-    return {**precision, **given, **made, "optimizer": optimizer, "zero_optimization": zero}
+    return {**precision, **given, "optimizer": optimizer}
 
 
 def _command(folder: Path, model: Path, sequence: int, outcome: Outcome, steps: int) -> list[str]:

@@ -1,0 +1,376 @@
+"""Nothing silent: every option of every command changes what comes out, or is refused.
+
+The walk goes through click's own tree, so that an option that is added without a line here fails.
+"""
+
+import csv
+import json
+import re
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+import tuner.planning
+from simulator import preset, workload_from_model
+from tests.machines import node
+from tuner.cli import main
+from tuner.search import Search
+
+TINY = {"layers": 2, "hidden": 512, "heads": 8, "kv_heads": 4, "vocabulary": 2000, "name": "tiny"}
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Changes:
+    """``more`` added to the command's base (and ``beside``) gives another outcome."""
+
+    more: tuple[str, ...]
+    beside: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The command says why not, and names the flag."""
+
+    more: tuple[str, ...]
+    says: str
+
+
+def changes(*more: str, beside: tuple[str, ...] = ()) -> Changes:
+    return Changes(more, beside)
+
+
+MODEL = {
+    "workload": Refused(("--workload", "w.json"), "exactly one of --workload and --model"),
+    "model": changes("--model", "wide.json"),
+    "ds_config": changes("--ds-config", "ds.json"),
+    "sequence": changes("--sequence", "64"),
+    "micro_batch": changes("--micro-batch", "2"),
+    "accumulation": changes("--accumulation", "3"),
+    "zero_stage": changes("--zero-stage", "2"),
+    "data_parallel": changes("--data-parallel", "2"),
+    "tensor_parallel": changes("--tensor-parallel", "2"),
+    "pipeline_parallel": changes("--pipeline-parallel", "2", beside=("--zero-stage", "1")),
+    "keep_activations": changes("--keep-activations"),
+}
+PLAN = ("plan", "--machine", "h200", "--model", "m.json", "-o", "p.json")
+SEARCH = ("search", "--machine", "h200", "--model", "m.json", "--free", "recompute", "--gpus", "1")
+BASES = {
+    "profile": ("profile",),
+    "plan": PLAN,
+    "show": ("show", "plan.json"),
+    "simulate": ("simulate", "--machine", "h200", "--model", "m.json"),
+    "search": SEARCH,
+    "run": ("run", "--", "true"),
+    "doctor": ("doctor",),
+    "report": ("report", "plan.json"),
+    "serve": ("serve",),
+    "checkpoint list": ("checkpoint", "list", "."),
+    "checkpoint verify": ("checkpoint", "verify", "."),
+    "checkpoint prune": ("checkpoint", "prune", ".", "--keep", "1"),
+    "calibrate": ("calibrate", "h200", "--runs", "runs.csv", "--model", "m.json", "-o", "c.json"),
+    "profile-script": ("profile-script", "train.py"),
+}
+MEMORY = {
+    "gpu_memory": changes("--gpu-memory", "1300MiB"),
+    "host_memory": changes("--host-memory", "20GiB"),
+    "memory_margin": changes("--memory-margin", "20%"),
+}
+TABLE = {
+    "profile": {
+        "output": changes("-o", "other.json"),
+        "storage_dir": changes("--storage-dir", "elsewhere"),
+        "seconds": changes("--seconds", "7"),
+        "fresh": changes("--fresh"),
+        "ranks": changes("--ranks", "2"),
+        "train_script": changes("--train-script", "train.py"),
+        "launcher": changes("--launcher", "none", beside=("--train-script", "train.py")),
+        "iterations": changes("--iterations", "9", beside=("--train-script", "train.py")),
+        "go_on": changes("--continue", beside=("--train-script", "train.py")),
+        "push": Refused(("--push", "http://h", "--train-script", "t.py"), "--push gives a machine"),
+        "arguments": changes("--", "--epochs", "1", beside=("--train-script", "train.py")),
+        "as_json": changes("--json"),
+    },
+    "plan": {
+        **MODEL,
+        "machine": changes("--machine", "rtx4090"),
+        "output": changes("-o", "other.json"),
+        "emit_deepspeed": changes("--emit-deepspeed", "out.json"),
+        **MEMORY,
+        "subgroup_size": changes("--subgroup-size", "1e6"),
+        "robust": changes("--robust"),
+        "mtbf": changes("--mtbf", "4h"),
+        "restart": changes("--restart", "600s", beside=("--mtbf", "4h")),
+        "checkpoint_dir": changes("--checkpoint-dir", "ckpt"),
+        "storage": changes("--storage", "2MB/s", beside=("--mtbf", "4h")),
+        "study_storage": changes("--study-storage", "sqlite:///study.db"),
+        "seed": changes("--seed", "1"),
+        "why": changes("--why"),
+        "as_json": changes("--json"),
+    },
+    "show": {"plan_file": changes("second.json"), "as_json": changes("--json")},
+    "simulate": {
+        **MODEL,
+        "machine": changes("--machine", "rtx4090"),
+        "plan_file": changes("--plan", "plan.json"),
+        "strategy": changes("--strategy", "superoffload"),
+        "trace": changes("--trace", "t.json"),
+        "plot": changes("--plot", "t.png"),
+        "as_json": changes("--json"),
+    },
+    "search": {
+        "machine": changes("--machine", "rtx4090"),
+        "model": changes("--model", "wide.json"),
+        "ds_config": changes("--ds-config", "ds.json"),
+        "sequence": changes("--sequence", "64"),
+        "free": changes("--free", "micro_batch,recompute"),
+        "global_batch": changes("--global-batch", "4", beside=("--free", "accumulation")),
+        "gpus": changes("--gpus", "2"),
+        "micro_batch": changes("--micro-batch", "2"),
+        "accumulation": changes("--accumulation", "3"),
+        "zero_stage": changes("--zero-stage", "2"),
+        "keep_activations": changes("--keep-activations", beside=("--free", "zero_stage")),
+        "no_offload": changes("--no-offload"),
+        **MEMORY,
+        "host_memory": changes("--host-memory", "1MiB"),
+        "memory_margin": changes("--memory-margin", "99.9%"),
+        "trials": changes("--trials", "1"),
+        "study_storage": changes("--study-storage", "sqlite:///study.db"),
+        "verify": changes("--verify", "1"),
+        "seed": changes("--seed", "1", beside=("--free", "micro_batch,sub_group_size",
+                                               "--trials", "3")),
+        "output": changes("-o", "found.json"),
+        "as_json": changes("--json"),
+    },
+    "run": {
+        "no_check": changes("--no-check"),
+        "command": changes("--verbose"),
+    },
+    "doctor": {
+        "plan_file": changes("--plan", "plan.json"),
+        "ranks": changes("--ranks", "3"),
+        "checkpoint_dir": changes("--checkpoint-dir", "ckpt"),
+        "as_json": changes("--json"),
+    },
+    "report": {
+        "plan_file": changes("second.json"),
+        "run": Refused(("--run", "m.json"), "--run must be a trace of a run"),
+        "output": changes("-o", "other.html"),
+    },
+    "serve": {
+        "port": changes("--port", "9"),
+        "host": changes("--host", "0.0.0.0"),
+        "allow_host": changes("--allow-host", "name"),
+        "db": changes("--db", "other.db"),
+        "show": Refused(("--show", "nowhere"), "--show must be a folder"),
+        "workers": changes("--workers", "3"),
+    },
+    "checkpoint list": {"folders": changes(".."), "as_json": changes("--json")},
+    "checkpoint verify": {
+        "folders": changes(".."), "tag": changes("--tag", "other"), "as_json": changes("--json"),
+    },
+    "checkpoint prune": {
+        "folders": changes(".."), "keep": changes("--keep", "2"), "as_json": changes("--json"),
+    },
+    "calibrate": {
+        **MODEL,
+        "workload": Refused(("--workload", "w.json"), "only one of --workload and --model"),
+        "machine": changes("rtx4090"),
+        "runs": changes("--runs", "more.csv"),
+        "strategy": changes("--strategy", "twin_flow"),
+        "ratio": changes("--ratio", "0.3", beside=("--strategy", "twin_flow")),
+        "out": changes("-o", "other.json"),
+        "as_json": changes("--json"),
+    },
+    "profile-script": {
+        "output": changes("-o", "other.json"), "iterations": changes("--iterations", "9"),
+        "script": changes("--epochs", "1"),
+    },
+}  # fmt: skip
+POSITIONAL = {("show", "plan_file"): 1, ("report", "plan_file"): 1, ("calibrate", "machine"): 1}
+
+
+def leaves(command: click.Command, path: str = "") -> dict[str, click.Command]:
+    """Every command that is no group, by what follows ``tune``."""
+    if not isinstance(command, click.Group):
+        return {path: command}
+    context = click.Context(command)
+    found = {}
+    for name in command.list_commands(context):
+        found |= leaves(command.get_command(context, name), f"{path} {name}".strip())
+    return found
+
+
+def options(name: str) -> set[str]:
+    return {parameter.name for parameter in leaves(main)[name].params}
+
+
+@pytest.mark.parametrize("name", sorted(leaves(main)))
+def test_the_table_has_every_option(name):
+    assert options(name) == set(TABLE[name])
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory):
+    """Files that the commands read."""
+    folder = tmp_path_factory.mktemp("walk")
+    (folder / "m.json").write_text(json.dumps(TINY))
+    (folder / "wide.json").write_text(json.dumps({**TINY, "layers": 3}))
+    ds = {"bf16": {"enabled": True}, "gradient_clipping": 0.0, "data_types":
+          {"grad_accum_dtype": "fp32"}}  # fmt: skip
+    (folder / "ds.json").write_text(json.dumps(ds))
+    offloads = {"nvme": {"offload_optimizer": {"device": "nvme"}},
+                "param": {"offload_param": {"device": "cpu"}}}  # fmt: skip
+    for name, zero in offloads.items():
+        (folder / f"{name}.json").write_text(json.dumps({**ds, "zero_optimization": zero}))
+    (folder / "one.json").write_text(json.dumps({"train_micro_batch_size_per_gpu": 1}))
+    work = workload_from_model(TINY, preset("h200"))
+    work.save(folder / "w.json")
+    node().save(folder / "n.json")
+    tuner.planning.plan(work, preset("h200")).save(folder / "plan.json")
+    tuner.planning.plan(work, preset("rtx4090")).save(folder / "second.json")
+    (folder / "train.py").write_text("")
+    for name, step in (("runs.csv", 4.0), ("more.csv", 9.0)):
+        with (folder / name).open("w") as file:
+            rows = csv.writer(file)
+            rows.writerow(["forward_ms", "backward_ms", "step_ms", "iteration_ms"])
+            rows.writerows([[1.0, 3.0, step, 5.0 + step]])
+    return folder
+
+
+@dataclass
+class Recorder:
+    """Stands for what needs a machine, a server or a process: notes what it is called with."""
+
+    calls: list = field(default_factory=list)
+
+    def __call__(self, name, result=None):
+        def called(*args, **kwargs):
+            self.calls.append((name, repr(args), repr(sorted(kwargs.items()))))
+            return result(*args, **kwargs) if callable(result) else result
+
+        return called
+
+
+@pytest.fixture
+def recorder(monkeypatch):
+    """The real commands, up to the call that leaves this process or takes its time."""
+    seen = Recorder()
+    for target, result in {
+        "tuner.profiling.machine_profile": None,
+        "tuner.profiling.script_profile": None,
+        "os.execv": None,
+        "tuner.commands.run._check": None,
+        "tuner.doctor.examination.whole": [],
+        "tuner.service.server.run": None,
+        "tuner.service.store.Store": str,
+        "tuner.configurations.verify.verify": [],
+        "runtime.checkpoint.inspect.list_checkpoints": [],
+        "runtime.checkpoint.inspect.verify": ["p"],
+        "runtime.checkpoint.inspect.prune": [],
+        "tuner.run_logs.read_observations": [],
+        "tuner.calibration.calibrate": calibrated,
+        "tuner.planning._robust_choice": tuner.planning._robust_choice,
+    }.items():
+        monkeypatch.setattr(target, seen(target, result))
+    monkeypatch.setattr("tuner.service.app.Service", seen("Service"))
+    # How long is searched is not what is asked here.
+    tune, climb = Search.tune, Search.climb
+    monkeypatch.setattr(Search, "tune", lambda self, storage=None: tune(self, 2, storage))
+    monkeypatch.setattr(Search, "climb", lambda self, *_: climb(self, 6))
+    monkeypatch.setenv("EBBTIDE_TOKEN", "fixed")
+    return seen
+
+
+def calibrated(machine, seen):
+    from tuner.calibration import Calibrated
+
+    return Calibrated(machine, changes=(), left_pct=0.0, contradictions=())
+
+
+def outcome(ground, recorder, arguments):
+    """What a command says, writes and calls."""
+    runner = CliRunner()
+    with runner.isolated_filesystem() as folder:
+        for path in ground.iterdir():
+            (Path(folder) / path.name).write_bytes(path.read_bytes())
+        result = runner.invoke(main, list(arguments))
+        written = {
+            path.name: path.read_bytes()
+            for path in Path(folder).iterdir()
+            if not (ground / path.name).exists()
+        }
+        calls, recorder.calls[:] = tuple(recorder.calls), []
+    assert result.exit_code != 1 or result.exception is None or isinstance(
+        result.exception, SystemExit), result.exc_info  # fmt: skip
+    return result.exit_code, result.output.replace(folder, ""), written, calls
+
+
+CASES = [(name, option) for name in TABLE for option in TABLE[name]]
+
+
+@cache
+def _bases():
+    return {}
+
+
+@pytest.mark.parametrize(("name", "option"), CASES)
+def test_each_option_changes_something_or_is_refused(name, option, ground, recorder):
+    case = TABLE[name][option]
+    base = BASES[name]
+    if isinstance(case, Refused):
+        code, said, _, _ = outcome(ground, recorder, [*base, *case.more])
+        assert code == 2
+        assert case.says in said
+        return
+    at = POSITIONAL.get((name, option))
+    changed = [*base, *case.beside, *case.more]
+    if at is not None:
+        changed = [*base[:at], *case.more, *base[at + 1 :]]
+    plain = (*base, *case.beside)
+    if plain not in _bases():
+        _bases()[plain] = outcome(ground, recorder, plain)
+    before = _bases()[plain]
+    assert before[0] == 0, before[1]
+    after = outcome(ground, recorder, changed)
+    assert after[0] in (0, 2)
+    assert before != after, f"{' '.join(case.more)} changes nothing"
+
+
+ALONE = [
+    ("PLAN --restart 5s", "--restart .* only with --mtbf"),
+    ("PLAN --storage 1GB/s", "--storage .* with --mtbf"),
+    ("plan --machine h200 --workload w.json -o p.json --sequence 9", "--sequence goes with --mod"),
+    ("plan --machine h200 --workload w.json -o p.json --ds-config ds.json", "--ds-config goes with"),
+    ("simulate --machine h200 --workload w.json --zero-stage 2", "--zero-stage goes with --model"),
+    ("calibrate h200 --runs runs.csv -o c.json --workload w.json --micro-batch 2", "--micro-batch"),
+    ("profile --launcher none", "--launcher .* only with --train-script"),
+    ("profile --iterations 2", "--iterations .* only with --train-script"),
+    ("profile --seconds 2 --train-script train.py", "--seconds .* only without --train-script"),
+    ("profile --continue", "--train-script SCRIPT must be given before"),
+    ("SEARCH --no-offload --free offload", "--no-offload fixes it"),
+    ("SEARCH --zero-stage 2 --free zero_stage", "--zero-stage fixes"),
+    ("SEARCH --micro-batch 2 --ds-config one.json", "must agree with"),
+    ("PLAN --gpu-memory 900GiB", "at most what the machine"),
+    ("PLAN --host-memory 9TiB", "at most what the machine"),
+    ("PLAN --mtbf 1s", "must leave time to train"),
+    ("PLAN --pipeline-parallel 2", "pipeline_parallel must"),
+    ("PLAN --ds-config nvme.json", "nvme.* must be absent"),
+    ("PLAN --ds-config param.json", "offload_param.* absent"),
+    ("plan --machine rtx4090 --model m.json -o p.json --data-parallel 4", "network_bytes_per_s"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "says"), ALONE)
+def test_what_changes_nothing_or_cannot_be_is_refused(line, says, ground, recorder):
+    words = line.split()
+    if words[0] in ("PLAN", "SEARCH"):
+        words[:1] = [words[0].lower(), "--machine", "h200", "--model", "m.json", "-o", "p.json"]
+    code, said, written, _ = outcome(ground, recorder, words)
+    assert code == 2, said
+    assert re.search(says, said), said
+    assert not written

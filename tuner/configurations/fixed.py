@@ -1,0 +1,111 @@
+"""What flags and DeepSpeed's config fix of a search: a knob that is fixed is not free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from simulator.estimates.deepspeed_config import AUTO
+from simulator.estimates.offloading import offloading
+from tuner.configurations.space import KNOBS
+
+_FLAGS = {
+    "micro_batch": "--micro-batch", "accumulation": "--accumulation",
+    "zero_stage": "--zero-stage", "recompute": "--keep-activations", "offload": "--no-offload",
+}  # fmt: skip
+_BATCHES = {
+    "micro_batch": "train_micro_batch_size_per_gpu",
+    "accumulation": "gradient_accumulation_steps",
+}
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Knobs with their values and where these come from.
+
+    Attributes:
+        sources: of each knob, the flag or the config's key.
+        global_batch: samples per step; None: it may change.
+    """
+
+    values: Mapping[str, Any]
+    sources: Mapping[str, str]
+    global_batch: int | None
+
+    def free(self, named: str | None) -> tuple[str, ...]:
+        """The knobs of ``--free``; None: all that are not fixed.
+
+        Raises:
+            ValueError: a knob is both free and fixed, or follows from the global batch.
+        """
+        if named is None:
+            return tuple(knob for knob in KNOBS if knob not in self.values)
+        knobs = tuple(name.strip() for name in named.split(",") if name.strip())
+        for knob in knobs:
+            if knob in self.values:
+                raise ValueError(
+                    f"--free must not name a knob that is fixed, but got {knob}, and "
+                    f"{self.sources[knob]} fixes it at {self.values[knob]}: leave one of them out"
+                )
+        return knobs
+
+
+def fixed_knobs(
+    flags: Mapping[str, Any], config: Mapping[str, Any], global_batch: int | None
+) -> Fixed:
+    """What the command's flags fix, else DeepSpeed's config where its value is no ``"auto"``.
+
+    Raises:
+        ValueError: the two contradict each other.
+    """
+    told = {
+        "micro_batch": flags["micro_batch"], "accumulation": flags["accumulation"],
+        "zero_stage": flags["zero_stage"],
+        "recompute": False if flags["keep_activations"] else None,
+        "offload": "none" if flags["no_offload"] else None,
+    }  # fmt: skip
+    values = {knob: value for knob, value in told.items() if value is not None}
+    sources = {knob: _FLAGS[knob] for knob in values}
+    for knob, (key, value) in _of_config(config).items():
+        if values.setdefault(knob, value) != value:
+            raise ValueError(
+                f"{sources[knob]} must agree with {key} of --ds-config, {value}, but got "
+                f"{values[knob]}: leave one of them out"
+            )
+        sources.setdefault(knob, key)
+    whole = config.get("train_batch_size", AUTO)
+    if whole != AUTO and global_batch not in (None, whole):
+        raise ValueError(
+            f"--global-batch must agree with train_batch_size of --ds-config, {whole}, but got "
+            f"{global_batch}: leave one of them out"
+        )
+    return Fixed(values, sources, global_batch if whole == AUTO else whole)
+
+
+def _of_config(config: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
+    """Knob -> (key, value) for what the config says."""
+    zero = config.get("zero_optimization") or {}
+    found = {knob: (key, config.get(key)) for knob, key in _BATCHES.items()}
+    found["zero_stage"] = ("zero_optimization.stage", zero.get("stage"))
+    size = zero.get("sub_group_size")
+    size = int(size) if isinstance(size, (int, float)) else size
+    found["sub_group_size"] = ("zero_optimization.sub_group_size", size)
+    moved = offloading(config)
+    if moved.optimizer is not None:
+        found["offload"] = ("zero_optimization.offload_optimizer.device", _OFFLOAD.get(
+            (moved.optimizer, moved.parameters)
+        ))  # fmt: skip
+        if found["offload"][1] is None:
+            raise ValueError(
+                "tune search knows state in host memory, with parameters too, and state on NVMe "
+                "with parameters in host memory, but got zero_optimization.offload_optimizer "
+                f"{moved.optimizer!r} with offload_param {moved.parameters!r} in --ds-config"
+            )
+    return {knob: pair for knob, pair in found.items() if pair[1] not in (None, AUTO)}
+
+
+_OFFLOAD = {
+    ("none", "none"): "none", ("cpu", "none"): "optimizer", ("cpu", "cpu"): "parameters",
+    ("nvme", "cpu"): "nvme",
+}  # fmt: skip
