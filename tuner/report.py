@@ -43,7 +43,8 @@ def wide_console() -> Console:
 
 def show_machine(machine: Machine, console: Console) -> None:
     """Rates with their quartiles and where they come from, then the warnings."""
-    table = Table(title=f"{machine.name}: {machine.device_name}, {machine.cpu_cores} cores")
+    nodes = f" on {machine.numa_nodes} NUMA nodes" if machine.numa_nodes > 1 else ""
+    table = Table(title=f"{machine.name}: {machine.device_name}, {machine.cpu_cores} cores{nodes}")
     for column in ("rate", "median", "quartiles", "unit", "stable", "source"):
         table.add_column(column, justify="right" if column in ("median", "quartiles") else "left")
     for field, (name, unit, label) in _RATES.items():
@@ -55,6 +56,15 @@ def show_machine(machine: Machine, console: Console) -> None:
     for ranks, shares in machine.rank_shares.items():
         told = ", ".join(f"{name} {q.median:.2f}" for name, q in shares.items())
         console.print(f"{ranks} ranks at once: each has of the rate alone {told}")
+    beside = [f"{name} {q.median:.2f}" for name, q in machine.contention.items()]
+    others = [f"{name} {q.median:.3g}" for name, q in machine.other_rates.items()]
+    facts = [f"{name} {text}" for name, text in (machine.facts | machine.versions).items()]
+    for title, parts in (("speed beside others, of that alone", beside),
+                         ("also measured", others), ("facts", facts)):  # fmt: skip
+        if parts:
+            console.print(f"{title}: {', '.join(parts)}", highlight=False)
+    if machine.measured_with:
+        console.print(f"measured with {machine.measured_with}", highlight=False)
     for warning in machine.warnings:
         console.print(f"warning: {warning}", style="yellow")
 
@@ -83,6 +93,8 @@ def show_workload(workload: Workload, console: Console) -> None:
             f"device memory: at most {max(p.device_bytes for p in w.memory_curve) / GIB:.2f} GiB, "
             f"at least {min(p.device_bytes for p in w.memory_curve) / GIB:.2f} GiB"
         )
+    if w.provenance:
+        console.print(f"from: {w.provenance}", highlight=False)
     for warning in w.warnings:
         console.print(f"warning: {warning}", style="yellow")
 

@@ -16,6 +16,16 @@ from simulator.update.optimizer import ADAM, OPTIMIZERS
 from simulator.workload import WireDtype, ZeroStage
 
 AUTO = "auto"
+# Keys that a simulation reads (`simulator.estimates.offloading` too); others are named in the notes.
+_READ = frozenset(
+    {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
+     "gradient_clipping", "bf16", "bfloat16", "fp16", "data_types", "optimizer",
+     "activation_checkpointing", "ebbtide"}
+    | {f"zero_optimization.{key}" for key in (
+        "stage", "sub_group_size", "reduce_bucket_size", "stage3_max_live_parameters",
+        "offload_optimizer", "offload_param", "cpu_offload", "round_robin_gradients",
+        "parameter_alignment")}
+)  # fmt: skip
 MIB_ELEMENTS = 500_000_000  # DeepSpeed's default reduce_bucket_size
 
 
@@ -69,6 +79,7 @@ def training_config(
     stage = resolver.stage(zero_stage)
     micro, steps = resolver.batches(ranks, micro_batch, gradient_accumulation_steps)
     dtype = resolver.precision(precision)
+    resolver.note_unread()
     kept = resolver.section("data_types").get("grad_accum_dtype")
     width = {"fp32": 4, "fp16": 2, "bf16": 2}.get(str(kept), 4 if dtype == "fp32" else 2)
     clipping = resolver.number(
@@ -178,6 +189,13 @@ class _Resolver:
             raise ModelError(f"{key} must be a whole number >= 1 or 'auto', but got {value!r}")
         return value
 
+    def note_unread(self) -> None:
+        """Nothing silent: keys that change nothing here are told."""
+        zero = {f"zero_optimization.{key}" for key in self.section("zero_optimization")}
+        unread = ({*self.config, *zero} - {"zero_optimization"}) - _READ
+        if unread:
+            self.notes.append(f"not simulated: {', '.join(sorted(unread))}")
+
     def batches(self, ranks: int, micro: int | None, steps: int | None) -> tuple[int, int]:
         """DeepSpeed's rule: train_batch_size = micro batch x accumulation steps x ranks."""
         micro = self.count("train_micro_batch_size_per_gpu", micro)
@@ -246,9 +264,11 @@ class _Resolver:
             ("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16"),
         )  # fmt: skip
         states = [(self.section(key).get("enabled", False), dtype) for key, dtype in names]
-        for enabled, dtype in states:
-            if enabled is True:
-                return dtype
+        chosen = {dtype for enabled, dtype in states if enabled is True}
+        if len(chosen) > 1:
+            raise ModelError("only one of bf16 and fp16 may be enabled, but got both")
+        if chosen:
+            return chosen.pop()
         if any(enabled == AUTO for enabled, _ in states) or not self.config:
             self.notes.append(f"precision: auto -> {given or 'bf16'}")
             return given or "bf16"

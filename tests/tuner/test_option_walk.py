@@ -345,7 +345,7 @@ ALONE = [
     ("PLAN --restart 5s", "--restart .* only with --mtbf"),
     ("PLAN --storage 1GB/s", "--storage .* with --mtbf"),
     ("plan --machine h200 --workload w.json -o p.json --sequence 9", "--sequence goes with --mod"),
-    ("plan --machine h200 --workload w.json -o p.json --ds-config ds.json", "--ds-config goes with"),
+    ("plan --machine h200 --workload w.json -o p.json --ds-config ds.json", "--ds-config goes"),
     ("simulate --machine h200 --workload w.json --zero-stage 2", "--zero-stage goes with --model"),
     ("calibrate h200 --runs runs.csv -o c.json --workload w.json --micro-batch 2", "--micro-batch"),
     ("profile --launcher none", "--launcher .* only with --train-script"),

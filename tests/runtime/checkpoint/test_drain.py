@@ -21,6 +21,7 @@ from runtime.checkpoint.drain import (
     Tiers,
     next_to_drain,
 )
+from runtime.checkpoint.engine import _tiers
 from runtime.checkpoint.errors import CheckpointError
 from runtime.checkpoint.files import DRAIN_POINTS, Files
 from runtime.checkpoint.inspect import list_checkpoints, prune, verify
@@ -300,3 +301,4 @@ def test_tiers_are_two_folders(tmp_path):
     with pytest.raises(ValidationError, match=r"drain_dir needs checkpoint\.dir"):
         CheckpointPlan(drain_dir=str(tmp_path))
     assert CheckpointPlan.model_validate({"dir": "x", "keep": 2}).drain_dir is None
+    assert _tiers(CheckpointPlan(dir="x", drain_dir="y", drain_keep=3)).keep == 3

@@ -1,0 +1,401 @@
+"""Nothing silent: every field of a machine, a workload, a plan and of the configs changes what
+comes out, or is refused. A field that is added without a line here fails.
+"""
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+from rich.console import Console
+
+from simulator import (
+    CheckpointPlan,
+    Layer,
+    Machine,
+    MemoryPoint,
+    ModelError,
+    Plan,
+    Prediction,
+    Quantity,
+    Workload,
+    architecture,
+    build_strategy,
+    simulate,
+    workload_from_model,
+)
+from simulator.analysis.checkpoint_cost import CheckpointSimulation
+from simulator.update.order import UpdateOrder
+from tests.machines import node, workload
+from tuner.memory import Limits
+from tuner.report import show_machine, show_plan, show_workload
+
+GPT = {"layers": 2, "hidden": 256, "heads": 4, "vocabulary": 500}
+SIZES = (4_000_000, 4_000_000, 4_000_000, 4_000_000)
+MIX = ("host", "device", "resident", "host")
+
+
+PREDICTION = Prediction(
+    iteration_s=3, iteration_low_s=1, iteration_high_s=4, forward_s=1, backward_s=1, step_s=1,
+    update_s=1,
+)  # fmt: skip
+
+
+def q(value, **fields):
+    return Quantity.exact(value, **fields)
+
+
+def base_machine(**changes):
+    fields = {"network_bytes_per_s": q(10e9), "device_flops_per_s": q(1e14), "gpus_per_node": 4,
+              "storage_read_bytes_per_s": q(3e9),
+              "host_adam_by_threads": {4: q(2e9)}}  # fmt: skip
+    return node(**{**fields, **changes})
+
+
+def base_workload(**changes):
+    fields = {"subgroup_size": 4_000_000, "ranks_per_node": 2, "clip": True}
+    return workload(SIZES, 0.002, 0.004, **{**fields, **changes})
+
+
+def base_plan(**changes):
+    fields = {"subgroup_size": 4_000_000, "placement": Plan.runs(MIX), "staging_slots": 1,
+              "threads": 4, "prediction": PREDICTION}  # fmt: skip
+    return Plan(**{**fields, **changes})
+
+
+def shown(show, thing):
+    console = Console(file=io.StringIO(), width=200)
+    show(thing, console)
+    return console.file.getvalue()
+
+
+def timed(work, on, plan, strategies):
+    for name, options in strategies:
+        timeline = simulate(build_strategy(name, work, **options), on)
+        yield timeline.iteration_s, timeline.device_peak_bytes, timeline.host_peak_bytes
+    if work.zero_stage == 3:
+        simulation = CheckpointSimulation(work, plan, on)
+        yield simulation.cost(CheckpointPlan(copy_budget_bytes=8 * 2**20))
+
+
+def outcomes(work, on, plan=None):
+    """What is predicted, planned for, shown, and told apart."""
+    plan = plan or base_plan(overlap_forward=work.zero_stage == 3)
+    strategies = [("ebbtide", {"plan": plan}), ("no_offload", {})]
+    if work.zero_stage == 3:
+        strategies += [("zero3_offload", {}), ("twin_flow", {"ratio": 0.5}),
+                       ("superoffload", {}), ("zero_infinity", {})]  # fmt: skip
+    sharing = Workload.model_validate(
+        {**work.model_dump(), "zero_stage": 2, "step_gather_s": work.step_gather_s,
+         "layers": [{**layer.model_dump(), "network_gather_bytes": 0} for layer in work.layers]}
+    )  # fmt: skip
+    return (
+        list(timed(work, on, plan, strategies)),
+        simulate(build_strategy("zero_offload", sharing), on).iteration_s,
+        simulate(build_strategy("zero3_offload", estimated(on)), on).iteration_s,
+        Limits.of(work, on), work.fingerprint, on.fingerprint,
+        shown(show_machine, on), shown(show_workload, work),
+    )  # fmt: skip
+
+
+def estimated(on, model=GPT, ds_config=None, **fields):
+    return workload_from_model(
+        model, on, ds_config, **{"sequence": 64, "data_parallel": 8, **fields}
+    )
+
+
+MACHINE = {
+    "schema_version": 99,
+    "name": "other",
+    "device_kind": "emulated",
+    "device_name": "GPU",
+    "unified_memory": True,
+    "device_shares_host_cores": True,
+    "gpus_per_node": 1,
+    "cpu_cores": 2,
+    "numa_nodes": 2,
+    "host_memory_bytes": 2**36,
+    "device_memory_bytes": 2**33,
+    "h2d_bytes_per_s": q(3e9),
+    "d2h_bytes_per_s": q(3e9),
+    "duplex_factor": q(0.5),
+    "pageable_h2d_bytes_per_s": q(1e9),
+    "pageable_d2h_bytes_per_s": q(1e9),
+    "copy_latency_s": 1e-3,
+    "launch_latency_s": 1e-3,
+    "dram_bytes_per_s": q(30e9),
+    "host_copy_bytes_per_s": q(1e9),
+    "host_adam_params_per_s": q(1e9),
+    "stock_host_adam_params_per_s": q(1e9),
+    "device_adam_params_per_s": q(1e9),
+    "host_adam_by_threads": {4: q(5e8)},
+    "device_flops_per_s": q(1e12),
+    "device_memory_bytes_per_s": q(1e10),
+    "device_reserved_bytes": 2**30,
+    "layer_issue_s": q(0.01),
+    "loop_s": q(0.01),
+    "storage_write_bytes_per_s": q(1e8),
+    "storage_read_bytes_per_s": q(1e8),
+    "storage_fsync_s": 1.0,
+    "network_bytes_per_s": q(1e8),
+    "contention": {"host_adam_while_h2d": q(0.5)},
+    "rank_shares": {2: {"dram": q(0.3)}},
+    "other_rates": {"nvlink_bytes_per_s": q(1e11)},
+    "facts": {"link": "gen 5"},
+    "versions": {"torch": "1"},
+    "measured_with": "a stopwatch",
+    "warnings": ("hot",),
+}
+LAYERS = tuple(
+    {"params": n, "forward_s": 0.002, "backward_s": 0.004, "activation_bytes": 7} for n in SIZES
+)
+WORKLOAD = {
+    "schema_version": 99,
+    "name": "other",
+    "layers": tuple({**layer, "forward_s": 0.01} for layer in LAYERS),
+    "subgroups": (8_000_000, 4_000_000, 2_000_000, 2_000_000),
+    "subgroup_size": 8_000_000,
+    "parameters": (SIZES,),
+    "wire_dtype": "fp32",
+    "grad_bytes_per_param": 4,
+    "optimizer": "lion",
+    "clip": False,
+    "gradient_accumulation_steps": 2,
+    "ranks_per_node": 4,
+    "nodes": 2,
+    "tokens_per_iteration": 9,
+    "samples_per_iteration": 9,
+    "pipeline_idle_s": 0.1,
+    "zero_stage": 2,
+    "step_gather_s": 0.1,
+    "network_step_gather_bytes": 10**9,
+    "device_base_bytes": 2**30,
+    "stock_backward_extra_s": 0.5,
+    "memory_curve": (MemoryPoint(t_s=0, phase="forward", device_bytes=5),),
+    "model_checkpoint_bytes": 2**30,
+    "provenance": "a dream",
+    "phase_times": {"forward": q(0.1)},
+    "memory_peaks": {"device": Quantity(median=1e9, q1=9e8, q3=1e9, n=5)},
+    "warnings": ("noisy",),
+}
+BESIDE = {  # other fields that a field needs beside it to be allowed at all, or to count
+    "step_gather_s": {"zero_stage": 2},
+    "network_step_gather_bytes": {"zero_stage": 2},
+    "samples_per_iteration": {},
+}
+LAYER = {
+    "name": "block", "params": 3_000_000, "forward_s": 0.1, "backward_s": 0.1,
+    "activation_bytes": 2**30, "network_gather_bytes": 10**9, "network_reduce_bytes": 10**9,
+}  # fmt: skip
+PLAN = {
+    "schema_version": 99,
+    "subgroup_size": 5_000_000,
+    "placement": Plan.runs(("host",) * 4),
+    "order": UpdateOrder(host="arrival"),
+    "staging_slots": 2,
+    "prefetch": 1,
+    "threads": 0,
+    "overlap_forward": False,
+    "checkpoint": CheckpointPlan(interval_steps=7),
+    "subgroups": (1,),
+    "prediction": Prediction(
+        iteration_s=1, iteration_low_s=1, iteration_high_s=1, forward_s=1, backward_s=1, step_s=1,
+        update_s=1,
+    ),
+    "alternatives": (
+        Prediction(strategy="stock", iteration_s=2, iteration_low_s=1, iteration_high_s=1,
+                   forward_s=1, backward_s=1, step_s=1, update_s=1),
+    ),
+    "reasons": ("why not",),
+    "versions": {"torch": "1"},
+    "machine_fingerprint": "m",
+    "workload_fingerprint": "w",
+}  # fmt: skip
+# What counts in training only: the test there that fails without it.
+IN_TRAINING = {
+    "machine_fingerprint": "tests/runtime/test_fingerprints.py",
+    "workload_fingerprint": "tests/runtime/test_fingerprints.py",
+    "subgroup_size": "tests/runtime/test_guard.py",
+    "versions": "tuner/service/static/report.js",
+    "staging_slots": "",
+}
+CHECKPOINT = {
+    "interval_steps": "tests/runtime/checkpoint", "mode": "tests/runtime/checkpoint",
+    "busy": "tests/runtime/checkpoint", "copy_budget_bytes": "tests/simulator",
+    "write_bytes_per_s": "tests/simulator", "writers": "tests/simulator",
+    "keep": "tests/runtime/checkpoint", "deadline_s": "tests/runtime/checkpoint",
+    "dir": "tests/runtime/checkpoint", "drain_dir": "tests/runtime/checkpoint",
+    "drain_keep": "tests/runtime/checkpoint",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return outcomes(base_workload(), base_machine())
+
+
+@pytest.mark.parametrize("name", sorted(Machine.model_fields))
+def test_every_field_of_a_machine(name, plain):
+    fields = {**base_machine().model_dump(), name: MACHINE[name]}
+    try:
+        changed = Machine.model_validate(fields)
+    except ValidationError as error:
+        assert name in str(error)
+        return
+    assert outcomes(base_workload(), changed) != plain
+
+
+@pytest.mark.parametrize("name", sorted(Workload.model_fields))
+def test_every_field_of_a_workload(name, plain):
+    beside = BESIDE.get(name, {})
+    fields = {**base_workload().model_dump(), **beside}
+    before = outcomes(Workload.model_validate(fields), base_machine()) if beside else plain
+    try:
+        changed = Workload.model_validate({**fields, name: WORKLOAD[name]})
+    except ValidationError as error:
+        assert name in str(error)
+        return
+    if name in ("parameters", "subgroup_size"):  # what a search for subgroups starts from
+        assert how_it_is_cut(changed) != how_it_is_cut(base_workload())
+        return
+    assert outcomes(changed, base_machine()) != before
+
+
+def how_it_is_cut(work):
+    try:
+        return work.recut(1_000_000).subgroups, work.subgroup_size
+    except ValueError as error:
+        return str(error), work.subgroup_size
+
+
+@pytest.mark.parametrize("name", sorted(Layer.model_fields))
+def test_every_field_of_a_layer(name, plain):
+    layers = [*LAYERS[:-1], {**LAYERS[-1], name: LAYER[name]}]
+    fields = {**base_workload().model_dump(), "layers": layers}
+    try:
+        changed = Workload.model_validate(fields)
+    except ValidationError as error:
+        assert name in str(error)
+        return
+    assert outcomes(changed, base_machine()) != plain
+
+
+@pytest.mark.parametrize("name", sorted(Plan.model_fields))
+def test_every_field_of_a_plan(name):
+    try:
+        changed = Plan.model_validate({**base_plan().model_dump(), name: PLAN[name]})
+    except ValidationError as error:
+        assert name in str(error) or "placement" in str(error)
+        return
+    work, on = base_workload(), base_machine()
+    before, after = (
+        (outcomes(work, on, plan)[0], shown(show_plan, plan)) for plan in (base_plan(), changed)
+    )
+    assert before != after or name in read(IN_TRAINING[name])
+
+
+@pytest.mark.parametrize("name", sorted(CheckpointPlan.model_fields))
+def test_every_field_of_a_checkpoint_plan(name):
+    """Each is given a value in some test of what it is for."""
+    assert re.search(rf'\b{name}\b"?[=:]', read(CHECKPOINT[name]))
+
+
+def read(place):
+    path = Path(__file__).parents[2] / place
+    files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
+    return "".join(file.read_text() for file in files)
+
+
+@pytest.mark.parametrize("kind", [Machine, Workload, Plan])
+def test_numbers_that_are_none_are_refused(kind):
+    made = {Machine: base_machine, Workload: base_workload, Plan: base_plan}[kind]()
+    field = {Machine: "copy_latency_s", Workload: "pipeline_idle_s", Plan: "prediction"}[kind]
+    for value in (float("inf"), float("nan")):
+        given = value
+        if kind is Plan:
+            given = {**PLAN["prediction"].model_dump(), "iteration_s": value}
+        with pytest.raises(ValidationError, match="finite"):
+            kind.model_validate({**made.model_dump(), field: given})
+
+
+MODEL = {
+    "layers": 3, "hidden": 512, "heads": 8, "kv_heads": 2, "head_size": 32, "ffn": 99,
+    "vocabulary": 501, "experts": 4, "experts_per_token": 2, "gated": False, "bias": True,
+    "norm_params": 2, "norms": 3, "positions": 64, "tied": True, "name": "other", "head_norms": 2,
+}  # fmt: skip
+ONLY_BESIDE = {"experts_per_token": {"experts": 8}, "heads": {"kv_heads": 2}}
+
+
+@pytest.mark.parametrize("name", sorted(architecture(GPT).__dataclass_fields__))
+def test_every_field_of_a_model(name):
+    base = {**GPT, **ONLY_BESIDE.get(name, {})}
+    try:
+        changed = estimated(base_machine(), {**base, name: MODEL[name]})
+    except ModelError as error:
+        assert name in str(error)
+        return
+    assert changed != estimated(base_machine(), base)
+
+
+DS = {
+    "train_batch_size": 16,
+    "train_micro_batch_size_per_gpu": 3,
+    "gradient_accumulation_steps": 3,
+    "gradient_clipping": 0.0,
+    "bf16": {"enabled": False},
+    "fp16": {"enabled": True},
+    "data_types": {"grad_accum_dtype": "fp32"},
+    "optimizer": {"type": "Lion"},
+    "zero_optimization": {"stage": 2},
+    "zero_optimization.sub_group_size": 1000,
+    "zero_optimization.reduce_bucket_size": 1000,
+    "zero_optimization.stage3_max_live_parameters": 0,
+    "zero_optimization.round_robin_gradients": True,
+    "zero_optimization.parameter_alignment": True,
+    "activation_checkpointing": {"cpu_checkpointing": True},
+    "zero_optimization.offload_param": {"device": "cpu"},
+    "zero_optimization.offload_optimizer": {"device": "nvme"},
+    "steps_per_print": 1,
+    "communication_data_type": "fp32",
+    "zero_optimization.zero_hpz_partition_size": 4,
+    "colour": "red",
+}
+
+
+def with_key(key, value):
+    if not key.startswith("zero_optimization."):
+        return {"bf16": {"enabled": True}, key: value}
+    stage = 2 if key.endswith(("round_robin_gradients", "parameter_alignment")) else 3
+    zero = {"stage": stage, key.partition(".")[2]: value}
+    return {"bf16": {"enabled": True}, "zero_optimization": zero}
+
+
+@pytest.mark.parametrize("key", sorted(DS))
+def test_every_key_of_a_deepspeed_config_counts_or_is_told(key):
+    """What the simulation does not know of DeepSpeed's many keys stands in the workload's
+    provenance.
+    """
+    given, on = with_key(key, DS[key]), base_machine()
+    stage = given.get("zero_optimization", {}).get("stage", 3)
+    before = {"bf16": {"enabled": True}, "zero_optimization": {"stage": stage}}
+    if key == "zero_optimization":
+        before = {"bf16": {"enabled": True}}
+    try:
+        changed = estimated(on, ds_config=given, sequence=1024)
+    except ModelError as error:
+        assert key.rpartition(".")[2] in str(error)
+        return
+    plain = estimated(on, ds_config=before, sequence=1024)
+    same = {"provenance": "", "name": ""}
+    told = f"not simulated: {key}" in changed.provenance
+    offload = "offload" in key or key == "activation_checkpointing"
+    assert told or offload or changed.model_copy(update=same) != plain.model_copy(update=same)
+
+
+def test_what_is_offloaded_reaches_the_strategy():
+    from simulator.estimates.offloading import offloading
+
+    for key in ("activation_checkpointing", "zero_optimization.offload_param",
+                "zero_optimization.offload_optimizer"):  # fmt: skip
+        assert offloading(with_key(key, DS[key])).beyond_plans
