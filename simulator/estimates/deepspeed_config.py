@@ -16,7 +16,7 @@ from simulator.update.optimizer import ADAM, OPTIMIZERS
 from simulator.workload import WireDtype, ZeroStage
 
 AUTO = "auto"
-# Keys that a simulation reads (`simulator.estimates.offloading` too); others are named in the notes.
+# Keys that a simulation reads (with `simulator.estimates.offloading`); notes name the others.
 _READ = frozenset(
     {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
      "gradient_clipping", "bf16", "bfloat16", "fp16", "data_types", "optimizer",
