@@ -21,7 +21,7 @@ from profiler.neighbours import HostWatch
 from profiler.nvml import GpuWatch
 from profiler.ranks import HOST_ADAM_BYTES, check_ranks, measure_ranks
 from profiler.sampling import unstable
-from profiler.sharing import differences
+from profiler.sharing import differences, with_writer_cost
 from runtime.kernels import host
 from runtime.kernels.host import cache_dir
 from simulator.machine import Machine, ShareName
@@ -189,7 +189,7 @@ def _measure(wanted: _Wanted) -> Machine:
     tell()
     shares, rank_notes = _ranks(wanted)
     wanted.progress(len(STAGES), len(STAGES), "")
-    return Machine(
+    machine = Machine(
         name=wanted.name or platform.node() or "this machine",
         device_kind="cuda" if cuda else "emulated",
         device_name=facts.gpu_name or facts.cpu_name,
@@ -208,6 +208,7 @@ def _measure(wanted: _Wanted) -> Machine:
         measured_with=shlex.join(sys.argv),
         warnings=(*facts.warnings, *notes, *rank_notes),
     )
+    return with_writer_cost(machine)
 
 
 def _device_rates(wanted: _Wanted, tell: Callable[[], None]) -> _Part:
@@ -264,6 +265,7 @@ def _storage(wanted: _Wanted, tell: Callable[[], None]) -> _Part:
         "storage_write_bytes_per_s": disk.write,
         "storage_read_bytes_per_s": disk.read,
         "storage_fsync_s": disk.fsync_s,
+        "writer_s_per_byte": disk.writer_s_per_byte,
         "contention": matrix,
     }
     return rates, _storage_rates(disk), list(disk.doubts)

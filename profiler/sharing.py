@@ -6,8 +6,12 @@ from profiler.ranks import HOST_ADAM_BYTES
 from simulator.engines.reference import alone_s, capacities, demands
 from simulator.engines.sharing import max_min_speeds
 from simulator.machine import Machine
+from simulator.plan import CheckpointPlan
+from simulator.quantity import Quantity
 from simulator.schedule import Lane, Op, OpKind
+from simulator.schedules.checkpointed import WRITE_TRAFFIC, writer_cores
 
+_BESIDE = "host_adam_while_storage_write"
 TOLERANCE = 0.15  # of full speed
 _WORK = 1e9  # bytes or parameters: far above any latency
 
@@ -40,6 +44,40 @@ def differences(machine: Machine) -> list[str]:
     return found
 
 
+def with_writer_cost(machine: Machine) -> Machine:
+    """The machine with the writers' cost that makes the simulator share the cores as measured.
+
+    A writer's thread takes some CPU time, but what training loses beside it is more: the kernel and
+    the disk's driver work elsewhere. What host Adam loses tells of all of it. Never less than the
+    thread's own; and as it is where nothing was measured.
+    """
+    thread, beside = machine.writer_s_per_byte, machine.contention.get(_BESIDE)
+    if thread is None or beside is None:
+        return machine
+    found = sorted(
+        _cost_for(machine, thread.median, share) for share in (beside.q1, beside.median, beside.q3)
+    )
+    detail = f"{thread.detail}; raised until host Adam has {beside.median:.0%} of its speed beside"
+    cost = Quantity(
+        median=found[1], q1=found[0], q3=found[2], n=beside.n, source="measured",
+        detail=thread.detail if found[1] == thread.median else detail,
+    )  # fmt: skip
+    return machine.model_copy(update={"writer_s_per_byte": cost})
+
+
+def _cost_for(machine: Machine, least: float, share: float) -> float:
+    """Between the thread's own and all that the writers' threads could take."""
+    most = CheckpointPlan().writers / machine.storage_write_bytes_per_s.median
+    low, high = least, max(least, most)
+    for _ in range(40):
+        middle = (low + high) / 2
+        tried = machine.model_copy(update={"writer_s_per_byte": Quantity.exact(middle)})
+        simulated = simulated_share("host_adam", "storage_write", tried)
+        assert simulated is not None
+        low, high = (low, middle) if simulated <= share else (middle, high)
+    return low if low == least else high
+
+
 def _ops(machine: Machine) -> dict[str, Op]:
     """One op of each kind that is measured beside another."""
     return {
@@ -51,6 +89,7 @@ def _ops(machine: Machine) -> dict[str, Op]:
         "d2h": Op(0, OpKind.STATE_D2H, Lane.D2H, _WORK, "d2h_bytes_per_s", dram_bytes=_WORK),
         "compute": Op(0, OpKind.FORWARD, Lane.COMPUTE, 1.0, device_share=1.0),
         "storage_write": Op(
-            0, OpKind.PERSIST, Lane.STORAGE, _WORK, "storage_write_bytes_per_s", dram_bytes=_WORK
+            0, OpKind.PERSIST, Lane.STORAGE, _WORK, "storage_write_bytes_per_s",
+            dram_bytes=WRITE_TRAFFIC * _WORK, cores=writer_cores(machine, CheckpointPlan()),
         ),
     }  # fmt: skip

@@ -12,12 +12,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import xxhash
+
 from profiler.sampling import doubts, rate, repeat_s, timed_s
 from simulator.plan import BLOCK_BYTES
 from simulator.quantity import Quantity
 
 PLANNED_WRITERS = 2  # of the runtime's checkpoints (`simulator.plan.CheckpointPlan.writers`)
 WRITERS = (1, PLANNED_WRITERS, 4)
+MOST_CPU_SAMPLES = 20
 LEAST_FILES = 8  # to be written within the budget of one measurement: a slow disk gets small ones
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 
@@ -30,6 +33,7 @@ class StorageRates:
         write: with `PLANNED_WRITERS` threads.
         by_writers: over the number of threads.
         buffered: through the page cache, fsync included; None where ``write`` is that already.
+        writer_s_per_byte: what a writer takes of one core, to hash and to write.
     """
 
     write: Quantity
@@ -38,6 +42,7 @@ class StorageRates:
     direct: bool
     by_writers: dict[int, Quantity]
     buffered: Quantity | None
+    writer_s_per_byte: Quantity
     doubts: tuple[str, ...]
 
 
@@ -51,13 +56,14 @@ def measure_storage(folder: Path, size_bytes: int, budget_s: float) -> StorageRa
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f".ebbtide-storage-{uuid.uuid4().hex}"
-    share_s = budget_s / (len(WRITERS) + 3)
+    share_s = budget_s / (len(WRITERS) + 4)
     with file_to_write(path, affordable_bytes(path, size_bytes, share_s)) as file:
         detail = f"{file.size_bytes} bytes, fsync, {file.mode}, {folder}"
         seconds = {n: repeat_s(lambda n=n: file.write(n), share_s) for n in WRITERS}  # type: ignore[misc]
         reads = repeat_s(file.read, share_s)
         fsyncs = repeat_s(file.touch_and_sync, share_s)
         buffered = _buffered(file, share_s) if file.direct else None
+        cpu_s = _cpu_seconds(file, share_s)
     by_writers = {
         n: rate(file.size_bytes, s, "measured", f"{n} writers, {detail}")
         for n, s in seconds.items()
@@ -70,6 +76,10 @@ def measure_storage(folder: Path, size_bytes: int, budget_s: float) -> StorageRa
         direct=file.direct,
         by_writers=by_writers,
         buffered=buffered,
+        writer_s_per_byte=Quantity.from_samples(
+            [s / file.size_bytes for s in cpu_s], "measured",
+            f"CPU time of one thread that hashes and writes {detail}",
+        ),
         doubts=tuple(notes),
     )
 
@@ -89,6 +99,17 @@ def _buffered(file: FileToWrite, share_s: float) -> Quantity:
     return rate(file.size_bytes, durations, "measured", detail)
 
 
+def _cpu_seconds(file: FileToWrite, share_s: float) -> list[float]:
+    """Of one writer's thread, whole files over and over: what it takes from training's threads."""
+    found: list[float] = []
+    end = time.perf_counter() + share_s
+    while not found or (time.perf_counter() < end and len(found) < MOST_CPU_SAMPLES):
+        begin = time.thread_time()
+        file.write(hashed=True)
+        found.append(max(1e-9, time.thread_time() - begin))
+    return found
+
+
 class FileToWrite:
     """A file that is written over and over, block by block. One caller at a time."""
 
@@ -101,14 +122,18 @@ class FileToWrite:
     def mode(self) -> str:
         return "O_DIRECT" if self.direct else "buffered"
 
-    def write(self, writers: int = 1, *, buffered: bool = False) -> None:
-        """All of it by so many threads, then fsync."""
+    def write(
+        self, writers: int = 1, *, buffered: bool = False, hashed: bool = False
+    ) -> None:  # fmt: skip
+        """All of it by so many threads, then fsync; hashed as checkpoints are, if asked for."""
         flags = os.O_WRONLY | os.O_CREAT
         with _opened(self._path, flags, self.direct and not buffered) as descriptor:
             offsets = range(0, self.size_bytes, BLOCK_BYTES)
 
             def some(first: int) -> None:
                 for offset in offsets[first::writers]:
+                    if hashed:
+                        xxhash.xxh3_128_hexdigest(self._block)
                     os.pwrite(descriptor, self._block, offset)
 
             if writers == 1:

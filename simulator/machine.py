@@ -83,6 +83,8 @@ class Machine(BaseModel):
             NCCL's buffers, cuBLAS' workspace.
         layer_issue_s: what the host needs to issue one layer's forward under ZeRO-3, however
             little the device has to do.
+        writer_s_per_byte: of one core, to hash a checkpoint's block and hand it to the kernel; None:
+            `simulator.schedules.checkpointed` takes that of another machine.
         loop_s: time per iteration outside forward, backward and step (data, logging).
     """
 
@@ -122,6 +124,7 @@ class Machine(BaseModel):
     storage_write_bytes_per_s: Quantity
     storage_read_bytes_per_s: Quantity | None = None
     storage_fsync_s: float = Field(1e-3, ge=0)
+    writer_s_per_byte: Quantity | None = None
     network_bytes_per_s: Quantity | None = None
     contention: dict[str, Quantity] = Field(
         default_factory=dict,

@@ -2,7 +2,8 @@
 
 Predicted from the simulated stall, interference and time to commit, with Young's, Daly's and
 CheckFreq's interval and the tuner's marked. Measured on real runs of a small model under ebbtide's
-runtime: SIGKILL at exponential moments, restart from the newest checkpoint, useful steps counted.
+runtime at each of these intervals: SIGKILL at exponential moments, the same for all, restart from
+the newest checkpoint, useful steps counted.
 
     python -m studies.checkpoint_interval --json studies/results/checkpoint/interval.json
 """
@@ -10,6 +11,7 @@ runtime: SIGKILL at exponential moments, restart from the newest checkpoint, use
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import random
@@ -42,7 +44,7 @@ from studies.checkpoints.interval_run import (
 from tuner.checkpointing import Choice, Failures, best_checkpointing, rules_of_thumb
 
 CYCLE = 8  # steps between the checkpoints whose cost is measured
-FACTORS = (0.0, 1.0, 4.0, 16.0)  # measured intervals over the tuner's; at least 1 step
+FACTORS = (0.0, 16.0)  # measured intervals over the tuner's, besides the rules'; at least 1 step
 SPARE_BYTES = 2**30  # host memory that the tuner may give to checkpoints
 RECORDED_STALL = Path("studies/results/checkpoint/stall.json")
 
@@ -292,7 +294,9 @@ def study(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     choice = best_checkpointing(simulation, failures, SPARE_BYTES)
     plan = plan.model_copy(update={"checkpoint": choice.saving})
     best = choice.saving.interval_steps
-    intervals = sorted({max(1, round(best * factor)) for factor in FACTORS})
+    predicted = predict(simulation, choice, failures)
+    named = {rule["interval_steps"] for rule in predicted["rules"].values()}
+    intervals = sorted({*named, *(max(1, round(best * factor)) for factor in FACTORS)})
     gaps = failure_gaps(args.mtbf, args.failures, seed=1)
     rows = campaign(training, plan, [best] if args.quick else intervals, gaps, folder)
     rows = with_speed(rows, seen.iteration_s)
@@ -306,6 +310,7 @@ def study(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "measured_cost": vars(seen),
         "predicted": predict(simulation, choice, failures),
         "measured": rows, **distance(rows, simulation.iteration_s, choice.cost, failures),
+        "rules": judged_rules(rows, predicted["rules"]),
         "kills": sum(row["kills"] for row in rows),
         "stall_study": against_stall_study(simulation, training),
     }  # fmt: skip
@@ -327,6 +332,37 @@ def distance(
     }  # fmt: skip
 
 
+def judged_rules(
+    rows: Sequence[dict[str, Any]], rules: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
+    """Each rule's interval as measured; and of pairs of rules that name different intervals, how
+    many the prediction ranks as the measurement does. All have met the same failures.
+    """
+    by_steps = {row["interval_steps"]: row for row in rows}
+    seen = {
+        name: {
+            "interval_steps": rule["interval_steps"],
+            "goodput": by_steps[rule["interval_steps"]]["goodput"],
+            "predicted": by_steps[rule["interval_steps"]]["predicted_goodput_same_failures"],
+        }
+        for name, rule in rules.items()
+        if rule["interval_steps"] in by_steps
+    }
+    pairs = [
+        (a, b) for a, b in itertools.combinations(seen.values(), 2)
+        if a["interval_steps"] != b["interval_steps"]
+    ]  # fmt: skip
+    right = sum(
+        (a["goodput"] - b["goodput"]) * (a["predicted"] - b["predicted"]) > 0 for a, b in pairs
+    )
+    apart = [abs(a["goodput"] - b["goodput"]) * 100 for a, b in pairs]
+    return {
+        "measured": seen, "pairs": len(pairs), "pairs_ranked_as_predicted": right,
+        "most_points_apart": max(apart, default=0.0),
+        "best": max(seen, key=lambda name: seen[name]["goodput"]) if seen else None,
+    }  # fmt: skip
+
+
 def print_table(figures: dict[str, Any]) -> None:
     """Costs, rules, then interval by interval."""
     from rich.console import Console
@@ -345,6 +381,13 @@ def print_table(figures: dict[str, Any]) -> None:
         values = (row["goodput"], row["predicted_goodput_same_failures"], row["predicted_goodput"])
         table.add_row(str(row["interval_steps"]), str(row["kills"]), *(f"{v:.1%}" for v in values))
     Console(width=100).print(table)
+    judged = figures["rules"]
+    for name, rule in judged["measured"].items():
+        print(f"{name}: every {rule['interval_steps']} steps, measured {rule['goodput']:.1%}")
+    print(
+        f"pairs of rules ranked as measured: {judged['pairs_ranked_as_predicted']} of "
+        f"{judged['pairs']}; at most {judged['most_points_apart']:.1f} points apart"
+    )
     print(f"apart: median {figures['median_abs_error_points']:.1f} points of goodput")
 
 

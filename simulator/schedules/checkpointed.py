@@ -20,7 +20,8 @@ from simulator.workload import Workload
 
 COPY_TRAFFIC = 3  # of DRAM per byte copied: read, written, and the line fetched before the write
 WRITE_TRAFFIC = 2  # of DRAM per byte persisted: read by the hash, read by the disk's DMA
-WRITER_S_PER_BYTE = 0.15e-9  # of one core: gather, hash and pwrite; measured on an AMD EPYC
+# Of one core, to hash and write a byte, where the machine does not say: measured on an AMD EPYC.
+WRITER_S_PER_BYTE = 0.15e-9
 COPY_BYTES_PER_S = 8e9  # of one thread's memmove, whatever all threads together reach
 
 
@@ -176,10 +177,11 @@ class CheckpointedLoop(EbbtideLoop):
         full = self.machine.rate("storage_write_bytes_per_s")
         cap = self.saving.write_bytes_per_s
         rate = full if cap is None or segment.part == "urgent" else min(full, cap)
+        cores = writer_cores(self.machine, self.saving) * rate / full
         return self.out.add(
             OpKind.PERSIST, Lane.STORAGE, size, "storage_write_bytes_per_s", [after],
             latency_s=size / rate - size / full, dram_bytes=WRITE_TRAFFIC * size,
-            cores=min(self.saving.writers, WRITER_S_PER_BYTE * rate), subgroup=segment.subgroup,
+            cores=cores, subgroup=segment.subgroup,
         )  # fmt: skip
 
     def _durable(self) -> int:
@@ -211,6 +213,13 @@ class CheckpointedLoop(EbbtideLoop):
 def reserved_bytes(saving: CheckpointPlan) -> int:
     """Host memory that the runtime takes for checkpoints: the budget and a block per writer."""
     return saving.copy_budget_bytes // BLOCK_BYTES * BLOCK_BYTES + saving.writers * BLOCK_BYTES
+
+
+def writer_cores(machine: Machine, saving: CheckpointPlan) -> float:
+    """Cores that the writers keep busy at storage's full rate."""
+    measured = machine.writer_s_per_byte
+    cost_s = WRITER_S_PER_BYTE if measured is None else measured.median
+    return min(saving.writers, cost_s * machine.rate("storage_write_bytes_per_s"))
 
 
 def copy_rate(machine: Machine) -> float:

@@ -112,6 +112,8 @@ def test_storage_leaves_nothing_behind(tmp_path):
     found = storage.measure_storage(tmp_path / "new", storage.BLOCK_BYTES, 0.01)
     assert found.write.median > 0
     assert found.fsync_s > 0
+    assert 0 < found.writer_s_per_byte.median < 1e-7
+    assert found.writer_s_per_byte.source == "measured"
     assert sorted(found.by_writers) == [1, 2, 4]
     assert found.write == found.by_writers[storage.PLANNED_WRITERS]
     assert (found.buffered is not None) == found.direct

@@ -2,7 +2,7 @@
 
 import pytest
 
-from profiler.sharing import differences, simulated_share
+from profiler.sharing import differences, simulated_share, with_writer_cost
 from simulator.quantity import Quantity
 from tests.machines import node
 
@@ -31,3 +31,25 @@ def test_only_what_differs_is_told():
         "host_adam beside h2d reaches 40% of its speed alone, but the simulator takes 79%: "
         "predictions of plans that overlap them are off"
     ]
+
+
+def writing(share, thread_s=1e-10):
+    return machine(host_adam_while_storage_write=share).model_copy(
+        update={"writer_s_per_byte": Quantity.exact(thread_s, "measured", "CPU time")}
+    )
+
+
+def test_a_writers_cost_is_what_host_adam_loses_beside_it():
+    """Of 16 cores at 2 GB/s: the share that was measured is the share that is simulated."""
+    for share in (0.9, 0.92):
+        found = with_writer_cost(writing(share))
+        assert simulated_share("host_adam", "storage_write", found) == pytest.approx(share, 1e-6)
+        assert found.writer_s_per_byte.median > 1e-10
+        assert "raised until host Adam has 9" in found.writer_s_per_byte.detail
+
+
+def test_a_writers_cost_is_never_less_than_its_thread_takes():
+    found = with_writer_cost(writing(1.0))
+    assert found.writer_s_per_byte.median == 1e-10
+    assert found.writer_s_per_byte.detail == "CPU time"
+    assert with_writer_cost(machine()).writer_s_per_byte is None

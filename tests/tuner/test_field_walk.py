@@ -138,6 +138,7 @@ MACHINE = {
     "storage_write_bytes_per_s": q(1e8),
     "storage_read_bytes_per_s": q(1e8),
     "storage_fsync_s": 1.0,
+    "writer_s_per_byte": q(1e-7),
     "network_bytes_per_s": q(1e8),
     "contention": {"host_adam_while_h2d": q(0.5)},
     "rank_shares": {2: {"dram": q(0.3)}},
