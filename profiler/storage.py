@@ -77,7 +77,8 @@ def measure_storage(folder: Path, size_bytes: int, budget_s: float) -> StorageRa
         by_writers=by_writers,
         buffered=buffered,
         writer_s_per_byte=Quantity.from_samples(
-            [s / file.size_bytes for s in cpu_s], "measured",
+            [s / file.size_bytes for s in cpu_s],
+            "measured",
             f"CPU time of one thread that hashes and writes {detail}",
         ),
         doubts=tuple(notes),

@@ -83,7 +83,7 @@ class Machine(BaseModel):
             NCCL's buffers, cuBLAS' workspace.
         layer_issue_s: what the host needs to issue one layer's forward under ZeRO-3, however
             little the device has to do.
-        writer_s_per_byte: of one core, to hash a checkpoint's block and hand it to the kernel; None:
+        writer_s_per_byte: of one core, to hash a checkpoint and hand it to the kernel; None:
             `simulator.schedules.checkpointed` takes that of another machine.
         loop_s: time per iteration outside forward, backward and step (data, logging).
     """
