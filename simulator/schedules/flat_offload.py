@@ -19,7 +19,8 @@ class FlatOffloadLoop(StockLoop):
     """Updates follow the norm one pass after the other, and nothing overlaps them."""
 
     def __init__(self, workload: Workload) -> None:
-        super().__init__(workload.one_subgroup, StockOptions(blocking_gradients=False))
+        options = StockOptions(gradients="asynchronous", pageable_parameters=False)
+        super().__init__(workload.one_subgroup, options)
 
     def schedule(self, iterations: int, name: str) -> Schedule:
         """Host memory: state, fp32 gradients, the 16-bit copy on its way to the device, and the sum
@@ -32,18 +33,19 @@ class FlatOffloadLoop(StockLoop):
         made = super().schedule(iterations, name)
         return replace(made, host_base_bytes=w.params * per_param)
 
-    def _one_crossing(
-        self, layer: int, elements: int, hosted: int, micro_batch: int, after: int
-    ) -> int:
+    def _send_home(self, layer: int, micro_batch: int, after: int) -> int:
         """The sum so far comes in and goes home; behind the last micro-batch it also goes home in
-        fp32.
+        fp32. The copies are queued on backward's own stream.
         """
-        size = elements * self.workload.grad_bytes_per_param
+        elements = self.workload.layers[layer].params
+        if not elements:
+            return after
+        size_bytes = elements * self.workload.grad_bytes_per_param
         moved = after
         if micro_batch > 0:
-            moved = self._move(OpKind.GRADIENT_H2D, size, layer, moved)
+            moved = self._move(OpKind.GRADIENT_H2D, size_bytes, layer, moved)
         if self.boundary > 0:
-            moved = self._move(OpKind.GRADIENT_D2H, size, layer, moved)
+            moved = self._move(OpKind.GRADIENT_D2H, size_bytes, layer, moved)
         if micro_batch == self.boundary:
-            moved = self._move(OpKind.GRADIENT_D2H, hosted * FP32_BYTES, layer, moved)
-        return moved
+            moved = self._move(OpKind.GRADIENT_D2H, elements * FP32_BYTES, layer, moved)
+        return self._waited_for(layer, moved)
