@@ -11,7 +11,7 @@ from simulator.quantity import Quantity
 from simulator.schedule import Lane, Op, OpKind
 from simulator.schedules.checkpointed import WRITE_TRAFFIC, writer_cores
 
-_BESIDE = "host_adam_while_storage_write"
+_BESIDE = ("host_adam_while_storage_write", "storage_write_while_host_adam")
 TOLERANCE = 0.15  # of full speed
 _WORK = 1e9  # bytes or parameters: far above any latency
 
@@ -51,15 +51,15 @@ def with_writer_cost(machine: Machine) -> Machine:
     the disk's driver work elsewhere. What host Adam loses tells of all of it. Never less than the
     thread's own; and as it is where nothing was measured.
     """
-    thread, beside = machine.writer_s_per_byte, machine.contention.get(_BESIDE)
-    if thread is None or beside is None:
+    thread, (adam, writing) = machine.writer_s_per_byte, map(machine.contention.get, _BESIDE)
+    if thread is None or adam is None or writing is None:
         return machine
-    found = sorted(
-        _cost_for(machine, thread.median, share) for share in (beside.q1, beside.median, beside.q3)
-    )
-    detail = f"{thread.detail}; raised until host Adam has {beside.median:.0%} of its speed beside"
+    # Who runs first is the scheduler's choice; the simulator slows both alike.
+    shares = [(getattr(adam, q) + getattr(writing, q)) / 2 for q in ("q1", "median", "q3")]
+    found = sorted(_cost_for(machine, thread.median, share) for share in shares)
+    detail = f"{thread.detail}; raised until it and host Adam have {shares[1]:.0%} of their speed"
     cost = Quantity(
-        median=found[1], q1=found[0], q3=found[2], n=beside.n, source="measured",
+        median=found[1], q1=found[0], q3=found[2], n=adam.n, source="measured",
         detail=thread.detail if found[1] == thread.median else detail,
     )  # fmt: skip
     return machine.model_copy(update={"writer_s_per_byte": cost})

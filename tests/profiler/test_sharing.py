@@ -34,7 +34,8 @@ def test_only_what_differs_is_told():
 
 
 def writing(share, thread_s=1e-10):
-    return machine(host_adam_while_storage_write=share).model_copy(
+    told = {"host_adam_while_storage_write": share, "storage_write_while_host_adam": share}
+    return machine(**told).model_copy(
         update={"writer_s_per_byte": Quantity.exact(thread_s, "measured", "CPU time")}
     )
 
@@ -45,7 +46,7 @@ def test_a_writers_cost_is_what_host_adam_loses_beside_it():
         found = with_writer_cost(writing(share))
         assert simulated_share("host_adam", "storage_write", found) == pytest.approx(share, 1e-6)
         assert found.writer_s_per_byte.median > 1e-10
-        assert "raised until host Adam has 9" in found.writer_s_per_byte.detail
+        assert "raised until it and host Adam have 9" in found.writer_s_per_byte.detail
 
 
 def test_a_writers_cost_is_never_less_than_its_thread_takes():

@@ -49,12 +49,13 @@ def test_no_plan_whose_steps_wait_beats_the_bound(zero_stage):
     for _ in range(12):
         work, on = random_workload(rng, 6, zero_stage), random_machine(rng)
         lowest = bound(work, on, PLENTY).iteration_s
-        sweeps = [PlanSweep(work, on, iterations=n) for n in (3, 200, 400)]
+        sweep = PlanSweep(work, on)
         for codes, slots, prefetch, threads, _, order in random_plans(rng, len(work.subgroups)):
             plan = (codes, slots, prefetch, threads, False, order)
-            seconds = float(sweeps[0].evaluate(*plan)[0])
+            seconds = float(sweep.evaluate(*plan)[0])
             if lowest > seconds * (1 + 1e-8):
-                seconds = max(seconds, settled_s(sweeps[1:], *plan))
+                longer = [PlanSweep(work, on, iterations=n) for n in (200, 400)]
+                seconds = max(seconds, settled_s(longer, *plan))
             assert lowest <= seconds * (1 + 1e-6), plan
             near.append(seconds / lowest)
     assert min(near) < 1.02  # else the bound would say little

@@ -49,7 +49,7 @@ def q(value, **fields):
 def base_machine(**changes):
     fields = {"network_bytes_per_s": q(10e9), "device_flops_per_s": q(1e14), "gpus_per_node": 4,
               "storage_read_bytes_per_s": q(3e9),
-              "host_adam_by_threads": {4: q(2e9)}}  # fmt: skip
+              "host_adam_by_threads": {3: q(2e9)}, "cpu_cores": 4}  # fmt: skip
     return node(**{**fields, **changes})
 
 
@@ -60,7 +60,7 @@ def base_workload(**changes):
 
 def base_plan(**changes):
     fields = {"subgroup_size": 4_000_000, "placement": Plan.runs(MIX), "staging_slots": 1,
-              "threads": 4, "prediction": PREDICTION}  # fmt: skip
+              "threads": 3, "prediction": PREDICTION}  # fmt: skip
     return Plan(**{**fields, **changes})
 
 
@@ -75,8 +75,9 @@ def timed(work, on, plan, strategies):
         timeline = simulate(build_strategy(name, work, **options), on)
         yield timeline.iteration_s, timeline.device_peak_bytes, timeline.host_peak_bytes
     if work.zero_stage == 3:
-        simulation = CheckpointSimulation(work, plan, on)
-        yield simulation.cost(CheckpointPlan(copy_budget_bytes=8 * 2**20))
+        for alone in (on, on.model_copy(update={"device_shares_host_cores": True})):
+            simulation = CheckpointSimulation(work, plan, alone)
+            yield simulation.cost(CheckpointPlan(copy_budget_bytes=8 * 2**20))
 
 
 def outcomes(work, on, plan=None):
@@ -84,7 +85,8 @@ def outcomes(work, on, plan=None):
     plan = plan or base_plan(overlap_forward=work.zero_stage == 3)
     strategies = [("ebbtide", {"plan": plan}), ("no_offload", {})]
     if work.zero_stage == 3:
-        strategies += [("zero3_offload", {}), ("twin_flow", {"ratio": 0.5}),
+        strategies += [("zero3_offload", {}), ("zero3_offload_unpinned", {}),
+                       ("twin_flow", {"ratio": 0.5}),
                        ("superoffload", {}), ("zero_infinity", {})]  # fmt: skip
     sharing = Workload.model_validate(
         {**work.model_dump(), "zero_stage": 2, "step_gather_s": work.step_gather_s,
@@ -129,7 +131,7 @@ MACHINE = {
     "host_adam_params_per_s": q(1e9),
     "stock_host_adam_params_per_s": q(1e9),
     "device_adam_params_per_s": q(1e9),
-    "host_adam_by_threads": {4: q(5e8)},
+    "host_adam_by_threads": {3: q(5e8)},
     "device_flops_per_s": q(1e12),
     "device_memory_bytes_per_s": q(1e10),
     "device_reserved_bytes": 2**30,
@@ -328,6 +330,7 @@ def test_numbers_that_are_none_are_refused(kind):
 
 
 MODEL = {
+    "fused": True,
     "layers": 3, "hidden": 512, "heads": 8, "kv_heads": 2, "head_size": 32, "ffn": 99,
     "vocabulary": 501, "experts": 4, "experts_per_token": 2, "gated": False, "bias": True,
     "norm_params": 2, "norms": 3, "positions": 64, "tied": True, "name": "other", "head_norms": 2,

@@ -52,7 +52,8 @@ def test_the_same_seed_gives_the_same_plan():
 )  # fmt: skip
 def test_memory_holds_and_the_bound_is_one(device_gib, host_adam, link, forward_ms):
     work = workload(10, forward_s=forward_ms / 1e3)
-    have = machine(host_adam_params_per_s=host_adam, h2d_bytes_per_s=link, d2h_bytes_per_s=link)
+    have = machine(host_adam_params_per_s=host_adam, h2d_bytes_per_s=link, d2h_bytes_per_s=link,
+                   device_memory_bytes=40 * GIB)  # fmt: skip
     limit = int(device_gib * GIB)
     found = tuner.plan(work, have, device_memory_bytes=limit)
     assert found.prediction.device_peak_bytes <= limit * (1 - UNKNOWN_MARGIN)
