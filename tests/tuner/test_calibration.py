@@ -51,10 +51,11 @@ def test_rates_that_made_the_times_are_found_again():
     for seen in runs:
         again = predicted_s(seen.build(corrected), corrected)
         for phase, seconds in seen.measured_s.items():
-            assert again[phase] == pytest.approx(seconds, rel=0.05), phase
+            assert again[phase] == pytest.approx(seconds, rel=0.08), phase  # held by the priors
     assert corrected.loop_s.median == pytest.approx(0.2, rel=0.01)
     flops = corrected.device_flops_per_s
-    assert flops.median == pytest.approx(truth.device_flops_per_s.median, rel=0.08)
+    assert flops.median == pytest.approx(truth.device_flops_per_s.median, rel=0.12)
+    assert flops.median > 1.1 * machine.device_flops_per_s.median
     assert flops.source == "fitted"
     assert "calibrated on 3 runs; before" in flops.detail
 
@@ -64,6 +65,24 @@ def test_what_the_runs_do_not_show_stays():
     corrected = calibrate(machine, [observed(machine, 1, ranks=1)]).machine
     assert corrected.network_bytes_per_s == machine.network_bytes_per_s
     assert corrected.rank_shares == machine.rank_shares
+
+
+def test_the_whole_of_a_run_does_not_count_beside_its_phases():
+    """Else what lies between the phases, and the longest of them, would weigh twice."""
+    machine = preset("h100-node")
+    seen = observed(machine, 1)
+    longer = Observation(seen.name, seen.build, {**seen.measured_s, "iteration": 9.0})
+    first, second = (calibrate(machine, [one]).machine for one in (seen, longer))
+    assert second.loop_s.median > first.loop_s.median + 1
+    assert second.model_copy(update={"loop_s": None}) == first.model_copy(update={"loop_s": None})
+
+
+def test_a_share_that_varies_between_campaigns_keeps_its_spread():
+    machine = preset("a100-node")
+    runs = [observed(machine, n, factors={"step": 1.3}) for n in (1, 2, 4)]
+    (change,) = [c for c in calibrate(machine, runs).changes if c.field == "rank_shares.4.dram"]
+    assert change.after < change.before
+    assert math.log(change.high / change.low) > 1.349 * 0.18
 
 
 def test_runs_that_contradict_each_other_are_named():
