@@ -5,7 +5,8 @@
 Where pages are locked, a buffer cannot be kept: its bytes are copied to new memory, so that old and
 new are there at once. Without a GPU a device that copies in the same way stands for one. A peak is
 what the session holds after it, plus how much higher the resident set was meanwhile; it counts what
-moved to the emulated device, which is host memory too.
+moved to the emulated device, which is host memory too. ZeRO-1 and 2 keep DeepSpeed's flat buffers:
+what a plan keeps on the device takes room on both sides.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from runtime.devices.base import Device
 from runtime.devices.emulated import EmulatedDevice
 from runtime.replan.auto import WATCHED_STEPS
 from runtime.replan.switch import switch_plan
+from runtime.zero.cuts import subgroups_of
 from simulator import Machine, Plan, preset
 from simulator.plan import Placement
 from studies.bench.rank import become_only_rank
@@ -85,14 +87,21 @@ def _arguments() -> argparse.Namespace:
 
 
 def measure(size: str, subgroup: int) -> dict[str, Any]:
-    """The four peaks, in bytes per parameter."""
-    config = ds_config(1, subgroup)
-    batches = Batches(1, 32)
-    figures: dict[str, Any] = {"device_kind": _device().name}
-    peaks: dict[str, float] = {}
+    """The peaks in bytes per parameter: the four of ZeRO-3, and ZeRO-2's without `auto`."""
+    params, peaks = _by_hand(size, subgroup, 3)
+    peaks["auto"] = _automatic(size, subgroup)
+    _, below = _by_hand(size, subgroup, 2)
+    peaks |= {f"stage2_{name}": peak for name, peak in below.items()}
+    figures: dict[str, Any] = {"device_kind": _device().name, "params": params}
+    return figures | {f"{name}_peak_bytes_per_param": round(p, 2) for name, p in peaks.items()}
 
-    engine = _engine(size, config)
-    sizes = [int(n) for n in engine.optimizer.fp16_partitioned_groups_flat_numel]
+
+def _by_hand(size: str, subgroup: int, stage: int) -> tuple[int, dict[str, float]]:
+    """Parameters, and the peaks of attach, of re-plans there and back, and of a resume."""
+    peaks: dict[str, float] = {}
+    batches = Batches(1, 32)
+    engine = _engine(size, ds_config(1, subgroup, stage=stage))
+    sizes = list(subgroups_of(engine.optimizer, subgroup))
     host, mix = _plan(subgroup, sizes, HOST), _plan(subgroup, sizes, MIX)
     with _peak(engine, peaks, "attach"):
         runtime.attach(engine, host, device=_device())
@@ -108,25 +117,27 @@ def measure(size: str, subgroup: int) -> dict[str, Any]:
         with _peak(engine, peaks, "resume"):
             engine.load_checkpoint(folder)
     engine.destroy()
-    del engine
+    peaks["replan"] = max(peaks["replan"], peaks.pop("replan_back"))
+    return sum(sizes), peaks
 
-    engine = _engine(size, config)
-    with _peak(engine, peaks, "auto_attach"):
+
+def _automatic(size: str, subgroup: int) -> float:
+    """The peak of ``plan="auto"``: when it attaches, or when it has planned."""
+    peaks: dict[str, float] = {}
+    batches = Batches(1, 32)
+    engine = _engine(size, ds_config(1, subgroup))
+    with _peak(engine, peaks, "attach"):
         runtime.attach(engine, "auto", device=_device(), machine=_machine())
     for number in range(WATCHED_STEPS - 1):
         train_step(engine, batches.at(number, engine.device))
     engine.optimizer.wait()
     # The training's own memory (activations, gradients on the device) is not the plan's.
     engine.backward(engine(*batches.at(WATCHED_STEPS, engine.device)))
-    with _peak(engine, peaks, "auto_switch"):
+    with _peak(engine, peaks, "switch"):
         engine.step()
         engine.optimizer.wait()
     engine.destroy()
-    peaks["auto"] = max(peaks.pop("auto_attach"), peaks.pop("auto_switch"))
-    peaks["replan"] = max(peaks["replan"], peaks.pop("replan_back"))
-    figures["params"] = sum(sizes)
-    figures |= {f"{name}_peak_bytes_per_param": round(peak, 2) for name, peak in peaks.items()}
-    return figures
+    return max(peaks.values())
 
 
 def _device() -> Device:

@@ -25,6 +25,7 @@ def needed_bytes(
     wire_bytes: int = 2,
     optimizer: OptimizerState = ADAM,
     stage: int = 3,
+    micro_batches: int = 1,
 ) -> int:
     """What `simulator.update.footprint` counts of host memory, on one rank.
 
@@ -34,7 +35,7 @@ def needed_bytes(
         return 0
     return plan_bytes(
         plan.subgroups, plan.placements, plan.staging_slots, optimizer, gradient_bytes, wire_bytes,
-        stage=stage,
+        stage=stage, micro_batches=micro_batches,
     ).host_bytes  # fmt: skip
 
 
@@ -51,7 +52,7 @@ def check_host_memory(
     optimizer = _optimizer(config)
     needed = ranks * needed_bytes(
         plan, _gradient_bytes(config), wire_bytes=_wire_bytes(config), optimizer=optimizer,
-        stage=stage,
+        stage=stage, micro_batches=_micro_batches(config),
     )  # fmt: skip
     available = psutil.virtual_memory().available if available_bytes is None else available_bytes
     logger.info(
@@ -74,6 +75,19 @@ def _gradient_bytes(config: dict[str, Any]) -> int:
     if kept in GRADIENT_BYTES:
         return GRADIENT_BYTES[kept]
     return _wire_bytes(config)
+
+
+def _micro_batches(config: dict[str, Any]) -> int:
+    """Of a step; DeepSpeed takes any two of its three batch sizes."""
+    steps, micro = (
+        config.get(key) for key in ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu")
+    )
+    if isinstance(steps, int):
+        return steps
+    total, ranks = config.get("train_batch_size"), int(os.environ.get("WORLD_SIZE") or 1)
+    if isinstance(total, int) and isinstance(micro, int):
+        return max(1, total // (micro * ranks))
+    return 1
 
 
 def _wire_bytes(config: dict[str, Any]) -> int:

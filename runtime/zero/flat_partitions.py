@@ -108,9 +108,10 @@ def _adopt(
         for key in optimizer._rule.unused:
             state.setdefault(key, torch.zeros_like(master.data))
         for key in optimizer._rule.moments:
-            moment = state.pop(key) if key in state else torch.zeros_like(master.data)
-            state[key] = device.host_adopt(moment)
-            del moment
+            if key in state:
+                state[key] = device.host_adopt(state.pop(key))
+            else:  # before the first step
+                state[key] = device.host_empty(master.numel(), master.dtype).zero_()
         flats.append((master.data, *(state[key] for key in optimizer._rule.moments)))
     return flats
 

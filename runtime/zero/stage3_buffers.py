@@ -9,6 +9,7 @@ import torch
 from runtime.devices.base import Device
 from runtime.execution.gradients import ParameterSlice
 from runtime.execution.subgroup_state import Buffers, SubgroupState
+from runtime.hardware.pages import discard
 from runtime.zero import private
 
 
@@ -49,7 +50,8 @@ def gradient_of(optimizer: Any, subgroup: int, elements: int) -> torch.Tensor:
 
 def split_gradients(optimizer: Any, device: Device) -> None:
     """DeepSpeed's flat gradient buffer (2 bytes per parameter) goes before any state is copied,
-    where the device cannot copy from it: each subgroup gets memory of its own instead.
+    where the device cannot copy from it: each subgroup gets memory of its own instead. Its pages
+    go with each subgroup, so that it is not there twice.
     """
     flat = optimizer.grad_partitions_flat_buffer
     views = private.gradient_partitions(optimizer)
@@ -64,6 +66,8 @@ def split_gradients(optimizer: Any, device: Device) -> None:
         for param in group:
             _, offset, length = optimizer.grad_position[optimizer.get_param_id(param)]
             views[param.ds_id] = gradient.narrow(0, offset, length)
+        if not stock.is_pinned():
+            discard(stock.data_ptr(), stock.nbytes)
     if moved:
         optimizer.grad_partitions_flat_buffer = flat.new_empty(0)
 

@@ -25,7 +25,7 @@ from simulator.engines.recipe_arrays import (
 )
 from simulator.machine import Machine
 from simulator.plan import Plan, PlanError
-from simulator.update.footprint import bytes_per_param, slot_bytes
+from simulator.update.footprint import bytes_per_param, keeps_window, slot_bytes
 from simulator.update.recipes import RECIPES, Bytes, Slot, slot_limits
 from simulator.workload import Workload
 
@@ -70,7 +70,12 @@ class PlanSweep:
         self.rates = self._rates()
         self._by_threads: dict[int, Floats] = {}
         held = bytes_per_param(
-            workload.optimizer_state, workload.grad_bytes_per_param, stage=workload.zero_stage
+            workload.optimizer_state,
+            workload.grad_bytes_per_param,
+            stage=workload.zero_stage,
+            keeps_window=keeps_window(
+                micro, workload.grad_bytes_per_param, workload.wire_bytes, workload.zero_stage
+            ),
         )
         self.held = list(held.values())
         self._forward_order = np.arange(len(self.sizes))

@@ -1,13 +1,17 @@
 """The footprint is what the runtime allocates, to the byte, and what it refuses a plan for."""
 
+import mmap
+
 import pytest
+import torch
 
 from runtime.execution.fit import needed_bytes
 from runtime.zero.attach import host_bytes
+from runtime.zero.stage3_buffers import gradient_of, split_gradients
 from simulator.update.footprint import footprint, plan_bytes
 from simulator.update.optimizer import ADAM
 from simulator.workload import Layer, Workload
-from tests.runtime.contract.training import DEVICES, SUBGROUP, attached, start
+from tests.runtime.contract.training import DEVICES, SUBGROUP, attached, start, train
 
 pytestmark = pytest.mark.usefixtures("only_rank")
 DEVICE = list(DEVICES)[-1]
@@ -17,9 +21,12 @@ PATTERNS = {
     "visits": ["device", "device", "resident"],
 }
 GRADIENTS = {
-    2: {},
-    4: {"accumulation": 2, "extra": {"data_types": {"grad_accum_dtype": "fp32"}}},
-}
+    "bf16": {},
+    "accumulated in bf16": {"accumulation": 2},
+    "accumulated in fp32": {
+        "accumulation": 2, "extra": {"data_types": {"grad_accum_dtype": "fp32"}},
+    },
+}  # fmt: skip
 
 
 def allocated_device_bytes(executor):
@@ -30,26 +37,31 @@ def allocated_device_bytes(executor):
 
 
 @pytest.mark.parametrize("stage", [3, 2])
-@pytest.mark.parametrize("gradient_bytes", list(GRADIENTS))
+@pytest.mark.parametrize("gradients", list(GRADIENTS))
 @pytest.mark.parametrize("pattern", list(PATTERNS))
-def test_the_footprint_is_what_is_allocated(pattern, gradient_bytes, stage):
-    engine = attached(start(stage=stage, **GRADIENTS[gradient_bytes]), PATTERNS[pattern], DEVICE)
+def test_the_footprint_is_what_is_allocated(pattern, gradients, stage):
+    options = GRADIENTS[gradients]
+    micro_batches = options.get("accumulation", 1)
+    engine = attached(start(stage=stage, **options), PATTERNS[pattern], DEVICE, seed=None)
     own = engine.optimizer._ebbtide
+    if micro_batches > 1:  # what is kept from one window to the next is there from the second on
+        train(engine, 2 * micro_batches)
     sizes = tuple(s.elements for s in own.executor.states)
     kept = own.executor.states[0].gradient.element_size()
-    if stage == 3:
-        assert kept == gradient_bytes
+    assert kept == (4 if "fp32" in gradients else 2)
     told = plan_bytes(
-        sizes, own.plan.placements, own.plan.staging_slots, ADAM, kept, 2, stage=stage
-    )
+        sizes, own.plan.placements, own.plan.staging_slots, ADAM, kept, 2, stage=stage,
+        micro_batches=micro_batches,
+    )  # fmt: skip
     assert told.host_bytes == host_bytes(engine.optimizer)
     assert told.device_bytes == allocated_device_bytes(own.executor)
     named = own.plan.model_copy(update={"subgroups": sizes})
-    assert needed_bytes(named, kept, stage=stage) == told.host_bytes
+    needed = needed_bytes(named, kept, stage=stage, micro_batches=micro_batches)
+    assert needed == told.host_bytes
     layers = tuple(Layer(params=n, forward_s=1.0, backward_s=1.0) for n in sizes)
     work = Workload(
         name="w", layers=layers, subgroups=sizes, subgroup_size=SUBGROUP, device_base_bytes=7,
-        grad_bytes_per_param=kept, zero_stage=stage,
+        grad_bytes_per_param=kept, zero_stage=stage, gradient_accumulation_steps=micro_batches,
     )  # fmt: skip
     whole = footprint(work, own.plan)
     assert (whole.host_bytes, whole.device_bytes - 7) == (told.host_bytes, told.device_bytes)
@@ -60,3 +72,25 @@ def test_eight_billion_parameters_on_the_host_with_gradients_in_fp32():
     """96 GB of state, 32 of gradients, and two slots of 2: 128, 136 and 132 were told before."""
     held = plan_bytes((10**9,) * 8, ("host",) * 8, 0, ADAM, 4, 2)
     assert held.host_bytes == 132 * 10**9
+
+
+class Copying(DEVICES[DEVICE]):
+    """Keeps no buffer, as where pages are locked: what it adopts is copied."""
+
+    def host_adopt(self, tensor):
+        return tensor.clone()
+
+
+def test_deepspeeds_flat_gradients_are_not_there_twice_while_they_move():
+    """Each subgroup's pages go back to the system when it has moved: they read as zeros."""
+    engine = start()
+    optimizer = engine.optimizer
+    flat = optimizer.grad_partitions_flat_buffer.fill_(1.0)
+    split_gradients(optimizer, Copying())
+    assert optimizer.grad_partitions_flat_buffer.numel() == 0
+    borders = len(optimizer.fp16_groups) + 1
+    assert int(flat.count_nonzero()) * flat.element_size() <= borders * mmap.PAGESIZE
+    for index, group in enumerate(optimizer.fp16_groups):
+        gradient = gradient_of(optimizer, index, sum(p.partition_numel() for p in group))
+        assert torch.equal(gradient, torch.ones_like(gradient))
+    engine.destroy()
