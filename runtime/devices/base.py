@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
-from runtime.devices.clock import Mark
+from runtime.devices.clock import Mark, Moment
 from runtime.devices.lane import Completion, Event, Lane
 from runtime.kernels import host
 from runtime.kernels.rule import UpdateStep
@@ -81,6 +82,10 @@ class Device:
         """
         del event
         return None
+
+    def moment(self) -> Moment:
+        """Now, for the training stream: when it has done what it was given so far."""
+        return Moment(time.perf_counter())
 
     def training_streams(self) -> list[Any]:
         """Streams that a reader of parameters may be on; empty: the calling thread itself."""

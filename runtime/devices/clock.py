@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -28,6 +29,30 @@ class Mark:
     def date_s(self, event: Any) -> float:
         """When another event was reached, best one that is seconds away."""
         return self.reached_s + float(self.event.elapsed_time(event)) / 1e3
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """When the training stream got somewhere.
+
+    Attributes:
+        event: on that stream; None: the host's clock is the device's.
+        mark: what dates the event.
+    """
+
+    host_s: float
+    event: Any = None
+    mark: Mark | None = None
+
+    @property
+    def is_past(self) -> bool:
+        """Without waiting."""
+        return self.event is None or bool(self.event.query())
+
+    @property
+    def reached_s(self) -> float:
+        """On the host's clock; it must be past."""
+        return self.host_s if self.mark is None else self.mark.date_s(self.event)
 
 
 class DeviceClock:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from runtime.devices.base import DEVICE_LANES, Device
-from runtime.devices.clock import DeviceClock, Mark
+from runtime.devices.clock import DeviceClock, Mark, Moment
 from runtime.devices.lane import Completion, Event, Lane
 from runtime.hardware.cores import bind, bound, update_cores
 from runtime.hardware.pci import address_of
@@ -130,6 +130,9 @@ class CudaDevice(Device):
         before = self._clock.latest
         self._clock.mark(event)
         return before
+
+    def moment(self) -> Moment:
+        return Moment(time.perf_counter(), self.current_event(), self._clock.latest)
 
     def let_go(self, tensor: torch.Tensor) -> None:
         tensor.record_stream(torch.cuda.current_stream(self.index))

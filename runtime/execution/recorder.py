@@ -12,25 +12,37 @@ from simulator.schedule import Lane, OpKind
 from simulator.timeline import Span, Timeline
 
 if TYPE_CHECKING:
-    from runtime.devices.clock import Mark
+    from runtime.devices.base import Device
+    from runtime.devices.clock import Mark, Moment
     from runtime.devices.lane import Completion
     from runtime.execution.executor import StepRecord
 
 KEPT_SPANS = 64
 
 
+@dataclass(frozen=True, slots=True)
+class _Noted:
+    """A span of the training thread, from one moment of the device to another."""
+
+    kind: OpKind
+    iteration: int
+    begin: Moment
+    end: Moment
+
+
 @dataclass
 class Recorder:
-    """Notes when forward, backward and step began and ended on the training thread.
+    """Notes when forward, backward and step began and ended.
 
-    Host clock; on CUDA the training thread runs ahead of the device, so that there the spans of
-    forward and backward tell when they were issued, while the lanes' ops carry device times.
+    On CUDA the training thread runs ahead of the device: there they are events on its stream, as
+    the lanes' ops are, and tell how long the device took; elsewhere it is the host's clock.
     """
 
+    device: Device
     origin_s: float = field(default_factory=time.perf_counter)
     iteration: int = 0
-    spans: deque[Span] = field(default_factory=lambda: deque(maxlen=KEPT_SPANS))
-    _begun: dict[OpKind, float] = field(default_factory=dict)
+    _noted: deque[_Noted] = field(default_factory=lambda: deque(maxlen=KEPT_SPANS))
+    _begun: dict[OpKind, Moment] = field(default_factory=dict)
 
     def forward_begins(self) -> None:
         self._begin(OpKind.FORWARD)
@@ -52,21 +64,27 @@ class Recorder:
         self.iteration += 1
 
     def _begin(self, kind: OpKind) -> None:
-        self._begun[kind] = time.perf_counter()
+        self._begun[kind] = self.device.moment()
 
     def _end(self, kind: OpKind) -> None:
         begun = self._begun.pop(kind, None)
         if begun is not None:
-            now = time.perf_counter()
-            self.spans.append(
-                Span(kind, Lane.COMPUTE, begun - self.origin_s, now - self.origin_s,
-                     iteration=self.iteration)
-            )  # fmt: skip
+            self._noted.append(_Noted(kind, self.iteration, begun, self.device.moment()))
 
     def timeline(self, history: Iterable[StepRecord]) -> Timeline:
-        """The spans of the steps in ``history`` and of the training thread around them."""
+        """The spans of the steps in ``history`` and of the training thread around them; what the
+        device has not reached yet is left out.
+        """
         records = list(history)
-        spans = [s for s in self.spans if not records or s.iteration >= records[0].number]
+        first = records[0].number if records else 0
+        spans = [
+            Span(
+                noted.kind, Lane.COMPUTE, noted.begin.reached_s - self.origin_s,
+                noted.end.reached_s - self.origin_s, iteration=noted.iteration,
+            )
+            for noted in self._noted
+            if noted.iteration >= first and noted.end.is_past
+        ]  # fmt: skip
         for record in records:
             for op, completion in record.ops:
                 start_s, end_s = self._times(completion, record.origin)

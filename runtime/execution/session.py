@@ -105,6 +105,7 @@ class Session:
         after_step: called, in order, when the framework's whole step is done, its counters and
             its schedule included: live re-planning first, checkpoints last.
         watch: the `runtime.replan.watch.Watch` of this session, if there is one.
+        overlaps: a plan's updates may go on in the next forward.
     """
 
     def __init__(
@@ -113,8 +114,8 @@ class Session:
         """``overlap_forward`` False: steps wait for their updates, whatever a plan says."""
         self.engine = engine
         self.device = device
-        self._overlaps = overlap_forward and engine.overlaps_forward
-        self.recorder = Recorder()
+        self.overlaps = overlap_forward and engine.overlaps_forward
+        self.recorder = Recorder(device)
         self.after_step: list[Callable[[], None]] = []
         self.watch: Any = None
         self.closed = False
@@ -126,7 +127,7 @@ class Session:
         """The plan that memory allowed, and its executor. One subgroup moves after the other, so
         that the old and the new state of one is all that is there twice.
         """
-        if not self._overlaps:
+        if not self.overlaps:
             plan = plan.model_copy(update={"overlap_forward": False})
         plan = self._in_order_of_use(plan)
         sizes = self.engine.sizes()

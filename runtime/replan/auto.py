@@ -33,14 +33,16 @@ _WIRE: dict[torch.dtype, WireDtype] = {torch.bfloat16: "bf16", torch.float16: "f
 
 
 def host_plan(engine: Any) -> Plan:
-    """The plan of the watched steps: every subgroup on the host."""
+    """The plan of the watched steps: every subgroup on the host. They wait for their updates, since
+    a forward that waits for some would seem longer than it is.
+    """
     size = max(1, int(engine.zero_sub_group_size()))
     count = len(subgroups_of(engine.optimizer, size)) or 1
     return Plan(
         subgroup_size=size,
         placement=Plan.runs(["host"] * count),
         staging_slots=0,
-        overlap_forward=engine.zero_optimization_stage() == 3,
+        overlap_forward=False,
     )
 
 
@@ -69,31 +71,34 @@ class _Automatic:
         optimizer = self.engine.optimizer
         own = optimizer._ebbtide
         timeline = optimizer.timeline()
-        workload = observed_workload(optimizer, timeline)
+        micro_batches = int(self.engine.gradient_accumulation_steps())
+        workload = observed_workload(optimizer, timeline, micro_batches)
         machine = self.machine.with_rates(**measured_rates(timeline, workload.subgroups))
         from tuner.quick import quick_plan
 
-        held = footprint(workload, own.plan).device_bytes
+        current = own.plan.model_copy(update={"overlap_forward": own.overlaps})
+        held = footprint(workload, current).device_bytes
         free = _free_device_bytes(own.device)
-        found = quick_plan(workload, machine, own.plan, device_bytes=held + free)
+        found = quick_plan(workload, machine, current, device_bytes=held + free)
         if anyone(self.engine, found.iteration_s < found.current_s):
             logger.info(
                 "plan='auto': %.3f s expected instead of %.3f s",
                 found.iteration_s, found.current_s,
             )  # fmt: skip
-            switch_plan(self.engine, found.plan)
+            current = found.plan
+        switch_plan(self.engine, current)
         watch(self.engine, machine, workload, replan=False)
 
 
-def observed_workload(optimizer: Any, timeline: Timeline) -> Workload:
+def observed_workload(optimizer: Any, timeline: Timeline, micro_batches: int = 1) -> Workload:
     """The workload as the watched steps show it, a layer for each subgroup.
 
-    Forward and backward are the medians of the training thread's spans; on CUDA, where those tell
-    when work was issued, the whole iteration less the step bounds them from above.
+    A step has ``micro_batches``, each with its own spans; a layer's times are those of a step.
+    Forward and backward are the medians of the training thread's spans, on the device's clock.
     """
     sizes = tuple(state.elements for state in optimizer._ebbtide.executor.states)
-    forward_s = _median_s(timeline, OpKind.FORWARD)
-    backward_s = _median_s(timeline, OpKind.BACKWARD)
+    forward_s = micro_batches * _median_s(timeline, OpKind.FORWARD)
+    backward_s = micro_batches * _median_s(timeline, OpKind.BACKWARD)
     total = sum(sizes)
     wire = _WIRE.get(optimizer.dtype, "fp32")
     return Workload(
@@ -105,6 +110,7 @@ def observed_workload(optimizer: Any, timeline: Timeline) -> Workload:
         subgroups=sizes,
         wire_dtype=wire,
         grad_bytes_per_param=optimizer.gradient_accumulation_dtype.itemsize,
+        gradient_accumulation_steps=micro_batches,
         clip=optimizer.clip_grad > 0,
         optimizer=optimizer.update_rule().name,
         zero_stage=optimizer.zero_stage(),
