@@ -11,10 +11,10 @@
 //
 // Plain loops: g++ vectorises them for whatever the machine has, with equal results on every width.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <omp.h>
 #if defined(__SSE2__)
 #include <immintrin.h>
 #endif
@@ -197,17 +197,40 @@ void update_streaming(const Range<Rule, Grad, Out>& r, int64_t begin, int64_t en
 }
 #endif
 
-// One thread's share of the vector part.
+// Elements that a thread takes at a time: 16 bytes each of state, gradient and parameter make 1 MiB,
+// long enough for the prefetchers. Borders on multiples of 64 elements: no two threads share a cache line.
+constexpr int64_t kChunk = int64_t(1) << 16;
+
+// Cuts [0, n) into chunks that the team takes one after the other. Of equal shares, given out
+// beforehand, the thread whose core the training thread is on would still have half of its own when the
+// others are done.
+template <class Body>
+void in_chunks(int64_t n, int64_t unit, int64_t longest, int threads, const Body& body)
+{
+    if (threads <= 1) {
+        body(int64_t(0), n);
+        return;
+    }
+    // Short ranges too come in several chunks per thread.
+    int64_t chunk = (n / (int64_t(threads) * 4) + unit - 1) / unit * unit;
+    if (chunk > longest) chunk = longest;
+    if (chunk < unit) chunk = unit;
+    const int64_t chunks = (n + chunk - 1) / chunk;
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
+    for (int64_t k = 0; k < chunks; ++k) {
+        const int64_t begin = k * chunk;
+        body(begin, begin + chunk < n ? begin + chunk : n);
+    }
+}
+
+// Not inlined: of all these forms each is compiled once.
 template <class Rule, class Grad, class Out, int variant, bool write>
-void update_share(const Range<Rule, Grad, Out>& r, int64_t begin, int64_t end)
+__attribute__((noinline)) void update_chunk(const Range<Rule, Grad, Out>& r, bool streams,
+                                            int64_t begin, int64_t end)
 {
 #if defined(__SSE2__)
     if constexpr (write) {
-        // A small subgroup's parameters may still be in the caches when they are read.
-        if (end - begin >= (int64_t(1) << 20)) {
-            update_streaming<Rule, Grad, Out, variant>(r, begin, end);
-            return;
-        }
+        if (streams) return update_streaming<Rule, Grad, Out, variant>(r, begin, end);
     }
 #endif
     update_range<Rule, Grad, Out, variant, write, false>(r.p, r.m, r.v, r.g, r.out, begin, end, r.s);
@@ -218,20 +241,12 @@ void update(const Range<Rule, Grad, Out>& r, int64_t n, int64_t tail, int thread
 {
     update_range<Rule, Grad, Out, variant, write, true>(r.p, r.m, r.v, r.g, r.out, n - tail, n, r.s);
     n -= tail;
-    if (threads <= 1 || n < (1 << 15)) {
-        update_share<Rule, Grad, Out, variant, write>(r, 0, n);
-        return;
-    }
-#pragma omp parallel num_threads(threads)
-    {
-        // Borders on multiples of 64 elements: no two threads share a cache line.
-        const int64_t blocks = (n + 63) / 64;
-        const int64_t team = omp_get_num_threads(), rank = omp_get_thread_num();
-        const int64_t begin = blocks * rank / team * 64;
-        int64_t end = blocks * (rank + 1) / team * 64;
-        if (end > n) end = n;
-        if (begin < end) update_share<Rule, Grad, Out, variant, write>(r, begin, end);
-    }
+    if (n < (1 << 15)) threads = 1;
+    // A small subgroup's parameters may still be in the caches when they are read.
+    const bool streams = n / std::max(threads, 1) >= (int64_t(1) << 20);
+    in_chunks(n, 64, kChunk, threads, [&](int64_t begin, int64_t end) {
+        update_chunk<Rule, Grad, Out, variant, write>(r, streams, begin, end);
+    });
 }
 
 // What the caller of the library handed in; dtypes and variant are looked up one after the other.
@@ -356,14 +371,8 @@ void ebbtide_triad(float* a, const float* b, const float* c, float s, int64_t n,
 // A copy that several threads share, for emulated links and copy on update.
 void ebbtide_copy(char* to, const char* from, int64_t bytes, int threads)
 {
-#pragma omp parallel num_threads(threads)
-    {
-        const int64_t blocks = (bytes + 4095) / 4096;
-        const int64_t team = omp_get_num_threads(), rank = omp_get_thread_num();
-        const int64_t begin = blocks * rank / team * 4096;
-        int64_t end = blocks * (rank + 1) / team * 4096;
-        if (end > bytes) end = bytes;
-        if (begin < end) std::memcpy(to + begin, from + begin, size_t(end - begin));
-    }
+    in_chunks(bytes, 4096, int64_t(1) << 20, threads, [&](int64_t begin, int64_t end) {
+        std::memcpy(to + begin, from + begin, size_t(end - begin));
+    });
 }
 }

@@ -95,6 +95,12 @@ def test_bits_of_deepspeed_adam(any_op, n, weight_decay, adamw, dtype):
     assert run_both(any_op, n, 3 if n > 10**6 else 12, weight_decay, adamw, dtype)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_large_subgroups_whose_parameters_go_past_the_caches(op, dtype, threads):
+    assert run_both(op, 2_200_017, 1, 0.1, dtype=dtype, threads=threads)
+
+
 @pytest.mark.parametrize("march", ["haswell", "sandybridge", "x86-64"])
 def test_our_kernel_has_the_same_bits_when_built_for_less(op, march, monkeypatch, tmp_path):
     """With AVX2; without fused multiply-add, where libm does it; without any vectors but SSE2."""
