@@ -32,6 +32,7 @@ class Gathers:
         self.shows = True
         self._prefetch_elements = 0
         self._module = module
+        self._stand_ins = _stand_ins(optimizer.persistent_parameters)
         self._undo: list[Callable[[], None]] = []
 
     def first_use(self) -> list[int]:
@@ -57,14 +58,34 @@ class Gathers:
 
     def open(self) -> None:
         """Takes the gates away."""
+        self.blank()
         for undo in self._undo:
             undo()
         self._undo.clear()
 
     def _before_state_dict(self, *_: Any) -> None:
         # Gathers are collective: with several ranks this one may be alone in asking.
-        if self.shows and self._optimizer.partition_count == 1:
+        if not self.shows:
+            return
+        if self._optimizer.partition_count == 1:
             self.show_persistent()
+        else:
+            self.blank()
+
+    def stand_in(self) -> None:
+        """Until their first reader gathers them, the parameters that stock keeps gathered have
+        their shape (a Trainer counts ``p.numel()`` after each step) and are NaN all over: who reads
+        ``.data`` past all gates is not to take an old value for a new one.
+        """
+        for parameter, stand_in in self._stand_ins:
+            if private.is_partitioned(parameter):
+                parameter.data = stand_in
+
+    def blank(self) -> None:
+        """They look as any other partitioned parameter, which is what checkpoints hold."""
+        for parameter, stand_in in self._stand_ins:
+            if private.is_partitioned(parameter):
+                parameter.data = stand_in.new_empty(0)
 
     def show_persistent(self) -> None:
         """Gathers the parameters that stock keeps gathered between steps. A collective call."""
@@ -95,3 +116,16 @@ class Gathers:
             for coordinator in private.coordinators(self._optimizer):
                 private.set_prefetch_elements(coordinator, self._prefetch_elements)
             self.held_back = False
+
+
+def _stand_ins(parameters: Iterable[Any]) -> list[tuple[Any, torch.Tensor]]:
+    """Each parameter with a NaN tensor of its shape; those of a kind share the memory of one."""
+    largest: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+    floating = [p for p in parameters if p.is_floating_point()]
+    for parameter in sorted(floating, key=lambda p: -p.ds_numel):
+        kind = parameter.dtype, parameter.device
+        if kind not in largest:
+            dtype, device = kind
+            nan = torch.full((parameter.ds_numel,), float("nan"), dtype=dtype, device=device)
+            largest[kind] = nan
+    return [(p, largest[p.dtype, p.device][: p.ds_numel].view(p.ds_shape)) for p in floating]

@@ -108,6 +108,7 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
             own.update(self._gradient_scale(scaled_norm))
             if own.plan.overlap_forward:
                 self._gathers.hold_back()
+                self._gathers.stand_in()
             else:
                 own.executor.wait_all()
             self._post_step(set())
@@ -204,6 +205,7 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
     def checkpoint_event_prologue(self) -> None:
         self.publish()
         self._gathers.shows = False
+        self._gathers.blank()
         super().checkpoint_event_prologue()
 
     def checkpoint_event_epilogue(self) -> None:
@@ -215,6 +217,7 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         self._gathers.shows = True
         if self._ebbtide.plan.overlap_forward:
             self.invalidate_secondary_tensor()
+            self._gathers.stand_in()
         else:
             super().checkpoint_event_epilogue()
 

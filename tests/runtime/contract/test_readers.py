@@ -199,6 +199,24 @@ def test_what_is_read_right_after_a_step_is_new_and_whole(read):
     assert torch.equal(ours[1], stock[1])
 
 
+def test_parameters_have_stocks_shapes_right_after_a_step_and_never_an_old_value():
+    """A Trainer counts ``p.numel()`` there, for its `total_flos`."""
+    reference, ours = start(), attached(start(), MIX, list(DEVICES)[-1])
+    for number in range(2):
+        for engine in (reference, ours):
+            train(engine, 1, first=number)
+        shown = 0
+        pairs = zip(ours.module.parameters(), reference.module.parameters(), strict=True)
+        for a, b in pairs:
+            assert (a.shape, a.numel(), a.dtype) == (b.shape, b.numel(), b.dtype)
+            shown += b.numel() > 0
+            assert torch.equal(a.data, b.data) or bool(a.data.isnan().all())
+        assert shown > 5, "the test needs parameters that stock keeps gathered"
+        ours.optimizer.wait()
+    reference.destroy()
+    ours.destroy()
+
+
 def test_the_door_shut():
     """With ``overlap_forward=False`` what cannot be gated is there too, whatever the plan says."""
     import runtime
