@@ -180,7 +180,7 @@ class Executor:
         """Visit v, of all steps, uses slot v mod slots; the template's waits keep two visits apart:
         a visit waits for the write-back of visit v - slots.
         """
-        visit = number * len(self._visits) + self._visits.index(subgroup)
+        visit = number * len(self._visits) + self._visits[subgroup]
         return self.slots[visit % len(self.slots)].views(self.states[subgroup].elements)
 
     def _stream(self, lane: LaneName) -> object | None:
@@ -251,7 +251,7 @@ class Executor:
         state = self.states[subgroup]
         if self.device.unified:
             return state.wire
-        use = number * len(self._hosted) + self._hosted.index(subgroup)
+        use = number * len(self._hosted) + self._hosted[subgroup]
         return self.parameter_slots[use % len(self.parameter_slots)][: state.elements]
 
     def _parameter_h2d(self, subgroup: int, number: int, job: SubgroupJob | None) -> None:
@@ -328,6 +328,9 @@ class Executor:
             self.device.close()
 
 
-def _of_kind(template: list[TemplateOp], kind: OpKind) -> list[int]:
-    """Subgroups with such an op, in the order in which their lane runs them."""
-    return [item.op.subgroup for item in template if item.op.kind == kind]
+def _of_kind(template: list[TemplateOp], kind: OpKind) -> dict[int, int]:
+    """Subgroup -> its place among those with such an op, in the order in which their lane runs
+    them.
+    """
+    subgroups = (item.op.subgroup for item in template if item.op.kind == kind)
+    return {subgroup: place for place, subgroup in enumerate(subgroups)}

@@ -36,6 +36,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):  # type: ignore[misc]
 
     _flat: FlatPartitions
     _offload_accumulated_param_ids: set[int]
+    _overflows: list[torch.Tensor]
     shares_state = True
     overlaps_forward = False
     # Public: read from outside, they show resident state too.
@@ -142,9 +143,17 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):  # type: ignore[misc]
 
     # -- step --------------------------------------------------------------------------------
 
+    def update_offload_overflow_tracker(self, grad: torch.Tensor | None) -> None:
+        """Of a gradient that another rank shares, all of it counts. Stock asks the device at once,
+        for each; here `has_overflow` asks for all of them.
+        """
+        if grad is not None:
+            self._overflows.append(self._has_inf_or_nan(grad.data))
+
     def has_overflow(self, partition_gradients: bool = True) -> bool:
         """Some gradient is infinite or NaN: its float64 norm tells, without another pass."""
-        if not self._norms_finite():
+        shared = bool(self._overflows) and bool(torch.stack(self._overflows).any())
+        if shared or not self._norms_finite():
             self.local_overflow = True
         return super().has_overflow(partition_gradients)  # type: ignore[no-any-return]
 
@@ -174,6 +183,10 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):  # type: ignore[misc]
             self.timers(timer).start()
             self.timers(timer).stop()
         own.recorder.step_ends()
+
+    def reset_cpu_buffers(self) -> None:
+        super().reset_cpu_buffers()
+        self._overflows.clear()
 
     def _checked_norm(self) -> torch.Tensor | None:
         """The global norm times the loss scale; sets ``self.overflow`` as DeepSpeed's step does."""
@@ -369,6 +382,7 @@ def take_over(
     """Makes DeepSpeed's live optimizer an `EbbtideStage2` that runs ``plan``."""
     masters = optimizer.single_partition_of_fp32_groups
     optimizer._rule = rule
+    optimizer._overflows = []
     optimizer._flat = FlatPartitions(optimizer, masters, plan.subgroup_size, device)
     optimizer.__class__ = EbbtideStage2
     optimizer._ebbtide = Session(optimizer, plan, device, overlap_forward=overlap_forward)

@@ -3,6 +3,13 @@
 import pytest
 
 from tests.runtime import fake_cuda
+from tests.runtime.heap import freeze_imports
+
+
+@pytest.fixture(autouse=True)
+def quick_collections():
+    """Those that DeepSpeed asks for with every engine."""
+    freeze_imports()
 
 
 @pytest.fixture

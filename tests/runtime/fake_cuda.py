@@ -11,7 +11,8 @@ own work. Everything else is as hard as CUDA allows it to be:
   ``record_stream``, reads what the next owner wrote: here poison (and the fake notes the
   violation). Memory that was never written holds poison too.
 - Events stand for what was on their stream when they were recorded.
-- A copy from or to pageable host memory blocks its caller; page locks are whole pages.
+- A copy from or to pageable host memory blocks its caller; page locks are whole pages. Memory of
+  the device is no other memory here, so that a copy of ours with neither end locked counts as one.
 - Synchronisations are counted, those of the whole device and those that held a thread up.
 """
 
@@ -24,6 +25,7 @@ import threading
 import time
 from collections import Counter, deque
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -306,17 +308,18 @@ class _Queueing(TorchDispatchMode):
     What hands a value to the host drains the stream and runs at once.
     """
 
-    def __init__(self, world, stream):
+    def __init__(self, world, stream, crossing):
         super().__init__()
         self._world = world
         self._stream = stream
+        self._crossing = crossing  # copies are from host to device or back
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func.is_view:
             return func(*args, **kwargs)
         if func is torch.ops.aten.copy_.default:
-            self._world.copy_later(self._stream, args[0], args[1])
+            self._world.copy_later(self._stream, args[0], args[1], self._crossing)
             return args[0]
         inplace = func._schema.name.endswith("_") and func._schema.name.startswith("aten::")
         if inplace and isinstance(args[0], torch.Tensor):
@@ -383,7 +386,7 @@ class FakeTorch:
     Attributes:
         violations: what CUDA would have answered with wrong bits or a crash; empty in a sound run.
         counts: ``device`` synchronisations; ``held_up``: times the training thread was stopped by
-            one stream's; ``pageable`` copies, which block.
+            one stream's; ``pageable`` copies, which block; ``compiled``: times kernels were.
     """
 
     def __init__(self, seed=0, latest_s=LATEST_S):
@@ -397,8 +400,8 @@ class FakeTorch:
         self._training = threading.get_ident()
         self.cuda = SimpleNamespace(
             Stream=self.stream, Event=type("Event", (FakeEvent,), {"world": self}),
-            stream=self.on_stream, cudart=lambda: self.runtime, current_stream=current_stream,
-            default_stream=lambda device=None: DEFAULT,
+            stream=partial(self.on_stream, crossing=True), cudart=lambda: self.runtime,
+            current_stream=current_stream, default_stream=lambda device=None: DEFAULT,
             current_device=lambda: 0, device_count=lambda: 1, synchronize=self.synchronize,
             set_device=lambda index: self.devices_set.add(threading.get_ident()),
             get_device_properties=lambda index: SimpleNamespace(),
@@ -410,14 +413,14 @@ class FakeTorch:
         return self.streams[-1]
 
     @contextmanager
-    def on_stream(self, stream):
+    def on_stream(self, stream, crossing=False):
         before = current_stream()
         _current.stream = stream = stream or before
         try:
             if stream is DEFAULT:
                 yield
             else:
-                with _Queueing(self, stream):
+                with _Queueing(self, stream, crossing):
                     yield
         finally:
             _current.stream = before
@@ -438,10 +441,13 @@ class FakeTorch:
 
     # What streams run -----------------------------------------------------------------------
 
-    def copy_later(self, stream, to, source):
+    def copy_later(self, stream, to, source, crossing):
         """A copy that reads its source when it runs; to or from pageable memory it blocks."""
         to_name, source_name = self.allocator.hold(to), self.allocator.hold(source)
         stream.enqueue(lambda: self._copy(stream, to_name, source_name))
+        if crossing and not (self.runtime.pinned(to) or self.runtime.pinned(source)):
+            self.counts["pageable"] += 1
+            stream.drain()
 
     def _copy(self, stream, to, source):
         source_gone = self.allocator.given_away(source, stream)
@@ -476,6 +482,10 @@ class FakeTorch:
 
         self.run_later(current_stream(), kernel, (grad, out, *state), {})
 
+    def compile_for(self, *forms):
+        del forms
+        self.counts["compiled"] += 1
+
     def empty(self, *args, device=None, **kwargs):
         del device
         made = torch.empty(*args, **kwargs)
@@ -505,7 +515,7 @@ def install(monkeypatch, seed=0, latest_s=LATEST_S):
     monkeypatch.setitem(
         sys.modules,
         "runtime.kernels.device",
-        SimpleNamespace(device_update=fake.device_update, compile_for=lambda *_: None),
+        SimpleNamespace(device_update=fake.device_update, compile_for=fake.compile_for),
     )
     return fake
 
@@ -524,8 +534,9 @@ def install_under_deepspeed(monkeypatch, fake):
     monkeypatch.setattr(kind, "use_host_timers", lambda self: True)
     for name in ("Stream", "Event"):
         monkeypatch.setattr(kind, name, property(lambda self, name=name: getattr(fake.cuda, name)))
+    members = {"stream": fake.on_stream}  # which copies within the device too
     for name in ("stream", "current_stream", "default_stream", "synchronize"):
-        member = getattr(fake.cuda, name)
+        member = members.get(name, getattr(fake.cuda, name))
         monkeypatch.setattr(kind, name, lambda self, *args, member=member: member(*args))
     for stage in ("stage3", "stage12"):  # as on CUDA: a kernel like any other
         monkeypatch.setattr(f"runtime.zero.{stage}.float64_norm", _float64_norm)

@@ -21,9 +21,14 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the real one 
 # -- the stand-in --------------------------------------------------------------------------------
 
 
+def locked(*, filled_with=0.0, elements=64):
+    """Page-locked host memory, without which no copy is asynchronous."""
+    return CudaDevice().host_empty(elements, torch.float32).fill_(filled_with)
+
+
 def copied_away(fake, *, recorded):
     """A source that is dropped while its copy on another stream has not run."""
-    stream, home = fake.cuda.Stream(), torch.zeros(64)
+    stream, home = fake.cuda.Stream(), locked()
     source = torch.ones(64)
     with fake.cuda.stream(stream):
         home.copy_(source, non_blocking=True)
@@ -47,7 +52,7 @@ def test_record_stream_keeps_the_block(fake):
 
 def test_a_copy_reads_its_source_when_it_runs(fake):
     fake.latest_s = 60.0  # nothing runs before it is waited for
-    stream, home, source = fake.cuda.Stream(), torch.zeros(64), torch.ones(64)
+    stream, home, source = fake.cuda.Stream(), locked(), torch.ones(64)
     with fake.cuda.stream(stream):
         home.copy_(source, non_blocking=True)
     source.fill_(2.0)  # nothing made this wait
@@ -55,10 +60,20 @@ def test_a_copy_reads_its_source_when_it_runs(fake):
     assert torch.equal(home, torch.full((64,), 2.0))
 
 
+def test_a_copy_from_pageable_memory_blocks(fake):
+    fake.latest_s = 60.0
+    stream, to, source = fake.cuda.Stream(), torch.zeros(64), torch.ones(64)
+    with fake.cuda.stream(stream):
+        to.copy_(source, non_blocking=True)
+    source.fill_(2.0)  # too late
+    assert torch.equal(to, torch.ones(64))
+    assert fake.counts == {"pageable": 1}
+
+
 def test_an_event_stands_for_what_was_there_when_it_was_recorded(fake):
     fake.latest_s = 60.0
     one, other, event = fake.cuda.Stream(), fake.cuda.Stream(), fake.cuda.Event()
-    source, middle, home = torch.ones(64), torch.zeros(64), torch.zeros(64)
+    source, middle, home = torch.ones(64), locked(), torch.zeros(64)
     with fake.cuda.stream(one):
         middle.copy_(source, non_blocking=True)
     event.record(one)
@@ -79,7 +94,7 @@ def test_delays_are_those_of_the_seed(fake):
 
 def test_synchronisations_are_counted(fake):
     fake.latest_s = 60.0
-    stream, home, source = fake.cuda.Stream(), torch.zeros(64), torch.ones(64)
+    stream, home, source = fake.cuda.Stream(), locked(), torch.ones(64)
     stream.synchronize()
     assert not fake.counts, "nothing was there to wait for"
     with fake.cuda.stream(stream):

@@ -207,3 +207,45 @@ def test_initialize_asks_before_it_allocates(monkeypatch):
     with pytest.raises(ConfigError, match="host memory must hold"):
         runtime.initialize(model=model, config=config(), plan=plan)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_accumulation_counts_against_free_memory(monkeypatch):
+    plan = Plan(subgroup_size=10**9, subgroups=(10**9,) * 2, placement=Plan.runs(["host"] * 2))
+    batch = {"gradient_accumulation_steps": 1}
+    once = (12 + 2) * 2 * 10**9 + 2 * 2 * 10**9
+    check_host_memory(plan, config() | batch, once)
+    derived = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 2}
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    for more in (
+        {"gradient_accumulation_steps": 2},
+        {"gradient_accumulation_steps": None} | derived,
+    ):
+        with pytest.raises(ConfigError, match=r"3.73 GiB missing"):
+            check_host_memory(plan, config() | more, once)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "given", "expected"), [("2", {}, 50_000_000), ("2", {"reduce_bucket_size": 7}, 7),
+                                     ("4", {}, None)],
+)  # fmt: skip
+def test_gradients_set_out_early_where_the_config_leaves_it_open(
+    monkeypatch, ranks, given, expected
+):
+    """With more ranks the size of the bucket shows in the bits of the sum: it stays DeepSpeed's."""
+    import deepspeed
+
+    configs = []
+
+    def seen(*args, config, **kwargs):
+        configs.append(config)
+        raise InterruptedError
+
+    monkeypatch.setattr(deepspeed, "initialize", seen)
+    monkeypatch.setenv("WORLD_SIZE", ranks)
+    made = config()
+    made["zero_optimization"].pop("reduce_bucket_size", None)
+    made["zero_optimization"] |= given
+    plan = Plan(subgroup_size=10, placement=Plan.runs(["host"]), staging_slots=0)
+    with pytest.raises(InterruptedError):
+        runtime.initialize(config=made, plan=plan)
+    assert configs[0]["zero_optimization"].get("reduce_bucket_size") == expected

@@ -7,6 +7,7 @@ import runtime
 from runtime.devices.cuda import CudaDevice
 from runtime.devices.lane import Completion
 from runtime.execution.gradients import GradientHomes
+from runtime.replan.auto import observed_workload
 from runtime.replan.switch import switch_plan
 from simulator.schedule import Lane
 from studies.bench.bits import state_of
@@ -56,11 +57,12 @@ def test_below_zero_3(fake, case):
 @pytest.mark.parametrize("stage", [3, 2])
 def test_gradients_that_autograd_made_are_not_given_away_under_their_norm(late_deepspeed, stage):
     """Each is larger than a bucket, is reduced in place on another stream, and then dropped."""
-    options = {"reduce_bucket_size": 5_000, "stage": stage}
+    options = {"reduce_bucket_size": 5_000, "stage": stage, "overlap_comm": True}
     assert_same(outcome(attached(start(**options), MIX)), outcome(start(**options)))
 
 
 def test_without_that_the_gradients_would_be_given_away(late_deepspeed, monkeypatch):
+    """Below ZeRO-3 DeepSpeed 0.19.8 records the stream too, where it averages the gradient."""
     monkeypatch.setattr(CudaDevice, "let_go", no_wait)
     outcome(attached(start(reduce_bucket_size=5_000), ["device"]), 2)
     assert late_deepspeed.violations
@@ -72,16 +74,26 @@ def test_nothing_waits_for_the_whole_device_in_a_steady_step(late_deepspeed):
     timer = engine.tput_timer.config
     assert timer.synchronized, "else this tests nothing"
     attached(engine, MIX)
+    assert late_deepspeed.counts["compiled"] == 1, "in attach, so that no step waits for it"
     train(engine, 4)
     late_deepspeed.counts.clear()
     train(engine, 3, first=4)
+    assert late_deepspeed.counts["compiled"] == 0
     assert late_deepspeed.counts["device"] == 0
+    assert late_deepspeed.counts["pageable"] == 0
     # DeepSpeed's own, at the end of each backward, and its gathers' of what is not new yet.
     assert late_deepspeed.counts["held_up"] <= 3 * 2 * len(
         engine.optimizer._ebbtide.executor.states
     )
     engine.destroy()
     assert timer.synchronized
+
+
+@pytest.mark.parametrize("pattern", [["host"], ["device"]])
+def test_without_page_locks_copies_would_block(fake, monkeypatch, pattern):
+    monkeypatch.setattr(CudaDevice, "host_adopt", lambda self, tensor: tensor)
+    outcome(attached(engine_for("clipping"), pattern), 2)
+    assert fake.counts["pageable"] > 0
 
 
 def test_readers_ask_nothing_once_all_updates_have_ended(fake, monkeypatch):
@@ -122,6 +134,36 @@ def test_the_timeline_is_as_sharp_after_two_days(fake, monkeypatch):
     ours.destroy()
     assert len(spans) > 10
     assert all(span.end_s > span.start_s for span in spans)
+
+
+def test_forward_takes_as_long_as_on_the_device(fake, monkeypatch):
+    """The training thread issues it in no time: its clock says nothing."""
+    ours = attached(engine_for("clipping"), MIX)
+    train(ours, 1)
+
+    def takes_a_minute(*_):
+        monkeypatch.setattr(fake_cuda.DEFAULT, "age_s", fake_cuda.DEFAULT.age_s + 60.0)
+
+    hook = ours.module.head.register_forward_hook(takes_a_minute)
+    train(ours, 3, first=1)
+    hook.remove()
+    workload = observed_workload(ours.optimizer, ours.optimizer.timeline())
+    ours.destroy()
+    assert sum(layer.forward_s for layer in workload.layers) == pytest.approx(60.0, abs=5.0)
+    assert sum(layer.backward_s for layer in workload.layers) < 5.0
+
+
+def test_a_switch_keeps_deepspeeds_flat_buffers_locked(fake):
+    """Below ZeRO-3 they stay whatever the plan, and copies go on running from them."""
+    ours = attached(engine_for("clipping", stage=2), MIX)
+    losses, norms = train(ours, 3)
+    switch_plan(ours, plan_for(ours, ["device", "host"]))
+    fake.counts.clear()
+    more, more_norms = train(ours, 3, first=3)
+    assert fake.counts["pageable"] == 0
+    result = state_of(ours), torch.stack(losses + more), norms + more_norms
+    ours.destroy()
+    assert_same(result, stock("clipping", stage=2))
 
 
 def test_another_plan_in_the_middle(fake):

@@ -95,3 +95,16 @@ def test_gradients_are_shown_as_stock_shows_them():
         engine.destroy()
     assert len(shown[0]) == len(shown[1]) > 10
     assert all(torch.equal(a, b) for a, b in zip(*shown, strict=True))
+
+
+def test_the_device_is_asked_once_whether_a_shared_gradient_overflowed():
+    """Not at each gradient, in the middle of backward: every question waits for the device."""
+    engine = attached(start(stage=2), MIX, DEVICE, None)
+    optimizer = engine.optimizer
+    for value in (1.0, float("inf"), 2.0):
+        optimizer.update_offload_overflow_tracker(torch.tensor([value]))
+    assert not optimizer.local_overflow
+    assert optimizer.has_overflow()
+    optimizer.reset_cpu_buffers()
+    assert not optimizer.has_overflow()
+    engine.destroy()
