@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from profiler import adam, contention, copies, dram, products, storage
+from profiler import adam, contention, copies, dram, products, saving, storage
 from profiler.hardware import Hardware, look
 from profiler.neighbours import HostWatch
 from profiler.nvml import GpuWatch
@@ -266,6 +266,7 @@ def _storage(wanted: _Wanted, tell: Callable[[], None]) -> _Part:
         "storage_read_bytes_per_s": disk.read,
         "storage_fsync_s": disk.fsync_s,
         "writer_s_per_byte": disk.writer_s_per_byte,
+        "save_s_per_tensor": saving.measure_save(wanted.share_s / 4),
         "contention": matrix,
     }
     return rates, _storage_rates(disk), list(disk.doubts)

@@ -85,6 +85,7 @@ class Machine(BaseModel):
             little the device has to do.
         writer_s_per_byte: of one core, to hash a checkpoint and hand it to the kernel; None:
             `simulator.schedules.checkpointed` takes that of another machine.
+        save_s_per_tensor: of `save_checkpoint` before it returns, beside waiting for updates.
         loop_s: time per iteration outside forward, backward and step (data, logging).
     """
 
@@ -125,6 +126,7 @@ class Machine(BaseModel):
     storage_read_bytes_per_s: Quantity | None = None
     storage_fsync_s: float = Field(1e-3, ge=0)
     writer_s_per_byte: Quantity | None = None
+    save_s_per_tensor: Quantity | None = None
     network_bytes_per_s: Quantity | None = None
     contention: dict[str, Quantity] = Field(
         default_factory=dict,

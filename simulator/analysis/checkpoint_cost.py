@@ -25,7 +25,7 @@ LEAD_IN = 2  # iterations before the save: the second one ends in the steady sta
 FOLLOWED = 4  # iterations after the save; what persists longer is extrapolated from the last one
 ROUNDS = 2
 # What `save_checkpoint` takes by itself (state dicts, file headers, the ranks' agreement), where
-# nobody measured it: 40M parameters on two cores, studies/results/checkpoint/stall.json.
+# neither machine nor workload tell: 40M parameters on two cores, with 125 tensors.
 SAVE_S = 0.012
 _NOTHING = Writing((), {})
 
@@ -152,6 +152,18 @@ def _without_traffic(compiled: CompiledSchedule) -> CompiledSchedule:
     return replace(compiled, ops=ops)
 
 
+def save_seconds(workload: Workload, machine: Machine) -> float:
+    """What a save takes by itself: it grows with the tensors that the files name, one for each
+    parameter and some for each subgroup's state.
+    """
+    each = machine.save_s_per_tensor
+    named = sum(len(group) for group in workload.parameters)
+    if each is None or not named:
+        return SAVE_S
+    states = workload.optimizer_state.tensor_count * len(workload.subgroups)
+    return each.median * (named + states)
+
+
 class CheckpointSimulation:
     """Predicts what checkpoints cost under a plan, for any budget, cap and number of writers.
 
@@ -163,9 +175,9 @@ class CheckpointSimulation:
     def __init__(
         self, workload: Workload, plan: Plan, machine: Machine, save_s: float | None = None
     ) -> None:
-        """``save_s``: what ``save_checkpoint`` takes by itself; None: `SAVE_S`."""
+        """``save_s``: what ``save_checkpoint`` takes by itself; None: `save_seconds`."""
         self.workload, self.plan, self.machine = workload, plan, machine
-        self.save_s = SAVE_S if save_s is None else save_s
+        self.save_s = save_seconds(workload, machine) if save_s is None else save_s
         self.iterations = LEAD_IN + FOLLOWED
         self.sizes = [n * workload.optimizer_state.state_bytes for n in workload.subgroups]
         self.storage = capacities(machine, workload.ranks_per_node)["storage"]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from profiler import adam, contention, copies, dram, measure_machine, sampling, storage
+from profiler import adam, contention, copies, dram, measure_machine, sampling, saving, storage
 from profiler.machine import STAGES
 from profiler.sampling import doubts, rate, repeat_s
 from simulator import Machine
@@ -168,3 +168,9 @@ def test_bad_arguments_are_refused():
 def test_cuda_without_a_gpu_is_refused():
     with pytest.raises(ValueError, match="device 'cuda' needs a CUDA GPU"):
         measure_machine(device="cuda")
+
+
+def test_saving_goes_by_the_tensor():
+    found = saving.measure_save(0.01)
+    assert 0 < found.median < 0.1
+    assert found.source == "measured"

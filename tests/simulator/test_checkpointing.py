@@ -10,15 +10,23 @@ from simulator import (
     Layer,
     OpKind,
     Plan,
+    Quantity,
     Workload,
     build_schedule,
     simulate,
 )
-from simulator.analysis.checkpoint_cost import LEAD_IN, CheckpointCost, CheckpointSimulation
+from simulator.analysis.checkpoint_cost import (
+    LEAD_IN,
+    SAVE_S,
+    CheckpointCost,
+    CheckpointSimulation,
+    save_seconds,
+)
 from simulator.engines.compiled import simulate_fast
 from simulator.plan import BLOCK_BYTES
 from simulator.schedules.checkpointed import CheckpointedLoop
 from tests.machines import node
+from tests.machines import workload as toy
 
 GIGA = 10**9
 ALL = 2**40  # a budget for everything
@@ -218,3 +226,12 @@ def _not_torn(schedule, fast, subgroup, placement):
             assert fast.end_s[op.id] <= fast.start_s[overwrites.id] + 1e-9
     for copy in copies:
         assert fast.end_s[copy.id] <= fast.start_s[overwrites.id] + 1e-9
+
+
+def test_a_save_takes_its_time_by_the_tensor():
+    plain = node()
+    work = toy((10, 10), parameters=((4, 3, 3, 10),))
+    assert save_seconds(work, plain) == SAVE_S
+    told = node(save_s_per_tensor=Quantity.exact(0.5))
+    assert save_seconds(work, told) == 0.5 * (4 + 3 * 2)
+    assert save_seconds(toy((10, 10)), told) == SAVE_S  # which tensors there are, nobody says

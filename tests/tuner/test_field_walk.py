@@ -54,7 +54,8 @@ def base_machine(**changes):
 
 
 def base_workload(**changes):
-    fields = {"subgroup_size": 4_000_000, "ranks_per_node": 2, "clip": True}
+    fields = {"subgroup_size": 4_000_000, "ranks_per_node": 2, "clip": True,
+              "parameters": (SIZES,)}  # fmt: skip
     return workload(SIZES, 0.002, 0.004, **{**fields, **changes})
 
 
@@ -141,6 +142,7 @@ MACHINE = {
     "storage_read_bytes_per_s": q(1e8),
     "storage_fsync_s": 1.0,
     "writer_s_per_byte": q(1e-7),
+    "save_s_per_tensor": q(1e-2),
     "network_bytes_per_s": q(1e8),
     "contention": {"host_adam_while_h2d": q(0.5)},
     "rank_shares": {2: {"dram": q(0.3)}},
@@ -159,7 +161,7 @@ WORKLOAD = {
     "layers": tuple({**layer, "forward_s": 0.01} for layer in LAYERS),
     "subgroups": (8_000_000, 4_000_000, 2_000_000, 2_000_000),
     "subgroup_size": 8_000_000,
-    "parameters": (SIZES,),
+    "parameters": (tuple(n // 2 for n in SIZES for _ in range(2)),),
     "wire_dtype": "fp32",
     "grad_bytes_per_param": 4,
     "optimizer": "lion",

@@ -1,0 +1,37 @@
+"""What ``save_checkpoint`` takes by itself, however many bytes there are: it goes by the tensor.
+
+The runtime lets ``torch.save`` write a file without its tensors' bytes, which stream behind, and
+reads what it wrote once with tensors that hold nothing, to see that loading will take it.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from profiler.sampling import repeat_s
+from simulator.quantity import Quantity
+
+TENSORS = 64
+
+
+def measure_save(budget_s: float) -> Quantity:
+    """Seconds per tensor."""
+    state = {f"layer.{i}.weight": torch.zeros(4) for i in range(TENSORS)}
+    descriptor = os.memfd_create("ebbtide-save")
+    path = f"/proc/self/fd/{descriptor}"
+
+    def save() -> None:
+        with torch.serialization.skip_data():
+            torch.save(state, path)
+        with FakeTensorMode():
+            torch.load(path, map_location="cpu", weights_only=True)
+
+    try:
+        seconds = repeat_s(save, budget_s)
+    finally:
+        os.close(descriptor)
+    detail = f"torch.save without data and a look at it, {TENSORS} tensors"
+    return Quantity.from_samples([s / TENSORS for s in seconds], "measured", detail)
