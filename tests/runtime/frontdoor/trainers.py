@@ -144,13 +144,9 @@ def with_sft(key: dict[str, Any] | None, **options: Any) -> tuple[Any, list[Any]
 
 
 def logged(trainer: Any) -> list[Any]:
-    """What a transformers' Trainer logged, less its times.
-
-    Stock's ``total_flos`` counts the small parameters only, which ZeRO-3 keeps whole between steps:
-    ours are new when they are read.
-    """
+    """What a transformers' Trainer logged, less its times."""
     return [
-        {k: v for k, v in row.items() if k != "total_flos" and not k.endswith(_TIMED)}
+        {k: v for k, v in row.items() if not k.endswith(_TIMED)}
         for row in trainer.state.log_history
     ]
 
