@@ -103,13 +103,9 @@ def workload_from_model(
         zero_stage=zero_stage,
     )  # fmt: skip
     _check_pipeline(parallel, config)
-    kind: type[Rank] = Rank
-    if config.zero_stage < 3:
-        from simulator.estimates.flat_rank import FlatRank  # which is built on what is here
-
-        kind = FlatRank
+    kind = _kind_of_rank(config)
     rank = kind(arch, machine, config, parallel, sequence,
-                 activation_checkpointing == "full", flash_attention)  # fmt: skip
+                activation_checkpointing == "full", flash_attention)  # fmt: skip
     return rank.workload()
 
 
@@ -131,6 +127,14 @@ def _check(arch: Architecture, parallel: Parallelism, sequence: int, machine: Ma
             "machine.device_flops_per_s must be given to estimate times from a model, but machine "
             f"{machine.name!r} has none: add it, or profile the model with `tune profile`"
         )
+
+
+def _kind_of_rank(config: TrainingConfig) -> type[Rank]:
+    if config.zero_stage == 3:
+        return Rank
+    from simulator.estimates.flat_rank import FlatRank  # which is built on what is here
+
+    return FlatRank
 
 
 def _check_pipeline(parallel: Parallelism, config: TrainingConfig) -> None:
