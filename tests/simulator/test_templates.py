@@ -1,0 +1,99 @@
+"""A schedule with other times written into it is the one that is built for them, to the bit."""
+
+import numpy as np
+import pytest
+
+from simulator import Layer, Plan, Workload, build_strategy, preset
+from simulator.engines.compiled import compile_schedule, simulate_fast
+from simulator.engines.templates import RETIMED_LAYER, RETIMED_WORKLOAD, Templates
+from simulator.schedules.strategies import STRATEGIES
+
+ON = preset("h100-node")
+PLAN = Plan(
+    subgroup_size=300,
+    placement=Plan.runs(["host", "device", "resident", "host", "device"]),
+    staging_slots=2,
+    prefetch=1,
+)
+OPTIONS = {"deep_optimizer_states": {"stride": 2}, "twin_flow": {"ratio": 0.4}}
+
+
+def workload(seed=0, **changes):
+    """Five subgroups over four layers, the times drawn anew for each seed."""
+    rng = np.random.default_rng(seed)
+    layers = tuple(
+        Layer(
+            name=f"layer {i} of {seed}", params=params, forward_s=rng.uniform(1e-3, 2e-3),
+            backward_s=rng.uniform(2e-3, 3e-3), activation_bytes=int(rng.integers(10**6)),
+            network_gather_bytes=1000 * i, network_reduce_bytes=2000 * i,
+        )
+        for i, params in enumerate((400, 350, 0, 650))
+    )  # fmt: skip
+    fields = {
+        "name": f"of {seed}", "layers": layers, "subgroups": (300, 300, 300, 300, 200),
+        "gradient_accumulation_steps": 2, "pipeline_idle_s": rng.uniform(1e-3, 2e-3),
+        "device_base_bytes": int(rng.integers(10**9)), "tokens_per_iteration": 100 + seed,
+        "samples_per_iteration": 1 + seed, "nodes": 1 + seed, "subgroup_size": 100 + seed,
+        "model_checkpoint_bytes": seed, "provenance": str(seed),
+    }  # fmt: skip
+    return Workload(**{**fields, **changes})
+
+
+def assert_as_built(templates, name, options, of):
+    made = templates.compiled(name, of, options)
+    built = compile_schedule(build_strategy(name, of, **options))
+    for field in ("ops", "after_first", "after"):
+        np.testing.assert_array_equal(getattr(made, field), getattr(built, field))
+    assert made.rate_keys == built.rate_keys
+    assert simulate_fast(made, ON) == simulate_fast(built, ON)
+
+
+def counting():
+    built = []
+
+    def build(name, of, **options):
+        built.append(name)
+        return build_strategy(name, of, **options)
+
+    return Templates(build), built
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_other_times_need_no_second_build(name):
+    options = {"plan": PLAN} if name == "ebbtide" else OPTIONS.get(name, {})
+    templates, built = counting()
+    for seed in range(3):
+        assert_as_built(templates, name, options, workload(seed))
+    assert built == [name]
+
+
+CHANGES = {
+    "wire_dtype": "fp32", "grad_bytes_per_param": 4, "optimizer": "lion", "clip": False,
+    "gradient_accumulation_steps": 3, "ranks_per_node": 2, "pipeline_idle_s": 0.0,
+    "stock_backward_extra_s": 0.5, "subgroups": (500, 300, 200, 200, 200),
+    "layers": (*workload().layers[:3], workload().layers[3].model_copy(
+        update={"network_gather_bytes": 7})),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_another_structure_is_another_template(name, change):
+    options = {"plan": PLAN} if name == "ebbtide" else OPTIONS.get(name, {})
+    templates, built = counting()
+    assert_as_built(templates, name, options, workload())
+    assert_as_built(templates, name, options, workload(1, **{change: CHANGES[change]}))
+    assert len(built) == 2
+
+
+def test_every_field_is_either_written_anew_or_told_apart():
+    assert {*CHANGES, *RETIMED_WORKLOAD} == set(Workload.model_fields)
+    told_apart = {"params", "network_gather_bytes", "network_reduce_bytes"}
+    assert {*told_apart, *RETIMED_LAYER} == set(Layer.model_fields)
+
+
+def test_other_options_are_another_template_and_the_oldest_goes():
+    templates = Templates(build_strategy, most=2)
+    for ratio in (0.2, 0.8, 0.2, 0.5):
+        assert_as_built(templates, "twin_flow", {"ratio": ratio}, workload())
+    assert len(templates._held) == 2
