@@ -46,6 +46,7 @@ STRATEGIES = ("zero3_offload", "zero3_offload_async", "twin_flow", "deep_optimiz
 JOBS, CELLS, KILL_EVERY = 30, 6, 6  # points of each job, submissions between kills
 WARM_S = 3.0
 IN_PROCESS_CALLS = 200
+PAGE_MOVES = 60
 JOBS_LIMIT_S = 300.0
 
 
@@ -231,7 +232,7 @@ def measure(clients: int, seconds: float) -> dict[str, Any]:
         try:
             for _ in range(2 * (os.cpu_count() or 1)):  # every worker has started
                 server.call("/simulate", drawn(rng))
-            moves = page_moves(f"http://{server.address}")
+            moves = page_moves(f"http://{server.address}", PAGE_MOVES)
             different = asyncio.run(load(server, clients, seconds, lambda: drawn(rng)))
             same = drawn(rng)
             equal = asyncio.run(load(server, clients, min(10.0, seconds), lambda: same))

@@ -94,13 +94,13 @@ def best_checkpointing(
         before = current
         for name, values in (("copy_budget_bytes", budgets), ("write_bytes_per_s", caps)):
             tried = [rate(current.model_copy(update={name: value})) for value in values]
-            current = _thriftiest(tried).saving.model_copy(update={"interval_steps": 0})
+            current = thriftiest(tried).saving.model_copy(update={"interval_steps": 0})
         if current == before:
             break
     return rate(current)
 
 
-def _thriftiest(tried: Sequence[Choice]) -> Choice:
+def thriftiest(tried: Sequence[Choice]) -> Choice:
     """The least memory among those that are as good as the best; then the best."""
     most = max(choice.goodput for choice in tried)
     equal = [choice for choice in tried if choice.goodput >= most * (1 - SAME)]

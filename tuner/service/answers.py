@@ -8,13 +8,13 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
-from functools import lru_cache
 from typing import Any
 
 from simulator.analysis import goodput as rules
 from simulator.analysis.what_if import Point, evaluate
-from simulator.engines.compiled import CompiledSchedule, SimResult, compile_schedule, simulate_fast
+from simulator.engines.compiled import SimResult, simulate_fast
 from simulator.engines.reference import simulate as run_with_memory
+from simulator.engines.templates import Templates
 from simulator.machine import Machine
 from simulator.plan import Plan, Prediction
 from simulator.schedules.settings import settings
@@ -23,11 +23,13 @@ from simulator.update.order import FORWARD
 from simulator.workload import Workload
 from tuner.memory import ImpossibleError, Limits
 from tuner.search import Candidate, Search, even
+from tuner.service.failures import checkpointed, goodput_of
 from tuner.service.requests import Answer, Goodput, PlanJob, Simulate, WhatIf, WhatIfJob
 from tuner.service.scenario import resolve
 from tuner.service.timeline_view import view
 
 Progress = Callable[[float, str], None]
+TEMPLATES = Templates(build_strategy)  # a worker answers one request after the other
 WORTH = 1e-3  # relative difference below which two iterations count as equally long
 
 
@@ -35,31 +37,16 @@ def simulate(request: Simulate, progress: Progress) -> dict[str, Any]:  # noqa: 
     """One iteration under a strategy, or a plan."""
     machine, workload = resolve(request)
     name = request.strategy if request.plan is None else "ebbtide"
-    plan = None if request.plan is None else request.plan.model_dump_json()
-    options = tuple(sorted(request.options.items()))
-    compiled = _compiled(name, workload.model_dump_json(), options, plan)
-    result = simulate_fast(compiled, machine)
+    options: dict[str, Any] = dict(request.options)
+    if request.plan is not None:
+        options["plan"] = request.plan
+    result = simulate_fast(TEMPLATES.compiled(name, workload, options), machine)
     answer = {"strategy": name, **figures(result, workload)}
     if request.timeline:
-        timeline = run_with_memory(compiled.schedule, machine)
+        timeline = run_with_memory(build_strategy(name, workload, **options), machine)
         answer["spans"] = [asdict(span) for span in timeline.spans]
         answer["memory"] = [asdict(sample) for sample in timeline.memory]
     return answer
-
-
-@lru_cache(maxsize=256)
-def _compiled(
-    name: str, workload: str, options: tuple[tuple[str, float], ...], plan: str | None
-) -> CompiledSchedule:
-    """Building a schedule takes ten times as long as simulating it, and machines do not enter it.
-
-    By text, because what a model holds is not hashable; equal text is an equal workload.
-    """
-    arguments: dict[str, Any] = dict(options)
-    if plan is not None:
-        arguments["plan"] = Plan.model_validate_json(plan)
-    built = build_strategy(name, Workload.model_validate_json(workload), **arguments)
-    return compile_schedule(built)
 
 
 def figures(result: SimResult, workload: Workload) -> dict[str, Any]:
@@ -88,8 +75,12 @@ def answer(request: Answer, progress: Progress) -> dict[str, Any]:
     rows, timelines = _rows(request, machine, workload, limits, plan)
     if plan is not None and plan.prediction is None:
         plan = _predicted(plan, rows, bound_s)
+    choice = None
+    if plan is not None and request.mtbf_s is not None:
+        plan, choice = checkpointed(plan, workload, machine, limits, request.mtbf_s)
     return {
         **verdict(rows, bound_s, problem),
+        "goodput": request.mtbf_s and goodput_of(rows, workload, machine, choice, request.mtbf_s),
         "effort": request.effort,
         "bound_s": None if math.isnan(bound_s) else bound_s,
         "rows": rows,
@@ -231,7 +222,7 @@ def _best_peer(
     settings: list[dict[str, Any]] = [{option: value} for value in values] or [{}]
     rows = []
     for setting in settings:
-        result = simulate_fast(build_strategy(name, workload, **setting), machine)
+        result = simulate_fast(TEMPLATES.compiled(name, workload, setting), machine)
         text = ", ".join(f"{key} {value:g}" for key, value in setting.items())
         rows.append(_row("peer", name, text, result, workload, machine, limits))
     return min(rows, key=_preference)

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import metadata
 from importlib.resources import files
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Header, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 
 from tuner.service.jobs import Feed, Jobs
@@ -78,7 +78,7 @@ class Service:
 
 def create_app(service: Service) -> FastAPI:
     """The application over a store; workers start with it and end with it."""
-    from tuner.service.routes import page_routes, routes
+    from tuner.service.routes import routes
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -126,6 +126,25 @@ def static_files() -> dict[str, tuple[bytes, str]]:
             suffix = path.name.rpartition(".")[2]
             found[name] = (path.read_bytes(), _TYPES.get(suffix, "text/plain; charset=utf-8"))
     return found
+
+
+def page_routes(static: dict[str, tuple[bytes, str]]) -> APIRouter:
+    """``/`` and the files that it loads."""
+    router = APIRouter(include_in_schema=False)
+    tags = {name: f'"{hash(body) & (2**64 - 1):x}"' for name, (body, _) in static.items()}
+
+    @router.get("/{name:path}")
+    async def file(name: str, if_none_match: Annotated[str | None, Header()] = None) -> Response:
+        name = name or "index.html"
+        if name not in static:
+            return PlainTextResponse("no such page\n", 404)
+        headers = {"etag": tags[name], "cache-control": "no-cache"}
+        if if_none_match == tags[name]:
+            return Response(status_code=304, headers=headers)
+        body, kind = static[name]
+        return Response(body, media_type=kind, headers=headers)
+
+    return router
 
 
 # -- refusals --------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from tuner.service.requests import Quota
 from tuner.service.store import Store
 
 # Kind of job -> the worker's call (`tuner.service.worker.calls`); a new kind is one line in each.
-KINDS = {"plan": "job/plan", "what-if": "job/what-if"}
+KINDS = {"plan": "job/plan", "what-if": "job/what-if", "search": "job/search"}
 KEEP_ALIVE_S = 15.0
 EXPIRE_EVERY_S = 600.0
 REMEMBERED = 512  # events for streams that fell behind

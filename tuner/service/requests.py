@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
 from simulator.machine import Machine
 from simulator.plan import Plan
@@ -17,6 +17,10 @@ Positive = Annotated[float, Field(gt=0, le=1e18, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, le=65_536)]
 ModelConfig = Annotated[dict[str, JsonValue], Field(max_length=300)]
+Knob = Literal[
+    "micro_batch", "accumulation", "zero_stage", "recompute", "offload", "sub_group_size", "gpus"
+]
+KNOBS: tuple[Knob, ...] = get_args(Knob)
 MIB = 2**20
 MOST_ITERATIONS = 12
 MOST_LAYERS, MOST_SUBGROUPS, MOST_BLOCKS = 1024, 4096, 200_000
@@ -73,6 +77,44 @@ class Request(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
+def _few_subgroups(plan: Any) -> Any:
+    """Before a plan's own checks, which write out every subgroup of its runs and of its spans."""
+    if isinstance(plan, dict):
+        placed = sum(_size(run.get("count")) for run in _listed(plan, "placement", dict))
+        order = plan.get("order")
+        queues = [_listed(order, queue, list) for queue in ("host", "device")]
+        walked = [sum(_length(span) for span in spans) for spans in queues]
+        if max(placed, *walked) > MOST_SUBGROUPS:
+            raise ValueError(
+                f"plan.placement and plan.order must name at most {MOST_SUBGROUPS} subgroups here, "
+                "but name more"
+            )
+    return plan
+
+
+def _listed(fields: Any, key: str, kind: type) -> list[Any]:
+    """The items of a list of ``kind``; what is something else is refused later."""
+    value = fields.get(key) if isinstance(fields, dict) else None
+    return [item for item in value if isinstance(item, kind)] if isinstance(value, list) else []
+
+
+def _length(span: list[Any]) -> float:
+    return abs(_size(span[0]) - _size(span[1])) + 1 if len(span) == 2 else 0.0
+
+
+def _size(number: Any) -> float:
+    """Of whatever a lenient check takes for a number; 0: it will be refused later."""
+    try:
+        return float(number)
+    except (TypeError, ValueError):
+        return 0.0
+    except OverflowError:
+        return math.inf
+
+
+PostedPlan = Annotated[Plan, BeforeValidator(_few_subgroups)]
+
+
 class Scenario(Request):
     """A machine, and what is trained on it.
 
@@ -125,7 +167,7 @@ class Simulate(Scenario):
     options: Annotated[dict[str, float | int | bool], Field(max_length=12)] = Field(
         default_factory=dict
     )
-    plan: Plan | None = None
+    plan: PostedPlan | None = None
 
     timeline: bool = Field(False, description="also every op's start and end, and the memory")
 
@@ -188,6 +230,40 @@ class WhatIfJob(WhatIf):
     kind: Literal["what-if"] = "what-if"
 
 
+class SearchJob(Scenario):
+    """What `tune search` takes: which configuration would train fastest.
+
+    Attributes:
+        free: the knobs that may change; the others are the scenario's, and ``recompute`` is off
+            with ``keep_activations``.
+        gpus: at most so many are used where ``gpus`` is free.
+        global_batch: samples per optimizer step; without it the batch may change.
+        offload: whether optimizer state lives in host memory, where ``offload`` is not free.
+        ds_config: DeepSpeed's, for what no knob decides; its contents, never a path.
+    """
+
+    kind: Literal["search"] = "search"
+    free: Annotated[list[Knob], Field(min_length=1, max_length=len(KNOBS))] = Field(
+        default_factory=lambda: list(KNOBS)
+    )
+    global_batch: Annotated[int, Field(ge=1, le=4096)] | None = None
+    zero_stage: Annotated[int, Field(ge=1, le=3)] = 3
+    offload: bool = True
+    ds_config: Annotated[dict[str, JsonValue], Field(max_length=300)] = Field(default_factory=dict)
+    memory_margin: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] | None = None
+    trials: Annotated[int, Field(ge=1, le=300)] = 150
+    seed: Annotated[int, Field(ge=0, le=2**31)] = 0
+
+    @model_validator(mode="after")
+    def _a_model(self) -> Self:
+        if self.model is None:
+            raise ValueError(
+                "model must be given: a profiled workload cannot tell what another micro-batch "
+                "would take, but got a workload"
+            )
+        return self
+
+
 class Goodput(Request):
     """How much of the time is useful when the job fails; see `simulator.analysis.goodput`."""
 
@@ -228,21 +304,21 @@ class Run(Request):
     memory: Annotated[list[PostedSample], Field(max_length=20_000)] = Field(default_factory=list)
     source: Literal["predicted", "measured"] = "measured"
     strategy: Name = "ebbtide"
-    plan: Plan | None = None
+    plan: PostedPlan | None = None
     measured_on: Annotated[str, Field(max_length=200)] = ""
 
 
 class Planned(Request):
     """A plan and what it was made for; ``scenario`` gives stock's and the plan's timelines."""
 
-    plan: Plan
+    plan: PostedPlan
     scenario: Scenario
 
 
 class Report(Request):
     """A page about a plan, what it was made for, and a run that was posted (by its id)."""
 
-    plan: Plan
+    plan: PostedPlan
     scenario: Scenario | None = None
     run: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")] | None = None
 

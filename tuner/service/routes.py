@@ -1,4 +1,4 @@
-"""The routes under /api/v1, and the page's files."""
+"""The routes under /api/v1."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import math
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, TypeVar, cast
 
-from fastapi import APIRouter, Header, Path, Query, Request, Response
-from fastapi.responses import PlainTextResponse, StreamingResponse
+from fastapi import APIRouter, Path, Query, Request, Response
+from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
@@ -22,6 +22,7 @@ from tuner.service.app import Service
 from tuner.service.pool import InvalidError, Result
 from tuner.service.report import read_run, summary_of
 from tuner.service.scenario import MODELS, check_ops, estimated_ops
+from tuner.service.search import check_search
 
 S = TypeVar("S", bound=ask.Scenario)
 Id = Annotated[str, Path(pattern=r"^[0-9a-f]{32}$")]
@@ -255,6 +256,15 @@ def _jobs(router: APIRouter, service: Service, names: _Names) -> None:
         _check_cells(asked, service.quota.job_cells)
         return await _submit(service, names, asked, "what-if")
 
+    @router.post("/jobs/search", status_code=201)
+    async def search(asked: ask.SearchJob) -> JobState:
+        """Searches the configuration that trains fastest in the background."""
+        try:
+            check_search(asked, service.quota)
+        except ValueError as error:
+            raise InvalidError(str(error)) from None
+        return await _submit(service, names, asked, "search")
+
     @router.get("/jobs")
     async def jobs(limit: Annotated[int, Query(ge=1, le=500)] = 100) -> dict[str, list[JobState]]:
         """Newest first."""
@@ -421,22 +431,3 @@ def _checked(names: _Names, scenario: ask.Scenario, quota: ask.Quota) -> dict[st
     except ValueError as error:
         raise InvalidError(str(error)) from None
     return filled.model_dump(mode="json", exclude_defaults=True)
-
-
-def page_routes(static: dict[str, tuple[bytes, str]]) -> APIRouter:
-    """``/`` and the files that it loads."""
-    router = APIRouter(include_in_schema=False)
-    tags = {name: f'"{hash(body) & (2**64 - 1):x}"' for name, (body, _) in static.items()}
-
-    @router.get("/{name:path}")
-    async def file(name: str, if_none_match: Annotated[str | None, Header()] = None) -> Response:
-        name = name or "index.html"
-        if name not in static:
-            return PlainTextResponse("no such page\n", 404)
-        headers = {"etag": tags[name], "cache-control": "no-cache"}
-        if if_none_match == tags[name]:
-            return Response(status_code=304, headers=headers)
-        body, kind = static[name]
-        return Response(body, media_type=kind, headers=headers)
-
-    return router

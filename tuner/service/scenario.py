@@ -122,7 +122,12 @@ def _check_cut(workload: Workload, subgroup_size: int) -> None:
         )
 
 
-def _estimate(scenario: Scenario, machine: Machine) -> Workload:
+def model_of(scenario: Scenario) -> dict[str, Any]:
+    """The model's config, without what is nested in it.
+
+    Raises:
+        ValueError: no model of that name, or one that nobody has built.
+    """
     model = scenario.model
     if isinstance(model, str):
         if model not in MODELS:
@@ -131,8 +136,12 @@ def _estimate(scenario: Scenario, machine: Machine) -> Workload:
             )
         model = {**MODELS[model], "_name_or_path": model}
     assert model is not None
+    return flat_config(model)
+
+
+def _estimate(scenario: Scenario, machine: Machine) -> Workload:
     return workload_from_model(
-        flat_config(model),
+        model_of(scenario),
         machine,
         sequence=scenario.sequence,
         micro_batch=scenario.micro_batch,

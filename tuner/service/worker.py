@@ -47,7 +47,7 @@ def read_frame(stream: BinaryIO) -> tuple[bytes, bytes] | None:
 
 def calls() -> dict[str, tuple[Any, Callable[..., Any]]]:
     """Call -> (what its request must be, the function). A kind of job is one line here."""
-    from tuner.service import answers, report, requests
+    from tuner.service import answers, report, requests, search
 
     return {
         "simulate": (requests.Simulate, answers.simulate),
@@ -58,6 +58,7 @@ def calls() -> dict[str, tuple[Any, Callable[..., Any]]]:
         "report": (report.ReportCall, report.html_of_call),
         "job/plan": (requests.PlanJob, answers.plan_job),
         "job/what-if": (requests.WhatIfJob, answers.what_if),
+        "job/search": (requests.SearchJob, search.search_job),
     }
 
 

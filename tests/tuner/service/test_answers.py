@@ -5,7 +5,16 @@ import io
 
 import pytest
 
-from simulator import Plan, build_strategy, preset, simulate, what_if, workload_from_model
+from simulator import (
+    CheckpointPlan,
+    Plan,
+    build_strategy,
+    preset,
+    simulate,
+    what_if,
+    workload_from_model,
+)
+from simulator.analysis.checkpoint_cost import CheckpointSimulation
 from simulator.analysis.goodput import best_interval_steps, expected_goodput
 from tests.machines import GIB
 from tuner.memory import Limits
@@ -109,6 +118,29 @@ def test_goodput(server):
     best = best_interval_steps(2.0, 1.0, 0.0, 14400.0, 60.0, 30.0)
     assert answer["best_interval_steps"] == best
     assert answer["goodput"] == expected_goodput(2.0, 1.0, 0.0, best, 14400.0, 60.0, 30.0)
+
+
+def test_failures_cost_time_and_the_plan_says_how_often_to_save(server):
+    answers = [server.post("/answer", {**LLAMA, "mtbf_s": hours * 3600.0, "peers": False}).json()
+               for hours in (1, 24)]  # fmt: skip
+    often, seldom = (answer["goodput"]["by_role"] for answer in answers)
+    assert often["plan"]["goodput"] < seldom["plan"]["goodput"] < 1
+    assert often["plan"]["interval_steps"] < seldom["plan"]["interval_steps"]
+    assert often["plan"]["stall_s"] < often["stock"]["stall_s"]
+    assert often["plan"]["goodput"] > often["stock"]["goodput"]
+    plan = Plan.model_validate(answers[0]["plan"])
+    assert plan.checkpoint.interval_steps == often["plan"]["interval_steps"]
+    work, machine = workload()
+    unsaved = plan.model_copy(update={"checkpoint": CheckpointPlan()})
+    simulation = CheckpointSimulation(work, unsaved, machine)
+    cost = simulation.cost(plan.checkpoint.model_copy(update={"interval_steps": 0}))
+    goodput = expected_goodput(
+        simulation.iteration_s, cost.stall_s, cost.interference_s,
+        plan.checkpoint.interval_steps, 3600.0, 60.0, cost.persist_s,
+    )  # fmt: skip
+    assert often["plan"]["goodput"] == pytest.approx(goodput)
+    waits_s = work.checkpoint_bytes / machine.storage_write_bytes_per_s.median
+    assert often["stock"]["stall_s"] == pytest.approx(waits_s, rel=0.05)
 
 
 def test_a_machine_that_was_pushed_can_be_asked_about(server):

@@ -107,6 +107,28 @@ def test_memory_stays_flat_under_hostile_bodies(server):
     assert memory_bytes(server.process.pid) - before < 64 * 2**20
 
 
+HUGE_PLANS = {
+    "placements": {"placement": [{"placement": "host", "count": 10**12}]},
+    "placements as text": {"placement": [{"placement": "host", "count": "1000000000000"}]},
+    "a span": {"placement": [{"placement": "host", "count": 4}],
+               "order": {"host": [[0, 10**12]]}},
+    "many spans": {"placement": [{"placement": "host", "count": 4}],
+                   "order": {"host": [[0, 4000], [4000, 0]] * 1000}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HUGE_PLANS)
+@pytest.mark.parametrize("path", ["/simulate", "/runs", "/trace", "/report"])
+def test_a_plan_of_more_subgroups_than_memory_is_refused_unread(server, path, case):
+    plan = {"subgroup_size": 10, **HUGE_PLANS[case]}
+    span = {"kind": "forward", "lane": "device compute", "start_s": 0, "end_s": 1}
+    about = {"/simulate": LLAMA, "/runs": {"name": "x", "spans": [span]},
+             "/trace": {"scenario": LLAMA}, "/report": {}}  # fmt: skip
+    response = server.post(path, {**about[path], "plan": plan}, timeout=5)
+    assert response.status_code == 422
+    assert "at most 4096 subgroups" in response.text
+
+
 def test_a_body_beyond_the_limit_is_not_even_read(server):
     response = server.client.post(
         "/simulate", content=b" " * (Quota.body_bytes + 1),

@@ -8,6 +8,8 @@ import pytest
 from simulator import Plan, build_strategy, preset, simulate, workload_from_model
 from tests.tuner.service.conftest import Server
 from tests.tuner.service.test_hostile import children
+from tuner.configurations.outcome import Question
+from tuner.configurations.space import Configuration
 from tuner.service.scenario import MODELS
 
 SMALL = {"machine": "rtx4090", "model": "Llama 3.2 1B"}
@@ -48,6 +50,53 @@ def test_a_grid_job_tells_how_far_it_is(server):
     assert any("of 150 points" in note for note in notes)
     rows = server.client.get(f"/jobs/{job['id']}/result").json()["rows"]
     assert len(rows) == 150
+
+
+def test_a_search_job_finds_what_the_api_finds(server):
+    asked = {**SMALL, "global_batch": 4, "free": ["micro_batch", "accumulation", "offload"]}
+    job = server.post("/jobs/search", asked).json()
+    seen = [state for _, state in server.events(f"/jobs/{job['id']}/events")]
+    assert seen[-1]["state"] == "done", seen[-1]["note"]
+    assert any("of 6 configurations" in state["note"] for state in seen)
+    result = server.client.get(f"/jobs/{job['id']}/result").json()
+    assert result["complete"]
+    assert len(result["outcomes"]) == 6
+    model = {**MODELS["Llama 3.2 1B"], "_name_or_path": "Llama 3.2 1B"}
+    question = Question(model, preset("rtx4090"))
+    best = question.answer(Configuration(**result["best"]["configuration"]))
+    assert result["best"]["tokens_per_s"] == pytest.approx(best.tokens_per_s, rel=1e-9)
+    fitting = [o["tokens_per_s"] for o in result["outcomes"] if o["fits"]]
+    assert result["best"]["tokens_per_s"] == max(fitting)
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"free": ["colour"]}, "micro_batch"),
+        ({"trials": 10**6}, "300"),
+        ({"model": "Llama 3 70B", "global_batch": 4096}, "global_batch"),
+        ({"model": None, "workload": "x"}, "model must be given"),
+    ],
+)
+def test_a_search_that_cannot_be_is_refused_at_once(server, changes, rule):
+    response = server.post("/jobs/search", {**SMALL, **changes})
+    assert response.status_code == 422
+    assert rule in response.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"model": "Llama 3 70B", "free": ["micro_batch"]}, "nothing fits"),
+        ({"global_batch": 7, "free": ["gpus"]}, "global-batch"),
+        ({"ds_config": {"zero_optimization": 3}}, "ds_config.zero_optimization"),
+    ],
+)
+def test_a_search_without_a_result_fails_with_the_reason(server, changes, reason):
+    job = server.post("/jobs/search", {**SMALL, **changes}).json()
+    state = ended(server, job["id"])
+    assert state["state"] == "failed"
+    assert reason in state["note"]
 
 
 def test_a_running_job_is_cancelled_and_the_next_one_runs(server):

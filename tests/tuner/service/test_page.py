@@ -50,18 +50,31 @@ def settled(page):
 
 
 def move(page, slider, steps):
-    """By keyboard; waits for the answer to it."""
-    with page.expect_response(lambda r: r.url.endswith("/answer") and _peers(r)) as answered:
-        page.focus(f"#c-{slider}")
-        for _ in range(abs(steps)):
-            page.keyboard.press("ArrowRight" if steps > 0 else "ArrowLeft")
+    """By keyboard; waits for the whole answer to where it ends, not to where it passes by."""
+    answers = []
+
+    def hear(response):
+        answers.append(response)
+
+    page.on("response", hear)
+    page.focus(f"#c-{slider}")
+    for _ in range(abs(steps)):
+        page.keyboard.press("ArrowRight" if steps > 0 else "ArrowLeft")
+    query = parse_qs(page.evaluate("location.search.slice(1)"))
+    asked = float(query[slider][0]) if slider in query else None
+    while not (last := [r for r in answers if _answers(r, slider, asked)]):
+        page.wait_for_event("response")
+    page.remove_listener("response", hear)
     settled(page)
-    return answered.value.json()
+    return last[-1].json()
 
 
-def _peers(response):
+def _answers(response, slider, asked):
+    if not response.url.endswith("/answer"):
+        return False
     body = response.request.post_data_json
-    return body.get("peers", True) and body.get("effort") != "full"
+    whole = body.get("peers", True) and body.get("effort") != "full"
+    return whole and body.get(slider) == asked
 
 
 def asked_of(page):
@@ -112,6 +125,33 @@ def test_a_job_is_watched_to_its_end(page, server):
         card.get_by_role("button", name="Download result").click()
     plan = json.loads(Path(saved.value.path()).read_text())
     assert plan["prediction"]["iteration_s"] > 0
+
+
+def test_configurations_are_searched_and_shown(page, server):
+    opened(page, server, "/?model=Llama+3.2+1B&machine=rtx4090&micro_batch=2")
+    page.click("#search-configurations")
+    card = page.locator("#jobs .card").first
+    card.locator(".state.done").wait_for(timeout=60_000)
+    assert card.inner_text().startswith("Search")
+    card.get_by_role("button", name="Show").click()
+    page.wait_for_selector("#found tbody tr")
+    job = card.get_attribute("data-job")
+    result = server.client.get(f"/jobs/{job}/result").json()
+    assert {row["configuration"]["micro_batch"] for row in result["outcomes"]} == {1, 2}
+    assert page.locator("#found tbody tr").count() == len(result["front"])
+    assert result["remarks"][0] in page.inner_text("#found")
+
+
+def test_failures_act_on_the_page(page, server):
+    opened(page, server)
+    assert page.locator(".tile", has_text="Useful time").count() == 0
+    answer = move(page, "mtbf_s", 3)
+    shown = page.locator(".tile", has_text="Useful time").inner_text()
+    assert answer["goodput"]["mtbf_s"] == 4 * 3600
+    plan = answer["goodput"]["by_role"]["plan"]
+    assert f"{100 * plan['goodput']:.1f}%" in shown
+    assert f"every {plan['interval_steps']:,} steps" in shown
+    assert "failure every 4 h" in page.inner_text("#notes")
 
 
 def test_the_page_opens_with_the_demos_run(page, server):

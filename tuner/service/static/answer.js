@@ -1,7 +1,7 @@
 // The right side: the sentence, the tiles, the pictures, the table; asks quickly, then refines.
 
 import { ApiError, call, save } from "./api.js";
-import { count, element, gib, params, seconds, times } from "./format.js";
+import { count, duration, element, gib, params, percent, seconds, times } from "./format.js";
 import { drawMemory } from "./memory.js";
 import { drawTable } from "./table.js";
 import { drawLegend, drawTimelines } from "./timeline.js";
@@ -100,9 +100,11 @@ export class AnswerView {
     drawMemory(at("memory"), entries, answer.machine.unified_memory ? null : answer.limits.device_bytes);
     at("table").setAttribute("aria-busy", whole ? "false" : "true");
     if (whole || !at("table").childElementCount) drawTable(at("table"), answer.rows);
-    const notes = [...(answer.plan ? answer.plan.reasons : []), ...answer.limits.notes];
+    const notes = [...failures(answer), ...(answer.plan ? answer.plan.reasons : []), ...answer.limits.notes];
     at("notes").replaceChildren(...[...new Set(notes)].map((n) => element("li", {}, n)));
     for (const id of ["save-plan", "save-trace", "save-report", "search"]) at(id).disabled = !answer.plan;
+    // A profile cannot tell what another micro-batch would take.
+    at("search-configurations").disabled = Boolean(this.controls.workload());
   }
 
   savePlan() {
@@ -157,11 +159,25 @@ function tiles(answer) {
     element("p", { class: "tile-name" }, name), element("p", { class: "tile-value" }, value), element("p", { class: "tile-note" }, note));
   const what = answer.verdict === "no offload" ? "not offloading" : "with this plan";
   const limits = answer.limits;
+  const useful = answer.goodput && answer.goodput.by_role[row.role];
+  const goodput = useful ? [tile("Useful time", percent(useful.goodput), `a checkpoint every ${count(useful.interval_steps)} steps`)] : [];
   return [
     tile("Iteration", seconds(row.iteration_s), answer.bound_s ? `no plan below ${seconds(answer.bound_s)}` : what),
     tile("Against stock", times(row.speedup), what),
     tile("Tokens per second", row.tokens_per_s ? count(row.tokens_per_s) : "unknown", "all ranks together"),
     tile("GPU memory", gib(row.device_peak_bytes), `of ${gib(limits.device_bytes)} usable`),
     tile("Host memory", gib(row.host_peak_bytes), `of ${gib(limits.host_bytes)} per rank`),
+    ...goodput,
   ];
+}
+
+// With failures: what checkpoints, lost work and restarts leave of the time, for whom.
+function failures(answer) {
+  if (!answer.goodput) return [];
+  const named = [["plan", "the plan"], ["stock", "stock, which waits for its checkpoints,"], ["no offload", "not offloading, with the same waits,"]];
+  const told = named.filter(([role]) => answer.goodput.by_role[role]).map(([role, name]) => {
+    const row = answer.goodput.by_role[role];
+    return `${name} trains ${percent(row.goodput)} of the time (a checkpoint every ${count(row.interval_steps)} steps, ${seconds(row.stall_s)} of waiting)`;
+  });
+  return [`With a failure every ${duration(answer.goodput.mtbf_s)} and ${seconds(answer.goodput.restart_s)} to restart, each at its best interval: ${told.join("; ")}.`];
 }

@@ -37,15 +37,16 @@ async function start() {
   const controls = new Controls(machines, models, workloads, () => view.ask());
   view = new AnswerView(controls);
   at("file").addEventListener("change", () => readFile(controls));
-  at("search").addEventListener("click", () => search(controls));
+  at("search").addEventListener("click", () => submit("plan", controls.scenario()));
+  at("search-configurations").addEventListener("click", () => submit("search", controls.search()));
   at("foot").textContent = workloads.length ? `Opened with ${workloads[0].name}, profiled on ${workloads[0].label}. Presets are estimates from data sheets and published runs.` : "Presets are estimates from data sheets and published runs; a profile of your machine (tune profile) is the better source.";
   await view.ask();
   await new WorkView().start();
 }
 
-async function search(controls) {
+async function submit(kind, body) {
   try {
-    await call("/jobs/plan", { method: "POST", body: controls.scenario() });
+    await call(`/jobs/${kind}`, { method: "POST", body });
     showView("work");
   } catch (error) {
     at("status").textContent = error.message;

@@ -47,6 +47,14 @@ export class Controls {
     return asked;
   }
 
+  // What a search of configurations is asked: the same samples per step, on as many GPUs at most.
+  search() {
+    const s = this.state;
+    const asked = { ...this.scenario(), gpus: s.gpus, global_batch: s.micro_batch * s.accumulation * s.gpus };
+    delete asked.mtbf_s;
+    return asked;
+  }
+
   workload() {
     return this.workloads.find((w) => w.name === this.state.model);
   }

@@ -25,6 +25,11 @@ export function seconds(value) {
   return `${(value * 1e3).toFixed(1)} ms`;
 }
 
+export function duration(value) {
+  if (value >= 86400) return `${+(value / 86400).toFixed(1)} days`;
+  return value >= 3600 ? `${+(value / 3600).toFixed(1)} h` : seconds(value);
+}
+
 export function gib(bytes) {
   const value = bytes / 2 ** 30;
   if (value < 0.995) return `${(bytes / 2 ** 20).toFixed(0)} MiB`;

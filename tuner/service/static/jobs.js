@@ -2,11 +2,13 @@
 
 import { call, listen, save } from "./api.js";
 import { element, percent, seconds } from "./format.js";
+import { drawFound } from "./found.js";
 import { drawMemory } from "./memory.js";
 import { drawLegend, drawTimelines } from "./timeline.js";
 
 const at = (id) => document.getElementById(id);
 const OPEN = ["queued", "running"];
+const KINDS = { plan: "Plan", "what-if": "What if", search: "Search" };
 
 export class WorkView {
   constructor() {
@@ -34,21 +36,23 @@ export class WorkView {
     at("open-jobs").hidden = !open;
     at("open-jobs").textContent = open;
     const jobs = [...this.jobs.values()].reverse().map((job) => this.jobCard(job));
-    at("jobs").replaceChildren(...(jobs.length ? jobs : [element("p", { class: "hint" }, "No jobs yet. “Search the best plan” starts one.")]));
+    at("jobs").replaceChildren(...(jobs.length ? jobs : [element("p", { class: "hint" }, "No jobs yet. “Search the best plan” and “Search configurations” start one.")]));
     const runs = this.runs.map((run) => this.runCard(run));
     at("runs").replaceChildren(...(runs.length ? runs : [element("p", { class: "hint" }, "No runs yet. A training run posts its timeline to /api/v1/runs.")]));
   }
 
   jobCard(job) {
     const card = element("article", { class: `card state-${job.state}`, "data-job": job.id },
-      element("p", { class: "card-title" }, `${job.kind === "plan" ? "Plan" : "What if"}: ${job.title}`, element("span", { class: `state ${job.state}` }, job.state)),
+      element("p", { class: "card-title" }, `${KINDS[job.kind] || job.kind}: ${job.title}`, element("span", { class: `state ${job.state}` }, job.state)),
       element("p", { class: "hint" }, `${new Date(job.created_s * 1e3).toLocaleString()}${job.attempts > 1 ? `, attempt ${job.attempts}` : ""}`),
       element("p", { hidden: job.note === job.state }, job.note));
     if (OPEN.includes(job.state)) {
       card.append(element("progress", { max: 1, value: job.share, "aria-label": `Progress of job ${job.id}` }));
       card.append(this.button("Cancel", () => call(`/jobs/${job.id}`, { method: "DELETE" })));
     } else if (job.state === "done") {
-      card.append(this.button("Download result", () => this.saveResult(job)));
+      const actions = element("div", { class: "actions" }, this.button("Download result", () => this.saveResult(job)));
+      if (job.kind === "search") actions.prepend(this.button("Show", () => this.showFound(job)));
+      card.append(actions);
     }
     return card;
   }
@@ -65,6 +69,16 @@ export class WorkView {
       made.disabled = false;
     });
     return made;
+  }
+
+  async showFound(job) {
+    const result = await call(`/jobs/${job.id}/result`);
+    const host = at("found");
+    const answer = element("div", {});
+    host.hidden = false;
+    host.replaceChildren(element("h2", {}, job.title), answer);
+    drawFound(answer, result);
+    host.scrollIntoView({ block: "nearest" });
   }
 
   async saveResult(job) {

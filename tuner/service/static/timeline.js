@@ -35,7 +35,7 @@ export function drawTimelines(host, entries) {
 }
 
 export function gutter(width) {
-  return width < 520 ? 96 : 122;
+  return width < 520 ? 106 : 122; // of the longest lane, "H2D parameters"
 }
 
 function picture(entries, width) {

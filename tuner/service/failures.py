@@ -1,0 +1,87 @@
+"""What failures make of an answer: how much of the time is useful, and how often to checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from simulator.analysis.checkpoint_cost import SAVE_S, CheckpointSimulation
+from simulator.analysis.goodput import best_interval_steps, expected_goodput
+from simulator.engines.reference import capacities
+from simulator.machine import Machine
+from simulator.plan import CheckpointPlan, Plan
+from simulator.workload import Workload
+from tuner.checkpointing import (
+    LEAST_BUDGET_BYTES,
+    Choice,
+    Failures,
+    blocks,
+    rated,
+    thriftiest,
+)
+from tuner.memory import Limits
+
+RESTART_S = 60.0  # as `tune plan --restart` has it
+
+
+def checkpointed(
+    plan: Plan, workload: Workload, machine: Machine, limits: Limits, mtbf_s: float
+) -> tuple[Plan, Choice]:
+    """The plan with the best interval under such failures, and what that brings.
+
+    A plan that has an interval was searched with it, and keeps its cap and budget; else the usual
+    copy budget and the largest useful one are tried: quick, and seldom worse than the search.
+    """
+    simulation = CheckpointSimulation(workload, plan, machine)
+    failures = Failures(mtbf_s, RESTART_S)
+    if plan.checkpoint.interval_steps:
+        tried = [rated(simulation, plan.checkpoint, failures)]
+    else:
+        held = 0 if plan.prediction is None else plan.prediction.host_peak_bytes
+        spare, whole = max(0, limits.host_bytes - held), blocks(workload.checkpoint_bytes)
+        budgets = sorted({min(LEAST_BUDGET_BYTES, whole, spare), min(whole, spare)})
+        savings = [CheckpointPlan(copy_budget_bytes=budget) for budget in budgets]
+        tried = [rated(simulation, saving, failures) for saving in savings]
+    choice = thriftiest(tried)
+    return plan.model_copy(update={"checkpoint": choice.saving}), choice
+
+
+def goodput_of(
+    rows: Sequence[Mapping[str, Any]],
+    workload: Workload,
+    machine: Machine,
+    choice: Choice | None,
+    mtbf_s: float,
+) -> dict[str, Any]:
+    """Of the plan with ``choice``, and of what waits for its checkpoints, each at its best."""
+    found = dict(_waiting(rows, workload, machine, mtbf_s))
+    if choice is not None:
+        plan_s = next(row["iteration_s"] for row in rows if row["role"] == "plan")
+        steps, stall_s = choice.saving.interval_steps, choice.cost.stall_s
+        found["plan"] = _row(plan_s, steps, stall_s, choice.goodput)
+    return {"mtbf_s": mtbf_s, "restart_s": RESTART_S, "by_role": found}
+
+
+def _waiting(
+    rows: Sequence[Mapping[str, Any]], workload: Workload, machine: Machine, mtbf_s: float
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Without ebbtide training waits until the storage has the whole checkpoint."""
+    storage = capacities(machine, workload.ranks_per_node)["storage"]
+    stall_s = SAVE_S + workload.checkpoint_bytes / storage
+    for row in rows:
+        if row["role"] in ("stock", "no offload"):
+            times = (row["iteration_s"], stall_s, 0.0)
+            ends = (mtbf_s, RESTART_S, stall_s)
+            steps = best_interval_steps(*times, *ends)
+            goodput = expected_goodput(*times, steps, *ends)
+            yield row["role"], _row(times[0], steps, stall_s, goodput)
+
+
+def _row(iteration_s: float, steps: int, stall_s: float, goodput: float) -> dict[str, Any]:
+    """``useful_iteration_s``: an iteration with its share of checkpoints, losses and restarts."""
+    return {
+        "interval_steps": steps,
+        "stall_s": stall_s,
+        "goodput": goodput,
+        "useful_iteration_s": iteration_s / goodput if goodput else None,
+    }

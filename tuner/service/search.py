@@ -1,0 +1,76 @@
+"""The job that searches a configuration: what `tune search` does, for a scenario."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from simulator.machine import Machine
+from tuner.service.requests import Quota, SearchJob
+from tuner.service.scenario import estimated_ops, machine_of, model_of
+
+USUAL_SUBGROUP = 10**9
+
+
+def search_job(request: SearchJob, progress: Callable[[float, str], None]) -> dict[str, Any]:
+    """Everything that was simulated, as ``tune search -o`` writes it.
+
+    Raises:
+        ValueError: an unknown name, or knobs of which no configuration results.
+    """
+    from tuner.configurations.outcome import Question
+    from tuner.configurations.report import as_json
+    from tuner.configurations.study import explore
+
+    machine = machine_of(request)
+    if not isinstance(request.ds_config.get("zero_optimization", {}), dict):
+        raise ValueError(  # noqa: TRY004 - what the client is told, like every other refusal
+            "ds_config.zero_optimization must be an object, but got another type"
+        )
+    question = Question(
+        model_of(request), machine, request.ds_config, request.sequence,
+        margin=request.memory_margin, seed=request.seed,
+    )  # fmt: skip
+    answer = explore(
+        question, space_of(request, machine), trials=request.trials, seed=request.seed,
+        progress=lambda done, all_: progress(done / all_, f"{done} of {all_} configurations"),
+    )  # fmt: skip
+    if not answer.fitting:
+        raise ValueError(answer.remarks()[0])
+    return as_json(answer, [])
+
+
+def space_of(request: SearchJob, machine: Machine) -> Any:
+    """The configurations that are searched.
+
+    Raises:
+        ValueError: none has the global batch.
+    """
+    from tuner.configurations.space import Configuration, Space
+
+    base = Configuration(
+        micro_batch=request.micro_batch,
+        accumulation=request.accumulation,
+        zero_stage=request.zero_stage,
+        recompute=not request.keep_activations,
+        sub_group_size=request.subgroup_size or USUAL_SUBGROUP,
+        gpus=request.gpus if "gpus" in request.model_fields_set else machine.gpus_per_node,
+    ).changed(offload="optimizer" if request.offload else "none")
+    return Space.of(base, request.free, request.global_batch)
+
+
+def check_search(request: SearchJob, quota: Quota) -> None:
+    """Refuses what would simulate more ops in one configuration than the service does at once.
+
+    Raises:
+        ValueError: an accumulation or a global batch that long.
+    """
+    micro_batches = request.accumulation
+    if "accumulation" in request.free and request.global_batch is not None:
+        micro_batches = request.global_batch
+    ops = estimated_ops(request.model_copy(update={"accumulation": micro_batches}))
+    if ops > quota.heavy_ops:
+        raise ValueError(
+            f"global_batch and accumulation must make at most {quota.heavy_ops} simulated ops in "
+            f"one configuration here, but {micro_batches} micro-batches make about {ops}"
+        )
