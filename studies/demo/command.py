@@ -122,7 +122,7 @@ class Demo:
         return same
 
     def leave(self, same: bool) -> None:
-        self._headline(6, "what is left in the folder")
+        self._headline(6, f"what is left in {self.folder}")
         shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
         for state in (self.folder / "runs").glob("*.pt"):
             state.unlink()

@@ -10,17 +10,17 @@ from rich.table import Table
 from simulator import Machine, Placement, Plan, Quantity, Workload
 from studies.bench.phase_clock import PHASES
 from studies.demo.crash import Crash
+from studies.demo.results import STOCK_NAMES
 
 _FILES = {
-    "machine.json": "what this machine can do, with spreads",
-    "workload.json": "the profiled iteration: layers, subgroups, memory curve",
-    "plan.json": "the plan, its prediction, and the alternatives it beat",
-    "trace.json": "predicted and measured timeline; open it in ui.perfetto.dev",
-    "timeline.png": "the same as a picture",
-    "memory.png": "memory over one iteration",
-    "stock_vs_plan.png": "measured and predicted phase times",
-    "summary.json": "the table above as JSON, with versions",
+    "machine.json": "what this machine can do, every rate with its spread",
+    "workload.json": "the profiled iteration: layers, subgroups, memory",
+    "plan.json": "the plan, its prediction, and every alternative that it beat",
+    "trace.json": "predicted and measured timeline, for ui.perfetto.dev; timeline.png: a picture",
+    "stock_vs_plan.png": "measured and predicted phase times; memory.png: over one iteration",
+    "summary.json": "the table of step 4 as JSON, with versions",
 }
+SHOWN_ALTERNATIVES = 4  # the others are in plan.json
 
 
 def _table(*columns: str) -> Table:
@@ -31,24 +31,20 @@ def _table(*columns: str) -> Table:
 
 
 def machine(measured: Machine) -> Table:
-    """Rates as median and interquartile range."""
-    table = _table("", "median", "interquartile range", "unit")
-    both = (measured.h2d_bytes_per_s.median + measured.d2h_bytes_per_s.median) / 1e9
+    """What counts most; spreads and the rest are in the file."""
+    table = _table("", "measured")
     device = "device" if measured.device_kind == "cuda" else f"{measured.device_kind} device"
-    rows: list[tuple[str, Quantity | None, float, str]] = [
-        (f"copy host to {device}", measured.h2d_bytes_per_s, 1e9, "GB/s"),
-        (f"copy {device} to host", measured.d2h_bytes_per_s, 1e9, "GB/s"),
-        ("copy both ways at once", measured.duplex_factor, 1 / both, "GB/s"),
-        ("host memory (triad)", measured.dram_bytes_per_s, 1e9, "GB/s"),
-        ("host Adam, ebbtide", measured.host_adam_params_per_s, 1e9, "G params/s"),
-        ("host Adam, stock", measured.stock_host_adam_params_per_s, 1e9, "G params/s"),
-        (f"{device} Adam", measured.device_adam_params_per_s, 1e9, "G params/s"),
-        ("storage write with fsync", measured.storage_write_bytes_per_s, 1e9, "GB/s"),
+    ways = (measured.h2d_bytes_per_s, measured.d2h_bytes_per_s)
+    adam = (measured.host_adam_params_per_s, measured.stock_host_adam_params_per_s)
+    rows: list[tuple[str, tuple[Quantity, ...], str]] = [
+        (f"copies to the {device}, and back", ways, "GB/s"),
+        ("host memory, reads and writes", (measured.dram_bytes_per_s,), "GB/s"),
+        ("Adam on the host: ebbtide's, stock's", adam, "G params/s"),
+        (f"Adam on the {device}", (measured.device_adam_params_per_s,), "G params/s"),
+        ("storage, made durable", (measured.storage_write_bytes_per_s,), "GB/s"),
     ]
-    for name, quantity, unit, unit_name in rows:
-        if quantity is not None:
-            spread = f"{quantity.q1 / unit:.2f} to {quantity.q3 / unit:.2f}"
-            table.add_row(name, f"{quantity.median / unit:.2f}", spread, unit_name)
+    for name, quantities, unit in rows:
+        table.add_row(name, ", ".join(f"{q.median / 1e9:.2f}" for q in quantities) + f" {unit}")
     return table
 
 
@@ -62,32 +58,25 @@ def doubts(measured: Machine, path: Path) -> str:
     )
 
 
-def workload(profiled: Workload) -> Table:
-    """Size, phase times and the memory peak of each phase."""
-    table = _table("", "time", "memory peak")
-    peaks: dict[str, int] = {}
-    for point in profiled.memory_curve:
-        used = max(point.device_bytes, point.host_bytes)
-        peaks[point.phase] = max(peaks.get(point.phase, 0), used)
-    times = {"forward": profiled.forward_s, "backward": profiled.backward_s}
-    for phase in PHASES:
-        taken = f"{times[phase] * 1e3:.0f} ms" if phase in times else ""
-        peak = f"{peaks[phase] / 2**20:.0f} MiB" if phase in peaks else ""
-        table.add_row(phase, taken, peak)
-    table.caption = (
+def workload(profiled: Workload) -> str:
+    """Size, phase times and the memory peak."""
+    peak = max((max(p.device_bytes, p.host_bytes) for p in profiled.memory_curve), default=0)
+    memory = f", memory peak {peak / 2**20:.0f} MiB" if peak else ""
+    return (
         f"{profiled.params / 1e6:.1f} M parameters in {len(profiled.layers)} layers and "
-        f"{len(profiled.subgroups)} subgroups"
+        f"{len(profiled.subgroups)} subgroups: forward {profiled.forward_s * 1e3:.0f} ms, backward "
+        f"{profiled.backward_s * 1e3:.0f} ms{memory}"
     )
-    table.caption_justify = "left"
-    return table
 
 
 def plan(chosen: Plan) -> Table:
-    """The plan's prediction above those of the alternatives."""
+    """The plan's prediction above those of the best alternatives, stock among them."""
     table = _table("strategy", "predicted iteration", "forward", "backward", "step")
-    predictions = ([chosen.prediction] if chosen.prediction else []) + sorted(
-        chosen.alternatives, key=lambda p: p.iteration_s
-    )
+    ordered = sorted(chosen.alternatives, key=lambda p: p.iteration_s)
+    stock = [p for p in ordered if p.strategy in STOCK_NAMES]
+    others = [p for p in ordered if p not in stock][: SHOWN_ALTERNATIVES - len(stock)]
+    shown = sorted(others + stock, key=lambda p: p.iteration_s)
+    predictions = ([chosen.prediction] if chosen.prediction else []) + shown
     for number, p in enumerate(predictions):
         name = f"[bold]{p.strategy} (chosen)[/bold]" if number == 0 else p.strategy
         cells = [p.iteration_s, p.forward_s, p.backward_s, p.step_s]
@@ -95,6 +84,8 @@ def plan(chosen: Plan) -> Table:
     kinds: tuple[Placement, ...] = ("host", "device", "resident")
     counts = [f"{chosen.count(kind)} {kind}" for kind in kinds if chosen.count(kind)]
     table.caption = "subgroups: " + ", ".join(counts)
+    if len(ordered) > len(shown):
+        table.caption += f"; {len(ordered) - len(shown)} slower or lesser ones are in plan.json"
     table.caption_justify = "left"
     return table
 
@@ -127,7 +118,7 @@ def files(folder: Path) -> Table:
     table.columns[1].justify = "left"
     for name, purpose in _FILES.items():
         if (folder / name).exists():
-            table.add_row(str(folder / name), purpose)
+            table.add_row(name, purpose)
     return table
 
 

@@ -186,13 +186,21 @@ def test_tables_show_measured_beside_predicted_and_name_the_cpu():
     assert line.split() == ["iteration", "1000", "ms", "500", "ms", "400", "ms", "2.00x"]
     assert "CPU-only machine (2 cores), no GPU figures" in text
     machine = _text(demo_tables.machine(_machine(warnings=("noisy neighbour", "drift"))))
-    assert "copy host to emulated device" in machine
-    assert "5.00" in machine
+    assert "copies to the emulated device, and back" in machine
+    assert "5.00, 4.00 GB/s" in machine
     assert "noisy neighbour" not in machine
     plan = _text(demo_tables.plan(_plan()))
     assert plan.index("ebbtide (chosen)") < plan.index("zero3_offload") < plan.index("twin-flow")
     assert "2 host, 1 device" in plan
-    assert "320 MiB" in _text(demo_tables.workload(_workload()))
+    assert "320 MiB" in demo_tables.workload(_workload())
+
+
+def test_of_many_alternatives_the_best_are_shown_and_stock_always():
+    names = [*(f"slow {i}" for i in range(6)), "zero3_offload"]
+    many = tuple(_prediction(name, 0.5 + 0.1 * i) for i, name in enumerate(names))
+    text = _text(demo_tables.plan(_plan().model_copy(update={"alternatives": many})))
+    assert [name for name in names if name in text] == ["slow 0", "slow 1", "slow 2", names[-1]]
+    assert "3 slower or lesser ones" in text
 
 
 def test_all_warnings_are_one_line_that_says_where_they_are(tmp_path):
