@@ -77,6 +77,13 @@ class Template:
             schedule.device_base_bytes - workload.device_base_bytes,
         )  # fmt: skip
 
+    @property
+    def size_bytes(self) -> int:
+        """Of its arrays."""
+        made = self.compiled
+        arrays = (made.ops, made.after_first, made.after, self.forward, self.backward)
+        return sum(array.nbytes for array in arrays)
+
     def retimed(self, workload: Workload) -> CompiledSchedule:
         """What building and compiling for ``workload`` gives, but for the ops as objects."""
         micro = workload.gradient_accumulation_steps
@@ -95,11 +102,11 @@ class Template:
 
 
 class Templates:
-    """The latest templates; one instance per thread."""
+    """The latest templates, as many as fit into ``most_bytes``; one instance per thread."""
 
-    def __init__(self, build: Callable[..., Schedule], most: int = 256) -> None:
+    def __init__(self, build: Callable[..., Schedule], most_bytes: int = 64 * 2**20) -> None:
         """``build``: as `build_strategy`."""
-        self._build, self._most = build, most
+        self._build, self._most_bytes, self._bytes = build, most_bytes, 0
         self._held: OrderedDict[Hashable, Template] = OrderedDict()
 
     def compiled(
@@ -115,8 +122,17 @@ class Templates:
         template = self._held.get(key)
         if template is None:
             template = Template.of(self._build(name, workload, **options), workload)
-            self._held[key] = template
-            if len(self._held) > self._most:
-                self._held.popitem(last=False)
-        self._held.move_to_end(key)
+            self._keep(key, template)
+        else:
+            self._held.move_to_end(key)
         return template.retimed(workload)
+
+    def _keep(self, key: Hashable, template: Template) -> None:
+        """The oldest go; one that would drive out most others is not kept."""
+        if template.size_bytes > self._most_bytes // 4:
+            return
+        self._held[key] = template
+        self._bytes += template.size_bytes
+        while self._bytes > self._most_bytes:
+            _, oldest = self._held.popitem(last=False)
+            self._bytes -= oldest.size_bytes

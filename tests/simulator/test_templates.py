@@ -5,7 +5,12 @@ import pytest
 
 from simulator import Layer, Plan, Workload, build_strategy, preset
 from simulator.engines.compiled import compile_schedule, simulate_fast
-from simulator.engines.templates import RETIMED_LAYER, RETIMED_WORKLOAD, Templates
+from simulator.engines.templates import (
+    RETIMED_LAYER,
+    RETIMED_WORKLOAD,
+    Template,
+    Templates,
+)
 from simulator.schedules.strategies import STRATEGIES
 
 ON = preset("h100-node")
@@ -92,8 +97,21 @@ def test_every_field_is_either_written_anew_or_told_apart():
     assert {*told_apart, *RETIMED_LAYER} == set(Layer.model_fields)
 
 
-def test_other_options_are_another_template_and_the_oldest_goes():
-    templates = Templates(build_strategy, most=2)
-    for ratio in (0.2, 0.8, 0.2, 0.5):
+def test_the_oldest_go_and_a_large_one_is_not_kept():
+    size = Template.of(build_strategy("twin_flow", workload()), workload()).size_bytes
+    built = []
+
+    def build(name, of, **options):
+        built.append(options["ratio"])
+        return build_strategy(name, of, **options)
+
+    templates = Templates(build, most_bytes=5 * size)
+    ratios = [0.1, 0.2, 0.3, 0.4, 0.1, 0.6, 0.7, 0.1, 0.2]
+    for ratio in ratios:
         assert_as_built(templates, "twin_flow", {"ratio": ratio}, workload())
-    assert len(templates._held) == 2
+    assert built == [0.1, 0.2, 0.3, 0.4, 0.6, 0.7, 0.2], "0.1 was used lately, 0.2 was not"
+    built.clear()
+    small = Templates(build, most_bytes=3 * size)
+    for _ in range(2):
+        assert_as_built(small, "twin_flow", {"ratio": 0.5}, workload())
+    assert built == [0.5, 0.5]
