@@ -1,16 +1,19 @@
 """A schedule with other times written into it is the one that is built for them, to the bit."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from simulator import Layer, Plan, Workload, build_strategy, preset
-from simulator.engines.compiled import compile_schedule, simulate_fast
-from simulator.engines.templates import (
+from simulator.analysis.templates import (
     RETIMED_LAYER,
     RETIMED_WORKLOAD,
     Template,
     Templates,
 )
+from simulator.engines.compiled import compile_schedule, simulate_fast
+from simulator.schedule import OpKind
 from simulator.schedules.strategies import STRATEGIES
 
 ON = preset("h100-node")
@@ -23,19 +26,20 @@ PLAN = Plan(
 OPTIONS = {"deep_optimizer_states": {"stride": 2}, "twin_flow": {"ratio": 0.4}}
 
 
-def workload(seed=0, **changes):
+def workload(seed=0, zero_stage=3, **changes):
     """Five subgroups over four layers, the times drawn anew for each seed."""
     rng = np.random.default_rng(seed)
     layers = tuple(
         Layer(
             name=f"layer {i} of {seed}", params=params, forward_s=rng.uniform(1e-3, 2e-3),
             backward_s=rng.uniform(2e-3, 3e-3), activation_bytes=int(rng.integers(10**6)),
-            network_gather_bytes=1000 * i, network_reduce_bytes=2000 * i,
+            network_gather_bytes=1000 * i * (zero_stage == 3), network_reduce_bytes=2000 * i,
         )
         for i, params in enumerate((400, 350, 0, 650))
     )  # fmt: skip
     fields = {
-        "name": f"of {seed}", "layers": layers, "subgroups": (300, 300, 300, 300, 200),
+        "name": f"of {seed}", "zero_stage": zero_stage, "layers": layers,
+        "subgroups": (300, 300, 300, 300, 200),
         "gradient_accumulation_steps": 2, "pipeline_idle_s": rng.uniform(1e-3, 2e-3),
         "device_base_bytes": int(rng.integers(10**9)), "tokens_per_iteration": 100 + seed,
         "samples_per_iteration": 1 + seed, "nodes": 1 + seed, "subgroup_size": 100 + seed,
@@ -63,13 +67,53 @@ def counting():
     return Templates(build), built
 
 
+def options_of(name):
+    return {"plan": PLAN} if name == "ebbtide" else OPTIONS.get(name, {})
+
+
+def stage_of(name):
+    return 2 if name == "zero_offload" else 3
+
+
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_other_times_need_no_second_build(name):
-    options = {"plan": PLAN} if name == "ebbtide" else OPTIONS.get(name, {})
+def test_other_times_are_those_that_would_be_built(name):
+    templates, _ = counting()
+    for seed in range(4):
+        assert_as_built(templates, name, options_of(name), workload(seed, stage_of(name)))
+
+
+RETIMED = ("zero3_offload", "zero3_offload_async", "twin_flow", "deep_optimizer_states",
+           "superoffload", "no_offload", "ebbtide")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RETIMED)
+def test_other_times_need_no_further_build(name):
     templates, built = counting()
-    for seed in range(3):
-        assert_as_built(templates, name, options, workload(seed))
-    assert built == [name]
+    for seed in range(5):
+        assert_as_built(templates, name, options_of(name), workload(seed))
+    assert len(built) == 2, "one makes the template, one checks it"
+
+
+def test_times_where_no_template_looks_are_always_built():
+    """As a strategy of tomorrow might have them: here in the length of its updates."""
+    built = []
+
+    def build(name, of, **options):
+        built.append(of.name)
+        made = build_strategy(name, of, **options)
+        ops = [op._replace(work=op.work + of.layers[0].forward_s)
+               if op.kind == OpKind.UPDATE_HOST else op for op in made.ops]  # fmt: skip
+        return replace(made, ops=tuple(ops))
+
+    templates = Templates(build)
+    for seed in range(4):
+        of = workload(seed)
+        made = templates.compiled("zero3_offload", of, {})
+        np.testing.assert_array_equal(made.ops, compile_schedule(build("zero3_offload", of)).ops)
+    assert len(built) == 8
+    other = workload(3, pipeline_idle_s=workload(0).pipeline_idle_s + 1)
+    templates.compiled("zero3_offload", other, {})
+    assert len(built) == 9
 
 
 CHANGES = {
@@ -79,20 +123,25 @@ CHANGES = {
     "layers": (*workload().layers[:3], workload().layers[3].model_copy(
         update={"network_gather_bytes": 7})),
 }  # fmt: skip
+BELOW = {"zero_stage": 1, "step_gather_s": 0.25, "network_step_gather_bytes": 3000}
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [*((name, change) for name in RETIMED for change in CHANGES),
+     *(("zero_offload", change) for change in BELOW)],
+)  # fmt: skip
 def test_another_structure_is_another_template(name, change):
-    options = {"plan": PLAN} if name == "ebbtide" else OPTIONS.get(name, {})
     templates, built = counting()
-    assert_as_built(templates, name, options, workload())
-    assert_as_built(templates, name, options, workload(1, **{change: CHANGES[change]}))
-    assert len(built) == 2
+    stage = stage_of(name)
+    assert_as_built(templates, name, options_of(name), workload(0, stage))
+    changes = {"zero_stage": stage, change: {**CHANGES, **BELOW}[change]}
+    assert_as_built(templates, name, options_of(name), workload(1, **changes))
+    assert len(built) == len(templates._held) == 2
 
 
 def test_every_field_is_either_written_anew_or_told_apart():
-    assert {*CHANGES, *RETIMED_WORKLOAD} == set(Workload.model_fields)
+    assert {*CHANGES, *BELOW, *RETIMED_WORKLOAD} == set(Workload.model_fields)
     told_apart = {"params", "network_gather_bytes", "network_reduce_bytes"}
     assert {*told_apart, *RETIMED_LAYER} == set(Layer.model_fields)
 

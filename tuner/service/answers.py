@@ -11,10 +11,10 @@ from dataclasses import asdict
 from typing import Any
 
 from simulator.analysis import goodput as rules
+from simulator.analysis.templates import Templates
 from simulator.analysis.what_if import Point, evaluate
 from simulator.engines.compiled import SimResult, simulate_fast
 from simulator.engines.reference import simulate as run_with_memory
-from simulator.engines.templates import Templates
 from simulator.machine import Machine
 from simulator.plan import Plan, Prediction
 from simulator.schedules.settings import settings

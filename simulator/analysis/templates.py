@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import numpy as np
@@ -17,7 +17,8 @@ import numpy as np
 from simulator.engines import kernel
 from simulator.engines.compiled import CompiledSchedule, compile_schedule
 from simulator.engines.kernel import Ints
-from simulator.schedule import OpKind, Schedule
+from simulator.schedule import Lane, OpKind, Schedule
+from simulator.schedules.peers import PRODUCTS_WAITED_FOR
 from simulator.workload import Layer, Workload
 
 # What `Template.retimed` writes anew, or what no schedule depends on; all else is the structure.
@@ -43,37 +44,49 @@ def structure(workload: Workload) -> Hashable:
     )
 
 
-@dataclass(frozen=True)
+def times(workload: Workload) -> dict[str, Hashable]:
+    """What may differ between workloads of one structure, by its name."""
+    layers = workload.layers
+    return {
+        "forward_s": tuple(layer.forward_s for layer in layers),
+        "backward_s": tuple(layer.backward_s for layer in layers),
+        "activation_bytes": tuple(layer.activation_bytes for layer in layers),
+        "pipeline_idle_s": workload.pipeline_idle_s,
+        "device_base_bytes": workload.device_base_bytes,
+    }
+
+
+@dataclass
 class Template:
     """A compiled schedule, and which of its rows belong to which layer.
 
     Attributes:
-        forward, backward: rows of these ops; ``*_layers`` the layer of each.
-        idle: rows of the pipeline's idle time.
+        made_for: the times in it.
+        rows: by what is written there, rows and the layer of each.
         held_bytes: device memory of the schedule throughout, without the workload's base.
+        checked: the names of `times` that were compared with a real build and found right.
+        fixed: a real build had times in other places too: such schedules are always built.
     """
 
     compiled: CompiledSchedule
-    forward: Ints
-    forward_layers: Ints
-    backward: Ints
-    backward_layers: Ints
-    idle: Ints
+    made_for: dict[str, Hashable]
+    rows: dict[str, tuple[Ints, Ints]]
     held_bytes: int
+    checked: set[str] = field(default_factory=set)
+    fixed: bool = False
 
     @classmethod
     def of(cls, schedule: Schedule, workload: Workload) -> Self:
         """Of a schedule that was built for ``workload``."""
-
-        def rows(kind: OpKind) -> tuple[Ints, Ints]:
-            found = [(op.id, op.layer) for op in schedule.ops if op.kind == kind]
-            pairs = np.array(found, dtype=np.int64).reshape(-1, 2)
-            return pairs[:, 0].copy(), pairs[:, 1].copy()
-
-        # Without the ops: their times are those of one workload.
-        compiled = replace(compile_schedule(schedule), schedule=replace(schedule, ops=()))
+        found: dict[str, list[tuple[int, int]]] = {name: [] for name in _WRITTEN.values()}
+        for op in schedule.ops:
+            name = _WRITTEN.get((op.kind, op.lane, op.rate))
+            if name is not None:
+                found[name].append((op.id, op.layer))
+        pairs = {n: np.array(f, dtype=np.int64).reshape(-1, 2) for n, f in found.items()}
         return cls(
-            compiled, *rows(OpKind.FORWARD), *rows(OpKind.BACKWARD), rows(OpKind.IDLE)[0],
+            _without_ops(schedule), times(workload),
+            {name: (two[:, 0].copy(), two[:, 1].copy()) for name, two in pairs.items()},
             schedule.device_base_bytes - workload.device_base_bytes,
         )  # fmt: skip
 
@@ -81,28 +94,59 @@ class Template:
     def size_bytes(self) -> int:
         """Of its arrays."""
         made = self.compiled
-        arrays = (made.ops, made.after_first, made.after, self.forward, self.backward)
-        return sum(array.nbytes for array in arrays)
+        return made.ops.nbytes + made.after_first.nbytes + made.after.nbytes
+
+    def changed(self, workload: Workload) -> set[str]:
+        """What this workload has otherwise."""
+        return {name for name, value in times(workload).items() if value != self.made_for[name]}
 
     def retimed(self, workload: Workload) -> CompiledSchedule:
-        """What building and compiling for ``workload`` gives, but for the ops as objects."""
+        """The same ops and waits with this workload's times."""
         micro = workload.gradient_accumulation_steps
         forward_s = np.array([layer.forward_s / micro for layer in workload.layers])
         backward_s = np.array([layer.backward_s / micro for layer in workload.layers])
         kept = np.array([layer.activation_bytes for layer in workload.layers], dtype=np.float64)
         ops = self.compiled.ops.copy()
-        ops[self.forward, kernel.WORK] = forward_s[self.forward_layers]
-        ops[self.forward, kernel.DEVICE_ALLOC] = kept[self.forward_layers]
-        ops[self.backward, kernel.WORK] = backward_s[self.backward_layers]
-        ops[self.backward, kernel.DEVICE_FREE] = kept[self.backward_layers]
-        ops[self.idle, kernel.WORK] = workload.pipeline_idle_s
+        for name, column, values in (
+            ("forward", kernel.WORK, forward_s),
+            ("forward", kernel.DEVICE_ALLOC, kept),
+            ("backward", kernel.WORK, backward_s),
+            ("backward", kernel.DEVICE_FREE, kept),
+            ("gradient kernels", kernel.WORK, backward_s * PRODUCTS_WAITED_FOR),
+        ):
+            rows, layers = self.rows[name]
+            ops[rows, column] = values[layers]
+        ops[self.rows["idle"][0], kernel.WORK] = workload.pipeline_idle_s
         base = workload.device_base_bytes + self.held_bytes
         schedule = replace(self.compiled.schedule, device_base_bytes=base)
         return replace(self.compiled, ops=ops, schedule=schedule)
 
 
+_WRITTEN = {
+    (OpKind.FORWARD, Lane.COMPUTE, "wall_s"): "forward",
+    (OpKind.BACKWARD, Lane.COMPUTE, "wall_s"): "backward",
+    (OpKind.GRADIENT_PASS, Lane.DEVICE_UPDATE, "wall_s"): "gradient kernels",
+    (OpKind.IDLE, Lane.COMPUTE, "wall_s"): "idle",
+}
+
+
+def _without_ops(schedule: Schedule) -> CompiledSchedule:
+    """The ops as objects would have the times of one workload."""
+    return replace(compile_schedule(schedule), schedule=replace(schedule, ops=()))
+
+
+def _equal(one: CompiledSchedule, other: CompiledSchedule) -> bool:
+    arrays = ("ops", "after_first", "after")
+    same = all(np.array_equal(getattr(one, name), getattr(other, name)) for name in arrays)
+    return same and (one.rate_keys, one.schedule) == (other.rate_keys, other.schedule)
+
+
 class Templates:
-    """The latest templates, as many as fit into ``most_bytes``; one instance per thread."""
+    """The latest templates, as many as fit into ``most_bytes``; one instance per thread.
+
+    A strategy may come to put times where no template looks. So the first schedule in which a time
+    is another is built all the same and compared: a template is used for what was found right.
+    """
 
     def __init__(self, build: Callable[..., Schedule], most_bytes: int = 64 * 2**20) -> None:
         """``build``: as `build_strategy`."""
@@ -121,11 +165,19 @@ class Templates:
         key = (name, told, structure(workload))
         template = self._held.get(key)
         if template is None:
-            template = Template.of(self._build(name, workload, **options), workload)
+            schedule = self._build(name, workload, **options)
+            template = Template.of(schedule, workload)
             self._keep(key, template)
-        else:
-            self._held.move_to_end(key)
-        return template.retimed(workload)
+            return template.compiled
+        self._held.move_to_end(key)
+        changed = template.changed(workload)
+        if not template.fixed and changed <= template.checked:
+            return template.retimed(workload)
+        built = _without_ops(self._build(name, workload, **options))
+        if not template.fixed:
+            template.fixed = not _equal(template.retimed(workload), built)
+            template.checked |= changed
+        return built
 
     def _keep(self, key: Hashable, template: Template) -> None:
         """The oldest go; one that would drive out most others is not kept."""
