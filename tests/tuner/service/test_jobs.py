@@ -57,10 +57,11 @@ def test_a_search_job_finds_what_the_api_finds(server):
     job = server.post("/jobs/search", asked).json()
     seen = [state for _, state in server.events(f"/jobs/{job['id']}/events")]
     assert seen[-1]["state"] == "done", seen[-1]["note"]
-    assert any("of 6 configurations" in state["note"] for state in seen)
     result = server.client.get(f"/jobs/{job['id']}/result").json()
     assert result["complete"]
-    assert len(result["outcomes"]) == 6
+    tried = len(result["outcomes"])
+    assert tried >= 6, "three micro-batches, with and without offload"
+    assert any(f"of {tried} configurations" in state["note"] for state in seen)
     model = {**MODELS["Llama 3.2 1B"], "_name_or_path": "Llama 3.2 1B"}
     question = Question(model, preset("rtx4090"))
     best = question.answer(Configuration(**result["best"]["configuration"]))

@@ -4,6 +4,11 @@ import { count, element, gib, seconds } from "./format.js";
 
 const COLUMNS = ["Configuration", "Tokens/s", "Iteration", "GPU memory", "Host memory"];
 
+const WHERE = {
+  none: "no offload", optimizer: "state in host memory", parameters: "state and parameters in host memory",
+  nvme: "state on NVMe, parameters in host memory",
+};
+
 export function drawFound(host, result) {
   const number = (text) => element("td", { class: "number" }, text);
   const rows = result.front.map((row, i) => element("tr", { class: i ? null : "chosen" },
@@ -19,7 +24,7 @@ export function drawFound(host, result) {
 }
 
 function described(c) {
-  const parts = [`${c.gpus} GPU${c.gpus > 1 ? "s" : ""}`, `ZeRO-${c.zero_stage}`, c.offload === "none" ? "no offload" : "state in host memory",
+  const parts = [`${c.gpus} GPU${c.gpus > 1 ? "s" : ""}`, `ZeRO-${c.zero_stage}`, WHERE[c.offload] || c.offload,
     `micro-batch ${c.micro_batch} × ${c.accumulation}`, `activations ${c.recompute ? "recomputed" : "kept"}`];
   return parts.join(", ");
 }
