@@ -46,8 +46,10 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
             piece = self._piece(param)
             if piece.real:
                 private.note_active(self, param)
+                # Older DeepSpeeds widen a gradient only where they add it up.
+                arrived = partition.view(-1).to(self.gradient_accumulation_dtype)
                 total = own.homes.accept(
-                    piece, partition.view(-1), first=self.micro_step_id == 0, boundary=boundary
+                    piece, arrived, first=self.micro_step_id == 0, boundary=boundary
                 )
                 if boundary:
                     self.norm_for_param_grads[self.get_param_id(param)] = _norm(total)
