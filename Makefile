@@ -37,7 +37,7 @@ lint: setup ## ruff and mypy
 	ruff format --check .
 	mypy
 
-compat: setup ## the bit-identity tests on older DeepSpeeds of the supported range
+compat: setup ## the bit-identity tests on older DeepSpeeds, 0.18.6 of them not yet supported
 	@sh scripts/compat.sh 0.18.6 0.19.6
 
 results: setup ## rewrite the README's table from studies/results/

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-TESTED = ("0.18.6", "0.20")  # first version with stock's bits, first that was not tested
+TESTED = ("0.19.6", "0.20")  # first version with stock's bits, first that was not tested
+OLDEST = "0.18.6"  # the first that the table knows
 BELOW_STAGE_3 = "0.19.8"  # ZeRO-1 and 2 kept their sums of micro-batches in other ways before
 # Before it, Lion's vector loop mangles what it should take the sign of, and Adagrad's scalar loop
 # leaves the weight decay out of the update.
@@ -25,7 +26,7 @@ class Member:
     """A name of DeepSpeed's ZeRO optimizers, and the first version that has it."""
 
     name: str
-    since: str = TESTED[0]
+    since: str = OLDEST
 
 
 _MANGLED = "_DeepSpeedZeroOptimizer_Stage3__"
