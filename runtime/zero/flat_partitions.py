@@ -98,6 +98,7 @@ def _adopt(
     """
     copies = optimizer.param_buffer_of_bit16_for_cpu_offload_groups
     copies[:] = [copy.new_empty(0) for copy in copies]
+    _unlink(optimizer)
     for master in masters:
         master.grad = None
     flats: list[tuple[torch.Tensor, ...]] = []
@@ -114,6 +115,16 @@ def _adopt(
                 state[key] = device.host_empty(master.numel(), master.dtype).zero_()
         flats.append((master.data, *(state[key] for key in optimizer._rule.moments)))
     return flats
+
+
+def _unlink(optimizer: Any) -> None:
+    """DeepSpeed's links from parameters to their state are views, which would keep all old buffers
+    until they are renewed (`EbbtideStage2._link_all_hp_params`).
+    """
+    optimizer.offload_gradient_dict.clear()
+    for group in optimizer.bit16_groups:
+        for param in group:
+            param._hp_mapping = None
 
 
 def _gradient_dtype(optimizer: Any, group: int) -> torch.dtype:

@@ -4,14 +4,24 @@ import mmap
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
+import runtime
 from runtime.execution.fit import needed_bytes
 from runtime.zero.attach import host_bytes
 from runtime.zero.stage3_buffers import gradient_of, split_gradients
 from simulator.update.footprint import footprint, plan_bytes
 from simulator.update.optimizer import ADAM
 from simulator.workload import Layer, Workload
-from tests.runtime.contract.training import DEVICES, SUBGROUP, attached, start, train
+from tests.runtime.contract.test_bits import two_groups
+from tests.runtime.contract.training import (
+    DEVICES,
+    SUBGROUP,
+    attached,
+    plan_for,
+    start,
+    train,
+)
 
 pytestmark = pytest.mark.usefixtures("only_rank")
 DEVICE = list(DEVICES)[-1]
@@ -93,4 +103,33 @@ def test_deepspeeds_flat_gradients_are_not_there_twice_while_they_move():
     for index, group in enumerate(optimizer.fp16_groups):
         gradient = gradient_of(optimizer, index, sum(p.partition_numel() for p in group))
         assert torch.equal(gradient, torch.ones_like(gradient))
+    engine.destroy()
+
+
+class Locking(DEVICES[DEVICE]):
+    """Copies what is not its own, and counts the sources of its copies that are still there."""
+
+    def __init__(self):
+        super().__init__()
+        self.own, self.sources, self.kept = set(), [], 0
+
+    def host_empty(self, elements, dtype):
+        made = super().host_empty(elements, dtype)
+        self.own.add(made.untyped_storage().data_ptr())
+        return made
+
+    def host_adopt(self, tensor):
+        if tensor.untyped_storage().data_ptr() in self.own:
+            return tensor
+        self.kept += sum(not source.expired() for source in self.sources)
+        self.sources.append(StorageWeakRef(tensor.untyped_storage()))
+        return self.host_empty(tensor.numel(), tensor.dtype).copy_(tensor)
+
+
+def test_below_zero_3_a_flat_buffer_is_gone_before_the_next_one_moves():
+    engine, device = start(stage=2, parameters=two_groups), Locking()
+    runtime.attach(engine, plan_for(engine, ["host"]), device=device)
+    assert len(device.sources) >= 2, "each group has a buffer of its own"
+    assert device.kept == 0
+    assert all(source.expired() for source in device.sources)
     engine.destroy()
