@@ -89,6 +89,7 @@ def _known_types() -> frozenset[Any]:
     """Types that need no closer look: torch's own and the allowed ones."""
     values = (item[0] if isinstance(item, tuple) else item for item in plain_classes())
     ours = {torch.Tensor, torch.nn.Parameter, torch.Size, torch.dtype, torch.device}
+    ours |= {collections.OrderedDict, collections.Counter}
     return frozenset({v for v in values if isinstance(v, type)} | ours | {type(None), type(...)})
 
 

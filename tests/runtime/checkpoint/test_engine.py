@@ -494,3 +494,20 @@ def test_16_bit_export_is_written_at_once(engines, tmp_path):
     engine.save_16bit_model(str(tmp_path))
     assert [p.name for p in tmp_path.glob("*.tmp")] == []
     assert any(tmp_path.iterdir())
+
+
+def test_what_every_checkpoint_holds_needs_no_closer_look(engines, tmp_path, monkeypatch):
+    """Whether loading would refuse a file is tried only where it holds something uncommon: the
+    trial takes longer than the rest of a stall.
+    """
+    from runtime.checkpoint import skeleton
+
+    looks = []
+    monkeypatch.setattr(skeleton, "unreadable", lambda path: looks.append(path) or "")
+    engine, batches, lazy = engines(CheckpointPlan(dir=str(tmp_path)))
+    train(engine, batches, 0, 1)
+    engine.save_checkpoint(str(tmp_path), client_state={"seen": collections.Counter(a=1)})
+    lazy.wait()
+    assert looks == []
+    engine.save_checkpoint(str(tmp_path), "odd", client_state={"seen": Namespace(a=1)})
+    lazy.wait()
