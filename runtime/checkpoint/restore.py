@@ -115,6 +115,9 @@ class Resumption:
         Raises:
             CheckpointError: it is not whole; names the newest one that is.
         """
+        # Rank 0 writes `latest` last, when the others have seen their commit already: one that went
+        # by what it finds before that would load nothing, and wait for ever for those that do.
+        self._peers.concat([])
         directories = self._directories(load_dir)
         for directory in directories:
             settle(directory)

@@ -16,7 +16,7 @@ from runtime.checkpoint.errors import CheckpointError
 from runtime.checkpoint.files import Files
 from runtime.checkpoint.inspect import list_checkpoints, prune, verify
 from runtime.checkpoint.publishing import publish_folder, recover_replaced
-from runtime.checkpoint.restore import newest_valid
+from runtime.checkpoint.restore import Resumption, newest_valid
 from runtime.checkpoint.retention import being_read
 from tests.runtime.checkpoint.conftest import Bench, FaultyFiles, some_state
 
@@ -263,3 +263,20 @@ def test_a_full_tmpfs(small_tmpfs):
     assert visible(bench.folder) == ["a", "latest"]
     bench.save(some_state(2), "b")  # the abandoned one gave its space back
     assert verify(bench.folder, "b") == []
+
+
+def test_a_rank_that_comes_before_latest_is_written_loads_what_the_others_load(tmp_path):
+    """Another rank sees the commit first, `latest` a moment later: rank 0 writes it last."""
+    bench = Bench(tmp_path / "ck")
+    bench.save(some_state(1), "a")
+    latest = bench.folder / "latest"
+    latest.unlink()
+
+    class Peers:
+        rank, world_size = 1, 2
+
+        def concat(self, items):
+            latest.write_text("a")  # rank 0 comes to the load, all of its save behind it
+            return items
+
+    assert Resumption(Peers(), None).choose(bench.folder, None).tag == "a"
