@@ -62,7 +62,7 @@ STAGE12 = (
         "update_offload_overflow_tracker", "clear_grad_attribute", "scaled_global_norm",
         "_update_scale", "_global_grad_norm", "_update_model_bit16_weights", "_link_all_hp_params",
         "_lazy_init_hp_params_optimizer_state", "_hp_optimizer_states_linked",
-        "_get_offload_gradient_dict",
+        "_get_offload_gradient_dict", "_has_inf_or_nan",
     )),
     Member("_offload_accumulated_param_ids", "0.19.5"),
     Member("_finalize_cpu_offload_gradient_accumulation", "0.19.5"),

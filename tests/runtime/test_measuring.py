@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import profiler
 from runtime.replan.measuring import measured_machine
-from tests.simulator.machines import machine
+from tests.machines import machine
 
 rank, folder = int(sys.argv[1]), Path(sys.argv[2])
 dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
