@@ -232,42 +232,10 @@ def _forward(
 def _gather_before_backward(
     n: Ints, ops: Floats, after_first: Ints, after: Ints, layers: Floats, layer: int
 ) -> int:
-    """As `TrainingLoop.backward` issues it: before the reduction of the layer above; -1: none."""
-    if layer < 0 or not layers[layer, L_GATHER] > 0:
-        return -1
+    """As `TrainingLoop.backward` issues it: before the reduction of the layer above."""
     _wait(n, after, n[_N_PASS_BEFORE])
     return int(_add(n, ops, after_first, _GATHER, _NETWORK_LANE, layers[layer, L_GATHER],
                     NETWORK, 0.0, 0.0, 0.0))  # fmt: skip
-
-
-@compiled
-def _gradients(
-    n: Ints, ops: Floats, after_first: Ints, after: Ints, micro_batch: int, layer: int,
-    layers: Floats, share_first: Ints, share_subgroup: Ints, missing: Ints, sizes: Floats,
-    placement: Any, rows: Floats, gradient_home: Ints, home: Ints,
-) -> None:  # fmt: skip
-    """A layer's gradients, behind the latest backward: reduced, and those complete sent home."""
-    op = n[_N_BACKWARD]
-    fetch, store = rows.shape[0] - 2, rows.shape[0] - 1
-    if layers[layer, L_REDUCE] > 0:
-        _wait(n, after, op)
-        op = _add(n, ops, after_first, _REDUCE, _NETWORK_LANE, layers[layer, L_REDUCE],
-                  NETWORK, 0.0, 0.0, 0.0)  # fmt: skip
-        n[_N_REDUCE] = op
-    for j in range(share_first[layer + 1] - 1, share_first[layer] - 1, -1):
-        s = share_subgroup[j]
-        missing[s] -= 1
-        if missing[s] > 0:
-            continue
-        there = op
-        if gradient_home[placement[s]]:
-            if micro_batch > 0:
-                _wait(n, after, op)
-                _wait(n, after, home[s])
-                there = _add_step(n, ops, after_first, after, rows, fetch, sizes[s])
-            _wait(n, after, there)
-            there = _add_step(n, ops, after_first, after, rows, store, sizes[s])
-        home[s] = there
 
 
 @compiled
@@ -294,30 +262,52 @@ def _backward(
     issue: Ints, plan: Ints, rows: Floats, first: Ints, gradient_home: Ints,
     home: Ints, early: Ints,
 ) -> None:  # fmt: skip
+    """A turn is a layer's backward, its gradients' way or, from ZeRO-2 on, both. One function, each
+    thing in it once: a call per turn, or a second copy, counts references of all these arrays.
+    """
     missing = layer_count.copy()
-    gather = _gather_before_backward(n, ops, after_first, after, layers, layers.shape[0] - 1)
+    fetch, store = rows.shape[0] - 2, rows.shape[0] - 1
     boundary = micro_batch == plan[P_MICRO_BATCHES] - 1
-    for layer in range(layers.shape[0] - 1, -1, -1):
-        if gather >= 0:
+    count = layers.shape[0]
+    # ZeRO-1 reduces when the last micro-batch's backward is over.
+    turns = 2 * count if plan[P_ZERO_STAGE] == 1 and boundary else count
+    each_layer = plan[P_ZERO_STAGE] > 1
+    gather = -1
+    if layers[count - 1, L_GATHER] > 0:
+        gather = _gather_before_backward(n, ops, after_first, after, layers, count - 1)
+    for turn in range(turns):
+        layer = (count if turn < count else 2 * count) - 1 - turn
+        if turn < count:
             _wait(n, after, gather)
-        op = _add(n, ops, after_first, _BACKWARD, _COMPUTE, layers[layer, L_BACKWARD], WALL,
-                  1.0, 0.0, layers[layer, L_ACTIVATION])  # fmt: skip
-        _pass_done(n, op)
-        n[_N_BACKWARD] = op
-        gather = _gather_before_backward(n, ops, after_first, after, layers, layer - 1)
-        if plan[P_ZERO_STAGE] > 1:
-            _gradients(n, ops, after_first, after, micro_batch, layer, layers, share_first,
-                       share_subgroup, missing, sizes, placement, rows, gradient_home,
-                       home)  # fmt: skip
-            if layer == layers.shape[0] - 1 and boundary:
-                _prefetch(n, ops, after_first, after, sizes, placement, issue, plan, rows, first,
-                          early)  # fmt: skip
-    if plan[P_ZERO_STAGE] == 1 and boundary:
-        for layer in range(layers.shape[0] - 1, -1, -1):
-            _gradients(n, ops, after_first, after, micro_batch, layer, layers, share_first,
-                       share_subgroup, missing, sizes, placement, rows, gradient_home,
-                       home)  # fmt: skip
-            if layer == layers.shape[0] - 1:
+            op = _add(n, ops, after_first, _BACKWARD, _COMPUTE, layers[layer, L_BACKWARD], WALL,
+                      1.0, 0.0, layers[layer, L_ACTIVATION])  # fmt: skip
+            _pass_done(n, op)
+            n[_N_BACKWARD] = op
+            gather = -1
+            if layer > 0 and layers[layer - 1, L_GATHER] > 0:
+                gather = _gather_before_backward(n, ops, after_first, after, layers, layer - 1)
+        if turn >= count or each_layer:
+            op = n[_N_BACKWARD]
+            if layers[layer, L_REDUCE] > 0:
+                _wait(n, after, op)
+                op = _add(n, ops, after_first, _REDUCE, _NETWORK_LANE, layers[layer, L_REDUCE],
+                          NETWORK, 0.0, 0.0, 0.0)  # fmt: skip
+                n[_N_REDUCE] = op
+            for j in range(share_first[layer + 1] - 1, share_first[layer] - 1, -1):
+                s = share_subgroup[j]
+                missing[s] -= 1
+                if missing[s] > 0:
+                    continue
+                there = op
+                if gradient_home[placement[s]]:
+                    if micro_batch > 0:
+                        _wait(n, after, op)
+                        _wait(n, after, home[s])
+                        there = _add_step(n, ops, after_first, after, rows, fetch, sizes[s])
+                    _wait(n, after, there)
+                    there = _add_step(n, ops, after_first, after, rows, store, sizes[s])
+                home[s] = there
+            if layer == count - 1 and boundary:
                 _prefetch(n, ops, after_first, after, sizes, placement, issue, plan, rows, first,
                           early)  # fmt: skip
 
