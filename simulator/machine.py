@@ -183,8 +183,8 @@ class Machine(BaseModel):
         """Full speed of an op, in its unit per second.
 
         A rate that was not measured falls back on its nearest relative: pageable copies on a
-        quarter of the pinned rate (reference/README.md: "unpinned a few GB/s"), host copies on a
-        third of the triad rate (read + write + allocate).
+        quarter of the pinned rate (the driver moves them through a pinned buffer of its own), host
+        copies on a third of the triad rate (read + write + allocate).
 
         Raises:
             ValueError: the machine has no such rate and none to derive it from.

@@ -3,7 +3,7 @@
     python -m studies.fidelity --json fidelity.json
 
 Machines and plans are drawn at random; each plan is executed by the runtime inside DeepSpeed on a
-device of the given rates (`studies.bench.emulated_training`), and predicted by the simulator from
+device of the given rates (`studies.trials.emulated_training`), and predicted by the simulator from
 forward and backward as measured without updates, and from rates and contention as measured under
 other schedules: all on the host, all visiting one by one, and all visiting at once (what both
 directions of the link reach together). Beside it stands the prediction from the rates as given.
@@ -29,9 +29,9 @@ from rich.table import Table
 from runtime.replan.watch import measured_rates
 from simulator import Machine, Placement, Plan, Workload, build_schedule, simulate
 from studies.bench.bits import differences
-from studies.bench.emulated_training import RATES, Bench, Setting, stock_state
 from studies.bench.rank import become_only_rank
 from studies.bench.record import write_record
+from studies.trials.emulated_training import RATES, Bench, Setting, stock_state
 
 PLANS_PER_MACHINE = 5
 LEAST_DUPLEX = 0.3

@@ -3,7 +3,7 @@
     python -m studies.overlap --json overlap.json
 
 Real DeepSpeed, real copies and arithmetic; how long each layer, copy and update takes is given
-(`studies.bench.emulated_training`), balanced so that neither host nor device could do it all in
+(`studies.trials.emulated_training`), balanced so that neither host nor device could do it all in
 time. The floor is ``backward + max(forward, U*)`` (`simulator.analysis.bound`) of the layers'
 given times, so that whatever DeepSpeed's own code costs counts against the plan. Stride k and
 Twin-Flow run on the same device with ebbtide's kernels and gradient path: just placement and
@@ -25,9 +25,9 @@ from rich.table import Table
 from simulator import Machine, Plan, Workload, build_schedule, simulate
 from simulator.analysis.bound import bound
 from studies.bench.bits import differences
-from studies.bench.emulated_training import Bench, Measured, Setting, stock_state
 from studies.bench.rank import become_only_rank
 from studies.bench.record import write_record
+from studies.trials.emulated_training import Bench, Measured, Setting, stock_state
 
 STRIDES = (2, 3)
 RATIOS = (0.8, 0.7)  # of the state on the host: the device has memory for 0.3 of it

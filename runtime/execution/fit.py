@@ -8,7 +8,7 @@ from typing import Any
 
 import psutil
 
-from runtime.zero.guard import ConfigError
+from runtime.zero.checks.guard import ConfigError
 from simulator.plan import Plan
 from simulator.update.footprint import plan_bytes
 from simulator.update.optimizer import ADAM, OPTIMIZERS, OptimizerState

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from runtime.zero.guard import check_plan
+from runtime.zero.checks.guard import check_plan
 from simulator.plan import Plan
 
 

@@ -18,10 +18,10 @@ from runtime.execution.recorder import Recorder
 from runtime.execution.session import Session
 from runtime.kernels import host
 from runtime.kernels.rule import UpdateRule
-from runtime.zero import private
+from runtime.zero.checks import private
+from runtime.zero.checks.fingerprints import warn_of_mismatch
+from runtime.zero.checks.guard import ConfigError, check_config, check_engine, check_plan
 from runtime.zero.cuts import subgroups_of
-from runtime.zero.fingerprints import warn_of_mismatch
-from runtime.zero.guard import ConfigError, check_config, check_engine, check_plan
 from runtime.zero.steady import keep_flowing
 from simulator.machine import Machine
 from simulator.plan import CheckpointPlan, Plan, PlanError
@@ -127,7 +127,8 @@ def attach(
 
     From then on ``engine.optimizer`` is an `EbbtideStage3` (or, for ZeRO-1 and 2, whose steps wait
     for their updates, an `EbbtideStage2`). Host memory goes down to 14 bytes per parameter (12 of
-    state, 2 of gradient) plus staging, which is logged.
+    state, 2 of gradient) plus staging, which is logged; on the way there it is 16 at most, as state
+    moves subgroup by subgroup.
 
     Args:
         replan: re-fit the machine's rates to what the steps take and switch to a better plan at a

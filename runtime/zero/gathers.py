@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from runtime.execution.executor import Executor
-from runtime.zero import private
+from runtime.zero.checks import private
 
 
 class Gathers:

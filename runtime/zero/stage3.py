@@ -13,7 +13,8 @@ from runtime.execution.gradients import ParameterSlice
 from runtime.execution.session import Session
 from runtime.execution.subgroup_state import Buffers, SubgroupState
 from runtime.kernels.rule import UpdateRule, UpdateStep
-from runtime.zero import private, stage3_buffers
+from runtime.zero import stage3_buffers
+from runtime.zero.checks import private
 from runtime.zero.gathers import Gathers
 from runtime.zero.planned import PlannedZero, bring_home, float64_norm, gated
 from simulator.plan import Plan

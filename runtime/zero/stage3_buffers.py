@@ -10,7 +10,7 @@ from runtime.devices.base import Device
 from runtime.execution.gradients import ParameterSlice
 from runtime.execution.subgroup_state import Buffers, SubgroupState
 from runtime.hardware.pages import discard
-from runtime.zero import private
+from runtime.zero.checks import private
 
 
 def stock_buffers(optimizer: Any, masters: list[torch.nn.Parameter], subgroup: int) -> Buffers:

@@ -26,7 +26,7 @@ _READ = frozenset(
         "offload_optimizer", "offload_param", "cpu_offload", "round_robin_gradients",
         "parameter_alignment")}
 )  # fmt: skip
-MIB_ELEMENTS = 500_000_000  # DeepSpeed's default reduce_bucket_size
+REDUCE_BUCKET_ELEMENTS = 500_000_000  # DeepSpeed's default reduce_bucket_size
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class TrainingConfig:
     subgroup_size: int = 1_000_000_000
     zero_stage: ZeroStage = 3
     optimizer: str = ADAM.name
-    reduce_bucket_elements: int = MIB_ELEMENTS
+    reduce_bucket_elements: int = REDUCE_BUCKET_ELEMENTS
     max_live_parameters: int = 1_000_000_000
     resolved: tuple[str, ...] = ()
 
@@ -96,8 +96,8 @@ def training_config(
         optimizer=resolver.optimizer(),
         subgroup_size=int(resolver.number(zero, "sub_group_size", 1e9, where + "sub_group_size")),
         reduce_bucket_elements=int(
-            resolver.number(zero, "reduce_bucket_size", MIB_ELEMENTS, where + "reduce_bucket_size",
-                            automatic=hidden * hidden)
+            resolver.number(zero, "reduce_bucket_size", REDUCE_BUCKET_ELEMENTS,
+                            where + "reduce_bucket_size", automatic=hidden * hidden)
         ),
         max_live_parameters=int(
             resolver.number(zero, "stage3_max_live_parameters", 1e9,

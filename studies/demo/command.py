@@ -22,13 +22,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from simulator import Machine, Plan, Workload
-from studies.bench.phase_process import PhaseError, PhaseProcess
 from studies.bench.record import write_record
 from studies.demo import tables as demo_tables
 from studies.demo.crash import Crash, CrashError, checkpointed_plan, kill_in_the_middle
 from studies.demo.pictures import draw_comparison, draw_memory, machine_label
 from studies.demo.results import Run, pooled, predicted_phases, same_bits, same_losses
 from studies.demo.train import DemoModel
+from studies.trials.phase_process import PhaseError, PhaseProcess
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from simulator import CheckpointPlan, Plan
-from studies.bench.phase_process import PhaseProcess
+from studies.trials.phase_process import PhaseProcess
 
 _POLL_S = 0.01
 

@@ -10,10 +10,10 @@ import torch
 
 from simulator import Machine, Workload
 from studies.bench.deepspeed_ops import build_host_ops
-from studies.bench.phase_process import report
 from studies.bench.rank import become_only_rank
 from studies.byte_gpt import train_step
 from studies.demo.train import DemoModel
+from studies.trials.phase_process import report
 
 PROFILED_STEPS = 7
 

@@ -17,9 +17,9 @@ import torch
 from simulator import Machine, Plan, Timeline, Workload, build_schedule, simulate
 from studies.bench.bits import state_of
 from studies.bench.phase_clock import PhaseClock, timed_step
-from studies.bench.phase_process import report
 from studies.bench.rank import become_only_rank
 from studies.byte_gpt import SIZES, Batches, ByteGPT, ds_config
+from studies.trials.phase_process import report
 
 TRACED_ITERATIONS = 8
 WARMUP_STEPS = 3  # the first steps allocate, compile and fault pages in

@@ -18,9 +18,9 @@ import torch
 
 from simulator import Plan
 from studies.bench.bits import differences, state_of
-from studies.bench.offload_trial import same_sums
 from studies.byte_gpt import SIZES, Batches, ByteGPT, ds_config, train_step
 from studies.gpu.suite import Figures, OutOfTimeError, Suite
+from studies.trials.offload_trial import same_sums
 
 STEPS, SAVED_AT = 6, 3
 LONGEST_DELAY_S = 0.004

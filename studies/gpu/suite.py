@@ -63,24 +63,30 @@ class Suite:
     # -- trials ------------------------------------------------------------------------------
 
     def trial(self, name: str, *arguments: str) -> Figures:
-        """One `studies.bench.offload_trial` as a process; a failure is a row that says how.
+        """One `studies.trials.offload_trial` as a process; a failure is a row that says how.
 
         What a run before has measured with the same arguments is taken as it is.
         """
         path = self._of_this_size("trials", f"{name}.json")
-        command = ["studies.bench.offload_trial", "--json", str(path), *self._sizes(), *arguments]
+        command = [
+            "studies.trials.offload_trial",
+            "--json",
+            str(path),
+            *self._sizes(),
+            *arguments,
+        ]
         row = self._measured(path, command)
         return {**row, "name": name} if "failed" not in row else {"variant": name, **row}
 
     def plans(self, name: str, plans: dict[str, Plan]) -> list[Figures]:
-        """One process of `studies.bench.plan_trials`: each plan on the same engine in turn."""
+        """One process of `studies.trials.plan_trials`: each plan on the same engine in turn."""
         folder = self._of_this_size("trials", name)
         folder.mkdir(parents=True, exist_ok=True)
         for number, (of, plan) in enumerate(plans.items()):
             plan.save(folder / f"{number}_{of}.plan.json")
         files = [str(path) for path in sorted(folder.glob("*.plan.json"))]
         path = self._of_this_size("trials", f"{name}.json")
-        command = ["studies.bench.plan_trials", "--json", str(path), *self._sizes(),
+        command = ["studies.trials.plan_trials", "--json", str(path), *self._sizes(),
                    "--plans", *files]  # fmt: skip
         found = self._measured(path, command)
         rows: list[Figures] = found.get("rows", [])

@@ -19,7 +19,6 @@ from simulator import (
     Timeline,
     Workload,
 )
-from studies.bench.phase_process import PhaseProcess
 from studies.demo import command as demo
 from studies.demo import tables as demo_tables
 from studies.demo.crash import CrashError, checkpointed_plan, disk_bytes, kill_in_the_middle
@@ -32,6 +31,7 @@ from studies.demo.pictures import (
     typical_iterations,
 )
 from studies.demo.results import Run, pooled, predicted_phases, same_bits, same_losses
+from studies.trials.phase_process import PhaseProcess
 from tests.machines import node
 
 

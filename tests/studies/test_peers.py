@@ -7,9 +7,9 @@ import sys
 import pytest
 import torch
 
-from studies.bench.torchao_offload import TorchaoEngine
 from studies.gpu.suite import Suite
 from studies.peers import compare
+from studies.trials.torchao_offload import TorchaoEngine
 
 
 def row(name, seconds, digest="a", **more):

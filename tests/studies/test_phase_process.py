@@ -2,7 +2,7 @@ import signal
 
 import pytest
 
-from studies.bench.phase_process import PhaseError, PhaseProcess, Progress, report
+from studies.trials.phase_process import PhaseError, PhaseProcess, Progress, report
 
 
 @pytest.fixture
@@ -11,7 +11,7 @@ def start(tmp_path, monkeypatch):
 
     def _start(source):
         (tmp_path / "some_phase.py").write_text(
-            "from studies.bench.phase_process import report\n" + source
+            "from studies.trials.phase_process import report\n" + source
         )
         monkeypatch.chdir(tmp_path)
         return PhaseProcess("some_phase", ["x"], tmp_path / "log")

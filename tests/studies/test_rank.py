@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from runtime.hardware.launcher import free_port, remove_shared_buffers
-from studies.bench.phase_process import PhaseProcess
+from studies.trials.phase_process import PhaseProcess
 
 _BUFFERS = Path("/dev/shm")
 _TRAIN = """
@@ -13,7 +13,7 @@ from studies.bench.rank import become_only_rank
 become_only_rank()
 import os, deepspeed, time
 from pathlib import Path
-from studies.bench.phase_process import report
+from studies.trials.phase_process import report
 deepspeed.init_distributed()
 report(1, 1, os.environ["MASTER_PORT"])
 {end}

@@ -77,8 +77,8 @@ def kernel() -> list[Finding]:
 
 def private_names() -> list[Finding]:
     """The private names that a plan needs, looked for in the sources of the installed DeepSpeed."""
-    from runtime.zero import private
-    from runtime.zero.private_names import missing_names
+    from runtime.zero.checks import private
+    from runtime.zero.checks.private_names import missing_names
 
     try:
         private.check_version()

@@ -14,9 +14,9 @@ import torch
 import runtime
 from runtime.devices.base import Device
 from runtime.devices.emulated import EmulatedDevice, EmulatedRates
-from runtime.zero import private
+from runtime.zero.checks import private
+from runtime.zero.checks.private import BELOW_STAGE_3
 from runtime.zero.cuts import subgroups_of
-from runtime.zero.private import BELOW_STAGE_3
 from simulator import Plan
 from simulator.update.order import order_of
 from studies.bench.bits import differences, state_of

@@ -7,7 +7,7 @@ import re
 import sys
 from typing import Any
 
-from runtime.zero import private
+from runtime.zero.checks import private
 
 
 def missing_names() -> list[str]:

@@ -1,6 +1,6 @@
 """Several plans in turn on one engine, which switches between them: one start, one model.
 
-    python -m studies.bench.plan_trials --plans a.plan.json b.plan.json --size tiny --json rows.json
+    python -m studies.trials.plan_trials --plans a.plan.json b.plan.json --size tiny --json P
 
 A row per plan with the medians of its steps; the file is written again after each plan.
 """
@@ -14,17 +14,17 @@ from typing import Any
 import torch
 
 from simulator import Plan
-from studies.bench.offload_trial import arguments, make_engine, settle
 from studies.bench.phase_clock import PhaseClock, medians, timed_step
 from studies.bench.rank import become_only_rank
 from studies.bench.record import write_record
 from studies.byte_gpt import SIZES, Batches
+from studies.trials.offload_trial import arguments, make_engine, settle
 
 WARMUP = 3
 
 
 def main() -> None:
-    """Entry point of ``python -m studies.bench.plan_trials``."""
+    """Entry point of ``python -m studies.trials.plan_trials``."""
     parser = arguments()
     parser.add_argument("--plans", type=Path, nargs="+", required=True)
     args = parser.parse_args()

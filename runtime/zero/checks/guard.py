@@ -6,7 +6,7 @@ from typing import Any
 
 from runtime.kernels.rule import UnknownRoundingError, UpdateRule
 from runtime.kernels.rules import RULES, rule_class
-from runtime.zero import private
+from runtime.zero.checks import private
 from simulator.plan import Plan, PlanError
 
 

@@ -1,6 +1,6 @@
 """One way to train, in a process of its own: times, memory, and a hash of everything trained.
 
-    python -m studies.bench.offload_trial --variant stock --size tiny --steps 5 --json row.json
+    python -m studies.trials.offload_trial --variant stock --size tiny --steps 5 --json row.json
 
 Variants: stock, twin_flow:RATIO, superoffload, zenflow, no_offload, deepcompile, torchao, ebbtide
 (with --plan, or all on the host). Two variants with the same hash have trained the same bits: on a
@@ -32,7 +32,7 @@ REDUCE_BUCKET = 50_000_000  # elements
 
 
 def main() -> None:
-    """Entry point of ``python -m studies.bench.offload_trial``."""
+    """Entry point of ``python -m studies.trials.offload_trial``."""
     args = arguments().parse_args()
     settle(args)
     become_only_rank()
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def arguments() -> argparse.ArgumentParser:
-    """What all trials take; `studies.bench.plan_trials` adds to it."""
+    """What all trials take; `studies.trials.plan_trials` adds to it."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -141,7 +141,7 @@ def make_engine(args: argparse.Namespace) -> Any:
 
     name, _, setting = args.variant.partition(":")
     if name == "torchao":
-        from studies.bench.torchao_offload import TorchaoEngine
+        from studies.trials.torchao_offload import TorchaoEngine
 
         return TorchaoEngine(_model(args.size), args.clipping)
     offload: dict[str, Any] = {"device": "cpu", "pin_memory": True}
