@@ -11,10 +11,9 @@ import contextlib
 import logging
 import os
 import time
-import warnings
 import weakref
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -26,24 +25,18 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import (
 )
 
 from runtime.checkpoint import deleted_first, trainers_folder
-from runtime.checkpoint.blocks import PlannedFile
 from runtime.checkpoint.bystanders import foreign_trainer, guard, release
-from runtime.checkpoint.commit import Attempt, Commit, Deferred
-from runtime.checkpoint.drain import Drainer, Tiers
+from runtime.checkpoint.commit import Attempt
 from runtime.checkpoint.errors import CheckpointError
 from runtime.checkpoint.files import Files
 from runtime.checkpoint.job import Job, Report
 from runtime.checkpoint.live_state import LiveState
-from runtime.checkpoint.loading import Loading, random_file
-from runtime.checkpoint.memory import Slots
-from runtime.checkpoint.output import Pace
-from runtime.checkpoint.peers import Peers
-from runtime.checkpoint.persist import BlockWriter
-from runtime.checkpoint.random_state import random_states
+from runtime.checkpoint.loading import Loading
+from runtime.checkpoint.peers import Peers, Verdict
 from runtime.checkpoint.restore import Choice, Resumption
 from runtime.checkpoint.rotation import Note
 from runtime.checkpoint.safe_load import load_file
-from runtime.checkpoint.skeleton import lay_out
+from runtime.checkpoint.saving import Means, Save, checked_name
 from simulator.plan import BLOCK_BYTES, CheckpointPlan
 
 logger = logging.getLogger("ebbtide.checkpoint")
@@ -80,24 +73,19 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._plan_digest = plan_digest
         self._live = live
         self._files = files or Files()
-        self._deadline_s = plan.deadline_s
         self._peers = Peers(plan.deadline_s)
-        self._budget = Slots(plan.copy_budget_bytes // block_bytes, block_bytes)
-        self._bounce = Slots(plan.writers, block_bytes)
-        self._pace = Pace(plan.write_bytes_per_s)
-        self._tiers = _tiers(plan)
-        self._loading = Loading(
-            self._engine, live, self._peers.rank, Resumption(self._peers, self._tiers)
+        self._means = Means.reserve(
+            plan, live, self._files, block_bytes, drains=self._peers.rank == 0
         )
-        self._drainer: Drainer | None = None
+        self._drainer = self._means.drainer
         self._caught_up = False
-        if self._tiers is not None and self._peers.rank == 0:
-            self._drainer = Drainer(self._tiers, self._files, self._pace, plan.deadline_s)
+        self._loading = Loading(
+            self._engine, live, self._peers.rank, Resumption(self._peers, self._means.tiers)
+        )
         self._job: Job | None = None
-        self._attempt: Attempt | None = None  # between begin and end of save_checkpoint
+        self._save: Save | None = None  # between begin and end of save_checkpoint
         self._note: Note | None = None  # of the last save, while its trainer completes the folder
         self._saved: tuple[Any, ...] = ()  # what the last save was given
-        self._planned: list[PlannedFile] = []
         self._closed = False
         self._pid = os.getpid()
         self._before_save: Callable[[], None] = lambda: None
@@ -168,8 +156,7 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 self._note.remove()  # no checkpoint of the Trainer's, after all
             trainers_folder.settle(over=True)
             deleted_first.settle(committed=True)  # nothing comes in their place any more
-            self._budget.close()
-            self._bounce.close()
+            self._means.close()
             self._peers.close()
 
     def _reap(self) -> None:
@@ -225,64 +212,86 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             CheckpointError: an earlier checkpoint failed, on any rank.
         """
         begin = time.monotonic()
-        name = _checked_tag(tag, self._engine.global_steps)
-        state = (str(Path(save_dir).absolute()), name, self._engine.global_steps,
+        name = checked_name(save_dir, tag, self._engine.global_steps)
+        folder = Path(save_dir).absolute()
+        state = (str(folder), name, self._engine.global_steps,
                  self._engine.micro_steps, exclude_frozen_parameters, save_latest)  # fmt: skip
         if state == self._saved and not client_state and foreign_trainer() is not None:
             return True  # Trainer saves each of its checkpoints twice: nothing has changed since
-        if self._tiers is not None and Path(save_dir).resolve() == self._tiers.durable.resolve():
+        if self._means.is_durable_tier(folder):
             self.wait_for_drain()  # one at a time makes hidden folders there
-        nonce = self._agree_to_begin()
-        if nonce is None:
+        verdict = self._agree_to_begin(str(folder / name))
+        if verdict.running:
             logger.info("checkpoint %s skipped: one is being written (busy: skip)", name)
             return False
         self._files.point("save_begun")
         self._before_save()
-        self._attempt = self._make_attempt(save_dir, name, nonce, save_latest=save_latest)
-        self._planned = []
+        write = partial(
+            original, save_dir, tag=name, client_state=client_state or {}, save_latest=save_latest,
+            exclude_frozen_parameters=exclude_frozen_parameters,
+        )  # fmt: skip
+        deleted_first.remember(folder)
+        if not verdict.together:
+            self._saved = ()
+            self._save_apart(write, folder / "latest" if save_latest else None, name)
+            return True
+        attempt = Attempt(
+            folder, name, verdict.nonce, self._engine.global_steps, self._peers.rank,
+            self._peers.world_size, save_latest, self._plan_digest(), _versions(),
+            self._means.other_tier(folder),
+        )  # fmt: skip
+        self._note = self._save_in_background(attempt, write, begin)
+        self._saved = state
+        return True
+
+    def _save_in_background(
+        self, attempt: Attempt, write: Callable[[], Any], begin: float
+    ) -> Note:  # fmt: skip
         in_place = self._returns_in_place()
-        files = Deferred(self._files) if in_place else self._files
-        deleted_first.remember(self._attempt.save_dir)
-        commit = Commit(self._attempt, files, self._deadline_s)
+        save = Save(attempt, self._means, in_place=in_place)
         if foreign_trainer() == "transformers":
-            commit.note.await_trainer()
+            save.commit.note.await_trainer()
+        self._save = save
         try:
-            commit.begin()
-            trainers_folder.settle(self._attempt.save_dir)
-            original(
-                save_dir, tag=name, client_state=client_state or {}, save_latest=save_latest,
-                exclude_frozen_parameters=exclude_frozen_parameters,
-            )  # fmt: skip
-            layout = lay_out(random_states(), self._live, stream_device=False)
-            self._planned.append(PlannedFile(Path(self._random_file), layout))
-            self._job = self._make_job(self._attempt, commit, files)
+            save.commit.begin()
+            trainers_folder.settle(attempt.save_dir)
+            write()
+            save.add_random_states()
+            self._job = job = save.make_job(_over)
             self._files.point("skeleton_made")
         except BaseException as error:
-            commit.abort(f"{type(error).__name__}: {error}")
+            save.commit.abort(f"{type(error).__name__}: {error}")
             deleted_first.settle(committed=False)
             raise
         finally:
-            self._attempt = None
-        guard(self._job)
-        self._job.start()
+            self._save = None
+        guard(job)
+        job.start()
         if in_place:
-            self._job.wait_until_placed()
-        self._job.stall_s = time.monotonic() - begin
+            job.wait_until_placed()
+        job.stall_s = time.monotonic() - begin
         if self._plan.mode == "sync":
             self.wait()
         self._reap()
-        self._note, self._saved = commit.note, state
-        return True
+        return save.commit.note
+
+    def _save_apart(self, write: Callable[[], Any], latest: Path | None, tag: str) -> None:
+        """Ranks that save under names of their own (DeepSpeed warns, unless its
+        ``checkpoint.tag_validation`` says otherwise) have no checkpoint to commit together: all is
+        written at once, by DeepSpeed's rules.
+        """
+        write()
+        if latest is not None and self._peers.rank == 0:
+            self._files.write_durably(latest, tag.encode(), "latest")
+        deleted_first.settle(committed=True)
+        self._peers.concat([])  # as with stock, all is there when any rank goes on
 
     def _returns_in_place(self) -> bool:
         mode = self._plan.mode
         return mode == "in_place" or (mode == "auto" and foreign_trainer() is not None)
 
-    def _agree_to_begin(self) -> str | None:
-        """The attempt's nonce, the same on all ranks; None: skip.
-
-        All ranks must decide the same, although one may have finished where another has not.
-        """
+    def _agree_to_begin(self, target: str) -> Verdict:
+        """All ranks must decide the same, although one may have finished where another has not."""
         if self.running and self._plan.busy == "replace":
             assert self._job is not None
             self._job.cancel()
@@ -294,50 +303,14 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             self._reap()
         except CheckpointError as error:
             failure = error
-        verdict = self._peers.agree(running=self.running, failure=str(failure or ""))
+        verdict = self._peers.agree(
+            running=self.running, failure=str(failure or ""), target=target
+        )  # fmt: skip
         if failure is not None:
             raise failure
         if verdict.failure:
             raise CheckpointError(f"a checkpoint failed on another rank: {verdict.failure}")
-        return None if verdict.running else verdict.nonce
-
-    def _make_attempt(
-        self, save_dir: str, tag: str, nonce: str, *, save_latest: bool
-    ) -> Attempt:  # fmt: skip
-        return Attempt(
-            save_dir=Path(save_dir).absolute(), tag=tag, nonce=nonce, rank=self._peers.rank,
-            step=self._engine.global_steps, world_size=self._peers.world_size,
-            save_latest=save_latest, plan=self._plan_digest(), versions=_versions(),
-            other_tier=self._other_tier(save_dir),
-        )  # fmt: skip
-
-    def _make_job(self, attempt: Attempt, commit: Commit, files: Files) -> Job:
-        for planned in self._planned:
-            self._files.mkdir((attempt.staging / planned.path).parent)
-        writer = BlockWriter(
-            attempt.staging, self._planned, files, self._budget, self._bounce, self._pace,
-            writers=self._plan.writers, progress_deadline_s=self._deadline_s,
-            turns=self._live.turns,
-            direct=files is self._files,
-        )  # fmt: skip
-        self._planned = []
-        job = Job(
-            attempt, commit, writer, self._live, self._files, self._keep_in(attempt.save_dir),
-            self._drainer.wake if self._drainer is not None else lambda: None,
-            durably=None if files is self._files else self._files,
-            when_over=lambda: _over(job),
-        )  # fmt: skip
-        return job
-
-    def _other_tier(self, folder: str | Path) -> Path | None:
-        if self._tiers is None or not self._tiers.holds(folder):
-            return None
-        fast = Path(folder).resolve() == self._tiers.fast.resolve()
-        return self._tiers.durable if fast else self._tiers.fast
-
-    def _keep_in(self, folder: Path) -> int:
-        durable = self._tiers is not None and folder.resolve() == self._tiers.durable.resolve()
-        return self._plan.drain_keep if durable else self._plan.keep
+        return verdict
 
     # -- what DeepSpeed calls
 
@@ -346,26 +319,20 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """A checkpoint's own folder gets its name when it is committed, not before."""
-        attempt = self._attempt
-        if attempt is None or not Path(path).absolute().is_relative_to(attempt.target):
+        if self._save is None or not self._save.covers(Path(path).absolute()):
             super().makedirs(path, exist_ok=exist_ok)
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Lays the file out; the background writes it. Outside of ``save_checkpoint`` (16-bit
-        export) it is written at once, whole or not at all.
+        """Lays the file out; the background writes it. Outside of a checkpoint that is committed
+        (16-bit export) it is written at once, whole or not at all.
         """
         target = Path(path).absolute()
-        attempt = self._attempt
-        if attempt is None or not target.is_relative_to(attempt.target):
-            temporary = target.with_name(f".{target.name}.tmp")
-            torch.save(state_dict, temporary)
-            self._files.rename(temporary, target)
+        if self._save is not None and self._save.covers(target):
+            self._save.add(state_dict, target)
             return
-        zero = target.name.endswith("optim_states.pt")
-        layout = lay_out(state_dict, self._live, stream_device=zero)
-        if layout.unreadable:
-            _say_unreadable(target.name, layout.unreadable)
-        self._planned.append(PlannedFile(target.relative_to(attempt.target), layout))
+        temporary = target.with_name(f".{target.name}.tmp")
+        torch.save(state_dict, temporary)
+        self._files.rename(temporary, target)
 
     def load(self, path: str, map_location: Any = None) -> Any:  # noqa: ARG002 - always to the host
         """The file's content, on the host; state goes straight into the live buffers."""
@@ -386,8 +353,8 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self.close()
 
     def preserves_storage_sharing(self) -> bool:
-        """No clones wanted: a file holds just the bytes of its tensors."""
-        return False
+        """In the background a file gets just the bytes of its tensors: no clones wanted."""
+        return self._save is None
 
     # -- loading: around engine.load_checkpoint
 
@@ -409,40 +376,10 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """The checkpoint that the last ``load_checkpoint`` took."""
         return self._loading.chosen
 
-    @property
-    def _random_file(self) -> str:
-        return random_file(self._peers.rank)
-
 
 def _over(job: Job) -> None:
     deleted_first.settle(committed=job.failure is None)
     release(job)
-
-
-def _tiers(plan: CheckpointPlan) -> Tiers | None:
-    if plan.dir is None or plan.drain_dir is None:
-        return None
-    return Tiers(Path(plan.dir).absolute(), Path(plan.drain_dir).absolute(), plan.drain_keep)
-
-
-def _checked_tag(tag: str | None, step: int) -> str:
-    name = f"global_step{step}" if tag is None else str(tag)
-    if not name or "/" in name or "\0" in name or name.startswith(".") or name == "latest":
-        raise CheckpointError(
-            "a tag is the name of a folder: not empty, no '/', no leading '.', not 'latest'; "
-            f"but got {name!r}"
-        )
-    return name
-
-
-@cache  # once: the next checkpoint says nothing new
-def _say_unreadable(name: str, what: str) -> None:
-    warnings.warn(
-        f"{name} holds what cannot be loaded again, because loading executes nothing "
-        f"(torch.load with weights_only=True): {what}. Give client_state plain data in its place, "
-        "or call torch.serialization.add_safe_globals with the class before load_checkpoint",
-        stacklevel=2,
-    )
 
 
 @cache

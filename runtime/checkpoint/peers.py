@@ -21,11 +21,13 @@ class Verdict:
     Attributes:
         running: a checkpoint is still being written by some rank.
         failure: of the first rank that reports one; empty: none.
+        together: all save to the same folder under the same tag.
     """
 
     nonce: str
     running: bool
     failure: str
+    together: bool
 
 
 class Peers:
@@ -43,13 +45,14 @@ class Peers:
         if self.world_size > 1:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline_s))
 
-    def agree(self, *, running: bool, failure: str) -> Verdict:
-        """Called by every rank at the begin of a save."""
-        every = self._gather((secrets.token_hex(6), running, failure))
+    def agree(self, *, running: bool, failure: str, target: str) -> Verdict:
+        """Called by every rank at the begin of a save, with where it is about to save to."""
+        every = self._gather((secrets.token_hex(6), running, failure, target))
         return Verdict(
             nonce=every[0][0],
-            running=any(r for _, r, _ in every),
-            failure=next((f"rank {i}: {f}" for i, (_, _, f) in enumerate(every) if f), ""),
+            running=any(r for _, r, _, _ in every),
+            failure=next((f"rank {i}: {f}" for i, (_, _, f, _) in enumerate(every) if f), ""),
+            together=len({target for _, _, _, target in every}) == 1,
         )
 
     def concat(self, items: list[T]) -> list[T]:

@@ -109,6 +109,13 @@ def test_resumes_bit_exact_into_the_live_buffers(engines, tmp_path):
     assert same(bits(engine), expected)
 
 
+@pytest.mark.parametrize("save_dir", [None, ""])
+def test_nowhere_to_save_to_is_a_value_error_as_with_stock(engines, save_dir):
+    engine, *_ = engines(CheckpointPlan())
+    with pytest.raises(ValueError, match="save_dir must be a non-empty path, but got"):
+        engine.save_checkpoint(save_dir)
+
+
 def test_resumes_from_the_durable_tier_when_the_fast_one_is_lost(engines, tmp_path):
     fast, durable = tmp_path / "fast", tmp_path / "durable"
     tiers = CheckpointPlan(interval_steps=2, dir=str(fast), drain_dir=str(durable), keep=1)

@@ -74,6 +74,9 @@ def test_another_number_of_ranks(deepspeed_ops, only_rank, tmp_path, child_envir
     told = two_ranks(tmp_path, child_environment, stage)
     assert all(rank["draws_alike"] for rank in told)
     assert told[0]["draws"] != told[1]["draws"], "each rank has generators of its own"
+    assert all(rank["apart_as_stock"] for rank in told), told
+    assert {"latest", "rank0", "rank1"} < set(told[0]["apart"])
+    assert (tmp_path / "apart" / "latest").read_text() == "rank0"
     checkpoints = tmp_path / "checkpoints"
     assert (checkpoints / "latest").read_text() == "global_step3"
     to_universal(checkpoints / "global_step3", checkpoints / "universal", stage)

@@ -4,12 +4,15 @@ import json
 import os
 import random
 import sys
+from functools import partial
 from pathlib import Path
 
 import deepspeed
 import numpy as np
 import torch
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
+from runtime.checkpoint.tree import tensors_of
 from studies.bench.bits import state_of
 from studies.byte_gpt import SIZES, Batches
 from tests.runtime.contract.training import DEVICES, attached, start, train
@@ -32,6 +35,31 @@ def draws():
     return [random.random(), float(np.random.rand()), torch.rand(2).tolist()]  # noqa: NPY002
 
 
+def saved_apart(engine, folder):
+    """Each rank under a tag of its own: what there is then, with the tensors of each file."""
+    tag = f"rank{torch.distributed.get_rank()}"
+    engine.save_checkpoint(str(folder), tag=tag)
+    mine = {
+        path.name: dict(tensors_of(torch.load(path, weights_only=False)))
+        for path in (folder / tag).glob("*.pt")
+    }
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*")), mine
+
+
+def same(one, other):
+    """Also in the bytes that the file holds for it: a view must not bring all of its buffer."""
+    sizes = one.untyped_storage().nbytes(), other.untyped_storage().nbytes()
+    return torch.equal(one, other) and sizes[0] == sizes[1]
+
+
+def alike(one, other):
+    return one.keys() == other.keys() and all(
+        one[name].keys() == other[name].keys()
+        and all(same(tensor, other[name][key]) for key, tensor in one[name].items())
+        for name in one
+    )
+
+
 def main():
     deepspeed.init_distributed()
     rank, folder = int(os.environ["RANK"]), Path(sys.argv[1])
@@ -45,6 +73,13 @@ def main():
     seed(7)
     engine.load_checkpoint(str(folder / "checkpoints"))
     told = {"draws_alike": uninterrupted == draws(), "steps": engine.global_steps}
+    ours, files = saved_apart(engine, folder / "apart")
+    lazy, engine.checkpoint_engine = engine.checkpoint_engine, TorchCheckpointEngine()
+    original = partial(deepspeed.DeepSpeedEngine.save_checkpoint, engine)
+    engine.save_checkpoint, wrapped = original, engine.save_checkpoint
+    stock, stock_files = saved_apart(engine, folder / "stock")
+    engine.checkpoint_engine, engine.save_checkpoint = lazy, wrapped
+    told |= {"apart": ours, "apart_as_stock": ours == stock and alike(files, stock_files)}
     state = state_of(engine)
     if rank == 0:
         torch.save(state, folder / "state.pt")
