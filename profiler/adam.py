@@ -49,7 +49,7 @@ def host_adam_by_threads(
 
 def host_adam_by_sizes(sizes: list[int], threads: int, budget_s: float) -> dict[str, Quantity]:
     """Parameters/s of the fused kernel over subgroup sizes: small ones cost their launch."""
-    found = {}
+    result = {}
     for size in sizes:
         buffers = AdamBuffers(size)
 
@@ -58,8 +58,8 @@ def host_adam_by_sizes(sizes: list[int], threads: int, budget_s: float) -> dict[
 
         durations = repeat_s(update, budget_s / len(sizes))
         detail = f"fused kernel, {size} elements, {threads} threads"
-        found[f"host_adam_of_{size}_params_per_s"] = rate(size, durations, "measured", detail)
-    return found
+        result[f"host_adam_of_{size}_params_per_s"] = rate(size, durations, "measured", detail)
+    return result
 
 
 def downcast(elements: int, budget_s: float) -> Quantity:

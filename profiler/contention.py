@@ -66,13 +66,13 @@ def measure_contention(
     for name, copy in _copies(cuda, elements).items():
         pairs.append(("host_adam", update, name, copy, device))
         pairs.append((name, copy, "compute", compute, device))
-    found = {}
+    result = {}
     share_s = budget_s / (2 * len(pairs))
     with _one_thread():
         for name, work, other, neighbour, source in pairs:
-            found[f"{name}_while_{other}"] = slowdown(work, neighbour, share_s, source)
-            found[f"{other}_while_{name}"] = slowdown(neighbour, work, share_s, source)
-    return found
+            result[f"{name}_while_{other}"] = slowdown(work, neighbour, share_s, source)
+            result[f"{other}_while_{name}"] = slowdown(neighbour, work, share_s, source)
+    return result
 
 
 @contextmanager

@@ -105,8 +105,8 @@ def profile_script(
         if workload is not None:
             workload.save(out)
         if code or workload is None:
-            told = first_error(read_progress(fresh.parent)) or _silent_end(run, code)
-            raise LaunchError(told, _end_of(log))
+            reason = first_error(read_progress(fresh.parent)) or _silent_end(run, code)
+            raise LaunchError(reason, _end_of(log))
     return workload
 
 

@@ -300,10 +300,10 @@ def _ranks(wanted: _Wanted) -> tuple[dict[int, dict[ShareName, Quantity]], list[
 
 
 def _storage_rates(disk: storage.StorageRates) -> dict[str, Quantity]:
-    found = {f"storage_write_by_{n}_bytes_per_s": q for n, q in disk.by_writers.items()}
+    result = {f"storage_write_by_{n}_bytes_per_s": q for n, q in disk.by_writers.items()}
     if disk.buffered is not None:
-        found["storage_write_buffered_bytes_per_s"] = disk.buffered
-    return found
+        result["storage_write_buffered_bytes_per_s"] = disk.buffered
+    return result
 
 
 def _dram_capacity(triad: Quantity, host_adam: Quantity) -> Quantity:

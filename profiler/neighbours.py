@@ -100,8 +100,8 @@ class HostWatch:
 
     def _hot(self) -> int:
         folder = self.root / "sys/devices/system/cpu"
-        found = folder.glob("cpu[0-9]*/thermal_throttle/core_throttle_count")
-        return sum(int(path.read_text()) for path in found)
+        result = folder.glob("cpu[0-9]*/thermal_throttle/core_throttle_count")
+        return sum(int(path.read_text()) for path in result)
 
     def _text(self, path: str) -> str:
         try:

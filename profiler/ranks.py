@@ -116,9 +116,9 @@ def _shares(
 ) -> tuple[dict[ShareName, Quantity], list[str]]:
     copied: Source = "measured" if cuda else "emulated"
     links: tuple[ShareName, ...] = ("h2d", "d2h", "link")
-    found = {name: samples[name].share(copied, "bytes/s") for name in links}
-    found["dram"] = _dram(samples).share("measured", "bytes/s")
-    found["storage"] = samples["storage"].share("measured", "bytes/s")
+    result = {name: samples[name].share(copied, "bytes/s") for name in links}
+    result["dram"] = _dram(samples).share("measured", "bytes/s")
+    result["storage"] = samples["storage"].share("measured", "bytes/s")
     notes: list[str] = []
     for name, stage in samples.items():
         spreads = [Quantity.from_samples(rates).relative_iqr for rates in stage.together]
@@ -127,13 +127,13 @@ def _shares(
         notes += doubts(f"{name} of rank {rank} beside the others", durations)
         notes += doubts(f"{name} of one rank alone", [1 / rate for rate in stage.alone])
         notes += _uneven(name, stage)
-    together = found["dram"].median * len(samples["triad"].together)
+    together = result["dram"].median * len(samples["triad"].together)
     if together > MORE_THAN_ALONE:
         notes.append(
             f"the ranks together reach {together:.0%} of the DRAM rate that one has with all "
             "cores: that one was disturbed, measure again"
         )
-    return found, notes
+    return result, notes
 
 
 def _dram(samples: dict[str, StageSamples]) -> StageSamples:
@@ -179,14 +179,14 @@ def _run(job: Job) -> dict[str, StageSamples]:
     try:
         for process in processes:
             process.start()
-        found = _collect([receiver for receiver, _ in ends], processes)
+        result = _collect([receiver for receiver, _ in ends], processes)
     finally:
         for process in processes:
             if process.pid is not None:
                 process.terminate()
                 process.join()
     return {
-        stage: StageSamples(found[0][n][0], [rank[n][1] for rank in found])
+        stage: StageSamples(result[0][n][0], [rank[n][1] for rank in result])
         for n, stage in enumerate(STAGES)
     }
 
@@ -197,25 +197,25 @@ def _collect(receivers: list[Connection], processes: Sequence[Any]) -> list[list
     Raises:
         RuntimeError: one died, with what it said.
     """
-    found: dict[int, Any] = {}
-    while len(found) < len(receivers):
-        open_ends: list[Any] = [r for n, r in enumerate(receivers) if n not in found]
-        sentinels = [p.sentinel for n, p in enumerate(processes) if n not in found]
+    result: dict[int, Any] = {}
+    while len(result) < len(receivers):
+        open_ends: list[Any] = [r for n, r in enumerate(receivers) if n not in result]
+        sentinels = [p.sentinel for n, p in enumerate(processes) if n not in result]
         wait([*open_ends, *sentinels])
         for rank, receiver in enumerate(receivers):
-            if rank in found:
+            if rank in result:
                 continue
             alive = processes[rank].is_alive()
             if receiver.poll():
-                found[rank] = receiver.recv()
+                result[rank] = receiver.recv()
             elif not alive:
                 raise RuntimeError(f"rank {rank} died with code {processes[rank].exitcode}")
-    errors = {rank: said for rank, said in found.items() if isinstance(said, str)}
+    errors = {rank: said for rank, said in result.items() if isinstance(said, str)}
     if errors:
         # The others' broken barriers are an echo.
         rank = min(errors, key=lambda rank: "BrokenBarrierError" in errors[rank])
         raise RuntimeError(f"rank {rank} could not measure: {errors[rank]}")
-    return [found[rank] for rank in range(len(receivers))]
+    return [result[rank] for rank in range(len(receivers))]
 
 
 def _measure(job: Job, rank: int, barrier: Any, enough: Any, sender: Connection) -> None:
@@ -224,7 +224,7 @@ def _measure(job: Job, rank: int, barrier: Any, enough: Any, sender: Connection)
         torch.set_num_threads(job.own_threads)
         if job.cuda:
             torch.cuda.set_device(rank)
-        found = []
+        result = []
         for number, stage in enumerate(STAGES):
             with _stage(stage, job, rank) as (amount, work, clock):
                 alone: list[float] = []
@@ -236,9 +236,9 @@ def _measure(job: Job, rank: int, barrier: Any, enough: Any, sender: Connection)
                 together = _together(
                     lambda: work(job.own_threads), job, clock, enough, number
                 )  # fmt: skip
-                found.append(([amount / s for s in alone], [amount / s for s in together]))
+                result.append(([amount / s for s in alone], [amount / s for s in together]))
                 barrier.wait(PATIENCE_S)
-        sender.send(found)
+        sender.send(result)
     except Exception as error:  # noqa: BLE001 - goes to the parent, which raises it
         barrier.abort()
         sender.send(f"{type(error).__name__}: {error}")
@@ -261,13 +261,13 @@ def _together(
     """Goes on until every rank has enough: a sample taken beside idle ranks would tell a lie."""
     began_s = time.perf_counter()
     durations: list[float] = []
-    told = False
+    reported = False
     while enough[number] < job.ranks:
         durations.append(clock(work))
-        if not told and len(durations) >= LEAST_REPEATS and (
+        if not reported and len(durations) >= LEAST_REPEATS and (
             time.perf_counter() - began_s >= job.budget_s or len(durations) >= MOST_REPEATS
         ):  # fmt: skip
-            told = True
+            reported = True
             with enough.get_lock():
                 enough[number] += 1
     # The last one may have outlasted the others.

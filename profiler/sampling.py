@@ -50,17 +50,17 @@ def rate(amount: float, durations_s: list[float], source: Source, detail: str) -
 
 def doubts(name: str, durations_s: list[float], least: int = LEAST_REPEATS) -> list[str]:
     """Why a measurement should not be called stable; empty if it is."""
-    found = unstable(name, Quantity.from_samples(durations_s), least)
+    result = unstable(name, Quantity.from_samples(durations_s), least)
     third = max(1, len(durations_s) // 3)
     first = sorted(durations_s[:third])[third // 2]
     last = sorted(durations_s[-third:])[third // 2]
     drift = last / first - 1
     if abs(drift) > UNSTABLE_DRIFT:
-        found.append(
+        result.append(
             f"{name} drifted by {drift:+.0%} while it was measured: throttling clocks, or a "
             "neighbour that came or went"
         )
-    return found
+    return result
 
 
 def unstable(name: str, quantity: Quantity, least: int = LEAST_REPEATS) -> list[str]:

@@ -25,23 +25,23 @@ def simulated_share(work: str, neighbour: str, machine: Machine) -> float | None
     if work not in ops or neighbour not in ops:
         return None
     pair = [ops[work], ops[neighbour]]
-    asked = [demands(op, machine, alone_s(op, machine)) for op in pair]
-    return max_min_speeds(asked, capacities(machine, 1))[0]
+    requested = [demands(op, machine, alone_s(op, machine)) for op in pair]
+    return max_min_speeds(requested, capacities(machine, 1))[0]
 
 
 def differences(machine: Machine) -> list[str]:
     """Where the measured contention and the simulator's are further apart than `TOLERANCE`."""
-    found = []
+    result = []
     for name, measured in machine.contention.items():
         work, _, neighbour = name.partition("_while_")
         simulated = simulated_share(work, neighbour, machine)
         if simulated is None or measured.q1 - TOLERANCE <= simulated <= measured.q3 + TOLERANCE:
             continue
-        found.append(
+        result.append(
             f"{work} beside {neighbour} reaches {measured.median:.0%} of its speed alone, but the "
             f"simulator takes {simulated:.0%}: predictions of plans that overlap them are off"
         )
-    return found
+    return result
 
 
 def with_writer_cost(machine: Machine) -> Machine:
@@ -56,11 +56,11 @@ def with_writer_cost(machine: Machine) -> Machine:
         return machine
     # Who runs first is the scheduler's choice; the simulator slows both alike.
     shares = [(getattr(adam, q) + getattr(writing, q)) / 2 for q in ("q1", "median", "q3")]
-    found = sorted(_cost_for(machine, thread.median, share) for share in shares)
+    result = sorted(_cost_for(machine, thread.median, share) for share in shares)
     detail = f"{thread.detail}; raised until it and host Adam have {shares[1]:.0%} of their speed"
     cost = Quantity(
-        median=found[1], q1=found[0], q3=found[2], n=adam.n, source="measured",
-        detail=thread.detail if found[1] == thread.median else detail,
+        median=result[1], q1=result[0], q3=result[2], n=adam.n, source="measured",
+        detail=thread.detail if result[1] == thread.median else detail,
     )  # fmt: skip
     return machine.model_copy(update={"writer_s_per_byte": cost})
 

@@ -102,13 +102,13 @@ def _buffered(file: FileToWrite, share_s: float) -> Quantity:
 
 def _cpu_seconds(file: FileToWrite, share_s: float) -> list[float]:
     """Of one writer's thread, whole files over and over: what it takes from training's threads."""
-    found: list[float] = []
+    result: list[float] = []
     end = time.perf_counter() + share_s
-    while not found or (time.perf_counter() < end and len(found) < MOST_CPU_SAMPLES):
+    while not result or (time.perf_counter() < end and len(result) < MOST_CPU_SAMPLES):
         begin = time.thread_time()
         file.write(hashed=True)
-        found.append(max(1e-9, time.thread_time() - begin))
-    return found
+        result.append(max(1e-9, time.thread_time() - begin))
+    return result
 
 
 class FileToWrite:

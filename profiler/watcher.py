@@ -227,12 +227,12 @@ def units(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
 
     Names are paths, so that a parameter belongs to the unit whose name begins its own.
     """
-    found: list[tuple[str, torch.nn.Module]] = []
+    result: list[tuple[str, torch.nn.Module]] = []
     for name, child in model.named_children():
         if isinstance(child, (torch.nn.ModuleList, torch.nn.Sequential)) and len(child):
-            found += [(f"{name}.{n}", block) for n, block in child.named_children()]
+            result += [(f"{name}.{n}", block) for n, block in child.named_children()]
         elif any(isinstance(m, torch.nn.ModuleList) for m in child.modules()):
-            found += [(f"{name}.{n}", unit) for n, unit in units(child)]
+            result += [(f"{name}.{n}", unit) for n, unit in units(child)]
         else:
-            found.append((name, child))
-    return found
+            result.append((name, child))
+    return result

@@ -137,10 +137,10 @@ def _memory_peaks(traces: list[Trace]) -> dict[str, Quantity]:
 
 def _tokens(engine: Any, traces: list[Trace]) -> int | None:
     """Of all data-parallel ranks, each taken to have as many as this one."""
-    found = [trace.tokens for trace in traces]
-    if any(not tokens for tokens in found):
+    result = [trace.tokens for trace in traces]
+    if any(not tokens for tokens in result):
         return None
-    return int(_median(tokens for tokens in found if tokens)) * int(engine.dp_world_size)
+    return int(_median(tokens for tokens in result if tokens)) * int(engine.dp_world_size)
 
 
 def _base_bytes(traces: list[Trace], fullest: Trace, layers: Iterable[Layer]) -> int:

@@ -22,15 +22,15 @@ def alternatives(
         threads=plan.threads,
         overlap_forward=workload.zero_stage == 3,
     )
-    found = [
+    result = [
         *_stock(workload, machine, limits),
         _not_offloaded(workload, machine, limits),
         _prediction("ebbtide, all on the host", _run(workload, machine, "ebbtide", plan=host)),
     ]
     if workload.zero_stage == 3:
         waiting = _run(workload, machine, "ebbtide", plan=plan, overlap_forward=False)
-        found.append(_prediction("ebbtide, no overlap with forward", waiting))
-    return [p for p in found if p is not None]
+        result.append(_prediction("ebbtide, no overlap with forward", waiting))
+    return [p for p in result if p is not None]
 
 
 def _stock(workload: Workload, machine: Machine, limits: Limits) -> list[Prediction | None]:

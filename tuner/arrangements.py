@@ -30,13 +30,13 @@ class Arrangements:
 
     def __init__(self, workload: Workload, machine: Machine) -> None:
         mean = workload.params / len(workload.subgroups)
-        have = capacities(machine, workload.ranks_per_node)
+        rates = capacities(machine, workload.ranks_per_node)
         visit = workload.optimizer_state.visit_bytes * mean
         threads = (*machine.host_adam_by_threads, machine.cpu_cores)
         self.host_s = mean / max(machine.host_adam_rate(n) for n in threads)
-        self.home_s = workload.wire_bytes * mean / have["h2d"]
-        self.in_s, self.out_s = visit / have["h2d"], visit / have["d2h"]
-        self.both_s = 2 * visit / have["link"]
+        self.home_s = workload.wire_bytes * mean / rates["h2d"]
+        self.in_s, self.out_s = visit / rates["h2d"], visit / rates["d2h"]
+        self.both_s = 2 * visit / rates["link"]
         self.device_s = mean / machine.rate("device_adam_params_per_s")
 
     def of(self, counts: Counts, window_s: float) -> Iterator[tuple[Placement, ...]]:

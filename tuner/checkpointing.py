@@ -177,12 +177,12 @@ def with_checkpoints(
         update={
             "checkpoint": choice.saving,
             "prediction": Prediction.model_validate(prediction.model_dump()),
-            "reasons": (*plan.reasons, *_told(choice, simulation.iteration_s, failures)),
+            "reasons": (*plan.reasons, *_reasons(choice, simulation.iteration_s, failures)),
         }
     )
 
 
-def _told(choice: Choice, iteration_s: float, failures: Failures) -> Iterator[str]:
+def _reasons(choice: Choice, iteration_s: float, failures: Failures) -> Iterator[str]:
     """Sentences with figures."""
     cost, saving = choice.cost, choice.saving
     cap = saving.write_bytes_per_s
@@ -193,5 +193,5 @@ def _told(choice: Choice, iteration_s: float, failures: Failures) -> Iterator[st
         f"after {cost.persist_s:.2f} s; expected goodput {choice.goodput:.2%}"
     )
     rules = rules_of_thumb(iteration_s, cost, failures)
-    told = ", ".join(f"{name} every {steps}" for name, steps in rules.items())
-    yield f"rules of thumb at this cost: {told}"
+    listed = ", ".join(f"{name} every {steps}" for name, steps in rules.items())
+    yield f"rules of thumb at this cost: {listed}"

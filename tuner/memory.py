@@ -60,12 +60,12 @@ class Limits:
     """Bytes per rank, the margin already taken off.
 
     Attributes:
-        told: how large the margins are, and why.
+        explained: how large the margins are, and why.
     """
 
     device_bytes: int
     host_bytes: int
-    told: tuple[str, ...] = ()
+    explained: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -99,25 +99,27 @@ class Limits:
             raise ValueError(
                 f"memory_margin (--memory-margin) must lie in [0%, 100%), but got {margin:.0%}"
             )
-        have = {
+        available = {
             "device": device_memory_bytes or machine.device_memory_bytes,
             "host": host_memory_bytes or machine.host_memory_bytes // workload.ranks_per_node,
         }
-        left = {name: _margin_bytes(workload, name, size, margin) for name, size in have.items()}
-        told = [
-            f"{left_free / GIB:.2f} GiB of {have[name] / GIB:.1f} GiB of {name} memory stay free: "
-            f"{why} (--memory-margin)"
+        left = {
+            name: _margin_bytes(workload, name, size, margin) for name, size in available.items()
+        }
+        explained = [
+            f"{left_free / GIB:.2f} GiB of {available[name] / GIB:.1f} GiB of {name} memory stay "
+            f"free: {why} (--memory-margin)"
             for name, (left_free, why) in left.items()
         ]
         reserved = machine.device_reserved_bytes
         if reserved:
-            told.append(
+            explained.append(
                 f"{reserved / GIB:.2f} GiB of device memory are the CUDA context's and NCCL's"
             )
         return cls(
-            max(0, int(have["device"] - left["device"][0]) - reserved),
-            max(0, int(have["host"] - left["host"][0])),
-            tuple(told),
+            max(0, int(available["device"] - left["device"][0]) - reserved),
+            max(0, int(available["host"] - left["host"][0])),
+            tuple(explained),
         )
 
     def missing_bytes(self, peaks: Peaks) -> int:

@@ -79,9 +79,9 @@ def plan(
         search.tune(storage=study_storage)
         search.climb(CLIMB_EVALUATIONS // 3)
     chosen = _robust_choice(search, seed) if robust else search.best()
-    found = _as_plan(search, chosen, seed)
+    result = _as_plan(search, chosen, seed)
     return with_checkpoints(
-        _explained(found, search), workload, machine, limits, mtbf_s, restart_s, checkpoint_dir
+        _explained(result, search), workload, machine, limits, mtbf_s, restart_s, checkpoint_dir
     )
 
 
@@ -141,17 +141,17 @@ def _explained(made: Plan, search: Search) -> Plan:
 
     others = alternatives(search.workload, search.machine, made, search.limits)
     why = reasons(search.workload, search.machine, made, search.bound)
-    why += search.limits.told[: 1 if search.machine.unified_memory else 2]
+    why += search.limits.explained[: 1 if search.machine.unified_memory else 2]
     return made.model_copy(update={"alternatives": tuple(others), "reasons": tuple(why)})
 
 
 def _versions() -> dict[str, str]:
     from importlib import metadata
 
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for package in ("ebbtide", "torch", "deepspeed"):
         try:
-            found[package] = metadata.version(package)
+            result[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return result

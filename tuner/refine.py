@@ -57,10 +57,10 @@ def _guess(search: Search, bounds: CountBounds) -> list[Candidate]:
     passes_s = search.bound.iteration_s - search.bound.update_s
     best = search.best()
     best_s = search.score(best).iteration_s
-    found: list[Candidate] = []
+    result: list[Candidate] = []
     columns = (bounds.host, bounds.device, bounds.resident, bounds.slots, bounds.iteration_s)
     for host, device, resident, slots, bound_s in zip(*columns, strict=True):
-        if bound_s >= best_s or len(found) == MOST_COUNTS:
+        if bound_s >= best_s or len(result) == MOST_COUNTS:
             break
         counts = Counts(int(host), int(device), int(resident), int(slots))
         candidates = [
@@ -72,9 +72,9 @@ def _guess(search: Search, bounds: CountBounds) -> list[Candidate]:
             for order in arrangements.of(counts, float(bound_s) - passes_s)
             for prefetch in sorted({counts.slots, max(0, counts.slots - 1)})
         ]  # fmt: skip
-        found.append(min(candidates, key=lambda c: search.score(c).iteration_s))
-        best_s = min(best_s, search.score(found[-1]).iteration_s)
-    return found
+        result.append(min(candidates, key=lambda c: search.score(c).iteration_s))
+        best_s = min(best_s, search.score(result[-1]).iteration_s)
+    return result
 
 
 def reorder(search: Search, evaluations: int = REORDERINGS) -> None:

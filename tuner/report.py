@@ -54,8 +54,8 @@ def show_machine(machine: Machine, console: Console) -> None:
         table.add_row(name, f"{q.median / unit:.2f}", spread, label, stable, q.source)
     console.print(table)
     for ranks, shares in machine.rank_shares.items():
-        told = ", ".join(f"{name} {q.median:.2f}" for name, q in shares.items())
-        console.print(f"{ranks} ranks at once: each has of the rate alone {told}")
+        shares_text = ", ".join(f"{name} {q.median:.2f}" for name, q in shares.items())
+        console.print(f"{ranks} ranks at once: each has of the rate alone {shares_text}")
     beside = [f"{name} {q.median:.2f}" for name, q in machine.contention.items()]
     others = [f"{name} {q.median:.3g}" for name, q in machine.other_rates.items()]
     facts = [f"{name} {text}" for name, text in (machine.facts | machine.versions).items()]
@@ -115,18 +115,18 @@ def headline(plan: Plan) -> str:
     if chosen.lower_bound_s:
         gap = chosen.iteration_s / chosen.lower_bound_s - 1
         parts.append("at the optimum" if gap < AT_OPTIMUM else f"{gap:.0%} from the optimum")
-    told = ", ".join(parts) or f"{chosen.iteration_s * 1e3:.1f} ms per iteration"
+    gains = ", ".join(parts) or f"{chosen.iteration_s * 1e3:.1f} ms per iteration"
     plain = _alternative(plan, NOT_OFFLOADED)
     if plain is None or plain.iteration_s > chosen.iteration_s * (1 + WORTH):
-        return f"{told[0].upper()}{told[1:]}."
+        return f"{gains[0].upper()}{gains[1:]}."
     faster = chosen.iteration_s / plain.iteration_s
     if not plain.note:
         gain = f"{faster:.1f}x faster than" if faster > 1 + WORTH else "as fast as"
-        return f"Do not offload: it fits, and is {gain} this plan ({told})."
+        return f"Do not offload: it fits, and is {gain} this plan ({gains})."
     if faster <= 1 + WORTH:
-        return f"{told[0].upper()}{told[1:]}."
-    told = f"{told[0].upper()}{told[1:]}; not offloading would be {faster:.1f}x faster"
-    return f"{told} than this plan, but {plain.note}."
+        return f"{gains[0].upper()}{gains[1:]}."
+    gains = f"{gains[0].upper()}{gains[1:]}; not offloading would be {faster:.1f}x faster"
+    return f"{gains} than this plan, but {plain.note}."
 
 
 def _alternative(plan: Plan, names: tuple[str, ...]) -> Prediction | None:

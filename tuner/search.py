@@ -93,11 +93,11 @@ class Search:
         """Simulated once, remembered after that."""
         candidate = self.ordered(candidate)
         if candidate not in self.scores:
-            found = self._simulate(candidate)
-            if found.iteration_s < self._best_s:
-                found = replace(found, iteration_s=self._settled_s(candidate, found.iteration_s))
-                self._best_s = min(self._best_s, found.iteration_s)
-            self.scores[candidate] = found
+            result = self._simulate(candidate)
+            if result.iteration_s < self._best_s:
+                result = replace(result, iteration_s=self._settled_s(candidate, result.iteration_s))
+                self._best_s = min(self._best_s, result.iteration_s)
+            self.scores[candidate] = result
         return self.scores[candidate]
 
     def ordered(self, candidate: Candidate) -> Candidate:

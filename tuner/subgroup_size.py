@@ -23,12 +23,12 @@ def recuts(workload: Workload, sizes: Sequence[int] = SIZES) -> list[Workload]:
     Raises:
         ValueError: the workload does not know its parameters.
     """
-    found = {workload.subgroups: workload}
+    result = {workload.subgroups: workload}
     for size in sizes:
         cut = workload.recut(size)
         if len(cut.subgroups) <= MOST_SUBGROUPS:
-            found.setdefault(cut.subgroups, cut)
-    return sorted(found.values(), key=lambda w: len(w.subgroups))
+            result.setdefault(cut.subgroups, cut)
+    return sorted(result.values(), key=lambda w: len(w.subgroups))
 
 
 def best_cut(

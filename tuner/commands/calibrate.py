@@ -89,5 +89,5 @@ def _show(calibrated: Calibrated, runs: int, out: str) -> None:
     click.echo(
         f"{runs} runs: their phases are now off by {calibrated.left_pct:.1f}% (median); wrote {out}"
     )
-    for told in calibrated.contradictions:
-        click.echo(f"warning: {told}", err=True)
+    for contradiction in calibrated.contradictions:
+        click.echo(f"warning: {contradiction}", err=True)

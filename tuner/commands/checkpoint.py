@@ -54,8 +54,10 @@ def verify(folders: tuple[str, ...], tag: str | None, as_json: bool) -> None:
     for root, tier in tiers:
         tags = [tag] if tag else [str(item.tag) for item in list_checkpoints(root)]
         for name in tags:
-            told = "; ".join(str(problem) for problem in check(root, name))
-            rows.append({**tier, "tag": name, "state": f"damaged: {told}" if told else "whole"})
+            problems = "; ".join(str(problem) for problem in check(root, name))
+            rows.append(
+                {**tier, "tag": name, "state": f"damaged: {problems}" if problems else "whole"}
+            )
     _print_rows(rows, as_json)
     if any(row["state"] != "whole" for row in rows):
         sys.exit(2)

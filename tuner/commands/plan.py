@@ -80,34 +80,36 @@ def plan(
 
     needs("with --mtbf", mtbf is not None, "restart", "storage")
     check_offloading(source["ds_config"])
-    have = read_machine(machine)
+    measured = read_machine(machine)
     if storage is not None:
-        have = have.with_rates(storage_write_bytes_per_s=storage)
+        measured = measured.with_rates(storage_write_bytes_per_s=storage)
     automatic = "auto" if source["model"] else "keep"
-    work = read_workload(have, **source, beside_workload=("ds_config",) if emit_deepspeed else ())
+    work = read_workload(
+        measured, **source, beside_workload=("ds_config",) if emit_deepspeed else ()
+    )
     work, sizes = _recut(work, subgroup_size or automatic)
     options: dict[str, Any] = {
         "device_memory_bytes": gpu_memory, "host_memory_bytes": host_memory, "seed": seed,
         "robust": robust, "subgroup_sizes": sizes, "memory_margin": memory_margin,
     }  # fmt: skip
-    found = search(
-        work, have, mtbf_s=mtbf, restart_s=restart, checkpoint_dir=checkpoint_dir,
+    result = search(
+        work, measured, mtbf_s=mtbf, restart_s=restart, checkpoint_dir=checkpoint_dir,
         study_storage=study_storage, **options,
     )  # fmt: skip
     if why:
         from tuner.shadow import shadow_prices
 
-        extra = tuple(shadow_prices(work, have, found, options))
-        found = found.model_copy(update={"reasons": (*found.reasons, *extra)})
+        extra = tuple(shadow_prices(work, measured, result, options))
+        result = result.model_copy(update={"reasons": (*result.reasons, *extra)})
     with written("--output", output):
-        found.save(output)
+        result.save(output)
     if emit_deepspeed is not None:
-        _emit(emit_deepspeed, found, output, source["ds_config"], work)
+        _emit(emit_deepspeed, result, output, source["ds_config"], work)
     if as_json:
-        click.echo(found.model_dump_json(indent=2))
+        click.echo(result.model_dump_json(indent=2))
         return
     console = wide_console()
-    show_plan(found, console)
+    show_plan(result, console)
     console.print(f"written to {' and '.join(filter(None, [output, emit_deepspeed]))}")
 
 

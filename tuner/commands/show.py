@@ -16,8 +16,8 @@ def show(plan_file: str, as_json: bool) -> None:
     """Shows a plan: placement, prediction, what it beat, and why."""
     from tuner.report import show_plan, wide_console
 
-    found = read_plan(plan_file)
+    result = read_plan(plan_file)
     if as_json:
-        click.echo(found.model_dump_json(indent=2))
+        click.echo(result.model_dump_json(indent=2))
     else:
-        show_plan(found, wide_console())
+        show_plan(result, wide_console())

@@ -51,8 +51,8 @@ def simulate(
         raise BadInputError(
             f"only one of --plan and --strategy may be given, but got {plan_file} and {strategy}"
         )
-    have = read_machine(machine)
-    work = read_workload(have, **source)
+    measured = read_machine(machine)
+    work = read_workload(measured, **source)
     if plan_file is not None:
         plan = read_plan(plan_file)
         if plan.subgroups and plan.subgroups != work.subgroups and work.parameters:
@@ -60,7 +60,7 @@ def simulate(
         schedule = build_strategy("ebbtide", work, plan=plan)
     else:
         schedule = _stock(strategy, work, source["ds_config"])
-    timeline = run(schedule, have)
+    timeline = run(schedule, measured)
     if trace:
         with written("--trace", trace):
             timeline.to_perfetto(trace)

@@ -59,13 +59,13 @@ def fixed_knobs(
     Raises:
         ValueError: the two contradict each other.
     """
-    told = {
+    set_by_flags = {
         "micro_batch": flags["micro_batch"], "accumulation": flags["accumulation"],
         "zero_stage": flags["zero_stage"],
         "recompute": False if flags["keep_activations"] else None,
         "offload": "none" if flags["no_offload"] else None,
     }  # fmt: skip
-    values = {knob: value for knob, value in told.items() if value is not None}
+    values = {knob: value for knob, value in set_by_flags.items() if value is not None}
     sources = {knob: _FLAGS[knob] for knob in values}
     for knob, (key, value) in _of_config(config).items():
         if values.setdefault(knob, value) != value:
@@ -86,23 +86,23 @@ def fixed_knobs(
 def _of_config(config: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     """Knob -> (key, value) for what the config says."""
     zero = config.get("zero_optimization") or {}
-    found = {knob: (key, config.get(key)) for knob, key in _BATCHES.items()}
-    found["zero_stage"] = ("zero_optimization.stage", zero.get("stage"))
+    result = {knob: (key, config.get(key)) for knob, key in _BATCHES.items()}
+    result["zero_stage"] = ("zero_optimization.stage", zero.get("stage"))
     size = zero.get("sub_group_size")
     size = int(size) if isinstance(size, (int, float)) else size
-    found["sub_group_size"] = ("zero_optimization.sub_group_size", size)
+    result["sub_group_size"] = ("zero_optimization.sub_group_size", size)
     moved = offloading(config)
     if moved.optimizer is not None:
-        found["offload"] = ("zero_optimization.offload_optimizer.device", _OFFLOAD.get(
+        result["offload"] = ("zero_optimization.offload_optimizer.device", _OFFLOAD.get(
             (moved.optimizer, moved.parameters)
         ))  # fmt: skip
-        if found["offload"][1] is None:
+        if result["offload"][1] is None:
             raise ValueError(
                 "tune search knows state in host memory, with parameters too, and state on NVMe "
                 "with parameters in host memory, but got zero_optimization.offload_optimizer "
                 f"{moved.optimizer!r} with offload_param {moved.parameters!r} in --ds-config"
             )
-    return {knob: pair for knob, pair in found.items() if pair[1] not in (None, AUTO)}
+    return {knob: pair for knob, pair in result.items() if pair[1] not in (None, AUTO)}
 
 
 _OFFLOAD = {

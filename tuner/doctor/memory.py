@@ -52,7 +52,7 @@ def _memory_folders(root: Path) -> list[tuple[Path, str, str]]:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return []
-    found = []
+    result = []
     base = root / "sys/fs/cgroup"
     for line in lines:
         _, controllers, path = line.split(":", 2)
@@ -63,8 +63,8 @@ def _memory_folders(root: Path) -> list[tuple[Path, str, str]]:
             continue
         folder = top / path.lstrip("/")
         inside = [folder, *folder.parents]
-        found += [(f, *names) for f in inside if f == top or f.is_relative_to(top)]
-    return found
+        result += [(f, *names) for f in inside if f == top or f.is_relative_to(top)]
+    return result
 
 
 def _number(path: Path) -> int | None:

@@ -49,7 +49,7 @@ def compiler() -> list[Finding]:
     name = os.environ.get("CXX", "g++")
     path = shutil.which(name)
     header = Path(sysconfig.get_path("include")) / "Python.h"
-    found = [
+    result = [
         ok("compiler", path)
         if path
         else bad("compiler", f"{name} is not on PATH", "install g++, or set CXX to a compiler"),
@@ -59,8 +59,8 @@ def compiler() -> list[Finding]:
                  "activate the environment that ebbtide is installed in, or pip install ninja"),
     ]  # fmt: skip
     if not header.exists():
-        found.append(bad("Python.h", f"{header} does not exist", "install python3-dev"))
-    return found
+        result.append(bad("Python.h", f"{header} does not exist", "install python3-dev"))
+    return result
 
 
 def kernel() -> list[Finding]:
@@ -98,7 +98,7 @@ def shadows(path: Sequence[str]) -> list[Finding]:
     Args:
         path: folders in the order in which a script's interpreter looks into them.
     """
-    found = []
+    result = []
     for package in PACKAGES:
         spec = PathFinder.find_spec(package, [*path, str(ROOT)])
         origin = spec.origin if spec is not None else None
@@ -106,9 +106,9 @@ def shadows(path: Sequence[str]) -> list[Finding]:
             continue
         fix = f"rename {origin}, or start from another folder"
         if package in ("runtime", "simulator"):
-            found.append(bad(f"package {package}", f"{origin} hides ebbtide's", fix))
+            result.append(bad(f"package {package}", f"{origin} hides ebbtide's", fix))
         else:
-            found.append(
+            result.append(
                 slow(f"package {package}", f'{origin} hides ebbtide\'s: no plan "auto"', fix)
             )
-    return found or [ok("packages", "nothing hides ebbtide's")]
+    return result or [ok("packages", "nothing hides ebbtide's")]

@@ -89,7 +89,7 @@ def answer(request: Answer, progress: Progress) -> dict[str, Any]:
         "limits": {
             "device_bytes": limits.device_bytes,
             "host_bytes": limits.host_bytes,
-            "notes": list(limits.told),
+            "notes": list(limits.explained),
         },
         "machine": _about_machine(machine),
         "workload": _about_workload(workload),
@@ -363,7 +363,7 @@ def plan_job(request: PlanJob, progress: Progress) -> dict[str, Any]:
     quick, _ = quick_plan(workload, machine, limits)
     quick_s = simulate_fast(build_strategy("ebbtide", workload, plan=quick), machine).iteration_s
     progress(0.2, f"quick plan: {quick_s:.4g} s per iteration; searching a better one")
-    found = search(
+    result = search(
         workload,
         machine,
         seed=request.seed,
@@ -372,7 +372,7 @@ def plan_job(request: PlanJob, progress: Progress) -> dict[str, Any]:
         restart_s=request.restart_s,
         memory_margin=request.memory_margin,
     )
-    return {"plan": found.model_dump(mode="json"), "quick_iteration_s": quick_s}
+    return {"plan": result.model_dump(mode="json"), "quick_iteration_s": quick_s}
 
 
 def goodput(request: Goodput, progress: Progress) -> dict[str, Any]:  # noqa: ARG001

@@ -118,14 +118,14 @@ def create_app(service: Service) -> FastAPI:
 
 def static_files() -> dict[str, tuple[bytes, str]]:
     """The page's files by their path, read once: a request's path is never a path on the disk."""
-    found = {}
+    result = {}
     folder = files("tuner.service") / "static"
     for path in (*folder.iterdir(), *(folder / "uplot").iterdir()):
         if path.is_file():
             name = path.name if (folder / path.name).is_file() else f"uplot/{path.name}"
             suffix = path.name.rpartition(".")[2]
-            found[name] = (path.read_bytes(), _TYPES.get(suffix, "text/plain; charset=utf-8"))
-    return found
+            result[name] = (path.read_bytes(), _TYPES.get(suffix, "text/plain; charset=utf-8"))
+    return result
 
 
 def page_routes(static: dict[str, tuple[bytes, str]]) -> APIRouter:

@@ -54,12 +54,12 @@ def goodput_of(
     mtbf_s: float,
 ) -> dict[str, Any]:
     """Of the plan with ``choice``, and of what waits for its checkpoints, each at its best."""
-    found = dict(_waiting(rows, workload, machine, mtbf_s))
+    result = dict(_waiting(rows, workload, machine, mtbf_s))
     if choice is not None:
         plan_s = next(row["iteration_s"] for row in rows if row["role"] == "plan")
         steps, stall_s = choice.saving.interval_steps, choice.cost.stall_s
-        found["plan"] = _row(plan_s, steps, stall_s, choice.goodput)
-    return {"mtbf_s": mtbf_s, "restart_s": RESTART_S, "by_role": found}
+        result["plan"] = _row(plan_s, steps, stall_s, choice.goodput)
+    return {"mtbf_s": mtbf_s, "restart_s": RESTART_S, "by_role": result}
 
 
 def _waiting(

@@ -134,7 +134,7 @@ class Jobs:
         try:
             request = json.loads(self._store.request(name) or "{}")
             result = await self._pool.jobs.call(
-                KINDS[job["kind"]], request, lambda step: self._told(job, step)
+                KINDS[job["kind"]], request, lambda step: self._progressed(job, step)
             )
             state, note = "done", "done"
         except InvalidError as error:
@@ -145,7 +145,7 @@ class Jobs:
         await asyncio.to_thread(self._store.finish, name, state, note, body, is_json)
         await self._tell(name)
 
-    def _told(self, job: dict[str, Any], step: dict[str, Any]) -> None:
+    def _progressed(self, job: dict[str, Any], step: dict[str, Any]) -> None:
         """Progress is told, not stored: after a kill the job starts anew anyway."""
         live = {"share": step["share"], "note": step["note"]}
         self._progress[job["id"]] = live

@@ -16,7 +16,7 @@ from typing import Any
 from tuner.service.requests import Quota
 from tuner.service.worker import BROKEN, HEAD, INVALID, PROGRESS, TEXT
 
-Told = Callable[[dict[str, Any]], None]
+OnProgress = Callable[[dict[str, Any]], None]
 
 
 class InvalidError(ValueError):
@@ -83,7 +83,7 @@ class Worker:
         """Not killed, though a killed process may not be reaped yet."""
         return not self._killed and self._process.returncode is None
 
-    async def call(self, call: bytes, told: Told, result_bytes: int) -> Result:
+    async def call(self, call: bytes, on_progress: OnProgress, result_bytes: int) -> Result:
         """Raises:
         InvalidError: the request's fault. WorkerError: it broke, or was ended.
         """
@@ -97,7 +97,7 @@ class Worker:
         while True:
             tag, payload = await self._frame(result_bytes)
             if tag == PROGRESS:
-                told(json.loads(payload))
+                on_progress(json.loads(payload))
             elif tag == INVALID:
                 raise InvalidError(payload.decode())
             elif tag == BROKEN:
@@ -161,7 +161,9 @@ class Lane:
             finally:
                 self._free.put_nowait(worker)
 
-    async def call(self, name: str, body: Mapping[str, Any], told: Told = lambda _: None) -> Result:
+    async def call(
+        self, name: str, body: Mapping[str, Any], on_progress: OnProgress = lambda _: None
+    ) -> Result:
         """Waits for a worker, then for its result.
 
         When the caller is cancelled (a client went away, a job was stopped), so is the work,
@@ -181,7 +183,7 @@ class Lane:
             worker = await self._free.get()
         finally:
             self._waiting -= 1
-        serving = asyncio.create_task(self._serve(worker, frame, told))
+        serving = asyncio.create_task(self._serve(worker, frame, on_progress))
         try:
             return await asyncio.shield(serving)
         except asyncio.CancelledError:
@@ -192,11 +194,11 @@ class Lane:
                 await asyncio.wait([serving])
             raise
 
-    async def _serve(self, worker: Worker | None, frame: bytes, told: Told) -> Result:
+    async def _serve(self, worker: Worker | None, frame: bytes, on_progress: OnProgress) -> Result:
         """With a free worker; gives it back whatever happens."""
         try:
             worker = await self._living(worker)
-            return await self._within(worker, frame, told)
+            return await self._within(worker, frame, on_progress)
         finally:
             self._free.put_nowait(worker)
 
@@ -209,10 +211,10 @@ class Lane:
         self._all.add(worker)
         return worker
 
-    async def _within(self, worker: Worker, frame: bytes, told: Told) -> Result:
+    async def _within(self, worker: Worker, frame: bytes, on_progress: OnProgress) -> Result:
         try:
             async with asyncio.timeout(self.limit_s):
-                return await worker.call(frame, told, self._quota.result_bytes)
+                return await worker.call(frame, on_progress, self._quota.result_bytes)
         except TimeoutError:
             worker.kill()
             raise InvalidError(

@@ -167,10 +167,10 @@ def _catalogue(router: APIRouter, service: Service, names: _Names) -> None:
     @router.get("/machines/{name}")
     async def machine(name: ask.Name) -> Machine:
         """The whole machine.json."""
-        found = names.machine(name)
-        if found is None:
+        result = names.machine(name)
+        if result is None:
             raise HTTPException(404, "machine must be one that GET /api/v1/machines lists")
-        return found
+        return result
 
     @router.post("/machines", status_code=201)
     async def put_machine(machine: Machine) -> dict[str, str]:
@@ -201,8 +201,8 @@ def _catalogue(router: APIRouter, service: Service, names: _Names) -> None:
 
 
 def _answers(router: APIRouter, service: Service, names: _Names) -> None:
-    async def told(request: Request, call: str, asked: ask.Scenario, cost: int) -> Response:
-        filled = names.fill(asked)
+    async def computed(request: Request, call: str, posted: ask.Scenario, cost: int) -> Response:
+        filled = names.fill(posted)
         try:
             light = check_ops(estimated_ops(filled), cost, service.quota)
         except ValueError as error:
@@ -212,58 +212,60 @@ def _answers(router: APIRouter, service: Service, names: _Names) -> None:
         return _response(result)
 
     @router.post("/simulate")
-    async def simulate(request: Request, asked: ask.Simulate) -> Response:
+    async def simulate(request: Request, posted: ask.Simulate) -> Response:
         """One iteration under a strategy or a plan."""
-        return await told(request, "simulate", asked, 6 if asked.timeline else 1)
+        return await computed(request, "simulate", posted, 6 if posted.timeline else 1)
 
     @router.post("/answer")
-    async def answer(request: Request, asked: ask.Answer) -> Response:
+    async def answer(request: Request, posted: ask.Answer) -> Response:
         """Whether and how to offload: strategies, plan, timelines, and the answer in a sentence."""
-        cost = FULL_COST if asked.effort == "full" else 6
-        return await told(request, "answer", asked, cost + (PEERS_TRIED if asked.peers else 0))
+        cost = FULL_COST if posted.effort == "full" else 6
+        return await computed(
+            request, "answer", posted, cost + (PEERS_TRIED if posted.peers else 0)
+        )
 
     @router.post("/what-if")
-    async def what_if(request: Request, asked: ask.WhatIf) -> Response:
+    async def what_if(request: Request, posted: ask.WhatIf) -> Response:
         """A grid, as JSON or CSV; a larger one is a job."""
-        _check_cells(asked, service.quota.cells, "; post it to /api/v1/jobs/what-if instead")
-        return await told(request, "what-if", asked, asked.cells * STEPS)
+        _check_cells(posted, service.quota.cells, "; post it to /api/v1/jobs/what-if instead")
+        return await computed(request, "what-if", posted, posted.cells * STEPS)
 
     @router.post("/goodput")
-    async def goodput(asked: ask.Goodput) -> Response:
+    async def goodput(posted: ask.Goodput) -> Response:
         """The share of useful time when the job fails, and the best checkpoint interval."""
-        return _response(await service.pool.answer("goodput", asked.model_dump(), light=True))
+        return _response(await service.pool.answer("goodput", posted.model_dump(), light=True))
 
 
-def _check_cells(asked: ask.WhatIf, most: int, instead: str = "") -> None:
-    if asked.cells > most:
+def _check_cells(posted: ask.WhatIf, most: int, instead: str = "") -> None:
+    if posted.cells > most:
         raise InvalidError(
             f"changes, strategies and gpu_memory_bytes must make at most {most} points, but make "
-            f"{asked.cells}{instead}"
+            f"{posted.cells}{instead}"
         )
-    if any(not math.isfinite(v) for values in asked.changes.values() for v in values):
+    if any(not math.isfinite(v) for values in posted.changes.values() for v in values):
         raise InvalidError("changes must be finite numbers")
 
 
 def _jobs(router: APIRouter, service: Service, names: _Names) -> None:
     @router.post("/jobs/plan", status_code=201)
-    async def plan(asked: ask.PlanJob) -> JobState:
+    async def plan(posted: ask.PlanJob) -> JobState:
         """Searches the best plan in the background."""
-        return await _submit(service, names, asked, "plan")
+        return await _submit(service, names, posted, "plan")
 
     @router.post("/jobs/what-if", status_code=201)
-    async def what_if(asked: ask.WhatIfJob) -> JobState:
+    async def what_if(posted: ask.WhatIfJob) -> JobState:
         """A large grid in the background."""
-        _check_cells(asked, service.quota.job_cells)
-        return await _submit(service, names, asked, "what-if")
+        _check_cells(posted, service.quota.job_cells)
+        return await _submit(service, names, posted, "what-if")
 
     @router.post("/jobs/search", status_code=201)
-    async def search(asked: ask.SearchJob) -> JobState:
+    async def search(posted: ask.SearchJob) -> JobState:
         """Searches the configuration that trains fastest in the background."""
         try:
-            check_search(asked, service.quota)
+            check_search(posted, service.quota)
         except ValueError as error:
             raise InvalidError(str(error)) from None
-        return await _submit(service, names, asked, "search")
+        return await _submit(service, names, posted, "search")
 
     @router.get("/jobs")
     async def jobs(limit: Annotated[int, Query(ge=1, le=500)] = 100) -> dict[str, list[JobState]]:
@@ -278,8 +280,8 @@ def _jobs(router: APIRouter, service: Service, names: _Names) -> None:
     @router.get("/jobs/{job}/request")
     async def request_of(job: Id) -> dict[str, Any]:
         """What was asked."""
-        found: dict[str, Any] = json.loads(_known(service.store.request(job), "job"))
-        return found
+        results: dict[str, Any] = json.loads(_known(service.store.request(job), "job"))
+        return results
 
     @router.get("/jobs/{job}/result")
     async def result(job: Id) -> Response:
@@ -306,19 +308,19 @@ def _jobs(router: APIRouter, service: Service, names: _Names) -> None:
         return _stream(service, _all_events(service))
 
 
-async def _submit(service: Service, names: _Names, asked: ask.Scenario, kind: str) -> JobState:
-    body = _checked(names, asked, service.quota)
-    return JobState(**await service.jobs.submit(kind, body, _title(asked)))
+async def _submit(service: Service, names: _Names, posted: ask.Scenario, kind: str) -> JobState:
+    body = _checked(names, posted, service.quota)
+    return JobState(**await service.jobs.submit(kind, body, _title(posted)))
 
 
-def _title(asked: ask.Scenario) -> str:
+def _title(posted: ask.Scenario) -> str:
     """What a list calls it: what is trained, on what."""
-    trained = asked.workload if asked.model is None else asked.model
+    trained = posted.workload if posted.model is None else posted.model
     if isinstance(trained, dict):
         trained = str(trained.get("_name_or_path") or trained.get("name") or "a model")
     names = [
         source if isinstance(source, str) else getattr(source, "name", "")
-        for source in (trained, asked.machine)
+        for source in (trained, posted.machine)
     ]
     return " on ".join(names)[:160]
 
@@ -401,23 +403,23 @@ def _runs(router: APIRouter, service: Service, names: _Names) -> None:
         return await asyncio.to_thread(read_run, _known(service.store.run(run), "run"))
 
     @router.post("/trace")
-    async def trace(asked: ask.Planned) -> Response:
+    async def trace(posted: ask.Planned) -> Response:
         """Stock's and the plan's timelines for ui.perfetto.dev."""
         body = {
-            "plan": asked.plan.model_dump(mode="json"),
-            "scenario": _checked(names, asked.scenario, service.quota),
+            "plan": posted.plan.model_dump(mode="json"),
+            "scenario": _checked(names, posted.scenario, service.quota),
         }
         return _response(await service.pool.heavy.call("trace", body))
 
     @router.post(
         "/report", response_class=Response, responses={200: {"content": {"text/html": {}}}}
     )
-    async def report(asked: ask.Report) -> Response:
+    async def report(posted: ask.Report) -> Response:
         """A self-contained page about a plan and, if given, a run."""
-        run = None if asked.run is None else _known(service.store.run(asked.run), "run")
-        body = {"plan": asked.plan.model_dump(mode="json"), "run": run}
-        if asked.scenario is not None:
-            body["scenario"] = _checked(names, asked.scenario, service.quota)
+        run = None if posted.run is None else _known(service.store.run(posted.run), "run")
+        body = {"plan": posted.plan.model_dump(mode="json"), "run": run}
+        if posted.scenario is not None:
+            body["scenario"] = _checked(names, posted.scenario, service.quota)
         result = await service.pool.heavy.call("report", body)
         disposition = {"content-disposition": 'attachment; filename="report.html"'}
         return Response(result.body, media_type="text/html; charset=utf-8", headers=disposition)

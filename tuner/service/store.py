@@ -126,9 +126,9 @@ class Store:
                 "(SELECT COALESCE(MAX(number), 0) + 1 FROM jobs), ?, ?, 'queued', ?, ?)",
                 (job, kind, title, request, time.time()),
             )
-        found = self.job(job)
-        assert found is not None
-        return found
+        results = self.job(job)
+        assert results is not None
+        return results
 
     def claim(self) -> dict[str, Any] | None:
         """The oldest queued job, now running; its attempt is on disk before any work is done."""
