@@ -21,13 +21,13 @@ from runtime.checkpoint.drain import (
     Tiers,
     next_to_drain,
 )
-from runtime.checkpoint.engine import _tiers
 from runtime.checkpoint.errors import CheckpointError
 from runtime.checkpoint.files import DRAIN_POINTS, Files
 from runtime.checkpoint.inspect import list_checkpoints, prune, verify
 from runtime.checkpoint.output import Pace
 from runtime.checkpoint.restore import newest_of_tiers
 from runtime.checkpoint.retention import being_read
+from runtime.checkpoint.saving import _tiers
 from simulator import CheckpointPlan
 from tests.runtime.checkpoint.conftest import Bench, FaultyFiles, some_state
 
