@@ -21,7 +21,7 @@ from studies.bench.offload_runs import Run, RunError, read_runs, testbeds
 from studies.bench.record import write_record
 from studies.published import judging
 from studies.published.judging import CHOICES, NEAR_BEST_PCT, QUANTITIES
-from studies.published.left_out import cross_validation
+from studies.published.left_out import cross_validation, random_triples
 from studies.published.pictures import draw
 from studies.published.shipped import as_logged, calibrated, machine_of
 
@@ -38,10 +38,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         corrected = calibrated(presets, seen) if seen else {}
         before = _cross_validation_of(args.before)
         crossed = {} if args.quick or not seen else cross_validation(seen)
+        triples = random_triples(seen, args.triples) if seen and args.triples else {}
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     figures = figures_of(presets, corrected, seen, asked, crossed)
+    figures["random_triples"] = triples
     if before:
         figures["before_and_after"] = before_and_after(before, crossed)
     print_tables(figures)
@@ -59,6 +61,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--predict", required=True, metavar="CSV", help="runs to predict")
     parser.add_argument("--json", required=True, metavar="PATH", help="figures; a PNG goes beside")
     parser.add_argument("--quick", action="store_true", help="no cross-validation")
+    parser.add_argument(
+        "--triples",
+        type=int,
+        default=0,
+        metavar="N",
+        help="calibrate on so many random triples of the runs as well, and predict the others",
+    )
     parser.add_argument(
         "--before", metavar="PATH", help="figures of an earlier model, put beside these"
     )
@@ -176,6 +185,7 @@ def print_tables(figures: dict[str, Any]) -> None:
     console = Console(width=120)
     console.print(table)
     _print_pairs(console, figures)
+    _print_triples(console, figures["random_triples"])
     repeated = figures["predicted_rows_that_were_fitted"]
     if repeated:
         console.print(
@@ -200,6 +210,21 @@ def _print_pairs(console: Any, figures: dict[str, Any]) -> None:
                 f"{found['max_regret_pct']:.1f}%), within {NEAR_BEST_PCT:g}% of the best in "
                 f"{found['within_3_pct_share']:.0%} of {found['groups']} groups"
             )
+
+
+def _print_triples(console: Any, triples: Mapping[str, Any]) -> None:
+    for whence, beds in triples.items():
+        for bed, found in beds.items():
+            if found["triples"]:
+                each, pooled = found["over_triples"], found["runs_left_out"]
+                console.print(
+                    f"{bed}, {found['triples']} random triples, {whence}: iteration "
+                    f"{pooled['median_abs_pct_error']:.1f}/{pooled['p90_abs_pct_error']:.1f}%; of "
+                    f"nine triples in ten the median is at most "
+                    f"{each['median_abs_pct_error']['p90']:.1f}%, the 90th percentile "
+                    f"{each['p90_abs_pct_error']['p90']:.1f}%; "
+                    f"{found['intervals_held_pct']:.0f}% within their 80% interval"
+                )
 
 
 def _cell(found: dict[str, float] | None) -> str:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from simulator.estimates.collectives import LINK, PAIR
 from simulator.machine import DEVICE_UPDATE_BYTES, Machine, ShareName
 from simulator.quantity import Quantity, Source
+from simulator.schedules.peers import FRESH_PASSES
 
 GIB = 2**30
 # Quartiles over the median, by how a value was obtained: one run says less than many, a data sheet
@@ -28,6 +29,7 @@ _SPREAD: dict[Source, tuple[float, float]] = {
 # after reading the line that it writes to (8). One fused pass: three values both ways, the 16-bit
 # gradient and parameter (28).
 STOCK_UPDATE_BYTES, FUSED_UPDATE_BYTES = 44, 28
+_WIRE_BYTES = 2
 _TRIAD = {"DDR4": 0.8, "DDR5": 0.75, "LPDDR5X": 0.8}  # of the data sheet's, what a triad reaches
 _HBM = 0.8  # likewise of device memory
 # Of the data sheet's dense 16-bit flops, what products sustain in training: Megatron-LM (Narayanan
@@ -172,6 +174,19 @@ def preset(name: str) -> Machine:
     )  # fmt: skip
 
 
+def sheet_limits(device_name: str) -> dict[str, float]:
+    """What a device's data sheet says that no rate of it exceeds, by a `Machine`'s fields.
+
+    Empty for a device without a sheet here.
+    """
+    for sheet in SHEETS.values():
+        if sheet.device_name == device_name:
+            link = sheet.link_raw_bytes_per_s
+            return {"h2d_bytes_per_s": link, "d2h_bytes_per_s": link,
+                    "device_flops_per_s": sheet.flops}  # fmt: skip
+    return {}
+
+
 def preset_names() -> tuple[str, ...]:
     """All names, in alphabetical order."""
     return tuple(sorted(SHEETS))
@@ -232,8 +247,12 @@ def _host_rates(sheet: Sheet) -> dict[str, Quantity]:
 
 
 def _passes_bytes_per_s(rate: float) -> float:
-    """DRAM traffic of a published update, less the time of its unpinned parameter copy."""
-    return STOCK_UPDATE_BYTES / (1 / rate - 2 / _PAGEABLE)
+    """DRAM traffic of a published update, less the time of its unpinned parameter copy: one
+    core's, or what DRAM allows where the ranks leave little of it.
+    """
+    copied = FRESH_PASSES * _WIRE_BYTES
+    bound_by_core = STOCK_UPDATE_BYTES / (1 / rate - _WIRE_BYTES / _PAGEABLE)
+    return max(bound_by_core, (STOCK_UPDATE_BYTES + copied) * rate)
 
 
 def _drawn_bytes_per_s(sheet: Sheet) -> tuple[float, Source, str]:

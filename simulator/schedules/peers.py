@@ -17,6 +17,9 @@ HOST_GRADIENT_BYTES = 2 * FP32_BYTES  # `.grad` and the gradient partition buffe
 # that the update reads, downcast 8.
 STOCK_PASS_BYTES = 20
 PAGEABLE_PASSES = 3  # of DRAM: into the driver's staging buffer, out of it, and the link's own
+# Where the unpinned side was allocated for this copy: the kernel zeroes its pages first, and the
+# line that is written is fetched before.
+FRESH_PASSES = PAGEABLE_PASSES + 2
 WIDENING_BYTES = 10  # DRAM traffic: 2 read, and 4 written after the line was read
 # Of device memory, by the kernels on the reductions' stream: into the bucket (2 read, 2 written),
 # the norm in float64 (2 read, 8 written and read), widening (2 read, 4 written).
@@ -197,7 +200,7 @@ class StockLoop(TrainingLoop):
         size_bytes = elements * self.workload.grad_bytes_per_param
         moved = self.out.add(
             OpKind.GRADIENT_D2H, Lane.D2H, size_bytes, "pageable_d2h_bytes_per_s", [after],
-            dram_bytes=size_bytes * PAGEABLE_PASSES, layer=layer,
+            dram_bytes=size_bytes * FRESH_PASSES, layer=layer,
         )  # fmt: skip
         return self.out.add(
             OpKind.GRADIENT_PASS, Lane.COMPUTE, elements * FP32_BYTES, "pageable_d2h_bytes_per_s",
@@ -281,7 +284,7 @@ class StockLoop(TrainingLoop):
         return self.out.add(
             OpKind.PARAMETER_H2D, Lane.H2D_PARAMETERS, size,
             "pageable_h2d_bytes_per_s" if pageable else "h2d_bytes_per_s", waits,
-            dram_bytes=size * (PAGEABLE_PASSES if pageable else 1), subgroup=subgroup,
+            dram_bytes=size * (FRESH_PASSES if pageable else 1), subgroup=subgroup,
         )  # fmt: skip
 
     def _update_device(self, subgroup: int, waits: Sequence[int], gradient_bytes: int = 0) -> int:

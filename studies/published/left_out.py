@@ -1,13 +1,15 @@
-"""Calibrated on three runs of other campaigns, models, micro-batches: errors on those left out."""
+"""Calibrated on three runs: errors on those left out, by what is left out and by chance."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from studies.bench.offload_runs import Run, testbeds
-from studies.published.judging import Pair, by_testbed, predictions
+from studies.published.judging import Pair, by_testbed, errors, intervals, predictions
 from studies.published.shipped import calibrated, machine_of
 
 FOLDS: dict[str, Callable[[Run], Hashable]] = {
@@ -41,3 +43,60 @@ def _left_out(runs: Sequence[Run], key: Callable[[Run], Hashable]) -> dict[str, 
             pairs += judged
             folds[f"{name} {value}"] = by_testbed(judged)[name]
     return {"all": by_testbed(pairs), "folds": folds}
+
+
+FROM = ("same campaign", "other campaigns", "anywhere")
+LEAST_ROWS = 6  # of a campaign that triples predict: as many left out as were calibrated on
+JUDGED_INTERVALS = 6  # of each triple's runs left out: an interval takes twenty simulations
+
+
+def random_triples(runs: Sequence[Run], count: int) -> dict[str, Any]:
+    """What ``count`` random triples predict of the iterations they leave out, by where they are
+    from: of the campaign that they predict, of others, or from anywhere.
+    """
+    return {
+        whence: {name: _over_triples(runs, name, whence, count) for name in testbeds(runs)}
+        for whence in FROM
+    }
+
+
+def _over_triples(runs: Sequence[Run], testbed: str, whence: str, count: int) -> dict[str, Any]:
+    own = [run for run in runs if run.testbed == testbed and len(run.measured) > 1]
+    pairs: list[Pair] = []
+    each: list[dict[str, float]] = []
+    held: list[float] = []
+    rng = random.Random(f"{testbed} {whence}")
+    for picked, left in _triples(own, whence, count, rng):
+        machines = {testbed: calibrated({testbed: machine_of(testbed)}, picked)[testbed].machine}
+        judged = predictions(machines, left, picked)
+        pairs += judged
+        each.append(errors(judged)["iteration"])
+        some = rng.sample(left, min(JUDGED_INTERVALS, len(left)))
+        held.append(intervals(machines, some, picked)[testbed]["held_pct"])
+    if not each:
+        return {"triples": 0}
+    spread = {
+        name: dict(zip(("p10", "median", "p90"), np.percentile([e[name] for e in each],
+                                                               (10, 50, 90)).tolist(), strict=True))
+        for name in ("median_abs_pct_error", "p90_abs_pct_error")
+    }  # fmt: skip
+    return {"triples": len(each), "runs_left_out": errors(pairs)["iteration"],
+            "over_triples": spread, "intervals_held_pct": float(np.mean(held))}  # fmt: skip
+
+
+def _triples(
+    runs: Sequence[Run], whence: str, count: int, rng: random.Random
+) -> Iterator[tuple[list[Run], list[Run]]]:
+    """Three runs to calibrate on, and those that they predict."""
+    campaigns = [f for f in sorted({run.family for run in runs})
+                 if sum(run.family == f for run in runs) >= LEAST_ROWS]  # fmt: skip
+    for _ in range(count):
+        chosen = rng.choice(campaigns) if campaigns else None
+        inside = [run for run in runs if run.family == chosen]
+        outside = [run for run in runs if run.family != chosen]
+        pool = {FROM[0]: inside, FROM[1]: outside, FROM[2]: list(runs)}[whence]
+        if len(pool) < RUNS:
+            return
+        picked = rng.sample(pool, RUNS)
+        predicted = runs if whence == FROM[2] else inside
+        yield picked, [run for run in predicted if all(run is not one for one in picked)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +27,14 @@ PRESETS = {"a100": "a100-node", "h100x4": "h100-node"}
 MEMORY_REPORTS, COLLECT_S = 6, 0.07
 COLUMNS = {"forward": "fwd_ms", "backward": "bwd_ms", "step": "step_ms", "iteration": "iter_ms"}
 HARNESS_S = MEMORY_REPORTS * COLLECT_S
+# Of these `workload_from_model` makes layers' times. A calibration turns other rates as well, for
+# which a schedule need not be built again.
+LAYER_RATES = (
+    "device_flops_per_s", "device_memory_bytes_per_s", "layer_issue_s", "loop_s",
+    "h2d_bytes_per_s", "d2h_bytes_per_s",
+)  # fmt: skip
+KEPT_SCHEDULES = 5000
+_schedules: dict[Hashable, Schedule] = {}
 # Whether gradients were copied asynchronously, of campaigns whose logs do not say it because the
 # flag did not exist yet: the fork's build of 2024-03-25 blocks, that of 03-28 does not
 # (DataStates/DeepSpeed, commits fa8c1df2 and 8074cd62). It is read off the backward of the runs in
@@ -67,6 +75,16 @@ def schedule_of(run: Run, machine: Machine) -> Schedule:
     """One iteration of what ran; a log that does not say how gradients flow is of an older build:
     that of its campaign (BUILDS), else the one that blocks (reference of the data set).
     """
+    rates = (getattr(machine, name) for name in LAYER_RATES)
+    key = (run, machine.name, *(rate and rate.median for rate in rates))
+    if key not in _schedules:
+        if len(_schedules) >= KEPT_SCHEDULES:
+            _schedules.clear()
+        _schedules[key] = _schedule_of(run, machine)
+    return _schedules[key]
+
+
+def _schedule_of(run: Run, machine: Machine) -> Schedule:
     work = workload_of(run, machine)
     options: dict[str, Any] = {"iterations": 1, "ratio": run.offload_ratio, "counts_host": True}
     if run.prefetch and run.stride >= 2:

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from simulator import preset
 from studies import published_runs
 from studies.bench.offload_runs import RunError, family_of, model_of, read_runs
-from studies.published import judging
+from studies.published import judging, left_out
 from studies.published.left_out import cross_validation
 from studies.published.shipped import (
     as_logged,
@@ -308,3 +309,21 @@ def test_figures_that_are_none_are_refused_as_before(tmp_path, capsys):
     arguments = ["--predict", str(CSV), "--json", str(tmp_path / "x")]
     assert published_runs.main([*arguments, "--before", str(tmp_path / "b.json")]) == 2
     assert "--before must be figures" in capsys.readouterr().err
+
+
+def test_random_triples_never_predict_what_they_were_calibrated_on():
+    runs = [run for run in read_runs(CSV) if run.testbed == "h100x4"]
+    rng = random.Random(1)
+    for whence in left_out.FROM:
+        for picked, left in left_out._triples(runs, whence, 5, rng):
+            families = {run.family for run in left}
+            assert len(picked) == 3
+            assert not any(run is one for run in left for one in picked)
+            if whence == "same campaign":
+                assert {run.family for run in picked} == families
+            elif whence == "other campaigns":
+                assert not {run.family for run in picked} & families
+    (found,) = left_out.random_triples(runs, 1)["same campaign"].values()
+    assert found["triples"] == 1
+    assert found["runs_left_out"]["n"] == 6  # of nine
+    assert 0 <= found["intervals_held_pct"] <= 100

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from simulator import Machine, Quantity, build_strategy, preset, workload_from_model
+from simulator.estimates.presets import SHEETS, STOCK_UPDATE_BYTES
 from tests.tuner.test_cli import run
 from tuner.calibration import (
     CalibrationError,
@@ -103,11 +104,34 @@ def test_runs_without_a_phase_are_refused(measured):
         calibrate(preset("h100-node"), [])
 
 
-def test_a_share_of_dram_never_exceeds_the_whole():
-    machine = preset("a100-node")
+@pytest.mark.parametrize("name", ["a100-node", "h100-node"])
+def test_no_rate_is_calibrated_beyond_its_physical_limit(name):
+    machine = preset(name)
     knobs = knobs_of(machine)
-    wide = turned(machine, knobs, np.full(len(knobs), 5.0))
-    assert wide.rank_share("dram", 4) == pytest.approx(1.0)
+    fast = turned(machine, knobs, np.full(len(knobs), 5.0))
+    assert fast.rank_share("dram", 4) == pytest.approx(1 / 4)  # together they have the whole
+    sheet = SHEETS[name]
+    assert fast.device_flops_per_s.median == pytest.approx(sheet.flops)
+    for field in ("h2d_bytes_per_s", "pageable_d2h_bytes_per_s"):
+        assert fast.rate(field) == pytest.approx(sheet.link_raw_bytes_per_s)
+    drawn = fast.rate("stock_host_adam_params_per_s") * STOCK_UPDATE_BYTES
+    assert drawn == pytest.approx(fast.rate("dram_bytes_per_s"))
+
+
+def test_a_rate_that_is_above_its_limit_already_stays():
+    machine = preset("a100-node").with_rates(dram_bytes_per_s=5e10)
+    knobs = knobs_of(machine)
+    fast = turned(machine, knobs, np.full(len(knobs), 1.0))
+    assert fast.host_adam_params_per_s.median == machine.host_adam_params_per_s.median
+
+
+def test_what_runs_tell_in_part_moves_a_rate_in_part():
+    """One run does not settle what a whole campaign would, but says more than nothing."""
+    machine = preset("h100-node")
+    seen = observed(machine, 1, factors={"step": 1.15})
+    corrected = calibrate(machine, [seen]).machine
+    before, after = (predicted_s(seen.build(m), m)["step"] for m in (machine, corrected))
+    assert 0.25 < math.log(after / before) / math.log(1.15) < 1.0
 
 
 def test_the_interval_is_as_wide_as_the_rates_that_bind():
