@@ -3,10 +3,11 @@
     python -m studies.run_memory --json run_memory.json
 
 Where pages are locked, a buffer cannot be kept: its bytes are copied to new memory, so that old and
-new are there at once. Without a GPU a device that copies in the same way stands for one. A peak is
-what the session holds after it, plus how much higher the resident set was meanwhile; it counts what
-moved to the emulated device, which is host memory too. ZeRO-1 and 2 keep DeepSpeed's flat buffers:
-what a plan keeps on the device takes room on both sides.
+new are there at once. Without a GPU a device that copies in the same way stands for one, with
+memory of its own, as a GPU's is: all of it is resident before anything is measured. A peak is what
+the session holds in host memory after it, plus how much higher the resident set was meanwhile;
+`*_device_bytes_per_param` is what it has put on the device by then. ZeRO-1 and 2 keep DeepSpeed's
+flat buffers: what a plan keeps on the device takes room on both sides.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -28,6 +29,7 @@ from rich.console import Console
 import runtime
 from runtime.devices.base import Device
 from runtime.devices.emulated import EmulatedDevice
+from runtime.execution.session import Session
 from runtime.replan.auto import WATCHED_STEPS
 from runtime.replan.switch import switch_plan
 from runtime.zero.cuts import subgroups_of
@@ -39,14 +41,39 @@ from studies.byte_gpt import SIZES, Batches, ByteGPT, ds_config, train_step
 
 HOST: tuple[Placement, ...] = ("host",)
 MIX: tuple[Placement, ...] = ("host", "device", "resident")
+DEVICE_BYTES_PER_PARAM = 24  # of the device that stands for a GPU: enough for two plans
+
+
+class Peak(NamedTuple):
+    """The most host memory of a block, and what lies on the device at its end."""
+
+    host_bytes: int
+    device_bytes: int
 
 
 class PageLocking(EmulatedDevice):
-    """Its host buffers lie on pages of their own, as page-locked ones do: nothing is kept."""
+    """Its host buffers lie on pages of their own, as page-locked ones do: nothing is kept.
 
-    def __init__(self) -> None:
+    Its own memory is touched as it is made, and never given back: the resident set does not move
+    with what goes there.
+
+    Attributes:
+        used_bytes: of its memory.
+    """
+
+    def __init__(self, memory_bytes: int) -> None:
         super().__init__()
         self._pages: set[int] = set()
+        self._memory = torch.frombuffer(mmap.mmap(-1, memory_bytes), dtype=torch.uint8).fill_(1)
+        self.used_bytes = 0
+
+    def device_empty(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        begin = -(-self.used_bytes // 256) * 256
+        end = begin + elements * dtype.itemsize
+        if end > self._memory.numel():
+            raise torch.OutOfMemoryError(f"{end} bytes of {self._memory.numel()}")
+        self.used_bytes = end
+        return self._memory[begin:end].view(dtype)
 
     def host_empty(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
         if not elements:
@@ -92,19 +119,25 @@ def measure(size: str, subgroup: int) -> dict[str, Any]:
     peaks["auto"] = _automatic(size, subgroup)
     _, below = _by_hand(size, subgroup, 2)
     peaks |= {f"stage2_{name}": peak for name, peak in below.items()}
-    figures: dict[str, Any] = {"device_kind": _device().name, "params": params}
-    return figures | {f"{name}_peak_bytes_per_param": round(p, 2) for name, p in peaks.items()}
+    kind = "cuda" if torch.cuda.is_available() else PageLocking.name
+    figures: dict[str, Any] = {"device_kind": kind, "params": params}
+    for name, peak in peaks.items():
+        figures[f"{name}_peak_bytes_per_param"] = round(peak.host_bytes / params, 2)
+    for name, peak in peaks.items():
+        figures[f"{name}_device_bytes_per_param"] = round(peak.device_bytes / params, 2)
+    return figures
 
 
-def _by_hand(size: str, subgroup: int, stage: int) -> tuple[int, dict[str, float]]:
+def _by_hand(size: str, subgroup: int, stage: int) -> tuple[int, dict[str, Peak]]:
     """Parameters, and the peaks of attach, of re-plans there and back, and of a resume."""
-    peaks: dict[str, float] = {}
+    peaks: dict[str, Peak] = {}
     batches = Batches(1, 32)
     engine = _engine(size, ds_config(1, subgroup, stage=stage))
     sizes = list(subgroups_of(engine.optimizer, subgroup))
     host, mix = _plan(subgroup, sizes, HOST), _plan(subgroup, sizes, MIX)
+    device = _device(sum(sizes))
     with _peak(engine, peaks, "attach"):
-        runtime.attach(engine, host, device=_device())
+        runtime.attach(engine, host, device=device)
     train_step(engine, batches.at(0, engine.device))
     engine.optimizer.wait()
     with _peak(engine, peaks, "replan"):
@@ -117,17 +150,18 @@ def _by_hand(size: str, subgroup: int, stage: int) -> tuple[int, dict[str, float
         with _peak(engine, peaks, "resume"):
             engine.load_checkpoint(folder)
     engine.destroy()
-    peaks["replan"] = max(peaks["replan"], peaks.pop("replan_back"))
+    peaks["replan"] = _highest(peaks["replan"], peaks.pop("replan_back"))
     return sum(sizes), peaks
 
 
-def _automatic(size: str, subgroup: int) -> float:
+def _automatic(size: str, subgroup: int) -> Peak:
     """The peak of ``plan="auto"``: when it attaches, or when it has planned."""
-    peaks: dict[str, float] = {}
+    peaks: dict[str, Peak] = {}
     batches = Batches(1, 32)
     engine = _engine(size, ds_config(1, subgroup))
+    device = _device(SIZES[size].params)
     with _peak(engine, peaks, "attach"):
-        runtime.attach(engine, "auto", device=_device(), machine=_machine())
+        runtime.attach(engine, "auto", device=device, machine=_machine())
     for number in range(WATCHED_STEPS - 1):
         train_step(engine, batches.at(number, engine.device))
     engine.optimizer.wait()
@@ -137,15 +171,19 @@ def _automatic(size: str, subgroup: int) -> float:
         engine.step()
         engine.optimizer.wait()
     engine.destroy()
-    return max(peaks.values())
+    return _highest(*peaks.values())
 
 
-def _device() -> Device:
+def _highest(*peaks: Peak) -> Peak:
+    return Peak(max(p.host_bytes for p in peaks), max(p.device_bytes for p in peaks))
+
+
+def _device(params: int) -> Device:
     if torch.cuda.is_available():
         from runtime.devices.cuda import CudaDevice
 
         return CudaDevice()
-    return PageLocking()
+    return PageLocking(DEVICE_BYTES_PER_PARAM * params)
 
 
 def _engine(size: str, config: dict[str, Any]) -> Any:
@@ -171,22 +209,24 @@ def _machine() -> Machine:
 
 
 @contextmanager
-def _peak(engine: Any, peaks: dict[str, float], name: str) -> Iterator[None]:
-    """Notes the highest resident set of the block, in bytes of the session per parameter."""
+def _peak(engine: Any, peaks: dict[str, Peak], name: str) -> Iterator[None]:
+    """Notes the highest resident set of the block: what it has above the session's own memory."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # forgets the high-water mark so far
     yield
     highest = _status_bytes("VmHWM")
     gc.collect()
     session = engine.optimizer._ebbtide
+    held = session.host_bytes() + highest - _status_bytes("VmRSS")
+    peaks[name] = Peak(held, _device_bytes(session))
+
+
+def _device_bytes(session: Session) -> int:
+    """Of device memory: resident state, gradients, staging."""
     states = session.executor.states
-    held = session.host_bytes()
-    if session.device.name != "cuda":  # the emulated device's memory is resident too
-        held += sum(t.nbytes for s in states if s.placement == "resident" for t in s.state)
-        held += sum(s.gradient.nbytes for s in states if s.placement != "host")
-        held += sum(slot.parts.nbytes for slot in session.executor.slots)
-    params = sum(state.elements for state in states)
-    peaks[name] = (held + highest - _status_bytes("VmRSS")) / params
+    resident = sum(t.nbytes for s in states if s.placement == "resident" for t in s.state)
+    gradients = sum(s.gradient.nbytes for s in states if s.placement != "host")
+    return resident + gradients + sum(slot.parts.nbytes for slot in session.executor.slots)
 
 
 def _status_bytes(key: str) -> int:

@@ -335,8 +335,8 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._files.rename(temporary, target)
 
     def load(self, path: str, map_location: Any = None) -> Any:  # noqa: ARG002 - always to the host
-        """The file's content, on the host; state goes straight into the live buffers."""
-        return load_file(path, self._loading.into if path.endswith("optim_states.pt") else None)
+        """The file's content; what can goes straight to where it is live."""
+        return load_file(path, self._loading.into)
 
     def commit(self, info: CheckpointCommitInfo) -> bool:  # noqa: ARG002
         """The background commits; see `wait`."""

@@ -56,8 +56,8 @@ def load_file(
     """What ``torch.load(path, map_location="cpu", weights_only=True)`` returns.
 
     Args:
-        into: by path in the file's tree (see `tree.tensors_of`): host tensors to read into;
-            they are returned in the tree, so that no second copy of them exists in memory.
+        into: by path in the file's tree (see `tree.tensors_of`): tensors to read into; they are
+            returned in the tree, so that no second copy of them exists in host memory.
         readers: threads that read at once.
 
     Raises:
@@ -142,26 +142,27 @@ class _Reader:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._storages: dict[int, torch.UntypedStorage] = {}  # by file offset
-        self._chunks: list[tuple[int, int, int]] = []  # (address, file offset, bytes)
+        self._chunks: list[tuple[torch.Tensor, int]] = []  # bytes to fill, file offset
 
     def tensor(self, fake: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
         storage: Any = fake.untyped_storage()
         offset: int = storage._checkpoint_offset
         if _fits(fake, target) and offset not in self._storages:
             assert target is not None
-            self._plan(target.data_ptr(), offset, storage.nbytes())
+            self._plan(target.detach().view(-1).view(torch.uint8), offset)
             return target
         if offset not in self._storages:
             held = torch.UntypedStorage(storage.nbytes())
             self._storages[offset] = held
-            self._plan(held.data_ptr(), offset, storage.nbytes())
+            self._plan(torch.empty(0, dtype=torch.uint8).set_(held), offset)
         made = torch.empty(0, dtype=fake.dtype)
         made.set_(self._storages[offset], fake.storage_offset(), fake.shape, fake.stride())
         return made
 
-    def _plan(self, address: int, offset: int, size: int) -> None:
-        for start in range(0, size, CHUNK_BYTES):
-            self._chunks.append((address + start, offset + start, min(CHUNK_BYTES, size - start)))
+    def _plan(self, to: torch.Tensor, offset: int) -> None:
+        for part in to.split(CHUNK_BYTES) if to.numel() else ():
+            self._chunks.append((part, offset))
+            offset += part.numel()
 
     def read(self, readers: int) -> None:
         descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
@@ -172,8 +173,13 @@ class _Reader:
             os.close(descriptor)
 
 
-def _read_chunk(descriptor: int, address: int, offset: int, size: int) -> None:
-    view = memoryview(memory_at(address, size)).cast("B")
+def _read_chunk(descriptor: int, to: torch.Tensor, offset: int) -> None:
+    if not on_host(to):
+        passing = torch.empty(to.numel(), dtype=torch.uint8)
+        _read_chunk(descriptor, passing, offset)
+        to.copy_(passing)
+        return
+    view = memoryview(memory_at(to.data_ptr(), to.numel())).cast("B")
     while len(view):
         count = os.preadv(descriptor, [view], offset)
         if count == 0:
@@ -181,10 +187,14 @@ def _read_chunk(descriptor: int, address: int, offset: int, size: int) -> None:
         view, offset = view[count:], offset + count
 
 
+def on_host(tensor: torch.Tensor) -> bool:
+    """Whether a file can be read straight into it."""
+    return tensor.device.type == "cpu"
+
+
 def _fits(fake: torch.Tensor, target: torch.Tensor | None) -> bool:
     return (
         target is not None
-        and target.device.type == "cpu"
         and target.is_contiguous()
         and fake.is_contiguous()
         and target.dtype == fake.dtype

@@ -1,0 +1,83 @@
+"""A load reads straight to where state and weights live, where nobody would notice."""
+
+import pytest
+import torch
+
+from runtime.checkpoint import safe_load
+from runtime.checkpoint.loading import weights_in_place
+from studies.bench.bits import state_of
+from studies.byte_gpt import SIZES, ByteGPT
+from tests.runtime.contract.training import DEVICES, attached, start, train
+
+MIX = ["host", "device", "resident"]
+
+
+@pytest.mark.usefixtures("only_rank")
+def test_weights_below_zero_3_are_read_in_place_and_a_custom_loader_gets_its_own(tmp_path):
+    engine = attached(start(stage=2), MIX, list(DEVICES)[-1])
+    train(engine, 2)
+    saved = {name: tensor.clone() for name, tensor in state_of(engine).items()}
+    weights = {name: tensor.clone() for name, tensor in engine.module.state_dict().items()}
+    engine.save_checkpoint(tmp_path)
+    train(engine, 2, first=2)
+    engine.load_checkpoint(tmp_path)
+    assert all(torch.equal(t, saved[name]) for name, t in state_of(engine).items())
+    live = engine.module.state_dict()
+    assert all(torch.equal(t, weights[name]) for name, t in live.items())
+    addresses = {t.data_ptr() for t in live.values()}
+    assert {t.data_ptr() for t in weights_in_place(engine).values()} == addresses
+    given = []
+    engine.load_checkpoint(tmp_path, custom_load_fn=lambda src, dst: given.append(src))
+    assert not addresses & {t.data_ptr() for t in given[0].values()}
+    engine.destroy()
+
+
+class Engine:
+    """What `weights_in_place` asks."""
+
+    mp_world_size = 1
+
+    def __init__(self, module, *, partitioned=False):
+        self.module = module
+        self._partitioned = partitioned
+
+    def zero_optimization_partition_weights(self):
+        return self._partitioned
+
+
+class Merging(torch.nn.Linear):
+    def _load_from_state_dict(self, state, prefix, *args):
+        state[f"{prefix}weight"] = state[f"{prefix}weight"].t()
+        super()._load_from_state_dict(state, prefix, *args)
+
+
+def hooked(register):
+    model = ByteGPT(SIZES["tiny"])
+    getattr(model, register)(lambda *_: None)
+    return Engine(model)
+
+
+def test_who_looks_at_the_weights_on_their_way_gets_copies():
+    assert set(weights_in_place(Engine(ByteGPT(SIZES["tiny"])))) == {
+        ("module", name) for name in ByteGPT(SIZES["tiny"]).state_dict()
+    }
+    assert weights_in_place(Engine(torch.nn.BatchNorm1d(4))), "torch's own look at versions only"
+    assert not weights_in_place(Engine(ByteGPT(SIZES["tiny"]), partitioned=True))
+    assert not weights_in_place(Engine(torch.nn.Sequential(Merging(4, 4))))
+    for register in ("register_load_state_dict_pre_hook", "register_state_dict_post_hook"):
+        assert not weights_in_place(hooked(register)), register
+
+
+def test_what_is_not_host_memory_is_filled_through_some(tmp_path, monkeypatch):
+    monkeypatch.setattr(safe_load, "CHUNK_BYTES", 1000)
+    target = torch.zeros(7, 500, dtype=torch.bfloat16)
+    there = target.untyped_storage().data_ptr()
+    monkeypatch.setattr(
+        safe_load, "on_host", lambda t: t.untyped_storage().data_ptr() != there
+    )  # fmt: skip
+    tree = {"module": {"w": torch.randn(7, 500).bfloat16(), "step": torch.tensor(3)}}
+    torch.save(tree, tmp_path / "file.pt")
+    found = safe_load.load_file(tmp_path / "file.pt", {("module", "w"): target})
+    assert found["module"]["w"] is target
+    assert torch.equal(target, tree["module"]["w"])
+    assert found["module"]["step"] == 3

@@ -1,0 +1,50 @@
+"""While a plan is attached, changed or resumed, no more than one subgroup is there twice."""
+
+import contextlib
+import gc
+
+import pytest
+
+import runtime
+from runtime.replan.switch import switch_plan
+from studies.byte_gpt import ByteGPT, ByteGPTConfig
+from studies.run_memory import DEVICE_BYTES_PER_PARAM, PageLocking
+from tests.runtime.contract.training import plan_for, start, train
+from tests.runtime.held_bytes import HeldBytes
+
+pytestmark = pytest.mark.usefixtures("only_rank")
+MODEL = ByteGPTConfig(layers=10, hidden=64, heads=2, sequence=32)  # no tensor above 3% of it
+MOST_BYTES_PER_PARAM = 16
+GIVEN_BYTES = 14  # master, moments, 16-bit gradient
+
+
+@contextlib.contextmanager
+def held(engine, peaks, name):
+    gc.collect()
+    with HeldBytes() as counted:
+        yield
+    gc.collect()
+    peaks[name] = counted.peak - counted.now() + engine.optimizer._ebbtide.host_bytes()
+
+
+@pytest.mark.parametrize("stage", [3, 2])
+def test_no_more_than_one_subgroup_is_there_twice(stage, tmp_path):
+    engine, peaks = start(ByteGPT(MODEL), stage=stage), {}
+    host, mix = plan_for(engine, ["host"]), plan_for(engine, ["host", "device", "resident"])
+    device = PageLocking(DEVICE_BYTES_PER_PARAM * MODEL.params)
+    with held(engine, peaks, "attach"):
+        runtime.attach(engine, host, device=device)
+    train(engine, 1)
+    engine.optimizer.wait()
+    with held(engine, peaks, "replan"):
+        switch_plan(engine, mix)
+    assert device.used_bytes > MODEL.params, "the mix has put nothing on the device"
+    with held(engine, peaks, "replan back"):
+        switch_plan(engine, host)
+    engine.save_checkpoint(tmp_path)
+    engine.checkpoint_engine.wait()
+    with held(engine, peaks, "resume"):
+        engine.load_checkpoint(tmp_path)
+    engine.destroy()
+    per_param = {name: peak / MODEL.params for name, peak in peaks.items()}
+    assert all(GIVEN_BYTES <= p <= MOST_BYTES_PER_PARAM for p in per_param.values()), per_param
