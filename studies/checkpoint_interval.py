@@ -14,11 +14,9 @@ import argparse
 import itertools
 import json
 import math
-import random
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +27,8 @@ import numpy as np
 
 from simulator import Machine, Plan, Workload
 from simulator.analysis.checkpoint_cost import CheckpointCost, CheckpointSimulation
-from simulator.analysis.goodput import expected_goodput
 from studies.bench.record import write_record
+from studies.checkpoints.interval_pictures import draw, print_table
 from studies.checkpoints.interval_run import (
     Child,
     Training,
@@ -41,6 +39,7 @@ from studies.checkpoints.interval_run import (
     under,
     warm_up,
 )
+from studies.checkpoints.kills import campaign, compare, failure_gaps, goodput_at, with_speed
 from tuner.checkpointing import Choice, Failures, best_checkpointing, rules_of_thumb
 
 CYCLE = 8  # steps between the checkpoints whose cost is measured
@@ -120,17 +119,6 @@ def as_fast_as_measured(
 # -- predicted ---------------------------------------------------------------------------------
 
 
-def goodput_at(
-    steps: int, iteration_s: float, cost: CheckpointCost, failures: Failures, busy: str = "wait"
-) -> float:
-    """Expected in the long run, also where the next checkpoint has to wait for the last one."""
-    every, paid = cost.at_interval(steps, iteration_s, busy)
-    return expected_goodput(
-        iteration_s, paid.stall_s, paid.interference_s, every, failures.mtbf_s, failures.restart_s,
-        paid.persist_s,
-    )  # fmt: skip
-
-
 def predict(simulation: CheckpointSimulation, choice: Choice, failures: Failures) -> dict[str, Any]:
     """The curve, and the rules on it."""
     iteration_s, cost = simulation.iteration_s, choice.cost
@@ -151,105 +139,6 @@ def predict(simulation: CheckpointSimulation, choice: Choice, failures: Failures
             name: {"interval_steps": k, "goodput": goodput_at(k, iteration_s, cost, failures)}
             for name, k in marks.items()
         },
-    }  # fmt: skip
-
-
-def useful_steps(
-    gap_s: float, steps: int, iteration_s: float, restart_s: float, cost: CheckpointCost
-) -> int:
-    """Committed between two failures that lie so far apart, as predicted."""
-    every, paid = cost.at_interval(steps, iteration_s, "wait")
-    interval_s = every * iteration_s + paid.stall_s + paid.interference_s
-    return every * max(0, math.floor((gap_s - restart_s - paid.persist_s) / interval_s))
-
-
-# -- measured ----------------------------------------------------------------------------------
-
-
-def failure_gaps(mtbf_s: float, count: int, seed: int) -> list[float]:
-    """Exponential, one from each of ``count`` equal parts of the distribution, in random order.
-
-    All intervals get the same failures.
-    """
-    gaps = [-mtbf_s * math.log(1 - (i + 0.5) / count) for i in range(count)]
-    random.Random(seed).shuffle(gaps)
-    return gaps
-
-
-def campaign(
-    training: Training, plan: Plan, intervals: Sequence[int], gaps_s: Sequence[float], folder: Path
-) -> list[dict[str, Any]]:
-    """Trains with a checkpoint every so many steps, killed behind each gap.
-
-    The intervals take turns, failure by failure: what neighbours do to the machine meets them all.
-    """
-    failures: dict[int, list[dict[str, Any]]] = {steps: [] for steps in intervals}
-    for number, gap_s in enumerate(gaps_s):
-        for steps, rows in failures.items():
-            home = folder / f"every{steps}"
-            home.mkdir(exist_ok=True)
-            notes, saving = home / f"notes{number}", under(plan, steps, home / "ck")
-            begin = time.monotonic()
-            child = Child(lambda n=notes, p=saving: train(training, p, n), folder / "log")  # type: ignore[misc]
-            time.sleep(max(0.0, gap_s - (time.monotonic() - begin)))
-            child.kill()
-            rows.append({"gap_s": time.monotonic() - begin, **_progress(notes, steps)})
-        print(f"failure {number + 1} of {len(gaps_s)}", flush=True)
-    return [
-        {"interval_steps": steps, "kills": len(rows), "failures": rows,
-         "useful_steps": _committed(folder / f"every{steps}" / "ck")}
-        for steps, rows in failures.items()
-    ]  # fmt: skip
-
-
-def _committed(folder: Path) -> int:
-    """The step of the newest checkpoint that verifies: what a restart would go on from."""
-    from runtime.checkpoint.inspect import verify
-    from runtime.checkpoint.restore import newest_valid
-
-    if not folder.is_dir():
-        return 0
-    tag = newest_valid(folder, lambda name: verify(folder, name)).tag
-    return int(tag.removeprefix("global_step")) if tag else 0
-
-
-def _progress(notes: Path, interval_steps: int) -> dict[str, Any]:
-    started, steps = read_notes(notes, "start"), read_notes(notes, "step")
-    # The second half of an interval has no checkpoint beside it; the first steps warm up.
-    quiet = [s for n, s in steps[2:] if 2 * (n % interval_steps) > interval_steps]
-    return {
-        "resumed_step": int(started[0][0]) if started else None,
-        "restart_s": started[0][1] if started else None,
-        "reached_step": int(steps[-1][0]) if steps else None,
-        "quiet_s": quiet,
-    }
-
-
-def with_speed(rows: list[dict[str, Any]], usual_s: float) -> list[dict[str, Any]]:
-    """Adds to each failure what an iteration took around then, on any interval's turn."""
-    for turn in zip(*(row["failures"] for row in rows), strict=True):
-        quiet = [s for failure in turn for s in failure["quiet_s"]]
-        for failure in turn:
-            del failure["quiet_s"]
-            failure["iteration_s"] = median(quiet) if len(quiet) >= CYCLE else usual_s
-    return rows
-
-
-def compare(row: dict[str, Any], restart_s: float, cost: CheckpointCost) -> dict[str, Any]:
-    """Goodput as measured, and as predicted for just these failures.
-
-    Time counts in iterations of that moment: neighbours make this machine faster and slower.
-    """
-    steps, failures = row["interval_steps"], row["failures"]
-    expected = sum(
-        useful_steps(f["gap_s"], steps, f["iteration_s"], restart_s, cost) for f in failures
-    )
-    iterations = sum(f["gap_s"] / f["iteration_s"] for f in failures)
-    wall_s = sum(f["gap_s"] for f in failures)
-    return {
-        **row, "wall_s": wall_s, "useful_steps_per_s": row["useful_steps"] / wall_s,
-        "goodput": row["useful_steps"] / iterations,
-        "predicted_goodput_same_failures": expected / iterations,
     }  # fmt: skip
 
 
@@ -361,75 +250,6 @@ def judged_rules(
         "most_points_apart": max(apart, default=0.0),
         "best": max(seen, key=lambda name: seen[name]["goodput"]) if seen else None,
     }  # fmt: skip
-
-
-def print_table(figures: dict[str, Any]) -> None:
-    """Costs, rules, then interval by interval."""
-    from rich.console import Console
-    from rich.table import Table
-
-    seen, predicted = figures["measured_cost"], figures["predicted"]
-    for name in ("stall_s", "interference_s", "persist_s"):
-        print(f"{name}: predicted {predicted['cost'][name] * 1e3:.1f} ms, "
-              f"measured {seen[name] * 1e3:.1f} ms")  # fmt: skip
-    for name, rule in predicted["rules"].items():
-        print(f"{name}: every {rule['interval_steps']} steps, goodput {rule['goodput']:.1%}")
-    table = Table(
-        "every", "kills", "measured", "predicted, same kills", "in the long run", box=None
-    )
-    for row in figures["measured"]:
-        values = (row["goodput"], row["predicted_goodput_same_failures"], row["predicted_goodput"])
-        table.add_row(str(row["interval_steps"]), str(row["kills"]), *(f"{v:.1%}" for v in values))
-    Console(width=100).print(table)
-    judged = figures["rules"]
-    for name, rule in judged["measured"].items():
-        print(f"{name}: every {rule['interval_steps']} steps, measured {rule['goodput']:.1%}")
-    print(
-        f"pairs of rules ranked as measured: {judged['pairs_ranked_as_predicted']} of "
-        f"{judged['pairs']}; at most {judged['most_points_apart']:.1f} points apart"
-    )
-    print(f"apart: median {figures['median_abs_error_points']:.1f} points of goodput")
-
-
-def draw(figures: dict[str, Any], path: Path) -> None:
-    """Predicted with the rules, measured beside it."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(
-        1, 2, figsize=(11, 4.2), sharex=True, sharey=True, layout="constrained"
-    )
-    predicted = figures["predicted"]
-    for ax in (left, right):
-        ax.plot(*np.array(predicted["curve"]).T, color="#999999", label="predicted, long run")
-        ax.set_xscale("log")
-        ax.xaxis.set_major_formatter("{x:g}")
-        ax.set_xlabel("steps between checkpoints")
-        ax.spines[["top", "right"]].set_visible(False)
-    styles = (("o", 13, "none"), ("s", 9, "none"), ("D", 5, "none"), ("^", 8, "none"))
-    colours = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
-    marks = zip(predicted["rules"].items(), styles, colours, strict=True)
-    for (name, rule), (marker, size, face), colour in marks:
-        left.plot(
-            rule["interval_steps"], rule["goodput"], marker, ms=size, mfc=face, mec=colour, mew=1.8,
-            label=f"{name}: {rule['interval_steps']}", ls="none",
-        )  # fmt: skip
-    rows = figures["measured"]
-    x = [row["interval_steps"] for row in rows]
-    right.plot(x, [row["predicted_goodput_same_failures"] for row in rows], "o", mfc="none",
-               mec="#0072b2", ms=9, label="predicted for these very kills")  # fmt: skip
-    right.plot(x, [row["goodput"] for row in rows], "o-", color="#d55e00", ms=5, label="measured")
-    left.set(ylabel="goodput", ylim=(0, 1))
-    left.set_title(f"Predicted: MTBF {figures['mtbf_s']:g} s, restart {figures['restart_s']:.1f} s",
-                   fontsize=10)  # fmt: skip
-    right.set_title(f"Measured: {figures['kills']} real kills ({figures['model']} on CPU cores)",
-                    fontsize=10)  # fmt: skip
-    for ax in (left, right):
-        ax.legend(frameon=False, fontsize=9, loc="lower left")
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

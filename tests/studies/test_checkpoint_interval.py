@@ -9,6 +9,7 @@ import pytest
 
 from simulator.analysis.checkpoint_cost import CheckpointCost
 from studies import checkpoint_interval as study
+from studies.checkpoints import kills
 from tuner.checkpointing import Failures
 
 COST = CheckpointCost(0.1, 0.1, 0.5, 0.0, 0.0, 0.0, 0)
@@ -16,30 +17,30 @@ COST = CheckpointCost(0.1, 0.1, 0.5, 0.0, 0.0, 0.0, 0)
 
 def test_useful_steps_are_those_that_were_committed():
     # 1 s to restart, 10 steps and 0.2 s of cost per interval, durable 0.5 s later.
-    assert study.useful_steps(1.0 + 10.2 + 0.4, 10, 1.0, 1.0, COST) == 0
-    assert study.useful_steps(1.0 + 10.2 + 0.6, 10, 1.0, 1.0, COST) == 10
-    assert study.useful_steps(1.0 + 5 * 10.2 + 0.6, 10, 1.0, 1.0, COST) == 50
-    assert study.useful_steps(0.5, 10, 1.0, 1.0, COST) == 0
+    assert kills.useful_steps(1.0 + 10.2 + 0.4, 10, 1.0, 1.0, COST) == 0
+    assert kills.useful_steps(1.0 + 10.2 + 0.6, 10, 1.0, 1.0, COST) == 10
+    assert kills.useful_steps(1.0 + 5 * 10.2 + 0.6, 10, 1.0, 1.0, COST) == 50
+    assert kills.useful_steps(0.5, 10, 1.0, 1.0, COST) == 0
 
 
 def test_predicted_kills_come_to_the_long_run_s_goodput():
-    gaps = study.failure_gaps(100.0, 20_000, seed=0)
+    gaps = kills.failure_gaps(100.0, 20_000, seed=0)
     assert sum(gaps) / len(gaps) == pytest.approx(100.0, rel=1e-3)
-    useful = sum(study.useful_steps(gap, 7, 1.0, 3.0, COST) for gap in gaps)
-    expected = study.goodput_at(7, 1.0, COST, Failures(100.0, 3.0))
+    useful = sum(kills.useful_steps(gap, 7, 1.0, 3.0, COST) for gap in gaps)
+    expected = kills.goodput_at(7, 1.0, COST, Failures(100.0, 3.0))
     assert useful / sum(gaps) == pytest.approx(expected, rel=0.01)
 
 
 def test_all_intervals_meet_the_same_failures():
-    assert study.failure_gaps(20.0, 5, seed=1) == study.failure_gaps(20.0, 5, seed=1)
-    assert sorted(study.failure_gaps(20.0, 5, seed=1)) == sorted(study.failure_gaps(20.0, 5, 2))
+    assert kills.failure_gaps(20.0, 5, seed=1) == kills.failure_gaps(20.0, 5, seed=1)
+    assert sorted(kills.failure_gaps(20.0, 5, seed=1)) == sorted(kills.failure_gaps(20.0, 5, 2))
 
 
 def test_a_short_interval_waits_for_the_disk():
     slow = CheckpointCost(0.0, 0.0, 5.0, 0.0, 0.0, 0.0, 0)
-    every_step = study.goodput_at(1, 1.0, slow, Failures(1e9, 0.0))
+    every_step = kills.goodput_at(1, 1.0, slow, Failures(1e9, 0.0))
     assert every_step == pytest.approx(1 / 5, rel=1e-3)
-    assert math.isclose(study.goodput_at(5, 1.0, slow, Failures(1e9, 0.0)), 1.0, rel_tol=1e-3)
+    assert math.isclose(kills.goodput_at(5, 1.0, slow, Failures(1e9, 0.0)), 1.0, rel_tol=1e-3)
 
 
 @pytest.mark.slow

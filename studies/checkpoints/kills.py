@@ -1,0 +1,126 @@
+"""Training that is killed at exponential moments: what it committed, and what was predicted."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from simulator import Plan
+from simulator.analysis.checkpoint_cost import CheckpointCost
+from simulator.analysis.goodput import expected_goodput
+from studies.checkpoints.interval_run import Child, Training, read_notes, train, under
+from tuner.checkpointing import Failures
+
+QUIET_STEPS = 8  # at least so many tell what an iteration took around a failure
+
+
+def goodput_at(
+    steps: int, iteration_s: float, cost: CheckpointCost, failures: Failures, busy: str = "wait"
+) -> float:
+    """Expected in the long run, also where the next checkpoint has to wait for the last one."""
+    every, paid = cost.at_interval(steps, iteration_s, busy)
+    return expected_goodput(
+        iteration_s, paid.stall_s, paid.interference_s, every, failures.mtbf_s, failures.restart_s,
+        paid.persist_s,
+    )  # fmt: skip
+
+
+def useful_steps(
+    gap_s: float, steps: int, iteration_s: float, restart_s: float, cost: CheckpointCost
+) -> int:
+    """Committed between two failures that lie so far apart, as predicted."""
+    every, paid = cost.at_interval(steps, iteration_s, "wait")
+    interval_s = every * iteration_s + paid.stall_s + paid.interference_s
+    return every * max(0, math.floor((gap_s - restart_s - paid.persist_s) / interval_s))
+
+
+def failure_gaps(mtbf_s: float, count: int, seed: int) -> list[float]:
+    """Exponential, one from each of ``count`` equal parts of the distribution, in random order.
+
+    All intervals get the same failures.
+    """
+    gaps = [-mtbf_s * math.log(1 - (i + 0.5) / count) for i in range(count)]
+    random.Random(seed).shuffle(gaps)
+    return gaps
+
+
+def campaign(
+    training: Training, plan: Plan, intervals: Sequence[int], gaps_s: Sequence[float], folder: Path
+) -> list[dict[str, Any]]:
+    """Trains with a checkpoint every so many steps, killed behind each gap.
+
+    The intervals take turns, failure by failure: what neighbours do to the machine meets them all.
+    """
+    failures: dict[int, list[dict[str, Any]]] = {steps: [] for steps in intervals}
+    for number, gap_s in enumerate(gaps_s):
+        for steps, rows in failures.items():
+            home = folder / f"every{steps}"
+            home.mkdir(exist_ok=True)
+            notes, saving = home / f"notes{number}", under(plan, steps, home / "ck")
+            begin = time.monotonic()
+            child = Child(lambda n=notes, p=saving: train(training, p, n), folder / "log")  # type: ignore[misc]
+            time.sleep(max(0.0, gap_s - (time.monotonic() - begin)))
+            child.kill()
+            rows.append({"gap_s": time.monotonic() - begin, **_progress(notes, steps)})
+        print(f"failure {number + 1} of {len(gaps_s)}", flush=True)
+    return [
+        {"interval_steps": steps, "kills": len(rows), "failures": rows,
+         "useful_steps": _committed(folder / f"every{steps}" / "ck")}
+        for steps, rows in failures.items()
+    ]  # fmt: skip
+
+
+def _committed(folder: Path) -> int:
+    """The step of the newest checkpoint that verifies: what a restart would go on from."""
+    from runtime.checkpoint.inspect import verify
+    from runtime.checkpoint.restore import newest_valid
+
+    if not folder.is_dir():
+        return 0
+    tag = newest_valid(folder, lambda name: verify(folder, name)).tag
+    return int(tag.removeprefix("global_step")) if tag else 0
+
+
+def _progress(notes: Path, interval_steps: int) -> dict[str, Any]:
+    started, steps = read_notes(notes, "start"), read_notes(notes, "step")
+    # The second half of an interval has no checkpoint beside it; the first steps warm up.
+    quiet = [s for n, s in steps[2:] if 2 * (n % interval_steps) > interval_steps]
+    return {
+        "resumed_step": int(started[0][0]) if started else None,
+        "restart_s": started[0][1] if started else None,
+        "reached_step": int(steps[-1][0]) if steps else None,
+        "quiet_s": quiet,
+    }
+
+
+def with_speed(rows: list[dict[str, Any]], usual_s: float) -> list[dict[str, Any]]:
+    """Adds to each failure what an iteration took around then, on any interval's turn."""
+    for turn in zip(*(row["failures"] for row in rows), strict=True):
+        quiet = [s for failure in turn for s in failure["quiet_s"]]
+        for failure in turn:
+            del failure["quiet_s"]
+            failure["iteration_s"] = median(quiet) if len(quiet) >= QUIET_STEPS else usual_s
+    return rows
+
+
+def compare(row: dict[str, Any], restart_s: float, cost: CheckpointCost) -> dict[str, Any]:
+    """Goodput as measured, and as predicted for just these failures.
+
+    Time counts in iterations of that moment: neighbours make this machine faster and slower.
+    """
+    steps, failures = row["interval_steps"], row["failures"]
+    expected = sum(
+        useful_steps(f["gap_s"], steps, f["iteration_s"], restart_s, cost) for f in failures
+    )
+    iterations = sum(f["gap_s"] / f["iteration_s"] for f in failures)
+    wall_s = sum(f["gap_s"] for f in failures)
+    return {
+        **row, "wall_s": wall_s, "useful_steps_per_s": row["useful_steps"] / wall_s,
+        "goodput": row["useful_steps"] / iterations,
+        "predicted_goodput_same_failures": expected / iterations,
+    }  # fmt: skip
