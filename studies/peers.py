@@ -89,7 +89,7 @@ def compare(suite: Suite, only: Sequence[str] = PEERS) -> Figures:
         (None: one of them failed, or stock's differ from its own).
     """
     suite.plan()
-    rows = {name: suite.trial(name, *arguments) for name, arguments in _trials(suite, only)}
+    rows = suite.trials(_trials(suite, only))
     stock, control, ours = (rows[name] for name in ("stock", "stock_again", "ebbtide"))
     _mark_best(rows)
     for name, row in rows.items():
@@ -102,7 +102,7 @@ def compare(suite: Suite, only: Sequence[str] = PEERS) -> Figures:
     }
 
 
-def _trials(suite: Suite, only: Sequence[str]) -> list[tuple[str, list[str]]]:
+def _trials(suite: Suite, only: Sequence[str]) -> dict[str, list[str]]:
     """Names and arguments; what is wanted most comes first, since time may end."""
     trials: dict[str, list[str]] = {
         "stock": ["--variant", "stock"],
@@ -118,7 +118,7 @@ def _trials(suite: Suite, only: Sequence[str]) -> list[tuple[str, list[str]]]:
     if "superoffload" in only:  # with clipping it does not overlap
         for name in ("stock", "superoffload"):
             trials[name + UNCLIPPED] = ["--variant", name, "--clipping", "0"]
-    return list((trials | flows).items())
+    return trials | flows
 
 
 def _compared(row: Figures, reference: Figures) -> None:

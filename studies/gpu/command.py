@@ -78,7 +78,7 @@ def _suite(args: argparse.Namespace, part: str, deadline_s: float) -> Suite:
     return Suite(
         out=args.out, size=size, cap_gib=args.cap_gib or CAPS_GIB.get(part, 24.0),
         subgroup=20_000 if args.rehearse else args.subgroup, emulated=args.rehearse,
-        deadline_s=deadline_s, again=args.again,
+        deadline_s=deadline_s, again=args.again, at_once=2 if args.rehearse else 1,
     )  # fmt: skip
 
 

@@ -10,6 +10,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,7 @@ class Suite:
         emulated: a machine without a GPU runs tiny sizes.
         deadline_s: on the monotonic clock; no process runs beyond it.
         again: measure also what is there from a run before.
+        at_once: trials that run side by side; more than one is for what nobody times.
     """
 
     out: Path
@@ -43,6 +46,7 @@ class Suite:
     emulated: bool
     deadline_s: float = math.inf
     again: bool = False
+    at_once: int = 1
 
     @property
     def steps(self) -> int:
@@ -77,6 +81,14 @@ class Suite:
         ]
         row = self._measured(path, command)
         return {**row, "name": name} if "failed" not in row else {"variant": name, **row}
+
+    def trials(self, arguments: Mapping[str, Sequence[str]]) -> dict[str, Figures]:
+        """`trial` of each name, in this order."""
+        if self.at_once == 1:  # here, where an interrupt ends the trial that runs
+            return {name: self.trial(name, *own) for name, own in arguments.items()}
+        with ThreadPoolExecutor(self.at_once) as pool:
+            rows = pool.map(lambda name: self.trial(name, *arguments[name]), arguments)
+            return dict(zip(arguments, rows, strict=True))
 
     def plans(self, name: str, plans: dict[str, Plan]) -> list[Figures]:
         """One process of `studies.trials.plan_trials`: each plan on the same engine in turn."""

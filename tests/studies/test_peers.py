@@ -1,12 +1,13 @@
 """The comparison with peers: what is made of rows, and two real ones at a tiny size."""
 
+import importlib
 import json
-import subprocess
 import sys
 
 import pytest
 import torch
 
+from studies import peers
 from studies.gpu.suite import Suite
 from studies.peers import compare
 from studies.trials.torchao_offload import TorchaoEngine
@@ -87,15 +88,25 @@ def test_torchaos_engine_trains_a_model_as_plain_torch_does():
     assert [t.dtype for t in engine.fp32_partitioned_groups_flat] == [torch.float32] * 2
 
 
+def in_this_process(monkeypatch):
+    """What `Suite.run` starts as a process: five imports of DeepSpeed less."""
+
+    def run(self, name, command, limit_s):
+        module, *arguments = command
+        monkeypatch.setattr(sys, "argv", [module, *arguments])
+        importlib.import_module(module).main()
+
+    monkeypatch.setattr(Suite, "run", run)
+
+
 @pytest.mark.slow
-def test_stock_and_ebbtide_for_real(tmp_path, deepspeed_ops, child_environment):
+def test_stock_and_ebbtide_for_real(tmp_path, only_rank, monkeypatch):
+    """The trials as processes are `tests/studies/test_gpu.py`'s."""
     path = tmp_path / "peers.json"
-    command = [sys.executable, "-m", "studies.peers", "--json", str(path), "--device", "emulated",
-               "--only"]  # fmt: skip
-    done = subprocess.run(
-        command, env=child_environment, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    in_this_process(monkeypatch)
+    arguments = ["--json", str(path), "--device", "emulated", "--only"]
+    monkeypatch.setattr(sys, "argv", ["peers", *arguments])
+    peers.main()
     found = json.loads(path.read_text())
     assert found["device_kind"] == "emulated"
     assert [r["name"] for r in found["rows"]] == ["stock", "ebbtide", "stock_again"]
