@@ -14,6 +14,7 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
 import pytest  # noqa: E402
+from filelock import FileLock  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
 # A red run of CI can be replayed: the same examples everywhere. Nothing is timed by the example.
@@ -24,28 +25,19 @@ settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 # Files whose tests start many processes, the longest first: what comes last fills the gaps.
 FIRST = (
-    "runtime/frontdoor/test_trainers.py", "studies/test_checkpoint_stall.py",
-    "profiler/test_launch.py", "studies/test_gpu.py", "studies/test_emulated_training.py",
-    "studies/test_peers.py", "tuner/service/test_page.py", "studies/test_checkpoint_interval.py",
-    "studies/test_tuner_studies.py", "studies/test_checkpoint_crash.py",
-    "runtime/checkpoint/test_world_size.py", "runtime/contract/test_bits.py",
+    "studies/test_demo.py", "tuner/service/test_page.py", "runtime/frontdoor/test_trainers.py",
+    "studies/test_checkpoint_stall.py", "profiler/test_launch.py", "studies/test_gpu.py",
+    "studies/test_emulated_training.py", "studies/test_peers.py",
+    "studies/test_checkpoint_interval.py", "studies/test_tuner_studies.py",
+    "studies/test_checkpoint_crash.py", "runtime/checkpoint/test_world_size.py",
+    "runtime/contract/test_bits.py", "test_readme.py",
 )  # fmt: skip
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist, which writes the groups into the tests' names
 def pytest_collection_modifyitems(items):
-    """A file's tests share a process, so that what a fixture prepared is used again; all that looks
-    at the demo's folder shares one too: the demo runs once.
-    """
-    for item in items:
-        group = "demo" if "quick_demo" in item.fixturenames else item.location[0]
-        item.add_marker(pytest.mark.xdist_group(group))
-    first = {f"tests/{name}": rank for rank, name in enumerate(FIRST, 1)}
-    # A stable sort: within a file, and among the files that are not named, the order stays.
-    items.sort(
-        key=lambda item: 0 if "quick_demo" in item.fixturenames
-        else first.get(item.location[0], len(FIRST) + 1)
-    )  # fmt: skip
+    """A stable sort: within a file, and among the files that are not named, the order stays."""
+    first = {f"tests/{name}": rank for rank, name in enumerate(FIRST)}
+    items.sort(key=lambda item: first.get(item.location[0], len(FIRST)))
 
 
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -93,13 +85,25 @@ def child_environment():
 
 @pytest.fixture(scope="session")
 def quick_demo(tmp_path_factory, deepspeed_ops):
-    """A folder in which `python -m studies.demo --quick` has been run: it has runs/demo/."""
-    folder = tmp_path_factory.mktemp("demo")
-    environment = {k: v for k, v in os.environ.items() if k not in _RANK_VARIABLES}
-    done = subprocess.run(
-        [sys.executable, "-m", "studies.demo", "--quick"], cwd=folder, env=environment,
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    (folder / "printed.txt").write_text(done.stdout)
-    assert done.returncode == 0, done.stdout + done.stderr
+    """A folder in which `python -m studies.demo --quick` has been run: it has runs/demo/.
+
+    Once for all test processes: who comes later waits for the first.
+    """
+    folder = _shared_by_all_workers(tmp_path_factory) / "demo"
+    with FileLock(f"{folder}.lock"):
+        printed = folder / "printed.txt"
+        if not printed.exists():
+            folder.mkdir(exist_ok=True)
+            environment = {k: v for k, v in os.environ.items() if k not in _RANK_VARIABLES}
+            done = subprocess.run(
+                [sys.executable, "-m", "studies.demo", "--quick"], cwd=folder, env=environment,
+                capture_output=True, text=True, check=False,
+            )  # fmt: skip
+            assert done.returncode == 0, done.stdout + done.stderr
+            printed.write_text(done.stdout)
     return folder
+
+
+def _shared_by_all_workers(tmp_path_factory):
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
