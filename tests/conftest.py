@@ -1,6 +1,6 @@
 """What every test runs in: few threads, ninja on PATH, one DeepSpeed rank where a test needs it."""
 
-import functools
+import json
 import os
 import subprocess
 import sys
@@ -10,6 +10,16 @@ from pathlib import Path
 for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
     os.environ.setdefault(_variable, "2")
 os.environ.setdefault("MPLBACKEND", "Agg")
+if "TESTS_CPU_INFO" not in os.environ:  # the workers and their children have it from the first
+    import cpuinfo
+
+    os.environ["TESTS_CPU_INFO"] = json.dumps(cpuinfo.get_cpu_info())
+    del sys.modules["cpuinfo"]
+_PROCESSOR = str(Path(__file__).parent / "processor")
+sys.path.insert(0, _PROCESSOR)
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [_PROCESSOR, str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")])
+)
 # DeepSpeed calls ninja by name, also where .venv was not activated.
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
@@ -41,15 +51,6 @@ def pytest_collection_modifyitems(items):
 
 
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-@pytest.fixture(scope="session", autouse=True)
-def processor_read_once():
-    """Every CPU optimizer of DeepSpeed's reads the processor's name in a process of its own, over a
-    second each: one answer does for all the engines of a test process."""
-    import cpuinfo
-
-    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
 
 
 @pytest.fixture(scope="session")

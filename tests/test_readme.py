@@ -61,7 +61,7 @@ def test_python_snippets_run(quick_demo, child_environment, tmp_path):
     script.write_text(head + "\n".join(fenced("python")))
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(script)], cwd=quick_demo, capture_output=True,
-        text=True, env={**child_environment, "PYTHONPATH": str(ROOT)}, check=False,
+        text=True, env={**child_environment}, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert (quick_demo / "checkpoints" / "latest").read_text().strip() == "global_step5"

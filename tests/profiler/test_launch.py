@@ -40,7 +40,7 @@ def tune(tmp_path, child_environment, deepspeed_ops):
     """Runs `tune` in a folder of its own."""
 
     def run(*words):
-        environment = {**child_environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        environment = {**child_environment, "OMP_NUM_THREADS": "1"}
         return subprocess.run(
             [sys.executable, "-m", "tuner.cli", *words], cwd=tmp_path, env=environment,
             capture_output=True, text=True, timeout=120, check=False,
@@ -100,7 +100,6 @@ def test_going_on_shows_what_the_script_prints(tune, tmp_path):
 def test_a_script_that_is_killed_is_told(tmp_path, monkeypatch):
     script = tmp_path / "train.py"
     script.write_text("import os, signal\nprint('so far', flush=True)\nos.kill(os.getpid(), 9)\n")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     with pytest.raises(LaunchError, match="but the script was killed by signal 9") as told:
         profile_script(ScriptRun(str(script), launcher="none"), tmp_path / "w.json")
     assert told.value.output.splitlines()[-1] == "so far"

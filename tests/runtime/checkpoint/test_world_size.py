@@ -28,7 +28,7 @@ def two_ranks(folder, environment, stage):
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
         "--master-port", str(port), str(SCRIPT), str(folder), str(stage),
     ]  # fmt: skip
-    environment = {**environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {**environment, "OMP_NUM_THREADS": "1"}
     try:
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S,

@@ -25,7 +25,7 @@ def launch(what, folder, environment):
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
         "--master-port", str(port), str(SCRIPT), what, str(folder),
     ]  # fmt: skip
-    environment = {**environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {**environment, "OMP_NUM_THREADS": "1"}
     try:
         return subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S,

@@ -24,7 +24,7 @@ def test_ranks_of_each_launcher_have_the_front_door(child_environment, tmp_path)
         "open(sys.argv[-1], 'w').write(str(hasattr(initialize, '_ebbtide_original')))\n"
     )
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = {**child_environment, "PYTHONPATH": str(ROOT), "PATH": path}
+    environment = {**child_environment, "PATH": path}
     started = []
     for words in LAUNCHERS:
         command = [word.format(port=free_port()) for word in words]
