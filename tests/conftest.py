@@ -9,6 +9,8 @@ from pathlib import Path
 # Before torch is imported anywhere: tests share the machine with each other and with people.
 for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
     os.environ.setdefault(_variable, "2")
+# A thread that spins for its team keeps from its core what the team waits for: half of the time.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("MPLBACKEND", "Agg")
 if "TESTS_CPU_INFO" not in os.environ:  # the workers and their children have it from the first
     import cpuinfo
