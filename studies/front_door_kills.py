@@ -12,6 +12,7 @@ had on disk at that point of the script, its final state with the uninterrupted 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import random
@@ -185,6 +186,11 @@ def warm() -> None:
     import transformers.integrations.deepspeed
     import transformers.models.gpt2.modeling_gpt2
     import transformers.trainer  # noqa: F401
+
+    # Accelerate collects all garbage whenever it prepares an engine: in every fork, without this
+    # over all that the libraries have made.
+    gc.collect()
+    gc.freeze()
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import time
@@ -71,7 +72,7 @@ def start(model: torch.nn.Module | None = None, parameters: Any = None, **config
     torch.manual_seed(0)
     model = model if model is not None else ByteGPT(SIZES["tiny"])
     settings = {"micro_batch": 2, "subgroup_size": SUBGROUP, "learning_rate": 1e-3}
-    extra = config.pop("extra", {})
+    extra = copy.deepcopy(config.pop("extra", {}))  # DeepSpeed 0.18.6 pops keys out of it
     made = {**ds_config(**{**settings, **config}), **extra}
     parameters = parameters(model) if parameters is not None else model.parameters()
     return deepspeed.initialize(model=model, model_parameters=parameters, config=made)[0]

@@ -76,8 +76,8 @@ TRAINER_CASES = {
         "save_total_limit": 1,
     },
     "LoRA": {"wrap": trainers.with_lora, "max_steps": 6},
-    "torch.compile": {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 2,
-                      "layers": 1},
+    "torch.compile": {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 4,
+                      "wrap": trainers.of_words},
     "below ZeRO-3": {
         "max_steps": 6,
         "config": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},

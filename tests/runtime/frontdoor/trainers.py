@@ -26,7 +26,7 @@ import runtime
 from studies.bench.bits import differences, state_of
 
 STEPS = 20
-SUBGROUP = 4096
+SUBGROUP = 2048  # a rank of two has one of each placement
 VOCABULARY, SEQUENCE, BATCH = 64, 16, 2
 PATTERN = ("host", "device", "resident")
 _TIMED = ("_runtime", "_per_second")
@@ -40,7 +40,7 @@ def model(**fields: Any) -> Any:
     torch.manual_seed(0)
     settings = {
         "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64,
-        "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
         "max_position_embeddings": 64, "attn_implementation": "eager", "pad_token_id": 0,
     }  # fmt: skip
     return AutoModelForCausalLM.from_config(LlamaConfig(**settings | fields))
@@ -97,9 +97,8 @@ def with_trainer(key: dict[str, Any] | None, **options: Any) -> tuple[Any, list[
     }  # fmt: skip
     config = ds_config(key, **options.pop("config", {}))
     wrap, callbacks = options.pop("wrap", lambda net: net), options.pop("callbacks", list)()
-    layers = options.pop("layers", 2)
     made = transformers.TrainingArguments(**arguments | options, deepspeed=config)
-    net = wrap(model(num_hidden_layers=layers))
+    net = wrap(model())
     data = samples()
     trainer = transformers.Trainer(
         model=net, args=made, train_dataset=data, eval_dataset=data[:3],
@@ -158,6 +157,27 @@ def with_lora(net: Any) -> Any:
     torch.manual_seed(1)
     settings = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
     return get_peft_model(net, settings)
+
+
+class Words(torch.nn.Module):
+    """A model that is no library's, and quickly compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(VOCABULARY, VOCABULARY)
+        self.mix = torch.nn.Linear(VOCABULARY, VOCABULARY)
+        self.head = torch.nn.Linear(VOCABULARY, VOCABULARY, bias=False)
+
+    def forward(self, input_ids: Any, labels: Any = None, **_: Any) -> dict[str, torch.Tensor]:
+        logits = self.head(torch.tanh(self.mix(self.embed(input_ids))))
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(),
+                                                 labels[:, 1:].flatten())  # fmt: skip
+        return {"loss": loss, "logits": logits}
+
+
+def of_words(_: Any) -> Words:
+    torch.manual_seed(0)
+    return Words()
 
 
 def generating() -> list[Any]:
@@ -270,7 +290,9 @@ def compare(name: str, **options: Any) -> list[str]:
     different = list(differences(ours[0], stock[0]))
     if not stock[1] or ours[1] != stock[1]:
         different.append(f"losses: {stock[1]} stock, {ours[1]} ours")
-    assert len(stock[0]) > 10, "there must be something to compare"
+    placements = {run["placement"] for run in key["plan"]["placement"]}
+    assert options or placements == set(PATTERN), placements
+    assert len(stock[0]) > 8, "there must be something to compare"
     return [f"{name}: {what}" for what in different]
 
 
