@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from statistics import median
@@ -22,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from studies.bench.record import write_record
+from studies.checkpoints.interval_run import Child, warm_up
 from studies.checkpoints.writers import WRITERS, Workload, raw_write_bytes_per_s, run_writer
 
 LIMIT_S = 900
@@ -29,23 +29,29 @@ ASYNCHRONOUS = ("fastpersist decoupled", "dcp async")
 
 
 def measure(name: str, workload: Workload, folder: Path) -> dict[str, Any]:
-    """One writer in a fresh process; its figures, or why it did not run here."""
-    command = [
-        sys.executable, "-m", "studies.checkpoint_stall", "--worker", name,
-        "--folder", str(folder), "--workload", json.dumps(workload.__dict__),
-    ]  # fmt: skip
+    """One writer in a process of its own, forked from a warm parent (`warm_up`); its figures, or
+    why it did not run here.
+    """
+    figures = folder.with_suffix(".figures.json")
+    figures.parent.mkdir(parents=True, exist_ok=True)
+    child = Child(lambda: _train(name, workload, folder, figures), folder.with_suffix(".log"))
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    except subprocess.TimeoutExpired:
-        return {"failed": f"did not end within {LIMIT_S} s"}
+        child.wait(LIMIT_S)
+    except RuntimeError as error:
+        told = [line for line in str(error).splitlines() if line.strip()]
+        return {"failed": told[-1][:300]}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("FIGURES ")]
-    if not lines:
-        tail = [line for line in done.stderr.strip().splitlines() if line.strip()][-1:]
-        return {"failed": tail[0][:300] if tail else f"ended with {done.returncode}"}
-    found: dict[str, Any] = json.loads(lines[-1].removeprefix("FIGURES "))
+    found: dict[str, Any] = json.loads(figures.read_text())
     return found
+
+
+def _train(name: str, workload: Workload, folder: Path, figures: Path) -> None:
+    import torch
+
+    # A warm parent keeps to one: as many as torch would have begun with.
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
+    figures.write_text(json.dumps(run_writer(name, workload, folder)))
 
 
 def compare(writers: dict[str, dict[str, Any]], raw_bytes_per_s: float) -> dict[str, Any]:
@@ -129,13 +135,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="a tiny model: shows that it runs")
     parser.add_argument("--folder", type=Path, help="where checkpoints go; default: TMPDIR")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    parser.add_argument("--workload", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.worker:
-        found = run_writer(options.worker, Workload(**options.workload), options.folder)
-        print("FIGURES " + json.dumps(found), flush=True)
-        return 0
     if options.quick:
         options.model, options.steps = "tiny", 3
     return _study(options)
@@ -145,6 +145,7 @@ def _study(options: argparse.Namespace) -> int:
     console = Console()
     workload = Workload(options.model, options.sequence, options.steps)
     scratch = Path(tempfile.mkdtemp(prefix="ebbtide-stall-", dir=options.folder))
+    warm_up()
     try:
         raw = median(raw_write_bytes_per_s(scratch, workload) for _ in range(3))
         writers = {n: measure(n, workload, scratch / n.replace(" ", "-")) for n in options.writers}

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from simulator import CheckpointPlan, preset, workload_from_model
 from simulator.analysis.checkpoint_cost import CheckpointSimulation
 from studies.bench.record import write_record
 from studies.checkpoint_stall import measure as measure_writer
+from studies.checkpoints.interval_run import warm_up
 from studies.checkpoints.writers import Workload
 
 PAPER = {
@@ -58,6 +58,7 @@ def main() -> None:
     writers: tuple[str, ...] = WRITERS
     if args.quick:
         models, steps, writers = ["tiny"], 3, ("none", "ebbtide")
+    warm_up()  # each writer is forked
     figures: dict[str, Any] = {
         "paper": PAPER,
         "measured": [row for m in models for row in measured(m, steps, writers)],
@@ -86,7 +87,7 @@ def measured(model: str, steps: int, writers: tuple[str, ...]) -> list[dict[str,
     try:
         found = {
             name: measure_writer(name, workload, scratch / name.replace(" ", "-"))
-            for name in track(writers, description=f"{model}")
+            for name in writers
         }
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

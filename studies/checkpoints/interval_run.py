@@ -102,20 +102,20 @@ class Child:
             sys.stderr.flush()
             os._exit(status)
 
-    def wait(self) -> None:
+    def wait(self, limit_s: float = LIMIT_S) -> None:
         """Until it has ended by itself.
 
         Raises:
             RuntimeError: it failed, or did not end in time.
         """
-        end = time.monotonic() + LIMIT_S
+        end = time.monotonic() + limit_s
         while True:
             done, status = os.waitpid(self.pid, os.WNOHANG)
             if done:
                 break
             if time.monotonic() > end:
                 self.kill()
-                raise RuntimeError(f"a run must end within {LIMIT_S:g} s: {self._told()}")
+                raise RuntimeError(f"a run must end within {limit_s:g} s: {self._told()}")
             time.sleep(0.02)
         remove_shared_buffers(self.port)
         if status:
