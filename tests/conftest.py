@@ -53,7 +53,7 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: first.get(item.location[0], len(FIRST)))
 
 
-_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @pytest.fixture(scope="session")
@@ -80,14 +80,14 @@ def only_rank(deepspeed_ops):
     yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-    for variable in _RANK_VARIABLES:
+    for variable in RANK_VARIABLES:
         os.environ.pop(variable, None)
 
 
 @pytest.fixture
 def child_environment():
     """The environment for a process that a test starts: without this process's rank and port."""
-    return {k: v for k, v in os.environ.items() if k not in _RANK_VARIABLES}
+    return {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES}
 
 
 @pytest.fixture(scope="session")
@@ -101,7 +101,7 @@ def quick_demo(tmp_path_factory, deepspeed_ops):
         printed = folder / "printed.txt"
         if not printed.exists():
             folder.mkdir(exist_ok=True)
-            environment = {k: v for k, v in os.environ.items() if k not in _RANK_VARIABLES}
+            environment = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES}
             done = subprocess.run(
                 [sys.executable, "-m", "studies.demo", "--quick"], cwd=folder, env=environment,
                 capture_output=True, text=True, check=False,

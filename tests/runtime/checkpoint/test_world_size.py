@@ -1,6 +1,7 @@
 """Two ranks' checkpoints: each rank's own state comes back, and one rank goes on from them."""
 
 import json
+import os
 import subprocess
 import sys
 from argparse import Namespace
@@ -11,22 +12,35 @@ import torch
 
 from runtime.hardware.launcher import free_port, remove_shared_buffers
 from studies.bench.bits import differences, state_of
+from tests.conftest import RANK_VARIABLES
 from tests.runtime.contract.training import DEVICES, attached, start, train
 
 SCRIPT = Path(__file__).with_name("two_rank_run.py")
 ROOT = SCRIPT.parents[3]
 DEADLINE_S = 400
+STAGES = (3, 2)
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(torch.cuda.device_count() == 1, reason="NCCL: one rank per GPU"),
 ]
 
 
-def two_ranks(folder, environment, stage):
+@pytest.fixture(scope="module")
+def saved(deepspeed_ops, tmp_path_factory):
+    """A folder per ZeRO stage with what two ranks have saved there: one start for both."""
+    folder = tmp_path_factory.mktemp("two_ranks")
+    for stage in STAGES:
+        (folder / f"stage{stage}").mkdir()
+    two_ranks(folder)
+    return {stage: folder / f"stage{stage}" for stage in STAGES}
+
+
+def two_ranks(folder):
+    environment = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES}
     port = free_port()
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
-        "--master-port", str(port), str(SCRIPT), str(folder), str(stage),
+        "--master-port", str(port), str(SCRIPT), str(folder),
     ]  # fmt: skip
     environment = {**environment, "OMP_NUM_THREADS": "1"}
     try:
@@ -37,7 +51,6 @@ def two_ranks(folder, environment, stage):
     finally:
         remove_shared_buffers(port)
     assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
 
 
 def to_universal(source, target, stage):
@@ -69,20 +82,21 @@ def gone_on(folder, stage, *, plan):
     return loaded, torch.stack(losses)
 
 
-@pytest.mark.parametrize("stage", [3, 2])
-def test_another_number_of_ranks(deepspeed_ops, only_rank, tmp_path, child_environment, stage):
-    told = two_ranks(tmp_path, child_environment, stage)
+@pytest.mark.parametrize("stage", STAGES)
+def test_another_number_of_ranks(only_rank, saved, stage):
+    folder = saved[stage]
+    told = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
     assert all(rank["draws_alike"] for rank in told)
     assert told[0]["draws"] != told[1]["draws"], "each rank has generators of its own"
     assert all(rank["apart_as_stock"] for rank in told), told
     assert {"latest", "rank0", "rank1"} < set(told[0]["apart"])
-    assert (tmp_path / "apart" / "latest").read_text() == "rank0"
-    checkpoints = tmp_path / "checkpoints"
+    assert (folder / "apart" / "latest").read_text() == "rank0"
+    checkpoints = folder / "checkpoints"
     assert (checkpoints / "latest").read_text() == "global_step3"
     to_universal(checkpoints / "global_step3", checkpoints / "universal", stage)
-    saved = torch.load(tmp_path / "state.pt", weights_only=True)
+    expected = torch.load(folder / "state.pt", weights_only=True)
     stock, stock_losses = gone_on(checkpoints, stage, plan=False)
     ours, our_losses = gone_on(checkpoints, stage, plan=True)
-    assert differences(stock, saved) == ()
-    assert differences(ours, saved) == ()
+    assert differences(stock, expected) == ()
+    assert differences(ours, expected) == ()
     assert torch.equal(our_losses, stock_losses)

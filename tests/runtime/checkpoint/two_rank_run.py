@@ -14,6 +14,7 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 
 from runtime.checkpoint.tree import tensors_of
 from studies.bench.bits import state_of
+from studies.bench.many_engines import answer_once
 from studies.byte_gpt import SIZES, Batches
 from tests.runtime.contract.training import DEVICES, attached, start, train
 
@@ -60,12 +61,9 @@ def alike(one, other):
     )
 
 
-def main():
-    deepspeed.init_distributed()
-    rank, folder = int(os.environ["RANK"]), Path(sys.argv[1])
-    engine = attached(
-        start(stage=int(sys.argv[2])), ["host", "device"], list(DEVICES)[-1], seed=rank
-    )
+def save(stage, folder):
+    rank = int(os.environ["RANK"])
+    engine = attached(start(stage=stage), ["host", "device"], list(DEVICES)[-1], seed=rank)
     train_on(engine, STEPS)
     seed(rank)
     engine.save_checkpoint(str(folder / "checkpoints"))
@@ -85,6 +83,13 @@ def main():
         torch.save(state, folder / "state.pt")
     engine.destroy()
     (folder / f"rank{rank}.json").write_text(json.dumps({**told, "draws": uninterrupted}))
+
+
+def main():
+    deepspeed.init_distributed()
+    answer_once()
+    for stage in (3, 2):
+        save(stage, Path(sys.argv[1]) / f"stage{stage}")
     torch.distributed.destroy_process_group()
     sys.stdout.flush()
     os._exit(0)  # once in 30 runs torch's own threads abort while the interpreter ends

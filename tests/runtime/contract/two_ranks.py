@@ -1,20 +1,18 @@
 """Run by torchrun: stock and ebbtide on two ranks, each rank with placements of its own."""
 
-import functools
 import json
 import os
 import sys
 from pathlib import Path
 
-import cpuinfo
 import deepspeed
 import pytest
 import torch
 
 from studies.bench.bits import differences, state_of
+from studies.bench.many_engines import answer_once
 from studies.byte_gpt import SIZES, Batches
 from tests.runtime.contract.training import DEVICES, attached, start, train
-from tests.runtime.heap import freeze
 from tests.runtime.stock_builds import runs_here, use_build
 
 MIX = ["host", "device", "resident"]
@@ -56,22 +54,17 @@ def compare(name, **config):
 
 def main():
     deepspeed.init_distributed()
-    # Else every engine starts a process for the one and walks through all modules for the other.
-    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
-    freeze()
-    out = Path(sys.argv[2]) / f"rank{os.environ['RANK']}.json"
-    if sys.argv[1] == "fail":
-        run(MIX, fail=True)
-        out.write_text("{}")  # not reached
-        return
+    answer_once()
+    folder, rank = Path(sys.argv[1]), os.environ["RANK"]
     found = compare("default") | compare("no persistent", stage3_param_persistence_threshold=0)
     found |= compare("stage 2", stage=2) | compare("stage 1", stage=1, accumulation=2)
     if runs_here("avx2"):
         with pytest.MonkeyPatch.context() as patch:
             use_build(patch, "avx2")
             found |= compare("AVX2")
-    out.write_text(json.dumps(found))
-    torch.distributed.destroy_process_group()
+    (folder / f"rank{rank}.json").write_text(json.dumps(found))
+    run(MIX, fail=True)
+    (folder / f"trained{rank}.json").write_text("{}")  # not reached
 
 
 main()
