@@ -1,39 +1,34 @@
 """The GPU suite without a GPU: rehearsed on the emulated device, so that no time is lost there."""
 
 import json
-import subprocess
-import sys
 import tarfile
+import threading
 
 import pytest
 import torch
 
 from studies.gpu import command
 from studies.gpu.parts import BUDGET_S, PARTS, SECTIONS, sections_of
-from studies.gpu.smoke import kernel_bits, overlap
+from studies.gpu.smoke import kernel_bits, ops, overlap
 from studies.gpu.speed import against_control
 from studies.gpu.suite import OutOfTimeError, Suite
 
-REHEARSED = ["smoke", "ablation"]  # `python -m studies.gpu --rehearse` runs every part
+REHEARSED = ["one_step", "ablation"]  # `python -m studies.gpu --rehearse` runs every part
 
 
 @pytest.mark.slow
-def test_a_rehearsal_writes_its_records_and_says_emulated(
-    tmp_path, deepspeed_ops, child_environment
-):
-    arguments = ["-m", "studies.gpu", "--rehearse", "--out", str(tmp_path), "--part", *REHEARSED]
-    done = subprocess.run(
-        [sys.executable, *arguments], env=child_environment, capture_output=True, text=True,
-        timeout=400, check=False,
-    )  # fmt: skip
-    logs = "".join(log.read_text()[-800:] for log in tmp_path.glob("logs/*.stderr"))
-    assert done.returncode == 0, done.stdout + done.stderr[-2000:] + logs
-    assert "emulated: no GPU figures" in done.stdout
-    names = [name for _, name in sections_of(REHEARSED)]
-    found = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in names}
+def test_a_rehearsal_writes_its_records_and_says_emulated(tmp_path, deepspeed_ops, capsys):
+    """Sections and trials are processes, as they are on a GPU."""
+    arguments = ["--rehearse", "--out", str(tmp_path), "--part", *REHEARSED]
+    try:
+        command.main(arguments)
+    except SystemExit as failed:
+        logs = "".join(log.read_text()[-800:] for log in tmp_path.glob("logs/*.stderr"))
+        pytest.fail(f"{failed}\n{logs}")
+    assert "emulated: no GPU figures" in capsys.readouterr().out
+    found = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in REHEARSED}
     assert all(record["device_kind"] == "emulated" for record in found.values())
     assert not [name for name, record in found.items() if record.get("failed")]
-    assert found["kernel_bits"]["differing"] == 0
     assert found["one_step"]["correct"] is True
     assert found["one_step"]["lanes_busy_s"] > 0
     rows = found["ablation"]["rows"]
@@ -42,7 +37,7 @@ def test_a_rehearsal_writes_its_records_and_says_emulated(
     with tarfile.open(tmp_path / command.ARCHIVE) as tar:
         kept = tar.getnames()
     assert {"one_step.json", "logs/one_step.stderr", "tiny/trials/ablation.json"} <= set(kept)
-    _goes_on_where_it_was(tmp_path, names)
+    _goes_on_where_it_was(tmp_path, REHEARSED)
     assert [picture.name for picture in command.draw_parts(tmp_path)] == ["ablation.png"]
     assert (tmp_path / "ablation.png").stat().st_size > 5000
 
@@ -57,6 +52,28 @@ def _goes_on_where_it_was(folder, names):
 @pytest.fixture
 def suite(tmp_path):
     return Suite(tmp_path, "tiny", 1.0, 20_000, emulated=True)
+
+
+def test_what_comes_first_on_a_new_machine(suite, deepspeed_ops):
+    assert ops(suite)["correct"] is True
+    compared = kernel_bits(suite)
+    assert compared["values"] >= 100_000
+    assert compared["differing"] == 0
+
+
+def test_trials_run_side_by_side_where_nobody_times_them(tmp_path, monkeypatch):
+    both = threading.Barrier(2)
+
+    def trial(self, name, *arguments):
+        both.wait(30)
+        return {"name": name, "arguments": arguments}
+
+    monkeypatch.setattr(Suite, "trial", trial)
+    suite = Suite(tmp_path, "tiny", 1.0, 20_000, emulated=True, at_once=2)
+    rows = suite.trials({"a": ["x"], "b": []})
+    assert list(rows.items()) == [
+        ("a", {"name": "a", "arguments": ("x",)}), ("b", {"name": "b", "arguments": ()}),
+    ]  # fmt: skip
 
 
 def test_what_a_process_prints_is_kept_and_its_failure_is_a_line(suite):
