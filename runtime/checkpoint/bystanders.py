@@ -87,6 +87,17 @@ def watch() -> None:
     sys.addaudithook(_heard)
 
 
+def wait_for_jobs(folder: Path | None = None) -> None:
+    """Until no engine of this process writes a checkpoint, or none to ``folder``. An engine does
+    not hear itself as others do (`ours`), nor the other engines of its process.
+    """
+    with _lock:
+        jobs = list(_jobs)
+    for job in jobs:
+        if folder is None or _real(job.attempt.save_dir) == _real(folder):
+            job.wait()
+
+
 def _heard(event: str, args: tuple[Any, ...]) -> None:
     if event not in _HEARD or getattr(_mine, "busy", False):
         return

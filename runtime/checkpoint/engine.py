@@ -25,7 +25,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import (
 )
 
 from runtime.checkpoint import deleted_first, trainers_folder
-from runtime.checkpoint.bystanders import foreign_trainer, guard, release
+from runtime.checkpoint.bystanders import foreign_trainer, guard, release, wait_for_jobs
 from runtime.checkpoint.commit import Attempt
 from runtime.checkpoint.errors import CheckpointError
 from runtime.checkpoint.files import Files
@@ -224,6 +224,9 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if verdict.running:
             logger.info("checkpoint %s skipped: one is being written (busy: skip)", name)
             return False
+        # Of another engine of this process, too: one attempt at a time in a folder, since what is
+        # left over there is removed first.
+        wait_for_jobs(folder)
         self._files.point("save_begun")
         self._before_save()
         write = partial(
@@ -367,6 +370,7 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     ) -> Any:
         """Stands for ``engine.load_checkpoint``; see `Loading.load`."""
         self.wait_for_drain()
+        wait_for_jobs()  # another engine of this process may be writing what is to be loaded
         self._before_save()
         deleted_first.remember(Path(load_dir))
         return self._loading.load(original, load_dir, tag, options)

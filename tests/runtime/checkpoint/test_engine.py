@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from runtime.checkpoint.bystanders import ours
+from runtime.checkpoint.inspect import list_checkpoints
+from runtime.checkpoint.job import Job
 from simulator import CheckpointPlan
 from tests.runtime.checkpoint.conftest import FaultyFiles, Gate
 
@@ -107,6 +109,39 @@ def test_resumes_bit_exact_into_the_live_buffers(engines, tmp_path):
     assert draws == (random.random(), np.random.rand(), torch.rand(1).item())
     train(engine, batches, 5, 7)
     assert same(bits(engine), expected)
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """A file layer whose commit goes on only once somebody waits for it."""
+    gate, wait = Gate("staging_fsynced"), Job.wait
+
+    def opening(job, *args):
+        gate.opened.set()
+        return wait(job, *args)
+
+    monkeypatch.setattr(Job, "wait", opening)
+    yield gate
+    gate.opened.set()
+
+
+def test_another_engine_loads_what_is_still_being_written(engines, tmp_path, held):
+    first, *_ = engines(CheckpointPlan(), files=held)
+    second, *_ = engines(CheckpointPlan())
+    first.save_checkpoint(str(tmp_path), tag="a")
+    path, _ = second.load_checkpoint(str(tmp_path))
+    assert path is not None
+
+
+def test_another_engine_saves_to_the_same_folder(engines, tmp_path, held):
+    first, _, one = engines(CheckpointPlan(), files=held)
+    second, _, other = engines(CheckpointPlan())
+    first.save_checkpoint(str(tmp_path), tag="a")
+    second.save_checkpoint(str(tmp_path), tag="b")
+    assert held.opened.is_set(), "what the first one writes is none of the second one's leftovers"
+    one.wait()
+    other.wait()
+    assert {entry.tag for entry in list_checkpoints(tmp_path)} == {"a", "b"}
 
 
 @pytest.mark.parametrize("save_dir", [None, ""])
