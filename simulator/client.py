@@ -57,7 +57,7 @@ class Client:
             with urlopen(request, timeout=self._timeout_s) as response:  # noqa: S310
                 return json.loads(response.read())
         except HTTPError as error:
-            raise ServiceError(f"{path}: {_told(error)}") from None
+            raise ServiceError(f"{path}: {_message(error)}") from None
         except (URLError, OSError) as error:
             raise ServiceError(f"{self._url} must be a running tune serve, but: {error}") from None
 
@@ -117,7 +117,7 @@ def run_body(
     }  # fmt: skip
 
 
-def _told(error: HTTPError) -> str:
+def _message(error: HTTPError) -> str:
     try:
         rules = json.loads(error.read())["errors"]
     except (ValueError, KeyError, OSError):

@@ -312,13 +312,13 @@ def cut(partitions: Iterable[int], subgroup_size: int) -> list[int]:
 
     Source: ``DeepSpeedZeroOptimizer_Stage3._create_fp16_sub_groups``.
     """
-    found, size = [], 0
+    result, size = [], 0
     for elements in partitions:
         size += elements
         if size >= subgroup_size:
-            found.append(size)
+            result.append(size)
             size = 0
-    return [*found, size] if size else found
+    return [*result, size] if size else result
 
 
 # Every vector width that DeepSpeed has for x86 and NEON divides this: plans fit all of them.

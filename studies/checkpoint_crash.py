@@ -190,9 +190,9 @@ def _check_disk(trial: Trial, folder: Path) -> None:
     unsealed -= {entry.tag for entry in list_checkpoints(folder)}
     trial.torn.extend(f"{tag}: visible without a manifest" for tag in sorted(unsealed))
     choice = newest_valid(folder)
-    found = -1 if choice.step is None else choice.step
-    if found < trial.committed_step:
-        trial.lost.append(f"step {trial.committed_step} was committed, but {found} is the newest")
+    result = -1 if choice.step is None else choice.step
+    if result < trial.committed_step:
+        trial.lost.append(f"step {trial.committed_step} was committed, but {result} is the newest")
     latest = folder / "latest"
     if latest.exists() and not (folder / latest.read_text()).is_dir():
         trial.lost.append(f"latest names {latest.read_text()!r}, which is not there")
@@ -205,7 +205,7 @@ def _compare(trial: Trial, run: Run, rank: int, truth: Reference) -> None:
     if steps and (max(steps) != STEPS or trial.resumed_step < trial.committed_step):
         trial.differing.append(f"rank {rank} ran steps {min(steps)} to {max(steps)}")
     trial.differing.extend(
-        f"rank {rank} step {step}" for step, found in steps.items() if found != truth[rank, step]
+        f"rank {rank} step {step}" for step, result in steps.items() if result != truth[rank, step]
     )
 
 
@@ -294,11 +294,11 @@ def main(arguments: list[str] | None = None) -> int:
     begin = time.monotonic()
     scratch = Path(tempfile.mkdtemp(prefix="ebbtide-crash-"))
     trials = campaign(options.kills, options.seed, options.limit_s, scratch, console)
-    found = figures(trials, time.monotonic() - begin)
-    show(found, console)
+    result = figures(trials, time.monotonic() - begin)
+    show(result, console)
     if options.json:
-        write_record(options.json, "checkpoint_crash", found)
-    if found["failures"]:
+        write_record(options.json, "checkpoint_crash", result)
+    if result["failures"]:
         console.print(f"what is left of the failed trials: {scratch}")
         return 1
     shutil.rmtree(scratch)

@@ -146,11 +146,11 @@ def against_stall_study(simulation: CheckpointSimulation, training: Training) ->
     """Beside the recorded `studies.checkpoint_stall` of the same model: its own optimizer's run."""
     if not RECORDED_STALL.exists():
         return {}
-    found = json.loads(RECORDED_STALL.read_text())
+    result = json.loads(RECORDED_STALL.read_text())
     same = {"model": training.model, "sequence": training.sequence}
-    if {key: found["workload"].get(key) for key in same} != same:
+    if {key: result["workload"].get(key) for key in same} != same:
         return {}
-    ours, cost = found["writers"]["ebbtide"], simulation.cost(simulation.plan.checkpoint)
+    ours, cost = result["writers"]["ebbtide"], simulation.cost(simulation.plan.checkpoint)
     slowdowns = {}
     for key, steps in (("every_1", 1), ("every_10", 10)):
         _, paid = cost.at_interval(steps, simulation.iteration_s, "wait")

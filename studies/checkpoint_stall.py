@@ -38,12 +38,12 @@ def measure(name: str, workload: Workload, folder: Path) -> dict[str, Any]:
     try:
         child.wait(LIMIT_S)
     except RuntimeError as error:
-        told = [line for line in str(error).splitlines() if line.strip()]
-        return {"failed": told[-1][:300]}
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        return {"failed": lines[-1][:300]}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    found: dict[str, Any] = json.loads(figures.read_text())
-    return found
+    result: dict[str, Any] = json.loads(figures.read_text())
+    return result
 
 
 def _train(name: str, workload: Workload, folder: Path, figures: Path) -> None:
@@ -56,7 +56,7 @@ def _train(name: str, workload: Workload, folder: Path, figures: Path) -> None:
 
 def compare(writers: dict[str, dict[str, Any]], raw_bytes_per_s: float) -> dict[str, Any]:
     """The figures that have targets."""
-    ran = {name: found for name, found in writers.items() if "failed" not in found}
+    ran = {name: results for name, results in writers.items() if "failed" not in results}
     if "ebbtide" not in ran:
         return {}
     ours = ran["ebbtide"]["every_1"]["stall_s"]
@@ -70,13 +70,13 @@ def compare(writers: dict[str, dict[str, Any]], raw_bytes_per_s: float) -> dict[
     if peers:
         result["stall_below_best_asynchronous"] = min(peers) / ours
     if "none" in ran:
-        for found in ran.values():
+        for results in ran.values():
             for key in ("every_1", "every_10"):
-                found[key]["slowdown"] = (
-                    found[key]["iteration_s"] / ran["none"][key]["iteration_s"] - 1
+                results[key]["slowdown"] = (
+                    results[key]["iteration_s"] / ran["none"][key]["iteration_s"] - 1
                 )
-            found["extra_host_peak_bytes"] = (
-                found["host_peak_bytes"] - (ran["none"]["host_peak_bytes"])
+            results["extra_host_peak_bytes"] = (
+                results["host_peak_bytes"] - (ran["none"]["host_peak_bytes"])
             )
         result["ebbtide_slowdown_every_10"] = ran["ebbtide"]["every_10"]["slowdown"]
     return result
@@ -151,7 +151,7 @@ def _study(options: argparse.Namespace) -> int:
         writers = {n: measure(n, workload, scratch / n.replace(" ", "-")) for n in options.writers}
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    found = {
+    result = {
         "workload": workload.__dict__,
         **compare(writers, raw),
         "raw_write_bytes_per_s": raw,
@@ -159,7 +159,7 @@ def _study(options: argparse.Namespace) -> int:
     }
     show(writers, raw, console)
     if options.json:
-        write_record(options.json, "checkpoint_stall", found)
+        write_record(options.json, "checkpoint_stall", result)
         if any("failed" not in f for n, f in writers.items() if n != "none"):
             draw(writers, options.json.with_suffix(".png"))
     return (

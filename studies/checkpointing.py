@@ -85,14 +85,16 @@ def measured(model: str, steps: int, writers: tuple[str, ...]) -> list[dict[str,
     workload = Workload(model, 32, steps)
     scratch = Path(tempfile.mkdtemp(prefix="ebbtide-checkpointing-"))
     try:
-        found = {
+        result = {
             name: measure_writer(name, workload, scratch / name.replace(" ", "-"))
             for name in writers
         }
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    plain = found.pop("none")
-    return [_row(model, workload.checkpoint_bytes, name, one, plain) for name, one in found.items()]
+    plain = result.pop("none")
+    return [
+        _row(model, workload.checkpoint_bytes, name, one, plain) for name, one in result.items()
+    ]
 
 
 def _row(
@@ -203,8 +205,8 @@ def show(figures: dict[str, Any]) -> None:
             f"{row['blocking_slowdown']:.0%}",
         )  # fmt: skip
     console.print(table)
-    told = ", ".join(f"{k} {v / 1e9:.0f} GB/s" for k, v in PAPER["aggregate_bytes_per_s"].items())  # type: ignore[attr-defined]
-    console.print(f"paper, {PAPER['of']}: {told}")
+    rates = ", ".join(f"{k} {v / 1e9:.0f} GB/s" for k, v in PAPER["aggregate_bytes_per_s"].items())  # type: ignore[attr-defined]
+    console.print(f"paper, {PAPER['of']}: {rates}")
 
 
 if __name__ == "__main__":

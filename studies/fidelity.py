@@ -153,8 +153,8 @@ def _row(
 ) -> dict[str, Any]:
     """``machines``: as measured under other schedules, and as given."""
     predicted, from_given = (simulate(build_schedule(work, plan), m) for m in machines)
-    found = bench.measure(plan, steps)
-    error = found.iteration_s / predicted.iteration_s - 1
+    result = bench.measure(plan, steps)
+    error = result.iteration_s / predicted.iteration_s - 1
     counts = {kind: plan.count(kind) for kind in ("host", "device", "resident")}
     return {
         **counts,
@@ -162,11 +162,11 @@ def _row(
         "prefetch": plan.prefetch,
         "overlap_forward": plan.overlap_forward,
         "predicted_s": predicted.iteration_s,
-        "executed_s": found.iteration_s,
+        "executed_s": result.iteration_s,
         "error_pct": 100 * error,
         "abs_error_pct": 100 * abs(error),
         "predicted_given_rates_s": from_given.iteration_s,
-        "error_given_rates_pct": 100 * (found.iteration_s / from_given.iteration_s - 1),
+        "error_given_rates_pct": 100 * (result.iteration_s / from_given.iteration_s - 1),
     }
 
 

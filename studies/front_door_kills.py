@@ -217,13 +217,13 @@ def main(arguments: list[str] | None = None) -> int:
             console.print(number, asdict(trial))
         else:
             shutil.rmtree(scratch / f"trial_{number}")
-    found = figures(planned, time.monotonic() - begin)
+    result = figures(planned, time.monotonic() - begin)
     names = ("kills", "fired", "resumed", "lost", "older_than_stock", "not_bit_identical")
-    console.print("  ".join(f"{name} {found[name]}" for name in names))
+    console.print("  ".join(f"{name} {result[name]}" for name in names))
     if options.json:
-        write_record(options.json, "front_door_kills", found)
-    if found["failures"]:
-        console.print_json(json.dumps(found["failures"]))
+        write_record(options.json, "front_door_kills", result)
+    if result["failures"]:
+        console.print_json(json.dumps(result["failures"]))
         console.print(f"what is left of the failed trials: {scratch}")
         return 1
     shutil.rmtree(scratch)

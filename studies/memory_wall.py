@@ -377,7 +377,7 @@ def _show(figures: dict[str, Any]) -> None:
     console.print(table)
     for claim in figures["claims"]:
         console.print(
-            f"paper (abstract): {claim['paper']}\n  here, {claim['measure']}: {_told(claim)}"
+            f"paper (abstract): {claim['paper']}\n  here, {claim['measure']}: {_as_text(claim)}"
         )
 
 
@@ -385,13 +385,13 @@ def _cell(value: float | None, unit: float) -> str:
     return "no GPU" if value is None else f"{value / unit:.1f}"
 
 
-def _told(claim: dict[str, Any]) -> str:
-    found = claim["measured"]
-    if not isinstance(found, dict):
-        return "needs a GPU" if found is None else f"{found:.0%}"
-    if None in found.values():
+def _as_text(claim: dict[str, Any]) -> str:
+    result = claim["measured"]
+    if not isinstance(result, dict):
+        return "needs a GPU" if result is None else f"{result:.0%}"
+    if None in result.values():
         return "needs a GPU"
-    return ", ".join(f"{phase} {share:.0%}" for phase, share in found.items())
+    return ", ".join(f"{phase} {share:.0%}" for phase, share in result.items())
 
 
 if __name__ == "__main__":

@@ -148,11 +148,11 @@ def exact_s(workload: Workload, machine: Machine) -> float:
 def gap(workload: Workload, machine: Machine) -> dict[str, float]:
     """The chosen plan against the bound with all the device memory that is allowed."""
     began_s = time.perf_counter()
-    found = plan(workload, machine)
+    result = plan(workload, machine)
     planning_s = time.perf_counter() - began_s
-    assert found.prediction is not None
+    assert result.prediction is not None
     floor_s = bound(workload, machine, Limits.of(workload, machine).device_bytes).iteration_s
-    seconds = found.prediction.iteration_s
+    seconds = result.prediction.iteration_s
     return {
         "iteration_s": seconds,
         "bound_s": floor_s,

@@ -71,10 +71,10 @@ def measure(setting: Setting, steps: int, trace: Path | None = None) -> dict[str
     floor_s = bound(given, machine).iteration_s
     rows = []
     for name, plan in track(plans(work, machine).items(), description="executing plans"):
-        found = bench.measure(plan, steps)
-        rows.append(_row(name, plan, found, work, machine, floor_s))
+        result = bench.measure(plan, steps)
+        rows.append(_row(name, plan, result, work, machine, floor_s))
         if name == "ebbtide" and trace is not None:
-            found.timeline.to_perfetto(trace, simulate(build_schedule(work, plan), machine))
+            result.timeline.to_perfetto(trace, simulate(build_schedule(work, plan), machine))
     same = differences(bench.close(), stock_state(setting, bench.steps)) == ()
     return {
         "device_kind": "emulated",
@@ -104,17 +104,19 @@ def plans(work: Workload, machine: Machine) -> dict[str, Plan]:
             prefetch=0, overlap_forward=False,
         )  # fmt: skip
 
-    found = {"ebbtide": chosen}
-    found["ebbtide, no overlap with forward"] = chosen.model_copy(update={"overlap_forward": False})
-    found["all on the host"] = in_turn(["host"] * count, 0)
+    result = {"ebbtide": chosen}
+    result["ebbtide, no overlap with forward"] = chosen.model_copy(
+        update={"overlap_forward": False}
+    )
+    result["all on the host"] = in_turn(["host"] * count, 0)
     for stride in STRIDES:
         visits = ["device" if (i + 1) % stride == 0 else "host" for i in range(count)]
-        found[f"stride {stride}"] = in_turn(visits, 2)
+        result[f"stride {stride}"] = in_turn(visits, 2)
     for ratio in RATIOS:
         residents = round((1 - ratio) * count)
         flow = ["resident"] * residents + ["host"] * (count - residents)
-        found[f"Twin-Flow, ratio {ratio}"] = in_turn(flow, 0)
-    return found
+        result[f"Twin-Flow, ratio {ratio}"] = in_turn(flow, 0)
+    return result
 
 
 def _row(

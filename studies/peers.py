@@ -167,8 +167,8 @@ def _cells(row: Figures) -> list[str]:
     times = [f"{row[f'{key}_s'] * 1e3:.0f} ms" for key in ("iteration", "forward", "backward",
                                                             "step")]  # fmt: skip
     memory = [_gib(row["device_peak_bytes"]), _gib(row["host_peak_bytes"])]
-    told: dict[Any, str] = {True: "same", False: "differ"}
-    same = told.get(row.get("bit_identical"), "")
+    words: dict[Any, str] = {True: "same", False: "differ"}
+    same = words.get(row.get("bit_identical"), "")
     bits = same if row["exact"] else f"{same} (not exact)"
     speedup = f"{row['speedup']:.2f}x" if "speedup" in row else ""
     best = " (best)" if row.get("best") else ""

@@ -113,12 +113,12 @@ FIGURES: dict[str, dict[str, str]] = {
 
 def records(folder: Path) -> list[dict[str, Any]]:
     """Every study's record under ``folder``, by path; other JSON files are passed over."""
-    found = []
+    result = []
     for path in sorted(folder.rglob("*.json")):
         document = json.loads(path.read_text())
         if isinstance(document, dict) and {"study", "command"} <= document.keys():
-            found.append(document)
-    return found
+            result.append(document)
+    return result
 
 
 def table(documents: Sequence[dict[str, Any]]) -> str:
@@ -142,10 +142,10 @@ def _figures(document: dict[str, Any]) -> str:
 
 
 def _value(document: dict[str, Any], name: str) -> Any:
-    found: Any = document
+    result: Any = document
     for key in name.split("."):
-        found = found.get(key) if isinstance(found, dict) else None
-    return found
+        result = result.get(key) if isinstance(result, dict) else None
+    return result
 
 
 def _where(document: dict[str, Any]) -> str:

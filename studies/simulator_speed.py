@@ -114,12 +114,12 @@ def random_plan(subgroups: int, machine: Machine, rng: np.random.Generator) -> P
 
 def difference(pairs: Sequence[tuple[PlanSweep, Plan]]) -> float:
     """Largest relative difference of the iteration time from the reference engine's."""
-    found = []
+    result = []
     for sweep, plan in pairs:
         schedule = build_schedule(sweep.workload, plan, ITERATIONS)
         expected_s = simulate(schedule, sweep.machine).iteration_s
-        found.append(abs(float(sweep.evaluate_plan(plan)[ITERATION_S]) / expected_s - 1))
-    return max(found)
+        result.append(abs(float(sweep.evaluate_plan(plan)[ITERATION_S]) / expected_s - 1))
+    return max(result)
 
 
 def _iteration_s(pairs: Sequence[tuple[PlanSweep, Plan]]) -> tuple[float, float]:

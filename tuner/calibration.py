@@ -143,15 +143,15 @@ def calibrate(machine: Machine, observations: Sequence[Observation]) -> Calibrat
         max_nfev=12, ftol=1e-4, bounds=(-2.0, 2.0),
     )  # fmt: skip
     sigma = _sigma(np.asarray(result.jac), result.cost, len(result.fun) - len(knobs))
-    told = [i for i in range(len(knobs)) if sigma[i] < IDENTIFIED * width[i]]
+    identified = [i for i in range(len(knobs)) if sigma[i] < IDENTIFIED * width[i]]
     sigma = np.hypot(sigma, [knob.varies for knob in knobs])
-    x = np.array([result.x[i] if i in told else 0.0 for i in range(len(knobs))])
+    x = np.array([result.x[i] if i in identified else 0.0 for i in range(len(knobs))])
     detail = f"calibrated on {len(observations)} run{'s' * (len(observations) > 1)}"
-    fitted = turned(start, knobs, x, {i: (float(sigma[i]), detail) for i in told})
+    fitted = turned(start, knobs, x, {i: (float(sigma[i]), detail) for i in identified})
     errors = _errors(fitted, observations)
     return Calibrated(
         fitted,
-        tuple(change for i in told for change in _changes(start, fitted, knobs[i], sigma[i])),
+        tuple(change for i in identified for change in _changes(start, fitted, knobs[i], sigma[i])),
         tuple(_contradictions(fitted, observations)),
         100 * float(np.median(np.abs(errors))),
     )
@@ -208,14 +208,14 @@ def turned(
     update: dict[str, Any] = {}
     limits = rate_limits(machine)
     for i, (knob, turn) in enumerate(zip(knobs, x, strict=True)):
-        told = (spread or {}).get(i)
-        if told is None and not turn:
+        deviation = (spread or {}).get(i)
+        if deviation is None and not turn:
             continue
         for name in knob.fields:
             value = update.get(name, getattr(machine, name))
             update[name] = (
-                _shares(value, knob.ranks, float(turn), told) if knob.ranks
-                else _scaled(value, float(turn), told, limits.get(name, math.inf))
+                _shares(value, knob.ranks, float(turn), deviation) if knob.ranks
+                else _scaled(value, float(turn), deviation, limits.get(name, math.inf))
             )  # fmt: skip
     return machine.model_copy(update=update)
 

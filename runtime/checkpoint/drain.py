@@ -245,13 +245,13 @@ class Drainer:
                     return
 
     def _drain_newest(self, *, catching_up: bool) -> BaseException | None:
-        found = None
+        result = None
         try:
-            found = next_to_drain(self._tiers)
-            if found is not None:
-                self._drain.run(found)
+            result = next_to_drain(self._tiers)
+            if result is not None:
+                self._drain.run(result)
         except BaseException as error:  # noqa: BLE001 - the foreground raises it at the next step
-            if found is not None and not found.folder.exists():
+            if result is not None and not result.folder.exists():
                 return None  # a newer one was committed, this one pruned: the newer one is next
             if isinstance(error, DamagedSourceError) and catching_up:
                 logger.warning("not drained: %s", error)

@@ -18,7 +18,7 @@ class Saving(Protocol):
 
 
 _savers: weakref.WeakSet[Saving] = weakref.WeakSet()
-told = threading.Event()  # SIGTERM came
+sigterm_came = threading.Event()  # SIGTERM came
 
 
 def finish_at_sigterm(saving: Saving) -> None:
@@ -35,7 +35,7 @@ def finish_at_sigterm(saving: Saving) -> None:
 
 
 def _at_sigterm(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-    told.set()
+    sigterm_came.set()
     # In a thread: what this handler interrupted may hold a lock that the writers need.
     threading.Thread(target=_finish_and_die, args=(os.getpid(),), daemon=True).start()
 

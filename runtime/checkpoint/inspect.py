@@ -102,8 +102,8 @@ def verify(
     problems, records = _check_ranks(folder, page)
     mine = records[share[0] :: share[1]]
     with ThreadPoolExecutor(max(1, readers)) as pool:
-        for found in pool.map(lambda record: _check_file(folder, record), mine):
-            problems.extend(found)
+        for result in pool.map(lambda record: _check_file(folder, record), mine):
+            problems.extend(result)
     return problems
 
 
@@ -115,9 +115,9 @@ def _check_ranks(folder: Path, page: GlobalManifest) -> tuple[list[Problem], lis
             if block_hash(data) != seal.hash:
                 raise ManifestError("its bytes do not match the global manifest")
             manifest = parse(data, RankManifest, seal.path)
-            found = (manifest.rank, manifest.nonce, manifest.step, manifest.tag)
-            if found != (rank, page.nonce, page.step, page.tag):
-                raise ManifestError(f"it belongs to another checkpoint or rank: {found}")
+            result = (manifest.rank, manifest.nonce, manifest.step, manifest.tag)
+            if result != (rank, page.nonce, page.step, page.tag):
+                raise ManifestError(f"it belongs to another checkpoint or rank: {result}")
             records.extend(manifest.files)
         except (OSError, ManifestError) as error:
             problems.append(Problem(seal.path, str(error)))

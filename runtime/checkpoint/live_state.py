@@ -61,7 +61,7 @@ class LiveState:
 
         None: not registered as a whole.
         """
-        found: list[tuple[int, int]] = []
+        result: list[tuple[int, int]] = []
         position, end = address, address + size_bytes
         with self._lock:
             at = bisect_right(self._starts, position) - 1
@@ -71,10 +71,10 @@ class LiveState:
                 start, stop, subgroup = self._ranges[at]
                 if not start <= position < stop:
                     return None
-                found.append((subgroup, min(stop, end) - position))
-                position += found[-1][1]
+                result.append((subgroup, min(stop, end) - position))
+                position += result[-1][1]
                 at += 1
-        return found
+        return result
 
     @property
     def turns(self) -> list[int]:

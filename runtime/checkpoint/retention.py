@@ -26,8 +26,8 @@ def committed(save_dir: Path) -> list[Committed]:
     """The committed checkpoints of a folder, newest first; those with damaged manifests are not
     among them (see `damaged`).
     """
-    found = [c for c in map(_read, _folders(save_dir)) if isinstance(c, Committed)]
-    return sorted(found, key=lambda c: c.manifest.sequence, reverse=True)
+    result = [c for c in map(_read, _folders(save_dir)) if isinstance(c, Committed)]
+    return sorted(result, key=lambda c: c.manifest.sequence, reverse=True)
 
 
 def damaged(save_dir: Path) -> dict[str, str]:

@@ -322,9 +322,9 @@ def _name_latest(save_dir: Path, page: dict[str, Any]) -> None:
 def _forget(save_dir: Path, page: dict[str, Any]) -> None:
     """Takes a checkpoint that was placed but is torn, as after a power failure, out of the way."""
     tag = str(page.get("tag", ""))
-    for found in committed(save_dir):
-        if found.manifest.nonce == page.get("nonce"):
-            found.folder.rename(save_dir / f".{tag}.{page['nonce']}.replaced_torn")
+    for result in committed(save_dir):
+        if result.manifest.nonce == page.get("nonce"):
+            result.folder.rename(save_dir / f".{tag}.{page['nonce']}.replaced_torn")
             recover_replaced(save_dir, Files())
     latest = save_dir / "latest"
     if "latest" not in page or not latest.exists():
@@ -359,8 +359,8 @@ def _hide(save_dir: Path, beside: Path | None) -> None:
 
 def newest_beside(directory: Path) -> Path | None:
     """The folder beside it (see `siblings`) that holds the checkpoint committed last."""
-    found = [c for folder in siblings(directory) for c in committed(folder)]
-    newest = max(found, key=lambda c: c.manifest.committed_unix_s, default=None)
+    result = [c for folder in siblings(directory) for c in committed(folder)]
+    newest = max(result, key=lambda c: c.manifest.committed_unix_s, default=None)
     return None if newest is None else newest.folder.parent
 
 

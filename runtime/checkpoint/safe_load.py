@@ -103,8 +103,8 @@ def unreadable(path: str) -> str:
 def _gist(error: BaseException) -> str:
     """The line of torch's long texts that says what was met."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = [line for line in lines if "WeightsUnpickler error" in line or "Can only" in line]
-    return (told or lines or [type(error).__name__])[-1].rstrip(".")
+    telling = [line for line in lines if "WeightsUnpickler error" in line or "Can only" in line]
+    return (telling or lines or [type(error).__name__])[-1].rstrip(".")
 
 
 def _load_in_parallel(path: Path, into: dict[tuple[Any, ...], torch.Tensor], readers: int) -> Any:

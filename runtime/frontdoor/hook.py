@@ -216,11 +216,11 @@ class _AfterImport:
         if name not in _WRAPPED:
             return None
         for finder in sys.meta_path:
-            found = None if _is_ours(finder) else finder.find_spec(name, path, target)
-            if found is not None:
-                if found.loader is not None:
-                    found.loader = _ThenWrap(found.loader, _WRAPPED[name])  # type: ignore[assignment]
-                return found
+            result = None if _is_ours(finder) else finder.find_spec(name, path, target)
+            if result is not None:
+                if result.loader is not None:
+                    result.loader = _ThenWrap(result.loader, _WRAPPED[name])  # type: ignore[assignment]
+                return result
         return None
 
 

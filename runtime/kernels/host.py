@@ -41,13 +41,13 @@ def cache_dir() -> Path:
 
 def _compiler() -> str:
     wanted = os.environ.get("CXX", "g++")
-    found = shutil.which(wanted)
-    if found is None:
+    result = shutil.which(wanted)
+    if result is None:
         raise MissingCompilerError(
             f"a C++ compiler is needed to build the update kernel, but {wanted!r} was not found: "  # noqa: S608 - prose
             "install g++, or set CXX to another compiler that knows -fopenmp"
         )
-    return found
+    return result
 
 
 def _cpu_model() -> str:
@@ -164,10 +164,10 @@ def norm(tensor: torch.Tensor) -> float:
     lanes = _norm_lanes()
     if lanes == 0 or not tensor.is_contiguous() or tensor.dtype not in _DTYPES:
         return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
-    found: float = load().ebbtide_norm(
+    result: float = load().ebbtide_norm(
         tensor.data_ptr(), _DTYPES[tensor.dtype], tensor.numel(), lanes
     )
-    return found
+    return result
 
 
 @functools.cache

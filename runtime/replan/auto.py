@@ -79,13 +79,13 @@ class _Automatic:
         current = own.plan.model_copy(update={"overlap_forward": own.overlaps})
         held = footprint(workload, current).device_bytes
         free = _free_device_bytes(own.device)
-        found = quick_plan(workload, machine, current, device_bytes=held + free)
-        if anyone(self.engine, found.iteration_s < found.current_s):
+        result = quick_plan(workload, machine, current, device_bytes=held + free)
+        if anyone(self.engine, result.iteration_s < result.current_s):
             logger.info(
                 "plan='auto': %.3f s expected instead of %.3f s",
-                found.iteration_s, found.current_s,
+                result.iteration_s, result.current_s,
             )  # fmt: skip
-            current = found.plan
+            current = result.plan
         switch_plan(self.engine, current)
         watch(self.engine, machine, workload, replan=False)
 

@@ -71,16 +71,16 @@ class Watch:
             return
         from tuner.quick import quick_plan
 
-        found = quick_plan(self.workload, machine, own.plan)
+        result = quick_plan(self.workload, machine, own.plan)
         # All ranks or none: the others would only wait for a rank that moves its state.
-        if anyone(self.engine, found.iteration_s < WORTH_SWITCHING * found.current_s):
+        if anyone(self.engine, result.iteration_s < WORTH_SWITCHING * result.current_s):
             logger.info(
                 "switching plans after step %d: %.3f s expected instead of %.3f s",
-                self.steps, found.iteration_s, found.current_s,
+                self.steps, result.iteration_s, result.current_s,
             )  # fmt: skip
-            switch_plan(self.engine, found.plan)
+            switch_plan(self.engine, result.plan)
             self.machine = machine
-            self.switches.append((self.steps, found.plan))
+            self.switches.append((self.steps, result.plan))
 
     def _log(self, timeline: Timeline, plan: Plan) -> None:
         monitor = getattr(self.engine, "monitor", None)

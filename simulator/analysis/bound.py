@@ -112,7 +112,7 @@ class _Problem:
 
     def _times(self, w: Workload, machine: Machine) -> None:
         n, micro = float(w.params), w.gradient_accumulation_steps
-        have = capacities(machine, w.ranks_per_node)
+        rates = capacities(machine, w.ranks_per_node)
         wire = 0.0 if machine.unified_memory else float(w.wire_bytes)
         home = 0.0 if machine.unified_memory else float(w.grad_bytes_per_param)
         state = float(Bytes.of(w).visit)
@@ -124,10 +124,10 @@ class _Problem:
         self._add("training loop", [0, 0, 0, 0], -forward_s - w.pipeline_idle_s)
         self._add("host compute", [host_s, 0, 0, 0], 0.0)
         self._add("device compute", [0, device_s, device_s, 0], -forward_s)
-        up = n / have["h2d"]
+        up = n / rates["h2d"]
         self._add("H2D link", [wire * up, state * up, 0, -state * up], 0.0)
         # Write-backs and gradients may use the whole iteration.
-        down, both, dram = n / have["d2h"], n / have["link"], n / have["dram"]
+        down, both, dram = n / rates["d2h"], n / rates["link"], n / rates["dram"]
         # From the second micro-batch on, the sum so far is fetched before it goes home again.
         fetched = (micro - 1) * home
         self._add("D2H link", [micro * home * down, state * down, 0, 0], rest_s)

@@ -123,15 +123,15 @@ class _Run:
 
     def due(self, plan: Plan) -> list[Due]:
         """When each subgroup is about to be overwritten for the first time behind the save."""
-        save_s, found = self.save_s(), []
+        save_s, results = self.save_s(), []
         overwriting = {"host": OpKind.UPDATE_HOST, "device": OpKind.STATE_D2H,
                        "resident": OpKind.UPDATE_DEVICE}  # fmt: skip
         for i in self.of(*overwriting.values(), iteration=LEAD_IN):
             op, at_s = self.ops[i], float(self.result.start_s[i]) - save_s
             placement = plan.placements[op.subgroup]
             if op.kind == overwriting[placement]:
-                found.append(Due(op.subgroup, at_s, "host" if placement == "host" else "device"))
-        return _monotone(found, plan.issue_order)
+                results.append(Due(op.subgroup, at_s, "host" if placement == "host" else "device"))
+        return _monotone(results, plan.issue_order)
 
 
 def _monotone(due: list[Due], issue_order: Sequence[int]) -> list[Due]:

@@ -78,12 +78,12 @@ class Template:
     @classmethod
     def of(cls, schedule: Schedule, workload: Workload) -> Self:
         """Of a schedule that was built for ``workload``."""
-        found: dict[str, list[tuple[int, int]]] = {name: [] for name in _WRITTEN.values()}
+        result: dict[str, list[tuple[int, int]]] = {name: [] for name in _WRITTEN.values()}
         for op in schedule.ops:
             name = _WRITTEN.get((op.kind, op.lane, op.rate))
             if name is not None:
-                found[name].append((op.id, op.layer))
-        pairs = {n: np.array(f, dtype=np.int64).reshape(-1, 2) for n, f in found.items()}
+                result[name].append((op.id, op.layer))
+        pairs = {n: np.array(f, dtype=np.int64).reshape(-1, 2) for n, f in result.items()}
         return cls(
             _without_ops(schedule), times(workload),
             {name: (two[:, 0].copy(), two[:, 1].copy()) for name, two in pairs.items()},
@@ -161,8 +161,8 @@ class Templates:
         Raises:
             ValueError: as `build_strategy`.
         """
-        told = tuple(sorted((key, repr(value)) for key, value in options.items()))
-        key = (name, told, structure(workload))
+        given = tuple(sorted((key, repr(value)) for key, value in options.items()))
+        key = (name, given, structure(workload))
         template = self._held.get(key)
         if template is None:
             schedule = self._build(name, workload, **options)

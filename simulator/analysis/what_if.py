@@ -186,8 +186,8 @@ class _Bar:
 def evaluate(workload: Workload, machine: Machine, point: Point) -> dict[str, Any]:
     """One row."""
     work, changed = _changed(workload, machine, point)
-    setting, found = _best_setting(work, changed, point)
-    reason = _unfit(work, changed, point, found)
+    setting, result = _best_setting(work, changed, point)
+    reason = _unfit(work, changed, point, result)
     tokens = work.tokens_per_iteration
     return {
         "strategy": point.strategy,
@@ -196,12 +196,12 @@ def evaluate(workload: Workload, machine: Machine, point: Point) -> dict[str, An
         **point.changes,
         "fits": not reason,
         "reason": reason,
-        "iteration_s": found.iteration_s,
-        **found.phases,
-        "device_peak_bytes": found.device_peak_bytes,
-        "host_peak_bytes": found.host_peak_bytes,
+        "iteration_s": result.iteration_s,
+        **result.phases,
+        "device_peak_bytes": result.device_peak_bytes,
+        "host_peak_bytes": result.host_peak_bytes,
         "lower_bound_s": _bound_s(work, changed, point),
-        "tokens_per_s": tokens / found.iteration_s if tokens else float("nan"),
+        "tokens_per_s": tokens / result.iteration_s if tokens else float("nan"),
     }
 
 

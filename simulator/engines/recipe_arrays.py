@@ -122,13 +122,13 @@ def _waits(step: Step) -> list[int]:
 @compiled
 def totals(placement: Any, sizes: Floats, kinds: int) -> Floats:
     """How many there are of each placement, their elements, and the largest: shape (3, kinds)."""
-    found = np.zeros((3, kinds))
+    result = np.zeros((3, kinds))
     for s in range(sizes.size):
         code = placement[s]
-        found[0, code] += 1
-        found[1, code] += sizes[s]
-        found[2, code] = max(found[2, code], sizes[s])
-    return found
+        result[0, code] += 1
+        result[1, code] += sizes[s]
+        result[2, code] = max(result[2, code], sizes[s])
+    return result
 
 
 @inlined

@@ -208,24 +208,24 @@ def architecture(model: Architecture | Mapping[str, Any] | str | Path) -> Archit
 def _read(path: Path) -> Mapping[str, Any]:
     file = path / "config.json" if path.is_dir() else path
     try:
-        found = json.loads(file.read_text())
+        result = json.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise ModelError(
             f"a model must be a JSON file with its config (--model), but got {file}: {error}"
         ) from None
-    if not isinstance(found, dict):
-        raise ModelError(f"{file} must hold a JSON object, but holds a {type(found).__name__}")
-    return found
+    if not isinstance(result, dict):
+        raise ModelError(f"{file} must hold a JSON object, but holds a {type(result).__name__}")
+    return result
 
 
 def _numbers(config: Mapping[str, Any]) -> dict[str, Any]:
-    found = {}
+    result = {}
     for own, names in _KEYS.items():
         for name in names:
             if config.get(name) is not None:
-                found[own] = config[name]
+                result[own] = config[name]
                 break
-    return found
+    return result
 
 
 def _completed(name: str, numbers: dict[str, Any]) -> Architecture:

@@ -153,10 +153,10 @@ class _Resolver:
         self.notes: list[str] = []
 
     def section(self, name: str) -> Mapping[str, Any]:
-        found = self.config.get(name) or {}
-        if not isinstance(found, Mapping):
-            raise ModelError(f"{name} must be an object, but got {found!r}")
-        return found
+        result = self.config.get(name) or {}
+        if not isinstance(result, Mapping):
+            raise ModelError(f"{name} must be an object, but got {result!r}")
+        return result
 
     def number(
         self,

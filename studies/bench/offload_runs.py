@@ -206,13 +206,13 @@ def _positive(row: dict[str, str], name: str, where: str) -> float:
 
 
 def _measured(row: dict[str, str], where: str) -> dict[str, float]:
-    found: dict[str, float] = {}
+    result: dict[str, float] = {}
     for name in (*MEASURED, *MEMORY):
         if (row.get(name) or "").strip():
-            found[name] = _number(row, name, where)
-            if found[name] <= 0:
+            result[name] = _number(row, name, where)
+            if result[name] <= 0:
                 raise RunError(f"{where}: {name} must be > 0, but got {row[name]!r}")
-    return found
+    return result
 
 
 def _number(row: dict[str, str], name: str, where: str, default: float | None = None) -> float:

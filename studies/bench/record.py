@@ -79,7 +79,7 @@ def _nvml_facts(uuid: str) -> dict[str, Any]:
     except ImportError:
         return {}
     facts: dict[str, Any] = {}
-    asked = {
+    requested = {
         "pcie_generation": pynvml.nvmlDeviceGetCurrPcieLinkGeneration,
         "pcie_generation_max": pynvml.nvmlDeviceGetMaxPcieLinkGeneration,
         "pcie_width": pynvml.nvmlDeviceGetCurrPcieLinkWidth,
@@ -91,7 +91,7 @@ def _nvml_facts(uuid: str) -> dict[str, Any]:
         # NVML numbers all GPUs, torch those that CUDA_VISIBLE_DEVICES shows.
         gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
         facts["driver"] = _text(pynvml.nvmlSystemGetDriverVersion())
-        for name, ask in asked.items():
+        for name, ask in requested.items():
             with contextlib.suppress(pynvml.NVMLError):
                 facts[name] = ask(gpu)
     except pynvml.NVMLError as error:
@@ -104,13 +104,13 @@ def _text(value: bytes | str) -> str:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    result = {}
     for package in _PACKAGES:
         try:
-            found[package] = metadata.version(package)
+            result[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return result
 
 
 def _module() -> str:

@@ -115,11 +115,11 @@ class Child:
                 break
             if time.monotonic() > end:
                 self.kill()
-                raise RuntimeError(f"a run must end within {limit_s:g} s: {self._told()}")
+                raise RuntimeError(f"a run must end within {limit_s:g} s: {self._output()}")
             time.sleep(0.02)
         remove_shared_buffers(self.port)
         if status:
-            raise RuntimeError(f"a run that nobody killed ended with {status}: {self._told()}")
+            raise RuntimeError(f"a run that nobody killed ended with {status}: {self._output()}")
 
     def kill(self) -> None:
         """SIGKILL.
@@ -129,12 +129,12 @@ class Child:
         """
         done, status = os.waitpid(self.pid, os.WNOHANG)
         if done:
-            raise RuntimeError(f"the run was dead before its kill ({status}): {self._told()}")
+            raise RuntimeError(f"the run was dead before its kill ({status}): {self._output()}")
         os.kill(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
         remove_shared_buffers(self.port)
 
-    def _told(self) -> str:
+    def _output(self) -> str:
         return self.log.read_text()[-2000:] if self.log.exists() else "(no output)"
 
 

@@ -176,7 +176,7 @@ def run_writer(name: str, workload: Workload, folder: Path) -> dict[str, Any]:
     if name != "none":
         session.train(2, every=1)  # first use: files, buffers, processes
         writer.wait()
-    found = {
+    result = {
         "every_1": session.train(workload.steps, every=1),
         "every_10": session.train(max(10, workload.steps), every=10),
         "write_bytes_per_s": None if name == "none" else _write_rate(session, folder),
@@ -184,9 +184,9 @@ def run_writer(name: str, workload: Workload, folder: Path) -> dict[str, Any]:
         "host_peak_bytes": _peak_bytes(),
     }
     if name == "ebbtide":
-        found["last"] = writer.lazy.last.__dict__  # type: ignore[attr-defined]
+        result["last"] = writer.lazy.last.__dict__  # type: ignore[attr-defined]
     engine.destroy()
-    return found
+    return result
 
 
 def _engine(workload: Workload, config: dict[str, Any]) -> tuple[Any, Any]:

@@ -201,10 +201,10 @@ def _show(results: dict[str, dict[str, Any]], emulated: bool) -> None:
     table = Table(title="emulated: no GPU figures" if emulated else torch.cuda.get_device_name())
     for column in ("section", "result", "seconds"):
         table.add_column(column)
-    told = ("differing", "summary", "speedup", "speedup_over_best_exact_peer", "noise",
+    shown = ("differing", "summary", "speedup", "speedup_over_best_exact_peer", "noise",
             "efficiency", "median_abs_pct_error", "failed", "skipped", "correct")  # fmt: skip
     for name, figures in results.items():
-        words = [f"{key}: {figures[key]}" for key in told if figures.get(key) not in (None, [])]
+        words = [f"{key}: {figures[key]}" for key in shown if figures.get(key) not in (None, [])]
         table.add_row(name, "; ".join(words)[:200] or "done", str(figures.get("seconds", "")))
     Console(width=140).print(table)
 

@@ -99,12 +99,12 @@ def _configuration(name: str, suite: Suite) -> list[Figures]:
     for of, run in ways.items():
         row: Figures = {"configuration": name, "placement": of, "control_differing": control}
         try:
-            found = differing(run(), stock)
+            result = differing(run(), stock)
         except Exception as error:  # noqa: BLE001 - a row that says how; the others still run
             rows.append(row | {"identical": False, "failed": f"{type(error).__name__}: {error}"})
             continue
         # A control that differs makes a difference here mean nothing, but an equality still does.
-        rows.append(row | {"differing": found[:8], "identical": not found or (
+        rows.append(row | {"differing": result[:8], "identical": not result or (
             None if control else False)})  # fmt: skip
     return rows
 
@@ -180,8 +180,8 @@ def _steps(engine: Any, first: int, end: int) -> tuple[list[torch.Tensor], list[
 
 def differing(ours: Outcome, stock: Outcome) -> list[str]:
     """Names of what is not `torch.equal`."""
-    found = list(differences(ours[0], stock[0]))
+    result = list(differences(ours[0], stock[0]))
     pairs = zip(ours[1], stock[1], strict=True)
-    found += [f"loss {i}" for i, (a, b) in enumerate(pairs) if not torch.equal(a, b)]
-    return found + [f"norm {i}" for i, (a, b) in enumerate(zip(ours[2], stock[2], strict=True))
+    result += [f"loss {i}" for i, (a, b) in enumerate(pairs) if not torch.equal(a, b)]
+    return result + [f"norm {i}" for i, (a, b) in enumerate(zip(ours[2], stock[2], strict=True))
                     if a != b]  # fmt: skip

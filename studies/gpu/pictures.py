@@ -17,7 +17,7 @@ def draw_parts(folder: Path) -> list[Path]:
     Raises:
         SystemExit: the folder holds no record of the suite.
     """
-    found = []
+    result = []
     for part, draw in DRAWERS.items():
         path = folder / f"{part}.json"
         if not path.exists():
@@ -25,12 +25,12 @@ def draw_parts(folder: Path) -> list[Path]:
         record = json.loads(path.read_text())
         if "failed" in record or not _rows(record):
             continue
-        found.append(_drawn(record, draw, path.with_suffix(".png")))
-    if not found:
+        result.append(_drawn(record, draw, path.with_suffix(".png")))
+    if not result:
         raise SystemExit(
             f"--plot must be a folder with records of studies.gpu, but {folder} has none"
         )
-    return found
+    return result
 
 
 def _rows(record: Figures) -> list[Figures]:
@@ -69,9 +69,9 @@ def _phases(ax: Any, record: Figures) -> None:
         ax.barh(names, widths, left=left, color=colour, label=phase)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     for place, row in enumerate(rows):
-        told = f" {row['speedup']:.2f}x" if row.get("speedup") else ""
-        told += "" if row.get("exact", True) else " (not exact)"
-        ax.text(left[place], place, told, va="center", fontsize=8)
+        label = f" {row['speedup']:.2f}x" if row.get("speedup") else ""
+        label += "" if row.get("exact", True) else " (not exact)"
+        ax.text(left[place], place, label, va="center", fontsize=8)
     ax.set_xlabel("ms per iteration")
     ax.margins(x=0.15)
     ax.legend(frameon=False, fontsize=8, loc="lower right")

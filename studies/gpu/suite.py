@@ -100,10 +100,10 @@ class Suite:
         path = self._of_this_size("trials", f"{name}.json")
         command = ["studies.trials.plan_trials", "--json", str(path), *self._sizes(),
                    "--plans", *files]  # fmt: skip
-        found = self._measured(path, command)
-        rows: list[Figures] = found.get("rows", [])
+        result = self._measured(path, command)
+        rows: list[Figures] = result.get("rows", [])
         done = {row["name"] for row in rows}
-        missing = str(found.get("failed", "the process ended before"))
+        missing = str(result.get("failed", "the process ended before"))
         return rows + [
             {"name": of, "variant": "ebbtide", "failed": missing} for of in plans if of not in done
         ]
@@ -118,14 +118,14 @@ class Suite:
         return self.out.joinpath(self.size, *parts)
 
     def _measured(self, path: Path, command: list[str]) -> Figures:
-        asked = path.with_suffix(".command")
-        if not self.again and path.exists() and asked.exists():
+        requested = path.with_suffix(".command")
+        if not self.again and path.exists() and requested.exists():
             known: Figures = json.loads(path.read_text())
-            if json.loads(asked.read_text()) == command and "failed" not in known:
+            if json.loads(requested.read_text()) == command and "failed" not in known:
                 return known
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
-        asked.write_text(json.dumps(command))
+        requested.write_text(json.dumps(command))
         try:
             failed = self.run(f"{self.size}-{path.stem}", command, self.left_s())
         except OutOfTimeError as error:
@@ -157,8 +157,8 @@ class Suite:
                 raise
         if status == 0:
             return None
-        told = errors.read_text(errors="replace").strip().splitlines() or ["no message"]
-        return f"{told[-1][-SHOWN_CHARACTERS:]} (exit status {status}; logs/{name}.stderr)"
+        lines = errors.read_text(errors="replace").strip().splitlines() or ["no message"]
+        return f"{lines[-1][-SHOWN_CHARACTERS:]} (exit status {status}; logs/{name}.stderr)"
 
     def _environment(self) -> dict[str, str]:
         """Stock as its documentation advises: a thread per core near the GPU; so for everybody."""

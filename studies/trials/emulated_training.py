@@ -259,8 +259,8 @@ class Bench:
             placement=Plan.runs(["host"] * self.setting.layers),
             overlap_forward=False,
         )  # fmt: skip
-        found = self.measure(plan, steps, settle=True)
-        return self.setting.workload(found.forward_s, found.backward_s)
+        result = self.measure(plan, steps, settle=True)
+        return self.setting.workload(result.forward_s, result.backward_s)
 
     def close(self) -> dict[str, torch.Tensor]:
         """Ends the engine; returns all that training has changed."""

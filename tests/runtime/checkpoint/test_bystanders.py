@@ -152,7 +152,7 @@ def test_sigterm_commits_what_is_in_flight(tmp_path):
         saver = Saver(job)
         ending.finish_at_sigterm(saver)
         os.write(out, b"x")
-        while not ending.told.wait(0.05):
+        while not ending.sigterm_came.wait(0.05):
             pass
         gate.opened.set()
         threading.Event().wait(60)
