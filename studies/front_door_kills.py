@@ -12,6 +12,7 @@ had on disk at that point of the script, its final state with the uninterrupted 
 from __future__ import annotations
 
 import argparse
+import atexit
 import gc
 import json
 import os
@@ -191,6 +192,7 @@ def warm() -> None:
     # over all that the libraries have made.
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # else Triton calls its own types leaked
 
 
 def main(arguments: list[str] | None = None) -> int:

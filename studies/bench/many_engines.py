@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import gc
 
@@ -20,3 +21,4 @@ def answer_once() -> None:
     cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # else Triton calls its own types leaked

@@ -1,5 +1,6 @@
 """What every engine of a test process would pay for again."""
 
+import atexit
 import functools
 import gc
 import sys
@@ -12,6 +13,7 @@ def freeze():
     """
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # else Triton calls its own types leaked
 
 
 def freeze_imports():
