@@ -112,6 +112,14 @@ def _load_config(config: Any) -> dict[str, Any]:
     return json.loads(json.dumps(config))  # type: ignore[no-any-return]
 
 
+def _check_replan(replan: bool, machine: Machine | None, workload: Workload | None) -> None:
+    if replan and (machine is None or workload is None):
+        raise ConfigError(
+            "replan=True needs machine= and workload= (the files that the plan was made from), "
+            f"but got machine={machine and machine.name}, workload={workload and workload.name}"
+        )
+
+
 def attach(
     engine: Any,
     plan: PlanLike,
@@ -143,11 +151,7 @@ def attach(
         ConfigError: the engine is not one a plan can be applied to.
         PlanError: the plan is for another model or sub_group_size.
     """
-    if replan and (machine is None or workload is None):
-        raise ConfigError(
-            "replan=True needs machine= and workload= (the files that the plan was made from), "
-            f"but got machine={machine and machine.name}, workload={workload and workload.name}"
-        )
+    _check_replan(replan, machine, workload)
     if isinstance(plan, str) and plan == "auto":
         from runtime.replan.auto import host_plan, plan_later
 

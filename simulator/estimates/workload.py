@@ -75,15 +75,13 @@ def workload_from_model(
     estimates: matrix products at the machine's ``device_flops_per_s`` (2 flops per weight and
     token forward, twice that backward, plus the recomputed forward with checkpointing, plus causal
     attention scores). Activations follow Korthikanti et al., arXiv 2205.05198, equations 1 to 6.
-    A profile of the real model (`tune profile`) is the better source.
+    A profile of the real model (`tune profile`) is better.
 
     Args:
         model: see `architecture`.
         ds_config: DeepSpeed's config, may hold ``"auto"``; what it says wins over the defaults.
-        zero_stage: 1, 2 or 3; None: the config's, else 3.
-        sequence: tokens per sample. ``micro_batch``: samples per rank and micro-batch.
-        data_parallel: ZeRO's ranks. With tensor and pipeline parallelism the whole job has
-            data x tensor x pipeline GPUs.
+        sequence: tokens; ``micro_batch``: samples; ``zero_stage``: None: the config's, else 3.
+        data_parallel: ZeRO's ranks; the whole job has data x tensor x pipeline GPUs.
         stage: the pipeline stage that is looked at, 0: the first.
         sequence_parallel: what tensor parallelism leaves whole is divided along the sequence.
         activation_checkpointing: ``full`` keeps each layer's input and computes it again.
