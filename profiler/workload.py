@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections import defaultdict
@@ -14,6 +13,7 @@ import torch
 
 from profiler.sampling import doubts
 from profiler.watcher import Trace, units
+from runtime.hardware.launcher import local_ranks
 from runtime.kernels import host
 from simulator.quantity import Quantity
 from simulator.workload import Layer, WireDtype, Workload
@@ -73,7 +73,7 @@ def workload_of(engine: Any, traces: list[Trace], name: str) -> Workload:
     # The fullest of the steps: what is planned into the headroom must fit in each of them.
     fullest = max(traces, key=lambda trace: trace.device_peak_bytes)
     times, notes = _phase_times(traces)
-    ranks = ranks_per_node()
+    ranks = local_ranks()
     return Workload(
         name=name,
         layers=layers,
@@ -213,11 +213,3 @@ def _owner(parameter: str, unit_names: list[str]) -> str:
 def _world_size() -> int:
     distributed = torch.distributed
     return distributed.get_world_size() if distributed.is_initialized() else 1
-
-
-def ranks_per_node() -> int:
-    """As the launcher says: ``LOCAL_WORLD_SIZE`` from torchrun, ``LOCAL_SIZE`` from deepspeed."""
-    for variable in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
-        if os.environ.get(variable):
-            return max(1, int(os.environ[variable]))
-    return 1

@@ -29,6 +29,8 @@ import pytest  # noqa: E402
 from filelock import FileLock  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
+from runtime.hardware.launcher import LOCAL_SIZES  # noqa: E402
+
 # A red run of CI can be replayed: the same examples everywhere. Nothing is timed by the example.
 settings.register_profile("ci", derandomize=True, deadline=None)
 settings.register_profile("dev", deadline=None)
@@ -52,7 +54,8 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: first.get(item.location[0], len(FIRST)))
 
 
-RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# What trainers write in this process too, and what a child would take for its own.
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", *LOCAL_SIZES)
 
 
 @pytest.fixture(scope="session")

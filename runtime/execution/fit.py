@@ -8,6 +8,7 @@ from typing import Any
 
 import psutil
 
+from runtime.hardware.launcher import local_ranks
 from runtime.zero.checks.guard import ConfigError
 from simulator.plan import Plan
 from simulator.update.footprint import plan_bytes
@@ -47,7 +48,7 @@ def check_host_memory(
     Raises:
         ConfigError: with what is needed and what there is.
     """
-    ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1))
+    ranks = local_ranks()
     stage = (config.get("zero_optimization") or {}).get("stage", 3)
     optimizer = _optimizer(config)
     needed = ranks * needed_bytes(

@@ -14,6 +14,7 @@ from runtime.execution.gradients import GradientHomes, ParameterSlice
 from runtime.execution.recorder import Recorder
 from runtime.execution.step_template import step_template
 from runtime.execution.subgroup_state import Buffers, SubgroupState, place, staging_slots
+from runtime.hardware.launcher import local_ranks
 from runtime.kernels.rule import UpdateRule, UpdateStep
 from simulator.plan import Placement, Plan
 from simulator.timeline import Timeline
@@ -285,6 +286,5 @@ def threads_of(plan: Plan, device: Device) -> int:
         cores = len(os.sched_getaffinity(0))
     except AttributeError:
         cores = os.cpu_count() or 1
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
-    share = max(1, cores // max(1, ranks))
+    share = max(1, cores // local_ranks())
     return max(1, min(share, torch.get_num_threads())) if device.unified else share

@@ -6,10 +6,22 @@ import os
 import socket
 from pathlib import Path
 
+# Each launcher's variable for the number of ranks on this host: DeepSpeed's, torchrun's, MPI's.
+LOCAL_SIZES = (
+    "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS",
+    "MV2_COMM_WORLD_LOCAL_SIZE",
+)  # fmt: skip
+
 
 def local_ranks() -> int:
-    """Ranks on this host, as their launcher says (torchrun's variable or DeepSpeed's)."""
-    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1))
+    """Ranks on this host, as their launcher says; 1 where none does.
+
+    Accelerate writes torchrun's variable in processes that torchrun did not start, so it counts
+    before another launcher's only where torchrun's run has a name.
+    """
+    first = ("LOCAL_WORLD_SIZE",) if "TORCHELASTIC_RUN_ID" in os.environ else ()
+    said = (os.environ.get(variable) for variable in (*first, *LOCAL_SIZES))
+    return max(1, int(next(filter(None, said), 1)))
 
 
 def free_port() -> int:

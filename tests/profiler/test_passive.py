@@ -9,7 +9,7 @@ from torch import nn
 from profiler.activations import AllocatorDeltas, SavedTensors
 from profiler.engine import PassiveProfile
 from profiler.watcher import Trace
-from profiler.workload import WARMUP_STEPS, _base_bytes, ranks_per_node, workload_of
+from profiler.workload import WARMUP_STEPS, _base_bytes, workload_of
 from simulator import Layer, MemoryPoint
 from studies.byte_gpt import Batches, train_step
 from tests.runtime.contract.training import start
@@ -137,16 +137,6 @@ def test_what_activations_do_not_explain_of_the_peak_is_always_there():
 def test_a_step_without_backward_is_no_workload():
     with pytest.raises(ValueError, match="every step must run the model backward"):
         workload_of(None, [Trace(phases=defaultdict(float, forward=1.0))], "none")
-
-
-def test_ranks_of_a_node_are_told_by_either_launcher(monkeypatch):
-    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    assert ranks_per_node() == 1
-    monkeypatch.setenv("LOCAL_SIZE", "4")
-    assert ranks_per_node() == 4
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert ranks_per_node() == 2
 
 
 def test_saved_tensors_count_each_storage_once_and_no_parameter():

@@ -7,6 +7,7 @@ import pytest
 
 from runtime.devices.lane import Completion, Lane
 from runtime.hardware import cores
+from runtime.hardware.launcher import LOCAL_SIZES, local_ranks
 
 GPU = "0000:3b:00.0"
 
@@ -23,7 +24,7 @@ def node(tmp_path, monkeypatch):
         (folder / "cpulist").write_text(f"{listed}\n")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
-    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "LOCAL_RANK"):
+    for name in ("LOCAL_RANK", "TORCHELASTIC_RUN_ID", *LOCAL_SIZES):
         monkeypatch.delenv(name, raising=False)
     return tmp_path
 
@@ -39,6 +40,18 @@ def test_ranks_on_a_node_divide_it(node, monkeypatch, rank, expected):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_RANK", str(rank))
     assert cores.update_cores(GPU, node) == expected
+
+
+def test_ranks_of_a_node_are_told_by_every_launcher(node, monkeypatch):
+    assert local_ranks() == 1
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "8")
+    assert local_ranks() == 8
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # Accelerate writes it under any launcher
+    assert local_ranks() == 2
+    monkeypatch.setenv("LOCAL_SIZE", "4")
+    assert local_ranks() == 4
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert local_ranks() == 2
 
 
 OTHER = "0000:af:00.0"
