@@ -20,7 +20,7 @@ for version in "$@"; do
     fi
     echo "deepspeed $version:"
     # From the repository's root, so that `studies` and `tests` are this tree's.
-    (cd "$here" && PATH="$venv/bin:$PATH" PYTHONPATH="$here" TORCH_EXTENSIONS_DIR="$venv/ops" EBBTIDE_COMPAT=1 \
+    (cd "$here" && PATH="$venv/bin:$PATH" PYTHONPATH="$here" TORCH_EXTENSIONS_DIR="$venv/ops" \
         "$venv/bin/python" -m pytest -q -p no:cacheprovider $tests) || failed="$failed $version"
 done
 if [ -n "$failed" ]; then

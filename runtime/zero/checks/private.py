@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-TESTED = ("0.19.6", "0.20")  # first version with stock's bits, first that was not tested
-OLDEST = "0.18.6"  # the first that the table knows
+TESTED = ("0.18.6", "0.20")  # first version with stock's bits, first that was not tested
 BELOW_STAGE_3 = "0.19.8"  # ZeRO-1 and 2 kept their sums of micro-batches in other ways before
 # Before it, Lion's vector loop mangles what it should take the sign of, and Adagrad's scalar loop
 # leaves the weight decay out of the update.
@@ -26,7 +25,7 @@ class Member:
     """A name of DeepSpeed's ZeRO optimizers, and the first version that has it."""
 
     name: str
-    since: str = OLDEST
+    since: str = TESTED[0]
 
 
 _MANGLED = "_DeepSpeedZeroOptimizer_Stage3__"

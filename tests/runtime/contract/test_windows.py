@@ -37,6 +37,15 @@ def follow(engine, actions):
     return result
 
 
+def reads_in_a_window():
+    """Whether a parameter can be gathered, as `follow` does at the end, between micro-batches. Not
+    in DeepSpeed 0.18.6: what a backward without a gradient at its input used stays marked in use.
+    """
+    from deepspeed.runtime.zero import partitioned_param_coordinator as module
+
+    return hasattr(module.PartitionedParameterCoordinator, "release_backward_leftovers")
+
+
 WHERE = [(1, DEVICE), (2, DEVICE), (3, DEVICE), (2, next(iter(DEVICES)))]
 
 
@@ -46,7 +55,12 @@ def test_loops_that_drop_or_repeat_a_backward(accumulation, stage, device):
     def new():
         return start(stage=stage, accumulation=accumulation)
 
-    assert_same(follow(attached(new(), MIX, device), LOOP), follow(new(), LOOP))
+    loop = LOOP
+    if accumulation == 2 and stage == 3 and not reads_in_a_window():
+        with pytest.raises(RuntimeError, match="Cannot free a ZeRO-3 parameter"):
+            follow(new(), loop)
+        loop += " bs"
+    assert_same(follow(attached(new(), MIX, device), loop), follow(new(), loop))
 
 
 class Experts(torch.nn.Module):

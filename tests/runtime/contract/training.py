@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import random
 import time
 from collections.abc import Callable
@@ -15,7 +14,6 @@ import torch
 import runtime
 from runtime.devices.base import Device
 from runtime.devices.emulated import EmulatedDevice, EmulatedRates
-from runtime.zero.checks import private
 from runtime.zero.checks.private import BELOW_STAGE_3
 from runtime.zero.cuts import subgroups_of
 from simulator import Plan
@@ -24,8 +22,6 @@ from studies.bench.bits import differences, state_of
 from studies.byte_gpt import SIZES, Batches, ByteGPT, ds_config, train_step
 
 SUBGROUP = 20_000
-if os.environ.get("EBBTIDE_COMPAT"):  # scripts/compat.sh tries what attach refuses
-    private.TESTED = (private.OLDEST, private.TESTED[1])
 DEVICES = {"unified": Device, "emulated": EmulatedDevice}
 if torch.cuda.is_available():
     from runtime.devices.cuda import CudaDevice
