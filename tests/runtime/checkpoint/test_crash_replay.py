@@ -8,6 +8,7 @@ rest, any part may be. Each such folder is built and opened.
 import os
 import random
 import shutil
+import tempfile
 import threading
 from dataclasses import dataclass, field
 from itertools import count
@@ -226,8 +227,17 @@ def readers_end_what_a_crash_left():
     watch()
 
 
+@pytest.fixture
+def memory(tmp_path):
+    """A folder in memory where there is such a place: hundreds of folders come and go in it."""
+    shared = Path("/dev/shm")
+    place = shared if os.access(shared, os.W_OK) else tmp_path
+    with tempfile.TemporaryDirectory(dir=place, prefix="ebbtide-replay-") as folder:
+        yield Path(folder)
+
+
 @pytest.mark.parametrize("scenario", ["new tags", "same tag", "same tag, no exchange"])
-def test_every_crash_state_opens(tmp_path, scenario):
+def test_every_crash_state_opens(tmp_path, memory, scenario):
     files = RecordingFiles(tmp_path / "world")
     files.root.mkdir()
     files.exchanges = "no exchange" not in scenario
@@ -241,14 +251,14 @@ def test_every_crash_state_opens(tmp_path, scenario):
         if key in seen:
             continue
         seen.add(key)
-        folder = tmp_path / f"state{number}"
+        folder = memory / f"state{number}"
         disk.build(folder)
         check(folder / "ck", commits)
         shutil.rmtree(folder)
     assert len(seen) > 100
 
 
-def test_the_replay_finds_a_missing_fsync(tmp_path):
+def test_the_replay_finds_a_missing_fsync(tmp_path, memory):
     """The checker itself: without the payload's fsync, some crash state must fail."""
 
     class Careless(RecordingFiles):
@@ -265,12 +275,12 @@ def test_the_replay_finds_a_missing_fsync(tmp_path):
     Bench(files.root / "ck", writers=1).save(some_state(1, elements=64), "t", files=files)
     failed = 0
     for number, (disk, commits) in enumerate(crash_states(files.ops, seed=1)):
-        disk.build(tmp_path / f"s{number}")
+        disk.build(memory / f"s{number}")
         try:
-            check(tmp_path / f"s{number}/ck", commits)
+            check(memory / f"s{number}/ck", commits)
         except AssertionError:
             failed += 1
             break
         finally:
-            shutil.rmtree(tmp_path / f"s{number}")
+            shutil.rmtree(memory / f"s{number}")
     assert failed > 0

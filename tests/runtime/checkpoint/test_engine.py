@@ -247,8 +247,8 @@ def _gathered(engine, name):
         return parameter.detach().clone()
 
 
-def test_nothing_is_visible_before_the_commit(engines, tmp_path):
-    engine, batches, lazy = engines(CheckpointPlan(write_bytes_per_s=2e6))
+def test_nothing_is_visible_before_the_commit(engines, tmp_path, held):
+    engine, batches, lazy = engines(CheckpointPlan(), files=held)
     train(engine, batches, 0, 1)
     engine.save_checkpoint(str(tmp_path))
     assert lazy.running
@@ -260,11 +260,12 @@ def test_nothing_is_visible_before_the_commit(engines, tmp_path):
     assert (tmp_path / "global_step1").exists()
 
 
-def test_busy_policies(engines, tmp_path):
+def test_busy_policies(engines, tmp_path, held):
     def two_saves(busy):
         folder = tmp_path / busy
-        plan = CheckpointPlan(busy=busy, write_bytes_per_s=3e6)
-        engine, batches, lazy = engines(plan, block_bytes=65536)
+        held.at = "first_block"  # where it can still be given up
+        held.opened.clear()
+        engine, batches, lazy = engines(CheckpointPlan(busy=busy), files=held)
         train(engine, batches, 0, 1)
         engine.save_checkpoint(str(folder), tag="first")
         answered = engine.save_checkpoint(str(folder), tag="second")
@@ -455,8 +456,8 @@ def test_a_failure_to_place_is_raised_by_the_save_itself(engines, tmp_path):
     assert (tmp_path / "latest").read_text() == "good"
 
 
-def test_a_forked_child_that_ends_does_not_wait_for_its_parents_writers(engines, tmp_path):
-    engine, batches, lazy = engines(CheckpointPlan(write_bytes_per_s=2e6), block_bytes=65536)
+def test_a_forked_child_that_ends_does_not_wait_for_its_parents_writers(engines, tmp_path, held):
+    engine, batches, lazy = engines(CheckpointPlan(), files=held)
     train(engine, batches, 0, 1)
     engine.save_checkpoint(str(tmp_path))
     pid = os.fork()
@@ -513,8 +514,8 @@ def test_malicious_pickles_are_refused(engines, tmp_path, which):
     assert not mark.exists()
 
 
-def test_destroy_finishes_the_running_checkpoint(engines, tmp_path):
-    engine, batches, lazy = engines(CheckpointPlan(write_bytes_per_s=3e6))
+def test_destroy_finishes_the_running_checkpoint(engines, tmp_path, held):
+    engine, batches, lazy = engines(CheckpointPlan(), files=held)
     train(engine, batches, 0, 1)
     engine.save_checkpoint(str(tmp_path))
     assert lazy.running
