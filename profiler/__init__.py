@@ -1,6 +1,6 @@
 """Measures a machine and a workload."""
 
-from profiler.engine import profile_engine
+from profiler.engine import SampledProfile, profile_engine
 from profiler.machine import measure_machine
 
-__all__ = ["measure_machine", "profile_engine"]
+__all__ = ["SampledProfile", "measure_machine", "profile_engine"]

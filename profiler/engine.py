@@ -47,6 +47,44 @@ def profile_engine(
     return profile.workload.model_copy(update={"name": name or profile.workload.name})
 
 
+class SampledProfile:
+    """Watches single steps of a live engine; the steps between them run as if nobody looked.
+
+    For comparing a prediction with what it predicts on a machine whose speed drifts: the steps that
+    it is made of and those that are timed then come in turn.
+
+    Raises:
+        ValueError: an engine whose configuration cannot be profiled.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        check_engine(engine)
+        self._engine = engine
+        self._traces: list[Trace] = []
+
+    def step(self, *batch: Any) -> Any:
+        """One watched step of a model that returns its loss; returns the loss."""
+        watcher = Watcher(self._engine)
+        try:
+            watcher.begin()
+            loss = self._engine(*batch)
+            self._engine.backward(loss)
+            watcher.timed("step", self._engine.step)
+            self._traces.append(watcher.end())
+        finally:
+            watcher.remove()
+        return loss
+
+    def workload(self) -> Workload:
+        """What all watched steps say; the first few of an engine should not be among them.
+
+        Raises:
+            ValueError: no step was watched.
+        """
+        check_iterations(len(self._traces))
+        return workload_of(self._engine, self._traces, type(self._engine.module).__name__)
+
+
 class PassiveProfile:
     """Watches whoever trains ``engine``, whose ``step`` is wrapped until `stop`.
 

@@ -135,6 +135,17 @@ def predict(
     )
 
 
+def predicted_anew(made: Plan, workload: Workload, machine: Machine, seed: int = 0) -> Plan:
+    """The same plan with what is predicted for another profile of its workload or machine.
+
+    Raises:
+        PlanError: another number of subgroups.
+    """
+    search = Search(workload, machine, Limits.of(workload, machine), seed)
+    prediction = predict(workload, machine, made, seed, lower_bound_s=search.bound.iteration_s)
+    return _explained(made.model_copy(update={"prediction": prediction}), search)
+
+
 def _explained(made: Plan, search: Search) -> Plan:
     from tuner.alternatives import alternatives
     from tuner.reasons import reasons

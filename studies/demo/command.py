@@ -10,39 +10,40 @@ ui.perfetto.dev), summary.json and three pictures. Exit code 1 if a bit differs.
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from simulator import Machine, Plan, Workload
 from studies.bench.record import write_record
+from studies.demo import measure, train
 from studies.demo import tables as demo_tables
 from studies.demo.crash import Crash, CrashError, checkpointed_plan, kill_in_the_middle
 from studies.demo.pictures import draw_comparison, draw_memory, machine_label
-from studies.demo.results import Run, pooled, predicted_phases, same_bits, same_losses
+from studies.demo.results import Run, predicted_phases, same_bits, same_losses
 from studies.demo.train import DemoModel
-from studies.trials.phase_process import PhaseError, PhaseProcess
+from studies.trials.phase_process import PhaseError, PhaseProcess, warm_up
+
+Times = dict[str, dict[str, float]]  # column -> phase -> seconds
 
 
 @dataclass(frozen=True)
 class DemoSize:
-    """What is trained, how often, and how long the machine is measured."""
+    """What is trained, and how long the machine is measured."""
 
     model: DemoModel = field(default_factory=DemoModel)
-    rounds: int = 2
     seconds: float = 12.0
 
 
-QUICK = DemoSize(
-    DemoModel(size="4m", sequence=64, batch=1, subgroup_size=500_000, steps=12), 1, 2.0
-)
+QUICK = DemoSize(DemoModel(size="4m", sequence=64, subgroup_size=500_000, turns=1), 2.0)
 
 
 class Demo:
@@ -51,68 +52,81 @@ class Demo:
     def __init__(self, folder: Path, size: DemoSize, console: Console) -> None:
         self.folder = folder
         self.model = size.model
-        self.rounds = size.rounds
         self.seconds = size.seconds
         self.console = console
         self.started = time.perf_counter()
+        self.first_prediction: Times = {}
 
     def prepare(self) -> None:
         """An empty folder: what an earlier demo left would be mistaken for this one's."""
+        warm_up(["studies.demo.warm"])
         for name in ("checkpoints", "runs", "logs"):
             shutil.rmtree(self.folder / name, ignore_errors=True)
         for file in (*self.folder.glob("*.json"), *self.folder.glob("*.png")):
             file.unlink()
-        (self.folder / "logs").mkdir(parents=True)
+        for name in ("runs", "logs"):
+            (self.folder / name).mkdir(parents=True)
 
     def measure(self) -> None:
         self._headline(1, "the machine")
-        self._phase("measuring", "measure", ["machine", "--seconds", str(self.seconds)])
+        self._phase("measuring", measure.measure, seconds=self.seconds)
         self.console.print(demo_tables.machine(self.machine))
         self._quiet(demo_tables.doubts(self.machine, self.folder / "machine.json"))
 
-    def profile(self) -> None:
-        self._headline(2, "the workload inside stock DeepSpeed ZeRO-3 with offload")
-        self._phase("profiling", "measure", ["workload"])
-        draw_memory(self.workload, self.machine, self.folder / "memory.png")
-        self.console.print(demo_tables.workload(self.workload))
-
-    def plan(self) -> None:
-        self._headline(3, "the plan")
-        self.console.print(demo_tables.plan(Plan.load(self.folder / "plan.json")))
-
     def train(self) -> bool:
-        """Stock and plan in turn; True if all their bits are the same."""
-        self._headline(4, "stock DeepSpeed and the plan: same steps, same seeds")
-        same = True
-        for number in range(self.rounds):
-            for side in ("stock", "plan"):
-                same &= self._round(side, number)
-        self._show_times()
-        first = Run.load(self.folder, "stock0")
-        runs = (
-            f"{2 * self.rounds} runs, {first.tensors} tensors each (parameters, masters, moments)"
-        )
-        self._verdict(same, f"{runs}, every loss of {self.model.steps} steps")
-        return same
+        """Profiles stock, plans, then trains both in turn; True if all their bits are the same."""
+        model = self.model
+        self._headline(2, "the workload inside stock DeepSpeed ZeRO-3 with offload")
+        with self._started("stock", train.stock, model=model) as stock:
+            self._watch(stock, "profiling")
+            draw_memory(self.workload, self.machine, self.folder / "memory.png")
+            self.console.print(demo_tables.workload(self.workload))
+            self._plan()
+            self._headline(4, "stock DeepSpeed and the plan: same steps, same seeds, in turn")
+            with self._started("plan", train.planned, model=model) as planned:
+                self._watch(planned, "starting the plan's run")
+                for turn in range(model.turns):
+                    for side, child in (("stock", stock), ("plan", planned)):
+                        child.go_on()
+                        self._watch(child, f"turn {turn + 1} of {model.turns}: {side}")
+                for side, child in (("stock", stock), ("plan", planned)):
+                    child.go_on()
+                    self._watch(child, f"{side}'s results")
+        return self._same()
 
-    def _round(self, side: str, number: int) -> bool:
-        name = f"{side}{number}"
-        extra = ["--plan", self._path("plan.json")] if side == "plan" else []
-        if name == "plan0":
-            extra.append("--timeline")
-        self._train(name, extra)
-        return name == "stock0" or self._compare("stock0", name, keep=name == "plan0")
+    def _plan(self) -> None:
+        self._headline(3, "the plan")
+        self._phase("planning", measure.make_plan)
+        plan = Plan.load(self.folder / "plan.json")
+        self.first_prediction = predicted_phases(plan, "stock") | predicted_phases(plan, "plan")
+        self.console.print(demo_tables.plan(plan))
+
+    def _same(self) -> bool:
+        """Shows times and the verdict on the bits."""
+        same = self._compare("stock", "plan")
+        times = self._times()
+        self.console.print(demo_tables.times(times, machine_label(self.machine)))
+        self._quiet(demo_tables.predictions(times, self.first_prediction))
+        tensors = Run.load(self.folder, "stock").tensors
+        self._verdict(
+            same,
+            f"{tensors} tensors (parameters, masters, moments), every loss of "
+            f"{self.model.steps} steps",
+        )
+        return same
 
     def crash(self) -> bool:
         """Kill, resume, compare with the run that was never killed; True if all bits agree."""
         self._headline(5, "checkpoints in the background, SIGKILL in the middle of one, resume")
         plan = self._crash_plan()
-        plan.save(self.folder / "plan_checkpointed.json")
-        crash = self._kill()
-        self.console.print(demo_tables.crash(crash))
-        arguments = ["--plan", self._path("plan_checkpointed.json")]
-        self._train("resumed", [*arguments, "--resume", self._path("checkpoints")])
-        same = self._compare("plan0", "resumed")  # plan0 was never killed
+        path = self.folder / "plan_checkpointed.json"
+        plan.save(path)
+        self.console.print(demo_tables.crash(self._kill(path)))
+        self._phase(
+            "resuming", train.alone, model=self.model, name="resumed", plan=path,
+            resume=self.folder / "checkpoints",
+        )  # fmt: skip
+        same = self._compare("plan", "resumed")  # plan was never killed
         resumed = Run.load(self.folder, "resumed")
         self._verdict(
             same,
@@ -140,26 +154,33 @@ class Demo:
     def workload(self) -> Workload:
         return Workload.load(self.folder / "workload.json")
 
-    def _path(self, name: str) -> str:
-        return str(self.folder / name)
-
     def _headline(self, number: int, text: str) -> None:
         self.console.print(f"\n[bold]{number}/6  {text}[/bold]")
 
-    def _arguments(self) -> list[str]:
-        return ["--folder", str(self.folder), "--model", json.dumps(asdict(self.model))]
+    def _phase(self, title: str, work: Callable[..., object], /, **arguments: Any) -> None:
+        """Runs a child to its end."""
+        with self._started(title, work, **arguments) as child:
+            self._watch(child, title)
 
-    def _train(self, name: str, extra: Sequence[str]) -> None:
-        self._phase(f"training: {name}", "train", ["--name", name, *extra])
+    @contextmanager
+    def _started(
+        self, title: str, work: Callable[..., object], /, **arguments: Any
+    ) -> Iterator[PhaseProcess]:
+        log = self.folder / "logs" / f"{title}.log"
+        with PhaseProcess(work, {"folder": self.folder, **arguments}, log) as child:
+            yield child
 
-    def _phase(self, title: str, module: str, arguments: Sequence[str]) -> None:
-        """Runs a child and shows how far it is."""
-        log = self.folder / "logs" / f"{module}-{title.split()[-1]}.log"
-        command = [*arguments, *self._arguments()]
-        with self._bar() as bar, PhaseProcess(f"studies.demo.{module}", command, log) as child:
+    def _watch(self, child: PhaseProcess, title: str) -> None:
+        """Shows how far it is until it ends or pauses.
+
+        Raises:
+            PhaseError: it ended badly.
+        """
+        with self._bar() as bar:
             task = bar.add_task(title, total=None, note="")
             for step in child.progress():
                 bar.update(task, completed=step.done, total=step.total, note=step.note)
+        if not child.waits:
             child.finish()
 
     def _bar(self) -> Progress:
@@ -169,8 +190,8 @@ class Demo:
             console=self.console, transient=True,
         )  # fmt: skip
 
-    def _compare(self, reference: str, name: str, keep: bool = False) -> bool:
-        """Compares bits; the tensors of ``name`` (gigabytes of them) go unless kept."""
+    def _compare(self, reference: str, name: str) -> bool:
+        """Compares bits; the tensors of ``reference`` (gigabytes of them) go."""
         wrong = same_bits(self.folder, reference, name)
         losses = same_losses(Run.load(self.folder, reference), Run.load(self.folder, name))
         if wrong or not losses:
@@ -179,20 +200,16 @@ class Demo:
                 f"[red]{reference} and {name} differ[/red]: {len(wrong)} tensors {shown}"
                 f"{'' if losses else '; losses differ'}"
             )
-        if not keep:
-            (self.folder / "runs" / f"{name}.pt").unlink()
+        (self.folder / "runs" / f"{reference}.pt").unlink()
         return not wrong and losses
 
-    def _times(self) -> dict[str, dict[str, float]]:
-        """Median phases: measured from all rounds, predicted from the plan file."""
+    def _times(self) -> Times:
+        """Median phases: measured from all turns, predicted from the plan file."""
         plan = Plan.load(self.folder / "plan.json")
-        times = {"stock": pooled(self.folder, "stock", self.rounds)}
+        times = {"stock": Run.load(self.folder, "stock").medians()}
         times |= predicted_phases(plan, "stock")
-        times["plan"] = pooled(self.folder, "plan", self.rounds)
+        times["plan"] = Run.load(self.folder, "plan").medians()
         return times | predicted_phases(plan, "plan")
-
-    def _show_times(self) -> None:
-        self.console.print(demo_tables.times(self._times(), machine_label(self.machine)))
 
     def _quiet(self, line: str) -> None:
         if line:
@@ -203,19 +220,17 @@ class Demo:
         self.console.print(f"{word} ({what})")
 
     def _crash_plan(self) -> Plan:
-        iteration_s = pooled(self.folder, "plan", self.rounds)["iteration"]
         return checkpointed_plan(
             Plan.load(self.folder / "plan.json"), self.folder / "checkpoints",
-            max(2, self.model.steps // 4), self.workload.checkpoint_bytes, iteration_s,
+            max(2, self.model.steps // 4), self.workload.checkpoint_bytes,
+            self._times()["plan"]["iteration"],
         )  # fmt: skip
 
-    def _kill(self) -> Crash:
+    def _kill(self, plan: Path) -> Crash:
         folder = self.folder / "checkpoints"
         folder.mkdir()
-        log = self.folder / "logs" / "train-killed.log"
-        plan = ["--plan", self._path("plan_checkpointed.json")]
-        command = ["--name", "killed", *plan, *self._arguments()]
-        with self._bar() as bar, PhaseProcess("studies.demo.train", command, log) as child:
+        arguments = {"model": self.model, "name": "killed", "plan": plan, "resume": None}
+        with self._started("killed", train.alone, **arguments) as child, self._bar() as bar:
             bar.add_task("training: to be killed", total=None, note="waiting for a checkpoint")
             return kill_in_the_middle(child, folder)
 
@@ -225,9 +240,10 @@ class Demo:
         label = f"{self.workload.params / 1e6:.0f} M parameters, {machine_label(self.machine)}"
         draw_comparison(times, self.folder / "stock_vs_plan.png", label, verdict)
         facts = {
-            "model": asdict(self.model),
+            "model": asdict(self.model) | {"steps": self.model.steps},
             "params": self.workload.params,
             "times_s": times,
+            "predicted_before_s": self.first_prediction,
             "speedup": times["stock"]["iteration"] / times["plan"]["iteration"],
             "bit_identical": same,
             "wall_s": time.perf_counter() - self.started,
@@ -242,21 +258,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--folder", type=Path, default=Path("runs/demo"), help="where to write")
-    parser.add_argument("--rounds", type=int, help="runs of each side, in turn (default: 2)")
-    parser.add_argument("--quick", action="store_true", help="a 4 M model, one round")
+    parser.add_argument("--rounds", type=int, help="turns of each side (default: 4)")
+    parser.add_argument("--quick", action="store_true", help="a 4 M model, one turn")
     args = parser.parse_args(argv)
     size = QUICK if args.quick else DemoSize()
     if args.rounds is not None:
         if args.rounds < 1:
             parser.error(f"--rounds must be >= 1, but got {args.rounds}")
-        size = replace(size, rounds=args.rounds)
+        size = replace(size, model=replace(size.model, turns=args.rounds))
     console = Console(highlight=False)
     demo = Demo(args.folder, size, console)
     try:
         demo.prepare()
         demo.measure()
-        demo.profile()
-        demo.plan()
         same = demo.train()
         same &= demo.crash()
         demo.leave(same)

@@ -11,7 +11,6 @@ import torch
 from simulator import Plan, Prediction
 from studies.bench.bits import differences
 from studies.bench.phase_clock import PHASES, medians
-from studies.demo.train import WARMUP_STEPS
 
 # Of the simulator's strategy, as a plan's alternatives name it.
 STOCK_NAMES = ("stock ZeRO-3 offload", "zero3_offload")
@@ -24,7 +23,7 @@ class Run:
     Attributes:
         first_step: 0, or where a resumed run went on.
         losses: of steps ``first_step`` and on; exact, JSON keeps a float's every bit.
-        phases: seconds of each phase, per step.
+        phases: seconds of each phase, per timed step.
     """
 
     name: str
@@ -41,6 +40,10 @@ class Run:
             facts["tensors"],
         )  # fmt: skip
 
+    def medians(self) -> dict[str, float]:
+        """Of each phase over the timed steps, in seconds."""
+        return medians(self.phases)
+
 
 def same_bits(folder: Path, ours: str, theirs: str) -> tuple[str, ...]:
     """Names of the parameters and moments that differ between two runs; empty if none."""
@@ -56,16 +59,6 @@ def _tensors(folder: Path, name: str) -> dict[str, torch.Tensor]:
 def same_losses(whole: Run, part: Run) -> bool:
     """Whether the second run's losses are the first one's, from its first step to the end."""
     return whole.losses[part.first_step - whole.first_step :] == part.losses
-
-
-def pooled(folder: Path, side: str, rounds: int) -> dict[str, float]:
-    """Median seconds per phase over the warm steps of all rounds of one side."""
-    rows = [
-        row
-        for number in range(rounds)
-        for row in Run.load(folder, f"{side}{number}").phases[WARMUP_STEPS:]
-    ]
-    return medians(rows)
 
 
 def predicted_phases(plan: Plan, side: str) -> dict[str, dict[str, float]]:

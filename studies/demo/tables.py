@@ -102,6 +102,21 @@ def times(columns: Mapping[str, Mapping[str, float]], label: str) -> Table:
     return table
 
 
+def predictions(
+    times: Mapping[str, Mapping[str, float]], before: Mapping[str, Mapping[str, float]]
+) -> str:
+    """What the predictions rest on, and what they were before the runs."""
+    shown = [
+        f"{name.partition(',')[0]} {row['iteration'] * 1e3:.0f} ms"
+        for name, row in before.items()
+        if name in times
+    ]
+    return (
+        "predicted from the machine's rates and stock's steps, every other one profiled during "
+        f"these runs; from the first {', '.join(shown)}"
+    )
+
+
 def crash(hit: Crash) -> str:
     """What was killed where."""
     share = hit.written_bytes / hit.checkpoint_bytes

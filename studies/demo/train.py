@@ -1,28 +1,33 @@
-"""One training run of the demo: stock DeepSpeed or under a plan, from the start or resumed.
+"""The demo's training runs: stock DeepSpeed and the plan, in turn, and the one that is killed.
 
-Runs in a process of its own and writes what the demo compares: phase times and losses as JSON,
-every parameter and moment as a torch file.
+Each runs in a process of its own and writes what the demo compares: phase times and losses as
+JSON, every parameter and moment as a torch file.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from profiler import SampledProfile
 from simulator import Machine, Plan, Timeline, Workload, build_schedule, simulate
 from studies.bench.bits import state_of
 from studies.bench.phase_clock import PhaseClock, timed_step
 from studies.bench.rank import become_only_rank
-from studies.byte_gpt import SIZES, Batches, ByteGPT, ds_config
-from studies.trials.phase_process import report
+from studies.byte_gpt import SIZES, Batches, ByteGPT, ds_config, train_step
+from studies.demo.measure import predict_anew
+from studies.trials.phase_process import pause, report
 
-TRACED_ITERATIONS = 8
-WARMUP_STEPS = 3  # the first steps allocate, compile and fault pages in
+WARMUP_STEPS = 4  # the first steps allocate, compile and fault pages in
+FIRST_STEPS = 8  # of stock's those behind the warm-up are profiled: the plan is made of them
+# Of a turn. The first step is not counted: caches are cold, threads asleep, and under a plan the
+# last update has ended before the other side's turn, so that nothing is left to overlap.
+TURN_STEPS = 5
 
 
 @dataclass(frozen=True)
@@ -31,14 +36,20 @@ class DemoModel:
 
     Attributes:
         size: a name of `studies.byte_gpt.SIZES`.
-        steps: optimizer steps of a whole run.
+        turns: of each side; a turn takes seconds, so that a machine whose speed drifts is the same
+            for both.
     """
 
     size: str = "57m"
     sequence: int = 128
     batch: int = 1
     subgroup_size: int = 8_000_000
-    steps: int = 16
+    turns: int = 4
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of a whole run."""
+        return FIRST_STEPS + self.turns * TURN_STEPS
 
     def engine(self, plan: Path | None) -> Any:
         """A DeepSpeed engine: stock, or ebbtide's under ``plan``."""
@@ -52,32 +63,107 @@ class DemoModel:
 
         return runtime.initialize(model=model, config=config, plan=str(plan))[0]
 
-    def batches(self) -> Batches:
-        return Batches(self.batch, self.sequence)
+
+class Training:
+    """An engine in training: what it does at which step, and what is noted of it."""
+
+    def __init__(self, model: DemoModel, plan: Path | None) -> None:
+        report(0, model.steps, "starting DeepSpeed")
+        become_only_rank()
+        self.model = model
+        self.engine = model.engine(plan)
+        self.clock = PhaseClock(self.engine.device.type == "cuda")
+        self.profile = None if plan else SampledProfile(self.engine)
+        self.first = self.next = 0
+        self._losses: list[torch.Tensor] = []
+
+    def resume(self, folder: Path) -> None:
+        """Loads the newest committed checkpoint: the next step is the one behind it."""
+        path, _ = self.engine.load_checkpoint(str(folder))
+        if path is None:
+            raise FileNotFoundError(
+                f"a committed checkpoint is needed to resume, but {folder} has none"
+            )
+        self.first = self.next = self.engine.global_steps
+
+    def train(self, steps: int, timed: Iterable[int] = (), profiled: Iterable[int] = ()) -> None:
+        """The next steps; of them those with these numbers are timed, or profiled."""
+        last = self.next + steps
+        for number, step in enumerate(range(self.next, last)):
+            batch = Batches(self.model.batch, self.model.sequence).at(step, self.engine.device)
+            if number in timed:
+                loss = timed_step(self.engine, batch, self.clock)
+            elif number in profiled and self.profile:
+                loss = self.profile.step(*batch).detach()
+            else:
+                loss = train_step(self.engine, batch)
+            self._losses.append(loss)
+            # No loss in the report: reading it would wait for the device, and end what overlaps.
+            report(step + 1, self.model.steps, f"step {step + 1} of {self.model.steps}")
+        self.next = last
+
+    def save(self, folder: Path, name: str) -> None:
+        """Writes ``runs/NAME.json`` and ``runs/NAME.pt``."""
+        report(self.next, self.model.steps, "collecting parameters and moments")
+        state = state_of(self.engine)
+        torch.save(state, folder / "runs" / f"{name}.pt")
+        facts = {
+            "first_step": self.first, "losses": [loss.item() for loss in self._losses],
+            "phases": self.clock.iterations(), "tensors": len(state),
+        }  # fmt: skip
+        (folder / "runs" / f"{name}.json").write_text(json.dumps(facts, indent=1) + "\n")
+
+    def end(self) -> None:
+        self.engine.destroy()
+        torch.distributed.destroy_process_group()
 
 
-def train(
-    engine: Any, model: DemoModel, first: int, last: int
-) -> tuple[list[dict[str, float]], list[float]]:
-    """Steps ``first`` to ``last - 1``; returns phase times and losses of each."""
-    clock = PhaseClock(engine.device.type == "cuda")
-    losses: list[torch.Tensor] = []
-    for step in range(first, last):
-        losses.append(timed_step(engine, model.batches().at(step, engine.device), clock))
-        # No loss in the report: reading it would wait for the device, and end what overlaps.
-        report(step + 1, last, f"step {step + 1} of {last}")
-    return clock.iterations(), [loss.item() for loss in losses]
+def stock(folder: Path, model: DemoModel) -> None:
+    """Stock DeepSpeed: pauses once it is profiled, and after each turn.
+
+    Every other step of a turn is profiled, the others are timed. ``workload.json`` is written
+    before the first turn, for the plan, and behind the last one, of all profiled steps, together
+    with what the simulator says on them of the plan.
+    """
+    run = Training(model, None)
+    run.train(FIRST_STEPS, profiled=range(WARMUP_STEPS, FIRST_STEPS))
+    assert run.profile is not None
+    run.profile.workload().save(folder / "workload.json")
+    for _ in range(model.turns):
+        pause()
+        run.train(TURN_STEPS, timed=range(1, TURN_STEPS, 2), profiled=range(2, TURN_STEPS, 2))
+    pause()
+    run.profile.workload().save(folder / "workload.json")
+    predict_anew(folder)
+    run.save(folder, "stock")
+    run.end()
 
 
-def _resume(engine: Any, folder: Path) -> int:
-    """Loads the newest committed checkpoint; returns the step to go on with."""
-    path, _ = engine.load_checkpoint(str(folder))
-    if path is None:
-        raise FileNotFoundError(
-            f"a committed checkpoint is needed to resume, but {folder} has none"
-        )
-    steps: int = engine.global_steps
-    return steps
+def planned(folder: Path, model: DemoModel) -> None:
+    """Under the plan: pauses before and after each turn, in which every step is timed."""
+    plan = folder / "plan.json"
+    run = Training(model, plan)
+    run.train(FIRST_STEPS)
+    for _ in range(model.turns):
+        run.engine.optimizer.wait()  # its updates must not run into the other side's turn
+        pause()
+        run.train(TURN_STEPS, timed=range(1, TURN_STEPS))
+    run.engine.optimizer.wait()
+    pause()
+    run.save(folder, "plan")
+    report(model.steps, model.steps, "drawing the timelines")
+    _write_timelines(run.engine, folder, plan)
+    run.end()
+
+
+def alone(folder: Path, model: DemoModel, name: str, plan: Path, resume: Path | None) -> None:
+    """Under a plan with checkpoints, from the start or resumed, to the last step at once."""
+    run = Training(model, plan)
+    if resume is not None:
+        run.resume(resume)
+    run.train(model.steps - run.next)
+    run.save(folder, name)
+    run.end()
 
 
 def _write_timelines(engine: Any, folder: Path, plan: Path) -> None:
@@ -89,45 +175,7 @@ def _write_timelines(engine: Any, folder: Path, plan: Path) -> None:
         Machine.load(folder / "machine.json"),
     )
     predicted = simulate(build_schedule(workload, Plan.load(plan)), machine)
-    measured: Timeline = engine.optimizer.timeline()
-    last_iterations(predicted, 3).to_perfetto(
-        folder / "trace.json", last_iterations(measured, TRACED_ITERATIONS)
-    )
+    # Of the last turn: between turns the other side ran.
+    measured: Timeline = last_iterations(engine.optimizer.timeline(), TURN_STEPS - 1)
+    last_iterations(predicted, 3).to_perfetto(folder / "trace.json", measured)
     draw_timelines(predicted, measured, folder / "timeline.png", machine_label(machine))
-
-
-def _arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m studies.demo.train", description=__doc__)
-    parser.add_argument("--folder", type=Path, required=True, help="the demo's folder")
-    parser.add_argument("--name", required=True, help="names the results: runs/NAME.json, .pt")
-    parser.add_argument("--model", default="{}", help="DemoModel's fields as JSON")
-    parser.add_argument("--plan", type=Path, help="train under this plan; without it: stock")
-    parser.add_argument("--resume", type=Path, help="a checkpoint folder to go on from")
-    parser.add_argument("--timeline", action="store_true", help="write the timelines too")
-    return parser.parse_args(argv)
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Trains one run and writes its results."""
-    args = _arguments(argv)
-    model = DemoModel(**json.loads(args.model))
-    report(0, model.steps, "starting DeepSpeed")
-    become_only_rank()
-    engine = model.engine(args.plan)
-    first = _resume(engine, args.resume) if args.resume else 0
-    rows, losses = train(engine, model, first, model.steps)
-    report(model.steps, model.steps, "collecting parameters and moments")
-    results = args.folder / "runs"
-    results.mkdir(exist_ok=True)
-    state = state_of(engine)
-    torch.save(state, results / f"{args.name}.pt")
-    facts = {"first_step": first, "losses": losses, "phases": rows, "tensors": len(state)}
-    (results / f"{args.name}.json").write_text(json.dumps(facts, indent=1) + "\n")
-    if args.timeline:
-        _write_timelines(engine, args.folder, args.plan)
-    engine.destroy()
-    torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from profiler import profile_engine
+from profiler import SampledProfile, profile_engine
 from profiler.watcher import units
 from studies.byte_gpt import SIZES, Batches, ByteGPT, train_step
 from tests.runtime.contract.training import start, train
@@ -58,11 +58,36 @@ def test_profiling_changes_no_bit(only_rank):
     assert torch.equal(torch.stack(losses), torch.stack(expected))
 
 
+def test_single_steps_are_watched_and_those_between_them_are_not(only_rank):
+    plain = start()
+    expected, _ = train(plain, 6)
+    plain.destroy()
+    engine = start()
+    profile, batches = SampledProfile(engine), Batches(2, 32)
+    with pytest.raises(ValueError, match="must be >= 1"):
+        profile.workload()
+    losses = []
+    for step in range(6):
+        if step % 2:
+            losses.append(profile.step(*batches.at(step)).detach())
+        else:
+            losses.append(train_step(engine, batches.at(step)))
+        assert "backward" not in vars(engine), "the wrappers are gone"
+    workload = profile.workload()
+    assert workload.phase_times["iteration"].n == 3
+    assert min(q.median for q in workload.phase_times.values()) > 0
+    assert workload.subgroups == tuple(engine.optimizer.fp16_partitioned_groups_flat_numel)
+    engine.destroy()
+    assert torch.equal(torch.stack(losses), torch.stack(expected))
+
+
 def test_what_is_no_zero3_engine_is_refused():
     class Engine:
         optimizer = object()
 
     with pytest.raises(ValueError, match="must run ZeRO stage 3"):
         profile_engine(Engine(), lambda engine: None)
+    with pytest.raises(ValueError, match="must run ZeRO stage 3"):
+        SampledProfile(Engine())
     with pytest.raises(ValueError, match="iterations must be >= 1"):
         profile_engine(Engine(), lambda engine: None, iterations=0)

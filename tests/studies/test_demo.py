@@ -30,9 +30,10 @@ from studies.demo.pictures import (
     machine_label,
     typical_iterations,
 )
-from studies.demo.results import Run, pooled, predicted_phases, same_bits, same_losses
+from studies.demo.results import Run, predicted_phases, same_bits, same_losses
 from studies.trials.phase_process import PhaseProcess
 from tests.machines import node
+from tests.studies.checkpoint_saver import save
 
 
 def _machine(**changes):
@@ -80,10 +81,10 @@ def _text(renderable):
     return console.export_text()
 
 
-def _save_run(folder, name, losses, first=0, iteration=1.0, weight=1.0):
+def _save_run(folder, name, losses, first=0, iterations=(1.0,), weight=1.0):
     (folder / "runs").mkdir(exist_ok=True)
-    row = {"forward": 0.2, "backward": 0.3, "step": 0.5, "iteration": iteration}
-    facts = {"first_step": first, "losses": losses, "phases": [row] * len(losses), "tensors": 1}
+    rows = [{"forward": 0.2, "backward": 0.3, "step": 0.5, "iteration": s} for s in iterations]
+    facts = {"first_step": first, "losses": losses, "phases": rows, "tensors": 1}
     (folder / "runs" / f"{name}.json").write_text(json.dumps(facts))
     torch.save({"w": torch.tensor([weight])}, folder / "runs" / f"{name}.pt")
     return Run.load(folder, name)
@@ -104,13 +105,12 @@ def test_one_bit_of_one_parameter_is_a_difference(tmp_path):
     assert same_bits(tmp_path, "a", "c") == ("w",)
 
 
-def test_times_are_pooled_over_rounds_without_the_warm_up(tmp_path):
-    _save_run(tmp_path, "stock0", [1.0] * 5, iteration=1.0)
-    _save_run(tmp_path, "stock1", [1.0] * 5, iteration=3.0)
-    assert pooled(tmp_path, "stock", 2)["iteration"] == 2.0
-    _save_run(tmp_path, "plan0", [1.0] * 3)
-    with pytest.raises(ValueError, match="after 0 of warm-up"):
-        pooled(tmp_path, "plan", 1)
+def test_times_are_the_medians_of_the_timed_steps(tmp_path):
+    timed = _save_run(tmp_path, "stock", [1.0] * 5, iterations=(1.0, 9.0, 3.0))
+    assert timed.medians()["iteration"] == 3.0
+    assert timed.medians()["forward"] == 0.2
+    with pytest.raises(ValueError, match="at least one step"):
+        _save_run(tmp_path, "resumed", [1.0] * 3, iterations=()).medians()
 
 
 def test_predictions_come_from_the_plan():
@@ -120,42 +120,20 @@ def test_predictions_come_from_the_plan():
     assert predicted_phases(bare, "stock") == predicted_phases(bare, "plan") == {}
 
 
-# Writes a checkpoint of 8 MiB and commits it, then writes the next one slowly.
-_SAVER = """
-import sys, time
-from pathlib import Path
-folder, commits = Path(sys.argv[1]), int(sys.argv[2])
-for number in range(1, commits + 2):
-    (folder / f"step{number}").mkdir()
-    with (folder / f"step{number}" / "state").open("wb") as out:
-        for _ in range(16):
-            out.write(bytes(range(1, 129)) * 4096)
-            out.flush()
-            time.sleep(0.02)
-    if number > commits:
-        time.sleep(600)
-    (folder / "latest").write_text(f"step{number}")
-    if len(sys.argv) > 3:
-        break
-"""
-
-
 @pytest.fixture
-def saver(tmp_path, monkeypatch):
-    (tmp_path / "saver.py").write_text(_SAVER)
+def saver(tmp_path):
     (tmp_path / "ckpt").mkdir()
-    monkeypatch.chdir(tmp_path)
 
-    def start(*arguments):
-        return PhaseProcess("saver", [str(tmp_path / "ckpt"), *arguments], tmp_path / "log")
+    def start(**arguments):
+        return PhaseProcess(save, {"folder": tmp_path / "ckpt", **arguments}, tmp_path / "log")
 
     return start
 
 
-@pytest.mark.parametrize("commits", ["1", "2"])
+@pytest.mark.parametrize("commits", [1, 2])
 def test_the_kill_hits_a_checkpoint_that_is_not_committed(saver, tmp_path, commits):
     folder = tmp_path / "ckpt"
-    with saver(commits) as child:
+    with saver(commits=commits) as child:
         crash = kill_in_the_middle(child, folder)
         assert not child.running
     number = int(crash.committed.removeprefix("step"))
@@ -166,7 +144,7 @@ def test_the_kill_hits_a_checkpoint_that_is_not_committed(saver, tmp_path, commi
 
 
 def test_a_run_that_ends_too_early_is_no_crash(saver, tmp_path):
-    with saver("1", "stop") as child, pytest.raises(CrashError, match="half written"):
+    with saver(commits=1, stop=True) as child, pytest.raises(CrashError, match="half written"):
         kill_in_the_middle(child, tmp_path / "ckpt")
 
 
@@ -193,6 +171,14 @@ def test_tables_show_measured_beside_predicted_and_name_the_cpu():
     assert plan.index("ebbtide (chosen)") < plan.index("zero3_offload") < plan.index("twin-flow")
     assert "2 host, 1 device" in plan
     assert "320 MiB" in demo_tables.workload(_workload())
+
+
+def test_the_line_below_the_times_tells_the_predictions_of_before():
+    row = {"forward": 0.2, "backward": 0.3, "step": 0.5, "iteration": 1.0}
+    times = {"stock": row, "plan": row, "plan, predicted": row}
+    before = predicted_phases(_plan(), "plan") | {"elsewhere": row}
+    line = demo_tables.predictions(times, before)
+    assert line.endswith("from the first plan 400 ms")
 
 
 def test_of_many_alternatives_the_best_are_shown_and_stock_always():

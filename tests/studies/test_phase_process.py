@@ -1,49 +1,75 @@
 import signal
+import time
+from pathlib import Path
 
 import pytest
 
-from studies.trials.phase_process import PhaseError, PhaseProcess, Progress, report
+from studies.trials.phase_process import PhaseError, PhaseProcess, Progress, pause, report
 
 
-@pytest.fixture
-def start(tmp_path, monkeypatch):
-    """Runs a piece of Python as a phase's module."""
-
-    def _start(source):
-        (tmp_path / "some_phase.py").write_text(
-            "from studies.trials.phase_process import report\n" + source
-        )
-        monkeypatch.chdir(tmp_path)
-        return PhaseProcess("some_phase", ["x"], tmp_path / "log")
-
-    return _start
+def say(words):
+    print(words)
+    report(1, 2, "half")
+    report(2, 2)
 
 
-def test_reports_arrive_in_order_and_output_goes_to_the_log(start, tmp_path):
-    with start("import sys\nprint(sys.argv[1:])\nreport(1, 2, 'half')\nreport(2, 2)") as child:
+def fail():
+    report(1, 2)
+    raise RuntimeError("no such disk")
+
+
+def last_for_ever():
+    report(0, 1)
+    time.sleep(600)
+
+
+def take_turns(path):
+    for number in range(2):
+        report(number, 2)
+        pause()
+        Path(path).write_text(str(number))
+
+
+def test_reports_arrive_in_order_and_output_goes_to_the_log(tmp_path):
+    with PhaseProcess(say, {"words": "good morning"}, tmp_path / "log") as child:
         assert list(child.progress()) == [Progress(1, 2, "half"), Progress(2, 2)]
         child.finish()
-    assert (tmp_path / "log").read_text() == "['x']\n"
+    assert (tmp_path / "log").read_text() == "good morning\n"
 
 
-def test_a_failure_shows_the_end_of_the_log(start):
-    with start("report(1, 2)\nraise RuntimeError('no such disk')") as child:
+def test_a_failure_shows_the_end_of_the_log(tmp_path):
+    with PhaseProcess(fail, {}, tmp_path / "log") as child:
         list(child.progress())
         with pytest.raises(PhaseError, match="no such disk"):
             child.finish()
 
 
-def test_kill_is_sigkill_and_leaving_the_block_kills(start):
-    source = "import time\nreport(0, 1)\ntime.sleep(600)"
-    with start(source) as child:
+def test_kill_is_sigkill_and_leaving_the_block_kills(tmp_path):
+    with PhaseProcess(last_for_ever, {}, tmp_path / "log") as child:
         next(child.progress())
         assert child.kill() == -signal.SIGKILL
-    with start(source) as child:
+    with PhaseProcess(last_for_ever, {}, tmp_path / "log") as child:
         next(child.progress())
         assert child.running
     assert not child.running
 
 
-def test_report_without_a_parent_is_silent(monkeypatch):
-    monkeypatch.delenv("EBBTIDE_PROGRESS_FD", raising=False)
+def test_a_pause_ends_when_the_parent_says_so(tmp_path):
+    path = tmp_path / "turn"
+    with PhaseProcess(take_turns, {"path": str(path)}, tmp_path / "log") as child:
+        assert list(child.progress()) == [Progress(0, 2)]
+        assert child.waits
+        assert not path.exists()
+        child.go_on()
+        assert list(child.progress()) == [Progress(1, 2)]
+        assert path.read_text() == "0"
+        child.go_on()
+        assert list(child.progress()) == []
+        assert not child.waits
+        child.finish()
+    assert path.read_text() == "1"
+
+
+def test_without_a_parent_reports_are_silent_and_nobody_waits():
     report(1, 1)
+    pause()

@@ -1,23 +1,27 @@
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from runtime.hardware.launcher import free_port, remove_shared_buffers
-from studies.trials.phase_process import PhaseProcess
+from studies.bench.rank import become_only_rank
+from studies.trials.phase_process import PhaseProcess, report
 
 _BUFFERS = Path("/dev/shm")
-_TRAIN = """
-from studies.bench.rank import become_only_rank
-become_only_rank()
-import os, deepspeed, time
-from pathlib import Path
-from studies.trials.phase_process import report
-deepspeed.init_distributed()
-report(1, 1, os.environ["MASTER_PORT"])
-{end}
-"""
+
+
+def run(for_ever):
+    import deepspeed
+
+    become_only_rank()
+    deepspeed.init_distributed()
+    report(1, 1, os.environ["MASTER_PORT"])
+    if for_ever:
+        time.sleep(600)
+    deepspeed.comm.destroy_process_group()
 
 
 def left(port):
@@ -25,16 +29,11 @@ def left(port):
 
 
 @pytest.mark.parametrize("kill", [False, True])
-def test_a_run_leaves_no_shared_memory(
-    kill, deepspeed_ops, child_environment, tmp_path, monkeypatch
-):
-    end = "time.sleep(600)" if kill else "deepspeed.comm.destroy_process_group()"
-    (tmp_path / "some_run.py").write_text(_TRAIN.format(end=end))
-    monkeypatch.chdir(tmp_path)
+def test_a_run_leaves_no_shared_memory(kill, deepspeed_ops, tmp_path, monkeypatch):
     for name in ("RANK", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("LOCAL_SIZE", "1")  # all ranks here: the buffers are made at once
-    with PhaseProcess("some_run", [], tmp_path / "log") as child:
+    with PhaseProcess(run, {"for_ever": kill}, tmp_path / "log") as child:
         port = next(child.progress()).note
         if kill:
             assert left(port)  # there is something to give back

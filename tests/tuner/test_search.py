@@ -10,6 +10,7 @@ from simulator.analysis.bound import bound
 from simulator.schedules.strategies import spread
 from tests.machines import node as machine
 from tuner.memory import UNKNOWN_MARGIN, ImpossibleError, Limits
+from tuner.planning import predicted_anew
 from tuner.spread import prediction_interval
 
 GIB = 2**30
@@ -38,6 +39,20 @@ def test_the_prediction_is_what_the_simulator_says_of_the_plan():
     assert found.prediction.device_peak_bytes == timeline.device_peak_bytes
     low, high = prediction_interval(work, have, found)
     assert low <= found.prediction.iteration_s <= high * (1 + 1e-9)
+
+
+def test_a_plan_is_predicted_anew_for_another_profile():
+    work = workload()
+    made = tuner.plan(work, machine())
+    assert predicted_anew(made, work, machine()) == made
+    slower = [layer.model_copy(update={"forward_s": 2 * layer.forward_s}) for layer in work.layers]
+    other = work.model_copy(update={"layers": tuple(slower)})
+    again = predicted_anew(made, other, machine())
+    assert again.digest == made.digest
+    expected = simulate(build_schedule(other, made), machine())
+    assert again.prediction.iteration_s == pytest.approx(expected.iteration_s)
+    assert again.prediction.lower_bound_s > made.prediction.lower_bound_s > 0
+    assert again.alternatives[0].iteration_s > made.alternatives[0].iteration_s
 
 
 def test_the_same_seed_gives_the_same_plan():

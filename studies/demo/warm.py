@@ -1,0 +1,31 @@
+"""What every phase of the demo would otherwise import, read and ask again: seconds each time.
+
+Imported once, by the process that forks the phases; it runs no thread of ours and no team of
+OpenMP's, which would not survive a fork.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+
+import cpuinfo
+
+from studies.byte_gpt import python_sources
+
+logging.disable(logging.WARNING)  # nobody's phase: no log would have it
+for _name in (
+    # What DeepSpeed and torch import in the middle of an engine's start.
+    "deepspeed.runtime.zero.muon.muon_optimizer", "torch.distributed.nn.functional",
+    "torch._dynamo", "matplotlib.pyplot", "optuna", "profiler", "runtime.zero.attach",
+    "runtime.checkpoint.engine", "studies.demo.pictures", "studies.demo.train", "tuner.planning",
+):  # fmt: skip
+    importlib.import_module(_name)
+logging.disable(logging.NOTSET)
+
+# Each CPU optimizer and each op of DeepSpeed's asks for the processor's name, which takes over a
+# second, in a process of its own.
+cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+cpuinfo.get_cpu_info()
+python_sources()
