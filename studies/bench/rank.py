@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import warnings
 
 from runtime.hardware.launcher import free_port, remove_shared_buffers
 
@@ -11,8 +12,10 @@ from runtime.hardware.launcher import free_port, remove_shared_buffers
 def become_only_rank() -> None:
     """Sets what torch.distributed reads from the environment, unless a launcher has set it.
 
-    One rank on a port that is free now, so that several studies can run at once.
+    One rank on a port that is free now, so that several studies can run at once. DeepSpeed calls
+    collectives by names that torch has renamed since, of which torch would warn at every step.
     """
+    warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
     if "RANK" in os.environ:
         return
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
