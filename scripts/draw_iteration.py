@@ -76,8 +76,6 @@ def one_iteration(timeline: Timeline) -> Timeline:
 def main() -> None:
     import matplotlib.pyplot as plt
 
-    from simulator.analysis.drawing import draw_timeline
-
     made = machine()
     sides = {
         "stock ZeRO-3 offload": build_strategy("zero3_offload", workload()),
@@ -87,7 +85,7 @@ def main() -> None:
     cut = {name: one_iteration(simulate(schedule, made)) for name, schedule in sides.items()}
     longest_s = max(timeline.makespan_s for timeline in cut.values())
     for axes, (name, timeline) in zip(rows, cut.items(), strict=True):
-        draw_timeline(timeline, axes)
+        timeline.plot(axes)
         axes.set_xlim(0, longest_s * (1e3 if timeline.makespan_s < 2 else 1))
         axes.set_title(f"{name}: backward, update, next forward (simulated)", loc="left")
     figure.savefig(sys.argv[1] if len(sys.argv) > 1 else OUT, dpi=110)

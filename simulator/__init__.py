@@ -14,7 +14,8 @@ from simulator.quantity import Quantity
 from simulator.schedule import Lane, Op, OpKind, Schedule, ScheduleBuilder
 from simulator.schedules.ebbtide import build_schedule
 from simulator.schedules.strategies import STRATEGIES, build_strategy
-from simulator.timeline import MemorySample, Span, Timeline
+from simulator.span import Span
+from simulator.timeline import MemorySample, Timeline
 from simulator.workload import Layer, MemoryPoint, Workload
 
 __all__ = [

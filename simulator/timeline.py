@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from simulator.schedule import Lane, OpKind
+from simulator.span import Span, makespan_s
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,25 +24,6 @@ _PHASE = {
     OpKind.STEP_END: "step",
 }
 _UPDATES = {OpKind.UPDATE_HOST, OpKind.UPDATE_DEVICE, OpKind.STATE_D2H, OpKind.PARAMETER_H2D}
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """One op's time on its lane, in seconds from the timeline's origin."""
-
-    kind: OpKind
-    lane: Lane
-    start_s: float
-    end_s: float
-    subgroup: int = -1
-    layer: int = -1
-    iteration: int = 0
-
-    @property
-    def label(self) -> str:
-        part = f" s{self.subgroup}" if self.subgroup >= 0 else ""
-        part += f" l{self.layer}" if self.layer >= 0 else ""
-        return f"{self.kind.value}{part}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +53,7 @@ class Timeline:
     @property
     def makespan_s(self) -> float:
         """From the first start to the last end."""
-        if not self.spans:
-            return 0.0
-        return max(s.end_s for s in self.spans) - min(s.start_s for s in self.spans)
+        return makespan_s(self.spans)
 
     @property
     def iteration_s(self) -> float:
@@ -168,9 +148,9 @@ class Timeline:
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draws the lanes over time with matplotlib; returns the axes."""
-        from simulator.analysis.drawing import draw_timeline
+        from simulator.analysis.drawing import draw_spans
 
-        return draw_timeline(self, ax)
+        return draw_spans(self.spans, f"{self.strategy}, {self.source}", ax)
 
 
 def _perfetto_events(timeline: Timeline, pid: int) -> list[dict[str, Any]]:

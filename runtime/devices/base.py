@@ -12,7 +12,7 @@ import torch
 from runtime.devices.clock import Mark, Moment
 from runtime.devices.lane import Completion, Event, Lane
 from runtime.kernels import host
-from runtime.kernels.rule import UpdateStep
+from runtime.kernels.step import UpdateStep
 from simulator.schedule import Lane as LaneName
 
 DEVICE_LANES = (LaneName.H2D, LaneName.H2D_PARAMETERS, LaneName.D2H, LaneName.DEVICE_UPDATE)

@@ -15,7 +15,7 @@ from runtime.devices.clock import DeviceClock, Mark, Moment
 from runtime.devices.lane import Completion, Event, Lane
 from runtime.hardware.cores import bind, bound, update_cores
 from runtime.hardware.pci import address_of
-from runtime.kernels.rule import UpdateStep
+from runtime.kernels.step import UpdateStep
 from simulator.schedule import Lane as LaneName
 
 # Copies of one direction take turns on one engine: an urgent one (the parameters that forward waits

@@ -13,7 +13,7 @@ from runtime.devices.base import Device
 from runtime.devices.lane import Completion, Lane
 from runtime.devices.pacing import FluidPacer
 from runtime.kernels import host
-from runtime.kernels.rule import UpdateStep
+from runtime.kernels.step import UpdateStep
 from simulator.schedule import Lane as LaneName
 
 

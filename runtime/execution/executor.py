@@ -17,7 +17,8 @@ from runtime.execution.gradients import Segment
 from runtime.execution.step_template import TemplateOp
 from runtime.execution.subgroup_state import StagingSlot, SubgroupState
 from runtime.kernels.host import host_update
-from runtime.kernels.rule import UpdateRule, UpdateStep
+from runtime.kernels.rule import UpdateRule
+from runtime.kernels.step import UpdateStep
 from simulator.schedule import Lane as LaneName
 from simulator.schedule import Op, OpKind
 from simulator.update.recipes import Slot, slot_limits

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from simulator.schedule import Lane, OpKind
-from simulator.timeline import Span, Timeline
+from simulator.span import Span
+from simulator.timeline import Timeline
 
 if TYPE_CHECKING:
     from runtime.devices.base import Device

@@ -15,7 +15,8 @@ from runtime.execution.recorder import Recorder
 from runtime.execution.step_template import step_template
 from runtime.execution.subgroup_state import Buffers, SubgroupState, place, staging_slots
 from runtime.hardware.launcher import local_ranks
-from runtime.kernels.rule import UpdateRule, UpdateStep
+from runtime.kernels.rule import UpdateRule
+from runtime.kernels.step import UpdateStep
 from simulator.plan import Placement, Plan
 from simulator.timeline import Timeline
 from simulator.update.order import FORWARD, order_of

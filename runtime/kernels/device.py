@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from runtime.kernels.rule import UpdateStep
+from runtime.kernels.step import UpdateStep
 
 BLOCK = 1024
 

@@ -12,12 +12,11 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from runtime.kernels.rule import UpdateStep
+from runtime.kernels.step import UpdateStep
 
 _SOURCE = Path(__file__).with_name("host_update.cpp")
 _FLAGS = [

@@ -13,12 +13,12 @@ import copy
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
-import numpy as np
 import torch
 
 from runtime.kernels.host import host_update
+from runtime.kernels.step import UpdateStep
 
 NO_VECTORS = 1 << 62  # longer than any tensor: all of it is tail (scalar builds, ARM's SVE)
 WIDTHS = (16, 8, 4, 1, NO_VECTORS)  # 1: a compiler that fuses both loops alike, so that no tail is
@@ -33,23 +33,6 @@ _OPTIMIZER = 1_000_033  # an id that no optimizer of this process has
 
 class UnknownRoundingError(RuntimeError):
     """DeepSpeed's op rounds in an order that the kernels do not repeat."""
-
-
-class UpdateStep(Protocol):
-    """One step of one parameter group, ready for the kernels.
-
-    Attributes:
-        kernel: the rule's name. variant: which of its forms (none, L2 or decoupled decay).
-    """
-
-    kernel: ClassVar[str]
-
-    @property
-    def variant(self) -> int: ...
-
-    def scalars(self, scale: float) -> np.ndarray:
-        """The kernels' fp32 scalars in their order; the first is ``scale``."""
-        ...
 
 
 class UpdateRule(ABC):

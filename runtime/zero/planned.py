@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from runtime.kernels import host
-from runtime.kernels.rule import UpdateRule, UpdateStep
+from runtime.kernels.rule import UpdateRule
+from runtime.kernels.step import UpdateStep
 from simulator.timeline import Timeline
 from simulator.workload import WireDtype
 

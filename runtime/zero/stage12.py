@@ -21,7 +21,8 @@ from runtime.devices.base import Device
 from runtime.execution.gradients import ParameterSlice
 from runtime.execution.session import Session
 from runtime.execution.subgroup_state import Buffers, SubgroupState
-from runtime.kernels.rule import UpdateRule, UpdateStep
+from runtime.kernels.rule import UpdateRule
+from runtime.kernels.step import UpdateStep
 from runtime.zero.flat_partitions import FlatPartitions
 from runtime.zero.planned import PlannedZero, bring_home, float64_norm, gated
 from simulator.plan import Plan

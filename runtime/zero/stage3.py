@@ -12,7 +12,8 @@ from runtime.devices.base import Device
 from runtime.execution.gradients import ParameterSlice
 from runtime.execution.session import Session
 from runtime.execution.subgroup_state import Buffers, SubgroupState
-from runtime.kernels.rule import UpdateRule, UpdateStep
+from runtime.kernels.rule import UpdateRule
+from runtime.kernels.step import UpdateStep
 from runtime.zero import stage3_buffers
 from runtime.zero.checks import private
 from runtime.zero.gathers import Gathers

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from simulator.schedule import Lane, OpKind
-from simulator.timeline import Span, Timeline
+from simulator.span import Span, makespan_s
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,41 +49,42 @@ _CHARACTER_IN = 0.075  # width of one character of a bar's label
 _PADDING_IN = 0.05
 
 
-def draw_timeline(timeline: Timeline, ax: Axes | None = None) -> Axes:
-    """Draws the lanes of a timeline over time; returns the axes.
+def draw_spans(spans: Sequence[Span], title: str, ax: Axes | None = None) -> Axes:
+    """Draws lanes over time; returns the axes.
 
     Bars are labelled with their subgroup (or layer) where the label fits. The time axis is in
     milliseconds below two seconds and in seconds from there.
     """
     if ax is None:
-        ax = _new_axes(timeline)
-    lanes = _lanes_in_use(timeline)
-    origin = min((s.start_s for s in timeline.spans), default=0.0)
-    scale, unit = (1e3, "ms") if timeline.makespan_s < 2 else (1.0, "s")
-    ax.set_xlim(0, max(timeline.makespan_s, 1e-9) * scale)
+        ax = _new_axes(spans)
+    lanes = _lanes_in_use(spans)
+    origin = min((s.start_s for s in spans), default=0.0)
+    length_s = makespan_s(spans)
+    scale, unit = (1e3, "ms") if length_s < 2 else (1.0, "s")
+    ax.set_xlim(0, max(length_s, 1e-9) * scale)
     for row, lane in enumerate(lanes):
-        spans = [s for s in timeline.spans if s.lane == lane and s.end_s > s.start_s]
-        _draw_lane(ax, row, spans, origin, scale)
-    _draw_moments(ax, timeline.spans, origin, scale)
+        bars = [s for s in spans if s.lane == lane and s.end_s > s.start_s]
+        _draw_lane(ax, row, bars, origin, scale)
+    _draw_moments(ax, spans, origin, scale)
     ax.set_yticks(range(len(lanes)), [lane.value for lane in lanes])
     ax.set_ylim(max(1, len(lanes)) - 0.5, -0.5)
     ax.set_xlabel(f"time ({unit})")
-    ax.set_title(f"{timeline.strategy}, {timeline.source}", loc="left", fontsize=11)
+    ax.set_title(title, loc="left", fontsize=11)
     _decorate(ax)
-    _legend(ax, timeline.spans)
+    _legend(ax, spans)
     return ax
 
 
-def _new_axes(timeline: Timeline) -> Axes:
+def _new_axes(spans: Sequence[Span]) -> Axes:
     import matplotlib.pyplot as plt
 
-    rows = max(1, len(_lanes_in_use(timeline)))
+    rows = max(1, len(_lanes_in_use(spans)))
     _, ax = plt.subplots(figsize=(12, 1.6 + 0.45 * rows), layout="constrained")
     return ax
 
 
-def _lanes_in_use(timeline: Timeline) -> list[Lane]:
-    used = {s.lane for s in timeline.spans if s.end_s > s.start_s}
+def _lanes_in_use(spans: Sequence[Span]) -> list[Lane]:
+    used = {s.lane for s in spans if s.end_s > s.start_s}
     return [lane for lane in Lane if lane in used]
 
 

@@ -16,7 +16,8 @@ from simulator.engines.kernel import Floats, Ints
 from simulator.engines.reference import capacities
 from simulator.machine import Machine, RateName
 from simulator.schedule import Op, Schedule
-from simulator.timeline import Span, Timeline
+from simulator.span import Span
+from simulator.timeline import Timeline
 
 _LANE_NUMBERS = {lane: number for number, lane in enumerate(kernel.LANES)}
 _KIND_NUMBERS = {kind: number for number, kind in enumerate(kernel.KINDS)}

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from simulator.engines.sharing import max_min_speeds
 from simulator.machine import Machine
 from simulator.schedule import Lane, Op, OpKind, Schedule
-from simulator.timeline import MemorySample, Span, Timeline
+from simulator.span import Span
+from simulator.timeline import MemorySample, Timeline
 
 _COPY_LANES = {Lane.H2D, Lane.H2D_PARAMETERS, Lane.D2H}
 _LANE_ORDER = {lane: position for position, lane in enumerate(Lane)}

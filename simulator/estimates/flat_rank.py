@@ -13,7 +13,7 @@ from itertools import accumulate
 
 from simulator.estimates.architecture import Block
 from simulator.estimates.collectives import from_outside_bytes
-from simulator.estimates.workload import Rank
+from simulator.estimates.rank import Rank
 from simulator.workload import Workload, cut_flat
 
 START_ALIGNMENT = 2  # elements: where each rank's slice begins (nccl_start_alignment_factor)

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from simulator.schedule import Lane
-from simulator.timeline import Span, Timeline
+from simulator.span import Span
+from simulator.timeline import Timeline
 from studies.gpu.contract import attached, differing, plan_of, settle, start, train
 from studies.gpu.suite import Figures, OutOfTimeError, Suite
 

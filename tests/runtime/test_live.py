@@ -11,7 +11,8 @@ from runtime.replan.watch import measured_rates
 from runtime.zero.cuts import subgroups_of
 from simulator import Layer, Plan, PlanError, Workload
 from simulator.schedule import Lane, OpKind
-from simulator.timeline import Span, Timeline
+from simulator.span import Span
+from simulator.timeline import Timeline
 from studies.bench.bits import differences
 from studies.byte_gpt import SIZES, Batches, ByteGPT, ds_config, train_step
 from tests.machines import node

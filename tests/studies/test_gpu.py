@@ -191,7 +191,8 @@ def test_a_difference_counts_only_where_stock_agrees_with_itself():
 
 def test_overlap_is_time_in_which_two_lanes_work():
     from simulator.schedule import Lane, OpKind
-    from simulator.timeline import Span, Timeline
+    from simulator.span import Span
+    from simulator.timeline import Timeline
 
     spans = (
         Span(OpKind.STATE_H2D, Lane.H2D, 0.0, 2.0),

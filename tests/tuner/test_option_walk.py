@@ -277,7 +277,7 @@ def recorder(monkeypatch):
         "tuner.planning._robust_choice": tuner.planning._robust_choice,
     }.items():
         monkeypatch.setattr(target, seen(target, result))
-    monkeypatch.setattr("tuner.service.app.Service", seen("Service"))
+    monkeypatch.setattr("tuner.service.resources.Service", seen("Service"))
     # How long is searched is not what is asked here.
     tune, climb = Search.tune, Search.climb
     monkeypatch.setattr(Search, "tune", lambda self, storage=None: tune(self, 2, storage))

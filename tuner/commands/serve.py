@@ -50,7 +50,7 @@ def serve(
 ) -> None:
     """Answers what-if questions over HTTP and on a page in the browser."""
     try:
-        from tuner.service.app import LOOPBACK, Service
+        from tuner.service.resources import LOOPBACK, Service
         from tuner.service.server import run
         from tuner.service.store import Store
     except ImportError as error:

@@ -9,8 +9,6 @@ import logging
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from functools import cached_property
 from importlib import metadata
 from importlib.resources import files
 from typing import Annotated, Any
@@ -20,17 +18,15 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 
-from tuner.service.jobs import Feed, Jobs
-from tuner.service.pool import BusyError, InvalidError, Pool, WorkerError
-from tuner.service.requests import Quota
-from tuner.service.store import Store
+from tuner.service.pool import BusyError, InvalidError, WorkerError
+from tuner.service.resources import Service
+from tuner.service.routes import routes
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 LOG = logging.getLogger("uvicorn.error")
 API = "/api/v1"
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 SHOWN = 120  # characters of a refused value
 # No inline script or style anywhere, nothing from another host, nobody may frame the page.
 CONTENT_SECURITY_POLICY = (
@@ -52,33 +48,8 @@ _TYPES = {
 }
 
 
-@dataclass
-class Service:
-    """Everything a route needs. Owned by the application; closed with it."""
-
-    store: Store
-    quota: Quota = field(default_factory=Quota)
-    token: str | None = None
-    hosts: tuple[str, ...] = LOOPBACK
-    light_workers: int | None = None
-    examples: dict[str, Any] = field(default_factory=dict)
-
-    @cached_property
-    def pool(self) -> Pool:
-        return Pool(self.quota, self.light_workers)
-
-    @cached_property
-    def feed(self) -> Feed:
-        return Feed()
-
-    @cached_property
-    def jobs(self) -> Jobs:
-        return Jobs(self.store, self.pool, self.quota, self.feed)
-
-
 def create_app(service: Service) -> FastAPI:
     """The application over a store; workers start with it and end with it."""
-    from tuner.service.routes import routes
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -18,7 +18,8 @@ from simulator.engines.reference import simulate
 from simulator.plan import Plan, explain
 from simulator.schedule import Lane, OpKind
 from simulator.schedules.strategies import build_strategy, stock_offload
-from simulator.timeline import MemorySample, Span, Timeline
+from simulator.span import Span
+from simulator.timeline import MemorySample, Timeline
 from tuner.report import headline
 from tuner.service.requests import Planned, Run, Scenario
 from tuner.service.scenario import resolve

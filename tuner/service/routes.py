@@ -18,9 +18,9 @@ from simulator.machine import Machine
 from simulator.schedules.settings import STEPS
 from simulator.schedules.strategies import STRATEGIES
 from tuner.service import requests as ask
-from tuner.service.app import Service
 from tuner.service.pool import InvalidError, Result
 from tuner.service.report import read_run, summary_of
+from tuner.service.resources import Service
 from tuner.service.scenario import MODELS, check_ops, estimated_ops
 from tuner.service.search import check_search
 

@@ -16,8 +16,9 @@ from simulator.machine import Machine
 from simulator.plan import Plan, PlanError
 from simulator.workload import Workload
 from tuner.report import headline
-from tuner.service.app import Service, create_app
+from tuner.service.app import create_app
 from tuner.service.report import posted, read_timelines, summary_of
+from tuner.service.resources import Service
 
 OWN_EXAMPLE = "make demo, then make serve"
 BACKLOG = 1024

@@ -7,7 +7,8 @@ from itertools import pairwise
 from typing import Any
 
 from simulator.schedule import Lane, OpKind
-from simulator.timeline import Span, Timeline
+from simulator.span import Span
+from simulator.timeline import Timeline
 
 MOST_SPANS = 500  # of one timeline
 MOST_SAMPLES = 300  # of a memory curve

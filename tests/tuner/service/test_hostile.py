@@ -214,7 +214,7 @@ def strict(tmp_path_factory):
 
     import uvicorn
 
-    from tuner.service.app import Service
+    from tuner.service.resources import Service
     from tuner.service.server import config
     from tuner.service.store import Store
 

@@ -1,0 +1,24 @@
+"""What a kernel of any optimizer is given for one step."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Protocol
+
+import numpy as np
+
+
+class UpdateStep(Protocol):
+    """One step of one parameter group, ready for the kernels.
+
+    Attributes:
+        kernel: the rule's name. variant: which of its forms (none, L2 or decoupled decay).
+    """
+
+    kernel: ClassVar[str]
+
+    @property
+    def variant(self) -> int: ...
+
+    def scalars(self, scale: float) -> np.ndarray:
+        """The kernels' fp32 scalars in their order; the first is ``scale``."""
+        ...

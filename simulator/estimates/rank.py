@@ -1,0 +1,298 @@
+"""One rank's share of a model under ZeRO-3: its parameters, times, activations and bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+from simulator.estimates.architecture import Architecture, Block, ModelError
+from simulator.estimates.collectives import LINK, Links, from_outside_bytes
+from simulator.estimates.compute import Device, overlapped_s
+from simulator.estimates.deepspeed_config import TrainingConfig
+from simulator.machine import Machine
+from simulator.workload import WIRE_BYTES, Layer, Workload, cut
+
+# Of a layer's forward, what the host issues for its backward without the recomputed forward: one
+# gradient per product's input and one per weight, and the hooks of the reduction.
+ISSUED_BACKWARD = 1.0
+MODULES_OF_A_LAYER = 12
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """How the model is laid over the GPUs: data x tensor x pipeline = all of them."""
+
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    stage: int = 0
+    sequence_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("data", "tensor", "pipeline"):
+            value = getattr(self, name)
+            if not (isinstance(value, int) and 1 <= value <= 10**7):
+                raise ModelError(f"{name}_parallel must be a whole number >= 1, but got {value!r}")
+        if not 0 <= self.stage < self.pipeline:
+            raise ModelError(
+                f"stage must lie in [0, {self.pipeline - 1}] (pipeline_parallel - 1), but got "
+                f"{self.stage}"
+            )
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank's share of everything, under ZeRO-3."""
+
+    arch: Architecture
+    machine: Machine
+    config: TrainingConfig
+    parallel: Parallelism
+    sequence: int
+    recompute: bool
+    flash: bool
+
+    def workload(self) -> Workload:
+        blocks = self.stage_blocks
+        layers = self.layers(blocks)
+        p = self.parallel
+        gpus = p.data * p.tensor * p.pipeline
+        micro = self.config.gradient_accumulation_steps
+        parameters = tuple(n for block in blocks for n in self.partitions(block))
+        busy_s = sum(layer.forward_s + layer.backward_s for layer in layers)
+        return Workload(
+            name=self.arch.name,
+            layers=layers,
+            subgroups=tuple(cut(parameters, self.config.subgroup_size)),
+            parameters=(parameters,),
+            subgroup_size=self.config.subgroup_size,
+            wire_dtype=self.config.wire_dtype,
+            optimizer=self.config.optimizer,
+            grad_bytes_per_param=self.config.gradient_bytes,
+            clip=self.config.clip,
+            gradient_accumulation_steps=micro,
+            ranks_per_node=min(gpus, self.machine.gpus_per_node),
+            nodes=self.nodes,
+            tokens_per_iteration=self.tokens * micro * p.data,
+            samples_per_iteration=self.config.micro_batch * micro * p.data,
+            # Each of the p - 1 other stages is one micro-batch ahead or behind (GPipe and 1F1B).
+            pipeline_idle_s=(p.pipeline - 1) / micro * busy_s + self.loop_s,
+            device_base_bytes=self.base_bytes(blocks),
+            provenance=self.provenance(),
+        )
+
+    @property
+    def loop_s(self) -> float:
+        """What the training script does between iterations, where runs have told it."""
+        return 0.0 if self.machine.loop_s is None else self.machine.loop_s.median
+
+    @property
+    def nodes(self) -> int:
+        p = self.parallel
+        return math.ceil(p.data * p.tensor * p.pipeline / self.machine.gpus_per_node)
+
+    @property
+    def tokens(self) -> int:
+        """Of one micro-batch."""
+        return self.sequence * self.config.micro_batch
+
+    @cached_property
+    def stage_blocks(self) -> list[Block]:
+        """Embedding goes with the first pipeline stage, the head with the last."""
+        p, blocks = self.parallel, self.arch.blocks()
+        inner = blocks[1:-1]
+        first = p.stage * len(inner) // p.pipeline
+        last = (p.stage + 1) * len(inner) // p.pipeline
+        held = inner[first:last]
+        if p.stage == 0:
+            held = [blocks[0], *held]
+        if p.stage == p.pipeline - 1:
+            held = [*held, blocks[-1]]
+            if self.arch.tied and p.pipeline > 1:  # the last stage has a copy of the embedding
+                tied = (self.arch.vocabulary * self.arch.hidden,)
+                held[-1] = Block("head", (*held[-1].params, *tied), (*held[-1].split, True),
+                                 held[-1].flops_per_token)  # fmt: skip
+        return held
+
+    def partitions(self, block: Block) -> tuple[int, ...]:
+        """This rank's elements of each parameter: tensor parallelism first, then ZeRO."""
+        return _partitions(block.params, block.split, self.parallel.tensor, self.parallel.data)
+
+    def layers(self, blocks: Sequence[Block]) -> tuple[Layer, ...]:
+        """Transformer layers of one shape differ in name only: each shape is worked out once."""
+        by_shape: dict[Block, Layer] = {}
+        layers = []
+        for block in blocks:
+            shape = replace(block, name="layer") if block.attention else block
+            if shape not in by_shape:
+                by_shape[shape] = self.layer(shape)
+            layers.append(by_shape[shape].model_copy(update={"name": block.name}))
+        return tuple(layers)
+
+    def layer(self, block: Block) -> Layer:
+        micro = self.config.gradient_accumulation_steps
+        gathered, reduced = self.network_bytes(block)
+        return Layer(
+            name=block.name,
+            params=sum(self.partitions(block)),
+            forward_s=micro * self.forward_s(block),
+            backward_s=micro * self.backward_s(block),
+            activation_bytes=self.activation_bytes(block),
+            network_gather_bytes=gathered,
+            network_reduce_bytes=reduced,
+        )
+
+    def device_s(self, block: Block) -> float:
+        """Of one micro-batch's forward on the device, with tensor parallelism's exchanges."""
+        device = Device.of(self.machine, self.wire, self.parallel.tensor, self.flash)
+        computed = device.forward_s(
+            block, self.arch.hidden, self.arch.heads, self.tokens, self.sequence
+        )
+        return computed + self.tensor_exchange_s(block)
+
+    def forward_s(self, block: Block) -> float:
+        """Of one micro-batch: the device computes, the node gathers, the host issues."""
+        return overlapped_s(
+            self.device_s(block), self.issue_s(block), self.parameters_s(block)
+        )  # fmt: skip
+
+    def backward_s(self, block: Block) -> float:
+        """Two products per weight, one more where the forward is computed again.
+
+        The reduction is not hidden: a layer's gradients are averaged before they go home.
+        """
+        again = bool(self.recompute and block.attention)
+        issued = (ISSUED_BACKWARD + again) * self.issue_s(block)
+        gathered = self.parameters_s(block)
+        computed = overlapped_s((2 + again) * self.device_s(block), issued, gathered)
+        return computed + self.reduce_s(block)
+
+    def issue_s(self, block: Block) -> float:
+        """Embedding and head are a module each, a layer is a dozen."""
+        issue = self.machine.layer_issue_s
+        if issue is None:
+            return 0.0
+        return issue.median if block.attention else issue.median / MODULES_OF_A_LAYER
+
+    def parameters_s(self, block: Block) -> float:
+        """Until the block's parameters are whole, for one pass."""
+        return self.gather_s(block, self.wire)
+
+    def reduce_s(self, block: Block) -> float:
+        """Until the block's gradients of one micro-batch are averaged."""
+        return self.gather_s(block, self.config.gradient_bytes)
+
+    def gather_s(self, block: Block, element_bytes: int) -> float:
+        """ZeRO's all-gather, or its reduce-scatter, of the block among the ranks of one node."""
+        size = self.whole_elements(block) * element_bytes
+        return self.links.gather_s(size, math.ceil(self.parallel.data / self.data_nodes()))
+
+    def tensor_exchange_s(self, block: Block) -> float:
+        """Two all-reduces of the activations per layer and pass, inside a node."""
+        if not block.attention:
+            return 0.0
+        size = self.tokens * self.arch.hidden * self.wire
+        return 2 * self.links.all_reduce_s(size, self.parallel.tensor)
+
+    def network_bytes(self, block: Block) -> tuple[int, int]:
+        """ZeRO's gather per pass and reduction: what comes from other nodes, shared by a node's
+        ranks.
+        """
+        p = self.parallel
+        size = self.whole_elements(block)
+        part = from_outside_bytes(size, p.data, self.data_nodes())
+        part /= max(1, math.ceil(p.data / self.data_nodes()))
+        return int(part * self.wire), int(part * self.config.gradient_bytes)
+
+    @property
+    def links(self) -> Links:
+        return Links.of(self.machine)
+
+    @property
+    def wire(self) -> int:
+        return WIRE_BYTES[self.config.wire_dtype]
+
+    def data_nodes(self) -> int:
+        """Nodes over which one data-parallel group is spread; tensor ranks sit together."""
+        per_node = max(1, self.machine.gpus_per_node // self.parallel.tensor)
+        return math.ceil(self.parallel.data / per_node)
+
+    def activation_bytes(self, block: Block) -> int:
+        """Korthikanti et al.: s b h (34 + 5 a s / h) bytes per layer, 2 s b h if recomputed."""
+        unit = self.tokens * self.arch.hidden * self.wire / 2
+        t = self.parallel.tensor
+        if block.name == "head":
+            return self._head_bytes(block)
+        if not block.attention:
+            return int(2 * unit)
+        if self.recompute:
+            return int(2 * unit / (t if self.parallel.sequence_parallel else 1))
+        return int(self._stored(unit))
+
+    def _head_bytes(self, block: Block) -> int:
+        """Logits: in the forward with two widened copies, in the backward with one and the
+        gradient of the head's weights; what of it the backward's buckets do not cover.
+        """
+        logits = self.tokens * self.arch.vocabulary / self.parallel.tensor
+        forward = (self.wire + 4 + 4) * logits
+        gradients = self.wire * self.whole_elements(block)
+        backward = (self.wire + 4) * logits + gradients + self.backward_bytes()
+        return int(max(forward, backward) - self.backward_bytes())
+
+    def _stored(self, unit: float) -> float:
+        t = self.parallel.tensor
+        whole = 10 / t if self.parallel.sequence_parallel else 10
+        scores = 0.0 if self.flash else 5 * self.arch.heads * self.sequence / self.arch.hidden / t
+        return unit * (whole + 24 / t + scores)
+
+    def base_bytes(self, blocks: Sequence[Block]) -> int:
+        """Parameters, those gathered, both gradient buckets, the layer that was recomputed last."""
+        held = self.held_elements(blocks)
+        base = (held + self.gathered_elements(blocks)) * self.wire
+        base += self.bucket_bytes(held) + self.backward_bytes()
+        if self.recompute:  # its activations stay until the next iteration's take their place
+            base += int(self._stored(self.tokens * self.arch.hidden * self.wire / 2))
+        return base
+
+    def whole_elements(self, block: Block) -> int:
+        """Of all data-parallel ranks together."""
+        return sum(self.partitions(block)) * self.parallel.data
+
+    def held_elements(self, blocks: Sequence[Block]) -> int:
+        return sum(sum(self.partitions(block)) for block in blocks)
+
+    def gathered_elements(self, blocks: Sequence[Block]) -> int:
+        """``stage3_max_live_parameters``, and embedding and head, which are not released."""
+        if self.parallel.data == 1:
+            return 0
+        ends = [block for block in blocks if not block.attention]
+        live = self.config.max_live_parameters + self.held_elements(ends) * self.parallel.data
+        return min(live, self.held_elements(blocks) * self.parallel.data)
+
+    def bucket_bytes(self, held: int) -> int:
+        """DeepSpeed's flat gradient bucket, allocated once."""
+        return self.wire * min(self.config.reduce_bucket_elements, held * self.parallel.data)
+
+    def backward_bytes(self) -> int:
+        """Gradients that wait for their bucket, and the largest one's fp32 copy on its way home."""
+        blocks = self.stage_blocks
+        largest = max(n for block in blocks for n in self.partitions(block))
+        return self.bucket_bytes(self.held_elements(blocks)) + 4 * largest
+
+    def provenance(self) -> str:
+        notes = [f"estimated from the config of {self.arch.name}, sequence {self.sequence}"]
+        notes += self.config.resolved
+        if self.parallel.tensor > 1 and LINK not in self.machine.other_rates:
+            notes.append(f"tensor-parallel exchange over PCIe: no {LINK} in machine.other_rates")
+        return "; ".join(notes)
+
+
+@lru_cache(maxsize=4096)
+def _partitions(
+    params: tuple[int, ...], split: tuple[bool, ...], tensor: int, data: int
+) -> tuple[int, ...]:
+    """See `_Rank.partitions`; kept, as every figure of a rank is made of these."""
+    held = (math.ceil(n / tensor) if whole else n for n, whole in zip(params, split, strict=True))
+    return tuple(math.ceil(n / data) for n in held)

@@ -1,0 +1,34 @@
+"""One op's time on its lane: what timelines are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from simulator.schedule import Lane, OpKind
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One op's time on its lane, in seconds from the timeline's origin."""
+
+    kind: OpKind
+    lane: Lane
+    start_s: float
+    end_s: float
+    subgroup: int = -1
+    layer: int = -1
+    iteration: int = 0
+
+    @property
+    def label(self) -> str:
+        part = f" s{self.subgroup}" if self.subgroup >= 0 else ""
+        part += f" l{self.layer}" if self.layer >= 0 else ""
+        return f"{self.kind.value}{part}"
+
+
+def makespan_s(spans: Sequence[Span]) -> float:
+    """Seconds from the first start to the last end; 0 without spans."""
+    if not spans:
+        return 0.0
+    return max(s.end_s for s in spans) - min(s.start_s for s in spans)

@@ -1,0 +1,38 @@
+"""What all requests share: the store, the worker processes, the jobs and the limits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from tuner.service.jobs import Feed, Jobs
+from tuner.service.pool import Pool
+from tuner.service.requests import Quota
+from tuner.service.store import Store
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass
+class Service:
+    """Everything a route needs. Owned by the application; closed with it."""
+
+    store: Store
+    quota: Quota = field(default_factory=Quota)
+    token: str | None = None
+    hosts: tuple[str, ...] = LOOPBACK
+    light_workers: int | None = None
+    examples: dict[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def pool(self) -> Pool:
+        return Pool(self.quota, self.light_workers)
+
+    @cached_property
+    def feed(self) -> Feed:
+        return Feed()
+
+    @cached_property
+    def jobs(self) -> Jobs:
+        return Jobs(self.store, self.pool, self.quota, self.feed)
