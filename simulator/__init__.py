@@ -5,7 +5,8 @@ Needs numpy and pydantic only.
 
 from simulator.analysis.what_if import what_if
 from simulator.engines.reference import simulate
-from simulator.estimates.architecture import Architecture, ModelError, architecture
+from simulator.estimates.architecture import architecture
+from simulator.estimates.blocks import Architecture, ModelError
 from simulator.estimates.presets import preset, preset_names
 from simulator.estimates.workload import workload_from_model
 from simulator.machine import Machine

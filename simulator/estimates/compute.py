@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from simulator.estimates.architecture import Block
+from simulator.estimates.blocks import Block
 from simulator.machine import Machine
 
 # Korthikanti et al., arXiv 2205.05198, equation 1: a layer stores 34 s b h bytes of activations,

@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from simulator.estimates.architecture import ModelError
+from simulator.estimates.blocks import ModelError
 from simulator.update.optimizer import ADAM, OPTIMIZERS
 from simulator.workload import WireDtype, ZeroStage
 

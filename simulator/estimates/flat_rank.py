@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate
 
-from simulator.estimates.architecture import Block
+from simulator.estimates.blocks import Block
 from simulator.estimates.collectives import from_outside_bytes
 from simulator.estimates.rank import Rank
 from simulator.workload import Workload, cut_flat

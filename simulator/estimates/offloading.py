@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from simulator.estimates.architecture import ModelError
+from simulator.estimates.blocks import ModelError
 from simulator.estimates.deepspeed_config import loaded
 
 _DEVICES = ("none", "cpu", "nvme")

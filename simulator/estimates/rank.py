@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from simulator.estimates.architecture import Architecture, Block, ModelError
+from simulator.estimates.blocks import Architecture, Block, ModelError
 from simulator.estimates.collectives import LINK, Links, from_outside_bytes
 from simulator.estimates.compute import Device, overlapped_s
 from simulator.estimates.deepspeed_config import TrainingConfig

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from simulator.estimates.architecture import Architecture, ModelError, architecture
+from simulator.estimates.architecture import architecture
+from simulator.estimates.blocks import Architecture, ModelError
 from simulator.estimates.deepspeed_config import TrainingConfig, training_config
 from simulator.estimates.flat_rank import FlatRank
 from simulator.estimates.rank import Parallelism, Rank

@@ -1,4 +1,4 @@
-"""ZeRO-1 and 2 planned from a config before any training: the plan fits, bits are stock's."""
+"""Planned from a config before any training: the plan fits the engine, bits are stock's."""
 
 import json
 import logging
@@ -63,3 +63,32 @@ def test_a_plan_from_a_config_fits_the_engine_and_keeps_the_bits(stage, tmp_path
         config={**CONFIG, "zero_optimization": zero},
     )  # fmt: skip
     assert differences(trained(engine), trained(stock)) == ()
+
+
+SIZES = {"vocab_size": 101, "num_hidden_layers": 3, "num_attention_heads": 4, "hidden_size": 32}
+
+
+@pytest.mark.usefixtures("only_rank")
+@pytest.mark.parametrize("family", ["gpt2", "qwen3", "phi3", "opt"])
+def test_subgroups_of_zero3_from_a_config_are_the_engines(family):
+    """To the element, also where norms and biases stand among the matrices."""
+    import deepspeed
+    import transformers
+
+    from runtime.zero.cuts import subgroups_of
+    from simulator import preset, workload_from_model
+
+    own = {"intermediate_size": 96, "num_key_value_heads": 2} if family in ("qwen3", "phi3") else {}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = transformers.AutoConfig.for_model(family, **SIZES, **own, **tokens)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    settings = {**CONFIG, "zero_optimization": {
+        "stage": 3, "offload_optimizer": {"device": "cpu"}, "sub_group_size": 3000,
+    }}  # fmt: skip
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=settings
+    )
+    work = workload_from_model(config.to_dict(), preset("h200"), settings, sequence=32)
+    sizes = subgroups_of(engine.optimizer, 3000)
+    engine.destroy()
+    assert work.subgroups == sizes

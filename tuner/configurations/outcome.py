@@ -9,7 +9,7 @@ from typing import Any
 
 from simulator import Machine, Workload, build_strategy, workload_from_model
 from simulator.engines.compiled import simulate_fast
-from simulator.estimates.architecture import Architecture, ModelError
+from simulator.estimates.blocks import Architecture, ModelError
 from simulator.estimates.offloading import offloading
 from simulator.plan import Plan
 from tuner.configurations.space import Configuration

@@ -1,0 +1,229 @@
+"""A decoder-only transformer as blocks of parameters, in the order in which modules register them.
+
+The order counts: DeepSpeed cuts subgroups at the borders of parameters, one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+class ModelError(ValueError):
+    """A model description that cannot be understood; the message names the key."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """One unit of forward and backward.
+
+    Attributes:
+        params: elements of each parameter, in order.
+        split: which of them tensor parallelism divides; the others are on every rank.
+        flops_per_token: of a forward, without attention scores.
+        attention: heads x head size: what a token's scores cost per position of the sequence.
+    """
+
+    name: str
+    params: tuple[int, ...]
+    split: tuple[bool, ...]
+    flops_per_token: float
+    attention: int = 0
+
+    @property
+    def elements(self) -> int:
+        return sum(self.params)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some parameters of a block.
+
+    Attributes:
+        params: elements of each.
+        flops: per token, of a forward.
+        split: whether tensor parallelism divides them.
+    """
+
+    params: tuple[int, ...]
+    flops: float = 0.0
+    split: bool = True
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A decoder-only transformer, by its numbers.
+
+    Attributes:
+        layout: a layer's parts in the order of its parameters; the names are those of `PARTS`.
+        embedding, head: the same for what comes before and after the layers.
+        bias: which of ``qkv``, ``out``, ``mlp``, ``router``, ``head`` have a bias.
+        norm_params: parameters of one norm, each over its whole width: 0, 1 (RMS) or 2 (layer
+            norm: weight and bias).
+        positions: learned position embeddings, 0 with rotary ones.
+        tied: the head is the embedding.
+        experts, experts_per_token: of a mixture of experts; 0: a dense MLP.
+        shared_ffn: width of the expert that every token has, beside ``ffn`` of the others.
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    ffn: int
+    vocabulary: int
+    layout: tuple[str, ...]
+    embedding: tuple[str, ...] = ("tokens", "positions")
+    head: tuple[str, ...] = ("norm", "head")
+    bias: frozenset[str] = frozenset()
+    norm_params: int = 1
+    positions: int = 0
+    tied: bool = False
+    experts: int = 0
+    experts_per_token: int = 0
+    shared_ffn: int = 0
+
+    def __post_init__(self) -> None:
+        for key in ("layers", "hidden", "heads", "kv_heads", "head_size", "ffn", "vocabulary"):
+            value = getattr(self, key)
+            if not (isinstance(value, int) and 0 < value < 10**9):
+                raise ModelError(f"{key} must be a whole number > 0, but got {value!r}")
+        if self.heads % self.kv_heads:
+            raise ModelError(
+                f"heads must be a multiple of kv_heads, but got {self.heads} and {self.kv_heads}"
+            )
+        unknown = [part for part in self.layout if part not in PARTS]
+        if unknown or not self.layout:
+            raise ModelError(
+                f"layout must be made of {', '.join(PARTS)}, but got {' '.join(unknown) or 'none'}"
+            )
+        for key, parts in _ONLY_WITH.items():
+            value = getattr(self, key)
+            if bool(value) != any(part in self.layout for part in parts):
+                raise ModelError(
+                    f"{key} must be given where the layout has one of {', '.join(parts)}, and only "
+                    f"there, but got {value!r} with layout {' '.join(self.layout)!r}"
+                )
+
+    @property
+    def elements(self) -> int:
+        """Parameters of the whole model."""
+        return sum(block.elements for block in self.blocks())
+
+    def blocks(self) -> list[Block]:
+        """Embedding, the layers, and the last norm with the head."""
+        attention = self.heads * self.head_size
+        layer = self._block("layer", self.layout, attention)
+        numbered = [
+            Block(f"layer {i}", layer.params, layer.split, layer.flops_per_token, attention)
+            for i in range(self.layers)
+        ]
+        return [
+            self._block("embedding", self.embedding), *numbered, self._block("head", self.head)
+        ]  # fmt: skip
+
+    def _block(self, name: str, layout: tuple[str, ...], attention: int = 0) -> Block:
+        parts = [PARTS[part](self) for part in layout]
+        return Block(
+            name,
+            tuple(elements for part in parts for elements in part.params),
+            tuple(part.split for part in parts for _ in part.params),
+            sum(part.flops for part in parts),
+            attention,
+        )
+
+    @property
+    def queries(self) -> int:
+        return self.heads * self.head_size
+
+    @property
+    def keys(self) -> int:
+        return self.kv_heads * self.head_size
+
+
+def _matrix(
+    rows: Callable[[Architecture], int], columns: Callable[[Architecture], int], bias: str
+) -> Callable[[Architecture], Part]:
+    def part(arch: Architecture) -> Part:
+        elements = rows(arch) * columns(arch)
+        params = (elements, rows(arch)) if bias in arch.bias else (elements,)
+        # A bias is counted with its product, as it has always been: a thousandth of it.
+        return Part(params, 2.0 * sum(params))
+
+    return part
+
+
+def _norm(width: Callable[[Architecture], int]) -> Callable[[Architecture], Part]:
+    return lambda arch: Part((width(arch),) * arch.norm_params, split=False)
+
+
+def _experts(each: tuple[str, ...], *, fused: bool) -> Callable[[Architecture], Part]:
+    """All experts of a layer; ``fused``: each kind of matrix of all of them is one parameter."""
+
+    def part(arch: Architecture) -> Part:
+        one = [elements for name in each for elements in PARTS[name](arch).params]
+        params = [arch.experts * n for n in one] if fused else one * max(1, arch.experts)
+        return Part(tuple(params), 2.0 * sum(one) * max(1, arch.experts_per_token))
+
+    return part
+
+
+def _head(arch: Architecture) -> Part:
+    weights = () if arch.tied else (arch.vocabulary * arch.hidden,)
+    bias = (arch.vocabulary,) if "head" in arch.bias else ()
+    return Part((*weights, *bias), 2.0 * arch.vocabulary * arch.hidden)
+
+
+def _hidden(arch: Architecture) -> int:
+    return arch.hidden
+
+
+def _queries(arch: Architecture) -> int:
+    return arch.queries
+
+
+def _keys(arch: Architecture) -> int:
+    return arch.keys
+
+
+def _ffn(arch: Architecture) -> int:
+    return arch.ffn
+
+
+_ONLY_WITH = {
+    "experts": ("experts", "plain_experts", "fused_experts"),
+    "shared_ffn": ("shared_gate", "shared_up", "shared_down"),
+}
+
+# What a block may be made of, by name.
+PARTS: dict[str, Callable[[Architecture], Part]] = {
+    "q": _matrix(_queries, _hidden, "qkv"),
+    "k": _matrix(_keys, _hidden, "qkv"),
+    "v": _matrix(_keys, _hidden, "qkv"),
+    "qkv": _matrix(lambda arch: arch.queries + 2 * arch.keys, _hidden, "qkv"),
+    "o": _matrix(_hidden, _queries, "out"),
+    "sinks": lambda arch: Part((arch.heads,)),
+    "gate": _matrix(_ffn, _hidden, "mlp"),
+    "up": _matrix(_ffn, _hidden, "mlp"),
+    "gate_up": _matrix(lambda arch: 2 * arch.ffn, _hidden, "mlp"),
+    "down": _matrix(_hidden, _ffn, "mlp"),
+    "router": _matrix(lambda arch: arch.experts, _hidden, "router"),
+    "experts": _experts(("gate", "up", "down"), fused=False),
+    "plain_experts": _experts(("up", "down"), fused=False),
+    "fused_experts": _experts(("gate_up", "down"), fused=True),
+    "shared_gate": _matrix(lambda arch: arch.shared_ffn, _hidden, "mlp"),
+    "shared_up": _matrix(lambda arch: arch.shared_ffn, _hidden, "mlp"),
+    "shared_down": _matrix(_hidden, lambda arch: arch.shared_ffn, "mlp"),
+    "shared_router": lambda arch: Part((arch.hidden,), 2.0 * arch.hidden),
+    "norm": _norm(_hidden),
+    "head_norm": _norm(lambda arch: arch.head_size),
+    "q_norm": _norm(_queries),
+    "k_norm": _norm(_keys),
+    "tokens": lambda arch: Part((arch.vocabulary * arch.hidden,)),
+    "positions": lambda arch: Part(
+        (arch.positions * arch.hidden,) if arch.positions else (), split=False
+    ),
+    "head": _head,
+}

@@ -1,0 +1,209 @@
+"""Families of models by ``model_type``: what their configs do not say, and what flags change.
+
+Layouts are those of the newest stable transformers (its modules' order of registration), in which
+a mixture of experts keeps each kind of matrix of all experts in one parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from simulator.estimates.blocks import ModelError
+
+Config = Mapping[str, Any]
+Numbers = dict[str, Any]
+
+ALL = frozenset({"qkv", "out", "mlp"})
+_SPLIT = "q k v o"
+_GATED = "gate up down"
+_TWO_NORMS = "norm norm"
+_LLAMA = f"{_SPLIT} {_GATED} {_TWO_NORMS}"
+_HEAD_NORMS = f"{_SPLIT} head_norm head_norm"
+_PLAIN = "up down"
+_MEGATRON = f"norm qkv o norm {_PLAIN}"
+_LAYER_NORM: Numbers = {"norm_params": 2}
+_GPT2: Numbers = {"layout": _MEGATRON, "bias": ALL, "tied": True, **_LAYER_NORM}
+
+# What a family has unless its config says otherwise.
+FAMILIES: dict[str, Numbers] = {
+    "llama": {"layout": _LLAMA},
+    "mistral": {"layout": _LLAMA},
+    "qwen2": {"layout": _LLAMA, "bias": frozenset({"qkv"})},
+    "qwen3": {"layout": f"{_HEAD_NORMS} {_GATED} {_TWO_NORMS}"},
+    "gemma": {"layout": _LLAMA, "tied": True},
+    "gemma2": {"layout": f"{_LLAMA} {_TWO_NORMS}", "tied": True},
+    "gemma3_text": {
+        "layout": f"{_HEAD_NORMS} {_GATED} {_TWO_NORMS} {_TWO_NORMS}", "tied": True,
+    },
+    "phi3": {"layout": f"o qkv gate_up down {_TWO_NORMS}"},
+    "phi": {"layout": f"{_SPLIT} {_PLAIN} norm", "bias": ALL | {"head"}, **_LAYER_NORM},
+    "mixtral": {"layout": f"{_SPLIT} router fused_experts {_TWO_NORMS}"},
+    "qwen2_moe": {
+        "layout": f"{_SPLIT} router fused_experts shared_gate shared_up shared_down shared_router "
+        f"{_TWO_NORMS}",
+        "bias": frozenset({"qkv"}),
+    },
+    "qwen3_moe": {"layout": f"{_HEAD_NORMS} fused_experts router {_TWO_NORMS}"},
+    "olmoe": {"layout": f"{_SPLIT} q_norm k_norm router fused_experts {_TWO_NORMS}"},
+    "gpt_oss": {
+        "layout": f"sinks {_SPLIT} router fused_experts {_TWO_NORMS}", "bias": ALL | {"router"},
+    },
+    "olmo": {"layout": f"{_SPLIT} {_GATED}", "norm_params": 0},
+    "olmo2": {"layout": f"{_SPLIT} q_norm k_norm {_GATED} {_TWO_NORMS}"},
+    "granite": {"layout": _LLAMA},
+    "smollm3": {"layout": _LLAMA, "tied": True},
+    "ernie4_5": {"layout": _LLAMA, "tied": True},
+    "seed_oss": {"layout": _LLAMA, "bias": frozenset({"qkv"})},
+    "exaone4": {"layout": f"{_HEAD_NORMS} {_GATED} {_TWO_NORMS}"},
+    "arcee": {"layout": f"{_SPLIT} {_PLAIN} {_TWO_NORMS}"},
+    "glm4": {
+        "layout": f"{_SPLIT} gate_up down {_TWO_NORMS} {_TWO_NORMS}", "bias": frozenset({"qkv"}),
+    },
+    "cohere": {"layout": f"{_SPLIT} {_GATED} norm", "tied": True},
+    "stablelm": {"layout": _LLAMA, **_LAYER_NORM},
+    "starcoder2": {
+        "layout": f"{_SPLIT} {_PLAIN} {_TWO_NORMS}", "bias": ALL, "tied": True, **_LAYER_NORM,
+    },
+    "gpt2": _GPT2,
+    "gpt_bigcode": _GPT2,
+    "gpt_neox": {"layout": f"{_TWO_NORMS} qkv o {_PLAIN}", "bias": ALL, **_LAYER_NORM},
+    "gptj": {
+        "layout": f"norm k v q o {_PLAIN}", "bias": frozenset({"mlp", "head"}), **_LAYER_NORM,
+    },
+    "opt": {
+        "layout": f"k v q o norm {_PLAIN} norm", "bias": ALL, "tied": True, **_LAYER_NORM,
+        "embedding": ("tokens", "positions", "norm"), "head": ("head",),
+    },
+    "bloom": {
+        "layout": _MEGATRON, "bias": ALL, "tied": True, **_LAYER_NORM,
+        "embedding": ("tokens", "norm"),
+    },
+    "falcon": {"layout": f"qkv o {_PLAIN} norm", "tied": True, **_LAYER_NORM},
+}  # fmt: skip
+
+# Flags of a config and the biases that they switch, by family; absent flags leave the family's.
+_BIAS_FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
+    "llama": {"attention_bias": ("qkv", "out"), "mlp_bias": ("mlp",)},
+    "qwen3": {"attention_bias": ("qkv", "out")},
+    "qwen3_moe": {"attention_bias": ("qkv", "out")},
+    "qwen2_moe": {"qkv_bias": ("qkv",)},
+    "gemma": {"attention_bias": ("qkv", "out")},
+    "gemma2": {"attention_bias": ("qkv", "out")},
+    "gemma3_text": {"attention_bias": ("qkv", "out")},
+    "gpt_oss": {"attention_bias": ("qkv", "out")},
+    "olmo": {"attention_bias": ("qkv", "out")},
+    "olmo2": {"attention_bias": ("qkv", "out")},
+    "olmoe": {"attention_bias": ("qkv", "out")},
+    "granite": {"attention_bias": ("qkv", "out"), "mlp_bias": ("mlp",)},
+    "smollm3": {"attention_bias": ("qkv", "out"), "mlp_bias": ("mlp",)},
+    "ernie4_5": {"use_bias": ("qkv", "out", "mlp")},
+    "seed_oss": {
+        "attention_bias": ("qkv",), "attention_out_bias": ("out",), "mlp_bias": ("mlp",),
+    },
+    "arcee": {"attention_bias": ("qkv", "out"), "mlp_bias": ("mlp",)},
+    "glm4": {"attention_bias": ("qkv",)},
+    "cohere": {"attention_bias": ("qkv", "out")},
+    "stablelm": {"use_qkv_bias": ("qkv",)},
+    "starcoder2": {"use_bias": ("qkv", "out", "mlp")},
+    "gpt_neox": {"attention_bias": ("qkv", "out")},
+    "falcon": {"bias": ("qkv", "out", "mlp")},
+}  # fmt: skip
+
+# Settings under which a family has other parameters than its layout: (key, what it must be).
+_MUST_BE: dict[str, tuple[tuple[str, Any], ...]] = {
+    "qwen2_moe": (("decoder_sparse_step", 1), ("mlp_only_layers", [])),
+    "qwen3_moe": (("decoder_sparse_step", 1), ("mlp_only_layers", [])),
+    "stablelm": (("qk_layernorm", False),),
+    "phi": (("qk_layernorm", False),),
+    "cohere": (("use_qk_norm", False),),
+    "opt": (("do_layer_norm_before", True), ("_remove_final_layer_norm", False),
+            ("enable_bias", True), ("layer_norm_elementwise_affine", True)),
+}  # fmt: skip
+
+
+def family_numbers(config: Config) -> Numbers:
+    """What the family of a Hugging Face config has, beside the numbers under their usual names.
+
+    Raises:
+        ModelError: the family is not known, or a key says that it is built in another way.
+    """
+    family = config["model_type"]
+    if family not in FAMILIES:
+        raise ModelError(
+            f"model_type must be one of {', '.join(FAMILIES)}, but got {family!r}: describe the "
+            "model by layers, hidden, heads, vocabulary [, kv_heads, ffn, gated, tied, layout] "
+            "instead"
+        )
+    for key, needed in _MUST_BE.get(family, ()):
+        value = config.get(key)
+        if value is not None and value != needed:
+            raise ModelError(
+                f"{key} must be {needed!r} in a config of {family}, but got {value!r}: describe "
+                "the model by layers, hidden, heads, vocabulary and layout instead"
+            )
+    numbers = {**FAMILIES[family], "bias": _bias(family, config)}
+    change = _CHANGES.get(family)
+    return {**numbers, **(change(config) if change else {})}
+
+
+def _bias(family: str, config: Config) -> frozenset[str]:
+    bias = set(FAMILIES[family].get("bias", ()))
+    for flag, parts in _BIAS_FLAGS.get(family, {}).items():
+        if config.get(flag) is not None:
+            bias = bias | set(parts) if config[flag] else bias - set(parts)
+    return frozenset(bias)
+
+
+def _mixture(config: Config) -> Numbers:
+    """A mixture's experts have a width of their own."""
+    widths = {"ffn": "moe_intermediate_size", "shared_ffn": "shared_expert_intermediate_size"}
+    return {own: config[key] for own, key in widths.items() if config.get(key)}
+
+
+def _positions(config: Config) -> Numbers:
+    return {"positions": config.get("n_positions") or 1024}
+
+
+def _bigcode(config: Config) -> Numbers:
+    one = {"kv_heads": 1} if config.get("multi_query", True) else {}
+    return {**_positions(config), **one}
+
+
+def _opt(config: Config) -> Numbers:
+    hidden = config.get("hidden_size")
+    if config.get("word_embed_proj_dim") not in (None, hidden):
+        raise ModelError(
+            f"word_embed_proj_dim must be hidden_size ({hidden}), but got "
+            f"{config['word_embed_proj_dim']}: describe the model by its numbers instead"
+        )
+    # The table starts with two rows that are never used.
+    return {"positions": 2 + (config.get("max_position_embeddings") or 2048)}
+
+
+def _stablelm(config: Config) -> Numbers:
+    return {"layout": f"{_SPLIT} {_GATED} norm"} if config.get("use_parallel_residual") else {}
+
+
+def _falcon(config: Config) -> Numbers:
+    """Falcon 7B, the newer 40B and 180B, and RefinedWeb, by their flags."""
+    heads = config.get("num_attention_heads")
+    newer = bool(config.get("new_decoder_architecture"))
+    keys = config.get("num_kv_heads") if newer else 1 if config.get("multi_query", True) else heads
+    numbers: Numbers = {"kv_heads": keys or heads}
+    two = newer and config.get("num_ln_in_parallel_attn") != 1
+    if two or (not newer and not config.get("parallel_attn", True)):
+        numbers["layout"] = f"qkv o {_PLAIN} {_TWO_NORMS}"
+    width = config.get("ffn_hidden_size")
+    return {**numbers, "ffn": width} if width else numbers
+
+
+_CHANGES: dict[str, Callable[[Config], Numbers]] = {
+    "qwen2_moe": _mixture,
+    "qwen3_moe": _mixture,
+    "gpt2": _positions,
+    "gpt_bigcode": _bigcode,
+    "opt": _opt,
+    "stablelm": _stablelm,
+    "falcon": _falcon,
+}
