@@ -79,6 +79,12 @@ def release(job: Job) -> None:
             _unwatch_stat()
 
 
+def others_in_flight(job: Job) -> bool:
+    """Whether another engine of this process is writing a checkpoint, too."""
+    with _lock:
+        return any(other is not job for other in _jobs)
+
+
 @functools.cache
 def watch() -> None:
     """From now on until the process ends. An audit hook cannot be taken away; it costs the time of

@@ -25,7 +25,13 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import (
 )
 
 from runtime.checkpoint import deleted_first, trainers_folder
-from runtime.checkpoint.bystanders import foreign_trainer, guard, release, wait_for_jobs
+from runtime.checkpoint.bystanders import (
+    foreign_trainer,
+    guard,
+    others_in_flight,
+    release,
+    wait_for_jobs,
+)
 from runtime.checkpoint.commit import Attempt
 from runtime.checkpoint.errors import CheckpointError
 from runtime.checkpoint.files import Files
@@ -152,7 +158,7 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         try:
             self.wait_for_drain()
         finally:
-            if self._note is not None and self._note.waiting:
+            if self._note is not None and self._note.waiting and not self._note.failed:
                 self._note.remove()  # no checkpoint of the Trainer's, after all
             trainers_folder.settle(over=True)
             deleted_first.settle(committed=True)  # nothing comes in their place any more
@@ -382,7 +388,9 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
 
 def _over(job: Job) -> None:
-    deleted_first.settle(committed=job.failure is None)
+    # Of two engines that save together, the last to commit: what was deleted held both's state.
+    if job.failure is not None or not others_in_flight(job):
+        deleted_first.settle(committed=job.failure is None)
     release(job)
 
 

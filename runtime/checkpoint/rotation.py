@@ -95,6 +95,7 @@ class Note:
         self._over = threading.Event()
         self._keeping = threading.Lock()  # what is kept must not slip in behind the end
         self._awaits = ""  # a file that others write later
+        self.failed = False  # then it stays in a folder that never became whole: see `settle`
 
     def write(self) -> None:
         """Quick: a machine that loses it loses the checkpoint's folder, too."""
@@ -161,7 +162,8 @@ class Note:
                 self._files.remove_tree(place)
             else:
                 put_back(self._save_dir, place)
-        if not committed or not self.waiting:
+        self.failed = not committed
+        if not self.waiting:
             self.remove()
 
     @property
@@ -176,7 +178,9 @@ class Note:
 
 
 def kept(save_dir: Path, nonce: str = "") -> list[Path]:
-    return sorted((save_dir / NOTES).glob(f"{KEPT}{nonce}*"))
+    """Without what is left of one that was put back, or given up, by a run that was killed then."""
+    places = (save_dir / NOTES).glob(f"{KEPT}{nonce}*")
+    return sorted(place for place in places if (place / "where.json").exists())
 
 
 def put_back(save_dir: Path, place: Path) -> Path | None:
@@ -188,9 +192,7 @@ def put_back(save_dir: Path, place: Path) -> Path | None:
         shutil.rmtree(place, ignore_errors=True)
         return home
     if home.exists():
-        rest = home.with_name(f".{home.name}.{os.getpid()}.trash")
-        home.rename(rest)
-        shutil.rmtree(rest, ignore_errors=True)
+        home.rename(place / "rest")
     home.parent.mkdir(parents=True, exist_ok=True)
     (place / "tree").rename(home)
     shutil.rmtree(place, ignore_errors=True)
@@ -352,9 +354,11 @@ def _hide(save_dir: Path, beside: Path | None) -> None:
     if beside is None and TRAINERS_FOLDER.fullmatch(save_dir.name):
         beside = save_dir.parent  # without an older one a run starts anew, and does not stumble
     if beside is not None and beside != save_dir:
-        shutil.rmtree(save_dir / NOTES, ignore_errors=True)
+        hidden = beside / f"{UNCOMMITTED}{save_dir.name}"
         with contextlib.suppress(OSError):
-            save_dir.rename(beside / f"{UNCOMMITTED}{save_dir.name}")
+            save_dir.rename(hidden)
+            # Last: as long as it is in sight, its note must say what it is.
+            shutil.rmtree(hidden / NOTES, ignore_errors=True)
 
 
 def newest_beside(directory: Path) -> Path | None:

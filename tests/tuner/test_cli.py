@@ -1,6 +1,7 @@
 """Each command with good and bad input: exit code 0 or 2, never a traceback."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -138,3 +139,30 @@ def test_shells_complete_commands():
     words = {"_TUNE_COMPLETE": "bash_complete", "COMP_WORDS": "tune do", "COMP_CWORD": "1"}
     completed = CliRunner().invoke(main, [], prog_name="tune", env=words)
     assert completed.output.strip() == "plain,doctor"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shell_completion(shell):
+    def told(**environment):
+        result = CliRunner().invoke(main, [], prog_name="tune", env=environment)
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    assert "_TUNE_COMPLETE" in told(_TUNE_COMPLETE=f"{shell}_source")
+    words = {"COMP_WORDS": "tune pl", "COMP_CWORD": "pl" if shell == "fish" else "1"}
+    assert "plan" in told(_TUNE_COMPLETE=f"{shell}_complete", **words)
+
+
+def test_no_color_is_obeyed(files):
+    planned = run("plan", *inputs(files), "-o", files / "plan.json")
+    assert planned.exit_code == 0
+    terminal = {"FORCE_COLOR": "1", "TERM": "xterm-256color", "NO_COLOR": None}
+    shown = {
+        no_color: CliRunner().invoke(
+            main, ["show", str(files / "plan.json")], env=terminal | {"NO_COLOR": no_color}
+        ).output
+        for no_color in (None, "1")
+    }  # fmt: skip
+    colour = re.compile(r"\x1b\[(\d+;)*[349]\d")
+    assert colour.search(shown[None])
+    assert not colour.search(shown["1"])

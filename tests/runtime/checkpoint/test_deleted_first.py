@@ -11,7 +11,7 @@ from runtime.checkpoint.bystanders import guard, ours
 from runtime.checkpoint.engine import _over
 from runtime.checkpoint.inspect import verify
 from tests.runtime.checkpoint.conftest import Bench, Gate, some_state
-from tests.runtime.checkpoint.test_rotation import die, fail, killed, saved
+from tests.runtime.checkpoint.test_rotation import die, fail, guarded, killed, saved
 
 # ruff: noqa: PTH208 - trainers look with os.listdir
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="kills need fork")
@@ -66,6 +66,23 @@ def test_after_the_commit_it_is_gone(root):
     delete_then_save(root, "checkpoint_1", "voted", lambda: None)
     assert os.listdir(root) == ["checkpoint_1"]
     assert os.listdir(root.parent) == ["checkpoints"]
+
+
+def test_of_two_engines_the_last_to_commit_gives_the_older_one_up(root):
+    """A generator and a discriminator, say, whose states a loop deletes and saves together."""
+    saved(root / "checkpoint_0", 10)
+
+    def one_of_two():
+        deleted_first.remember(root / "checkpoint_0")
+        shutil.rmtree(root / "checkpoint_0")
+        slow = guarded(Bench(root / "checkpoint_1/two"), some_state(21), "state", Gate("voted"))
+        save(root / "checkpoint_1/one", 20, "voted", lambda: None)
+        assert slow.running
+        die()
+
+    assert killed(one_of_two) == -signal.SIGKILL
+    assert sorted(os.listdir(root)) == ["checkpoint_0", "checkpoint_1"]
+    assert verify(root / "checkpoint_0", "state") == []
 
 
 def test_a_failed_save_undoes_the_deletion_at_once(root):

@@ -90,12 +90,13 @@ def test_a_kill_after_the_commit_leaves_the_newer_one(tmp_path):
     assert not (tmp_path / "checkpoint-20" / rotation.NOTES).exists()
 
 
+def half(folder):
+    bystanders._heard("shutil.rmtree", (str(folder), None))  # as shutil.rmtree begins
+    next(folder.glob("state/*optim_states.pt")).unlink()
+
+
 def test_a_deletion_cut_short_is_undone_whole(tmp_path):
     saved(tmp_path / "checkpoint-10", 10)
-
-    def half(folder):
-        bystanders._heard("shutil.rmtree", (str(folder), None))  # as shutil.rmtree begins
-        next(folder.glob("state/*optim_states.pt")).unlink()
 
     status = killed(lambda: rotate_while_saving(tmp_path, "voted", die, half))
     assert status == -signal.SIGKILL
@@ -173,6 +174,74 @@ def test_a_live_process_is_left_alone(tmp_path):
     gate.opened.set()
     assert job.wait(30)
     assert job.failure is None
+
+
+class Cut(BaseException):
+    """Nothing below catches it, as nothing catches a kill."""
+
+
+def cut_at(monkeypatch, number):
+    """The process ends before its ``number``-th change of the filesystem."""
+    left = [number]
+
+    def counted(function):
+        def call(*args, **kwargs):
+            left[0] -= 1
+            if left[0] == 0:
+                raise Cut
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in ("rename", "unlink", "rmdir", "mkdir", "replace"):
+        monkeypatch.setattr(os, name, counted(getattr(os, name)))
+
+
+def torn(root):
+    with ours():
+        victim = next((root / "checkpoint-20/state").glob("*optim_states.pt"))
+        victim.write_bytes(bytes(victim.stat().st_size))
+
+
+def place_and_die(root):
+    placed(root, "placed", lambda: None)
+    shutil.rmtree(root / "checkpoint-10")
+    die()
+
+
+LEFT_BY_A_KILL = {  # how the first kill came, and what the machine did then; what must be there
+    "not committed": (lambda root: rotate_while_saving(root, "voted", die), None, 10),
+    "committed": (lambda root: rotate_while_saving(root, "latest_written", die), None, 20),
+    "torn": (place_and_die, torn, 10),
+    "deleted by half": (lambda root: rotate_while_saving(root, "voted", die, half), None, 10),
+}
+
+
+@pytest.mark.parametrize("case", LEFT_BY_A_KILL)
+def test_a_kill_anywhere_in_the_resume_is_made_good_by_the_next(tmp_path, monkeypatch, case):
+    save, then, step = LEFT_BY_A_KILL[case]
+    left = tmp_path / "left"
+    saved(left / "checkpoint-10", 10)
+    assert killed(lambda: save(left)) == -signal.SIGKILL
+    if then is not None:
+        then(left)
+    for number in range(1, 100):
+        root = tmp_path / str(number)
+        with ours():
+            shutil.copytree(left, root)
+        with monkeypatch.context() as patch:
+            cut_at(patch, number)
+            try:
+                os.listdir(root)
+                cut = False
+            except Cut:
+                cut = True
+        root = root.rename(tmp_path / f"{number}-again")  # else it is known as settled
+        assert os.listdir(root) == [f"checkpoint-{step}"], number
+        assert verify(root / f"checkpoint-{step}", "state") == [], number
+        if not cut:
+            break
+    assert number > 3, "the resume must have changed something"
 
 
 def placed(root, at, then):
@@ -311,6 +380,28 @@ def test_a_folder_that_its_trainer_did_not_complete_is_out_of_the_way(tmp_path):
     assert verify(tmp_path / "checkpoint-10/.uncommitted_checkpoint-20", "state") == []
     assert killed(lambda: as_trainer(tmp_path, 20, complete=True)) == -signal.SIGKILL
     assert sorted(os.listdir(tmp_path)) == ["checkpoint-10", "checkpoint-20"]
+
+
+def test_a_folder_whose_save_failed_is_out_of_the_way(tmp_path):
+    """As on a full disk: the Trainer ends with the error, and could not resume from what is there,
+    nor does it look at an older one.
+    """
+    saved(tmp_path / "checkpoint-10", 10)
+
+    def fail_and_end():
+        gate = Gate("payload_fsynced", fail)
+        gate.opened.set()
+        job = Bench(tmp_path / "checkpoint-20").begin(some_state(20), "state", files=gate)
+        job.note.await_trainer()
+        job.note.write()
+        job.start()
+        assert job.wait(30)
+        assert "planted" in str(job.failure)
+        os._exit(0)
+
+    assert killed(fail_and_end) == 0
+    assert os.listdir(tmp_path) == ["checkpoint-10"]
+    assert verify(tmp_path / "checkpoint-10", "state") == []
 
 
 def test_the_very_first_one_too(tmp_path):

@@ -63,6 +63,23 @@ def test_loops_that_drop_or_repeat_a_backward(accumulation, stage, device):
     assert_same(follow(attached(new(), MIX, device), loop), follow(new(), loop))
 
 
+# Each step ends its window, however many backwards it had: DeepSpeed counts none of them.
+UNMANAGED = "bs bbs bz bbz bbs"
+
+
+@pytest.mark.parametrize(("stage", "device"), WHERE[:3])
+def test_accumulation_that_the_loop_manages(stage, device):
+    from deepspeed.runtime import constants
+
+    if not hasattr(constants, "MANAGED_GRADIENT_ACCUMULATION"):
+        pytest.skip("this DeepSpeed does not know managed_gradient_accumulation")
+
+    def new():
+        return start(stage=stage, extra={"managed_gradient_accumulation": False})
+
+    assert_same(follow(attached(new(), MIX, device), UNMANAGED), follow(new(), UNMANAGED))
+
+
 class Experts(torch.nn.Module):
     """Each micro-batch goes through the experts that ``routes`` names for it."""
 

@@ -1,6 +1,7 @@
 """An unchanged script through Trainer, Accelerate and Lightning: stock's bits, with the key."""
 
 import gc
+import json
 import subprocess
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
@@ -75,7 +76,6 @@ TRAINER_CASES = {
         "save_strategy": "steps", "save_steps": 2, "save_only_model": True, "max_steps": 4,
         "save_total_limit": 1,
     },
-    "LoRA": {"wrap": trainers.with_lora, "max_steps": 6},
     "torch.compile": {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 4,
                       "wrap": trainers.of_words},
     "below ZeRO-3": {
@@ -94,6 +94,36 @@ def test_same_bits_through_trl(front_door):
 @pytest.mark.parametrize("case", TRAINER_CASES)
 def test_settings_of_either_side(front_door, case):
     assert trainers.compare("trainer", **TRAINER_CASES[case]) == []
+
+
+@pytest.mark.slow
+def test_lora_and_the_best_model_at_the_end(front_door, tmp_path):
+    """What is frozen stays out of a checkpoint, and the best one is found although it is the last
+    and still on its way.
+    """
+    options = {
+        "wrap": trainers.with_lora, "max_steps": 4, "save_strategy": "steps", "save_steps": 2,
+        "eval_strategy": "steps", "eval_steps": 2, "save_total_limit": 1,
+        "load_best_model_at_end": True,
+    }  # fmt: skip
+    folders = {name: tmp_path / name for name in ("stock", "ours")}
+    stock, key = trainers.outcome(
+        trainers.with_trainer, None, output_dir=str(folders["stock"]), **options
+    )
+    ours, _ = trainers.outcome(
+        trainers.with_trainer, key, output_dir=str(folders["ours"]), **options
+    )
+    assert differences(ours[0], stock[0]) == ()
+    assert ours[1] == stock[1]
+    saved = {}
+    for name, folder in folders.items():
+        state = json.loads((folder / "checkpoint-4/trainer_state.json").read_text())
+        assert state["best_model_checkpoint"] == str(folder / "checkpoint-4")
+        (path,) = folder.glob("checkpoint-4/*/*model_states.pt")
+        page = torch.load(path, weights_only=False)
+        saved[name] = sorted(page["module"]), page["frozen_param_fragments"]
+    assert saved["ours"] == saved["stock"]
+    assert all("lora" in parameter for parameter in saved["ours"][0])
 
 
 def convert(checkpoint, out):

@@ -165,11 +165,10 @@ class Words(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = torch.nn.Embedding(VOCABULARY, VOCABULARY)
-        self.mix = torch.nn.Linear(VOCABULARY, VOCABULARY)
-        self.head = torch.nn.Linear(VOCABULARY, VOCABULARY, bias=False)
+        self.head = torch.nn.Linear(VOCABULARY, VOCABULARY)
 
     def forward(self, input_ids: Any, labels: Any = None, **_: Any) -> dict[str, torch.Tensor]:
-        logits = self.head(torch.tanh(self.mix(self.embed(input_ids))))
+        logits = self.head(torch.tanh(self.embed(input_ids)))
         loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(),
                                                  labels[:, 1:].flatten())  # fmt: skip
         return {"loss": loss, "logits": logits}
