@@ -39,6 +39,7 @@ _lock = threading.Lock()
 _jobs: list[Job] = []
 _settled: dict[str, int] = {}  # folders looked at, with their time of change
 _stat_names = ("stat", "lstat", "access")
+watching = False  # `watch` was called: `runtime.frontdoor.hook` leaves listings to it
 
 
 def foreign_trainer() -> str | None:
@@ -90,7 +91,9 @@ def watch() -> None:
     """From now on until the process ends. An audit hook cannot be taken away; it costs the time of
     one set lookup per event.
     """
+    global watching
     sys.addaudithook(_heard)
+    watching = True
 
 
 def wait_for_jobs(folder: Path | None = None) -> None:

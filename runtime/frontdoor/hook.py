@@ -52,6 +52,8 @@ def _before_listing(event: str, args: tuple[Any, ...]) -> None:
     """
     if event not in ("os.listdir", "os.scandir") or _listing.busy:
         return
+    if getattr(sys.modules.get("runtime.checkpoint.bystanders"), "watching", False):
+        return  # there is an engine: it looks itself, and knows its own listings from others'
     folder = "." if args[0] is None else args[0]
     if not isinstance(folder, (str, os.PathLike)):
         return

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import runtime
+from runtime.frontdoor import hook
 from runtime.frontdoor.request import RequestError
 from runtime.zero.stage3 import EbbtideStage3
 from studies.byte_gpt import SIZES, ByteGPT, ds_config
@@ -69,7 +70,9 @@ def test_a_config_by_file_in_base64_and_in_the_arguments(front_door, plan, tmp_p
     engine.destroy()
 
 
-def test_checkpoints_alone_and_beside_a_plan(front_door, plan, tmp_path):
+def test_checkpoints_alone_and_beside_a_plan(front_door, plan, tmp_path, monkeypatch):
+    looks = []
+    monkeypatch.setattr(hook, "_has_leftovers", lambda folder: bool(looks.append(folder)))
     for key in ({"checkpoint": {"keep": 1}}, {"plan": plan, "checkpoint": {"keep": 1}}):
         engine = initialize(config_with(key))
         assert isinstance(engine.optimizer, EbbtideStage3) == ("plan" in key)
@@ -79,6 +82,7 @@ def test_checkpoints_alone_and_beside_a_plan(front_door, plan, tmp_path):
         engine.destroy()
         kept = [p.name for p in (tmp_path / str(len(key))).iterdir() if p.is_dir()]
         assert [name for name in kept if not name.startswith(".")] == ["global_step2"]
+    assert looks == [], "a save lists folders itself: none of these is a trainer that looks"
 
 
 def test_engines_that_train_nothing_stay_as_they_are(front_door, plan):
