@@ -119,6 +119,13 @@ def test_plans_for_something_else_are_refused_and_training_can_go_on(only_rank):
     other = Plan(subgroup_size=30_000, placement=host, subgroups=[n + 1 for n in sizes])
     with pytest.raises(PlanError, match=r"set zero_optimization\.sub_group_size to 30000"):
         runtime.attach(engine, other)
+    turned = Plan(subgroup_size=20_000, placement=host, subgroups=sizes[::-1])
+    assert sizes != sizes[::-1]
+    with pytest.raises(PlanError, match="parameters come in another order, or in several groups"):
+        runtime.attach(engine, turned)
+    less = Plan(subgroup_size=20_000, placement=host, subgroups=[n - 1 for n in sizes])
+    with pytest.raises(PlanError, match="what of it is trained, or the number of ranks is another"):
+        runtime.attach(engine, less)
     train(engine, 2)
     runtime.attach(engine, Plan(subgroup_size=20_000, placement=host))
     with pytest.raises(ConfigError, match="must be DeepSpeed's own ZeRO optimizer"):

@@ -148,9 +148,8 @@ def check_plan(plan: Plan, subgroups: tuple[int, ...], sub_group_size: int) -> N
     if plan.subgroups and plan.subgroups != subgroups:
         raise PlanError(
             "the plan must be made for this model's subgroups, but it has "
-            f"{_summary(plan.subgroups)} and the engine has {_summary(subgroups)}: set "
-            f"zero_optimization.sub_group_size to {plan.subgroup_size} (it is {sub_group_size}) "
-            "if the model is the same, else plan again with `tune plan`"
+            f"{_summary(plan.subgroups)} and the engine has {_summary(subgroups)}: "
+            + _way_out(plan, subgroups, sub_group_size)
         )
     if plan.subgroup_count != len(subgroups):
         raise PlanError(
@@ -158,6 +157,21 @@ def check_plan(plan: Plan, subgroups: tuple[int, ...], sub_group_size: int) -> N
             f"{plan.subgroup_count}: subgroup index {min(plan.subgroup_count, len(subgroups))} is "
             f"the first without a partner; plan for sub_group_size {sub_group_size}"
         )
+
+
+def _way_out(plan: Plan, subgroups: tuple[int, ...], sub_group_size: int) -> str:
+    if plan.subgroup_size != sub_group_size:
+        return (
+            f"set zero_optimization.sub_group_size to {plan.subgroup_size} (it is "
+            f"{sub_group_size}) if the model is the same, else plan again with `tune plan`"
+        )
+    if sum(plan.subgroups) != sum(subgroups):
+        return "the model, what of it is trained, or the number of ranks is another: plan again"
+    return (
+        "parameters come in another order, or in several groups (without weight decay for some): "
+        "let `tune profile --train-script` look at the script, and plan for its workload "
+        "(`tune plan --workload`)"
+    )
 
 
 def _summary(subgroups: tuple[int, ...]) -> str:
