@@ -77,9 +77,22 @@ install() { # twice quiet: pip still prints its errors
         echo "setup: the extra [$extra] ..."
         $pip $constraints -e ".[$extra]"
     else
-        echo "setup: DeepSpeed and ebbtide ..."
+        echo "setup: DeepSpeed ..."
+        # What the ops below import comes at once, so that pip replaces nothing under their feet.
+        $pip $constraints 'deepspeed>=0.18.6,<0.20' ninja numba psutil pydantic
+        compile_ops
+        echo "setup: ebbtide ..."
         $pip $constraints -e '.[tune]'
     fi
+}
+
+# A minute for two cores, of which pip leaves one idle: in the background, each op by itself. Nobody
+# waits here: who needs them first waits for them, or compiles what failed and says why.
+compile_ops() {
+    for op in cpu_adam deepspeed_shm_comm; do
+        PATH="$PWD/$venv/bin:$PATH" nice -n 5 "$venv/bin/python" -m studies.bench.deepspeed_ops "$op" \
+            >/dev/null 2>&1 </dev/null &
+    done
 }
 
 python=$(choose_python)

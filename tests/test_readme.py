@@ -2,12 +2,15 @@
 
 import os
 import re
+import runpy
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
+
+from tuner.cli import main
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -41,30 +44,24 @@ def test_make_targets_exist(target):
 
 
 @pytest.mark.slow
-def test_tune_commands_run(quick_demo):
-    if not (quick_demo / "examples").exists():
-        (quick_demo / "examples").symlink_to(ROOT / "examples")
+def test_tune_commands_run(quick_demo, monkeypatch):
+    monkeypatch.chdir(quick_demo)
+    if not Path("examples").exists():
+        Path("examples").symlink_to(ROOT / "examples")
     for command in [c for c in commands() if c[0] == "tune"]:
-        done = subprocess.run(
-            [sys.executable, "-m", "tuner.cli", *command[1:]], cwd=quick_demo, text=True,
-            capture_output=True, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, f"{shlex.join(command)}: {done.stdout}{done.stderr}"
+        done = CliRunner().invoke(main, command[1:])
+        assert done.exit_code == 0, f"{shlex.join(command)}: {done.output}"
 
 
 @pytest.mark.slow
-def test_python_snippets_run(quick_demo, child_environment, tmp_path):
+@pytest.mark.filterwarnings("ignore")
+def test_python_snippets_run(quick_demo, only_rank, tmp_path, monkeypatch):
     """In one process, as a reader would who follows the page; its last checkpoint is committed."""
+    monkeypatch.chdir(quick_demo)
     script = tmp_path / "readme.py"
-    # A launcher sets these; without one, a process has to.
-    head = "from studies.bench.rank import become_only_rank\nbecome_only_rank()\n"
-    script.write_text(head + "\n".join(fenced("python")))
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(script)], cwd=quick_demo, capture_output=True,
-        text=True, env={**child_environment}, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert (quick_demo / "checkpoints" / "latest").read_text().strip() == "global_step5"
+    script.write_text("\n".join(fenced("python")))
+    runpy.run_path(str(script))
+    assert Path("checkpoints/latest").read_text().strip() == "global_step5"
 
 
 def test_links_and_pictures_exist():

@@ -1,24 +1,30 @@
-"""Compiles DeepSpeed's host ops ahead of the first engine, and survives an interrupted compile."""
+"""Compiles DeepSpeed's host ops ahead of the first engine, and survives an interrupted compile.
+
+python -m studies.bench.deepspeed_ops cpu_adam    # one of them; both without a name
+"""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import shutil
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 BUILDERS = {"cpu_adam": "CPUAdamBuilder", "deepspeed_shm_comm": "ShareMemCommBuilder"}
 
 
-def build_host_ops() -> None:
+def build_host_ops(ops: Iterable[str] = BUILDERS) -> None:
     """Builds CPU Adam and, without a GPU, the shared-memory collectives.
 
     About a minute on two cores the first time, cached in torch's extensions folder after that.
+    What another process is building is waited for.
 
     Raises:
         RuntimeError: no ninja on PATH, or the compiler failed.
+        KeyError: no such op.
     """
     from deepspeed.accelerator import get_accelerator
 
@@ -27,8 +33,8 @@ def build_host_ops() -> None:
             "DeepSpeed compiles its ops with ninja, which must be on PATH, but it is not: "
             "run through make, or put .venv/bin on PATH"
         )
-    for op, builder_name in BUILDERS.items():
-        builder: Any = get_accelerator().create_op_builder(builder_name)
+    for op in ops:
+        builder: Any = get_accelerator().create_op_builder(BUILDERS[op])
         if builder is None or "NotImplemented" in type(builder).__name__:
             continue  # this accelerator has no such op
         with _own_lock(_build_folder(op)):
@@ -57,3 +63,7 @@ def _own_lock(folder: Path) -> Iterator[None]:
         marker.touch()
         yield
         marker.unlink()
+
+
+if __name__ == "__main__":
+    build_host_ops(sys.argv[1:] or BUILDERS)

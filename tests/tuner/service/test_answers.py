@@ -75,7 +75,7 @@ def test_an_answer_tells_the_table_the_plan_and_the_sentence(server):
 
 
 def test_a_model_that_fits_is_not_offloaded(server):
-    asked = {**LLAMA, "model": "Llama 3.2 1B", "machine": "h200", "accumulation": 64}
+    asked = {**LLAMA, "model": "Llama 3.2 1B", "machine": "h200", "accumulation": 16}
     answer = server.post("/answer", asked).json()
     assert answer["verdict"] == "no offload"
     assert answer["sentence"].startswith("Do not offload: it fits")

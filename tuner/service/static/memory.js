@@ -3,6 +3,8 @@
 import { element, gib, seconds, shape } from "./format.js";
 import { gutter } from "./timeline.js";
 
+const dark = matchMedia("(prefers-color-scheme: dark)");
+
 function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
@@ -27,6 +29,7 @@ export function joined(views, limit) {
 export function drawMemory(host, entries, limit) {
   const known = entries.filter((e) => e.view.memory.t_s.length);
   if (host.observer) host.observer.disconnect();
+  dark.removeEventListener("change", host.redraw);
   if (!known.length) {
     host.replaceChildren(element("p", { class: "hint" }, "No memory samples are known."));
     return;
@@ -40,6 +43,8 @@ export function drawMemory(host, entries, limit) {
   const data = joined(known.map((e) => e.view), limit);
   const draw = () => plot(box, known, data, limit, readout, rest, host.clientWidth || 640);
   draw();
+  host.redraw = draw; // a canvas keeps the colours that it was drawn with
+  dark.addEventListener("change", draw);
   let width = host.clientWidth;
   host.observer = new ResizeObserver(() => {
     if (host.clientWidth !== width) {
