@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from profiler.sampling import doubts, rate, repeat_s
+from profiler.sampling import doubts, noise, rate, repeat_s
 from runtime.kernels import host
 from runtime.kernels.adam import AdamStep
 from simulator.quantity import Quantity
@@ -20,8 +20,8 @@ class AdamBuffers:
     """One subgroup's state with a bf16 gradient and parameter, on the host or on CUDA."""
 
     def __init__(self, elements: int, device: str = "cpu") -> None:
-        self.state = [torch.rand(elements, device=device) for _ in range(3)]
-        self.gradient = torch.randn(elements, device=device).bfloat16()
+        self.state = [noise(elements, device) for _ in range(3)]
+        self.gradient = noise(elements, device).sub_(0.5).bfloat16()
         self.wire = torch.zeros(elements, dtype=torch.bfloat16, device=device)
 
     def host_update(self, threads: int) -> None:
@@ -64,7 +64,7 @@ def host_adam_by_sizes(sizes: list[int], threads: int, budget_s: float) -> dict[
 
 def downcast(elements: int, budget_s: float) -> Quantity:
     """Parameters/s of fp32 to bf16 on the host, which stock does after its update."""
-    master = torch.rand(elements)
+    master = noise(elements)
     wire = torch.zeros(elements, dtype=torch.bfloat16)
     durations = repeat_s(lambda: wire.copy_(master), budget_s)
     return rate(elements, durations, "measured", f"fp32 to bf16, {elements} elements")

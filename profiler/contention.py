@@ -12,7 +12,7 @@ import torch
 
 from profiler.adam import AdamBuffers
 from profiler.copies import Endpoints
-from profiler.sampling import repeat_s
+from profiler.sampling import noise, repeat_s
 from profiler.storage import PLANNED_WRITERS, FileToWrite
 from runtime.kernels import host
 from simulator.quantity import Quantity, Source
@@ -90,7 +90,7 @@ def _one_thread() -> Iterator[None]:
 
 def _copies(cuda: bool, elements: int) -> dict[str, Work]:
     if not cuda:
-        to, source = torch.zeros(elements), torch.rand(elements)
+        to, source = torch.zeros(elements), noise(elements)
         return {"copy": lambda: host.copy(to, source)}
     ends = Endpoints(elements * 4, cuda=True)
     return {"h2d": _on_stream(ends.h2d), "d2h": _on_stream(ends.d2h)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from profiler.sampling import doubts, rate, repeat_s
+from profiler.sampling import doubts, noise, rate, repeat_s
 from runtime.kernels import host
 from simulator.quantity import Quantity
 
@@ -13,7 +13,7 @@ TRIAD_BYTES_PER_ELEMENT = 16  # two reads, a write, and the read of the line tha
 
 def triad(elements: int, threads: int, budget_s: float) -> tuple[Quantity, list[str]]:
     """Bytes/s that ``a = b + 2 c`` moves, the write-allocate read counted, and doubts."""
-    a, b, c = (torch.rand(elements) for _ in range(3))
+    a, b, c = (noise(elements) for _ in range(3))
     durations = repeat_s(lambda: host.triad(a, b, c, threads), budget_s)
     detail = f"triad of {elements} fp32 elements, {threads} threads, 16 bytes each"
     quantity = rate(elements * TRIAD_BYTES_PER_ELEMENT, durations, "measured", detail)
@@ -22,6 +22,6 @@ def triad(elements: int, threads: int, budget_s: float) -> tuple[Quantity, list[
 
 def host_copy(elements: int, threads: int, budget_s: float) -> Quantity:
     """Bytes/s of a host-to-host copy (bytes copied, not moved)."""
-    to, source = torch.zeros(elements), torch.rand(elements)
+    to, source = torch.zeros(elements), noise(elements)
     durations = repeat_s(lambda: host.copy(to, source, threads), budget_s)
     return rate(source.nbytes, durations, "measured", f"copy, {threads} threads")

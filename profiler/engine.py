@@ -64,7 +64,7 @@ class SampledProfile:
 
     def step(self, *batch: Any) -> Any:
         """One watched step of a model that returns its loss; returns the loss."""
-        watcher = Watcher(self._engine)
+        watcher = Watcher(self._engine, first=not self._traces)
         try:
             watcher.begin()
             loss = self._engine(*batch)

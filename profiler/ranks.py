@@ -18,7 +18,7 @@ import torch
 from profiler import copies, storage
 from profiler.adam import AdamBuffers
 from profiler.dram import TRIAD_BYTES_PER_ELEMENT
-from profiler.sampling import LEAST_REPEATS, MOST_REPEATS, doubts, timed_s
+from profiler.sampling import LEAST_REPEATS, MOST_REPEATS, doubts, noise, timed_s
 from runtime.kernels import host
 from simulator.machine import ShareName
 from simulator.quantity import Quantity, Source
@@ -284,7 +284,7 @@ def _stage(
     if stage in ("h2d", "d2h", "link"):
         yield (*_copying(stage, elements * 4, job.cuda), clock)
     elif stage == "triad":
-        a, b, c = (torch.rand(elements) for _ in range(3))
+        a, b, c = (noise(elements) for _ in range(3))
         amount = float(elements * TRIAD_BYTES_PER_ELEMENT)
         yield amount, lambda threads: host.triad(a, b, c, threads), timed_s
     elif stage == "host_adam":

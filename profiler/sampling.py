@@ -5,12 +5,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import torch
+
 from simulator.quantity import UNSTABLE_IQR, Quantity, Source
 
 LEAST_REPEATS = 5
 MOST_REPEATS = 40
 PATIENCE = 3.0  # budgets, or seconds if that is more: then a slow measurement has fewer repeats
 UNSTABLE_DRIFT = 0.20  # between the first and the last third
+
+_BLOCK = 2**20  # elements
+
+
+def noise(elements: int, device: str = "cpu") -> torch.Tensor:
+    """fp32 in [0, 1), its memory backed: a block of random numbers over and over, since to draw so
+    many takes longer than what is then measured on them.
+    """
+    block = torch.rand(min(elements, _BLOCK), device=device)
+    return block.repeat(-(-elements // _BLOCK))[:elements]
 
 
 def timed_s(work: Callable[[], object]) -> float:

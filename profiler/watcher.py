@@ -52,14 +52,19 @@ class Watcher:
     A thread samples memory as long as the watcher lives; it only reads counters and appends to the
     current trace. Everything else happens on the training thread. The engine's ``step`` is not
     wrapped: whoever drives or wraps it calls it through `timed`.
+
+    Args:
+        first: of this engine's watchers. Activations are counted in the first trace alone where
+            counting is costly: it took an eighth of a small model's forward.
     """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, *, first: bool = True) -> None:
         self.engine = engine
         self.trace = Trace()
         self._handles: list[Any] = []
         self._wrapped: list[tuple[Any, str, Any]] = []
         self._activations = activations_of(engine.module)
+        self._counts = first or not self._activations.costly
         self._in_engine_backward = False
         self._backward_began_s = 0.0
         for name, module in units(engine.module):
@@ -88,6 +93,7 @@ class Watcher:
         """The current trace is complete."""
         self.note_memory()
         self.trace.ended_s = _now_s()
+        self._counts = not self._activations.costly
         return self.trace
 
     def timed(self, phase: Phase, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -127,14 +133,16 @@ class Watcher:
         self.note_memory()
         reset_peak()
         self._activations.bytes_by_unit.clear()
-        self._activations.begin()
+        if self._counts:
+            self._activations.begin()
         self._forward_began_s = _now_s()
 
     def _forward_ends(self, *_: object) -> None:
         if self.trace.phase != "forward":
             return
         self.trace.phases["forward"] += _now_s() - self._forward_began_s
-        self._activations.end()
+        if self._counts:
+            self._activations.end()
         for unit, held in self._activations.bytes_by_unit.items():
             self.trace.activations[unit] = max(self.trace.activations[unit], held)
         self.note_memory(peak=True)
@@ -145,13 +153,15 @@ class Watcher:
         def before(*_: object) -> None:
             if self.trace.phase == "forward":
                 self.trace.unit = name
-                self._activations.enter(name)
+                if self._counts:
+                    self._activations.enter(name)
                 began.append(_now_s())
 
         def after(*_: object) -> None:
             if began and self.trace.phase == "forward":
                 self.trace.units[name] += _now_s() - began.pop()
-                self._activations.leave(name)
+                if self._counts:
+                    self._activations.leave(name)
                 self.note_memory()
                 self.trace.unit = ""
             began.clear()

@@ -122,13 +122,14 @@ def stock(folder: Path, model: DemoModel) -> None:
     """Stock DeepSpeed: pauses once it is profiled, and after each turn.
 
     Every other step of a turn is profiled, the others are timed. ``workload.json`` is written
-    before the first turn, for the plan, and behind the last one, of all profiled steps, together
-    with what the simulator says on them of the plan.
+    before the first turn, for the plan, and behind the last one, of the turns' profiled steps,
+    together with what the simulator says on them of the plan.
     """
     run = Training(model, None)
     run.train(FIRST_STEPS, profiled=range(WARMUP_STEPS, FIRST_STEPS))
     assert run.profile is not None
     run.profile.workload().save(folder / "workload.json")
+    run.profile = SampledProfile(run.engine)
     for _ in range(model.turns):
         pause()
         run.train(TURN_STEPS, timed=range(1, TURN_STEPS, 2), profiled=range(2, TURN_STEPS, 2))

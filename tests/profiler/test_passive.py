@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from profiler import SampledProfile
 from profiler.activations import AllocatorDeltas, SavedTensors
 from profiler.engine import PassiveProfile
 from profiler.watcher import Trace
@@ -121,6 +122,21 @@ def test_a_workload_tells_tokens_layers_and_headroom(engine):
     peak = max(point.device_bytes for point in found.memory_curve)
     assert min(free for _, free in found.headroom(peak)) == 0
     assert found.device_base_bytes + sum(held.values()) >= peak
+
+
+def test_what_slows_the_forward_is_counted_in_one_step_alone(engine, monkeypatch):
+    begun = []
+    begin = SavedTensors.begin
+    monkeypatch.setattr(SavedTensors, "begin", lambda self: (begun.append(1), begin(self)))
+    profile = PassiveProfile(engine, 3)
+    train(engine, WARMUP_STEPS + 3)
+    assert profile.workload.phase_times["forward"].n == 3
+    assert len(begun) == 1
+    sampled = SampledProfile(engine)
+    for step in range(2):
+        sampled.step(*BATCHES.at(step))
+    assert len(begun) == 2
+    assert sampled.workload().layers[2].activation_bytes > 0
 
 
 def test_what_activations_do_not_explain_of_the_peak_is_always_there():
