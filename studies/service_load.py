@@ -47,6 +47,7 @@ JOBS, CELLS, KILL_EVERY = 30, 6, 6  # points of each job, submissions between ki
 WARM_S = 3.0
 IN_PROCESS_CALLS = 200
 PAGE_MOVES = 60
+WORKERS = min(8, os.cpu_count() or 1)  # as the service has by itself
 JOBS_LIMIT_S = 300.0
 
 
@@ -68,10 +69,9 @@ class Server:
         self.start()
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "tuner.cli", "serve", "--port", "0", "--db"]
-        self.process = subprocess.Popen(
-            [*command, str(self.database)], stdout=subprocess.PIPE, text=True
-        )
+        command = [sys.executable, "-m", "tuner.cli", "serve", "--port", "0"]
+        command += ["--workers", str(WORKERS), "--db", str(self.database)]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line.startswith("open http://"):
@@ -230,7 +230,7 @@ def measure(clients: int, seconds: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         server = Server(Path(folder) / "service.db")
         try:
-            for _ in range(2 * (os.cpu_count() or 1)):  # every worker has started
+            for _ in range(2 * WORKERS):  # every worker has started
                 server.call("/simulate", drawn(rng))
             moves = page_moves(f"http://{server.address}", PAGE_MOVES)
             different = asyncio.run(load(server, clients, seconds, lambda: drawn(rng)))

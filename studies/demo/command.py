@@ -43,7 +43,7 @@ class DemoSize:
     seconds: float = 12.0
 
 
-QUICK = DemoSize(DemoModel(size="4m", sequence=64, subgroup_size=500_000, turns=1), 2.0)
+QUICK = DemoSize(DemoModel(size="4m", sequence=64, subgroup_size=500_000, turns=2), 2.0)
 
 
 class Demo:
@@ -187,7 +187,7 @@ class Demo:
         return Progress(
             SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=28),
             TimeElapsedColumn(), TextColumn("[dim]{task.fields[note]}"),
-            console=self.console, transient=True,
+            console=self.console, transient=True, disable=not self.console.is_terminal,
         )  # fmt: skip
 
     def _compare(self, reference: str, name: str) -> bool:
@@ -258,8 +258,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--folder", type=Path, default=Path("runs/demo"), help="where to write")
-    parser.add_argument("--rounds", type=int, help="turns of each side (default: 4)")
-    parser.add_argument("--quick", action="store_true", help="a 4 M model, one turn")
+    parser.add_argument("--rounds", type=int, help="turns of each side (default: 8)")
+    parser.add_argument("--quick", action="store_true", help="a 4 M model, two turns")
     args = parser.parse_args(argv)
     size = QUICK if args.quick else DemoSize()
     if args.rounds is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -98,9 +99,10 @@ def committed(folder: Path) -> str:
 def disk_bytes(folder: Path) -> int:
     """Bytes that the folder's files really occupy: holes of a file in the making do not count."""
     total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.stat().st_blocks * 512
-        except FileNotFoundError:  # renamed while we looked
-            continue
+    for parent, _, names in os.walk(folder):  # which leaves out a folder that has just gone
+        for name in names:
+            try:
+                total += Path(parent, name).stat().st_blocks * 512
+            except FileNotFoundError:  # renamed while we looked
+                continue
     return total

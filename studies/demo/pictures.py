@@ -34,10 +34,10 @@ def machine_label(machine: Machine) -> str:
 def draw_timelines(
     predicted: Timeline, measured: Timeline, path: Path, label: str, iterations: int = 2
 ) -> None:
-    """The last iterations predicted, above typical measured ones on the same time axis."""
+    """The last iterations predicted, above the last measured ones on the same time axis."""
     import matplotlib.pyplot as plt
 
-    pair = [last_iterations(predicted, iterations), typical_iterations(measured, iterations)]
+    pair = [last_iterations(timeline, iterations) for timeline in (predicted, measured)]
     figure, axes = plt.subplots(2, 1, figsize=(13, 6), sharex=False, layout="constrained")
     longest = max(timeline.makespan_s for timeline in pair)
     scale = 1e3 if longest < 2 else 1.0
@@ -54,12 +54,9 @@ def last_iterations(timeline: Timeline, count: int) -> Timeline:
     return _cut(timeline, _ended(timeline)[-count:])
 
 
-def typical_iterations(timeline: Timeline, count: int) -> Timeline:
-    """Of all ``count`` successive iterations the ones of median length, from second 0."""
-    ended = _ended(timeline)
-    runs = [ended[i : i + count] for i in range(max(1, len(ended) - count + 1))]
-    cuts = sorted((_cut(timeline, run) for run in runs), key=lambda cut: cut.makespan_s)
-    return cuts[(len(cuts) - 1) // 2]
+def typical(timelines: Sequence[Timeline]) -> Timeline:
+    """The one of median length: not one that somebody disturbed."""
+    return sorted(timelines, key=lambda timeline: timeline.makespan_s)[(len(timelines) - 1) // 2]
 
 
 def _ended(timeline: Timeline) -> list[int]:

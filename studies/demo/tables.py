@@ -92,7 +92,7 @@ def plan(chosen: Plan) -> Table:
 
 def times(columns: Mapping[str, Mapping[str, float]], label: str) -> Table:
     """Phases as rows, runs and predictions as columns."""
-    table = _table("median per iteration", *columns, "speed-up")
+    table = _table("per iteration", *columns, "speed-up")
     for phase in (*PHASES, "iteration"):
         cells = [f"{row[phase] * 1e3:.0f} ms" for row in columns.values()]
         ratio = columns["stock"][phase] / columns["plan"][phase]
@@ -112,8 +112,8 @@ def predictions(
         if name in times
     ]
     return (
-        "predicted from the machine's rates and stock's steps, every other one profiled during "
-        f"these runs; from the first {', '.join(shown)}"
+        "medians; predicted by the simulator from the machine's rates and from steps of stock that "
+        f"were profiled in between (from those before the runs: {', '.join(shown)})"
     )
 
 

@@ -21,13 +21,15 @@ from studies.bench.phase_clock import PhaseClock, timed_step
 from studies.bench.rank import become_only_rank
 from studies.byte_gpt import SIZES, Batches, ByteGPT, ds_config, train_step
 from studies.demo.measure import predict_anew
+from studies.demo.pictures import draw_timelines, last_iterations, machine_label, typical
 from studies.trials.phase_process import pause, report
 
 WARMUP_STEPS = 4  # the first steps allocate, compile and fault pages in
-FIRST_STEPS = 8  # of stock's those behind the warm-up are profiled: the plan is made of them
+FIRST_STEPS = 7  # of stock's those behind the warm-up are profiled: the plan is made of them
 # Of a turn. The first step is not counted: caches are cold, threads asleep, and under a plan the
-# last update has ended before the other side's turn, so that nothing is left to overlap.
-TURN_STEPS = 5
+# last update has ended before the other side's turn, so that nothing is left to overlap. Few, and
+# many turns: where a neighbour comes or goes, as many samples of each side lie before it.
+TURN_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class DemoModel:
 
     Attributes:
         size: a name of `studies.byte_gpt.SIZES`.
-        turns: of each side; a turn takes seconds, so that a machine whose speed drifts is the same
+        turns: of each side; a turn takes a second, so that a machine whose speed drifts is the same
             for both.
     """
 
@@ -44,7 +46,7 @@ class DemoModel:
     sequence: int = 128
     batch: int = 1
     subgroup_size: int = 8_000_000
-    turns: int = 4
+    turns: int = 8
 
     @property
     def steps(self) -> int:
@@ -121,9 +123,9 @@ class Training:
 def stock(folder: Path, model: DemoModel) -> None:
     """Stock DeepSpeed: pauses once it is profiled, and after each turn.
 
-    Every other step of a turn is profiled, the others are timed. ``workload.json`` is written
-    before the first turn, for the plan, and behind the last one, of the turns' profiled steps,
-    together with what the simulator says on them of the plan.
+    One step of a turn is timed and one is profiled. ``workload.json`` is written before the first
+    turn, for the plan, and behind the last one, of the turns' profiled steps, together with what
+    the simulator says on them of the plan.
     """
     run = Training(model, None)
     run.train(FIRST_STEPS, profiled=range(WARMUP_STEPS, FIRST_STEPS))
@@ -132,7 +134,7 @@ def stock(folder: Path, model: DemoModel) -> None:
     run.profile = SampledProfile(run.engine)
     for _ in range(model.turns):
         pause()
-        run.train(TURN_STEPS, timed=range(1, TURN_STEPS, 2), profiled=range(2, TURN_STEPS, 2))
+        run.train(TURN_STEPS, timed=[1], profiled=[2])
     pause()
     run.profile.workload().save(folder / "workload.json")
     predict_anew(folder)
@@ -141,19 +143,22 @@ def stock(folder: Path, model: DemoModel) -> None:
 
 
 def planned(folder: Path, model: DemoModel) -> None:
-    """Under the plan: pauses before and after each turn, in which every step is timed."""
+    """Under the plan: pauses around each turn, of which every step but the first is timed."""
     plan = folder / "plan.json"
     run = Training(model, plan)
+    optimizer = run.engine.optimizer
     run.train(FIRST_STEPS)
+    optimizer.wait()  # its updates must not run into the other side's turn
+    turns: list[Timeline] = []
     for _ in range(model.turns):
-        run.engine.optimizer.wait()  # its updates must not run into the other side's turn
         pause()
         run.train(TURN_STEPS, timed=range(1, TURN_STEPS))
-    run.engine.optimizer.wait()
+        optimizer.wait()
+        turns.append(last_iterations(optimizer.timeline(), TURN_STEPS - 1))
     pause()
     run.save(folder, "plan")
     report(model.steps, model.steps, "drawing the timelines")
-    _write_timelines(run.engine, folder, plan)
+    _write_timelines(typical(turns), folder, plan)
     run.end()
 
 
@@ -167,16 +172,12 @@ def alone(folder: Path, model: DemoModel, name: str, plan: Path, resume: Path | 
     run.end()
 
 
-def _write_timelines(engine: Any, folder: Path, plan: Path) -> None:
+def _write_timelines(measured: Timeline, folder: Path, plan: Path) -> None:
     """Predicted and measured, as one trace with two processes and as one picture."""
-    from studies.demo.pictures import draw_timelines, last_iterations, machine_label
-
     workload, machine = (
         Workload.load(folder / "workload.json"),
         Machine.load(folder / "machine.json"),
     )
     predicted = simulate(build_schedule(workload, Plan.load(plan)), machine)
-    # Of the last turn: between turns the other side ran.
-    measured: Timeline = last_iterations(engine.optimizer.timeline(), TURN_STEPS - 1)
     last_iterations(predicted, 3).to_perfetto(folder / "trace.json", measured)
     draw_timelines(predicted, measured, folder / "timeline.png", machine_label(machine))

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 from dataclasses import replace
 
 import pytest
@@ -28,7 +29,7 @@ from studies.demo.pictures import (
     draw_timelines,
     last_iterations,
     machine_label,
-    typical_iterations,
+    typical,
 )
 from studies.demo.results import Run, predicted_phases, same_bits, same_losses
 from studies.trials.phase_process import PhaseProcess
@@ -148,6 +149,22 @@ def test_a_run_that_ends_too_early_is_no_crash(saver, tmp_path):
         kill_in_the_middle(child, tmp_path / "ckpt")
 
 
+def test_what_goes_while_it_is_counted_is_left_out(tmp_path, monkeypatch):
+    for name in ("kept", "going"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "state").write_bytes(bytes(8192))
+    whole = disk_bytes(tmp_path)
+    scandir = os.scandir
+
+    def scan(path):
+        if os.fspath(path).endswith("going"):
+            raise FileNotFoundError(path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", scan)
+    assert 0 < disk_bytes(tmp_path) < whole
+
+
 def test_checkpointed_plan_spreads_the_write_over_half_an_interval(tmp_path):
     plan = checkpointed_plan(_plan(), tmp_path, 4, checkpoint_bytes=800, iteration_s=2.0)
     assert plan.checkpoint.write_bytes_per_s == 200.0
@@ -178,7 +195,7 @@ def test_the_line_below_the_times_tells_the_predictions_of_before():
     times = {"stock": row, "plan": row, "plan, predicted": row}
     before = predicted_phases(_plan(), "plan") | {"elsewhere": row}
     line = demo_tables.predictions(times, before)
-    assert line.endswith("from the first plan 400 ms")
+    assert line.endswith("before the runs: plan 400 ms)")
 
 
 def test_of_many_alternatives_the_best_are_shown_and_stock_always():
@@ -217,16 +234,12 @@ def test_last_iterations_are_complete_ones():
     assert cut.makespan_s == 2.0
 
 
-def test_an_iteration_that_somebody_disturbed_is_not_the_one_that_is_shown():
-    plain = _timeline("measured")
-    slow = [
-        replace(s, end_s=s.end_s + 5) if s.iteration == 2 and s.kind == OpKind.BACKWARD else s
-        for s in plain.spans
-    ]
-    shown = typical_iterations(replace(plain, spans=tuple(slow)), 1)
-    assert {s.iteration for s in shown.spans} == {1}
-    assert shown.makespan_s == 1.0
-    assert typical_iterations(replace(plain, spans=()), 2).spans == ()
+def test_the_turn_that_somebody_disturbed_is_not_the_one_that_is_shown():
+    plain = last_iterations(_timeline("measured"), 2)
+    slow = [replace(s, end_s=s.end_s + 5) for s in plain.spans]
+    disturbed = replace(plain, spans=tuple(slow))
+    assert typical([disturbed, plain, plain]) == plain
+    assert typical([plain, disturbed]) == plain
 
 
 def test_pictures_are_drawn(tmp_path):
