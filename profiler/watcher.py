@@ -49,13 +49,15 @@ class Trace:
 class Watcher:
     """Hooks on the engine's units and wrappers around its phases, removed by `remove`.
 
-    A thread samples memory as long as the watcher lives; it only reads counters and appends to the
-    current trace. Everything else happens on the training thread. The engine's ``step`` is not
+    A thread samples memory between the hooks; it only reads counters and appends to the current
+    trace. Everything else happens on the training thread. The engine's ``step`` is not
     wrapped: whoever drives or wraps it calls it through `timed`.
 
     Args:
-        first: of this engine's watchers. Activations are counted in the first trace alone where
-            counting is costly: it took an eighth of a small model's forward.
+        first: of this engine's watchers. Where it costs what computes, in the first trace alone are
+            activations counted and memory sampled between the hooks: the count took an eighth of a
+            small model's forward, and a thread that wakes up waits for a core and for Python's lock
+            while the training thread waits for it.
     """
 
     def __init__(self, engine: Any, *, first: bool = True) -> None:
@@ -82,7 +84,8 @@ class Watcher:
         ]
         self._done = threading.Event()
         self._sampler = threading.Thread(target=self._sample, daemon=True)
-        self._sampler.start()
+        if self._counts:
+            self._sampler.start()
 
     def begin(self) -> None:
         """A new trace starts now."""
@@ -93,7 +96,9 @@ class Watcher:
         """The current trace is complete."""
         self.note_memory()
         self.trace.ended_s = _now_s()
-        self._counts = not self._activations.costly
+        if self._activations.costly:
+            self._counts = False
+            self._done.set()
         return self.trace
 
     def timed(self, phase: Phase, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -110,7 +115,8 @@ class Watcher:
     def remove(self) -> None:
         """Takes every hook and wrapper off and ends the sampler."""
         self._done.set()
-        self._sampler.join()
+        if self._sampler.ident is not None:  # it was started
+            self._sampler.join()
         self._activations.end()
         for handle in self._handles:
             handle.remove()

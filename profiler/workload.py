@@ -66,9 +66,10 @@ def workload_of(engine: Any, traces: list[Trace], name: str) -> Workload:
             raise ValueError(f"every step must run the model {phase}, but one did not")
     optimizer = engine.optimizer
     forward_s = _median(trace.phases["forward"] for trace in traces)
-    stock_extra_s = _median(trace.gradient_path_s for trace in traces)
     own_s = _own_gradient_path_s(optimizer) if not torch.cuda.is_available() else 0.0
-    backward_s = max(0.0, _median(t.phases["backward"] for t in traces) - stock_extra_s)
+    # Step by step: what disturbs one step's gradient path is not taken off another one's backward.
+    backward_s = max(0.0, _median(t.phases["backward"] - t.gradient_path_s for t in traces))
+    stock_extra_s = max(0.0, _median(t.phases["backward"] for t in traces) - backward_s)
     layers = _layers(engine, traces, forward_s, backward_s + own_s)
     # The fullest of the steps: what is planned into the headroom must fit in each of them.
     fullest = max(traces, key=lambda trace: trace.device_peak_bytes)
@@ -156,6 +157,10 @@ def _median(values: Any) -> float:
 
 def _own_gradient_path_s(optimizer: Any) -> float:
     """What ebbtide's gradient path takes instead on a machine without a GPU: copy and norm."""
+    return _median(_gradients_home_s(optimizer) for _ in range(LEAST_STEPS))
+
+
+def _gradients_home_s(optimizer: Any) -> float:
     total = 0.0
     for flat in optimizer.fp16_partitioned_groups_flat:
         source = torch.ones(flat.numel(), dtype=optimizer.gradient_accumulation_dtype)
