@@ -9,6 +9,14 @@ from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner
+
+from simulator import simulate
+from simulator.schedules.strategies import build_strategy
+from tests.runtime.checkpoint.conftest import Bench, some_state
+from tests.tuner.test_calibration import LOG
+from tests.tuner.test_search import machine, workload
+from tuner.cli import main
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -36,8 +44,6 @@ def in_prose():
 
 def command_of(line):
     """The command, what follows it, and the flags that it knows."""
-    from tuner.cli import main
-
     words, command, context = shlex.split(line)[1:], main, click.Context(main)
     while isinstance(command, click.Group) and words and not words[0].startswith("-"):
         found = command.get_command(context, words[0])
@@ -50,6 +56,48 @@ def command_of(line):
 def test_a_command_can_be_copied(line):
     command, words = command_of(line)
     command.make_context(command.name, words)
+
+
+# Those that start programs, measure for long or stay: with their own tests, in these places.
+RUN_ELSEWHERE = {
+    "run": "runtime/frontdoor/test_launchers.py and test_examples.py",
+    "profile": "test_readme.py and profiler/test_script.py",
+    "serve": "tuner/service/test_page.py",
+    "search": "tuner/test_configurations.py",
+}
+
+
+@pytest.mark.slow
+def test_commands_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    what_pages_take_for_given(tmp_path)
+    readme = (ROOT / "README.md").read_text().splitlines()  # test_readme.py runs its commands
+    lines = set(in_blocks()).difference(readme)
+    lines = [line for line in lines if line.split()[1] not in RUN_ELSEWHERE]
+    # The last plan is the one that others show and report.
+    for line in sorted(lines, key=lambda line: ("tune plan" not in line, "h200" not in line)):
+        words = shlex.split(line.replace(" /checkpoints", " checkpoints"))[1:]
+        result = CliRunner().invoke(main, words)
+        # The doctor's is what it finds on this machine.
+        assert result.exit_code in ((0, 1) if words[0] == "doctor" else (0,)), (line, result.output)
+
+
+def what_pages_take_for_given(folder):
+    """The files that the pages' commands name."""
+    examples = ROOT / "examples"
+    (folder / "examples").symlink_to(examples)
+    (folder / "config.json").write_bytes((examples / "llama-3-8b.json").read_bytes())
+    (folder / "ds.json").write_bytes((examples / "ds_config.json").read_bytes())
+    (folder / "train.log").write_text(LOG)
+    demo = folder / "runs" / "demo"
+    demo.mkdir(parents=True)
+    for name in ("machine.json", "m.json"):
+        machine().save(folder / name)
+    for place in (folder / "workload.json", folder / "w.json", demo / "workload.json"):
+        workload(6).save(place)
+    Bench(folder / "checkpoints").save(some_state(), "global_step100")
+    timeline = simulate(build_strategy("zero3_offload", workload(6), iterations=1), machine())
+    timeline.to_perfetto(demo / "trace.json")
 
 
 @pytest.mark.parametrize("line", in_prose())
