@@ -8,7 +8,9 @@ import signal
 import threading
 import weakref
 from types import FrameType
-from typing import Protocol
+from typing import Any, Protocol
+
+from runtime.checkpoint.bystanders import TRAINERS
 
 
 class Saving(Protocol):
@@ -35,9 +37,16 @@ def finish_at_sigterm(saving: Saving) -> None:
 
 
 def _at_sigterm(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+    if _package(signal.getsignal(signal.SIGTERM)) in TRAINERS:
+        return  # Lightning puts its own before ours, and ends training itself, which commits
     sigterm_came.set()
     # In a thread: what this handler interrupted may hold a lock that the writers need.
     threading.Thread(target=_finish_and_die, args=(os.getpid(),), daemon=True).start()
+
+
+def _package(handler: Any) -> str:
+    module = getattr(handler, "__module__", None) or type(handler).__module__
+    return str(module).partition(".")[0]
 
 
 def _finish_and_die(pid: int) -> None:

@@ -163,6 +163,42 @@ def test_sigterm_commits_what_is_in_flight(tmp_path):
     assert verify(tmp_path / "run", "state") == []
 
 
+class Composed:
+    """As Lightning's: its own handler first, then the one that it met."""
+
+    __module__ = "lightning.pytorch.trainer"
+
+    def __init__(self, handlers):
+        self.handlers = handlers
+
+    def __call__(self, number, frame):
+        for handler in self.handlers:
+            handler(number, frame)
+
+
+def test_a_trainer_that_ends_gracefully_at_sigterm_still_does(tmp_path):
+    into, out = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        came = threading.Event()
+        gate, job = in_flight(tmp_path / "run")
+        saver = Saver(job)
+        ending.finish_at_sigterm(saver)
+        met = signal.getsignal(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, Composed([lambda *_: came.set(), met]))
+        os.write(out, b"x")
+        while not came.wait(0.05):
+            pass
+        gate.opened.set()
+        job.wait()
+        os._exit(8 if ending.sigterm_came.is_set() else 7)  # as at the end of a batch
+    assert os.read(into, 1) == b"x"
+    os.kill(pid, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    assert verify(tmp_path / "run", "state") == []
+
+
 def test_a_script_that_handles_sigterm_itself_keeps_its_handler(tmp_path):
     def mine(*_):
         pass
