@@ -13,6 +13,7 @@ from studies.bench.bits import differences, state_of
 from studies.bench.many_engines import answer_once
 from studies.byte_gpt import SIZES, Batches
 from tests.runtime.contract.training import DEVICES, attached, start, train
+from tests.runtime.heap import freeze
 from tests.runtime.stock_builds import runs_here, use_build
 
 MIX = ["host", "device", "resident"]
@@ -36,6 +37,7 @@ def run(pattern=None, device=DEVICE, fail=False, **config):
     losses, norms = train(engine, 5, batches=batches)
     state = state_of(engine)
     engine.destroy()
+    freeze()
     return state, torch.stack(losses), norms
 
 
