@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from studies.trials import phase_process
 from studies.trials.phase_process import PhaseError, PhaseProcess, Progress, pause, report
 
 
@@ -54,7 +55,9 @@ def test_kill_is_sigkill_and_leaving_the_block_kills(tmp_path):
     assert not child.running
 
 
-def test_a_pause_ends_when_the_parent_says_so(tmp_path):
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])  # spawn: where there is CUDA
+def test_a_pause_ends_when_the_parent_says_so(tmp_path, monkeypatch, method):
+    monkeypatch.setattr(phase_process, "_start_method", lambda: method)
     path = tmp_path / "turn"
     with PhaseProcess(take_turns, {"path": str(path)}, tmp_path / "log") as child:
         assert list(child.progress()) == [Progress(0, 2)]
