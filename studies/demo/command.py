@@ -110,8 +110,7 @@ class Demo:
         tensors = Run.load(self.folder, "stock").tensors
         self._verdict(
             same,
-            f"{tensors} tensors (parameters, masters, moments), every loss of "
-            f"{self.model.steps} steps",
+            f"{tensors} parameters, masters and moments, {self.model.steps} losses",
         )
         return same
 
@@ -130,8 +129,7 @@ class Demo:
         resumed = Run.load(self.folder, "resumed")
         self._verdict(
             same,
-            f"resumed at step {resumed.first_step}, ended after step {self.model.steps}, "
-            "against the run that was never killed",
+            f"resumed at step {resumed.first_step}, against the run that was never killed",
         )
         return same
 

@@ -52,10 +52,7 @@ def doubts(measured: Machine, path: Path) -> str:
     """One line for all warnings of the measurement; empty if there are none."""
     if not measured.warnings:
         return ""
-    return (
-        f"{len(measured.warnings)} of these figures were unsteady while they were measured (a busy "
-        f"machine?); {path} says which"
-    )
+    return f"{len(measured.warnings)} of these were unsteady (a busy machine?): {path} says which"
 
 
 def workload(profiled: Workload) -> str:
@@ -112,8 +109,8 @@ def predictions(
         if name in times
     ]
     return (
-        "medians; predicted by the simulator from the machine's rates and from steps of stock that "
-        f"were profiled in between (from those before the runs: {', '.join(shown)})"
+        "medians; predictions rest on the machine's rates and on steps of stock that were profiled "
+        f"in between (before the runs: {', '.join(shown)})"
     )
 
 

@@ -208,7 +208,7 @@ def test_of_many_alternatives_the_best_are_shown_and_stock_always():
 
 def test_all_warnings_are_one_line_that_says_where_they_are(tmp_path):
     line = demo_tables.doubts(_machine(warnings=("noisy neighbour", "drift")), tmp_path / "m.json")
-    assert line.startswith("2 of these figures")
+    assert line.startswith("2 of these were unsteady")
     assert "m.json says which" in line
     assert demo_tables.doubts(_machine(), tmp_path / "m.json") == ""
 
