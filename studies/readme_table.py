@@ -75,6 +75,13 @@ FIGURES: dict[str, dict[str, str]] = {
         "older_than_stock": "{} resumed from an older checkpoint than stock's",
         "not_bit_identical": "{} not bit-identical",
     },
+    "front_door_speed": {
+        "step_holds_the_update.front_door_over_library.step_s": "step under tune run at {:.2f} of "
+        "the library's time",
+        "update_overlaps_forward.front_door_over_library.iteration_s": "iteration {:.2f}",
+        "step_holds_the_update.front_door_over_library.stall_s": "stall {:.2f}",
+        "step_holds_the_update.bit_identical": "bit-identical: {}",
+    },
     "checkpoint_stall": {
         "stall_below_synchronous": "stall {:.0f}x below the synchronous writer",
         "stall_below_best_asynchronous": "{:.0f}x below the best asynchronous one",

@@ -1,0 +1,256 @@
+"""Is training through the front door as fast as through the library? The same steps in turn.
+
+    python -m studies.front_door_speed --json front_door_speed.json
+
+Two processes train the same model under the same plan: one calls `runtime.initialize`, the other
+is started by `tune run` and calls `deepspeed.initialize` with the key ``"ebbtide"`` in its config.
+They take every step, and every step with a checkpoint, in turn: while one works, the other waits.
+Where a process lies in memory makes it a few percent faster or slower for good, so that several
+pairs of processes are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.table import Table
+
+from studies.bench.record import write_record
+
+WARMUP = 2
+DOORS = ("library", "tune run")
+FIGURES = ("forward_s", "backward_s", "step_s", "iteration_s", "stall_s", "iteration_with_save_s")
+
+
+# -- in the two processes: one line in, one line out
+
+
+def train(door: str, size: str, overlap: bool, folder: Path, orders: Iterable[str],
+          answers: TextIO) -> None:  # fmt: skip
+    """Does what each line of ``orders`` says (``step``, ``save`` or ``state``) and answers it."""
+    import xxhash
+
+    from studies.bench.bits import state_of
+    from studies.byte_gpt import Batches
+
+    engine, number = engine_through(door, size, overlap), 0
+    batches = Batches(1, 1)
+    for order in orders:
+        answer: dict[str, Any] = {}
+        if order.strip() == "state":
+            digest = xxhash.xxh3_128()
+            for tensor in state_of(engine).values():
+                digest.update(tensor.float().numpy().tobytes())
+            answer = {"state": digest.hexdigest()}
+        else:
+            batch = batches.at(number, engine.device)
+            answer = timed(engine, batch, folder if order.strip() == "save" else None)
+            number += 1
+        answers.write(f"answer {json.dumps(answer)}\n")
+        answers.flush()
+    engine.destroy()
+
+
+def engine_through(door: str, size: str, overlap: bool) -> Any:
+    """An engine under a plan that updates everything on the host, and one checkpoint kept."""
+    from simulator import CheckpointPlan, Plan
+    from studies.byte_gpt import SIZES, ByteGPT, ds_config
+
+    model = ByteGPT(SIZES[size].with_sequence(1))
+    params = sum(p.numel() for p in model.parameters())
+    subgroup = max(20_000, params // 10)
+    config = ds_config(1, subgroup)
+    plan = Plan(
+        subgroup_size=subgroup, placement=Plan.runs(["host"] * subgroups(model, subgroup)),
+        overlap_forward=overlap, checkpoint=CheckpointPlan(keep=1),
+    )  # fmt: skip
+    if door == "library":
+        import runtime
+
+        return runtime.initialize(model=model, config=config, plan=plan)[0]
+    import deepspeed
+
+    config["ebbtide"] = {"plan": plan.model_dump(mode="json")}
+    return deepspeed.initialize(model=model, config=config)[0]
+
+
+def subgroups(model: Any, elements: int) -> int:
+    """As DeepSpeed fills them: whole parameters, until the next one would be one too many."""
+    count, filled = 0, 0
+    for parameter in model.parameters():
+        filled += parameter.numel()
+        if filled >= elements:
+            count, filled = count + 1, 0
+    return count + (filled > 0)
+
+
+def timed(engine: Any, batch: Any, folder: Path | None) -> dict[str, float]:
+    """Seconds of one step's phases; with a folder, of a save before it too, waited for behind."""
+    from studies.bench.phase_clock import PhaseClock, timed_step
+
+    begin = time.perf_counter()
+    if folder is not None:
+        engine.save_checkpoint(str(folder))
+    stall_s = time.perf_counter() - begin
+    clock = PhaseClock(engine.device.type == "cuda")
+    timed_step(engine, batch, clock)
+    whole_s = time.perf_counter() - begin
+    engine.optimizer.wait()
+    engine.checkpoint_engine.wait()
+    if folder is not None:
+        return {"stall_s": stall_s, "iteration_with_save_s": whole_s}
+    return {f"{phase}_s": seconds for phase, seconds in clock.iterations()[0].items()}
+
+
+# -- the parent
+
+
+class Door:
+    """One of the two processes."""
+
+    def __init__(self, door: str, size: str, overlap: bool, folder: Path) -> None:
+        command = [sys.executable, "-m", "studies.front_door_speed", "--train", door,
+                   "--size", size, "--folder", str(folder / door)]  # fmt: skip
+        if overlap:
+            command.append("--overlap")
+        if door == "tune run":
+            command = [sys.executable, "-m", "tuner.cli", "run", "--", *command]
+        self._log = folder / f"{door}.log"
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+            )
+
+    def ask(self, order: str) -> dict[str, Any]:
+        """Its answer.
+
+        Raises:
+            RuntimeError: the process has ended; with the end of what it said.
+        """
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(f"{order}\n")
+            self._process.stdin.flush()
+        for line in self._process.stdout:
+            if line.startswith("answer "):
+                answer: dict[str, Any] = json.loads(line.removeprefix("answer "))
+                return answer
+        raise RuntimeError(f"a training process ended: {self._log.read_text()[-2000:]}")
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+
+@contextlib.contextmanager
+def both(size: str, overlap: bool, order: Sequence[str]) -> Iterator[dict[str, Door]]:
+    """The two processes, started in this order."""
+    with tempfile.TemporaryDirectory(prefix="ebbtide-doors-") as folder:
+        doors = {door: Door(door, size, overlap, Path(folder)) for door in order}
+        try:
+            yield doors
+        finally:
+            for door in doors.values():
+                door.close()
+
+
+def measure(doors: dict[str, Any], rounds: int) -> dict[str, Any]:
+    """Medians of each door, the front door's over the library's, and whether the bits agree."""
+    rows: dict[str, list[dict[str, float]]] = {door: [] for door in doors}
+    for number in range(WARMUP + rounds):
+        # Who goes first changes: the second one finds warmer caches, or a busier disk.
+        for door in list(doors) if number % 2 else reversed(list(doors)):
+            row = doors[door].ask("step") | doors[door].ask("save")
+            if number >= WARMUP:
+                rows[door].append(row)
+    result: dict[str, Any] = {
+        door: {name: median(row[name] for row in rows[door]) for name in FIGURES} for door in doors
+    }
+    library, front = (result[door] for door in DOORS)
+    result["front_door_over_library"] = {name: front[name] / library[name] for name in FIGURES}
+    result["bit_identical"] = len({doors[door].ask("state")["state"] for door in doors}) == 1
+    return result
+
+
+def over_pairs(pairs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians over the pairs of processes, and between which ratios they lie."""
+    ratios = {name: [pair["front_door_over_library"][name] for pair in pairs] for name in FIGURES}
+    result: dict[str, Any] = {
+        door: {name: median(pair[door][name] for pair in pairs) for name in FIGURES}
+        for door in DOORS
+    }
+    result["front_door_over_library"] = {name: median(ratios[name]) for name in FIGURES}
+    result["lowest_and_highest"] = {n: [min(r), max(r)] for n, r in ratios.items()}
+    result["bit_identical"] = all(pair["bit_identical"] for pair in pairs)
+    return result
+
+
+def show(name: str, result: dict[str, Any], console: Console) -> None:
+    table = Table(title=f"{name}: milliseconds, medians")
+    for column in ("", *DOORS, "ratio", "from .. to"):
+        table.add_column(column, justify="right")
+    for figure in FIGURES:
+        values = [result[door][figure] * 1e3 for door in DOORS]
+        ratio = result["front_door_over_library"][figure]
+        low, high = result["lowest_and_highest"][figure]
+        table.add_row(
+            figure,
+            *(f"{value:.2f}" for value in values),
+            f"{ratio:.3f}",
+            f"{low:.2f} .. {high:.2f}",
+        )
+    console.print(table, f"bit-identical: {result['bit_identical']}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--size", default="40m", help="of studies.byte_gpt")
+    parser.add_argument("--rounds", type=int, default=15, help="timed, after 2 of warm-up")
+    parser.add_argument("--pairs", type=int, default=4, help="of processes, one after the other")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--train", choices=DOORS, help=argparse.SUPPRESS)
+    parser.add_argument("--overlap", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.train:
+        from studies.bench.rank import become_only_rank
+
+        become_only_rank()
+        train(options.train, options.size, options.overlap, options.folder, sys.stdin, sys.stdout)
+        return 0
+    console, figures = Console(), {}
+    for name, overlap in (("step_holds_the_update", False), ("update_overlaps_forward", True)):
+        pairs = []
+        for pair in range(options.pairs):
+            order = DOORS if pair % 2 == 0 else DOORS[::-1]
+            with both(options.size, overlap, order) as doors:
+                pairs.append(measure(doors, options.rounds))
+        figures[name] = over_pairs(pairs)
+        show(name, figures[name], console)
+    if options.json:
+        result = {"size": options.size, "rounds": options.rounds, "pairs": options.pairs, **figures}
+        write_record(options.json, "front_door_speed", result)
+    return 0 if all(figure["bit_identical"] for figure in figures.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # who waits must not hold a core
+    raise SystemExit(main())

@@ -1,0 +1,39 @@
+"""Both doors in this process, one after the other, and what the study makes of their answers."""
+
+import io
+import json
+
+import pytest
+
+import runtime
+from studies.front_door_speed import DOORS, FIGURES, WARMUP, measure, over_pairs, train
+
+
+class Told:
+    """A door whose answers are known already."""
+
+    def __init__(self, text):
+        lines = [line for line in text.splitlines() if line.startswith("answer ")]
+        self._answers = iter([json.loads(line.removeprefix("answer ")) for line in lines])
+
+    def ask(self, _):
+        return next(self._answers)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_both_doors_train_the_same_bits(only_rank, tmp_path, overlap):
+    orders = ["step\n", "save\n"] * (WARMUP + 1) + ["state\n"]
+    doors = {}
+    runtime.enable()
+    try:
+        for door in DOORS:
+            answers = io.StringIO()
+            train(door, "tiny", overlap, tmp_path / door, orders, answers)
+            assert (tmp_path / door / "latest").exists()
+            doors[door] = Told(answers.getvalue())
+    finally:
+        runtime.disable()
+    result = over_pairs([measure(doors, 1)])
+    assert result["bit_identical"]
+    assert set(result["front_door_over_library"]) == set(FIGURES)
+    assert all(ratio > 0 for ratio in result["front_door_over_library"].values())
