@@ -84,7 +84,7 @@ def draw_memory(workload: Workload, machine: Machine, path: Path) -> None:
                     transform=ax.get_xaxis_transform())  # fmt: skip
     unified = machine.unified_memory
     series = {"process" if unified else "device": [p.device_bytes for p in curve]}
-    if not unified or any(p.host_bytes != p.device_bytes for p in curve):
+    if not unified:
         series["host"] = [p.host_bytes for p in curve]
     for (name, values), colour in zip(series.items(), ["#222222", "#8e5ea2"], strict=False):
         if any(values):
