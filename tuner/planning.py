@@ -13,6 +13,7 @@ from simulator.machine import Machine
 from simulator.plan import Plan, Prediction
 from simulator.schedules.strategies import build_strategy
 from simulator.workload import Workload
+from tuner.annealing import anneal
 from tuner.checkpointing import with_checkpoints
 from tuner.memory import ImpossibleError, Limits
 from tuner.refine import refine, reorder
@@ -44,6 +45,7 @@ def plan(
     search on the simulator, and from the numbers of each that promise most by their bounds
     (`tuner.refine`); the order of the updates from a model of the host's queue
     (`tuner.update_orders`) and a local search; slots, prefetch, threads and overlap from optuna.
+    What is still far from the bound is annealed (`tuner.annealing`).
     Deterministic under ``seed``.
 
     Args:
@@ -78,6 +80,7 @@ def plan(
         reorder(search)
         search.tune(storage=study_storage)
         search.climb(CLIMB_EVALUATIONS // 3)
+        anneal(search)
     chosen = _robust_choice(search, seed) if robust else search.best()
     result = _as_plan(search, chosen, seed)
     return with_checkpoints(

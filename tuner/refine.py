@@ -7,22 +7,28 @@ guessed and improved.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import product
 from random import Random
 
 from simulator.analysis.counted_bound import MOST_SUBGROUPS, CountBounds, count_bounds
+from simulator.analysis.named_bound import MOST_CHOSEN, NamedBounds
+from simulator.analysis.window_times import Times
+from simulator.plan import Placement
 from simulator.update.order import FORWARD, Direction, UpdateOrder
 from simulator.update.recipes import RECIPES, Queue
 from tuner.arrangements import Arrangements, Counts
 from tuner.search import Candidate, Search
 
 MOST_COUNTS = 300
+PROMISING = 24  # choices of few subgroups, of so many of each placement
 CLOSE = 1.001  # to the bound: a better plan would not be worth the search
 FIRST_CLIMB, LAST_CLIMB = 200, 1000
 CLIMBERS, SURVIVORS = 8, 3
 NEAR = 4  # positions apart
 REORDERED, REORDERINGS = 3, 200  # candidates whose updates are reordered, and how often
+REORDERED_OF_FEW = 12
 BETTER = 1e-6
 DIRECTIONS: tuple[Direction, ...] = ("forward", "arrival")
 
@@ -53,8 +59,7 @@ def refine(search: Search) -> None:
 
 def _guess(search: Search, bounds: CountBounds) -> list[Candidate]:
     """The best guess for each number that can be better than what is known, best bound first."""
-    arrangements = Arrangements(search.workload, search.machine)
-    passes_s = search.bound.iteration_s - search.bound.update_s
+    arrange = _arrangements(search)
     best = search.best()
     best_s = search.score(best).iteration_s
     result: list[Candidate] = []
@@ -69,12 +74,29 @@ def _guess(search: Search, bounds: CountBounds) -> list[Candidate]:
                 prefetch=prefetch,
                 overlap_forward=True,
             )
-            for order in arrangements.of(counts, float(bound_s) - passes_s)
+            for order in arrange(counts, float(bound_s))
             for prefetch in sorted({counts.slots, max(0, counts.slots - 1)})
         ]  # fmt: skip
         result.append(min(candidates, key=lambda c: search.score(c).iteration_s))
         best_s = min(best_s, search.score(result[-1]).iteration_s)
     return result
+
+
+def _arrangements(search: Search) -> Callable[[Counts, float], Iterable[tuple[Placement, ...]]]:
+    """Guesses for so many of each placement; of few subgroups those with the lowest bounds too."""
+    w, machine = search.workload, search.machine
+    arrangements = Arrangements(w, machine)
+    passes_s = search.bound.iteration_s - search.bound.update_s
+    named = None
+    if len(w.subgroups) <= MOST_CHOSEN:
+        named = NamedBounds(Times(w.serial, machine), search.limits.device_bytes)
+
+    def arranged(counts: Counts, bound_s: float) -> Iterable[tuple[Placement, ...]]:
+        yield from arrangements.of(counts, bound_s - passes_s)
+        if named is not None:
+            yield from named.most_promising(counts.host, counts.device, counts.slots, PROMISING)
+
+    return arranged
 
 
 def reorder(search: Search, evaluations: int = REORDERINGS) -> None:
@@ -85,7 +107,8 @@ def reorder(search: Search, evaluations: int = REORDERINGS) -> None:
     """
     rng = Random(search.seed)
     known = sorted(search.scores, key=lambda c: search.scores[c].iteration_s)
-    for start in known[:REORDERED]:
+    few = len(search.workload.subgroups) <= MOST_CHOSEN
+    for start in known[: REORDERED_OF_FEW if few else REORDERED]:
         current, current_s = start, search.score(start).iteration_s
         named = [UpdateOrder(host=h, device=d) for h, d in product(DIRECTIONS, repeat=2)]
         moves = [queue for queue in Queue if len(_members(start, queue)) > 1] * evaluations

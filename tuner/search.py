@@ -111,6 +111,12 @@ class Search:
         candidate = self.ordered(candidate)
         return self._settled_s(candidate, seconds_of(self._sweep, candidate))
 
+    def seconds(self, codes: np.ndarray, *options: Any) -> float:
+        """What `PlanSweep.evaluate` gives for these arguments, not remembered; ``inf`` where it
+        does not fit.
+        """
+        return self._held(self._sweep.evaluate(codes, *options)).iteration_s
+
     def _settled_s(self, c: Candidate, seconds: float) -> float:
         """The period of later iterations, where it is longer.
 
@@ -125,7 +131,9 @@ class Search:
         return later if later > seconds * (1 + 1e-6) else seconds
 
     def _simulate(self, c: Candidate) -> Score:
-        row = evaluated(self._sweep, c)
+        return self._held(evaluated(self._sweep, c))
+
+    def _held(self, row: np.ndarray) -> Score:
         from simulator.engines import kernel
 
         seconds = float(row[kernel.ITERATION_S])

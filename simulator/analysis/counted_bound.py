@@ -13,6 +13,7 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
+from simulator.analysis.named_bound import MOST_CHOSEN, NamedBounds
 from simulator.analysis.window_times import Times
 from simulator.machine import Machine
 from simulator.workload import Workload
@@ -20,6 +21,7 @@ from simulator.workload import Workload
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 MOST_CUTS = 60
+MOST_ROWS = 100_000  # that are asked for cuts: those with the lowest bounds without
 INTERVALS = 12
 MOST_SUBGROUPS = 128  # n**3 / 6 counts of n subgroups: more are left to the linear program
 
@@ -52,10 +54,12 @@ def count_bounds(workload: Workload, machine: Machine, device_bytes: float) -> C
       behind, whichever subgroup it is;
     - gradients come home in the order of backward, those of the first layers last: the updates of
       any that come last follow the first of them (`Times.late_s`);
+    - with accumulation, new parameters come home behind all fetched sums (`Times._fetching_s`);
     - with more visits than slots, the last visit comes in behind the write-back of an earlier one,
       behind the first device update; each slot's visits follow one another.
 
-    Subgroups of unequal size: any k of them are taken for the k smallest.
+    Subgroups of unequal size: any k of them are taken for the k smallest; of few, the lowest bounds
+    are those of the best choice by name (`simulator.analysis.named_bound`).
 
     Raises:
         ValueError: the workload has more than MOST_SUBGROUPS subgroups.
@@ -67,41 +71,77 @@ def count_bounds(workload: Workload, machine: Machine, device_bytes: float) -> C
             f"at most {MOST_SUBGROUPS} subgroups can be counted out, but got {count}: use the "
             "linear program (simulator.analysis.bound.bound), or a larger sub_group_size"
         )
-    host, device, resident, slots = _fitting(workload, device_bytes)
+    counts = _fitting(workload, device_bytes)
     times = Times(workload, machine)
-    seconds = times.iteration_s(host, device, resident, slots)
-    seconds = np.maximum(seconds, _by_elements(times, device_bytes, host, device, resident, slots))
+    seconds = times.iteration_s(*counts)
     if len(seconds):
-        seconds = _shared(times, machine, seconds, (host, device, slots))
-    order = np.argsort(seconds, kind="stable")
-    return CountBounds(host[order], device[order], resident[order], slots[order], seconds[order])
+        seconds = _shared(times, seconds, counts, _dealt_out(times, device_bytes, *counts))
+    if len(workload.subgroups) <= MOST_CHOSEN:
+        seconds = _named(NamedBounds(times, device_bytes), seconds, counts)
+    order = np.argsort(seconds, kind="stable")[: np.isfinite(seconds).sum()]
+    host, device, resident, slots = (column[order] for column in counts)
+    return CountBounds(host, device, resident, slots, seconds[order])
+
+
+def _named(named: NamedBounds, seconds: Floats, counts: tuple[Ints, Ints, Ints, Ints]) -> Floats:
+    """The lowest raised to what the best choice of subgroups allows, until it stays the lowest."""
+    seconds, done = seconds.copy(), np.zeros(len(seconds), dtype=bool)
+    while not done.all():
+        lowest = int(np.argmin(seconds))
+        if done[lowest]:
+            break
+        host, device, _, slots = (int(column[lowest]) for column in counts)
+        seconds[lowest] = max(seconds[lowest], named.lowest_s(host, device, slots))
+        done[lowest] = True
+    return seconds
+
+
+@dataclass(frozen=True)
+class _Dealt:
+    """Sizes dealt out among the counts, interval by interval: shapes (intervals, counts).
+
+    Attributes:
+        elements, beyond_elements: so many at least on the host, and in visits beyond the slots.
+        seconds: a bound.
+    """
+
+    elements: Floats
+    beyond_elements: Floats
+    seconds: Floats
 
 
 def _shared(
-    times: Times, machine: Machine, seconds: Floats, counts: tuple[Ints, Ints, Ints]
+    times: Times, seconds: Floats, counts: tuple[Ints, Ints, Ints, Ints], dealt: _Dealt
 ) -> Floats:
     """Cuts of the window's linear program, until the lowest bound is as high as it gets.
 
     The last subgroup is a visit, or it is not; the first host update has ended before the first
     write-back has, or it has not: the shortest window of these cases counts.
     """
-    program = times.program(machine)
-    cases = product((False, True), repeat=2)
+    program = times.program()
+    rows = np.maximum(seconds, dealt.seconds).ravel()
+    looked_at = np.argsort(rows, kind="stable")[:MOST_ROWS]
+    _, number = np.divmod(looked_at, len(seconds))
+    hosts, visits, _, slots = (column[number] for column in counts)
+    sizes = dealt.elements.ravel()[looked_at], dealt.beyond_elements.ravel()[looked_at]
     requirements = [
-        times.requirements(*counts, visit_last, early_home) for visit_last, early_home in cases
+        times.requirements((hosts, visits, slots), *sizes, visit_last, early_home)
+        for visit_last, early_home in product((False, True), repeat=2)
     ]
-    windows = [np.zeros(len(seconds)) for _ in requirements]
-    raised = seconds
+    windows = [np.zeros(len(looked_at)) for _ in requirements]
+    known = raised = rows[looked_at]
     for _ in range(MOST_CUTS):
         lowest = int(np.argmin(raised))
         before = raised[lowest]
         for case in requirements:
             cut = program.cut(case[lowest])
             windows = [np.maximum(w, a @ cut) for w, a in zip(windows, requirements, strict=True)]
-        raised = np.maximum(seconds, np.min(windows, axis=0) + times.rest_s)
+        raised = np.maximum(known, np.min(windows, axis=0) + times.rest_s)
         if raised.min() <= before * (1 + 1e-7):
             break
-    return raised
+    rows[looked_at] = raised
+    least_s: Floats = rows.reshape(dealt.seconds.shape).min(axis=0)
+    return least_s
 
 
 def _fitting(w: Workload, device_bytes: float) -> tuple[Ints, Ints, Ints, Ints]:
@@ -123,14 +163,14 @@ def _fitting(w: Workload, device_bytes: float) -> tuple[Ints, Ints, Ints, Ints]:
     return n - device - resident, device, resident, slots
 
 
-def _by_elements(
+def _dealt_out(
     times: Times, device_bytes: float, host: Ints, device: Ints, resident: Ints, slots: Ints
-) -> Floats:
+) -> _Dealt:
     """What the elements ask for, however sizes are dealt out among the counts.
 
     Memory says how many elements are on the host at least. It is fewer the more elements visit
-    beyond what the slots hold, each of which has to be written back behind all gradients: the
-    lowest over all numbers of them, interval by interval.
+    beyond what the slots hold, each of which has to be written back behind all gradients: interval
+    by interval of their number.
     """
     w = times.workload
     sizes = np.sort(np.array(w.subgroups, dtype=np.float64))
@@ -138,19 +178,23 @@ def _by_elements(
     state, grad = w.optimizer_state.state_bytes, w.grad_bytes_per_param
     room = device_bytes - w.device_base_bytes - sum(layer.activation_bytes for layer in w.layers)
     beyond = np.maximum(_spared(sizes, least)[device, slots], 0.0)
-    lowest: Floats = np.full(host.shape, np.inf)
-    for step in range(INTERVALS):
-        low, high = beyond * step / INTERVALS, beyond * (step + 1) / INTERVALS
+    intervals = INTERVALS if sizes[0] < sizes[-1] else 1  # of one size, numbers say all
+    hosted, lowest, seconds = [], [], []
+    for step in range(intervals):
+        low, high = beyond * step / intervals, beyond * (step + 1) / intervals
         # state * (residents + slots * largest visit) + grad * (residents + visits) <= room
         on_device = (room + state * high) / (state + grad)
         on_device = np.minimum(most[device + resident], on_device)
         elements = np.maximum(least[host], w.params - on_device)
-        seconds = np.maximum(
-            times.elements_s(host, elements),
-            times.behind_gradients_s(device, slots, elements, low),
+        hosted.append(elements)
+        lowest.append(low)
+        seconds.append(
+            np.maximum(
+                times.elements_s(host, device, slots, elements, low),
+                times.behind_gradients_s(device, slots, elements, low),
+            )
         )
-        lowest = np.minimum(lowest, seconds)
-    return lowest
+    return _Dealt(np.array(hosted), np.array(lowest), np.array(seconds))
 
 
 def _spared(sizes: Floats, least: Floats) -> Floats:

@@ -30,20 +30,23 @@ COMING, HOME, LEAVING, HOST = range(4)  # visits in, parameters home, visits out
 #   the first   its state     the visits be-   the last   the host lane is   the last     forward
 #   update on   leaves: no    yond the slots   visit      done before | is   parameters   behind
 #   the device  visit comes   come and leave   comes in   on after that      come home    them
+#   and all
+#   gradients
 #
 # Each requirement is a least amount of something within some of them: seconds of a segment
 # (`head_s`, `no_host_s`, `host_on_s`, `last_copy_s`, `tail_s`), of a lane alone (`first_back_s`,
-# `coming_s`, `leaving_s`, `last_in_s`; `home_s`: parameters that come home) and parameters updated
-# on the host (`host_params`). The last three are about HEAD and FIRST_BACK, where no visit can come
-# in: what comes home there has been updated by then (`updated_first`), the lane home stands idle
-# until the first host update has ended (`idle_home_s`), and stays so where that is later still
-# (`no_early_home_s`; otherwise a number that asks nothing).
+# `coming_s`, `leaving_s`, `last_in_s`; `all_coming_s`, `all_leaving_s` of all visits beyond the
+# slots; `home_s`: parameters that come home) and parameters updated on the host (`host_params`).
+# The last three are about HEAD and FIRST_BACK, where no visit can come in: what comes home there
+# has been updated by then (`updated_first`), the lane home stands idle until the first host update
+# has ended (`idle_home_s`), and stays so where that is later still (`no_early_home_s`; otherwise a
+# number that asks nothing).
 HEAD, FIRST_BACK, CROSSING, LAST_IN, NO_HOST, HOST_ON, LAST_COPY, TAIL = range(8)
 SEGMENTS = 8
 REQUIREMENTS = (
     "head_s", "first_back_s", "coming_s", "leaving_s", "last_in_s", "no_host_s", "host_on_s",
-    "last_copy_s", "tail_s", "host_params", "home_s", "updated_first",
-    "idle_home_s", "no_early_home_s",
+    "last_copy_s", "tail_s", "all_coming_s", "all_leaving_s", "host_params", "home_s",
+    "updated_first", "idle_home_s", "no_early_home_s",
 )  # fmt: skip
 
 
@@ -138,6 +141,8 @@ class WindowProgram:
             ((HOST_ON,), ones),
             ((LAST_COPY,), ones),
             ((TAIL,), ones),
+            ((CROSSING, LAST_IN, NO_HOST), coming),
+            ((FIRST_BACK, CROSSING), leaving),
             ((HEAD, FIRST_BACK, CROSSING, LAST_IN, HOST_ON), host),
             ((HEAD, FIRST_BACK, CROSSING, LAST_IN, NO_HOST, HOST_ON, LAST_COPY), home),
             # What comes home while no visit can come in has been updated by then.

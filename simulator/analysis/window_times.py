@@ -20,14 +20,15 @@ from simulator.analysis.lane_work import (
     thread_counts,
 )
 from simulator.analysis.sharing_modes import REQUIREMENTS, HostUpdates, WindowProgram, modes
-from simulator.engines.reference import capacities
+from simulator.engines.reference import alone_s, capacities, demands
 from simulator.machine import Machine
-from simulator.schedule import Op, OpKind
-from simulator.update.recipes import Bytes
+from simulator.schedule import Lane, Op, OpKind
+from simulator.update.recipes import PARAMETER_SLOTS, Bytes
 from simulator.workload import Workload
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+MOST_UNHELD = 4  # host updates before those that wait for a slot
 MOST_NAMED = 10  # subgroups, of which every choice is looked at
 
 
@@ -35,7 +36,7 @@ class Times:
     """The least times of a workload's ops on a machine, and what they add up to."""
 
     def __init__(self, w: Workload, machine: Machine) -> None:
-        self.workload = w
+        self.workload, self.machine = w, machine
         self.count = len(w.subgroups)
         self.limits = capacities(machine, w.ranks_per_node)
         amounts = self.bytes = Bytes.of(w)
@@ -74,10 +75,54 @@ class Times:
         self.home_s, self.fetch_s = self.bytes.gradient / down, self.bytes.gradient / up
         self.copy_s = self.bytes.wire / up
         self.device_s = 1.0 / machine.rate("device_adam_params_per_s")
+        self.unheld_s = self._unheld_s()
+        self.slowest_copies_s = self._slowest_copies_s()
 
-    def elements_s(self, host: Ints, elements: Floats) -> Floats:
-        """What so many elements on the host ask for, in so many subgroups: as `_late`, for all of
-        them at once.
+    def _slowest_copies_s(self) -> Floats:
+        """At the most, of each subgroup's new parameters, whatever runs beside them: an op gets no
+        less of its speed than a capacity has for all that ask for it at once.
+        """
+        size, amounts = max(self.workload.subgroups), self.bytes
+        together = [
+            copy_op(OpKind.STATE_H2D, size * amounts.visit),
+            copy_op(OpKind.PARAMETER_H2D, size * amounts.wire),
+            copy_op(OpKind.STATE_D2H, size * amounts.visit),
+            host_update_op(size, self.machine.cpu_cores, 0),
+            device_update_op(size),
+            Op(0, OpKind.FORWARD, Lane.COMPUTE, 1.0, device_share=1.0),
+        ]
+        taken = [demands(op, self.machine, alone_s(op, self.machine)) for op in together]
+        asked = {name: sum(each.get(name, 0.0) for each in taken) for name in self.limits}
+        asked["dram"] += self.machine.dram_bytes_per_s.median  # host updates of any threads
+        stretch = max(1.0, *(asked[name] / limit for name, limit in self.limits.items()))
+        alone = self.bytes.wire / self.machine.rate("h2d_bytes_per_s")
+        sizes = np.array(self.workload.subgroups, dtype=np.float64)
+        slowest: Floats = stretch * (self.machine.copy_latency_s + sizes * alone)
+        return slowest
+
+    def _unheld_s(self) -> Floats:
+        """By host subgroups: how much sooner than behind all updates the last one can have ended,
+        where no slot is free before the first copy.
+
+        Update j + 2 follows copy j: so all follow one another but for the first j, of which only
+        the copies count, and the next one. Of any three in a row one is no larger than the third
+        largest, and so on: that one is the next one.
+        """
+        largest = np.sort(np.array(self.workload.subgroups, dtype=np.float64))[::-1]
+        longer_s = max(0.0, self.update_s - self.copy_s)
+        unheld = np.full(self.count + 1, np.inf)
+        for first in range(1, min(MOST_UNHELD, self.count - PARAMETER_SLOTS) + 1):
+            saved_s = longer_s * largest[:first].sum() + self.update_s * largest[first - 1]
+            unheld[first + PARAMETER_SLOTS :] = np.minimum(
+                unheld[first + PARAMETER_SLOTS :], saved_s
+            )
+        return unheld
+
+    def elements_s(
+        self, host: Ints, device: Ints, slots: Ints, elements: Floats, beyond_elements: Floats
+    ) -> Floats:
+        """What so many elements on the host ask for, in so many subgroups: as `_late` and
+        `_fetching_s`, for all of them at once.
         """
         micro = self.workload.gradient_accumulation_steps
         one_update, one_copy = self._updates_s(np.array([1]))[0], self.parameter.one_s
@@ -87,9 +132,16 @@ class Times:
         late = self.backward[-1] + micro * elements * self.home_s + one_update + one_copy + behind
         seconds = np.maximum(self.rest_s + window, late)
         if micro > 1:
-            begin_s = float(self.backward.sum()) + self.forward_s + self.backward[-1]
-            fetched = (micro - 1) * elements * self.fetch_s
-            seconds = np.maximum(seconds, begin_s + fetched + copies + self.tails[0])
+            fetched = self.fetch_begin_s + (micro - 1) * elements * self.fetch_s
+            # Slots hold the largest visit: as many elements each as one of those beyond, or more.
+            visits = beyond_elements * device / np.maximum(device - slots, 1)
+            visits = visits * self.bytes.visit / self.limits["h2d"]
+            coming = copies + np.maximum(visits, self.visit_in.on("h2d")[device])
+            last_s = self.rest_s - float(self.backward[:-1].sum()) + elements * self.fetch_s
+            coming = np.maximum(coming, np.where(device > 0, last_s - fetched + coming, 0.0))
+            waiting = updates + one_copy - self.unheld_s[host]
+            in_turn = np.maximum(coming, waiting)
+            seconds = np.maximum(seconds, fetched + in_turn + self.tails[0])
         least_s: Floats = np.where(host > 0, seconds, 0.0)
         return least_s
 
@@ -123,6 +175,8 @@ class Times:
         self.backward = np.array([layer.backward_s for layer in w.layers]) / micro
         self.forward_s = float(forward.sum())
         self.rest_s = w.backward_s + w.forward_s - self.forward_s
+        # The second micro-batch's first gradient, behind the end of the first one's forward.
+        self.fetch_begin_s = float(self.backward.sum()) + self.forward_s + float(self.backward[-1])
         behind = np.concatenate([np.cumsum(forward[::-1])[::-1], [0.0]])
         first = [held[0] for held in w.layers_of_subgroups()]
         self.tails = [float(behind[layer]) for layer in first[::-1]]  # last subgroup first
@@ -137,6 +191,7 @@ class Times:
             self._chains(host, device, resident, slots),
         )
         whole = np.maximum(self._whole(host, device), self.late_s[host])
+        whole = np.maximum(whole, self._fetching_s(host, device))
         seconds: Floats = np.maximum(window + self.rest_s, whole)
         return seconds
 
@@ -163,9 +218,9 @@ class Times:
         within: Floats = np.maximum(least_s, coming - early_s)
         return within
 
-    def program(self, machine: Machine) -> WindowProgram:
+    def program(self) -> WindowProgram:
         """Of the lanes' ops, the smallest and the largest of each."""
-        w = self.workload
+        w, machine = self.workload, self.machine
         sizes = sorted({min(w.subgroups), max(w.subgroups)})
         state, wire, dram = self.bytes.visit, self.bytes.wire, self.bytes.host_traffic
         lanes = [
@@ -182,13 +237,24 @@ class Times:
         )
 
     def requirements(
-        self, host: Ints, device: Ints, slots: Ints, visit_last: bool, early_home: bool
+        self,
+        counts: tuple[Ints, Ints, Ints],
+        elements: Floats,
+        beyond_elements: Floats,
+        visit_last: bool,
+        early_home: bool,
     ) -> Floats:
         """What the window's program has to do, shape (counts, REQUIREMENTS).
 
         One of the two lanes that finish late holds the last subgroup; behind the other one's last
-        update there is more of forward to do.
+        update there is more of forward to do. Write-backs come behind all gradients on their lane.
+
+        Args:
+            counts: host, device and slots.
+            elements, beyond_elements: at least so many on the host, and in the visits beyond the
+                slots.
         """
+        host, device, slots = counts
         beyond = np.maximum(device - slots, 0)
         visits, hosts = beyond > 0, host > 0
         least = np.concatenate([[0.0], np.cumsum(np.sort(self.workload.subgroups))])
@@ -204,8 +270,9 @@ class Times:
         between = np.maximum(beyond - 1, 0)
         first_s = min(float(work.alone_s[1]) for work in self.on_host)
         anything_s = float(self.parameter.alone_s[-1])
+        up, down = self.machine.rate("h2d_bytes_per_s"), self.machine.rate("d2h_bytes_per_s")
         needed = {
-            "head_s": visits * update_s,
+            "head_s": visits * np.maximum(update_s, self._lag_s(host, elements)),
             "first_back_s": visits * self.visit_out.alone_s[1],
             "coming_s": self.visit_in.alone_s[between],
             "leaving_s": self.visit_out.alone_s[between],
@@ -215,14 +282,23 @@ class Times:
             "host_on_s": np.where(both, np.maximum(visits_s - hosts_s, 0.0), 0.0),
             "last_copy_s": np.where(visits | hosts, end_s, 0.0),
             "tail_s": zero + np.where(visits | hosts, last, 0.0),
-            "host_params": least[host],
-            "home_s": self.parameter.alone_s[host],
+            "all_coming_s": visits * beyond_elements * self.bytes.visit / up,
+            "all_leaving_s": visits * beyond_elements * self.bytes.visit / down,
+            "host_params": np.maximum(least[host], elements),
+            "home_s": np.maximum(self.parameter.alone_s[host], elements * self.bytes.wire / up),
             "updated_first": zero,
             # Nothing comes home before the first host update has ended.
             "idle_home_s": both * (first_s if early_home else 0.0),
             "no_early_home_s": np.where(both & (not early_home), 0.0, -anything_s),
         }
         return np.stack([needed[name] for name in REQUIREMENTS], axis=1)
+
+    def _lag_s(self, host: Ints, elements: Floats) -> Floats:
+        """How long behind the norm the last gradient is home."""
+        home = np.maximum(self.gradient.lane_s[host], elements * self.home_s)
+        all_home = self.backward[-1] + self.workload.gradient_accumulation_steps * home
+        lag: Floats = np.maximum(0.0, all_home - self.rest_s)
+        return lag
 
     def _whole(self, host: Ints, device: Ints) -> Floats:
         """What a whole iteration asks of the resources that work during backward too."""
@@ -290,7 +366,7 @@ class Times:
         one, lane_s = self._updates_s(np.array([1])), self.parameter.lane_s[last]
         ended = np.maximum(self._updates_s(last) + self.parameter.one_s, one + lane_s)
         behind = np.array(self.tails[::-1])[highest]
-        return max(float((begin_s + ended + behind).max()), self._fetched_s(hosted))
+        return float((begin_s + ended + behind).max())
 
     def _named_s(self) -> Floats:
         """The same by names, for few subgroups of unequal size: the lowest of all choices of which
@@ -317,16 +393,30 @@ class Times:
         np.minimum.at(floors, chosen.sum(axis=1), seconds)
         return floors
 
-    def _fetched_s(self, hosted: int) -> float:
-        """The iteration that the lane of fetched gradients allows: from the second micro-batch's
-        backward on it brings them all, then the new parameters.
+    def _fetching_s(self, host: Ints, device: Ints) -> Floats:
+        """The iteration that the sums of gradients allow which accumulation fetches, from the
+        second micro-batch's backward on.
+
+        One lane brings them all, then the new parameters. Visits come in beside them, behind the
+        last micro-batch's first layer. And host updates write to slots that are free when the lane
+        has brought an earlier one's parameters: all but the first two follow the first copy.
         """
         micro = self.workload.gradient_accumulation_steps
         if micro == 1:
-            return 0.0
-        begin_s = float(self.backward.sum()) + self.forward_s + self.backward[-1]
-        fetched_s = (micro - 1) * self.fetch.lane_s[hosted] + self.parameter.lane_s[hosted]
-        return float(begin_s + fetched_s + self.tails[0])
+            return np.zeros(host.shape)
+        fetched = self.fetch_begin_s + (micro - 1) * self.fetch.lane_s[host]
+        link = (micro - 1) * self.fetch.on("h2d") + self.parameter.on("h2d")
+        coming = self.fetch_begin_s + link[host] + self.visit_in.on("h2d")[device]
+        # Visits in the last micro-batch, with one fetch of all gradients.
+        last_s = self.rest_s - float(self.backward[:-1].sum())
+        one = (self.fetch.on("h2d") + self.parameter.on("h2d"))[host]
+        one = last_s + one + self.visit_in.on("h2d")[device]
+        coming = np.maximum(coming, np.where(device > 0, one, 0.0))
+        waiting = self._updates_s(np.maximum(host - PARAMETER_SLOTS, 0)) + self.parameter.one_s
+        waiting = np.where(host > PARAMETER_SLOTS, waiting, 0.0) + self.parameter.one_s
+        least_s = np.maximum(coming, fetched + np.maximum(self.parameter.lane_s[host], waiting))
+        seconds: Floats = np.where(host > 0, least_s + self.tails[0], 0.0)
+        return seconds
 
     def _visit_chain(self, device: Ints, slots: Ints) -> Floats:
         """Until the last visit's update has ended."""

@@ -6,12 +6,16 @@ import numpy as np
 import pytest
 
 from simulator import Layer, Plan, Quantity, Workload, build_schedule, simulate
+from simulator.analysis import named_bound
 from simulator.analysis.bound import bound
 from simulator.analysis.counted_bound import MOST_SUBGROUPS, count_bounds
 from simulator.analysis.many_plans import PlanSweep
+from simulator.analysis.named_bound import MOST_CHOSEN, PLACEMENTS, NamedBounds
 from simulator.analysis.sharing_modes import HOME, HOST, LEAVING, HostUpdates, modes
+from simulator.analysis.window_times import Times
 from simulator.engines.reference import capacities
 from simulator.schedule import Lane, Op, OpKind
+from simulator.update.footprint import plan_bytes
 from simulator.update.order import UpdateOrder
 from tests.machines import node
 
@@ -129,6 +133,75 @@ def test_no_plan_beats_the_bound_of_its_counts(seed, most):
             if floor_s > seconds * (1 + 1e-8):
                 seconds = max(seconds, settled_s(sweeps[1:], *plan))
             assert floor_s <= seconds * (1 + 1e-6), (counts, plan)
+
+
+def within_its_own_memory(work, codes, slots):
+    """What a plan takes of the device, as `footprint` has it, with its activations."""
+    placements = [PLACEMENTS[code] for code in codes]
+    held = plan_bytes(
+        work.subgroups, placements, slots, work.optimizer_state, work.grad_bytes_per_param,
+        work.wire_bytes, micro_batches=work.gradient_accumulation_steps,
+    )  # fmt: skip
+    activations = sum(layer.activation_bytes for layer in work.layers)
+    return work.device_base_bytes + held.device_bytes + activations
+
+
+@pytest.mark.parametrize("most", [6, 14])
+def test_no_plan_beats_the_bound_of_its_own_memory_nor_that_of_its_names(most):
+    """Memory is what makes elements count, which any number of subgroups may have."""
+    rng, near = np.random.default_rng(most), []
+    for _ in range(8):
+        work, on = random_workload(rng, most), random_machine(rng)
+        slow = {name: on.rate(name) / 4 for name in ("h2d_bytes_per_s", "d2h_bytes_per_s")}
+        on = on.with_rates(**slow) if rng.random() < 0.5 else on
+        sweeps, times = [PlanSweep(work, on, iterations=n) for n in (3, 200, 400)], Times(work, on)
+        for plan in random_plans(rng, len(work.subgroups)):
+            codes, slots = plan[:2]
+            floors = [bound(work, on, within_its_own_memory(work, codes, slots)).iteration_s]
+            if len(codes) <= MOST_CHOSEN:
+                floors.append(float(chosen_s(times, codes[None, :], slots)[0]))
+            seconds = float(sweeps[0].evaluate(*plan)[0])
+            if max(floors) > seconds * (1 + 1e-8):
+                seconds = max(seconds, settled_s(sweeps[1:], *plan))
+            assert max(floors) <= seconds * (1 + 1e-6), (floors, plan)
+            near.append(seconds / max(floors))
+    assert min(near) < 1.001  # else the bounds would say little
+
+
+def test_few_large_subgroups_are_bounded_by_name():
+    """Any host update but the small one leaves forward waiting longer than fluid ones would."""
+    sizes, on = (10**8, 10**8, 10**7), machine()
+    layers = tuple(Layer(params=n, forward_s=0.05, backward_s=0.02) for n in sizes)
+    work = Workload(name="w", layers=layers, subgroups=sizes, device_base_bytes=10**9)
+    named = NamedBounds(Times(work, on), PLENTY)
+    # The small one on the host: behind backward its update, its copy, the last forward.
+    by_hand = 3 * 0.02 + max(0.01 + 2e7 / 20e9 + 0.05, 3 * 0.05 + 2e8 / 50e9)
+    assert named.lowest_s(1, 0, 0) == pytest.approx(by_hand)
+    assert named.most_promising(1, 0, 0, 1) == [("resident", "resident", "host")]
+    # Two of them: the second's update follows the first's, and is the small one's.
+    assert named.lowest_s(2, 0, 0) == pytest.approx(3 * 0.02 + 0.1 + 2e8 / 20e9 + 2 * 0.05)
+    assert np.isinf(NamedBounds(Times(work, on), 10**9).lowest_s(0, 0, 0))
+
+
+def test_new_parameters_come_home_behind_all_fetched_gradients():
+    """Four micro-batches on a slow link: the third update waits for the first copy's slot."""
+    work = workload(6, gradient_accumulation_steps=4)
+    have = machine(h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e9)
+    found = count_bounds(work, have, 10**9 + 6 * 10**8)  # only the host has room
+    assert found.host.tolist() == [6]
+    # Of a micro-batch: backward, forward; then the first gradient is fetched.
+    begin_s = (6 * 0.02 + 6 * 0.01 + 0.02) / 4
+    fetched_s = begin_s + 3 * 6 * 0.2
+    held_s = fetched_s + 0.2 + 4 * 0.1 + 0.2 + 0.01 / 4
+    assert found.iteration_s[0] >= max(held_s, fetched_s + 6 * 0.2)
+    plan = Plan(subgroup_size=10**8, placement=Plan.runs(["host"] * 6), staging_slots=0,
+                order=UpdateOrder(host="arrival"))  # fmt: skip
+    timeline = simulate(build_schedule(work, plan, 6), have)
+    assert found.iteration_s[0] <= timeline.iteration_s * (1 + 1e-9)
+
+
+def chosen_s(times, codes, slots):
+    return named_bound._Chosen(times, codes, slots).floors()
 
 
 def machine(**changes):

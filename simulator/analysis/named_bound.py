@@ -1,0 +1,254 @@
+"""How fast a plan of few subgroups could be, by name: which ones are hosted, visit and stay.
+
+`simulator.analysis.counted_bound` takes any k subgroups for the k smallest, and any last one for
+the last layer's. Of few and large subgroups that gives too much away: here every choice of them is
+looked at. What follows holds for every order in which the queues update them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.analysis.window_times import Times
+from simulator.update.recipes import PARAMETER_SLOTS, Placement
+
+Floats = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+MOST_CHOSEN = 13  # subgroups: 3**13 choices
+PLACEMENTS: tuple[Placement, ...] = ("host", "device", "resident")
+HOST, VISIT, RESIDENT = range(3)
+
+
+class NamedBounds:
+    """The lowest bound of all choices of so many host, visiting and resident subgroups."""
+
+    def __init__(self, times: Times, device_bytes: float) -> None:
+        """Of at most MOST_CHOSEN subgroups."""
+        self.times, w = times, times.workload
+        self.sizes = np.array(w.subgroups, dtype=np.float64)
+        count = len(self.sizes)
+        numbers = np.arange(3**count)
+        digits = [(numbers // 3**i % 3).astype(np.int8) for i in range(count)]
+        self.codes = np.stack(digits, axis=1)
+        hosts, visits = ((self.codes == code).sum(axis=1) for code in (HOST, VISIT))
+        self.key = hosts * (count + 1) + visits
+        activations = sum(layer.activation_bytes for layer in w.layers)
+        self.room = device_bytes - w.device_base_bytes - activations
+
+    def lowest_s(self, host: int, device: int, slots: int) -> float:
+        """The least iteration of any choice that fits; ``inf`` where none does."""
+        codes = self._fitting(host, device, slots)
+        return float(_Chosen(self.times, codes, slots).floors().min()) if len(codes) else np.inf
+
+    def most_promising(
+        self, host: int, device: int, slots: int, most: int
+    ) -> list[tuple[Placement, ...]]:
+        """At most so many of the choices that fit, lowest bound first."""
+        codes = self._fitting(host, device, slots)
+        order = np.argsort(_Chosen(self.times, codes, slots).floors(), kind="stable")
+        return [tuple(PLACEMENTS[code] for code in codes[i]) for i in order[:most]]
+
+    def _fitting(self, host: int, device: int, slots: int) -> NDArray[np.int8]:
+        codes = self.codes[self.key == host * (len(self.sizes) + 1) + device]
+        w = self.times.workload
+        stays, visits = codes == RESIDENT, codes == VISIT
+        largest = (visits * self.sizes).max(axis=1)
+        held = w.optimizer_state.state_bytes * (stays @ self.sizes + slots * largest)
+        held += w.grad_bytes_per_param * ((stays | visits) @ self.sizes)
+        fitting: NDArray[np.int8] = codes[held <= self.room]
+        return fitting
+
+
+@dataclass
+class _Prefix:
+    """What is asked for up to one subgroup, in the order of the layers: arrays over choices."""
+
+    hosts: Floats
+    visits: Floats
+    update_s: Floats  # on the host, in all
+    copy_s: Floats
+    shortest_update_s: Floats
+    shortest_copy_s: Floats
+    longest_s: list[Floats]  # host updates: as many as there are slots
+    device_s: Floats
+    in_s: Floats
+
+    @classmethod
+    def empty(cls, choices: int) -> _Prefix:
+        def zero() -> Floats:
+            return np.zeros(choices)
+
+        never = np.full(choices, np.inf)
+        longest = [zero() for _ in range(PARAMETER_SLOTS)]
+        return cls(zero(), zero(), zero(), zero(), never, never, longest, zero(), zero())
+
+
+class _Chosen:
+    """Bounds of some choices with so many slots. Seconds are behind the end of a first forward."""
+
+    def __init__(self, times: Times, codes: NDArray[np.int8], slots: int) -> None:
+        self.times, self.slots = times, slots
+        self.hosted, self.visiting = codes == HOST, codes == VISIT
+        sizes = np.array(times.workload.subgroups, dtype=np.float64)
+        visit = times.bytes.visit / times.bytes.gradient
+        self.update_s, self.copy_s = sizes * times.update_s, sizes * times.copy_s
+        self.home_s, self.fetch_s = sizes * times.home_s, sizes * times.fetch_s
+        self.in_s, self.out_s = visit * self.fetch_s, visit * self.home_s
+        self.device_s = sizes * times.device_s
+        self.behind = np.array(times.tails[::-1])
+        self.norm_s = times.rest_s
+        self.released_s, self.fetched_s = self._gradients()
+        fetches = times.workload.gradient_accumulation_steps - 1
+        # Visits come in behind the last micro-batch's first layer, beside what is still fetched.
+        fetch_s = self.hosted @ self.fetch_s
+        self.fetching_s = (times.fetch_begin_s if fetches else 0.0) + fetches * fetch_s
+        self.last_fetch_s = fetch_s if fetches else np.zeros(len(codes))
+        self.in_rate, self.out_rate = visit * times.fetch_s, visit * times.home_s
+        least = np.sort(np.where(self.visiting, sizes, np.inf), axis=1)
+        sums = np.cumsum(np.where(np.isinf(least), 0.0, least), axis=1)
+        self.least = least
+        self.sums = np.concatenate([np.zeros((len(codes), 1)), sums], axis=1)
+        all_home = (self.hosted * self.released_s).max(axis=1)
+        first = np.where(self.visiting, self.device_s, np.inf).min(axis=1)
+        # The first write-back: behind its update, and on its lane behind all gradients.
+        self.back_s = np.maximum(self.norm_s + first, all_home)
+        self._last_host()
+
+    def _last_host(self) -> None:
+        """Of the hosted subgroup that forward needs last: what follows from its being updated last,
+        and from another one's being that. Only where copies end before the next update does.
+        """
+        times, rows = self.times, np.arange(len(self.hosted))
+        last = self.hosted.shape[1] - 1 - self.hosted[:, ::-1].argmax(axis=1)
+        others = self.hosted.copy()
+        others[rows, last] = False
+        self.other_copies_s = others @ self.copy_s
+        behind_s = np.where(others, self.copy_s + self.behind, np.inf).min(axis=1)
+        self.other_last_s = self.norm_s + self.hosted @ self.update_s + behind_s
+        self.behind_others_s = (self.update_s + self.copy_s + self.behind)[last]
+        self.slow_copy_s = np.where(self.hosted, times.slowest_copies_s, 0.0).max(axis=1)
+        shortest_s = np.where(self.hosted, self.update_s, np.inf).min(axis=1)
+        accumulates = times.workload.gradient_accumulation_steps > 1
+        self.keeps_pace = others.any(axis=1) & (self.slow_copy_s <= shortest_s) & (not accumulates)
+
+    def _gradients(self) -> tuple[Floats, Floats]:
+        """When each hosted gradient is home, shape (choices, subgroups), and the last fetch done.
+
+        Both lanes keep to the order of backward, so this is no choice of a plan's.
+        """
+        times, micro = self.times, self.times.workload.gradient_accumulation_steps
+        pass_s = float(times.backward.sum())
+        down, up = (np.zeros(len(self.hosted)) for _ in range(2))
+        released = np.zeros(self.hosted.shape)
+        for micro_batch in range(micro):
+            begin_s = micro_batch * (pass_s + times.forward_s) + pass_s
+            for i in reversed(range(self.hosted.shape[1])):
+                on, ready = self.hosted[:, i], np.full(len(down), begin_s - times.left_s[i])
+                if micro_batch:
+                    ready = np.maximum(np.maximum(up, ready), released[:, i]) + self.fetch_s[i]
+                    up = np.where(on, ready, up)
+                down = np.where(on, np.maximum(down, ready) + self.home_s[i], down)
+                released[:, i] = np.where(on, down, 0.0)
+        return released, up
+
+    def floors(self) -> Floats:
+        """Of each choice: of all subgroups up to one, the last is followed by its forward."""
+        w = self.times.workload
+        on_device = (~self.hosted) @ self.device_s
+        # Updates go on in a pipeline's bubble.
+        least_s: Floats = np.maximum(w.pipeline_idle_s, on_device) + self.times.forward_s
+        least_s = self.norm_s + least_s
+        prefix = _Prefix.empty(len(self.hosted))
+        for i in range(self.hosted.shape[1]):
+            self._add(prefix, i)
+            ended = np.max([*self._hosts(prefix, i), *self._visits(prefix, i)], axis=0)
+            least_s = np.maximum(least_s, ended + self.behind[i])
+        return least_s
+
+    def _add(self, p: _Prefix, i: int) -> None:
+        on, visits = self.hosted[:, i], self.visiting[:, i]
+        p.hosts, p.visits = p.hosts + on, p.visits + visits
+        p.update_s = p.update_s + on * self.update_s[i]
+        p.copy_s = p.copy_s + on * self.copy_s[i]
+        shorter = np.where(on, self.update_s[i], np.inf), np.where(on, self.copy_s[i], np.inf)
+        p.shortest_update_s = np.minimum(p.shortest_update_s, shorter[0])
+        p.shortest_copy_s = np.minimum(p.shortest_copy_s, shorter[1])
+        longer = on * self.update_s[i]
+        for place, longest in enumerate(p.longest_s):
+            p.longest_s[place] = np.maximum(longest, longer)
+            longer = np.minimum(longest, longer)
+        p.device_s = p.device_s + ~on * self.device_s[i]
+        p.in_s = p.in_s + visits * self.in_s[i]
+
+    def _hosts(self, p: _Prefix, i: int) -> list[Floats]:
+        """Gradients arrive in the reverse order, so none of these updates begins before this one's
+        is home; behind the last update there is its copy, before the first copy its update.
+        """
+        begin_s = np.maximum(self.norm_s, self.released_s[:, i])
+        ended = [
+            begin_s + p.update_s + p.shortest_copy_s,
+            begin_s + p.shortest_update_s + p.copy_s,
+            self.fetched_s + p.copy_s,
+            # Copies follow all fetches on their lane, and all updates but the first few wait for a
+            # slot that an earlier one's copy has left.
+            np.where(
+                p.hosts > PARAMETER_SLOTS,
+                self.fetched_s + self.copy_s.min() + p.update_s - sum(p.longest_s)
+                + p.shortest_copy_s,
+                0.0,
+            ),
+        ]  # fmt: skip
+        return [np.where(self.hosted[:, i], seconds, 0.0) for seconds in ended]
+
+    def _visits(self, p: _Prefix, i: int) -> list[Floats]:
+        """Visits beyond the slots come in behind the write-back of an earlier one; they share the
+        way in with new parameters.
+        """
+        times = self.times
+        early_s = self.norm_s - float(times.backward[:-1].sum())
+        on_device = self.norm_s + p.device_s
+        coming = p.in_s + p.copy_s
+        fetched = np.maximum(early_s + self.last_fetch_s, self.fetching_s)
+        coming = coming + np.where(p.hosts > 0, fetched, early_s)
+        coming = np.where(p.in_s > 0, coming, 0.0)
+        beyond = np.maximum(p.visits - self.slots, 0).astype(np.int64)
+        some = beyond > 0
+        one_s, first = float(self.device_s.min()), np.where(some, self.least[:, 0], 0.0)
+        more, last = self._sum(beyond + 1), self._nth(beyond)
+        # Write-backs of others and its own way in; the first write-back and all ways in.
+        swapped = np.where(self.in_rate >= self.out_rate, first, last)
+        in_turn = self.back_s + self.out_rate * more + (self.in_rate - self.out_rate) * swapped
+        swapped = np.where(self.out_rate >= self.in_rate, first, last)
+        in_line = self.back_s + self.in_rate * more + (self.out_rate - self.in_rate) * swapped
+        # New parameters that can have come in before any of those visits: a later first write-back
+        # lets no more of them through than it takes itself.
+        back_s = self.back_s + self.out_rate * last
+        before = np.minimum(
+            np.maximum(0.0, back_s - np.maximum(self.norm_s, self.fetched_s)),
+            (back_s - self.norm_s) / times.update_s * times.copy_s,
+        )
+        shared = in_line + np.maximum(0.0, p.copy_s - before)
+        # With the last host subgroup updated last, the others' copies share the way with visits;
+        # else more of forward follows.
+        others = in_line + np.maximum(0.0, self.other_copies_s - before) + one_s + self.behind[i]
+        in_time = others - self.behind_others_s + self.slow_copy_s <= in_line
+        others = np.where(self.keeps_pace & in_time, np.minimum(others, self.other_last_s), 0.0)
+        by_slot = (self.in_rate + self.out_rate) * self._sum(beyond) / max(1, self.slots)
+        crossing = [in_turn + one_s, in_line + one_s, shared, self.norm_s + by_slot + one_s]
+        crossing.append(others - self.behind[i])
+        return [on_device, coming, *(np.where(some, seconds, 0.0) for seconds in crossing)]
+
+    def _sum(self, number: NDArray[np.int64]) -> Floats:
+        """Of so many smallest visits."""
+        chosen = np.minimum(number, self.sums.shape[1] - 1)
+        result: Floats = np.take_along_axis(self.sums, chosen[:, None], axis=1)[:, 0]
+        return result
+
+    def _nth(self, number: NDArray[np.int64]) -> Floats:
+        chosen = np.minimum(number, self.least.shape[1] - 1)
+        nth = np.take_along_axis(self.least, chosen[:, None], axis=1)[:, 0]
+        result: Floats = np.where(np.isinf(nth), 0.0, nth)
+        return result
