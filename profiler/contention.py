@@ -57,7 +57,7 @@ def measure_contention(
         buffers.host_update(threads)
 
     def write() -> None:
-        file.write(PLANNED_WRITERS, hashed=True)
+        file.write(PLANNED_WRITERS, as_checkpoints=True)
 
     compute = _device_compute(cuda)
     pairs: list[tuple[str, Work, str, Work, Source]] = [

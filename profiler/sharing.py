@@ -54,8 +54,12 @@ def with_writer_cost(machine: Machine) -> Machine:
     thread, (adam, writing) = machine.writer_s_per_byte, map(machine.contention.get, _BESIDE)
     if thread is None or adam is None or writing is None:
         return machine
-    # Who runs first is the scheduler's choice; the simulator slows both alike.
-    shares = [(getattr(adam, q) + getattr(writing, q)) / 2 for q in ("q1", "median", "q3")]
+    # Who runs first is the scheduler's choice; the simulator slows both alike. Nothing is faster
+    # beside another than alone: what was measured so is noise, and hides nothing of the other.
+    shares = [
+        (min(1.0, getattr(adam, q)) + min(1.0, getattr(writing, q))) / 2
+        for q in ("q1", "median", "q3")
+    ]
     result = sorted(_cost_for(machine, thread.median, share) for share in shares)
     detail = f"{thread.detail}; raised until it and host Adam have {shares[1]:.0%} of their speed"
     cost = Quantity(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
+import threading
 import time
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +24,8 @@ PLANNED_WRITERS = 2  # of the runtime's checkpoints (`simulator.plan.CheckpointP
 WRITERS = (1, PLANNED_WRITERS, 4)
 MOST_CPU_SAMPLES = 20
 LEAST_FILES = 8  # to be written within the budget of one measurement: a slow disk gets small ones
+# What a checkpoint's blocks are gathered from lies in memory, not in a cache.
+GATHERED_BYTES = 128 * 2**20
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 
@@ -33,7 +37,7 @@ class StorageRates:
         write: with `PLANNED_WRITERS` threads.
         by_writers: over the number of threads.
         buffered: through the page cache, fsync included; None where ``write`` is that already.
-        writer_s_per_byte: what a writer takes of one core, to hash and to write.
+        writer_s_per_byte: what a writer takes of one core, to gather, to hash and to write.
     """
 
     write: Quantity
@@ -79,7 +83,7 @@ def measure_storage(folder: Path, size_bytes: int, budget_s: float) -> StorageRa
         writer_s_per_byte=Quantity.from_samples(
             [s / file.size_bytes for s in cpu_s],
             "measured",
-            f"CPU time of one thread that hashes and writes {detail}",
+            f"CPU time of one thread that gathers, hashes and writes {detail}",
         ),
         doubts=tuple(notes),
     )
@@ -106,7 +110,7 @@ def _cpu_seconds(file: FileToWrite, share_s: float) -> list[float]:
     end = time.perf_counter() + share_s
     while not result or (time.perf_counter() < end and len(result) < MOST_CPU_SAMPLES):
         begin = time.thread_time()
-        file.write(hashed=True)
+        file.write(as_checkpoints=True)
         result.append(max(1e-9, time.thread_time() - begin))
     return result
 
@@ -118,24 +122,35 @@ class FileToWrite:
         self.size_bytes = max(BLOCK_BYTES, size_bytes // BLOCK_BYTES * BLOCK_BYTES)
         self.direct = _takes_direct(path)
         self._path, self._block = path, block
+        self._memory: mmap.mmap | None = None
+        self._buffers: dict[int, mmap.mmap] = {}
+        self._lock = threading.Lock()
 
     @property
     def mode(self) -> str:
         return "O_DIRECT" if self.direct else "buffered"
 
     def write(
-        self, writers: int = 1, *, buffered: bool = False, hashed: bool = False
+        self, writers: int = 1, *, buffered: bool = False, as_checkpoints: bool = False
     ) -> None:  # fmt: skip
-        """All of it by so many threads, then fsync; hashed as checkpoints are, if asked for."""
+        """All of it by so many threads, then fsync.
+
+        Args:
+            as_checkpoints: each block is gathered from memory into a buffer of its writer's and
+                hashed, as the runtime does where state does not lie aligned, which in files of
+                torch's is nearly everywhere.
+        """
         flags = os.O_WRONLY | os.O_CREAT
         with _opened(self._path, flags, self.direct and not buffered) as descriptor:
             offsets = range(0, self.size_bytes, BLOCK_BYTES)
 
             def some(first: int) -> None:
+                block = self._gathering(first) if as_checkpoints else self._block
                 for offset in offsets[first::writers]:
-                    if hashed:
-                        xxhash.xxh3_128_hexdigest(self._block)
-                    os.pwrite(descriptor, self._block, offset)
+                    if as_checkpoints:
+                        self._gather(block, offset)
+                        xxhash.xxh3_128_hexdigest(block)
+                    os.pwrite(descriptor, block, offset)
 
             if writers == 1:
                 some(0)
@@ -143,6 +158,27 @@ class FileToWrite:
                 with ThreadPoolExecutor(writers) as pool:
                     list(pool.map(some, range(writers)))
             os.fsync(descriptor)
+
+    def _gathering(self, writer: int) -> mmap.mmap:
+        """A writer's own buffer; the first one makes what blocks are gathered from."""
+        with self._lock:
+            if self._memory is None:
+                self._memory = mmap.mmap(-1, GATHERED_BYTES)
+                ctypes.memset(_address(self._memory), 1, GATHERED_BYTES)  # else all one zero page
+            if writer not in self._buffers:
+                self._buffers[writer] = mmap.mmap(-1, BLOCK_BYTES)
+            return self._buffers[writer]
+
+    def _gather(self, block: mmap.mmap, offset: int) -> None:
+        assert self._memory is not None
+        source = _address(self._memory) + offset % GATHERED_BYTES
+        ctypes.memmove(_address(block), source, BLOCK_BYTES)
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        for held in (self._memory, *self._buffers.values()):
+            if held is not None:
+                held.close()
 
     def read(self) -> None:
         with _opened(self._path, os.O_RDONLY, self.direct) as descriptor:
@@ -168,10 +204,15 @@ def file_to_write(path: Path, size_bytes: int) -> Iterator[FileToWrite]:
     block = mmap.mmap(-1, BLOCK_BYTES)  # page-aligned, as O_DIRECT wants it
     try:
         block.write(os.urandom(BLOCK_BYTES))
-        yield FileToWrite(path, size_bytes, block)
+        with closing(FileToWrite(path, size_bytes, block)) as file:
+            yield file
     finally:
         path.unlink(missing_ok=True)
         block.close()
+
+
+def _address(memory: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 def _takes_direct(path: Path) -> bool:

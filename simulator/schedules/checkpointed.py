@@ -19,8 +19,11 @@ from simulator.schedules.write_order import REST, Segment, Writing
 from simulator.workload import Workload
 
 COPY_TRAFFIC = 3  # of DRAM per byte copied: read, written, and the line fetched before the write
-WRITE_TRAFFIC = 2  # of DRAM per byte persisted: read by the hash, read by the disk's DMA
-# Of one core, to hash and write a byte, where the machine does not say: measured on an AMD EPYC.
+# Of DRAM per byte persisted: read where it lives, read by the disk's DMA; the writer's buffer, in
+# which the hash finds it, stays in a cache.
+WRITE_TRAFFIC = 2
+# Of one core, to gather, hash and write a byte, where the machine does not say: measured on an
+# AMD EPYC.
 WRITER_S_PER_BYTE = 0.15e-9
 COPY_BYTES_PER_S = 8e9  # of one thread's memmove, whatever all threads together reach
 

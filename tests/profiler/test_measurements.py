@@ -120,6 +120,20 @@ def test_storage_leaves_nothing_behind(tmp_path):
     assert list((tmp_path / "new").iterdir()) == []
 
 
+def test_a_writer_gathers_what_it_writes_from_far_more_memory_than_its_buffer(tmp_path):
+    """As the runtime's do: a hash of one buffer over and over would find it in a cache."""
+    path = tmp_path / "written"
+    with storage.file_to_write(path, 3 * storage.BLOCK_BYTES) as file:
+        file.write()
+        plain = path.read_bytes()
+        file.write(2, as_checkpoints=True)
+        gathered = path.read_bytes()
+    assert len(set(plain)) > 1, "the plain block is random"
+    assert set(gathered) == {1}, "what the memory holds"
+    assert len(gathered) == 3 * storage.BLOCK_BYTES
+    assert storage.GATHERED_BYTES >= 32 * storage.BLOCK_BYTES
+
+
 def test_storage_removes_its_file_when_the_disk_fails(tmp_path, monkeypatch):
     def fail(*args):
         raise OSError(28, "No space left on device")

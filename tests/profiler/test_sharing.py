@@ -49,6 +49,15 @@ def test_a_writers_cost_is_what_host_adam_loses_beside_it():
         assert "raised until it and host Adam have 9" in found.writer_s_per_byte.detail
 
 
+def test_noise_that_makes_one_of_them_faster_hides_nothing_of_the_other():
+    told = {"host_adam_while_storage_write": 1.1, "storage_write_while_host_adam": 0.8}
+    noisy = machine(**told).model_copy(
+        update={"writer_s_per_byte": Quantity.exact(1e-10, "measured", "CPU time")}
+    )
+    found = with_writer_cost(noisy)
+    assert simulated_share("host_adam", "storage_write", found) == pytest.approx(0.9, 1e-6)
+
+
 def test_a_writers_cost_is_never_less_than_its_thread_takes():
     found = with_writer_cost(writing(1.0))
     assert found.writer_s_per_byte.median == 1e-10
