@@ -37,13 +37,14 @@ Times = dict[str, dict[str, float]]  # column -> phase -> seconds
 
 @dataclass(frozen=True)
 class DemoSize:
-    """What is trained, and how long the machine is measured."""
+    """What is trained, and how long the machine is measured, on how many elements."""
 
     model: DemoModel = field(default_factory=DemoModel)
     seconds: float = 12.0
+    elements: int = 32_000_000
 
 
-QUICK = DemoSize(DemoModel(size="4m", sequence=64, subgroup_size=500_000, turns=2), 2.0)
+QUICK = DemoSize(DemoModel(size="4m", sequence=64, subgroup_size=500_000, turns=2), 2.0, 4_000_000)
 
 
 class Demo:
@@ -52,7 +53,7 @@ class Demo:
     def __init__(self, folder: Path, size: DemoSize, console: Console) -> None:
         self.folder = folder
         self.model = size.model
-        self.seconds = size.seconds
+        self.size = size
         self.console = console
         self.started = time.perf_counter()
         self.first_prediction: Times = {}
@@ -69,7 +70,8 @@ class Demo:
 
     def measure(self) -> None:
         self._headline(1, "the machine")
-        self._phase("measuring", measure.measure, seconds=self.seconds)
+        size = self.size
+        self._phase("measuring", measure.measure, seconds=size.seconds, elements=size.elements)
         self.console.print(demo_tables.machine(self.machine))
         self._quiet(demo_tables.doubts(self.machine, self.folder / "machine.json"))
 
@@ -165,7 +167,10 @@ class Demo:
         self, title: str, work: Callable[..., object], /, **arguments: Any
     ) -> Iterator[PhaseProcess]:
         log = self.folder / "logs" / f"{title}.log"
-        with PhaseProcess(work, {"folder": self.folder, **arguments}, log) as child:
+        with self._bar() as bar:  # the first child waits until the server has imported all
+            bar.add_task(title, total=None, note="loading torch and DeepSpeed")
+            child = PhaseProcess(work, {"folder": self.folder, **arguments}, log)
+        with child:
             yield child
 
     def _watch(self, child: PhaseProcess, title: str) -> None:

@@ -20,12 +20,14 @@ def compile_kernels() -> None:
     report(2, 2)
 
 
-def measure(folder: Path, seconds: float) -> None:
+def measure(folder: Path, seconds: float, elements: int) -> None:
     """Compiles what is missing, then measures; writes ``machine.json``."""
     from profiler import measure_machine
 
     compile_kernels()
-    machine = measure_machine(storage_dir=folder, seconds=seconds, progress=report)
+    machine = measure_machine(
+        storage_dir=folder, seconds=seconds, elements=elements, progress=report
+    )
     told = {"measured_with": "python -m studies.demo"}  # not this child's own arguments
     machine.model_copy(update=told).save(folder / "machine.json")
 
