@@ -1,11 +1,13 @@
 """What every phase of the demo would otherwise import, read and ask again: seconds each time.
 
 Imported once, by the process that forks the phases; it runs no thread of ours and no team of
-OpenMP's, which would not survive a fork.
+OpenMP's, which would not survive a fork. What cannot be had is left to the phase that needs it,
+which has a log to say so in.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import logging
@@ -21,11 +23,13 @@ for _name in (
     "torch._dynamo", "matplotlib.pyplot", "optuna", "profiler", "runtime.zero.attach",
     "runtime.checkpoint.engine", "studies.demo.pictures", "studies.demo.train", "tuner.planning",
 ):  # fmt: skip
-    importlib.import_module(_name)
+    with contextlib.suppress(ImportError):
+        importlib.import_module(_name)
 logging.disable(logging.NOTSET)
 
 # Each CPU optimizer and each op of DeepSpeed's asks for the processor's name, which takes over a
 # second, in a process of its own.
 cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
-cpuinfo.get_cpu_info()
-python_sources()
+for _ask in (cpuinfo.get_cpu_info, python_sources):
+    with contextlib.suppress(Exception):
+        _ask()
