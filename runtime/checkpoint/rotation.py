@@ -355,6 +355,7 @@ def _hide(save_dir: Path, beside: Path | None) -> None:
         beside = save_dir.parent  # without an older one a run starts anew, and does not stumble
     if beside is not None and beside != save_dir:
         hidden = beside / f"{UNCOMMITTED}{save_dir.name}"
+        shutil.rmtree(hidden, ignore_errors=True)  # killed at the same step before
         with contextlib.suppress(OSError):
             save_dir.rename(hidden)
             # Last: as long as it is in sight, its note must say what it is.

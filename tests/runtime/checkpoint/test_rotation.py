@@ -82,6 +82,15 @@ def test_a_kill_during_rotation_leaves_the_older_checkpoint(tmp_path, at):
     assert (tmp_path / "checkpoint-10/.uncommitted_checkpoint-20/trainer_state.json").exists()
 
 
+def test_killed_at_the_same_step_again_and_again(tmp_path):
+    """As by a scheduler, or for want of memory: what the first kill left is in nobody's way."""
+    saved(tmp_path / "checkpoint-10", 10)
+    for _ in range(3):
+        assert killed(lambda: rotate_while_saving(tmp_path, "voted", die)) == -signal.SIGKILL
+        assert os.listdir(tmp_path) == ["checkpoint-10"]
+    assert verify(tmp_path / "checkpoint-10", "state") == []
+
+
 def test_a_kill_after_the_commit_leaves_the_newer_one(tmp_path):
     saved(tmp_path / "checkpoint-10", 10)
     assert killed(lambda: rotate_while_saving(tmp_path, "latest_written", die)) == -signal.SIGKILL
