@@ -34,9 +34,10 @@ from runtime.checkpoint.manifest import (
     parse,
     rank_manifest_name,
 )
+from runtime.checkpoint.ownership import lives, owner
 from runtime.checkpoint.publishing import PARTIAL, REPLACED, publish_folder, recover_replaced
 from runtime.checkpoint.retention import committed
-from runtime.checkpoint.rotation import Note, lives, owner
+from runtime.checkpoint.rotation import Note
 
 OWNER_NAME = "owner.json"
 OUTCOME_GRACE_S = 10.0  # rank 0 gives up first, so that nobody else decides before it has

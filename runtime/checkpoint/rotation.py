@@ -14,9 +14,7 @@ import json
 import os
 import re
 import shutil
-import socket
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,60 +22,17 @@ from typing import Any
 from runtime.checkpoint.files import Files
 from runtime.checkpoint.inspect import verify
 from runtime.checkpoint.manifest import GLOBAL_NAME
+from runtime.checkpoint.ownership import LEASE_S, lives, owner
 from runtime.checkpoint.publishing import recover_replaced
 from runtime.checkpoint.retention import committed
 
 NOTES = ".ebbtide"
 KEPT = "kept_"
 UNCOMMITTED = ".uncommitted_"
+MAKING = ".making"  # a Trainer's folder that has not got its name yet
 PER_CHECKPOINT = re.compile(r"(checkpoint|ckpt|step|epoch|iter)\w*[-_=]?\d+|\.ckpt$", re.IGNORECASE)
 # The Trainer writes this one last, after the save: without it, it cannot resume from the folder.
 TRAINERS_LAST, TRAINERS_FOLDER = "trainer_state.json", re.compile(r"checkpoint-\d+")
-LEASE_S = 4.0  # a note is renewed this often
-LEASES = 3  # a note not renewed for so many is nobody's
-
-
-def owner() -> dict[str, Any]:
-    """This process; a number alone would be another's after a restart in a container."""
-    return {"host": socket.gethostname(), "pid": os.getpid(), "started": _started(os.getpid())}
-
-
-def _started(pid: int) -> str:
-    """Clock ticks since boot; empty: there is no such process, or no /proc to ask."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return ""
-
-
-def lives(who: dict[str, Any], path: Path) -> bool:
-    """Whether the process that wrote the note at ``path`` may still be at work."""
-    if who.get("host") != socket.gethostname():
-        return _is_renewed(path)
-    started = _started(int(who.get("pid", 0)))
-    return bool(started) and started == who.get("started", started)
-
-
-def _is_renewed(path: Path) -> bool:
-    """Whether somebody on another machine, whose processes cannot be seen, renews a note."""
-    with contextlib.suppress(FileNotFoundError):
-        before = path.stat().st_mtime_ns
-        if _now_ns(path.parent) - before > LEASES * LEASE_S * 1e9:
-            return False  # silent for long enough already: a resume after a crash does not wait
-        for _ in range(LEASES):
-            time.sleep(LEASE_S)  # nothing tells that a machine is gone, but that it is silent
-            if path.stat().st_mtime_ns != before:
-                return True
-    return False
-
-
-def _now_ns(folder: Path) -> int:
-    """The time by the filesystem's own clock, which stamps what other machines write there."""
-    try:
-        os.utime(folder)
-        return folder.stat().st_mtime_ns
-    except OSError:  # not ours to change
-        return time.time_ns()
 
 
 class Note:
@@ -99,11 +54,27 @@ class Note:
 
     def write(self) -> None:
         """Quick: a machine that loses it loses the checkpoint's folder, too."""
-        self._files.mkdir(self._path.parent)
+        self._write_to(self._path)
+        threading.Thread(target=self._renew, name="ebbtide-lease", daemon=True).start()
+
+    def make_folder(self) -> None:
+        """`write`, and the checkpoint's folder in the same step: killed between the two, a run
+        would leave a folder that tells nobody what it is.
+        """
+        making = self._save_dir.with_name(f".{self._save_dir.name}.{self._nonce}{MAKING}")
+        self._write_to(making / NOTES / self._path.name)
+        try:
+            self._files.rename(making, self._save_dir)
+        except OSError:  # another rank has made it
+            shutil.rmtree(making, ignore_errors=True)
+            self._write_to(self._path)
+        threading.Thread(target=self._renew, name="ebbtide-lease", daemon=True).start()
+
+    def _write_to(self, path: Path) -> None:
+        self._files.mkdir(path.parent)
         page = {**owner(), "tag": self._tag, "nonce": self._nonce, "latest": self._latest(),
                 "save_latest": self._save_latest, "awaits": self._awaits}  # fmt: skip
-        self._files.write_briefly(self._path, json.dumps(page).encode())
-        threading.Thread(target=self._renew, name="ebbtide-lease", daemon=True).start()
+        self._files.write_briefly(path, json.dumps(page).encode())
 
     def await_trainer(self) -> None:
         """Before `write`: the folder is the Trainer's, and complete with its last file only."""
@@ -300,7 +271,9 @@ def settle_below(directory: Path) -> None:
     restore_deleted(directory)
     with contextlib.suppress(OSError):
         for entry in list(os.scandir(directory)):
-            if entry.is_dir(follow_symlinks=False) and os.path.lexists(f"{entry.path}/{NOTES}"):
+            if entry.name.endswith(MAKING) and not _anybody(Path(entry.path) / NOTES):
+                shutil.rmtree(entry.path, ignore_errors=True)
+            elif entry.is_dir(follow_symlinks=False) and os.path.lexists(f"{entry.path}/{NOTES}"):
                 settle(Path(entry.path))
 
 

@@ -189,7 +189,7 @@ class Cut(BaseException):
     """Nothing below catches it, as nothing catches a kill."""
 
 
-def cut_at(monkeypatch, number):
+def cut_at(monkeypatch, number, cut=None):
     """The process ends before its ``number``-th change of the filesystem."""
     left = [number]
 
@@ -197,6 +197,8 @@ def cut_at(monkeypatch, number):
         def call(*args, **kwargs):
             left[0] -= 1
             if left[0] == 0:
+                if cut is not None:
+                    cut()
                 raise Cut
             return function(*args, **kwargs)
 
@@ -441,6 +443,27 @@ def test_a_folder_whose_save_never_began_is_out_of_the_way(tmp_path):
     assert killed(lambda: make_folder(tmp_path, die)) == -signal.SIGKILL
     assert os.listdir(tmp_path) == ["checkpoint-10"]
     assert (tmp_path / "checkpoint-10/.uncommitted_checkpoint-20/config.json").exists()
+
+
+def test_a_kill_while_the_folder_is_made_leaves_none(tmp_path, monkeypatch):
+    """A folder without a note would be the Trainer's newest checkpoint, with nothing in it."""
+    saved(tmp_path / "checkpoint-10", 10)
+    for number in range(1, 100):
+        root = tmp_path / str(number)
+        with ours():
+            shutil.copytree(tmp_path / "checkpoint-10", root / "checkpoint-10")
+
+        class Cutting(rotation.Note):
+            def make_folder(self, number=number):
+                cut_at(monkeypatch, number, die)
+                super().make_folder()
+
+        monkeypatch.setattr(trainers_folder, "Note", Cutting)
+        code = killed(lambda root=root: make_folder(root, lambda: os._exit(0)))
+        assert os.listdir(root) == ["checkpoint-10"], number
+        if code == 0:
+            break
+    assert number > 3, "it must have made something"
 
 
 @pytest.mark.parametrize("settled", [True, False])
