@@ -1,0 +1,124 @@
+"""A run that is killed again and again, and started again each time: it never falls back.
+
+Each run looks for its newest checkpoint as the Trainer does, saves a few, rotates the older ones
+away, and dies of SIGKILL before some change of the filesystem: in a save, in a rotation, in the
+resume itself.
+"""
+
+import os
+import random
+import shutil
+import signal
+import sys
+
+import pytest
+
+from runtime.checkpoint import bystanders, deleted_first, trainers_folder
+from runtime.checkpoint.bystanders import guard, ours
+from runtime.checkpoint.commit import Commit, Deferred
+from runtime.checkpoint.engine import _over
+from runtime.checkpoint.files import Files
+from runtime.checkpoint.inspect import verify
+from tests.runtime.checkpoint.conftest import Bench, some_state
+from tests.runtime.checkpoint.test_rotation import TRAINERS, killed
+
+# ruff: noqa: PTH208 - the Trainer looks with os.listdir
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="kills need fork")
+bystanders.watch()
+CHANGES = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "shutil.rmtree"}
+RUNS, SAVES, BROKEN = 8, 3, 3
+
+
+def die_at(root, number):
+    """SIGKILL before the ``number``-th change below ``root``, in whichever thread it comes."""
+    left = [number]
+
+    def heard(event, args):
+        if event in CHANGES and str(root) in str(args[0]):
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(heard)
+
+
+def saved_steps(root):
+    return sorted(int(n.split("-")[1]) for n in os.listdir(root) if n.startswith("checkpoint-"))
+
+
+def run(root, journal, limit, number):
+    """One run, up to its death or its end."""
+    trainer = {"__name__": "transformers.trainer"}
+    exec(TRAINERS, trainer)
+    die_at(root, number)
+    step = max(saved_steps(root), default=0)
+    if step and not whole(root / f"checkpoint-{step}"):
+        os._exit(BROKEN)
+    note(journal, f"resumed {step}")
+    for at in range(step + 10, step + 10 * SAVES + 1, 10):
+        folder = root / f"checkpoint-{at}"
+        trainer["make"](folder)
+        deleted_first.remember(folder)
+        job = begin(folder, at)
+        job.wait_until_placed()
+        (folder / "trainer_state.json").write_text("{}")
+        note(journal, f"saved {at}")
+        trainers_folder.settle()
+        for older in saved_steps(root)[:-limit]:
+            shutil.rmtree(root / f"checkpoint-{older}")
+        assert job.wait(30)
+        assert job.failure is None
+    os._exit(0)
+
+
+def whole(folder):
+    with ours():
+        complete = (folder / "trainer_state.json").exists() and (folder / "latest").exists()
+        return complete and not verify(folder, (folder / "latest").read_text())
+
+
+def note(journal, line):
+    with journal.open("a") as out:
+        out.write(f"{line}\n")
+
+
+def begin(folder, step):
+    """As the engine under a Trainer: placed first, durable behind."""
+    real, start = Files(), Commit.begin
+
+    def waiting(commit):
+        commit.note.await_trainer()
+        start(commit)
+
+    Commit.begin = waiting  # in this process, which is about to die
+    job = Bench(folder).begin(
+        some_state(step, elements=3000), "state", step=step, files=Deferred(real), durably=real,
+        nonce=os.urandom(4).hex(),
+    )  # fmt: skip
+    Commit.begin = start
+    job._when_over = lambda: _over(job)
+    trainers_folder.settle(folder)
+    guard(job)
+    job.start()
+    return job
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_what_stock_would_have_is_resumed_from_after_any_number_of_kills(tmp_path, limit):
+    rng = random.Random(limit)
+    root, journal = tmp_path / "out", tmp_path / "journal"
+    root.mkdir()
+    stock, kills = 0, 0
+    for _ in range(RUNS):
+        number = rng.randint(1, rng.choice([60, 250, 500]))
+        status = killed(lambda number=number: run(root, journal, limit, number))
+        assert status in (0, -signal.SIGKILL), (number, status)
+        kills += status != 0
+        lines = journal.read_text().split("\n") if journal.exists() else []
+        journal.unlink(missing_ok=True)
+        told = {word: [int(line.split()[1]) for line in lines if line.startswith(word)]
+                for word in ("resumed", "saved")}  # fmt: skip
+        assert all(step >= stock for step in told["resumed"]), (number, lines)
+        stock = max([stock, *told["saved"]])
+    assert kills > RUNS // 2
+    assert stock > 0
