@@ -38,6 +38,6 @@ def _what_binds(floor: Bound, chosen_s: float) -> str:
     resources = ", ".join(floor.binding) or "forward compute"
     gap = max(0.0, chosen_s / floor.iteration_s - 1)  # rounding may put the plan below its bound
     return (
-        f"{resources} binds: no plan can take less than {floor.iteration_s * 1e3:.1f} ms; this one "
-        f"is within {gap:.1%}"
+        f"full at the optimum: {resources}; no plan can take less than "
+        f"{floor.iteration_s * 1e3:.1f} ms, and this one is within {gap:.1%}"
     )

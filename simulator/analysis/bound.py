@@ -21,7 +21,8 @@ class Bound:
         iteration_s: no plan's steady iteration can be shorter.
         update_s: from the norm barrier until the next (first micro-batch's) forward has ended.
         host_params, device_params, resident_params: the split of this rank's parameters.
-        binding: the resources that are full at the optimum.
+        binding: the resources that are full at the optimum; ``(update)``: from the end of backward
+            to the end of the next forward, else over the whole iteration.
     """
 
     iteration_s: float
@@ -125,15 +126,15 @@ class _Problem:
         self._add("host compute", [host_s, 0, 0, 0], 0.0)
         self._add("device compute", [0, device_s, device_s, 0], -forward_s)
         up = n / rates["h2d"]
-        self._add("H2D link", [wire * up, state * up, 0, -state * up], 0.0)
+        self._add("H2D link (update)", [wire * up, state * up, 0, -state * up], 0.0)
         # Write-backs and gradients may use the whole iteration.
         down, both, dram = n / rates["d2h"], n / rates["link"], n / rates["dram"]
         # From the second micro-batch on, the sum so far is fetched before it goes home again.
         fetched = (micro - 1) * home
         self._add("D2H link", [micro * home * down, state * down, 0, 0], rest_s)
-        self._add("H2D link in all", [(wire + fetched) * up, state * up, 0, 0], rest_s)
+        self._add("H2D link", [(wire + fetched) * up, state * up, 0, 0], rest_s)
         crossing = wire + micro * home + fetched
-        self._add("link", [crossing * both, 2 * state * both, 0, 0], rest_s)
+        self._add("both ways of the link", [crossing * both, 2 * state * both, 0, 0], rest_s)
         # Alone, no op asks DRAM for more than the triad rate, as in `simulate.demands`.
         triad = machine.dram_bytes_per_s.median
         wire_dram = min(wire, triad * wire / machine.rate("h2d_bytes_per_s"))
@@ -145,14 +146,18 @@ class _Problem:
         kernel = min(Bytes.of(w).host_traffic, triad * host_s / n)
         # What is not written back when forward ends still occupies slots, as visits that came in
         # early do: within T at least the rest crosses. Host updates lie in T altogether.
-        self._add("D2H link in T", [0, state * down, 0, -state * down], 0.0)
-        self._add("link in T", [wire * both, 2 * state * both, 0, -2 * state * both], 0.0)
+        self._add("D2H link (update)", [0, state * down, 0, -state * down], 0.0)
+        self._add(
+            "both ways of the link (update)",
+            [wire * both, 2 * state * both, 0, -2 * state * both],
+            0.0,
+        )
         inside = kernel + wire_dram
-        self._add("DRAM in T", [inside * dram, visit * dram, 0, -visit * dram], 0.0)
+        self._add("DRAM (update)", [inside * dram, visit * dram, 0, -visit * dram], 0.0)
         inside += micro * home_dram + (micro - 1) * fetch_dram
         self._add("DRAM", [inside * dram, visit * dram, 0, 0], rest_s)
         if machine.device_shares_host_cores:
-            self._add("cores", [host_cores_s, device_s, device_s, 0], -forward_s)
+            self._add("CPU cores", [host_cores_s, device_s, device_s, 0], -forward_s)
 
     def _memory(self, w: Workload, device_bytes: float) -> None:
         """In shares of all state, so that the rows are as large as the others.
@@ -165,7 +170,7 @@ class _Problem:
         activations = sum(layer.activation_bytes for layer in w.layers) / scale
         stays = w.grad_bytes_per_param / state
         self._append("device memory", [0, stays, 1 + stays, 1, 0], spare - activations)
-        self._append("slots hold visits", [0, -1, 0, 1, 0], 0.0)
+        self._append("staging slots", [0, -1, 0, 1, 0], 0.0)
 
     def _add(self, name: str, seconds: list[float], spare_s: float) -> None:
         """The work of a resource must fit into T plus what it has outside of T."""
