@@ -113,8 +113,15 @@ class _Chosen:
         self.sums = np.concatenate([np.zeros((len(codes), 1)), sums], axis=1)
         all_home = (self.hosted * self.released_s).max(axis=1)
         first = np.where(self.visiting, self.device_s, np.inf).min(axis=1)
-        # The first write-back: behind its update, and on its lane behind all gradients.
-        self.back_s = np.maximum(self.norm_s + first, all_home)
+        # The first write-back: behind its update, on its lane behind all gradients; and of the way
+        # in, behind the last micro-batch's fetches and its own visit.
+        self.early_s = self.norm_s - float(times.backward[:-1].sum())
+        arrived = (
+            self.early_s
+            + self.last_fetch_s
+            + self.in_rate * np.where(self.visiting.any(axis=1), self.least[:, 0], 0.0)
+        )
+        self.back_s = np.maximum(np.maximum(self.norm_s, arrived) + first, all_home)
         self._last_host()
 
     def _last_host(self) -> None:
@@ -208,11 +215,10 @@ class _Chosen:
         way in with new parameters.
         """
         times = self.times
-        early_s = self.norm_s - float(times.backward[:-1].sum())
         on_device = self.norm_s + p.device_s
         coming = p.in_s + p.copy_s
-        fetched = np.maximum(early_s + self.last_fetch_s, self.fetching_s)
-        coming = coming + np.where(p.hosts > 0, fetched, early_s)
+        fetched = np.maximum(self.early_s + self.last_fetch_s, self.fetching_s)
+        coming = coming + np.where(p.hosts > 0, fetched, self.early_s)
         coming = np.where(p.in_s > 0, coming, 0.0)
         beyond = np.maximum(p.visits - self.slots, 0).astype(np.int64)
         some = beyond > 0
@@ -238,8 +244,21 @@ class _Chosen:
         others = np.where(self.keeps_pace & in_time, np.minimum(others, self.other_last_s), 0.0)
         by_slot = (self.in_rate + self.out_rate) * self._sum(beyond) / max(1, self.slots)
         crossing = [in_turn + one_s, in_line + one_s, shared, self.norm_s + by_slot + one_s]
-        crossing.append(others - self.behind[i])
+        crossing += [others - self.behind[i], self._one_way(p, beyond, first)]
         return [on_device, coming, *(np.where(some, seconds, 0.0) for seconds in crossing)]
+
+    def _one_way(self, p: _Prefix, beyond: NDArray[np.int64], first: Floats) -> Floats:
+        """All that comes in from the last micro-batch on: its fetches, visits and parameters. While
+        the first write-back leaves, no visit can: and of parameters only what is updated then, and
+        what waits in the slots.
+        """
+        out_s = self.out_rate * first
+        meanwhile = out_s / self.times.update_s * self.times.copy_s
+        waiting = PARAMETER_SLOTS * self.copy_s.max()
+        copies_s = np.maximum(0.0, p.copy_s - np.minimum(out_s, meanwhile + waiting))
+        begun_s = self.early_s + self.last_fetch_s
+        ended_s: Floats = begun_s + self.in_rate * self._sum(beyond + 1) + out_s + copies_s
+        return ended_s
 
     def _sum(self, number: NDArray[np.int64]) -> Floats:
         """Of so many smallest visits."""

@@ -294,9 +294,13 @@ class Times:
         return np.stack([needed[name] for name in REQUIREMENTS], axis=1)
 
     def _lag_s(self, host: Ints, elements: Floats) -> Floats:
-        """How long behind the norm the last gradient is home."""
+        """How long behind the norm the first write-back can begin: gradients are home."""
+        micro = self.workload.gradient_accumulation_steps
         home = np.maximum(self.gradient.lane_s[host], elements * self.home_s)
-        all_home = self.backward[-1] + self.workload.gradient_accumulation_steps * home
+        all_home = self.backward[-1] + micro * home
+        if micro > 1:  # the last fetches share the way in with the first visit
+            early_s = self.rest_s - float(self.backward[:-1].sum())
+            all_home = np.maximum(all_home, early_s + elements * self.fetch_s + self.visit_in.one_s)
         lag: Floats = np.maximum(0.0, all_home - self.rest_s)
         return lag
 
