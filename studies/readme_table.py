@@ -51,7 +51,13 @@ FIGURES: dict[str, dict[str, str]] = {
         "kills": "{} kills",
         "lost_jobs": "{} jobs lost",
     },
-    "optimality": {"median_gap_pct": "median gap {:.2f}%", "max_gap_pct": "largest {:.2f}%"},
+    "optimality": {
+        "median_gap_pct": "median gap {:.2f}%",
+        "max_gap_pct": "largest {:.2f}%",
+        "real_models.pairs": "{} real models, links and settings",
+        "real_models.median_gap_pct": "{:.2f}%",
+        "real_models.max_gap_pct": "largest {:.2f}%",
+    },
     "fidelity": {"median_abs_pct_error": "median prediction error {:.1f}%"},
     "interleaving": {
         "h100x4_stride_2_over_stock": "H100 node: stride 2 {:.1f}x stock of 2024",
