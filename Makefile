@@ -37,7 +37,7 @@ lint: setup ## ruff and mypy
 	ruff format --check .
 	mypy
 
-compat: setup ## the bit-identity tests on the oldest DeepSpeed and on 0.19.6
+compat: setup ## bits, checkpoints and front door on the oldest DeepSpeed and on 0.19.6
 	@sh scripts/compat.sh 0.18.6 0.19.6
 
 results: setup ## rewrite the README's table from studies/results/

@@ -1,5 +1,5 @@
 #!/bin/sh
-# The bit-identity tests on other DeepSpeeds: scripts/compat.sh VERSION...
+# The bit-identity tests, checkpoints and the front door on other DeepSpeeds: scripts/compat.sh VERSION...
 # Each version gets a venv of its own (under $COMPAT_DIR, build/compat by default) that holds only
 # it and sees everything else, torch included, in the environment of the `python` on PATH. Its ops
 # are compiled apart from other versions', whose sources differ under the same names.
@@ -7,7 +7,7 @@ set -eu
 here=$(cd "$(dirname "$0")/.." && pwd)
 folder=${COMPAT_DIR:-$here/build/compat}
 packages=$(python -c 'import site; print(site.getsitepackages()[0])')
-tests=${COMPAT_TESTS:-tests/runtime/contract/test_bits.py tests/runtime/contract/test_windows.py tests/runtime/contract/test_readers.py tests/runtime/contract/test_races.py}
+tests=${COMPAT_TESTS:-tests/runtime/contract/test_bits.py tests/runtime/contract/test_windows.py tests/runtime/contract/test_readers.py tests/runtime/contract/test_races.py tests/runtime/checkpoint/test_engine.py tests/runtime/frontdoor/test_front_door.py}
 failed=
 for version in "$@"; do
     venv=$folder/$version
