@@ -11,7 +11,7 @@ from runtime.checkpoint.bystanders import guard, ours
 from runtime.checkpoint.engine import _over
 from runtime.checkpoint.inspect import verify
 from tests.runtime.checkpoint.conftest import Bench, Gate, some_state
-from tests.runtime.checkpoint.test_rotation import die, fail, guarded, killed, saved
+from tests.runtime.checkpoint.test_rotation import Cut, cut_at, die, fail, guarded, killed, saved
 
 # ruff: noqa: PTH208 - trainers look with os.listdir
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="kills need fork")
@@ -59,6 +59,31 @@ def test_a_kill_before_the_commit_gives_the_older_one_back(root, at, new):
     assert verify(root / "checkpoint_0", "state") == []
     assert (root / "checkpoint_0/trainer_state.json").read_text() == '{"step": 10}'
     assert os.listdir(root.parent) == ["checkpoints"], "nothing else is left"
+
+
+@pytest.mark.parametrize("new", ["checkpoint_1", "checkpoint_0"])
+def test_a_kill_while_it_is_given_back_is_made_good_by_the_next_run(root, monkeypatch, new):
+    saved(root / "checkpoint_0", 10)
+    assert killed(lambda: delete_then_save(root, new, "voted", die)) == -signal.SIGKILL
+    for number in range(1, 100):
+        again = root.parent / f"again_{number}"
+        with ours():
+            shutil.copytree(root.parent, again, ignore=shutil.ignore_patterns("again_*"))
+        with monkeypatch.context() as patch:
+            cut_at(patch, number)
+            try:
+                os.listdir(again / "checkpoints")
+                cut = False
+            except Cut:
+                cut = True
+        again = again.rename(f"{again}_and_again")  # else it is known as settled
+        assert os.listdir(again / "checkpoints") == ["checkpoint_0"], number
+        assert verify(again / "checkpoints/checkpoint_0", "state") == [], number
+        left = rotation.twin(again / "checkpoints")  # empty: another rank may be making its own
+        assert not any(left.rglob("*")), number
+        if not cut:
+            break
+    assert number > 3, "the resume must have changed something"
 
 
 def test_after_the_commit_it_is_gone(root):
