@@ -99,12 +99,16 @@ def _arrangements(search: Search) -> Callable[[Counts, float], Iterable[tuple[Pl
     return arranged
 
 
-def reorder(search: Search, evaluations: int = REORDERINGS) -> None:
-    """Other orders of the updates for the best candidates so far; ends once the bound is near.
+def reorder(
+    search: Search, evaluations: int = REORDERINGS, floor_s: float | None = None
+) -> None:  # fmt: skip
+    """Other orders of the updates for the best candidates so far; ends once the bound is near,
+    or what is given in its place.
 
     Parts of a queue's sequence are moved, turned round or not; only what is better is kept, so that
     an order that has a short form keeps it.
     """
+    floor_s = search.bound.iteration_s if floor_s is None else floor_s
     rng = Random(search.seed)
     known = sorted(search.scores, key=lambda c: search.scores[c].iteration_s)
     few = len(search.workload.subgroups) <= MOST_CHOSEN
@@ -114,7 +118,7 @@ def reorder(search: Search, evaluations: int = REORDERINGS) -> None:
         moves = [queue for queue in Queue if len(_members(start, queue)) > 1] * evaluations
         steps: list[UpdateOrder | Queue | str] = [*named, "residents first", *moves]
         for step in steps:
-            if current_s <= CLOSE * search.bound.iteration_s:
+            if current_s <= CLOSE * floor_s:
                 return
             tried = replace(current, order=_changed(current, step, rng))
             tried_s = search.score(tried).iteration_s

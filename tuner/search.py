@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from simulator.analysis.bound import Bound, bound
+from simulator.analysis.bound import Bound, bound, fluid_bound
 from simulator.analysis.many_plans import PlanSweep
 from simulator.engines.recipe_arrays import PLACEMENT_CODES
 from simulator.machine import Machine
@@ -160,7 +160,7 @@ class Search:
                         self.score(even(count, residents, visits, slots))
         if all(math.isinf(score.iteration_s) for score in self.scores.values()):
             return  # nothing fits, and the bound has no solution either
-        ideal = self.bound
+        ideal = fluid_bound(self.workload, self.machine, self.limits.device_bytes)
         per_subgroup = self.workload.params / count
         around = (
             (round(ideal.resident_params / per_subgroup) + r,

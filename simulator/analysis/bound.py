@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -55,6 +55,19 @@ def bound(workload: Workload, machine: Machine, device_bytes: float | None = Non
     Raises:
         ValueError: not even the workload alone fits into the device's memory.
     """
+    fluid = fluid_bound(workload, machine, device_bytes)
+    rest_s = fluid.iteration_s - fluid.update_s
+    counted_s = _counted_s(workload.serial, machine, device_bytes)
+    update_s = max(fluid.update_s, counted_s - rest_s)
+    return replace(fluid, iteration_s=rest_s + update_s, update_s=update_s)
+
+
+def fluid_bound(workload: Workload, machine: Machine, device_bytes: float | None = None) -> Bound:
+    """`bound` without the numbers of whole subgroups: no tighter, and there in milliseconds.
+
+    Raises:
+        ValueError: not even the workload alone fits into the device's memory.
+    """
     from scipy.optimize import linprog
 
     workload = workload.serial
@@ -81,7 +94,6 @@ def bound(workload: Workload, machine: Machine, device_bytes: float | None = Non
         for name, left in zip(problem.names, slack, strict=True)
         if left <= 1e-9 * max(1.0, update_s)
     )
-    update_s = max(update_s, _counted_s(workload, machine, device_bytes) - problem.rest_s)
     return Bound(
         iteration_s=problem.rest_s + update_s,
         update_s=update_s,

@@ -16,8 +16,9 @@ def run(study, path, *arguments):
 
 @pytest.mark.slow
 def test_optimality(tmp_path):
-    found = run("optimality", tmp_path / "o.json", "--pairs", "4")
-    assert len(found["rows"]) == 4
+    found = run("optimality", tmp_path / "o.json", "--pairs", "2", "--few", "4")
+    assert len(found["rows"]) == 2
+    assert len(found["few_subgroups"]["rows"]) == 4
     assert all(row["gap_pct"] >= -1e-6 for row in found["rows"]), "no plan beats the bound"
     assert 0 <= found["median_gap_pct"] <= found["max_gap_pct"]
     assert {"machine", "versions", "command"} <= found.keys()
