@@ -16,7 +16,7 @@ from simulator.update.order import UpdateOrder
 from tuner.search import Candidate, Search
 
 WORTH = 1.02  # times the bound: nearer than that, others are as good a use of the time
-EVALUATIONS = 12_000
+EVALUATIONS_EACH, MOST_EVALUATIONS = 300, 12_000  # for each subgroup; in all
 HEAT = 0.08  # of a mean subgroup's update on the host: the first temperature
 NEAR = 4  # positions apart
 HOST, DEVICE, RESIDENT = range(3)
@@ -110,8 +110,11 @@ class _State:
         return search.seconds(codes, *options)
 
 
-def anneal(search: Search, evaluations: int = EVALUATIONS) -> None:
+def anneal(search: Search, evaluations: int | None = None) -> None:
     """Adds to the search's scores what it comes by; deterministic under the search's seed."""
+    if evaluations is None:
+        count = len(search.workload.subgroups)
+        evaluations = min(MOST_EVALUATIONS, EVALUATIONS_EACH * count)
     floor_s, base = search.bound.iteration_s, search.ordered(search.best())
     best_s = search.score(base).iteration_s
     if best_s <= WORTH * floor_s:
