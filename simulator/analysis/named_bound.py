@@ -8,6 +8,7 @@ looked at. What follows holds for every order in which the queues update them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,12 +30,7 @@ class NamedBounds:
         """Of at most MOST_CHOSEN subgroups."""
         self.times, w = times, times.workload
         self.sizes = np.array(w.subgroups, dtype=np.float64)
-        count = len(self.sizes)
-        numbers = np.arange(3**count)
-        digits = [(numbers // 3**i % 3).astype(np.int8) for i in range(count)]
-        self.codes = np.stack(digits, axis=1)
-        hosts, visits = ((self.codes == code).sum(axis=1) for code in (HOST, VISIT))
-        self.key = hosts * (count + 1) + visits
+        self.codes, self.key = _choices(len(self.sizes))
         activations = sum(layer.activation_bytes for layer in w.layers)
         self.room = device_bytes - w.device_base_bytes - activations
 
@@ -60,6 +56,24 @@ class NamedBounds:
         held += w.grad_bytes_per_param * ((stays | visits) @ self.sizes)
         fitting: NDArray[np.int8] = codes[held <= self.room]
         return fitting
+
+
+@lru_cache(maxsize=2)
+def _choices(count: int) -> tuple[NDArray[np.int8], NDArray[np.int16]]:
+    """All placements of so many subgroups, and how many hosts and visits each has, as one number.
+
+    Of 13 subgroups they take 24 MB, and a tenth of a second to make: kept, as who looks at a model
+    asks for its bound again at each move.
+    """
+    numbers = np.arange(3**count, dtype=np.int32)
+    codes = np.empty((len(numbers), count), dtype=np.int8)
+    key = np.zeros(len(numbers), dtype=np.int16)
+    for i in range(count):
+        codes[:, i] = numbers // 3**i % 3
+        key += (codes[:, i] == HOST) * np.int16(count + 1) + (codes[:, i] == VISIT)
+    for made in (codes, key):
+        made.flags.writeable = False
+    return codes, key
 
 
 @dataclass
