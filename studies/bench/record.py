@@ -115,4 +115,4 @@ def _versions() -> dict[str, str]:
 
 def _module() -> str:
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
-    return spec.name if spec is not None else Path(sys.argv[0]).stem
+    return spec.name.removesuffix(".__main__") if spec is not None else Path(sys.argv[0]).stem
