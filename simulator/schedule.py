@@ -60,6 +60,13 @@ class Lane(StrEnum):
     __hash__ = str.__hash__  # as of `OpKind`
 
 
+def op_label(kind: OpKind, subgroup: int, layer: int) -> str:
+    """For timelines: ``update host s3``; -1: of no subgroup, or no layer."""
+    part = f" s{subgroup}" if subgroup >= 0 else ""
+    part += f" l{layer}" if layer >= 0 else ""
+    return f"{kind.value}{part}"
+
+
 class Op(NamedTuple):
     """One piece of work. A tuple, because a what-if makes thousands of them.
 
@@ -96,10 +103,7 @@ class Op(NamedTuple):
 
     @property
     def label(self) -> str:
-        """For timelines: ``update host s3``."""
-        part = f" s{self.subgroup}" if self.subgroup >= 0 else ""
-        part += f" l{self.layer}" if self.layer >= 0 else ""
-        return f"{self.kind.value}{part}"
+        return op_label(self.kind, self.subgroup, self.layer)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from simulator.schedule import Lane, OpKind
+from simulator.schedule import Lane, OpKind, op_label
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +22,7 @@ class Span:
 
     @property
     def label(self) -> str:
-        part = f" s{self.subgroup}" if self.subgroup >= 0 else ""
-        part += f" l{self.layer}" if self.layer >= 0 else ""
-        return f"{self.kind.value}{part}"
+        return op_label(self.kind, self.subgroup, self.layer)
 
 
 def makespan_s(spans: Sequence[Span]) -> float:

@@ -190,9 +190,9 @@ def _check_disk(trial: Trial, folder: Path) -> None:
     unsealed -= {entry.tag for entry in list_checkpoints(folder)}
     trial.torn.extend(f"{tag}: visible without a manifest" for tag in sorted(unsealed))
     choice = newest_valid(folder)
-    result = -1 if choice.step is None else choice.step
-    if result < trial.committed_step:
-        trial.lost.append(f"step {trial.committed_step} was committed, but {result} is the newest")
+    newest = -1 if choice.step is None else choice.step
+    if newest < trial.committed_step:
+        trial.lost.append(f"step {trial.committed_step} was committed, but {newest} is the newest")
     latest = folder / "latest"
     if latest.exists() and not (folder / latest.read_text()).is_dir():
         trial.lost.append(f"latest names {latest.read_text()!r}, which is not there")

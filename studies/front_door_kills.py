@@ -12,8 +12,6 @@ had on disk at that point of the script, its final state with the uninterrupted 
 from __future__ import annotations
 
 import argparse
-import atexit
-import gc
 import json
 import os
 import random
@@ -30,6 +28,7 @@ from typing import Any
 from rich.console import Console
 
 from runtime.hardware.launcher import free_port, remove_shared_buffers
+from studies.bench.many_engines import freeze_heap
 from studies.bench.record import write_record
 from studies.checkpoints.front_door_run import SAVE_EVERY, SCRIPTS, STEPS, Kill, Script, train
 from studies.checkpoints.run import warm_up
@@ -188,11 +187,7 @@ def warm() -> None:
     import transformers.models.gpt2.modeling_gpt2
     import transformers.trainer  # noqa: F401
 
-    # Accelerate collects all garbage whenever it prepares an engine: in every fork, without this
-    # over all that the libraries have made.
-    gc.collect()
-    gc.freeze()
-    atexit.register(gc.unfreeze)  # else Triton calls its own types leaked
+    freeze_heap()
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -66,14 +66,15 @@ def train(door: str, size: str, overlap: bool, folder: Path, orders: Iterable[st
 def engine_through(door: str, size: str, overlap: bool) -> Any:
     """An engine under a plan that updates everything on the host, and one checkpoint kept."""
     from simulator import CheckpointPlan, Plan
+    from simulator.workload import cut
     from studies.byte_gpt import SIZES, ByteGPT, ds_config
 
     model = ByteGPT(SIZES[size].with_sequence(1))
-    params = sum(p.numel() for p in model.parameters())
-    subgroup = max(20_000, params // 10)
+    parameters = [p.numel() for p in model.parameters()]
+    subgroup = max(20_000, sum(parameters) // 10)
     config = ds_config(1, subgroup)
     plan = Plan(
-        subgroup_size=subgroup, placement=Plan.runs(["host"] * subgroups(model, subgroup)),
+        subgroup_size=subgroup, placement=Plan.runs(["host"] * len(cut(parameters, subgroup))),
         overlap_forward=overlap, checkpoint=CheckpointPlan(keep=1),
     )  # fmt: skip
     if door == "library":
@@ -84,16 +85,6 @@ def engine_through(door: str, size: str, overlap: bool) -> Any:
 
     config["ebbtide"] = {"plan": plan.model_dump(mode="json")}
     return deepspeed.initialize(model=model, config=config)[0]
-
-
-def subgroups(model: Any, elements: int) -> int:
-    """As DeepSpeed fills them: whole parameters, until the next one would be one too many."""
-    count, filled = 0, 0
-    for parameter in model.parameters():
-        filled += parameter.numel()
-        if filled >= elements:
-            count, filled = count + 1, 0
-    return count + (filled > 0)
 
 
 def timed(engine: Any, batch: Any, folder: Path | None) -> dict[str, float]:

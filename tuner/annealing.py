@@ -12,15 +12,16 @@ from random import Random
 
 import numpy as np
 
+from simulator.engines.recipe_arrays import PLACEMENT_CODES
 from simulator.update.order import UpdateOrder
+from tuner.refine import NEAR, taken_out
 from tuner.search import Candidate, Search
 
 WORTH = 1.02  # times the bound: nearer than that, others are as good a use of the time
 EVALUATIONS_EACH, MOST_EVALUATIONS = 300, 12_000  # for each subgroup; in all
 HEAT = 0.08  # of a mean subgroup's update on the host: the first temperature
-NEAR = 4  # positions apart
-HOST, DEVICE, RESIDENT = range(3)
-PLACEMENTS = ("host", "device", "resident")
+PLACEMENTS = tuple(PLACEMENT_CODES)
+HOST, DEVICE = PLACEMENT_CODES["host"], PLACEMENT_CODES["device"]
 
 
 @dataclass
@@ -35,8 +36,8 @@ class _State:
     @classmethod
     def of(cls, c: Candidate) -> _State:
         issue = range(len(c.placements)) if c.issue is None else c.issue.tolist()
-        codes = [PLACEMENTS.index(p) for p in c.placements]
-        queues = [s for s in issue if not codes[s]], [s for s in issue if codes[s]]
+        codes = [PLACEMENT_CODES[p] for p in c.placements]
+        queues = [s for s in issue if codes[s] == HOST], [s for s in issue if codes[s] != HOST]
         return cls(codes, queues, c.staging_slots, c.prefetch)
 
     def moved(self, rng: Random) -> _State:
@@ -70,7 +71,7 @@ class _State:
         self.codes[one], self.codes[other] = self.codes[other], self.codes[one]
 
     def _place(self, rng: Random) -> None:
-        subgroup, code = rng.randrange(len(self.codes)), rng.randrange(3)
+        subgroup, code = rng.randrange(len(self.codes)), rng.randrange(len(PLACEMENTS))
         before = self._queue(subgroup)
         place = before.index(subgroup)
         self.codes[subgroup] = code
@@ -86,17 +87,14 @@ class _State:
         queue = self.queues[rng.random() < 0.4]
         if len(queue) < 2:
             return
-        length = min(len(queue) - 1, int(rng.expovariate(0.5)) + 1)
-        first = rng.randrange(len(queue) - length + 1)
-        part = queue[first : first + length]
-        del queue[first : first + length]
+        first, part = taken_out(queue, 0.5, rng)
         near = min(len(queue), max(0, first + rng.randint(-NEAR, NEAR)))
         place = near if rng.random() < 0.5 else rng.randint(0, len(queue))
         queue[place:place] = part[::-1] if rng.random() < 0.3 else part
 
     def candidate(self, base: Candidate) -> Candidate:
         return replace(
-            base, placements=tuple(PLACEMENTS[code] for code in self.codes),  # type: ignore[misc]
+            base, placements=tuple(PLACEMENTS[code] for code in self.codes),
             order=UpdateOrder.from_sequences(*self.queues), staging_slots=self.slots,
             prefetch=self.prefetch,
         )  # fmt: skip

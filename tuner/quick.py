@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from simulator.analysis.bound import fluid_bound
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.update.footprint import footprint
@@ -74,8 +73,7 @@ def quick_plan(
         search.constructive()
         if any(not math.isinf(score.iteration_s) for score in search.scores.values()):
             search.climb(evaluations)
-            fluid = fluid_bound(workload, machine, limits.device_bytes)
-            reorder(search, REORDERINGS, fluid.iteration_s)
+            reorder(search, REORDERINGS, search.fluid.iteration_s)
     best = search.best()
     best_s = search.score(best).iteration_s
     if not best_s < current_s:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import product
 from random import Random
 
-from simulator.analysis.counted_bound import MOST_SUBGROUPS, CountBounds, count_bounds
+from simulator.analysis.counted_bound import CountBounds
 from simulator.analysis.named_bound import MOST_CHOSEN, NamedBounds
 from simulator.analysis.window_times import Times
 from simulator.plan import Placement
@@ -38,10 +38,8 @@ def refine(search: Search) -> None:
 
     Does nothing for more subgroups than `simulator.analysis.counted_bound` counts out.
     """
-    if len(search.workload.subgroups) > MOST_SUBGROUPS:
-        return
-    bounds = count_bounds(search.workload, search.machine, search.limits.device_bytes)
-    if not len(bounds.host):
+    bounds = search.counts
+    if bounds is None or not len(bounds.host):
         return
     floor_s = search.bound.iteration_s
     guessed = _guess(search, bounds)
@@ -151,13 +149,23 @@ def _residents_first(candidate: Candidate) -> UpdateOrder:
 def _moved(candidate: Candidate, queue: Queue, rng: Random) -> UpdateOrder:
     sequences = _sequences(candidate)
     sequence = sequences[queue]
-    length = min(len(sequence) - 1, int(rng.expovariate(0.3)) + 1)
-    first = rng.randrange(len(sequence) - length + 1)
-    part = sequence[first : first + length]
-    del sequence[first : first + length]
+    _, part = taken_out(sequence, 0.3, rng)
     place = rng.randrange(len(sequence) + 1)
     sequence[place:place] = part[::-1] if rng.random() < 0.5 else part
     return UpdateOrder.from_sequences(sequences[Queue.HOST], sequences[Queue.DEVICE])
+
+
+def taken_out(sequence: list[int], rate: float, rng: Random) -> tuple[int, list[int]]:
+    """Takes a part, not all, out of a sequence of two or more: where it began, and the part.
+
+    Args:
+        rate: of the exponential distribution of its length.
+    """
+    length = min(len(sequence) - 1, int(rng.expovariate(rate)) + 1)
+    first = rng.randrange(len(sequence) - length + 1)
+    part = sequence[first : first + length]
+    del sequence[first : first + length]
+    return first, part
 
 
 def climb_order(search: Search, start: Candidate, rng: Random, evaluations: int) -> Candidate:

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from simulator.analysis.bound import Bound, bound, fluid_bound
+from simulator.analysis.bound import Bound, fluid_bound, raised, whole_counts
+from simulator.analysis.counted_bound import CountBounds
 from simulator.analysis.many_plans import PlanSweep
 from simulator.engines.recipe_arrays import PLACEMENT_CODES
 from simulator.machine import Machine
@@ -160,7 +161,7 @@ class Search:
                         self.score(even(count, residents, visits, slots))
         if all(math.isinf(score.iteration_s) for score in self.scores.values()):
             return  # nothing fits, and the bound has no solution either
-        ideal = fluid_bound(self.workload, self.machine, self.limits.device_bytes)
+        ideal = self.fluid
         per_subgroup = self.workload.params / count
         around = (
             (round(ideal.resident_params / per_subgroup) + r,
@@ -192,7 +193,17 @@ class Search:
     @cached_property
     def bound(self) -> Bound:
         """Within the memory that plans may take."""
-        return bound(self.workload, self.machine, self.limits.device_bytes)
+        return raised(self.fluid, self.counts)
+
+    @cached_property
+    def counts(self) -> CountBounds | None:
+        """What whole numbers of subgroups allow; None where they are not counted out."""
+        return whole_counts(self.workload, self.machine, self.limits.device_bytes)
+
+    @cached_property
+    def fluid(self) -> Bound:
+        """The bound without those, there in milliseconds."""
+        return fluid_bound(self.workload, self.machine, self.limits.device_bytes)
 
     def climb(self, evaluations: int = CLIMB_EVALUATIONS) -> None:
         """Local search: change one subgroup or swap two; keep what is not worse."""

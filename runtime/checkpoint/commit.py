@@ -227,12 +227,12 @@ class Commit:
 
     def _agree(self, manifest: RankManifest) -> None:
         a = self._attempt
-        result = (manifest.nonce, manifest.tag, manifest.step, manifest.world_size)
+        voted = (manifest.nonce, manifest.tag, manifest.step, manifest.world_size)
         expected = (a.nonce, a.tag, a.step, a.world_size)
-        if result != expected:
+        if voted != expected:
             raise CheckpointError(
                 "all ranks must save the same step under the same tag, but rank "
-                f"{manifest.rank} voted for (attempt, tag, step, world size) {result}, rank 0 has "
+                f"{manifest.rank} voted for (attempt, tag, step, world size) {voted}, rank 0 has "
                 f"{expected}"
             )
 

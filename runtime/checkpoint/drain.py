@@ -245,13 +245,13 @@ class Drainer:
                     return
 
     def _drain_newest(self, *, catching_up: bool) -> BaseException | None:
-        result = None
+        newest = None
         try:
-            result = next_to_drain(self._tiers)
-            if result is not None:
-                self._drain.run(result)
+            newest = next_to_drain(self._tiers)
+            if newest is not None:
+                self._drain.run(newest)
         except BaseException as error:  # noqa: BLE001 - the foreground raises it at the next step
-            if result is not None and not result.folder.exists():
+            if newest is not None and not newest.folder.exists():
                 return None  # a newer one was committed, this one pruned: the newer one is next
             if isinstance(error, DamagedSourceError) and catching_up:
                 logger.warning("not drained: %s", error)

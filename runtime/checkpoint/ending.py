@@ -20,7 +20,7 @@ class Saving(Protocol):
 
 
 _savers: weakref.WeakSet[Saving] = weakref.WeakSet()
-sigterm_came = threading.Event()  # SIGTERM came
+sigterm_came = threading.Event()
 
 
 def finish_at_sigterm(saving: Saving) -> None:

@@ -115,9 +115,9 @@ def _check_ranks(folder: Path, page: GlobalManifest) -> tuple[list[Problem], lis
             if block_hash(data) != seal.hash:
                 raise ManifestError("its bytes do not match the global manifest")
             manifest = parse(data, RankManifest, seal.path)
-            result = (manifest.rank, manifest.nonce, manifest.step, manifest.tag)
-            if result != (rank, page.nonce, page.step, page.tag):
-                raise ManifestError(f"it belongs to another checkpoint or rank: {result}")
+            belongs_to = (manifest.rank, manifest.nonce, manifest.step, manifest.tag)
+            if belongs_to != (rank, page.nonce, page.step, page.tag):
+                raise ManifestError(f"it belongs to another checkpoint or rank: {belongs_to}")
             records.extend(manifest.files)
         except (OSError, ManifestError) as error:
             problems.append(Problem(seal.path, str(error)))

@@ -132,7 +132,7 @@ def parse(data: bytes, kind: type[PageT], name: str) -> PageT:
         raise ManifestError(f"{name} must be at most {MAX_BYTES} bytes, but has {len(data)}")
     try:
         raw = json.loads(data)
-        body, result = raw["body"], raw["xxh3_128"]
+        body, stated_hash = raw["body"], raw["xxh3_128"]
         version = body.get("format", FORMAT) if isinstance(body, dict) else FORMAT
         if isinstance(version, int) and version > FORMAT:
             raise ManifestError(
@@ -148,5 +148,5 @@ def parse(data: bytes, kind: type[PageT], name: str) -> PageT:
         kind_of = type(error).__name__
         raise ManifestError(f"{name} is torn or not a manifest ({kind_of})") from None
     if dump(page) != data:
-        raise ManifestError(f"{name} was altered: its bytes do not match its hash {result!r}")
+        raise ManifestError(f"{name} was altered: its bytes do not match its hash {stated_hash!r}")
     return page

@@ -40,13 +40,13 @@ def cache_dir() -> Path:
 
 def _compiler() -> str:
     wanted = os.environ.get("CXX", "g++")
-    result = shutil.which(wanted)
-    if result is None:
+    compiler = shutil.which(wanted)
+    if compiler is None:
         raise MissingCompilerError(
             f"a C++ compiler is needed to build the update kernel, but {wanted!r} was not found: "  # noqa: S608 - prose
             "install g++, or set CXX to another compiler that knows -fopenmp"
         )
-    return result
+    return compiler
 
 
 def _cpu_model() -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from simulator.analysis.counted_bound import MOST_SUBGROUPS, count_bounds
+from simulator.analysis.counted_bound import MOST_SUBGROUPS, CountBounds, count_bounds
 from simulator.engines.reference import capacities
 from simulator.machine import Machine
 from simulator.update.recipes import Bytes
@@ -43,8 +43,8 @@ def bound(workload: Workload, machine: Machine, device_bytes: float | None = Non
     hold them, and may be written back until the next barrier. Residents and slots share the device
     with activations and with gradients that stay there.
     ``iteration_s = min T + the other passes``; overlap of the update with forward is allowed, so
-    the bound holds for plans without it too. Up to `counts.MOST_SUBGROUPS` subgroups, it is also
-    the lowest of what whole numbers of them allow (`counts.count_bounds`).
+    the bound holds for plans without it too. Up to MOST_SUBGROUPS subgroups, it is also the
+    lowest of what whole numbers of them allow (`simulator.analysis.counted_bound`).
 
     It is one of the steady state: a simulation of three iterations can be shorter where the link
     falls behind from iteration to iteration.
@@ -55,10 +55,16 @@ def bound(workload: Workload, machine: Machine, device_bytes: float | None = Non
     Raises:
         ValueError: not even the workload alone fits into the device's memory.
     """
-    fluid = fluid_bound(workload, machine, device_bytes)
+    counts = whole_counts(workload, machine, device_bytes)
+    return raised(fluid_bound(workload, machine, device_bytes), counts)
+
+
+def raised(fluid: Bound, counts: CountBounds | None) -> Bound:
+    """`bound`, where its two parts are known."""
+    if counts is None or not len(counts.iteration_s):
+        return fluid
     rest_s = fluid.iteration_s - fluid.update_s
-    counted_s = _counted_s(workload.serial, machine, device_bytes)
-    update_s = max(fluid.update_s, counted_s - rest_s)
+    update_s = max(fluid.update_s, float(counts.iteration_s[0]) - rest_s)
     return replace(fluid, iteration_s=rest_s + update_s, update_s=update_s)
 
 
@@ -104,12 +110,13 @@ def fluid_bound(workload: Workload, machine: Machine, device_bytes: float | None
     )
 
 
-def _counted_s(workload: Workload, machine: Machine, device_bytes: float | None) -> float:
-    """The lowest bound of whole numbers of subgroups; 0 where they are not counted out."""
+def whole_counts(
+    workload: Workload, machine: Machine, device_bytes: float | None
+) -> CountBounds | None:
+    """Bounds of whole numbers of subgroups; None where they are not counted out."""
     if machine.unified_memory or len(workload.subgroups) > MOST_SUBGROUPS:
-        return 0.0
-    counted = count_bounds(workload, machine, device_bytes or machine.device_memory_bytes)
-    return float(counted.iteration_s[0]) if len(counted.iteration_s) else 0.0
+        return None
+    return count_bounds(workload, machine, device_bytes or machine.device_memory_bytes)
 
 
 class _Problem:

@@ -14,13 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.analysis.window_times import Times
-from simulator.update.recipes import PARAMETER_SLOTS, Placement
+from simulator.update.recipes import PARAMETER_SLOTS, RECIPES, Placement
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 MOST_CHOSEN = 13  # subgroups: 3**13 choices
-PLACEMENTS: tuple[Placement, ...] = ("host", "device", "resident")
-HOST, VISIT, RESIDENT = range(3)
+PLACEMENTS: tuple[Placement, ...] = tuple(RECIPES)
+HOST, VISIT, RESIDENT = (PLACEMENTS.index(p) for p in ("host", "device", "resident"))
 
 
 class NamedBounds:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 
 
 class ModelError(ValueError):
@@ -143,9 +144,10 @@ class Architecture:
         return self.kv_heads * self.head_size
 
 
-def _matrix(
-    rows: Callable[[Architecture], int], columns: Callable[[Architecture], int], bias: str
-) -> Callable[[Architecture], Part]:
+Width = Callable[[Architecture], int]
+
+
+def _matrix(rows: Width, columns: Width, bias: str) -> Callable[[Architecture], Part]:
     def part(arch: Architecture) -> Part:
         elements = rows(arch) * columns(arch)
         params = (elements, rows(arch)) if bias in arch.bias else (elements,)
@@ -155,7 +157,7 @@ def _matrix(
     return part
 
 
-def _norm(width: Callable[[Architecture], int]) -> Callable[[Architecture], Part]:
+def _norm(width: Width) -> Callable[[Architecture], Part]:
     return lambda arch: Part((width(arch),) * arch.norm_params, split=False)
 
 
@@ -164,7 +166,7 @@ def _experts(each: tuple[str, ...], *, fused: bool) -> Callable[[Architecture], 
 
     def part(arch: Architecture) -> Part:
         one = [elements for name in each for elements in PARTS[name](arch).params]
-        params = [arch.experts * n for n in one] if fused else one * max(1, arch.experts)
+        params = [arch.experts * n for n in one] if fused else one * arch.experts
         return Part(tuple(params), 2.0 * sum(one) * max(1, arch.experts_per_token))
 
     return part
@@ -176,21 +178,8 @@ def _head(arch: Architecture) -> Part:
     return Part((*weights, *bias), 2.0 * arch.vocabulary * arch.hidden)
 
 
-def _hidden(arch: Architecture) -> int:
-    return arch.hidden
-
-
-def _queries(arch: Architecture) -> int:
-    return arch.queries
-
-
-def _keys(arch: Architecture) -> int:
-    return arch.keys
-
-
-def _ffn(arch: Architecture) -> int:
-    return arch.ffn
-
+_hidden, _ffn, _shared_ffn = map(attrgetter, ("hidden", "ffn", "shared_ffn"))
+_queries, _keys = map(attrgetter, ("queries", "keys"))
 
 _ONLY_WITH = {
     "experts": ("experts", "plain_experts", "fused_experts"),
@@ -209,16 +198,16 @@ PARTS: dict[str, Callable[[Architecture], Part]] = {
     "up": _matrix(_ffn, _hidden, "mlp"),
     "gate_up": _matrix(lambda arch: 2 * arch.ffn, _hidden, "mlp"),
     "down": _matrix(_hidden, _ffn, "mlp"),
-    "router": _matrix(lambda arch: arch.experts, _hidden, "router"),
+    "router": _matrix(attrgetter("experts"), _hidden, "router"),
     "experts": _experts(("gate", "up", "down"), fused=False),
     "plain_experts": _experts(("up", "down"), fused=False),
     "fused_experts": _experts(("gate_up", "down"), fused=True),
-    "shared_gate": _matrix(lambda arch: arch.shared_ffn, _hidden, "mlp"),
-    "shared_up": _matrix(lambda arch: arch.shared_ffn, _hidden, "mlp"),
-    "shared_down": _matrix(_hidden, lambda arch: arch.shared_ffn, "mlp"),
+    "shared_gate": _matrix(_shared_ffn, _hidden, "mlp"),
+    "shared_up": _matrix(_shared_ffn, _hidden, "mlp"),
+    "shared_down": _matrix(_hidden, _shared_ffn, "mlp"),
     "shared_router": lambda arch: Part((arch.hidden,), 2.0 * arch.hidden),
     "norm": _norm(_hidden),
-    "head_norm": _norm(lambda arch: arch.head_size),
+    "head_norm": _norm(attrgetter("head_size")),
     "q_norm": _norm(_queries),
     "k_norm": _norm(_keys),
     "tokens": lambda arch: Part((arch.vocabulary * arch.hidden,)),

@@ -1,4 +1,4 @@
-"""What DeepSpeed does again for every engine that a process makes, and need not."""
+"""What DeepSpeed does again for every engine, and a process that makes many need not."""
 
 from __future__ import annotations
 
@@ -7,18 +7,30 @@ import functools
 import gc
 
 
-@functools.cache
 def answer_once() -> None:
-    """For a process that makes many engines, of which none is timed.
-
-    Every CPU optimizer of DeepSpeed's reads the processor's name in a process of its own (over a
-    second), and every ZeRO-3 engine has all garbage collected (1.5 s to look at what was imported,
-    at which nobody looks from here on).
-    """
-    import cpuinfo
+    """For a process that makes many engines, of which none is timed."""
     import deepspeed.runtime.engine  # noqa: F401 - what is frozen below
 
-    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+    remember_processor()
+    freeze_heap()
+
+
+def remember_processor() -> None:
+    """Every CPU optimizer of DeepSpeed's, and every op that it loads, reads the processor's name in
+    a process of its own, which takes over a second.
+    """
+    import cpuinfo
+
+    if not hasattr(cpuinfo.get_cpu_info, "cache_info"):
+        cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+
+
+def freeze_heap() -> None:
+    """DeepSpeed collects all garbage whenever it makes a ZeRO-3 engine, and Accelerate whenever it
+    prepares one: 1.5 s to look at what was imported, and more with each engine before, which its
+    own hooks keep. Nobody looks at what is there by now again.
+    """
+    if not gc.get_freeze_count():
+        atexit.register(gc.unfreeze)  # else Triton calls its own types leaked
     gc.collect()
     gc.freeze()
-    atexit.register(gc.unfreeze)  # else Triton calls its own types leaked

@@ -28,8 +28,8 @@ def measure(folder: Path, seconds: float, elements: int) -> None:
     machine = measure_machine(
         storage_dir=folder, seconds=seconds, elements=elements, progress=report
     )
-    told = {"measured_with": "python -m studies.demo"}  # not this child's own arguments
-    machine.model_copy(update=told).save(folder / "machine.json")
+    command = {"measured_with": "python -m studies.demo"}  # not this child's own arguments
+    machine.model_copy(update=command).save(folder / "machine.json")
 
 
 def make_plan(folder: Path) -> None:

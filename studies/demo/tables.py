@@ -52,7 +52,9 @@ def doubts(measured: Machine, path: Path) -> str:
     """One line for all warnings of the measurement; empty if there are none."""
     if not measured.warnings:
         return ""
-    return f"{len(measured.warnings)} of these were unsteady (a busy machine?): {path} says which"
+    count = len(measured.warnings)
+    were = "was" if count == 1 else "were"
+    return f"{count} of these {were} unsteady (a busy machine?): {path} says which"
 
 
 def workload(profiled: Workload) -> str:

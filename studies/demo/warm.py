@@ -8,12 +8,12 @@ which has a log to say so in.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import logging
 
 import cpuinfo
 
+from studies.bench.many_engines import remember_processor
 from studies.byte_gpt import python_sources
 
 logging.disable(logging.WARNING)  # nobody's phase: no log would have it
@@ -27,9 +27,7 @@ for _name in (
         importlib.import_module(_name)
 logging.disable(logging.NOTSET)
 
-# Each CPU optimizer and each op of DeepSpeed's asks for the processor's name, which takes over a
-# second, in a process of its own.
-cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+remember_processor()
 for _ask in (cpuinfo.get_cpu_info, python_sources):
     with contextlib.suppress(Exception):
         _ask()

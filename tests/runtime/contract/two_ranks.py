@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from studies.bench.bits import differences, state_of
-from studies.bench.many_engines import answer_once
+from studies.bench.many_engines import answer_once, freeze_heap
 from studies.byte_gpt import SIZES, Batches
 from tests.runtime.contract.training import DEVICES, attached, start, train
-from tests.runtime.heap import freeze
 from tests.runtime.stock_builds import runs_here, use_build
 
 MIX = ["host", "device", "resident"]
@@ -37,7 +36,7 @@ def run(pattern=None, device=DEVICE, fail=False, **config):
     losses, norms = train(engine, 5, batches=batches)
     state = state_of(engine)
     engine.destroy()
-    freeze()
+    freeze_heap()
     return state, torch.stack(losses), norms
 
 

@@ -6,8 +6,6 @@ process calls its functions.
 
 from __future__ import annotations
 
-import functools
-import gc
 import hashlib
 import os
 import sys
@@ -19,11 +17,11 @@ from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-import cpuinfo
 import torch
 
 import runtime
 from studies.bench.bits import differences, state_of
+from studies.bench.many_engines import freeze_heap, remember_processor
 
 STEPS = 20
 SUBGROUP = 2048  # a rank of two has one of each placement
@@ -296,19 +294,15 @@ def compare(name: str, **options: Any) -> list[str]:
 
 
 def settle_imports() -> None:
-    """Each engine that Accelerate prepares or frees begins with a whole garbage collection, of
-    which what the libraries have made is by far the most; each of DeepSpeed's optimizers starts a
-    process that reads the processor's name.
-    """
-    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+    """What every engine of every trainer would pay for again."""
+    remember_processor()
     import_module("transformers.trainer")
-    gc.collect()
-    gc.freeze()
+    freeze_heap()
 
 
 if __name__ == "__main__":
     settle_imports()
     runtime.enable()
-    told = [line for name in sys.argv[2:] for line in compare(name)]
-    Path(sys.argv[1], f"rank{os.environ['RANK']}").write_text("\n".join(told) or "same")
+    different = [line for name in sys.argv[2:] for line in compare(name)]
+    Path(sys.argv[1], f"rank{os.environ['RANK']}").write_text("\n".join(different) or "same")
     torch.distributed.destroy_process_group()
