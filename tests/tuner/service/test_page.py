@@ -19,6 +19,12 @@ FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-ne
 ASKED = "/?model=Llama+3+8B&machine=h100-node"
 
 
+# What stands out to the right of a width.
+BEYOND = """width => [...document.querySelectorAll("body *")]
+    .filter(one => one.getBoundingClientRect().right > width)
+    .map(one => one.outerHTML.slice(0, 90))"""
+
+
 @pytest.fixture(scope="module")
 def browser():
     with sync_api.sync_playwright() as playwright:
@@ -229,7 +235,9 @@ def test_no_serious_fault_of_access_and_no_sideways_scrolling(browser, server, w
         page.emulate_media(color_scheme=scheme)
         for view in ("what-if", "work"):
             page.click(f"#tab-{view}")
-            assert page.evaluate("document.documentElement.scrollWidth") <= width
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, (
+                view, page.evaluate(BEYOND, width)
+            )  # fmt: skip
             found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")
             serious = [f"{v['id']}: {v['nodes'][0]['html'][:120]}" for v in found["violations"]
                        if v["impact"] in ("serious", "critical")]  # fmt: skip
