@@ -86,6 +86,8 @@ class Workload(BaseModel):
         zero_stage: DeepSpeed's. Below 3 parameters are whole on every rank, a step waits for its
             updates, and then the ranks give each other what they have updated. ZeRO-1 reduces
             gradients behind the last micro-batch's backward only.
+        reduced_beside: the share of a layer's network_reduce_bytes beside which the next layer's
+            backward goes on; for the rest it waits, as what it needs is behind it on the network.
         step_gather_s: how long that exchange takes among the ranks of a node.
         network_step_gather_bytes: what this rank receives from other nodes in it.
     """
@@ -109,6 +111,7 @@ class Workload(BaseModel):
     samples_per_iteration: int | None = Field(None, ge=1)
     pipeline_idle_s: float = Field(0.0, ge=0)
     zero_stage: ZeroStage = 3
+    reduced_beside: float = Field(1.0, ge=0, le=1)
     step_gather_s: float = Field(0.0, ge=0)
     network_step_gather_bytes: int = Field(0, ge=0)
     device_base_bytes: int = Field(0, ge=0)

@@ -100,4 +100,5 @@ def random_workload(rng: random.Random, zero_stage: int = 3):
         grad_bytes_per_param=rng.choice([2, 4]), zero_stage=zero_stage,
         step_gather_s=rng.choice([0.0, rng.uniform(0, 2)]) if whole else 0.0,
         network_step_gather_bytes=rng.choice([0, rng.randint(1, 40)]) if whole else 0,
+        reduced_beside=rng.choice([1.0, 0.0, rng.random()]),
     )  # fmt: skip

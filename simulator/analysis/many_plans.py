@@ -25,6 +25,7 @@ from simulator.engines.recipe_arrays import (
 )
 from simulator.machine import Machine
 from simulator.plan import Plan, PlanError
+from simulator.schedules.loop import reduce_parts
 from simulator.update.footprint import bytes_per_param, keeps_window, slot_bytes
 from simulator.update.recipes import RECIPES, Bytes, Slot, slot_limits
 from simulator.workload import Workload
@@ -51,9 +52,9 @@ class PlanSweep:
             [
                 (
                     layer.forward_s / micro, layer.backward_s / micro, layer.activation_bytes,
-                    layer.network_gather_bytes, layer.network_reduce_bytes,
+                    layer.network_gather_bytes, *reduce_parts(workload, number),
                 )
-                for layer in workload.layers
+                for number, layer in enumerate(workload.layers)
             ],
             dtype=np.float64,
         )  # fmt: skip
@@ -100,7 +101,7 @@ class PlanSweep:
         layers, subgroups = len(self.workload.layers), len(self.sizes)
         micro = self.workload.gradient_accumulation_steps
         longest = max(len(recipe.steps) for recipe in RECIPES.values())
-        per_iteration = micro * (5 * layers + 2 * subgroups) + longest * subgroups + 5
+        per_iteration = micro * (6 * layers + 2 * subgroups) + longest * subgroups + 5
         count = per_iteration * self.iterations
         self.ops = np.zeros((count, kernel.OP_COLUMNS))
         self.after_first = np.zeros(count + 1, dtype=np.int64)

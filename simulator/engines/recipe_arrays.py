@@ -49,7 +49,7 @@ _WAIT_NORM, _WAIT_GRADIENT, _WAIT_PREVIOUS = (
 )
 
 # Columns of a layer's row, of a step's row behind those of an op, and entries of the plan.
-L_FORWARD, L_BACKWARD, L_ACTIVATION, L_GATHER, L_REDUCE = range(5)
+L_FORWARD, L_BACKWARD, L_ACTIVATION, L_GATHER, L_REDUCE, L_REDUCE_BESIDE = range(6)
 T_WAITS, T_TAKES, T_GIVES, T_EARLY, T_PUBLISHES = range(kernel.OP_COLUMNS, kernel.OP_COLUMNS + 5)
 P_PREFETCH, P_OVERLAP, P_MICRO_BATCHES, P_ITERATIONS, P_ZERO_STAGE, P_SLOTS = range(6)
 # What the training loop does besides its layers, once per iteration.
@@ -238,6 +238,19 @@ def _gather_before_backward(
                     NETWORK, 0.0, 0.0, 0.0))  # fmt: skip
 
 
+@inlined
+def _reduced(
+    n: Ints, ops: Floats, after_first: Ints, after: Ints, size_bytes: float, op: int
+) -> int:
+    """After which op so much is reduced."""
+    if size_bytes > 0:
+        _wait(n, after, op)
+        op = int(_add(n, ops, after_first, _REDUCE, _NETWORK_LANE, size_bytes, NETWORK, 0.0, 0.0,
+                      0.0))  # fmt: skip
+        n[_N_REDUCE] = op
+    return op
+
+
 @compiled
 def _prefetch(
     n: Ints, ops: Floats, after_first: Ints, after: Ints, sizes: Floats, placement: Any,
@@ -272,27 +285,26 @@ def _backward(
     # ZeRO-1 reduces when the last micro-batch's backward is over.
     turns = 2 * count if plan[P_ZERO_STAGE] == 1 and boundary else count
     each_layer = plan[P_ZERO_STAGE] > 1
-    gather = -1
+    gather = waited_for = -1
     if layers[count - 1, L_GATHER] > 0:
         gather = _gather_before_backward(n, ops, after_first, after, layers, count - 1)
     for turn in range(turns):
         layer = (count if turn < count else 2 * count) - 1 - turn
         if turn < count:
             _wait(n, after, gather)
+            _wait(n, after, waited_for)
             op = _add(n, ops, after_first, _BACKWARD, _COMPUTE, layers[layer, L_BACKWARD], WALL,
                       1.0, 0.0, layers[layer, L_ACTIVATION])  # fmt: skip
             _pass_done(n, op)
             n[_N_BACKWARD] = op
-            gather = -1
+            gather = waited_for = -1
             if layer > 0 and layers[layer - 1, L_GATHER] > 0:
                 gather = _gather_before_backward(n, ops, after_first, after, layers, layer - 1)
         if turn >= count or each_layer:
             op = n[_N_BACKWARD]
-            if layers[layer, L_REDUCE] > 0:
-                _wait(n, after, op)
-                op = _add(n, ops, after_first, _REDUCE, _NETWORK_LANE, layers[layer, L_REDUCE],
-                          NETWORK, 0.0, 0.0, 0.0)  # fmt: skip
-                n[_N_REDUCE] = op
+            op = _reduced(n, ops, after_first, after, layers[layer, L_REDUCE], op)
+            waited_for = op if each_layer and layers[layer, L_REDUCE] > 0 else -1
+            op = _reduced(n, ops, after_first, after, layers[layer, L_REDUCE_BESIDE], op)
             for j in range(share_first[layer + 1] - 1, share_first[layer] - 1, -1):
                 s = share_subgroup[j]
                 missing[s] -= 1

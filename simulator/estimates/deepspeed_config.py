@@ -23,10 +23,12 @@ _READ = frozenset(
      "activation_checkpointing", "ebbtide"}
     | {f"zero_optimization.{key}" for key in (
         "stage", "sub_group_size", "reduce_bucket_size", "stage3_max_live_parameters",
+        "stage3_prefetch_bucket_size", "overlap_comm",
         "offload_optimizer", "offload_param", "cpu_offload", "round_robin_gradients",
         "parameter_alignment")}
 )  # fmt: skip
-REDUCE_BUCKET_ELEMENTS = 500_000_000  # DeepSpeed's default reduce_bucket_size
+# DeepSpeed's defaults of reduce_bucket_size and stage3_prefetch_bucket_size.
+REDUCE_BUCKET_ELEMENTS, PREFETCH_BUCKET_ELEMENTS = 500_000_000, 50_000_000
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class TrainingConfig:
     zero_stage: ZeroStage = 3
     optimizer: str = ADAM.name
     reduce_bucket_elements: int = REDUCE_BUCKET_ELEMENTS
+    prefetch_bucket_elements: int = PREFETCH_BUCKET_ELEMENTS
+    overlap_comm: bool = True
     max_live_parameters: int = 1_000_000_000
     resolved: tuple[str, ...] = ()
 
@@ -99,6 +103,12 @@ def training_config(
             resolver.number(zero, "reduce_bucket_size", REDUCE_BUCKET_ELEMENTS,
                             where + "reduce_bucket_size", automatic=hidden * hidden)
         ),
+        prefetch_bucket_elements=int(
+            resolver.number(zero, "stage3_prefetch_bucket_size", PREFETCH_BUCKET_ELEMENTS,
+                            where + "stage3_prefetch_bucket_size",
+                            automatic=int(0.9 * hidden * hidden))
+        ),
+        overlap_comm=resolver.overlap_comm(zero, stage),
         max_live_parameters=int(
             resolver.number(zero, "stage3_max_live_parameters", 1e9,
                             where + "stage3_max_live_parameters")
@@ -173,6 +183,17 @@ class _Resolver:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e18:
             raise ModelError(f"{where} must be a number >= 0 or 'auto', but got {value!r}")
         return float(value)
+
+    def overlap_comm(self, zero: Mapping[str, Any], stage: ZeroStage) -> bool:
+        """DeepSpeed's default is on under ZeRO-3 and off below."""
+        value = zero.get("overlap_comm")
+        if value is None:
+            return stage == 3
+        if not isinstance(value, bool):
+            raise ModelError(
+                f"zero_optimization.overlap_comm must be true or false, but got {value!r}"
+            )
+        return value
 
     def count(self, key: str, given: int | None) -> int | None:
         """A batch size: from the config, else as given; None: neither says it."""

@@ -85,6 +85,11 @@ class FlatRank(Rank):
         micro = self.config.gradient_accumulation_steps if self.config.zero_stage == 1 else 1
         return once / micro
 
+    @property
+    def reduced_beside(self) -> float:
+        """Backward gathers nothing; ZeRO-1's reductions come behind it."""
+        return float(self.config.overlap_comm and self.config.zero_stage > 1)
+
     def network_bytes(self, block: Block) -> tuple[int, int]:
         """An all-reduce is a reduce-scatter and a gather."""
         size = self.whole_elements(block) * self.config.gradient_bytes

@@ -75,6 +75,7 @@ class Rank:
             gradient_accumulation_steps=micro,
             ranks_per_node=min(gpus, self.machine.gpus_per_node),
             nodes=self.nodes,
+            reduced_beside=self.reduced_beside,
             tokens_per_iteration=self.tokens * micro * p.data,
             samples_per_iteration=self.config.micro_batch * micro * p.data,
             # Each of the p - 1 other stages is one micro-batch ahead or behind (GPipe and 1F1B).
@@ -159,15 +160,26 @@ class Rank:
         )  # fmt: skip
 
     def backward_s(self, block: Block) -> float:
-        """Two products per weight, one more where the forward is computed again.
-
-        The reduction is not hidden: a layer's gradients are averaged before they go home.
-        """
+        """Two products per weight, one more where the forward is computed again."""
         again = bool(self.recompute and block.attention)
         issued = (ISSUED_BACKWARD + again) * self.issue_s(block)
-        gathered = self.parameters_s(block)
-        computed = overlapped_s((2 + again) * self.device_s(block), issued, gathered)
-        return computed + self.reduce_s(block)
+        beside_s = self.parameters_s(block) + self.reduced_beside * self.reduce_s(block)
+        computed = overlapped_s((2 + again) * self.device_s(block), issued, beside_s)
+        return computed + (1 - self.reduced_beside) * self.reduce_s(block)
+
+    @property
+    def reduced_beside(self) -> float:
+        """Share of the reductions beside which backward goes on.
+
+        Gathers and reductions are of one process group, and NCCL runs them in the order of their
+        issue. A full bucket is reduced at once, and what backward needs next, but for what was
+        fetched ahead, is gathered behind it (DeepSpeed, ``__reduce_and_partition_ipg_grads`` and
+        ``PartitionedParameterCoordinator.fetch_sub_module``).
+        """
+        if not self.config.overlap_comm:
+            return 0.0
+        ahead, bucket = self.config.prefetch_bucket_elements, self.config.reduce_bucket_elements
+        return min(1.0, ahead / max(1, bucket))
 
     def issue_s(self, block: Block) -> float:
         """Embedding and head are a module each, a layer is a dozen."""

@@ -122,11 +122,14 @@ class TrainingLoop(ABC):
             # layer's gather must not queue behind a reduction that waits for this layer's backward.
             waits = self.before_pass(number - 1, [], backward=True) if number else []
             if w.zero_stage > 1:
-                self.gradients(number, micro_batch, self._reduced(number, op))
+                reduced, waited_for = self._reduced(number, op)
+                self.gradients(number, micro_batch, reduced)
+                waits = [*waits, *waited_for]
         if w.zero_stage == 1 and micro_batch == self.boundary:
             # ZeRO-1 reduces once per step, in hooks that come behind the whole backward.
             for number in reversed(range(len(w.layers))):
-                self.gradients(number, micro_batch, self._reduced(number, self.backward_done))
+                reduced, _ = self._reduced(number, self.backward_done)
+                self.gradients(number, micro_batch, reduced)
 
     def step_ends(self, waits: list[int]) -> None:
         """Appends STEP_END, behind the exchange of updated parameters that ZeRO-1 and 2 need."""
@@ -147,11 +150,21 @@ class TrainingLoop(ABC):
             OpKind.STEP_END, Lane.COMPUTE, 0.0, after=[*waits, *gathers]
         )  # fmt: skip
 
-    def _reduced(self, layer: int, after: int) -> int:
-        size = self.workload.layers[layer].network_reduce_bytes
-        if not size:
-            return after
-        self.reduce_done = self.out.add(
-            OpKind.GRADIENT_REDUCE, Lane.NETWORK, size, "network_bytes_per_s", [after], layer=layer
-        )
-        return self.reduce_done
+    def _reduced(self, layer: int, after: int) -> tuple[int, list[int]]:
+        """After which op a layer's gradients are reduced, and what the next backward waits for."""
+        waited_for: list[int] = []
+        for size, waits in zip(reduce_parts(self.workload, layer), (True, False), strict=True):
+            if size:
+                after = self.reduce_done = self.out.add(
+                    OpKind.GRADIENT_REDUCE, Lane.NETWORK, size, "network_bytes_per_s", [after],
+                    layer=layer,
+                )  # fmt: skip
+                waited_for += [after] * waits
+        return after, waited_for
+
+
+def reduce_parts(workload: Workload, layer: int) -> tuple[int, int]:
+    """Bytes of a layer's reduction that the next layer's backward waits for, and the other ones."""
+    size = workload.layers[layer].network_reduce_bytes
+    beside = round(size * workload.reduced_beside)
+    return size - beside, beside

@@ -238,6 +238,17 @@ def test_gathers_from_other_nodes_do_not_queue_behind_reductions():
     assert spans(found, OpKind.GRADIENT_REDUCE) == [(50, 80), (80, 110)]
 
 
+def test_backward_goes_on_beside_the_share_of_a_reduction_that_it_does_not_wait_for():
+    """30 s a reduction, 20 s a layer: layer 0 begins when layer 1's first 20 s are through."""
+    layers = tuple(
+        Layer(params=10, forward_s=1.0, backward_s=20.0, network_reduce_bytes=30) for _ in range(2)
+    )
+    work = workload((10, 10)).model_copy(update={"layers": layers, "reduced_beside": 1 / 3})
+    found = simulate(build_schedule(work, plan_of(["resident"] * 2)), machine())
+    assert spans(found, OpKind.BACKWARD) == [(2, 22), (42, 62)]
+    assert spans(found, OpKind.GRADIENT_REDUCE) == [(22, 42), (42, 52), (62, 82), (82, 92)]
+
+
 def test_a_schedule_may_only_wait_for_earlier_ops():
     from simulator import Op
 

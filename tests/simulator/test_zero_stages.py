@@ -8,6 +8,7 @@ import pytest
 from simulator import (
     Lane,
     Layer,
+    ModelError,
     OpKind,
     Plan,
     PlanError,
@@ -149,6 +150,25 @@ def test_what_crosses_between_ranks_by_stage():
     reduced = sum(layer.network_reduce_bytes for layer in outside.layers)
     assert reduced == pytest.approx(2 * 15 / 16 * whole / 4, rel=1e-3)
     assert estimated(2, data_parallel=1).step_gather_s == 0
+
+
+def test_how_much_of_a_reduction_backward_goes_on_beside():
+    """What DeepSpeed fetches ahead of what it reduces at once; Hugging Face's "auto": nine tenths.
+    Below ZeRO-3 backward fetches nothing, but reduces in place unless told otherwise.
+    """
+
+    def beside(stage, **keys):
+        return estimated(stage, ds_config={"zero_optimization": keys}).reduced_beside
+
+    assert beside(3) == 0.1
+    assert beside(3, reduce_bucket_size=10**8) == 0.5
+    assert beside(3, reduce_bucket_size=10**7) == 1
+    automatic = {"reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"}
+    assert beside(3, **automatic) == pytest.approx(0.9, rel=1e-6)
+    assert beside(3, overlap_comm=False) == beside(2) == beside(1) == 0
+    assert beside(2, overlap_comm=True) == 1
+    with pytest.raises(ModelError, match=r"zero_optimization.overlap_comm.*'yes'"):
+        beside(3, overlap_comm="yes")
 
 
 def test_zero_1_reduces_once_per_step_whatever_it_accumulates():

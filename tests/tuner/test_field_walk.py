@@ -173,6 +173,7 @@ WORKLOAD = {
     "samples_per_iteration": 9,
     "pipeline_idle_s": 0.1,
     "zero_stage": 2,
+    "reduced_beside": 0.0,
     "step_gather_s": 0.1,
     "network_step_gather_bytes": 10**9,
     "device_base_bytes": 2**30,
@@ -188,7 +189,9 @@ BESIDE = {  # other fields that a field needs beside it to be allowed at all, or
     "step_gather_s": {"zero_stage": 2},
     "network_step_gather_bytes": {"zero_stage": 2},
     "samples_per_iteration": {},
-}
+    "reduced_beside": {"layers": tuple({**layer, "network_reduce_bytes": 10**8}
+                                       for layer in base_workload().model_dump()["layers"])},
+}  # fmt: skip
 LAYER = {
     "name": "block", "params": 3_000_000, "forward_s": 0.1, "backward_s": 0.1,
     "activation_bytes": 2**30, "network_gather_bytes": 10**9, "network_reduce_bytes": 10**9,
@@ -363,6 +366,8 @@ DS = {
     "zero_optimization": {"stage": 2},
     "zero_optimization.sub_group_size": 1000,
     "zero_optimization.reduce_bucket_size": 1000,
+    "zero_optimization.stage3_prefetch_bucket_size": 1000,
+    "zero_optimization.overlap_comm": False,
     "zero_optimization.stage3_max_live_parameters": 0,
     "zero_optimization.round_robin_gradients": True,
     "zero_optimization.parameter_alignment": True,
