@@ -83,7 +83,7 @@ KNOBS = (
 # share. Of one node, 0.475 and 0.75 G params/s a rank are published: the middle and 1.28 sigma,
 # which is 0.18; two days differ by the root of two of it. The prior is narrower, so that runs of
 # one day do not spoil what is predicted for the next: chosen as NOISE was, on visible rows.
-SHARE_WIDTH, SHARE_VARIES = 0.12, 0.25
+SHARE_WIDTH, SHARE_VARIES = 0.08, 0.25
 
 
 @dataclass(frozen=True)
