@@ -8,8 +8,10 @@ beside it. ebbtide's plan lives within the device memory that stride 2 takes. It
 with *equal kernels* (the host updates at stock's rate, unscale and downcast included), which shows
 what the schedule alone gives, and with its fused kernel, in a column of its own. "stock" is the
 build of 2024, whose host widens the gradients; asynchronous gradients are what DeepSpeed 0.19.8
-does by default, so gains over "stock today" are over that. Nothing here is
-measured by us: that waits for a GPU (`python -m studies.gpu`).
+does by default, so gains over "stock today" are over that. How much of DRAM each of a node's ranks
+gets depends on how they were bound that day; where two figures are published, as for four A100s,
+their middle is simulated and what both of them give stands beside it. Nothing here is measured by
+us: that waits for a GPU (`python -m studies.gpu`).
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from rich.table import Table
 
 from simulator import Machine, build_strategy
 from simulator.engines.compiled import simulate_fast
+from simulator.quantity import Quantity
 from studies.bench.offload_runs import SHAPES, Run, read_runs
 from studies.bench.record import write_record
 from studies.published.shipped import HARNESS_S, machine_of, predict, schedule_of, workload_of
@@ -41,6 +44,8 @@ SUBGROUPS = (10**7, 5 * 10**7, 10**8, 2 * 10**8, 5 * 10**8, 10**9)
 MODELS = {**SHAPES, 30: (60, 6656)}
 SIZES = (7, 13, 20, 30)
 PAPER = "2.5x faster iterations than ZeRO-3 offload; best stride 2 on these machines"
+BINDINGS = (-1, 1)  # of ranks to cores and memory: the slowest published one, and the fastest
+QUARTILES_OF_EIGHTY_PERCENT = 1.9  # of a normal distribution: 1.28 sigma over 0.67
 EQUAL, FUSED = "ebbtide, equal kernels", "ebbtide, fused kernel"
 
 
@@ -76,7 +81,7 @@ def measure(models: list[int]) -> dict[str, Any]:
     """All four sweeps on both testbeds."""
     runs = read_runs(PUBLISHED)
     beds = {name: _sweeps(name, runs, models) for name in TESTBEDS}
-    gains = {
+    gains: dict[str, Any] = {
         f"{name}_{label}": _gain(bed, slower, faster)
         for name, bed in beds.items()
         for label, slower, faster in (
@@ -89,6 +94,8 @@ def measure(models: list[int]) -> dict[str, Any]:
             ("ebbtide_fused_over_stock", "stock", FUSED),
         )
     }
+    for name, bed in beds.items():
+        gains[f"{name}_stride_2_over_stock_as_bound"] = _gain_as_bound(bed, "stock", "stride 2")
     return {
         "device_kind": "simulated",
         "paper": PAPER,
@@ -102,6 +109,30 @@ def measure(models: list[int]) -> dict[str, Any]:
 def _gain(bed: dict[str, Any], slower: str, faster: str) -> float:
     """Median over the models."""
     return statistics.median(row[slower] / row[faster] for row in bed["models"])
+
+
+def _gain_as_bound(bed: dict[str, Any], slower: str, faster: str) -> list[float]:
+    """The same with ranks bound as in the slowest and in the fastest published run."""
+    return [
+        statistics.median(row[f"{slower}, as bound"][i] / row[f"{faster}, as bound"][i]
+                          for row in bed["models"])
+        for i in range(len(BINDINGS))
+    ]  # fmt: skip
+
+
+def as_bound(machine: Machine, end: int) -> Machine:
+    """With the ranks' share of DRAM at an end of the 80% whose quartiles the preset gives."""
+
+    def share(ranks: int, middle: Quantity) -> Quantity:
+        quartile = middle.q3 if end > 0 else middle.q1
+        far = (quartile / middle.median) ** QUARTILES_OF_EIGHTY_PERCENT
+        return Quantity.exact(min(1 / ranks, middle.median * far))
+
+    shares = {
+        ranks: {**parts, "dram": share(ranks, parts["dram"])} if "dram" in parts else dict(parts)
+        for ranks, parts in machine.rank_shares.items()
+    }
+    return machine.model_copy(update={"rank_shares": shares})
 
 
 def _sweeps(name: str, runs: list[Run], models: list[int]) -> dict[str, Any]:
@@ -132,13 +163,16 @@ def _sweeps(name: str, runs: list[Run], models: list[int]) -> dict[str, Any]:
 def _model_row(name: str, own: list[Run], size: int) -> dict[str, Any]:
     base = _base(name, size)
     row: dict[str, Any] = {"params_b": size}
+    machine = machine_of(name)
     for way in (STOCK, ASYNC, INTERLEAVED):
         row[way.name] = _seconds(_as(base, way))
+        row[f"{way.name}, as bound"] = [
+            _seconds(_as(base, way), as_bound(machine, end)) for end in BINDINGS
+        ]
         row[f"{way.name}, published"] = _published(
             own, params_b=size, prefetch=way.prefetch, async_grads=way.async_grads, micro_batch=1,
             dp=4, offload_ratio=base.offload_ratio, stride=2 if way.prefetch else 0,
         )  # fmt: skip
-    machine = machine_of(name)
     row[EQUAL] = ebbtide_s(_as(base, INTERLEAVED), machine, fused=False)
     row[FUSED] = ebbtide_s(_as(base, INTERLEAVED), machine, fused=True)
     return row
@@ -159,8 +193,8 @@ def _as(run: Run, way: Way) -> Run:
     )
 
 
-def _seconds(run: Run) -> float:
-    return predict(run, machine_of(run.testbed))["iter_ms"] / 1e3
+def _seconds(run: Run, machine: Machine | None = None) -> float:
+    return predict(run, machine or machine_of(run.testbed))["iter_ms"] / 1e3
 
 
 def _published(runs: Iterable[Run], **wanted: Any) -> float | None:
@@ -249,6 +283,9 @@ def _draw_models(ax: Any, rows: list[dict[str, Any]]) -> None:
     sizes = [r["params_b"] for r in rows]
     for name, colour in COLOURS.items():
         ax.plot(sizes, [r[name] for r in rows], "o-", color=colour, label=name)
+        if f"{name}, as bound" in rows[0]:
+            slow, fast = zip(*(r[f"{name}, as bound"] for r in rows), strict=True)
+            ax.fill_between(sizes, fast, slow, color=colour, alpha=0.15, linewidth=0)
         known = [(r["params_b"], r.get(f"{name}, published")) for r in rows]
         shown = [(x, y) for x, y in known if y is not None]
         if shown:
@@ -261,18 +298,25 @@ def show(figures: dict[str, Any]) -> None:
     """Prints the model-size table of each testbed."""
     console = Console()
     for name, bed in figures["testbeds"].items():
-        table = Table(title=f"{name}: seconds per iteration, simulated (published)")
+        table = Table(
+            title=f"{name}: seconds per iteration, simulated, as ranks are bound (published)"
+        )
         for column in ("model", *COLOURS):
             table.add_column(column, justify="right")
         for row in bed["models"]:
-            cells = [_cell(row[key], row.get(f"{key}, published")) for key in COLOURS]
+            cells = [_cell(row, key) for key in COLOURS]
             table.add_row(f"{row['params_b']} B", *cells)
         console.print(table)
     console.print(f"paper: {figures['paper']}")
 
 
-def _cell(value: float, published: float | None) -> str:
-    return f"{value:.2f}" + (f" ({published:.2f})" if published is not None else "")
+def _cell(row: dict[str, Any], key: str) -> str:
+    published = row.get(f"{key}, published")
+    slow, fast = row.get(f"{key}, as bound", (row[key], row[key]))
+    told = f"{row[key]:.2f}"
+    if slow > 1.05 * fast:
+        told += f", {fast:.2f} to {slow:.2f}"
+    return told + (f" ({published:.2f})" if published is not None else "")
 
 
 if __name__ == "__main__":

@@ -61,6 +61,9 @@ def test_interleaving(tmp_path):
             assert row["ebbtide, fused kernel"] <= row["ebbtide, equal kernels"]
             assert row["stride 2"] < row["stock"]
             assert row["stock"] == pytest.approx(row["stock, published"], rel=0.25)
+            slow, fast = row["stride 2, as bound"]
+            assert fast < row["stride 2"] < slow
+            assert row["stride 2, published"] == pytest.approx(fast, rel=0.1)
         strides = [row["iteration_s"] for row in bed["strides"]]
         assert strides == sorted(strides), "the published best stride is 2"
     assert (tmp_path / "i.png").stat().st_size > 10_000
