@@ -18,6 +18,11 @@ from simulator.workload import WIRE_BYTES, Layer, Workload, cut
 # gradient per product's input and one per weight, and the hooks of the reduction.
 ISSUED_BACKWARD = 1.0
 MODULES_OF_A_LAYER = 12
+# Times that a whole gradient passes through device memory before it is reduced: into the bucket,
+# interleaved by ranks, divided by their number, each read and written (DeepSpeed,
+# ``__add_grad_to_ipg_bucket`` and ``reduce_scatter_coalesced``; below ZeRO-3 it is flattened, not
+# interleaved).
+AVERAGING_PASSES = 6
 
 
 @dataclass(frozen=True)
@@ -165,7 +170,12 @@ class Rank:
         issued = (ISSUED_BACKWARD + again) * self.issue_s(block)
         beside_s = self.parameters_s(block) + self.reduced_beside * self.reduce_s(block)
         computed = overlapped_s((2 + again) * self.device_s(block), issued, beside_s)
-        return computed + (1 - self.reduced_beside) * self.reduce_s(block)
+        return computed + self.averaging_s(block) + (1 - self.reduced_beside) * self.reduce_s(block)
+
+    def averaging_s(self, block: Block) -> float:
+        """What reducing a block's gradients takes of the device itself."""
+        size = self.whole_elements(block) * self.config.gradient_bytes
+        return AVERAGING_PASSES * size / self.machine.rate("device_memory_bytes_per_s")
 
     @property
     def reduced_beside(self) -> float:

@@ -21,9 +21,9 @@ PAGEABLE_PASSES = 3  # of DRAM: into the driver's staging buffer, out of it, and
 # line that is written is fetched before.
 FRESH_PASSES = PAGEABLE_PASSES + 2
 WIDENING_BYTES = 10  # DRAM traffic: 2 read, and 4 written after the line was read
-# Of device memory, by the kernels on the reductions' stream: into the bucket (2 read, 2 written),
-# the norm in float64 (2 read, 8 written and read), widening (2 read, 4 written).
-GRADIENT_KERNEL_BYTES = 4 + 18 + 6
+# Of device memory, by the kernels behind the reductions: the norm in float64 (2 read, 8 written and
+# read), widening (2 read, 4 written).
+GRADIENT_KERNEL_BYTES = 18 + 6
 # These kernels start when the running product leaves the device free, and products last longer than
 # they do. A parameter's stream comes to that twice, before its reduction and behind its copies
 # (norm and widening), and waits half a product each time; its backward is three products.
