@@ -151,7 +151,7 @@ def test_whole_gradients_pass_through_device_memory_six_times_before_they_are_re
                 "zero_optimization": {"overlap_comm": False},
             },
             data_parallel=ranks,
-        ).backward_s  # fmt: skip
+        ).backward_s
         for dtype in ("bf16", "fp32")
     )
     size = 2 * 6738415616
