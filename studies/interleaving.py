@@ -251,7 +251,10 @@ def draw(figures: dict[str, Any], path: Path) -> None:
     axes[0, 3].legend(frameon=False, fontsize=8, loc="upper left")
     axes[0, 1].legend(frameon=False, fontsize=8)
     axes[0, 0].legend(frameon=False, fontsize=8)
-    figure.suptitle("simulated on the published testbeds; crosses: published medians", fontsize=12)
+    figure.suptitle(
+        "simulated on published testbeds; crosses: published medians; shaded: as ranks are bound",
+        fontsize=12,
+    )
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
@@ -295,28 +298,26 @@ def _draw_models(ax: Any, rows: list[dict[str, Any]]) -> None:
 
 
 def show(figures: dict[str, Any]) -> None:
-    """Prints the model-size table of each testbed."""
+    """Prints the model sizes of each testbed."""
     console = Console()
     for name, bed in figures["testbeds"].items():
-        table = Table(
-            title=f"{name}: seconds per iteration, simulated, as ranks are bound (published)"
-        )
-        for column in ("model", *COLOURS):
-            table.add_column(column, justify="right")
+        table = Table(title=f"{name}: seconds per iteration", box=None)
+        for column in ("model", "updates", "simulated", "as ranks are bound", "published"):
+            table.add_column(column, justify="left" if column == "updates" else "right")
         for row in bed["models"]:
-            cells = [_cell(row, key) for key in COLOURS]
-            table.add_row(f"{row['params_b']} B", *cells)
+            for number, key in enumerate(COLOURS):
+                model = "" if number else f"{row['params_b']} B"
+                table.add_row(model, key, f"{row[key]:.2f}", *_beside(row, key))
         console.print(table)
     console.print(f"paper: {figures['paper']}")
 
 
-def _cell(row: dict[str, Any], key: str) -> str:
+def _beside(row: dict[str, Any], key: str) -> tuple[str, str]:
+    """What stands beside a simulated figure, where there is something to say."""
     published = row.get(f"{key}, published")
     slow, fast = row.get(f"{key}, as bound", (row[key], row[key]))
-    told = f"{row[key]:.2f}"
-    if slow > 1.05 * fast:
-        told += f", {fast:.2f} to {slow:.2f}"
-    return told + (f" ({published:.2f})" if published is not None else "")
+    span = f"{fast:.2f} to {slow:.2f}" if slow > 1.05 * fast else ""
+    return span, "" if published is None else f"{published:.2f}"
 
 
 if __name__ == "__main__":

@@ -156,7 +156,9 @@ def _legend(ax: Axes, spans: Iterable[Span]) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    seen = {s.kind for s in spans if s.end_s > s.start_s or s.kind in _MOMENTS}
+    spans = list(spans)
+    bars = {s.kind for s in spans if s.end_s > s.start_s}
+    seen = bars | {s.kind for s in spans if s.kind in _MOMENTS}
     handles: list[Patch | Line2D] = []
     for kind in OpKind:
         if kind not in seen:
@@ -164,8 +166,9 @@ def _legend(ax: Axes, spans: Iterable[Span]) -> None:
         if kind in _MOMENTS:
             handles.append(Line2D([], [], color=COLOURS[kind], linestyle=_MOMENTS[kind],
                                   linewidth=0.9, label=kind.value))  # fmt: skip
-        else:
-            handles.append(Patch(facecolor=COLOURS[kind], label=kind.value))
+        if kind in bars:
+            what = f"until {kind.value}" if kind in _MOMENTS else kind.value
+            handles.append(Patch(facecolor=COLOURS[kind], label=what))
     if handles:
         ax.legend(handles=handles, loc="center left", bbox_to_anchor=(1.005, 0.5),
                   frameon=False, fontsize=8, handlelength=1.4)  # fmt: skip

@@ -59,6 +59,17 @@ def test_the_legend_names_each_kind_once_and_the_moments():
     assert sum(isinstance(h, Patch) for h in legend.legend_handles) == 1
 
 
+def test_a_moment_that_took_time_is_in_the_legend_as_a_bar_too():
+    ax = drawn(
+        [
+            Span(OpKind.BACKWARD, Lane.COMPUTE, 0.0, 0.5),
+            Span(OpKind.STEP_END, Lane.COMPUTE, 0.5, 0.6),
+        ]
+    )
+    told = [t.get_text() for t in ax.get_legend().get_texts()]
+    assert told == ["backward", "step end", "until step end"]
+
+
 def test_an_empty_timeline_can_be_drawn():
     assert drawn([]).get_yticks().size == 0
 
