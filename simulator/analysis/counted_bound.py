@@ -22,7 +22,8 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 MOST_CUTS = 60
 MOST_ROWS = 100_000  # that are asked for cuts: those with the lowest bounds without
-INTERVALS = 12
+INTERVALS, FINE_INTERVALS = 12, 60
+BATCH, MOST_BATCHES = 64, 12  # counts that are looked at in fine intervals
 MOST_SUBGROUPS = 128  # n**3 / 6 counts of n subgroups: more are left to the linear program
 
 
@@ -56,7 +57,7 @@ def count_bounds(workload: Workload, machine: Machine, device_bytes: float) -> C
       any that come last follow the first of them (`Times.late_s`);
     - with accumulation, new parameters come home behind all fetched sums (`Times._fetching_s`);
     - with more visits than slots, the last visit comes in behind the write-back of an earlier one,
-      behind the first device update; each slot's visits follow one another.
+      behind the first device update; each slot's visits follow one another, in an iteration too.
 
     Subgroups of unequal size: any k of them are taken for the k smallest; of few, the lowest bounds
     are those of the best choice by name (`simulator.analysis.named_bound`).
@@ -75,12 +76,32 @@ def count_bounds(workload: Workload, machine: Machine, device_bytes: float) -> C
     times = Times(workload, machine)
     seconds = times.iteration_s(*counts)
     if len(seconds):
-        seconds = _shared(times, seconds, counts, _dealt_out(times, device_bytes, *counts))
+        dealt = _dealt_out(times, device_bytes, counts, INTERVALS)
+        seconds = _shared(times, seconds, counts, dealt)
+        seconds = _finer(times, device_bytes, seconds, counts)
     if len(workload.subgroups) <= MOST_CHOSEN:
         seconds = _named(NamedBounds(times, device_bytes), seconds, counts)
     order = np.argsort(seconds, kind="stable")[: np.isfinite(seconds).sum()]
     host, device, resident, slots = (column[order] for column in counts)
     return CountBounds(host, device, resident, slots, seconds[order])
+
+
+def _finer(
+    times: Times, device_bytes: float, seconds: Floats, counts: tuple[Ints, Ints, Ints, Ints]
+) -> Floats:
+    """The lowest again in more intervals, until one of those stays the lowest."""
+    if len(set(times.workload.subgroups)) == 1:
+        return seconds
+    seconds, left = seconds.copy(), seconds.copy()
+    for _ in range(MOST_BATCHES):
+        if left.min() > seconds.min():
+            break
+        some = np.argsort(left, kind="stable")[:BATCH]
+        few = (counts[0][some], counts[1][some], counts[2][some], counts[3][some])
+        dealt = _dealt_out(times, device_bytes, few, FINE_INTERVALS)
+        seconds[some] = _shared(times, seconds[some], few, dealt)
+        left[some] = np.inf
+    return seconds
 
 
 def _named(named: NamedBounds, seconds: Floats, counts: tuple[Ints, Ints, Ints, Ints]) -> Floats:
@@ -164,7 +185,7 @@ def _fitting(w: Workload, device_bytes: float) -> tuple[Ints, Ints, Ints, Ints]:
 
 
 def _dealt_out(
-    times: Times, device_bytes: float, host: Ints, device: Ints, resident: Ints, slots: Ints
+    times: Times, device_bytes: float, counts: tuple[Ints, Ints, Ints, Ints], most_intervals: int
 ) -> _Dealt:
     """What the elements ask for, however sizes are dealt out among the counts.
 
@@ -172,19 +193,27 @@ def _dealt_out(
     beyond what the slots hold, each of which has to be written back behind all gradients: interval
     by interval of their number.
     """
-    w = times.workload
+    w, (host, device, resident, slots) = times.workload, counts
     sizes = np.sort(np.array(w.subgroups, dtype=np.float64))
     least, most = (np.concatenate([[0.0], np.cumsum(order)]) for order in (sizes, sizes[::-1]))
     state, grad = w.optimizer_state.state_bytes, w.grad_bytes_per_param
     room = device_bytes - w.device_base_bytes - sum(layer.activation_bytes for layer in w.layers)
     beyond = np.maximum(_spared(sizes, least)[device, slots], 0.0)
-    intervals = INTERVALS if sizes[0] < sizes[-1] else 1  # of one size, numbers say all
+    # The largest visit is no smaller than their mean, nor than so many of the smallest's largest.
+    stay, mean = state * least[resident], state * slots / np.maximum(device, 1)
+    largest = slots * np.concatenate([[0.0], sizes])[device]
+    fitting = np.minimum(
+        (room - stay + mean * least[resident]) / (grad + mean),
+        (room - stay - state * largest) / grad,
+    )
+    fitting = np.where(device > 0, fitting, np.inf)
+    intervals = most_intervals if sizes[0] < sizes[-1] else 1  # of one size, numbers say all
     hosted, lowest, seconds = [], [], []
     for step in range(intervals):
         low, high = beyond * step / intervals, beyond * (step + 1) / intervals
         # state * (residents + slots * largest visit) + grad * (residents + visits) <= room
         on_device = (room + state * high) / (state + grad)
-        on_device = np.minimum(most[device + resident], on_device)
+        on_device = np.minimum(np.minimum(most[device + resident], on_device), fitting)
         elements = np.maximum(least[host], w.params - on_device)
         hosted.append(elements)
         lowest.append(low)

@@ -40,7 +40,7 @@ class Work:
             alones.append(alone)
             for name in limits:
                 self._amounts[name].append(taken.get(name, 0.0) * alone)
-        self._limits = limits
+        self._limits, self._largest = limits, sizes[-1]
         self.lane_s = np.concatenate([[0.0], np.cumsum(seconds)])
         self.alone_s = np.cumsum(alones)
         self.one_s = float(seconds[0])
@@ -48,6 +48,10 @@ class Work:
     def on(self, resource: str) -> Floats:
         """Seconds of a resource, were they alone on it; shape (subgroups + 1,)."""
         return np.cumsum(self._amounts[resource]) / self._limits[resource]
+
+    def per_element(self, resource: str) -> float:
+        """Seconds of a resource for one element: of the largest op, which has the least."""
+        return self._amounts[resource][-1] / self._limits[resource] / self._largest
 
 
 def copy_op(kind: OpKind, size_bytes: int) -> Op:

@@ -13,6 +13,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from simulator.analysis.host_sequence import lowest_end_s
 from simulator.analysis.window_times import Times
 from simulator.update.recipes import PARAMETER_SLOTS, RECIPES, Placement
 
@@ -37,7 +38,7 @@ class NamedBounds:
     def lowest_s(self, host: int, device: int, slots: int) -> float:
         """The least iteration of any choice that fits; ``inf`` where none does."""
         codes = self._fitting(host, device, slots)
-        return float(_Chosen(self.times, codes, slots).floors().min()) if len(codes) else np.inf
+        return _Chosen(self.times, codes, slots).lowest_s() if len(codes) else np.inf
 
     def most_promising(
         self, host: int, device: int, slots: int, most: int
@@ -175,6 +176,14 @@ class _Chosen:
                 released[:, i] = np.where(on, down, 0.0)
         return released, up
 
+    def lowest_s(self) -> float:
+        """Of all choices, with their host updates in the best of sequences."""
+        floors = self.floors()
+        ready = np.maximum(self.norm_s, self.released_s)
+        tails = self.copy_s + self.behind
+        order = np.argsort(floors, kind="stable")
+        return lowest_end_s(self.hosted, ready, self.update_s, tails, floors, order)
+
     def floors(self) -> Floats:
         """Of each choice: of all subgroups up to one, the last is followed by its forward."""
         w = self.times.workload
@@ -182,11 +191,42 @@ class _Chosen:
         # Updates go on in a pipeline's bubble.
         least_s: Floats = np.maximum(w.pipeline_idle_s, on_device) + self.times.forward_s
         least_s = self.norm_s + least_s
+        # A slot is taken from where a visit begins to come in until it has been written back.
+        held = self.visiting @ (self.in_s + self.device_s + self.out_s)
+        least_s = np.maximum(least_s, held / max(1, self.slots))
+        least_s = np.maximum(least_s, self._resources())
         prefix = _Prefix.empty(len(self.hosted))
         for i in range(self.hosted.shape[1]):
             self._add(prefix, i)
             ended = np.max([*self._hosts(prefix, i), *self._visits(prefix, i)], axis=0)
             least_s = np.maximum(least_s, ended + self.behind[i])
+        return least_s
+
+    def _resources(self) -> Floats:
+        """All updates and new parameters, and the visits beyond the slots, and behind the last of
+        them its forward; in an iteration, all visits and gradients too.
+        """
+        t, sizes = self.times, np.array(self.times.workload.subgroups, dtype=np.float64)
+        micro = t.workload.gradient_accumulation_steps
+        hosted, visiting = self.hosted @ sizes, self.visiting @ sizes
+        count = self.visiting.sum(axis=1)
+        beyond = self._sum(np.maximum(count - self.slots, 0))
+        moved = self.hosted | self.visiting
+        tail_s = np.where(moved, self.behind, np.inf).min(axis=1)
+        tail_s = np.where(moved.any(axis=1), tail_s, 0.0)
+        least_s = np.zeros(len(self.hosted))
+        for name in ("dram", "cores", "h2d", "d2h", "link"):
+            crossing = t.visit_in.per_element(name) + t.visit_out.per_element(name)
+            updates = min(work.per_element(name) for work in t.on_host)
+            updates += t.parameter.per_element(name)
+            home = micro * t.gradient.per_element(name) + (micro - 1) * t.fetch.per_element(name)
+            device = (sizes.sum() - hosted) * t.on_device.per_element(name)
+            inside = self.norm_s + beyond * crossing + hosted * updates + device
+            whole = visiting * crossing + hosted * (updates + home)
+            if name == "cores":  # which backward takes too, and updates of those that stay
+                least_s = np.maximum(least_s, inside)
+            else:
+                least_s = np.maximum(least_s, np.maximum(inside + tail_s, whole))
         return least_s
 
     def _add(self, p: _Prefix, i: int) -> None:

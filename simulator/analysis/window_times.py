@@ -165,7 +165,10 @@ class Times:
         in_turn = in_turn + update
         behind = gradients + np.maximum(in_turn, cycles * (back + come + update))
         inside = self.rest_s + in_s + elements * self.copy_s
-        least_s: Floats = np.where(beyond > 0, np.maximum(behind, inside) + self.tails[0], 0.0)
+        # Each slot holds as many elements as one of those beyond, or more: as `_slots_s`.
+        held = by_slot * device / np.maximum(beyond, 1)
+        whole = np.maximum(np.maximum(behind, inside) + self.tails[0], held)
+        least_s: Floats = np.where(beyond > 0, whole, 0.0)
         return least_s
 
     def _passes(self, w: Workload) -> None:
@@ -192,7 +195,14 @@ class Times:
         )
         whole = np.maximum(self._whole(host, device), self.late_s[host])
         whole = np.maximum(whole, self._fetching_s(host, device))
+        whole = np.maximum(whole, self._slots_s(device, slots))
         seconds: Floats = np.maximum(window + self.rest_s, whole)
+        return seconds
+
+    def _slots_s(self, device: Ints, slots: Ints) -> Floats:
+        """A slot is taken from where a visit begins to come in until it has been written back."""
+        held = self.visit_in.lane_s + self.on_device.alone_s + self.visit_out.lane_s
+        seconds: Floats = held[device] / np.maximum(slots, 1)
         return seconds
 
     def _host(self, of: Callable[[Work], Floats], host: Ints) -> Floats:

@@ -1,6 +1,6 @@
 """No plan beats the bound: not by its numbers of placements, not by resources alone."""
 
-from itertools import product
+from itertools import permutations, product
 
 import numpy as np
 import pytest
@@ -9,6 +9,7 @@ from simulator import Layer, Plan, Quantity, Workload, build_schedule, simulate
 from simulator.analysis import named_bound
 from simulator.analysis.bound import bound
 from simulator.analysis.counted_bound import MOST_SUBGROUPS, count_bounds
+from simulator.analysis.host_sequence import lowest_end_s
 from simulator.analysis.many_plans import PlanSweep
 from simulator.analysis.named_bound import MOST_CHOSEN, PLACEMENTS, NamedBounds
 from simulator.analysis.sharing_modes import HOME, HOST, LEAVING, HostUpdates, modes
@@ -146,7 +147,7 @@ def within_its_own_memory(work, codes, slots):
     return work.device_base_bytes + held.device_bytes + activations
 
 
-@pytest.mark.parametrize("most", [6, 14])
+@pytest.mark.parametrize("most", [6, 14, 30])
 def test_no_plan_beats_the_bound_of_its_own_memory_nor_that_of_its_names(most):
     """Memory is what makes elements count, which any number of subgroups may have."""
     rng, near = np.random.default_rng(most), []
@@ -159,7 +160,7 @@ def test_no_plan_beats_the_bound_of_its_own_memory_nor_that_of_its_names(most):
             codes, slots = plan[:2]
             floors = [bound(work, on, within_its_own_memory(work, codes, slots)).iteration_s]
             if len(codes) <= MOST_CHOSEN:
-                floors.append(float(chosen_s(times, codes[None, :], slots)[0]))
+                floors.append(named_bound._Chosen(times, codes[None, :], slots).lowest_s())
             seconds = float(sweeps[0].evaluate(*plan)[0])
             if max(floors) > seconds * (1 + 1e-8):
                 seconds = max(seconds, settled_s(sweeps[1:], *plan))
@@ -198,10 +199,6 @@ def test_new_parameters_come_home_behind_all_fetched_gradients():
                 order=UpdateOrder(host="arrival"))  # fmt: skip
     timeline = simulate(build_schedule(work, plan, 6), have)
     assert found.iteration_s[0] <= timeline.iteration_s * (1 + 1e-9)
-
-
-def chosen_s(times, codes, slots):
-    return named_bound._Chosen(times, codes, slots).floors()
 
 
 def machine(**changes):
@@ -262,6 +259,58 @@ def test_visits_beyond_the_slots_wait_for_a_write_back():
     found = count_bounds(work, have, PLENTY)
     assert floor_of(found, 0, 2, 0, 1) == pytest.approx(by_hand)
     assert floor_of(found, 0, 2, 0, 2) == pytest.approx(2 * 0.5 + 2 * update_s + 2 * 0.01)
+
+
+def test_a_slot_holds_its_visits_one_after_the_other():
+    """Backward is too short to hide what the next iteration's first visit waits for."""
+    work, have = workload(2), machine()
+    by_hand = 2 * (12e8 / 20e9 + 1e8 / 50e9 + 12e8 / 10e9)
+    plan = Plan(
+        subgroup_size=10**8, placement=Plan.runs(["device"] * 2), staging_slots=1, prefetch=1,
+    )  # fmt: skip
+    steady = simulate(build_schedule(work, plan, 12), have).iteration_s
+    assert steady == pytest.approx(by_hand)
+    assert floor_of(count_bounds(work, have, PLENTY), 0, 2, 0, 1) == pytest.approx(by_hand)
+
+
+@pytest.mark.parametrize("updates", [1, 3, 6])
+def test_the_best_sequence_of_host_updates_is_that_of_all_permutations(updates):
+    rng = np.random.default_rng(updates)
+    for _ in range(40):
+        ready, work, tail = rng.random((3, updates))
+        best = np.inf
+        for sequence in permutations(range(updates)):
+            now, end = 0.0, 0.0
+            for i in sequence:
+                now = max(now, ready[i]) + work[i]
+                end = max(end, now + tail[i])
+            best = min(best, end)
+        both = np.ones((2, updates), dtype=bool)
+        both[1, 1:] = False
+        alone = ready[0] + work[0] + tail[0]
+        floors, order = np.array([0.5 * best, alone]), np.array([0, 1])
+        found = lowest_end_s(both, np.array([ready, ready]), work, tail, floors, order)
+        assert found <= min(best, alone) * (1 + 1e-9)
+        assert found == pytest.approx(min(best, alone), rel=1e-5)
+
+
+def test_slots_are_as_large_as_a_mean_visit():
+    """Memory for one slot of the larger size, and for the gradients of half of all elements: eight
+    visits have a slot of an eighth of them, more of them one of the larger size.
+    """
+    sizes = (10**8, 12 * 10**7) * 8
+    layers = tuple(Layer(params=n, forward_s=0.01, backward_s=0.02) for n in sizes)
+    work = Workload(name="w", layers=layers, subgroups=sizes, device_base_bytes=10**9)
+    have = machine(h2d_bytes_per_s=1e12, d2h_bytes_per_s=1e12)
+    room = 12 * 12 * 10**7 + 2 * sum(sizes) // 2
+    hosted = sum(sizes) - room / (2 + 12 / 8)
+    lowest = bound(work, have, 10**9 + room).iteration_s
+    assert lowest >= 16 * 0.02 + hosted / 1e9
+    # Seven of the larger ones fit.
+    codes = np.array([i % 2 for i in range(16)], dtype=np.int8)
+    codes[15] = 0
+    assert within_its_own_memory(work, codes, 1) <= 10**9 + room
+    assert lowest <= float(PlanSweep(work, have, iterations=12).evaluate(codes, 1, 1)[0])
 
 
 def test_what_does_not_fit_is_not_counted():
