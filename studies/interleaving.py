@@ -17,22 +17,25 @@ us: that waits for a GPU (`python -m studies.gpu`).
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from simulator import Machine, build_strategy
 from simulator.engines.compiled import simulate_fast
-from simulator.quantity import Quantity
 from studies.bench.offload_runs import SHAPES, Run, read_runs
 from studies.bench.record import write_record
 from studies.published.shipped import HARNESS_S, machine_of, predict, schedule_of, workload_of
+from tuner.calibration import QUARTILE, knobs_of, turned
+from tuner.interval import EIGHTY_PERCENT
 from tuner.memory import UNKNOWN_MARGIN
 from tuner.planning import plan
 
@@ -45,7 +48,6 @@ MODELS = {**SHAPES, 30: (60, 6656)}
 SIZES = (7, 13, 20, 30)
 PAPER = "2.5x faster iterations than ZeRO-3 offload; best stride 2 on these machines"
 BINDINGS = (-1, 1)  # of ranks to cores and memory: the slowest published one, and the fastest
-QUARTILES_OF_EIGHTY_PERCENT = 1.9  # of a normal distribution: 1.28 sigma over 0.67
 EQUAL, FUSED = "ebbtide, equal kernels", "ebbtide, fused kernel"
 
 
@@ -95,7 +97,9 @@ def measure(models: list[int]) -> dict[str, Any]:
         )
     }
     for name, bed in beds.items():
-        gains[f"{name}_stride_2_over_stock_as_bound"] = _gain_as_bound(bed, "stock", "stride 2")
+        gains[f"{name}_stride_2_over_stock_as_bound"] = [
+            _gain(bed, "stock", "stride 2", end) for end in range(len(BINDINGS))
+        ]
     return {
         "device_kind": "simulated",
         "paper": PAPER,
@@ -106,33 +110,21 @@ def measure(models: list[int]) -> dict[str, Any]:
     }
 
 
-def _gain(bed: dict[str, Any], slower: str, faster: str) -> float:
-    """Median over the models."""
-    return statistics.median(row[slower] / row[faster] for row in bed["models"])
+def _gain(bed: dict[str, Any], slower: str, faster: str, binding: int | None = None) -> float:
+    """Median over the models; with ranks bound as in one of BINDINGS."""
 
+    def seconds(row: dict[str, Any], name: str) -> float:
+        return float(row[name] if binding is None else row[f"{name}, as bound"][binding])
 
-def _gain_as_bound(bed: dict[str, Any], slower: str, faster: str) -> list[float]:
-    """The same with ranks bound as in the slowest and in the fastest published run."""
-    return [
-        statistics.median(row[f"{slower}, as bound"][i] / row[f"{faster}, as bound"][i]
-                          for row in bed["models"])
-        for i in range(len(BINDINGS))
-    ]  # fmt: skip
+    return statistics.median(seconds(row, slower) / seconds(row, faster) for row in bed["models"])
 
 
 def as_bound(machine: Machine, end: int) -> Machine:
     """With the ranks' share of DRAM at an end of the 80% whose quartiles the preset gives."""
-
-    def share(ranks: int, middle: Quantity) -> Quantity:
-        quartile = middle.q3 if end > 0 else middle.q1
-        far = (quartile / middle.median) ** QUARTILES_OF_EIGHTY_PERCENT
-        return Quantity.exact(min(1 / ranks, middle.median * far))
-
-    shares = {
-        ranks: {**parts, "dram": share(ranks, parts["dram"])} if "dram" in parts else dict(parts)
-        for ranks, parts in machine.rank_shares.items()
-    }
-    return machine.model_copy(update={"rank_shares": shares})
+    knobs = [knob for knob in knobs_of(machine) if knob.ranks]
+    shares = [machine.rank_shares[knob.ranks]["dram"] for knob in knobs]
+    far = [math.log((share.q3 if end > 0 else share.q1) / share.median) for share in shares]
+    return turned(machine, knobs, np.array(far) * EIGHTY_PERCENT / QUARTILE)
 
 
 def _sweeps(name: str, runs: list[Run], models: list[int]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ and for every order in which each queue updates its subgroups.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 
@@ -20,6 +21,7 @@ from simulator.workload import Workload
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Counts = tuple[Ints, Ints, Ints, Ints]  # of host, visiting and resident subgroups, and of slots
 MOST_CUTS = 60
 MOST_ROWS = 100_000  # that are asked for cuts: those with the lowest bounds without
 INTERVALS, FINE_INTERVALS = 12, 60
@@ -86,35 +88,43 @@ def count_bounds(workload: Workload, machine: Machine, device_bytes: float) -> C
     return CountBounds(host, device, resident, slots, seconds[order])
 
 
-def _finer(
-    times: Times, device_bytes: float, seconds: Floats, counts: tuple[Ints, Ints, Ints, Ints]
+def _raised(
+    seconds: Floats, again: Callable[[Ints], Floats], batch: int, most_batches: int
 ) -> Floats:
-    """The lowest again in more intervals, until one of those stays the lowest."""
-    if len(set(times.workload.subgroups)) == 1:
-        return seconds
+    """The lowest raised to what ``again`` says of them, until one of those stays the lowest."""
     seconds, left = seconds.copy(), seconds.copy()
-    for _ in range(MOST_BATCHES):
-        if left.min() > seconds.min():
+    for _ in range(most_batches):
+        if left.min() > seconds.min() or left.min() == np.inf:
             break
-        some = np.argsort(left, kind="stable")[:BATCH]
-        few = (counts[0][some], counts[1][some], counts[2][some], counts[3][some])
-        dealt = _dealt_out(times, device_bytes, few, FINE_INTERVALS)
-        seconds[some] = _shared(times, seconds[some], few, dealt)
+        some = np.argsort(left, kind="stable")[:batch]
+        seconds[some] = np.maximum(seconds[some], again(some))
         left[some] = np.inf
     return seconds
 
 
-def _named(named: NamedBounds, seconds: Floats, counts: tuple[Ints, Ints, Ints, Ints]) -> Floats:
-    """The lowest raised to what the best choice of subgroups allows, until it stays the lowest."""
-    seconds, done = seconds.copy(), np.zeros(len(seconds), dtype=bool)
-    while not done.all():
-        lowest = int(np.argmin(seconds))
-        if done[lowest]:
-            break
-        host, device, _, slots = (int(column[lowest]) for column in counts)
-        seconds[lowest] = max(seconds[lowest], named.lowest_s(host, device, slots))
-        done[lowest] = True
-    return seconds
+def _finer(times: Times, device_bytes: float, seconds: Floats, counts: Counts) -> Floats:
+    """The lowest in more intervals."""
+    if len(set(times.workload.subgroups)) == 1:
+        return seconds
+
+    def again(some: Ints) -> Floats:
+        few = (counts[0][some], counts[1][some], counts[2][some], counts[3][some])
+        return _shared(
+            times, seconds[some], few, _dealt_out(times, device_bytes, few, FINE_INTERVALS)
+        )
+
+    return _raised(seconds, again, BATCH, MOST_BATCHES)
+
+
+def _named(named: NamedBounds, seconds: Floats, counts: Counts) -> Floats:
+    """The lowest by what the best choice of subgroups allows."""
+    hosts, visits, _, slots = counts
+
+    def again(some: Ints) -> Floats:
+        return np.array([named.lowest_s(int(hosts[i]), int(visits[i]), int(slots[i]))
+                         for i in some])  # fmt: skip
+
+    return _raised(seconds, again, batch=1, most_batches=len(seconds))
 
 
 @dataclass(frozen=True)
@@ -131,15 +141,13 @@ class _Dealt:
     seconds: Floats
 
 
-def _shared(
-    times: Times, seconds: Floats, counts: tuple[Ints, Ints, Ints, Ints], dealt: _Dealt
-) -> Floats:
+def _shared(times: Times, seconds: Floats, counts: Counts, dealt: _Dealt) -> Floats:
     """Cuts of the window's linear program, until the lowest bound is as high as it gets.
 
     The last subgroup is a visit, or it is not; the first host update has ended before the first
     write-back has, or it has not: the shortest window of these cases counts.
     """
-    program = times.program()
+    program = times.program
     rows = np.maximum(seconds, dealt.seconds).ravel()
     looked_at = np.argsort(rows, kind="stable")[:MOST_ROWS]
     _, number = np.divmod(looked_at, len(seconds))
@@ -165,7 +173,7 @@ def _shared(
     return least_s
 
 
-def _fitting(w: Workload, device_bytes: float) -> tuple[Ints, Ints, Ints, Ints]:
+def _fitting(w: Workload, device_bytes: float) -> Counts:
     """Counts whose state, slots, gradients and activations fit."""
     n = len(w.subgroups)
     d, r, s = np.meshgrid(*(np.arange(n + 1),) * 3, indexing="ij", sparse=True)
@@ -184,9 +192,7 @@ def _fitting(w: Workload, device_bytes: float) -> tuple[Ints, Ints, Ints, Ints]:
     return n - device - resident, device, resident, slots
 
 
-def _dealt_out(
-    times: Times, device_bytes: float, counts: tuple[Ints, Ints, Ints, Ints], most_intervals: int
-) -> _Dealt:
+def _dealt_out(times: Times, device_bytes: float, counts: Counts, most_intervals: int) -> _Dealt:
     """What the elements ask for, however sizes are dealt out among the counts.
 
     Memory says how many elements are on the host at least. It is fewer the more elements visit

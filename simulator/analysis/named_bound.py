@@ -107,13 +107,14 @@ class _Chosen:
     def __init__(self, times: Times, codes: NDArray[np.int8], slots: int) -> None:
         self.times, self.slots = times, slots
         self.hosted, self.visiting = codes == HOST, codes == VISIT
-        sizes = np.array(times.workload.subgroups, dtype=np.float64)
+        sizes = self.sizes = np.array(times.workload.subgroups, dtype=np.float64)
         visit = times.bytes.visit / times.bytes.gradient
         self.update_s, self.copy_s = sizes * times.update_s, sizes * times.copy_s
         self.home_s, self.fetch_s = sizes * times.home_s, sizes * times.fetch_s
         self.in_s, self.out_s = visit * self.fetch_s, visit * self.home_s
         self.device_s = sizes * times.device_s
         self.behind = np.array(times.tails[::-1])
+        self.tails_s = self.copy_s + self.behind  # of a host update
         self.norm_s = times.rest_s
         self.released_s, self.fetched_s = self._gradients()
         fetches = times.workload.gradient_accumulation_steps - 1
@@ -148,7 +149,7 @@ class _Chosen:
         others = self.hosted.copy()
         others[rows, last] = False
         self.other_copies_s = others @ self.copy_s
-        behind_s = np.where(others, self.copy_s + self.behind, np.inf).min(axis=1)
+        behind_s = np.where(others, self.tails_s, np.inf).min(axis=1)
         self.other_last_s = self.norm_s + self.hosted @ self.update_s + behind_s
         self.behind_others_s = (self.update_s + self.copy_s + self.behind)[last]
         self.slow_copy_s = np.where(self.hosted, times.slowest_copies_s, 0.0).max(axis=1)
@@ -180,9 +181,8 @@ class _Chosen:
         """Of all choices, with their host updates in the best of sequences."""
         floors = self.floors()
         ready = np.maximum(self.norm_s, self.released_s)
-        tails = self.copy_s + self.behind
         order = np.argsort(floors, kind="stable")
-        return lowest_end_s(self.hosted, ready, self.update_s, tails, floors, order)
+        return lowest_end_s(self.hosted, ready, self.update_s, self.tails_s, floors, order)
 
     def floors(self) -> Floats:
         """Of each choice: of all subgroups up to one, the last is followed by its forward."""
@@ -206,7 +206,7 @@ class _Chosen:
         """All updates and new parameters, and the visits beyond the slots, and behind the last of
         them its forward; in an iteration, all visits and gradients too.
         """
-        t, sizes = self.times, np.array(self.times.workload.subgroups, dtype=np.float64)
+        t, sizes = self.times, self.sizes
         micro = t.workload.gradient_accumulation_steps
         hosted, visiting = self.hosted @ sizes, self.visiting @ sizes
         count = self.visiting.sum(axis=1)

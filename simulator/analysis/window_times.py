@@ -7,6 +7,7 @@ iteration is serial on the device.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from itertools import permutations
 
 import numpy as np
@@ -228,6 +229,7 @@ class Times:
         within: Floats = np.maximum(least_s, coming - early_s)
         return within
 
+    @cached_property
     def program(self) -> WindowProgram:
         """Of the lanes' ops, the smallest and the largest of each."""
         w, machine = self.workload, self.machine

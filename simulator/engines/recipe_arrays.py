@@ -297,13 +297,13 @@ def _backward(
                       1.0, 0.0, layers[layer, L_ACTIVATION])  # fmt: skip
             _pass_done(n, op)
             n[_N_BACKWARD] = op
-            gather = waited_for = -1
+            gather = -1
             if layer > 0 and layers[layer - 1, L_GATHER] > 0:
                 gather = _gather_before_backward(n, ops, after_first, after, layers, layer - 1)
         if turn >= count or each_layer:
             op = n[_N_BACKWARD]
             op = _reduced(n, ops, after_first, after, layers[layer, L_REDUCE], op)
-            waited_for = op if each_layer and layers[layer, L_REDUCE] > 0 else -1
+            waited_for = op if layers[layer, L_REDUCE] > 0 else -1
             op = _reduced(n, ops, after_first, after, layers[layer, L_REDUCE_BESIDE], op)
             for j in range(share_first[layer + 1] - 1, share_first[layer] - 1, -1):
                 s = share_subgroup[j]

@@ -89,7 +89,6 @@ def training_config(
     clipping = resolver.number(
         resolver.config, "gradient_clipping", default_clipping(), "gradient_clipping", automatic=1.0
     )
-    where = "zero_optimization."
     return TrainingConfig(
         micro_batch=micro,
         gradient_accumulation_steps=steps,
@@ -98,21 +97,15 @@ def training_config(
         clip=clipping > 0 or dtype == "fp16",
         zero_stage=stage,
         optimizer=resolver.optimizer(),
-        subgroup_size=int(resolver.number(zero, "sub_group_size", 1e9, where + "sub_group_size")),
-        reduce_bucket_elements=int(
-            resolver.number(zero, "reduce_bucket_size", REDUCE_BUCKET_ELEMENTS,
-                            where + "reduce_bucket_size", automatic=hidden * hidden)
+        subgroup_size=resolver.elements("sub_group_size", 1e9),
+        reduce_bucket_elements=resolver.elements(
+            "reduce_bucket_size", REDUCE_BUCKET_ELEMENTS, hidden * hidden
         ),
-        prefetch_bucket_elements=int(
-            resolver.number(zero, "stage3_prefetch_bucket_size", PREFETCH_BUCKET_ELEMENTS,
-                            where + "stage3_prefetch_bucket_size",
-                            automatic=int(0.9 * hidden * hidden))
+        prefetch_bucket_elements=resolver.elements(
+            "stage3_prefetch_bucket_size", PREFETCH_BUCKET_ELEMENTS, int(0.9 * hidden * hidden)
         ),
         overlap_comm=resolver.overlap_comm(zero, stage),
-        max_live_parameters=int(
-            resolver.number(zero, "stage3_max_live_parameters", 1e9,
-                            where + "stage3_max_live_parameters")
-        ),
+        max_live_parameters=resolver.elements("stage3_max_live_parameters", 1e9),
         resolved=tuple(resolver.notes),
     )  # fmt: skip
 
@@ -183,6 +176,11 @@ class _Resolver:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e18:
             raise ModelError(f"{where} must be a number >= 0 or 'auto', but got {value!r}")
         return float(value)
+
+    def elements(self, key: str, default: float, automatic: float | None = None) -> int:
+        """A size in ZeRO's section."""
+        zero = self.section("zero_optimization")
+        return int(self.number(zero, key, default, f"zero_optimization.{key}", automatic))
 
     def overlap_comm(self, zero: Mapping[str, Any], stage: ZeroStage) -> bool:
         """DeepSpeed's default is on under ZeRO-3 and off below."""

@@ -168,9 +168,10 @@ class Rank:
         """Two products per weight, one more where the forward is computed again."""
         again = bool(self.recompute and block.attention)
         issued = (ISSUED_BACKWARD + again) * self.issue_s(block)
-        beside_s = self.parameters_s(block) + self.reduced_beside * self.reduce_s(block)
+        reduced, beside = self.reduce_s(block), self.reduced_beside
+        beside_s = self.parameters_s(block) + beside * reduced
         computed = overlapped_s((2 + again) * self.device_s(block), issued, beside_s)
-        return computed + self.averaging_s(block) + (1 - self.reduced_beside) * self.reduce_s(block)
+        return computed + self.averaging_s(block) + (1 - beside) * reduced
 
     def averaging_s(self, block: Block) -> float:
         """What reducing a block's gradients takes of the device itself."""

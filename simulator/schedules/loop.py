@@ -122,13 +122,14 @@ class TrainingLoop(ABC):
             # layer's gather must not queue behind a reduction that waits for this layer's backward.
             waits = self.before_pass(number - 1, [], backward=True) if number else []
             if w.zero_stage > 1:
-                reduced, waited_for = self._reduced(number, op)
+                waited_for, reduced = self._reduced(number, op)
                 self.gradients(number, micro_batch, reduced)
-                waits = [*waits, *waited_for]
+                if waited_for != op:
+                    waits = [*waits, waited_for]
         if w.zero_stage == 1 and micro_batch == self.boundary:
             # ZeRO-1 reduces once per step, in hooks that come behind the whole backward.
             for number in reversed(range(len(w.layers))):
-                reduced, _ = self._reduced(number, self.backward_done)
+                _, reduced = self._reduced(number, self.backward_done)
                 self.gradients(number, micro_batch, reduced)
 
     def step_ends(self, waits: list[int]) -> None:
@@ -150,17 +151,20 @@ class TrainingLoop(ABC):
             OpKind.STEP_END, Lane.COMPUTE, 0.0, after=[*waits, *gathers]
         )  # fmt: skip
 
-    def _reduced(self, layer: int, after: int) -> tuple[int, list[int]]:
-        """After which op a layer's gradients are reduced, and what the next backward waits for."""
-        waited_for: list[int] = []
-        for size, waits in zip(reduce_parts(self.workload, layer), (True, False), strict=True):
-            if size:
-                after = self.reduce_done = self.out.add(
-                    OpKind.GRADIENT_REDUCE, Lane.NETWORK, size, "network_bytes_per_s", [after],
-                    layer=layer,
-                )  # fmt: skip
-                waited_for += [after] * waits
-        return after, waited_for
+    def _reduced(self, layer: int, after: int) -> tuple[int, int]:
+        """Behind which op the next backward begins, and a layer's gradients are reduced."""
+        waited_for, beside = reduce_parts(self.workload, layer)
+        after = self._reduce(layer, waited_for, after)
+        return after, self._reduce(layer, beside, after)
+
+    def _reduce(self, layer: int, size_bytes: int, after: int) -> int:
+        if not size_bytes:
+            return after
+        self.reduce_done = self.out.add(
+            OpKind.GRADIENT_REDUCE, Lane.NETWORK, size_bytes, "network_bytes_per_s", [after],
+            layer=layer,
+        )  # fmt: skip
+        return self.reduce_done
 
 
 def reduce_parts(workload: Workload, layer: int) -> tuple[int, int]:
