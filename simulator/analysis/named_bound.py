@@ -200,6 +200,52 @@ class _Chosen:
             self._add(prefix, i)
             ended = np.max([*self._hosts(prefix, i), *self._visits(prefix, i)], axis=0)
             least_s = np.maximum(least_s, ended + self.behind[i])
+        least_s = np.maximum(least_s, self._first_visit())
+        return least_s
+
+    def _first_visit(self) -> Floats:
+        """Of visits beside accumulated gradients: the first one comes in behind the norm, or as soon
+        as the last micro-batch's first layer is through. Then it takes its share of the way in from
+        what is fetched, and new parameters come behind that.
+
+        Unless its slot's last write-back has not ended by then: all gradients go home behind that.
+        """
+        times, micro = self.times, self.times.workload.gradient_accumulation_steps
+        if micro == 1:
+            return np.zeros(len(self.hosted))
+        rows, hosts = np.arange(len(self.hosted)), self.hosted.sum(axis=1)
+        first = self.hosted.argmax(axis=1)  # whose gradient comes home last
+        last = self.hosted.shape[1] - 1 - self.hosted[:, ::-1].argmax(axis=1)
+        update_behind_s = (self.update_s + self.tails_s)[first]
+        hindered_s = self.early_s + micro * (self.hosted @ self.home_s) + update_behind_s
+        # Ops that ask for the same capacities run at the same part of their full speeds.
+        fetch = self.hosted @ self.sizes * times.bytes.gradient
+        visit = np.where(np.isinf(self.least[:, 0]), 0.0, self.least[:, 0]) * times.bytes.visit
+        largest = (self.hosted * self.sizes).max(axis=1) * times.bytes.gradient
+        part = np.minimum(1.0, times.copy_speed(visit) / times.copy_speed(largest))
+        both_s = (fetch + np.minimum(part * fetch, visit)) / times.limits["h2d"]
+        fetched_s = np.maximum(self.fetched_s, self.early_s + both_s)
+        updates_s = np.sort(self.hosted * self.update_s, axis=1)[:, :-PARAMETER_SLOTS].sum(axis=1)
+        copy_s = np.where(self.hosted, self.copy_s, np.inf).min(axis=1)
+        held_s = np.where(hosts > PARAMETER_SLOTS, updates_s + copy_s, 0.0) + copy_s
+        begun_early_s = np.maximum(
+            fetched_s + np.maximum(self.hosted @ self.copy_s, held_s) + self.behind[last],
+            fetched_s + self.home_s[first] + update_behind_s,
+        )
+        beyond = np.maximum(self.visiting.sum(axis=1) - self.slots, 0).astype(np.int64)
+        behind_norm_s = self._one_way(
+            np.maximum(self.norm_s, self.fetched_s), self.hosted @ self.copy_s, beyond
+        )
+        behind_norm_s = np.where(beyond > 0, behind_norm_s + self._least_behind(), 0.0)
+        least_s = np.minimum(behind_norm_s, np.minimum(begun_early_s, hindered_s))
+        some: Floats = np.where((hosts > 0) & self.visiting.any(axis=1), least_s, 0.0)
+        return some
+
+    def _least_behind(self) -> Floats:
+        """The least forward behind any subgroup that is on the link."""
+        moved = self.hosted | self.visiting
+        tail_s = np.where(moved, self.behind, np.inf).min(axis=1)
+        least_s: Floats = np.where(moved.any(axis=1), tail_s, 0.0)
         return least_s
 
     def _resources(self) -> Floats:
@@ -211,9 +257,7 @@ class _Chosen:
         hosted, visiting = self.hosted @ sizes, self.visiting @ sizes
         count = self.visiting.sum(axis=1)
         beyond = self._sum(np.maximum(count - self.slots, 0))
-        moved = self.hosted | self.visiting
-        tail_s = np.where(moved, self.behind, np.inf).min(axis=1)
-        tail_s = np.where(moved.any(axis=1), tail_s, 0.0)
+        tail_s = self._least_behind()
         least_s = np.zeros(len(self.hosted))
         for name in ("dram", "cores", "h2d", "d2h", "link"):
             crossing = t.visit_in.per_element(name) + t.visit_out.per_element(name)
@@ -298,19 +342,19 @@ class _Chosen:
         others = np.where(self.keeps_pace & in_time, np.minimum(others, self.other_last_s), 0.0)
         by_slot = (self.in_rate + self.out_rate) * self._sum(beyond) / max(1, self.slots)
         crossing = [in_turn + one_s, in_line + one_s, shared, self.norm_s + by_slot + one_s]
-        crossing += [others - self.behind[i], self._one_way(p, beyond, first)]
+        begun_s = self.early_s + self.last_fetch_s
+        crossing += [others - self.behind[i], self._one_way(begun_s, p.copy_s, beyond)]
         return [on_device, coming, *(np.where(some, seconds, 0.0) for seconds in crossing)]
 
-    def _one_way(self, p: _Prefix, beyond: NDArray[np.int64], first: Floats) -> Floats:
-        """All that comes in from the last micro-batch on: its fetches, visits and parameters. While
-        the first write-back leaves, no visit can: and of parameters only what is updated then, and
-        what waits in the slots.
+    def _one_way(self, begun_s: Floats, copied_s: Floats, beyond: NDArray[np.int64]) -> Floats:
+        """All that comes in from ``begun_s`` on: visits and parameters. While the first write-back
+        leaves, no visit can: and of parameters only what is updated then, and what waits in the
+        slots.
         """
-        out_s = self.out_rate * first
+        out_s = self.out_rate * np.where(beyond > 0, self.least[:, 0], 0.0)
         meanwhile = out_s / self.times.update_s * self.times.copy_s
         waiting = PARAMETER_SLOTS * self.copy_s.max()
-        copies_s = np.maximum(0.0, p.copy_s - np.minimum(out_s, meanwhile + waiting))
-        begun_s = self.early_s + self.last_fetch_s
+        copies_s = np.maximum(0.0, copied_s - np.minimum(out_s, meanwhile + waiting))
         ended_s: Floats = begun_s + self.in_rate * self._sum(beyond + 1) + out_s + copies_s
         return ended_s
 

@@ -79,6 +79,13 @@ class Times:
         self.unheld_s = self._unheld_s()
         self.slowest_copies_s = self._slowest_copies_s()
 
+    def copy_speed(self, size: Floats) -> Floats:
+        """Of copies to the device of so many bytes, bytes per second when nothing else runs."""
+        some = np.maximum(size, 1.0)
+        alone_s = self.machine.copy_latency_s + some / self.machine.rate("h2d_bytes_per_s")
+        speed: Floats = some / alone_s
+        return speed
+
     def _slowest_copies_s(self) -> Floats:
         """At the most, of each subgroup's new parameters, whatever runs beside them: an op gets no
         less of its speed than a capacity has for all that ask for it at once.

@@ -201,6 +201,28 @@ def test_new_parameters_come_home_behind_all_fetched_gradients():
     assert found.iteration_s[0] <= timeline.iteration_s * (1 + 1e-9)
 
 
+def test_the_first_visit_waits_for_the_norm_or_holds_up_what_is_fetched():
+    """Eight hosted, two visits through one slot; ops and backward in seconds."""
+    micro, backward_s, forward_s, update_s = 4, 0.04, 0.005, 0.2
+    layer = Layer(params=10**8, forward_s=micro * forward_s, backward_s=micro * backward_s)
+    work = workload(10, gradient_accumulation_steps=micro, layers=(layer,) * 10)
+    rates = {"h2d_bytes_per_s": 3e9, "d2h_bytes_per_s": 3e9, "host_adam_params_per_s": 5e8}
+    copy_s, visit_s = 2e8 / 3e9, 12e8 / 3e9
+    begin_s = 10 * (backward_s + forward_s)
+    norm_s = 4 * begin_s - 10 * forward_s
+    # Of the last three micro-batches all sums are fetched, one after the other.
+    fetched_s = begin_s + backward_s + 3 * 8 * copy_s
+    # Behind the norm: two visits, the first write-back, and what is not copied beside that.
+    beside_s = visit_s / update_s * copy_s + 2 * copy_s
+    late_s = fetched_s + 2 * visit_s + visit_s + 8 * copy_s - beside_s + forward_s
+    # Else the last sums share the way with it, and six updates wait for the first copy.
+    shared_s = norm_s - 9 * backward_s + 8 * copy_s + visit_s
+    early_s = shared_s + copy_s + 6 * update_s + copy_s + forward_s
+    lowest_s = NamedBounds(Times(work, machine(**rates)), PLENTY).lowest_s(8, 2, 1)
+    assert late_s < early_s
+    assert lowest_s == pytest.approx(late_s)
+
+
 def machine(**changes):
     rates = {
         "h2d_bytes_per_s": 20e9, "d2h_bytes_per_s": 10e9, "dram_bytes_per_s": 1e13,
