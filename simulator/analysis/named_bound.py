@@ -200,20 +200,19 @@ class _Chosen:
             self._add(prefix, i)
             ended = np.max([*self._hosts(prefix, i), *self._visits(prefix, i)], axis=0)
             least_s = np.maximum(least_s, ended + self.behind[i])
-        least_s = np.maximum(least_s, self._first_visit())
-        return least_s
+        floors: Floats = np.maximum(least_s, self._first_visit())
+        return floors
 
     def _first_visit(self) -> Floats:
-        """Of visits beside accumulated gradients: the first one comes in behind the norm, or as soon
-        as the last micro-batch's first layer is through. Then it takes its share of the way in from
-        what is fetched, and new parameters come behind that.
-
-        Unless its slot's last write-back has not ended by then: all gradients go home behind that.
+        """Of visits beside accumulated gradients: the first one comes in behind the norm; or once
+        the last micro-batch's first layer is through, beside what is fetched then, and new
+        parameters come behind that; or it waits for its slot even then, and all gradients have gone
+        home behind that slot's last write-back.
         """
         times, micro = self.times, self.times.workload.gradient_accumulation_steps
         if micro == 1:
             return np.zeros(len(self.hosted))
-        rows, hosts = np.arange(len(self.hosted)), self.hosted.sum(axis=1)
+        hosts = self.hosted.sum(axis=1)
         first = self.hosted.argmax(axis=1)  # whose gradient comes home last
         last = self.hosted.shape[1] - 1 - self.hosted[:, ::-1].argmax(axis=1)
         update_behind_s = (self.update_s + self.tails_s)[first]

@@ -36,7 +36,8 @@ COMING, HOME, LEAVING, HOST = range(4)  # visits in, parameters home, visits out
 # Each requirement is a least amount of something within some of them: seconds of a segment
 # (`head_s`, `no_host_s`, `host_on_s`, `last_copy_s`, `tail_s`), of a lane alone (`first_back_s`,
 # `coming_s`, `leaving_s`, `last_in_s`; `all_coming_s`, `all_leaving_s` of all visits beyond the
-# slots; `home_s`: parameters that come home) and parameters updated on the host (`host_params`).
+# slots; `leaving_beside_s`: of the state that leaves while the last visit comes in; `home_s`:
+# parameters that come home) and parameters updated on the host (`host_params`).
 # The last three are about HEAD and FIRST_BACK, where no visit can come in: what comes home there
 # has been updated by then (`updated_first`), the lane home stands idle until the first host update
 # has ended (`idle_home_s`), and stays so where that is later still (`no_early_home_s`; otherwise a
@@ -45,8 +46,8 @@ HEAD, FIRST_BACK, CROSSING, LAST_IN, NO_HOST, HOST_ON, LAST_COPY, TAIL = range(8
 SEGMENTS = 8
 REQUIREMENTS = (
     "head_s", "first_back_s", "coming_s", "leaving_s", "last_in_s", "no_host_s", "host_on_s",
-    "last_copy_s", "tail_s", "all_coming_s", "all_leaving_s", "host_params", "home_s",
-    "updated_first", "idle_home_s", "no_early_home_s",
+    "last_copy_s", "tail_s", "all_coming_s", "all_leaving_s", "leaving_beside_s", "host_params",
+    "home_s", "updated_first", "idle_home_s", "no_early_home_s",
 )  # fmt: skip
 
 
@@ -143,6 +144,7 @@ class WindowProgram:
             ((TAIL,), ones),
             ((CROSSING, LAST_IN, NO_HOST), coming),
             ((FIRST_BACK, CROSSING), leaving),
+            ((LAST_IN, NO_HOST), leaving),
             ((HEAD, FIRST_BACK, CROSSING, LAST_IN, HOST_ON), host),
             ((HEAD, FIRST_BACK, CROSSING, LAST_IN, NO_HOST, HOST_ON, LAST_COPY), home),
             # What comes home while no visit can come in has been updated by then.

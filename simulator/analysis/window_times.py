@@ -87,8 +87,16 @@ class Times:
         return speed
 
     def _slowest_copies_s(self) -> Floats:
-        """At the most, of each subgroup's new parameters, whatever runs beside them: an op gets no
-        less of its speed than a capacity has for all that ask for it at once.
+        """At the most, of each subgroup's new parameters, whatever runs beside them."""
+        alone = self.bytes.wire / self.machine.rate("h2d_bytes_per_s")
+        sizes = np.array(self.workload.subgroups, dtype=np.float64)
+        latency_s = self.machine.copy_latency_s
+        slowest: Floats = self._stretch(*self.limits) * (latency_s + sizes * alone)
+        return slowest
+
+    def _stretch(self, *names: str) -> float:
+        """How much longer an op takes at the most that uses these capacities: it gets no less of
+        its speed than a capacity has for all that ask for it at once.
         """
         size, amounts = max(self.workload.subgroups), self.bytes
         together = [
@@ -102,11 +110,7 @@ class Times:
         taken = [demands(op, self.machine, alone_s(op, self.machine)) for op in together]
         asked = {name: sum(each.get(name, 0.0) for each in taken) for name in self.limits}
         asked["dram"] += self.machine.dram_bytes_per_s.median  # host updates of any threads
-        stretch = max(1.0, *(asked[name] / limit for name, limit in self.limits.items()))
-        alone = self.bytes.wire / self.machine.rate("h2d_bytes_per_s")
-        sizes = np.array(self.workload.subgroups, dtype=np.float64)
-        slowest: Floats = stretch * (self.machine.copy_latency_s + sizes * alone)
-        return slowest
+        return max(1.0, *(asked[name] / self.limits[name] for name in names))
 
     def _unheld_s(self) -> Floats:
         """By host subgroups: how much sooner than behind all updates the last one can have ended,
@@ -296,6 +300,7 @@ class Times:
             "coming_s": self.visit_in.alone_s[between],
             "leaving_s": self.visit_out.alone_s[between],
             "last_in_s": visits * one_in_s,
+            "leaving_beside_s": visits * self._leaving_beside_s(host, device, slots),
             # No longer than the last arrival, so that no other one falls into it.
             "no_host_s": np.where(both, np.clip(hosts_s - visits_s, 0.0, one_in_s), 0.0),
             "host_on_s": np.where(both, np.maximum(visits_s - hosts_s, 0.0), 0.0),
@@ -311,6 +316,21 @@ class Times:
             "no_early_home_s": np.where(both & (not early_home), 0.0, -anything_s),
         }
         return np.stack([needed[name] for name in REQUIREMENTS], axis=1)
+
+    def _leaving_beside_s(self, host: Ints, device: Ints, slots: Ints) -> Floats:
+        """Of the visit before the last, what leaves at the least while the last one comes in: with
+        two slots or more nothing else keeps it but updates on the device in front of its own.
+
+        Both cross the one link: it goes as fast as the other one, or as its own way lets it.
+        """
+        largest = np.cumsum(np.sort(self.workload.subgroups)[::-1])
+        before = np.maximum(self.count - host - device + slots - 1, 1)
+        updates_s = before * self.machine.launch_latency_s + largest[before - 1] * self.device_s
+        beside_s = self.visit_in.one_s - self._stretch("device", "cores") * updates_s
+        part = min(1.0, self.limits["d2h"] / self.machine.rate("d2h_bytes_per_s"))
+        leaving_s = np.clip(part * beside_s, 0.0, self.visit_out.alone_s[1])
+        least_s: Floats = np.where(slots > 1, leaving_s, 0.0)
+        return least_s
 
     def _lag_s(self, host: Ints, elements: Floats) -> Floats:
         """How long behind the norm the first write-back can begin: gradients are home."""

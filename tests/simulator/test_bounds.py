@@ -295,6 +295,26 @@ def test_a_slot_holds_its_visits_one_after_the_other():
     assert floor_of(count_bounds(work, have, PLENTY), 0, 2, 0, 1) == pytest.approx(by_hand)
 
 
+def test_the_last_visit_shares_the_link_with_the_one_before():
+    """Two slots: what the last one waits for has left, and the one between leaves beside it."""
+    slow = Layer(params=10**8, forward_s=0.01, backward_s=0.5)
+    half = {"d2h_bytes_per_s": 20e9, "device_adam_params_per_s": 1e13}
+    work = workload(3, layers=(slow,) * 3)
+    have = machine(**half, duplex_factor=Quantity.exact(0.5))  # 20 GB/s both ways together
+    alone_s = 12e8 / 20e9
+    by_hand = 3 * 0.5 + alone_s + 2 * alone_s + 0.01
+    plan = Plan(
+        subgroup_size=10**8, placement=Plan.runs(["device"] * 3), staging_slots=2, prefetch=2,
+    )  # fmt: skip
+    steady = simulate(build_schedule(work, plan, 6), have).iteration_s
+    assert steady == pytest.approx(by_hand, rel=1e-3)
+    times, counts = Times(work, have), tuple(np.array([n]) for n in (0, 3, 2))
+    elements = np.zeros(1), np.array([1e8])
+    asked = times.requirements(counts, *elements, visit_last=True, early_home=False)[0]
+    window_s = float(asked @ times.program.cut(asked))
+    assert times.rest_s + window_s == pytest.approx(steady, rel=1e-3)
+
+
 @pytest.mark.parametrize("updates", [1, 3, 6])
 def test_the_best_sequence_of_host_updates_is_that_of_all_permutations(updates):
     rng = np.random.default_rng(updates)
