@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -35,6 +35,7 @@ RateName = Literal[
     "network_bytes_per_s",
     "device_memory_bytes_per_s",
 ]
+_OF_THE_NODE = ("dram", "storage")  # what all ranks draw from; the other shares are of links
 DEVICE_UPDATE_BYTES = 32  # p, m, v both ways; a fp32 gradient, or a 16-bit one with its parameter
 
 # Far above anything built so far: beyond it a unit was mistaken.
@@ -71,7 +72,8 @@ class Machine(BaseModel):
         device_shares_host_cores: forward and backward run on the host's cores (no GPU).
         dram_bytes_per_s: what a triad loop reaches on the node, reads plus writes.
         rank_shares: by number of ranks that worked at once, what each had of the rate alone, by
-            capacity; ranks whose copies do not touch each other have an ``h2d`` share of 1.
+            capacity; ranks whose copies do not touch each other have an ``h2d`` share of 1. Of
+            other numbers of ranks `rank_share` tells.
         other_rates: what no schedule needs but people ask for, unit in the name.
         facts: the link's generation and width, NUMA nodes, limits: text for people.
         copy_latency_s: fixed cost of one copy; launch_latency_s: of one device kernel.
@@ -172,12 +174,35 @@ class Machine(BaseModel):
     def rank_share(self, capacity: ShareName, ranks: int) -> float:
         """What each of so many ranks at once has of a capacity: as measured, or as is plausible.
 
-        Unmeasured, the node's DRAM and storage are divided, and every rank has a link of its own.
+        One rank has all of it. Between numbers of ranks that are known, what they draw together
+        changes evenly. Beyond the most, the node's DRAM and storage give no more than they gave
+        those, and a further rank's link as much as the last ones' brought. No share grows with the
+        ranks. Nothing known: DRAM and storage are divided, and every rank has a link of its own.
         """
-        measured = self.rank_shares.get(ranks, {}).get(capacity)
-        if measured is not None:
-            return measured.median
-        return 1.0 / max(1, ranks) if capacity in ("dram", "storage") else 1.0
+        known = self._known_shares(capacity)
+        if ranks <= 1 or ranks in known:
+            return known[max(1, ranks)]
+        counts = sorted(known)
+        for fewer, more in pairwise(counts):
+            if ranks < more:
+                pace = (more * known[more] - fewer * known[fewer]) / (more - fewer)
+                return (fewer * known[fewer] + pace * (ranks - fewer)) / ranks
+        most = counts[-1]
+        pace = 0.0 if capacity in _OF_THE_NODE else _last_pace(known, counts)
+        return (most * known[most] + pace * (ranks - most)) / ranks
+
+    def _known_shares(self, capacity: ShareName) -> dict[int, float]:
+        """By ranks, one with all of it. Shares that grow with the ranks are noise, and so are those
+        by which the ranks together would have more than the node: the lower value counts.
+        """
+        known, least = {1: 1.0}, 1.0
+        for ranks in sorted(self.rank_shares):
+            measured = self.rank_shares[ranks].get(capacity)
+            if measured is not None and ranks > 1:
+                whole = 1 / ranks if capacity in _OF_THE_NODE else 1.0
+                least = min(least, measured.median, whole)
+                known[ranks] = least
+        return known
 
     def rate(self, name: RateName) -> float:
         """Full speed of an op, in its unit per second.
@@ -292,3 +317,11 @@ class Machine(BaseModel):
             pydantic.ValidationError: a field is missing, unknown or out of its range.
         """
         return cls.model_validate_json(Path(path).read_text())
+
+
+def _last_pace(known: Mapping[int, float], counts: Sequence[int]) -> float:
+    """What a rank added to the total between the two largest numbers of ranks that are known."""
+    if len(counts) < 2:
+        return 1.0
+    fewer, more = counts[-2:]
+    return max(0.0, (more * known[more] - fewer * known[fewer]) / (more - fewer))

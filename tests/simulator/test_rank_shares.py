@@ -1,7 +1,12 @@
 """What several ranks leave each other: measured shares, or equal ones."""
 
-import pytest
+from itertools import pairwise
 
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from simulator import preset
 from simulator.engines.reference import capacities
 from simulator.machine import Machine
 from simulator.quantity import Quantity
@@ -17,7 +22,7 @@ def machine(**changes):
     return node(device_memory_bytes=2**34, **rates, **changes)
 
 
-SHARES = {4: {"h2d": Quantity.exact(0.6), "dram": Quantity.exact(0.3)}}
+SHARES = {4: {"h2d": Quantity.exact(0.6), "dram": Quantity.exact(0.2)}}
 
 
 def test_unmeasured_ranks_divide_memory_and_storage_and_keep_their_links():
@@ -34,9 +39,47 @@ def test_cores_are_divided_only_where_they_compute_the_model_too():
 def test_measured_shares_replace_equal_ones_for_that_number_of_ranks():
     have = capacities(machine(rank_shares=SHARES), 4)
     assert have["h2d"] == pytest.approx(12e9)
-    assert have["dram"] == pytest.approx(24e9)
+    assert have["dram"] == pytest.approx(16e9)
     assert (have["d2h"], have["storage"]) == (20e9, 2e9)
-    assert capacities(machine(rank_shares=SHARES), 2)["dram"] == 40e9
+
+
+def test_between_known_numbers_of_ranks_their_total_changes_evenly():
+    """Of DRAM two ranks draw 0.6 together, four 0.8, so three 0.7; eight no more than four did."""
+    shares = {2: {"dram": Quantity.exact(0.3)}, 4: {"dram": Quantity.exact(0.2)}}
+    node = machine(rank_shares=shares)
+    totals = [n * node.rank_share("dram", n) for n in (1, 2, 3, 4, 8)]
+    assert totals == pytest.approx([1.0, 0.6, 0.7, 0.8, 0.8])
+    links = machine(rank_shares=SHARES)  # four draw 2.4 links together, each of three adds 0.467
+    assert [n * links.rank_share("h2d", n) for n in (1, 2, 4, 7)] == pytest.approx(
+        [1.0, 1 + 1.4 / 3, 2.4, 3.8]
+    )
+    assert links.rank_share("d2h", 7) == 1.0
+
+
+KNOWN = st.dictionaries(st.integers(1, 17), st.floats(0.01, 1.5), max_size=5)
+
+
+@settings(max_examples=200, deadline=None)
+@given(KNOWN, st.sampled_from(["h2d", "d2h", "link", "dram", "storage"]))
+def test_no_share_grows_with_the_ranks_and_no_total_exceeds_the_node(known, name):
+    """Whatever was measured, of whichever numbers of ranks, however noisy."""
+    shares = {ranks: {name: Quantity.exact(share)} for ranks, share in known.items()}
+    node = machine(rank_shares=shares)
+    each = [node.rank_share(name, ranks) for ranks in range(1, 40)]
+    assert each[0] == 1.0
+    assert all(b <= a * (1 + 1e-12) for a, b in pairwise(each))
+    whole = (1.0 if name in ("dram", "storage") else ranks for ranks in range(1, 40))
+    totals = [ranks * share for ranks, share in enumerate(each, 1)]
+    assert all(t <= most * (1 + 1e-12) for t, most in zip(totals, whole, strict=True))
+    corners = {n for n in known if n > 1} | {1}
+    for n in set(range(2, 39)) - corners:  # straight between what is known
+        assert totals[n] - totals[n - 1] == pytest.approx(totals[n - 1] - totals[n - 2])
+
+
+@pytest.mark.parametrize("name", ["a100-node", "h100-node", "h200"])
+def test_presets_give_no_rank_more_because_there_are_more(name):
+    each = [preset(name).rank_share("dram", n) for n in range(1, 17)]
+    assert each == sorted(each, reverse=True)
 
 
 def test_what_ifs_keep_the_shares():
