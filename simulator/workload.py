@@ -28,7 +28,8 @@ class Layer(BaseModel):
         forward_s, backward_s: compute time of all micro-batches together on this rank.
         activation_bytes: device memory held from this layer's forward until its backward.
         network_gather_bytes: what this rank receives from other nodes to gather the layer's
-            parameters for one pass of one micro-batch; 0 where they all live in its node.
+            parameters for one pass of one micro-batch, with what keeps the network from it
+            meanwhile; 0 where they all live in its node.
         network_reduce_bytes: what it exchanges with other nodes (data, tensor and pipeline
             parallel together) in the layer's backward of one micro-batch.
     """

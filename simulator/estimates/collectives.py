@@ -1,11 +1,14 @@
 """How long collectives take inside a node, and what they bring in from other nodes.
 
 Rings, as NCCL runs them for all-gather and reduce-scatter: everything but a rank's own part passes
-each rank's port once; an all-reduce is both, one after the other.
+each rank's port once; an all-reduce is both, one after the other (Patarasu and Yuan, Bandwidth
+optimal all-reduce algorithms, 2009; NCCL tests, PERFORMANCE.md). A ring is as slow as its slowest
+hop. NCCL's trees for all-reduces between nodes bring no less into the busiest node.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from simulator.machine import Machine
@@ -40,18 +43,89 @@ class Links:
 
     def gather_s(self, size_bytes: float, ranks: int) -> float:
         """All-gather into, or reduce-scatter of, ``size_bytes`` on each of ``ranks`` ranks."""
-        if ranks < 2:
-            return 0.0
-        return LATENCY_S + (ranks - 1) / ranks * size_bytes / self.bytes_per_s(ranks)
+        return ring_s(size_bytes, ranks, self.bytes_per_s(ranks))
 
     def all_reduce_s(self, size_bytes: float, ranks: int) -> float:
         return 2 * self.gather_s(size_bytes, ranks)
 
 
-def from_outside_bytes(size_bytes: float, ranks: int, nodes: int) -> float:
-    """What a node receives while a ring gathers ``size_bytes``: all but one rank's part.
+def ring_s(size_bytes: float, ranks: int, bytes_per_s: float) -> float:
+    """Once around a ring through so many ranks, whose slowest hop has this rate."""
+    return LATENCY_S + passed_on(size_bytes, ranks) / bytes_per_s if ranks > 1 else 0.0
 
-    A ring through all ranks enters each node once. Were each node to receive only what it lacks
-    it would be ``(nodes - 1) / nodes``; NCCL's hierarchical algorithms are for all-reduce.
+
+def passed_on(size_bytes: float, ranks: int) -> float:
+    """What a ring brings to each rank, and into each node, while it gathers so much: all but one
+    rank's part.
+
+    Were each node to receive only what it lacks it would be less where ranks share it; but a ring
+    through all ranks enters each node once.
     """
-    return 0.0 if nodes < 2 else (ranks - 1) / ranks * size_bytes
+    return (ranks - 1) / ranks * size_bytes
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which ranks share a node: nodes are filled one after the other, tensor parallelism counts
+    innermost, then data, then pipeline stages (Megatron-LM's order, and that of DeepSpeed's
+    ``PipeModelDataParallelTopology``).
+
+    All that crosses between nodes waits for the node that most comes into.
+    """
+
+    gpus_per_node: int
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    stage: int = 0
+
+    @property
+    def gpus(self) -> int:
+        return self.data * self.tensor * self.pipeline
+
+    @property
+    def nodes(self) -> int:
+        return math.ceil(self.gpus / self.gpus_per_node)
+
+    @property
+    def ranks_per_node(self) -> int:
+        return min(self.gpus, self.gpus_per_node)
+
+    @property
+    def ring_in_node(self) -> int:
+        """Most ranks that one of ZeRO's rings has in a node."""
+        return min(self.data, math.ceil(self.gpus_per_node / self.tensor))
+
+    def entering_bytes(self, size_bytes: float) -> float:
+        """A rank's part of what its node receives while each of ZeRO's rings gathers so much."""
+        rings = self._rings_entering()
+        return rings * passed_on(size_bytes, self.data) / self.ranks_per_node
+
+    def _rings_entering(self) -> int:
+        """Most of ZeRO's rings with ranks of one node and of others, where this stage has ranks."""
+        span = self.data * self.tensor
+        first = self.stage * span // self.gpus_per_node
+        last = ((self.stage + 1) * span - 1) // self.gpus_per_node
+        # Nodes between the second and the last are as full of this stage as the second.
+        return max(self._crossing(node) for node in {first, min(first + 1, last), last})
+
+    def _crossing(self, node: int) -> int:
+        span = self.data * self.tensor
+        begin = node * self.gpus_per_node
+        end = min(self.gpus, begin + self.gpus_per_node)
+        rings = {(rank // span, rank % self.tensor) for rank in range(begin, end)}
+        firsts = (stage * span + number for stage, number in rings)
+        return sum(
+            first < begin or first + (self.data - 1) * self.tensor >= end for first in firsts
+        )
+
+    @property
+    def tensor_groups_cut(self) -> int:
+        """Most groups of tensor parallelism that have ranks of one node and of others; 0: each is
+        inside a node.
+        """
+        if self.gpus <= self.gpus_per_node or self.gpus_per_node % self.tensor == 0:
+            return 0
+        if self.tensor % self.gpus_per_node == 0:
+            return 1
+        return min(2, self.data * self.pipeline)  # at most one at each end of a node

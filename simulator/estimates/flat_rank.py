@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from simulator.estimates.blocks import Block
-from simulator.estimates.collectives import from_outside_bytes
 from simulator.estimates.rank import Rank
 from simulator.workload import Workload, cut_flat
 
@@ -38,9 +37,9 @@ class FlatRank(Rank):
             "parameters": ((size,),),
             "zero_stage": self.config.zero_stage,
             "step_gather_s": self.links.gather_s(
-                size * self.parallel.data * self.wire, self.ranks_in_node
+                size * self.parallel.data * self.wire, self.layout.ring_in_node
             ),
-            "network_step_gather_bytes": int(self.from_outside_bytes(made.params * self.wire)),
+            "network_step_gather_bytes": int(self.layout.entering_bytes(made.params * self.wire)),
             "device_base_bytes": made.device_base_bytes + self.waiting_bytes(made),
         }
         return Workload.model_validate({**dict(made), **fields})
@@ -49,15 +48,6 @@ class FlatRank(Rank):
         """Of each rank: all slices are equal and begin on a border of START_ALIGNMENT elements."""
         ranks = self.parallel.data
         return math.ceil(elements / (START_ALIGNMENT * ranks)) * START_ALIGNMENT
-
-    @property
-    def ranks_in_node(self) -> int:
-        return math.ceil(self.parallel.data / self.data_nodes())
-
-    def from_outside_bytes(self, size_bytes: float) -> float:
-        """This rank's part of what its node receives while a ring gathers so much."""
-        nodes = self.data_nodes()
-        return from_outside_bytes(size_bytes, self.parallel.data, nodes) / self.ranks_in_node
 
     # -- what differs from ZeRO-3 ------------------------------------------------------------
 
@@ -81,7 +71,7 @@ class FlatRank(Rank):
     def reduce_s(self, block: Block) -> float:
         """ZeRO-1's single reduction is spread over the micro-batches: times are of all of them."""
         size = self.whole_elements(block) * self.config.gradient_bytes
-        once = self.links.all_reduce_s(size, self.ranks_in_node)
+        once = self.links.all_reduce_s(size, self.layout.ring_in_node)
         micro = self.config.gradient_accumulation_steps if self.config.zero_stage == 1 else 1
         return once / micro
 
@@ -93,7 +83,7 @@ class FlatRank(Rank):
     def network_bytes(self, block: Block) -> tuple[int, int]:
         """An all-reduce is a reduce-scatter and a gather."""
         size = self.whole_elements(block) * self.config.gradient_bytes
-        return 0, int(2 * self.from_outside_bytes(size))
+        return 0, int(2 * self.layout.entering_bytes(size))
 
     def bucket_bytes(self, held: int) -> int:
         """The bucket, and its copy that the all-reduce flattens."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from simulator.estimates.blocks import Architecture, Block, ModelError
-from simulator.estimates.collectives import LINK, Links, from_outside_bytes
+from simulator.estimates.collectives import LINK, Layout, Links, passed_on, ring_s
 from simulator.estimates.compute import Device, overlapped_s
 from simulator.estimates.deepspeed_config import TrainingConfig
 from simulator.machine import Machine
@@ -63,7 +63,6 @@ class Rank:
         blocks = self.stage_blocks
         layers = self.layers(blocks)
         p = self.parallel
-        gpus = p.data * p.tensor * p.pipeline
         micro = self.config.gradient_accumulation_steps
         parameters = tuple(n for block in blocks for n in self.partitions(block))
         busy_s = sum(layer.forward_s + layer.backward_s for layer in layers)
@@ -78,8 +77,8 @@ class Rank:
             grad_bytes_per_param=self.config.gradient_bytes,
             clip=self.config.clip,
             gradient_accumulation_steps=micro,
-            ranks_per_node=min(gpus, self.machine.gpus_per_node),
-            nodes=self.nodes,
+            ranks_per_node=self.layout.ranks_per_node,
+            nodes=self.layout.nodes,
             reduced_beside=self.reduced_beside,
             tokens_per_iteration=self.tokens * micro * p.data,
             samples_per_iteration=self.config.micro_batch * micro * p.data,
@@ -94,10 +93,10 @@ class Rank:
         """What the training script does between iterations, where runs have told it."""
         return 0.0 if self.machine.loop_s is None else self.machine.loop_s.median
 
-    @property
-    def nodes(self) -> int:
+    @cached_property
+    def layout(self) -> Layout:
         p = self.parallel
-        return math.ceil(p.data * p.tensor * p.pipeline / self.machine.gpus_per_node)
+        return Layout(self.machine.gpus_per_node, p.data, p.tensor, p.pipeline, p.stage)
 
     @property
     def tokens(self) -> int:
@@ -210,24 +209,40 @@ class Rank:
     def gather_s(self, block: Block, element_bytes: int) -> float:
         """ZeRO's all-gather, or its reduce-scatter, of the block among the ranks of one node."""
         size = self.whole_elements(block) * element_bytes
-        return self.links.gather_s(size, math.ceil(self.parallel.data / self.data_nodes()))
+        return self.links.gather_s(size, self.layout.ring_in_node)
 
     def tensor_exchange_s(self, block: Block) -> float:
-        """Two all-reduces of the activations per layer and pass, inside a node."""
+        """Two all-reduces of the activations per layer and pass; between nodes over the network."""
         if not block.attention:
             return 0.0
-        size = self.tokens * self.arch.hidden * self.wire
-        return 2 * self.links.all_reduce_s(size, self.parallel.tensor)
+        tensor, cut = self.parallel.tensor, self.layout.tensor_groups_cut
+        rate = self.links.bytes_per_s(min(tensor, self.machine.gpus_per_node))
+        if cut:
+            rate = min(rate, self.machine.rate("network_bytes_per_s") / cut)
+        return 2 * 2 * ring_s(self.exchanged_bytes, tensor, rate)
+
+    @property
+    def exchanged_bytes(self) -> int:
+        """What one all-reduce of tensor parallelism adds up."""
+        return self.tokens * self.arch.hidden * self.wire
 
     def network_bytes(self, block: Block) -> tuple[int, int]:
         """ZeRO's gather per pass and reduction: what comes from other nodes, shared by a node's
         ranks.
         """
-        p = self.parallel
-        size = self.whole_elements(block)
-        part = from_outside_bytes(size, p.data, self.data_nodes())
-        part /= max(1, math.ceil(p.data / self.data_nodes()))
-        return int(part * self.wire), int(part * self.config.gradient_bytes)
+        part = self.layout.entering_bytes(self.whole_elements(block))
+        beside = self.exchange_beside_bytes(block) if part else 0.0
+        return int(part * self.wire + beside), int(part * self.config.gradient_bytes)
+
+    def exchange_beside_bytes(self, block: Block) -> float:
+        """A rank's part of what tensor parallelism brings into a node in a pass: the network that
+        ZeRO's gathers do not have meanwhile. Forward and backward count alike, by their mean.
+        """
+        if not block.attention:
+            return 0.0
+        once = 2 * 2 * passed_on(self.exchanged_bytes, self.parallel.tensor)
+        passes = 1 + (2 + self.recompute)  # as `backward_s` has it
+        return once * passes / 2 * self.layout.tensor_groups_cut / self.layout.ranks_per_node
 
     @property
     def links(self) -> Links:
@@ -236,11 +251,6 @@ class Rank:
     @property
     def wire(self) -> int:
         return WIRE_BYTES[self.config.wire_dtype]
-
-    def data_nodes(self) -> int:
-        """Nodes over which one data-parallel group is spread; tensor ranks sit together."""
-        per_node = max(1, self.machine.gpus_per_node // self.parallel.tensor)
-        return math.ceil(self.parallel.data / per_node)
 
     def activation_bytes(self, block: Block) -> int:
         """Korthikanti et al.: s b h (34 + 5 a s / h) bytes per layer, 2 s b h if recomputed."""
@@ -309,6 +319,11 @@ class Rank:
         notes += self.config.resolved
         if self.parallel.tensor > 1 and LINK not in self.machine.other_rates:
             notes.append(f"tensor-parallel exchange over PCIe: no {LINK} in machine.other_rates")
+        if self.layout.tensor_groups_cut:
+            notes.append(
+                f"tensor-parallel exchange over the network: {self.parallel.tensor} ranks do not "
+                f"fit into nodes of {self.machine.gpus_per_node} GPUs"
+            )
         return "; ".join(notes)
 
 

@@ -76,7 +76,19 @@ def workload_from_model(
     kind = _kind_of_rank(config)
     rank = kind(arch, machine, config, parallel, sequence,
                 activation_checkpointing == "full", flash_attention)  # fmt: skip
+    _check_network(rank)
     return rank.workload()
+
+
+def _check_network(rank: Rank) -> None:
+    machine, p = rank.machine, rank.parallel
+    if rank.layout.tensor_groups_cut and machine.network_bytes_per_s is None:
+        raise ModelError(
+            "tensor_parallel must leave each group of ranks inside a node (a divisor of the "
+            f"machine's {machine.gpus_per_node} GPUs per node) where machine.network_bytes_per_s "
+            f"is not known, but got {p.tensor} on machine {machine.name!r}: add "
+            "network_bytes_per_s to the machine file, or lower --tensor-parallel"
+        )
 
 
 def _check(arch: Architecture, parallel: Parallelism, sequence: int, machine: Machine) -> None:

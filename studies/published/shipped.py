@@ -33,6 +33,7 @@ LAYER_RATES = (
     "device_flops_per_s", "device_memory_bytes_per_s", "layer_issue_s", "loop_s",
     "h2d_bytes_per_s", "d2h_bytes_per_s",
 )  # fmt: skip
+NETWORK = "network_bytes_per_s"  # likewise where tensor parallelism spans nodes
 KEPT_SCHEDULES = 5000
 _schedules: dict[Hashable, Schedule] = {}
 # Whether gradients were copied asynchronously, of campaigns whose logs do not say it because the
@@ -75,7 +76,8 @@ def schedule_of(run: Run, machine: Machine) -> Schedule:
     """One iteration of what ran; a log that does not say how gradients flow is of an older build:
     that of its campaign (BUILDS), else the one that blocks (reference of the data set).
     """
-    rates = (getattr(machine, name) for name in LAYER_RATES)
+    names = LAYER_RATES if run.tp <= machine.gpus_per_node else (*LAYER_RATES, NETWORK)
+    rates = (getattr(machine, name) for name in names)
     key = (run, machine.name, *(rate and rate.median for rate in rates))
     if key not in _schedules:
         if len(_schedules) >= KEPT_SCHEDULES:
