@@ -47,11 +47,13 @@ class Observation:
     Attributes:
         build: one iteration of what ran, on a machine: layers' times depend on its rates.
         measured_s: seconds by phase (PHASES), at least one.
+        notes: what its reader doubts.
     """
 
     name: str
     build: Callable[[Machine], Schedule]
     measured_s: Mapping[str, float]
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,12 @@ class Change:
 
 @dataclass(frozen=True)
 class Calibrated:
-    """The corrected machine, what changed, and runs that contradict each other."""
+    """The corrected machine, what changed, and runs that contradict each other.
+
+    Attributes:
+        left_pct: what the machine still misses a phase by (median): 100 for a factor of two,
+            either way.
+    """
 
     machine: Machine
     changes: tuple[Change, ...]
@@ -153,7 +160,7 @@ def calibrate(machine: Machine, observations: Sequence[Observation]) -> Calibrat
         fitted,
         tuple(change for i in identified for change in _changes(start, fitted, knobs[i], sigma[i])),
         tuple(_contradictions(fitted, observations)),
-        100 * float(np.median(np.abs(errors))),
+        100 * math.expm1(float(np.median(np.abs(errors)))),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-import re
+import math
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,14 +15,10 @@ from simulator.schedule import Schedule
 from simulator.schedules.strategies import build_strategy
 from simulator.workload import Workload
 from tuner.calibration import PHASES, CalibrationError, Observation
+from tuner.deepspeed_log import WARM_UP, DeepSpeedLog, level_notes, read_log
+from tuner.run_checks import batch_notes, check_whole, loop_notes, phases_of, too_short
 
-WARM_UP = 2  # iterations that compile, allocate and trace
 FEWEST_ITERATIONS = 3
-# DeepSpeed's timers at every accumulation boundary: all micro-batches together.
-_GLOBAL = re.compile(r"time \(ms\)((?: \| \w+: [\d.]+)+)")
-_TIMER = re.compile(r"\| (\w+): ([\d.]+)")
-_NAMES = {"fwd": "forward", "bwd": "backward", "step": "step"}
-_RATE = re.compile(r"CurrSamplesPerSec=([\d.]+)")
 _MEASURED = {f"{phase}_{unit}": (phase, factor)
              for phase in PHASES for unit, factor in (("s", 1.0), ("ms", 1e-3))}  # fmt: skip
 _INTEGERS = {
@@ -68,12 +64,22 @@ class Described:
         return build_strategy(self.strategy, work, iterations=1, **options)
 
     def samples(self) -> int | None:
-        """Of one iteration, all ranks together; None: not known."""
+        """Of one iteration, all ranks together; None: not known.
+
+        Raises:
+            ModelError: the DeepSpeed config contradicts the flags.
+        """
+        from simulator.estimates.deepspeed_config import training_config
+
         if self.workload is not None:
             return self.workload.samples_per_iteration
-        micro, ranks = self.shape.get("micro_batch"), self.shape.get("data_parallel") or 1
-        steps = self.shape.get("gradient_accumulation_steps") or 1
-        return None if micro is None else int(micro * ranks * steps)
+        ranks = self.shape.get("data_parallel") or 1
+        config = training_config(
+            self.ds_config, hidden=1, ranks=ranks, zero_stage=self.shape.get("zero_stage"),
+            micro_batch=self.shape.get("micro_batch"),
+            gradient_accumulation_steps=self.shape.get("gradient_accumulation_steps"),
+        )  # fmt: skip
+        return int(config.micro_batch * config.gradient_accumulation_steps * ranks)
 
 
 def read_observations(path: str | Path, described: Described) -> list[Observation]:
@@ -95,28 +101,44 @@ def read_observations(path: str | Path, described: Described) -> list[Observatio
 
 
 def _from_log(name: str, text: str, described: Described) -> Observation:
-    """Medians over the iterations after the second; the whole from samples per second."""
-    seconds: dict[str, list[float]] = {}
-    for line in _GLOBAL.findall(text):
-        timers = {key: float(value) for key, value in _TIMER.findall(line)}
-        if set(_NAMES) <= set(timers):  # micro timers have other names
-            for key, phase in _NAMES.items():
-                seconds.setdefault(phase, []).append(timers[key] / 1e3)
-    count = len(seconds.get("step", []))
-    if count < WARM_UP + FEWEST_ITERATIONS:
+    """Medians over the iterations after the second; the whole from the times of day."""
+    log = read_log(text)
+    if log.iterations < WARM_UP + FEWEST_ITERATIONS:
         raise CalibrationError(
             f"a log must hold at least {WARM_UP + FEWEST_ITERATIONS} lines 'time (ms) | fwd: ... | "
             f"bwd: ... | step: ...' (wall_clock_breakdown in DeepSpeed's config), but {name} holds "
-            f"{count}"
+            f"{log.iterations}"
         )
-    measured = {phase: statistics.median(values[WARM_UP:]) for phase, values in seconds.items()}
-    rates = [float(rate) for rate in _RATE.findall(text)]
+    measured = {phase: statistics.median(seconds) for phase, seconds in log.phases_s.items()}
+    whole_s, notes = _whole_of(name, log, measured)
+    if whole_s is not None:
+        measured["iteration"] = whole_s
     samples = described.samples()
-    if len(rates) > WARM_UP and samples:
-        whole = samples / statistics.median(rates[WARM_UP:])
-        if whole >= sum(measured.values()):
-            measured["iteration"] = whole
-    return Observation(name, described.build, measured)
+    if log.samples_per_s and samples:
+        notes += batch_notes(name, samples, statistics.median(log.samples_per_s), measured)
+    notes += level_notes(name, log) + loop_notes(name, measured)
+    return Observation(name, described.build, measured, tuple(notes))
+
+
+def _whole_of(
+    name: str, log: DeepSpeedLog, phases_s: Mapping[str, float]
+) -> tuple[float | None, list[str]]:
+    """Seconds of an iteration with what lies between its phases, and what to say where unknown."""
+    if not log.wholes_s:
+        return None, [
+            f"{name} does not tell the time between the phases (loop_s, which stays as it was): it "
+            "needs DeepSpeed's lines with the time of day and global_step, which steps_per_print 1 "
+            'in its config and its log level info give (newer ones take "log_level": "info" '
+            "there); or a CSV with iteration_ms"
+        ]
+    whole_s = statistics.median(log.wholes_s)
+    if too_short(whole_s, phases_s):
+        return None, [
+            f"{name}: by its times of day an iteration takes {whole_s:.3g} s, but forward, "
+            f"backward and step together {phases_of(phases_s):.3g} s, so loop_s stays as it "
+            "was. Are its lines of one run?"
+        ]
+    return whole_s, []
 
 
 def _from_profile(name: str, text: str, described: Described) -> Observation:
@@ -136,7 +158,7 @@ def _from_profile(name: str, text: str, described: Described) -> Observation:
             f"{name} has none"
         )
     kept = Described(workload=work, strategy=described.strategy, options=described.options)
-    return Observation(name, kept.build, measured)
+    return Observation(name, kept.build, measured, tuple(loop_notes(name, measured)))
 
 
 def _from_csv(name: str, text: str, described: Described) -> list[Observation]:
@@ -149,37 +171,63 @@ def _from_csv(name: str, text: str, described: Described) -> list[Observation]:
             f"a CSV of --runs must have one of the columns {', '.join(_MEASURED)}, and may have "
             f"{', '.join((*_INTEGERS, *_OPTIONS, *_OTHER))}, but {name} has {columns}"
         )
-    return [_row(f"{name}, line {line}", row, described)
-            for line, row in enumerate(reader, start=2)]  # fmt: skip
+    if len(set(columns)) < len(columns):
+        raise CalibrationError(f"the columns of {name} must differ, but it has {columns}")
+    runs = [_row(f"{name}, line {reader.line_num}", row, described) for row in reader]
+    if not runs:
+        raise CalibrationError(f"a CSV of --runs must hold at least one run, but {name} holds none")
+    return runs
 
 
-def _row(where: str, row: Mapping[str, str], described: Described) -> Observation:
-    given = {key: value.strip() for key, value in row.items() if value and value.strip()}
+def _row(where: str, row: Mapping[str | None, Any], described: Described) -> Observation:
+    if None in row:  # where `csv` puts the cells beyond the header's
+        raise CalibrationError(
+            f"{where}: a row must have the header's {len(row) - 1} cells at most, but has "
+            f"{len(row) - 1 + len(row[None])}"
+        )
+    given = {key: value.strip() for key, value in row.items() if key and value and value.strip()}
     shape, options = dict(described.shape), dict(described.options)
-    measured: dict[str, float] = {}
-    for key, value in given.items():
-        if key in _MEASURED:
-            phase, factor = _MEASURED[key]
-            measured[phase] = factor * _parsed(where, key, value, float)
-        elif key in _INTEGERS:
-            shape[_INTEGERS[key]] = _parsed(where, key, value, int)
-        elif key in _OPTIONS:
-            options[key] = _parsed(where, key, value, _OPTIONS[key])
-        elif key == "sub_group_size":
-            options[key] = _parsed(where, key, value, float)
+    for key in given:
+        if key in _INTEGERS:
+            shape[_INTEGERS[key]] = _parsed(where, key, given[key], int)
+        elif key in _OPTIONS or key == "sub_group_size":
+            options[key] = _parsed(where, key, given[key], _OPTIONS.get(key, float))
     ran = Described(
         given.get("model", described.model), described.ds_config,
         None if "model" in given else described.workload, shape,
         given.get("strategy", described.strategy), options,
     )  # fmt: skip
-    return Observation(given.get("name", where), ran.build, measured)
+    measured = _measured_of(where, given)
+    check_whole(where, measured)
+    return Observation(
+        given.get("name", where), ran.build, measured, tuple(loop_notes(where, measured))
+    )
+
+
+def _measured_of(where: str, given: Mapping[str, str]) -> dict[str, float]:
+    """Seconds by phase."""
+    measured: dict[str, float] = {}
+    for phase in PHASES:
+        columns = [key for key in given if key in _MEASURED and _MEASURED[key][0] == phase]
+        if len(columns) > 1:
+            raise CalibrationError(
+                f"{where}: only one of {' and '.join(columns)} may be given, but got "
+                f"{' and '.join(given[key] for key in columns)}"
+            )
+        for key in columns:
+            measured[phase] = _MEASURED[key][1] * _parsed(where, key, given[key], float)
+    return measured
 
 
 def _parsed(where: str, key: str, value: str, kind: Callable[[str], Any]) -> Any:
     try:
         number = kind(value)
     except ValueError:
-        number = -1
-    if not 0 < number < float("inf"):
-        raise CalibrationError(f"{where}: {key} must be a number > 0, but got {value!r}")
+        number = math.nan
+    if key == "ratio" and not 0 <= number <= 1:
+        raise CalibrationError(f"{where}: ratio must lie in [0, 1], but got {value!r}")
+    least_is_zero = key in _OPTIONS
+    if not (0 < number < math.inf or (least_is_zero and number == 0)):
+        rule = f"a {'whole ' if kind is int else ''}number {'>=' if least_is_zero else '>'} 0"
+        raise CalibrationError(f"{where}: {key} must be {rule}, but got {value!r}")
     return number

@@ -18,7 +18,6 @@ from tuner.calibration import (
     turned,
 )
 from tuner.interval import interval_s, rates_sigma
-from tuner.run_logs import Described, read_observations
 
 GPT = {"layers": 8, "hidden": 2048, "heads": 16, "vocabulary": 32000}
 
@@ -148,43 +147,6 @@ def test_the_interval_is_as_wide_as_the_rates_that_bind():
     assert math.log(narrow[1] / narrow[0]) < math.log(high / low)
 
 
-LOG = "".join(
-    f"[Rank 0] time (ms) | fwd_microstep: 9.0 | bwd_microstep: 9.0 | step_microstep: 9.0\n"
-    f"[Rank 0] time (ms) | fwd: {ms:.2f} | bwd: {3 * ms:.2f} | bwd_inner: 1.00 | step: 50.00\n"
-    f"epoch=0/micro_step={i}/global_step={i}, RunningAvgSamplesPerSec=3.0, CurrSamplesPerSec=8.0, "
-    f"MemAllocated=1.0GB\n"
-    for i, ms in enumerate((900, 800, 100, 101, 102, 103, 104))
-)
-
-
-def test_deepspeeds_log_is_read(tmp_path):
-    path = tmp_path / "train.log"
-    path.write_text(LOG)
-    described = Described(model="m", shape={"micro_batch": 2, "data_parallel": 4})
-    (seen,) = read_observations(path, described)
-    assert seen.measured_s == pytest.approx(
-        {"forward": 0.102, "backward": 0.306, "step": 0.05, "iteration": 1.0}
-    )
-
-
-def test_files_that_tell_nothing_are_refused(tmp_path):
-    path = tmp_path / "short.log"
-    path.write_text("".join(LOG.splitlines(keepends=True)[:6]))
-    with pytest.raises(CalibrationError, match=r"at least 5 lines .* holds 2"):
-        read_observations(path, Described())
-    with pytest.raises(CalibrationError, match="--runs must be a readable file"):
-        read_observations(tmp_path / "none.log", Described())
-    (tmp_path / "c.csv").write_text("colour,step_ms\nred,1\n")
-    with pytest.raises(CalibrationError, match="has \\['colour', 'step_ms'\\]"):
-        read_observations(tmp_path / "c.csv", Described())
-    (tmp_path / "d.csv").write_text("step_ms\n-1\n")
-    with pytest.raises(CalibrationError, match="line 2: step_ms must be a number > 0"):
-        read_observations(tmp_path / "d.csv", Described())
-    (tmp_path / "w.json").write_text("{}")
-    with pytest.raises(CalibrationError, match="must be a workload of `tune profile`"):
-        read_observations(tmp_path / "w.json", Described())
-
-
 def test_the_command_corrects_a_preset_and_says_what_changed(tmp_path):
     model, runs, out = (tmp_path / n for n in ("m.json", "runs.csv", "machine.json"))
     model.write_text(json.dumps(GPT))
@@ -209,5 +171,8 @@ def test_the_command_corrects_a_preset_and_says_what_changed(tmp_path):
     told = json.loads(run(*arguments, "--json").output)
     assert told["machine"] == str(out)
     assert all(change["low"] <= change["after"] <= change["high"] for change in told["changes"])
-    assert told["changes"]
+    loop = told["changes"][0]
+    assert (loop["field"], loop["before"], round(loop["after"], 6)) == ("loop_s", 0.0, 0.14)
+    assert told["warnings"] == []
+    assert "loop_s" in done.output
     assert run("calibrate", "h100-node", "--runs", runs, "-o", out).exit_code == 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -18,8 +18,11 @@ from tuner.inputs import (
 )
 
 if TYPE_CHECKING:
-    from tuner.calibration import Calibrated
+    from simulator.machine import Machine
+    from tuner.calibration import Calibrated, Change
     from tuner.run_logs import Described
+
+LARGE_MISS = 1.5  # as a factor: above it, what ran is in doubt rather than the rates
 
 
 @click.command(
@@ -48,17 +51,25 @@ def calibrate(
 ) -> None:
     """Corrects MACHINE (a file or a preset) by measured runs: each rate with its spread."""
     from tuner.calibration import calibrate as correct
+    from tuner.run_checks import check_scale
     from tuner.run_logs import read_observations
 
-    described = _described(source, strategy, ratio)
+    described, before = _described(source, strategy, ratio), read_machine(machine)
     seen = [one for path in runs for one in read_observations(path, described)]
-    calibrated = correct(read_machine(machine), seen)
+    check_scale(before, seen)
+    calibrated = correct(before, seen)
+    changes = [*_loop_change(before, calibrated.machine), *calibrated.changes]
+    calibrated = replace(calibrated, changes=tuple(changes))
+    notes = [*(note for one in seen for note in one.notes), *_miss(calibrated)]
     with written("--out", out):
         calibrated.machine.save(out)
     if as_json:
-        click.echo(json.dumps(asdict(calibrated) | {"machine": out}, indent=2))
-    else:
-        _show(calibrated, len(seen), out)
+        told = asdict(calibrated) | {"machine": out, "warnings": notes}
+        click.echo(json.dumps(told, indent=2))
+        return
+    _show(calibrated, len(seen), out)
+    for warning in (*notes, *calibrated.contradictions):
+        click.echo(f"warning: {warning}", err=True)
 
 
 def _described(source: dict[str, Any], strategy: str, ratio: float | None) -> Described:
@@ -86,8 +97,29 @@ def _show(calibrated: Calibrated, runs: int, out: str) -> None:
         )
     if not calibrated.changes:
         click.echo("no rate was changed: the runs do not tell more than the machine does")
-    click.echo(
-        f"{runs} runs: their phases are now off by {calibrated.left_pct:.1f}% (median); wrote {out}"
-    )
-    for contradiction in calibrated.contradictions:
-        click.echo(f"warning: {contradiction}", err=True)
+    factor = 1 + calibrated.left_pct / 100
+    left = f"{calibrated.left_pct:.1f}%" if factor < LARGE_MISS else f"a factor of {factor:.1f}"
+    click.echo(f"{runs} runs: their phases are now off by {left} (median); wrote {out}")
+
+
+def _loop_change(before: Machine, after: Machine) -> list[Change]:
+    """What lies between the phases: no rate that is fitted, but a change as well."""
+    from tuner.calibration import Change
+
+    loop, old = after.loop_s, before.loop_s
+    if loop is None or loop == old:
+        return []
+    was = 0.0 if old is None else old.median
+    return [Change("between the phases", "loop_s", was, loop.median, loop.q1, loop.q3)]
+
+
+def _miss(calibrated: Calibrated) -> list[str]:
+    """Tells of a machine that cannot be what the runs ran on."""
+    factor = 1 + calibrated.left_pct / 100
+    if factor < LARGE_MISS:
+        return []
+    return [
+        f"no rates within reach explain the runs: half of their phases are missed by a factor of "
+        f"{factor:.1f} or more. Check the machine, --model, --strategy and the flags that say what "
+        "ran"
+    ]
