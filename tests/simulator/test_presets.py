@@ -1,11 +1,13 @@
 """Presets: sources, and no rate above what the hardware can do."""
 
+import dataclasses
+
 import pytest
 
 from simulator import Machine, preset, preset_names
 from simulator.estimates.collectives import Links
 from simulator.estimates.presets import FUSED_UPDATE_BYTES, SHEETS, STOCK_UPDATE_BYTES
-from simulator.machine import DEVICE_UPDATE_BYTES
+from tests.simulator.hardware_limits import offences, sheet_offences
 
 RATES = (
     "h2d_bytes_per_s", "d2h_bytes_per_s", "pageable_h2d_bytes_per_s", "pageable_d2h_bytes_per_s",
@@ -32,16 +34,40 @@ def test_every_value_tells_its_source_and_has_a_spread(named):
 
 
 def test_no_rate_exceeds_its_physical_limit(named):
+    """Limits from published facts (`tests.simulator.hardware_limits`), none from the preset."""
     machine, sheet = named
-    assert machine.rate("h2d_bytes_per_s") < sheet.link_raw_bytes_per_s
-    assert machine.rate("d2h_bytes_per_s") < sheet.link_raw_bytes_per_s
+    assert offences(machine) == []
+    assert sheet_offences(sheet, machine.name) == []
     assert machine.rate("pageable_d2h_bytes_per_s") <= machine.rate("d2h_bytes_per_s")
-    assert machine.rate("h2d_bytes_per_s") <= sheet.dram_bytes_per_s
-    assert machine.rate("dram_bytes_per_s") < sheet.dram_bytes_per_s
-    assert machine.rate("device_flops_per_s") < sheet.flops
-    assert machine.rate("device_memory_bytes_per_s") < sheet.hbm_bytes_per_s
-    traffic = machine.rate("device_adam_params_per_s") * DEVICE_UPDATE_BYTES
-    assert traffic < sheet.hbm_bytes_per_s
+    assert machine.rate("h2d_bytes_per_s") <= machine.rate("dram_bytes_per_s")
+
+
+SLIPS = [  # a digit or a unit, one preset after the other
+    ("h200", {"hbm_bytes_per_s": 4.8e13}, "device_memory_bytes_per_s must lie in"),
+    ("h200", {"flops": 9.89e15}, "device_flops_per_s must lie in"),
+    ("h200", {"dram_bytes_per_s": 6.1e12}, "dram_bytes_per_s must lie in"),
+    ("h200", {"host_gib": 204800}, "host_memory_bytes must lie in"),
+    ("h200", {"storage": (5e12, "assumed", "x")}, "storage_write_bytes_per_s must lie in"),
+    ("h200", {"network": (4e13, "assumed", "x")}, "network_bytes_per_s must lie in"),
+    ("h200", {"cores": 1120}, "cpu_cores must lie in"),
+    ("h100-node", {"nvlink": (4.5e12, "x")}, "nvlink_bytes_per_s must lie in"),
+    ("h100-node", {"nvlink_pair": (1.5e12, "x")}, "nvlink_pair_bytes_per_s must lie in"),
+    ("h100-node", {"gpus": 8}, "gpus_per_node must lie in"),
+    ("rtx4090", {"link": (80e9, "assumed", "x")}, "h2d_bytes_per_s must lie in"),
+    ("rtx4090", {"link_raw_bytes_per_s": 315e9}, "link_raw_bytes_per_s must be"),
+    ("gh200", {"device_gib": 780.0}, "device_memory_bytes must lie in"),
+    ("gh200", {"device_gib": 9.45}, "device_memory_bytes must lie in"),
+    ("a100-node", {"flops": 624e12}, "flops must be"),  # with sparsity
+    ("a100-node", {"dram_bytes_per_s": 20.48e9}, "dram_bytes_per_s must lie in"),
+]
+
+
+@pytest.mark.parametrize(("name", "slip", "message"), SLIPS)
+def test_a_slip_in_a_sheet_is_seen(monkeypatch, name, slip, message):
+    wrong = dataclasses.replace(SHEETS[name], **slip)
+    monkeypatch.setitem(SHEETS, name, wrong)
+    told = offences(preset(name)) + sheet_offences(wrong, name)
+    assert any(one.startswith(message) for one in told), told
 
 
 def test_no_update_draws_more_than_one_numa_node_or_a_ranks_share(named):

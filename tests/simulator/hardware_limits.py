@@ -1,0 +1,179 @@
+"""What hardware cannot exceed, worked out from published facts and from nothing of the presets.
+
+Buses are counted: lanes x transfers, channels x transfers x width, stacks x pins, links, ports.
+
+Sources of what is the same everywhere:
+    PCI Express Base Specification 4.0 and 5.0: 16 and 32 GT/s a lane, 128b/130b.
+    JEDEC JESD79-4 and JESD79-5: 64 data bits a channel, at the DIMM's rate in MT/s.
+    JEDEC JESD238 (HBM): 1024 data bits a stack.
+    NVIDIA, NVLink 3 and 4: 25 GB/s a link and direction.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+GIB = 2**30
+NVLINK_BYTES_PER_S = 25e9
+DIMM_GIB = 256  # the largest DDR4 and DDR5 modules of servers; two to a channel
+
+
+def pcie_bytes_per_s(generation: int, lanes: int) -> float:
+    """One direction, before packet headers."""
+    return {4: 16e9, 5: 32e9}[generation] * lanes * 128 / 130 / 8
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A data sheet's parts.
+
+    Attributes:
+        memory: bits wide, bits/s a pin.
+        memory_gib: stacks or chips x their size; less may be enabled.
+        tensor: multiprocessors, dense 16-bit flops of each per clock with 32-bit sums, clock in Hz.
+    """
+
+    memory: tuple[int, float]
+    memory_gib: float
+    tensor: tuple[int, int, float]
+    nvlinks: int = 0
+
+    @property
+    def memory_bytes_per_s(self) -> float:
+        bits, bits_per_s = self.memory
+        return bits * bits_per_s / 8
+
+    @property
+    def flops(self) -> float:
+        count, each, clock_hz = self.tensor
+        return count * each * clock_hz
+
+
+# NVIDIA A100 Tensor Core GPU Architecture (2020), table 1: 5 stacks of HBM2 at 1215 MHz, 8 GiB
+# each, 108 SMs, 312 Tflop/s at 1410 MHz, 12 NVLinks.
+A100 = Gpu((5 * 1024, 2.43e9), 5 * 8, (108, 2048, 1.41e9), nvlinks=12)
+# NVIDIA H100 Tensor Core GPU Architecture (2022), SXM5: 5 stacks of HBM3, 16 GiB each, 3.35 TB/s,
+# 132 SMs, 989.4 Tflop/s at 1830 MHz, 18 NVLinks.
+H100 = Gpu((5 * 1024, 5.24e9), 5 * 16, (132, 4096, 1.83e9), nvlinks=18)
+# NVIDIA H200 data sheet: the same chip, 6 stacks of HBM3e, 141 GB of them enabled, 4.8 TB/s.
+H200 = Gpu((6 * 1024, 6.25e9), 141, (132, 4096, 1.83e9), nvlinks=18)
+# NVIDIA GH200 Grace Hopper Superchip data sheet: 6 stacks of HBM3, 96 GB, 4 TB/s.
+GH200 = Gpu((6 * 1024, 5.25e9), 96, (132, 4096, 1.83e9))
+# NVIDIA Ada GPU Architecture (2022), appendix A: 384 bits of GDDR6X at 21 Gbit/s, 12 chips of
+# 2 GiB, 128 SMs, 165.2 Tflop/s with FP32 accumulate at 2520 MHz.
+RTX4090 = Gpu((384, 21e9), 12 * 2, (128, 512, 2.52e9))
+
+
+@dataclass(frozen=True)
+class Node:
+    """What is plugged together.
+
+    Attributes:
+        dram: sockets, channels of each, transfers/s, bytes of one.
+        cores: of all sockets; ``host_gib``: memory as published, 0: as much as the channels carry.
+        link_bytes_per_s: host to one GPU, one direction.
+        ports_bits_per_s: of all network ports; ``drive``: PCIe generation of its four lanes.
+    """
+
+    gpu: Gpu
+    gpus: int
+    dram: tuple[int, int, float, float]
+    cores: int
+    link_bytes_per_s: float
+    drive: int
+    ports_bits_per_s: float = 0.0
+    host_gib: float = 0.0
+
+    @property
+    def dram_bytes_per_s(self) -> float:
+        sockets, channels, rate, width = self.dram
+        return sockets * channels * rate * width
+
+    @property
+    def most_host_gib(self) -> float:
+        sockets, channels, _, _ = self.dram
+        return self.host_gib or sockets * channels * 2 * DIMM_GIB
+
+
+NODES = {
+    # Argonne's Polaris, machine overview: one EPYC 7543P (32 cores, 8 channels of DDR4-3200, 512
+    # GiB), four A100 on PCIe 4 x16, each pair joined by four NVLinks, two Slingshot 11 adapters
+    # (HPE: 200 Gbit/s each), NVMe drives on PCIe 4 x4.
+    "a100-node": Node(
+        A100, 4, (1, 8, 3200e6, 8), 32, pcie_bytes_per_s(4, 16), 4, 2 * 200e9, host_gib=512
+    ),
+    # Two sockets of Intel Xeon Scalable of the fourth generation (Intel ARK: 8 channels of
+    # DDR5-4800, at most 60 cores), PCIe 5 x16, one ConnectX-7 (NVIDIA: 400 Gbit/s).
+    "h100-node": Node(H100, 4, (2, 8, 4800e6, 8), 2 * 60, pcie_bytes_per_s(5, 16), 5, 400e9),
+    # NVIDIA DGX H200 data sheet: two Xeon 8480C (56 cores), 2 TB, eight ConnectX-7.
+    "h200": Node(
+        H200, 8, (2, 8, 4800e6, 8), 2 * 56, pcie_bytes_per_s(5, 16), 5, 8 * 400e9, host_gib=2048
+    ),
+    # GH200 data sheet: 72 cores, 480 GB of LPDDR5X on the package, 512 bits at 384 GB/s;
+    # NVLink-C2C 900 GB/s in both directions together.
+    "gh200": Node(GH200, 1, (1, 1, 6000e6, 64), 72, 450e9, 5, 400e9, host_gib=480),
+    # AMD AM5 desktop (Ryzen 9 7950X: 16 cores, two channels of DDR5, 192 GB at most), DIMMs of
+    # 5600 MT/s, PCIe 4 x16.
+    "rtx4090": Node(RTX4090, 1, (1, 2, 5600e6, 8), 16, pcie_bytes_per_s(4, 16), 5, host_gib=192),
+}
+
+
+def limits(name: str) -> dict[str, float]:
+    """The most that each rate and size can be, by the fields of a `Machine` and its other rates."""
+    node = NODES[name]
+    gpu, link = node.gpu, node.link_bytes_per_s
+    socket = node.dram_bytes_per_s / node.dram[0]
+    return {
+        "h2d_bytes_per_s": link, "d2h_bytes_per_s": link,
+        "pageable_h2d_bytes_per_s": link, "pageable_d2h_bytes_per_s": link,
+        "dram_bytes_per_s": node.dram_bytes_per_s,
+        # Each parameter and moment read and written in 32 bits is the least; one socket's memory.
+        "host_adam_params_per_s": socket / 24, "stock_host_adam_params_per_s": socket / 36,
+        "device_adam_params_per_s": gpu.memory_bytes_per_s / 24,
+        "device_flops_per_s": gpu.flops, "device_memory_bytes_per_s": gpu.memory_bytes_per_s,
+        "storage_write_bytes_per_s": pcie_bytes_per_s(node.drive, 4),
+        "network_bytes_per_s": node.ports_bits_per_s / 8,
+        "nvlink_bytes_per_s": gpu.nvlinks * NVLINK_BYTES_PER_S,
+        "nvlink_pair_bytes_per_s": gpu.nvlinks * NVLINK_BYTES_PER_S / max(1, node.gpus - 1),
+        "device_memory_bytes": gpu.memory_gib * GIB, "host_memory_bytes": node.most_host_gib * GIB,
+        "cpu_cores": node.cores, "gpus_per_node": node.gpus,
+    }  # fmt: skip
+
+
+# What a rate reaches of its limit at the least: below, a unit or a digit is lost. STREAM reaches
+# 0.75 to 0.9 of DRAM, copies 0.75 to 0.9 of PCIe, products half of a GPU's flops and more.
+LEAST = {
+    "h2d_bytes_per_s": 0.6, "d2h_bytes_per_s": 0.6, "dram_bytes_per_s": 0.6,
+    "device_flops_per_s": 0.4, "device_memory_bytes_per_s": 0.6, "device_memory_bytes": 0.95,
+    "nvlink_bytes_per_s": 0.9, "nvlink_pair_bytes_per_s": 0.9, "gpus_per_node": 1.0,
+    "cpu_cores": 0.5,
+}  # fmt: skip
+
+
+def offences(machine: Any) -> list[str]:
+    """Values of a preset that no such hardware has, each with its limit."""
+    told = []
+    for name, most in limits(machine.name).items():
+        value = getattr(machine, name, None) or machine.other_rates.get(name)
+        value = getattr(value, "median", value)
+        if value is None:
+            continue
+        least = LEAST.get(name, 0.0) * most
+        if not least <= value <= most * 1.001:
+            told.append(f"{name} must lie in [{least:.3g}, {most:.3g}], but got {value:.3g}")
+    return told
+
+
+def sheet_offences(sheet: Any, name: str) -> list[str]:
+    """Likewise of the sheet itself, whose values bound what `tune calibrate` may find."""
+    most, node = limits(name), NODES[name]
+    pairs = {
+        "flops": most["device_flops_per_s"], "hbm_bytes_per_s": most["device_memory_bytes_per_s"],
+        "link_raw_bytes_per_s": node.link_bytes_per_s, "dram_bytes_per_s": node.dram_bytes_per_s,
+    }  # fmt: skip
+    return [
+        f"{field} must be {limit:.4g} within 1%, but got {getattr(sheet, field):.4g}"
+        for field, limit in pairs.items()
+        if abs(getattr(sheet, field) / limit - 1) > 0.01
+    ]
