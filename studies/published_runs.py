@@ -23,7 +23,7 @@ from studies.published import judging
 from studies.published.judging import CHOICES, NEAR_BEST_PCT, QUANTITIES
 from studies.published.left_out import cross_validation, random_triples
 from studies.published.pictures import draw
-from studies.published.shipped import as_logged, calibrated, machine_of
+from studies.published.shipped import as_logged, calibrated, machine_of, workload_of
 
 Machines = Mapping[str, Machine]
 
@@ -34,15 +34,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         asked = read_runs(args.predict, "--predict", blanks=True)
         presets = {name: machine_of(name) for name in testbeds(asked)}
+        for run in asked:  # what cannot be predicted is told before minutes of calibration
+            workload_of(run, presets[run.testbed])
         seen = read_runs(args.calibrate) if args.calibrate else []
         corrected = calibrated(presets, seen) if seen else {}
         before = _cross_validation_of(args.before)
         crossed = {} if args.quick or not seen else cross_validation(seen)
         triples = random_triples(seen, args.triples) if seen and args.triples else {}
+        figures = figures_of(presets, corrected, seen, asked, crossed)
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    figures = figures_of(presets, corrected, seen, asked, crossed)
     figures["random_triples"] = triples
     if before:
         figures["before_and_after"] = before_and_after(before, crossed)

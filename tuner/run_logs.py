@@ -180,10 +180,11 @@ def _from_csv(name: str, text: str, described: Described) -> list[Observation]:
 
 
 def _row(where: str, row: Mapping[str | None, Any], described: Described) -> Observation:
-    if None in row:  # where `csv` puts the cells beyond the header's
+    beyond = row.get(None) or ()  # where `csv` puts cells that have no column
+    if any(cell.strip() for cell in beyond):
         raise CalibrationError(
             f"{where}: a row must have the header's {len(row) - 1} cells at most, but has "
-            f"{len(row) - 1 + len(row[None])}"
+            f"{len(row) - 1 + len(beyond)}"
         )
     given = {key: value.strip() for key, value in row.items() if key and value and value.strip()}
     shape, options = dict(described.shape), dict(described.options)

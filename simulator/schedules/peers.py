@@ -74,10 +74,10 @@ class StockOptions:
     def __post_init__(self) -> None:
         if not 0 <= self.host_ratio <= 1:
             raise ValueError(f"ratio must lie in [0, 1], but got {self.host_ratio}")
-        if self.stride < 0 or self.stride == 1:
+        if not (isinstance(self.stride, int) and self.stride >= 0):
             raise ValueError(
-                "stride must be 0 (no visits) or >= 2 (every stride-th subgroup visits the "
-                f"device, at most one half of them), but got {self.stride}"
+                "stride must be 0 (no visits) or a whole number >= 1 (every stride-th subgroup "
+                f"visits the device), but got {self.stride}"
             )
         if self.staging_slots < 1:
             raise ValueError(f"staging_slots must be >= 1, but got {self.staging_slots}")

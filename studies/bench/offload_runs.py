@@ -26,6 +26,8 @@ KV_HEADS = 4
 USUAL = {"seq": 2048.0, "micro_batch": 1.0, "offload_ratio": 1.0, "subgroup": 1e8, "stride": 2.0}
 SHAPES = {7: (32, 4096), 8.3: (72, 3072), 10: (50, 4096), 13: (40, 5120), 20: (40, 6144)}
 _LABEL_TOLERANCE = 0.2  # labels are round numbers; beyond it the logged shape is another model's
+_LABEL_LIMIT = 4.0  # as a factor; beyond it label or shape is a slip of the pen
+_HIDDEN_STEP = 512
 
 
 class RunError(ValueError):
@@ -43,6 +45,7 @@ class Run:
         family: the campaign a run belongs to: its source without model sizes.
         measured: milliseconds and GiB by column; empty where only a prediction is wanted.
         unknown: fields that were blank; what stands in them is the usual setting.
+        where: file and line, for messages.
     """
 
     testbed: str
@@ -63,6 +66,21 @@ class Run:
     unknown: tuple[str, ...] = ()
     heads: int = 32
     accumulation: int = 1
+    where: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        """A label that is a little off is the model's (`model_of`); one far off is an error."""
+        if not self.contradicted:
+            return
+        logged = not {"layers", "hidden"} & set(self.unknown)
+        off = abs(math.log(self.params_b * 1e9 / self.logged_params))
+        if (logged and off > math.log(_LABEL_LIMIT)) or not self.labelled_hidden:
+            raise RunError(
+                f"{self.where or self.model}: params_b must be what layers, hidden and seq make "
+                f"(within a factor of {_LABEL_LIMIT:g}), but got {self.params_b:g}, and "
+                f"{self.layers} layers of {self.hidden} with {self.seq} positions are "
+                f"{self.logged_params / 1e9:.3g}"
+            )
 
     @property
     def ranks_per_node(self) -> int:
@@ -83,6 +101,12 @@ class Run:
         return abs(self.params_b * 1e9 / self.logged_params - 1) > _LABEL_TOLERANCE
 
     @property
+    def labelled_hidden(self) -> int:
+        """The largest usual hidden size that the label allows at the logged depth."""
+        largest = math.sqrt(self.params_b * 1e9 / (12 * self.layers))
+        return int(largest) // _HIDDEN_STEP * _HIDDEN_STEP
+
+    @property
     def model(self) -> str:
         return f"{self.params_b:g}B"
 
@@ -99,9 +123,7 @@ def model_of(run: Run) -> dict[str, Any]:
     allows at the logged depth (20 B: 6144, as GPT-NeoX with its 64 heads has it, and as the logs'
     memory shows).
     """
-    hidden = run.hidden
-    if run.contradicted:
-        hidden = int(math.sqrt(run.params_b * 1e9 / (12 * run.layers))) // 512 * 512
+    hidden = run.labelled_hidden if run.contradicted else run.hidden
     heads = run.heads if hidden % run.heads == 0 else max(1, hidden // 128)
     kv_heads = KV_HEADS if heads % KV_HEADS == 0 else heads
     return {
@@ -139,18 +161,19 @@ def read_runs(path: str | Path, flag: str = "--calibrate", *, blanks: bool = Fal
 
 
 def _run(row: dict[str, str], where: str, blanks: bool) -> Run:
+    beyond = row.get(None, ())  # type: ignore[call-overload]  # where `csv` puts them
+    if any(cell.strip() for cell in beyond):
+        raise RunError(f"{where}: each cell must have a column, but {list(beyond)} have none")
     unknown = [name for name in MAY_BE_BLANK if blanks and _blank(row, name)]
     if "micro_batch" in unknown and not _blank(row, "global_batch"):
         unknown.remove("micro_batch")  # without accumulation
         share = _positive(row, "global_batch", where) / _positive(row, "dp", where)
         row = {**row, "micro_batch": str(share)}
     value = {name: _positive(row, name, where) for name in _NUMBERS if name not in unknown}
-    if value.get("offload_ratio", 0) > 1:
-        raise RunError(f"{where}: offload_ratio must lie in [0, 1], but got {row['offload_ratio']}")
     if _blank(row, "testbed"):
         raise RunError(f"{where}: testbed must be named, but got ''")
     value = _usual(value["params_b"]) | value
-    prefetch = _number(row, "prefetch", where, 0.0) > 0
+    prefetch = bool(_switch(row, "prefetch", where))
     if prefetch and blanks and _blank(row, "stride"):
         unknown.append("stride")
     return Run(
@@ -160,14 +183,48 @@ def _run(row: dict[str, str], where: str, blanks: bool) -> Run:
         tp=int(value["tp"]), dp=int(value["dp"]), micro_batch=int(value["micro_batch"]),
         offload_ratio=value["offload_ratio"], subgroup=int(value["subgroup"]),
         prefetch=prefetch,
-        async_grads=None if _blank(row, "async_grads") else _number(row, "async_grads", where) > 0,
-        stride=int(_number(row, "stride", where, USUAL["stride"])) if prefetch else 0,
+        async_grads=_switch(row, "async_grads", where),
+        stride=_stride(row, where, prefetch),
         family=family_of(row["source"] or ""),
         measured=_measured(row, where),
         unknown=tuple(unknown),
-        heads=int(_number(row, "heads", where, value["hidden"] // 128)) if "heads" in row else 32,
+        heads=_heads(row, where, int(value["hidden"])),
         accumulation=_accumulation(row, where, int(value["micro_batch"]), int(value["dp"])),
+        where=where,
     )  # fmt: skip
+
+
+def _switch(row: dict[str, str], name: str, where: str) -> bool | None:
+    """On, off, or None: an older build, which does not say it."""
+    if _blank(row, name):
+        return None
+    value = _number(row, name, where)
+    if value not in (0, 1):
+        raise RunError(f"{where}: {name} must be 0, 1 or blank, but got {row[name]!r}")
+    return value == 1
+
+
+def _stride(row: dict[str, str], where: str, prefetch: bool) -> int:
+    """0 where no subgroup visits the device, whatever the column says."""
+    stride = _number(row, "stride", where, USUAL["stride"])
+    if stride != int(stride) or stride < int(prefetch):
+        raise RunError(
+            f"{where}: stride must be a whole number >= {int(prefetch)} (every so many-th subgroup "
+            f"visits the device), but got {row['stride']!r} with prefetch {int(prefetch)}"
+        )
+    return int(stride) if prefetch else 0
+
+
+def _heads(row: dict[str, str], where: str, hidden: int) -> int:
+    """Of the logged shape; 32 in files without the column, of 128 elements each where blank."""
+    if "heads" not in row:
+        return 32
+    if _blank(row, "heads"):
+        return max(1, hidden // 128)
+    heads = int(_positive(row, "heads", where))
+    if not _blank(row, "hidden") and hidden % heads:
+        raise RunError(f"{where}: heads must divide hidden ({hidden}), but got {heads}")
+    return heads
 
 
 def _usual(params_b: float) -> dict[str, float]:
@@ -198,9 +255,13 @@ def _blank(row: dict[str, str], name: str) -> bool:
 
 def _positive(row: dict[str, str], name: str, where: str) -> float:
     value = _number(row, name, where)
-    if not value > 0 and not (name == "offload_ratio" and value == 0):
+    if name == "offload_ratio":
+        if not 0 <= value <= 1:
+            raise RunError(f"{where}: {name} must lie in [0, 1], but got {row[name]!r}")
+        return value
+    if not value > 0:
         raise RunError(f"{where}: {name} must be > 0, but got {row[name]!r}")
-    if name not in ("params_b", "offload_ratio") and value != int(value):
+    if name != "params_b" and value != int(value):
         raise RunError(f"{where}: {name} must be a whole number, but got {row[name]!r}")
     return value
 

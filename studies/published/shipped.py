@@ -14,6 +14,7 @@ from typing import Any
 
 from simulator import Machine, Workload, build_strategy, preset, workload_from_model
 from simulator.engines.compiled import simulate_fast
+from simulator.estimates.blocks import ModelError
 from simulator.schedule import Schedule
 from studies.bench.offload_runs import Run, RunError, model_of
 from tuner.calibration import Calibrated, Observation, calibrate, predicted_s
@@ -60,16 +61,23 @@ def machine_of(testbed: str) -> Machine:
 
 
 def workload_of(run: Run, machine: Machine) -> Workload:
-    """From the model's numbers and the run's DeepSpeed config, without measurements."""
+    """From the model's numbers and the run's DeepSpeed config, without measurements.
+
+    Raises:
+        RunError: no such model or division of it; names the run's row.
+    """
     config = {
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": 3, "sub_group_size": run.subgroup},
     }
-    return workload_from_model(
-        model_of(run), machine, config, sequence=run.seq, micro_batch=run.micro_batch,
-        gradient_accumulation_steps=run.accumulation, data_parallel=run.dp,
-        tensor_parallel=run.tp,
-    )  # fmt: skip
+    try:
+        return workload_from_model(
+            model_of(run), machine, config, sequence=run.seq, micro_batch=run.micro_batch,
+            gradient_accumulation_steps=run.accumulation, data_parallel=run.dp,
+            tensor_parallel=run.tp,
+        )  # fmt: skip
+    except ModelError as error:
+        raise RunError(f"{run.where or run.model}: {error}") from None
 
 
 def schedule_of(run: Run, machine: Machine) -> Schedule:
@@ -89,7 +97,7 @@ def schedule_of(run: Run, machine: Machine) -> Schedule:
 def _schedule_of(run: Run, machine: Machine) -> Schedule:
     work = workload_of(run, machine)
     options: dict[str, Any] = {"iterations": 1, "ratio": run.offload_ratio, "counts_host": True}
-    if run.prefetch and run.stride >= 2:
+    if run.prefetch and run.stride:
         return build_strategy("deep_optimizer_states", work, stride=run.stride, **options)
     flows = BUILDS.get(run.family, False) if run.async_grads is None else run.async_grads
     return build_strategy("twin_flow", work, async_gradients=flows, **options)

@@ -130,6 +130,75 @@ def test_accumulation_is_what_the_global_batch_says(tmp_path):
         read_runs(written(tmp_path / "b.csv", [{**row, "global_batch": str(batch + 1)}]))
 
 
+def test_every_published_row_is_readable_with_blanks_and_without(tmp_path):
+    rows = rows_of(CSV)
+    blank = ("layers", "hidden", "seq", "micro_batch", "offload_ratio", "subgroup", "prefetch",
+             "async_grads", "stride", "global_batch", "heads")  # fmt: skip
+    for name in blank:
+        emptied = written(tmp_path / "blank.csv", [{**row, name: ""} for row in rows])
+        assert len(read_runs(emptied, blanks=True)) == len(rows)
+    bare = [{k: v for k, v in row.items() if k not in ("heads", "global_batch")} for row in rows]
+    assert len(read_runs(written(tmp_path / "bare.csv", bare))) == len(rows)
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"prefetch": "1", "stride": "0"}, "stride must be a whole number >= 1 .* with prefetch 1"),
+    ({"prefetch": "1", "stride": "-3"}, "stride must be a whole number >= 1"),
+    ({"prefetch": "1", "stride": "2.7"}, "stride must be a whole number >= 1"),
+    ({"prefetch": "0", "stride": "-3"}, "stride must be a whole number >= 0"),
+    ({"prefetch": "-1"}, "prefetch must be 0, 1 or blank, but got '-1'"),
+    ({"prefetch": "0.5"}, "prefetch must be 0, 1 or blank"),
+    ({"async_grads": "7"}, "async_grads must be 0, 1 or blank, but got '7'"),
+    ({"heads": "7"}, "heads must divide hidden .4096., but got 7"),
+    ({"hidden": "32"}, "params_b must be what layers, hidden and seq make .* but got 7, and 32"),
+    ({"params_b": "0.1"}, "params_b must be what layers, hidden and seq make"),
+    ({"params_b": "700"}, "params_b must be what layers, hidden and seq make"),
+    ({"layers": "1000000", "hidden": ""}, "params_b must be what layers, hidden and seq make"),
+    ({"offload_ratio": "-0.1"}, r"offload_ratio must lie in \[0, 1\], but got '-0.1'"),
+    ({"offload_ratio": "1.1"}, r"offload_ratio must lie in \[0, 1\], but got '1.1'"),
+])  # fmt: skip
+def test_nonsense_in_a_row_is_refused(tmp_path, changes, message):
+    row = next(r for r in rows_of(CSV) if r["testbed"] == "a100" and r["params_b"] == "7")
+    with pytest.raises(RunError, match=f"one.csv, line 2: {message}"):
+        read_runs(written(tmp_path / "one.csv", [{**row, **changes}]), blanks=True)
+
+
+def test_cells_beyond_the_header_are_refused_unless_blank(tmp_path):
+    lines = CSV.read_text().splitlines()[:2]
+    path = tmp_path / "long.csv"
+    path.write_text(f"{lines[0]}\n{lines[1]},\n")
+    assert len(read_runs(path)) == 1
+    path.write_text(f"{lines[0]}\n{lines[1]},99\n")
+    with pytest.raises(RunError, match=r"line 2: each cell must have a column, but \['99'\]"):
+        read_runs(path)
+
+
+@pytest.mark.parametrize("changes", [
+    {"hidden": "4100", "heads": "41"}, {"tp": "3"}, {"dp": "100000000", "micro_batch": "1"},
+])  # fmt: skip
+def test_what_no_model_can_be_is_an_error_with_its_line(tmp_path, capsys, changes):
+    row = next(r for r in rows_of(CSV) if r["testbed"] == "a100" and r["params_b"] == "7")
+    row = {**row, "global_batch": "", **changes}
+    if "hidden" in changes:  # 100 per head, but 41 is no multiple of tp
+        row["tp"] = "2"
+    path = written(tmp_path / "one.csv", [row])
+    out = tmp_path / "o.json"
+    assert published_runs.main(["--predict", str(path), "--json", str(out), "--quick"]) == 2
+    assert "one.csv, line 2: " in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_each_stride_is_simulated(runs):
+    """1: every subgroup visits; the more visit, the less the cores have to do."""
+    run, machine = (
+        next(r for r in runs if r.testbed == "a100" and r.stride == 2),
+        machine_of("a100"),
+    )
+    gradients = [predict(replace(run, stride=k), machine)["memory_gb"] for k in (1, 2, 3, 10)]
+    assert gradients == sorted(gradients, reverse=True)
+    assert gradients[0] > gradients[1] + 1
+
+
 def test_strategies_are_the_named_ones(runs):
     machine = machine_of("a100")
     interleaved = next(r for r in runs if r.stride == 5)
