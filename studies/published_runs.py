@@ -23,7 +23,7 @@ from studies.published import judging
 from studies.published.judging import CHOICES, NEAR_BEST_PCT, QUANTITIES
 from studies.published.left_out import cross_validation, random_triples
 from studies.published.pictures import draw
-from studies.published.shipped import as_logged, calibrated, machine_of, workload_of
+from studies.published.shipped import as_logged, calibrated, fits, machine_of, workload_of
 
 Machines = Mapping[str, Machine]
 
@@ -141,6 +141,7 @@ def figures_of(
         "predicted_rows_that_were_fitted": sum(
             (run, tuple(sorted(run.measured.items()))) in known for run in asked
         ),
+        "predicted_rows_that_do_not_fit": sum(not fits(predicted) for _, predicted in pairs),
         "rows": [_row(pair) for pair in pairs],
     }
 
@@ -163,7 +164,9 @@ def _row(pair: judging.Pair) -> dict[str, Any]:
     }  # fmt: skip
     for name in run.unknown:
         facts[name] = None
-    return {**facts, "predicted": predicted, "measured": run.measured}
+    return {
+        **facts, "fits": fits(predicted), "predicted": predicted, "measured": run.measured,
+    }  # fmt: skip
 
 
 def print_tables(figures: dict[str, Any]) -> None:
@@ -193,6 +196,19 @@ def print_tables(figures: dict[str, Any]) -> None:
         console.print(
             f"note: {repeated} of the {len(figures['rows'])} predicted rows were calibrated on"
         )
+    _print_unfit(console, figures)
+
+
+def _print_unfit(console: Any, figures: dict[str, Any]) -> None:
+    """Of runs that cannot be, as they do not fit: they are predicted all the same."""
+    for row in figures["rows"]:
+        if not row["fits"]:
+            missing = row["predicted"]
+            console.print(
+                f"does not fit: {row['testbed']}, {row['model']}, tp {row['tp']}, dp {row['dp']}, "
+                f"micro-batch {row['micro_batch']} would need {missing['missing_gb']:.1f} GiB more "
+                f"GPU memory and {missing['missing_host_gb']:.1f} GiB more host memory"
+            )
 
 
 def _print_pairs(console: Any, figures: dict[str, Any]) -> None:

@@ -109,7 +109,11 @@ def as_logged(run: Run) -> Run:
 
 
 def predict(run: Run, machine: Machine) -> dict[str, float]:
-    """Milliseconds by the columns of the data set, and ``memory_gb``: the peak over all phases."""
+    """Milliseconds by the columns of the data set, and ``memory_gb``: the peak over all phases.
+
+    ``missing_gb`` and ``missing_host_gb``: how much more memory a GPU and a node would need; above
+    0 the run cannot have taken place as described.
+    """
     return _predicted(replace(run, measured={}), machine.model_dump_json())
 
 
@@ -120,9 +124,26 @@ def _predicted(run: Run, machine_json: str) -> dict[str, float]:
     seconds = predicted_s(schedule, machine)
     if machine.loop_s is None:  # else the runs that it was calibrated on told it
         seconds["iteration"] += HARNESS_S
-    peak = simulate_fast(schedule, machine).device_peak_bytes
-    return {**{COLUMNS[phase]: 1e3 * value for phase, value in seconds.items()},
-            "memory_gb": peak / GIB}  # fmt: skip
+    result = simulate_fast(schedule, machine)
+    peak = result.device_peak_bytes
+    host = schedule.ranks_per_node * result.host_peak_bytes
+    return {
+        **{COLUMNS[phase]: 1e3 * value for phase, value in seconds.items()},
+        "memory_gb": peak / GIB,
+        "missing_gb": _missing_gb(
+            peak + machine.device_reserved_bytes, machine.device_memory_bytes
+        ),
+        "missing_host_gb": _missing_gb(host, machine.host_memory_bytes),
+    }
+
+
+def _missing_gb(needed_bytes: int, there_bytes: int) -> float:
+    return max(0, needed_bytes - there_bytes) / GIB
+
+
+def fits(predicted: Mapping[str, float]) -> bool:
+    """Whether what `predict` gave fits into the memories of its machine."""
+    return not (predicted["missing_gb"] or predicted["missing_host_gb"])
 
 
 @functools.lru_cache(maxsize=64)

@@ -16,6 +16,7 @@ from studies.published.left_out import cross_validation
 from studies.published.shipped import (
     as_logged,
     as_seen,
+    fits,
     machine_of,
     predict,
     schedule_of,
@@ -286,6 +287,26 @@ def test_without_runs_to_calibrate_on_nothing_is_fitted(tmp_path):
     assert [row["predicted"]["iter_ms"] > 0 for row in figures["rows"]] == [True, True]
     assert figures["predicted"]["h100x4"] == {"rows": 2}
     assert figures["calibration"] == {}
+
+
+def test_a_run_that_cannot_fit_is_predicted_and_said_not_to(tmp_path, capsys):
+    row = next(r for r in rows_of(CSV) if r["testbed"] == "a100")
+    rows = [dict(row, micro_batch=n, global_batch=n) for n in ("1", "32")]
+    asked, path = written(tmp_path / "ask.csv", rows), tmp_path / "out.json"
+    assert published_runs.main(["--predict", str(asked), "--json", str(path)]) == 0
+    figures = json.loads(path.read_text())
+    assert [r["fits"] for r in figures["rows"]] == [True, False]
+    assert figures["predicted_rows_that_do_not_fit"] == 1
+    predicted = figures["rows"][1]["predicted"]
+    a100 = machine_of("a100")
+    there = (a100.device_memory_bytes - a100.device_reserved_bytes) / 2**30
+    assert predicted["missing_gb"] == pytest.approx(predicted["memory_gb"] - there)
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"micro-batch 32 would need {predicted['missing_gb']:.1f} GiB more GPU memory" in said
+
+
+def test_every_published_run_fits(pairs):
+    assert all(fits(predicted) for _, predicted in pairs)
 
 
 def test_a_testbed_without_calibration_is_an_error(tmp_path, capsys):

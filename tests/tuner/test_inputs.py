@@ -1,6 +1,7 @@
 """The commands on presets and model configs, and on files that cannot be written."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -50,6 +51,26 @@ def test_flags_of_the_model_reach_the_workload(model):
     assert kept["backward_s"] < longer["backward_s"]
     divided = json.loads(run(*base, "--data-parallel", 4).output)
     assert divided["host_peak_bytes"] < 0.3 * longer["host_peak_bytes"]
+
+
+def test_what_does_not_fit_is_simulated_and_says_by_how_much(model):
+    base = ["simulate", "--machine", "a100-node", "--model", model, "--sequence", 8192]
+    fitting, large = (run(*base, "--micro-batch", n) for n in (1, 64))
+    assert fitting.output.splitlines()[-1].split() == ["fits", "yes"]
+    told = json.loads(run(*base, "--micro-batch", 64, "--json").output)
+    a100 = preset("a100-node")
+    there = a100.device_memory_bytes - a100.device_reserved_bytes  # nothing kept free besides
+    missing = (told["device_peak_bytes"] - there) / 2**30
+    assert told["fits"] is False
+    assert missing > 1
+    assert told["missing"] == f"needs {missing:.1f} GiB more GPU memory"
+    assert large.output.splitlines()[-1].split(maxsplit=1) == ["fits", f"NO: {told['missing']}"]
+
+
+def test_host_memory_is_missed_too():
+    llama = Path(__file__).parents[2] / "examples" / "llama-3-8b.json"
+    small = ["simulate", "--machine", "rtx4090", "--model", llama]
+    assert "more host memory" in run(*small, "--micro-batch", 1).output
 
 
 def test_a_deepspeed_config_is_obeyed(model, tmp_path):

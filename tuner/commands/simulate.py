@@ -19,7 +19,9 @@ from tuner.inputs import (
 )
 
 if TYPE_CHECKING:
+    from simulator.machine import Machine
     from simulator.schedule import Schedule
+    from simulator.timeline import Timeline
     from simulator.workload import Workload
 
 
@@ -72,11 +74,23 @@ def simulate(
         "device_peak_bytes": timeline.device_peak_bytes,
         "host_peak_bytes": timeline.host_peak_bytes,
     }  # fmt: skip
+    missing = _missing(work, measured, timeline)
     if as_json:
-        click.echo(json.dumps(figures, indent=2))
+        click.echo(json.dumps({**figures, "fits": not missing, "missing": missing}, indent=2))
         return
+    figures["fits"] = f"NO: {missing}" if missing else "yes"
     for name, value in figures.items():
         click.echo(f"{name:18} {value}")
+
+
+def _missing(work: Workload, machine: Machine, timeline: Timeline) -> str:
+    """The memory that this would need beyond the machine's, nothing kept free; empty: it fits."""
+    from tuner.memory import Limits
+
+    limits = Limits.of(work, machine, margin=0.0)
+    return limits.shortfall(
+        timeline.device_peak_bytes, timeline.host_peak_bytes, unified=machine.unified_memory
+    )
 
 
 def _stock(strategy: str | None, work: Workload, ds_config: str | None) -> Schedule:
