@@ -91,6 +91,7 @@ class Prediction(BaseModel):
     backward_s: float = Field(ge=0)
     step_s: float = Field(ge=0, description="what optimizer.step() blocks the training loop")
     update_s: float = Field(ge=0, description="from the norm barrier to the last new parameter")
+    loop_s: float = Field(0.0, ge=0, description="outside forward, backward and step")
     device_peak_bytes: int = Field(0, ge=0)
     host_peak_bytes: int = Field(0, ge=0)
     stall_s: float = Field(0.0, ge=0, description="per checkpoint")

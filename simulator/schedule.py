@@ -29,7 +29,7 @@ class OpKind(StrEnum):
     PARAMETER_H2D = "parameter H2D"
     SNAPSHOT = "snapshot"
     PERSIST = "persist"
-    IDLE = "pipeline bubble"
+    IDLE = "outside the phases"  # the training loop between iterations, the pipeline's bubble
     STEP_END = "step end"  # optimizer.step() returns to the training loop
     PARAMETER_FETCH = "parameter fetch"  # offloaded parameters come in for a pass
     ACTIVATION_D2H = "activation D2H"  # offloaded until the layer's backward

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 # The phase of the training loop to which an op's time, and the wait before it, belongs.
 _PHASE = {
-    OpKind.IDLE: "forward",
+    OpKind.IDLE: "loop",
     OpKind.FORWARD: "forward",
     OpKind.BACKWARD: "backward",
     OpKind.GRADIENT_PASS: "backward",
@@ -77,12 +77,15 @@ class Timeline:
     def phases(self, iteration: int | None = None) -> dict[str, float]:
         """Seconds the training loop spends in forward, backward and step, and the update's length.
 
-        ``forward`` includes waiting for parameters whose update is still running. The iteration
-        taken is the last one that has a complete step, unless given.
+        ``loop_s`` is the time outside the three, as far as an op stands for it: what the training
+        script does between iterations, and waits for other pipeline stages. A measured timeline has
+        no such op, and counts that time as forward. ``forward_s`` includes waiting for parameters
+        whose update is still running. The iteration taken is the last one that has a complete step,
+        unless given.
         """
         if iteration is None:
             iteration = self._last_complete()
-        spent = dict.fromkeys(("forward", "backward", "step"), 0.0)
+        spent = dict.fromkeys(("loop", "forward", "backward", "step"), 0.0)
         previous_end = self._start_of(iteration)
         backward_end = previous_end
         for span in sorted(self._loop_spans(iteration), key=lambda s: s.end_s):
@@ -98,6 +101,7 @@ class Timeline:
             "backward_s": spent["backward"],
             "step_s": spent["step"],
             "update_s": max(0.0, update_end - backward_end),
+            "loop_s": spent["loop"],
         }
 
     def _last_complete(self) -> int:

@@ -82,8 +82,9 @@ class Workload(BaseModel):
         memory_peaks: highest use of ``device`` and ``host`` memory of the profiled steps, in bytes,
             with their spread.
         warnings: why the profile should be doubted.
-        pipeline_idle_s: time per iteration in which this rank waits for other pipeline stages;
-            host and copies go on in it.
+        pipeline_idle_s: time per iteration outside forward, backward and step, in which this rank
+            waits for other pipeline stages or the training script does something else (a
+            calibrated machine's ``loop_s``); host and copies go on in it.
         zero_stage: DeepSpeed's. Below 3 parameters are whole on every rank, a step waits for its
             updates, and then the ranks give each other what they have updated. ZeRO-1 reduces
             gradients behind the last micro-batch's backward only.

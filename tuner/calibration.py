@@ -19,7 +19,7 @@ from scipy.optimize import least_squares
 from simulator.engines.compiled import simulate_fast
 from simulator.machine import Machine
 from simulator.quantity import Quantity
-from simulator.schedule import OpKind, Schedule
+from simulator.schedule import Schedule
 from tuner.rate_limits import rate_limits
 
 Floats = NDArray[np.float64]
@@ -118,9 +118,8 @@ class Calibrated:
 def predicted_s(schedule: Schedule, machine: Machine) -> dict[str, float]:
     """Seconds by phase; what happens between iterations belongs to none but ``iteration``."""
     result = simulate_fast(schedule, machine)
-    idle = sum(op.work for op in schedule.ops if op.kind == OpKind.IDLE) / schedule.iterations
     return {
-        "forward": result.forward_s - idle,
+        "forward": result.forward_s,
         "backward": result.backward_s,
         "step": result.step_s,
         "iteration": result.iteration_s,

@@ -154,17 +154,17 @@ def show_plan(plan: Plan, console: Console) -> None:
 
 
 def strategies(predictions: Iterable[Prediction]) -> Table:
-    """A row for each, fastest first; a last column where something does not fit."""
+    """A row for each, fastest first; a column each where a loop takes time or one does not fit."""
     rows = sorted(predictions, key=lambda p: p.iteration_s)
     table = Table(title="predicted, per iteration")
-    for column in ("strategy", "iteration", "forward", "backward", "step", "device", "host"):
+    between, noted = any(p.loop_s for p in rows), any(p.note for p in rows)
+    phases = ("iteration", "forward", "backward", "step", *(("loop",) if between else ()))
+    for column in ("strategy", *phases, "device", "host"):
         table.add_column(column, justify="left" if column == "strategy" else "right")
-    if any(p.note for p in rows):
+    if noted:
         table.add_column("fits")
     for p in rows:
-        times = [f"{s * 1e3:.1f} ms" for s in (p.iteration_s, p.forward_s, p.backward_s, p.step_s)]
+        times = [f"{getattr(p, f'{phase}_s') * 1e3:.1f} ms" for phase in phases]
         memory = [f"{b / GIB:.1f} GiB" for b in (p.device_peak_bytes, p.host_peak_bytes)]
-        table.add_row(
-            p.strategy, *times, *memory, *([p.note or "yes"] if table.columns[7:] else [])
-        )
+        table.add_row(p.strategy, *times, *memory, *([p.note or "yes"] if noted else []))
     return table

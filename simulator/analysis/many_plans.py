@@ -32,7 +32,7 @@ from simulator.workload import Workload
 
 COLUMNS = (
     "iteration_s", "forward_s", "backward_s", "step_s", "update_s", "makespan_s",
-    "device_peak_bytes", "host_peak_bytes",
+    "device_peak_bytes", "host_peak_bytes", "loop_s",
 )  # fmt: skip
 HOST, DEVICE = PLACEMENT_CODES["host"], PLACEMENT_CODES["device"]
 _NAMES = tuple(RECIPES)

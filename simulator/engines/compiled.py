@@ -44,6 +44,7 @@ class SimResult:
     backward_s: float
     step_s: float
     update_s: float
+    loop_s: float
     makespan_s: float
     device_peak_bytes: int
     host_peak_bytes: int
@@ -58,6 +59,7 @@ class SimResult:
             "backward_s": self.backward_s,
             "step_s": self.step_s,
             "update_s": self.update_s,
+            "loop_s": self.loop_s,
         }
 
 
@@ -134,6 +136,7 @@ def result(summary: Floats, start_s: Floats, end_s: Floats) -> SimResult:
         backward_s=float(summary[kernel.BACKWARD_S]),
         step_s=float(summary[kernel.STEP_S]),
         update_s=float(summary[kernel.UPDATE_S]),
+        loop_s=float(summary[kernel.LOOP_S]),
         makespan_s=float(summary[kernel.MAKESPAN_S]),
         device_peak_bytes=int(summary[kernel.DEVICE_PEAK]),
         host_peak_bytes=int(summary[kernel.HOST_PEAK]),

@@ -289,8 +289,11 @@ def run(
 
 
 # Columns of a summary row.
-ITERATION_S, FORWARD_S, BACKWARD_S, STEP_S, UPDATE_S, MAKESPAN_S, DEVICE_PEAK, HOST_PEAK = range(8)
-SUMMARY_COLUMNS = 8
+(
+    ITERATION_S, FORWARD_S, BACKWARD_S, STEP_S, UPDATE_S, MAKESPAN_S, DEVICE_PEAK, HOST_PEAK,
+    LOOP_S,
+) = range(9)  # fmt: skip
+SUMMARY_COLUMNS = 9
 _FORWARD, _BACKWARD, _IDLE, _NORM, _STEP_END, _GRADIENT_PASS = (
     KINDS.index(kind)
     for kind in (
@@ -315,7 +318,9 @@ _UPDATE_KINDS = tuple(
 
 @compiled
 def _phase(kind: int) -> int:
-    if kind in (_FORWARD, _IDLE):
+    if kind == _IDLE:
+        return LOOP_S
+    if kind == _FORWARD:
         return FORWARD_S
     if kind in (_BACKWARD, _GRADIENT_PASS):
         return BACKWARD_S

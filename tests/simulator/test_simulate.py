@@ -17,6 +17,7 @@ from simulator import (
     build_schedule,
     simulate,
 )
+from simulator.engines.compiled import simulate_fast
 from simulator.schedules.peers import StockLoop, StockOptions
 from tests.machines import machine, workload
 
@@ -184,6 +185,23 @@ def test_residents_copy_nothing():
                         OpKind.PARAMETER_H2D, OpKind.UPDATE_HOST}  # fmt: skip
     # Both updates run beside the next forward, at half speed where they meet.
     assert found.phases(1)["step_s"] == 0
+
+
+def test_what_lies_outside_the_phases_is_a_phase_of_its_own():
+    """A host update goes on meanwhile, so that forward waits less for it."""
+
+    def phases(**fields):
+        work = workload((10, 10), **fields)
+        schedule = build_schedule(work, plan_of(["host"] * 2))
+        return simulate(schedule, machine()).phases(1), simulate_fast(schedule, machine())
+
+    with_loop, compiled = phases(pipeline_idle_s=3.0)
+    without, _ = phases()
+    assert (with_loop["loop_s"], without["loop_s"]) == (3.0, 0.0)
+    assert with_loop["forward_s"] == pytest.approx(without["forward_s"] - 3.0)
+    assert compiled.loop_s == 3.0
+    long = phases(pipeline_idle_s=1000.0)[0]
+    assert (long["loop_s"], long["forward_s"]) == (1000.0, 2.0)  # its two layers, and no wait
 
 
 def stock(**options):

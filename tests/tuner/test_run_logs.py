@@ -221,3 +221,24 @@ def test_the_loop_is_among_the_changes_and_a_long_one_is_told(tmp_path):
     assert loop_s == pytest.approx(3 * ms["iteration"] / 4e3, rel=0.05)
     assert f"{'loop_s':32} {0.0:10.4g} -> {loop_s:10.4g}" in done.output
     assert "times the phases themselves" in done.output
+
+
+def test_the_phases_of_a_calibrated_machine_are_those_of_the_log(tmp_path):
+    """What lies between them is shown beside them, not within forward."""
+    ms = {phase: 1e3 * seconds for phase, seconds in predicted().items()}
+    ms["iteration"] += 500
+    text = ",".join(f"{p}_ms" for p in ms) + "\n" + ",".join(map(str, ms.values())) + "\n"
+    _, out = calibrated(tmp_path, text)
+    about = ["--machine", out, "--model", tmp_path / "m.json", "--ds-config", tmp_path / "ds.json"]
+    shown = json.loads(run("simulate", *about, "--json").output)
+    assert shown["forward_s"] == pytest.approx(ms["forward"] / 1e3, rel=0.05)
+    assert shown["loop_s"] == pytest.approx(0.5, rel=0.05)
+    plan = tmp_path / "plan.json"
+    said = run("plan", *about, "-o", plan).output
+    made = json.loads(plan.read_text())
+    stock = next(p for p in made["alternatives"] if p["strategy"] == "stock ZeRO-3 offload")
+    for prediction in (made["prediction"], stock):
+        assert prediction["forward_s"] == pytest.approx(ms["forward"] / 1e3, rel=0.1)
+        assert prediction["loop_s"] == pytest.approx(0.5, rel=0.05)
+    assert " loop " in said
+    assert "loop" not in run("simulate", "--machine", "h100-node", *about[2:]).output

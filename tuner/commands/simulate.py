@@ -80,6 +80,8 @@ def simulate(
         return
     figures["fits"] = f"NO: {missing}" if missing else "yes"
     for name, value in figures.items():
+        if name == "loop_s" and not value:
+            continue
         click.echo(f"{name:18} {value}")
 
 

@@ -165,6 +165,7 @@ def _prediction(row: Mapping[str, Any], bound_s: float) -> Prediction:
         backward_s=row["backward_s"],
         step_s=row["step_s"],
         update_s=row["update_s"],
+        loop_s=row["loop_s"],
         device_peak_bytes=row["device_peak_bytes"],
         host_peak_bytes=row["host_peak_bytes"],
         lower_bound_s=min(bound_s, seconds),

@@ -52,7 +52,9 @@ function rowsOf(plan) {
 
 function showMeasured(find, { plan, measured }) {
   find("measured-panel").hidden = false;
-  const rows = PHASES.map(([key, name]) => {
+  // A measured iteration has no op for what the script does between its phases: it is in forward.
+  const loop = plan.prediction.loop_s ? [["loop_s", "Training loop (measured: in forward)"]] : [];
+  const rows = [...loop, ...PHASES].map(([key, name]) => {
     return element("tr", {}, element("th", { scope: "row" }, name),
       element("td", { class: "number" }, seconds(plan.prediction[key])),
       element("td", { class: "number" }, seconds(measured[key])),
