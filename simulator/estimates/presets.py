@@ -58,6 +58,7 @@ class Sheet:
         stock_update: parameters/s of a rank's update as published, with the new parameters' way
             to the device, by ranks that work at once: lowest and highest figure, and what they
             are; empty: as DRAM allows.
+        stock_source: ``assumed`` where those figures are of another node with such a host.
     """
 
     device_name: str
@@ -75,6 +76,7 @@ class Sheet:
     storage: tuple[float, Source, str]
     numa_nodes: int = 1
     stock_update: Mapping[int, tuple[float, float, str]] = field(default_factory=dict)
+    stock_source: Source = "published"
     network: tuple[float, Source, str] | None = None
     nvlink: tuple[float, str] | None = None
     nvlink_pair: tuple[float, str] | None = None
@@ -122,6 +124,10 @@ SHEETS: Mapping[str, Sheet] = {
         dram_detail="two sockets of 8 channels DDR5-4800 (614.4 GB/s)",
         link_raw_bytes_per_s=63e9, link=(52e9, "assumed", "as on the H100 node: PCIe 5 x16"),
         storage=(5e9, "assumed", "one PCIe 4 NVMe drive"),
+        # The host's memory is that of the H100 node; eight ranks have what four drew together.
+        stock_update={4: (1.7e9, 1.7e9, "as on the H100 node, which has the same channels: 1.7 G "
+                                        "params/s for each of four ranks, 46 threads each")},
+        stock_source="assumed",
         network=(400e9, "datasheet", "eight 400 Gbit/s ports"),
         nvlink=(450e9, "NVLink 4 through NVSwitch, one direction"),
     ),
@@ -231,15 +237,15 @@ def _device_rates(sheet: Sheet) -> dict[str, Quantity]:
 
 def _host_rates(sheet: Sheet) -> dict[str, Quantity]:
     """One rank alone on the node; the fused kernel draws as much of DRAM as stock's passes do."""
-    drawn, source, detail = _drawn_bytes_per_s(sheet)
+    drawn = _drawn_bytes_per_s(sheet)
     return {
         "dram_bytes_per_s": _value(
             sheet.triad_bytes_per_s, "datasheet",
             f"{_TRIAD[sheet.dram_kind]:.0%} of {sheet.dram_detail}",
         ),
-        "stock_host_adam_params_per_s": _value(drawn / STOCK_UPDATE_BYTES, source, detail),
+        "stock_host_adam_params_per_s": drawn.scaled(1 / STOCK_UPDATE_BYTES),
         "host_adam_params_per_s": _value(
-            drawn / FUSED_UPDATE_BYTES, "assumed",
+            drawn.median / FUSED_UPDATE_BYTES, "assumed",
             f"the same DRAM traffic a second as stock's passes, at {FUSED_UPDATE_BYTES} bytes per "
             f"parameter instead of {STOCK_UPDATE_BYTES}",
         ),
@@ -255,15 +261,29 @@ def _passes_bytes_per_s(rate: float) -> float:
     return max(bound_by_core, (STOCK_UPDATE_BYTES + copied) * rate)
 
 
-def _drawn_bytes_per_s(sheet: Sheet) -> tuple[float, Source, str]:
-    """What one rank's update draws of DRAM: as published, else as one NUMA node has it."""
-    if sheet.stock_update:
-        low, high, said = sheet.stock_update[min(sheet.stock_update)]
-        drawn = _passes_bytes_per_s(math.sqrt(low * high))
-        detail = f"{said}, less the new parameters' way to the device: {DOS}"
-        return min(drawn, sheet.triad_bytes_per_s / sheet.numa_nodes), "published", detail
-    drawn = sheet.triad_bytes_per_s / sheet.numa_nodes
-    return drawn, "assumed", f"one NUMA node's DRAM at {STOCK_UPDATE_BYTES} bytes per parameter"
+def _drawn_bytes_per_s(sheet: Sheet) -> Quantity:
+    """What one rank's update draws of DRAM: as published, else as one NUMA node has it.
+
+    Of several ranks at once each one's figure is the least that it would draw alone. On the H100
+    node that is half of what a NUMA node gives, and half of its socket's is what the only rank
+    drew that was published alone (A100): so it is taken, though not as published.
+    """
+    node = sheet.triad_bytes_per_s / sheet.numa_nodes
+    if not sheet.stock_update:
+        return _value(
+            node, "assumed", f"one NUMA node's DRAM at {STOCK_UPDATE_BYTES} bytes per parameter"
+        )
+    ranks = min(sheet.stock_update)
+    low, high, said = sheet.stock_update[ranks]
+    drawn = min(_passes_bytes_per_s(math.sqrt(low * high)), node)
+    detail = f"{said}, less the new parameters' way to the device: {DOS}"
+    if ranks == 1:
+        return _value(drawn, sheet.stock_source, detail)
+    return Quantity(
+        median=drawn, q1=_SPREAD["published"][0] * drawn, q3=_SPREAD["assumed"][1] * drawn,
+        detail=f"{detail}; of one rank alone nothing is published: it has at least as much, and at "
+        f"most a NUMA node's DRAM, {node / drawn:.1f} times that",
+    )  # fmt: skip
 
 
 def _dram_shares(sheet: Sheet) -> dict[int, dict[ShareName, Quantity]]:
@@ -276,7 +296,7 @@ def _dram_shares(sheet: Sheet) -> dict[int, dict[ShareName, Quantity]]:
             parts = [min(1 / ranks, _passes_bytes_per_s(rate) / sheet.triad_bytes_per_s)
                      for rate in (middle / apart, middle, middle * apart)]  # fmt: skip
             shares[ranks] = {"dram": Quantity(
-                q1=parts[0], median=parts[1], q3=parts[2], source="published",
+                q1=parts[0], median=parts[1], q3=parts[2], source=sheet.stock_source,
                 detail=f"{said}, less the new parameters' way to the device: {DOS}",
             )}  # fmt: skip
     return shares

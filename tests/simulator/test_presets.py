@@ -89,6 +89,25 @@ def test_published_updates_are_what_four_ranks_reach():
     assert 1 / (1 / passes + 1 / copied) == pytest.approx(1.7e9, rel=0.05)
 
 
+def test_hosts_with_the_same_memory_update_alike():
+    """H100 node and H200: two sockets, eight channels of DDR5-4800 each."""
+    four, eight = preset("h100-node"), preset("h200")
+    for name in ("dram_bytes_per_s", "stock_host_adam_params_per_s", "host_adam_params_per_s"):
+        assert four.rate(name) == eight.rate(name)
+    for ranks in range(1, 9):
+        assert four.rank_share("dram", ranks) == eight.rank_share("dram", ranks)
+
+
+def test_what_several_ranks_reached_is_not_published_of_one_alone():
+    for name in preset_names():
+        alone, known = preset(name).stock_host_adam_params_per_s, SHEETS[name].stock_update
+        assert (alone.source == "published") == (1 in known)
+        if known and 1 not in known:
+            assert "of one rank alone nothing is published" in alone.detail
+    assert preset("h200").rank_shares[4]["dram"].source == "assumed"
+    assert preset("h100-node").rank_shares[4]["dram"].source == "published"
+
+
 def test_memory_is_what_the_device_reports():
     assert preset("h200").device_memory_bytes / 2**30 == pytest.approx(139.8)
     assert preset("gh200").rate("dram_bytes_per_s") < 384e9
