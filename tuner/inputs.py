@@ -119,9 +119,14 @@ def read_workload(
         )
     if workload is not None:
         return _read(Workload, workload, "--workload")
+    from simulator.estimates.deepspeed_keys import loaded
     from simulator.estimates.workload import workload_from_model
 
     assert model is not None
+    try:
+        loaded(about["ds_config"])
+    except ValueError as error:
+        raise BadInputError(f"--ds-config {about['ds_config']}: {error}") from None
     try:
         return workload_from_model(model, machine, about["ds_config"], **model_shape(about))
     except ValueError as error:
@@ -129,16 +134,30 @@ def read_workload(
 
 
 def check_offloading(ds_config: str | Mapping[str, Any] | None) -> None:
-    """Refuses what no plan can be applied to."""
-    from simulator.estimates.offloading import offloading
+    """Refuses what no plan can be applied to: what training under one refuses, and what a plan is
+    not simulated with.
+    """
+    from simulator.estimates.deepspeed_keys import loaded
+    from simulator.estimates.offloading import offloading, plan_obstacle
 
-    key = offloading(ds_config).beyond_plans
+    config = loaded(ds_config)
+    obstacle = plan_obstacle(config)
+    if obstacle:
+        raise BadInputError(obstacle)
+    key = offloading(config).beyond_plans
     if key:
         raise BadInputError(
             f"{key} must be absent for a plan, which moves optimizer state between host and device "
             "memory only: remove it, or simulate stock DeepSpeed with it (tune simulate "
             "--ds-config, tune search --free offload)"
         )
+
+
+def tell_unread(work: Workload, ds_config: str | None) -> None:
+    """One quiet line about what was taken for DeepSpeed's keys, and which of them do not count."""
+    notes = work.provenance.partition("; ")[2]
+    if ds_config is not None and notes:
+        click.echo(f"note: {notes}", err=True)
 
 
 def read_plan(path: str) -> Plan:

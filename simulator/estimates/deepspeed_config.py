@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from simulator.estimates.blocks import ModelError
+from simulator.estimates.deepspeed_keys import AUTO, ZERO, at_least, loaded, section
+from simulator.estimates.offloading import Offloading, offloading
 from simulator.update.optimizer import ADAM, OPTIMIZERS
 from simulator.workload import WireDtype, ZeroStage
 
-AUTO = "auto"
-# Keys that a simulation reads (with `simulator.estimates.offloading`); notes name the others.
+# Keys that a simulation reads; notes name the others.
 _READ = frozenset(
     {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
-     "gradient_clipping", "bf16", "bfloat16", "fp16", "data_types", "optimizer",
-     "activation_checkpointing", "ebbtide"}
-    | {f"zero_optimization.{key}" for key in (
+     "gradient_clipping", "bf16", "bfloat16", "fp16", "data_types", "optimizer", "ebbtide"}
+    | {f"{ZERO}.{key}" for key in (
         "stage", "sub_group_size", "reduce_bucket_size", "stage3_max_live_parameters",
-        "stage3_prefetch_bucket_size", "overlap_comm",
-        "offload_optimizer", "offload_param", "cpu_offload", "round_robin_gradients",
-        "parameter_alignment")}
+        "stage3_prefetch_bucket_size", "max_live_parameters", "prefetch_bucket_size",
+        "overlap_comm", "cpu_offload", "cpu_offload_param",
+        "round_robin_gradients", "parameter_alignment")}
 )  # fmt: skip
+# Sections of which some keys are read: which, `Offloading` knows.
+_PARTLY_READ = (ZERO, f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param",
+                "activation_checkpointing")  # fmt: skip
 # DeepSpeed's defaults of reduce_bucket_size and stage3_prefetch_bucket_size.
 REDUCE_BUCKET_ELEMENTS, PREFETCH_BUCKET_ELEMENTS = 500_000_000, 50_000_000
 
@@ -83,9 +82,9 @@ def training_config(
     stage = resolver.stage(zero_stage)
     micro, steps = resolver.batches(ranks, micro_batch, gradient_accumulation_steps)
     dtype = resolver.precision(precision)
-    resolver.note_unread()
-    kept = resolver.section("data_types").get("grad_accum_dtype")
-    width = {"fp32": 4, "fp16": 2, "bf16": 2}.get(str(kept), 4 if dtype == "fp32" else 2)
+    resolver.note_unread(offloading(config), stage)
+    kept = resolver.section("data_types").get("grad_accum_dtype") or dtype
+    width = {"fp32": 4, "fp16": 2, "bf16": 2}[kept]
     clipping = resolver.number(
         resolver.config, "gradient_clipping", default_clipping(), "gradient_clipping", automatic=1.0
     )
@@ -115,37 +114,7 @@ def default_clipping(installed: str | None = None) -> float:
 
     ``installed`` is its version; None: the one that is here, or the newest.
     """
-    installed = installed or _installed_version()
-    if installed is None:
-        return 1.0
-    numbers = [int(part) for part in re.findall(r"\d+", installed)[:3]]
-    return 1.0 if numbers >= [0, 19, 3] else 0.0
-
-
-@cache
-def _installed_version() -> str | None:
-    """Kept: looking it up reads the package's files, longer than estimating a workload takes."""
-    try:
-        return metadata.version("deepspeed")
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def loaded(config: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any]:
-    """A config from its file, or as it is; empty where there is none."""
-    if isinstance(config, (str, Path)):
-        path = config
-        try:
-            config = json.loads(Path(path).read_text())
-        except (OSError, ValueError) as error:
-            raise ModelError(
-                f"a DeepSpeed config must be a JSON file (--ds-config), but got {path}: {error}"
-            ) from None
-        if not isinstance(config, dict):
-            raise ModelError(f"--ds-config must hold a JSON object, but got {path}")
-    if config is not None and not isinstance(config, Mapping):
-        raise ModelError(f"a DeepSpeed config must be an object, but got {type(config).__name__}")
-    return config or {}
+    return 1.0 if at_least((0, 19, 3), installed) else 0.0
 
 
 class _Resolver:
@@ -156,10 +125,7 @@ class _Resolver:
         self.notes: list[str] = []
 
     def section(self, name: str) -> Mapping[str, Any]:
-        result = self.config.get(name) or {}
-        if not isinstance(result, Mapping):
-            raise ModelError(f"{name} must be an object, but got {result!r}")
-        return result
+        return section(self.config, name)
 
     def number(
         self,
@@ -178,20 +144,16 @@ class _Resolver:
         return float(value)
 
     def elements(self, key: str, default: float, automatic: float | None = None) -> int:
-        """A size in ZeRO's section."""
-        zero = self.section("zero_optimization")
-        return int(self.number(zero, key, default, f"zero_optimization.{key}", automatic))
+        """A size in ZeRO's section, by its name or DeepSpeed's alias for it."""
+        zero = self.section(ZERO)
+        short = key.removeprefix("stage3_")
+        name = short if key not in zero and short in zero else key
+        return int(self.number(zero, name, default, f"{ZERO}.{name}", automatic))
 
     def overlap_comm(self, zero: Mapping[str, Any], stage: ZeroStage) -> bool:
         """DeepSpeed's default is on under ZeRO-3 and off below."""
         value = zero.get("overlap_comm")
-        if value is None:
-            return stage == 3
-        if not isinstance(value, bool):
-            raise ModelError(
-                f"zero_optimization.overlap_comm must be true or false, but got {value!r}"
-            )
-        return value
+        return stage == 3 if value is None else bool(value)
 
     def count(self, key: str, given: int | None) -> int | None:
         """A batch size: from the config, else as given; None: neither says it."""
@@ -208,10 +170,12 @@ class _Resolver:
             raise ModelError(f"{key} must be a whole number >= 1 or 'auto', but got {value!r}")
         return value
 
-    def note_unread(self) -> None:
+    def note_unread(self, offload: Offloading, stage: ZeroStage) -> None:
         """Nothing silent: keys that change nothing here are told."""
-        zero = {f"zero_optimization.{key}" for key in self.section("zero_optimization")}
-        unread = ({*self.config, *zero} - {"zero_optimization"}) - _READ
+        keys = {*self.config}
+        for name in _PARTLY_READ:
+            keys |= {f"{name}.{key}" for key in self.section(name)}
+        unread = keys.difference(_PARTLY_READ, _READ, offload.keys_read(stage))
         if unread:
             self.notes.append(f"not simulated: {', '.join(sorted(unread))}")
 

@@ -1,4 +1,4 @@
-"""What DeepSpeed's config offloads, and the strategy that simulates it."""
+"""What DeepSpeed's config offloads, the strategy that simulates it, and whether a plan can."""
 
 from __future__ import annotations
 
@@ -8,9 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from simulator.estimates.blocks import ModelError
-from simulator.estimates.deepspeed_config import loaded
+from simulator.estimates.deepspeed_keys import (
+    HELD,
+    OPTIMIZER,
+    PARAM,
+    STATE,
+    ZERO,
+    at_least,
+    loaded,
+    section,
+)
 
-_DEVICES = ("none", "cpu", "nvme")
+_ACTIVATIONS = "activation_checkpointing.cpu_checkpointing"
 
 
 @dataclass(frozen=True)
@@ -22,74 +31,189 @@ class Offloading:
         parameters: ``offload_param.device``.
         activations: ``activation_checkpointing.cpu_checkpointing``.
         pipelined: ``offload_optimizer.pipeline_read`` or ``pipeline_write``.
+        ratio: ``offload_optimizer.ratio`` (Twin-Flow): the share of the state that is offloaded.
+        pinned: ``offload_optimizer.pin_memory``, or DeepSpeed's default for it.
+        superoffload: ``offload_optimizer.super_offload``.
+        zenflow: the config has ``zenflow``.
+        given: there is a config at all.
     """
 
     optimizer: str | None = None
     parameters: str = "none"
     activations: bool = False
     pipelined: bool = False
+    ratio: float = 1.0
+    pinned: bool = True
+    superoffload: bool = False
+    zenflow: bool = False
+    given: bool = True
 
     @property
     def beyond_plans(self) -> str:
         """The key of what no plan can be applied to; empty: there is none."""
         if self.optimizer == "nvme":
-            return "zero_optimization.offload_optimizer.device (nvme)"
+            return f"{STATE}.device (nvme)"
         if self.parameters != "none":
-            return f"zero_optimization.offload_param.device ({self.parameters})"
-        return "activation_checkpointing.cpu_checkpointing (true)" if self.activations else ""
+            return f"{HELD}.device ({self.parameters})"
+        return f"{_ACTIVATIONS} (true)" if self.activations else ""
 
     def strategy(self, zero_stage: int) -> tuple[str, dict[str, Any]]:
         """What `simulator.build_strategy` takes: stock DeepSpeed under this config.
 
+        Without any config its offload of optimizer state, which is what a plan is compared with.
+
         Raises:
-            ModelError: parameters on NVMe, which are not simulated, or offload that needs ZeRO-3.
+            ModelError: what is not simulated (parameters on NVMe, ZenFlow), or DeepSpeed does not
+                have (a ``ratio`` below ZeRO-3).
         """
-        if self.beyond_plans and zero_stage < 3:
-            raise ModelError(f"{self.beyond_plans} must be absent under ZeRO-{zero_stage}: it is "
-                             "simulated for ZeRO-3 (zero_optimization.stage)")  # fmt: skip
-        if self.parameters == "nvme":
-            raise ModelError(
-                "zero_optimization.offload_param.device must be none or cpu to be simulated, but "
-                "got 'nvme'"
-            )
-        if self.beyond_plans and self.optimizer in (None, "none"):
-            raise ModelError(
-                f"{self.beyond_plans} is simulated with offload_optimizer.device cpu or nvme, but "
-                f"got {self.optimizer!r}"
-            )
+        self._check(zero_stage)
         if self.beyond_plans:
             return "zero_infinity", {
                 "optimizer": self.optimizer,
                 "parameters": "cpu" if self.parameters == "cpu" else "device",
                 "activations": "cpu" if self.activations else "device",
-                "pipelined": self.pipelined,
+                "pipelined": self.pipelined and self.optimizer == "nvme",
             }
-        if self.optimizer == "none":
+        if self.optimizer == "none" or (self.optimizer is None and self.given):
             return "no_offload", {}
-        return ("zero3_offload" if zero_stage == 3 else "zero_offload"), {}
+        if zero_stage < 3:
+            return "zero_offload", {}
+        share = {} if self.ratio == 1 else {"ratio": self.ratio}
+        if self.superoffload:
+            return "superoffload", share
+        if share:
+            return "twin_flow", {**share, "pinned": self.pinned}
+        return ("zero3_offload" if self.pinned else "zero3_offload_unpinned"), {}
+
+    def _check(self, zero_stage: int) -> None:
+        beyond = self.beyond_plans
+        if self.zenflow:
+            raise ModelError(
+                f"{ZERO}.zenflow must be absent to be simulated, but it is there: it trains with "
+                "stale updates, which no strategy here does"
+            )
+        if beyond and zero_stage < 3:
+            raise ModelError(f"{beyond} must be absent under ZeRO-{zero_stage}: it is simulated "
+                             f"for ZeRO-3 ({ZERO}.stage)")  # fmt: skip
+        if self.parameters == "nvme":
+            raise ModelError(f"{HELD}.device must be none or cpu to be simulated, but got 'nvme'")
+        if beyond and self.optimizer in (None, "none"):
+            raise ModelError(
+                f"{beyond} is simulated with offload_optimizer.device cpu or nvme, but got "
+                f"{self.optimizer!r}"
+            )
+        if self.ratio < 1 and zero_stage < 3:
+            raise ModelError(
+                f"{STATE}.ratio must be 1 under ZeRO-{zero_stage}, since DeepSpeed has Twin-Flow "
+                f"for ZeRO-3 only, but got {self.ratio:g}"
+            )
+        if beyond and (self.ratio < 1 or self.superoffload):
+            key = "super_offload" if self.superoffload else f"ratio ({self.ratio:g})"
+            raise ModelError(f"{STATE}.{key} must be absent beside {beyond}: the two are not "
+                             "simulated together")  # fmt: skip
+
+    def keys_read(self, zero_stage: int) -> set[str]:
+        """Those that count at this stage; all others change nothing in a simulation."""
+        keys = {f"{STATE}.device", f"{HELD}.device", f"{STATE}.ratio", _ACTIVATIONS}
+        if self.optimizer == "nvme":
+            keys |= {f"{STATE}.pipeline_read", f"{STATE}.pipeline_write"}
+        if zero_stage == 3 and not self.beyond_plans:
+            keys.add(f"{STATE}.super_offload")
+            keys |= set() if self.superoffload else {f"{STATE}.pin_memory"}
+        return keys
 
 
 def offloading(config: Mapping[str, Any] | str | Path | None) -> Offloading:
     """Reads a DeepSpeed config's.
 
     Raises:
-        ModelError: the file cannot be read, or a device that DeepSpeed does not have.
+        ModelError: the file cannot be read, or a key or value that DeepSpeed does not have.
     """
     read = loaded(config)
-    zero = read.get("zero_optimization") or {}
-    state = zero.get("offload_optimizer")
-    legacy = {"device": "cpu"} if zero.get("cpu_offload") else None  # the key of old
-    state = state or legacy
-    parameters = (zero.get("offload_param") or {}).get("device", "none")
-    optimizer = None if state is None else state.get("device", "none")
-    for key, device in (("optimizer", optimizer), ("param", parameters)):
-        if device is not None and device not in _DEVICES:
-            raise ModelError(
-                f"zero_optimization.offload_{key}.device must be one of {', '.join(_DEVICES)}, but "
-                f"got {device!r}"
-            )
-    checkpointing = read.get("activation_checkpointing") or {}
+    zero = section(read, ZERO)
+    state = _moved(zero, OPTIMIZER, "cpu_offload")
+    held = _moved(zero, PARAM, "cpu_offload_param") or {}
+    optimizer = None if state is None else state.get("device") or "none"
+    state = state or {}
+    pinned, ratio = state.get("pin_memory"), state.get("ratio")
     return Offloading(
-        optimizer, parameters, bool(checkpointing.get("cpu_checkpointing")),
-        bool(state and (state.get("pipeline_read") or state.get("pipeline_write"))),
-    )  # fmt: skip
+        optimizer,
+        held.get("device") or "none",
+        bool(section(read, "activation_checkpointing").get("cpu_checkpointing")),
+        bool(state.get("pipeline_read") or state.get("pipeline_write")),
+        1.0 if ratio is None or optimizer in (None, "none") else ratio,
+        default_pinning() if pinned is None else pinned,
+        bool(state.get("super_offload")),
+        zero.get("zenflow") is not None,
+        config is not None,
+    )
+
+
+def _moved(zero: Mapping[str, Any], key: str, former: str) -> Mapping[str, Any] | None:
+    """A section, or what its key of old stands for."""
+    result: Mapping[str, Any] | None = zero.get(key)
+    return {"device": "cpu"} if result is None and zero.get(former) else result
+
+
+def default_pinning(installed: str | None = None) -> bool:
+    """Whether DeepSpeed pins its buffers where ``pin_memory`` is absent: since 0.19.5.
+
+    ``installed`` is its version; None: the one that is here, or the newest.
+    """
+    return at_least((0, 19, 5), installed)
+
+
+def plan_obstacle(config: Mapping[str, Any]) -> str:
+    """Why training under a plan refuses this config, with the key to change; empty: it does not.
+
+    Of keys that no plan goes with; stage, device and optimizer are for who reads them to judge.
+    """
+    zero = section(config, ZERO)
+    state = section(zero, OPTIMIZER)
+    ratio = state.get("ratio")
+    if ratio is not None and ratio != 1:
+        return (
+            f"{STATE}.ratio (Twin-Flow) must be 1.0, since the plan places every subgroup itself, "
+            f"but got {ratio}: remove the key. `tune plan --gpu-memory` decides how much is kept "
+            "on the device, and all of it is updated with DeepSpeedCPUAdam's bits, where "
+            "Twin-Flow's share has those of torch's Adam"
+        )
+    held = (_moved(zero, PARAM, "cpu_offload_param") or {}).get("device") or "none"
+    if held != "none":
+        return (
+            f"{HELD} must be absent or have device 'none', but got {held!r}: parameters stay on "
+            "the device under a plan (`tune simulate --ds-config` says what stock DeepSpeed would "
+            "take with it)"
+        )
+    if state.get("super_offload"):
+        return (
+            f"{STATE}.super_offload must be false, but got true: it replaces the same optimizer "
+            "step; use one of the two"
+        )
+    if zero.get("zenflow") is not None:
+        return (
+            f"{ZERO}.zenflow must be absent, but got {zero['zenflow']}: it trains with stale "
+            "updates, which a plan never does"
+        )
+    if (zero.get("mics_shard_size") or -1) > 0:
+        return (
+            f"{ZERO}.mics_shard_size must be absent (MiCS is not supported), but got "
+            f"{zero['mics_shard_size']}"
+        )
+    return _obstacle_outside_zero(config)
+
+
+def _obstacle_outside_zero(config: Mapping[str, Any]) -> str:
+    if section(config, "optimizer.params").get("torch_adam"):
+        return (
+            "optimizer.params.torch_adam must be absent or false, but got true: torch rounds "
+            "by how many threads share a tensor, which no other kernel can repeat; without the key "
+            "DeepSpeedCPUAdam takes the same hyperparameters"
+        )
+    if section(config, "compile").get("deepcompile"):
+        return (
+            "compile.deepcompile must be false, but got true: DeepCompile gathers parameters in "
+            "compiled graphs, where nothing waits for a plan's updates. torch.compile of the model "
+            "works under a plan"
+        )
+    return ""

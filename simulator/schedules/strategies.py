@@ -11,7 +11,7 @@ from simulator.schedule import Schedule
 from simulator.schedules.ebbtide import build_schedule
 from simulator.schedules.flat_offload import FlatOffloadLoop
 from simulator.schedules.infinity import Home, InfinityLoop, InfinityOptions, StateHome
-from simulator.schedules.peers import DeviceLoop, StockLoop, StockOptions
+from simulator.schedules.peers import DeviceLoop, Gradients, StockLoop, StockOptions
 from simulator.workload import Workload
 
 
@@ -56,7 +56,7 @@ def zero3_offload(workload: Workload, iterations: int = 3) -> Schedule:
 
 
 def zero3_offload_unpinned(workload: Workload, iterations: int = 3) -> Schedule:
-    """The same with ``"pin_memory": false`` (the default before 0.19): backward waits for copies
+    """The same with ``"pin_memory": false`` (the default before 0.19.5): backward waits for copies
     from and to unpinned memory.
     """
     options = StockOptions(gradients="unpinned")
@@ -75,15 +75,20 @@ def twin_flow(
     ratio: float = 0.5,
     async_gradients: bool = True,
     counts_host: bool = False,
+    pinned: bool = True,
 ) -> Schedule:
     """Twin-Flow: the state of a share 1 - ``ratio`` of the subgroups stays in device memory.
 
-    Without ``async_gradients`` as in the builds of 2024, whose host widens the gradients.
+    Without ``async_gradients`` as in the builds of 2024, whose host widens the gradients; not
+    ``pinned``: as `zero3_offload_unpinned`.
     """
+    if not (pinned or async_gradients):
+        raise ValueError("async_gradients must be True where pinned is False, but got False: the "
+                         "builds of 2024 are simulated with pinned buffers")  # fmt: skip
+    flows: Gradients = "stock" if async_gradients else "widened_on_host"
     options = StockOptions(
-        host_ratio=ratio, gradients="stock" if async_gradients else "widened_on_host",
-        counts_host=counts_host,
-    )  # fmt: skip
+        host_ratio=ratio, gradients=flows if pinned else "unpinned", counts_host=counts_host
+    )
     return _stock(workload, "twin_flow", options, iterations)
 
 

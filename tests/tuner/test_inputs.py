@@ -117,3 +117,88 @@ def test_traces_and_plots_that_cannot_be_written_name_their_flag(model):
         result = run(*base, flag, path)
         assert result.exit_code == 2
         assert f"{flag} must be a file that can be written, but got {path}" in result.output
+
+
+def ds(tmp_path, optimizer=None, **zero):
+    path = tmp_path / "ds.json"
+    section = {"stage": 3, **({"offload_optimizer": optimizer} if optimizer else {}), **zero}
+    path.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": section}))
+    return path
+
+
+CPU = {"device": "cpu"}
+BEYOND_A_PLAN = [
+    ({**CPU, "ratio": 0.3}, {}),
+    ({**CPU, "super_offload": True}, {}),
+    (CPU, {"zenflow": {"topk_ratio": 0.1}}),
+    (CPU, {"offload_param": CPU}),
+    (CPU, {"mics_shard_size": 2}),
+]
+
+
+@pytest.mark.parametrize(("optimizer", "zero"), BEYOND_A_PLAN)
+def test_a_config_that_training_refuses_is_refused_by_the_planner_in_the_same_words(
+    model, tmp_path, optimizer, zero
+):
+    from runtime.zero.checks.guard import ConfigError, check_config
+
+    path = ds(tmp_path, optimizer, **zero)
+    with pytest.raises(ConfigError) as refused:
+        check_config(json.loads(path.read_text()))
+    out = tmp_path / "plan.json"
+    common = ["--machine", "rtx4090", "--model", model]
+    planned = run("plan", *common, "--ds-config", path, "-o", out)
+    assert planned.exit_code == 2
+    assert str(refused.value) in planned.output
+    assert not out.exists()
+    assert run("plan", *common, "-o", out).exit_code == 0
+    simulated = run("simulate", *common, "--ds-config", path, "--plan", out)
+    assert str(refused.value) in simulated.output
+
+
+def test_keys_that_change_nothing_are_one_quiet_line(model, tmp_path):
+    path = ds(tmp_path, {**CPU, "buffer_count": 9}, zero_hpz_partition_size=4)
+    common = ["--machine", "rtx4090", "--model", model, "--ds-config", path, "--json"]
+    for command, more in (("simulate", []), ("plan", ["-o", tmp_path / "plan.json"])):
+        result = run(command, *common, *more)
+        assert result.exit_code == 0, result.output
+        json.loads(result.stdout)
+        [line] = result.stderr.splitlines()
+        assert "not simulated: zero_optimization.offload_optimizer.buffer_count, zero" in line
+        assert "zero_hpz_partition_size" in line
+
+
+def simulated(model, *more):
+    result = run("simulate", "--machine", "h100-node", "--model", model, "--json", *more)
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout), result.stderr
+
+
+def test_simulate_takes_what_the_config_offloads(model, tmp_path):
+    assert simulated(model)[0]["strategy"] == "zero3_offload"  # no config: what a plan is against
+    nothing = simulated(model, "--ds-config", ds(tmp_path))[0]
+    assert nothing == simulated(model, "--strategy", "no_offload")[0]
+    share = ["--ds-config", ds(tmp_path, {**CPU, "ratio": 0.3})]
+    twin, said = simulated(model, *share, "--strategy", "twin_flow")
+    assert twin == simulated(model, *share)[0]
+    assert "simulates" not in said
+    _, said = simulated(model, *share, "--strategy", "zero3_offload")
+    assert "simulates zero3_offload, where --ds-config asks for twin_flow, ratio 0.3" in said
+
+
+def test_a_strategy_that_drops_what_the_config_offloads_is_refused(model, tmp_path):
+    path = ds(tmp_path, CPU, offload_param=CPU)
+    base = ["simulate", "--machine", "h100-node", "--model", model, "--ds-config", path]
+    result = run(*base, "--strategy", "zero3_offload")
+    assert result.exit_code == 2
+    assert "--strategy must be zero_infinity or absent beside zero_optimization.offload_param" in (
+        result.output
+    )
+    assert run(*base, "--strategy", "zero_infinity").stdout == run(*base).stdout
+
+
+def test_a_plan_beside_a_config_that_does_not_offload_says_what_training_needs(model, tmp_path):
+    common = ["plan", "--machine", "rtx4090", "--model", model, "-o", tmp_path / "p.json"]
+    note = "offload_optimizer.device must be 'cpu' where the plan is trained under"
+    assert note in run(*common, "--ds-config", ds(tmp_path)).stderr
+    assert note not in run(*common, "--ds-config", ds(tmp_path, CPU)).stderr

@@ -13,6 +13,7 @@ from tuner.inputs import (
     check_offloading,
     read_machine,
     read_workload,
+    tell_unread,
     workload_options,
     written,
 )
@@ -87,6 +88,8 @@ def plan(
     work = read_workload(
         measured, **source, beside_workload=("ds_config",) if emit_deepspeed else ()
     )
+    tell_unread(work, source["ds_config"])
+    _tell_device(source["ds_config"], emit_deepspeed)
     work, sizes = _recut(work, subgroup_size or automatic)
     options: dict[str, Any] = {
         "device_memory_bytes": gpu_memory, "host_memory_bytes": host_memory, "seed": seed,
@@ -119,6 +122,17 @@ def _emit(path: str, found: Plan, plan_file: str, given: str | None, work: Workl
     config = emitted_config(found, plan_file, given, work.wire_dtype, work.zero_stage)
     with written("--emit-deepspeed", path):
         write_config(config, path)
+
+
+def _tell_device(ds_config: str | None, emit_deepspeed: str | None) -> None:
+    """A config that offloads nothing can be planned for, but does not train under a plan."""
+    from simulator.estimates.offloading import offloading
+
+    if ds_config is None or emit_deepspeed or offloading(ds_config).optimizer == "cpu":
+        return
+    click.echo("note: zero_optimization.offload_optimizer.device must be 'cpu' where the plan is "
+               "trained under, which it is not in --ds-config (--emit-deepspeed writes a config in "
+               "which it is)", err=True)  # fmt: skip
 
 
 def _recut(work: Workload, given: str) -> tuple[Workload, tuple[int, ...] | None]:

@@ -50,7 +50,7 @@ def search(
     memory_margin: float | None, **base: Any,
 ) -> None:  # fmt: skip
     """Searches the configuration that trains fastest, by simulation, in seconds."""
-    from simulator.estimates.deepspeed_config import loaded
+    from simulator.estimates.deepspeed_keys import loaded
     from tuner.configurations import report
     from tuner.configurations.fixed import fixed_knobs
     from tuner.configurations.outcome import Question

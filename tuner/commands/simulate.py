@@ -11,9 +11,11 @@ from tuner.commands.options import JSON, guarded
 from tuner.inputs import (
     MACHINE,
     BadInputError,
+    check_offloading,
     read_machine,
     read_plan,
     read_workload,
+    tell_unread,
     workload_options,
     written,
 )
@@ -55,7 +57,9 @@ def simulate(
         )
     measured = read_machine(machine)
     work = read_workload(measured, **source)
+    tell_unread(work, source["ds_config"])
     if plan_file is not None:
+        check_offloading(source["ds_config"])
         plan = read_plan(plan_file)
         if plan.subgroups and plan.subgroups != work.subgroups and work.parameters:
             work = work.recut(plan.subgroup_size)  # as training under the plan would be
@@ -96,11 +100,22 @@ def _missing(work: Workload, machine: Machine, timeline: Timeline) -> str:
 
 
 def _stock(strategy: str | None, work: Workload, ds_config: str | None) -> Schedule:
-    """The strategy named, at its defaults, or DeepSpeed's own under its config."""
+    """The strategy named, or DeepSpeed's own under its config, with what that says of it."""
     from simulator.estimates.offloading import offloading
     from simulator.schedules.strategies import build_strategy
 
-    if strategy is not None:
-        return build_strategy(strategy, work)
-    name, options = offloading(ds_config).strategy(work.zero_stage)
-    return build_strategy(name, work, **options)
+    moved = offloading(ds_config)
+    name, options = moved.strategy(work.zero_stage)
+    if strategy in (None, name):
+        return build_strategy(name, work, **options)
+    if moved.beyond_plans:
+        raise BadInputError(
+            f"--strategy must be {name} or absent beside {moved.beyond_plans} in --ds-config, "
+            f"which no other strategy has, but got {strategy}: remove the key, or the flag"
+        )
+    if ds_config is not None:
+        given = "".join(f", {key} {value}" for key, value in options.items())
+        click.echo(f"note: simulates {strategy}, where --ds-config asks for {name}{given}",
+                   err=True)  # fmt: skip
+    assert strategy is not None
+    return build_strategy(strategy, work)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from simulator.estimates.deepspeed_config import AUTO
+from simulator.estimates.deepspeed_keys import AUTO
 from simulator.estimates.offloading import offloading
 from tuner.configurations.space import KNOBS
 

@@ -87,13 +87,13 @@ class Question:
             return Outcome(c, why_not=f"offload {c.offload} needs ZeRO-3")
         try:
             work = self.workload(c)
+            name, options = offloading(self.deepspeed(c)).strategy(c.zero_stage)
         except ModelError as error:
             return Outcome(c, why_not=str(error))
         limits = Limits.of(
             work, self.machine, self.device_memory_bytes, self.host_memory_bytes, self.margin
         )
         plan = self._plan(work, limits) if c.offload == "optimizer" else None
-        name, options = offloading(self.deepspeed(c)).strategy(c.zero_stage)
         if plan is not None:
             name, options = "ebbtide", {"plan": plan}
         elif c.offload == "none":

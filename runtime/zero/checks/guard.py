@@ -7,6 +7,7 @@ from typing import Any
 from runtime.kernels.rule import UnknownRoundingError, UpdateRule
 from runtime.kernels.rules import RULES, rule_class
 from runtime.zero.checks import private
+from simulator.estimates.offloading import plan_obstacle
 from simulator.plan import Plan, PlanError
 
 
@@ -35,59 +36,13 @@ def check_config(config: dict[str, Any]) -> None:
             "moves state between host and device memory only (`tune simulate --ds-config` says "
             "what stock DeepSpeed would take with it)"
         )
-    ratio = offload.get("ratio", 1.0)
-    if ratio != 1.0:
-        raise ConfigError(
-            "zero_optimization.offload_optimizer.ratio (Twin-Flow) must be 1.0, since the plan "
-            f"places every subgroup itself, but got {ratio}: remove the key. `tune plan "
-            "--gpu-memory` decides how much is kept on the device, and all of it is updated with "
-            "DeepSpeedCPUAdam's bits, where Twin-Flow's share has those of torch's Adam"
-        )
-    _check_absent(zero, offload)
-    _check_optimizer_type(config)
-    if (config.get("compile") or {}).get("deepcompile"):
-        raise ConfigError(
-            "compile.deepcompile must be false, but got true: DeepCompile gathers parameters in "
-            "compiled graphs, where nothing waits for a plan's updates. torch.compile of the model "
-            "works under a plan"
-        )
-
-
-def _check_absent(zero: dict[str, Any], offload: dict[str, Any]) -> None:
-    param_device = (zero.get("offload_param") or {}).get("device", "none")
-    if param_device != "none":
-        raise ConfigError(
-            "zero_optimization.offload_param must be absent or have device 'none', but got "
-            f"{param_device!r}: parameters stay on the device under a plan"
-        )
-    if offload.get("super_offload"):
-        raise ConfigError(
-            "zero_optimization.offload_optimizer.super_offload must be false, but got true: it "
-            "replaces the same optimizer step; use one of the two"
-        )
-    if zero.get("zenflow"):
-        raise ConfigError(
-            f"zero_optimization.zenflow must be absent, but got {zero['zenflow']}: it trains with "
-            "stale updates, which a plan never does"
-        )
-    if (zero.get("mics_shard_size") or -1) > 0:
-        raise ConfigError(
-            f"zero_optimization.mics_shard_size must be absent (MiCS is not supported), but got "
-            f"{zero['mics_shard_size']}"
-        )
-
-
-def _check_optimizer_type(config: dict[str, Any]) -> None:
+    obstacle = plan_obstacle(config)
+    if obstacle:
+        raise ConfigError(obstacle)
     kind = str((config.get("optimizer") or {}).get("type", "adamw"))
     known = [name for rule in RULES for name in rule.types]
     if kind.lower() not in known:
         raise ConfigError(f"optimizer.type must be one of {known} (any case), but got {kind!r}")
-    if ((config.get("optimizer") or {}).get("params") or {}).get("torch_adam"):
-        raise ConfigError(
-            "optimizer.params.torch_adam must be absent or false, but got true: torch rounds "
-            "by how many threads share a tensor, which no other kernel can repeat; without the key "
-            "DeepSpeedCPUAdam takes the same hyperparameters"
-        )
 
 
 def check_engine(engine: Any) -> UpdateRule:

@@ -1,0 +1,255 @@
+"""A DeepSpeed config as it is read: which keys DeepSpeed knows, and what values may be."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from reprlib import repr as shortened
+from typing import Any
+
+from simulator.estimates.blocks import ModelError
+
+AUTO = "auto"
+ZERO, OPTIMIZER, PARAM = "zero_optimization", "offload_optimizer", "offload_param"
+DEVICES = ("none", "cpu", "nvme")
+STATE, HELD = f"{ZERO}.{OPTIMIZER}", f"{ZERO}.{PARAM}"
+_SECTIONS = (
+    ZERO, STATE, HELD, f"{ZERO}.zenflow", "bf16", "bfloat16", "fp16", "data_types", "optimizer",
+    "optimizer.params", "activation_checkpointing", "compile",
+)  # fmt: skip
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# All that DeepSpeed 0.18.6 to 0.19.8 know; of others the one that is installed is asked, which
+# takes seconds to import.
+_KNOWN: Mapping[str, frozenset[str]] = {
+    ZERO: _names(
+        """allgather_bucket_size allgather_partitions compute_grad_norm contiguous_gradients
+        cpu_offload cpu_offload_param cpu_offload_use_pin_memory elastic_checkpoint
+        enable_sanity_checks ignore_unused_parameters leaf_module legacy_stage1
+        load_from_fp32_weights log_trace_cache_warnings memory_efficient_linear
+        mics_hierarchical_params_gather mics_shard_size offload_optimizer offload_param
+        overlap_comm override_module_apply parameter_alignment pipeline_loading_checkpoint
+        reduce_bucket_size reduce_scatter round_robin_gradients
+        save_muon_momentum_buffer_in_memory stage stage3_gather_fp16_weights_on_model_save
+        sub_group_size use_multi_rank_bucket_allreduce zenflow zero_hpz_partition_size
+        zero_quantized_gradients zero_quantized_nontrainable_weights zero_quantized_weights
+        zeropp_loco_param"""
+    )
+    | {
+        prefix + name
+        for prefix in ("", "stage3_")
+        for name in _names(
+            """allgather_sequential gather_16bit_weights_on_model_save max_live_parameters
+        max_reuse_distance model_persistence_threshold module_granularity_threshold
+        param_persistence_threshold prefetch_bucket_size use_all_reduce_for_fetch_params"""
+        )
+    },
+    STATE: _names(
+        """buffer_count cpuadam_cores_perc device fast_init nvme_path pin_memory pipeline_read
+        pipeline_write ratio super_offload"""
+    ),
+    HELD: _names("buffer_count buffer_size device max_in_cpu nvme_path pin_memory"),
+}
+# At the top DeepSpeed takes any key in silence: what is nearly one of these is a slip.
+_TOP = (
+    ZERO, "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
+    "gradient_clipping", "activation_checkpointing", "data_types", "optimizer", "ebbtide",
+)  # fmt: skip
+_NEARLY = 0.88
+
+
+def loaded(config: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any]:
+    """A config from its file, or as it is; empty where there is none.
+
+    Raises:
+        ModelError: the file cannot be read, a key that DeepSpeed's own schema refuses, or a value
+            that is none for its key.
+    """
+    if isinstance(config, (str, Path)):
+        path = config
+        try:
+            config = json.loads(Path(path).read_text())
+        except (OSError, ValueError) as error:
+            raise ModelError(
+                f"a DeepSpeed config must be a JSON file (--ds-config), but got {path}: {error}"
+            ) from None
+        if not isinstance(config, dict):
+            raise ModelError(f"--ds-config must hold a JSON object, but got {path}")
+    if config is not None and not isinstance(config, Mapping):
+        raise ModelError(f"a DeepSpeed config must be an object, but got {type(config).__name__}")
+    config = config or {}
+    _check_sections(config)
+    _check_names(config)
+    for key, check in _KINDS.items():
+        value = at(config, key)
+        if value is not None:
+            check(key, value)
+    return config
+
+
+def at(config: Mapping[str, Any], key: str) -> Any:
+    """The value of a dotted key; None: it is absent, or null."""
+    value: Any = config
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """The object at a dotted key; empty where there is none."""
+    result: Mapping[str, Any] = at(config, key) or {}
+    return result
+
+
+def at_least(version: tuple[int, ...], installed: str | None = None) -> bool:
+    """Whether DeepSpeed is this new: the one ``installed``, None: the one here, or the newest."""
+    installed = installed or _installed_version()
+    if installed is None:
+        return True
+    return [int(part) for part in re.findall(r"\d+", installed)[:3]] >= [*version]
+
+
+@cache
+def _installed_version() -> str | None:
+    """Kept: looking it up reads the package's files, longer than estimating a workload takes."""
+    try:
+        return metadata.version("deepspeed")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _check_sections(config: Mapping[str, Any]) -> None:
+    for key in _SECTIONS:
+        value = at(config, key)
+        if value is not None and not isinstance(value, Mapping):
+            raise ModelError(f"{key} must be an object, but got {shortened(value)}")
+
+
+def _check_names(config: Mapping[str, Any]) -> None:
+    for key in config:
+        near = get_close_matches(str(key), _TOP, 1, _NEARLY)
+        if near and key not in _TOP:
+            raise ModelError(
+                f"a DeepSpeed config must spell its keys as DeepSpeed does, which leaves others "
+                f"unread, but got {key}: {near[0]} is meant, it seems"
+            )
+    for where, known in _KNOWN.items():
+        unknown = sorted(set(section(config, where)) - known)
+        if unknown and (unknown := sorted(set(unknown) - _of_installed(where))):
+            near = get_close_matches(unknown[0], known, 1)
+            raise ModelError(
+                f"{where}.{unknown[0]} must be a key that DeepSpeed knows, but it refuses this "
+                f"one: {'write ' + near[0] if near else 'remove it'}"
+            )
+
+
+def _of_installed(where: str) -> set[str]:
+    """Keys of a section in the DeepSpeed that is here; none where none is."""
+    try:
+        from deepspeed.runtime.zero import config, offload_config
+    except ImportError:
+        return set()
+    schema: Any = {
+        ZERO: config.DeepSpeedZeroConfig,
+        STATE: offload_config.DeepSpeedZeroOffloadOptimizerConfig,
+        HELD: offload_config.DeepSpeedZeroOffloadParamConfig,
+    }[where]
+    fields = schema.model_fields
+    return {*fields, *(field.alias for field in fields.values() if field.alias)}
+
+
+# -- kinds of values ----------------------------------------------------------------------------
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _refuse(key: str, rule: str, value: Any) -> None:
+    raise ModelError(f"{key} must be {rule}, but got {shortened(value)}")
+
+
+def _count(key: str, value: Any) -> None:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if value != AUTO and not (whole and 1 <= value < 10**9):
+        _refuse(key, "a whole number >= 1 or 'auto'", value)
+
+
+def _number(key: str, value: Any) -> None:
+    if value != AUTO and not (_is_number(value) and 0 <= value < 1e18):
+        _refuse(key, "a number >= 0 or 'auto'", value)
+
+
+def _elements(key: str, value: Any) -> None:
+    _number(key, value)
+    if value != AUTO and value != int(value):
+        _refuse(key, "a whole number or 'auto'", value)
+
+
+def _share(key: str, value: Any) -> None:
+    if not (_is_number(value) and 0 <= value <= 1):
+        _refuse(key, "a number between 0 and 1", value)
+
+
+def _flag(key: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        _refuse(key, "true or false", value)
+
+
+def _switch(key: str, value: Any) -> None:
+    if value != AUTO and not isinstance(value, bool):
+        _refuse(key, "true, false or 'auto'", value)
+
+
+def _stage(key: str, value: Any) -> None:
+    if isinstance(value, bool) or value not in (0, 1, 2, 3) or not isinstance(value, int):
+        _refuse(f"{key} (--zero-stage)", "1, 2 or 3", value)
+
+
+def _device(key: str, value: Any) -> None:
+    _one_of(DEVICES, key, value)
+
+
+def _dtype(key: str, value: Any) -> None:
+    _one_of(("fp32", "fp16", "bf16"), key, value)
+
+
+def _one_of(names: tuple[str, ...], key: str, value: Any) -> None:
+    if value not in names:
+        _refuse(key, f"one of {', '.join(names)}", value)
+
+
+def _all(check: Callable[[str, Any], None], keys: Iterable[str]) -> dict[str, Any]:
+    return dict.fromkeys(keys, check)
+
+
+_KINDS: Mapping[str, Callable[[str, Any], None]] = {
+    **_all(_count, ("train_batch_size", "train_micro_batch_size_per_gpu",
+                    "gradient_accumulation_steps")),
+    "gradient_clipping": _number,
+    f"{ZERO}.stage": _stage,
+    **_all(_elements, (f"{ZERO}.{name}" for name in (
+        "sub_group_size", "reduce_bucket_size", "stage3_max_live_parameters",
+        "max_live_parameters", "stage3_prefetch_bucket_size", "prefetch_bucket_size"))),
+    **_all(_flag, (f"{ZERO}.{name}" for name in (
+        "overlap_comm", "cpu_offload", "cpu_offload_param", "round_robin_gradients",
+        "parameter_alignment"))),
+    f"{STATE}.device": _device,
+    f"{HELD}.device": _device,
+    f"{STATE}.ratio": _share,
+    "data_types.grad_accum_dtype": _dtype,
+    **_all(_flag, (f"{STATE}.{name}" for name in (
+        "pin_memory", "pipeline_read", "pipeline_write", "super_offload"))),
+    f"{HELD}.pin_memory": _flag,
+    **_all(_switch, (f"{name}.enabled" for name in ("bf16", "bfloat16", "fp16"))),
+    "activation_checkpointing.cpu_checkpointing": _flag,
+}  # fmt: skip

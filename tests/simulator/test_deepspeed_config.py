@@ -1,0 +1,170 @@
+"""Nothing in a DeepSpeed config is ignored in silence: it counts, is told, or is refused."""
+
+import json
+import re
+
+import pytest
+
+from simulator import ModelError, Quantity, build_strategy, simulate, workload_from_model
+from simulator.estimates.deepspeed_keys import _KNOWN, HELD, STATE, ZERO, loaded
+from simulator.estimates.offloading import default_pinning, offloading
+from tests.machines import node
+
+GPT = {"layers": 4, "hidden": 256, "heads": 4, "vocabulary": 500}
+CPU = {"device": "cpu"}
+
+
+def config(optimizer=CPU, **zero):
+    section = {"stage": 3, **zero}
+    if optimizer is not None:
+        section["offload_optimizer"] = optimizer
+    return {"bf16": {"enabled": True}, "zero_optimization": section}
+
+
+def workload(ds_config):
+    return workload_from_model(GPT, on(), ds_config, sequence=64)
+
+
+def on():
+    return node(device_flops_per_s=Quantity.exact(1e14))
+
+
+def stock(ds_config):
+    work = workload(ds_config)
+    name, options = offloading(ds_config).strategy(work.zero_stage)
+    schedule = build_strategy(name, work, **options)
+    return name, simulate(schedule, on()).iteration_s
+
+
+@pytest.mark.parametrize(
+    ("ds_config", "name"),
+    [
+        (None, "zero3_offload"),
+        (config(), "zero3_offload"),
+        (config(None), "no_offload"),
+        (config({"device": "none"}), "no_offload"),
+        (config(None, cpu_offload=True), "zero3_offload"),
+        (config({**CPU, "pin_memory": True}), "zero3_offload"),
+        (config({**CPU, "pin_memory": False}), "zero3_offload_unpinned"),
+        (config({**CPU, "ratio": 0.3, "pin_memory": True}), "twin_flow"),
+        (config({**CPU, "super_offload": True}), "superoffload"),
+        (config(CPU, offload_param=CPU), "zero_infinity"),
+        (config(CPU, cpu_offload_param=True), "zero_infinity"),
+        (config(CPU, stage=2), "zero_offload"),
+    ],
+)
+def test_the_strategy_is_the_one_that_deepspeed_would_run(ds_config, name):
+    assert stock(ds_config)[0] == name
+
+
+def test_the_share_and_the_pinning_of_twin_flow_count():
+    cut = {"sub_group_size": 100_000}
+    shares = [stock(config({**CPU, "ratio": r, "pin_memory": True}, **cut))[1]
+              for r in (0.2, 0.6, 1.0)]  # fmt: skip
+    assert shares == sorted(set(shares))
+    unpinned = stock(config({**CPU, "ratio": 0.6, "pin_memory": False}, **cut))[1]
+    assert unpinned > shares[1]
+
+
+def test_pinning_is_the_default_of_the_deepspeed_at_hand():
+    assert [default_pinning(v) for v in ("0.18.6", "0.19.4", "0.19.5", "0.20.0")] == [
+        False, False, True, True]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("ds_config", "says"),
+    [
+        (config({**CPU, "ratio": -3}), "offload_optimizer.ratio must be a number between 0 and 1"),
+        (config({**CPU, "ratio": "0.3"}), "ratio must be a number .* '0.3'"),
+        (config({**CPU, "ratio": 0.3}, stage=2), "ratio must be 1 under ZeRO-2"),
+        (config({"device": "nvme", "ratio": 0.3}), "ratio .*absent beside .*nvme"),
+        (config(CPU, zenflow={}), "zenflow must be absent"),
+        (config({**CPU, "pin_memory": "no"}), "pin_memory must be true or false, but got 'no'"),
+        (config({**CPU, "bufer_count": 4}), "knows, .*: write buffer_count"),
+        (config(CPU, offload_param={"device": "cpu", "colour": 1}), "offload_param.colour must be"),
+        (config(CPU, colour=1), "zero_optimization.colour must be a key that DeepSpeed knows"),
+        ({"zero_optimisation": {"stage": 1}}, "got zero_optimisation: zero_optimization is meant"),
+        ({"zero_optimization": []}, r"zero_optimization must be an object, but got \[\]"),
+        ({"zero_optimization": [1]}, "zero_optimization must be an object"),
+        (config("cpu"), "offload_optimizer must be an object, but got 'cpu'"),
+        (config(CPU, offload_param="cpu"), "offload_param must be an object, but got 'cpu'"),
+        (config(CPU, stage="3"), "stage .* must be 1, 2 or 3, but got '3'"),
+        (config(CPU, stage=3.0), "stage .* must be 1, 2 or 3, but got 3.0"),
+        (config(CPU, sub_group_size="x"), "sub_group_size must be a number .* but got 'x'"),
+        (config(CPU, sub_group_size=float("inf")), "sub_group_size must be .* but got inf"),
+        (config(CPU, sub_group_size=10**400), "sub_group_size must be .* but got 1000"),
+        (config(CPU, sub_group_size=2.5), "sub_group_size must be a whole number"),
+        ({"train_batch_size": "32"}, "train_batch_size must be a whole number .* but got '32'"),
+        ({"train_batch_size": 32.0}, "train_batch_size must be a whole number .* but got 32.0"),
+        ({"fp16": {"enabled": "yes"}}, "fp16.enabled must be true, false or 'auto', but got 'yes'"),
+        ({"bf16": True}, "bf16 must be an object, but got True"),
+        ({"data_types": {"grad_accum_dtype": "int8"}}, "grad_accum_dtype must be one of fp32"),
+        ({"activation_checkpointing": {"cpu_checkpointing": "false"}},
+         "cpu_checkpointing must be true or false, but got 'false'"),
+    ],
+)  # fmt: skip
+def test_nonsense_is_refused_with_its_key(ds_config, says):
+    with pytest.raises(ModelError, match=says) as refused:
+        stock(ds_config)
+    assert len(str(refused.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("ds_config", "key"),
+    [
+        (config({**CPU, "buffer_count": 5}), "zero_optimization.offload_optimizer.buffer_count"),
+        (config(CPU, offload_param={"device": "none", "max_in_cpu": 5}),
+         "zero_optimization.offload_param.max_in_cpu"),
+        (config(CPU, stage3_param_persistence_threshold=5),
+         "zero_optimization.stage3_param_persistence_threshold"),
+        (config({**CPU, "pipeline_read": True}), "zero_optimization.offload_optimizer.pipeline_r"),
+        (config({**CPU, "pin_memory": False}, stage=2), "offload_optimizer.pin_memory"),
+        (config({**CPU, "pin_memory": False}, offload_param=CPU), "offload_optimizer.pin_memory"),
+        ({**config(), "activation_checkpointing": {"partition_activations": True}},
+         "activation_checkpointing.partition_activations"),
+    ],
+)  # fmt: skip
+def test_what_changes_nothing_is_told(ds_config, key):
+    stock(ds_config)
+    assert re.search(f"not simulated: .*{key}", workload(ds_config).provenance)
+
+
+@pytest.mark.parametrize("key", ["ratio", "pin_memory", "super_offload", "device"])
+def test_what_counts_is_not_told_to_be_without_effect(key):
+    values = {"ratio": 0.5, "pin_memory": False, "super_offload": True, "device": "cpu"}
+    ds_config = config({**CPU, key: values[key]})
+    assert key not in workload(ds_config).provenance
+
+
+def test_an_alias_of_deepspeeds_counts_as_its_key():
+    by_name, by_alias = (
+        workload(config(CPU, **{key: 1000}))
+        for key in ("stage3_max_live_parameters", "max_live_parameters")
+    )
+    assert by_name.device_base_bytes == by_alias.device_base_bytes
+    assert "max_live" not in by_alias.provenance
+
+
+def test_every_key_of_the_installed_deepspeed_is_known():
+    from deepspeed.runtime.zero import config as zero
+    from deepspeed.runtime.zero import offload_config as offload
+
+    for where, schema in ((ZERO, zero.DeepSpeedZeroConfig),
+                          (STATE, offload.DeepSpeedZeroOffloadOptimizerConfig),
+                          (HELD, offload.DeepSpeedZeroOffloadParamConfig)):  # fmt: skip
+        names = {field.alias or name for name, field in schema.model_fields.items()}
+        assert names <= _KNOWN[where]
+
+
+def test_a_key_that_only_the_installed_deepspeed_knows_is_no_mistake(monkeypatch):
+    known = {**_KNOWN, STATE: _KNOWN[STATE] - {"fast_init"}}
+    monkeypatch.setattr("simulator.estimates.deepspeed_keys._KNOWN", known)
+    assert loaded(config({**CPU, "fast_init": True}))
+
+
+def test_a_number_that_json_reads_as_infinite_is_refused(tmp_path):
+    path = tmp_path / "ds.json"
+    text = json.dumps(config(CPU, sub_group_size=7)).replace("7", "1e400")
+    path.write_text(text)
+    with pytest.raises(ModelError, match="sub_group_size"):
+        offloading(path)
