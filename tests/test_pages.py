@@ -14,12 +14,15 @@ from click.testing import CliRunner
 from simulator import simulate
 from simulator.schedules.strategies import build_strategy
 from tests.runtime.checkpoint.conftest import Bench, some_state
-from tests.tuner.test_calibration import LOG
 from tests.tuner.test_search import machine, workload
 from tuner.cli import main
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+LOG = "".join(  # seconds that a model of 8 B parameters may take
+    f"[Rank 0] time (ms) | fwd: {ms} | bwd: {3 * ms} | bwd_inner: 1.00 | step: {20 * ms}\n"
+    for ms in (900, 800, 200, 201, 202, 203, 204)
+)
 PAGES = sorted(DOCS.rglob("*.md"))
 WRITTEN = [p for p in PAGES if p.name not in ("cli.md", "plan-file.md", "architecture.md")]
 SOURCES = ("simulator", "profiler", "tuner", "runtime")
