@@ -69,7 +69,7 @@ def batch_notes(
     if (1 - SHORTFALL) * phases_s <= timed_s <= most_s:
         return []
     return [
-        f"{name}: {samples} samples at its {samples_per_s:.4g} samples per second take "
+        f"{name}: at its {samples_per_s:.4g} samples per second, the {samples} described take "
         f"{timed_s:.3g} s, but forward, backward and step took {phases_s:.3g} s, in which it had "
         f"about {samples_per_s * phases_s:.3g} samples: check {FLAGS_OF_THE_BATCH}"
     ]

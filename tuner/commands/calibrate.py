@@ -31,8 +31,9 @@ LARGE_MISS = 1.5  # as a factor: above it, what ran is in doubt rather than the 
 @click.argument("machine")
 @click.option(
     "--runs", multiple=True, required=True,
-    help="A log with DeepSpeed's wall_clock_breakdown, a workload.json of `tune profile`, or a CSV "
-    "with the columns forward_ms, backward_ms, step_ms, iteration_ms. May be given several times.",
+    help="A log with DeepSpeed's wall_clock_breakdown (with steps_per_print 1 and log level info: "
+    "the time between phases too), a workload.json of `tune profile`, or a CSV with the columns "
+    "forward_ms, backward_ms, step_ms, iteration_ms. May be given several times.",
 )  # fmt: skip
 @click.option("--strategy", default="zero3_offload", show_default=True, help="What ran.")
 @click.option("--ratio", type=click.FloatRange(0, 1), help="Of the strategy: Twin-Flow's ratio.")
