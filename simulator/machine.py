@@ -89,6 +89,8 @@ class Machine(BaseModel):
             `simulator.schedules.checkpointed` takes that of another machine.
         save_s_per_tensor: of `save_checkpoint` before it returns, beside waiting for updates.
         loop_s: time per iteration outside forward, backward and step (data, logging).
+        unexplained_spread: standard deviation, in log units, of what the rates leave unexplained
+            of the runs that they were calibrated on: intervals are no narrower. None: none was.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -124,6 +126,7 @@ class Machine(BaseModel):
     device_reserved_bytes: int = Field(0, ge=0)
     layer_issue_s: Quantity | None = None
     loop_s: Quantity | None = None
+    unexplained_spread: float | None = Field(None, gt=0)
     storage_write_bytes_per_s: Quantity
     storage_read_bytes_per_s: Quantity | None = None
     storage_fsync_s: float = Field(1e-3, ge=0)

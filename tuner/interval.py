@@ -19,10 +19,9 @@ import numpy as np
 from simulator.machine import Machine
 from simulator.quantity import Quantity
 from simulator.schedule import Schedule
-from tuner.calibration import Knob, knobs_of, predicted_s, turned
+from tuner.calibration import MODEL_SPREAD, Knob, knobs_of, predicted_s, turned
 
 Phase = Literal["forward", "backward", "step", "iteration"]
-MODEL_SPREAD = 0.05  # standard deviation of what no rate explains, in log units; see above
 EIGHTY_PERCENT = 1.2816  # of a normal distribution's sigma, each way
 IQR_OVER_SIGMA = 1.349
 STEP = 0.5  # of a rate's sigma: sensitivities are secants, as rates bind or do not
@@ -37,9 +36,14 @@ def interval_s(
         build: one iteration on a machine, whose rates may change layers' times too.
     """
     centre = predicted_s(build(machine), machine)[phase]
-    sigma = math.hypot(MODEL_SPREAD, rates_sigma(build, machine, phase))
+    sigma = math.hypot(model_spread(machine), rates_sigma(build, machine, phase))
     factor = math.exp(EIGHTY_PERCENT * sigma)
     return centre / factor, centre * factor
+
+
+def model_spread(machine: Machine) -> float:
+    """Standard deviation of what no rate explains, in log units."""
+    return machine.unexplained_spread or MODEL_SPREAD
 
 
 def rates_sigma(

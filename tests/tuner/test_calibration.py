@@ -35,6 +35,7 @@ def observed(truth, micro_batch, between_s=0.2, factors=None, **more):
     seconds = predicted_s(build(micro_batch, truth, **more), truth)
     seconds["iteration"] += between_s
     for phase, factor in (factors or {}).items():
+        seconds["iteration"] += (factor - 1) * seconds[phase]
         seconds[phase] *= factor
     name = f"micro-batch {micro_batch}"
     return Observation(name, lambda machine: build(micro_batch, machine, **more), seconds)
@@ -93,6 +94,49 @@ def test_runs_that_contradict_each_other_are_named():
     assert len(told) == 1
     assert "runs contradict each other: step took" in told[0]
     assert calibrate(machine, runs[1:2]).contradictions == ()
+
+
+@pytest.mark.parametrize(("name", "factors"), [
+    ("a100-node", {"step": 2.0}), ("h100-node", {"step": 2.0}), ("h100-node", {"step": 3.0}),
+    ("h100-node", {"forward": 2.0, "backward": 2.0, "step": 2.0}),
+])  # fmt: skip
+def test_a_machine_far_from_its_sheet_is_followed(name, factors):
+    """Three runs that agree; whichever of the rates that could explain them does."""
+    machine = preset(name)
+    runs = [observed(machine, n, factors=factors) for n in (1, 2, 4)]
+    result = calibrate(machine, runs)
+    for seen in runs:
+        step = predicted_s(seen.build(result.machine), result.machine)["step"]
+        assert step == pytest.approx(seen.measured_s["step"], rel=0.12)
+        low, high = interval_s(seen.build, result.machine)
+        assert low < seen.measured_s["iteration"] < high
+    assert result.unexplained == ()
+
+
+def test_what_no_rate_explains_is_said_and_widens_the_interval():
+    """Half the step would need more of DRAM than the node has."""
+    machine = preset("a100-node")
+    runs = [observed(machine, n, factors={"step": 0.3}) for n in (1, 2, 4)]
+    result = calibrate(machine, runs)
+    assert result.contradictions == ()
+    (said,) = (text for text in result.unexplained if text.startswith("step took 0."))
+    assert "--strategy" in said
+    plain = calibrate(machine, [observed(machine, n) for n in (1, 2, 4)])
+    assert result.machine.unexplained_spread > 3 * plain.machine.unexplained_spread
+    widths = [math.log(high / low) for low, high in
+              (interval_s(runs[0].build, one.machine) for one in (result, plain))]  # fmt: skip
+    assert widths[0] > widths[1]
+
+
+@pytest.mark.parametrize("factors", [(1.0, 2.0), (1.0, 10.0), (1.0, 1.0, 2.0), (1.0, 1.0, 0.4)])
+def test_the_same_run_with_two_times_is_a_contradiction(factors):
+    """Wherever between them, or on which of them, the calibrated rates come to lie."""
+    machine = preset("a100-node")
+    runs = [observed(machine, 1, factors={"step": factor}) for factor in factors]
+    result = calibrate(machine, runs)
+    assert any("runs contradict each other: step took" in text for text in result.contradictions)
+    low, high = interval_s(runs[0].build, result.machine)
+    assert high / low > 1.5
 
 
 @pytest.mark.parametrize("measured", [{}, {"forward": 0.0}, {"lunch": 1.0}])

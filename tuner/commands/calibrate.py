@@ -61,7 +61,7 @@ def calibrate(
     calibrated = correct(before, seen)
     changes = [*_loop_change(before, calibrated.machine), *calibrated.changes]
     calibrated = replace(calibrated, changes=tuple(changes))
-    notes = [*(note for one in seen for note in one.notes), *_miss(calibrated)]
+    notes = [*(note for one in seen for note in one.notes), *calibrated.unexplained]
     with written("--out", out):
         calibrated.machine.save(out)
     if as_json:
@@ -112,15 +112,3 @@ def _loop_change(before: Machine, after: Machine) -> list[Change]:
         return []
     was = 0.0 if old is None else old.median
     return [Change("between the phases", "loop_s", was, loop.median, loop.q1, loop.q3)]
-
-
-def _miss(calibrated: Calibrated) -> list[str]:
-    """Tells of a machine that cannot be what the runs ran on."""
-    factor = 1 + calibrated.left_pct / 100
-    if factor < LARGE_MISS:
-        return []
-    return [
-        f"no rates within reach explain the runs: half of their phases are missed by a factor of "
-        f"{factor:.1f} or more. Check the machine, --model, --strategy and the flags that say what "
-        "ran"
-    ]
