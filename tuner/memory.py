@@ -8,7 +8,7 @@ from typing import Protocol
 
 from simulator.machine import Machine
 from simulator.workload import Workload
-from tuner.spread import IQR_OVER_SIGMA
+from tuner.interval import IQR_OVER_SIGMA
 
 UNKNOWN_MARGIN = 0.05  # left free where no profile says how much the peaks vary
 LEAST_MARGIN = 0.02  # of a memory: what an allocator cannot use

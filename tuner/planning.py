@@ -15,10 +15,11 @@ from simulator.schedules.strategies import build_strategy
 from simulator.workload import Workload
 from tuner.annealing import anneal
 from tuner.checkpointing import with_checkpoints
+from tuner.interval import workload_interval_s
 from tuner.memory import ImpossibleError, Limits
 from tuner.refine import refine, reorder
 from tuner.search import CLIMB_EVALUATIONS, Candidate, Search, even, seconds_of
-from tuner.spread import prediction_interval, sampled_machines
+from tuner.spread import sampled_machines
 from tuner.subgroup_size import best_cut, recuts
 
 FINALISTS = 8
@@ -82,7 +83,7 @@ def plan(
         search.climb(CLIMB_EVALUATIONS // 3)
         anneal(search)
     chosen = _robust_choice(search, seed) if robust else search.best()
-    result = _as_plan(search, chosen, seed)
+    result = _as_plan(search, chosen)
     return with_checkpoints(
         _explained(result, search), workload, machine, limits, mtbf_s, restart_s, checkpoint_dir
     )
@@ -101,7 +102,7 @@ def _robust_choice(search: Search, seed: int) -> Candidate:
     return min(finalists, key=ninth_decile)
 
 
-def _as_plan(search: Search, c: Candidate, seed: int) -> Plan:
+def _as_plan(search: Search, c: Candidate) -> Plan:
     w = search.workload
     fields = {
         "machine_fingerprint": search.machine.fingerprint,
@@ -117,16 +118,18 @@ def _as_plan(search: Search, c: Candidate, seed: int) -> Plan:
         "versions": _versions(),
     }
     made = Plan.model_validate(fields)
-    prediction = predict(w, search.machine, made, seed, lower_bound_s=search.bound.iteration_s)
+    prediction = predict(w, search.machine, made, lower_bound_s=search.bound.iteration_s)
     return made.model_copy(update={"prediction": prediction})
 
 
 def predict(
-    workload: Workload, machine: Machine, made: Plan, seed: int = 0, *, lower_bound_s: float = 0.0
+    workload: Workload, machine: Machine, made: Plan, *, lower_bound_s: float = 0.0
 ) -> Prediction:
     """The simulator's prediction of a plan, with the interval that the rates' spread gives."""
     result = simulate_fast(build_strategy("ebbtide", workload, plan=made), machine)
-    low, high = prediction_interval(workload, machine, made, seed)
+    low, high = workload_interval_s(
+        lambda work: build_strategy("ebbtide", work, plan=made), workload, machine
+    )
     return Prediction(
         iteration_s=result.iteration_s,
         iteration_low_s=min(low, result.iteration_s),
@@ -138,14 +141,14 @@ def predict(
     )
 
 
-def predicted_anew(made: Plan, workload: Workload, machine: Machine, seed: int = 0) -> Plan:
+def predicted_anew(made: Plan, workload: Workload, machine: Machine) -> Plan:
     """The same plan with what is predicted for another profile of its workload or machine.
 
     Raises:
         PlanError: another number of subgroups.
     """
-    search = Search(workload, machine, Limits.of(workload, machine), seed)
-    prediction = predict(workload, machine, made, seed, lower_bound_s=search.bound.iteration_s)
+    search = Search(workload, machine, Limits.of(workload, machine), seed=0)
+    prediction = predict(workload, machine, made, lower_bound_s=search.bound.iteration_s)
     return _explained(made.model_copy(update={"prediction": prediction}), search)
 
 

@@ -146,6 +146,10 @@ def show_plan(plan: Plan, console: Console) -> None:
         console.print(f"a checkpoint every {plan.checkpoint.interval_steps} steps")
     if plan.prediction is not None:
         console.print(strategies([plan.prediction, *plan.alternatives]))
+        low_ms, high_ms = (
+            1e3 * s for s in (plan.prediction.iteration_low_s, plan.prediction.iteration_high_s)
+        )
+        console.print(f"eight runs in ten are expected at {low_ms:.1f} to {high_ms:.1f} ms")
         bound = plan.prediction.lower_bound_s
         if bound:
             console.print(f"no plan can take less than {bound * 1e3:.1f} ms per iteration")

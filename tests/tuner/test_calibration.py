@@ -17,7 +17,7 @@ from tuner.calibration import (
     predicted_s,
     turned,
 )
-from tuner.interval import interval_s, rates_sigma
+from tuner.interval import BESIDE, interval_s, rates_sigma, workload_interval_s
 
 GPT = {"layers": 8, "hidden": 2048, "heads": 16, "vocabulary": 32000}
 
@@ -184,9 +184,9 @@ def test_the_interval_is_as_wide_as_the_rates_that_bind():
     assert low < centre < high
     exact = machine.model_copy(update={
         name: Quantity.exact(getattr(machine, name).median)
-        for knob in knobs_of(machine) for name in knob.fields if name != "rank_shares"
+        for knob in (*knobs_of(machine), *BESIDE) for name in knob.fields if name != "rank_shares"
     } | {"rank_shares": {}})  # fmt: skip
-    assert rates_sigma(lambda m: build(1, m), exact) == 0.0
+    assert rates_sigma(lambda m: predicted_s(build(1, m), m)["iteration"], exact) == 0.0
     narrow = interval_s(lambda m: build(1, m), exact)
     assert math.log(narrow[1] / narrow[0]) < math.log(high / low)
 
@@ -220,3 +220,25 @@ def test_the_command_corrects_a_preset_and_says_what_changed(tmp_path):
     assert told["warnings"] == []
     assert "loop_s" in done.output
     assert run("calibrate", "h100-node", "--runs", runs, "-o", out).exit_code == 2
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("a100-node", 4), ("a100-node", 8), ("h100-node", 4)])
+def test_a_plan_has_the_interval_that_was_judged(name, ranks):
+    """Layers' times known, or made anew for each turn of the rates that they are made from."""
+    machine = preset(name)
+    work = workload_from_model(
+        GPT, machine, {"bf16": {"enabled": True},
+                       "zero_optimization": {"stage": 3, "sub_group_size": 3e7}},
+        micro_batch=4, data_parallel=ranks,
+    )  # fmt: skip
+    judged = interval_s(lambda m: build(4, m, ranks=ranks), machine)
+    shipped = workload_interval_s(
+        lambda w: build_strategy("zero3_offload", w, iterations=1), work, machine
+    )
+    widths = [math.log(high / low) for low, high in (judged, shipped)]
+    assert widths[1] == pytest.approx(widths[0], rel=0.2)
+    known = work.model_copy(update={"provenance": "measured"})
+    low, high = workload_interval_s(
+        lambda w: build_strategy("zero3_offload", w, iterations=1), known, machine
+    )
+    assert math.log(high / low) < widths[1]
