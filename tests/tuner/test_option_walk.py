@@ -108,7 +108,7 @@ TABLE = {
         "checkpoint_dir": changes("--checkpoint-dir", "ckpt"),
         "storage": changes("--storage", "2MB/s", beside=("--mtbf", "4h")),
         "study_storage": changes("--study-storage", "sqlite:///study.db"),
-        "seed": changes("--seed", "1"),
+        "seed": changes("--seed", "1", beside=("--subgroup-size", "1e5")),
         "why": changes("--why"),
         "as_json": changes("--json"),
     },
@@ -289,7 +289,7 @@ def recorder(monkeypatch):
 def calibrated(machine, seen):
     from tuner.calibration import Calibrated
 
-    return Calibrated(machine, changes=(), left_pct=0.0, contradictions=())
+    return Calibrated(machine, changes=(), contradictions=(), unexplained=(), left_pct=0.0)
 
 
 def outcome(ground, recorder, arguments):

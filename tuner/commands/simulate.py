@@ -50,6 +50,7 @@ def simulate(
     """Predicts one iteration under a plan or a named strategy."""
     from simulator.engines.reference import simulate as run
     from simulator.schedules.strategies import build_strategy
+    from tuner.interval import workload_interval_s
 
     if plan_file is not None and strategy is not None:
         raise BadInputError(
@@ -63,10 +64,15 @@ def simulate(
         plan = read_plan(plan_file)
         if plan.subgroups and plan.subgroups != work.subgroups and work.parameters:
             work = work.recut(plan.subgroup_size)  # as training under the plan would be
-        schedule = build_strategy("ebbtide", work, plan=plan)
+        name, options = "ebbtide", {"plan": plan}
     else:
-        schedule = _stock(strategy, work, source["ds_config"])
-    timeline = run(schedule, measured)
+        name, options = _stock(strategy, work, source["ds_config"])
+
+    def build(of: Workload) -> Schedule:
+        return build_strategy(name, of, **options)
+
+    timeline = run(build(work), measured)
+    low_s, high_s = workload_interval_s(build, work, measured)
     if trace:
         with written("--trace", trace):
             timeline.to_perfetto(trace)
@@ -74,7 +80,8 @@ def simulate(
         with written("--plot", plot):
             timeline.plot().figure.savefig(plot, dpi=130, bbox_inches="tight")  # type: ignore[union-attr]
     figures = {
-        "strategy": timeline.strategy, "iteration_s": timeline.iteration_s, **timeline.phases(),
+        "strategy": timeline.strategy, "iteration_s": timeline.iteration_s,
+        "iteration_low_s": low_s, "iteration_high_s": high_s, **timeline.phases(),
         "device_peak_bytes": timeline.device_peak_bytes,
         "host_peak_bytes": timeline.host_peak_bytes,
     }  # fmt: skip
@@ -99,15 +106,16 @@ def _missing(work: Workload, machine: Machine, timeline: Timeline) -> str:
     )
 
 
-def _stock(strategy: str | None, work: Workload, ds_config: str | None) -> Schedule:
+def _stock(
+    strategy: str | None, work: Workload, ds_config: str | None
+) -> tuple[str, dict[str, Any]]:
     """The strategy named, or DeepSpeed's own under its config, with what that says of it."""
     from simulator.estimates.offloading import offloading
-    from simulator.schedules.strategies import build_strategy
 
     moved = offloading(ds_config)
     name, options = moved.strategy(work.zero_stage)
     if strategy in (None, name):
-        return build_strategy(name, work, **options)
+        return name, options
     if moved.beyond_plans:
         raise BadInputError(
             f"--strategy must be {name} or absent beside {moved.beyond_plans} in --ds-config, "
@@ -118,4 +126,4 @@ def _stock(strategy: str | None, work: Workload, ds_config: str | None) -> Sched
         click.echo(f"note: simulates {strategy}, where --ds-config asks for {name}{given}",
                    err=True)  # fmt: skip
     assert strategy is not None
-    return build_strategy(strategy, work)
+    return strategy, {}
