@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +25,24 @@ SLOTS = 2
 
 Strategy = str | tuple[str, Mapping[str, Any]]
 WORKLOAD_FIELDS = ("ranks_per_node", "gradient_accumulation_steps", "clip")
-# What decides how a workload is laid out cannot be changed in one that is laid out already.
-_LAID_OUT = ("nodes", "gpus_per_node")
+_LAID_OUT = (
+    "it changes what each rank holds and sends",
+    "estimate a workload for each (workload_from_model(data_parallel=...)) or profile it there",
+)
+# Fields of the machine that a workload has in it already: why, and what to do instead.
+_IN_WORKLOAD = {
+    "nodes": _LAID_OUT,
+    "gpus_per_node": _LAID_OUT,
+    "device_flops_per_s": (
+        "the workload's forward and backward are seconds already",
+        "estimate a workload for each (workload_from_model(model, "
+        "machine.with_rates(device_flops_per_s=...)))",
+    ),
+    "device_memory_bytes": (
+        "the memory per rank is an argument of its own",
+        "give gpu_memory_bytes=[...]",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -77,13 +93,17 @@ def what_if(
         ``host_peak_bytes``, ``lower_bound_s`` (no plan of ebbtide can be faster), ``tokens_per_s``.
         After Ctrl-C: the rows finished so far, with ``.attrs["interrupted"]`` set and a warning.
 
+    A field whose values all give the same times and peaks is told by a warning.
+
     Raises:
-        ValueError: an unknown strategy, option or field, or a value out of its range.
+        ValueError: an unknown strategy, option or field, a value out of its range, nothing to
+            simulate, or a field that cannot change anything.
     """
     import pandas as pd
 
+    changes = {name: _listed(given) for name, given in changes.items()}
+    _check_changes(changes, machine)
     points = list(_grid(machine, strategies, gpu_memory_bytes, changes))
-    _check_changes(changes)
     for point in points:  # bad input is told before a long sweep
         _changed(workload, machine, point)
     shown = len(points) >= 50 if progress is None else progress
@@ -94,17 +114,40 @@ def what_if(
         warnings.warn(
             f"interrupted: {len(rows)} of {len(points)} points are finished", stacklevel=2
         )
+    else:
+        _tell_without_effect(table, changes)
     return table
 
 
-def _check_changes(changes: Mapping[str, object]) -> None:
-    for name in _LAID_OUT:
-        if name in changes:
+def _check_changes(changes: Mapping[str, Sequence[float]], machine: Machine) -> None:
+    for name, values in changes.items():
+        if name in _IN_WORKLOAD:
+            why, instead = _IN_WORKLOAD[name]
             raise ValueError(
-                f"{name} must not be among the changes, since it changes what each rank holds and "
-                f"sends, but got {changes[name]!r}: estimate a workload for each "
-                "(workload_from_model(data_parallel=...)) or profile it there"
+                f"{name} must not be among the changes, since {why}, but got {values!r}: {instead}"
             )
+        if not values:
+            raise ValueError(f"{name} must have at least one value, but got {values!r}")
+    if "cpu_cores" in changes and not machine.device_shares_host_cores:
+        raise ValueError(
+            "cpu_cores must not be among the changes where forward and backward run on a GPU, "
+            f"since the host's rates are those of all its cores, but got {changes['cpu_cores']!r}: "
+            "give the rates that so many cores reach (host_adam_params_per_s, "
+            "stock_host_adam_params_per_s, dram_bytes_per_s)"
+        )
+
+
+def _tell_without_effect(table: pd.DataFrame, changes: Mapping[str, Sequence[float]]) -> None:
+    """A field of several values that no row depends on may be right; it is never silent."""
+    results = ["fits", "iteration_s", "device_peak_bytes", "host_peak_bytes"]
+    for name, values in changes.items():
+        if len(set(values)) < 2:
+            continue
+        others = [other for other in changes if other != name]
+        same = table.groupby(["strategy", "gpu_memory_bytes", *others])[results].nunique()
+        if (same <= 1).to_numpy().all():
+            named = ", ".join(table.strategy.unique())
+            warnings.warn(f"{name} changes nothing about {named} with this workload", stacklevel=3)
 
 
 def _grid(
@@ -116,14 +159,18 @@ def _grid(
     if isinstance(strategies, str):
         strategies = [strategies]
     named = [s if isinstance(s, tuple) else (s, {}) for s in strategies]
+    if not named:
+        raise ValueError(f"strategies must name at least one, but got {strategies!r}")
     for name, _ in named:
         if name not in STRATEGIES:
             raise ValueError(f"strategies must be of {', '.join(STRATEGIES)}, but got {name!r}")
-    sizes = [machine.device_memory_bytes] if memories is None else list(memories)
+    sizes = [machine.device_memory_bytes] if memories is None else _listed(memories)
+    if not sizes:
+        raise ValueError(f"gpu_memory_bytes must have at least one value, but got {memories!r}")
     for size in sizes:
         if not (isinstance(size, int | float) and 0 < size < float("inf")):
             raise ValueError(f"gpu_memory_bytes must be finite and > 0, but got {size!r}")
-    values = [[(name, v) for v in _listed(given)] for name, given in changes.items()]
+    values = [[(name, v) for v in given] for name, given in changes.items()]
     for combination in itertools.product(*values):
         for size in sizes:
             for name, options in named:
@@ -131,7 +178,7 @@ def _grid(
 
 
 def _listed(given: Any) -> list[Any]:
-    return list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+    return list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
 
 
 def _run(

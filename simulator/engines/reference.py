@@ -24,8 +24,14 @@ def simulate(schedule: Schedule, machine: Machine) -> Timeline:
     storage by max-min fairness (`simulator.engines.sharing`).
 
     Raises:
-        ValueError: the machine lacks a rate that the schedule needs.
+        ValueError: the machine lacks a rate that the schedule needs, or one of the two is none.
     """
+    for name, value, kind in (("schedule", schedule, Schedule), ("machine", machine, Machine)):
+        if not isinstance(value, kind):
+            raise ValueError(  # noqa: TRY004 - like all bad input here
+                f"{name} must be a {kind.__name__} (a schedule is what build_strategy or "
+                f"build_schedule makes), but got {type(value).__name__}"
+            )
     return _Simulation(schedule, machine).run()
 
 

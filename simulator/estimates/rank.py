@@ -38,7 +38,8 @@ class Parallelism:
     def __post_init__(self) -> None:
         for name in ("data", "tensor", "pipeline"):
             value = getattr(self, name)
-            if not (isinstance(value, int) and 1 <= value <= 10**7):
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if not (whole and 1 <= value <= 10**7):
                 raise ModelError(f"{name}_parallel must be a whole number >= 1, but got {value!r}")
         if not 0 <= self.stage < self.pipeline:
             raise ModelError(

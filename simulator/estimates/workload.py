@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from simulator.estimates.architecture import architecture
 from simulator.estimates.blocks import Architecture, ModelError
@@ -12,7 +12,7 @@ from simulator.estimates.deepspeed_config import TrainingConfig, training_config
 from simulator.estimates.flat_rank import FlatRank
 from simulator.estimates.rank import Parallelism, Rank
 from simulator.machine import Machine
-from simulator.workload import WireDtype, Workload
+from simulator.workload import WIRE_BYTES, WireDtype, Workload
 
 Checkpointing = Literal["full", "none"]
 
@@ -62,11 +62,12 @@ def workload_from_model(
     Raises:
         ModelError: a description or config that cannot be used, naming the key.
     """
+    _check_kinds(sequence, precision, sequence_parallel, activation_checkpointing, flash_attention)
     arch = architecture(model)
     parallel = Parallelism(
         data_parallel, tensor_parallel, pipeline_parallel, stage, sequence_parallel
     )
-    _check(arch, parallel, sequence, machine)
+    _check(arch, parallel, machine)
     config = training_config(
         ds_config, hidden=arch.hidden, ranks=data_parallel, micro_batch=micro_batch,
         gradient_accumulation_steps=gradient_accumulation_steps, precision=precision,
@@ -91,9 +92,37 @@ def _check_network(rank: Rank) -> None:
         )
 
 
-def _check(arch: Architecture, parallel: Parallelism, sequence: int, machine: Machine) -> None:
-    if not (isinstance(sequence, int) and 1 <= sequence <= 10**8):
+def _check_kinds(
+    sequence: object, precision: object, sequence_parallel: object, checkpointing: object,
+    flash: object,
+) -> None:  # fmt: skip
+    """What Python lets through: a value that means something else, or nothing."""
+    whole = isinstance(sequence, int) and not isinstance(sequence, bool)
+    if not (whole and 1 <= sequence <= 10**8):  # type: ignore[operator]
         raise ModelError(f"sequence must be a whole number >= 1, but got {sequence!r}")
+    if precision is not None and precision not in WIRE_BYTES:
+        raise ModelError(f"precision must be one of {', '.join(WIRE_BYTES)}, but got {precision!r}")
+    if checkpointing not in get_args(Checkpointing):
+        raise ModelError(
+            "activation_checkpointing must be 'full' (each layer is computed again) or 'none', but "
+            f"got {checkpointing!r}: what is between the two is not simulated"
+        )
+    for name, value in (("flash_attention", flash), ("sequence_parallel", sequence_parallel)):
+        if not isinstance(value, bool):
+            raise ModelError(f"{name} must be True or False, but got {value!r}")
+
+
+def _check(arch: Architecture, parallel: Parallelism, machine: Machine) -> None:
+    if parallel.sequence_parallel and parallel.tensor == 1:
+        raise ModelError(
+            "sequence_parallel must be False without tensor parallelism, whose ranks divide the "
+            "sequence, but got True with tensor_parallel=1: give tensor_parallel too"
+        )
+    if arch.heads % parallel.tensor:
+        raise ModelError(
+            f"tensor_parallel must divide the {arch.heads} attention heads, but got "
+            f"{parallel.tensor}"
+        )
     if arch.kv_heads % parallel.tensor and parallel.tensor % arch.kv_heads:
         raise ModelError(
             f"tensor_parallel must divide the {arch.kv_heads} key-value heads (or be a multiple of "

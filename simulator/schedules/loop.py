@@ -11,6 +11,9 @@ from simulator.workload import Workload
 ALL_CORES = math.inf  # capped at the machine's cores by the simulator
 
 
+MOST_PASSES = 1_000_000  # forwards and backwards of a layer: a minute or two, 2 GB
+
+
 class TrainingLoop(ABC):
     """Appends one iteration after the other; remembers what the next one must wait for.
 
@@ -36,7 +39,21 @@ class TrainingLoop(ABC):
         self.passes: list[int] = []  # every forward and backward so far
 
     def run(self, iterations: int) -> None:
-        """Appends so many iterations."""
+        """Appends so many iterations.
+
+        Raises:
+            ValueError: there are more passes of layers than memory and patience are for.
+        """
+        w = self.workload
+        passes = 2 * iterations * w.gradient_accumulation_steps * len(w.layers)
+        if passes > MOST_PASSES:
+            most = max(1, MOST_PASSES // (2 * iterations * len(w.layers)))
+            raise ValueError(
+                f"gradient_accumulation_steps must be at most {most:,} for {len(w.layers):,} "
+                f"layers and {iterations} iterations to be simulated one by one, but got "
+                f"{w.gradient_accumulation_steps:,}: further micro-batches repeat the ones before, "
+                "simulate fewer (--accumulation)"
+            )
         for iteration in range(iterations):
             self.out.iteration = iteration
             if self.workload.pipeline_idle_s:

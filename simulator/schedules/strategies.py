@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import cache
+from numbers import Integral, Real
+from typing import Any, get_args, get_type_hints
 
 from simulator.plan import Placement, Plan
 from simulator.schedule import Schedule
@@ -13,6 +14,8 @@ from simulator.schedules.flat_offload import FlatOffloadLoop
 from simulator.schedules.infinity import Home, InfinityLoop, InfinityOptions, StateHome
 from simulator.schedules.peers import DeviceLoop, Gradients, StockLoop, StockOptions
 from simulator.workload import Workload
+
+LARGEST_STRIDE = 100  # published runs have some that are larger than their number of subgroups
 
 
 def build_strategy(name: str, workload: Workload, **options: Any) -> Schedule:
@@ -33,13 +36,40 @@ def build_strategy(name: str, workload: Workload, **options: Any) -> Schedule:
             f"{', '.join(strategies_of(workload.zero_stage))}"
         )
     builder = STRATEGIES[name]
-    known = list(inspect.signature(builder).parameters)[1:]
-    unknown = [option for option in options if option not in known]
-    if unknown:
-        raise ValueError(
-            f"strategy {name!r} takes the options {', '.join(known)}, but got {unknown[0]!r}"
-        )
+    known = _options(builder)
+    for option, value in options.items():
+        if option not in known:
+            raise ValueError(
+                f"strategy {name!r} takes the options {', '.join(known)}, but got {option!r}"
+            )
+        _check_kind(option, value, known[option])
+    if options.get("iterations", 1) < 1:
+        raise ValueError(f"iterations must be >= 1, but got {options['iterations']}")
     return builder(workload, **options)
+
+
+@cache
+def _options(builder: Callable[..., Schedule]) -> Mapping[str, tuple[type, ...]]:
+    """Its options with the types that each may have."""
+    hints = get_type_hints(builder)
+    del hints["workload"], hints["return"]
+    return {name: get_args(hint) or (hint,) for name, hint in hints.items()}
+
+
+_KINDS: Mapping[type, tuple[type, str]] = {
+    bool: (bool, "True or False"), int: (Integral, "a whole number"), float: (Real, "a number"),
+    Plan: (Plan, "a Plan (Plan.load reads a file's)"),
+}  # fmt: skip
+
+
+def _check_kind(option: str, value: Any, types: tuple[type, ...]) -> None:
+    """Texts of which one must be chosen are left to who knows them."""
+    kind = next((t for t in types if t in _KINDS), None)
+    if kind is None or (value is None and type(None) in types):
+        return
+    accepted, rule = _KINDS[kind]
+    if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
+        raise ValueError(f"{option} must be {rule}, but got {value!r}")
 
 
 def _stock(workload: Workload, name: str, options: StockOptions, iterations: int) -> Schedule:
@@ -101,6 +131,12 @@ def deep_optimizer_states(
     counts_host: bool = False,
 ) -> Schedule:
     """Deep Optimizer States (Maurya et al., Middleware 2024): every stride-th subgroup visits."""
+    most = max(LARGEST_STRIDE, len(workload.subgroups))
+    if stride > most:
+        raise ValueError(
+            f"stride must be at most {most}, since with a larger one no subgroup visits, but got "
+            f"{stride}: 0 asks for no visits"
+        )
     options = StockOptions(
         gradients="asynchronous",
         updates="interleaved",

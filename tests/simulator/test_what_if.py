@@ -90,11 +90,37 @@ def test_host_memory_is_shared_among_the_ranks():
         ({"h2d_bytes_per_s": [1e20]}, "h2d_bytes_per_s must lie within a factor"),
         ({"warp_speed": [9]}, "but got 'warp_speed'"),
         ({"ranks_per_node": [0]}, "ranks_per_node"),
+        ({"strategies": []}, r"strategies must name at least one, but got \[\]"),
+        ({"gpu_memory_bytes": []}, "gpu_memory_bytes must have at least one value"),
+        ({"h2d_bytes_per_s": []}, "h2d_bytes_per_s must have at least one value"),
+        ({"device_memory_bytes": [1e9]}, r"device_memory_bytes must not .*: give gpu_memory_bytes"),
+        (
+            {"device_flops_per_s": [1e14, 9e14]},
+            "seconds already.*: estimate a workload",
+        ),
+        ({"cpu_cores": [1, 64]}, "cpu_cores must not .* stock_host_adam_params_per_s"),
+        ({"gpus_per_node": [2]}, "gpus_per_node must not .* estimate a workload"),
     ],
 )
 def test_bad_input_is_told_before_anything_runs(arguments, message):
     with pytest.raises(ValueError, match=message):
         what_if(workload(), machine(), **arguments)
+
+
+def test_a_field_that_no_row_depends_on_is_told():
+    with pytest.warns(UserWarning, match="storage_write_bytes_per_s changes nothing about zero3"):
+        what_if(workload(), machine(), ["zero3_offload"], storage_write_bytes_per_s=[1e9, 2e9])
+
+
+def test_fields_that_matter_are_not_told_of(recwarn):
+    rates = {"storage_write_bytes_per_s": [1e8, 2e9], "h2d_bytes_per_s": [1e9, 2e10]}
+    nvme = ("zero_infinity", {"optimizer": "nvme"})
+    what_if(workload(), machine(), ["zero3_offload", nvme], **rates)
+    assert not [warning for warning in recwarn if "changes nothing" in str(warning.message)]
+
+
+def test_cores_count_where_the_model_runs_on_them():
+    what_if(workload(), machine(device_shares_host_cores=True), ["ebbtide"], cpu_cores=[8])
 
 
 def test_ctrl_c_keeps_the_rows_that_are_finished(monkeypatch):
