@@ -28,6 +28,7 @@ from simulator import (
 from simulator.analysis.checkpoint_cost import CheckpointSimulation
 from simulator.update.order import UpdateOrder
 from tests.machines import node, workload
+from tuner.interval import workload_interval_s
 from tuner.memory import Limits
 from tuner.report import show_machine, show_plan, show_workload
 
@@ -97,6 +98,7 @@ def outcomes(work, on, plan=None):
         list(timed(work, on, plan, strategies)),
         simulate(build_strategy("zero_offload", sharing), on).iteration_s,
         simulate(build_strategy("zero3_offload", estimated(on)), on).iteration_s,
+        workload_interval_s(lambda w: build_strategy("zero3_offload", w), work, on),
         Limits.of(work, on), work.fingerprint, on.fingerprint,
         shown(show_machine, on), shown(show_workload, work),
     )  # fmt: skip
@@ -138,6 +140,7 @@ MACHINE = {
     "device_reserved_bytes": 2**30,
     "layer_issue_s": q(0.01),
     "loop_s": q(0.01),
+    "unexplained_spread": 0.3,
     "storage_write_bytes_per_s": q(1e8),
     "storage_read_bytes_per_s": q(1e8),
     "storage_fsync_s": 1.0,
