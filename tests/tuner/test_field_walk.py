@@ -98,7 +98,7 @@ def outcomes(work, on, plan=None):
         list(timed(work, on, plan, strategies)),
         simulate(build_strategy("zero_offload", sharing), on).iteration_s,
         simulate(build_strategy("zero3_offload", estimated(on)), on).iteration_s,
-        workload_interval_s(lambda w: build_strategy("zero3_offload", w), work, on),
+        workload_interval_s(lambda w: build_strategy("ebbtide", w, plan=plan), work, on),
         Limits.of(work, on), work.fingerprint, on.fingerprint,
         shown(show_machine, on), shown(show_workload, work),
     )  # fmt: skip
