@@ -305,6 +305,16 @@ def test_a_run_that_cannot_fit_is_predicted_and_said_not_to(tmp_path, capsys):
     assert f"micro-batch 32 would need {predicted['missing_gb']:.1f} GiB more GPU memory" in said
 
 
+@pytest.mark.parametrize("testbed", ["a100", "h100x4"])
+def test_eighty_percent_intervals_hold_seven_to_nine_in_ten(runs, testbed):
+    """With nothing fitted; and they are not so wide that they would hold anything."""
+    own = [run for run in runs if run.testbed == testbed]
+    found = judging.intervals({testbed: machine_of(testbed)}, own, [])[testbed]
+    assert found["n"] == len(own)
+    assert 70 <= found["held_pct"] <= 90
+    assert 1.1 < found["median_high_over_low"] < 1.5
+
+
 def test_every_published_run_fits(pairs):
     assert all(fits(predicted) for _, predicted in pairs)
 
