@@ -148,8 +148,8 @@ def check_offloading(ds_config: str | Mapping[str, Any] | None) -> None:
     if key:
         raise BadInputError(
             f"{key} must be absent for a plan, which moves optimizer state between host and device "
-            "memory only: remove it, or simulate stock DeepSpeed with it (tune simulate "
-            "--ds-config, tune search --free offload)"
+            "memory only: remove it, or simulate stock DeepSpeed with it (tune simulate or "
+            "tune search with the same --ds-config)"
         )
 
 

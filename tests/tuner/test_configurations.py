@@ -5,11 +5,16 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from simulator import preset, workload_from_model
+from simulator import build_strategy, preset, workload_from_model
+from simulator.engines.compiled import simulate_fast
+from simulator.estimates.offloading import offloading
 from tuner.cli import main
+from tuner.configurations.answer import Answer
+from tuner.configurations.decision import Promises
 from tuner.configurations.outcome import Outcome, Question
-from tuner.configurations.space import Configuration, Space
-from tuner.configurations.study import Answer, explore
+from tuner.configurations.space import KNOBS, Configuration, Space
+from tuner.configurations.study import explore
+from tuner.configurations.verify import _config
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 16,
@@ -25,8 +30,8 @@ def outcome(tokens_per_s=1.0, device=1, why="", **knobs):
     return Outcome(Configuration(**knobs), 1.0, tokens_per_s, device, 1, why)
 
 
-def answer(*outcomes, free=("offload",)):
-    return Answer(Space.of(Configuration(), free), outcomes, complete=True)
+def answer(*outcomes, free=("offload",), **fields):
+    return Answer(Space.of(Configuration(), free), outcomes, **{"complete": True, **fields})
 
 
 def test_every_configuration_has_the_global_batch():
@@ -39,8 +44,23 @@ def test_every_configuration_has_the_global_batch():
 
 
 def test_a_global_batch_that_nothing_can_have_is_refused():
-    with pytest.raises(ValueError, match=r"but 7 is not: .*free accumulation too \(--free\)"):
-        Space.of(Configuration(gpus=4), ("recompute",), 7)
+    with pytest.raises(ValueError, match=r"but 8 is not: .*free micro_batch or accumulation too"):
+        Space.of(Configuration(gpus=4), ("recompute",), 8)
+
+
+def test_gpus_that_do_not_divide_the_global_batch_are_named_as_the_cause():
+    with pytest.raises(ValueError, match=r"multiple of the 4 GPUs, but got 999983: .*--gpus"):
+        Space.of(Configuration(gpus=4), ("micro_batch", "accumulation"), 999_983)
+
+
+def test_accumulation_that_no_simulation_ends_with_is_refused():
+    with pytest.raises(ValueError, match="accumulation must be at most 1024 micro-batches"):
+        Space.of(Configuration(gpus=4), KNOBS, 10**9)
+
+
+def test_offload_that_needs_another_stage_is_refused():
+    with pytest.raises(ValueError, match="offload nvme needs ZeRO-3, but got zero_stage 2"):
+        Space.of(Configuration(zero_stage=2, offload="nvme"), ("micro_batch",))
 
 
 @pytest.mark.parametrize(("free", "got"), [(("colour",), "colour"), ((), "nothing")])
@@ -89,13 +109,93 @@ def test_a_knobs_cost_is_the_best_that_its_value_allows():
     assert found.costs() == {"recompute": {False: 1.0, True: 0.9}}
 
 
-def test_the_search_finds_what_simulating_everything_finds():
-    space = Space.of(Configuration(gpus=2), ("micro_batch", "recompute", "offload"), 16)
-    found = explore(question(), space)
+def test_a_tie_is_called_one():
+    told = answer(outcome(100.0), outcome(99.6, offload="none")).remarks()
+    assert any("makes no difference: not offloading reaches 99.6%" in t for t in told)
+
+
+def test_the_least_that_is_missing_is_told():
+    told = answer(
+        Outcome(Configuration(micro_batch=8), why_not="9.0 GiB are missing", missing_bytes=9),
+        Outcome(Configuration(), why_not="3.0 GiB are missing", missing_bytes=3),
+    ).remarks()
+    assert told[0].startswith("nothing fits: 3.0 GiB are missing, at the least, with")
+
+
+@pytest.mark.parametrize("gib", [None, 20])
+def test_the_search_finds_what_simulating_everything_finds(gib):
+    """The fastest of all, and with each value of each knob; what lacks least; fewer simulations."""
+    little = question(device_memory_bytes=gib and gib * 2**30)
+    space = Space.of(Configuration(gpus=2), [k for k in KNOBS if k != "sub_group_size"], 16)
+    found = explore(little, space)
     assert found.complete
-    assert {o.configuration for o in found.outcomes} == set(space)
-    best = max((question().answer(c) for c in space), key=lambda o: o.fits * o.tokens_per_s)
-    assert found.fitting[0].tokens_per_s == best.tokens_per_s
+    every = [little.answer(c) for c in space]
+    assert len(found.outcomes) < 0.7 * len(every)
+    reference = Answer(space, tuple(every), complete=True)
+    fastest = reference.fitting[0].tokens_per_s
+    assert found.fitting[0].tokens_per_s >= 0.99 * fastest
+    for knob, shares in reference.costs().items():
+        assert found.costs()[knob] == pytest.approx(shares, abs=0.01), knob
+    assert [r.split(":")[0] for r in found.remarks()] == [
+        r.split(":")[0] for r in reference.remarks()
+    ]
+
+
+def test_what_is_missing_is_the_least_of_all():
+    tiny = question(device_memory_bytes=2**30, host_memory_bytes=2**30)
+    space = Space.of(Configuration(gpus=2), KNOBS, 16)
+    found = explore(tiny, space)
+    assert not found.fitting
+    least = min(tiny.answer(c).missing_bytes for c in space)
+    assert min(o.missing_bytes for o in found.outcomes) <= least * 1.003
+
+
+def test_no_simulation_beats_its_bounds():
+    asked = question(device_memory_bytes=14 * 2**30, host_memory_bytes=20 * 2**30)
+    promises = Promises(asked)
+    every = list(Space.of(Configuration(gpus=2), KNOBS, 16))
+    lacking = 0
+    for c in every[:: max(1, len(every) // 60)]:
+        bounds, simulated = promises.tight(c), asked.answer(c)
+        assert simulated.tokens_per_s <= bounds.tokens_per_s * (1 + 1e-9), c
+        assert simulated.missing_bytes >= bounds.missing_bytes, c
+        lacking += bounds.missing_bytes > 0
+    assert lacking > 5
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_verdicts_do_not_depend_on_the_seed(seed):
+    space = Space.of(Configuration(gpus=4), KNOBS, 32)
+    first, other = (explore(question(seed=s), space) for s in (0, seed))
+    assert other.fitting[0].tokens_per_s == pytest.approx(first.fitting[0].tokens_per_s, rel=0.01)
+    assert [r[:24] for r in other.remarks()[1:]] == [r[:24] for r in first.remarks()[1:]]
+
+
+CONFIGS = {
+    "none": {}, "precision": {"fp16": {"enabled": True}}, "fp32": {"gradient_clipping": 0.5},
+    "automatic": {"bf16": {"enabled": "auto"}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("given", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("offload", ["none", "optimizer", "parameters", "nvme"])
+def test_a_configuration_is_the_same_in_search_simulate_plan_and_verify(given, offload):
+    c = Configuration(micro_batch=2, accumulation=2, gpus=2, offload=offload)
+    asked = question(ds_config=given)
+    found = asked.answer(c)
+    shape = {"sequence": 1024, "data_parallel": 2}
+    # `tune plan` and `tune simulate`: flags, and the config as it was given.
+    usual = workload_from_model(LLAMA, preset("h100-node"), given or None, micro_batch=2,
+                                gradient_accumulation_steps=2, **shape)  # fmt: skip
+    run = _config(asked, found)
+    for work in (usual, workload_from_model(LLAMA, preset("h100-node"), run, **shape)):
+        name, options = offloading(run).strategy(3)
+        if offload == "optimizer":
+            name, options = "ebbtide", {"plan": found.plan}
+        simulated = simulate_fast(build_strategy(name, work, **options), preset("h100-node"))
+        assert (simulated.iteration_s, simulated.device_peak_bytes, simulated.host_peak_bytes) == (
+            found.iteration_s, found.device_peak_bytes, found.host_peak_bytes,
+        ), (work.wire_dtype, name)  # fmt: skip
 
 
 def test_little_memory_makes_it_offload_and_says_what_is_missing():
@@ -110,16 +210,36 @@ def test_little_memory_makes_it_offload_and_says_what_is_missing():
     assert fits.plan.subgroups == work.subgroups, "the plan is for the workload it was made for"
 
 
-def test_a_large_space_is_sampled_within_its_trials_and_kept(tmp_path):
+def test_a_search_that_is_cut_short_says_so_and_is_kept(tmp_path):
     import optuna
 
     storage = f"sqlite:///{tmp_path / 'study.db'}"
     space = Space.of(Configuration(gpus=4), ("micro_batch", "accumulation", "gpus"), 64)
     found = explore(question(), space, trials=6, storage=storage)
     assert not found.complete
-    assert 1 <= len(found.outcomes) <= 6
+    assert any("not decided: only 6 of " in r for r in found.remarks())
     (summary,) = optuna.get_all_study_summaries(storage)
     assert summary.n_trials == 6
+    explore(question(), space, trials=6, storage=storage)
+    (summary,) = optuna.get_all_study_summaries(storage)
+    assert summary.n_trials == 6, "the same question is the same study, each trial once"
+
+
+def test_another_question_is_another_study(tmp_path):
+    import optuna
+
+    storage = f"sqlite:///{tmp_path / 'study.db'}"
+    free = ("gpus", "offload")
+    wide = {**LLAMA, "hidden_size": 1024}
+    questions = [
+        question(), Question(wide, preset("h100-node"), sequence=1024),
+        Question(LLAMA, preset("h100-node"), sequence=512), question(host_memory_bytes=2**33),
+        question(ds_config={"fp16": {"enabled": True}}),
+    ]  # fmt: skip
+    for asked in questions:
+        explore(asked, Space.of(Configuration(gpus=1), free), storage=storage)
+    explore(questions[0], Space.of(Configuration(gpus=2), free), storage=storage)
+    assert len(optuna.get_all_study_summaries(storage)) == len(questions) + 1
 
 
 def test_the_command_writes_what_it_prints(tmp_path):
@@ -143,7 +263,13 @@ def test_the_command_writes_what_it_prints(tmp_path):
     ("words", "message"),
     [
         (["--free", "colour"], "--free must name some of"),
-        (["--global-batch", "7", "--free", "recompute", "--gpus", "4"], "but 7 is not"),
+        (["--global-batch", "7", "--free", "recompute", "--gpus", "4"], "multiple of the 4 GPUs"),
+        (["--global-batch", "1000000000", "--free", "micro_batch,accumulation"], "at most 1024"),
+        (["--study-storage", "nonsense"], "--study-storage must be a storage URL"),
+        (["--study-storage", ""], "--study-storage must be a storage URL"),
+        (["--study-storage", "sqlite:////nodir/x.db"], "--study-storage must be a storage URL"),
+        (["--gpu-memory", "900GiB"], "must be at most what the machine has"),
+        (["--host-memory", "90TiB"], "must be at most what the machine has"),
         (["--gpu-memory", "1GiB"], "nothing fits"),
         (["--verify", "1"], "must be a Hugging Face config.json with a model_type"),
     ],
@@ -157,3 +283,81 @@ def test_what_cannot_be_searched_ends_with_one_line(tmp_path, words, message):
     ended = CliRunner().invoke(main, [*common, *free, *words])
     assert ended.exit_code == 2
     assert message in ended.stderr.splitlines()[-1]
+    assert "Traceback" not in ended.output
+
+
+def searched(tmp_path, config, *words):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "ds.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    common = ["search", "--machine", "h100-node", "--model", str(tmp_path / "config.json")]
+    small = ["--gpus", "1", "--sequence", "512", "--ds-config", str(tmp_path / "ds.json")]
+    ended = CliRunner().invoke(main, [*common, *small, *words, "--json"])
+    assert ended.exit_code in (0, 2), ended.output
+    assert ended.exception is None or isinstance(ended.exception, SystemExit)
+    return ended
+
+
+@pytest.mark.parametrize(
+    ("config", "rule"),
+    [
+        ({"zero_optimization": {"sub_group_size": -5}}, "sub_group_size must be"),
+        ({"zero_optimization": {"sub_group_size": 0}}, "sub_group_size must be >= 1"),
+        ({"zero_optimization": {"sub_group_size": "x"}}, "sub_group_size must be"),
+        ('{"zero_optimization": {"sub_group_size": 1e400}}', "sub_group_size must be"),
+        ({"optimizer": {"type": "SGD"}}, "optimizer.type must be"),
+        ({"zero_optimization": {"stage": 0}}, "stage .*must be 1, 2 or 3"),
+        ({"zero_optimization": {"stage": "3"}}, "stage .*must be"),
+        ({"zero_optimization": [1]}, "zero_optimization must be an object"),
+        ({"zero_optimization": {"offload_optimizer": "cpu"}}, "offload_optimizer must be an obj"),
+        ({"train_micro_batch_size_per_gpu": "4"}, "train_micro_batch_size_per_gpu must be"),
+        ({"train_batch_size": "32"}, "train_batch_size must be"),
+        ({"train_batch_size": 32.0}, "train_batch_size must be"),
+        (
+            {"zero_optimization": {"offload_param": {"device": "cpu"}}},
+            "offload_param.*simulated",
+        ),
+    ],
+)
+def test_a_bad_config_is_an_error_and_never_a_verdict(tmp_path, config, rule):
+    import re
+
+    for free in ("offload", "recompute"):
+        ended = searched(tmp_path, config, "--free", free)
+        assert ended.exit_code == 2, ended.output
+        assert re.search(rule, ended.stderr), ended.stderr
+
+
+def offloads(optimizer, **more):
+    return {"zero_optimization": {"stage": 3, "offload_optimizer": optimizer, **more}}
+
+
+MOVED = {"activation_checkpointing": {"cpu_checkpointing": True}}
+CPU = {"device": "cpu"}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"bf16": {"enabled": True}},
+        offloads(CPU, offload_param=CPU), offloads({"device": "nvme"}, offload_param=CPU),
+        {**offloads(CPU), **MOVED}, offloads({**CPU, "ratio": 0.5}),
+    ],
+    ids=["none", "parameters", "nvme", "activations", "twin_flow"],
+)  # fmt: skip
+def test_a_fixed_config_is_simulated_as_it_is(tmp_path, config):
+    ended = searched(tmp_path, config, "--free", "micro_batch")
+    rows = json.loads(ended.stdout)["outcomes"]
+    words = ["simulate", "--machine", "h100-node", "--model", str(tmp_path / "config.json"),
+             "--sequence", "512", "--ds-config", str(tmp_path / "ds.json"), "--json"]  # fmt: skip
+    simulated = json.loads(CliRunner().invoke(main, words).stdout)
+    (row,) = [row for row in rows if row["configuration"]["micro_batch"] == 1]
+    assert row["iteration_s"] == pytest.approx(simulated["iteration_s"], rel=1e-9)
+    assert row["device_peak_bytes"] == simulated["device_peak_bytes"]
+
+
+def test_activation_offload_is_searched_with_what_it_goes_with(tmp_path):
+    ended = searched(tmp_path, MOVED, "--free", "offload")
+    record = json.loads(ended.stdout)
+    assert record["best"]["configuration"]["offload"] != "none"
+    assert any("left out: 1 configurations: activation_checkpointing" in r
+               for r in record["remarks"])  # fmt: skip

@@ -141,8 +141,9 @@ TABLE = {
         "trials": changes("--trials", "1"),
         "study_storage": changes("--study-storage", "sqlite:///study.db"),
         "verify": changes("--verify", "1"),
-        "seed": changes("--seed", "1", beside=("--free", "micro_batch,sub_group_size",
-                                               "--trials", "3")),
+        "seed": changes("--seed", "1", beside=(  # of the plans' search
+            "--model", "large.json", "--free", "sub_group_size", "--gpu-memory", "70GiB",
+            "--json")),
         "output": changes("-o", "found.json"),
         "as_json": changes("--json"),
     },
@@ -220,6 +221,8 @@ def ground(tmp_path_factory):
     folder = tmp_path_factory.mktemp("walk")
     (folder / "m.json").write_text(json.dumps(TINY))
     (folder / "wide.json").write_text(json.dumps({**TINY, "layers": 3}))
+    large = {"layers": 32, "hidden": 4096, "heads": 32, "vocabulary": 32000}
+    (folder / "large.json").write_text(json.dumps(large))
     ds = {"bf16": {"enabled": True}, "gradient_clipping": 0.0, "data_types":
           {"grad_accum_dtype": "fp32"}}  # fmt: skip
     (folder / "ds.json").write_text(json.dumps(ds))

@@ -35,11 +35,11 @@ _FREE = "micro_batch,accumulation,zero_stage,recompute,offload,sub_group_size,gp
 @click.option("--gpu-memory", type=SIZE, help="Device memory per rank, e.g. 24GiB.")
 @click.option("--host-memory", type=SIZE, help="Host memory per rank, e.g. 100GiB.")
 @click.option("--memory-margin", type=SHARE, help="Of both, what stays free, e.g. 5%.")
-@click.option("--trials", type=click.IntRange(min=1), default=300, show_default=True,
-              help="Simulations; all combinations where they are no more.")  # fmt: skip
+@click.option("--trials", type=click.IntRange(min=1), default=3000, show_default=True,
+              help="Simulations at the most; what bounds decide takes none.")  # fmt: skip
 @click.option("--study-storage", help="optuna storage, e.g. sqlite:///study.db.")
 @click.option("--verify", type=click.IntRange(min=0), default=0, help="Run the best K for real.")
-@click.option("--seed", default=0, show_default=True)
+@click.option("--seed", default=0, show_default=True, help="Of the short search for each plan.")
 @click.option("-o", "--output", help="Everything that was simulated, as JSON.")
 @JSON
 @guarded
@@ -66,11 +66,12 @@ def search(
         model, on, config, sequence, gpu_memory, host_memory, memory_margin, seed
     )  # fmt: skip
     fixed = fixed_knobs(base, config, global_batch)
-    space = Space.of(
-        Configuration(gpus=base["gpus"] or on.gpus_per_node).changed(**fixed.values),
-        fixed.free(free), fixed.global_batch,
-    )  # fmt: skip
-    answer = explore(question, space, trials=trials, storage=study_storage, seed=seed)
+    usual = Configuration(
+        gpus=base["gpus"] or on.gpus_per_node,
+        offload="optimizer" if ds_config is None else "none",  # a config that says nothing of it
+    )
+    space = Space.of(usual.changed(**fixed.values), fixed.free(free), fixed.global_batch)
+    answer = explore(question, space, trials=trials, storage=study_storage)
     verified = run_for_real(question, answer.fitting[:verify]) if verify else []
     record = report.as_json(answer, verified)
     if output is not None:

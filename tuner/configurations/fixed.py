@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from simulator.estimates.deepspeed_keys import AUTO
+from simulator.estimates.blocks import ModelError
+from simulator.estimates.deepspeed_config import training_config
+from simulator.estimates.deepspeed_keys import AUTO, ZERO, at, loaded
 from simulator.estimates.offloading import offloading
 from tuner.configurations.space import KNOBS
 
@@ -18,6 +20,20 @@ _BATCHES = {
     "micro_batch": "train_micro_batch_size_per_gpu",
     "accumulation": "gradient_accumulation_steps",
 }
+_WHOLE = "train_batch_size"
+
+
+def check_config(config: Mapping[str, Any]) -> None:
+    """Refuses what no knob can mend: bad values are errors, not configurations that do not fit.
+
+    Raises:
+        ModelError: a value that DeepSpeed or a simulation cannot use, with its key.
+    """
+    batches = (_WHOLE, *_BATCHES.values())  # checked against flags and GPUs, by whom knows those
+    training_config({k: v for k, v in loaded(config).items() if k not in batches}, hidden=1)
+    size = at(config, f"{ZERO}.sub_group_size")
+    if size == 0:
+        raise ModelError(f"{ZERO}.sub_group_size must be >= 1 or 'auto', but got {size!r}")
 
 
 @dataclass(frozen=True)
@@ -57,8 +73,9 @@ def fixed_knobs(
     """What the command's flags fix, else DeepSpeed's config where its value is no ``"auto"``.
 
     Raises:
-        ValueError: the two contradict each other.
+        ValueError: the config cannot be used, or the two contradict each other.
     """
+    check_config(config)
     set_by_flags = {
         "micro_batch": flags["micro_batch"], "accumulation": flags["accumulation"],
         "zero_stage": flags["zero_stage"],
@@ -74,7 +91,7 @@ def fixed_knobs(
                 f"{values[knob]}: leave one of them out"
             )
         sources.setdefault(knob, key)
-    whole = config.get("train_batch_size", AUTO)
+    whole: Any = config.get(_WHOLE) or AUTO
     if whole != AUTO and global_batch not in (None, whole):
         raise ValueError(
             f"--global-batch must agree with train_batch_size of --ds-config, {whole}, but got "
@@ -92,6 +109,8 @@ def _of_config(config: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     size = int(size) if isinstance(size, (int, float)) else size
     result["sub_group_size"] = ("zero_optimization.sub_group_size", size)
     moved = offloading(config)
+    if moved.optimizer is None and moved.parameters != "none":
+        moved.strategy(3)  # says what is missing
     if moved.optimizer is not None:
         result["offload"] = ("zero_optimization.offload_optimizer.device", _OFFLOAD.get(
             (moved.optimizer, moved.parameters)

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from simulator import Machine, Workload, build_strategy, workload_from_model
 from simulator.engines.compiled import simulate_fast
+from simulator.estimates.architecture import architecture
 from simulator.estimates.blocks import Architecture, ModelError
-from simulator.estimates.offloading import offloading
+from simulator.estimates.offloading import Offloading, offloading, plan_obstacle
 from simulator.plan import Plan
+from simulator.update.footprint import footprint
 from tuner.configurations.space import Configuration
 from tuner.memory import GIB, Limits
 from tuner.quick import quick_plan
+from tuner.search import even
+
+_MIB = 2**20
+_PLANNED_MICRO_BATCHES = 3  # the first, one like the others, the last
+_VISITS = 4  # steps of the grid of visits where nothing may fit
 
 
 @dataclass(frozen=True)
@@ -24,6 +32,9 @@ class Outcome:
     Attributes:
         why_not: empty if it fits; else what is missing, or why it cannot be simulated.
         plan: where state is offloaded.
+        missing_bytes: of both memories, at the least.
+        refused: it cannot be simulated, whatever the memory.
+        deepspeed: DeepSpeed's config, whole.
     """
 
     configuration: Configuration
@@ -33,6 +44,9 @@ class Outcome:
     host_peak_bytes: int = 0
     why_not: str = ""
     plan: Plan | None = field(default=None, repr=False)
+    missing_bytes: int = 0
+    refused: bool = False
+    deepspeed: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def fits(self) -> bool:
@@ -44,7 +58,7 @@ class Question:
     """What is trained on what; answers for any configuration.
 
     Attributes:
-        ds_config: DeepSpeed's, for what no knob decides: precision, clipping, buckets.
+        ds_config: DeepSpeed's, for what no knob decides: precision, clipping, buckets; empty: bf16.
         device_memory_bytes, host_memory_bytes: of one rank; None: the machine's.
         margin: share of both memories that stays free; None: the tuner's own.
     """
@@ -57,6 +71,17 @@ class Question:
     host_memory_bytes: int | None = None
     margin: float | None = None
     seed: int = 0
+    _workloads: dict[Configuration, Workload] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _offloadings: dict[str, tuple[Offloading, bool]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    @cached_property
+    def architecture(self) -> Architecture:
+        """The model's numbers, read once."""
+        return architecture(self.model)
 
     def workload(self, c: Configuration) -> Workload:
         """One rank's iteration.
@@ -64,14 +89,30 @@ class Question:
         Raises:
             ModelError: it cannot be estimated.
         """
-        return workload_from_model(
-            self.model, self.machine, self.deepspeed(c), sequence=self.sequence,
-            gradient_accumulation_steps=c.accumulation, data_parallel=c.gpus,
-            activation_checkpointing="full" if c.recompute else "none",
-        )  # fmt: skip
+        shape = Configuration(**{**vars(c), "offload": "optimizer"})
+        if shape not in self._workloads:
+            self._workloads[shape] = workload_from_model(
+                self.architecture, self.machine, self.deepspeed(c), sequence=self.sequence,
+                gradient_accumulation_steps=c.accumulation, data_parallel=c.gpus,
+                activation_checkpointing="full" if c.recompute else "none",
+            )  # fmt: skip
+        return self._workloads[shape]
+
+    def limits(self, work: Workload) -> Limits:
+        """What the memories hold.
+
+        Raises:
+            ValueError: more is given than the machine has.
+        """
+        return Limits.of(
+            work, self.machine, self.device_memory_bytes, self.host_memory_bytes, self.margin
+        )
 
     def deepspeed(self, c: Configuration) -> dict[str, Any]:
-        """DeepSpeed's config: the one given, with what this configuration decides."""
+        """DeepSpeed's config: the one given, with what this configuration decides.
+
+        Where none is given, bf16 as in all of `tune`; a config without it trains in fp32.
+        """
         made = c.deepspeed()
         given = self.ds_config.get("zero_optimization") or {}
         zero = {k: v for k, v in given.items() if k not in _OFFLOADS}
@@ -79,51 +120,106 @@ class Question:
             kept = (given.get(key) or {}) if key in _OFFLOADS else {}
             zero[key] = {**kept, **value} if isinstance(value, dict) else value
         config = {k: v for k, v in self.ds_config.items() if k != "train_batch_size"}
-        return {**config, **made, "zero_optimization": zero}
+        return {**(config or _BF16), **made, "zero_optimization": zero}
+
+    def strategy(self, c: Configuration) -> tuple[str, dict[str, Any]]:
+        """What simulates it, but for the plan: ``ebbtide`` where state alone is offloaded, and
+        the config does not ask for what goes with no plan.
+
+        Raises:
+            ModelError: the config offloads what cannot be simulated with this.
+        """
+        if c.offload not in self._offloadings:
+            config = self.deepspeed(c)
+            self._offloadings[c.offload] = offloading(config), bool(plan_obstacle(config))
+        moved, unplanned = self._offloadings[c.offload]
+        if moved.activations and not c.recompute:
+            raise ModelError(
+                "activation_checkpointing.cpu_checkpointing moves activations that are computed "
+                "again (recompute), but got kept ones: remove it, or leave --keep-activations out"
+            )
+        stock = moved.strategy(c.zero_stage)
+        if c.offload == "optimizer" and not moved.beyond_plans and not unplanned:
+            return "ebbtide", {}
+        return stock
 
     def answer(self, c: Configuration) -> Outcome:
         """Simulates one configuration; what cannot be simulated says why and does not fit."""
-        if c.zero_stage < 3 and c.offload in ("parameters", "nvme"):
-            return Outcome(c, why_not=f"offload {c.offload} needs ZeRO-3")
         try:
-            work = self.workload(c)
-            name, options = offloading(self.deepspeed(c)).strategy(c.zero_stage)
+            work, (name, options) = self.workload(c), self.strategy(c)
         except ModelError as error:
-            return Outcome(c, why_not=str(error))
-        limits = Limits.of(
-            work, self.machine, self.device_memory_bytes, self.host_memory_bytes, self.margin
-        )
-        plan = self._plan(work, limits) if c.offload == "optimizer" else None
-        if plan is not None:
-            name, options = "ebbtide", {"plan": plan}
-        elif c.offload == "none":
-            name, options = "no_offload", {}
+            return Outcome(c, why_not=str(error), refused=True)
+        limits = self.limits(work)
+        if name == "ebbtide":
+            options = {"plan": self._plan(c, limits)}
         result = simulate_fast(build_strategy(name, work, **options), self.machine)
         return Outcome(
             c, result.iteration_s, (work.tokens_per_iteration or 0) / result.iteration_s,
             result.device_peak_bytes, result.host_peak_bytes,
-            _missing(result.device_peak_bytes, result.host_peak_bytes, limits), plan,
+            _missing(result.device_peak_bytes, result.host_peak_bytes, limits),
+            options.get("plan"), limits.missing_bytes(result), deepspeed=self.deepspeed(c),
         )  # fmt: skip
 
-    def _plan(self, work: Workload, limits: Limits) -> Plan:
-        """Of a short search; all on the host where nothing else fits."""
+    def _plan(self, c: Configuration, limits: Limits) -> Plan:
+        """Of a short search; where nothing fits, the one that lacks least.
+
+        More micro-batches than a few change neither what fits nor what stands beside the update.
+        """
+        few = min(c.accumulation, _PLANNED_MICRO_BATCHES)
+        work = self.workload(c.changed(accumulation=few))
         start = Plan(
             subgroup_size=work.subgroup_size or max(work.subgroups), subgroups=work.subgroups,
             placement=Plan.runs(["host"] * len(work.subgroups)),
             overlap_forward=work.zero_stage == 3,
         )  # fmt: skip
+        leanest = start if self.machine.unified_memory else _leanest(work, start, limits)
+        if not limits.hold(*_peaks(work, leanest)):
+            return leanest
         return quick_plan(
-            work, self.machine, start, device_bytes=limits.device_bytes,
+            work, self.machine, leanest, device_bytes=limits.device_bytes,
             host_bytes=limits.host_bytes, evaluations=60, seed=self.seed,
         ).plan  # fmt: skip
 
 
 _OFFLOADS = ("offload_optimizer", "offload_param")
+_BF16: Mapping[str, Any] = {"bf16": {"enabled": True}}
+
+
+def _leanest(work: Workload, start: Plan, limits: Limits) -> Plan:
+    """All on the host, or with as much of it on the device as it takes to fit, or to lack least."""
+    count = len(work.subgroups)
+
+    def lacks(plan: Plan) -> int:
+        device, host = _peaks(work, plan)
+        return max(0, device - limits.device_bytes) + max(0, host - limits.host_bytes)
+
+    def placed(residents: int, visits: int) -> Plan:
+        c = even(count, residents, visits, 1)
+        return start.placed(c.placements, staging_slots=min(1, visits), prefetch=0)
+
+    best = start
+    for visits in sorted({0, *(count * step // _VISITS for step in range(1, _VISITS + 1))}):
+        for residents in range(count - visits + 1):
+            if not lacks(best):
+                return best
+            best = min(best, placed(residents, visits), key=lacks)
+    return best
+
+
+def _peaks(work: Workload, plan: Plan) -> tuple[int, int]:
+    """Device and host bytes: all activations are there at the end of forward."""
+    held = footprint(work, plan)
+    return held.device_bytes + activation_bytes(work), held.host_bytes
+
+
+def activation_bytes(work: Workload) -> int:
+    """Of a micro-batch, all layers together."""
+    return sum(layer.activation_bytes for layer in work.layers)
 
 
 def _missing(device_bytes: int, host_bytes: int, limits: Limits) -> str:
     parts = [
-        f"{(peak - limit) / GIB:.1f} GiB of {name} memory are missing"
+        f"{_size(peak - limit)} of {name} memory are missing"
         for name, peak, limit in (
             ("device", device_bytes, limits.device_bytes),
             ("host", host_bytes, limits.host_bytes),
@@ -131,3 +227,10 @@ def _missing(device_bytes: int, host_bytes: int, limits: Limits) -> str:
         if peak > limit
     ]
     return " and ".join(parts)
+
+
+def _size(size_bytes: int) -> str:
+    """In the unit that does not round it to nothing."""
+    if size_bytes >= 0.1 * GIB:
+        return f"{size_bytes / GIB:.1f} GiB"
+    return f"{size_bytes / _MIB:.1f} MiB" if size_bytes >= 0.1 * _MIB else f"{size_bytes} bytes"

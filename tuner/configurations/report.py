@@ -9,8 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from tuner.configurations.answer import Answer
 from tuner.configurations.outcome import Outcome
-from tuner.configurations.study import Answer
 from tuner.configurations.verify import Verified
 from tuner.memory import GIB
 
@@ -32,7 +32,7 @@ def show(answer: Answer, verified: Sequence[Verified], console: Console) -> None
 
 
 def _front(answer: Answer) -> Table:
-    table = Table(title="no other configuration is as fast with less device memory")
+    table = Table(title="of those simulated, none is as fast with less device memory")
     for column in ("configuration", "tokens/s", "iteration", "device", "host"):
         table.add_column(column, justify="left" if column == "configuration" else "right")
     for o in answer.front:
@@ -44,12 +44,17 @@ def _front(answer: Answer) -> Table:
 
 
 def _costs(answer: Answer) -> Table:
-    table = Table(title="the best that each value of a knob allows")
+    certain = "" if answer.complete else ", of those simulated"
+    table = Table(title=f"the best that each value of a knob allows{certain}")
     table.add_column("knob")
     table.add_column("value: share of the fastest")
     for knob, shares in answer.costs().items():
         cells = sorted(shares.items(), key=lambda pair: -pair[1])
-        table.add_row(knob, ", ".join(f"{_value(v)}: {share:.0%}" for v, share in cells))
+        words = [f"{_value(v)}: {share:.0%}" for v, share in cells]
+        without = [_value(v) for v in answer.space.choices.get(knob, ()) if v not in shares]
+        if without:
+            words.append(f"{'/'.join(without)}: nothing fits")
+        table.add_row(knob, ", ".join(words))
     return table
 
 
@@ -80,6 +85,7 @@ def as_json(answer: Answer, verified: Sequence[Verified]) -> dict[str, Any]:
     return {
         "remarks": answer.remarks(),
         "complete": answer.complete,
+        "combinations": answer.combinations,
         "free": list(answer.space.free),
         "global_batch": answer.space.global_batch,
         "best": _row(answer.fitting[0]) if answer.fitting else None,
@@ -99,7 +105,7 @@ def as_json(answer: Answer, verified: Sequence[Verified]) -> dict[str, Any]:
 def _row(outcome: Outcome) -> dict[str, Any]:
     return {
         "configuration": asdict(outcome.configuration),
-        "deepspeed": outcome.configuration.deepspeed(),
+        "deepspeed": outcome.deepspeed or outcome.configuration.deepspeed(),
         "fits": outcome.fits,
         "why_not": outcome.why_not or None,
         "iteration_s": outcome.iteration_s,

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 Offload = Literal["none", "optimizer", "parameters", "nvme"]
 SUBGROUP_SIZES = (10**9, 2 * 10**8, 5 * 10**7)
 POWERS = tuple(2**i for i in range(8))
+MOST_ACCUMULATION = 1024  # micro-batches of a step: each one is simulated
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,21 @@ class Configuration:
     def global_batch(self) -> int:
         """Samples per optimizer step, over all ranks."""
         return self.micro_batch * self.accumulation * self.gpus
+
+    @property
+    def impossible(self) -> str:
+        """Why nobody can train like this, whatever the machine; empty: one can."""
+        if self.zero_stage < 3 and self.offload in ("parameters", "nvme"):
+            return (
+                f"offload {self.offload} needs ZeRO-3, but got zero_stage {self.zero_stage} "
+                "(--zero-stage, zero_optimization.stage)"
+            )
+        if self.accumulation > MOST_ACCUMULATION:
+            return (
+                f"accumulation must be at most {MOST_ACCUMULATION} micro-batches to be searched, "
+                f"but got {self.accumulation} (--accumulation, gradient_accumulation_steps)"
+            )
+        return ""
 
     def changed(self, **knobs: Any) -> Configuration:
         """The same with other values; without offload ``sub_group_size`` is the default one, so
@@ -117,15 +133,16 @@ class Space:
         choices = {name: _values(name, base, global_batch) for name in ordered if name != derived}
         space = cls(base, ordered, choices, global_batch)
         if next(iter(space), None) is None:
-            raise ValueError(
-                "--global-batch must be micro_batch x accumulation x gpus for some of the values "
-                f"searched, but {global_batch} is not: {_described(choices, base)}; free "
-                "accumulation too (--free), or choose another --global-batch"
-            )
+            raise ValueError(space.why_empty())
         return space
 
     def made(self, chosen: Mapping[str, Any]) -> Configuration | None:
-        """The configuration of these values; None: it cannot have the global batch."""
+        """The configuration of these values; None: it is impossible, or has another batch."""
+        configuration = self.of_batch(chosen)
+        return None if configuration is None or configuration.impossible else configuration
+
+    def of_batch(self, chosen: Mapping[str, Any]) -> Configuration | None:
+        """The same, impossible or not."""
         configuration = self.base.changed(**chosen)
         if self.global_batch is None:
             return configuration
@@ -136,12 +153,33 @@ class Space:
 
     def __iter__(self) -> Iterator[Configuration]:
         """All that are allowed, each once."""
-        seen = set()
+        made = (self.made(chosen) for chosen in self._combinations())
+        yield from dict.fromkeys(c for c in made if c is not None)
+
+    def _combinations(self) -> Iterator[dict[str, Any]]:
         for values in itertools.product(*self.choices.values()):
-            configuration = self.made(dict(zip(self.choices, values, strict=True)))
-            if configuration is not None and configuration not in seen:
-                seen.add(configuration)
-                yield configuration
+            yield dict(zip(self.choices, values, strict=True))
+
+    def why_empty(self) -> str:
+        """What keeps all combinations out: the rule, and what to change."""
+        batched = [c for chosen in self._combinations() if (c := self.of_batch(chosen))]
+        if batched:
+            return min(batched, key=lambda c: c.accumulation).impossible
+        batch = self.global_batch
+        ranks = self.choices.get("gpus", (self.base.gpus,))
+        if batch is not None and all(batch % n for n in ranks):
+            return (
+                f"--global-batch must be a multiple of the {'/'.join(map(str, ranks))} GPUs, but "
+                f"got {batch}: take another number of GPUs (--gpus, --free gpus), or another "
+                "--global-batch"
+            )
+        bound = [k for k in ("micro_batch", "accumulation") if k not in self.free]
+        advice = f"free {' or '.join(bound)} too (--free), or " if bound else ""
+        return (
+            "--global-batch must be micro_batch x accumulation x gpus for some of the values "
+            f"searched, but {batch} is not: {_described(self.choices, self.base)}; {advice}choose "
+            "another --global-batch"
+        )
 
 
 def _values(name: str, base: Configuration, global_batch: int | None) -> tuple[Any, ...]:

@@ -102,11 +102,10 @@ def _run(
 
 
 def _config(question: Question, outcome: Outcome) -> dict[str, Any]:
-    """DeepSpeed's config of this configuration, on top of the one given."""
+    """DeepSpeed's config of this configuration: the one simulated, with an optimizer."""
     given = question.deepspeed(outcome.configuration)
     optimizer = given.get("optimizer", {"type": "AdamW", "params": {"lr": 1e-5}})
-    precision = {} if {"bf16", "fp16"} & given.keys() else {"bf16": {"enabled": True}}
-    return {**precision, **given, "optimizer": optimizer}
+    return {**given, "optimizer": optimizer}
 
 
 def _command(folder: Path, model: Path, sequence: int, outcome: Outcome, steps: int) -> list[str]:

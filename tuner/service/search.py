@@ -32,7 +32,7 @@ def search_job(request: SearchJob, progress: Callable[[float, str], None]) -> di
         margin=request.memory_margin, seed=request.seed,
     )  # fmt: skip
     answer = explore(
-        question, space_of(request, machine), trials=request.trials, seed=request.seed,
+        question, space_of(request, machine), trials=request.trials,
         progress=lambda done, all_: progress(done / all_, f"{done} of {all_} configurations"),
     )  # fmt: skip
     if not answer.fitting:

@@ -1,0 +1,120 @@
+"""What a search found, and what that means in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tuner.configurations.outcome import Outcome
+from tuner.configurations.space import Space
+
+NEAR = 0.05  # of the best: close enough to be named for what it saves
+SAME = 0.01  # of the best: a simulation does not tell these apart
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a search found.
+
+    Attributes:
+        outcomes: every configuration that was simulated, in the order of the search.
+        complete: all of the space was decided: what was not simulated cannot fit, cannot be
+            simulated, or cannot be the fastest of any value of a knob.
+        refused: why configurations cannot be simulated, with how many of them there are.
+    """
+
+    space: Space
+    outcomes: tuple[Outcome, ...]
+    complete: bool
+    refused: Mapping[str, int] = field(default_factory=dict)
+    combinations: int = 0
+
+    @property
+    def fitting(self) -> list[Outcome]:
+        """Fastest first; of equally fast ones the one with more memory to spare."""
+        fit = [o for o in self.outcomes if o.fits]
+        return sorted(fit, key=lambda o: (-o.tokens_per_s, o.device_peak_bytes))
+
+    @property
+    def front(self) -> list[Outcome]:
+        """Pareto: nobody else is as fast with less device memory; fastest first."""
+        front: list[Outcome] = []
+        for outcome in self.fitting:
+            if not front or outcome.device_peak_bytes < front[-1].device_peak_bytes:
+                front.append(outcome)
+        return front
+
+    def costs(self) -> dict[str, dict[Any, float]]:
+        """Per free knob and value: the best speed with it, as a share of the best of all."""
+        fitting = self.fitting
+        costs: dict[str, dict[Any, float]] = {}
+        for knob in self.space.free:
+            best: dict[Any, float] = {}
+            for outcome in fitting:
+                best.setdefault(
+                    getattr(outcome.configuration, knob),
+                    outcome.tokens_per_s / fitting[0].tokens_per_s,
+                )
+            costs[knob] = best
+        return costs
+
+    def remarks(self) -> list[str]:
+        """In plain words: the best, whether offloading pays, whether fewer GPUs would do."""
+        if not self.fitting:
+            return [self._nothing_fits()]
+        best = self.fitting[0]
+        remarks = [f"fastest: {best.configuration.text()}: {best.tokens_per_s:,.0f} tokens/s"]
+        remarks += self._offloading(best) + self._fewer_gpus(best)
+        remarks += [
+            f"left out: {count} configurations: {why}" for why, count in self.refused.items()
+        ]
+        if not self.complete:
+            remarks.append(
+                f"not decided: only {len(self.outcomes)} of {self.combinations} configurations "
+                "were simulated (--trials), so that another one may be faster"
+            )
+        return remarks
+
+    def _offloading(self, best: Outcome) -> list[str]:
+        if "offload" not in self.space.free:
+            return []
+        stays = best.configuration.offload == "none"
+        word, other_word = _WORDS[not stays], _WORDS[stays]
+        others = [o for o in self.outcomes if (o.configuration.offload == "none") != stays]
+        fitting = sorted((o for o in others if o.fits), key=lambda o: -o.tokens_per_s)
+        if fitting:
+            share = fitting[0].tokens_per_s / best.tokens_per_s
+            if share >= 1 - SAME:
+                return [f"offloading or not makes no difference: {other_word} reaches {share:.1%} "
+                        f"of it: {fitting[0].configuration.text()}"]  # fmt: skip
+            return [f"{word} is best: {1 / share:.2f}x the best configuration that does otherwise"]
+        lacking = [o for o in others if not o.refused]
+        if not lacking or not self.complete:
+            return []
+        least = min(lacking, key=lambda o: o.missing_bytes)
+        return [f"{word} is best: otherwise nothing fits ({least.why_not}, at the least)"]
+
+    def _fewer_gpus(self, best: Outcome) -> list[str]:
+        enough = [
+            o for o in self.fitting
+            if o.configuration.gpus < best.configuration.gpus
+            and o.tokens_per_s >= (1 - NEAR) * best.tokens_per_s
+        ]  # fmt: skip
+        if not enough:
+            return []
+        least = min(enough, key=lambda o: o.configuration.gpus)
+        share = least.tokens_per_s / best.tokens_per_s
+        return [f"fewer GPUs do: {least.configuration.text()} reaches {share:.0%} of it"]
+
+    def _nothing_fits(self) -> str:
+        lacking = [o for o in self.outcomes if not o.refused]
+        advice = "(--free more knobs, --gpu-memory, --host-memory)"
+        if not lacking:
+            return f"nothing fits {advice}"
+        least = min(lacking, key=lambda o: o.missing_bytes)
+        words = ", at the least, with" if self.complete else " with"
+        return f"nothing fits: {least.why_not}{words} {least.configuration.text()} {advice}"
+
+
+_WORDS = {True: "offloading", False: "not offloading"}

@@ -1,0 +1,88 @@
+"""What a configuration can give at best, in microseconds: what cannot win is never simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from simulator import Machine, Workload
+from simulator.analysis.bound import fluid_bound
+from simulator.engines.reference import capacities
+from simulator.estimates.blocks import ModelError
+from simulator.schedules.infinity import PARAMETER_BUFFERS
+from simulator.schedules.peers import HOST_GRADIENT_BYTES
+from simulator.update.optimizer import FP32_BYTES
+from tuner.configurations.outcome import Question, activation_bytes
+from tuner.configurations.space import Configuration
+from tuner.memory import Limits
+
+
+@dataclass(frozen=True)
+class Promise:
+    """Bounds: no simulation of the configuration is faster or takes less.
+
+    Attributes:
+        missing_bytes: of both memories, at the least; above 0 it cannot fit.
+        refused: why it cannot be simulated; empty: it can.
+        tight: that of the linear program is in it.
+    """
+
+    tokens_per_s: float = 0.0
+    missing_bytes: int = 0
+    refused: str = ""
+    tight: bool = False
+
+
+def promise(question: Question, c: Configuration) -> Promise:
+    """From the workload alone. Its subgroups, which change no bound here, are not made."""
+    try:
+        work = question.workload(c.changed(sub_group_size=10**9))
+        name, options = question.strategy(c)
+    except ModelError as error:
+        return Promise(refused=str(error))
+    busy_s = work.pipeline_idle_s + sum(x.forward_s + x.backward_s for x in work.layers)
+    if name == "zero_infinity":  # stock: beside the update nothing is computed
+        busy_s += work.params / question.machine.rate("host_adam_params_per_s")
+    if options.get("optimizer") == "nvme" and not options["pipelined"]:
+        busy_s += _storage_s(work, question.machine)
+    missing = _missing_bytes(work, question.limits(work), name, options)
+    return Promise((work.tokens_per_iteration or 0) / busy_s, missing, tight=name != "ebbtide")
+
+
+def tightened(question: Question, c: Configuration, loose: Promise) -> Promise:
+    """With the bound of every plan, which takes milliseconds."""
+    if loose.tight:
+        return loose
+    work = question.workload(c)
+    try:
+        bound = fluid_bound(work, question.machine, question.limits(work).device_bytes)
+    except ValueError:  # not even the workload fits: the simulation says how much is missing
+        return replace(loose, tight=True)
+    best = (work.tokens_per_iteration or 0) / bound.iteration_s
+    return replace(loose, tokens_per_s=min(loose.tokens_per_s, best), tight=True)
+
+
+def _storage_s(work: Workload, machine: Machine) -> float:
+    """Of the step: reads, updates and writes follow each other."""
+    rates = capacities(machine, work.ranks_per_node)
+    state_bytes = work.params * work.optimizer_state.state_bytes
+    read_bytes = state_bytes + work.params * FP32_BYTES
+    return read_bytes / rates["storage_read"] + state_bytes / rates["storage"]
+
+
+def _missing_bytes(work: Workload, limits: Limits, name: str, options: Mapping[str, object]) -> int:
+    state = work.params * work.optimizer_state.state_bytes
+    kept = 0 if options.get("activations") == "cpu" else activation_bytes(work)
+    device = work.device_base_bytes + kept
+    if name == "no_offload":
+        return max(0, device + state - limits.device_bytes)
+    if name == "ebbtide":  # state is here or there, whole
+        beyond_both = device + state - limits.device_bytes - limits.host_bytes
+        return max(0, device - limits.device_bytes, beyond_both)
+    host = state + work.params * HOST_GRADIENT_BYTES if options.get("optimizer") == "cpu" else 0
+    if options.get("parameters") == "cpu":
+        largest = max(layer.params for layer in work.layers)
+        away = max(0, work.params - PARAMETER_BUFFERS * largest)
+        device = max(0, device - away * work.wire_bytes)
+        host += work.params * work.wire_bytes
+    return max(0, device - limits.device_bytes) + max(0, host - limits.host_bytes)
