@@ -14,7 +14,7 @@ from tuner.configurations.decision import Promises
 from tuner.configurations.outcome import Outcome, Question
 from tuner.configurations.space import KNOBS, Configuration, Space
 from tuner.configurations.study import explore
-from tuner.configurations.verify import _config
+from tuner.configurations.verify import Verified, _config, other_machine
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 16,
@@ -361,3 +361,49 @@ def test_activation_offload_is_searched_with_what_it_goes_with(tmp_path):
     assert record["best"]["configuration"]["offload"] != "none"
     assert any("left out: 1 configurations: activation_checkpointing" in r
                for r in record["remarks"])  # fmt: skip
+
+
+def test_a_measurement_on_another_machine_is_no_error_of_the_prediction():
+    from io import StringIO
+
+    from rich.console import Console
+
+    from profiler.hardware import look
+    from tuner.configurations import report
+
+    here = look(False)
+    this = preset("h100-node").model_copy(update={
+        "device_kind": "emulated", "device_name": here.cpu_name, "unified_memory": True,
+        "gpus_per_node": here.gpus, "cpu_cores": here.cores,
+        "host_memory_bytes": here.host_memory_bytes,
+        "device_memory_bytes": here.device_memory_bytes,
+    })  # fmt: skip
+    assert not other_machine(this) or here.gpu_name
+    elsewhere = other_machine(preset("h100-node"))
+    assert "predictions are for h100-node" in elsewhere
+    ran = [Verified(outcome(2.0), iteration_s=16.0)]
+    for told, cell in ((elsewhere, "another machine"), ("", "-94%")):
+        out = StringIO()
+        report.show(answer(outcome(2.0)), ran, Console(file=out, width=300), told)
+        assert cell in out.getvalue()
+        assert ("-94%" in out.getvalue()) == (not told)
+    assert report.as_json(answer(outcome(2.0)), ran, elsewhere)["verified_elsewhere"] == elsewhere
+
+
+def test_what_runs_has_no_value_that_only_a_trainer_can_fill_in():
+    given = {
+        "bf16": {"enabled": "auto"}, "gradient_clipping": "auto", "train_batch_size": "auto",
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": 0.1}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
+        "zero_optimization": {"reduce_bucket_size": "auto", "sub_group_size": "auto"},
+    }  # fmt: skip
+    asked = question(ds_config=given)
+    run = _config(asked, asked.answer(Configuration()))
+    assert "auto" not in json.dumps(run)
+    assert run["bf16"] == {"enabled": True}
+    assert run["optimizer"]["params"] == {"weight_decay": 0.1}
+    assert run["zero_optimization"]["reduce_bucket_size"] == 2048**2
+    assert workload_from_model(LLAMA, preset("h100-node"), run, sequence=1024) == asked.workload(
+        Configuration()
+    ).model_copy(update={"provenance": workload_from_model(
+        LLAMA, preset("h100-node"), run, sequence=1024).provenance})  # fmt: skip

@@ -56,6 +56,7 @@ def search(
     from tuner.configurations.outcome import Question
     from tuner.configurations.space import Configuration, Space
     from tuner.configurations.study import explore
+    from tuner.configurations.verify import other_machine
     from tuner.configurations.verify import verify as run_for_real
     from tuner.emitted_config import write_config
     from tuner.report import wide_console
@@ -73,13 +74,14 @@ def search(
     space = Space.of(usual.changed(**fixed.values), fixed.free(free), fixed.global_batch)
     answer = explore(question, space, trials=trials, storage=study_storage)
     verified = run_for_real(question, answer.fitting[:verify]) if verify else []
-    record = report.as_json(answer, verified)
+    elsewhere = other_machine(on) if verified else ""
+    record = report.as_json(answer, verified, elsewhere)
     if output is not None:
         with written("--output", output):
             write_config(record, output)
     if as_json:
         click.echo(json.dumps(record, indent=1))
     else:
-        report.show(answer, verified, wide_console())
+        report.show(answer, verified, wide_console(), elsewhere)
     if not answer.fitting:
         raise BadInputError(answer.remarks()[0])

@@ -15,8 +15,14 @@ from tuner.configurations.verify import Verified
 from tuner.memory import GIB
 
 
-def show(answer: Answer, verified: Sequence[Verified], console: Console) -> None:
-    """The answer in words, the Pareto front, what each knob costs, then what was run for real."""
+def show(
+    answer: Answer, verified: Sequence[Verified], console: Console, elsewhere: str = ""
+) -> None:
+    """The answer in words, the Pareto front, what each knob costs, then what was run for real.
+
+    Args:
+        elsewhere: how the machine that runs differs from the one of the predictions.
+    """
     for remark in answer.remarks():
         console.print(remark)
     if not answer.fitting:
@@ -24,7 +30,9 @@ def show(answer: Answer, verified: Sequence[Verified], console: Console) -> None
     console.print(_front(answer))
     console.print(_costs(answer))
     if verified:
-        console.print(_measured(verified))
+        if elsewhere:
+            console.print(f"warning: {elsewhere}")
+        console.print(_measured(verified, compared=not elsewhere))
     console.print(
         "Unlike `tune plan`, another configuration may change bits: micro-batches are summed in "
         "another order."
@@ -64,7 +72,7 @@ def _value(value: object) -> str:
     return f"{value:.0e}" if isinstance(value, int) and value >= 10**6 else str(value)
 
 
-def _measured(verified: Sequence[Verified]) -> Table:
+def _measured(verified: Sequence[Verified], compared: bool) -> Table:
     table = Table(title="run for real: predicted and measured iteration")
     for column in ("configuration", "predicted", "measured", "error"):
         table.add_column(column, justify="left" if column == "configuration" else "right")
@@ -75,12 +83,12 @@ def _measured(verified: Sequence[Verified]) -> Table:
         else:
             table.add_row(
                 v.outcome.configuration.text(), predicted, f"{v.iteration_s * 1e3:.0f} ms",
-                f"{v.error:+.0%}",
+                f"{v.error:+.0%}" if compared else "another machine",
             )  # fmt: skip
     return table
 
 
-def as_json(answer: Answer, verified: Sequence[Verified]) -> dict[str, Any]:
+def as_json(answer: Answer, verified: Sequence[Verified], elsewhere: str = "") -> dict[str, Any]:
     """The same for other programs; every configuration that was simulated is in it."""
     return {
         "remarks": answer.remarks(),
@@ -98,6 +106,7 @@ def as_json(answer: Answer, verified: Sequence[Verified]) -> dict[str, Any]:
             {**_row(v.outcome), "measured_s": v.iteration_s or None, "failure": v.failure or None}
             for v in verified
         ],
+        "verified_elsewhere": elsewhere or None,
         "outcomes": [_row(o) for o in answer.outcomes],
     }
 

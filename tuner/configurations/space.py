@@ -163,9 +163,10 @@ class Space:
     def why_empty(self) -> str:
         """What keeps all combinations out: the rule, and what to change."""
         batched = [c for chosen in self._combinations() if (c := self.of_batch(chosen))]
-        if batched:
-            return min(batched, key=lambda c: c.accumulation).impossible
         batch = self.global_batch
+        if batched:
+            why = min(batched, key=lambda c: c.accumulation).impossible
+            return why if batch is None else f"{why} for --global-batch {batch}"
         ranks = self.choices.get("gpus", (self.base.gpus,))
         if batch is not None and all(batch % n for n in ranks):
             return (

@@ -7,11 +7,14 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from profiler.hardware import look
+from simulator import Machine
+from simulator.estimates.deepspeed_keys import AUTO
 from tuner.configurations.outcome import Outcome, Question
 
 STEPS = 8  # timed, after those of warm-up
@@ -101,11 +104,61 @@ def _run(
         return Verified(outcome, max(times))
 
 
+def other_machine(machine: Machine) -> str:
+    """How this machine differs from the one that predictions are for; empty: it is that one."""
+    import torch
+
+    cuda = torch.cuda.is_available()
+    here = look(cuda)
+    facts = {
+        "device_kind": "cuda" if cuda else "emulated",
+        "device_name": here.gpu_name or here.cpu_name,
+        "unified_memory": not cuda,
+        "gpus_per_node": here.gpus,
+        "cpu_cores": here.cores,
+        "host_memory_bytes": here.host_memory_bytes,
+        "device_memory_bytes": here.device_memory_bytes,
+    }
+    if Machine.fingerprint_of(facts) == machine.fingerprint:
+        return ""
+    return (
+        f"predictions are for {machine.name} ({machine.device_name}, {machine.cpu_cores} cores), "
+        f"but this machine is another one ({facts['device_name']}, {here.cores} cores"
+        f"{'' if cuda else ', no GPU'}): what is measured here is no error of theirs. "
+        "`tune profile` measures this one (--machine)"
+    )
+
+
 def _config(question: Question, outcome: Outcome) -> dict[str, Any]:
-    """DeepSpeed's config of this configuration: the one simulated, with an optimizer."""
+    """DeepSpeed's config of this configuration: the one simulated, with an optimizer, and with
+    what was simulated in the place of ``"auto"``, which only Hugging Face understands.
+    """
     given = question.deepspeed(outcome.configuration)
-    optimizer = given.get("optimizer", {"type": "AdamW", "params": {"lr": 1e-5}})
-    return {**given, "optimizer": optimizer}
+    config: dict[str, Any] = _without_automatic(given)
+    config.setdefault("optimizer", {"type": "AdamW", "params": {"lr": 1e-5}})
+    if AUTO in json.dumps(given.get("scheduler", {})):
+        del config["scheduler"]  # its lengths are the trainer's to know
+    work = question.workload(outcome.configuration)
+    for name in ("bf16", "bfloat16", "fp16"):
+        if name in config:
+            config[name]["enabled"] = False
+    if work.wire_dtype != "fp32":
+        config.setdefault(work.wire_dtype, {})["enabled"] = True
+    if given.get("gradient_clipping") == AUTO:
+        config["gradient_clipping"] = 1.0
+    hidden = question.architecture.hidden
+    zero = given["zero_optimization"]
+    for key, elements in (("reduce_bucket_size", hidden * hidden),
+                          ("stage3_prefetch_bucket_size", int(0.9 * hidden * hidden))):  # fmt: skip
+        if zero.get(key) == AUTO:
+            config["zero_optimization"][key] = elements
+    return config
+
+
+def _without_automatic(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {k: _without_automatic(v) for k, v in value.items() if v != AUTO}
+    return value
 
 
 def _command(folder: Path, model: Path, sequence: int, outcome: Outcome, steps: int) -> list[str]:
