@@ -55,6 +55,22 @@ _ABSURD: dict[str, float] = {
     "network_bytes_per_s": 1e14,
     "device_memory_bytes_per_s": 1e15,
 }
+# Likewise of what a what-if does not change, or changes as a count.
+_ABSURD_OTHERS: dict[str, float] = {
+    "host_memory_bytes": 1e16,
+    "device_memory_bytes": 1e16,
+    "device_reserved_bytes": 1e12,
+    "cpu_cores": 1e5,
+    "numa_nodes": 1e4,
+    "gpus_per_node": 1e4,
+    "copy_latency_s": 1.0,
+    "launch_latency_s": 1.0,
+    "layer_issue_s": 10.0,
+    "loop_s": 1e5,
+    "storage_fsync_s": 1e3,
+    "writer_s_per_byte": 1e-3,
+    "save_s_per_tensor": 1e2,
+}
 
 
 class Machine(BaseModel):
@@ -146,12 +162,13 @@ class Machine(BaseModel):
 
     @model_validator(mode="after")
     def _check_rates(self) -> Self:
-        for name, limit in _ABSURD.items():
-            quantity: Quantity | None = getattr(self, name)
-            if quantity is not None and quantity.median > limit:
+        for name, limit in (_ABSURD | _ABSURD_OTHERS).items():
+            value: Quantity | float | None = getattr(self, name)
+            number = value.median if isinstance(value, Quantity) else value
+            if number is not None and number > limit:
                 raise ValueError(
-                    f"machine.{name} must be at most {limit:g} (no machine is faster), but got "
-                    f"{quantity.median:g}: check its unit"
+                    f"machine.{name} must be at most {limit:g} (no machine is beyond it), but got "
+                    f"{number:g}: check its unit"
                 )
         return self
 

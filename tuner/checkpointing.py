@@ -23,6 +23,7 @@ from simulator.plan import BLOCK_BYTES, CheckpointPlan, Plan, Prediction
 from simulator.schedules.checkpointed import reserved_bytes
 from simulator.workload import Workload
 from tuner.memory import Limits
+from tuner.quantities import LONGEST_S
 
 LEAST_BUDGET_BYTES = 256 * 2**20
 CAP_SHARES = (None, 0.75, 0.5, 0.35, 0.25, 0.15, 0.1)  # of what storage takes from one rank
@@ -37,17 +38,17 @@ class Failures:
     """How often the whole job fails, and what it takes to run again.
 
     Raises:
-        ValueError: a time that is not positive.
+        ValueError: a time that is not positive, or centuries.
     """
 
     mtbf_s: float
     restart_s: float
 
     def __post_init__(self) -> None:
-        if not self.mtbf_s > 0 or not self.restart_s >= 0:
+        if not 0 < self.mtbf_s <= LONGEST_S or not 0 <= self.restart_s <= LONGEST_S:
             raise ValueError(
-                "mtbf_s (--mtbf) must be > 0 and restart_s (--restart) >= 0, but got "
-                f"{self.mtbf_s} and {self.restart_s}"
+                "mtbf_s (--mtbf) must be > 0, restart_s (--restart) >= 0, and both at most "
+                f"{LONGEST_S:g}, but got {self.mtbf_s:g} and {self.restart_s:g}"
             )
 
 

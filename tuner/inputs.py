@@ -144,13 +144,31 @@ def check_offloading(ds_config: str | Mapping[str, Any] | None) -> None:
     obstacle = plan_obstacle(config)
     if obstacle:
         raise BadInputError(obstacle)
-    key = offloading(config).beyond_plans
-    if key:
+    moved = offloading(config)
+    if moved.beyond_plans:
+        why = "which moves optimizer state between host and device memory only"
+        if moved.optimizer != "nvme" and moved.parameters == "none":
+            why = ("whose times and memory are not simulated with activations that move too "
+                   "(training under a plan takes the key as it is)")  # fmt: skip
         raise BadInputError(
-            f"{key} must be absent for a plan, which moves optimizer state between host and device "
-            "memory only: remove it, or simulate stock DeepSpeed with it (tune simulate or "
-            "tune search with the same --ds-config)"
+            f"{moved.beyond_plans} must be absent for a plan, {why}: remove it, or simulate stock "
+            "DeepSpeed with it (tune simulate or tune search with the same --ds-config)"
         )
+
+
+def check_distinct(outputs: Mapping[str, str | None], inputs: Mapping[str, str | None]) -> None:
+    """Refuses an output that would overwrite another one, or what is read.
+
+    Args:
+        outputs, inputs: paths by their flags.
+    """
+    taken = {Path(path).resolve(): flag for flag, path in inputs.items() if path}
+    for flag, path in outputs.items():
+        other = taken.setdefault(Path(path).resolve(), flag) if path else flag
+        if other != flag:
+            raise BadInputError(
+                f"{flag} must be another file than {other}, but got {path} for both"
+            )
 
 
 def tell_unread(work: Workload, ds_config: str | None) -> None:

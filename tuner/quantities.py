@@ -8,6 +8,7 @@ import re
 _SIZES = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
           "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}  # fmt: skip
 _DURATIONS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+LONGEST_S = 1e10  # three centuries: nothing planned takes longer
 _PATTERN = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][0-9]+)?)\s*([a-zA-Z]*)\s*")
 
 
@@ -34,9 +35,12 @@ def duration_s(text: str) -> float:
     """``4h``, ``30m``, ``90s``: seconds.
 
     Raises:
-        ValueError: not a positive number with a known unit.
+        ValueError: not a positive number with a known unit, or centuries.
     """
-    return _parse(text, _DURATIONS, "a duration such as 4h, 30m or 90s")
+    value = _parse(text, _DURATIONS, "a duration such as 4h, 30m or 90s")
+    if value > LONGEST_S:
+        raise ValueError(f"a duration must be at most {LONGEST_S:g} s, but got {text!r}")
+    return value
 
 
 def share(text: str) -> float:

@@ -1,8 +1,9 @@
 """ZeRO-3 with more than optimizer state offloaded: parameters, activations, and state on NVMe.
 
 DeepSpeed's ``offload_param``, ``offload_optimizer.device: nvme`` (Rajbhandari et al.,
-ZeRO-Infinity, SC 2021) and ``activation_checkpointing.cpu_checkpointing``. Simulated only:
-`runtime` refuses them.
+ZeRO-Infinity, SC 2021) and ``activation_checkpointing.cpu_checkpointing``. Simulated without a
+plan only. `runtime` refuses the first two; activations it leaves to DeepSpeed, with stock's bits
+(tests/runtime/contract/test_activation_offload.py), but no plan's times are predicted with them.
 """
 
 from __future__ import annotations

@@ -40,6 +40,10 @@ def test_a_quantity_from_samples():
     ("change", "message"),
     [
         ({"h2d_bytes_per_s": 1e20}, "h2d_bytes_per_s must be at most"),
+        ({"host_memory_bytes": 10**30}, r"host_memory_bytes must be at most 1e\+16 .* got 1e\+30"),
+        ({"copy_latency_s": 1e9}, r"copy_latency_s must be at most 1 .* got 1e\+09"),
+        ({"gpus_per_node": 10**5}, "gpus_per_node must be at most 10000"),
+        ({"loop_s": Quantity.exact(1e9)}, "loop_s must be at most 100000"),
         ({"duplex_factor": 0.1}, r"duplex_factor must lie in \[0.3, 1.25\]"),
         ({"cpu_cores": 0}, "cpu_cores"),
         ({"device_memory_bytes": -5}, "device_memory_bytes"),

@@ -202,3 +202,27 @@ def test_a_plan_beside_a_config_that_does_not_offload_says_what_training_needs(m
     note = "offload_optimizer.device must be 'cpu' where the plan is trained under"
     assert note in run(*common, "--ds-config", ds(tmp_path)).stderr
     assert note not in run(*common, "--ds-config", ds(tmp_path, CPU)).stderr
+
+
+def test_a_checkpoint_folder_without_an_interval_says_what_that_means(model, tmp_path):
+    common = ["plan", "--machine", "rtx4090", "--model", model, "-o", tmp_path / "p.json"]
+    note = "--checkpoint-dir without --mtbf: the plan has no interval"
+    assert note in run(*common, "--checkpoint-dir", tmp_path).stderr
+    assert Plan.load(tmp_path / "p.json").checkpoint.interval_steps == 0
+    assert note not in run(*common, "--checkpoint-dir", tmp_path, "--mtbf", "4h").stderr
+
+
+def test_activations_that_move_are_told_apart_from_what_training_refuses(model, tmp_path):
+    path = ds(tmp_path, CPU)
+    text = json.loads(path.read_text()) | {"activation_checkpointing": {"cpu_checkpointing": True}}
+    path.write_text(json.dumps(text))
+    common = ["plan", "--machine", "rtx4090", "--model", model, "-o", tmp_path / "p.json"]
+    result = run(*common, "--ds-config", path)
+    assert result.exit_code == 2
+    assert "not simulated with activations that move too" in result.output
+
+
+def test_a_plan_is_not_written_over_what_it_is_made_from(model, tmp_path):
+    before = model.read_text()
+    assert run("plan", "--machine", "rtx4090", "--model", model, "-o", model).exit_code == 2
+    assert model.read_text() == before

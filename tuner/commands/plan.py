@@ -10,6 +10,7 @@ from tuner.commands.options import DURATION, JSON, RATE, SHARE, SIZE, guarded, n
 from tuner.inputs import (
     MACHINE,
     BadInputError,
+    check_distinct,
     check_offloading,
     read_machine,
     read_workload,
@@ -80,6 +81,14 @@ def plan(
     from tuner.report import show_plan, wide_console
 
     needs("with --mtbf", mtbf is not None, "restart", "storage")
+    check_distinct(
+        {"--output": output, "--emit-deepspeed": emit_deepspeed},
+        {"--machine": machine, "--workload": source["workload"], "--model": source["model"]},
+    )
+    if checkpoint_dir is not None and mtbf is None:
+        click.echo("note: --checkpoint-dir without --mtbf: the plan has no interval "
+                   "(interval_steps 0), so nothing is saved but what the script saves itself; "
+                   "--mtbf picks an interval", err=True)  # fmt: skip
     check_offloading(source["ds_config"])
     measured = read_machine(machine)
     if storage is not None:

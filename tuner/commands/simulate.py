@@ -11,6 +11,7 @@ from tuner.commands.options import JSON, guarded
 from tuner.inputs import (
     MACHINE,
     BadInputError,
+    check_distinct,
     check_offloading,
     read_machine,
     read_plan,
@@ -56,6 +57,11 @@ def simulate(
         raise BadInputError(
             f"only one of --plan and --strategy may be given, but got {plan_file} and {strategy}"
         )
+    check_distinct(
+        {"--trace": trace, "--plot": plot},
+        {"--machine": machine, "--plan": plan_file, "--workload": source["workload"],
+         "--model": source["model"], "--ds-config": source["ds_config"]},
+    )  # fmt: skip
     measured = read_machine(machine)
     work = read_workload(measured, **source)
     tell_unread(work, source["ds_config"])

@@ -1,0 +1,40 @@
+"""Activations that DeepSpeed's own checkpointing moves: a plan leaves them alone, with its bits."""
+
+from dataclasses import replace
+
+import pytest
+
+from studies import byte_gpt
+from tests.runtime.contract.training import DEVICES, SUBGROUP, assert_same, attached, outcome, start
+
+pytestmark = pytest.mark.usefixtures("only_rank")
+
+
+@pytest.fixture
+def offloaded(monkeypatch):
+    """Without a GPU DeepSpeed's unpartitioned path empties the tensors that it then reads."""
+    from deepspeed.runtime.activation_checkpointing import checkpointing
+
+    calls = []
+
+    def checkpoint(block, *inputs, use_reentrant):
+        calls.append(use_reentrant)
+        return checkpointing.checkpoint(block, *inputs)
+
+    for name in ("CPU_CHECKPOINT", "PARTITION_ACTIVATIONS"):
+        monkeypatch.setattr(checkpointing, name, True)
+    monkeypatch.setattr(byte_gpt, "checkpoint", checkpoint)
+    return calls
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_plan_beside_activations_in_host_memory_has_stocks_bits(device, offloaded):
+    def engine():
+        size = replace(byte_gpt.SIZES["tiny"], checkpoint_activations=True)
+        section = {"cpu_checkpointing": True, "partition_activations": True}
+        return start(byte_gpt.ByteGPT(size), extra={"activation_checkpointing": section})
+
+    stock = outcome(engine())
+    assert offloaded, "DeepSpeed's checkpointing did not run"
+    ours = attached(engine(), ["host", "device", "resident"], device, subgroup=SUBGROUP)
+    assert_same(outcome(ours), stock)
