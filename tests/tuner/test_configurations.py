@@ -136,6 +136,12 @@ def test_the_search_finds_what_simulating_everything_finds(gib):
     assert found.fitting[0].tokens_per_s >= 0.99 * fastest
     for knob, shares in reference.costs().items():
         assert found.costs()[knob] == pytest.approx(shares, abs=0.01), knob
+    for other in reference.front:
+        assert any(
+            o.tokens_per_s >= other.tokens_per_s - 0.01 * fastest
+            and o.device_peak_bytes <= 1.01 * other.device_peak_bytes
+            for o in found.front
+        ), other
     assert [r.split(":")[0] for r in found.remarks()] == [
         r.split(":")[0] for r in reference.remarks()
     ]
@@ -150,17 +156,44 @@ def test_what_is_missing_is_the_least_of_all():
     assert min(o.missing_bytes for o in found.outcomes) <= least * 1.003
 
 
-def test_no_simulation_beats_its_bounds():
-    asked = question(device_memory_bytes=14 * 2**30, host_memory_bytes=20 * 2**30)
+def offloads(optimizer, **more):
+    return {"zero_optimization": {"stage": 3, "offload_optimizer": optimizer, **more}}
+
+
+MOVED = {"activation_checkpointing": {"cpu_checkpointing": True}}
+CPU = {"device": "cpu"}
+PIPELINED = {"device": "nvme", "pipeline_read": True}
+
+
+@pytest.mark.parametrize(
+    ("given", "free"),
+    [
+        ({}, "offload"), ({"bf16": {"enabled": True}, **MOVED}, "offload"),
+        (offloads(PIPELINED, offload_param=CPU), "nvme"), ({**offloads(CPU), **MOVED}, "optimizer"),
+        (offloads({**CPU, "ratio": 0.5}), "optimizer"),
+        (offloads({**CPU, "super_offload": True}), "optimizer"),
+    ],
+    ids=["plans", "activations", "pipelined", "stock", "twin_flow", "superoffload"],
+)  # fmt: skip
+def test_no_simulation_beats_its_bounds(given, free):
+    asked = question(ds_config=given, device_memory_bytes=14 * 2**30, host_memory_bytes=20 * 2**30)
     promises = Promises(asked)
-    every = list(Space.of(Configuration(gpus=2), KNOBS, 16))
-    lacking = 0
-    for c in every[:: max(1, len(every) // 60)]:
-        bounds, simulated = promises.tight(c), asked.answer(c)
-        assert simulated.tokens_per_s <= bounds.tokens_per_s * (1 + 1e-9), c
-        assert simulated.missing_bytes >= bounds.missing_bytes, c
+    knobs = [k for k in KNOBS if k != "offload" or free == k]
+    base = Configuration(gpus=2, offload="none" if free == "offload" else free)
+    every = list(Space.of(base, knobs, 16))
+    lacking = simulated = 0
+    for c in every[:: max(1, len(every) // 40)]:
+        bounds, found = promises.tight(c), asked.answer(c)
+        assert bool(bounds.refused) == found.refused
+        if found.refused:
+            continue
+        simulated += 1
+        assert found.tokens_per_s <= bounds.tokens_per_s * (1 + 1e-9), c
+        assert found.missing_bytes >= bounds.missing_bytes, c
+        assert found.device_peak_bytes >= bounds.device_bytes, c
         lacking += bounds.missing_bytes > 0
-    assert lacking > 5
+    assert simulated > 5
+    assert lacking > 2 or "activation_checkpointing" in given  # which then fit
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -325,14 +358,6 @@ def test_a_bad_config_is_an_error_and_never_a_verdict(tmp_path, config, rule):
         ended = searched(tmp_path, config, "--free", free)
         assert ended.exit_code == 2, ended.output
         assert re.search(rule, ended.stderr), ended.stderr
-
-
-def offloads(optimizer, **more):
-    return {"zero_optimization": {"stage": 3, "offload_optimizer": optimizer, **more}}
-
-
-MOVED = {"activation_checkpointing": {"cpu_checkpointing": True}}
-CPU = {"device": "cpu"}
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ class Answer:
     Attributes:
         outcomes: every configuration that was simulated, in the order of the search.
         complete: all of the space was decided: what was not simulated cannot fit, cannot be
-            simulated, or cannot be the fastest of any value of a knob.
+            simulated, or can neither be the fastest of any value of a knob nor on the front.
         refused: why configurations cannot be simulated, with how many of them there are.
     """
 

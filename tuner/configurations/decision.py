@@ -91,9 +91,55 @@ class Contest:
         return None
 
 
-def contests(space: Space, every: Sequence[Configuration], promises: Promises) -> list[Contest]:
+@dataclass
+class Front:
+    """What is left to simulate until nothing else can be as fast with less device memory.
+
+    Attributes:
+        open: those that may fit, leanest first.
+    """
+
+    open: list[Configuration]
+
+    @classmethod
+    def of(cls, every: Sequence[Configuration], promises: Promises) -> Front:
+        may = [c for c in every if not (promises.of(c).refused or promises.of(c).missing_bytes)]
+        # Of equally lean ones the faster first: the others may need no simulation then.
+        may.sort(key=lambda c: (promises.of(c).device_bytes, -promises.of(c).tokens_per_s))
+        return cls(may[::-1])
+
+    def next(
+        self,
+        promises: Promises,
+        outcomes: dict[Configuration, Outcome],
+        fastest: float,
+    ) -> Configuration | None:
+        """As `Contest.next`."""
+        while self.open:
+            c = self.open[-1]
+            if c not in outcomes and not (
+                self._beaten(promises.of(c), outcomes, fastest)
+                or self._beaten(promises.tight(c), outcomes, fastest)
+            ):
+                return c
+            self.open.pop()
+        return None
+
+    def _beaten(
+        self, bounds: Promise, outcomes: dict[Configuration, Outcome], fastest: float
+    ) -> bool:
+        enough, lean = bounds.tokens_per_s - SHOWN * fastest, bounds.device_bytes * (1 + SHOWN)
+        return any(
+            o.fits and o.tokens_per_s >= enough and o.device_peak_bytes <= lean
+            for o in outcomes.values()
+        )
+
+
+def contests(
+    space: Space, every: Sequence[Configuration], promises: Promises
+) -> list[Contest | Front]:
     """Of the whole space, of offloading and not, and of each value of each free knob."""
-    result = [Contest.of(every, promises, needs=True)]
+    result: list[Contest | Front] = [Contest.of(every, promises, needs=True)]
     if "offload" in space.free:
         for stays in (True, False):
             side = [c for c in every if (c.offload == "none") == stays]
@@ -102,12 +148,12 @@ def contests(space: Space, every: Sequence[Configuration], promises: Promises) -
         for value in dict.fromkeys(getattr(c, knob) for c in every):
             group = [c for c in every if getattr(c, knob) == value]
             result.append(Contest.of(group, promises, needs=False))
-    return result
+    return [*result, Front.of(every, promises)]
 
 
 def decide(
     question: Question,
-    undecided: Sequence[Contest],
+    undecided: Sequence[Contest | Front],
     promises: Promises,
     most: int,
     seen: Callable[[Outcome], None],

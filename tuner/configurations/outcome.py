@@ -219,7 +219,7 @@ def activation_bytes(work: Workload) -> int:
 
 def _missing(device_bytes: int, host_bytes: int, limits: Limits) -> str:
     parts = [
-        f"{_size(peak - limit)} of {name} memory are missing"
+        f"{size(peak - limit)} of {name} memory are missing"
         for name, peak, limit in (
             ("device", device_bytes, limits.device_bytes),
             ("host", host_bytes, limits.host_bytes),
@@ -229,8 +229,8 @@ def _missing(device_bytes: int, host_bytes: int, limits: Limits) -> str:
     return " and ".join(parts)
 
 
-def _size(size_bytes: int) -> str:
-    """In the unit that does not round it to nothing."""
+def size(size_bytes: int) -> str:
+    """For people, in the unit that does not round it to nothing."""
     if size_bytes >= 0.1 * GIB:
         return f"{size_bytes / GIB:.1f} GiB"
     return f"{size_bytes / _MIB:.1f} MiB" if size_bytes >= 0.1 * _MIB else f"{size_bytes} bytes"

@@ -22,12 +22,14 @@ class Promise:
     """Bounds: no simulation of the configuration is faster or takes less.
 
     Attributes:
+        device_bytes: its peak there.
         missing_bytes: of both memories, at the least; above 0 it cannot fit.
         refused: why it cannot be simulated; empty: it can.
         tight: that of the linear program is in it.
     """
 
     tokens_per_s: float = 0.0
+    device_bytes: int = 0
     missing_bytes: int = 0
     refused: str = ""
     tight: bool = False
@@ -45,8 +47,9 @@ def promise(question: Question, c: Configuration) -> Promise:
         busy_s += work.params / question.machine.rate("host_adam_params_per_s")
     if options.get("optimizer") == "nvme" and not options["pipelined"]:
         busy_s += _storage_s(work, question.machine)
-    missing = _missing_bytes(work, question.limits(work), name, options)
-    return Promise((work.tokens_per_iteration or 0) / busy_s, missing, tight=name != "ebbtide")
+    device, missing = _bytes(work, question.limits(work), name, options)
+    best = (work.tokens_per_iteration or 0) / busy_s
+    return Promise(best, device, missing, tight=name != "ebbtide")
 
 
 def tightened(question: Question, c: Configuration, loose: Promise) -> Promise:
@@ -70,19 +73,23 @@ def _storage_s(work: Workload, machine: Machine) -> float:
     return read_bytes / rates["storage_read"] + state_bytes / rates["storage"]
 
 
-def _missing_bytes(work: Workload, limits: Limits, name: str, options: Mapping[str, object]) -> int:
+def _bytes(
+    work: Workload, limits: Limits, name: str, options: Mapping[str, object]
+) -> tuple[int, int]:
+    """Of the device's peak, and of what is missing in both memories."""
     state = work.params * work.optimizer_state.state_bytes
     kept = 0 if options.get("activations") == "cpu" else activation_bytes(work)
-    device = work.device_base_bytes + kept
-    if name == "no_offload":
-        return max(0, device + state - limits.device_bytes)
+    device, host = work.device_base_bytes + kept, 0
     if name == "ebbtide":  # state is here or there, whole
         beyond_both = device + state - limits.device_bytes - limits.host_bytes
-        return max(0, device - limits.device_bytes, beyond_both)
-    host = state + work.params * HOST_GRADIENT_BYTES if options.get("optimizer") == "cpu" else 0
+        return device, max(0, device - limits.device_bytes, beyond_both)
+    if name == "no_offload":
+        device += state
+    if name == "zero_infinity" and options["optimizer"] == "cpu":
+        host = state + work.params * HOST_GRADIENT_BYTES
     if options.get("parameters") == "cpu":
         largest = max(layer.params for layer in work.layers)
         away = max(0, work.params - PARAMETER_BUFFERS * largest)
         device = max(0, device - away * work.wire_bytes)
         host += work.params * work.wire_bytes
-    return max(0, device - limits.device_bytes) + max(0, host - limits.host_bytes)
+    return device, max(0, device - limits.device_bytes) + max(0, host - limits.host_bytes)

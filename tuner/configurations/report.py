@@ -10,9 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tuner.configurations.answer import Answer
-from tuner.configurations.outcome import Outcome
+from tuner.configurations.outcome import Outcome, size
 from tuner.configurations.verify import Verified
-from tuner.memory import GIB
 
 
 def show(
@@ -40,13 +39,14 @@ def show(
 
 
 def _front(answer: Answer) -> Table:
-    table = Table(title="of those simulated, none is as fast with less device memory")
+    words = "no other configuration" if answer.complete else "of those simulated, none"
+    table = Table(title=f"{words} is as fast with less device memory")
     for column in ("configuration", "tokens/s", "iteration", "device", "host"):
         table.add_column(column, justify="left" if column == "configuration" else "right")
     for o in answer.front:
         table.add_row(
             o.configuration.text(), f"{o.tokens_per_s:,.0f}", f"{o.iteration_s * 1e3:.0f} ms",
-            f"{o.device_peak_bytes / GIB:.1f} GiB", f"{o.host_peak_bytes / GIB:.1f} GiB",
+            size(o.device_peak_bytes), size(o.host_peak_bytes),
         )  # fmt: skip
     return table
 
