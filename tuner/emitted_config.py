@@ -33,8 +33,10 @@ def emitted_config(
         ValueError: ``given`` is not a JSON object, or for another ZeRO stage.
     """
     config = _base(wire_dtype, zero_stage) if given is None else _read(given)
-    zero = config.setdefault("zero_optimization", {})
-    if zero.setdefault("stage", zero_stage) != zero_stage:
+    zero = config["zero_optimization"] = config.get("zero_optimization") or {}
+    if zero.get("stage") is None:
+        zero["stage"] = zero_stage
+    if zero["stage"] != zero_stage:
         raise ValueError(
             f"zero_optimization.stage in --ds-config must be {zero_stage}, which the plan is for, "
             f"but got {zero['stage']!r}: plan with --zero-stage {zero['stage']}, or change the file"

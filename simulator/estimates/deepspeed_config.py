@@ -16,7 +16,11 @@ from simulator.workload import WireDtype, ZeroStage
 # Keys that a simulation reads; notes name the others.
 _READ = frozenset(
     {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
-     "gradient_clipping", "bf16", "bfloat16", "fp16", "data_types", "optimizer", "ebbtide"}
+     "gradient_clipping", "data_types", "optimizer", "ebbtide"}
+    # Of a precision only which it is; how losses are scaled takes no time.
+    | {f"{name}.{key}" for name in ("bf16", "bfloat16", "fp16") for key in (
+        "enabled", "loss_scale", "loss_scale_window", "initial_scale_power", "hysteresis",
+        "consecutive_hysteresis", "min_loss_scale")}
     | {f"{ZERO}.{key}" for key in (
         "stage", "sub_group_size", "reduce_bucket_size", "stage3_max_live_parameters",
         "stage3_prefetch_bucket_size", "max_live_parameters", "prefetch_bucket_size",
@@ -25,7 +29,7 @@ _READ = frozenset(
 )  # fmt: skip
 # Sections of which some keys are read: which, `Offloading` knows.
 _PARTLY_READ = (ZERO, f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param",
-                "activation_checkpointing")  # fmt: skip
+                "activation_checkpointing", "bf16", "bfloat16", "fp16")  # fmt: skip
 # DeepSpeed's defaults of reduce_bucket_size and stage3_prefetch_bucket_size.
 REDUCE_BUCKET_ELEMENTS, PREFETCH_BUCKET_ELEMENTS = 500_000_000, 50_000_000
 

@@ -64,7 +64,7 @@ _TOP = (
     ZERO, "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
     "gradient_clipping", "activation_checkpointing", "data_types", "optimizer", "ebbtide",
 )  # fmt: skip
-_NEARLY = 0.88
+_NEARLY = 0.9
 
 
 def loaded(config: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any]:
@@ -195,6 +195,11 @@ def _elements(key: str, value: Any) -> None:
         _refuse(key, "a whole number or 'auto'", value)
 
 
+def _shards(key: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < -1:
+        _refuse(key, "a whole number >= -1", value)
+
+
 def _share(key: str, value: Any) -> None:
     if not (_is_number(value) and 0 <= value <= 1):
         _refuse(key, "a number between 0 and 1", value)
@@ -243,6 +248,7 @@ _KINDS: Mapping[str, Callable[[str, Any], None]] = {
     **_all(_flag, (f"{ZERO}.{name}" for name in (
         "overlap_comm", "cpu_offload", "cpu_offload_param", "round_robin_gradients",
         "parameter_alignment"))),
+    f"{ZERO}.mics_shard_size": _shards,
     f"{STATE}.device": _device,
     f"{HELD}.device": _device,
     f"{STATE}.ratio": _share,
@@ -252,4 +258,6 @@ _KINDS: Mapping[str, Callable[[str, Any], None]] = {
     f"{HELD}.pin_memory": _flag,
     **_all(_switch, (f"{name}.enabled" for name in ("bf16", "bfloat16", "fp16"))),
     "activation_checkpointing.cpu_checkpointing": _flag,
+    **_all(_flag, (f"{name}.{name}_master_weights_and_grads" for name in ("bf16", "fp16"))),
+    "bf16.bf16_optimizer_states": _flag,
 }  # fmt: skip

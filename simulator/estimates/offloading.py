@@ -14,6 +14,7 @@ from simulator.estimates.deepspeed_keys import (
     PARAM,
     STATE,
     ZERO,
+    at,
     at_least,
     loaded,
     section,
@@ -216,4 +217,11 @@ def _obstacle_outside_zero(config: Mapping[str, Any]) -> str:
             "compiled graphs, where nothing waits for a plan's updates. torch.compile of the model "
             "works under a plan"
         )
+    for key in ("bf16.bf16_master_weights_and_grads", "fp16.fp16_master_weights_and_grads",
+                "bf16.bf16_optimizer_states"):  # fmt: skip
+        if at(config, key):
+            return (
+                f"{key} must be absent or false, but got true: a plan updates fp32 master weights "
+                "and optimizer states"
+            )
     return ""

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from simulator import ModelError, Quantity, build_strategy, simulate, workload_from_model
-from simulator.estimates.deepspeed_keys import _KNOWN, HELD, STATE, ZERO, loaded
+from simulator.estimates.deepspeed_keys import _KINDS, _KNOWN, _SECTIONS, HELD, STATE, ZERO, loaded
 from simulator.estimates.offloading import default_pinning, offloading
 from tests.machines import node
 
@@ -97,6 +97,7 @@ def test_pinning_is_the_default_of_the_deepspeed_at_hand():
         ({"train_batch_size": "32"}, "train_batch_size must be a whole number .* but got '32'"),
         ({"train_batch_size": 32.0}, "train_batch_size must be a whole number .* but got 32.0"),
         ({"fp16": {"enabled": "yes"}}, "fp16.enabled must be true, false or 'auto', but got 'yes'"),
+        (config(CPU, mics_shard_size="auto"), "mics_shard_size must be a whole number"),
         ({"bf16": True}, "bf16 must be an object, but got True"),
         ({"data_types": {"grad_accum_dtype": "int8"}}, "grad_accum_dtype must be one of fp32"),
         ({"activation_checkpointing": {"cpu_checkpointing": "false"}},
@@ -120,6 +121,8 @@ def test_nonsense_is_refused_with_its_key(ds_config, says):
         (config({**CPU, "pipeline_read": True}), "zero_optimization.offload_optimizer.pipeline_r"),
         (config({**CPU, "pin_memory": False}, stage=2), "offload_optimizer.pin_memory"),
         (config({**CPU, "pin_memory": False}, offload_param=CPU), "offload_optimizer.pin_memory"),
+        ({**config(), "bf16": {"enabled": True, "immediate_grad_update": True}},
+         "bf16.immediate_grad_update"),
         ({**config(), "activation_checkpointing": {"partition_activations": True}},
          "activation_checkpointing.partition_activations"),
     ],
@@ -168,3 +171,27 @@ def test_a_number_that_json_reads_as_infinite_is_refused(tmp_path):
     path.write_text(text)
     with pytest.raises(ModelError, match="sub_group_size"):
         offloading(path)
+
+
+ODD = (None, True, 0, -1, 2.5, "auto", "cpu", "3", [], [1], {}, {"device": "cpu"}, float("nan"),
+       float("inf"), 10**400)  # fmt: skip
+
+
+@pytest.mark.parametrize("key", sorted({*_KINDS, *_SECTIONS}))
+def test_whatever_stands_at_a_key_gives_a_result_or_names_the_key(key):
+    for value in ODD:
+        ds_config = config({"device": "cpu"})
+        *path, last = key.split(".")
+        inner = ds_config
+        for part in path:
+            inner = inner.setdefault(part, {})
+        inner[last] = value
+        assert last in (said_of(ds_config) or last), value
+
+
+def said_of(ds_config):
+    try:
+        stock(ds_config)
+    except ModelError as error:
+        return str(error)
+    return ""

@@ -60,3 +60,10 @@ def test_what_cannot_be_read_or_written_is_named(inputs, tmp_path):
     result = CliRunner().invoke(main, ["plan", *inputs, "--emit-deepspeed", "no/ds.json"])
     assert result.exit_code == 2
     assert "--emit-deepspeed must be a file that can be written" in result.output
+
+
+def test_a_section_that_is_null_is_filled(inputs, tmp_path):
+    (tmp_path / "given.json").write_text('{"zero_optimization": null}')
+    _, config = emit(*inputs, "--ds-config", "given.json")
+    assert config["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
+    assert config["zero_optimization"]["stage"] == 3

@@ -134,15 +134,24 @@ BEYOND_A_PLAN = [
     (CPU, {"offload_param": CPU}),
     (CPU, {"mics_shard_size": 2}),
 ]
+BESIDE_ZERO = [
+    {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+    {"compile": {"deepcompile": True}},
+    {"optimizer": {"type": "Adam", "params": {"torch_adam": True}}},
+]
 
 
-@pytest.mark.parametrize(("optimizer", "zero"), BEYOND_A_PLAN)
+@pytest.mark.parametrize(
+    ("optimizer", "zero", "beside"),
+    [*((*pair, {}) for pair in BEYOND_A_PLAN), *((CPU, {}, beside) for beside in BESIDE_ZERO)],
+)
 def test_a_config_that_training_refuses_is_refused_by_the_planner_in_the_same_words(
-    model, tmp_path, optimizer, zero
+    model, tmp_path, optimizer, zero, beside
 ):
     from runtime.zero.checks.guard import ConfigError, check_config
 
     path = ds(tmp_path, optimizer, **zero)
+    path.write_text(json.dumps(json.loads(path.read_text()) | beside))
     with pytest.raises(ConfigError) as refused:
         check_config(json.loads(path.read_text()))
     out = tmp_path / "plan.json"
