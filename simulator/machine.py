@@ -106,7 +106,7 @@ class Machine(BaseModel):
         save_s_per_tensor: of `save_checkpoint` before it returns, beside waiting for updates.
         loop_s: time per iteration outside forward, backward and step (data, logging).
         unexplained_spread: standard deviation, in log units, of what the rates leave unexplained
-            of the runs that they were calibrated on: intervals are no narrower. None: none was.
+            of the runs that they were calibrated on, beyond their own noise. None: none was.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)

@@ -369,12 +369,13 @@ def _changes(before: Machine, after: Machine, knob: Knob, sigma: float) -> list[
 
 def _left(machine: Machine, observations: Sequence[Observation]) -> float:
     """Root mean square of what is left of the runs' iterations, or else of their phases, in log
-    units; no less than what the model leaves out anyway.
+    units: beyond the runs' own noise, and beside what the model leaves out anyway.
     """
     errors = [_run_errors(machine, seen) for seen in observations]
     whole = [error["iteration"] for error in errors if "iteration" in error]
     left = whole or [value for error in errors for value in error.values()]
-    return max(MODEL_SPREAD, float(np.sqrt(np.mean(np.square(left)))))
+    beyond = max(0.0, float(np.mean(np.square(left))) - NOISE**2)
+    return math.sqrt(MODEL_SPREAD**2 + beyond)
 
 
 def _contradictions(machine: Machine, observations: Sequence[Observation]) -> dict[str, str]:
