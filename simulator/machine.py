@@ -55,6 +55,8 @@ _ABSURD: dict[str, float] = {
     "network_bytes_per_s": 1e14,
     "device_memory_bytes_per_s": 1e15,
 }
+_COUNTED = ("device_memory_bytes", "host_memory_bytes", "cpu_cores", "gpus_per_node")
+CHANGEABLE = (*_ABSURD, "duplex_factor", *_COUNTED)  # by `Machine.with_rates`
 # Likewise of what a what-if does not change, or changes as a count.
 _ABSURD_OTHERS: dict[str, float] = {
     "host_memory_bytes": 1e16,
@@ -288,12 +290,8 @@ class Machine(BaseModel):
         return Machine.model_validate({**self.model_dump(), **changes})
 
     def _changed(self, name: str, value: float) -> Any:
-        counted = ("device_memory_bytes", "host_memory_bytes", "cpu_cores", "gpus_per_node")
-        if name not in (*_ABSURD, "duplex_factor", *counted):
-            raise ValueError(
-                f"a what-if can change {', '.join([*_ABSURD, 'duplex_factor', *counted])}, but "
-                f"got {name!r}"
-            )
+        if name not in CHANGEABLE:
+            raise ValueError(f"a what-if can change {', '.join(CHANGEABLE)}, but got {name!r}")
         if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
             raise ValueError(f"{name} must be finite and greater than 0, but got {value!r}")
         own = getattr(self, name)
@@ -303,7 +301,7 @@ class Machine(BaseModel):
                 f"{name} must lie within a factor of 10,000 of this machine's "
                 f"{reference:g}, but got {value:g}: check its unit"
             )
-        if name in counted:
+        if name in _COUNTED:
             return int(value)
         return Quantity.exact(float(value), "assumed", "what-if")
 

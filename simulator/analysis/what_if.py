@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from simulator.analysis.bound import bound
-from simulator.machine import Machine
+from simulator.machine import CHANGEABLE, Machine
 from simulator.plan import Plan
 from simulator.schedules.settings import settings
 from simulator.schedules.strategies import STRATEGIES, build_strategy, shared_plan
@@ -99,8 +99,7 @@ def what_if(
         ValueError: an unknown strategy, option or field, a value out of its range, nothing to
             simulate, or a field that cannot change anything.
     """
-    import pandas as pd
-
+    _check_kinds(workload, machine, gpu_memory_bytes)
     changes = {name: _listed(given) for name, given in changes.items()}
     _check_changes(changes, machine)
     points = list(_grid(machine, strategies, gpu_memory_bytes, changes))
@@ -108,15 +107,33 @@ def what_if(
         _changed(workload, machine, point)
     shown = len(points) >= 50 if progress is None else progress
     rows, interrupted = _run(workload, machine, points, n_jobs, shown)
+    return _table(rows, len(points), changes, interrupted)
+
+
+def _table(
+    rows: list[dict[str, Any]], points: int, changes: Mapping[str, Sequence[float]],
+    interrupted: bool,
+) -> pd.DataFrame:  # fmt: skip
+    import pandas as pd
+
     table = pd.DataFrame(rows)
     table.attrs["interrupted"] = interrupted
     if interrupted:
-        warnings.warn(
-            f"interrupted: {len(rows)} of {len(points)} points are finished", stacklevel=2
-        )
+        warnings.warn(f"interrupted: {len(rows)} of {points} points are finished", stacklevel=3)
     else:
         _tell_without_effect(table, changes)
     return table
+
+
+def _check_kinds(workload: Workload, machine: Machine, gpu_memory_bytes: object) -> None:
+    for argument, value, kind in (("workload", workload, Workload), ("machine", machine, Machine)):
+        if not isinstance(value, kind):
+            raise ValueError(  # noqa: TRY004 - like all bad input here
+                f"{argument} must be a {kind.__name__}, but got {type(value).__name__}"
+            )
+    if gpu_memory_bytes is not None and machine.unified_memory:
+        warnings.warn("gpu_memory_bytes changes nothing where device memory is host memory "
+                      "(machine.unified_memory): give host_memory_bytes", stacklevel=3)  # fmt: skip
 
 
 def _check_changes(changes: Mapping[str, Sequence[float]], machine: Machine) -> None:
@@ -125,6 +142,14 @@ def _check_changes(changes: Mapping[str, Sequence[float]], machine: Machine) -> 
             why, instead = _IN_WORKLOAD[name]
             raise ValueError(
                 f"{name} must not be among the changes, since {why}, but got {values!r}: {instead}"
+            )
+        if name not in (*CHANGEABLE, *WORKLOAD_FIELDS):
+            known = [
+                field for field in (*CHANGEABLE, *WORKLOAD_FIELDS) if field not in _IN_WORKLOAD
+            ]
+            raise ValueError(
+                f"a what-if can change {', '.join(known)}, but got {name!r}: for other shapes "
+                "estimate a workload for each (workload_from_model)"
             )
         if not values:
             raise ValueError(f"{name} must have at least one value, but got {values!r}")
@@ -147,7 +172,7 @@ def _tell_without_effect(table: pd.DataFrame, changes: Mapping[str, Sequence[flo
         same = table.groupby(["strategy", "gpu_memory_bytes", *others])[results].nunique()
         if (same <= 1).to_numpy().all():
             named = ", ".join(table.strategy.unique())
-            warnings.warn(f"{name} changes nothing about {named} with this workload", stacklevel=3)
+            warnings.warn(f"{name} changes nothing about {named} with this workload", stacklevel=4)
 
 
 def _grid(

@@ -64,9 +64,8 @@ def workload_from_model(
     """
     _check_kinds(sequence, precision, sequence_parallel, activation_checkpointing, flash_attention)
     arch = architecture(model)
-    parallel = Parallelism(
-        data_parallel, tensor_parallel, pipeline_parallel, stage, sequence_parallel
-    )
+    shape = (data_parallel, tensor_parallel, pipeline_parallel, stage, sequence_parallel)
+    parallel = Parallelism(*shape)
     _check(arch, parallel, machine)
     config = training_config(
         ds_config, hidden=arch.hidden, ranks=data_parallel, micro_batch=micro_batch,
@@ -74,9 +73,9 @@ def workload_from_model(
         zero_stage=zero_stage,
     )  # fmt: skip
     _check_pipeline(parallel, config)
-    kind = _kind_of_rank(config)
-    rank = kind(arch, machine, config, parallel, sequence,
-                activation_checkpointing == "full", flash_attention)  # fmt: skip
+    kind = Rank if config.zero_stage == 3 else FlatRank
+    recompute = activation_checkpointing == "full"
+    rank = kind(arch, machine, config, parallel, sequence, recompute, flash_attention)
     _check_network(rank)
     return rank.workload()
 
@@ -138,10 +137,6 @@ def _check(arch: Architecture, parallel: Parallelism, machine: Machine) -> None:
             "machine.device_flops_per_s must be given to estimate times from a model, but machine "
             f"{machine.name!r} has none: add it, or profile the model with `tune profile`"
         )
-
-
-def _kind_of_rank(config: TrainingConfig) -> type[Rank]:
-    return Rank if config.zero_stage == 3 else FlatRank
 
 
 def _check_pipeline(parallel: Parallelism, config: TrainingConfig) -> None:

@@ -99,6 +99,7 @@ def test_host_memory_is_shared_among_the_ranks():
             "seconds already.*: estimate a workload",
         ),
         ({"cpu_cores": [1, 64]}, "cpu_cores must not .* stock_host_adam_params_per_s"),
+        ({"micro_batch": [2]}, "workload_from_model"),
         ({"gpus_per_node": [2]}, "gpus_per_node must not .* estimate a workload"),
     ],
 )
@@ -117,6 +118,24 @@ def test_fields_that_matter_are_not_told_of(recwarn):
     nvme = ("zero_infinity", {"optimizer": "nvme"})
     what_if(workload(), machine(), ["zero3_offload", nvme], **rates)
     assert not [warning for warning in recwarn if "changes nothing" in str(warning.message)]
+
+
+def test_the_fields_that_an_error_names_can_be_changed():
+    with pytest.raises(ValueError, match="a what-if can change") as refused:
+        what_if(workload(), machine(), warp_speed=[9])
+    listed = str(refused.value).removeprefix("a what-if can change ").split(", but got")[0]
+    assert not {"device_flops_per_s", "device_memory_bytes"} & {*listed.split(", ")}
+    assert "gradient_accumulation_steps" in listed
+
+
+def test_a_workload_and_a_machine_in_the_wrong_order_are_told():
+    with pytest.raises(ValueError, match="workload must be a Workload, but got Machine"):
+        what_if(machine(), workload())
+
+
+def test_device_memory_that_is_host_memory_is_told():
+    with pytest.warns(UserWarning, match="gpu_memory_bytes changes nothing"):
+        what_if(workload(), machine(unified_memory=True), ["zero3_offload"], [1e9])
 
 
 def test_cores_count_where_the_model_runs_on_them():

@@ -20,6 +20,8 @@ from tuner.inputs import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from simulator.plan import Plan
     from simulator.workload import Workload
 
@@ -81,14 +83,8 @@ def plan(
     from tuner.report import show_plan, wide_console
 
     needs("with --mtbf", mtbf is not None, "restart", "storage")
-    check_distinct(
-        {"--output": output, "--emit-deepspeed": emit_deepspeed},
-        {"--machine": machine, "--workload": source["workload"], "--model": source["model"]},
-    )
-    if checkpoint_dir is not None and mtbf is None:
-        click.echo("note: --checkpoint-dir without --mtbf: the plan has no interval "
-                   "(interval_steps 0), so nothing is saved but what the script saves itself; "
-                   "--mtbf picks an interval", err=True)  # fmt: skip
+    _check_paths(output, emit_deepspeed, machine, source)
+    _tell_interval(checkpoint_dir, mtbf)
     check_offloading(source["ds_config"])
     measured = read_machine(machine)
     if storage is not None:
@@ -131,6 +127,23 @@ def _emit(path: str, found: Plan, plan_file: str, given: str | None, work: Workl
     config = emitted_config(found, plan_file, given, work.wire_dtype, work.zero_stage)
     with written("--emit-deepspeed", path):
         write_config(config, path)
+
+
+def _check_paths(
+    output: str, emit_deepspeed: str | None, machine: str, source: Mapping[str, Any]
+) -> None:
+    check_distinct(
+        {"--output": output, "--emit-deepspeed": emit_deepspeed},
+        {"--machine": machine, "--workload": source["workload"], "--model": source["model"]},
+    )
+
+
+def _tell_interval(checkpoint_dir: str | None, mtbf: float | None) -> None:
+    if checkpoint_dir is None or mtbf is not None:
+        return
+    click.echo("note: --checkpoint-dir without --mtbf: the plan has no interval (interval_steps "
+               "0), so nothing is saved but what the script saves itself; --mtbf picks an interval",
+               err=True)  # fmt: skip
 
 
 def _tell_device(ds_config: str | None, emit_deepspeed: str | None) -> None:

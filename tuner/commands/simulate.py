@@ -79,12 +79,7 @@ def simulate(
 
     timeline = run(build(work), measured)
     low_s, high_s = workload_interval_s(build, work, measured)
-    if trace:
-        with written("--trace", trace):
-            timeline.to_perfetto(trace)
-    if plot:
-        with written("--plot", plot):
-            timeline.plot().figure.savefig(plot, dpi=130, bbox_inches="tight")  # type: ignore[union-attr]
+    _draw(timeline, trace, plot)
     figures = {
         "strategy": timeline.strategy, "iteration_s": timeline.iteration_s,
         "iteration_low_s": low_s, "iteration_high_s": high_s, **timeline.phases(),
@@ -100,6 +95,15 @@ def simulate(
         if name == "loop_s" and not value:
             continue
         click.echo(f"{name:18} {value}")
+
+
+def _draw(timeline: Timeline, trace: str | None, plot: str | None) -> None:
+    if trace:
+        with written("--trace", trace):
+            timeline.to_perfetto(trace)
+    if plot:
+        with written("--plot", plot):
+            timeline.plot().figure.savefig(plot, dpi=130, bbox_inches="tight")  # type: ignore[union-attr]
 
 
 def _missing(work: Workload, machine: Machine, timeline: Timeline) -> str:
