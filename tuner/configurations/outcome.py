@@ -74,6 +74,9 @@ class Question:
     _workloads: dict[Configuration, Workload] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+    _plans: dict[Configuration, Plan] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
     _offloadings: dict[str, tuple[Offloading, bool]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -165,8 +168,12 @@ class Question:
 
         More micro-batches than a few change neither what fits nor what stands beside the update.
         """
-        few = min(c.accumulation, _PLANNED_MICRO_BATCHES)
-        work = self.workload(c.changed(accumulation=few))
+        few = c.changed(accumulation=min(c.accumulation, _PLANNED_MICRO_BATCHES))
+        if few not in self._plans:
+            self._plans[few] = self._planned(self.workload(few), limits)
+        return self._plans[few]
+
+    def _planned(self, work: Workload, limits: Limits) -> Plan:
         start = Plan(
             subgroup_size=work.subgroup_size or max(work.subgroups), subgroups=work.subgroups,
             placement=Plan.runs(["host"] * len(work.subgroups)),
