@@ -147,6 +147,20 @@ def test_the_search_finds_what_simulating_everything_finds(gib):
     ]
 
 
+def test_without_a_global_batch_the_front_is_that_of_all_accumulations():
+    asked = question(device_memory_bytes=20 * 2**30)
+    space = Space.of(Configuration(gpus=2, micro_batch=2), ("accumulation", "recompute"))
+    found = explore(asked, space)
+    reference = Answer(space, tuple(asked.answer(c) for c in space), complete=True)
+    fastest = reference.fitting[0].tokens_per_s
+    for other in reference.front:
+        assert any(
+            o.tokens_per_s >= other.tokens_per_s - 0.031 * fastest
+            and o.device_peak_bytes <= 1.031 * other.device_peak_bytes
+            for o in found.front
+        ), other
+
+
 def test_what_is_missing_is_the_least_of_all():
     tiny = question(device_memory_bytes=2**30, host_memory_bytes=2**30)
     space = Space.of(Configuration(gpus=2), KNOBS, 16)

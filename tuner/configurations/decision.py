@@ -104,7 +104,9 @@ class Front:
 
     @classmethod
     def of(cls, every: Sequence[Configuration], promises: Promises) -> Front:
-        may = [c for c in every if not (promises.of(c).refused or promises.of(c).missing_bytes)]
+        may = _least_and_most_accumulated(
+            [c for c in every if not (promises.of(c).refused or promises.of(c).missing_bytes)]
+        )
         # Of equally lean ones the faster first: the others may need no simulation then.
         may.sort(key=lambda c: (promises.of(c).device_bytes, -promises.of(c).tokens_per_s))
         return cls(may[::-1])
@@ -134,6 +136,17 @@ class Front:
             o.fits and o.tokens_per_s >= enough and o.device_peak_bytes <= lean
             for o in outcomes.values()
         )
+
+
+def _least_and_most_accumulated(some: Sequence[Configuration]) -> list[Configuration]:
+    """Of those that differ in accumulation alone, which makes steps rarer, and its sum takes memory
+    from the second micro-batch on: those between are on no front.
+    """
+    by_rest: dict[Configuration, list[Configuration]] = {}
+    for c in some:
+        by_rest.setdefault(c.changed(accumulation=1), []).append(c)
+    ends = [sorted(same, key=lambda c: c.accumulation) for same in by_rest.values()]
+    return list(dict.fromkeys(c for same in ends for c in (same[0], same[-1])))
 
 
 def contests(
