@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, lru_cache
 from importlib import metadata
 from pathlib import Path
 from reprlib import repr as shortened
@@ -136,11 +136,11 @@ def _check_sections(config: Mapping[str, Any]) -> None:
 
 def _check_names(config: Mapping[str, Any]) -> None:
     for key in config:
-        near = get_close_matches(str(key), _TOP, 1, _NEARLY)
-        if near and key not in _TOP:
+        meant = key if key in _TOP else _nearly(str(key))
+        if meant != key and meant:
             raise ModelError(
                 f"a DeepSpeed config must spell its keys as DeepSpeed does, which leaves others "
-                f"unread, but got {key}: {near[0]} is meant, it seems"
+                f"unread, but got {key}: {meant} is meant, it seems"
             )
     for where, known in _KNOWN.items():
         unknown = sorted(set(section(config, where)) - known)
@@ -150,6 +150,12 @@ def _check_names(config: Mapping[str, Any]) -> None:
                 f"{where}.{unknown[0]} must be a key that DeepSpeed knows, but it refuses this "
                 f"one: {'write ' + near[0] if near else 'remove it'}"
             )
+
+
+@lru_cache(maxsize=256)
+def _nearly(key: str) -> str:
+    """Kept: a search reads its config thousands of times."""
+    return next(iter(get_close_matches(key, _TOP, 1, _NEARLY)), "")
 
 
 def _of_installed(where: str) -> set[str]:
