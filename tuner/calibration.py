@@ -371,9 +371,10 @@ def _left(machine: Machine, observations: Sequence[Observation]) -> float:
     """Root mean square of what is left of the runs' iterations, or else of their phases, in log
     units: beyond the runs' own noise, and beside what the model leaves out anyway.
     """
-    errors = [_run_errors(machine, seen) for seen in observations]
-    whole = [error["iteration"] for error in errors if "iteration" in error]
-    left = whole or [value for error in errors for value in error.values()]
+    left: list[float] = []
+    for seen in observations:
+        errors = _run_errors(machine, seen)
+        left += [errors["iteration"]] if "iteration" in errors else errors.values()
     beyond = max(0.0, float(np.mean(np.square(left))) - NOISE**2)
     return math.sqrt(MODEL_SPREAD**2 + beyond)
 

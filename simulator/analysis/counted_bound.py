@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.analysis.named_bound import MOST_CHOSEN, NamedBounds
+from simulator.analysis.window_program import Window
 from simulator.analysis.window_times import Times
 from simulator.machine import Machine
 from simulator.workload import Workload
@@ -79,8 +80,9 @@ def count_bounds(workload: Workload, machine: Machine, device_bytes: float) -> C
     seconds = times.iteration_s(*counts)
     if len(seconds):
         dealt = _dealt_out(times, device_bytes, counts, INTERVALS)
-        seconds = _shared(times, seconds, counts, dealt)
-        seconds = _finer(times, device_bytes, seconds, counts)
+        window = Window(times)
+        seconds = _shared(window, seconds, counts, dealt)
+        seconds = _finer(window, device_bytes, seconds, counts)
     if len(workload.subgroups) <= MOST_CHOSEN:
         seconds = _named(NamedBounds(times, device_bytes), seconds, counts)
     order = np.argsort(seconds, kind="stable")[: np.isfinite(seconds).sum()]
@@ -102,15 +104,16 @@ def _raised(
     return seconds
 
 
-def _finer(times: Times, device_bytes: float, seconds: Floats, counts: Counts) -> Floats:
+def _finer(window: Window, device_bytes: float, seconds: Floats, counts: Counts) -> Floats:
     """The lowest in more intervals."""
+    times = window.times
     if len(set(times.workload.subgroups)) == 1:
         return seconds
 
     def again(some: Ints) -> Floats:
         few = (counts[0][some], counts[1][some], counts[2][some], counts[3][some])
         return _shared(
-            times, seconds[some], few, _dealt_out(times, device_bytes, few, FINE_INTERVALS)
+            window, seconds[some], few, _dealt_out(times, device_bytes, few, FINE_INTERVALS)
         )
 
     return _raised(seconds, again, BATCH, MOST_BATCHES)
@@ -141,20 +144,20 @@ class _Dealt:
     seconds: Floats
 
 
-def _shared(times: Times, seconds: Floats, counts: Counts, dealt: _Dealt) -> Floats:
+def _shared(window: Window, seconds: Floats, counts: Counts, dealt: _Dealt) -> Floats:
     """Cuts of the window's linear program, until the lowest bound is as high as it gets.
 
     The last subgroup is a visit, or it is not; the first host update has ended before the first
     write-back has, or it has not: the shortest window of these cases counts.
     """
-    program = times.program
+    program, times = window.program, window.times
     rows = np.maximum(seconds, dealt.seconds).ravel()
     looked_at = np.argsort(rows, kind="stable")[:MOST_ROWS]
     _, number = np.divmod(looked_at, len(seconds))
     hosts, visits, _, slots = (column[number] for column in counts)
     sizes = dealt.elements.ravel()[looked_at], dealt.beyond_elements.ravel()[looked_at]
     requirements = [
-        times.requirements((hosts, visits, slots), *sizes, visit_last, early_home)
+        window.requirements((hosts, visits, slots), *sizes, visit_last, early_home)
         for visit_last, early_home in product((False, True), repeat=2)
     ]
     windows = [np.zeros(len(looked_at)) for _ in requirements]

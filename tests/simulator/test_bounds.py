@@ -13,6 +13,7 @@ from simulator.analysis.host_sequence import lowest_end_s
 from simulator.analysis.many_plans import PlanSweep
 from simulator.analysis.named_bound import MOST_CHOSEN, PLACEMENTS, NamedBounds
 from simulator.analysis.sharing_modes import HOME, HOST, LEAVING, HostUpdates, modes
+from simulator.analysis.window_program import Window
 from simulator.analysis.window_times import Times
 from simulator.engines.reference import capacities
 from simulator.schedule import Lane, Op, OpKind
@@ -309,9 +310,10 @@ def test_the_last_visit_shares_the_link_with_the_one_before():
     steady = simulate(build_schedule(work, plan, 6), have).iteration_s
     assert steady == pytest.approx(by_hand, rel=1e-3)
     times, counts = Times(work, have), tuple(np.array([n]) for n in (0, 3, 2))
+    window = Window(times)
     elements = np.zeros(1), np.array([1e8])
-    asked = times.requirements(counts, *elements, visit_last=True, early_home=False)[0]
-    window_s = float(asked @ times.program.cut(asked))
+    asked = window.requirements(counts, *elements, visit_last=True, early_home=False)[0]
+    window_s = float(asked @ window.program.cut(asked))
     assert times.rest_s + window_s == pytest.approx(steady, rel=1e-3)
 
 

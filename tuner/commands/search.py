@@ -24,7 +24,8 @@ _FREE = "micro_batch,accumulation,zero_stage,recompute,offload,sub_group_size,gp
 @click.option("--free", help=f"The knobs that may change, of {_FREE}; default: those that neither "
               "a flag nor the DeepSpeed config fixes.")  # fmt: skip
 @click.option("--global-batch", type=click.IntRange(min=1), help="Samples per optimizer step; "
-              "without it the batch may change, and with it what is learned.")  # fmt: skip
+              "without it the batch may change (accumulation up to 16), and what is "
+              "learned.")  # fmt: skip
 @click.option("--gpus", type=click.IntRange(min=1), help="At most; default: one node's.")
 @click.option("--micro-batch", type=click.IntRange(min=1), help="Fixes it; where neither free nor "
               "fixed: 1.")  # fmt: skip
