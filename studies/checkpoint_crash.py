@@ -26,9 +26,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from runtime.checkpoint.deepspeed.restore import newest_valid
 from runtime.checkpoint.files import POINTS, RARE_POINTS
-from runtime.checkpoint.inspect import list_checkpoints, verify
-from runtime.checkpoint.restore import newest_valid
+from runtime.checkpoint.protocol.inspect import list_checkpoints, verify
 from runtime.hardware.launcher import free_port, remove_shared_buffers
 from studies.bench.rank import become_only_rank
 from studies.bench.record import write_record

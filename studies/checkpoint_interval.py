@@ -40,7 +40,7 @@ from studies.checkpoints.interval_run import (
     warm_up,
 )
 from studies.checkpoints.kills import campaign, compare, failure_gaps, goodput_at, with_speed
-from tuner.checkpointing import Choice, Failures, best_checkpointing, rules_of_thumb
+from tuner.placements.checkpointing import Choice, Failures, best_checkpointing, rules_of_thumb
 
 CYCLE = 8  # steps between the checkpoints whose cost is measured
 FACTORS = (0.0, 16.0)  # measured intervals over the tuner's, besides the rules'; at least 1 step

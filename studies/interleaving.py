@@ -34,10 +34,10 @@ from simulator.engines.compiled import simulate_fast
 from studies.bench.offload_runs import SHAPES, Run, read_runs
 from studies.bench.record import write_record
 from studies.published.shipped import HARNESS_S, machine_of, predict, schedule_of, workload_of
-from tuner.calibration import QUARTILE, knobs_of, turned
-from tuner.interval import EIGHTY_PERCENT
-from tuner.memory import UNKNOWN_MARGIN
-from tuner.planning import plan
+from tuner.calibrate.calibration import QUARTILE, knobs_of, turned
+from tuner.calibrate.interval import EIGHTY_PERCENT
+from tuner.placements.memory import UNKNOWN_MARGIN
+from tuner.placements.planning import plan
 
 PUBLISHED = Path(__file__).with_name("data") / "published_offload_runs.csv"
 TESTBEDS = ("a100", "h100x4")

@@ -5,7 +5,8 @@
 
 The gap of a plan is to the bound of `simulator.analysis.bound`, which no plan can beat and which
 even the best plan need not reach: an upper limit of the distance to the optimum. Pairs with few
-subgroups are searched through (`tuner.optimum`), so that there the distance itself is known.
+subgroups are searched through (`tuner.placements.optimum`), so that there the distance itself is
+known.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from simulator import Layer, Machine, Placement, Quantity, Workload
 from simulator.analysis.bound import bound
 from studies.bench.real_models import real_pairs
 from studies.bench.record import write_record
-from tuner.memory import Limits
-from tuner.optimum import optimum
-from tuner.planning import plan
-from tuner.search import Candidate, Search
+from tuner.placements.memory import Limits
+from tuner.placements.optimum import optimum
+from tuner.placements.planning import plan
+from tuner.placements.search import Candidate, Search
 
 GIB = 2**30
 FEW = (4, 8)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tuner.memory import ImpossibleError
-    from tuner.planning import plan
+    from tuner.placements.memory import ImpossibleError
+    from tuner.placements.planning import plan
 
 __all__ = ["ImpossibleError", "plan"]
 
@@ -14,11 +14,11 @@ __all__ = ["ImpossibleError", "plan"]
 def __getattr__(name: str) -> Any:
     # optuna and numba load on first use, so that `tune --help` stays fast.
     if name == "plan":
-        from tuner.planning import plan
+        from tuner.placements.planning import plan
 
         return plan
     if name == "ImpossibleError":
-        from tuner.memory import ImpossibleError
+        from tuner.placements.memory import ImpossibleError
 
         return ImpossibleError
     raise AttributeError(f"module 'tuner' has no attribute {name!r}")

@@ -12,7 +12,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tuner.report import show_machine, show_workload, wide_console
+from tuner.answer.report import show_machine, show_workload, wide_console
 
 if TYPE_CHECKING:
     from profiler.launch import Launcher

@@ -16,7 +16,7 @@ def shadow_prices(
     workload: Workload, machine: Machine, plan: Plan, options: dict[str, Any]
 ) -> list[str]:
     """Plans again with 1 GiB more device memory and with 10 GB/s more link each way."""
-    from tuner.planning import plan as search
+    from tuner.placements.planning import plan as search
 
     assert plan.prediction is not None
     base_s = plan.prediction.iteration_s

@@ -10,14 +10,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from runtime.checkpoint.installation import install
+    from runtime.checkpoint.deepspeed.installation import install
 
 __all__ = ["install"]
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        import runtime.checkpoint.installation
+        import runtime.checkpoint.deepspeed.installation
 
-        return getattr(runtime.checkpoint.installation, name)
+        return getattr(runtime.checkpoint.deepspeed.installation, name)
     raise AttributeError(f"module 'runtime.checkpoint' has no attribute {name!r}")

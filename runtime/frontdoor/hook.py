@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]  # the folder that holds ebbtide's pa
 # What a wrapper keeps of what it stands for. Another copy of this file, loaded under another name,
 # knows its wrapper by it.
 ORIGINAL = "_ebbtide_original"
-LEFTOVERS = ".ebbtide"  # `runtime.checkpoint.rotation.NOTES`
+LEFTOVERS = ".ebbtide"  # `runtime.checkpoint.protocol.rotation.NOTES`
 
 
 def enable() -> None:
@@ -52,7 +52,7 @@ def _before_listing(event: str, args: tuple[Any, ...]) -> None:
     """
     if event not in ("os.listdir", "os.scandir") or _listing.busy:
         return
-    if getattr(sys.modules.get("runtime.checkpoint.bystanders"), "watching", False):
+    if getattr(sys.modules.get("runtime.checkpoint.trainers.bystanders"), "watching", False):
         return  # there is an engine: it looks itself, and knows its own listings from others'
     folder = "." if args[0] is None else args[0]
     if not isinstance(folder, (str, os.PathLike)):
@@ -60,7 +60,7 @@ def _before_listing(event: str, args: tuple[Any, ...]) -> None:
     _listing.busy = True
     try:
         if _has_leftovers(folder):
-            _own("runtime.checkpoint.rotation").settle_below(Path(folder))
+            _own("runtime.checkpoint.protocol.rotation").settle_below(Path(folder))
     finally:
         _listing.busy = False
 

@@ -74,7 +74,7 @@ class _Automatic:
         micro_batches = int(self.engine.gradient_accumulation_steps())
         workload = observed_workload(optimizer, timeline, micro_batches)
         machine = self.machine.with_rates(**measured_rates(timeline, workload.subgroups))
-        from tuner.quick import quick_plan
+        from tuner.placements.quick import quick_plan
 
         current = own.plan.model_copy(update={"overlap_forward": own.overlaps})
         held = footprint(workload, current).device_bytes

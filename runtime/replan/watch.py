@@ -69,7 +69,7 @@ class Watch:
         self._log(timeline, own.plan)
         if not self.replan:
             return
-        from tuner.quick import quick_plan
+        from tuner.placements.quick import quick_plan
 
         result = quick_plan(self.workload, machine, own.plan)
         # All ranks or none: the others would only wait for a rank that moves its state.

@@ -227,7 +227,7 @@ def host_bytes(optimizer: Any) -> int:
 def _checkpointing(engine: Any, session: Session, checkpoint: CheckpointPlan) -> None:
     """Installs the checkpoint engine and its copy on update."""
     from runtime.checkpoint import install
-    from runtime.checkpoint.live_state import LiveState
+    from runtime.checkpoint.stream.live_state import LiveState
 
     live = LiveState()
     live.register_all({i: session.engine.saved_state(i) for i in session.plan.issue_order})

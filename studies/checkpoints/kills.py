@@ -14,7 +14,7 @@ from simulator import Plan
 from simulator.analysis.checkpoint_cost import CheckpointCost
 from simulator.analysis.goodput import expected_goodput
 from studies.checkpoints.interval_run import Child, Training, read_notes, train, under
-from tuner.checkpointing import Failures
+from tuner.placements.checkpointing import Failures
 
 QUIET_STEPS = 8  # at least so many tell what an iteration took around a failure
 
@@ -77,8 +77,8 @@ def campaign(
 
 def _committed(folder: Path) -> int:
     """The step of the newest checkpoint that verifies: what a restart would go on from."""
-    from runtime.checkpoint.inspect import verify
-    from runtime.checkpoint.restore import newest_valid
+    from runtime.checkpoint.deepspeed.restore import newest_valid
+    from runtime.checkpoint.protocol.inspect import verify
 
     if not folder.is_dir():
         return 0

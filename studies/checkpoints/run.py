@@ -96,7 +96,7 @@ def warm_up() -> None:
     import torch
     from deepspeed.comm.torch import build_shm_op
 
-    import runtime.checkpoint.engine
+    import runtime.checkpoint.deepspeed.engine
     from studies.byte_gpt import python_sources
 
     for module in ("deepspeed.runtime.zero.muon.muon_optimizer", "torch.distributed.nn.functional"):
@@ -105,7 +105,7 @@ def warm_up() -> None:
     torch.set_num_threads(1)
     build_shm_op()
     python_sources()
-    importlib.import_module(runtime.checkpoint.engine.__name__)
+    importlib.import_module(runtime.checkpoint.deepspeed.engine.__name__)
 
 
 def start(run: Run) -> list[int]:

@@ -42,7 +42,7 @@ def make_plan(folder: Path) -> None:
 
 def predict_anew(folder: Path) -> None:
     """The plan as it is, with what the simulator says of it on the profile as it now is."""
-    from tuner.planning import predicted_anew
+    from tuner.placements.planning import predicted_anew
 
     path = folder / "plan.json"
     predicted_anew(Plan.load(path), *_profile(folder)).save(path)

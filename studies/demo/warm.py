@@ -21,7 +21,8 @@ for _name in (
     # What DeepSpeed and torch import in the middle of an engine's start.
     "deepspeed.runtime.zero.muon.muon_optimizer", "torch.distributed.nn.functional",
     "torch._dynamo", "matplotlib.pyplot", "optuna", "profiler", "runtime.zero.attach",
-    "runtime.checkpoint.engine", "studies.demo.pictures", "studies.demo.train", "tuner.planning",
+    "runtime.checkpoint.deepspeed.engine", "studies.demo.pictures", "studies.demo.train",
+    "tuner.placements.planning",
 ):  # fmt: skip
     with contextlib.suppress(ImportError):
         importlib.import_module(_name)

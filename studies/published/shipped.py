@@ -17,8 +17,8 @@ from simulator.engines.compiled import simulate_fast
 from simulator.estimates.blocks import ModelError
 from simulator.schedule import Schedule
 from studies.bench.offload_runs import Run, RunError, model_of
-from tuner.calibration import Calibrated, Observation, calibrate, predicted_s
-from tuner.interval import interval_s
+from tuner.calibrate.calibration import Calibrated, Observation, calibrate, predicted_s
+from tuner.calibrate.interval import interval_s
 
 GIB = 2**30
 PRESETS = {"a100": "a100-node", "h100x4": "h100-node"}

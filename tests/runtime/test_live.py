@@ -192,7 +192,7 @@ def test_predicted_and_measured_times_go_to_deepspeeds_monitor(only_rank, tmp_pa
 
 
 def test_checkpoints_carry_the_digest_of_the_plan_they_were_made_under(only_rank, tmp_path):
-    from runtime.checkpoint.inspect import list_checkpoints
+    from runtime.checkpoint.protocol.inspect import list_checkpoints
 
     engine = new_engine()
     count = len(engine.optimizer.fp16_partitioned_groups_flat)

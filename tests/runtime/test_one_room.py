@@ -8,7 +8,7 @@ from runtime.zero.checks import private
 RUNTIME = Path(private.__file__).parents[2]
 # A checkpoint engine must have DeepSpeed's base class, and a checkpoint holds objects of its
 # classes, which a safe loader must name.
-MAY_IMPORT = {"checkpoint/engine.py", "checkpoint/plain_data.py"}
+MAY_IMPORT = {"checkpoint/deepspeed/engine.py", "checkpoint/format/plain_data.py"}
 HIDDEN = {
     member.name for member in (*private.STAGE3, *private.STAGE12) if member.name.startswith("_")
 }

@@ -22,7 +22,7 @@ from studies.published.shipped import (
     schedule_of,
     workload_of,
 )
-from tuner.memory import UNKNOWN_MARGIN
+from tuner.placements.memory import UNKNOWN_MARGIN
 
 CSV = Path(published_runs.__file__).parent / "data" / "published_offload_runs.csv"
 

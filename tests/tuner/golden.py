@@ -14,8 +14,8 @@ from pathlib import Path
 
 from simulator import Layer, Machine, Plan, Quantity, Workload
 from simulator.analysis.bound import bound
-from tuner.memory import Limits
-from tuner.planning import plan as search
+from tuner.placements.memory import Limits
+from tuner.placements.planning import plan as search
 
 PATH = Path(__file__).with_name("golden.json")
 CASES = 50

@@ -5,9 +5,9 @@ from dataclasses import replace
 from random import Random
 
 from tests.tuner.test_search import machine, workload
-from tuner.annealing import WORTH, _State, anneal
-from tuner.memory import Limits
-from tuner.search import Candidate, Search
+from tuner.placements.annealing import WORTH, _State, anneal
+from tuner.placements.memory import Limits
+from tuner.placements.search import Candidate, Search
 
 GIB = 2**30
 

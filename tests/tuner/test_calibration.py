@@ -9,7 +9,7 @@ import pytest
 from simulator import Machine, Quantity, build_strategy, preset, workload_from_model
 from simulator.estimates.presets import SHEETS, STOCK_UPDATE_BYTES
 from tests.tuner.test_cli import run
-from tuner.calibration import (
+from tuner.calibrate.calibration import (
     CalibrationError,
     Observation,
     calibrate,
@@ -17,7 +17,7 @@ from tuner.calibration import (
     predicted_s,
     turned,
 )
-from tuner.interval import BESIDE, interval_s, rates_sigma, workload_interval_s
+from tuner.calibrate.interval import BESIDE, interval_s, rates_sigma, workload_interval_s
 
 GPT = {"layers": 8, "hidden": 2048, "heads": 16, "vocabulary": 32000}
 

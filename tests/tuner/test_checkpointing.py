@@ -13,7 +13,8 @@ from simulator.analysis.checkpoint_cost import CheckpointSimulation
 from simulator.plan import BLOCK_BYTES
 from simulator.schedules.checkpointed import reserved_bytes
 from tests.tuner.test_search import GIB, machine, workload
-from tuner.checkpointing import (
+from tuner.cli import main
+from tuner.placements.checkpointing import (
     BUDGET_SHARES,
     CAP_SHARES,
     SAME,
@@ -23,8 +24,7 @@ from tuner.checkpointing import (
     rated,
     rules_of_thumb,
 )
-from tuner.cli import main
-from tuner.memory import UNKNOWN_MARGIN
+from tuner.placements.memory import UNKNOWN_MARGIN
 from tuner.quantities import rate_bytes_per_s
 
 

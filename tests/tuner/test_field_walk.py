@@ -28,9 +28,9 @@ from simulator import (
 from simulator.analysis.checkpoint_cost import CheckpointSimulation
 from simulator.update.order import UpdateOrder
 from tests.machines import node, workload
-from tuner.interval import workload_interval_s
-from tuner.memory import Limits
-from tuner.report import show_machine, show_plan, show_workload
+from tuner.answer.report import show_machine, show_plan, show_workload
+from tuner.calibrate.interval import workload_interval_s
+from tuner.placements.memory import Limits
 
 GPT = {"layers": 2, "hidden": 256, "heads": 4, "vocabulary": 500}
 SIZES = (4_000_000, 4_000_000, 4_000_000, 4_000_000)

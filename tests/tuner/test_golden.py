@@ -22,7 +22,7 @@ from simulator.engines.compiled import simulate_fast
 from simulator.schedules.strategies import build_strategy
 from simulator.update.recipes import Slot, slot_limits
 from tests.tuner.golden import CASES, case, planned, recorded
-from tuner.memory import Limits
+from tuner.placements.memory import Limits
 
 ROWS = recorded()
 SLOWER = {3: 0.001, 36: 0.06}  # row -> by how much at the most

@@ -4,7 +4,7 @@ import pytest
 
 from simulator import Quantity
 from tests.machines import machine, workload
-from tuner.memory import IQR_OVER_SIGMA, LEAST_MARGIN, SIGMAS, UNKNOWN_MARGIN, Limits
+from tuner.placements.memory import IQR_OVER_SIGMA, LEAST_MARGIN, SIGMAS, UNKNOWN_MARGIN, Limits
 from tuner.quantities import share
 
 SIZE = 1_000_000

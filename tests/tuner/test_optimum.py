@@ -9,9 +9,9 @@ import pytest
 import tuner
 from simulator.analysis.many_plans import PlanSweep
 from studies.optimality import random_pair
-from tuner.memory import Limits
-from tuner.optimum import MOST_SUBGROUPS, optimum, orders
-from tuner.search import Candidate, Search
+from tuner.placements.memory import Limits
+from tuner.placements.optimum import MOST_SUBGROUPS, optimum, orders
+from tuner.placements.search import Candidate, Search
 
 
 def pairs(count, subgroups):

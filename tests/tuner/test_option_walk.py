@@ -14,11 +14,11 @@ import click
 import pytest
 from click.testing import CliRunner
 
-import tuner.planning
+import tuner.placements.planning
 from simulator import preset, workload_from_model
 from tests.machines import node
 from tuner.cli import main
-from tuner.search import Search
+from tuner.placements.search import Search
 
 TINY = {"layers": 2, "hidden": 512, "heads": 8, "kv_heads": 4, "vocabulary": 2000, "name": "tiny"}
 MIB = 2**20
@@ -234,8 +234,8 @@ def ground(tmp_path_factory):
     work = workload_from_model(TINY, preset("h200"))
     work.save(folder / "w.json")
     node().save(folder / "n.json")
-    tuner.planning.plan(work, preset("h200")).save(folder / "plan.json")
-    tuner.planning.plan(work, preset("rtx4090")).save(folder / "second.json")
+    tuner.placements.planning.plan(work, preset("h200")).save(folder / "plan.json")
+    tuner.placements.planning.plan(work, preset("rtx4090")).save(folder / "second.json")
     (folder / "train.py").write_text("")
     for name, step in (("runs.csv", 4.0), ("more.csv", 9.0)):
         with (folder / name).open("w") as file:
@@ -272,12 +272,12 @@ def recorder(monkeypatch):
         "tuner.service.server.run": None,
         "tuner.service.store.Store": str,
         "tuner.configurations.verify.verify": [],
-        "runtime.checkpoint.inspect.list_checkpoints": [],
-        "runtime.checkpoint.inspect.verify": ["p"],
-        "runtime.checkpoint.inspect.prune": [],
-        "tuner.run_logs.read_observations": [],
-        "tuner.calibration.calibrate": calibrated,
-        "tuner.planning._robust_choice": tuner.planning._robust_choice,
+        "runtime.checkpoint.protocol.inspect.list_checkpoints": [],
+        "runtime.checkpoint.protocol.inspect.verify": ["p"],
+        "runtime.checkpoint.protocol.inspect.prune": [],
+        "tuner.calibrate.run_logs.read_observations": [],
+        "tuner.calibrate.calibration.calibrate": calibrated,
+        "tuner.placements.planning._robust_choice": tuner.placements.planning._robust_choice,
     }.items():
         monkeypatch.setattr(target, seen(target, result))
     monkeypatch.setattr("tuner.service.resources.Service", seen("Service"))
@@ -290,7 +290,7 @@ def recorder(monkeypatch):
 
 
 def calibrated(machine, seen):
-    from tuner.calibration import Calibrated
+    from tuner.calibrate.calibration import Calibrated
 
     return Calibrated(machine, changes=(), contradictions=(), unexplained=(), left_pct=0.0)
 

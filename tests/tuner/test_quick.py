@@ -9,7 +9,7 @@ import pytest
 from simulator import Plan, build_schedule
 from simulator.engines.compiled import simulate_fast
 from studies.optimality import random_pair
-from tuner.quick import quick_plan
+from tuner.placements.quick import quick_plan
 
 
 def on_the_host(workload, **fields):
@@ -44,7 +44,7 @@ def test_by_itself_it_takes_no_more_device_memory_than_the_plan_that_runs():
 
 def test_a_training_run_loads_no_optuna_for_it():
     code = (
-        "import sys, tuner.quick\n"
+        "import sys, tuner.placements.quick\n"
         "print(sorted({'optuna', 'pandas', 'matplotlib', 'torch'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

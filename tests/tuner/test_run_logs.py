@@ -6,9 +6,9 @@ import pytest
 
 from simulator import Machine, build_strategy, preset, workload_from_model
 from tests.tuner.test_cli import run
-from tuner.calibration import CalibrationError, predicted_s
-from tuner.deepspeed_log import levels_s, read_log
-from tuner.run_logs import Described, read_observations
+from tuner.calibrate.calibration import CalibrationError, predicted_s
+from tuner.calibrate.deepspeed_log import levels_s, read_log
+from tuner.calibrate.run_logs import Described, read_observations
 
 GPT = {"layers": 8, "hidden": 2048, "heads": 16, "vocabulary": 32000}
 OFFLOADED = {"bf16": {"enabled": True}, "zero_optimization": {

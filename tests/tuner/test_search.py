@@ -9,8 +9,8 @@ from simulator import Layer, Quantity, Workload, build_schedule, simulate
 from simulator.analysis.bound import bound
 from simulator.schedules.strategies import spread
 from tests.machines import node as machine
-from tuner.memory import UNKNOWN_MARGIN, ImpossibleError, Limits
-from tuner.planning import predicted_anew
+from tuner.placements.memory import UNKNOWN_MARGIN, ImpossibleError, Limits
+from tuner.placements.planning import predicted_anew
 
 GIB = 2**30
 

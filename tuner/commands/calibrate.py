@@ -19,8 +19,8 @@ from tuner.inputs import (
 
 if TYPE_CHECKING:
     from simulator.machine import Machine
-    from tuner.calibration import Calibrated, Change
-    from tuner.run_logs import Described
+    from tuner.calibrate.calibration import Calibrated, Change
+    from tuner.calibrate.run_logs import Described
 
 LARGE_MISS = 1.5  # as a factor: above it, what ran is in doubt rather than the rates
 
@@ -51,9 +51,9 @@ def calibrate(
     **source: Any,
 ) -> None:
     """Corrects MACHINE (a file or a preset) by measured runs: each rate with its spread."""
-    from tuner.calibration import calibrate as correct
-    from tuner.run_checks import check_scale
-    from tuner.run_logs import read_observations
+    from tuner.calibrate.calibration import calibrate as correct
+    from tuner.calibrate.run_checks import check_scale
+    from tuner.calibrate.run_logs import read_observations
 
     described, before = _described(source, strategy, ratio), read_machine(machine)
     seen = [one for path in runs for one in read_observations(path, described)]
@@ -75,7 +75,7 @@ def calibrate(
 
 def _described(source: dict[str, Any], strategy: str, ratio: float | None) -> Described:
     from simulator.workload import Workload
-    from tuner.run_logs import Described
+    from tuner.calibrate.run_logs import Described
 
     if source["workload"] is not None and source["model"] is not None:
         raise BadInputError("only one of --workload and --model may be given, but got both")
@@ -105,7 +105,7 @@ def _show(calibrated: Calibrated, runs: int, out: str) -> None:
 
 def _loop_change(before: Machine, after: Machine) -> list[Change]:
     """What lies between the phases: no rate that is fitted, but a change as well."""
-    from tuner.calibration import Change
+    from tuner.calibrate.calibration import Change
 
     loop, old = after.loop_s, before.loop_s
     if loop is None or loop == old:

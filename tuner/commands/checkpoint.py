@@ -27,7 +27,7 @@ FOLDERS = click.argument("folders", metavar="FOLDER...", nargs=-1, required=True
 @guarded
 def list_(folders: tuple[str, ...], as_json: bool) -> None:
     """The committed checkpoints of a folder, newest first; give every tier's folder to see all."""
-    from runtime.checkpoint.inspect import list_checkpoints
+    from runtime.checkpoint.protocol.inspect import list_checkpoints
 
     rows = [
         {**tier, **_row(item)}
@@ -44,8 +44,8 @@ def list_(folders: tuple[str, ...], as_json: bool) -> None:
 @guarded
 def verify(folders: tuple[str, ...], tag: str | None, as_json: bool) -> None:
     """Reads every byte and compares it with the manifest; exit code 2 if something is damaged."""
-    from runtime.checkpoint.inspect import list_checkpoints
-    from runtime.checkpoint.inspect import verify as check
+    from runtime.checkpoint.protocol.inspect import list_checkpoints
+    from runtime.checkpoint.protocol.inspect import verify as check
 
     rows = []
     tiers = _tiers(folders)
@@ -70,7 +70,7 @@ def verify(folders: tuple[str, ...], tag: str | None, as_json: bool) -> None:
 @guarded
 def prune(folders: tuple[str, ...], keep: int, as_json: bool) -> None:
     """Deletes all but the newest committed checkpoints, in each folder that is given."""
-    from runtime.checkpoint.inspect import prune as delete
+    from runtime.checkpoint.protocol.inspect import prune as delete
 
     rows = [
         {**tier, "removed": str(item)}

@@ -79,8 +79,8 @@ def plan(
     **source: Any,
 ) -> None:
     """Searches the best plan and says why it is the best."""
-    from tuner.planning import plan as search
-    from tuner.report import show_plan, wide_console
+    from tuner.answer.report import show_plan, wide_console
+    from tuner.placements.planning import plan as search
 
     needs("with --mtbf", mtbf is not None, "restart", "storage")
     _check_paths(output, emit_deepspeed, machine, source)
@@ -159,7 +159,7 @@ def _tell_device(ds_config: str | None, emit_deepspeed: str | None) -> None:
 
 def _recut(work: Workload, given: str) -> tuple[Workload, tuple[int, ...] | None]:
     """The workload to plan for, and the subgroup sizes that the search may choose from."""
-    from tuner.subgroup_size import SIZES
+    from tuner.placements.subgroup_size import SIZES
 
     if given in ("keep", "auto"):
         return work, SIZES if given == "auto" else None

@@ -52,6 +52,7 @@ def search(
 ) -> None:  # fmt: skip
     """Searches the configuration that trains fastest, by simulation, in seconds."""
     from simulator.estimates.deepspeed_keys import loaded
+    from tuner.answer.report import wide_console
     from tuner.configurations import report
     from tuner.configurations.fixed import fixed_knobs
     from tuner.configurations.outcome import Question
@@ -60,7 +61,6 @@ def search(
     from tuner.configurations.verify import other_machine
     from tuner.configurations.verify import verify as run_for_real
     from tuner.emitted_config import write_config
-    from tuner.report import wide_console
 
     on = read_machine(machine)
     config = dict(loaded(ds_config))

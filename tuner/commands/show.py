@@ -14,7 +14,7 @@ from tuner.inputs import read_plan
 @guarded
 def show(plan_file: str, as_json: bool) -> None:
     """Shows a plan: placement, prediction, what it beat, and why."""
-    from tuner.report import show_plan, wide_console
+    from tuner.answer.report import show_plan, wide_console
 
     result = read_plan(plan_file)
     if as_json:

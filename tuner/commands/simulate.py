@@ -51,7 +51,7 @@ def simulate(
     """Predicts one iteration under a plan or a named strategy."""
     from simulator.engines.reference import simulate as run
     from simulator.schedules.strategies import build_strategy
-    from tuner.interval import workload_interval_s
+    from tuner.calibrate.interval import workload_interval_s
 
     if plan_file is not None and strategy is not None:
         raise BadInputError(
@@ -108,7 +108,7 @@ def _draw(timeline: Timeline, trace: str | None, plot: str | None) -> None:
 
 def _missing(work: Workload, machine: Machine, timeline: Timeline) -> str:
     """The memory that this would need beyond the machine's, nothing kept free; empty: it fits."""
-    from tuner.memory import Limits
+    from tuner.placements.memory import Limits
 
     limits = Limits.of(work, machine, margin=0.0)
     return limits.shortfall(

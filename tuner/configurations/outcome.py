@@ -16,9 +16,9 @@ from simulator.estimates.offloading import Offloading, offloading, plan_obstacle
 from simulator.plan import Plan
 from simulator.update.footprint import footprint
 from tuner.configurations.space import Configuration
-from tuner.memory import GIB, Limits
-from tuner.quick import quick_plan
-from tuner.search import even
+from tuner.placements.memory import GIB, Limits
+from tuner.placements.quick import quick_plan
+from tuner.placements.search import even
 
 _MIB = 2**20
 _PLANNED_MICRO_BATCHES = 3  # the first, one like the others, the last

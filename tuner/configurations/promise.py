@@ -14,7 +14,7 @@ from simulator.schedules.peers import HOST_GRADIENT_BYTES
 from simulator.update.optimizer import FP32_BYTES
 from tuner.configurations.outcome import Question, activation_bytes
 from tuner.configurations.space import Configuration
-from tuner.memory import Limits
+from tuner.placements.memory import Limits
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from simulator.schedules.settings import settings
 from simulator.schedules.strategies import STRATEGIES, build_strategy, stock_offload
 from simulator.update.order import FORWARD
 from simulator.workload import Workload
-from tuner.memory import ImpossibleError, Limits
-from tuner.search import Candidate, Search, even
+from tuner.placements.memory import ImpossibleError, Limits
+from tuner.placements.search import Candidate, Search, even
 from tuner.service.failures import checkpointed, goodput_of
 from tuner.service.requests import Answer, Goodput, PlanJob, Simulate, WhatIf, WhatIfJob
 from tuner.service.scenario import resolve
@@ -100,7 +100,7 @@ def _plan(
     request: Answer, machine: Machine, workload: Workload, limits: Limits, progress: Progress
 ) -> tuple[Plan, float]:
     if request.effort == "full":
-        from tuner.planning import plan as search
+        from tuner.placements.planning import plan as search
 
         progress(0.2, "searching the best plan")
         full = search(workload, machine, mtbf_s=request.mtbf_s)
@@ -356,7 +356,7 @@ def _csv(rows: list[dict[str, Any]]) -> str:
 
 def plan_job(request: PlanJob, progress: Progress) -> dict[str, Any]:
     """What `tune plan` writes, with stock's time beside it."""
-    from tuner.planning import plan as search
+    from tuner.placements.planning import plan as search
 
     machine, workload = resolve(request)
     limits = Limits.of(workload, machine, margin=request.memory_margin)

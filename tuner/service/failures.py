@@ -11,7 +11,7 @@ from simulator.engines.reference import capacities
 from simulator.machine import Machine
 from simulator.plan import CheckpointPlan, Plan
 from simulator.workload import Workload
-from tuner.checkpointing import (
+from tuner.placements.checkpointing import (
     LEAST_BUDGET_BYTES,
     Choice,
     Failures,
@@ -19,7 +19,7 @@ from tuner.checkpointing import (
     rated,
     thriftiest,
 )
-from tuner.memory import Limits
+from tuner.placements.memory import Limits
 
 RESTART_S = 60.0  # as `tune plan --restart` has it
 

@@ -20,7 +20,7 @@ from simulator.schedule import Lane, OpKind
 from simulator.schedules.strategies import build_strategy, stock_offload
 from simulator.span import Span
 from simulator.timeline import MemorySample, Timeline
-from tuner.report import headline
+from tuner.answer.report import headline
 from tuner.service.requests import Planned, Run, Scenario
 from tuner.service.scenario import resolve
 from tuner.service.timeline_view import view

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime.checkpoint.blocks import PlannedFile
-from runtime.checkpoint.commit import Attempt, Commit
 from runtime.checkpoint.files import Files
-from runtime.checkpoint.job import Job
-from runtime.checkpoint.live_state import LiveState
-from runtime.checkpoint.memory import Slots
-from runtime.checkpoint.output import Pace
-from runtime.checkpoint.persist import BlockWriter
-from runtime.checkpoint.skeleton import lay_out
+from runtime.checkpoint.format.blocks import PlannedFile
+from runtime.checkpoint.format.memory import Slots
+from runtime.checkpoint.format.output import Pace
+from runtime.checkpoint.format.skeleton import lay_out
+from runtime.checkpoint.protocol.commit import Attempt, Commit
+from runtime.checkpoint.stream.job import Job
+from runtime.checkpoint.stream.live_state import LiveState
+from runtime.checkpoint.stream.persist import BlockWriter
 
 BLOCK = 16384
 

@@ -11,9 +11,9 @@ import threading
 import pytest
 import torch
 
-from runtime.checkpoint import ending
-from runtime.checkpoint.bystanders import foreign_trainer, guard, ours, release
-from runtime.checkpoint.inspect import verify
+from runtime.checkpoint.protocol.inspect import verify
+from runtime.checkpoint.trainers import ending
+from runtime.checkpoint.trainers.bystanders import foreign_trainer, guard, ours, release
 from tests.runtime.checkpoint.conftest import Bench, Gate, some_state
 from tests.runtime.checkpoint.test_rotation import guarded, placed
 

@@ -12,12 +12,12 @@ import threading
 import pytest
 import torch
 
+from runtime.checkpoint.deepspeed.restore import Resumption, newest_valid
 from runtime.checkpoint.errors import CheckpointError
 from runtime.checkpoint.files import Files
-from runtime.checkpoint.inspect import list_checkpoints, prune, verify
-from runtime.checkpoint.publishing import publish_folder, recover_replaced
-from runtime.checkpoint.restore import Resumption, newest_valid
-from runtime.checkpoint.retention import being_read
+from runtime.checkpoint.protocol.inspect import list_checkpoints, prune, verify
+from runtime.checkpoint.protocol.publishing import publish_folder, recover_replaced
+from runtime.checkpoint.protocol.retention import being_read
 from tests.runtime.checkpoint.conftest import Bench, FaultyFiles, some_state
 
 
@@ -135,7 +135,7 @@ def test_a_fault_on_one_rank_is_heard_on_both(tmp_path, faulty_rank, at):
 
 @pytest.mark.parametrize("missing", [0, 1])
 def test_a_rank_that_never_votes_is_an_error_by_the_deadline(tmp_path, missing, monkeypatch):
-    monkeypatch.setattr("runtime.checkpoint.commit.OUTCOME_GRACE_S", 0.3)
+    monkeypatch.setattr("runtime.checkpoint.protocol.commit.OUTCOME_GRACE_S", 0.3)
     folder, jobs = two_ranks(tmp_path, deadline_s=0.4, begin_only={missing})
     assert isinstance(jobs[1 - missing].failure, CheckpointError)
     assert "deadline_s" in str(jobs[1 - missing].failure)

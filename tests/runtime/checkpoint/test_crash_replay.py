@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from runtime.checkpoint.bystanders import watch
+from runtime.checkpoint.deepspeed.restore import newest_valid
 from runtime.checkpoint.files import Files
-from runtime.checkpoint.inspect import list_checkpoints, verify
-from runtime.checkpoint.restore import newest_valid
+from runtime.checkpoint.protocol.inspect import list_checkpoints, verify
+from runtime.checkpoint.trainers.bystanders import watch
 from tests.runtime.checkpoint.conftest import Bench, some_state
 
 RANDOM_SUBSETS = 4

@@ -13,21 +13,21 @@ from types import SimpleNamespace
 import pytest
 from pydantic import ValidationError
 
-from runtime.checkpoint import memory
-from runtime.checkpoint.drain import (
+from runtime.checkpoint.deepspeed.restore import newest_of_tiers
+from runtime.checkpoint.deepspeed.saving import _tiers
+from runtime.checkpoint.errors import CheckpointError
+from runtime.checkpoint.files import DRAIN_POINTS, Files
+from runtime.checkpoint.format import memory
+from runtime.checkpoint.format.output import Pace
+from runtime.checkpoint.protocol.drain import (
     DamagedSourceError,
     Drain,
     Drainer,
     Tiers,
     next_to_drain,
 )
-from runtime.checkpoint.errors import CheckpointError
-from runtime.checkpoint.files import DRAIN_POINTS, Files
-from runtime.checkpoint.inspect import list_checkpoints, prune, verify
-from runtime.checkpoint.output import Pace
-from runtime.checkpoint.restore import newest_of_tiers
-from runtime.checkpoint.retention import being_read
-from runtime.checkpoint.saving import _tiers
+from runtime.checkpoint.protocol.inspect import list_checkpoints, prune, verify
+from runtime.checkpoint.protocol.retention import being_read
 from simulator import CheckpointPlan
 from tests.runtime.checkpoint.conftest import Bench, FaultyFiles, some_state
 
@@ -136,9 +136,9 @@ def test_every_system_call_of_a_drain_fails_in_turn(tmp_path, error):
 KILLED = """
     import os, signal, sys
     from pathlib import Path
-    from runtime.checkpoint.drain import Drain, Tiers, next_to_drain
+    from runtime.checkpoint.protocol.drain import Drain, Tiers, next_to_drain
     from runtime.checkpoint.files import Files
-    from runtime.checkpoint.output import Pace
+    from runtime.checkpoint.format.output import Pace
     folder = Path(sys.argv[1])
     tiers = Tiers(folder / "fast", folder / "durable", keep=1)
     points = sys.argv[2:]

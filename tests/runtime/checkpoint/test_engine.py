@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.checkpoint.bystanders import ours
-from runtime.checkpoint.inspect import list_checkpoints
-from runtime.checkpoint.job import Job
+from runtime.checkpoint.protocol.inspect import list_checkpoints
+from runtime.checkpoint.stream.job import Job
+from runtime.checkpoint.trainers.bystanders import ours
 from simulator import CheckpointPlan
 from tests.runtime.checkpoint.conftest import FaultyFiles, Gate
 
@@ -543,7 +543,7 @@ def test_what_every_checkpoint_holds_needs_no_closer_look(engines, tmp_path, mon
     """Whether loading would refuse a file is tried only where it holds something uncommon: the
     trial takes longer than the rest of a stall.
     """
-    from runtime.checkpoint import skeleton
+    from runtime.checkpoint.format import skeleton
 
     looks = []
     monkeypatch.setattr(skeleton, "unreadable", lambda path: looks.append(path) or "")

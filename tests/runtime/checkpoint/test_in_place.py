@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from runtime.checkpoint import safe_load
-from runtime.checkpoint.loading import weights_in_place
+from runtime.checkpoint.deepspeed.loading import weights_in_place
+from runtime.checkpoint.format import safe_load
 from studies.bench.bits import state_of
 from studies.byte_gpt import SIZES, ByteGPT
 from tests.runtime.contract.training import DEVICES, attached, start, train

@@ -8,9 +8,9 @@ import torch
 
 from runtime.checkpoint.errors import CheckpointError
 from runtime.checkpoint.files import Files
-from runtime.checkpoint.inspect import verify
-from runtime.checkpoint.output import Pace
-from runtime.checkpoint.skeleton import lay_out
+from runtime.checkpoint.format.output import Pace
+from runtime.checkpoint.format.skeleton import lay_out
+from runtime.checkpoint.protocol.inspect import verify
 from tests.runtime.checkpoint.conftest import BLOCK, Bench, some_state
 
 

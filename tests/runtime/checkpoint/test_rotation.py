@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from runtime.checkpoint import bystanders, rotation, trainers_folder
-from runtime.checkpoint.bystanders import guard, ours, release
-from runtime.checkpoint.commit import Deferred
 from runtime.checkpoint.files import Files
-from runtime.checkpoint.inspect import list_checkpoints, verify
+from runtime.checkpoint.protocol import rotation
+from runtime.checkpoint.protocol.commit import Deferred
+from runtime.checkpoint.protocol.inspect import list_checkpoints, verify
+from runtime.checkpoint.trainers import bystanders, trainers_folder
+from runtime.checkpoint.trainers.bystanders import guard, ours, release
 from tests.runtime.checkpoint.conftest import Bench, Gate, some_state
 
 # ruff: noqa: PTH208 - trainers look with os.listdir
@@ -174,8 +175,8 @@ def test_a_live_process_is_left_alone(tmp_path):
     gate = Gate("payload_fsynced")
     job = guarded(Bench(tmp_path / "checkpoint-20"), some_state(20), "state", gate)
     shutil.rmtree(tmp_path / "checkpoint-10")
-    listing = "from runtime.checkpoint.rotation import settle_below; import sys, pathlib; " \
-        "settle_below(pathlib.Path(sys.argv[1]))"  # fmt: skip
+    listing = "import sys, pathlib; from runtime.checkpoint.protocol.rotation import " \
+        "settle_below; settle_below(pathlib.Path(sys.argv[1]))"  # fmt: skip
     with ours():
         subprocess.run([sys.executable, "-c", listing, str(tmp_path)], check=True,
                        cwd=Path(__file__).parents[3])  # fmt: skip

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
-from runtime.checkpoint.tree import tensors_of
+from runtime.checkpoint.format.tree import tensors_of
 from studies.bench.bits import state_of
 from studies.bench.many_engines import answer_once
 from studies.byte_gpt import SIZES, Batches

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from runtime.checkpoint.skeleton import lay_out
+from runtime.checkpoint.format.skeleton import lay_out
 from studies.bench.bits import differences, state_of
 from tests.runtime.contract.test_bits import MIX, stock
 from tests.runtime.contract.training import (

@@ -17,7 +17,7 @@ from simulator import (
 from simulator.analysis.checkpoint_cost import CheckpointSimulation
 from simulator.analysis.goodput import best_interval_steps, expected_goodput
 from tests.machines import GIB
-from tuner.memory import Limits
+from tuner.placements.memory import Limits
 from tuner.service.scenario import MODELS
 
 LLAMA = {"machine": "h100-node", "model": "Llama 3 8B"}

@@ -9,8 +9,8 @@ from click.testing import CliRunner
 
 from simulator import Plan, build_strategy, preset, simulate, workload_from_model
 from simulator.timeline import Timeline
+from tuner.answer.report import headline
 from tuner.cli import main
-from tuner.report import headline
 from tuner.service.report import posted, read_timelines, report_html
 from tuner.service.scenario import MODELS
 from tuner.service.server import shipped_example

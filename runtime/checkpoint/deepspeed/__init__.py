@@ -1,0 +1,1 @@
+"""DeepSpeed's checkpoint engine: saving, loading and resuming."""

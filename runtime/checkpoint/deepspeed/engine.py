@@ -1,0 +1,419 @@
+"""The lazy asynchronous checkpoint engine, in the place of DeepSpeed's own.
+
+Lazy: a checkpoint copies nothing up front; writers stream from the live buffers while training
+goes on, and only what an update is about to overwrite is copied (copy on update).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import time
+import weakref
+from collections.abc import Callable
+from functools import cache, partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import (
+    CheckpointCommitInfo,
+    CheckpointEngine,
+)
+
+from runtime.checkpoint.deepspeed.loading import Loading
+from runtime.checkpoint.deepspeed.restore import Choice, Resumption
+from runtime.checkpoint.deepspeed.saving import Means, Save, checked_name
+from runtime.checkpoint.errors import CheckpointError
+from runtime.checkpoint.files import Files
+from runtime.checkpoint.format.safe_load import load_file
+from runtime.checkpoint.protocol.commit import Attempt
+from runtime.checkpoint.protocol.peers import Peers, Verdict
+from runtime.checkpoint.protocol.rotation import Note
+from runtime.checkpoint.stream.job import Job, Report
+from runtime.checkpoint.stream.live_state import LiveState
+from runtime.checkpoint.trainers import deleted_first, trainers_folder
+from runtime.checkpoint.trainers.bystanders import (
+    foreign_trainer,
+    guard,
+    others_in_flight,
+    release,
+    wait_for_jobs,
+)
+from simulator.plan import BLOCK_BYTES, CheckpointPlan
+
+logger = logging.getLogger("ebbtide.checkpoint")
+
+
+class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
+    """Saves in the background, commits atomically, loads verified files only.
+
+    Made by `install`. DeepSpeed calls `create`, `makedirs`, `save` and `load`; the training loop
+    calls `on_step`, `wait` and `close`. One checkpoint runs at a time.
+
+    Attributes:
+        client_state: called for what a save at the planned interval gives DeepSpeed as
+            ``client_state`` (data position and the like).
+        last: what the last committed checkpoint cost.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        plan: CheckpointPlan,
+        live: LiveState,
+        *,
+        files: Files | None = None,
+        plan_digest: Callable[[], str] = str,
+        block_bytes: int = BLOCK_BYTES,
+    ) -> None:
+        super().__init__()
+        self.name = "LazyCheckpointEngine"
+        self.client_state: Callable[[], dict[str, Any]] = dict
+        self.last: Report | None = None
+        self._engine = weakref.proxy(engine)
+        self._plan = plan
+        self._plan_digest = plan_digest
+        self._live = live
+        self._files = files or Files()
+        self._peers = Peers(plan.deadline_s)
+        self._means = Means.reserve(
+            plan, live, self._files, block_bytes, drains=self._peers.rank == 0
+        )
+        self._drainer = self._means.drainer
+        self._caught_up = False
+        self._loading = Loading(
+            self._engine, live, self._peers.rank, Resumption(self._peers, self._means.tiers)
+        )
+        self._job: Job | None = None
+        self._save: Save | None = None  # between begin and end of save_checkpoint
+        self._note: Note | None = None  # of the last save, while its trainer completes the folder
+        self._saved: tuple[Any, ...] = ()  # what the last save was given
+        self._closed = False
+        self._pid = os.getpid()
+        self._before_save: Callable[[], None] = lambda: None
+        self._at_exit = _weak_close(self)
+        atexit.register(self._at_exit)
+
+    # -- what the training loop calls
+
+    def on_step(self, global_step: int) -> None:
+        """After each optimizer step: raises a failed checkpoint, saves at the planned interval.
+
+        Raises:
+            CheckpointError: an earlier checkpoint failed in the background; the cause is chained.
+        """
+        self._reap()
+        if self._drainer is not None and not self._caught_up:
+            self._caught_up = True  # what an earlier run had no time for; loading is over by now
+            self._drainer.wake(catching_up=True)
+        every = self._plan.interval_steps
+        if every and self._plan.dir and global_step > 0 and global_step % every == 0:
+            self._engine.save_checkpoint(self._plan.dir, client_state=self.client_state())
+
+    def wait(self) -> Report | None:
+        """Until the running checkpoint is committed; returns what the last one cost.
+
+        Raises:
+            CheckpointError: it failed; the cause is chained.
+        """
+        if self._job is not None:
+            self._job.wait()
+        self._reap()
+        return self.last
+
+    def wait_for_drain(self) -> None:
+        """Until the durable tier (``checkpoint.drain_dir``) holds the newest checkpoint.
+
+        Raises:
+            CheckpointError: it could not be written, or made no progress within the deadline.
+        """
+        self.wait()
+        if self._drainer is not None:
+            self._drainer.wait()
+
+    def finish(self) -> None:
+        """Until no checkpoint is in flight, whatever becomes of it."""
+        job = self._job
+        if job is not None and not job.elsewhere:
+            job.wait()
+
+    @property
+    def running(self) -> bool:
+        return self._job is not None and self._job.running
+
+    def close(self) -> None:
+        """Finishes the running checkpoint and lets go of the reserved memory.
+
+        Raises:
+            CheckpointError: a checkpoint failed that training has not heard of yet.
+        """
+        if self._closed or self._pid != os.getpid():  # a forked child has no part in it
+            return
+        self._closed = True
+        atexit.unregister(self._at_exit)
+        try:
+            self.wait_for_drain()
+        finally:
+            if self._note is not None and self._note.waiting and not self._note.failed:
+                self._note.remove()  # no checkpoint of the Trainer's, after all
+            trainers_folder.settle(over=True)
+            deleted_first.settle(committed=True)  # nothing comes in their place any more
+            self._means.close()
+            self._peers.close()
+
+    def _reap(self) -> None:
+        trainers_folder.settle()
+        if self._drainer is not None:
+            self._drainer.reap()
+        job = self._job
+        if job is not None and job.running:
+            return
+        self._job = None
+        try:
+            if job is not None:
+                self._report(job)
+        finally:
+            self._drop_note()
+
+    def _report(self, job: Job) -> None:
+        if job.report is not None:
+            self.last = job.report
+        if job.failure is not None and not job.cancelled:
+            raise CheckpointError(
+                f"checkpoint {job.attempt.tag!r} of step {job.attempt.step} failed in the "
+                f"background and was not committed: {job.failure}"
+            ) from job.failure
+
+    def _drop_note(self) -> None:
+        """A note that cannot be removed is dropped by the next run; what the checkpoint met on the
+        same disk is what is told.
+        """
+        if self._note is None or self._note.waiting:
+            return
+        note, self._note = self._note, None
+        with contextlib.suppress(OSError):
+            note.remove()
+
+    # -- saving: around engine.save_checkpoint
+
+    def save_checkpoint(
+        self,
+        original: Callable[..., Any],
+        save_dir: str,
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Stands for ``engine.save_checkpoint``; returns as soon as training may go on.
+
+        Returns:
+            False: skipped, because one is running and ``checkpoint.busy`` is ``skip``.
+
+        Raises:
+            CheckpointError: an earlier checkpoint failed, on any rank.
+        """
+        begin = time.monotonic()
+        name = checked_name(save_dir, tag, self._engine.global_steps)
+        folder = Path(save_dir).absolute()
+        state = (str(folder), name, self._engine.global_steps,
+                 self._engine.micro_steps, exclude_frozen_parameters, save_latest)  # fmt: skip
+        if state == self._saved and not client_state and foreign_trainer() is not None:
+            return True  # Trainer saves each of its checkpoints twice: nothing has changed since
+        if self._means.is_durable_tier(folder):
+            self.wait_for_drain()  # one at a time makes hidden folders there
+        verdict = self._agree_to_begin(str(folder / name))
+        if verdict.running:
+            logger.info("checkpoint %s skipped: one is being written (busy: skip)", name)
+            return False
+        # Of another engine of this process, too: one attempt at a time in a folder, since what is
+        # left over there is removed first.
+        wait_for_jobs(folder)
+        self._files.point("save_begun")
+        self._before_save()
+        write = partial(
+            original, save_dir, tag=name, client_state=client_state or {}, save_latest=save_latest,
+            exclude_frozen_parameters=exclude_frozen_parameters,
+        )  # fmt: skip
+        deleted_first.remember(folder)
+        if not verdict.together:
+            self._saved = ()
+            self._save_apart(write, folder / "latest" if save_latest else None, name)
+            return True
+        attempt = Attempt(
+            folder, name, verdict.nonce, self._engine.global_steps, self._peers.rank,
+            self._peers.world_size, save_latest, self._plan_digest(), _versions(),
+            self._means.other_tier(folder),
+        )  # fmt: skip
+        self._note = self._save_in_background(attempt, write, begin)
+        self._saved = state
+        return True
+
+    def _save_in_background(
+        self, attempt: Attempt, write: Callable[[], Any], begin: float
+    ) -> Note:  # fmt: skip
+        in_place = self._returns_in_place()
+        save = Save(attempt, self._means, in_place=in_place)
+        if foreign_trainer() == "transformers":
+            save.commit.note.await_trainer()
+        self._save = save
+        try:
+            save.commit.begin()
+            trainers_folder.settle(attempt.save_dir)
+            write()
+            save.add_random_states()
+            self._job = job = save.make_job(_over)
+            self._files.point("skeleton_made")
+        except BaseException as error:
+            save.commit.abort(f"{type(error).__name__}: {error}")
+            deleted_first.settle(committed=False)
+            raise
+        finally:
+            self._save = None
+        guard(job)
+        job.start()
+        if in_place:
+            job.wait_until_placed()
+        job.stall_s = time.monotonic() - begin
+        if self._plan.mode == "sync":
+            self.wait()
+        self._reap()
+        return save.commit.note
+
+    def _save_apart(self, write: Callable[[], Any], latest: Path | None, tag: str) -> None:
+        """Ranks that save under names of their own (DeepSpeed warns, unless its
+        ``checkpoint.tag_validation`` says otherwise) have no checkpoint to commit together: all is
+        written at once, by DeepSpeed's rules.
+        """
+        write()
+        if latest is not None and self._peers.rank == 0:
+            self._files.write_durably(latest, tag.encode(), "latest")
+        deleted_first.settle(committed=True)
+        self._peers.concat([])  # as with stock, all is there when any rank goes on
+
+    def _returns_in_place(self) -> bool:
+        mode = self._plan.mode
+        return mode == "in_place" or (mode == "auto" and foreign_trainer() is not None)
+
+    def _agree_to_begin(self, target: str) -> Verdict:
+        """All ranks must decide the same, although one may have finished where another has not."""
+        if self.running and self._plan.busy == "replace":
+            assert self._job is not None
+            self._job.cancel()
+        if self.running and self._plan.busy != "skip":
+            assert self._job is not None
+            self._job.wait()
+        failure = None
+        try:
+            self._reap()
+        except CheckpointError as error:
+            failure = error
+        verdict = self._peers.agree(
+            running=self.running, failure=str(failure or ""), target=target
+        )  # fmt: skip
+        if failure is not None:
+            raise failure
+        if verdict.failure:
+            raise CheckpointError(f"a checkpoint failed on another rank: {verdict.failure}")
+        return verdict
+
+    # -- what DeepSpeed calls
+
+    def create(self, info: CheckpointCommitInfo) -> None:
+        """DeepSpeed is about to save; `save_checkpoint` has begun the attempt already."""
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """A checkpoint's own folder gets its name when it is committed, not before."""
+        if self._save is None or not self._save.covers(Path(path).absolute()):
+            super().makedirs(path, exist_ok=exist_ok)
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Lays the file out; the background writes it. Outside of a checkpoint that is committed
+        (16-bit export) it is written at once, whole or not at all.
+        """
+        target = Path(path).absolute()
+        if self._save is not None and self._save.covers(target):
+            self._save.add(state_dict, target)
+            return
+        temporary = target.with_name(f".{target.name}.tmp")
+        torch.save(state_dict, temporary)
+        self._files.rename(temporary, target)
+
+    def load(self, path: str, map_location: Any = None) -> Any:  # noqa: ARG002 - always to the host
+        """The file's content; what can goes straight to where it is live."""
+        return load_file(path, self._loading.into)
+
+    def commit(self, info: CheckpointCommitInfo) -> bool:  # noqa: ARG002
+        """The background commits; see `wait`."""
+        return True
+
+    def is_decoupled(self) -> bool:
+        """DeepSpeed leaves ``latest`` and the commit to us, and calls `cleanup` in destroy."""
+        return True
+
+    def get_commit_info(self) -> None:
+        """Nothing for DeepSpeed to commit at the next step."""
+
+    def cleanup(self) -> None:
+        self.close()
+
+    def preserves_storage_sharing(self) -> bool:
+        """In the background a file gets just the bytes of its tensors: no clones wanted."""
+        return self._save is None
+
+    # -- loading: around engine.load_checkpoint
+
+    def load_checkpoint(
+        self,
+        original: Callable[..., Any],
+        load_dir: str,
+        tag: str | None = None,
+        **options: Any,
+    ) -> Any:
+        """Stands for ``engine.load_checkpoint``; see `Loading.load`."""
+        self.wait_for_drain()
+        wait_for_jobs()  # another engine of this process may be writing what is to be loaded
+        self._before_save()
+        deleted_first.remember(Path(load_dir))
+        return self._loading.load(original, load_dir, tag, options)
+
+    @property
+    def chosen(self) -> Choice | None:
+        """The checkpoint that the last ``load_checkpoint`` took."""
+        return self._loading.chosen
+
+
+def _over(job: Job) -> None:
+    # Of two engines that save together, the last to commit: what was deleted held both's state.
+    if job.failure is not None or not others_in_flight(job):
+        deleted_first.settle(committed=job.failure is None)
+    release(job)
+
+
+@cache
+def _versions() -> dict[str, str]:
+    found = {"torch": str(torch.__version__)}
+    for package in ("ebbtide", "deepspeed"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "unknown"
+    return found
+
+
+def _weak_close(lazy: LazyCheckpointEngine) -> Callable[[], None]:
+    held = weakref.ref(lazy)
+
+    def close() -> None:
+        engine = held()
+        if engine is not None:
+            try:
+                engine.close()
+            except CheckpointError:  # too late to raise: the interpreter is going
+                logger.exception("a checkpoint failed while the program ended")
+
+    return close

@@ -1,0 +1,114 @@
+"""Makes a DeepSpeed engine save and load through ebbtide."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from runtime.checkpoint.deepspeed.engine import LazyCheckpointEngine
+from runtime.checkpoint.deepspeed.stock import StockState
+from runtime.checkpoint.errors import CheckpointError
+from runtime.checkpoint.stream.live_state import LiveState
+from runtime.checkpoint.trainers.bystanders import ours, watch
+from runtime.checkpoint.trainers.ending import finish_at_sigterm
+from simulator.plan import CheckpointPlan
+
+
+def install(
+    engine: Any,
+    checkpoint_plan: CheckpointPlan,
+    live_state: LiveState | None = None,
+    after_step: list[Callable[[], None]] | None = None,
+    **options: Any,
+) -> LazyCheckpointEngine:
+    """Makes a DeepSpeed engine save and load through ebbtide; returns the checkpoint engine.
+
+    Args:
+        engine: what ``deepspeed.initialize`` returned.
+        checkpoint_plan: interval, busy policy, budget, bandwidth.
+        live_state: the runtime's registry. None: the optimizer is DeepSpeed's own, and its
+            ``step`` is held back until its state may be overwritten.
+        after_step: the runtime's calls after each whole step, to which this one is added. None:
+            ``engine.step`` is wrapped.
+        options: ``files``, ``plan_digest``, ``block_bytes`` of `LazyCheckpointEngine`.
+
+    Raises:
+        CheckpointError: the engine keeps state where this cannot work.
+    """
+    _refuse_unsupported(engine)
+    live = live_state if live_state is not None else LiveState()
+    lazy = LazyCheckpointEngine(engine, checkpoint_plan, live, **options)
+    _wrap(engine, "save_checkpoint", lazy.save_checkpoint)
+    _wrap(engine, "load_checkpoint", lazy.load_checkpoint)
+    _wrap(engine, "destroy", _finish_first(lazy))
+    if live_state is None and engine.optimizer is not None:
+        stock = StockState(engine, live)
+        lazy._before_save = stock.register
+        _wrap(engine.optimizer, "step", stock.step)
+    # Of the engine, not of the optimizer: only when the engine's step has returned do its step
+    # counter and the learning-rate schedule stand where the state stands.
+    if after_step is None:
+        _wrap(engine, "step", _then_on_step(lazy, engine))
+    else:
+        held = weakref.proxy(engine)
+        after_step.append(lambda: lazy.on_step(held.global_steps))
+    previous, engine.checkpoint_engine = engine.checkpoint_engine, lazy
+    if previous is not None and previous.is_decoupled():
+        previous.cleanup()
+    watch()
+    finish_at_sigterm(lazy)
+    return lazy
+
+
+def _refuse_unsupported(engine: Any) -> None:
+    if engine.zero_nvme_offload_optimizer():
+        raise CheckpointError(
+            "the lazy checkpoint engine needs the optimizer state in memory, but got "
+            "zero_optimization.offload_optimizer.device=nvme: set it to cpu"
+        )
+    if engine.use_node_local_storage():
+        raise CheckpointError(
+            "ranks commit through a folder they all see, but got "
+            "checkpoint.use_node_local_storage=true: set it to false and save to shared storage"
+        )
+
+
+def _wrap(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+    """The instance's method becomes ``replacement(original, ...)``, under its own signature:
+    trainers ask ``inspect.signature`` which arguments DeepSpeed takes.
+    """
+    original = getattr(owner, name)
+
+    @wraps(original)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        with ours():
+            return replacement(original, *args, **kwargs)
+
+    setattr(owner, name, method)
+
+
+def _finish_first(lazy: LazyCheckpointEngine) -> Callable[..., None]:
+    """The optimizer frees its buffers in destroy: the writers must be done with them."""
+
+    def destroy(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        try:
+            lazy.close()
+        finally:
+            original(*args, **kwargs)
+
+    return destroy
+
+
+def _then_on_step(lazy: LazyCheckpointEngine, engine: Any) -> Callable[..., Any]:
+    held = weakref.proxy(engine)
+
+    def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        before = held.global_steps
+        result = original(*args, **kwargs)
+        if held.global_steps != before:
+            lazy.on_step(held.global_steps)
+        return result
+
+    return step

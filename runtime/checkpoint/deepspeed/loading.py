@@ -1,0 +1,121 @@
+"""Loads a checkpoint into a DeepSpeed engine: verified first, straight into the live buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runtime.checkpoint.deepspeed.random_state import restore_random_states
+from runtime.checkpoint.deepspeed.restore import Choice, Resumption
+from runtime.checkpoint.format.manifest import GLOBAL_NAME
+from runtime.checkpoint.format.safe_load import load_file, only_weights
+from runtime.checkpoint.format.tree import tensors_of
+from runtime.checkpoint.protocol.retention import being_read
+from runtime.checkpoint.stream.live_state import LiveState
+
+
+class Loading:
+    """Around ``engine.load_checkpoint``; belongs to the training thread.
+
+    Attributes:
+        into: while loading: live host tensors by their path in the optimizer's file, and the live
+            weights by theirs in the model's.
+        chosen: the checkpoint that the last load took.
+    """
+
+    def __init__(self, engine: Any, live: LiveState, rank: int, resumption: Resumption) -> None:
+        self._engine = engine
+        self._live = live
+        self._rank = rank
+        self._resumption = resumption
+        self.into: dict[tuple[Any, ...], torch.Tensor] = {}
+        self.chosen: Choice | None = None
+
+    def load(
+        self, original: Callable[..., Any], load_dir: str, tag: str | None,
+        options: Mapping[str, Any],
+    ) -> Any:  # fmt: skip
+        """Verifies, then loads; executes nothing that a file holds.
+
+        Loads what DeepSpeed would: the tag given, or the one that ``latest`` names; the durable
+        tier's copy where the fast tier's is lost or damaged. A checkpoint written without ebbtide
+        is loaded as DeepSpeed would, but for ``weights_only``.
+
+        Raises:
+            CheckpointError: what is to be loaded is torn, damaged, or was never committed; names
+                the newest one that could be loaded.
+        """
+        self.chosen = None
+        if self._engine.load_universal_checkpoint():
+            with only_weights():
+                return original(load_dir, tag=tag, **options)
+        self.chosen = choice = self._resumption.choose(Path(load_dir), tag)
+        folder = choice.folder
+        with only_weights():
+            if folder is None or not (folder / GLOBAL_NAME).exists():
+                return original(str(choice.directory), tag=choice.tag, **options)
+            with being_read(folder):
+                self.into = self._targets()
+                if options.get("custom_load_fn") is None:
+                    self.into |= weights_in_place(self._engine)
+                try:
+                    result = original(str(choice.directory), tag=choice.tag, **options)
+                finally:
+                    self.into = {}
+                self._restore_random(folder)
+                return result
+
+    def _targets(self) -> dict[tuple[Any, ...], torch.Tensor]:
+        """Live host tensors, to read straight into."""
+        optimizer = self._engine.optimizer
+        if optimizer is None or not self._engine.zero_optimization():
+            return {}
+        tree = {"optimizer_state_dict": optimizer.state_dict()}
+        return {
+            path: tensor
+            for path, tensor in tensors_of(tree)
+            if tensor.device.type == "cpu" and tensor.is_contiguous()
+            and self._live.runs(
+                tensor.data_ptr(), tensor.numel() * tensor.element_size()
+            ) is not None
+        }  # fmt: skip
+
+    def _restore_random(self, folder: Path) -> None:
+        path = folder / random_file(self._rank)
+        if path.exists():
+            restore_random_states(load_file(path))
+
+
+def weights_in_place(engine: Any) -> dict[tuple[Any, ...], torch.Tensor]:
+    """The module's live weights by their path in the model's file, for a load to read straight
+    into: 2 bytes per parameter less in host memory than to read them and copy them there.
+
+    Only where ``load_state_dict`` would do nothing but copy each to its place: no partitioned or
+    merged weights, and no module that looks at its weights on their way in or out.
+    """
+    if engine.zero_optimization_partition_weights() or getattr(engine, "mp_world_size", 1) != 1:
+        return {}
+    if not all(_loads_plainly(module) for module in engine.module.modules()):
+        return {}
+    return {("module", name): tensor for name, tensor in engine.module.state_dict().items()
+            if isinstance(tensor, torch.Tensor)}  # fmt: skip
+
+
+def _loads_plainly(module: torch.nn.Module) -> bool:
+    hooks = (
+        module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks,
+        module._state_dict_hooks, module._state_dict_pre_hooks,
+    )  # fmt: skip
+    kind = type(module)
+    if any(hooks) or kind.load_state_dict is not torch.nn.Module.load_state_dict:
+        return False
+    stock = kind._load_from_state_dict is torch.nn.Module._load_from_state_dict
+    return stock or kind.__module__.startswith("torch.nn.")
+
+
+def random_file(rank: int) -> str:
+    """Of this rank: below ZeRO-3 all ranks are given rank 0's client_state."""
+    return f"random_states_rank{rank:05d}.pt"

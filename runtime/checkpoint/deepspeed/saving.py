@@ -1,0 +1,154 @@
+"""One call of ``engine.save_checkpoint`` in the foreground: from its attempt to its job."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from runtime.checkpoint.deepspeed.loading import random_file
+from runtime.checkpoint.deepspeed.random_state import random_states
+from runtime.checkpoint.errors import CheckpointError
+from runtime.checkpoint.files import Files
+from runtime.checkpoint.format.blocks import PlannedFile
+from runtime.checkpoint.format.memory import Slots
+from runtime.checkpoint.format.output import Pace
+from runtime.checkpoint.format.skeleton import lay_out
+from runtime.checkpoint.protocol.commit import Attempt, Commit, Deferred
+from runtime.checkpoint.protocol.drain import Drainer, Tiers
+from runtime.checkpoint.stream.job import Job
+from runtime.checkpoint.stream.live_state import LiveState
+from runtime.checkpoint.stream.persist import BlockWriter
+from simulator.plan import CheckpointPlan
+
+
+@dataclass(frozen=True)
+class Means:
+    """What all saves of an engine write with, reserved once.
+
+    Attributes:
+        budget: slots for copy on update.
+        bounce: one slot per writer thread.
+    """
+
+    plan: CheckpointPlan
+    live: LiveState
+    files: Files
+    pace: Pace
+    budget: Slots
+    bounce: Slots
+    tiers: Tiers | None
+    drainer: Drainer | None
+
+    @classmethod
+    def reserve(
+        cls, plan: CheckpointPlan, live: LiveState, files: Files, block_bytes: int, *, drains: bool
+    ) -> Means:
+        """``drains``: this rank copies what is committed to the durable tier, if there is one."""
+        pace, tiers = Pace(plan.write_bytes_per_s), _tiers(plan)
+        return cls(
+            plan, live, files, pace,
+            Slots(plan.copy_budget_bytes // block_bytes, block_bytes),
+            Slots(plan.writers, block_bytes),
+            tiers,
+            Drainer(tiers, files, pace, plan.deadline_s) if tiers is not None and drains else None,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        self.budget.close()
+        self.bounce.close()
+
+    def other_tier(self, folder: Path) -> Path | None:
+        """The tier that ``folder`` is not; None: there are no two, or it is neither."""
+        if self.tiers is None or not self.tiers.holds(folder):
+            return None
+        fast = folder.resolve() == self.tiers.fast.resolve()
+        return self.tiers.durable if fast else self.tiers.fast
+
+    def is_durable_tier(self, folder: str | Path) -> bool:
+        return self.tiers is not None and Path(folder).resolve() == self.tiers.durable.resolve()
+
+
+class Save:
+    """Gathers what DeepSpeed gives to be saved. Belongs to the training thread."""
+
+    def __init__(self, attempt: Attempt, means: Means, *, in_place: bool) -> None:
+        """``in_place``: files stand under their names before they are durable."""
+        self.attempt = attempt
+        self._means = means
+        self._in_place = in_place
+        self._files: Files = Deferred(means.files) if in_place else means.files
+        self._planned: list[PlannedFile] = []
+        self.commit = Commit(attempt, self._files, means.plan.deadline_s)
+
+    def covers(self, path: Path) -> bool:
+        """Whether the path lies in the checkpoint, whose folder has not got its name yet."""
+        return path.is_relative_to(self.attempt.target)
+
+    def add(self, state_dict: Any, path: Path) -> None:
+        """Lays a file out; the background writes it."""
+        zero = path.name.endswith("optim_states.pt")
+        layout = lay_out(state_dict, self._means.live, stream_device=zero)
+        if layout.unreadable:
+            _say_unreadable(path.name, layout.unreadable)
+        self._planned.append(PlannedFile(path.relative_to(self.attempt.target), layout))
+
+    def add_random_states(self) -> None:
+        layout = lay_out(random_states(), self._means.live, stream_device=False)
+        self._planned.append(PlannedFile(Path(random_file(self.attempt.rank)), layout))
+
+    def make_job(self, when_over: Callable[[Job], None]) -> Job:
+        """The writing of all that was added, not yet started."""
+        means, attempt, plan = self._means, self.attempt, self._means.plan
+        for planned in self._planned:
+            means.files.mkdir((attempt.staging / planned.path).parent)
+        writer = BlockWriter(
+            attempt.staging, self._planned, self._files, means.budget, means.bounce, means.pace,
+            writers=plan.writers, progress_deadline_s=plan.deadline_s, turns=means.live.turns,
+            direct=not self._in_place,
+        )  # fmt: skip
+        job = Job(
+            attempt, self.commit, writer, means.live, means.files,
+            plan.drain_keep if means.is_durable_tier(attempt.save_dir) else plan.keep,
+            means.drainer.wake if means.drainer is not None else lambda: None,
+            durably=means.files if self._in_place else None,
+            when_over=lambda: when_over(job),
+        )  # fmt: skip
+        return job
+
+
+def checked_name(save_dir: str | Path | None, tag: str | None, step: int) -> str:
+    """The tag under which to save.
+
+    Raises:
+        ValueError: no folder to save to; as DeepSpeed does.
+        CheckpointError: the tag is no name of a folder.
+    """
+    if not save_dir:
+        raise ValueError(f"save_dir must be a non-empty path, but got {save_dir!r}")
+    name = f"global_step{step}" if tag is None else str(tag)
+    if not name or "/" in name or "\0" in name or name.startswith(".") or name == "latest":
+        raise CheckpointError(
+            "a tag is the name of a folder: not empty, no '/', no leading '.', not 'latest'; "
+            f"but got {name!r}"
+        )
+    return name
+
+
+def _tiers(plan: CheckpointPlan) -> Tiers | None:
+    if plan.dir is None or plan.drain_dir is None:
+        return None
+    return Tiers(Path(plan.dir).absolute(), Path(plan.drain_dir).absolute(), plan.drain_keep)
+
+
+@cache  # once: the next checkpoint says nothing new
+def _say_unreadable(name: str, what: str) -> None:
+    warnings.warn(
+        f"{name} holds what cannot be loaded again, because loading executes nothing "
+        f"(torch.load with weights_only=True): {what}. Give client_state plain data in its place, "
+        "or call torch.serialization.add_safe_globals with the class before load_checkpoint",
+        stacklevel=2,
+    )

@@ -1,0 +1,47 @@
+"""Standalone use: DeepSpeed's own optimizer, copied on update as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from runtime.checkpoint.stream.live_state import LiveState
+
+
+class StockState:
+    """Registers the state of a DeepSpeed optimizer and holds its ``step`` back.
+
+    Works with any optimizer that keeps its state in ``optimizer.state`` and its fp32 masters as
+    parameters or in ``fp32_partitioned_groups_flat`` (ZeRO-3). Each of those parameters with its
+    moments counts as one subgroup.
+    """
+
+    def __init__(self, engine: Any, live: LiveState) -> None:
+        self._optimizer = engine.optimizer
+        self._live = live
+        self._count = 0
+
+    def register(self) -> None:
+        """Anew before each save: loading a checkpoint replaces the tensors."""
+        masters = self._masters()
+        inner = getattr(self._optimizer, "optimizer", self._optimizer)
+        for number, master in enumerate(masters):
+            state = inner.state.get(master, {})
+            held = [master.detach(), *(v for v in state.values() if torch.is_tensor(v))]
+            self._live.register(number, [t for t in held if t.numel() > 1 and t.is_contiguous()])
+        self._count = len(masters)
+
+    def _masters(self) -> list[torch.Tensor]:
+        flat = getattr(self._optimizer, "fp32_partitioned_groups_flat", None)
+        if flat is not None:
+            return [t for t in flat if t is not None]
+        inner = getattr(self._optimizer, "optimizer", self._optimizer)
+        return [p for group in inner.param_groups for p in group["params"]]
+
+    def step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Stands for ``optimizer.step``."""
+        for subgroup in range(self._count):
+            self._live.before_update(subgroup)
+        return original(*args, **kwargs)

@@ -1,0 +1,112 @@
+"""Cuts files into blocks: the unit that is copied, hashed and written."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from runtime.checkpoint.format.memory import ALIGNMENT, Source
+from runtime.checkpoint.format.skeleton import Layout
+from simulator.plan import BLOCK_BYTES
+
+
+class State(Enum):
+    PENDING = "pending"  # its bytes are still in the live buffers, or in a slot
+    COPYING = "copying"  # on its way into a slot
+    WRITING = "writing"  # a writer reads its bytes
+    DONE = "done"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """``size_bytes`` of a source from ``offset`` on, at ``at`` of the block."""
+
+    at: int
+    source: Source
+    offset: int
+    size_bytes: int
+
+
+@dataclass
+class Block:
+    """One block of one file. Its state belongs to the persist's lock.
+
+    Attributes:
+        subgroups: whose live state it holds.
+        slot: address of its copy in the reserved budget.
+    """
+
+    file: int
+    number: int
+    offset: int
+    size_bytes: int
+    pieces: tuple[Piece, ...]
+    subgroups: frozenset[int]
+    state: State = State.PENDING
+    slot: int | None = None
+    hash: str = field(default="", repr=False)
+
+    @property
+    def direct_address(self) -> int | None:
+        """Where its bytes lie whole and aligned, so that O_DIRECT takes them as they are."""
+        if self.slot is not None:
+            return self.slot
+        if len(self.pieces) != 1 or self.size_bytes % ALIGNMENT:
+            return None
+        piece = self.pieces[0]
+        address = piece.source.address(piece.offset)
+        whole = piece.at == 0 and piece.size_bytes == self.size_bytes
+        return address if whole and address is not None and address % ALIGNMENT == 0 else None
+
+    def gather(self, destination: int) -> None:
+        """Copies its bytes to a host buffer of `padded_bytes`; gaps and padding become zero."""
+        at = 0
+        for piece in self.pieces:
+            if piece.at > at:
+                ctypes.memset(destination + at, 0, piece.at - at)
+            piece.source.copy_to(destination + piece.at, piece.offset, piece.size_bytes)
+            at = piece.at + piece.size_bytes
+        if at < self.padded_bytes:
+            ctypes.memset(destination + at, 0, self.padded_bytes - at)
+
+    @property
+    def padded_bytes(self) -> int:
+        return -(-self.size_bytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True)
+class PlannedFile:
+    """A file to write: its path inside the checkpoint and its layout."""
+
+    path: Path
+    layout: Layout
+
+
+def cut(files: Sequence[PlannedFile], block_bytes: int = BLOCK_BYTES) -> list[Block]:
+    """All blocks of all files, file by file, ascending."""
+    blocks: list[Block] = []
+    for number, planned in enumerate(files):
+        blocks.extend(_cut_file(number, planned.layout, block_bytes))
+    return blocks
+
+
+def _cut_file(file: int, layout: Layout, block_bytes: int) -> Iterable[Block]:
+    extents, first = layout.extents, 0
+    for number, start in enumerate(range(0, layout.size_bytes, block_bytes)):
+        end = min(start + block_bytes, layout.size_bytes)
+        while first < len(extents) and extents[first].end <= start:
+            first += 1
+        pieces, at = [], first
+        while at < len(extents) and extents[at].offset < end:
+            extent = extents[at]
+            begin, stop = max(start, extent.offset), min(end, extent.end)
+            pieces.append(Piece(begin - start, extent.source, begin - extent.offset, stop - begin))
+            at += 1
+        subgroups = {p.source.subgroup for p in pieces} - {None}
+        yield Block(
+            file, number, start, end - start, tuple(pieces),
+            frozenset(s for s in subgroups if s is not None),
+        )  # fmt: skip

@@ -1,0 +1,203 @@
+"""Loads checkpoint files without executing them, in parallel, in place where possible."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runtime.checkpoint.errors import CheckpointError
+from runtime.checkpoint.format.memory import memory_at
+from runtime.checkpoint.format.plain_data import plain_classes
+from runtime.checkpoint.format.tree import replace_tensors, tensors_of
+
+CHUNK_BYTES = 16 * 2**20
+
+
+@contextlib.contextmanager
+def safe_globals() -> Iterator[None]:
+    """Inside, ``torch.load(weights_only=True)`` reads DeepSpeed's own files, and plain data."""
+    # At its end torch's context forbids all that it was given, whoever allowed it before.
+    allowed = torch.serialization.get_safe_globals()
+    missing = [c for c in plain_classes() if c not in allowed]
+    with torch.serialization.safe_globals(missing):
+        yield
+
+
+@contextlib.contextmanager
+def only_weights() -> Iterator[None]:
+    """Inside, every ``torch.load``, DeepSpeed's too, is ``weights_only=True``."""
+    before = os.environ.get("TORCH_FORCE_WEIGHTS_ONLY_LOAD")
+    forced_off = os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)
+    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
+    try:
+        with safe_globals():
+            yield
+    finally:
+        if before is None:
+            del os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"]
+        else:
+            os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = before
+        if forced_off is not None:
+            os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = forced_off
+
+
+def load_file(
+    path: str | Path,
+    into: dict[tuple[Any, ...], torch.Tensor] | None = None,
+    readers: int = 4,
+) -> Any:
+    """What ``torch.load(path, map_location="cpu", weights_only=True)`` returns.
+
+    Args:
+        into: by path in the file's tree (see `tree.tensors_of`): tensors to read into; they are
+            returned in the tree, so that no second copy of them exists in host memory.
+        readers: threads that read at once.
+
+    Raises:
+        CheckpointError: not a readable file of tensors and plain data.
+    """
+    try:
+        with only_weights():
+            return _load_in_parallel(Path(path), into or {}, readers)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError,
+            TypeError, AttributeError, IndexError) as error:  # fmt: skip
+        refused = refused_names(path)
+        why = f"it holds {refused}" if refused else _gist(error)
+        raise CheckpointError(
+            f"{path} must hold tensors and plain data only, readable by "
+            f"torch.load(weights_only=True), but {why}. "
+            "Classes of your own in client_state: allow them with "
+            "torch.serialization.add_safe_globals, if you trust the file"
+        ) from error
+
+
+def refused_names(path: str | Path) -> str:
+    """The classes and functions in a file that loading refuses; empty: none, or no such file."""
+    with contextlib.suppress(Exception), only_weights():  # a damaged file names none
+        return ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(path))))
+    return ""
+
+
+def unreadable(path: str) -> str:
+    """Why loading would refuse a file, naming the class; empty: it would not."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    names = refused_names(path)
+    if names:
+        return names
+    try:
+        with only_weights(), FakeTensorMode():  # reads no tensors
+            torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # noqa: BLE001 - whatever it is, loading would end with it
+        return _gist(error)
+    return ""
+
+
+def _gist(error: BaseException) -> str:
+    """The line of torch's long texts that says what was met."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    telling = [line for line in lines if "WeightsUnpickler error" in line or "Can only" in line]
+    return (telling or lines or [type(error).__name__])[-1].rstrip(".")
+
+
+def _load_in_parallel(path: Path, into: dict[tuple[Any, ...], torch.Tensor], readers: int) -> Any:
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    with FakeTensorMode():
+        tree = torch.load(path, map_location="cpu", weights_only=True)
+    fakes = list(tensors_of(tree))
+    if _legacy(fakes) or _hides_tensors(path, fakes):
+        return torch.load(path, map_location="cpu", weights_only=True)
+    reader = _Reader(path)
+    real: dict[int, torch.Tensor] = {}
+    for where, fake in fakes:
+        if isinstance(fake, FakeTensor):
+            real[id(fake)] = reader.tensor(fake, into.get(where))
+    reader.read(readers)
+    return replace_tensors(tree, lambda t: real.get(id(t), t))
+
+
+def _legacy(fakes: list[tuple[tuple[Any, ...], Any]]) -> bool:
+    """Files of torch.save's old format have no storages at known offsets."""
+    return any(getattr(t.untyped_storage(), "_checkpoint_offset", None) is None for _, t in fakes)
+
+
+def _hides_tensors(path: Path, fakes: list[tuple[tuple[Any, ...], Any]]) -> bool:
+    """Whether an object in the tree (a Namespace, a deque) holds tensors that nobody would fill."""
+    records = torch._C.PyTorchFileReader(str(path)).get_all_records()  # type: ignore[attr-defined]
+    known = {t.untyped_storage()._checkpoint_offset for _, t in fakes}
+    return sum(name.startswith("data/") for name in records) > len(known)
+
+
+class _Reader:
+    """Collects what to read where, then reads it with several threads."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._storages: dict[int, torch.UntypedStorage] = {}  # by file offset
+        self._chunks: list[tuple[torch.Tensor, int]] = []  # bytes to fill, file offset
+
+    def tensor(self, fake: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
+        storage: Any = fake.untyped_storage()
+        offset: int = storage._checkpoint_offset
+        if _fits(fake, target) and offset not in self._storages:
+            assert target is not None
+            self._plan(target.detach().view(-1).view(torch.uint8), offset)
+            return target
+        if offset not in self._storages:
+            held = torch.UntypedStorage(storage.nbytes())
+            self._storages[offset] = held
+            self._plan(torch.empty(0, dtype=torch.uint8).set_(held), offset)
+        made = torch.empty(0, dtype=fake.dtype)
+        made.set_(self._storages[offset], fake.storage_offset(), fake.shape, fake.stride())
+        return made
+
+    def _plan(self, to: torch.Tensor, offset: int) -> None:
+        for part in to.split(CHUNK_BYTES) if to.numel() else ():
+            self._chunks.append((part, offset))
+            offset += part.numel()
+
+    def read(self, readers: int) -> None:
+        descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            with ThreadPoolExecutor(readers) as pool:
+                list(pool.map(lambda chunk: _read_chunk(descriptor, *chunk), self._chunks))
+        finally:
+            os.close(descriptor)
+
+
+def _read_chunk(descriptor: int, to: torch.Tensor, offset: int) -> None:
+    if not on_host(to):
+        passing = torch.empty(to.numel(), dtype=torch.uint8)
+        _read_chunk(descriptor, passing, offset)
+        to.copy_(passing)
+        return
+    view = memoryview(memory_at(to.data_ptr(), to.numel())).cast("B")
+    while len(view):
+        count = os.preadv(descriptor, [view], offset)
+        if count == 0:
+            raise ValueError(f"the file ends at byte {offset}, inside a tensor")
+        view, offset = view[count:], offset + count
+
+
+def on_host(tensor: torch.Tensor) -> bool:
+    """Whether a file can be read straight into it."""
+    return tensor.device.type == "cpu"
+
+
+def _fits(fake: torch.Tensor, target: torch.Tensor | None) -> bool:
+    return (
+        target is not None
+        and target.is_contiguous()
+        and fake.is_contiguous()
+        and target.dtype == fake.dtype
+        and target.shape == fake.shape
+        and fake.untyped_storage().nbytes() == target.numel() * target.element_size()
+    )

@@ -1,0 +1,230 @@
+"""Turns a state dict into a file layout without copying the large tensors.
+
+`torch.save` writes the file with holes where the tensors' bytes belong (`skip_data`); the holes are
+filled later, from any thread, straight from the live buffers.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.serialization import get_crc32_options, set_crc32_options, skip_data
+from torch.utils.serialization import config as serialization
+
+from runtime.checkpoint.format.memory import ALIGNMENT, DeviceBytes, HostBytes, Source, memory_at
+from runtime.checkpoint.format.plain_data import WatchingPickler
+from runtime.checkpoint.format.safe_load import unreadable
+from runtime.checkpoint.format.tree import replace_tensors
+from runtime.checkpoint.stream.live_state import EVERY_SUBGROUP, LiveState
+
+_torch_save = threading.Lock()  # the options of torch.save are global
+
+
+@dataclass(frozen=True)
+class Extent:
+    """``source`` belongs at ``offset`` of the file."""
+
+    offset: int
+    source: Source
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.source.size_bytes
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A file: its length and what goes where, ascending, without overlap; the rest is zero.
+
+    Attributes:
+        live_bytes: streamed from where they are.
+        copied_bytes: copied when the layout was made: nobody promised not to change them.
+        unreadable: what in the file cannot be loaded again, and why; empty: nothing.
+    """
+
+    size_bytes: int
+    extents: tuple[Extent, ...]
+    live_bytes: int
+    copied_bytes: int
+    unreadable: str = ""
+
+
+def lay_out(state: Any, live: LiveState, *, stream_device: bool) -> Layout:
+    """The layout of the file that ``torch.save(state)`` would write.
+
+    Args:
+        state: as given to ``torch.save``.
+        live: tensors in it are streamed, all others are copied now.
+        stream_device: device tensors change in updates only, so they are streamed too; otherwise
+            they are copied now.
+    """
+    stand_ins = _StandIns(live, stream_device=stream_device)
+    tree = stand_ins.replace(state)
+    descriptor = os.memfd_create("ebbtide-skeleton")
+    try:
+        offsets, refused = _save_with_holes(tree, descriptor)
+        if not stand_ins.cover(offsets):  # a tensor hides in an object: the whole file, by value
+            return _whole(state, refused)
+        holes = [
+            extent
+            for key, sources in stand_ins.sources.items()
+            for extent in _in_a_row(offsets[key], sources)
+        ]
+        holes = sorted((e for e in holes if e.source.size_bytes), key=lambda e: e.offset)
+        size = os.fstat(descriptor).st_size
+        frame = _frame(descriptor, holes, size)
+    finally:
+        os.close(descriptor)
+    live_bytes = sum(e.source.size_bytes for e in holes if e.source.subgroup is not None)
+    copied = sum(e.source.size_bytes for e in holes if e.source.subgroup is None)
+    extents = tuple(sorted([*holes, *frame], key=lambda e: e.offset))
+    return Layout(size, extents, live_bytes, copied, refused)
+
+
+def _in_a_row(offset: int, sources: Iterable[Source]) -> Iterator[Extent]:
+    for source in sources:
+        yield Extent(offset, source)
+        offset += source.size_bytes
+
+
+class _StandIns:
+    """Replaces tensors by ones whose storage holds just their bytes; remembers the real source."""
+
+    def __init__(self, live: LiveState, *, stream_device: bool) -> None:
+        self._live = live
+        self._stream_device = stream_device
+        self._made: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._kept: list[torch.Tensor] = []  # an address stays taken while its tensor is here
+        self._empty: set[int] = set()
+        self.sources: dict[int, tuple[Source, ...]] = {}  # by the stand-in's storage
+
+    def replace(self, tree: Any) -> Any:
+        return replace_tensors(tree, self._stand_in)
+
+    def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.detach()
+        # Tied tensors stay tied, so that the file is as small as torch.save would make it.
+        key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if tensor.numel() == 0:
+            return self._nothing(tensor)
+        if key not in self._made:
+            self._kept.append(tensor)
+            self._made[key] = self._make(tensor)
+        return self._made[key]
+
+    def _nothing(self, tensor: torch.Tensor) -> torch.Tensor:
+        made = torch.empty(tensor.shape, dtype=tensor.dtype)
+        self._kept.append(made)
+        self._empty.add(made.untyped_storage()._cdata)
+        return made
+
+    def cover(self, storages: Iterable[int]) -> bool:
+        """Whether these are the stand-ins' storages and no others."""
+        return set(storages) == set(self.sources) | self._empty
+
+    def _make(self, tensor: torch.Tensor) -> torch.Tensor:
+        sources = self._sources(tensor)
+        first, size = sources[0], sum(source.size_bytes for source in sources)
+        if isinstance(first, HostBytes):
+            raw = torch.frombuffer(memory_at(first.start, size), dtype=torch.uint8)
+        else:  # never touched: skip_data reads no bytes
+            raw = torch.empty(size, dtype=torch.uint8)
+        made = raw.view(tensor.dtype).view(tensor.shape)
+        self.sources[made.untyped_storage()._cdata] = sources
+        self._kept.append(made)
+        return made
+
+    def _sources(self, tensor: torch.Tensor) -> tuple[Source, ...]:
+        """Its bytes, in order; several where they are the state of several subgroups."""
+        size = tensor.numel() * tensor.element_size()
+        if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+            runs = self._live.runs(tensor.data_ptr(), size)
+            if tensor.device.type == "cpu" and runs is not None:
+                return tuple(_host_runs(tensor, runs))
+            if tensor.device.type != "cpu" and self._stream_device:
+                one = runs[0][0] if runs and len(runs) == 1 else EVERY_SUBGROUP
+                return (DeviceBytes(tensor, one),)
+        copied = torch.empty(tensor.shape, dtype=tensor.dtype)
+        copied.copy_(tensor)
+        return (HostBytes.of_tensor(copied),)
+
+
+def _host_runs(tensor: torch.Tensor, runs: Iterable[tuple[int, int]]) -> Iterator[HostBytes]:
+    start = tensor.data_ptr()
+    for subgroup, size_bytes in runs:
+        yield HostBytes(start, size_bytes, tensor, subgroup)
+        start += size_bytes
+
+
+def _save_with_holes(tree: Any, descriptor: int) -> tuple[dict[int, int], str]:
+    """Writes all but the tensors' bytes; returns the file offset of each storage, by address, and
+    what loading would refuse.
+    """
+    pickler = _storage_recorder()
+    path = f"/proc/self/fd/{descriptor}"
+    with _torch_save:
+        alignment, crc = serialization.save.storage_alignment, get_crc32_options()
+        serialization.save.storage_alignment = ALIGNMENT
+        set_crc32_options(False)  # the manifest has the hashes
+        try:
+            with skip_data():
+                torch.save(tree, path, pickle_module=pickler)
+        finally:
+            serialization.save.storage_alignment = alignment
+            set_crc32_options(crc)
+    refused = unreadable(path) if any(p.suspicious for p in pickler.made) else ""
+    reader: Any = torch._C.PyTorchFileReader(path)
+    offsets = {c: reader.get_record_offset(f"data/{key}") for c, key in pickler.keys.items()}
+    return offsets, refused
+
+
+def _storage_recorder() -> Any:
+    """Stands for the pickle module in torch.save; ``keys``: record name of each storage.
+
+    torch.save names a storage when its pickler first meets it, in ``persistent_id``; the instance's
+    attribute goes before the method of torch's subclass.
+    """
+    keys: dict[int, str] = {}
+    made: list[WatchingPickler] = []
+
+    class Pickler(WatchingPickler):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            made.append(self)
+            name_storage = self.persistent_id
+
+            def record(item: Any) -> Any:
+                named = name_storage(item)
+                if named is not None:
+                    keys[getattr(item, "_untyped_storage", item)._cdata] = named[2]
+                return named
+
+            self.persistent_id = record  # type: ignore[method-assign]
+            super().__init__(*args, **kwargs)
+
+    return SimpleNamespace(__name__="ebbtide-pickle", Pickler=Pickler, keys=keys, made=made)
+
+
+def _frame(descriptor: int, holes: list[Extent], size: int) -> list[Extent]:
+    """What torch.save did write: the bytes between the holes."""
+    edges = [0, *(edge for hole in holes for edge in (hole.offset, hole.end)), size]
+    pieces = []
+    for start, end in zip(edges[::2], edges[1::2], strict=True):
+        if end > start:
+            data = os.pread(descriptor, end - start, start)
+            pieces.append(Extent(start, HostBytes.of_bytes(data)))
+    return pieces
+
+
+def _whole(state: Any, refused: str) -> Layout:
+    buffer = io.BytesIO()
+    with _torch_save:
+        torch.save(state, buffer, pickle_module=_storage_recorder())
+    data = buffer.getvalue()
+    return Layout(len(data), (Extent(0, HostBytes.of_bytes(data)),), 0, len(data), refused)

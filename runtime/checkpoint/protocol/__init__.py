@@ -1,0 +1,1 @@
+"""When a checkpoint is visible: votes, commits, retention, drains."""

@@ -1,0 +1,349 @@
+"""Two-phase commit of a checkpoint over the ranks, through the shared filesystem.
+
+Everything is written into a hidden folder, ``.TAG.NONCE.partial``. Each rank, once its payload is
+on disk, writes a manifest there: its vote. Rank 0 collects the votes, writes the global manifest,
+and renames the folder to ``TAG``: this one rename is the commit. Then `latest` follows. No
+collective of the training is used, every wait has a deadline, and what is not committed never has
+the name of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from runtime.checkpoint.errors import CheckpointError, ManifestError
+from runtime.checkpoint.files import Files
+from runtime.checkpoint.format.manifest import (
+    GLOBAL_NAME,
+    RANKS_FOLDER,
+    FileRecord,
+    GlobalManifest,
+    RankManifest,
+    RankSeal,
+    block_hash,
+    dump,
+    parse,
+    rank_manifest_name,
+)
+from runtime.checkpoint.protocol.ownership import lives, owner
+from runtime.checkpoint.protocol.publishing import (
+    PARTIAL,
+    REPLACED,
+    publish_folder,
+    recover_replaced,
+)
+from runtime.checkpoint.protocol.retention import committed
+from runtime.checkpoint.protocol.rotation import Note
+
+OWNER_NAME = "owner.json"
+OUTCOME_GRACE_S = 10.0  # rank 0 gives up first, so that nobody else decides before it has
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One attempt to save one checkpoint, the same on every rank but for ``rank``."""
+
+    save_dir: Path
+    tag: str
+    nonce: str
+    step: int
+    rank: int
+    world_size: int
+    save_latest: bool = True
+    plan: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    other_tier: Path | None = None  # counted with this one's, so that the newest of both is known
+
+    @property
+    def staging(self) -> Path:
+        """Where the attempt's files are until they are committed."""
+        return self.save_dir / f".{self.tag}.{self.nonce}{PARTIAL}"
+
+    @property
+    def target(self) -> Path:
+        return self.save_dir / self.tag
+
+    def abort_note(self, rank: int) -> Path:
+        return self.staging / f"abort_{rank:05d}.json"
+
+
+class Commit:
+    """The protocol of one attempt on one rank."""
+
+    def __init__(
+        self, attempt: Attempt, files: Files, deadline_s: float,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        self._attempt = attempt
+        self._files = files
+        self._deadline_s = deadline_s
+        self._check = check  # raises when the attempt was cancelled
+        self._publishing = False
+        self.note = Note(
+            attempt.save_dir, attempt.tag, attempt.nonce, files, save_latest=attempt.save_latest
+        )
+        self._grown: list[Path] = []  # folders that got a new folder
+
+    def begin(self) -> None:
+        """Makes the hidden folder, in the foreground: quick, nothing waits for the disk."""
+        a = self._attempt
+        self._grown = [p.parent for p in (a.staging, *a.staging.parents) if not p.exists()]
+        self._files.mkdir(a.staging / RANKS_FOLDER)
+        if a.rank == 0:
+            page = {**owner(), "nonce": a.nonce}
+            self._files.write_briefly(a.staging / OWNER_NAME, json.dumps(page).encode())
+            self.note.write()
+        self._files.point("staging_made")
+
+    def tidy(self) -> None:
+        """Rank 0 removes what crashed attempts left behind."""
+        a = self._attempt
+        if a.rank == 0:
+            remove_leftovers(a.save_dir, self._files, keep=a.staging)
+
+    def vote(self, files: list[FileRecord]) -> None:
+        """Phase one: this rank's payload is on disk."""
+        a = self._attempt
+        own = {(a.staging / f.path).parent for f in files} | {a.staging}
+        for folder in [*sorted(own), *self._grown]:
+            self._files.fsync_folder(folder)
+        self._files.point("staging_fsynced")
+        manifest = RankManifest(
+            rank=a.rank, world_size=a.world_size, nonce=a.nonce, tag=a.tag, step=a.step,
+            plan=a.plan, versions=dict(a.versions), files=files,
+        )  # fmt: skip
+        path = a.staging / rank_manifest_name(a.rank)
+        self._files.write_durably(path, dump(manifest), "vote")
+        self._files.point("voted")
+
+    def conclude(self) -> None:
+        """Phase two. Returns once the checkpoint is committed.
+
+        Raises:
+            CheckpointError: another rank failed, or did not vote in time; nothing became visible.
+        """
+        if self._attempt.rank == 0:
+            self._seal(self._collect_votes())
+            self._publish()
+        else:
+            self._await_outcome()
+        self._files.point("committed")
+
+    def make_durable(self, files: list[FileRecord], real: Files) -> None:
+        """Of a checkpoint that was placed under its name at once: returns when it is on disk, on
+        all ranks. A kill before that loses nothing, since the kernel has the bytes; only the
+        machine may.
+
+        Args:
+            real: a file layer whose fsync is one.
+        """
+        a = self._attempt
+        for record in files:
+            _fsync(a.target / record.path, real)
+        for folder in sorted({(a.target / f.path).parent for f in files} | {a.target}):
+            real.fsync_folder(folder)
+        if a.rank != 0:
+            real.write_durably(a.target / synced_name(a.rank), b"")
+            return
+        for rank in range(1, a.world_size):
+            for _ in self._polls(lambda rank=rank: f"rank {rank}'s fsync"):  # type: ignore[misc]
+                if (a.target / synced_name(rank)).exists():
+                    break
+        for name in (*(rank_manifest_name(r) for r in range(a.world_size)), GLOBAL_NAME):
+            _fsync(a.target / name, real)
+        real.fsync_folder(a.target / RANKS_FOLDER)
+        if a.save_latest:
+            _fsync(a.save_dir / "latest", real)
+        real.fsync_folder(a.save_dir)
+
+    def close(self, *, committed: bool) -> None:
+        """Rank 0, at the end: older checkpoints that were deleted meanwhile may go now."""
+        if self._attempt.rank != 0:
+            return
+        for rank in range(1, self._attempt.world_size):
+            with contextlib.suppress(OSError):
+                self._files.unlink(self._attempt.target / synced_name(rank))
+        with contextlib.suppress(OSError):  # what is left over, the next resume ends
+            self.note.close(committed=committed)
+
+    def abort(self, reason: str) -> None:
+        """Tells the other ranks; rank 0 also removes the hidden folder. Raises nothing."""
+        a = self._attempt
+        note = json.dumps({"rank": a.rank, "reason": reason[:2000]}).encode()
+        with contextlib.suppress(OSError):
+            self._files.write_durably(a.abort_note(a.rank), note)
+        # Once the names are being swapped, the hidden folder may hold the earlier checkpoint.
+        if a.world_size == 1 and not self._publishing:
+            with contextlib.suppress(OSError):
+                self._files.remove_tree(a.staging)
+        # Placed but not synced is not committed: what was deleted for its sake comes back.
+        synced = self._publishing and not isinstance(self._files, Deferred)
+        self.close(committed=synced and self._is_committed())
+
+    # -- rank 0
+
+    def _collect_votes(self) -> dict[int, bytes]:
+        """The manifests of all ranks, by rank."""
+        a, votes = self._attempt, dict[int, bytes]()
+
+        def missing() -> list[int]:
+            return sorted(set(range(a.world_size)) - set(votes))
+
+        for _ in self._polls(lambda: f"the votes of all ranks (missing: rank {missing()})"):
+            for rank in missing():
+                with contextlib.suppress(FileNotFoundError):
+                    votes[rank] = self._files.read(a.staging / rank_manifest_name(rank))
+            if len(votes) == a.world_size:
+                break
+            self._raise_aborts()
+        self._files.point("votes_seen")
+        return votes
+
+    def _seal(self, votes: Mapping[int, bytes]) -> None:
+        a = self._attempt
+        manifests = [parse(votes[r], RankManifest, rank_manifest_name(r)) for r in sorted(votes)]
+        for manifest in manifests:
+            self._agree(manifest)
+        earlier = committed(a.save_dir)
+        if a.other_tier is not None:
+            earlier += committed(a.other_tier)
+        page = GlobalManifest(
+            nonce=a.nonce, tag=a.tag, step=a.step, world_size=a.world_size, plan=a.plan,
+            sequence=1 + max((c.manifest.sequence for c in earlier), default=0),
+            committed_unix_s=time.time(), versions=dict(a.versions),
+            payload_bytes=sum(f.size_bytes for m in manifests for f in m.files),
+            ranks=[
+                RankSeal(path=rank_manifest_name(r), size_bytes=len(v), hash=block_hash(v))
+                for r, v in sorted(votes.items())
+            ],
+        )  # fmt: skip
+        self._files.fsync_folder(a.staging / RANKS_FOLDER)
+        self._files.write_durably(a.staging / GLOBAL_NAME, dump(page), "manifest")
+        self._files.point("sealed")
+
+    def _agree(self, manifest: RankManifest) -> None:
+        a = self._attempt
+        voted = (manifest.nonce, manifest.tag, manifest.step, manifest.world_size)
+        expected = (a.nonce, a.tag, a.step, a.world_size)
+        if voted != expected:
+            raise CheckpointError(
+                "all ranks must save the same step under the same tag, but rank "
+                f"{manifest.rank} voted for (attempt, tag, step, world size) {voted}, rank 0 has "
+                f"{expected}"
+            )
+
+    def _publish(self) -> None:
+        a = self._attempt
+        self._publishing = True
+        self._files.unlink(a.staging / OWNER_NAME)
+        # What a placed checkpoint replaces stays until that one is durable.
+        deferred = isinstance(self._files, Deferred)
+        aside = (lambda folder: self.note.adopt(folder, a.target)) if deferred else None
+        publish_folder(a.staging, a.target, self._files, aside)
+        if a.save_latest:
+            self._files.write_durably(a.save_dir / "latest", a.tag.encode(), "latest")
+
+    # -- the other ranks
+
+    def _await_outcome(self) -> None:
+        a = self._attempt
+        for _ in self._polls(lambda: "rank 0's commit", extra_s=OUTCOME_GRACE_S):
+            if self._is_committed():
+                return
+            self._raise_aborts()
+            if not a.staging.exists() and not self._is_committed():
+                raise CheckpointError(f"rank 0 gave up checkpoint {a.tag!r}")
+
+    def _is_committed(self) -> bool:
+        try:
+            data = self._files.read(self._attempt.target / GLOBAL_NAME)
+            return parse(data, GlobalManifest, GLOBAL_NAME).nonce == self._attempt.nonce
+        except (OSError, ManifestError):
+            return False
+
+    # -- all
+
+    def _polls(self, what: Callable[[], str], extra_s: float = 0.0) -> Iterator[None]:
+        """Yields, slower and slower, until the deadline."""
+        deadline_s, pause_s = self._deadline_s + extra_s, 0.002
+        end = time.monotonic() + deadline_s
+        while time.monotonic() < end:
+            yield
+            self._check()
+            time.sleep(pause_s)
+            pause_s = min(0.1, pause_s * 1.3)
+        raise CheckpointError(
+            f"checkpoint {self._attempt.tag!r}: {what()} must come within {deadline_s:g} s "
+            "(checkpoint.deadline_s) of this rank's own, but did not: a rank died, hangs, or is "
+            "slow; nothing was committed by this rank"
+        )
+
+    def _raise_aborts(self) -> None:
+        a = self._attempt
+        for rank in range(a.world_size):
+            with contextlib.suppress(FileNotFoundError):
+                note = self._files.read(a.abort_note(rank))
+                raise CheckpointError(
+                    f"checkpoint {a.tag!r} was abandoned: rank {rank} reports "
+                    f"{note.decode(errors='replace')}"
+                )
+
+
+class Deferred(Files):
+    """A file layer that leaves out every fsync: see `Commit.make_durable`."""
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+
+    def call(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
+        return None if name == "fsync" else self._files.call(name, function, *args)
+
+    def point(self, name: str) -> None:
+        self._files.point(name)
+
+
+def synced_name(rank: int) -> str:
+    return f"{RANKS_FOLDER}/synced_{rank:05d}"
+
+
+def _fsync(path: Path, files: Files) -> None:
+    descriptor = files.open(path, os.O_RDONLY)
+    try:
+        files.fsync(descriptor)
+    finally:
+        files.close(descriptor)
+
+
+def remove_leftovers(save_dir: Path, files: Files, keep: Path | None = None) -> None:
+    """Removes what crashed attempts left: hidden folders whose process is gone.
+
+    Args:
+        keep: the attempt that begins now: other ranks may be writing into it already.
+    """
+    recover_replaced(save_dir, files)
+    for pattern in (f".*{PARTIAL}", f".*{REPLACED}", ".*.trash"):
+        for folder in save_dir.glob(pattern):
+            if folder != keep and not _owner_lives(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _owner_lives(folder: Path) -> bool:
+    """Whether another process may still be writing there."""
+    path = folder / OWNER_NAME
+    try:
+        page = json.loads(path.read_bytes())
+        host, pid = str(page["host"]), int(page["pid"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    if host != socket.gethostname():
+        return time.time() - folder.stat().st_mtime < 24 * 3600
+    return pid != os.getpid() and lives(page, path)

@@ -1,0 +1,155 @@
+"""Lists, verifies and prunes checkpoints: `tune checkpoint list|verify|prune DIR`.
+
+Imports neither torch nor DeepSpeed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from runtime.checkpoint.errors import CheckpointError, ManifestError
+from runtime.checkpoint.format.manifest import (
+    GLOBAL_NAME,
+    FileRecord,
+    GlobalManifest,
+    RankManifest,
+    block_hash,
+    parse,
+)
+from runtime.checkpoint.protocol.retention import committed, damaged, named_latest, prune
+
+__all__ = ["Entry", "Problem", "list_checkpoints", "prune", "verify"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of `tune checkpoint list`."""
+
+    tag: str
+    step: int | None
+    size_bytes: int | None
+    world_size: int | None
+    committed_unix_s: float | None
+    plan: str = ""
+    latest: bool = False
+    status: str = "committed"
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is wrong with one file of a checkpoint."""
+
+    path: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.reason}"
+
+
+def list_checkpoints(directory: str | Path) -> list[Entry]:
+    """The checkpoints of a folder, newest first, then those with damaged manifests.
+
+    Payload is not read: see `verify`.
+    """
+    directory = Path(directory)
+    latest = named_latest(directory)
+    entries = [
+        Entry(
+            c.folder.name, c.manifest.step, c.manifest.payload_bytes, c.manifest.world_size,
+            c.manifest.committed_unix_s, c.manifest.plan, c.folder.name == latest,
+        )
+        for c in committed(directory)
+    ]  # fmt: skip
+    for tag, reason in damaged(directory).items():
+        entries.append(
+            Entry(tag, None, None, None, None, latest=tag == latest, status=f"damaged: {reason}")
+        )
+    return entries
+
+
+def verify(
+    directory: str | Path, tag: str, *, share: tuple[int, int] = (0, 1), readers: int = 4
+) -> list[Problem]:
+    """Reads a checkpoint and compares every byte with its manifest; an empty list: it is whole.
+
+    Args:
+        share: (number, of how many): checks every n-th file only, so that ranks share the work.
+            The manifests are always checked.
+        readers: threads.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it was not written by ebbtide.
+    """
+    folder = Path(directory) / tag
+    if not (folder / GLOBAL_NAME).is_file():
+        raise CheckpointError(
+            f"a checkpoint of ebbtide has a file {GLOBAL_NAME}, but {folder} has none: it is "
+            "missing, or was written without ebbtide and cannot be verified"
+        )
+    try:
+        page = parse((folder / GLOBAL_NAME).read_bytes(), GlobalManifest, GLOBAL_NAME)
+        if page.tag != tag:
+            raise ManifestError(f"it belongs to checkpoint {page.tag!r}")
+    except (OSError, ManifestError) as error:
+        return [Problem(GLOBAL_NAME, str(error))]
+    problems, records = _check_ranks(folder, page)
+    mine = records[share[0] :: share[1]]
+    with ThreadPoolExecutor(max(1, readers)) as pool:
+        for result in pool.map(lambda record: _check_file(folder, record), mine):
+            problems.extend(result)
+    return problems
+
+
+def _check_ranks(folder: Path, page: GlobalManifest) -> tuple[list[Problem], list[FileRecord]]:
+    problems, records = [], []
+    for rank, seal in enumerate(page.ranks):
+        try:
+            data = (folder / seal.path).read_bytes()
+            if block_hash(data) != seal.hash:
+                raise ManifestError("its bytes do not match the global manifest")
+            manifest = parse(data, RankManifest, seal.path)
+            belongs_to = (manifest.rank, manifest.nonce, manifest.step, manifest.tag)
+            if belongs_to != (rank, page.nonce, page.step, page.tag):
+                raise ManifestError(f"it belongs to another checkpoint or rank: {belongs_to}")
+            records.extend(manifest.files)
+        except (OSError, ManifestError) as error:
+            problems.append(Problem(seal.path, str(error)))
+    return problems, records
+
+
+def _check_file(folder: Path, record: FileRecord) -> list[Problem]:
+    try:
+        size = (folder / record.path).stat().st_size
+        if size != record.size_bytes:
+            reason = f"must have {record.size_bytes} bytes, but has {size}"
+            return [Problem(record.path, reason)]
+        return list(_differing(folder, record))
+    except OSError as error:
+        return [Problem(record.path, f"cannot be read: {error.strerror}")]
+
+
+def _differing(folder: Path, record: FileRecord) -> Iterator[Problem]:
+    with (folder / record.path).open("rb", buffering=0) as file:
+        buffer = memoryview(bytearray(record.block_bytes))
+        for number, expected in enumerate(record.hashes):
+            count = _fill(file, buffer)
+            if block_hash(buffer[:count]) != expected:
+                start = number * record.block_bytes
+                yield Problem(record.path, f"bytes {start} to {start + count} were altered")
+
+
+def _fill(file: Any, buffer: memoryview) -> int:
+    count = 0
+    while count < len(buffer):
+        got = file.readinto(buffer[count:])
+        if not got:
+            break
+        count += got
+    return count

@@ -1,0 +1,103 @@
+"""Which checkpoints a folder holds, and which of them may go."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from runtime.checkpoint.errors import CheckpointError, ManifestError
+from runtime.checkpoint.files import Files
+from runtime.checkpoint.format.manifest import GLOBAL_NAME, GlobalManifest, parse
+
+
+@dataclass(frozen=True)
+class Committed:
+    """A checkpoint with a readable global manifest."""
+
+    folder: Path
+    manifest: GlobalManifest
+
+
+def committed(save_dir: Path) -> list[Committed]:
+    """The committed checkpoints of a folder, newest first; those with damaged manifests are not
+    among them (see `damaged`).
+    """
+    result = [c for c in map(_read, _folders(save_dir)) if isinstance(c, Committed)]
+    return sorted(result, key=lambda c: c.manifest.sequence, reverse=True)
+
+
+def damaged(save_dir: Path) -> dict[str, str]:
+    """Tag and reason of checkpoints whose global manifest cannot be used."""
+    return {f.name: str(r) for f in _folders(save_dir) if not isinstance(r := _read(f), Committed)}
+
+
+def _folders(save_dir: Path) -> list[Path]:
+    if not save_dir.is_dir():
+        return []
+    return sorted(
+        f for f in save_dir.iterdir() if not f.name.startswith(".") and (f / GLOBAL_NAME).is_file()
+    )
+
+
+def _read(folder: Path) -> Committed | Exception:
+    try:
+        manifest = parse((folder / GLOBAL_NAME).read_bytes(), GlobalManifest, GLOBAL_NAME)
+        if manifest.tag != folder.name:
+            raise ManifestError(f"{GLOBAL_NAME} belongs to checkpoint {manifest.tag!r}")
+    except (OSError, ManifestError) as error:
+        return error
+    return Committed(folder, manifest)
+
+
+@contextlib.contextmanager
+def being_read(folder: Path) -> Iterator[None]:
+    """Inside, no process of this machine prunes the checkpoint. The lock ends with the process."""
+    with (folder / GLOBAL_NAME).open("rb") as manifest:
+        fcntl.flock(manifest, fcntl.LOCK_SH)
+        if not (folder / GLOBAL_NAME).exists():
+            raise CheckpointError(f"{folder} was pruned while it was opened: load again")
+        yield
+
+
+def prune(save_dir: str | Path, keep: int, files: Files | None = None) -> list[str]:
+    """Deletes all but the ``keep`` newest committed checkpoints; returns the deleted tags.
+
+    Never deletes the newest, the one that ``latest`` names, or one being read. Each is renamed
+    first, so that it is whole or gone.
+
+    Raises:
+        CheckpointError: ``keep`` is below 1.
+    """
+    if keep < 1:
+        raise CheckpointError(f"keep must be >= 1 so that a checkpoint is left, but got {keep}")
+    save_dir, files = Path(save_dir), files or Files()
+    latest = named_latest(save_dir)
+    old = [c.folder for c in committed(save_dir)[keep:] if c.folder.name != latest]
+    return [folder.name for folder in old if _delete(folder, files)]
+
+
+def named_latest(save_dir: Path) -> str | None:
+    """What the file ``latest`` says; None where there is none."""
+    try:
+        return (save_dir / "latest").read_text(errors="replace").strip()
+    except OSError:
+        return None
+
+
+def _delete(folder: Path, files: Files) -> bool:
+    with (folder / GLOBAL_NAME).open("rb") as manifest:
+        try:
+            fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        trash = folder.with_name(f".{folder.name}.{os.getpid()}.trash")
+        files.rename(folder, trash)
+        files.fsync_folder(folder.parent)
+        files.point("trash_renamed")
+    files.remove_tree(trash)
+    files.point("trash_deleted")
+    return True

@@ -1,0 +1,408 @@
+"""Keeps an older checkpoint alive until a newer one is committed, whoever rotates.
+
+While a checkpoint is being written, its folder holds ``.ebbtide``: a note that says who writes it,
+and hard links to whatever checkpoint was deleted meanwhile. Both go with the commit. After a crash
+`settle` finds them: what was deleted for the sake of a checkpoint that never came is put back, and
+the folder of the one that never came is moved out of the sight of whoever takes the highest number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from runtime.checkpoint.files import Files
+from runtime.checkpoint.format.manifest import GLOBAL_NAME
+from runtime.checkpoint.protocol.inspect import verify
+from runtime.checkpoint.protocol.ownership import LEASE_S, lives, owner
+from runtime.checkpoint.protocol.publishing import recover_replaced
+from runtime.checkpoint.protocol.retention import committed
+
+NOTES = ".ebbtide"
+KEPT = "kept_"
+UNCOMMITTED = ".uncommitted_"
+MAKING = ".making"  # a Trainer's folder that has not got its name yet
+PER_CHECKPOINT = re.compile(r"(checkpoint|ckpt|step|epoch|iter)\w*[-_=]?\d+|\.ckpt$", re.IGNORECASE)
+# The Trainer writes this one last, after the save: without it, it cannot resume from the folder.
+TRAINERS_LAST, TRAINERS_FOLDER = "trainer_state.json", re.compile(r"checkpoint-\d+")
+
+
+class Note:
+    """Stands in the folder of a checkpoint from the begin of a save to its durable commit."""
+
+    def __init__(
+        self, save_dir: Path, tag: str, nonce: str, files: Files, *, save_latest: bool = True
+    ) -> None:
+        self._save_dir = save_dir
+        self._save_latest = save_latest
+        self._nonce = nonce
+        self._tag = tag
+        self._files = files
+        self._path = save_dir / NOTES / f"{nonce}.json"
+        self._over = threading.Event()
+        self._keeping = threading.Lock()  # what is kept must not slip in behind the end
+        self._awaits = ""  # a file that others write later
+        self.failed = False  # then it stays in a folder that never became whole: see `settle`
+
+    def write(self) -> None:
+        """Quick: a machine that loses it loses the checkpoint's folder, too."""
+        self._write_to(self._path)
+        threading.Thread(target=self._renew, name="ebbtide-lease", daemon=True).start()
+
+    def make_folder(self) -> None:
+        """`write`, and the checkpoint's folder in the same step: killed between the two, a run
+        would leave a folder that tells nobody what it is.
+        """
+        making = self._save_dir.with_name(f".{self._save_dir.name}.{self._nonce}{MAKING}")
+        self._write_to(making / NOTES / self._path.name)
+        try:
+            self._files.rename(making, self._save_dir)
+        except OSError:  # another rank has made it
+            shutil.rmtree(making, ignore_errors=True)
+            self._write_to(self._path)
+        threading.Thread(target=self._renew, name="ebbtide-lease", daemon=True).start()
+
+    def _write_to(self, path: Path) -> None:
+        self._files.mkdir(path.parent)
+        page = {**owner(), "tag": self._tag, "nonce": self._nonce, "latest": self._latest(),
+                "save_latest": self._save_latest, "awaits": self._awaits}  # fmt: skip
+        self._files.write_briefly(path, json.dumps(page).encode())
+
+    def await_trainer(self) -> None:
+        """Before `write`: the folder is the Trainer's, and complete with its last file only."""
+        if TRAINERS_FOLDER.fullmatch(self._save_dir.name):
+            self._awaits = TRAINERS_LAST
+
+    def _renew(self) -> None:
+        while not self._over.wait(LEASE_S):
+            with contextlib.suppress(OSError):
+                os.utime(self._path)
+
+    def _latest(self) -> str:
+        try:
+            return (self._save_dir / "latest").read_text()
+        except OSError:
+            return ""
+
+    def keep(self, folder: Path) -> None:
+        """Links a folder's files, so that they outlive its deletion.
+
+        Raises:
+            OSError: the filesystem has no hard links, or this is another filesystem.
+        """
+        with self._keeping:
+            if self._over.is_set():
+                raise FileNotFoundError("the attempt is over: nothing is kept any more")
+            number = sum(1 for _ in self._path.parent.glob(f"{KEPT}{self._nonce}_*"))
+            place = self._path.parent / f"{KEPT}{self._nonce}_{number}"
+            temporary = place.with_name(f".{place.name}")
+            tree = temporary / "tree"
+            try:
+                _link_tree(folder, tree)
+            except OSError:
+                shutil.rmtree(temporary, ignore_errors=True)
+                raise
+            path = os.path.relpath(folder, self._save_dir)
+            (temporary / "where.json").write_text(json.dumps({"path": path, "nonce": self._nonce}))
+            temporary.rename(place)  # whole or not there
+
+    def adopt(self, folder: Path, home: Path) -> None:
+        """Keeps a folder that another one has replaced at ``home``."""
+        place = self._path.parent / f"{KEPT}{self._nonce}_replaced"
+        temporary = place.with_name(f".{place.name}")
+        temporary.mkdir(parents=True)
+        folder.rename(temporary / "tree")
+        path = os.path.relpath(home, self._save_dir)
+        (temporary / "where.json").write_text(json.dumps({"path": path, "nonce": self._nonce}))
+        temporary.rename(place)
+
+    def close(self, *, committed: bool) -> None:
+        """The attempt is over: what was deleted meanwhile is given up, or put back."""
+        with self._keeping:
+            self._over.set()
+        for place in kept(self._save_dir, self._nonce):
+            if committed:
+                self._files.remove_tree(place)
+            else:
+                put_back(self._save_dir, place)
+        self.failed = not committed
+        if not self.waiting:
+            self.remove()
+
+    @property
+    def waiting(self) -> bool:
+        """The trainer has not completed its folder yet."""
+        return bool(self._awaits) and not (self._save_dir / self._awaits).exists()
+
+    def remove(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._files.unlink(self._path)
+        _remove_if_empty(self._path.parent)
+
+
+def kept(save_dir: Path, nonce: str = "") -> list[Path]:
+    """Without what is left of one that was put back, or given up, by a run that was killed then."""
+    places = (save_dir / NOTES).glob(f"{KEPT}{nonce}*")
+    return sorted(place for place in places if (place / "where.json").exists())
+
+
+def put_back(save_dir: Path, place: Path) -> Path | None:
+    """Gives a deleted checkpoint its place again; returns it. What is left there by a deletion
+    that was cut short makes room.
+    """
+    home = _home(save_dir, place)
+    if _same_files(place / "tree", home):
+        shutil.rmtree(place, ignore_errors=True)
+        return home
+    if home.exists():
+        home.rename(place / "rest")
+    home.parent.mkdir(parents=True, exist_ok=True)
+    (place / "tree").rename(home)
+    shutil.rmtree(place, ignore_errors=True)
+    return home
+
+
+def _home(save_dir: Path, place: Path) -> Path:
+    """Where what is kept was deleted."""
+    where = json.loads((place / "where.json").read_text())["path"]
+    return Path(os.path.normpath(save_dir / where))
+
+
+def settle(save_dir: Path) -> None:
+    """Ends what a crash left in the folder of a checkpoint; returns at once where nothing is left.
+
+    Ranks may call it at the same time: the first does it, the others wait.
+    """
+    with _alone(save_dir / NOTES) as notes:
+        if notes is not None:
+            _settle(save_dir, notes)
+
+
+def twin(directory: Path) -> Path:
+    """Where checkpoints of a folder are kept that were deleted before the save in their place.
+
+    Beside it: trainers take all that they find in it for checkpoints.
+    """
+    directory = directory.absolute()
+    return directory.with_name(f".{directory.name}.ebbtide")
+
+
+def restore_deleted(directory: Path) -> None:
+    """Puts back what was deleted there before a save that a crash cut short."""
+    place = twin(directory)
+    with _alone(place / NOTES) as notes:
+        if notes is None or _anybody(notes):
+            return
+        for folder in kept(place):
+            if not _is_whole(_home(place, folder)):
+                put_back(place, folder)
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _is_whole(home: Path) -> bool:
+    """Whether a checkpoint stands there again, as a checkpoint or as the folder of one."""
+    around = [*committed(home), *(c for c in committed(home.parent) if c.folder == home)]
+    return any(not verify(c.folder.parent, c.folder.name) for c in around)
+
+
+@contextlib.contextmanager
+def _alone(notes: Path) -> Iterator[Path | None]:
+    """The folder of notes, locked against other ranks; None: there is nothing to settle."""
+    # Its own listings come back here through the audit hooks that call it.
+    if _settling.busy or not notes.is_dir():
+        yield None
+        return
+    _settling.busy = True
+    try:
+        with _locked(notes):
+            yield notes if notes.is_dir() else None  # another rank was faster
+    finally:
+        _settling.busy = False
+
+
+def _anybody(notes: Path) -> bool:
+    """Whether some process that wrote a note there may still be at work."""
+    try:
+        return any(lives(_read(path), path) for path in list(notes.glob("*.json")))
+    except FileNotFoundError:  # its commit has just taken them away, while this looked
+        return True
+
+
+class _Settling(threading.local):
+    busy = False
+
+
+_settling = _Settling()
+
+
+def _settle(save_dir: Path, notes: Path) -> None:
+    if _anybody(notes):
+        return
+    recover_replaced(save_dir, Files())  # what `latest` names must not be missing below
+    pages = [_read(path) for path in notes.glob("*.json")]
+    done = [_became_whole(save_dir, page) for page in pages]
+    complete = all((save_dir / str(page.get("awaits", ""))).exists() for page in pages)
+    # Without a note: what an attempt kept that ended while it did, or whose note a machine lost.
+    good = all(done) and complete if pages else bool(committed(save_dir))
+    homes = []
+    for place in kept(save_dir):
+        if good:
+            shutil.rmtree(place)
+        else:
+            homes.append(put_back(save_dir, place))
+    for page, whole in zip(pages, done, strict=True):
+        (_name_latest if whole else _forget)(save_dir, page)
+    if not good and (not complete or not committed(save_dir)):
+        _hide(save_dir, next((h for h in homes if h is not None), None))
+    shutil.rmtree(notes, ignore_errors=True)
+
+
+def settle_below(directory: Path) -> None:
+    """`settle` for a folder that holds one folder per checkpoint, as trainers have it."""
+    settle(directory)
+    restore_deleted(directory)
+    with contextlib.suppress(OSError):
+        for entry in list(os.scandir(directory)):
+            if entry.name.endswith(MAKING) and not _anybody(Path(entry.path) / NOTES):
+                shutil.rmtree(entry.path, ignore_errors=True)
+            elif entry.is_dir(follow_symlinks=False) and os.path.lexists(f"{entry.path}/{NOTES}"):
+                settle(Path(entry.path))
+
+
+def _became_whole(save_dir: Path, page: dict[str, Any]) -> bool:
+    """Whether the attempt's checkpoint stands under its name, byte for byte."""
+    tag = str(page.get("tag", ""))
+    if not tag and page.get("awaits"):  # written when the folder was made: the trainer's alone
+        return (save_dir / str(page["awaits"])).exists()
+    mine = [c for c in committed(save_dir) if c.manifest.nonce == page.get("nonce")]
+    return bool(mine) and not verify(save_dir, tag)
+
+
+def _name_latest(save_dir: Path, page: dict[str, Any]) -> None:
+    """Ends a commit that was killed between the rename and ``latest``."""
+    latest = save_dir / "latest"
+    now = latest.read_text() if latest.exists() else ""
+    if page.get("tag") and page.get("save_latest") and now == page.get("latest"):
+        Files().write_durably(latest, str(page["tag"]).encode())
+
+
+def _forget(save_dir: Path, page: dict[str, Any]) -> None:
+    """Takes a checkpoint that was placed but is torn, as after a power failure, out of the way."""
+    tag = str(page.get("tag", ""))
+    for result in committed(save_dir):
+        if result.manifest.nonce == page.get("nonce"):
+            result.folder.rename(save_dir / f".{tag}.{page['nonce']}.replaced_torn")
+            recover_replaced(save_dir, Files())
+    latest = save_dir / "latest"
+    if "latest" not in page or not latest.exists():
+        return  # a note that the crash tore knows of no former one
+    if (save_dir / latest.read_text().strip()).exists():
+        return
+    former = str(page["latest"])
+    if former:
+        Files().write_durably(latest, former.encode())
+    else:
+        latest.unlink()  # the very first one never came: a run starts anew
+
+
+def _hide(save_dir: Path, beside: Path | None) -> None:
+    """Moves the folder of a checkpoint that never came into an older one's, so that nobody takes it
+    for a checkpoint. A folder that may hold more than one checkpoint, by its name, stays.
+
+    Args:
+        beside: an older one that was deleted for its sake.
+    """
+    if beside is None and not PER_CHECKPOINT.search(save_dir.name):
+        return
+    if beside is None:
+        beside = newest_beside(save_dir)
+    if beside is None and TRAINERS_FOLDER.fullmatch(save_dir.name):
+        beside = save_dir.parent  # without an older one a run starts anew, and does not stumble
+    if beside is not None and beside != save_dir:
+        hidden = beside / f"{UNCOMMITTED}{save_dir.name}"
+        shutil.rmtree(hidden, ignore_errors=True)  # killed at the same step before
+        with contextlib.suppress(OSError):
+            save_dir.rename(hidden)
+            # Last: as long as it is in sight, its note must say what it is.
+            shutil.rmtree(hidden / NOTES, ignore_errors=True)
+
+
+def newest_beside(directory: Path) -> Path | None:
+    """The folder beside it (see `siblings`) that holds the checkpoint committed last."""
+    result = [c for folder in siblings(directory) for c in committed(folder)]
+    newest = max(result, key=lambda c: c.manifest.committed_unix_s, default=None)
+    return None if newest is None else newest.folder.parent
+
+
+def siblings(directory: Path) -> list[Path]:
+    """Folders beside it whose names differ in numbers only: where trainers make a folder for each
+    checkpoint (``checkpoint-500``), the other checkpoints of the same run.
+    """
+    directory = directory.absolute()
+    kind = re.sub(r"\d+", "#", directory.name)
+    others = (f for f in directory.parent.glob("*") if f.is_dir() and f != directory)
+    return sorted(f for f in others if "#" in kind and re.sub(r"\d+", "#", f.name) == kind)
+
+
+def holds_checkpoint(folder: Path) -> bool:
+    """Whether deleting a folder deletes a checkpoint: ours or DeepSpeed's own."""
+    for depth in ("", "*/"):
+        for name in (GLOBAL_NAME, "*_states.pt"):
+            if next(folder.glob(depth + name), None) is not None:
+                return True
+    return False
+
+
+def _link_tree(source: Path, target: Path) -> None:
+    target.mkdir(parents=True)
+    for entry in list(os.scandir(source)):
+        if entry.is_dir(follow_symlinks=False):
+            if entry.name != NOTES:
+                _link_tree(Path(entry.path), target / entry.name)
+        else:
+            os.link(entry.path, target / entry.name, follow_symlinks=False)
+
+
+def _same_files(one: Path, other: Path) -> bool:
+    """Whether every file of ``one`` is, as the same file, in ``other``."""
+    for path in one.rglob("*"):
+        if not path.is_dir():
+            twin = other / path.relative_to(one)
+            if not twin.exists() or not path.samefile(twin):
+                return False
+    return True
+
+
+@contextlib.contextmanager
+def _locked(notes: Path) -> Iterator[None]:
+    try:
+        descriptor = os.open(notes, os.O_RDONLY)
+    except FileNotFoundError:
+        yield
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        page = json.loads(path.read_bytes())
+        return page if isinstance(page, dict) else {}
+    except (OSError, ValueError):
+        return {}
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        folder.rmdir()

@@ -1,0 +1,1 @@
+"""State on its way to disk while training goes on."""

@@ -1,0 +1,156 @@
+"""One checkpoint in the background, from the written skeletons to the commit."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from runtime.checkpoint.errors import Cancelled
+from runtime.checkpoint.files import Files
+from runtime.checkpoint.protocol.commit import Attempt, Commit
+from runtime.checkpoint.protocol.retention import prune
+from runtime.checkpoint.protocol.rotation import Note
+from runtime.checkpoint.stream.live_state import LiveState
+from runtime.checkpoint.stream.persist import BlockWriter
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a finished checkpoint cost.
+
+    Attributes:
+        stall_s: the training loop waited in ``save_checkpoint``.
+        update_wait_s: updates waited for copies and for the disk.
+        copied_bytes: by copy on update.
+    """
+
+    tag: str
+    step: int
+    payload_bytes: int
+    stall_s: float
+    update_wait_s: float
+    copied_bytes: int
+    persist_s: float
+    commit_s: float
+
+
+class Job:
+    """Persists and commits one checkpoint; owned by the engine, runs on a thread of its own.
+
+    The thread, the training loop (`wait`, `cancel`) and updates (through the writer) touch it.
+    """
+
+    def __init__(
+        self, attempt: Attempt, commit: Commit, writer: BlockWriter, live: LiveState,
+        files: Files, keep: int,
+        after_commit: Callable[[], None] = lambda: None, durably: Files | None = None,
+        when_over: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        self.attempt = attempt
+        self.failure: BaseException | None = None
+        self.report: Report | None = None
+        self.stall_s = 0.0
+        self._commit = commit
+        self._writer = writer
+        self._live = live
+        self._files = files
+        self._keep = keep
+        self._after_commit = after_commit
+        self._durably = durably  # set: placed under its name first, made durable behind
+        self._when_over = when_over
+        self._placed = threading.Event()
+        self._over = threading.Event()
+        self._pid = os.getpid()
+        # No daemon: the end of a process, also of a multiprocessing child, which runs no atexit,
+        # waits for it; all that it waits for itself has a deadline.
+        self._thread = threading.Thread(
+            target=self._run, name=f"ebbtide-checkpoint-{attempt.tag}", daemon=False
+        )
+
+    def start(self) -> None:
+        """The live bytes are read from now on, until they are on disk or copied."""
+        self._live.attach(self._writer)
+        self._writer.start()
+        self._thread.start()
+        self._files.point("job_started")
+
+    @property
+    def running(self) -> bool:
+        return not self._over.is_set()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Until it is over, committed or failed; False: the time was up first."""
+        if self.elsewhere:
+            return self._wait_for_the_parent(timeout_s)
+        return self._over.wait(timeout_s)
+
+    def wait_until_placed(self) -> None:
+        """Until its files stand under their names, or it failed."""
+        self._placed.wait()
+
+    @property
+    def placed(self) -> bool:
+        return self._placed.is_set()
+
+    @property
+    def elsewhere(self) -> bool:
+        """This process was forked off the one that writes: no thread of it is here."""
+        return self._pid != os.getpid()
+
+    def _wait_for_the_parent(self, timeout_s: float | None) -> bool:
+        a, end = self.attempt, time.monotonic() + (timeout_s or 600.0)
+        while time.monotonic() < end:
+            if not a.staging.exists() or os.getppid() != self._pid:
+                self._over.set()
+                return True
+            time.sleep(0.02)
+        return False
+
+    @property
+    def note(self) -> Note:
+        return self._commit.note
+
+    def cancel(self) -> None:
+        """Gives up, unless all blocks are written already: then the commit goes on."""
+        self._writer.cancel()
+
+    def _run(self) -> None:
+        begin = time.monotonic()
+        try:
+            self._commit.tidy()
+            records = self._writer.finish()
+            self._live.attach(None)
+            persisted = time.monotonic()
+            self._commit.vote(records)
+            self._commit.conclude()
+            if self._durably is not None:
+                self._placed.set()
+                self._files.point("placed")
+                self._commit.make_durable(records, self._durably)
+            self._commit.close(committed=True)
+            self.report = Report(
+                self.attempt.tag, self.attempt.step, sum(r.size_bytes for r in records),
+                self.stall_s, self._writer.waited_s, self._writer.copied_bytes,
+                persisted - begin, time.monotonic() - persisted,
+            )  # fmt: skip
+            self._after_commit()
+            if self._keep and self.attempt.rank == 0:
+                prune(self.attempt.save_dir, self._keep, self._files)
+            self._files.point("done")
+        except BaseException as error:  # noqa: BLE001 - the foreground raises it at the next step
+            self.failure = error
+            self._commit.abort(f"{type(error).__name__}: {error}")
+        finally:
+            self._live.attach(None)
+            self._placed.set()
+            try:
+                self._when_over()  # first: whoever waited finds the deletions settled, too
+            finally:
+                self._over.set()
+
+    @property
+    def cancelled(self) -> bool:
+        return isinstance(self.failure, Cancelled)

@@ -1,0 +1,318 @@
+"""Writes the blocks of one checkpoint from several threads while training goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from runtime.checkpoint.errors import Cancelled, CheckpointError
+from runtime.checkpoint.files import Files
+from runtime.checkpoint.format.blocks import Block, PlannedFile, State, cut
+from runtime.checkpoint.format.manifest import FileRecord, block_hash
+from runtime.checkpoint.format.memory import Slots, memory_at
+from runtime.checkpoint.format.output import OutputFile, Pace
+
+_LAST = 1 << 30  # blocks without live bytes are written after all others
+
+
+class BlockWriter:
+    """One checkpoint's blocks on their way to disk.
+
+    Writer threads take the blocks in the order in which updates will come due. `release`, called by
+    the update before it overwrites a subgroup, copies what is not yet written into the budget's
+    slots, and waits only where no slot is free. All states change under one condition; no thread
+    holds it while it copies, hashes or writes, so that every wait ends with a write.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        planned: Sequence[PlannedFile],
+        files: Files,
+        budget: Slots,
+        bounce: Slots,
+        pace: Pace,
+        *,
+        writers: int,
+        progress_deadline_s: float,
+        turns: Sequence[int] = (),
+        direct: bool = True,
+    ) -> None:
+        """``turns``: subgroups in the order in which their updates come due; others follow, in
+        their own.
+        """
+        self._planned = planned
+        self._files = files
+        self._budget = budget
+        self._bounce = bounce
+        self._pace = pace
+        self._deadline_s = progress_deadline_s
+        self._condition = threading.Condition()
+        self._block_bytes = budget.slot_bytes
+        self._blocks = cut(planned, self._block_bytes)
+        self._queues = self._queue({subgroup: turn for turn, subgroup in enumerate(turns)})
+        self._urgent: dict[int, int] = {}  # subgroup -> updates that wait for it
+        self._left = len(self._blocks)
+        self._failure: BaseException | None = None
+        self._progress_s = time.monotonic()
+        self._outputs = [
+            OutputFile(folder / p.path, p.layout.size_bytes, files, direct=direct) for p in planned
+        ]
+        self._threads = [
+            threading.Thread(target=self._work, name=f"ebbtide-writer-{i}", daemon=True)
+            for i in range(writers)
+        ]
+        self.copied_bytes = 0  # by copy on update
+        self.waited_s = 0.0  # of updates, for copies and for the disk
+
+    def _queue(self, turns: dict[int, int]) -> dict[int, deque[Block]]:
+        queues: dict[int, deque[Block]] = {}
+        for block in self._blocks:
+            for subgroup in block.subgroups or (_LAST,):
+                queues.setdefault(subgroup, deque()).append(block)
+
+        def turn(subgroup: int) -> tuple[int, int]:
+            # Bytes that any update may overwrite are due with the first one.
+            return turns.get(subgroup, -1 if subgroup < 0 else len(turns)), subgroup
+
+        return {subgroup: queues[subgroup] for subgroup in sorted(queues, key=turn)}
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def cancel(self) -> None:
+        """Writers stop after the block they are at."""
+        self._fail(Cancelled("this checkpoint gave way to a newer one"))
+
+    # -- the update's side
+
+    def release(self, subgroup: int) -> None:
+        """See `LiveState.before_update`."""
+        blocks = [b for b in self._queues_of(subgroup) if not self._free_of(b)]
+        if not blocks:
+            return
+        begin = time.monotonic()
+        # What nobody writes yet is copied first; meanwhile the writers end what they are at.
+        for patient in (False, True):
+            for block in blocks:
+                self._release_block(block, subgroup, patient=patient)
+        with self._condition:
+            self.waited_s += time.monotonic() - begin
+
+    def _queues_of(self, subgroup: int) -> list[Block]:
+        with self._condition:
+            return list(self._queues.get(subgroup, ()))
+
+    @staticmethod
+    def _free_of(block: Block) -> bool:
+        """Nothing will read the block's live bytes any more."""
+        return block.state is State.DONE or (
+            block.slot is not None and block.state is not State.COPYING
+        )
+
+    def _release_block(self, block: Block, subgroup: int, *, patient: bool) -> None:
+        slot = self._claim(block, subgroup, patient=patient)
+        if slot is None:
+            return
+        try:
+            block.gather(slot)
+        except BaseException as error:
+            self._put_back(block)
+            self._budget.give(slot)
+            self._fail(error)
+            raise
+        with self._condition:
+            block.slot, block.state = slot, State.PENDING
+            self.copied_bytes += block.size_bytes
+            self._condition.notify_all()
+        self._files.point("copied_on_update")
+
+    def _claim(self, block: Block, subgroup: int, *, patient: bool) -> int | None:
+        """A slot to copy the block to; None once nothing reads its live bytes any more (where not
+        ``patient``: or if that is not so yet).
+        """
+        with self._condition:
+            self._urgent[subgroup] = self._urgent.get(subgroup, 0) + 1
+            self._progress_s = time.monotonic()
+            try:
+                while not self._free_of(block):
+                    if self._failure is not None and block.state is State.PENDING:
+                        return None  # abandoned: `on_step` tells; nobody reads the bytes
+                    slot = self._budget.take() if block.state is State.PENDING else None
+                    if slot is not None:
+                        block.state = State.COPYING
+                        return slot
+                    if not patient:
+                        return None
+                    self._wait_for_progress()
+                return None
+            finally:
+                self._urgent[subgroup] -= 1
+                if not self._urgent[subgroup]:
+                    del self._urgent[subgroup]
+
+    def _wait_for_progress(self) -> None:
+        self._condition.wait(timeout=min(1.0, self._deadline_s / 4))
+        waited = time.monotonic() - self._progress_s
+        self._notice_dead_writers()
+        if waited > self._deadline_s:
+            raise CheckpointError(
+                f"storage must write a block within {self._deadline_s:g} s "
+                f"(checkpoint.deadline_s), but made no progress for {waited:.1f} s while an update "
+                "waits for its state to be written: give the checkpoint a larger "
+                "copy_budget_bytes, or look at the disk"
+            )
+
+    # -- the writers' side
+
+    def _work(self) -> None:
+        while True:
+            block = self._next()
+            if block is None:
+                return
+            try:
+                self._write(block)
+            except BaseException as error:  # noqa: BLE001 - the foreground raises it
+                self._put_back(block)  # an update that waits for this thread may go on
+                self._fail(error)
+                return
+
+    def _put_back(self, block: Block) -> None:
+        with self._condition:
+            block.state = State.PENDING
+            self._condition.notify_all()
+
+    def _next(self) -> Block | None:
+        with self._condition:
+            while self._failure is None:
+                for subgroup in [*self._urgent, *self._queues]:
+                    block = self._pop(self._queues.get(subgroup))
+                    if block is not None:
+                        block.state = State.WRITING
+                        return block
+                if not any(b.state is State.COPYING for b in self._blocks):
+                    return None
+                self._condition.wait(timeout=1.0)
+            return None
+
+    @staticmethod
+    def _pop(queue: deque[Block] | None) -> Block | None:
+        """The next pending block; forgets the ones that are written or being written."""
+        while queue:
+            block = queue[0]
+            if block.state is State.PENDING:
+                return block
+            if block.state is State.DONE:
+                queue.popleft()
+                continue
+            return next((b for b in queue if b.state is State.PENDING), None)
+        return None
+
+    def _write(self, block: Block) -> None:
+        self._pace.wait(block.size_bytes, lambda: bool(self._urgent) or self._failure is not None)
+        address, bounce = block.direct_address, None
+        if address is None:
+            bounce = self._bounce.take()
+            assert bounce is not None  # one per writer thread
+            block.gather(bounce)
+            address = bounce
+        try:
+            data = memoryview(memory_at(address, block.padded_bytes)).cast("B")
+            block.hash = block_hash(data[: block.size_bytes])
+            self._outputs[block.file].write(data, block.offset)
+        finally:
+            if bounce is not None:
+                self._bounce.give(bounce)
+        self._finish(block)
+
+    def _finish(self, block: Block) -> None:
+        with self._condition:
+            block.state = State.DONE
+            slot, block.slot = block.slot, None
+            if slot is not None:
+                self._budget.give(slot)
+            block.pieces = ()  # lets go of the tensors
+            self._left -= 1
+            left, self._progress_s = self._left, time.monotonic()
+            self._condition.notify_all()
+        self._announce(left)
+
+    def _announce(self, left: int) -> None:
+        total = len(self._blocks)
+        for name, at in (("first_block", total - 1), ("half_written", total // 2)):
+            if left == at:
+                self._files.point(name)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._condition:
+            if self._failure is None:
+                self._failure = error
+            self._condition.notify_all()
+
+    # -- the coordinator's side
+
+    def finish(self) -> list[FileRecord]:
+        """Waits for all blocks, makes them durable, and returns what was written.
+
+        Raises:
+            BaseException: what a writer ran into; `Cancelled`.
+        """
+        try:
+            self._join()
+            self._files.point("last_block")
+            for output in self._outputs:
+                output.make_durable()
+        finally:
+            self._stop()
+        self._files.point("payload_fsynced")
+        return [self._record(number) for number in range(len(self._planned))]
+
+    def _join(self) -> None:
+        with self._condition:
+            while self._left and self._failure is None:
+                self._condition.wait(timeout=1.0)
+                self._notice_dead_writers()
+            if self._failure is not None:
+                raise self._failure
+
+    def _notice_dead_writers(self) -> None:
+        """Threads that ended because all is written are no failure."""
+        if self._left and self._failure is None and not any(t.is_alive() for t in self._threads):
+            self._failure = CheckpointError("every writer thread of the checkpoint died")
+
+    def _stop(self) -> None:
+        """Ends the threads; gives the slots of an abandoned checkpoint back."""
+        self._fail(CheckpointError("this checkpoint is over"))
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(timeout=self._deadline_s)
+        if any(thread.is_alive() for thread in self._threads):
+            return  # stuck in the kernel: what it may still read and write stays as it is
+        for output in self._outputs:
+            with contextlib.suppress(OSError):  # synced already, or abandoned
+                output.close()
+        with self._condition:
+            for block in self._blocks:
+                if block.slot is not None and block.state is not State.COPYING:
+                    self._budget.give(block.slot)
+                    block.slot = None
+
+    def _record(self, number: int) -> FileRecord:
+        planned = self._planned[number]
+        return FileRecord(
+            path=planned.path.as_posix(),
+            size_bytes=planned.layout.size_bytes,
+            block_bytes=self._block_bytes,
+            hashes=[b.hash for b in self._blocks if b.file == number],
+        )
+
+    @property
+    def idle(self) -> bool:
+        """No live byte is needed any more."""
+        with self._condition:
+            return all(self._free_of(b) for b in self._blocks if b.subgroups)

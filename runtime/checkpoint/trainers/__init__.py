@@ -1,0 +1,1 @@
+"""Trainers that delete, rotate and end: what their hands must not lose."""

@@ -1,0 +1,222 @@
+"""Whoever else touches checkpoints in this process: readers, rotating trainers, children.
+
+A checkpoint in flight must look to them as if it had been written at once. Python reports every
+file that is opened, listed or removed, and every program that is started, to audit hooks (PEP 578):
+there, whoever comes to a checkpoint that is still being written waits until it is committed, and
+whoever deletes an older one meanwhile deletes names of files that hard links keep alive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from runtime.checkpoint.protocol.rotation import NOTES, holds_checkpoint, settle_below
+from runtime.checkpoint.trainers import deleted_first, trainers_folder
+
+if TYPE_CHECKING:
+    from runtime.checkpoint.stream.job import Job
+
+# They look for the files themselves, right after a save, and rotate older checkpoints away.
+TRAINERS = ("transformers", "accelerate", "lightning", "pytorch_lightning", "lightning_fabric")
+
+_READS = {"open", "os.truncate", "shutil.copyfile", "shutil.copytree"}
+_LISTS = {"os.listdir", "os.scandir"}
+_MOVES = {"os.rename", "shutil.move", "os.remove", "os.rmdir"}
+_STARTS = {"subprocess.Popen", "os.system", "os.posix_spawn", "os.exec", "os.spawn"}
+_DELETES = {"shutil.rmtree"}
+_MAKES = {"os.mkdir"}
+_HEARD = _READS | _LISTS | _MOVES | _STARTS | _DELETES | _MAKES
+
+_mine = threading.local()
+_lock = threading.Lock()
+_jobs: list[Job] = []
+_settled: dict[str, int] = {}  # folders looked at, with their time of change
+_stat_names = ("stat", "lstat", "access")
+watching = False  # `watch` was called: `runtime.frontdoor.hook` leaves listings to it
+
+
+def foreign_trainer() -> str | None:
+    """The library that called, directly or not, if it is one of `TRAINERS`."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package in TRAINERS:
+            return package
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+@contextlib.contextmanager
+def ours() -> Iterator[None]:
+    """Inside, this thread works on checkpoints itself and is not held back."""
+    before = getattr(_mine, "busy", False)
+    _mine.busy = True
+    try:
+        yield
+    finally:
+        _mine.busy = before
+
+
+def guard(job: Job) -> None:
+    """Until `release`, other code that comes to the job's checkpoint waits for its commit."""
+    watch()
+    with _lock:
+        _jobs.append(job)
+        _watch_stat()
+
+
+def release(job: Job) -> None:
+    with _lock:
+        if job in _jobs:
+            _jobs.remove(job)
+        if not _jobs:
+            _unwatch_stat()
+
+
+def others_in_flight(job: Job) -> bool:
+    """Whether another engine of this process is writing a checkpoint, too."""
+    with _lock:
+        return any(other is not job for other in _jobs)
+
+
+@functools.cache
+def watch() -> None:
+    """From now on until the process ends. An audit hook cannot be taken away; it costs the time of
+    one set lookup per event.
+    """
+    global watching
+    sys.addaudithook(_heard)
+    watching = True
+
+
+def wait_for_jobs(folder: Path | None = None) -> None:
+    """Until no engine of this process writes a checkpoint, or none to ``folder``. An engine does
+    not hear itself as others do (`ours`), nor the other engines of its process.
+    """
+    with _lock:
+        jobs = list(_jobs)
+    for job in jobs:
+        if folder is None or _real(job.attempt.save_dir) == _real(folder):
+            job.wait()
+
+
+def _heard(event: str, args: tuple[Any, ...]) -> None:
+    if event not in _HEARD or getattr(_mine, "busy", False):
+        return
+    if threading.current_thread().name.startswith("ebbtide-"):
+        return
+    with ours():
+        if event in _LISTS:
+            _settle_once(args[0])
+        if event in _MAKES and foreign_trainer() == "transformers":
+            trainers_folder.being_made(Path(os.path.abspath(os.fsdecode(args[0]))))  # noqa: PTH100
+        if event in _DELETES and not _jobs and (path := _path(args)) is not None:
+            deleted_first.keep(path)
+        for job in _jobs:
+            if _concerns(event, args, job):
+                job.wait()
+
+
+def _settle_once(directory: Any) -> None:
+    """Before a trainer looks for its newest checkpoint, what a crash left over is ended."""
+    if not isinstance(directory, (str, bytes, os.PathLike)) and directory is not None:
+        return  # a descriptor
+    name = os.path.abspath(os.fsdecode(directory) if directory is not None else ".")  # noqa: PTH100
+    with contextlib.suppress(OSError):
+        changed = os.stat(name).st_mtime_ns  # noqa: PTH116 - hot
+        if _settled.get(name) == changed or name.startswith(sys.prefix):
+            return
+        if any(job.attempt.save_dir.is_relative_to(name) for job in _jobs):
+            return
+        settle_below(Path(name))
+        _settled[name] = changed
+
+
+def _concerns(event: str, args: tuple[Any, ...], job: Job) -> bool:
+    """Whether the caller must wait for the job's commit."""
+    if event in _STARTS:
+        # One that is told of the folder. DeepSpeed itself starts programs in every step.
+        folder = job.attempt.save_dir
+        told = str(args[:3])
+        return not job.placed and (str(folder) in told or str(_real(folder)) in told)
+    path = _path(args)
+    if path is None:
+        return False
+    if event in _DELETES:
+        return _deletes(path, job)
+    folder = _real(job.attempt.save_dir)
+    target = folder / job.attempt.tag
+    if event in _MOVES and target.is_relative_to(path):
+        return True
+    if job.placed and event not in _MOVES:
+        return False  # it stands under its name already
+    if path.is_relative_to(target) or path == folder / "latest":
+        return True
+    return event in _LISTS and path == folder
+
+
+def _deletes(path: Path, job: Job) -> bool:
+    """Keeps a checkpoint that is deleted alive; True: the deletion must wait instead."""
+    if _real(job.attempt.save_dir).is_relative_to(path):
+        return True  # all of it goes, what is being written included
+    if not path.is_dir() or NOTES in path.parts or not holds_checkpoint(path):
+        return False
+    try:
+        job.note.keep(path)
+    except OSError:  # no hard links here
+        return True
+    return False
+
+
+@functools.lru_cache(16)
+def _real(folder: Path) -> Path:
+    return Path(os.path.realpath(folder))
+
+
+def _path(args: tuple[Any, ...]) -> Path | None:
+    """The real path an event is about; None: a descriptor, or a name beneath one."""
+    path = args[0] if args else None
+    if path is None:
+        path = "."
+    if not isinstance(path, (str, bytes, os.PathLike)):
+        return None
+    try:
+        return Path(os.path.realpath(os.fsdecode(path)))
+    except (OSError, ValueError):
+        return None
+
+
+# `os.stat` and its like are not reported to audit hooks, and `os.path.exists` is often the first
+# that a reader does. They are wrapped only while a checkpoint is in flight.
+
+
+def _watch_stat() -> None:
+    for name in _stat_names:
+        function = getattr(os, name)
+        if not hasattr(function, "_ebbtide"):
+            setattr(os, name, _waiting(function))
+
+
+def _unwatch_stat() -> None:
+    for name in _stat_names:
+        original = getattr(getattr(os, name), "_ebbtide", None)
+        if original is not None:
+            setattr(os, name, original)
+
+
+def _waiting(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wrapped(path: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("dir_fd") is None:
+            _heard("open", (path,))
+        return function(path, *args, **kwargs)
+
+    wrapped._ebbtide = function  # type: ignore[attr-defined]
+    return wrapped

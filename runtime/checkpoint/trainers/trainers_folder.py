@@ -1,0 +1,57 @@
+"""A Trainer's folder of a checkpoint, from the moment it is made.
+
+The Trainer makes ``checkpoint-500`` and writes the model's config into it before it comes to
+DeepSpeed, and ``trainer_state.json`` last. Killed before that it leaves a folder that it takes for
+its newest checkpoint, and cannot resume from. A note from the first moment on tells the next run
+that the folder never became one; see `rotation.settle`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+
+from runtime.checkpoint.files import Files
+from runtime.checkpoint.protocol.rotation import TRAINERS_FOLDER, Note
+
+_lock = threading.Lock()
+_notes: dict[Path, Note] = {}
+
+
+def being_made(path: Path) -> None:
+    """Before a folder is made by code that does not mind that it is there already."""
+    if TRAINERS_FOLDER.fullmatch(path.name) and not path.exists() and _may_exist(sys._getframe(1)):
+        settle()
+        with _lock, contextlib.suppress(OSError):
+            note = Note(path, "", secrets.token_hex(6), Files())
+            note.await_trainer()
+            note.make_folder()
+            _notes[Path(os.path.realpath(path))] = note
+
+
+def _may_exist(frame: FrameType | None) -> bool:
+    """Whether what makes it, beyond this package, is told so (``exist_ok``)."""
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith(__package__ or ""):
+        frame = frame.f_back
+    return frame is not None and frame.f_locals.get("exist_ok") is True
+
+
+def settle(path: Path | None = None, *, over: bool = False) -> None:
+    """Gives up the notes of folders that are complete; of ``path``, which has another note by now;
+    and, when training is ``over``, of all: what lies there is what the script wanted.
+    """
+    if not _notes:
+        return
+    taken = None if path is None else Path(os.path.realpath(path))
+    with _lock:
+        for folder, note in list(_notes.items()):
+            if over or folder == taken or not note.waiting:
+                del _notes[folder]
+                with contextlib.suppress(OSError):
+                    note.close(committed=True)
+                    note.remove()

@@ -1,0 +1,1 @@
+"""Rates and intervals learned from runs and their logs."""

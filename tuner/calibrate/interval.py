@@ -1,0 +1,128 @@
+"""An interval around a prediction that holds as often as it says.
+
+Three things make a prediction uncertain: the spread of each rate (a preset's are wide, a profile's
+or a calibrated machine's narrow), what the model leaves out, and what an iteration's own noise is.
+The first is propagated rate by rate; the others are `MODEL_SPREAD`, or what a calibration left
+unexplained where that is more. It was chosen on the published
+runs in the repository, which are therefore no proof of it: with nothing fitted, and after a
+calibration on three random ones, intervals of those left out hold seven to nine times in ten
+(`studies.published_runs --triples`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import numpy as np
+
+from simulator.engines.compiled import compile_schedule, simulate_fast
+from simulator.machine import Machine
+from simulator.quantity import Quantity
+from simulator.schedule import Schedule
+from simulator.workload import Workload
+from tuner.calibrate.calibration import MODEL_SPREAD, Knob, knobs_of, predicted_s, turned
+
+Phase = Literal["forward", "backward", "step", "iteration"]
+EIGHTY_PERCENT = 1.2816  # of a normal distribution's sigma, each way
+IQR_OVER_SIGMA = 1.349
+# Rates that no run of offloaded training tells, and that predictions depend on all the same.
+BESIDE = (
+    Knob("DRAM", ("dram_bytes_per_s",), 0.1),
+    Knob("device updates", ("device_adam_params_per_s",), 0.1),
+)
+# Of the products' spread, what a layer's estimated time has: products and what the host needs to
+# issue them are uncertain by as much, independently, and neither is the whole of it.
+ESTIMATE_PART = math.sqrt(0.5)
+STEP = 0.5  # of a rate's sigma: sensitivities are secants, as rates bind or do not
+
+
+def interval_s(
+    build: Callable[[Machine], Schedule], machine: Machine, phase: Phase = "iteration"
+) -> tuple[float, float]:
+    """(low, high) seconds that hold eight measurements in ten, around the simulator's prediction.
+
+    Args:
+        build: one iteration on a machine, whose rates may change layers' times too.
+    """
+
+    def seconds(turned_machine: Machine) -> float:
+        return predicted_s(build(turned_machine), turned_machine)[phase]
+
+    return _around(seconds(machine), machine, rates_sigma(seconds, machine))
+
+
+def workload_interval_s(
+    build: Callable[[Workload], Schedule], workload: Workload, machine: Machine
+) -> tuple[float, float]:
+    """`interval_s` of an iteration of a workload whose layers' times are known.
+
+    Where they are an estimate from a model, they are as uncertain as the rates it was made from.
+
+    Args:
+        build: the schedule of a workload, which differs in its layers' times alone.
+    """
+    compiled = compile_schedule(build(workload))
+
+    def seconds(turned_machine: Machine) -> float:
+        return simulate_fast(compiled, turned_machine).iteration_s
+
+    def passes(times: float) -> float:
+        return simulate_fast(build(_with_passes(workload, times)), machine).iteration_s
+
+    sigma = rates_sigma(seconds, machine)
+    if machine.device_flops_per_s is not None and workload.provenance.startswith("estimated"):
+        width = ESTIMATE_PART * _sigma(machine.device_flops_per_s)
+        sigma = math.hypot(sigma, _secant(lambda turn: passes(math.exp(turn)), width))
+    return _around(seconds(machine), machine, sigma)
+
+
+def _with_passes(workload: Workload, times: float) -> Workload:
+    """The same with every layer's passes so many times as long."""
+    layers = tuple(
+        layer.model_copy(update={
+            "forward_s": times * layer.forward_s, "backward_s": times * layer.backward_s,
+        })
+        for layer in workload.layers
+    )  # fmt: skip
+    return workload.model_copy(update={"layers": layers})
+
+
+def _around(centre: float, machine: Machine, sigma: float) -> tuple[float, float]:
+    factor = math.exp(EIGHTY_PERCENT * math.hypot(model_spread(machine), sigma))
+    return centre / factor, centre * factor
+
+
+def model_spread(machine: Machine) -> float:
+    """Standard deviation of what no rate explains, in log units."""
+    return machine.unexplained_spread or MODEL_SPREAD
+
+
+def rates_sigma(seconds: Callable[[Machine], float], machine: Machine) -> float:
+    """Standard deviation of the logarithm of ``seconds`` that the rates' spreads make."""
+    variance = 0.0
+    for knob in (*knobs_of(machine), *BESIDE):
+        width = knob_sigma(machine, knob)
+
+        def of(turn: float, knob: Knob = knob) -> float:
+            return seconds(turned(machine, [knob], np.array([turn])))
+
+        variance += _secant(of, width) ** 2 if width else 0.0
+    return math.sqrt(variance)
+
+
+def _secant(of: Callable[[float], float], width: float) -> float:
+    """Of the logarithm, over a rate's standard deviation."""
+    low, high = of(-STEP * width), of(STEP * width)
+    return math.log(high / low) / (2 * STEP)
+
+
+def knob_sigma(machine: Machine, knob: Knob) -> float:
+    """Of a knob's first rate; the others move with it."""
+    value = getattr(machine, knob.fields[0])
+    return _sigma(value[knob.ranks]["dram"] if knob.ranks else value)
+
+
+def _sigma(quantity: Quantity) -> float:
+    return math.log(quantity.q3 / quantity.q1) / IQR_OVER_SIGMA

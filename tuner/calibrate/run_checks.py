@@ -1,0 +1,94 @@
+"""What measured runs must hold, or are warned about, before a machine is calibrated on them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from simulator.machine import Machine
+from tuner.calibrate.calibration import CalibrationError, Observation, predicted_s
+
+SHORTFALL = 0.05  # of a whole below its phases: medians of each are not the median of the sum
+# Time between the phases that is longer than the phases themselves is rare enough to be told.
+LONG_LOOP = 1.0
+# Without times of day, samples per second may count the wait for data, but hardly this much.
+LONG_WAIT = 2.0
+# Ten times what a preset may miss by; milliseconds taken for seconds are a thousand.
+WRONG_UNIT = 100.0
+FLAGS_OF_THE_BATCH = "--micro-batch, --accumulation, --data-parallel or the batch in --ds-config"
+
+
+def phases_of(measured_s: Mapping[str, float]) -> float:
+    """Seconds of the phases that were measured, together."""
+    return sum(seconds for phase, seconds in measured_s.items() if phase != "iteration")
+
+
+def too_short(whole_s: float, measured_s: Mapping[str, float]) -> bool:
+    """Whether the whole cannot hold the phases."""
+    return whole_s < (1 - SHORTFALL) * phases_of(measured_s)
+
+
+def check_whole(name: str, measured_s: Mapping[str, float]) -> None:
+    """A whole holds its phases.
+
+    Raises:
+        CalibrationError: it is shorter than they are.
+    """
+    whole_s = measured_s.get("iteration")
+    if whole_s is not None and too_short(whole_s, measured_s):
+        raise CalibrationError(
+            f"{name}: an iteration must take at least as long as its phases together, but takes "
+            f"{whole_s:.6g} s and they {phases_of(measured_s):.6g} s: check the columns' units "
+            "(_ms or _s), and leave out what was measured in another run"
+        )
+
+
+def loop_notes(name: str, measured_s: Mapping[str, float]) -> list[str]:
+    """Tells of more time between the phases than in them."""
+    phases_s = phases_of(measured_s)
+    between_s = measured_s.get("iteration", 0.0) - phases_s
+    if len(measured_s) < 4 or between_s <= LONG_LOOP * phases_s:
+        return []
+    return [
+        f"{name}: {between_s:.3g} s of an iteration lie between its phases, "
+        f"{between_s / phases_s:.1f} times the phases themselves ({phases_s:.3g} s), and become "
+        "loop_s. Right if the training loop waits so long (for data, evaluation, checkpoints); "
+        "else check what --runs gives for an iteration, and its unit"
+    ]
+
+
+def batch_notes(
+    name: str, samples: int, samples_per_s: float, measured_s: Mapping[str, float]
+) -> list[str]:
+    """Tells where DeepSpeed's samples per second do not fit to the batch that was described.
+
+    DeepSpeed counts from a forward, or the fetch of its data, to the end of the step: no less than
+    the phases, no more than the whole.
+    """
+    timed_s, phases_s = samples / samples_per_s, phases_of(measured_s)
+    most_s = (1 + SHORTFALL) * measured_s.get("iteration", LONG_WAIT * phases_s)
+    if (1 - SHORTFALL) * phases_s <= timed_s <= most_s:
+        return []
+    return [
+        f"{name}: at its {samples_per_s:.4g} samples per second, the {samples} described take "
+        f"{timed_s:.3g} s, but forward, backward and step took {phases_s:.3g} s, in which it had "
+        f"about {samples_per_s * phases_s:.3g} samples: check {FLAGS_OF_THE_BATCH}"
+    ]
+
+
+def check_scale(machine: Machine, observations: Sequence[Observation]) -> None:
+    """No calibration explains a run a hundred times slower or faster than predicted.
+
+    Raises:
+        CalibrationError: one is; most likely its unit is another, or something else ran.
+    """
+    for seen in observations:
+        predicted = predicted_s(seen.build(machine), machine)
+        for phase, measured in seen.measured_s.items():
+            ratio = measured / max(predicted[phase], 1e-9)
+            if not 1 / WRONG_UNIT < ratio < WRONG_UNIT:
+                raise CalibrationError(
+                    f"{seen.name}: {phase} must lie within a factor of {WRONG_UNIT:.0f} of what "
+                    f"the machine predicts ({predicted[phase]:.4g} s), but took {measured:.4g} s: "
+                    "check its unit (columns end in _ms or _s), and the model and the flags that "
+                    "say what ran"
+                )

@@ -1,0 +1,234 @@
+"""Measured runs as users have them: DeepSpeed's log, a profile of ours, a CSV."""
+
+from __future__ import annotations
+
+import csv
+import math
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from simulator.machine import Machine
+from simulator.schedule import Schedule
+from simulator.schedules.strategies import build_strategy
+from simulator.workload import Workload
+from tuner.calibrate.calibration import PHASES, CalibrationError, Observation
+from tuner.calibrate.deepspeed_log import WARM_UP, DeepSpeedLog, level_notes, read_log
+from tuner.calibrate.run_checks import batch_notes, check_whole, loop_notes, phases_of, too_short
+
+FEWEST_ITERATIONS = 3
+_MEASURED = {f"{phase}_{unit}": (phase, factor)
+             for phase in PHASES for unit, factor in (("s", 1.0), ("ms", 1e-3))}  # fmt: skip
+_INTEGERS = {
+    "sequence": "sequence", "micro_batch": "micro_batch", "data_parallel": "data_parallel",
+    "accumulation": "gradient_accumulation_steps", "tensor_parallel": "tensor_parallel",
+}  # fmt: skip
+_OPTIONS: dict[str, Callable[[str], Any]] = {"ratio": float, "stride": int}
+_OTHER = ("model", "strategy", "sub_group_size", "name")
+
+
+@dataclass(frozen=True)
+class Described:
+    """What ran where the file does not say it: from the command's flags.
+
+    Attributes:
+        model: a config, a description or its file; ``workload``: instead, as profiled.
+        shape: arguments of `workload_from_model` by name.
+        options: of the strategy.
+    """
+
+    model: str | None = None
+    ds_config: str | None = None
+    workload: Workload | None = None
+    shape: Mapping[str, Any] = field(default_factory=dict)
+    strategy: str = "zero3_offload"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def build(self, machine: Machine) -> Schedule:
+        """One iteration of what ran."""
+        from simulator.estimates.workload import workload_from_model
+
+        work = self.workload
+        if work is None:
+            if self.model is None:
+                raise CalibrationError(
+                    "what ran must be told by --model or --workload, or by the column 'model' of a "
+                    "CSV, but got none"
+                )
+            work = workload_from_model(self.model, machine, self.ds_config, **self.shape)
+        if "sub_group_size" in self.options:
+            work = work.recut(int(self.options["sub_group_size"]))
+        options = {k: v for k, v in self.options.items() if k != "sub_group_size"}
+        return build_strategy(self.strategy, work, iterations=1, **options)
+
+    def samples(self) -> int | None:
+        """Of one iteration, all ranks together; None: not known.
+
+        Raises:
+            ModelError: the DeepSpeed config contradicts the flags.
+        """
+        from simulator.estimates.deepspeed_config import training_config
+
+        if self.workload is not None:
+            return self.workload.samples_per_iteration
+        ranks = self.shape.get("data_parallel") or 1
+        config = training_config(
+            self.ds_config, hidden=1, ranks=ranks, zero_stage=self.shape.get("zero_stage"),
+            micro_batch=self.shape.get("micro_batch"),
+            gradient_accumulation_steps=self.shape.get("gradient_accumulation_steps"),
+        )  # fmt: skip
+        return int(config.micro_batch * config.gradient_accumulation_steps * ranks)
+
+
+def read_observations(path: str | Path, described: Described) -> list[Observation]:
+    """The runs of one file: ``.csv``, ``.json`` (a workload of `tune profile`), or a log.
+
+    Raises:
+        CalibrationError: the file cannot be read, or holds no usable run; names what is missing.
+    """
+    file = Path(path)
+    try:
+        text = file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CalibrationError(f"--runs must be a readable file, but got {path}: {error}") from None
+    if file.suffix == ".csv":
+        return _from_csv(file.name, text, described)
+    if file.suffix == ".json":
+        return [_from_profile(file.name, text, described)]
+    return [_from_log(file.name, text, described)]
+
+
+def _from_log(name: str, text: str, described: Described) -> Observation:
+    """Medians over the iterations after the second; the whole from the times of day."""
+    log = read_log(text)
+    if log.iterations < WARM_UP + FEWEST_ITERATIONS:
+        raise CalibrationError(
+            f"a log must hold at least {WARM_UP + FEWEST_ITERATIONS} lines 'time (ms) | fwd: ... | "
+            f"bwd: ... | step: ...' (wall_clock_breakdown in DeepSpeed's config), but {name} holds "
+            f"{log.iterations}"
+        )
+    measured = {phase: statistics.median(seconds) for phase, seconds in log.phases_s.items()}
+    whole_s, notes = _whole_of(name, log, measured)
+    if whole_s is not None:
+        measured["iteration"] = whole_s
+    samples = described.samples()
+    if log.samples_per_s and samples:
+        notes += batch_notes(name, samples, statistics.median(log.samples_per_s), measured)
+    notes += level_notes(name, log) + loop_notes(name, measured)
+    return Observation(name, described.build, measured, tuple(notes))
+
+
+def _whole_of(
+    name: str, log: DeepSpeedLog, phases_s: Mapping[str, float]
+) -> tuple[float | None, list[str]]:
+    """Seconds of an iteration with what lies between its phases, and what to say where unknown."""
+    if not log.wholes_s:
+        return None, [
+            f"{name} does not tell the time between the phases (loop_s, which stays as it was): it "
+            "needs DeepSpeed's lines with the time of day and global_step, which steps_per_print 1 "
+            'in its config and its log level info give (newer ones take "log_level": "info" '
+            "there); or a CSV with iteration_ms"
+        ]
+    whole_s = statistics.median(log.wholes_s)
+    if too_short(whole_s, phases_s):
+        return None, [
+            f"{name}: by its times of day an iteration takes {whole_s:.3g} s, but forward, "
+            f"backward and step together {phases_of(phases_s):.3g} s, so loop_s stays as it "
+            "was. Are its lines of one run?"
+        ]
+    return whole_s, []
+
+
+def _from_profile(name: str, text: str, described: Described) -> Observation:
+    """A workload that `tune profile` measured: its layers' times are kept as they are."""
+    try:
+        work = Workload.model_validate_json(text)
+    except ValueError as error:
+        raise CalibrationError(
+            f"a JSON file of --runs must be a workload of `tune profile`, but {name} is none: "
+            f"{str(error).splitlines()[0]}"
+        ) from None
+    measured = {phase: work.phase_times[phase].median for phase in PHASES
+                if phase in work.phase_times}  # fmt: skip
+    if not measured:
+        raise CalibrationError(
+            "a workload of --runs must have phase_times (`tune profile` measures them), but "
+            f"{name} has none"
+        )
+    kept = Described(workload=work, strategy=described.strategy, options=described.options)
+    return Observation(name, kept.build, measured, tuple(loop_notes(name, measured)))
+
+
+def _from_csv(name: str, text: str, described: Described) -> list[Observation]:
+    reader = csv.DictReader(text.splitlines())
+    columns = list(reader.fieldnames or [])
+    known = (*_MEASURED, *_INTEGERS, *_OPTIONS, *_OTHER)
+    unknown = [column for column in columns if column not in known]
+    if unknown or not set(columns) & set(_MEASURED):
+        raise CalibrationError(
+            f"a CSV of --runs must have one of the columns {', '.join(_MEASURED)}, and may have "
+            f"{', '.join((*_INTEGERS, *_OPTIONS, *_OTHER))}, but {name} has {columns}"
+        )
+    if len(set(columns)) < len(columns):
+        raise CalibrationError(f"the columns of {name} must differ, but it has {columns}")
+    runs = [_row(f"{name}, line {reader.line_num}", row, described) for row in reader]
+    if not runs:
+        raise CalibrationError(f"a CSV of --runs must hold at least one run, but {name} holds none")
+    return runs
+
+
+def _row(where: str, row: Mapping[str | None, Any], described: Described) -> Observation:
+    beyond = row.get(None) or ()  # where `csv` puts cells that have no column
+    if any(cell.strip() for cell in beyond):
+        raise CalibrationError(
+            f"{where}: a row must have the header's {len(row) - 1} cells at most, but has "
+            f"{len(row) - 1 + len(beyond)}"
+        )
+    given = {key: value.strip() for key, value in row.items() if key and value and value.strip()}
+    shape, options = dict(described.shape), dict(described.options)
+    for key in given:
+        if key in _INTEGERS:
+            shape[_INTEGERS[key]] = _parsed(where, key, given[key], int)
+        elif key in _OPTIONS or key == "sub_group_size":
+            options[key] = _parsed(where, key, given[key], _OPTIONS.get(key, float))
+    ran = Described(
+        given.get("model", described.model), described.ds_config,
+        None if "model" in given else described.workload, shape,
+        given.get("strategy", described.strategy), options,
+    )  # fmt: skip
+    measured = _measured_of(where, given)
+    check_whole(where, measured)
+    return Observation(
+        given.get("name", where), ran.build, measured, tuple(loop_notes(where, measured))
+    )
+
+
+def _measured_of(where: str, given: Mapping[str, str]) -> dict[str, float]:
+    """Seconds by phase."""
+    measured: dict[str, float] = {}
+    for phase in PHASES:
+        columns = [key for key in given if key in _MEASURED and _MEASURED[key][0] == phase]
+        if len(columns) > 1:
+            raise CalibrationError(
+                f"{where}: only one of {' and '.join(columns)} may be given, but got "
+                f"{' and '.join(given[key] for key in columns)}"
+            )
+        for key in columns:
+            measured[phase] = _MEASURED[key][1] * _parsed(where, key, given[key], float)
+    return measured
+
+
+def _parsed(where: str, key: str, value: str, kind: Callable[[str], Any]) -> Any:
+    try:
+        number = kind(value)
+    except ValueError:
+        number = math.nan
+    if key == "ratio" and not 0 <= number <= 1:
+        raise CalibrationError(f"{where}: ratio must lie in [0, 1], but got {value!r}")
+    least_is_zero = key in _OPTIONS
+    if not (0 < number < math.inf or (least_is_zero and number == 0)):
+        rule = f"a {'whole ' if kind is int else ''}number {'>=' if least_is_zero else '>'} 0"
+        raise CalibrationError(f"{where}: {key} must be {rule}, but got {value!r}")
+    return number

@@ -1,0 +1,1 @@
+"""Where every subgroup goes: the search, its moves, and what limits them."""

@@ -1,0 +1,198 @@
+"""How often to checkpoint and how fast to write: by expected goodput under the given failures.
+
+Interval, bandwidth cap and copy budget are searched together: a slower write disturbs training
+less, but takes longer to commit, which costs work at each failure and forbids short intervals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from simulator.analysis.checkpoint_cost import CheckpointCost, CheckpointSimulation
+from simulator.analysis.goodput import (
+    best_interval_steps,
+    checkfreq_interval_steps,
+    daly_interval,
+    expected_goodput,
+    young_interval,
+)
+from simulator.machine import Machine
+from simulator.plan import BLOCK_BYTES, CheckpointPlan, Plan, Prediction
+from simulator.schedules.checkpointed import reserved_bytes
+from simulator.workload import Workload
+from tuner.placements.memory import Limits
+from tuner.quantities import LONGEST_S
+
+LEAST_BUDGET_BYTES = 256 * 2**20
+CAP_SHARES = (None, 0.75, 0.5, 0.35, 0.25, 0.15, 0.1)  # of what storage takes from one rank
+BUDGET_SHARES = (0.0, 0.03, 0.1, 0.25, 0.5, 1.0)  # of a checkpoint
+ROUNDS = 3  # of budgets, then caps, each with the best of the other
+LEAST_GOODPUT = 0.01  # below it a job makes no progress worth planning
+SAME = 1e-4  # relative goodput that is not worth more memory
+
+
+@dataclass(frozen=True)
+class Failures:
+    """How often the whole job fails, and what it takes to run again.
+
+    Raises:
+        ValueError: a time that is not positive, or centuries.
+    """
+
+    mtbf_s: float
+    restart_s: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.mtbf_s <= LONGEST_S or not 0 <= self.restart_s <= LONGEST_S:
+            raise ValueError(
+                "mtbf_s (--mtbf) must be > 0, restart_s (--restart) >= 0, and both at most "
+                f"{LONGEST_S:g}, but got {self.mtbf_s:g} and {self.restart_s:g}"
+            )
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A checkpoint plan with its best interval, what it costs and what it brings."""
+
+    saving: CheckpointPlan
+    cost: CheckpointCost
+    goodput: float
+
+
+def rated(simulation: CheckpointSimulation, saving: CheckpointPlan, failures: Failures) -> Choice:
+    """The interval with the highest expected goodput at this cap and budget."""
+    cost = simulation.cost(saving)
+    times = (cost.stall_s, cost.interference_s)
+    steps = best_interval_steps(
+        simulation.iteration_s, *times, failures.mtbf_s, failures.restart_s, cost.persist_s
+    )
+    goodput = expected_goodput(
+        simulation.iteration_s, *times, steps, failures.mtbf_s, failures.restart_s, cost.persist_s
+    )
+    return Choice(saving.model_copy(update={"interval_steps": steps}), cost, goodput)
+
+
+def best_checkpointing(
+    simulation: CheckpointSimulation,
+    failures: Failures,
+    spare_bytes: int,
+    base: CheckpointPlan | None = None,
+) -> Choice:
+    """Interval, cap and budget with the highest expected goodput; the least memory among equals.
+
+    Args:
+        spare_bytes: host memory that checkpoints may reserve.
+        base: where the writers, the mode and the folder come from.
+    """
+    base = base or CheckpointPlan()
+    budgets = _budgets(simulation, spare_bytes, base)
+    caps = [None if share is None else share * simulation.storage for share in CAP_SHARES]
+    rate = cache(lambda saving: rated(simulation, saving, failures))
+    current = base.model_copy(update={"copy_budget_bytes": budgets[0]})
+    for _ in range(ROUNDS):
+        before = current
+        for name, values in (("copy_budget_bytes", budgets), ("write_bytes_per_s", caps)):
+            tried = [rate(current.model_copy(update={name: value})) for value in values]
+            current = thriftiest(tried).saving.model_copy(update={"interval_steps": 0})
+        if current == before:
+            break
+    return rate(current)
+
+
+def thriftiest(tried: Sequence[Choice]) -> Choice:
+    """The least memory among those that are as good as the best; then the best."""
+    most = max(choice.goodput for choice in tried)
+    equal = [choice for choice in tried if choice.goodput >= most * (1 - SAME)]
+    return min(equal, key=lambda c: (c.cost.reserved_bytes, -c.goodput))
+
+
+def _budgets(simulation: CheckpointSimulation, spare_bytes: int, base: CheckpointPlan) -> list[int]:
+    """From none to a whole checkpoint, as far as there is room beside the writers' buffers."""
+    size = simulation.workload.checkpoint_bytes
+    room = max(0, spare_bytes - reserved_bytes(base.model_copy(update={"copy_budget_bytes": 0})))
+    wanted = {min(room, blocks(size * share)) for share in BUDGET_SHARES}
+    return sorted({*wanted, min(room, LEAST_BUDGET_BYTES, blocks(size))})
+
+
+def blocks(size_bytes: float) -> int:
+    """Rounded up to whole blocks, of which budgets consist."""
+    return -(-int(size_bytes) // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def rules_of_thumb(iteration_s: float, cost: CheckpointCost, failures: Failures) -> dict[str, int]:
+    """Iterations between checkpoints by Young, Daly and CheckFreq, none below what a commit needs.
+
+    CheckFreq's rule knows no failures: it checkpoints as often as 3.5% of overhead allow.
+    """
+    fewest = checkfreq_interval_steps(
+        iteration_s, cost.stall_s, cost.interference_s, cost.persist_s, overhead=1e9
+    )
+    seconds = {
+        "Young": young_interval(cost.cost_s, failures.mtbf_s),
+        "Daly": daly_interval(cost.cost_s, failures.mtbf_s),
+    }
+    rules = {name: max(fewest, round(s / iteration_s)) for name, s in seconds.items()}
+    rules["CheckFreq"] = checkfreq_interval_steps(
+        iteration_s, cost.stall_s, cost.interference_s, cost.persist_s
+    )
+    return rules
+
+
+def with_checkpoints(
+    plan: Plan,
+    workload: Workload,
+    machine: Machine,
+    limits: Limits,
+    mtbf_s: float | None,
+    restart_s: float,
+    folder: str | None,
+) -> Plan:
+    """The plan with its checkpoint part, its stall and the reasons; no interval without an MTBF.
+
+    Raises:
+        ValueError: mtbf_s or restart_s is not positive, or so short that nothing is trained.
+    """
+    assert plan.prediction is not None
+    spare = max(0, limits.host_bytes - plan.prediction.host_peak_bytes)
+    if mtbf_s is None:
+        budget = min(LEAST_BUDGET_BYTES, blocks(workload.checkpoint_bytes), spare)
+        return plan.model_copy(
+            update={"checkpoint": CheckpointPlan(dir=folder, copy_budget_bytes=budget)}
+        )
+    failures = Failures(mtbf_s, restart_s)
+    simulation = CheckpointSimulation(workload, plan, machine)
+    choice = best_checkpointing(simulation, failures, spare, CheckpointPlan(dir=folder))
+    if choice.goodput < LEAST_GOODPUT:
+        raise ValueError(
+            "mtbf_s (--mtbf) must leave time to train between failures, but with "
+            f"{failures.mtbf_s:g} s, a restart of {failures.restart_s:g} s (--restart) and "
+            f"{choice.cost.persist_s:.1f} s until a checkpoint is durable, {choice.goodput:.1%} of "
+            "the time would be progress: check its unit (4h, 30m, 90s)"
+        )
+    host_peak = plan.prediction.host_peak_bytes + choice.cost.reserved_bytes
+    changes = {"stall_s": choice.cost.stall_s, "host_peak_bytes": host_peak}
+    prediction = plan.prediction.model_copy(update=changes)
+    return plan.model_copy(
+        update={
+            "checkpoint": choice.saving,
+            "prediction": Prediction.model_validate(prediction.model_dump()),
+            "reasons": (*plan.reasons, *_reasons(choice, simulation.iteration_s, failures)),
+        }
+    )
+
+
+def _reasons(choice: Choice, iteration_s: float, failures: Failures) -> Iterator[str]:
+    """Sentences with figures."""
+    cost, saving = choice.cost, choice.saving
+    cap = saving.write_bytes_per_s
+    speed = "uncapped" if cap is None else f"capped at {cap / 1e9:.2f} GB/s"
+    yield (
+        f"a checkpoint every {saving.interval_steps} steps, {speed}: stall "
+        f"{cost.stall_s * 1e3:.1f} ms, iterations beside it {cost.slowdown:.1%} slower, durable "
+        f"after {cost.persist_s:.2f} s; expected goodput {choice.goodput:.2%}"
+    )
+    rules = rules_of_thumb(iteration_s, cost, failures)
+    listed = ", ".join(f"{name} every {steps}" for name, steps in rules.items())
+    yield f"rules of thumb at this cost: {listed}"

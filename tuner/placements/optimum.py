@@ -1,0 +1,96 @@
+"""The true optimum of few subgroups: every order of every number of placements that can be best."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from simulator.analysis.counted_bound import count_bounds
+from simulator.plan import Placement
+from tuner.placements.search import Candidate, Search
+
+MOST_SUBGROUPS = 10
+
+
+@dataclass(frozen=True)
+class Optimum:
+    """The best of all candidates, and how it was found.
+
+    Attributes:
+        iteration_s: no placements, slots, prefetch and threads have a shorter iteration.
+        simulated: how many candidates had to be.
+        pruned: how many numbers of placements and slots the bound ruled out unseen.
+    """
+
+    candidate: Candidate
+    iteration_s: float
+    simulated: int
+    pruned: int
+
+
+def optimum(search: Search) -> Optimum:
+    """Branch and bound: numbers of placements by their bound, then all their orders.
+
+    Exact over placements, staging slots, prefetch (as early as backward allows) and the measured
+    numbers of threads, with updates that overlap forward; each queue in the order that
+    `tuner.placements.update_orders` guesses, not in all. The best so far prunes, so a search that
+    has been run before is quicker.
+
+    Raises:
+        ValueError: more than MOST_SUBGROUPS subgroups, or nothing fits.
+    """
+    count = len(search.workload.subgroups)
+    if count > MOST_SUBGROUPS:
+        raise ValueError(
+            f"the exact optimum is searched for at most {MOST_SUBGROUPS} subgroups, but got "
+            f"{count}: compare with the bound instead (Plan.prediction.lower_bound_s)"
+        )
+    best = search.best()
+    best_s = search.score(best).iteration_s
+    bounds = count_bounds(search.workload, search.machine, search.limits.device_bytes)
+    columns = (bounds.host, bounds.device, bounds.resident, bounds.slots, bounds.iteration_s)
+    before, pruned = len(search.scores), 0
+    for host, device, resident, slots, bound_s in zip(*columns, strict=True):
+        if bound_s >= best_s:
+            pruned += 1
+            continue
+        for order in orders(int(host), int(device), int(resident)):
+            for candidate in _variants(search, best, order, int(slots)):
+                seconds = search.score(candidate).iteration_s
+                if seconds < best_s:
+                    best, best_s = candidate, seconds
+    if math.isinf(best_s):
+        raise ValueError("no plan fits into the limits of memory: see ImpossibleError")
+    return Optimum(best, best_s, len(search.scores) - before, pruned)
+
+
+def orders(host: int, device: int, resident: int) -> Iterator[tuple[Placement, ...]]:
+    """Every order of so many placements, each once."""
+    left: dict[Placement, int] = {"host": host, "device": device, "resident": resident}
+    chosen: list[Placement] = []
+
+    def rest() -> Iterator[tuple[Placement, ...]]:
+        if not any(left.values()):
+            yield tuple(chosen)
+            return
+        for placement in left:
+            if left[placement]:
+                left[placement] -= 1
+                chosen.append(placement)
+                yield from rest()
+                chosen.pop()
+                left[placement] += 1
+
+    return rest()
+
+
+def _variants(
+    search: Search, base: Candidate, order: tuple[Placement, ...], slots: int
+) -> Iterator[Candidate]:
+    for threads in (0, *sorted(search.machine.host_adam_by_threads)):
+        for prefetch in range(slots, -1, -1):
+            yield replace(
+                base, placements=order, order=None, staging_slots=max(1, slots), prefetch=prefetch,
+                threads=threads, overlap_forward=True,
+            )  # fmt: skip

@@ -1,0 +1,176 @@
+"""The plan with the shortest predicted iteration, or the best goodput, that fits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from simulator.analysis.many_plans import PlanSweep
+from simulator.engines.compiled import simulate_fast
+from simulator.machine import Machine
+from simulator.plan import Plan, Prediction
+from simulator.schedules.strategies import build_strategy
+from simulator.workload import Workload
+from tuner.calibrate.interval import workload_interval_s
+from tuner.calibrate.spread import sampled_machines
+from tuner.placements.annealing import anneal
+from tuner.placements.checkpointing import with_checkpoints
+from tuner.placements.memory import ImpossibleError, Limits
+from tuner.placements.refine import refine, reorder
+from tuner.placements.search import CLIMB_EVALUATIONS, Candidate, Search, even, seconds_of
+from tuner.placements.subgroup_size import best_cut, recuts
+
+FINALISTS = 8
+
+
+def plan(
+    workload: Workload,
+    machine: Machine,
+    *,
+    device_memory_bytes: int | None = None,
+    host_memory_bytes: int | None = None,
+    seed: int = 0,
+    robust: bool = False,
+    mtbf_s: float | None = None,
+    restart_s: float = 60.0,
+    checkpoint_dir: str | None = None,
+    study_storage: str | None = None,
+    subgroup_sizes: Sequence[int] | None = None,
+    memory_margin: float | None = None,
+) -> Plan:
+    """Searches the best plan for a workload on a machine.
+
+    Placements come from an even spread around the linear program's split, improved by local
+    search on the simulator, and from the numbers of each that promise most by their bounds
+    (`tuner.placements.refine`); the order of the updates from a model of the host's queue
+    (`tuner.placements.update_orders`) and a local search; slots, prefetch, threads and overlap
+    from optuna.
+    What is still far from the bound is annealed (`tuner.placements.annealing`).
+    Deterministic under ``seed``.
+
+    Args:
+        device_memory_bytes, host_memory_bytes: per rank; None: the machine's (host: its share).
+        robust: minimise the 90th percentile over the rates' spread instead of the expected case.
+        mtbf_s: mean time between failures of the whole job; picks the checkpoint interval, its
+            bandwidth cap and copy budget by expected goodput. None: no checkpoints by plan.
+        restart_s: from a failure until training runs again.
+        study_storage: an optuna storage URL, e.g. ``sqlite:///study.db``.
+        subgroup_sizes: values of ``sub_group_size`` to try beside the workload's own
+            (`tuner.placements.subgroup_size.SIZES`); None: its own. `runtime.initialize` sets the
+            plan's.
+        memory_margin: share of both memories that stays free; None: from the profile's spread.
+
+    Raises:
+        ImpossibleError: nothing fits; says how much is missing and which knob helps most.
+    """
+    limits = Limits.of(workload, machine, device_memory_bytes, host_memory_bytes, memory_margin)
+    if subgroup_sizes is not None and not machine.unified_memory:
+        workload = best_cut(recuts(workload, subgroup_sizes), machine, limits, seed)
+    search = Search(workload, machine, limits, seed)
+    search.score(even(len(workload.subgroups), 0, 0, 1))
+    if not machine.unified_memory:  # else state that moves to the device stays where it was
+        search.constructive()
+        search.outliers()
+    if all(math.isinf(s.iteration_s) for s in search.scores.values()):
+        raise ImpossibleError.explain(workload, limits, list(search.scores.values()))
+    if machine.unified_memory:
+        search.tune(storage=study_storage)
+    else:
+        search.climb()
+        refine(search)
+        reorder(search)
+        search.tune(storage=study_storage)
+        search.climb(CLIMB_EVALUATIONS // 3)
+        anneal(search)
+    chosen = _robust_choice(search, seed) if robust else search.best()
+    result = _as_plan(search, chosen)
+    return with_checkpoints(
+        _explained(result, search), workload, machine, limits, mtbf_s, restart_s, checkpoint_dir
+    )
+
+
+def _robust_choice(search: Search, seed: int) -> Candidate:
+    """Among the best in the expected case, the one with the lowest 90th percentile."""
+    finalists = sorted(search.scores, key=lambda c: search.scores[c].iteration_s)[:FINALISTS]
+    machines = sampled_machines(search.machine, seed)
+    sweeps = [PlanSweep(search.workload, machine) for machine in machines]
+
+    def ninth_decile(c: Candidate) -> float:
+        seconds = [seconds_of(sweep, c) for sweep in sweeps]
+        return float(np.quantile(seconds, 0.9))
+
+    return min(finalists, key=ninth_decile)
+
+
+def _as_plan(search: Search, c: Candidate) -> Plan:
+    w = search.workload
+    fields = {
+        "machine_fingerprint": search.machine.fingerprint,
+        "workload_fingerprint": w.fingerprint,
+        "subgroup_size": w.subgroup_size or max(w.subgroups),
+        "subgroups": w.subgroups,
+        "placement": Plan.runs(c.placements),
+        "order": c.order,
+        "staging_slots": c.staging_slots if "device" in c.placements else 0,
+        "prefetch": c.prefetch if "device" in c.placements else 0,
+        "threads": c.threads,
+        "overlap_forward": c.overlap_forward,
+        "versions": _versions(),
+    }
+    made = Plan.model_validate(fields)
+    prediction = predict(w, search.machine, made, lower_bound_s=search.bound.iteration_s)
+    return made.model_copy(update={"prediction": prediction})
+
+
+def predict(
+    workload: Workload, machine: Machine, made: Plan, *, lower_bound_s: float = 0.0
+) -> Prediction:
+    """The simulator's prediction of a plan, with the interval that the rates' spread gives."""
+    result = simulate_fast(build_strategy("ebbtide", workload, plan=made), machine)
+    low, high = workload_interval_s(
+        lambda work: build_strategy("ebbtide", work, plan=made), workload, machine
+    )
+    return Prediction(
+        iteration_s=result.iteration_s,
+        iteration_low_s=min(low, result.iteration_s),
+        iteration_high_s=max(high, result.iteration_s),
+        **result.phases,
+        device_peak_bytes=result.device_peak_bytes,
+        host_peak_bytes=result.host_peak_bytes,
+        lower_bound_s=min(lower_bound_s, result.iteration_s),
+    )
+
+
+def predicted_anew(made: Plan, workload: Workload, machine: Machine) -> Plan:
+    """The same plan with what is predicted for another profile of its workload or machine.
+
+    Raises:
+        PlanError: another number of subgroups.
+    """
+    search = Search(workload, machine, Limits.of(workload, machine), seed=0)
+    prediction = predict(workload, machine, made, lower_bound_s=search.bound.iteration_s)
+    return _explained(made.model_copy(update={"prediction": prediction}), search)
+
+
+def _explained(made: Plan, search: Search) -> Plan:
+    from tuner.answer.alternatives import alternatives
+    from tuner.answer.reasons import reasons
+
+    others = alternatives(search.workload, search.machine, made, search.limits)
+    why = reasons(search.workload, search.machine, made, search.bound)
+    why += search.limits.explained[: 1 if search.machine.unified_memory else 2]
+    return made.model_copy(update={"alternatives": tuple(others), "reasons": tuple(why)})
+
+
+def _versions() -> dict[str, str]:
+    from importlib import metadata
+
+    result: dict[str, str] = {}
+    for package in ("ebbtide", "torch", "deepspeed"):
+        try:
+            result[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return result

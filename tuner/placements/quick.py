@@ -1,0 +1,86 @@
+"""A search that is short enough for a training loop: what `plan="auto"` and re-planning call.
+
+Needs neither optuna nor pandas nor matplotlib.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from simulator.machine import Machine
+from simulator.plan import Plan
+from simulator.update.footprint import footprint
+from simulator.workload import Workload
+from tuner.placements.memory import Limits
+from tuner.placements.refine import reorder
+from tuner.placements.search import Candidate, Search, even
+
+CLIMB, REORDERINGS = 300, 40
+
+
+@dataclass(frozen=True)
+class QuickPlan:
+    """What a short search found.
+
+    Attributes:
+        plan: ``current`` itself where nothing is better.
+        iteration_s, current_s: what the simulator predicts of both.
+    """
+
+    plan: Plan
+    iteration_s: float
+    current_s: float
+
+
+def quick_plan(
+    workload: Workload,
+    machine: Machine,
+    current: Plan,
+    *,
+    device_bytes: int | None = None,
+    host_bytes: int | None = None,
+    evaluations: int = CLIMB,
+    seed: int = 0,
+) -> QuickPlan:
+    """The best plan of a short search, with the threads and the overlap of ``current``.
+
+    `tuner.plan` searches longer, with threads and overlap too. Deterministic under ``seed``.
+
+    Args:
+        current: the plan that runs; what is found is no slower by the simulation.
+        device_bytes: device memory of this rank for all of the workload; None: what ``current``
+            takes.
+        host_bytes: host memory of this rank; None: its share of the machine's, or what ``current``
+            takes where that is more.
+    """
+    held = footprint(workload, current)
+    activations = sum(layer.activation_bytes for layer in workload.layers)
+    limits = Limits(
+        held.device_bytes + activations if device_bytes is None else device_bytes,
+        max(machine.host_memory_bytes // workload.ranks_per_node, held.host_bytes)
+        if host_bytes is None else host_bytes,
+    )  # fmt: skip
+    fixed = {"threads": current.threads, "overlap_forward": current.overlap_forward}
+    search = Search(workload, machine, limits, seed, fixed=fixed)
+    running = Candidate(
+        current.placements, max(1, current.staging_slots), current.prefetch, order=current.order
+    )
+    current_s = search.seconds_anyhow(running)
+    search.score(running)
+    search.score(even(len(workload.subgroups), 0, 0, 1))
+    if not machine.unified_memory:
+        search.constructive()
+        if any(not math.isinf(score.iteration_s) for score in search.scores.values()):
+            search.climb(evaluations)
+            reorder(search, REORDERINGS, search.fluid.iteration_s)
+    best = search.best()
+    best_s = search.score(best).iteration_s
+    if not best_s < current_s:
+        return QuickPlan(current, current_s, current_s)
+    visits = best.placements.count("device")
+    made = current.placed(
+        best.placements, order=best.order, staging_slots=best.staging_slots if visits else 0,
+        prefetch=best.prefetch if visits else 0, prediction=None, alternatives=(), reasons=(),
+    )  # fmt: skip
+    return QuickPlan(made, best_s, current_s)

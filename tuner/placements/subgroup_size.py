@@ -1,0 +1,43 @@
+"""Which sub_group_size to train with: small ones fill and drain the lanes better, large ones cost
+less per op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from simulator.machine import Machine
+from simulator.workload import Workload
+from tuner.placements.memory import Limits
+from tuner.placements.search import quick_iteration_s
+
+SIZES = (10**9, 5 * 10**8, 2 * 10**8, 10**8, 5 * 10**7, 2 * 10**7, 10**7)
+MOST_SUBGROUPS = 400
+WORTH = 0.995  # smaller subgroups must bring half a percent
+QUICK_CLIMB = 200
+
+
+def recuts(workload: Workload, sizes: Sequence[int] = SIZES) -> list[Workload]:
+    """The workload as it is and with other subgroups, largest first; each cut once.
+
+    Raises:
+        ValueError: the workload does not know its parameters.
+    """
+    result = {workload.subgroups: workload}
+    for size in sizes:
+        cut = workload.recut(size)
+        if len(cut.subgroups) <= MOST_SUBGROUPS:
+            result.setdefault(cut.subgroups, cut)
+    return sorted(result.values(), key=lambda w: len(w.subgroups))
+
+
+def best_cut(
+    workloads: Sequence[Workload], machine: Machine, limits: Limits, seed: int
+) -> Workload:
+    """The one whose plans are fastest after a short search; of equals the largest subgroups."""
+    best, best_s = workloads[0], float("inf")
+    for workload in workloads:
+        seconds = quick_iteration_s(workload, machine, limits, seed, QUICK_CLIMB)
+        if seconds < WORTH * best_s:
+            best, best_s = workload, seconds
+    return best
