@@ -19,7 +19,9 @@ from simulator.update.order import UpdateOrder  # noqa: E402
 from tuner.cli import main  # noqa: E402
 
 NOTE = "<!-- Written by scripts/reference.py from the code; a test compares the two. -->\n"
-MODELS = (plan.Plan, plan.PlacementRun, UpdateOrder, plan.CheckpointPlan, plan.Prediction)
+MODELS = (
+    plan.Plan, plan.PlacementRun, plan.HomeRun, UpdateOrder, plan.CheckpointPlan, plan.Prediction,
+)  # fmt: skip
 
 
 def pages() -> dict[str, str]:

@@ -10,9 +10,18 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from simulator.update.order import UpdateOrder, issue_order, order_of
+from simulator.update.recipes import Memory
 from simulator.update.recipes import Placement as Placement  # public here, defined there
 
 SCHEMA_VERSION = 2
@@ -31,6 +40,17 @@ class PlacementRun(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     placement: Placement
+    count: int = Field(ge=1)
+
+
+class HomeRun(BaseModel):
+    """``count`` neighbouring subgroups, in forward order, whose 16-bit parameters live in ``home``
+    between their uses.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    home: Memory
     count: int = Field(ge=1)
 
 
@@ -105,6 +125,9 @@ class Plan(BaseModel):
     Attributes:
         subgroup_size: DeepSpeed's ``zero_optimization.sub_group_size`` the plan was made for.
         placement: run-length encoded, in forward order; see `Plan.placements`.
+        parameter_home: where each subgroup's partition of the 16-bit parameters lives between its
+            uses, run-length encoded, in forward order; absent: on the device. On the host they
+            come in for each forward and backward (DeepSpeed's ``offload_param``; ZeRO-3 only).
         order: in which the subgroups of each queue are updated; see `UpdateOrder`.
         staging_slots: device buffers for visiting (``device``) subgroups.
         prefetch: how many visiting subgroups may come in during backward, before the norm is
@@ -123,6 +146,7 @@ class Plan(BaseModel):
     subgroup_size: int = Field(ge=1)
     subgroups: tuple[int, ...] = Field((), description="elements of each, for the fit check")
     placement: tuple[PlacementRun, ...] = Field(min_length=1)
+    parameter_home: tuple[HomeRun, ...] = ()
     order: UpdateOrder = UpdateOrder()
     staging_slots: int = Field(2, ge=0)
     prefetch: int = Field(0, ge=0)
@@ -170,8 +194,25 @@ class Plan(BaseModel):
                 "plan.placement must cover every subgroup of plan.subgroups once, but got "
                 f"{self.subgroup_count} placements for {len(self.subgroups)} subgroups"
             )
+        self._check_homes()
         issue_order(self.placements, self.order)
         return self
+
+    def _check_homes(self) -> None:
+        covered = sum(run.count for run in self.parameter_home)
+        if self.parameter_home and covered != self.subgroup_count:
+            raise ValueError(
+                "plan.parameter_home must be absent or cover every subgroup once, but got "
+                f"{covered} homes for {self.subgroup_count} subgroups"
+            )
+
+    @model_serializer(mode="wrap")
+    def _leave_out_default(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A plan whose parameters stay on the device reads as before there was a choice."""
+        fields: dict[str, Any] = handler(self)
+        if "host" not in self.parameter_homes:
+            fields.pop("parameter_home", None)
+        return fields
 
     @property
     def placements(self) -> tuple[Placement, ...]:
@@ -179,12 +220,21 @@ class Plan(BaseModel):
         return tuple(run.placement for run in self.placement for _ in range(run.count))
 
     @property
+    def parameter_homes(self) -> tuple[Memory, ...]:
+        """Where the parameters of each subgroup live between their uses, in forward order."""
+        if not self.parameter_home:
+            everywhere: tuple[Memory, ...] = ("device",)
+            return everywhere * self.subgroup_count
+        return tuple(run.home for run in self.parameter_home for _ in range(run.count))
+
+    @property
     def issue_order(self) -> tuple[int, ...]:
         """All subgroups in the order of their updates; each queue's order is its part of it."""
         return issue_order(self.placements, self.order)
 
     def placed(self, placements: Sequence[Placement], **changes: Any) -> Plan:
-        """The plan with other placements; the same subgroups are updated in the same order.
+        """The plan with other placements; the same subgroups are updated in the same order, and
+        their parameters live where they did.
 
         Raises:
             ValidationError: a change breaks a rule of the plan.
@@ -193,6 +243,7 @@ class Plan(BaseModel):
         fields = {
             **self.model_dump(),
             "placement": Plan.runs(placements),
+            "parameter_home": self.parameter_home if same else (),
             "order": order_of(self.issue_order, placements) if same else UpdateOrder(),
             **changes,
         }
@@ -212,6 +263,15 @@ class Plan(BaseModel):
         return tuple(
             PlacementRun(placement=key, count=sum(1 for _ in group))
             for key, group in groupby(placements)
+        )
+
+    @staticmethod
+    def home_runs(homes: Sequence[Memory]) -> tuple[HomeRun, ...]:
+        """Run-length encodes parameter homes given in forward order; none where all are devices."""
+        if "host" not in homes:
+            return ()
+        return tuple(
+            HomeRun(home=key, count=sum(1 for _ in group)) for key, group in groupby(homes)
         )
 
     @property

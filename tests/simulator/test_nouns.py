@@ -17,7 +17,7 @@ from simulator import (
     build_schedule,
     simulate,
 )
-from simulator.plan import json_schema
+from simulator.plan import HomeRun, json_schema
 from tests.machines import machine, workload
 
 
@@ -133,6 +133,8 @@ def test_shares_hold_every_element_once(sizes, cuts):
         ({"prefetch": 3}, "plan.prefetch must be at most plan.staging_slots"),
         ({"subgroups": [1, 2, 3]}, "cover every subgroup of plan.subgroups once"),
         ({"subgroup_size": 0}, "subgroup_size"),
+        ({"parameter_home": [{"home": "host", "count": 3}]}, "got 3 homes for 2 subgroups"),
+        ({"parameter_home": [{"home": "moon", "count": 2}]}, "parameter_home"),
     ],
 )
 def test_plans_that_cannot_be(fields, message):
@@ -170,6 +172,22 @@ def test_the_digest_is_of_what_a_plan_does():
     plan = Plan(subgroup_size=10, placement=Plan.runs(["host"] * 2))
     assert plan.model_copy(update={"reasons": ("x",)}).digest == plan.digest
     assert plan.model_copy(update={"threads": 3}).digest != plan.digest
+
+
+def test_parameters_live_on_the_device_unless_a_plan_says_otherwise(tmp_path):
+    plan = Plan(subgroup_size=10, placement=Plan.runs(["host"] * 3), staging_slots=0)
+    assert plan.parameter_homes == ("device",) * 3
+    said = plan.model_copy(update={"parameter_home": (HomeRun(home="device", count=3),)})
+    assert said.digest == plan.digest
+    assert "parameter_home" not in plan.model_dump()
+    homes = ("device", "host", "host")
+    moved = Plan.model_validate({**plan.model_dump(), "parameter_home": Plan.home_runs(homes)})
+    assert moved.parameter_homes == homes
+    assert moved.digest != plan.digest
+    moved.save(tmp_path / "p.json")
+    assert Plan.load(tmp_path / "p.json") == moved
+    assert moved.placed(["device"] * 3, staging_slots=1).parameter_homes == homes
+    assert moved.placed(["host"] * 4).parameter_homes == ("device",) * 4
 
 
 def test_the_exported_schema_is_the_plans_own():
