@@ -31,7 +31,7 @@ from runtime.devices.base import Device
 from runtime.devices.emulated import EmulatedDevice
 from runtime.execution.session import Session
 from runtime.replan.auto import WATCHED_STEPS
-from runtime.replan.switch import switch_plan
+from runtime.zero.attach import switch_plan
 from runtime.zero.cuts import subgroups_of
 from simulator import Machine, Plan, preset
 from simulator.plan import Placement

@@ -140,6 +140,38 @@ def test_no_module_imports_itself_through_others():
         pytest.fail(f"import cycle: {' -> '.join(error.args[1])}")
 
 
+# Inside a package, the lower rooms first: a module may import its own room and those below it.
+# What lies in the folder itself, in no room, is at the bottom.
+ROOMS = {
+    "runtime": (
+        ("kernels", "hardware"), ("devices",), ("execution", "checkpoint"), ("replan",),
+        ("frontdoor",), ("zero",),
+    ),
+    "runtime.checkpoint": (("format",), ("protocol",), ("stream",), ("trainers",), ("deepspeed",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("package", sorted(ROOMS))
+def test_rooms_know_only_what_is_below_them(package):
+    floor = {room: number for number, rooms in enumerate(ROOMS[package]) for room in rooms}
+    upward = []
+    for module, targets in graph_of_imports().items():
+        room = _room(module, package)
+        for target in targets:
+            other = _room(target, package)
+            if not (room and other) or room == other or other not in floor:
+                continue
+            if room not in floor or floor[other] >= floor[room]:
+                upward.append(f"{module} -> {target}")
+    assert upward == []
+
+
+def _room(module: str, package: str) -> str:
+    """The folder of the package that a module lies in; of another package: empty."""
+    inside = module.removeprefix(f"{package}.") if module.startswith(f"{package}.") else ""
+    return inside.split(".")[0]
+
+
 def test_every_package_has_modules_and_is_typed():
     for package in PACKAGES:
         assert (ROOT / package / "py.typed").exists()

@@ -11,6 +11,7 @@ import torch
 from runtime.devices.base import Device
 from runtime.execution.executor import Executor, SubgroupJob
 from runtime.execution.gradients import GradientHomes, ParameterSlice
+from runtime.execution.plan_check import check_plan
 from runtime.execution.recorder import Recorder
 from runtime.execution.step_template import step_template
 from runtime.execution.subgroup_state import Buffers, SubgroupState, place, staging_slots
@@ -91,6 +92,18 @@ class TrainingEngine(Protocol):
         """Where a checkpoint reads the master and its moments."""
         ...
 
+    def gradient_bytes(self) -> int:
+        """Of an accumulated gradient, per parameter."""
+        ...
+
+    def micro_batches(self) -> int:
+        """Of a step."""
+        ...
+
+    def clips(self) -> bool:
+        """Gradients are clipped to a norm."""
+        ...
+
     def gate_reads(self, wait: Callable[[Iterable[Any]], None]) -> Callable[[], None]:
         """Whoever reads parameters has ``wait`` called with them first; returns an undo."""
         ...
@@ -106,6 +119,7 @@ class Session:
     Attributes:
         after_step: called, in order, when the framework's whole step is done, its counters and
             its schedule included: live re-planning first, checkpoints last.
+        before_switch: called before subgroups move: who still reads the old buffers ends it.
         watch: the `runtime.replan.watch.Watch` of this session, if there is one.
         overlaps: a plan's updates may go on in the next forward.
     """
@@ -119,6 +133,7 @@ class Session:
         self.overlaps = overlap_forward and engine.overlaps_forward
         self.recorder = Recorder(device)
         self.after_step: list[Callable[[], None]] = []
+        self.before_switch: list[Callable[[], object]] = []
         self.watch: Any = None
         self.closed = False
         self._running: Executor | None = None  # while a switch moves its subgroups
@@ -219,8 +234,17 @@ class Session:
     def switch(self, plan: Plan) -> None:
         """Moves every subgroup to where ``plan`` wants it; no bit of training changes.
 
-        Between two steps, when nothing reads the state: no update, no checkpoint.
+        To be called by the training thread between `step()` and the next backward. Waits for
+        running updates and for a running checkpoint, whose bytes are still in the old buffers.
+
+        Raises:
+            PlanError: the plan is for other subgroups.
+            BackgroundError, CheckpointError: something failed in the background before.
         """
+        check_plan(plan, self.engine.sizes(), self.plan.subgroup_size)
+        self.executor.wait_all()
+        for wait in self.before_switch:
+            wait()
         old = self.executor
         self.engine.publish()
         old.close(with_device=False)

@@ -9,70 +9,64 @@ from __future__ import annotations
 import logging
 import statistics
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from runtime.devices.base import Device
+from runtime.execution.session import Session, TrainingEngine
 from runtime.replan.measuring import measured_machine
-from runtime.replan.switch import switch_plan
-from runtime.replan.watch import anyone, measured_rates, watch
-from runtime.zero.cuts import subgroups_of
+from runtime.replan.watch import Show, measured_rates, watch
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.schedule import OpKind
 from simulator.timeline import Timeline
 from simulator.update.footprint import footprint
-from simulator.workload import Layer, WireDtype, Workload
+from simulator.workload import Layer, Workload
 
 logger = logging.getLogger("ebbtide")
 
 WATCHED_STEPS = 4  # the first one compiles and warms up
 DEVICE_MEMORY_MARGIN = 0.1  # of the device's memory, left to activations that grow later
-_WIRE: dict[torch.dtype, WireDtype] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-def host_plan(engine: Any) -> Plan:
+def host_plan(subgroup_size: int, count: int) -> Plan:
     """The plan of the watched steps: every subgroup on the host. They wait for their updates, since
     a forward that waits for some would seem longer than it is.
     """
-    size = max(1, int(engine.zero_sub_group_size()))
-    count = len(subgroups_of(engine.optimizer, size)) or 1
     return Plan(
-        subgroup_size=size,
+        subgroup_size=subgroup_size,
         placement=Plan.runs(["host"] * count),
         staging_slots=0,
         overlap_forward=False,
     )
 
 
-def plan_later(engine: Any, machine: Machine | None = None) -> None:
-    """Plans an attached engine after `WATCHED_STEPS` steps.
+def plan_later(session: Session, machine: Machine | None, show: Show) -> None:
+    """Plans anew after `WATCHED_STEPS` steps under a plan.
 
     ``machine`` is measured (or read from the profiler's cache) unless given, once per node.
     """
     machine = machine if machine is not None else measured_machine()
-    session = engine.optimizer._ebbtide
-    session.after_step.insert(0, _Automatic(engine, machine).on_step)  # before a checkpoint begins
+    # Before a checkpoint begins.
+    session.after_step.insert(0, _Automatic(session, machine, show).on_step)
 
 
 @dataclass
 class _Automatic:
     """Counts the watched steps, then plans once. Training thread only."""
 
-    engine: Any
+    session: Session
     machine: Machine
+    show: Show
     steps: int = 0
 
     def on_step(self) -> None:
         self.steps += 1
         if self.steps != WATCHED_STEPS:
             return
-        optimizer = self.engine.optimizer
-        own = optimizer._ebbtide
-        timeline = optimizer.timeline()
-        micro_batches = int(self.engine.gradient_accumulation_steps())
-        workload = observed_workload(optimizer, timeline, micro_batches)
+        own = self.session
+        timeline = own.timeline()
+        workload = observed_workload(own.engine, timeline)
         machine = self.machine.with_rates(**measured_rates(timeline, workload.subgroups))
         from tuner.placements.quick import quick_plan
 
@@ -80,27 +74,26 @@ class _Automatic:
         held = footprint(workload, current).device_bytes
         free = _free_device_bytes(own.device)
         result = quick_plan(workload, machine, current, device_bytes=held + free)
-        if anyone(self.engine, result.iteration_s < result.current_s):
+        if own.engine.any_rank(result.iteration_s < result.current_s):
             logger.info(
                 "plan='auto': %.3f s expected instead of %.3f s",
                 result.iteration_s, result.current_s,
             )  # fmt: skip
             current = result.plan
-        switch_plan(self.engine, current)
-        watch(self.engine, machine, workload, replan=False)
+        own.switch(current)
+        watch(own, machine, workload, replan=False, show=self.show)
 
 
-def observed_workload(optimizer: Any, timeline: Timeline, micro_batches: int = 1) -> Workload:
+def observed_workload(engine: TrainingEngine, timeline: Timeline) -> Workload:
     """The workload as the watched steps show it, a layer for each subgroup.
 
-    A step has ``micro_batches``, each with its own spans; a layer's times are those of a step.
+    A step has micro-batches, each with its own spans; a layer's times are those of a step.
     Forward and backward are the medians of the training thread's spans, on the device's clock.
     """
-    sizes = tuple(state.elements for state in optimizer._ebbtide.executor.states)
+    sizes, micro_batches = engine.sizes(), engine.micro_batches()
     forward_s = micro_batches * _median_s(timeline, OpKind.FORWARD)
     backward_s = micro_batches * _median_s(timeline, OpKind.BACKWARD)
     total = sum(sizes)
-    wire = _WIRE.get(optimizer.dtype, "fp32")
     return Workload(
         name="observed",
         layers=tuple(
@@ -108,12 +101,12 @@ def observed_workload(optimizer: Any, timeline: Timeline, micro_batches: int = 1
             for n in sizes
         ),
         subgroups=sizes,
-        wire_dtype=wire,
-        grad_bytes_per_param=optimizer.gradient_accumulation_dtype.itemsize,
+        wire_dtype=engine.wire_dtype(),
+        grad_bytes_per_param=engine.gradient_bytes(),
         gradient_accumulation_steps=micro_batches,
-        clip=optimizer.clip_grad > 0,
-        optimizer=optimizer.update_rule().name,
-        zero_stage=optimizer.zero_stage(),
+        clip=engine.clips(),
+        optimizer=engine.update_rule().name,
+        zero_stage=engine.zero_stage(),
         provenance=f"{WATCHED_STEPS} watched steps",
     )
 

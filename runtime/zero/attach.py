@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,20 @@ import torch
 
 from runtime.devices.base import Device
 from runtime.devices.choice import choose_device
-from runtime.execution.fit import check_host_memory
+from runtime.execution.plan_check import check_plan
 from runtime.execution.recorder import Recorder
 from runtime.execution.session import Session
 from runtime.kernels import host
 from runtime.kernels.rule import UpdateRule
 from runtime.zero.checks import private
 from runtime.zero.checks.fingerprints import warn_of_mismatch
-from runtime.zero.checks.guard import ConfigError, check_config, check_engine, check_plan
+from runtime.zero.checks.guard import ConfigError, check_config, check_engine
 from runtime.zero.cuts import subgroups_of
+from runtime.zero.host_memory import check_host_memory
 from runtime.zero.steady import keep_flowing
 from simulator.machine import Machine
 from simulator.plan import CheckpointPlan, Plan, PlanError
+from simulator.timeline import Timeline
 from simulator.workload import Workload
 
 logger = logging.getLogger("ebbtide")
@@ -155,11 +158,13 @@ def attach(
     if isinstance(plan, str) and plan == "auto":
         from runtime.replan.auto import host_plan, plan_later
 
+        size = max(1, int(engine.zero_sub_group_size()))
+        count = len(subgroups_of(engine.optimizer, size)) or 1
         attach(
-            engine, host_plan(engine), device=device, checkpoint=checkpoint,
+            engine, host_plan(size, count), device=device, checkpoint=checkpoint,
             overlap_forward=overlap_forward,
         )  # fmt: skip
-        plan_later(engine, machine)
+        plan_later(session_of(engine), machine, _to_monitor(engine))
         return engine
     plan = load_plan(plan)
     private.check_version()
@@ -178,8 +183,34 @@ def attach(
     if machine is not None and workload is not None:
         from runtime.replan.watch import watch
 
-        watch(engine, machine, workload, replan=replan)
+        watch(session, machine, workload, replan=replan, show=_to_monitor(engine))
     return engine
+
+
+def session_of(engine: Any) -> Session:
+    """Of an attached engine."""
+    return engine.optimizer._ebbtide  # type: ignore[no-any-return]
+
+
+def switch_plan(engine: Any, plan: Plan) -> None:
+    """Changes the plan of an attached engine between two steps: `Session.switch`."""
+    session_of(engine).switch(plan)
+
+
+def _to_monitor(engine: Any) -> Callable[[Timeline, Plan], None]:
+    """Predicted and measured times, on DeepSpeed's monitor if one is on."""
+    held = weakref.proxy(engine)
+
+    def show(timeline: Timeline, plan: Plan) -> None:
+        monitor = getattr(held, "monitor", None)
+        if monitor is None or not monitor.enabled:
+            return
+        times = {"Train/ebbtide/iteration_s": timeline.iteration_s}
+        if plan.prediction is not None:
+            times["Train/ebbtide/predicted_iteration_s"] = plan.prediction.iteration_s
+        monitor.write_events([(name, value, held.global_samples) for name, value in times.items()])
+
+    return show
 
 
 def _take_over(
@@ -227,15 +258,16 @@ def host_bytes(optimizer: Any) -> int:
 def _checkpointing(engine: Any, session: Session, checkpoint: CheckpointPlan) -> None:
     """Installs the checkpoint engine and its copy on update."""
     from runtime.checkpoint import install
-    from runtime.checkpoint.stream.live_state import LiveState
+    from runtime.checkpoint.live_state import LiveState
 
     live = LiveState()
     live.register_all({i: session.engine.saved_state(i) for i in session.plan.issue_order})
     session.executor.gate = live
-    install(
+    lazy = install(
         engine, checkpoint, live, after_step=session.after_step,
         plan_digest=lambda: session.plan.digest,
     )  # fmt: skip
+    session.before_switch.append(lazy.wait)
 
 
 def call_after_step(engine: Any, session: Session) -> None:

@@ -33,6 +33,8 @@ class PlannedZero:
     dtype: torch.dtype
     loss_scale: Any  # a float; a tensor where DeepSpeed keeps it so
     clip_grad: float
+    gradient_accumulation_dtype: torch.dtype
+    gradient_accumulation_steps: int
     norm_for_param_grads: dict[int, torch.Tensor]
 
     # -- backward and step -------------------------------------------------------------------
@@ -82,6 +84,15 @@ class PlannedZero:
 
     def update_rule(self) -> UpdateRule:
         return self._rule
+
+    def gradient_bytes(self) -> int:
+        return self.gradient_accumulation_dtype.itemsize
+
+    def micro_batches(self) -> int:
+        return int(self.gradient_accumulation_steps)
+
+    def clips(self) -> bool:
+        return self.clip_grad > 0
 
     def _masters(self) -> list[torch.nn.Parameter]:
         """DeepSpeed's fp32 parameters, as they are: nobody waits for their updates here."""

@@ -229,7 +229,7 @@ class Bench:
         return Measured(statistics.median(periods), forward_s, backward_s, step_s, timeline)
 
     def _apply(self, plan: Plan) -> None:
-        from runtime.replan.switch import switch_plan
+        from runtime.zero.attach import switch_plan
 
         if self._attached:
             switch_plan(self.engine, plan)

@@ -41,7 +41,7 @@ def main() -> None:
 
 def trials(args: argparse.Namespace) -> Any:
     """Yields each plan's row."""
-    from runtime.replan.switch import switch_plan
+    from runtime.zero.attach import switch_plan
 
     plans = {path.name: Plan.load(path) for path in args.plans}
     engine = make_engine(args)  # all on the host at first: the least device memory

@@ -7,10 +7,10 @@ import torch
 
 import runtime
 from runtime.devices.choice import choose_device
-from runtime.execution.fit import check_host_memory, needed_bytes
 from runtime.zero.checks import private as deepspeed_private
 from runtime.zero.checks.guard import ConfigError, check_config
 from runtime.zero.checks.private import UnsupportedDeepSpeedError
+from runtime.zero.host_memory import check_host_memory, needed_bytes
 from simulator import Plan, PlanError
 from studies.byte_gpt import SIZES, ByteGPT, ds_config
 from tests.runtime.contract.training import start

@@ -24,7 +24,7 @@ def host_memory(free_bytes: int, plan: Plan | None, ranks: int) -> Finding:
     free = f"{free_bytes / _GIB:.1f} GiB free"
     if plan is None:
         return ok("host memory", f"{free} (--plan compares it with a plan)")
-    from runtime.execution.fit import needed_bytes
+    from runtime.zero.host_memory import needed_bytes
 
     needed = needed_bytes(plan, gradient_bytes=2) * ranks
     detail = f"{free}, the plan takes {needed / _GIB:.1f} GiB for {ranks} rank(s)"

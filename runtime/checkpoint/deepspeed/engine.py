@@ -30,11 +30,11 @@ from runtime.checkpoint.deepspeed.saving import Means, Save, checked_name
 from runtime.checkpoint.errors import CheckpointError
 from runtime.checkpoint.files import Files
 from runtime.checkpoint.format.safe_load import load_file
+from runtime.checkpoint.live_state import LiveState
 from runtime.checkpoint.protocol.commit import Attempt
 from runtime.checkpoint.protocol.peers import Peers, Verdict
 from runtime.checkpoint.protocol.rotation import Note
 from runtime.checkpoint.stream.job import Job, Report
-from runtime.checkpoint.stream.live_state import LiveState
 from runtime.checkpoint.trainers import deleted_first, trainers_folder
 from runtime.checkpoint.trainers.bystanders import (
     foreign_trainer,

@@ -10,7 +10,7 @@ from typing import Any
 from runtime.checkpoint.deepspeed.engine import LazyCheckpointEngine
 from runtime.checkpoint.deepspeed.stock import StockState
 from runtime.checkpoint.errors import CheckpointError
-from runtime.checkpoint.stream.live_state import LiveState
+from runtime.checkpoint.live_state import LiveState
 from runtime.checkpoint.trainers.bystanders import ours, watch
 from runtime.checkpoint.trainers.ending import finish_at_sigterm
 from simulator.plan import CheckpointPlan

@@ -13,8 +13,8 @@ from runtime.checkpoint.deepspeed.restore import Choice, Resumption
 from runtime.checkpoint.format.manifest import GLOBAL_NAME
 from runtime.checkpoint.format.safe_load import load_file, only_weights
 from runtime.checkpoint.format.tree import tensors_of
+from runtime.checkpoint.live_state import LiveState
 from runtime.checkpoint.protocol.retention import being_read
-from runtime.checkpoint.stream.live_state import LiveState
 
 
 class Loading:

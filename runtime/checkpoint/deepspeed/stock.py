@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from runtime.checkpoint.stream.live_state import LiveState
+from runtime.checkpoint.live_state import LiveState
 
 
 class StockState:

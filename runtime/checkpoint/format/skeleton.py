@@ -22,7 +22,7 @@ from runtime.checkpoint.format.memory import ALIGNMENT, DeviceBytes, HostBytes, 
 from runtime.checkpoint.format.plain_data import WatchingPickler
 from runtime.checkpoint.format.safe_load import unreadable
 from runtime.checkpoint.format.tree import replace_tensors
-from runtime.checkpoint.stream.live_state import EVERY_SUBGROUP, LiveState
+from runtime.checkpoint.live_state import EVERY_SUBGROUP, LiveState
 
 _torch_save = threading.Lock()  # the options of torch.save are global
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from runtime.checkpoint.errors import Cancelled
 from runtime.checkpoint.files import Files
+from runtime.checkpoint.live_state import LiveState
 from runtime.checkpoint.protocol.commit import Attempt, Commit
 from runtime.checkpoint.protocol.retention import prune
 from runtime.checkpoint.protocol.rotation import Note
-from runtime.checkpoint.stream.live_state import LiveState
 from runtime.checkpoint.stream.persist import BlockWriter
 
 

@@ -13,9 +13,9 @@ from runtime.checkpoint.format.blocks import PlannedFile
 from runtime.checkpoint.format.memory import Slots
 from runtime.checkpoint.format.output import Pace
 from runtime.checkpoint.format.skeleton import lay_out
+from runtime.checkpoint.live_state import LiveState
 from runtime.checkpoint.protocol.commit import Attempt, Commit
 from runtime.checkpoint.stream.job import Job
-from runtime.checkpoint.stream.live_state import LiveState
 from runtime.checkpoint.stream.persist import BlockWriter
 
 BLOCK = 16384

@@ -8,7 +8,7 @@ from runtime.devices.cuda import CudaDevice
 from runtime.devices.lane import Completion
 from runtime.execution.gradients import GradientHomes
 from runtime.replan.auto import observed_workload
-from runtime.replan.switch import switch_plan
+from runtime.zero.attach import switch_plan
 from simulator.schedule import Lane
 from studies.bench.bits import state_of
 from tests.runtime import fake_cuda

@@ -7,8 +7,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import runtime
-from runtime.execution.fit import needed_bytes
 from runtime.zero.attach import host_bytes
+from runtime.zero.host_memory import needed_bytes
 from runtime.zero.stage3_buffers import gradient_of, split_gradients
 from simulator.update.footprint import footprint, plan_bytes
 from simulator.update.optimizer import ADAM

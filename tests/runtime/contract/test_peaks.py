@@ -6,7 +6,7 @@ import gc
 import pytest
 
 import runtime
-from runtime.replan.switch import switch_plan
+from runtime.zero.attach import switch_plan
 from studies.byte_gpt import ByteGPT, ByteGPTConfig
 from studies.run_memory import DEVICE_BYTES_PER_PARAM, PageLocking
 from tests.runtime.contract.training import plan_for, start, train

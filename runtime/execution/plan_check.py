@@ -1,0 +1,44 @@
+"""Whether a plan was made for the subgroups that are there."""
+
+from __future__ import annotations
+
+from simulator.plan import Plan, PlanError
+
+
+def check_plan(plan: Plan, subgroups: tuple[int, ...], sub_group_size: int) -> None:
+    """Checks that a plan was made for these subgroups.
+
+    Raises:
+        PlanError: says what differs and which key brings them together.
+    """
+    if plan.subgroups and plan.subgroups != subgroups:
+        raise PlanError(
+            "the plan must be made for this model's subgroups, but it has "
+            f"{_summary(plan.subgroups)} and the engine has {_summary(subgroups)}: "
+            + _way_out(plan, subgroups, sub_group_size)
+        )
+    if plan.subgroup_count != len(subgroups):
+        raise PlanError(
+            f"plan.placement must cover {len(subgroups)} subgroups, but covers "
+            f"{plan.subgroup_count}: subgroup index {min(plan.subgroup_count, len(subgroups))} is "
+            f"the first without a partner; plan for sub_group_size {sub_group_size}"
+        )
+
+
+def _way_out(plan: Plan, subgroups: tuple[int, ...], sub_group_size: int) -> str:
+    if plan.subgroup_size != sub_group_size:
+        return (
+            f"set zero_optimization.sub_group_size to {plan.subgroup_size} (it is "
+            f"{sub_group_size}) if the model is the same, else plan again with `tune plan`"
+        )
+    if sum(plan.subgroups) != sum(subgroups):
+        return "the model, what of it is trained, or the number of ranks is another: plan again"
+    return (
+        "parameters come in another order, or in several groups (without weight decay for some): "
+        "let `tune profile --train-script` look at the script, and plan for its workload "
+        "(`tune plan --workload`)"
+    )
+
+
+def _summary(subgroups: tuple[int, ...]) -> str:
+    return f"{len(subgroups)} subgroups of {sum(subgroups)} elements in all"
