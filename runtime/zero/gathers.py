@@ -30,6 +30,7 @@ class Gathers:
         }
         self.held_back = False
         self.shows = True
+        self._at_rest = False
         self._prefetch_elements = 0
         self._module = module
         self._stand_ins = _stand_ins(optimizer.persistent_parameters)
@@ -47,12 +48,15 @@ class Gathers:
     def gate(self, wait: Callable[[Iterable[Any]], None]) -> Callable[[], None]:
         """``wait`` is called before every gather, with the parameters; returns an undo.
 
-        A ``state_dict()`` of the model, or of a part of it, gathers nothing: it shows what is
-        there, which with stock are the small parameters that stay gathered. They are shown.
+        A ``state_dict()`` of the model, or of a part of it, and a copy of it gather nothing: they
+        show what is there, which with stock are the small parameters that stay gathered.
         """
         self._undo.append(private.gate_gathers(self._module.parameters(), wait))
+        for parameter, _ in self._stand_ins:
+            self._undo.append(_gate_copies(parameter, self._before_copy))
         for module in self._module.modules():
-            hook = module.register_state_dict_pre_hook(self._before_state_dict)
+            # No bound method: a copy of the module would hold a copy of the whole optimizer.
+            hook = module.register_state_dict_pre_hook(lambda *_: self._before_state_dict())
             self._undo.append(hook.remove)
         return self.open
 
@@ -63,23 +67,39 @@ class Gathers:
             undo()
         self._undo.clear()
 
-    def _before_state_dict(self, *_: Any) -> None:
+    def _before_state_dict(self) -> None:
         # Gathers are collective: with several ranks this one may be alone in asking.
         if not self.shows:
             return
         if self._optimizer.partition_count == 1:
             self.show_persistent()
-        else:
+        elif not self._at_rest:
             self.blank()
+
+    def _before_copy(self) -> None:
+        if self._optimizer.partition_count == 1:
+            self.show_persistent()
 
     def stand_in(self) -> None:
         """Until their first reader gathers them, the parameters that stock keeps gathered have
         their shape (a Trainer counts ``p.numel()`` after each step) and are NaN all over: who reads
         ``.data`` past all gates is not to take an old value for a new one.
         """
+        self._at_rest = False
         for parameter, stand_in in self._stand_ins:
             if private.is_partitioned(parameter):
                 parameter.data = stand_in
+
+    def show_at_rest(self) -> None:
+        """While nothing is in flight: values where `stand_in` has NaN, yet partitioned as before,
+        so that a first forward is traced like every later one. A collective call.
+        """
+        self.show_persistent()
+        for parameter, _ in self._stand_ins:
+            value = parameter.data
+            parameter.partition()
+            parameter.data = value
+        self._at_rest = True
 
     def blank(self) -> None:
         """They look as any other partitioned parameter, which is what checkpoints hold."""
@@ -116,6 +136,18 @@ class Gathers:
             for coordinator in private.coordinators(self._optimizer):
                 private.set_prefetch_elements(coordinator, self._prefetch_elements)
             self.held_back = False
+
+
+def _gate_copies(parameter: Any, wait: Callable[[], None]) -> Callable[[], None]:
+    """``copy.deepcopy`` of the parameter, or of what holds it, calls ``wait`` first."""
+    copy = type(parameter).__deepcopy__
+
+    def __deepcopy__(memo: dict[int, Any]) -> Any:  # noqa: N807 - what `copy` looks for
+        wait()
+        return copy(parameter, memo)
+
+    parameter.__deepcopy__ = __deepcopy__
+    return lambda: delattr(parameter, "__deepcopy__")
 
 
 def _stand_ins(parameters: Iterable[Any]) -> list[tuple[Any, torch.Tensor]]:

@@ -213,15 +213,16 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         super().checkpoint_event_prologue()
 
     def checkpoint_event_epilogue(self) -> None:
-        """Leaves persistent parameters to their first reader, as `_post_step` does.
+        """Shows the persistent parameters, and leaves them partitioned to their first gather, as
+        `_post_step` does.
 
-        Were they here after a load and not after a step, a model that reads one outside of its
+        Were they gathered after a load and not after a step, a model that reads one outside of its
         module (``self.embedding.weight``) would be traced differently in its second forward.
         """
         self._gathers.shows = True
         if self._ebbtide.plan.overlap_forward:
             self.invalidate_secondary_tensor()
-            self._gathers.stand_in()
+            self._gathers.show_at_rest()
         else:
             super().checkpoint_event_epilogue()
 

@@ -1,5 +1,7 @@
 """Every way to read or write state waits for what it needs and shows stock's values."""
 
+import copy
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from tests.runtime.contract.training import DEVICES, attached, outcome, start, t
 
 pytestmark = pytest.mark.usefixtures("only_rank")
 MIX = ["host", "device", "resident"]
+LAST = list(DEVICES)[-1]
 
 
 def read_everything(engine):
@@ -215,6 +218,42 @@ def test_parameters_have_stocks_shapes_right_after_a_step_and_never_an_old_value
         ours.optimizer.wait()
     reference.destroy()
     ours.destroy()
+
+
+def reload(engine, folder, **options):
+    engine.save_checkpoint(str(folder))
+    yield "saved"
+    engine.load_checkpoint(str(folder), **options)
+    yield "loaded"
+
+
+@pytest.mark.parametrize("options", [{}, {"load_module_only": True}])
+def test_small_parameters_have_their_values_around_checkpoints(tmp_path, options):
+    """No update is in flight there; and the next forwards are traced as ever."""
+    seen = []
+    for name, attach in (("stock", lambda e: e), ("ours", lambda e: attached(e, MIX, LAST))):
+        engine = attach(start(model=ReadsAnothersParameter(SIZES["tiny"])))
+        train(engine, 2)
+        shown = []
+        for _ in reload(engine, tmp_path / name, **options):
+            shown.append({n: p.data.clone() for n, p in engine.module.named_parameters()})
+        seen.append((shown, outcome(engine, 3, first=2)))
+    (stock_shown, stock), (our_shown, ours) = seen
+    for a, b in zip(our_shown, stock_shown, strict=True):
+        assert sum(value.numel() > 0 for value in b.values()) > 5
+        assert_equal(a, b)
+    assert torch.equal(ours[1], stock[1])
+
+
+def test_a_copy_of_the_module_has_stocks_values():
+    """As averages of weights begin with: nothing of it is gathered."""
+    seen = []
+    for engine in (start(), attached(start(), MIX, LAST)):
+        train(engine, 2)
+        copied = copy.deepcopy(engine.module)
+        seen.append({name: p.data for name, p in copied.named_parameters()})
+        engine.destroy()
+    assert_equal(seen[1], seen[0])
 
 
 def test_the_door_shut():
