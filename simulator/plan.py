@@ -72,6 +72,8 @@ class CheckpointPlan(BaseModel):
             a checkpoint is given up with an error.
         drain_dir: the durable tier: what is committed in ``dir`` is copied there in the background.
         drain_keep: committed checkpoints left in ``drain_dir``, newest first; 0: all.
+        restore_random: ``load_checkpoint`` also restores the random states that every checkpoint
+            holds (of Python, numpy, torch and each CUDA device). Stock restores none.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -87,6 +89,7 @@ class CheckpointPlan(BaseModel):
     dir: str | None = None
     drain_dir: str | None = None
     drain_keep: int = Field(0, ge=0)
+    restore_random: bool = False
 
     @model_validator(mode="after")
     def _check_tiers(self) -> Self:

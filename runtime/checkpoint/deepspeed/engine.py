@@ -86,8 +86,9 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._drainer = self._means.drainer
         self._caught_up = False
         self._loading = Loading(
-            self._engine, live, self._peers.rank, Resumption(self._peers, self._means.tiers)
-        )
+            self._engine, live, self._peers.rank, Resumption(self._peers, self._means.tiers),
+            restore_random=plan.restore_random,
+        )  # fmt: skip
         self._job: Job | None = None
         self._save: Save | None = None  # between begin and end of save_checkpoint
         self._note: Note | None = None  # of the last save, while its trainer completes the folder

@@ -26,11 +26,15 @@ class Loading:
         chosen: the checkpoint that the last load took.
     """
 
-    def __init__(self, engine: Any, live: LiveState, rank: int, resumption: Resumption) -> None:
+    def __init__(
+        self, engine: Any, live: LiveState, rank: int, resumption: Resumption, *,
+        restore_random: bool,
+    ) -> None:  # fmt: skip
         self._engine = engine
         self._live = live
         self._rank = rank
         self._resumption = resumption
+        self._restores_random = restore_random
         self.into: dict[tuple[Any, ...], torch.Tensor] = {}
         self.chosen: Choice | None = None
 
@@ -65,7 +69,8 @@ class Loading:
                     result = original(str(choice.directory), tag=choice.tag, **options)
                 finally:
                     self.into = {}
-                self._restore_random(folder)
+                if self._restores_random:
+                    self._restore_random(folder)
                 return result
 
     def _targets(self) -> dict[tuple[Any, ...], torch.Tensor]:

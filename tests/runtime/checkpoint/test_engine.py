@@ -99,7 +99,7 @@ def test_resumes_bit_exact_into_the_live_buffers(engines, tmp_path):
     expected = bits(engine)
     engine.destroy()
 
-    engine, batches, lazy = engines(CheckpointPlan(dir=str(tmp_path)))
+    engine, batches, lazy = engines(CheckpointPlan(dir=str(tmp_path), restore_random=True))
     addresses = [t.data_ptr() for t in engine.optimizer.fp32_partitioned_groups_flat]
     path, client_state = engine.load_checkpoint(str(tmp_path), tag="global_step4")
     assert client_state["data_position"] == 4
@@ -109,6 +109,21 @@ def test_resumes_bit_exact_into_the_live_buffers(engines, tmp_path):
     assert draws == (random.random(), np.random.rand(), torch.rand(1).item())
     train(engine, batches, 5, 7)
     assert same(bits(engine), expected)
+
+
+def test_a_rollback_leaves_the_random_states_alone_as_stock_does(engines, tmp_path):
+    def draws(engine):
+        engine.save_checkpoint(str(tmp_path / type(engine.checkpoint_engine).__name__))
+        torch.rand(3)
+        engine.load_checkpoint(str(tmp_path / type(engine.checkpoint_engine).__name__))
+        return random.random(), np.random.rand(), torch.rand(1).item()
+
+    drawn = []
+    for plan in (None, CheckpointPlan()):
+        engine, *_ = engines(plan)
+        random.seed(7), np.random.seed(7), torch.manual_seed(7)
+        drawn.append(draws(engine))
+    assert drawn[0] == drawn[1]
 
 
 @pytest.fixture

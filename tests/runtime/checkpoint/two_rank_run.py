@@ -13,6 +13,7 @@ import torch
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from runtime.checkpoint.format.tree import tensors_of
+from simulator import CheckpointPlan
 from studies.bench.bits import state_of
 from studies.bench.many_engines import answer_once
 from studies.byte_gpt import SIZES, Batches
@@ -63,7 +64,10 @@ def alike(one, other):
 
 def save(stage, folder):
     rank = int(os.environ["RANK"])
-    engine = attached(start(stage=stage), ["host", "device"], list(DEVICES)[-1], seed=rank)
+    engine = attached(
+        start(stage=stage), ["host", "device"], list(DEVICES)[-1], seed=rank,
+        checkpoint=CheckpointPlan(restore_random=True),
+    )  # fmt: skip
     train_on(engine, STEPS)
     seed(rank)
     engine.save_checkpoint(str(folder / "checkpoints"))

@@ -220,11 +220,15 @@ def test_parameters_have_stocks_shapes_right_after_a_step_and_never_an_old_value
     ours.destroy()
 
 
-def reload(engine, folder, **options):
+def shown_by(engine):
+    return {name: p.data.clone() for name, p in engine.module.named_parameters()}
+
+
+def shown_around_checkpoints(engine, folder, **options):
     engine.save_checkpoint(str(folder))
-    yield "saved"
+    yield shown_by(engine)
     engine.load_checkpoint(str(folder), **options)
-    yield "loaded"
+    yield shown_by(engine)
 
 
 @pytest.mark.parametrize("options", [{}, {"load_module_only": True}])
@@ -234,9 +238,7 @@ def test_small_parameters_have_their_values_around_checkpoints(tmp_path, options
     for name, attach in (("stock", lambda e: e), ("ours", lambda e: attached(e, MIX, LAST))):
         engine = attach(start(model=ReadsAnothersParameter(SIZES["tiny"])))
         train(engine, 2)
-        shown = []
-        for _ in reload(engine, tmp_path / name, **options):
-            shown.append({n: p.data.clone() for n, p in engine.module.named_parameters()})
+        shown = list(shown_around_checkpoints(engine, tmp_path / name, **options))
         seen.append((shown, outcome(engine, 3, first=2)))
     (stock_shown, stock), (our_shown, ours) = seen
     for a, b in zip(our_shown, stock_shown, strict=True):
@@ -251,7 +253,7 @@ def test_a_copy_of_the_module_has_stocks_values():
     for engine in (start(), attached(start(), MIX, LAST)):
         train(engine, 2)
         copied = copy.deepcopy(engine.module)
-        seen.append({name: p.data for name, p in copied.named_parameters()})
+        seen.append({name: p.data.clone() for name, p in copied.named_parameters()})
         engine.destroy()
     assert_equal(seen[1], seen[0])
 
