@@ -27,6 +27,7 @@ class OpKind(StrEnum):
     UPDATE_HOST = "update host"
     PARAMETER_CAST = "parameter cast"  # stock: a pass of its own from fp32 to the wire precision
     PARAMETER_H2D = "parameter H2D"
+    PARAMETER_D2H = "parameter D2H"  # new ones that live in host memory
     SNAPSHOT = "snapshot"
     PERSIST = "persist"
     IDLE = "outside the phases"  # the training loop between iterations, the pipeline's bubble
@@ -44,7 +45,9 @@ class Lane(StrEnum):
     """An in-order queue: a stream or a worker. Ops of one lane run one after the other.
 
     Parameters come home on a lane of their own, so that a visiting subgroup's state never queues
-    behind a parameter whose host update is still running; both lanes share the H2D link.
+    behind a parameter whose host update is still running; those that live in host memory come in
+    for a pass on another one, so that the first layer's never queue behind the last one's update.
+    All three share the H2D link.
     """
 
     COMPUTE = "device compute"
@@ -56,6 +59,7 @@ class Lane(StrEnum):
     STORAGE = "storage write"
     NETWORK = "network"
     STORAGE_READ = "storage read"
+    H2D_FETCH = "H2D fetch"
 
     __hash__ = str.__hash__  # as of `OpKind`
 

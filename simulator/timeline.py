@@ -23,7 +23,10 @@ _PHASE = {
     OpKind.NORM: "step",
     OpKind.STEP_END: "step",
 }
-_UPDATES = {OpKind.UPDATE_HOST, OpKind.UPDATE_DEVICE, OpKind.STATE_D2H, OpKind.PARAMETER_H2D}
+_UPDATES = {
+    OpKind.UPDATE_HOST, OpKind.UPDATE_DEVICE, OpKind.STATE_D2H, OpKind.PARAMETER_H2D,
+    OpKind.PARAMETER_D2H,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,7 +107,7 @@ class Executor:
         if self.device.unified or not self._hosted:
             return []
         largest = max((self.states[i] for i in self._hosted), key=lambda s: s.elements)
-        count = slot_limits(0, {"host": len(self._hosted)})[Slot.PARAMETER]
+        count = slot_limits(0, {("host", "device"): len(self._hosted)})[Slot.PARAMETER]
         dtype = largest.wire.dtype
         return [self.device.host_empty(largest.elements, dtype) for _ in range(count)]
 

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from simulator.plan import Plan
 from simulator.schedule import Op, OpKind
 from simulator.schedules.ebbtide import build_schedule
-from simulator.update.recipes import RECIPES, Wait
+from simulator.update.recipes import WAYS, Wait
 from simulator.workload import Layer, Workload
 
-_EXECUTED = {step.kind for recipe in RECIPES.values() for step in recipe.steps}
-_EARLY = {step.kind for recipe in RECIPES.values() for step in recipe.steps if step.early}
-_READ_GRADIENTS = {
-    step.kind for recipe in RECIPES.values() for step in recipe.steps if Wait.GRADIENT in step.waits
-}
+_STEPS = [step for recipe in WAYS.values() for step in recipe.steps]
+_EXECUTED = {step.kind for step in _STEPS}
+_EARLY = {step.kind for step in _STEPS if step.early}
+_READ_GRADIENTS = {step.kind for step in _STEPS if Wait.GRADIENT in step.waits}
 
 
 @dataclass(frozen=True, slots=True)

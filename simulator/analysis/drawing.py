@@ -32,6 +32,7 @@ COLOURS: dict[OpKind, str] = {
     OpKind.UPDATE_HOST: "#d55e00",
     OpKind.PARAMETER_CAST: "#f0a37c",
     OpKind.PARAMETER_H2D: "#f0e442",
+    OpKind.PARAMETER_D2H: "#f0e442",
     OpKind.SNAPSHOT: "#999999",
     OpKind.PERSIST: "#4d4d4d",
     OpKind.IDLE: "#eeeeee",

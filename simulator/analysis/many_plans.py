@@ -15,7 +15,10 @@ from simulator.engines import kernel, recipe_arrays
 from simulator.engines.compiled import capacity_vector, machine_vector
 from simulator.engines.kernel import Floats, Ints
 from simulator.engines.recipe_arrays import (
+    HOME_CODES,
     HOST_UPDATE,
+    L_FETCH,
+    PARAMETERS_ON_HOST,
     PLACEMENT_CODES,
     RATES,
     SLOTS,
@@ -26,16 +29,16 @@ from simulator.engines.recipe_arrays import (
 from simulator.machine import Machine
 from simulator.plan import Plan, PlanError
 from simulator.schedules.loop import reduce_parts
-from simulator.update.footprint import bytes_per_param, keeps_window, slot_bytes
-from simulator.update.recipes import RECIPES, Bytes, Slot, slot_limits
+from simulator.update.footprint import buffer_bytes, bytes_per_param, keeps_window, moved_out
+from simulator.update.recipes import WAYS, Bytes, Slot, slot_limits
 from simulator.workload import Workload
 
 COLUMNS = (
     "iteration_s", "forward_s", "backward_s", "step_s", "update_s", "makespan_s",
     "device_peak_bytes", "host_peak_bytes", "loop_s",
 )  # fmt: skip
-HOST, DEVICE = PLACEMENT_CODES["host"], PLACEMENT_CODES["device"]
-_NAMES = tuple(RECIPES)
+DEVICE = PLACEMENT_CODES["device"]
+_WAYS = tuple(WAYS)
 
 
 class PlanSweep:
@@ -52,7 +55,7 @@ class PlanSweep:
             [
                 (
                     layer.forward_s / micro, layer.backward_s / micro, layer.activation_bytes,
-                    layer.network_gather_bytes, *reduce_parts(workload, number),
+                    layer.network_gather_bytes, *reduce_parts(workload, number), 0.0,
                 )
                 for number, layer in enumerate(workload.layers)
             ],
@@ -62,6 +65,8 @@ class PlanSweep:
         self.share_first = np.cumsum([0, *(len(held) for held in shares)]).astype(np.int64)
         flat = [pair for held in shares for pair in held]
         self.share_subgroup = np.array([s for s, _ in flat], dtype=np.int64)
+        self._share_elements = np.array([n for _, n in flat], dtype=np.float64)
+        self._share_layer = np.repeat(np.arange(len(shares)), [len(held) for held in shares])
         counts = [len(held) for held in workload.layers_of_subgroups()]
         self.layer_count = np.array(counts, dtype=np.int64)
         self.sizes = np.array(workload.subgroups, dtype=np.float64)
@@ -78,7 +83,7 @@ class PlanSweep:
                 micro, workload.grad_bytes_per_param, workload.wire_bytes, workload.zero_stage
             ),
         )
-        self.held = list(held.values())
+        self.held = [held[placement] for placement, _ in WAYS]
         self._forward_order = np.arange(len(self.sizes))
         self.extra = np.array(
             [workload.pipeline_idle_s, workload.step_gather_s, workload.network_step_gather_bytes]
@@ -87,7 +92,7 @@ class PlanSweep:
 
     def _rates(self) -> Floats:
         networked = (
-            self.layers[:, recipe_arrays.L_GATHER :].any()
+            self.layers[:, recipe_arrays.L_GATHER : L_FETCH].any()
             or self.workload.network_step_gather_bytes
         )
         return np.array(
@@ -100,8 +105,8 @@ class PlanSweep:
     def _allocate(self, shares: int) -> None:
         layers, subgroups = len(self.workload.layers), len(self.sizes)
         micro = self.workload.gradient_accumulation_steps
-        longest = max(len(recipe.steps) for recipe in RECIPES.values())
-        per_iteration = micro * (6 * layers + 2 * subgroups) + longest * subgroups + 5
+        longest = max(len(recipe.steps) for recipe in WAYS.values())
+        per_iteration = micro * (8 * layers + 2 * subgroups) + longest * subgroups + 5
         count = per_iteration * self.iterations
         self.ops = np.zeros((count, kernel.OP_COLUMNS))
         self.after_first = np.zeros(count + 1, dtype=np.int64)
@@ -122,7 +127,8 @@ class PlanSweep:
         """One row with `COLUMNS` for one plan.
 
         Args:
-            placement: shape (subgroups,), values of PLACEMENT_CODES; the rest as in `Plan`.
+            placement: shape (subgroups,), values of PLACEMENT_CODES, with those of HOME_CODES
+                added; the rest as in `Plan`.
             issue: `Plan.issue_order`; None: forward order.
 
         Raises:
@@ -134,8 +140,9 @@ class PlanSweep:
                 "overlap_forward must be false where steps wait for their updates, but got true "
                 f"for ZeRO-{self.workload.zero_stage}"
             )
-        counts, elements, largest = totals(placement, self.sizes, len(_NAMES)).tolist()
-        slots = slot_limits(staging_slots, dict(zip(_NAMES, map(int, counts), strict=True)))
+        counts, elements, largest = totals(placement, self.sizes, len(_WAYS)).tolist()
+        slots = slot_limits(staging_slots, dict(zip(_WAYS, map(int, counts), strict=True)))
+        self._note_fetched(placement)
         micro = self.workload.gradient_accumulation_steps
         plan = np.array(
             [prefetch, overlap_forward, micro, self.iterations, self.workload.zero_stage,
@@ -156,11 +163,22 @@ class PlanSweep:
 
     def evaluate_plan(self, plan: Plan) -> Floats:
         """One row with `COLUMNS` for a plan."""
-        codes = np.array([PLACEMENT_CODES[p] for p in plan.placements], dtype=np.int8)
+        ways = zip(plan.placements, plan.parameter_homes, strict=True)
+        codes = np.array([PLACEMENT_CODES[p] + HOME_CODES[home] for p, home in ways], np.int8)
         return self.evaluate(
             codes, plan.staging_slots, plan.prefetch, plan.threads, plan.overlap_forward,
             np.array(plan.issue_order, dtype=np.int64),
         )  # fmt: skip
+
+    def _note_fetched(self, placement: NDArray[np.int8]) -> None:
+        """Bytes of each layer that come in from the host for a pass."""
+        away = placement >= PARAMETERS_ON_HOST
+        self._on_host = bool(away.any())
+        self.layers[:, L_FETCH] = 0.0
+        if self._on_host:
+            elements = self._share_elements * away[self.share_subgroup]
+            fetched = np.bincount(self._share_layer, elements, len(self.layers))
+            self.layers[:, L_FETCH] = fetched * self.workload.wire_bytes
 
     def _check(self, placement: NDArray[np.int8], staging_slots: int, prefetch: int) -> None:
         if placement.shape != self.sizes.shape:
@@ -168,7 +186,8 @@ class PlanSweep:
                 "a placement is needed for each subgroup of the workload, but got "
                 f"{placement.size} for {self.sizes.size} subgroups"
             )
-        if not 0 <= prefetch <= staging_slots or (staging_slots < 1 and DEVICE in placement):
+        visits = DEVICE in placement % PARAMETERS_ON_HOST
+        if not 0 <= prefetch <= staging_slots or (staging_slots < 1 and visits):
             raise PlanError(
                 "0 <= prefetch <= staging_slots must hold, with at least one slot for visiting "
                 f"subgroups, but got prefetch={prefetch}, staging_slots={staging_slots}"
@@ -180,13 +199,16 @@ class PlanSweep:
         """What is in use throughout, on top of the activations' peak: as `footprint` has it."""
         w = self.workload
         device, host = float(w.device_base_bytes), 0.0
+        if self._on_host:
+            device = max(0.0, device - moved_out(self.layers[:, L_FETCH].tolist()))
+            host = w.wire_bytes * sum(elements[PARAMETERS_ON_HOST:])
         for size, (on_device, on_host) in zip(elements, self.held, strict=True):
             device += size * on_device
             host += size * on_host
-        device += slots[Slot.STAGING] * slot_bytes(int(largest[DEVICE]), w.optimizer_state)
-        host += slots[Slot.PARAMETER] * largest[HOST] * w.wire_bytes
-        row[kernel.DEVICE_PEAK] += device
-        row[kernel.HOST_PEAK] += host
+        most = dict(zip(_WAYS, map(int, largest), strict=True))
+        buffers = buffer_bytes(slots, most, w.optimizer_state, w.wire_bytes)
+        row[kernel.DEVICE_PEAK] += device + buffers.device_bytes
+        row[kernel.HOST_PEAK] += host + buffers.host_bytes
 
     def _rates_with(self, threads: int) -> Floats:
         if not 0 < threads < self.machine.cpu_cores:

@@ -36,7 +36,7 @@ M_CORES, M_DRAM, M_COPY_LATENCY, M_LAUNCH_LATENCY, M_UNIFIED, M_SHARES_CORES = r
 LANES = list(Lane)
 KINDS = list(OpKind)
 LANE_COUNT = len(LANES)
-_COMPUTE, _UPDATE, _H2D, _H2D_PARAMETERS, _D2H, _STORAGE, _NETWORK, _STORAGE_READ = (
+_COMPUTE, _UPDATE, _H2D, _H2D_PARAMETERS, _D2H, _STORAGE, _NETWORK, _STORAGE_READ, _FETCH = (
     LANES.index(lane)
     for lane in (
         Lane.COMPUTE,
@@ -47,11 +47,13 @@ _COMPUTE, _UPDATE, _H2D, _H2D_PARAMETERS, _D2H, _STORAGE, _NETWORK, _STORAGE_REA
         Lane.STORAGE,
         Lane.NETWORK,
         Lane.STORAGE_READ,
+        Lane.H2D_FETCH,
     )
 )
 _GRADIENT_D2H = KINDS.index(OpKind.GRADIENT_D2H)
 _GRADIENT_H2D = KINDS.index(OpKind.GRADIENT_H2D)
 _PARAMETER_H2D = KINDS.index(OpKind.PARAMETER_H2D)
+_PARAMETER_D2H = KINDS.index(OpKind.PARAMETER_D2H)
 
 # States of the lanes are remembered with their speeds: most moments of a schedule look like an
 # earlier one. A lane's op falls into one of a few classes of equal demands.
@@ -63,13 +65,15 @@ _NEVER = -1
 
 @inlined
 def _is_copy(lane: int) -> bool:
-    return lane in (_H2D, _H2D_PARAMETERS, _D2H)
+    return lane in (_H2D, _H2D_PARAMETERS, _D2H, _FETCH)
 
 
 @inlined
 def _alone_s(ops: Floats, i: int, rates: Floats, machine: Floats) -> float:
     kind, lane = int(ops[i, KIND]), int(ops[i, LANE])
-    if machine[M_UNIFIED] and kind in (_GRADIENT_D2H, _GRADIENT_H2D, _PARAMETER_H2D):
+    if machine[M_UNIFIED] and kind in (
+        _GRADIENT_D2H, _GRADIENT_H2D, _PARAMETER_H2D, _PARAMETER_D2H,
+    ):  # fmt: skip
         return 0.0
     if ops[i, WORK] == 0.0:
         return float(ops[i, LATENCY])
@@ -312,6 +316,7 @@ _UPDATE_KINDS = tuple(
         OpKind.UPDATE_DEVICE,
         OpKind.STATE_D2H,
         OpKind.PARAMETER_H2D,
+        OpKind.PARAMETER_D2H,
     )
 )
 

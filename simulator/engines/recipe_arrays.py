@@ -20,14 +20,19 @@ from simulator.update.recipes import (
     GRADIENT_FETCH,
     GRADIENT_HOME,
     RECIPES,
+    WAYS,
     Bytes,
+    Memory,
     Placement,
     Slot,
     Step,
     Wait,
 )
 
+# Of a subgroup whose parameters live on the device, and what is added for the host.
 PLACEMENT_CODES: dict[Placement, int] = {placement: i for i, placement in enumerate(RECIPES)}
+PARAMETERS_ON_HOST = len(RECIPES)
+HOME_CODES: dict[Memory, int] = {"device": 0, "host": PARAMETERS_ON_HOST}
 SLOTS = list(Slot)
 RATES: tuple[RateName, ...] = (
     "wall_s", "h2d_bytes_per_s", "d2h_bytes_per_s", "host_adam_params_per_s",
@@ -37,11 +42,13 @@ WALL, NETWORK = RATES.index("wall_s"), RATES.index("network_bytes_per_s")
 HOST_UPDATE = RATES.index("host_adam_params_per_s")
 
 _COMPUTE, _NETWORK_LANE = kernel.LANES.index(Lane.COMPUTE), kernel.LANES.index(Lane.NETWORK)
-_FORWARD, _BACKWARD, _IDLE, _GATHER, _REDUCE, _NORM, _STEP_END = (
+_FETCH_LANE = kernel.LANES.index(Lane.H2D_FETCH)
+_H2D = RATES.index("h2d_bytes_per_s")
+_FORWARD, _BACKWARD, _IDLE, _GATHER, _REDUCE, _NORM, _STEP_END, _FETCH = (
     kernel.KINDS.index(kind)
     for kind in (
         OpKind.FORWARD, OpKind.BACKWARD, OpKind.IDLE, OpKind.PARAMETER_GATHER,
-        OpKind.GRADIENT_REDUCE, OpKind.NORM, OpKind.STEP_END,
+        OpKind.GRADIENT_REDUCE, OpKind.NORM, OpKind.STEP_END, OpKind.PARAMETER_FETCH,
     )
 )  # fmt: skip
 _WAIT_NORM, _WAIT_GRADIENT, _WAIT_PREVIOUS = (
@@ -49,7 +56,7 @@ _WAIT_NORM, _WAIT_GRADIENT, _WAIT_PREVIOUS = (
 )
 
 # Columns of a layer's row, of a step's row behind those of an op, and entries of the plan.
-L_FORWARD, L_BACKWARD, L_ACTIVATION, L_GATHER, L_REDUCE, L_REDUCE_BESIDE = range(6)
+L_FORWARD, L_BACKWARD, L_ACTIVATION, L_GATHER, L_REDUCE, L_REDUCE_BESIDE, L_FETCH = range(7)
 T_WAITS, T_TAKES, T_GIVES, T_EARLY, T_PUBLISHES = range(kernel.OP_COLUMNS, kernel.OP_COLUMNS + 5)
 P_PREFETCH, P_OVERLAP, P_MICRO_BATCHES, P_ITERATIONS, P_ZERO_STAGE, P_SLOTS = range(6)
 # What the training loop does besides its layers, once per iteration.
@@ -71,8 +78,9 @@ class RecipeArrays:
     Attributes:
         rows: as in ``ops``, with WORK and DRAM per parameter, then what a step waits for, takes and
             gives back (see T_*): shape (steps, OP_COLUMNS + 5).
-        first: a placement's steps are rows first[code] to first[code + 1].
-        gradient_home: by placement, whether the gradient goes to host memory.
+        first: the steps of a way to be updated are rows first[code] to first[code + 1], its code
+            being the sum of PLACEMENT_CODES' and HOME_CODES'.
+        gradient_home: by code, whether the gradient goes to host memory.
         threaded: rows whose CORES are the plan's threads.
     """
 
@@ -84,10 +92,10 @@ class RecipeArrays:
 
     @classmethod
     def of(cls, amounts: Bytes) -> Self:
-        steps = [*(s for recipe in RECIPES.values() for s in recipe.steps)]
+        steps = [*(s for recipe in WAYS.values() for s in recipe.steps)]
         steps += [GRADIENT_FETCH, GRADIENT_HOME]  # the last two rows
-        lengths = [len(recipe.steps) for recipe in RECIPES.values()]
-        homes = [recipe.gradient == "host" for recipe in RECIPES.values()]
+        lengths = [len(recipe.steps) for recipe in WAYS.values()]
+        homes = [recipe.gradient == "host" for recipe in WAYS.values()]
         return cls(
             rows=np.array([[*_row(step, amounts), *_waits(step)] for step in steps]),
             first=np.cumsum([0, *lengths]).astype(np.int64),
@@ -204,20 +212,47 @@ def _pass_done(n: Ints, op: int) -> None:
 
 
 @compiled
+def _fetch(n: Ints, ops: Floats, after_first: Ints, after: Ints, layers: Floats, layer: int) -> int:
+    """A layer's parameters come in from the host, behind the waits noted so far."""
+    size = layers[layer, L_FETCH]
+    _wait(n, after, n[_N_PASS_BEFORE])
+    i = _add(n, ops, after_first, _FETCH, _FETCH_LANE, size, _H2D, 0.0, 0.0, 0.0)
+    ops[i, kernel.DRAM] = size
+    return int(i)
+
+
+@compiled
+def _parameter_waits(
+    n: Ints, after: Ints, first: int, last: int, share_subgroup: Ints, placement: Any, new: Ints,
+    on_host: int,
+) -> None:  # fmt: skip
+    """A layer's subgroups whose parameters live on the host (1), or not (0)."""
+    at = n[_N_AFTER]
+    for j in range(first, last):
+        s = share_subgroup[j]
+        if new[s] >= 0 and (placement[s] >= PARAMETERS_ON_HOST) == (on_host == 1):
+            after[at] = new[s]
+            at += 1
+    n[_N_AFTER] = at
+
+
+@compiled
 def _forward(
     n: Ints, ops: Floats, after_first: Ints, after: Ints, micro_batch: int, layers: Floats,
-    share_first: Ints, share_subgroup: Ints, new: Ints,
+    share_first: Ints, share_subgroup: Ints, placement: Any, new: Ints,
 ) -> None:  # fmt: skip
     for layer in range(layers.shape[0]):
-        if micro_batch == 0 and n[_N_STEP_END] >= 0:
-            at = n[_N_AFTER]
-            after[at] = n[_N_STEP_END]
-            at += 1
-            for j in range(share_first[layer], share_first[layer + 1]):
-                if new[share_subgroup[j]] >= 0:
-                    after[at] = new[share_subgroup[j]]
-                    at += 1
-            n[_N_AFTER] = at
+        first, last = share_first[layer], share_first[layer + 1]
+        begun = micro_batch == 0 and n[_N_STEP_END] >= 0
+        if begun:
+            _wait(n, after, n[_N_STEP_END])
+        if layers[layer, L_FETCH] > 0:
+            if begun:
+                _parameter_waits(n, after, first, last, share_subgroup, placement, new, 1)
+            fetch = _fetch(n, ops, after_first, after, layers, layer)
+            _wait(n, after, fetch)
+        if begun:
+            _parameter_waits(n, after, first, last, share_subgroup, placement, new, 0)
         if layers[layer, L_GATHER] > 0:
             _wait(n, after, n[_N_PASS_BEFORE])
             gather = _add(n, ops, after_first, _GATHER, _NETWORK_LANE, layers[layer, L_GATHER],
@@ -232,10 +267,18 @@ def _forward(
 def _gather_before_backward(
     n: Ints, ops: Floats, after_first: Ints, after: Ints, layers: Floats, layer: int
 ) -> int:
-    """As `TrainingLoop.backward` issues it: before the reduction of the layer above."""
-    _wait(n, after, n[_N_PASS_BEFORE])
-    return int(_add(n, ops, after_first, _GATHER, _NETWORK_LANE, layers[layer, L_GATHER],
-                    NETWORK, 0.0, 0.0, 0.0))  # fmt: skip
+    """As `TrainingLoop.backward` issues it: before the reduction of the layer above. Returns what
+    the pass waits for: the gather, or what came in from the host, or nothing.
+    """
+    op = -1
+    if layers[layer, L_FETCH] > 0:
+        op = _fetch(n, ops, after_first, after, layers, layer)
+    if layers[layer, L_GATHER] > 0:
+        _wait(n, after, op)
+        _wait(n, after, n[_N_PASS_BEFORE])
+        op = int(_add(n, ops, after_first, _GATHER, _NETWORK_LANE, layers[layer, L_GATHER],
+                      NETWORK, 0.0, 0.0, 0.0))  # fmt: skip
+    return op
 
 
 @inlined
@@ -285,9 +328,8 @@ def _backward(
     # ZeRO-1 reduces when the last micro-batch's backward is over.
     turns = 2 * count if plan[P_ZERO_STAGE] == 1 and boundary else count
     each_layer = plan[P_ZERO_STAGE] > 1
-    gather = waited_for = -1
-    if layers[count - 1, L_GATHER] > 0:
-        gather = _gather_before_backward(n, ops, after_first, after, layers, count - 1)
+    waited_for = -1
+    gather = _gather_before_backward(n, ops, after_first, after, layers, count - 1)
     for turn in range(turns):
         layer = (count if turn < count else 2 * count) - 1 - turn
         if turn < count:
@@ -298,7 +340,7 @@ def _backward(
             _pass_done(n, op)
             n[_N_BACKWARD] = op
             gather = -1
-            if layer > 0 and layers[layer - 1, L_GATHER] > 0:
+            if layer > 0:
                 gather = _gather_before_backward(n, ops, after_first, after, layers, layer - 1)
         if turn >= count or each_layer:
             op = n[_N_BACKWARD]
@@ -394,7 +436,7 @@ def build(
     """Writes the schedule of `build_schedule` into the arrays; returns how many ops it has.
 
     Args:
-        layers: shape (layers, 5), see L_*; the shares as `Workload.shares` gives them, flat.
+        layers: shape (layers, 7), see L_*; the shares as `Workload.shares` gives them, flat.
         extra: see E_*.
         sizes, placement: of the subgroups; issue: all of them, in the plan's order.
         plan: see P_*, the buffers of each kind at the end; rows to gradient_home: `RecipeArrays`.
@@ -420,7 +462,7 @@ def build(
             _add(n, ops, after_first, _IDLE, _COMPUTE, extra[E_IDLE], WALL, 0.0, 0.0, 0.0)
         for micro_batch in range(plan[P_MICRO_BATCHES]):
             _forward(n, ops, after_first, after, micro_batch, layers, share_first,
-                     share_subgroup, new)  # fmt: skip
+                     share_subgroup, placement, new)  # fmt: skip
             _backward(n, ops, after_first, after, micro_batch, layers, share_first,
                       share_subgroup, layer_count, sizes, placement, issue, plan, rows,
                       first, gradient_home, home, early)  # fmt: skip

@@ -11,9 +11,11 @@ from simulator.schedule import Lane, Op, OpKind, Schedule
 from simulator.span import Span
 from simulator.timeline import MemorySample, Timeline
 
-_COPY_LANES = {Lane.H2D, Lane.H2D_PARAMETERS, Lane.D2H}
+_COPY_LANES = {Lane.H2D, Lane.H2D_PARAMETERS, Lane.D2H, Lane.H2D_FETCH}
 _LANE_ORDER = {lane: position for position, lane in enumerate(Lane)}
-_FREE_WHERE_UNIFIED = {OpKind.GRADIENT_D2H, OpKind.GRADIENT_H2D, OpKind.PARAMETER_H2D}
+_FREE_WHERE_UNIFIED = {
+    OpKind.GRADIENT_D2H, OpKind.GRADIENT_H2D, OpKind.PARAMETER_H2D, OpKind.PARAMETER_D2H,
+}  # fmt: skip
 
 
 def simulate(schedule: Schedule, machine: Machine) -> Timeline:

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 
 from simulator.plan import Plan, PlanError
 from simulator.schedule import Lane, OpKind, Schedule
 from simulator.schedules.loop import ALL_CORES, TrainingLoop
-from simulator.update.footprint import footprint
+from simulator.update.footprint import fetched_elements, footprint
 from simulator.update.recipes import (
     GRADIENT_FETCH,
     GRADIENT_HOME,
-    RECIPES,
-    UNFUSED_HOST,
     Bytes,
-    Placement,
-    Recipe,
     Slot,
     Step,
     Wait,
+    recipe_of,
     slot_limits,
 )
 from simulator.workload import Workload
@@ -45,6 +41,16 @@ def build_schedule(
     return loop.schedule(iterations)
 
 
+def check_homes(plan: Plan, zero_stage: int) -> None:
+    """Raises PlanError: parameters live on the host where DeepSpeed keeps them whole."""
+    if zero_stage < 3 and "host" in plan.parameter_homes:
+        raise PlanError(
+            f"plan.parameter_home must be absent under ZeRO-{zero_stage}, which keeps parameters "
+            "whole on the device, but got 'host': plan again with `tune plan`, or train with "
+            "zero_optimization.stage 3"
+        )
+
+
 class EbbtideLoop(TrainingLoop):
     """ebbtide's iteration: interprets the recipe of each subgroup's placement."""
 
@@ -60,16 +66,16 @@ class EbbtideLoop(TrainingLoop):
                 f"plan.overlap_forward must be false under ZeRO-{workload.zero_stage}, whose steps "
                 "wait for their updates, but got true: plan again with `tune plan`"
             )
+        check_homes(plan, workload.zero_stage)
         super().__init__(workload)
         self.plan = plan
-        self.placements = plan.placements
+        self.placements, self.homes = plan.placements, plan.parameter_homes
+        ways = tuple(zip(self.placements, self.homes, strict=True))
+        self.recipes = [recipe_of(*way, fused=fused) for way in ways]
+        self.fetched = fetched_elements(workload, self.homes)
         self.order = plan.issue_order
         self.bytes = Bytes.of(workload)
-        recipes: Mapping[Placement, Recipe] = RECIPES
-        if not fused:
-            recipes = {**RECIPES, "host": UNFUSED_HOST}
-        self.recipes = recipes
-        self.slots = slot_limits(plan.staging_slots, Counter(self.placements))
+        self.slots = slot_limits(plan.staging_slots, Counter(ways))
         self.gradient_home: dict[int, int] = {}  # subgroup -> op
         self.missing: list[int] = []  # layers whose gradient a subgroup still lacks
         self.taken: dict[Slot, int] = dict.fromkeys(Slot, 0)  # in all iterations so far
@@ -89,6 +95,22 @@ class EbbtideLoop(TrainingLoop):
             host_base_bytes=held.host_bytes,
         )
 
+    def before_pass(self, layer: int, waits: list[int], *, backward: bool = False) -> list[int]:
+        """Parameters that live in host memory come in while the pass before this one runs. They
+        wait for their own updates; those of the layer's other parameters the pass waits for.
+        """
+        size = self.fetched[layer] * self.bytes.wire
+        if size:
+            new, homes = self.parameters_new, self.homes
+            others = {new[s] for s, _ in self.shares[layer] if homes[s] == "device" and s in new}
+            fetch = self.out.add(
+                OpKind.PARAMETER_FETCH, Lane.H2D_FETCH, size, "h2d_bytes_per_s",
+                [*(op for op in waits if op not in others), *self.passes[-2:-1]],
+                dram_bytes=size, layer=layer,
+            )  # fmt: skip
+            waits = [fetch, *(op for op in waits if op in others)]
+        return super().before_pass(layer, waits, backward=backward)
+
     def backward(self, micro_batch: int) -> None:
         self.missing = [len(layers) for layers in self.layers_of]
         self.early = {}
@@ -104,7 +126,7 @@ class EbbtideLoop(TrainingLoop):
             self._prefetch()
 
     def _gradient_home(self, subgroup: int, micro_batch: int, after: int) -> None:
-        if self.recipes[self.placements[subgroup]].gradient == "host":
+        if self.recipes[subgroup].gradient == "host":
             if micro_batch > 0:
                 so_far = self.gradient_home.get(subgroup)  # none in ZeRO-1's first step
                 waits = [after] if so_far is None else [after, so_far]
@@ -117,7 +139,7 @@ class EbbtideLoop(TrainingLoop):
         runtime sees the last micro-batch begin.
         """
         for subgroup in self.order:
-            step = self.recipes[self.placements[subgroup]].steps[0]
+            step = self.recipes[subgroup].steps[0]
             if step.early and len(self.early) < self.plan.prefetch:
                 self.early[subgroup] = self._add(step, subgroup, [self.backward_done])
 
@@ -137,7 +159,7 @@ class EbbtideLoop(TrainingLoop):
     def _update(self, subgroup: int, norm: int) -> int:
         """Appends one subgroup's steps; returns the op after which its parameters are new."""
         new = previous = -1
-        for step in self.recipes[self.placements[subgroup]].steps:
+        for step in self.recipes[subgroup].steps:
             if step.early and subgroup in self.early:
                 previous = self.early[subgroup]
                 continue

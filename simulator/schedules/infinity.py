@@ -2,7 +2,8 @@
 
 DeepSpeed's ``offload_param``, ``offload_optimizer.device: nvme`` (Rajbhandari et al.,
 ZeRO-Infinity, SC 2021) and ``activation_checkpointing.cpu_checkpointing``. Simulated without a
-plan only. `runtime` refuses the first two; activations it leaves to DeepSpeed, with stock's bits
+plan only. Under a plan parameters may live on the host too (`plan.parameter_home`); state on NVMe
+`runtime` refuses; activations it leaves to DeepSpeed, with stock's bits
 (tests/runtime/contract/test_activation_offload.py), but no plan's times are predicted with them.
 """
 
@@ -13,12 +14,12 @@ from typing import Literal, get_args
 
 from simulator.schedule import Lane, OpKind, Schedule
 from simulator.schedules.peers import HOST_GRADIENT_BYTES, StockLoop, StockOptions
+from simulator.update.footprint import PARAMETER_BUFFERS
 from simulator.update.optimizer import FP32_BYTES
 from simulator.workload import Workload
 
 StateHome = Literal["cpu", "nvme"]
 Home = Literal["device", "cpu"]
-PARAMETER_BUFFERS = 2  # layers whose parameters are on the device at once: this one and the next
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from simulator.plan import Plan
 from simulator.update.optimizer import FP32_BYTES, OptimizerState
-from simulator.update.recipes import RECIPES, Placement, Slot, slot_limits
+from simulator.update.recipes import RECIPES, Memory, Placement, Slot, Way, slot_limits, users
 from simulator.workload import Workload
 
+PARAMETER_BUFFERS = 2  # layers whose parameters are on the device at once: this one and the next
 STAGING_ALIGNMENT = 64  # elements: each tensor of a staging slot begins on a 256-byte border
 
 
@@ -23,8 +24,8 @@ class Footprint:
     Attributes:
         device_bytes: the workload's base (parameters, buckets), resident state, gradients that
             stay on the device, staging slots.
-        host_bytes: state and gradients that live there, parameter slots; with accumulation, the
-            gradients of the window before, whatever the placement.
+        host_bytes: state, gradients and parameters that live there, parameter slots; with
+            accumulation, the gradients of the window before, whatever the placement.
     """
 
     device_bytes: int
@@ -34,14 +35,29 @@ class Footprint:
 def footprint(workload: Workload, plan: Plan) -> Footprint:
     """Of a plan for this workload.
 
-    Below ZeRO-3 DeepSpeed's flat partitions keep room for resident state too.
+    Below ZeRO-3 DeepSpeed's flat partitions keep room for resident state too. Of the parameters
+    that live on the host, those of two layers are on the device.
     """
     of_plan = plan_bytes(
         workload.subgroups, plan.placements, plan.staging_slots, workload.optimizer_state,
         workload.grad_bytes_per_param, workload.wire_bytes, stage=workload.zero_stage,
-        micro_batches=workload.gradient_accumulation_steps,
+        micro_batches=workload.gradient_accumulation_steps, homes=plan.parameter_homes,
     )  # fmt: skip
-    return Footprint(workload.device_base_bytes + of_plan.device_bytes, of_plan.host_bytes)
+    gone = moved_out(fetched_elements(workload, plan.parameter_homes)) * workload.wire_bytes
+    base = max(0, workload.device_base_bytes - gone)
+    return Footprint(base + of_plan.device_bytes, of_plan.host_bytes)
+
+
+def fetched_elements(workload: Workload, homes: Sequence[Memory]) -> list[int]:
+    """Elements of each layer's parameters that live on the host."""
+    if "host" not in homes:
+        return [0] * len(workload.layers)
+    return [sum(n for s, n in held if homes[s] == "host") for held in workload.shares()]
+
+
+def moved_out(fetched: Sequence[int]) -> int:
+    """Elements that the device does not hold, of what `fetched_elements` gives."""
+    return max(0, sum(fetched) - PARAMETER_BUFFERS * max(fetched))
 
 
 def plan_bytes(
@@ -54,24 +70,41 @@ def plan_bytes(
     *,
     stage: int = 3,
     micro_batches: int = 1,
+    homes: Sequence[Memory] = (),
 ) -> Footprint:
-    """What the update itself takes, without the workload's base.
+    """What the update itself takes, and what lives on the host; without the workload's base.
 
     Args:
         micro_batches: of a step.
+        homes: of each subgroup's parameters; empty: all on the device.
     """
-    elements: Counter[Placement] = Counter()
-    largest: Counter[Placement] = Counter()
-    for size, placement in zip(subgroups, placements, strict=True):
-        elements[placement] += size
-        largest[placement] = max(largest[placement], size)
-    slots = slot_limits(staging_slots, Counter(placements))
+    everywhere: tuple[Memory, ...] = ("device",)
+    ways = list(zip(placements, homes or everywhere * len(placements), strict=True))
+    elements: Counter[Way] = Counter()
+    largest: Counter[Way] = Counter()
+    for size, way in zip(subgroups, ways, strict=True):
+        elements[way] += size
+        largest[way] = max(largest[way], size)
     keeps = keeps_window(micro_batches, gradient_bytes, wire_bytes, stage)
     per_param = bytes_per_param(optimizer, gradient_bytes, stage=stage, keeps_window=keeps)
-    device, host = (sum(elements[p] * held[i] for p, held in per_param.items()) for i in (0, 1))
+    device, host = (sum(n * per_param[way[0]][i] for way, n in elements.items()) for i in (0, 1))
+    on_host = sum(n for way, n in elements.items() if way[1] == "host") * wire_bytes
+    slots = buffer_bytes(
+        slot_limits(staging_slots, Counter(ways)), largest, optimizer, wire_bytes
+    )  # fmt: skip
+    return Footprint(device + slots.device_bytes, host + on_host + slots.host_bytes)
+
+
+def buffer_bytes(
+    slots: Mapping[Slot, int], largest: Mapping[Way, int], optimizer: OptimizerState,
+    wire_bytes: int,
+) -> Footprint:  # fmt: skip
+    """What the buffers take that subgroups use in turn; each holds the largest of its users."""
+    most = {slot: max((largest[way] for way in users(largest, slot)), default=0) for slot in Slot}
     return Footprint(
-        device + slots[Slot.STAGING] * slot_bytes(largest["device"], optimizer),
-        host + slots[Slot.PARAMETER] * largest["host"] * wire_bytes,
+        slots[Slot.STAGING] * slot_bytes(most[Slot.STAGING], optimizer)
+        + slots[Slot.OUTGOING] * most[Slot.OUTGOING] * wire_bytes,
+        slots[Slot.PARAMETER] * most[Slot.PARAMETER] * wire_bytes,
     )
 
 

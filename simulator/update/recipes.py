@@ -7,7 +7,7 @@ through the schedule the executor: an op, or a wait, that is not here does not e
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntFlag, StrEnum
 from typing import Literal, Self
 
@@ -18,7 +18,7 @@ from simulator.workload import Workload
 
 Placement = Literal["host", "device", "resident"]
 Memory = Literal["host", "device"]
-PARAMETER_SLOTS = 2  # pinned buffers in which new parameters wait for their copy to the device
+PARAMETER_SLOTS = 2  # buffers in which new parameters wait for their copy to the other memory
 
 
 class Queue(StrEnum):
@@ -33,6 +33,7 @@ class Slot(StrEnum):
 
     STAGING = "staging"  # device memory, for a visiting subgroup's state
     PARAMETER = "parameter"  # host memory, for parameters on their way to the device
+    OUTGOING = "outgoing"  # device memory, for parameters on their way to the host
 
 
 class Wait(IntFlag):
@@ -145,6 +146,12 @@ _PARAMETERS_HOME = _in(
     gives_back=Slot.PARAMETER, publishes=True,
 )  # fmt: skip
 
+_PARAMETERS_OUT = _out(
+    OpKind.PARAMETER_D2H, Lane.D2H, lambda b: b.wire, Wait.PREVIOUS,
+    gives_back=Slot.OUTGOING, publishes=True,
+)  # fmt: skip
+
+# With parameters that live on the device; `recipe_of` has those of the others too.
 RECIPES: Mapping[Placement, Recipe] = {
     "host": Recipe(
         Queue.HOST, state="host", gradient="host",
@@ -175,6 +182,22 @@ RECIPES: Mapping[Placement, Recipe] = {
     ),
 }  # fmt: skip
 
+
+def _parameters_on_host(recipe: Recipe) -> Recipe:
+    """The same where parameters live in host memory: the host kernel writes them in place, the
+    device's go out, ahead of the state: somebody waits for them.
+    """
+    steps: list[Step] = []
+    for step in recipe.steps:
+        if step.kind == OpKind.UPDATE_HOST:
+            steps.append(replace(step, takes=None, publishes=True))
+        elif step.kind == OpKind.UPDATE_DEVICE:
+            steps += [replace(step, takes=Slot.OUTGOING, publishes=False), _PARAMETERS_OUT]
+        elif step.kind != OpKind.PARAMETER_H2D:
+            steps.append(step)
+    return replace(recipe, steps=tuple(steps))
+
+
 # A gradient that goes to host memory; from the second micro-batch on the sum so far is fetched
 # first: micro-batches are added on the device, as stock adds them.
 GRADIENT_FETCH = _in(OpKind.GRADIENT_H2D, Lane.H2D_PARAMETERS, lambda b: b.gradient, Wait.GRADIENT)
@@ -198,13 +221,38 @@ UNFUSED_HOST = Recipe(
 )  # fmt: skip
 
 
-def slot_limits(staging_slots: int, placements: Mapping[Placement, int]) -> dict[Slot, int]:
+# All ways in which a subgroup is updated: its placement, and where its parameters live.
+Way = tuple[Placement, Memory]
+WAYS: Mapping[Way, Recipe] = {
+    **{(placement, "device"): recipe for placement, recipe in RECIPES.items()},
+    **{(placement, "host"): _parameters_on_host(recipe) for placement, recipe in RECIPES.items()},
+}
+
+
+def recipe_of(placement: Placement, home: Memory, *, fused: bool = True) -> Recipe:
+    """Of a subgroup's update; ``home`` is where its parameters live.
+
+    Args:
+        fused: False: `UNFUSED_HOST` in the place of the host's kernel.
+    """
+    if fused or placement != "host":
+        return WAYS[placement, home]
+    return UNFUSED_HOST if home == "device" else _parameters_on_host(UNFUSED_HOST)
+
+
+def users(ways: Mapping[Way, float], slot: Slot) -> list[Way]:
+    """Those of ``ways`` that take such a buffer."""
+    return [way for way in ways if any(step.takes == slot for step in WAYS[way].steps)]
+
+
+def slot_limits(staging_slots: int, ways: Mapping[Way, int]) -> dict[Slot, int]:
     """How many buffers there are of each kind: never more than subgroups that use them.
 
     Args:
-        placements: how many subgroups there are of each.
+        ways: how many subgroups there are of each.
     """
+    most = {Slot.STAGING: staging_slots}
     return {
-        Slot.STAGING: min(staging_slots, placements.get("device", 0)),
-        Slot.PARAMETER: min(PARAMETER_SLOTS, placements.get("host", 0)),
+        slot: min(most.get(slot, PARAMETER_SLOTS), sum(ways[way] for way in users(ways, slot)))
+        for slot in Slot
     }

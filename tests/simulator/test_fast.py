@@ -51,8 +51,12 @@ def random_order(placements, rng):
 def random_plan(work, rng):
     placements = rng.choices(["host", "device", "resident"], k=len(work.subgroups))
     slots = rng.randint(1, 4)
+    homes = ["device"] * len(placements)
+    if work.zero_stage == 3:
+        homes = rng.choices(rng.choice([["device"], ["host"], ["device", "host"]]), k=len(homes))
     return Plan(
         subgroup_size=max(work.subgroups), placement=Plan.runs(placements), staging_slots=slots,
+        parameter_home=Plan.home_runs(homes),
         prefetch=rng.randint(0, slots), threads=rng.choice([0, 1, 2]),
         overlap_forward=work.zero_stage == 3 and rng.random() < 0.7,
         order=random_order(placements, rng),
@@ -69,7 +73,7 @@ def test_random_ops_on_every_lane(seed):
         Lane.H2D: "h2d_bytes_per_s", Lane.H2D_PARAMETERS: "h2d_bytes_per_s",
         Lane.D2H: "d2h_bytes_per_s", Lane.HOST: "host_adam_params_per_s",
         Lane.STORAGE: "storage_write_bytes_per_s", Lane.NETWORK: "network_bytes_per_s",
-        Lane.STORAGE_READ: "storage_read_bytes_per_s",
+        Lane.STORAGE_READ: "storage_read_bytes_per_s", Lane.H2D_FETCH: "h2d_bytes_per_s",
     }  # fmt: skip
     for number in range(rng.randint(1, 60)):
         lane = rng.choice(list(Lane))

@@ -44,7 +44,9 @@ def test_a_recorded_plan_takes_what_was_recorded(number):
     assert (found.iteration_s >= row.iteration_s * (1 - 1e-9)) == (number not in FASTER)
     assert found.iteration_s <= row.iteration_s * (1 + SLOWER.get(number, 0) + 1e-9)
     sizes = list(zip(workload.subgroups, plan.placements, strict=True))
-    slots = slot_limits(plan.staging_slots, Counter(plan.placements))
+    slots = slot_limits(
+        plan.staging_slots, Counter(zip(plan.placements, plan.parameter_homes, strict=True))
+    )
     hosted = max((n for n, p in sizes if p == "host"), default=0)
     waiting = slots[Slot.PARAMETER] * hosted * workload.wire_bytes
     kept = workload.params * workload.grad_bytes_per_param

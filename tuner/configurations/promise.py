@@ -9,8 +9,8 @@ from simulator import Machine, Workload
 from simulator.analysis.bound import fluid_bound
 from simulator.engines.reference import capacities
 from simulator.estimates.blocks import ModelError
-from simulator.schedules.infinity import PARAMETER_BUFFERS
 from simulator.schedules.peers import HOST_GRADIENT_BYTES
+from simulator.update.footprint import PARAMETER_BUFFERS
 from simulator.update.optimizer import FP32_BYTES
 from tuner.configurations.outcome import Question, activation_bytes
 from tuner.configurations.space import Configuration

@@ -28,6 +28,7 @@ GROUPS: dict[OpKind, str] = {
     OpKind.UPDATE_HOST: "host update",
     OpKind.PARAMETER_CAST: "parameters",
     OpKind.PARAMETER_H2D: "parameters",
+    OpKind.PARAMETER_D2H: "parameters",
     OpKind.SNAPSHOT: "checkpoint",
     OpKind.PERSIST: "checkpoint",
     OpKind.IDLE: "idle",
