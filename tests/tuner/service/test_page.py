@@ -39,6 +39,7 @@ def page(browser):
     problems = []
     opened.on("console", lambda m: problems.append(m.text) if m.type == "error" else None)
     opened.on("pageerror", lambda error: problems.append(str(error)))
+    opened.problems = problems
     yield opened
     opened.close()
     assert not problems, problems
@@ -131,6 +132,42 @@ def test_a_job_is_watched_to_its_end(page, server):
         card.get_by_role("button", name="Download result").click()
     plan = json.loads(Path(saved.value.path()).read_text())
     assert plan["prediction"]["iteration_s"] > 0
+
+
+def test_a_job_can_be_cancelled_while_it_reports(page, server):
+    """A press lasts 110 ms, and reports come meanwhile: the button under the finger stays."""
+    opened(page, server, "/?model=Llama+2+13B&machine=h100-node&gpus=4&micro_batch=4")
+    page.click("#search-configurations")
+    card = page.locator("#jobs .card").first
+    cancel = card.get_by_role("button", name="Cancel")
+    cancel.focus()
+    while not page.evaluate("document.querySelector('#jobs .card progress').value > 0"):
+        page.wait_for_timeout(20)
+    assert page.evaluate("document.activeElement.textContent") == "Cancel"
+    cancel.click(delay=110)
+    card.locator(".state.cancelled").wait_for(timeout=10_000)
+
+
+def test_what_cannot_be_answered_leaves_nothing_to_press(page, server):
+    opened(page, server)
+    assert page.is_enabled("#save-plan")
+    refused = json.dumps({"errors": [{"key": "machine", "rule": "must be known", "value": "x"}]})
+    page.route("**/api/v1/answer", lambda route: route.fulfill(
+        status=422, body=refused, content_type="application/json"))  # fmt: skip
+    page.focus("#c-gpus")
+    page.keyboard.press("ArrowRight")
+    page.wait_for_selector("#answer.refused")
+    for button in ("save-plan", "save-trace", "save-report", "search"):
+        assert page.is_disabled(f"#{button}")
+    page.problems.clear()  # the browser's own line about the 422
+
+
+def test_a_link_to_what_is_not_here_says_so(page, server):
+    opened(page, server, "/?model=NoSuch&machine=nowhere&micro_batch=9999")
+    told = page.inner_text("#strange")
+    assert all(name in told for name in ("NoSuch", "nowhere", "9999"))
+    opened(page, server)
+    assert page.is_hidden("#strange")
 
 
 def test_configurations_are_searched_and_shown(page, server):
@@ -251,3 +288,13 @@ def _photograph(page, name):
     if folder:
         Path(folder).mkdir(parents=True, exist_ok=True)
         page.screenshot(path=Path(folder) / f"{name}.png", full_page=True)
+
+
+def test_a_run_whose_ops_take_no_time_is_drawn(page, server):
+    span = {"kind": "forward", "lane": "device compute", "start_s": 0, "end_s": 0}
+    server.post("/runs", {"name": "instant", "spans": [span]})
+    opened(page, server)
+    page.click("#tab-work")
+    page.locator("#runs .card", has_text="instant").get_by_role("button").click()
+    page.wait_for_selector("#run svg", state="attached")
+    assert page.inner_text("#status") == ""

@@ -83,7 +83,16 @@ export class AnswerView {
     at("sentence").textContent = error instanceof ApiError ? `This cannot be answered: ${error.message}` : `The server cannot be reached: ${error.message}`;
     at("answer").classList.add("refused");
     this.shown = null;
+    this.offer();
     this.tell("");
+  }
+
+  // What can be done with the answer that is shown; nothing while there is none.
+  offer() {
+    const plan = Boolean(this.shown && this.shown.plan);
+    for (const id of ["save-plan", "save-trace", "save-report", "search"]) at(id).disabled = !plan;
+    // A profile cannot tell what another micro-batch would take.
+    at("search-configurations").disabled = Boolean(this.controls.workload());
   }
 
   render(answer, whole) {
@@ -102,9 +111,7 @@ export class AnswerView {
     if (whole || !at("table").childElementCount) drawTable(at("table"), answer.rows);
     const notes = [...failures(answer), ...(answer.plan ? answer.plan.reasons : []), ...answer.limits.notes];
     at("notes").replaceChildren(...[...new Set(notes)].map((n) => element("li", {}, n)));
-    for (const id of ["save-plan", "save-trace", "save-report", "search"]) at(id).disabled = !answer.plan;
-    // A profile cannot tell what another micro-batch would take.
-    at("search-configurations").disabled = Boolean(this.controls.workload());
+    this.offer();
   }
 
   savePlan() {

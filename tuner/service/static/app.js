@@ -40,6 +40,8 @@ async function start() {
   at("search").addEventListener("click", () => submit("plan", controls.scenario()));
   at("search-configurations").addEventListener("click", () => submit("search", controls.search()));
   at("foot").textContent = workloads.length ? `Opened with ${workloads[0].name}, profiled on ${workloads[0].label}. Presets are estimates from data sheets and published runs.` : "Presets are estimates from data sheets and published runs; a profile of your machine (tune profile) is the better source.";
+  at("strange").textContent = controls.strange();
+  at("strange").hidden = !controls.strange();
   await view.ask();
   await new WorkView().start();
 }

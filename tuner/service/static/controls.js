@@ -27,6 +27,7 @@ export class Controls {
     this.uploaded = {}; // name -> a config.json or machine.json of this browser
     this.state = {};
     this.parts = {};
+    this.unknown = []; // what the link asked for and this page could not take
     this.build();
     this.read(new URLSearchParams(location.search));
   }
@@ -114,15 +115,26 @@ export class Controls {
     const models = [...this.workloads.map((w) => w.name), ...this.models];
     const model = query.get("model");
     this.state.model = models.includes(model) ? model : firstWorkload ? firstWorkload.name : "Llama 3 8B";
+    if (model && model !== this.state.model) this.unknown.push(`the model “${model}”`);
     const machine = query.get("machine");
     const usual = this.workload() ? this.workload().machine : "h100-node";
     this.state.machine = this.machines.has(machine) ? machine : usual;
+    if (machine && machine !== this.state.machine) this.unknown.push(`the machine “${machine}”`);
     for (const slider of SLIDERS) {
       const value = Number(query.get(slider.key));
       const usable = query.has(slider.key) && Number.isFinite(value) && value > 0;
       this.state[slider.key] = usable ? value : this.ownValue(slider);
+      if (query.has(slider.key) && !this.steps(slider).includes(this.state[slider.key])) {
+        this.unknown.push(`${slider.label.toLowerCase()} ${query.get(slider.key)}`);
+      }
     }
     this.fill();
+  }
+
+  // A sentence about a link that cannot be shown as it was meant; empty: it can.
+  strange() {
+    const named = this.unknown.join(", ");
+    return named ? `This link names ${named}, which this server does not offer (an upload stays in its browser): shown with the nearest it has.` : "";
   }
 
   fill() {

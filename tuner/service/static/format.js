@@ -75,6 +75,7 @@ export function shape(tag, attributes, text) {
 
 // Round steps for an axis: at most `most` ticks from 0 to `end`.
 export function ticks(end, most) {
+  if (!(end > 1e-300)) return [0]; // nothing lasts: no step could ever reach the end
   const rough = end / Math.max(1, most);
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= rough) || power;

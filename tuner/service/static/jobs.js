@@ -14,6 +14,8 @@ export class WorkView {
   constructor() {
     this.jobs = new Map();
     this.runs = [];
+    this.jobCards = new Map(); // id -> the card on the page: kept, so that focus and clicks are
+    this.runCards = new Map();
   }
 
   async start() {
@@ -22,6 +24,11 @@ export class WorkView {
 
   // After each connection everything is read anew: nothing that happened meanwhile is missed.
   async hear(kind, data) {
+    at("lost").hidden = kind !== "lost";
+    if (kind === "lost") {
+      at("lost").textContent = `No connection to the server (${data.message}); trying again. What is shown below may be old.`;
+      return;
+    }
     if (kind === "open") {
       const [{ jobs }, { runs }] = await Promise.all([call("/jobs"), call("/runs")]);
       this.jobs = new Map(jobs.reverse().map((job) => [job.id, job]));
@@ -32,29 +39,50 @@ export class WorkView {
   }
 
   render() {
-    const open = [...this.jobs.values()].filter((job) => OPEN.includes(job.state)).length;
+    const jobs = [...this.jobs.values()].reverse();
+    const open = jobs.filter((job) => OPEN.includes(job.state)).length;
     at("open-jobs").hidden = !open;
     at("open-jobs").textContent = open;
-    const jobs = [...this.jobs.values()].reverse().map((job) => this.jobCard(job));
-    at("jobs").replaceChildren(...(jobs.length ? jobs : [element("p", { class: "hint" }, "No jobs yet. “Search the best plan” and “Search configurations” start one.")]));
-    const runs = this.runs.map((run) => this.runCard(run));
-    at("runs").replaceChildren(...(runs.length ? runs : [element("p", { class: "hint" }, "No runs yet. A training run posts its timeline to /api/v1/runs.")]));
+    at("no-jobs").hidden = jobs.length > 0;
+    at("no-jobs").textContent = "No jobs yet. “Search longer” and “Search configurations” start one.";
+    at("no-runs").hidden = this.runs.length > 0;
+    at("no-runs").textContent = "No runs yet. A training run posts its timeline to /api/v1/runs.";
+    keep(at("jobs"), this.jobCards, jobs, (job) => this.jobCard(job), (card, job) => this.updateJob(card, job));
+    keep(at("runs"), this.runCards, this.runs, (run) => this.runCard(run), () => {});
   }
 
   jobCard(job) {
-    const card = element("article", { class: `card state-${job.state}`, "data-job": job.id },
-      element("p", { class: "card-title" }, `${KINDS[job.kind] || job.kind}: ${job.title}`, element("span", { class: `state ${job.state}` }, job.state)),
-      element("p", { class: "hint" }, `${new Date(job.created_s * 1e3).toLocaleString()}${job.attempts > 1 ? `, attempt ${job.attempts}` : ""}`),
-      element("p", { hidden: job.note === job.state }, job.note));
-    if (OPEN.includes(job.state)) {
-      card.append(element("progress", { max: 1, value: job.share, "aria-label": `Progress of job ${job.id}` }));
-      card.append(this.button("Cancel", () => call(`/jobs/${job.id}`, { method: "DELETE" })));
-    } else if (job.state === "done") {
-      const actions = element("div", { class: "actions" }, this.button("Download result", () => this.saveResult(job)));
-      if (job.kind === "search") actions.prepend(this.button("Show", () => this.showFound(job)));
-      card.append(actions);
+    const title = element("p", { class: "card-title" }, `${KINDS[job.kind] || job.kind}: ${job.title}`, element("span", {}));
+    return element("article", { "data-job": job.id }, title,
+      element("p", { class: "hint" }), element("p", {}), element("div", { class: "actions" }));
+  }
+
+  // In place: a button that is being pressed stays the same button.
+  updateJob(card, job) {
+    const [title, when, note, actions] = card.children;
+    const attempt = job.attempts > 1 ? `, attempt ${job.attempts}` : "";
+    card.className = `card state-${job.state}`;
+    title.lastChild.className = `state ${job.state}`;
+    title.lastChild.textContent = job.state;
+    when.textContent = `${new Date(job.created_s * 1e3).toLocaleString()}${attempt}`;
+    note.hidden = job.note === job.state;
+    note.textContent = job.note;
+    const phase = OPEN.includes(job.state) ? "open" : job.state;
+    if (actions.dataset.phase !== phase) {
+      actions.dataset.phase = phase;
+      actions.replaceChildren(...this.actions(job, phase));
     }
-    return card;
+    if (phase === "open") actions.firstChild.value = job.share;
+  }
+
+  actions(job, phase) {
+    if (phase === "open") {
+      return [element("progress", { max: 1, "aria-label": `Progress of job ${job.id}` }),
+        this.button("Cancel", () => call(`/jobs/${job.id}`, { method: "DELETE" }))];
+    }
+    if (phase !== "done") return [];
+    const download = this.button("Download result", () => this.saveResult(job));
+    return job.kind === "search" ? [this.button("Show", () => this.showFound(job)), download] : [download];
   }
 
   button(text, action) {
@@ -108,5 +136,27 @@ export class WorkView {
     drawTimelines(chart, [{ title: run.source === "measured" ? "Measured" : "Predicted", note: seconds(whole.view.duration_s), view: whole.view }]);
     if (whole.view.memory.t_s.length) drawMemory(memory, [{ title: "Plan", view: whole.view }], null);
     host.scrollIntoView({ block: "nearest" });
+  }
+}
+
+// Brings the cards in `host` to `items`, newest first: a card that is there stays where it is.
+function keep(host, cards, items, make, update) {
+  const ids = new Set(items.map((item) => item.id));
+  for (const [id, card] of cards) {
+    if (!ids.has(id)) {
+      card.remove();
+      cards.delete(id);
+    }
+  }
+  let place = host.firstElementChild;
+  for (const item of items) {
+    let card = cards.get(item.id);
+    if (!card) {
+      card = make(item);
+      cards.set(item.id, card);
+    }
+    if (card === place) place = place.nextElementSibling;
+    else host.insertBefore(card, place);
+    update(card, item);
   }
 }

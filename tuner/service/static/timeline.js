@@ -39,7 +39,7 @@ export function gutter(width) {
 }
 
 function picture(entries, width) {
-  const end = Math.max(...entries.map((e) => e.view.duration_s));
+  const end = Math.max(...entries.map((e) => e.view.duration_s)) || 1; // of a run whose ops take no time
   const left = gutter(width);
   const x = (t) => left + (t / end) * (width - left - RIGHT);
   const height = entries.reduce((sum, e) => sum + TITLE + e.view.lanes.length * (LANE + GAP) + 10, 0) + AXIS;
