@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import time
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch
 from runtime.devices.base import DEVICE_LANES, Device
 from runtime.devices.clock import DeviceClock, Mark, Moment
 from runtime.devices.lane import Completion, Event, Lane
-from runtime.hardware.cores import bind, bound, update_cores
+from runtime.hardware.cores import bind, update_cores
+from runtime.hardware.pages import back, lock, unlock
 from runtime.hardware.pci import address_of
 from runtime.kernels.step import UpdateStep
 from simulator.schedule import Lane as LaneName
@@ -37,6 +39,9 @@ class CudaDevice(Device):
         self.index = torch.cuda.current_device()
         self.cores = update_cores(_pci_address(self.index), gpus=_local_gpus())
         self._registered: dict[int, torch.Tensor] = {}  # by address
+        # Pages that are unmapped while locked are, to CUDA, what is mapped there next. At exit the
+        # system gives everything back.
+        weakref.finalize(self, _unlock_all, self.index, self._registered).atexit = False
         self._gradients = torch.cuda.Stream(self.index)
         # CUDA's default priority is the lowest there is: none of these goes before the training
         # stream's own kernels.
@@ -65,12 +70,11 @@ class CudaDevice(Device):
 
     def close(self) -> None:
         torch.cuda.synchronize(self.index)
-        for tensor in list(self._registered.values()):
-            self.host_release(tensor)
+        _unlock_all(self.index, self._registered)
 
     def host_release(self, tensor: torch.Tensor) -> None:
         if self._registered.pop(tensor.data_ptr(), None) is not None:
-            torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
+            unlock(tensor.data_ptr())
 
     def host_empty(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
         if not elements:
@@ -80,13 +84,13 @@ class CudaDevice(Device):
         return tensor
 
     def _register(self, tensor: torch.Tensor) -> None:
-        with bound(self.cores):  # pages are backed where they are touched first
-            tensor.view(torch.uint8)[::4096].fill_(0)
-        error = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
-        if int(error) != 0:
+        back(tensor.data_ptr(), tensor.nbytes, self.cores)
+        error = lock(tensor.data_ptr(), tensor.nbytes)
+        if error != 0:
             raise MemoryError(
                 f"page-locking {tensor.nbytes} bytes of host memory failed with CUDA error "
-                f"{int(error)}: raise the limit (ulimit -l), or use a smaller model per rank"
+                f"{error}: the host (or its container: docker run --memory) must have more free "
+                "memory, or use a smaller model per rank"
             )
         self._registered[tensor.data_ptr()] = tensor
 
@@ -163,6 +167,13 @@ class CudaDevice(Device):
             arrival.wait_on(torch.cuda.current_stream(self.index))
         fetched = torch.empty(home.shape, dtype=home.dtype, device=to)
         return fetched.copy_(home, non_blocking=True)
+
+
+def _unlock_all(index: int, registered: dict[int, torch.Tensor]) -> None:
+    if registered:
+        torch.cuda.synchronize(index)
+    while registered:
+        unlock(registered.popitem()[0])
 
 
 def _on_own_pages(elements: int, dtype: torch.dtype) -> torch.Tensor:

@@ -321,12 +321,21 @@ class Executor:
             self._stale.update(subgroups)
 
     def close(self, *, with_device: bool = True) -> None:
-        """Ends the lanes' threads after what is queued; the device stays for a successor's sake."""
-        for lane in self.lanes.values():
-            lane.close()
-        self._jobs = []  # they hold gradients, which a successor moves
-        if with_device:
-            self.device.close()
+        """Ends the lanes' threads after what is queued; the device stays for a successor's sake.
+
+        What was prefetched for a step that was skipped may still be on its way into slots, and from
+        host memory, that are given back after this: it is waited for.
+        """
+        try:
+            for completion in self._current:
+                if completion is not None:
+                    completion.wait_host()
+        finally:
+            for lane in self.lanes.values():
+                lane.close()
+            self._jobs = []  # they hold gradients, which a successor moves
+            if with_device:
+                self.device.close()
 
 
 def _of_kind(template: list[TemplateOp], kind: OpKind) -> dict[int, int]:

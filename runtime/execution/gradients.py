@@ -106,6 +106,8 @@ class GradientHomes:
         if not boundary and not piece.begun:
             self._keep_previous(piece)
         if alone and piece.summed and piece.apart is None:
+            for arrival in self.arrived(piece.subgroup):  # one of a step that was skipped
+                arrival.wait_host()
             piece.apart = self._home(piece).clone()
         base = None if first else self._sum_so_far(piece, gradient.numel())
         home = self._home(piece, gradient.numel())
@@ -202,7 +204,11 @@ class GradientHomes:
         return GradientHomes(self.device, states, self.slices, self.last_scale)
 
     def close(self) -> None:
-        """Gives the spares back; to be called between two windows."""
+        """Gives the spares back, once what is on its way has arrived: a step that was skipped has
+        waited for no gradient. To be called between two windows.
+        """
+        for arrival in self.arrivals.values():
+            arrival.wait_host()
         for spare in self._spares.values():
             self.device.host_release(spare)
         self._spares.clear()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from runtime.hardware.launcher import local_ranks
@@ -93,20 +92,6 @@ def bind(cores: list[int]) -> None:
     """Binds the calling thread, and the OpenMP threads it will start; an empty list does not."""
     if cores:
         os.sched_setaffinity(0, cores)
-
-
-@contextmanager
-def bound(cores: list[int]) -> Iterator[None]:
-    """The calling thread is on these cores inside the block: memory it touches first is theirs."""
-    if not cores:
-        yield
-        return
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
 
 
 def cpu_name() -> str:

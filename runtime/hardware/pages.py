@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
+import torch
+
+from runtime.hardware.cores import bind
+
+_MOST_THREADS = 8  # more back memory no faster
 _MADV_DONTNEED = 4  # Linux; mmap's own constant is there only for its own mappings
 
 
@@ -20,3 +28,37 @@ def discard(address: int, length_bytes: int) -> None:
     advise = getattr(ctypes.CDLL(None), "madvise", None)
     if length > 0 and advise is not None:
         advise(ctypes.c_void_p(begin), ctypes.c_size_t(length), _MADV_DONTNEED)
+
+
+def back(address: int, size_bytes: int, cores: Sequence[int]) -> None:
+    """Has the system back a range with memory of these cores' NUMA node; what was in it is lost.
+
+    A page is the node's whose core touches it first. That is done by threads that end here: those
+    of OpenMP, which torch would use, are bound to wherever they were started, for ever.
+    """
+    threads = max(1, min(len(cores), _MOST_THREADS))
+    share = -(-size_bytes // threads // mmap.PAGESIZE) * mmap.PAGESIZE
+
+    def touch(begin: int) -> None:
+        ctypes.memset(address + begin, 0, min(share, size_bytes - begin))  # releases the GIL
+
+    with ThreadPoolExecutor(threads, initializer=bind, initargs=(list(cores),)) as pool:
+        list(pool.map(touch, range(0, size_bytes, share)))
+
+
+def lock(address: int, size_bytes: int) -> int:
+    """Page-locks a range for the current GPU; 0, or the number of CUDA's error.
+
+    A failure stays the thread's last error, which PyTorch would raise at its next kernel, far from
+    here: so a kernel is launched that takes it.
+    """
+    error = int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0))
+    if error:
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device="cuda")
+    return error
+
+
+def unlock(address: int) -> None:
+    """The inverse; no copy may be on its way from or to the range."""
+    torch.cuda.cudart().cudaHostUnregister(address)

@@ -110,11 +110,26 @@ def _adopt(
             state.setdefault(key, torch.zeros_like(master.data))
         for key in optimizer._rule.moments:
             if key in state:
-                state[key] = device.host_adopt(state.pop(key))
+                state[key] = device.host_adopt(state[key])
             else:  # before the first step
                 state[key] = device.host_empty(master.numel(), master.dtype).zero_()
         flats.append((master.data, *(state[key] for key in optimizer._rule.moments)))
     return flats
+
+
+def hand_back(optimizer: Any, masters: list[torch.nn.Parameter]) -> None:
+    """After an attach that failed on the way: what `_adopt` took is there again, and the optimizer
+    goes on as stock.
+    """
+    for master in masters:
+        master.grad = torch.zeros_like(master.data)
+        state = optimizer.optimizer.state[master]
+        for key in optimizer._rule.moments if state else ():
+            state.setdefault(key, torch.zeros_like(master.data))
+    copies = optimizer.param_buffer_of_bit16_for_cpu_offload_groups
+    copies[:] = [torch.empty_like(m.data, dtype=optimizer.dtype) for m in masters]
+    optimizer._link_all_hp_params()
+    optimizer._hp_optimizer_states_linked = False
 
 
 def _unlink(optimizer: Any) -> None:

@@ -23,7 +23,7 @@ from runtime.execution.session import Session
 from runtime.execution.subgroup_state import Buffers, SubgroupState
 from runtime.kernels.rule import UpdateRule
 from runtime.kernels.step import UpdateStep
-from runtime.zero.flat_partitions import FlatPartitions
+from runtime.zero.flat_partitions import FlatPartitions, hand_back
 from runtime.zero.planned import PlannedZero, bring_home, float64_norm, gated
 from simulator.plan import Plan
 from simulator.workload import ZeroStage
@@ -384,8 +384,14 @@ def take_over(
     masters = optimizer.single_partition_of_fp32_groups
     optimizer._rule = rule
     optimizer._overflows = []
-    optimizer._flat = FlatPartitions(optimizer, masters, plan.subgroup_size, device)
-    optimizer.__class__ = EbbtideStage2
-    optimizer._ebbtide = Session(optimizer, plan, device, overlap_forward=overlap_forward)
+    try:
+        optimizer._flat = FlatPartitions(optimizer, masters, plan.subgroup_size, device)
+        optimizer.__class__ = EbbtideStage2
+        optimizer._ebbtide = Session(optimizer, plan, device, overlap_forward=overlap_forward)
+    except BaseException:
+        device.close()
+        optimizer.__class__ = DeepSpeedZeroOptimizer
+        hand_back(optimizer, masters)
+        raise
     optimizer._link_all_hp_params()
     optimizer.resume_rule()

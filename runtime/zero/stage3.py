@@ -322,9 +322,13 @@ def take_over(
     optimizer._gathers = Gathers(optimizer, module)
     optimizer._rule = rule
     optimizer.__class__ = EbbtideStage3
-    optimizer._ebbtide = Session(
-        optimizer, plan, device, overlap_forward=overlap_forward
-    )  # subgroup by subgroup
+    try:  # subgroup by subgroup
+        optimizer._ebbtide = Session(optimizer, plan, device, overlap_forward=overlap_forward)
+    except BaseException:
+        device.close()
+        optimizer.__class__ = DeepSpeedZeroOptimizer_Stage3
+        stage3_buffers.hand_back(optimizer)
+        raise
     optimizer.resume_rule()
     optimizer.gate_reads(optimizer.await_parameters)
 

@@ -72,6 +72,32 @@ def split_gradients(optimizer: Any, device: Device) -> None:
         optimizer.grad_partitions_flat_buffer = flat.new_empty(0)
 
 
+def hand_back(optimizer: Any) -> None:
+    """DeepSpeed's buffers as it made them: on the host, in one piece, with fp32 gradients. After an
+    attach that failed on the way; the optimizer then goes on as stock.
+    """
+    masters = optimizer.fp32_partitioned_groups_flat
+    for master in masters:
+        master.data = master.data.cpu()
+        state = optimizer.optimizer.state[master]
+        state.update({key: state[key].cpu() for key in optimizer._rule.moments if key in state})
+        master.grad = torch.zeros_like(master.data)
+    _join_gradients(optimizer)
+
+
+def _join_gradients(optimizer: Any) -> None:
+    """The inverse of `split_gradients`, wherever it and what followed have come to."""
+    views = private.gradient_partitions(optimizer)
+    whole = [int(n) for n in optimizer.fp16_partitioned_groups_flat_numel]
+    parts = [gradient_of(optimizer, i, n).cpu() for i, n in enumerate(whole)]
+    flat = torch.cat(parts)
+    for group, part in zip(optimizer.fp16_groups, flat.split(whole), strict=True):
+        for param in group:
+            _, offset, elements = optimizer.grad_position[optimizer.get_param_id(param)]
+            views[param.ds_id] = part.narrow(0, offset, elements)
+    optimizer.grad_partitions_flat_buffer = flat
+
+
 def slices(optimizer: Any) -> dict[int, ParameterSlice]:
     """Parameter id -> its part of its subgroup on this rank."""
     found = {}

@@ -357,22 +357,53 @@ class _Queueing(TorchDispatchMode):
 
 
 class FakeRuntime:
-    """cudaHostRegister and its inverse: whole pages, which do not overlap, given back once."""
+    """cudaHostRegister and its inverse: whole pages, which do not overlap, given back once, and not
+    under a copy.
 
-    def __init__(self):
+    Attributes:
+        refuses_after: so many page locks more, then none; None: no limit.
+        last_error: of the latest call that failed, until a kernel's launch has raised it.
+    """
+
+    def __init__(self, violations):
         self.locked = {}
+        self.refuses_after = None
+        self.last_error = 0
+        self._violations = violations
+        self._flying = Counter()  # (first byte, end) of what copies on streams read or write
 
     def cudaHostRegister(self, address, size, flags):
         del flags
         assert address % mmap.PAGESIZE == 0
         for start, length in self.locked.items():
             if address < start + length and start < address + size:
-                return 712  # already registered
+                return self._fails(712)  # already registered
+        if self.refuses_after == 0:
+            return self._fails(2)  # out of memory
+        if self.refuses_after is not None:
+            self.refuses_after -= 1
         self.locked[address] = size
         return 0
 
+    def _fails(self, error):
+        self.last_error = error
+        return error
+
+    def launched(self):
+        """A kernel: what failed on this thread before shows here."""
+        error, self.last_error = self.last_error, 0
+        if error:
+            raise RuntimeError(f"CUDA error {error}")
+
+    def flies(self, tensor, by=1):
+        """A copy that reads or writes the tensor has been issued; -1: has run."""
+        begin = tensor.data_ptr()
+        self._flying[begin, begin + tensor.nbytes] += by
+
     def cudaHostUnregister(self, address):
-        del self.locked[address]
+        end = address + self.locked.pop(address)
+        if any(a < end and address < b for (a, b), n in list(self._flying.items()) if n):
+            self._violations.append(f"{end - address} bytes were unlocked under a copy")
         return 0
 
     def pinned(self, tensor):
@@ -391,10 +422,10 @@ class FakeTorch:
 
     def __init__(self, seed=0, latest_s=LATEST_S):
         self.seed, self.latest_s = seed, latest_s
-        self.runtime = FakeRuntime()
+        self.violations = []
+        self.runtime = FakeRuntime(self.violations)
         self.allocator = Allocator()
         self.streams = []
-        self.violations = []
         self.counts = Counter()
         self.devices_set = set()  # threads that chose a device
         self._training = threading.get_ident()
@@ -444,12 +475,16 @@ class FakeTorch:
     def copy_later(self, stream, to, source, crossing):
         """A copy that reads its source when it runs; to or from pageable memory it blocks."""
         to_name, source_name = self.allocator.hold(to), self.allocator.hold(source)
+        for end in (to, source):
+            self.runtime.flies(end)
         stream.enqueue(lambda: self._copy(stream, to_name, source_name))
         if crossing and not (self.runtime.pinned(to) or self.runtime.pinned(source)):
             self.counts["pageable"] += 1
             stream.drain()
 
     def _copy(self, stream, to, source):
+        for end in (to, source):
+            self.runtime.flies(end, by=-1)
         source_gone = self.allocator.given_away(source, stream)
         if self.allocator.given_away(to, stream):
             self.violations.append(f"a copy into {to.numel()} elements that were freed before")
@@ -461,6 +496,7 @@ class FakeTorch:
 
     def run_later(self, stream, func, args, kwargs):
         """A kernel that writes its first argument in place."""
+        self.runtime.launched()
         hold = self.allocator.hold
         args = [hold(a) if isinstance(a, torch.Tensor) else a for a in args]
         stream.enqueue(lambda: self._kernel(stream, func, args, kwargs))
@@ -493,6 +529,11 @@ class FakeTorch:
             poison(made)
         return made
 
+    def ones(self, *args, device=None, **kwargs):
+        del device
+        self.runtime.launched()
+        return torch.ones(*args, **kwargs)
+
     def close(self):
         for stream in self.streams:
             stream.drain()
@@ -505,10 +546,12 @@ class FakeTorch:
 def install(monkeypatch, seed=0, latest_s=LATEST_S):
     """`CudaDevice` runs on the stand-in from here on; returns it."""
     import runtime.devices.cuda
+    import runtime.hardware.pages
 
     fake = FakeTorch(seed, latest_s)
     monkeypatch.setattr(DEFAULT, "age_s", 0.0, raising=False)
-    monkeypatch.setattr(runtime.devices.cuda, "torch", fake)
+    for module in (runtime.devices.cuda, runtime.hardware.pages):
+        monkeypatch.setattr(module, "torch", fake)
     record = fake.allocator.record
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda t, stream: record(t, stream))  # noqa: PLW0108
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda t, device=None: fake.runtime.pinned(t))

@@ -114,16 +114,3 @@ def test_a_lane_is_bound_and_the_training_thread_is_not():
     assert seen[0][0] == {core}
     assert seen[0][1] != threading.get_ident()
     assert os.sched_getaffinity(0) == before
-
-
-def test_bound_gives_the_cores_back_after_an_error():
-    before = os.sched_getaffinity(0)
-
-    def fails():
-        with cores.bound([min(before)]):
-            assert os.sched_getaffinity(0) == {min(before)}
-            raise ValueError("boom")
-
-    with pytest.raises(ValueError, match="boom"):
-        fails()
-    assert os.sched_getaffinity(0) == before

@@ -21,14 +21,16 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the real one 
 # -- the stand-in --------------------------------------------------------------------------------
 
 
-def locked(*, filled_with=0.0, elements=64):
+def locked(fake, *, filled_with=0.0, elements=64):
     """Page-locked host memory, without which no copy is asynchronous."""
-    return CudaDevice().host_empty(elements, torch.float32).fill_(filled_with)
+    tensor = cuda._on_own_pages(elements, torch.float32)
+    assert fake.runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0) == 0
+    return tensor.fill_(filled_with)
 
 
 def copied_away(fake, *, recorded):
     """A source that is dropped while its copy on another stream has not run."""
-    stream, home = fake.cuda.Stream(), locked()
+    stream, home = fake.cuda.Stream(), locked(fake)
     source = torch.ones(64)
     with fake.cuda.stream(stream):
         home.copy_(source, non_blocking=True)
@@ -52,7 +54,7 @@ def test_record_stream_keeps_the_block(fake):
 
 def test_a_copy_reads_its_source_when_it_runs(fake):
     fake.latest_s = 60.0  # nothing runs before it is waited for
-    stream, home, source = fake.cuda.Stream(), locked(), torch.ones(64)
+    stream, home, source = fake.cuda.Stream(), locked(fake), torch.ones(64)
     with fake.cuda.stream(stream):
         home.copy_(source, non_blocking=True)
     source.fill_(2.0)  # nothing made this wait
@@ -73,7 +75,7 @@ def test_a_copy_from_pageable_memory_blocks(fake):
 def test_an_event_stands_for_what_was_there_when_it_was_recorded(fake):
     fake.latest_s = 60.0
     one, other, event = fake.cuda.Stream(), fake.cuda.Stream(), fake.cuda.Event()
-    source, middle, home = torch.ones(64), locked(), torch.zeros(64)
+    source, middle, home = torch.ones(64), locked(fake), torch.zeros(64)
     with fake.cuda.stream(one):
         middle.copy_(source, non_blocking=True)
     event.record(one)
@@ -94,7 +96,7 @@ def test_delays_are_those_of_the_seed(fake):
 
 def test_synchronisations_are_counted(fake):
     fake.latest_s = 60.0
-    stream, home, source = fake.cuda.Stream(), locked(), torch.ones(64)
+    stream, home, source = fake.cuda.Stream(), locked(fake), torch.ones(64)
     stream.synchronize()
     assert not fake.counts, "nothing was there to wait for"
     with fake.cuda.stream(stream):
@@ -132,21 +134,39 @@ def test_a_forked_process_gets_no_page_of_the_optimizers_state(device):
     assert "dc" in flags, "the kernel's name for: do not copy on fork"
 
 
-def test_buffers_are_backed_and_updates_run_on_the_cores_near_the_gpu(device, monkeypatch):
-    """A page is the node's whose core touches it first."""
-    before = os.sched_getaffinity(0)
-    device.cores, seen = [max(before)], []
-    touch = torch.Tensor.fill_
-    monkeypatch.setattr(
-        torch.Tensor, "fill_", lambda t, v: seen.append(os.sched_getaffinity(0)) or touch(t, v)
-    )
-    device.host_empty(4096, torch.float32)
-    assert seen == [{max(before)}]
-    assert os.sched_getaffinity(0) == before
+def faults_by_thread():
+    """Minor page faults and allowed cores of each of this process's threads."""
+    found = {}
+    for task in Path("/proc/self/task").iterdir():
+        status = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines())
+        faults = int((task / "stat").read_text().rsplit(")", 1)[1].split()[7])
+        found[int(task.name)] = faults, status["Cpus_allowed_list"].strip()
+    return found
+
+
+def test_buffers_are_backed_by_threads_on_the_cores_near_the_gpu(device, monkeypatch):
+    """A page is the node's whose core touches it first: not by this thread, nor by OpenMP's, which
+    stay bound where they were started.
+    """
+    torch.ones(1 << 22).add_(1)  # OpenMP's threads are there
+    device.cores, bound = [max(os.sched_getaffinity(0))], []
+    monkeypatch.setattr("runtime.hardware.pages.bind", bound.append)
+    before = faults_by_thread()
+    buffer = device.host_empty(64 * 2**20, torch.float32)
+    after = faults_by_thread()
+    assert bound == [device.cores]
+    pages = buffer.nbytes // (2 * 2**20)  # of the largest kind
+    assert sum(after[t][0] - before[t][0] for t in before if t in after) < pages // 2
+    assert {t: after[t][1] for t in before} == {t: before[t][1] for t in before}
+    assert set(after) == set(before), "who touched the pages has ended"
+
+
+def test_host_updates_run_on_the_cores_near_the_gpu(device):
+    device.cores, seen = [max(os.sched_getaffinity(0))], []
     lanes, ended = device.lanes(), Completion()
     lanes[Lane.HOST].submit(lambda: seen.append(os.sched_getaffinity(0)), [], ended)
     ended.wait_host()
-    assert seen[1] == {max(before)}
+    assert seen == [set(device.cores)]
     for lane in lanes.values():
         lane.close()
 

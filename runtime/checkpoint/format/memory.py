@@ -10,6 +10,8 @@ from typing import Protocol
 
 import torch
 
+from runtime.hardware.pages import lock, unlock
+
 ALIGNMENT = 4096  # of O_DIRECT: address, length and file offset
 
 
@@ -131,13 +133,12 @@ class Slots:
         self._pinned = False
         self._start = start
         if pinned and count and torch.cuda.is_available():
-            error = torch.cuda.cudart().cudaHostRegister(start, count * slot_bytes, 0)
-            self._pinned = int(error) == 0  # else they are slower, no more
+            self._pinned = lock(start, count * slot_bytes) == 0  # else they are slower, no more
 
     def close(self) -> None:
         """Unpins; the memory itself goes with the object."""
         if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._start)
+            unlock(self._start)
             self._pinned = False
 
     def take(self) -> int | None:

@@ -153,10 +153,13 @@ def test_forward_takes_as_long_as_on_the_device(fake, monkeypatch):
 
 
 def test_a_switch_keeps_deepspeeds_flat_buffers_locked(fake):
-    """Below ZeRO-3 they stay whatever the plan, and copies go on running from them."""
+    """Below ZeRO-3 they stay whatever the plan, and copies go on running from them; also from where
+    the first subgroup lies, which begins at a buffer's own address.
+    """
     ours = attached(engine_for("clipping", stage=2), MIX)
     losses, norms = train(ours, 3)
-    switch_plan(ours, plan_for(ours, ["device", "host"]))
+    switch_plan(ours, plan_for(ours, ["resident", "device"]))
+    assert all(flat.is_pinned() for flats in ours.optimizer._flat._flats for flat in flats)
     fake.counts.clear()
     more, more_norms = train(ours, 3, first=3)
     assert fake.counts["pageable"] == 0
