@@ -9,6 +9,8 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
+QUARTILE = 0.6745  # of a normal distribution's sigma, from its median
+EIGHTY_PERCENT = 1.2816  # of it, each way, hold eight values in ten
 UNSTABLE_IQR = 0.15  # of the median: beyond it a figure is not called stable
 
 Source = Literal["measured", "emulated", "published", "datasheet", "assumed", "fitted"]
@@ -76,6 +78,16 @@ class Quantity(BaseModel):
         """In another unit: median and quartiles times ``factor``, as often repeated."""
         values = {name: getattr(self, name) * factor for name in ("median", "q1", "q3")}
         return self.model_copy(update={**values, "detail": detail or self.detail})
+
+    @property
+    def sigma(self) -> float:
+        """Standard deviation of the normal distribution that has these quartiles."""
+        return (self.q3 - self.q1) / (2 * QUARTILE)
+
+    @property
+    def log_sigma(self) -> float:
+        """Likewise of the logarithm."""
+        return math.log(self.q3 / self.q1) / (2 * QUARTILE)
 
     @property
     def relative_iqr(self) -> float:

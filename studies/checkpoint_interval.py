@@ -26,7 +26,8 @@ from typing import Any
 import numpy as np
 
 from simulator import Machine, Plan, Workload
-from simulator.analysis.checkpoint_cost import CheckpointCost, CheckpointSimulation
+from simulator.analysis.checkpoint_cost import CheckpointSimulation
+from simulator.analysis.goodput import CheckpointCost, Failures
 from studies.bench.record import write_record
 from studies.checkpoints.interval_pictures import draw, print_table
 from studies.checkpoints.interval_run import (
@@ -40,7 +41,7 @@ from studies.checkpoints.interval_run import (
     warm_up,
 )
 from studies.checkpoints.kills import campaign, compare, failure_gaps, goodput_at, with_speed
-from tuner.placements.checkpointing import Choice, Failures, best_checkpointing, rules_of_thumb
+from tuner.placements.checkpointing import Choice, best_checkpointing, rules_of_thumb
 
 CYCLE = 8  # steps between the checkpoints whose cost is measured
 FACTORS = (0.0, 16.0)  # measured intervals over the tuner's, besides the rules'; at least 1 step

@@ -12,20 +12,22 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from simulator.analysis.goodput import (
-    Cluster,
-    availability_interval,
+    CheckpointCost,
+    Failures,
     best_interval_steps,
+    check_commit,
+    check_positive,
     checkfreq_interval_steps,
     daly_interval,
     expected_goodput,
-    simulated_goodput,
     young_interval,
 )
 from studies.bench.record import write_record
@@ -40,6 +42,40 @@ ASSUMED = {
     "node_write_bytes_per_s": 2e9, "checkpoint_bytes": 405e9 * 14,
 }  # fmt: skip
 SCALES = (8, 64, 512, 4_096, 16_384, 32_768, 65_536, 100_000)
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """What a job of many nodes fails and writes with.
+
+    Attributes:
+        node_mtbf_s: mean time between failures of one node.
+        node_write_bytes_per_s: what one node can write to storage.
+        storage_write_bytes_per_s: what the storage takes from all nodes together.
+
+    Raises:
+        ValueError: a count or rate that is not > 0.
+    """
+
+    nodes: int
+    node_mtbf_s: float
+    restart_s: float
+    node_write_bytes_per_s: float
+    storage_write_bytes_per_s: float = math.inf
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "node_mtbf_s", "node_write_bytes_per_s", "storage_write_bytes_per_s"):
+            check_positive(name, getattr(self, name))
+
+    @property
+    def failures(self) -> Failures:
+        """Of the whole job: any node's failure stops it."""
+        return Failures(self.node_mtbf_s / self.nodes, self.restart_s)
+
+    def persist_s(self, checkpoint_bytes: float) -> float:
+        """How long all nodes together take to write a checkpoint of the whole job."""
+        nodes = self.nodes * self.node_write_bytes_per_s
+        return checkpoint_bytes / min(nodes, self.storage_write_bytes_per_s)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -71,71 +107,117 @@ def cluster(gpus: int) -> Cluster:
     )  # fmt: skip
 
 
-def costs(of: Cluster, gpus: int) -> dict[str, float]:
-    """What a checkpoint of a model that grows with the cluster costs."""
+def cost(of: Cluster, gpus: int) -> CheckpointCost:
+    """Of a checkpoint of a model that grows with the cluster."""
     checkpoint_bytes = ASSUMED["checkpoint_bytes"] * gpus / GPUS
-    return {
-        "iteration_s": ASSUMED["iteration_s"], "stall_s": ASSUMED["stall_s"],
-        "interference_s": ASSUMED["interference_s"], "mtbf_s": of.mtbf_s,
-        "restart_s": of.restart_s, "persist_s": of.persist_s(checkpoint_bytes),
-    }  # fmt: skip
+    persist_s = of.persist_s(checkpoint_bytes)
+    return CheckpointCost(ASSUMED["stall_s"], ASSUMED["interference_s"], persist_s)
 
 
 def at_scale(gpus: int) -> dict[str, Any]:
     """The best interval of a job of this size, and what it brings."""
-    asked = costs(cluster(gpus), gpus)
-    steps = best_interval_steps(**asked)
-    goodput = expected_goodput(interval_steps=steps, **asked)
-    return {"gpus": gpus, **asked, "interval_steps": steps, "goodput": goodput}
+    of, iteration_s = cluster(gpus), ASSUMED["iteration_s"]
+    paid = cost(of, gpus)
+    steps = best_interval_steps(iteration_s, paid, of.failures)
+    return {
+        "gpus": gpus, "iteration_s": iteration_s, "stall_s": paid.stall_s,
+        "interference_s": paid.interference_s, "mtbf_s": of.failures.mtbf_s,
+        "restart_s": of.restart_s, "persist_s": paid.persist_s, "interval_steps": steps,
+        "goodput": expected_goodput(iteration_s, paid, of.failures, steps),
+    }  # fmt: skip
 
 
 def llama3(samples: int) -> dict[str, Any]:
     """The published failure rate: goodput with the assumed restart, and what "over 90% effective"
     tells: the slowest restart that it allows.
     """
-    asked: dict[str, Any] = costs(cluster(GPUS), GPUS)
-    best = at_scale(GPUS)
-    simulated = simulated_goodput(
-        interval_steps=best["interval_steps"], intervals=samples, seed=1, **asked
-    )
-    without = expected_goodput(interval_steps=best["interval_steps"], **{**asked, "restart_s": 0.0})
+    of, best = cluster(GPUS), at_scale(GPUS)
+    asked = (ASSUMED["iteration_s"], cost(of, GPUS))
+    steps, mtbf_s = best["interval_steps"], of.failures.mtbf_s
+    simulated = simulated_goodput(*asked, of.failures, steps, intervals=samples, seed=1)
+    without = expected_goodput(*asked, Failures(mtbf_s), steps)
     return {
         "published": f"over {LLAMA_EFFECTIVE:.0%} effective; {INTERRUPTIONS} interruptions, "
         f"{DAYS} days, {GPUS} GPUs",
-        "mtbf_s": asked["mtbf_s"],
+        "mtbf_s": mtbf_s,
         "goodput": best["goodput"],
         "monte_carlo": simulated,
         "over_90_pct": best["goodput"] > LLAMA_EFFECTIVE,
-        "slowest_restart_for_90_pct_s": asked["mtbf_s"] * math.log(without / LLAMA_EFFECTIVE),
+        "slowest_restart_for_90_pct_s": mtbf_s * math.log(without / LLAMA_EFFECTIVE),
     }
 
 
 def intervals(of: Cluster) -> dict[str, Any]:
     """Goodput over the interval, with the rules of thumb beside the optimum."""
-    asked = costs(of, GPUS)
-    cost_s, iteration_s = asked["stall_s"] + asked["interference_s"], asked["iteration_s"]
-    fewest = max(1, math.ceil((asked["persist_s"] - cost_s) / iteration_s))
+    iteration_s, paid, failures = ASSUMED["iteration_s"], cost(of, GPUS), of.failures
+    fewest, cost_s = paid.fewest_steps(iteration_s), paid.cost_s
+    seconds = {
+        "Young": young_interval(cost_s, failures.mtbf_s),
+        "Daly": daly_interval(cost_s, failures.mtbf_s),
+        "availability": availability_interval(cost_s, failures) - cost_s,
+    }
     rules = {
-        "best": best_interval_steps(**asked),
-        "Young": max(fewest, round(young_interval(cost_s, of.mtbf_s) / iteration_s)),
-        "Daly": max(fewest, round(daly_interval(cost_s, of.mtbf_s) / iteration_s)),
-        "availability": max(
-            fewest,
-            round((availability_interval(cost_s, of.mtbf_s, of.restart_s) - cost_s) / iteration_s),
-        ),
-        "CheckFreq": checkfreq_interval_steps(
-            iteration_s, asked["stall_s"], asked["interference_s"], asked["persist_s"]
-        ),
+        "best": best_interval_steps(iteration_s, paid, failures),
+        **{name: max(fewest, round(s / iteration_s)) for name, s in seconds.items()},
+        "CheckFreq": checkfreq_interval_steps(iteration_s, paid),
     }
     steps = sorted({int(k) for k in np.geomspace(fewest, 1_000, 60)} | set(rules.values()))
+    curve = {k: expected_goodput(iteration_s, paid, failures, k) for k in steps}
     return {
         "iteration_s": iteration_s,
-        "curve": [[k, expected_goodput(interval_steps=k, **asked)] for k in steps],
-        "rules": {
-            name: {"interval_steps": k, "goodput": expected_goodput(interval_steps=k, **asked)}
-            for name, k in rules.items()
-        },
+        "curve": [[k, goodput] for k, goodput in curve.items()],
+        "rules": {name: {"interval_steps": k, "goodput": curve[k]} for name, k in rules.items()},
     }
+
+
+def availability_interval(cost_s: float, failures: Failures) -> float:
+    """The availability-optimal period, cost included: ``d + sqrt(2 (M + R) d + d^2)``."""
+    return cost_s + math.sqrt(2 * (failures.mtbf_s + failures.restart_s) * cost_s + cost_s**2)
+
+
+def simulated_goodput(
+    iteration_s: float,
+    cost: CheckpointCost,
+    failures: Failures,
+    interval_steps: int,
+    *,
+    intervals: int = 100_000,
+    seed: int = 0,
+    gap_s: Callable[[], float] | None = None,
+) -> float:
+    """Monte Carlo on a time axis of failures: the check on `expected_goodput`.
+
+    Follows one long job, failure by failure, without any of the formula's algebra.
+
+    Args:
+        intervals: checkpoints to commit before the job is done.
+        gap_s: draws the time to the next failure; exponential with mean ``mtbf_s`` by default.
+
+    Raises:
+        ValueError: as `expected_goodput`, or no interval to simulate.
+    """
+    if intervals < 1 or interval_steps < 1:
+        raise ValueError(
+            f"intervals and interval_steps must be >= 1, but got {intervals} and {interval_steps}"
+        )
+    work_s = interval_steps * iteration_s
+    interval_s = work_s + cost.cost_s
+    persist_s, restart_s = cost.persist_s, failures.restart_s
+    check_commit(persist_s, interval_s)
+    if gap_s is None:
+        random = np.random.default_rng(seed)
+        gap_s = lambda: float(random.exponential(failures.mtbf_s))  # noqa: E731
+    now_s, committed, failure_s = 0.0, 0, gap_s()
+    while True:
+        finished_s = now_s + (intervals - committed) * interval_s + persist_s
+        if failure_s >= finished_s:
+            return intervals * work_s / finished_s
+        survived = math.floor((failure_s - now_s - persist_s) / interval_s)
+        committed += max(0, survived)
+        now_s, failure_s = failure_s, failure_s + gap_s()
+        while failure_s - now_s < restart_s:  # the restart fails too and begins anew
+            now_s, failure_s = failure_s, failure_s + gap_s()
+        now_s += restart_s
 
 
 def print_table(figures: dict[str, Any]) -> None:

@@ -31,12 +31,12 @@ from rich.table import Table
 
 from simulator import Machine, build_strategy
 from simulator.engines.compiled import simulate_fast
+from simulator.limits import UNKNOWN_MARGIN
+from simulator.quantity import EIGHTY_PERCENT, QUARTILE
 from studies.bench.offload_runs import SHAPES, Run, read_runs
 from studies.bench.record import write_record
 from studies.published.shipped import HARNESS_S, machine_of, predict, schedule_of, workload_of
-from tuner.calibrate.calibration import QUARTILE, knobs_of, turned
-from tuner.calibrate.interval import EIGHTY_PERCENT
-from tuner.placements.memory import UNKNOWN_MARGIN
+from tuner.calibrate.calibration import knobs_of, turned
 from tuner.placements.planning import plan
 
 PUBLISHED = Path(__file__).with_name("data") / "published_offload_runs.csv"

@@ -24,9 +24,9 @@ from rich.table import Table
 
 from simulator import Layer, Machine, Placement, Quantity, Workload
 from simulator.analysis.bound import bound
+from simulator.limits import Limits
 from studies.bench.real_models import real_pairs
 from studies.bench.record import write_record
-from tuner.placements.memory import Limits
 from tuner.placements.optimum import optimum
 from tuner.placements.planning import plan
 from tuner.placements.search import Candidate, Search

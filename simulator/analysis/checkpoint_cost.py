@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from simulator.analysis.goodput import CheckpointCost
 from simulator.engines.compiled import CompiledSchedule, SimResult, compile_schedule, simulate_fast
 from simulator.engines.kernel import CORES, DRAM
 from simulator.engines.reference import capacities
@@ -28,49 +29,6 @@ ROUNDS = 2
 # neither machine nor workload tell: 40M parameters on two cores, with 125 tensors.
 SAVE_S = 0.012
 _NOTHING = Writing((), {})
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointCost:
-    """One checkpoint, as the simulation sees it.
-
-    Attributes:
-        stall_s: what the training loop waits: in the save, for copies, and for bytes that must be
-            written before an update.
-        interference_s: what the writing adds to iterations by its memory traffic and cores.
-        persist_s: from the begin of the save until the last byte is durable.
-        slowdown: of the iterations that it is written beside, waits not counted; 0.02 is 2%.
-        copied_bytes: by copy on update; waited_bytes: written while an update waits.
-        reserved_bytes: host memory of the copy budget and the writers' buffers.
-    """
-
-    stall_s: float
-    interference_s: float
-    persist_s: float
-    slowdown: float
-    copied_bytes: float
-    waited_bytes: float
-    reserved_bytes: int
-
-    @property
-    def cost_s(self) -> float:
-        return self.stall_s + self.interference_s
-
-    def at_interval(self, steps: int, iteration_s: float, busy: str) -> tuple[int, CheckpointCost]:
-        """(steps between two commits, cost) of a save every ``steps``, whether or not it is done.
-
-        A checkpoint that is still being written when the next one is due makes it wait, be skipped,
-        or is given up for it: then none is ever committed and the first value is 0.
-        """
-        spare_s = steps * iteration_s + self.cost_s - self.persist_s
-        if spare_s >= -1e-9 * self.persist_s:
-            return steps, self
-        if busy == "wait":
-            return steps, replace(self, stall_s=self.stall_s - spare_s)
-        if busy == "replace":
-            return 0, self
-        needed_s = max(0.0, self.persist_s - self.cost_s)
-        return steps * math.ceil(needed_s / (steps * iteration_s) * (1 - 1e-9)), self
 
 
 @dataclass(frozen=True)

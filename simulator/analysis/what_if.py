@@ -8,20 +8,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from simulator.analysis.best_setting import best_setting
 from simulator.analysis.bound import bound
+from simulator.limits import Limits
 from simulator.machine import CHANGEABLE, Machine
-from simulator.plan import Plan
-from simulator.schedules.settings import settings
-from simulator.schedules.strategies import STRATEGIES, build_strategy, shared_plan
+from simulator.schedules.strategies import STRATEGIES
 from simulator.workload import Workload
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from simulator.engines.compiled import SimResult
-
 POINTS_PER_TASK = 16
-SLOTS = 2
 
 Strategy = str | tuple[str, Mapping[str, Any]]
 WORKLOAD_FIELDS = ("ranks_per_node", "gradient_accumulation_steps", "clip")
@@ -258,16 +255,20 @@ class _Bar:
 def evaluate(workload: Workload, machine: Machine, point: Point) -> dict[str, Any]:
     """One row."""
     work, changed = _changed(workload, machine, point)
-    setting, result = _best_setting(work, changed, point)
-    reason = _unfit(work, changed, point, result)
+    limits = Limits(
+        point.gpu_memory_bytes, changed.host_memory_bytes // work.ranks_per_node,
+        unified=changed.unified_memory,
+    )  # fmt: skip
+    best = best_setting(point.strategy, work, changed, limits, point.options)
+    result = best.result
     tokens = work.tokens_per_iteration
     return {
         "strategy": point.strategy,
-        "setting": ", ".join(f"{key}={value}" for key, value in setting.items()),
+        "setting": best.told("="),
         "gpu_memory_bytes": point.gpu_memory_bytes,
         **point.changes,
-        "fits": not reason,
-        "reason": reason,
+        "fits": best.fits,
+        "reason": best.lacks,
         "iteration_s": result.iteration_s,
         **result.phases,
         "device_peak_bytes": result.device_peak_bytes,
@@ -308,47 +309,6 @@ def _rebuilt(workload: Workload, fields: Mapping[str, Any]) -> Workload:
             "stock_backward_extra_s": None if extra is None else extra * more,
         }
     )  # fmt: skip
-
-
-def _best_setting(
-    work: Workload, machine: Machine, point: Point
-) -> tuple[Mapping[str, Any], SimResult]:
-    """The setting given, or the fastest one that fits; of those that do not fit the smallest."""
-    options = [point.options] if point.options else settings(point.strategy, len(work.subgroups))
-    tried = [(setting, _simulate(work, machine, point.strategy, setting)) for setting in options]
-
-    def rank(pair: tuple[Mapping[str, Any], SimResult]) -> tuple[bool, float]:
-        unfit = bool(_unfit(work, machine, point, pair[1]))
-        return unfit, pair[1].device_peak_bytes if unfit else pair[1].iteration_s
-
-    return min(tried, key=rank)
-
-
-def _simulate(
-    work: Workload, machine: Machine, strategy: str, setting: Mapping[str, Any]
-) -> SimResult:
-    from simulator.engines.compiled import simulate_fast
-
-    options = dict(setting)
-    if strategy == "ebbtide" and set(options) == {"resident_share", "device_share"}:
-        options = {"plan": _spread_plan(work, options["device_share"], options["resident_share"])}
-    return simulate_fast(build_strategy(strategy, work, **options), machine)
-
-
-def _spread_plan(work: Workload, visits: float, residents: float) -> Plan:
-    plan = shared_plan(work, visits, residents)
-    slots = min(SLOTS, plan.count("device"))
-    return plan.model_copy(update={"staging_slots": slots, "prefetch": slots})
-
-
-def _unfit(work: Workload, machine: Machine, point: Point, found: SimResult) -> str:
-    device, host = point.gpu_memory_bytes, machine.host_memory_bytes // work.ranks_per_node
-    if found.device_peak_bytes > device and not machine.unified_memory:
-        missing = found.device_peak_bytes - device
-        return f"device memory: {missing / 2**30:.2f} GiB missing"
-    if found.host_peak_bytes > host:
-        return f"host memory: {(found.host_peak_bytes - host) / 2**30:.2f} GiB missing"
-    return ""
 
 
 def _bound_s(work: Workload, machine: Machine, point: Point) -> float:

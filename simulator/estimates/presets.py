@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from simulator.estimates.collectives import LINK, PAIR
 from simulator.machine import DEVICE_UPDATE_BYTES, Machine, ShareName
-from simulator.quantity import Quantity, Source
+from simulator.quantity import EIGHTY_PERCENT, QUARTILE, Quantity, Source
 from simulator.schedules.peers import FRESH_PASSES
 
 GIB = 2**30
@@ -44,7 +44,7 @@ _PAGEABLE = 10e9
 _UNBOUND = 1.25
 _LAYER_ISSUE_S = 3.5e-3  # DeepSpeed's hooks: 2.0 to 2.7 ms here without, plus six gathers a layer
 _CONTEXT_BYTES, _NCCL_BYTES = 600 * 2**20, 400 * 2**20
-_QUARTILE_OF_EIGHTY_PERCENT = 0.526  # of a normal distribution: 0.6745 sigma of 1.2816
+_QUARTILE_OF_EIGHTY_PERCENT = round(QUARTILE / EIGHTY_PERCENT, 3)
 DOS = "Deep Optimizer States, arXiv 2410.21316, and its published logs"
 
 

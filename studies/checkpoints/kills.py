@@ -11,10 +11,8 @@ from statistics import median
 from typing import Any
 
 from simulator import Plan
-from simulator.analysis.checkpoint_cost import CheckpointCost
-from simulator.analysis.goodput import expected_goodput
+from simulator.analysis.goodput import CheckpointCost, Failures, expected_goodput
 from studies.checkpoints.interval_run import Child, Training, read_notes, train, under
-from tuner.placements.checkpointing import Failures
 
 QUIET_STEPS = 8  # at least so many tell what an iteration took around a failure
 
@@ -24,10 +22,7 @@ def goodput_at(
 ) -> float:
     """Expected in the long run, also where the next checkpoint has to wait for the last one."""
     every, paid = cost.at_interval(steps, iteration_s, busy)
-    return expected_goodput(
-        iteration_s, paid.stall_s, paid.interference_s, every, failures.mtbf_s, failures.restart_s,
-        paid.persist_s,
-    )  # fmt: skip
+    return expected_goodput(iteration_s, paid, failures, every)
 
 
 def useful_steps(

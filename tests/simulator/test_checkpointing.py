@@ -18,10 +18,10 @@ from simulator import (
 from simulator.analysis.checkpoint_cost import (
     LEAD_IN,
     SAVE_S,
-    CheckpointCost,
     CheckpointSimulation,
     save_seconds,
 )
+from simulator.analysis.goodput import CheckpointCost
 from simulator.engines.compiled import simulate_fast
 from simulator.plan import BLOCK_BYTES
 from simulator.schedules.checkpointed import CheckpointedLoop

@@ -7,16 +7,23 @@ from scipy.optimize import minimize_scalar
 from scipy.special import lambertw
 
 from simulator.analysis.goodput import (
-    Cluster,
-    availability_interval,
+    CheckpointCost,
+    Failures,
     best_interval_steps,
     checkfreq_interval_steps,
     daly_interval,
     expected_goodput,
     optimal_interval,
-    simulated_goodput,
     young_interval,
 )
+from studies.goodput import Cluster, availability_interval, simulated_goodput
+
+
+def asked(iteration_s, stall_s, interference_s, steps, mtbf_s, restart_s=0.0, persist_s=0.0):
+    """Arguments of a goodput from its numbers."""
+    cost = CheckpointCost(stall_s, interference_s, persist_s)
+    return iteration_s, cost, Failures(mtbf_s, restart_s), steps
+
 
 # iteration, stall, interference, interval, mtbf, restart, persist
 CASES = [
@@ -31,25 +38,25 @@ CASES = [
 @pytest.mark.parametrize("case", CASES)
 def test_formula_and_monte_carlo_agree_within_one_percent(case):
     intervals = 20_000 if case[3] == 10_000 else 100_000
-    simulated = simulated_goodput(*case, intervals=intervals, seed=7)
-    assert simulated == pytest.approx(expected_goodput(*case), rel=0.01)
+    simulated = simulated_goodput(*asked(*case), intervals=intervals, seed=7)
+    assert simulated == pytest.approx(expected_goodput(*asked(*case)), rel=0.01)
 
 
 def test_known_value_of_the_formula():
     # L = 100 + 10 = M and R = 0: E = M (e - 1), goodput = 100 / (110 (e - 1)).
-    value = expected_goodput(1.0, 10.0, 0.0, 100, 110.0, 0.0)
+    value = expected_goodput(*asked(1.0, 10.0, 0.0, 100, 110.0, 0.0))
     assert value == pytest.approx(100 / (110 * (math.e - 1)), rel=1e-12)
 
 
 def test_a_job_that_never_fails_pays_only_for_checkpoints():
-    assert expected_goodput(1.0, 4.0, 1.0, 95, math.inf, 300.0) == pytest.approx(0.95)
-    assert expected_goodput(1.0, 4.0, 1.0, 0, math.inf, 300.0) == 1.0
-    assert best_interval_steps(1.0, 4.0, 1.0, math.inf) == 0
-    assert expected_goodput(1.0, 4.0, 1.0, 95, 1e15, 300.0) == pytest.approx(0.95, rel=1e-9)
+    assert expected_goodput(*asked(1.0, 4.0, 1.0, 95, math.inf, 300.0)) == pytest.approx(0.95)
+    assert expected_goodput(*asked(1.0, 4.0, 1.0, 0, math.inf, 300.0)) == 1.0
+    assert best_interval_steps(*asked(1.0, 4.0, 1.0, 0, math.inf)[:3]) == 0
+    assert expected_goodput(*asked(1.0, 4.0, 1.0, 95, 1e15, 300.0)) == pytest.approx(0.95, rel=1e-9)
 
 
 def test_a_job_that_fails_all_the_time_gets_nowhere_without_overflow():
-    assert expected_goodput(1.0, 1.0, 0.0, 100, 0.01, 600.0) == 0.0
+    assert expected_goodput(*asked(1.0, 1.0, 0.0, 100, 0.01, 600.0)) == 0.0
 
 
 @pytest.mark.parametrize("relative_cost", [1e-9, 1e-4, 0.1, 2.0])
@@ -60,7 +67,7 @@ def test_optimal_interval_is_lambert_w(relative_cost):
 
 def test_optimal_interval_is_where_goodput_peaks():
     def lost(work_s):
-        return -expected_goodput(work_s, 30.0, 0.0, 1, 7_000.0, 500.0)
+        return -expected_goodput(*asked(work_s, 30.0, 0.0, 1, 7_000.0, 500.0))
 
     peak = minimize_scalar(lost, bounds=(1.0, 7_000.0), method="bounded", options={"xatol": 1e-4})
     assert optimal_interval(30.0, 7_000.0) == pytest.approx(peak.x, rel=1e-4)
@@ -69,11 +76,11 @@ def test_optimal_interval_is_where_goodput_peaks():
 @pytest.mark.parametrize("persist_s", [0.0, 40.0, 900.0])
 @pytest.mark.parametrize("stall_s", [0.0, 0.3, 25.0])
 def test_best_interval_beats_every_other(stall_s, persist_s):
-    args = (3.0, stall_s, 0.2)
-    best = best_interval_steps(*args, 2_000.0, 100.0, persist_s)
-    value = expected_goodput(*args, best, 2_000.0, 100.0, persist_s)
+    args = (3.0, CheckpointCost(stall_s, 0.2, persist_s), Failures(2_000.0, 100.0))
+    best = best_interval_steps(*args)
+    value = expected_goodput(*args, best)
     feasible = [k for k in range(1, 700) if 3.0 * k + stall_s + 0.2 >= persist_s]
-    others = [expected_goodput(*args, k, 2_000.0, 100.0, persist_s) for k in feasible]
+    others = [expected_goodput(*args, k) for k in feasible]
     assert value == pytest.approx(max(others), rel=1e-12)
 
 
@@ -81,10 +88,12 @@ def test_the_textbook_intervals_approach_the_exact_one_when_checkpoints_are_chea
     exact = optimal_interval(1.0, 1e6)
     assert young_interval(1.0, 1e6) == pytest.approx(exact, rel=1e-3)
     assert daly_interval(1.0, 1e6) == pytest.approx(exact, rel=1e-3)
-    assert availability_interval(1.0, 1e6, 0.0) - 1.0 == pytest.approx(exact, rel=1e-3)
+    assert availability_interval(1.0, Failures(1e6)) - 1.0 == pytest.approx(exact, rel=1e-3)
     assert young_interval(10.0, 500.0) == pytest.approx(100.0)
     assert daly_interval(10.0, 500.0) == pytest.approx(90.0)
-    assert availability_interval(10.0, 300.0, 100.0) == pytest.approx(10 + math.sqrt(8100.0))
+    assert availability_interval(10.0, Failures(300.0, 100.0)) == pytest.approx(
+        10 + math.sqrt(8100.0)
+    )
 
 
 def test_daly_is_nearer_than_young_when_checkpoints_are_dear():
@@ -93,9 +102,9 @@ def test_daly_is_nearer_than_young_when_checkpoints_are_dear():
 
 
 def test_checkfreq_keeps_the_overhead():
-    steps = checkfreq_interval_steps(2.0, 1.0, 0.4)
+    steps = checkfreq_interval_steps(2.0, CheckpointCost(1.0, 0.4))
     assert 1.4 / (2.0 * steps) <= 0.035 < 1.4 / (2.0 * (steps - 1))
-    assert checkfreq_interval_steps(2.0, 0.0, 0.0, persist_s=61.0) == 31
+    assert checkfreq_interval_steps(2.0, CheckpointCost(0.0, persist_s=61.0)) == 31
 
 
 def test_storage_limits_many_nodes_and_nodes_limit_few():
@@ -103,7 +112,7 @@ def test_storage_limits_many_nodes_and_nodes_limit_few():
     many = Cluster(1_000, 1e7, 300.0, 5e9, 1e12)
     assert one.persist_s(1e12) == pytest.approx(200.0)
     assert many.persist_s(1e12) == pytest.approx(1.0)
-    assert many.mtbf_s == pytest.approx(1e4)
+    assert many.failures.mtbf_s == pytest.approx(1e4)
 
 
 def test_regular_failures_differ_from_exponential_ones():
@@ -112,7 +121,7 @@ def test_regular_failures_differ_from_exponential_ones():
     After the first, each period of 1,000 s restarts for 50 s and commits 9 intervals.
     """
     simulated = simulated_goodput(
-        1.0, 2.0, 0.0, 100, 1.0, 50.0, intervals=9_000, gap_s=lambda: 1_000.0
+        *asked(1.0, 2.0, 0.0, 100, 1.0, 50.0), intervals=9_000, gap_s=lambda: 1_000.0
     )
     assert simulated == pytest.approx(0.9, rel=2e-3)
 
@@ -125,15 +134,15 @@ def test_regular_failures_differ_from_exponential_ones():
         ({"mtbf_s": -1.0}, "mtbf_s must be > 0, but got -1.0"),
         ({"stall_s": -1.0}, "stall_s must be finite and >= 0, but got -1.0"),
         ({"restart_s": math.inf}, "restart_s must be finite"),
-        ({"interval_steps": 0}, "interval_steps must be >= 1 where the job fails"),
-        ({"interval_steps": -3}, "interval_steps must be >= 0, but got -3"),
+        ({"steps": 0}, "interval_steps must be >= 1 where the job fails"),
+        ({"steps": -3}, "interval_steps must be >= 0, but got -3"),
         ({"persist_s": 1e6}, "raise interval_steps"),
     ],
 )
 def test_bad_input_says_the_rule_and_the_value(change, message):
     good = {
-        "iteration_s": 1.0, "stall_s": 1.0, "interference_s": 0.0, "interval_steps": 10,
+        "iteration_s": 1.0, "stall_s": 1.0, "interference_s": 0.0, "steps": 10,
         "mtbf_s": 1e4, "restart_s": 60.0,
     }  # fmt: skip
     with pytest.raises(ValueError, match=message):
-        expected_goodput(**{**good, **change})
+        expected_goodput(*asked(**{**good, **change}))

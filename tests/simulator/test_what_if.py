@@ -70,14 +70,23 @@ def test_no_row_that_fits_is_faster_than_its_bound_or_beyond_its_memory():
 def test_what_does_not_fit_says_how_much_is_missing():
     table = what_if(workload(), machine(), ["no_offload"], gpu_memory_bytes=[8e9])
     assert not table.fits[0]
-    assert "device memory" in table.reason[0]
-    assert "GiB missing" in table.reason[0]
+    missing = (table.device_peak_bytes[0] - 8e9) / GIB
+    assert table.reason[0] == f"needs {missing:.1f} GiB more GPU memory"
+
+
+def test_one_memory_holds_what_device_and_host_take_together():
+    there = machine(unified_memory=True)
+    peaks = what_if(workload(), there, ["zero3_offload"])
+    both = int(peaks.device_peak_bytes[0] + peaks.host_peak_bytes[0])
+    for memory, fits in ((both, True), (both - 1, False)):
+        less = there.model_copy(update={"host_memory_bytes": memory})
+        assert what_if(workload(), less, ["zero3_offload"]).fits.tolist() == [fits]
 
 
 def test_host_memory_is_shared_among_the_ranks():
     table = what_if(workload(), machine(), ["zero3_offload"], ranks_per_node=[1, 16])
     assert table.fits.tolist() == [True, False]
-    assert "host memory" in table.reason[1]
+    assert "more host memory" in table.reason[1]
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,9 @@ import sys
 
 import pytest
 
-from simulator.analysis.checkpoint_cost import CheckpointCost
+from simulator.analysis.goodput import CheckpointCost, Failures
 from studies import checkpoint_interval as study
 from studies.checkpoints import kills
-from tuner.placements.checkpointing import Failures
 
 COST = CheckpointCost(0.1, 0.1, 0.5, 0.0, 0.0, 0.0, 0)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from simulator import Layer, Machine, Plan, Quantity, Workload
 from simulator.analysis.bound import bound
-from tuner.placements.memory import Limits
+from simulator.limits import Limits
 from tuner.placements.planning import plan as search
 
 PATH = Path(__file__).with_name("golden.json")

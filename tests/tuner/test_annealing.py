@@ -4,9 +4,9 @@ import math
 from dataclasses import replace
 from random import Random
 
+from simulator.limits import Limits
 from tests.tuner.test_search import machine, workload
 from tuner.placements.annealing import WORTH, _State, anneal
-from tuner.placements.memory import Limits
 from tuner.placements.search import Candidate, Search
 
 GIB = 2**30

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import tuner
 from simulator import CheckpointPlan, Plan
 from simulator.analysis.checkpoint_cost import CheckpointSimulation
+from simulator.analysis.goodput import Failures
 from simulator.plan import BLOCK_BYTES
 from simulator.schedules.checkpointed import reserved_bytes
 from tests.tuner.test_search import GIB, machine, workload
@@ -18,9 +19,9 @@ from tuner.placements.checkpointing import (
     BUDGET_SHARES,
     CAP_SHARES,
     SAME,
-    Failures,
     best_checkpointing,
     blocks,
+    planned_failures,
     rated,
     rules_of_thumb,
 )
@@ -99,7 +100,7 @@ def test_rules_of_thumb_are_never_below_what_a_commit_needs():
 @pytest.mark.parametrize("times", [(0.0, 1.0), (-1.0, 1.0), (float("nan"), 1.0), (60.0, -1.0)])
 def test_failures_that_cannot_be_are_refused(times):
     with pytest.raises(ValueError, match=r"--mtbf\) must be > 0"):
-        Failures(*times)
+        planned_failures(*times)
 
 
 def test_the_command_takes_the_storage_s_rate(tmp_path):

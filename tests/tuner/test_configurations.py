@@ -1,6 +1,7 @@
 """`tune search`: which configuration is fastest, what does not fit and why, and real runs."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
@@ -88,10 +89,10 @@ def test_it_says_that_not_offloading_is_best():
 
 def test_it_says_when_nothing_fits_without_offload():
     told = answer(
-        outcome(2.0, 9, why="3.0 GiB of device memory are missing", offload="none"),
+        outcome(2.0, 9, why="needs 3.0 GiB more GPU memory", offload="none"),
         outcome(1.0, offload="optimizer"),
     ).remarks()
-    assert any("otherwise nothing fits (3.0 GiB of device memory are missing" in t for t in told)
+    assert any("otherwise nothing fits (needs 3.0 GiB more GPU memory" in t for t in told)
 
 
 def test_it_says_that_fewer_gpus_do():
@@ -112,6 +113,14 @@ def test_a_knobs_cost_is_the_best_that_its_value_allows():
 def test_a_tie_is_called_one():
     told = answer(outcome(100.0), outcome(99.6, offload="none")).remarks()
     assert any("makes no difference: not offloading reaches 99.6%" in t for t in told)
+
+
+def test_what_lies_within_the_interval_is_no_difference():
+    near = answer(outcome(100.0), outcome(95.0, offload="none"))
+    assert any("offloading is best: 1.05x" in told for told in near.remarks())
+    (told,) = [t for t in replace(near, spread=0.13).remarks() if "offloading" in t]
+    assert "makes no difference: not offloading reaches 95.0%" in told
+    assert "within 13%" in told
 
 
 def test_the_least_that_is_missing_is_told():
@@ -252,7 +261,7 @@ def test_little_memory_makes_it_offload_and_says_what_is_missing():
     fits = found.fitting[0]
     (lacks,) = [o for o in found.outcomes if not o.fits]
     assert fits.configuration.offload == "optimizer"
-    assert "GiB of device memory are missing" in lacks.why_not
+    assert "GiB more GPU memory" in lacks.why_not
     work = workload_from_model(LLAMA, preset("h100-node"), sequence=1024)
     assert fits.plan.subgroups == work.subgroups, "the plan is for the workload it was made for"
 

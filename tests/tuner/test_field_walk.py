@@ -26,11 +26,11 @@ from simulator import (
     workload_from_model,
 )
 from simulator.analysis.checkpoint_cost import CheckpointSimulation
+from simulator.limits import Limits
 from simulator.update.order import UpdateOrder
 from tests.machines import node, workload
 from tuner.answer.report import show_machine, show_plan, show_workload
 from tuner.calibrate.interval import workload_interval_s
-from tuner.placements.memory import Limits
 
 GPT = {"layers": 2, "hidden": 256, "heads": 4, "vocabulary": 500}
 SIZES = (4_000_000, 4_000_000, 4_000_000, 4_000_000)

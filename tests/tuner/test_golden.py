@@ -19,10 +19,10 @@ import pytest
 
 from simulator.analysis.bound import bound
 from simulator.engines.compiled import simulate_fast
+from simulator.limits import Limits
 from simulator.schedules.strategies import build_strategy
 from simulator.update.recipes import Slot, slot_limits
 from tests.tuner.golden import CASES, case, planned, recorded
-from tuner.placements.memory import Limits
 
 ROWS = recorded()
 SLOWER = {3: 0.001, 36: 0.06}  # row -> by how much at the most

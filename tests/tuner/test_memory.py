@@ -3,8 +3,8 @@
 import pytest
 
 from simulator import Quantity
+from simulator.limits import LEAST_MARGIN, SIGMAS, UNKNOWN_MARGIN, Limits
 from tests.machines import machine, workload
-from tuner.placements.memory import IQR_OVER_SIGMA, LEAST_MARGIN, SIGMAS, UNKNOWN_MARGIN, Limits
 from tuner.quantities import share
 
 SIZE = 1_000_000
@@ -21,7 +21,7 @@ def peak(q1, median, q3, n=5):
 
 def test_it_comes_from_the_spread_of_the_profiled_peaks():
     found = limits({"device": peak(500_000, 520_000, 540_000), "host": peak(7e5, 7e5, 7e5)})
-    sigma = 40_000 / IQR_OVER_SIGMA
+    sigma = 40_000 / 1.349
     assert found.device_bytes == int(SIZE - LEAST_MARGIN * SIZE - SIGMAS * sigma)
     assert found.host_bytes == int(2 * SIZE * (1 - LEAST_MARGIN))
     assert "three sigma" in found.explained[0]

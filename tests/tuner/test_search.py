@@ -7,9 +7,11 @@ from hypothesis import strategies as st
 import tuner
 from simulator import Layer, Quantity, Workload, build_schedule, simulate
 from simulator.analysis.bound import bound
+from simulator.limits import UNKNOWN_MARGIN, Limits
 from simulator.schedules.strategies import spread
 from tests.machines import node as machine
-from tuner.placements.memory import UNKNOWN_MARGIN, ImpossibleError, Limits
+from tuner.answer.rows import compare
+from tuner.placements.memory import ImpossibleError
 from tuner.placements.planning import predicted_anew
 
 GIB = 2**30
@@ -109,6 +111,24 @@ def test_a_fast_link_moves_work_to_the_device_and_a_slow_one_keeps_it_home():
                       device_memory_bytes=little)  # fmt: skip
     assert fast.count("device") > 0
     assert slow.count("device") == 0
+
+
+def test_one_memory_holds_what_device_and_host_take_together():
+    """Each peak alone fits into a machine without a GPU, both together do not: nothing fits."""
+    work = workload(10)
+    there = machine(unified_memory=True, device_shares_host_cores=True)
+    peaks = tuner.plan(work, there).prediction
+    larger = max(peaks.device_peak_bytes, peaks.host_peak_bytes)
+    both = peaks.device_peak_bytes + peaks.host_peak_bytes
+    for memory, fits in ((both, True), (both - 1, False), (larger, False)):
+        less = there.model_copy(update={"host_memory_bytes": memory, "device_memory_bytes": memory})
+        limits = Limits.of(work, less, margin=0.0)
+        assert limits.hold(peaks.device_peak_bytes, peaks.host_peak_bytes) is fits
+        rows = compare(work, less, limits, None)
+        assert all(row.simulated.fits == (not limits.shortfall(row.result)) for row in rows)
+        assert any(row.simulated.fits for row in rows) <= fits
+    with pytest.raises(ImpossibleError, match=r"which device and host share here.*are missing"):
+        tuner.plan(work, less, memory_margin=0.0)
 
 
 def test_unified_memory_leaves_all_on_the_host():

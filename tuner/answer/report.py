@@ -8,22 +8,14 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from simulator.limits import GIB
+from tuner.answer.verdict import headline
+
 if TYPE_CHECKING:
     from simulator.machine import Machine
     from simulator.plan import Plan, Prediction
     from simulator.workload import Workload
 
-GIB = 2**30
-STOCK = (
-    "stock ZeRO-3 offload",
-    "stock ZeRO-2 offload",
-    "stock ZeRO-1 offload",
-    "zero3_offload",
-    "stock",
-)
-NOT_OFFLOADED = ("no offload", "no_offload", "not offloading")
-AT_OPTIMUM = 5e-3  # above the lower bound: nearer than any measurement could tell
-WORTH = 1e-3  # relative difference below which two iterations count as equally long
 _RATES = {
     "h2d_bytes_per_s": ("copy host to device", 1e9, "GB/s"),
     "d2h_bytes_per_s": ("copy device to host", 1e9, "GB/s"),
@@ -103,34 +95,6 @@ def _amount(workload: Workload) -> str:
     if workload.tokens_per_iteration is not None:
         return f"{workload.tokens_per_iteration} tokens per iteration"
     return f"{workload.samples_per_iteration} samples per iteration (tokens not known)"
-
-
-def headline(plan: Plan) -> str:
-    """The answer in one sentence: what the plan brings, and whether offloading is right at all."""
-    chosen = plan.prediction
-    if chosen is None:
-        return "A plan without a prediction: plan again with `tune plan` to know what it brings."
-    stock = _alternative(plan, STOCK)
-    parts = [] if stock is None else [f"{stock.iteration_s / chosen.iteration_s:.1f}x stock"]
-    if chosen.lower_bound_s:
-        gap = chosen.iteration_s / chosen.lower_bound_s - 1
-        parts.append("at the optimum" if gap < AT_OPTIMUM else f"{gap:.0%} from the optimum")
-    gains = ", ".join(parts) or f"{chosen.iteration_s * 1e3:.1f} ms per iteration"
-    plain = _alternative(plan, NOT_OFFLOADED)
-    if plain is None or plain.iteration_s > chosen.iteration_s * (1 + WORTH):
-        return f"{gains[0].upper()}{gains[1:]}."
-    faster = chosen.iteration_s / plain.iteration_s
-    if not plain.note:
-        gain = f"{faster:.1f}x faster than" if faster > 1 + WORTH else "as fast as"
-        return f"Do not offload: it fits, and is {gain} this plan ({gains})."
-    if faster <= 1 + WORTH:
-        return f"{gains[0].upper()}{gains[1:]}."
-    gains = f"{gains[0].upper()}{gains[1:]}; not offloading would be {faster:.1f}x faster"
-    return f"{gains} than this plan, but {plain.note}."
-
-
-def _alternative(plan: Plan, names: tuple[str, ...]) -> Prediction | None:
-    return next((p for p in plan.alternatives if p.strategy in names), None)
 
 
 def show_plan(plan: Plan, console: Console) -> None:

@@ -18,7 +18,7 @@ from scipy.optimize import least_squares
 
 from simulator.engines.compiled import simulate_fast
 from simulator.machine import Machine
-from simulator.quantity import Quantity
+from simulator.quantity import QUARTILE, Quantity
 from simulator.schedule import Schedule
 from tuner.calibrate.rate_limits import rate_limits
 
@@ -41,7 +41,6 @@ FURTHEST = 2.0  # a knob's turn, in log units: seven times
 MODEL_SPREAD = (
     0.05  # standard deviation of what no rate explains, in log units: `tuner.calibrate.interval`
 )
-QUARTILE = 0.6745  # of a normal distribution's sigma
 LEAST_LOOP_S = 1e-4
 
 

@@ -19,14 +19,12 @@ import numpy as np
 
 from simulator.engines.compiled import compile_schedule, simulate_fast
 from simulator.machine import Machine
-from simulator.quantity import Quantity
+from simulator.quantity import EIGHTY_PERCENT, Quantity
 from simulator.schedule import Schedule
 from simulator.workload import Workload
 from tuner.calibrate.calibration import MODEL_SPREAD, Knob, knobs_of, predicted_s, turned
 
 Phase = Literal["forward", "backward", "step", "iteration"]
-EIGHTY_PERCENT = 1.2816  # of a normal distribution's sigma, each way
-IQR_OVER_SIGMA = 1.349
 # Rates that no run of offloaded training tells, and that predictions depend on all the same.
 BESIDE = (
     Knob("DRAM", ("dram_bytes_per_s",), 0.1),
@@ -73,7 +71,7 @@ def workload_interval_s(
 
     sigma = rates_sigma(seconds, machine)
     if machine.device_flops_per_s is not None and workload.provenance.startswith("estimated"):
-        width = ESTIMATE_PART * _sigma(machine.device_flops_per_s)
+        width = ESTIMATE_PART * machine.device_flops_per_s.log_sigma
         sigma = math.hypot(sigma, _secant(lambda turn: passes(math.exp(turn)), width))
     return _around(seconds(machine), machine, sigma)
 
@@ -121,8 +119,5 @@ def _secant(of: Callable[[float], float], width: float) -> float:
 def knob_sigma(machine: Machine, knob: Knob) -> float:
     """Of a knob's first rate; the others move with it."""
     value = getattr(machine, knob.fields[0])
-    return _sigma(value[knob.ranks]["dram"] if knob.ranks else value)
-
-
-def _sigma(quantity: Quantity) -> float:
-    return math.log(quantity.q3 / quantity.q1) / IQR_OVER_SIGMA
+    quantity: Quantity = value[knob.ranks]["dram"] if knob.ranks else value
+    return quantity.log_sigma

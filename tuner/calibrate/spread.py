@@ -6,7 +6,6 @@ import random
 
 from simulator.machine import Machine
 from simulator.quantity import Quantity
-from tuner.calibrate.interval import IQR_OVER_SIGMA
 
 SAMPLES = 16
 _SPREAD = (
@@ -25,6 +24,5 @@ def sampled_machines(machine: Machine, seed: int, samples: int = SAMPLES) -> lis
 
 
 def _drawn(quantity: Quantity, rng: random.Random) -> float:
-    sigma = (quantity.q3 - quantity.q1) / IQR_OVER_SIGMA
     # Four sigma or a quarter of the median: a rate is never negative.
-    return max(quantity.median / 4, rng.gauss(quantity.median, sigma))
+    return max(quantity.median / 4, rng.gauss(quantity.median, quantity.sigma))

@@ -81,8 +81,8 @@ def profile(
 
 
 def _push(url: str, path: str) -> None:
-    from simulator.client import Client
     from simulator.machine import Machine
+    from tuner.service.client import Client
 
     Client(url).push_machine(Machine.load(path))
 

@@ -108,12 +108,9 @@ def _draw(timeline: Timeline, trace: str | None, plot: str | None) -> None:
 
 def _missing(work: Workload, machine: Machine, timeline: Timeline) -> str:
     """The memory that this would need beyond the machine's, nothing kept free; empty: it fits."""
-    from tuner.placements.memory import Limits
+    from simulator.limits import Limits
 
-    limits = Limits.of(work, machine, margin=0.0)
-    return limits.shortfall(
-        timeline.device_peak_bytes, timeline.host_peak_bytes, unified=machine.unified_memory
-    )
+    return Limits.of(work, machine, margin=0.0).shortfall(timeline)
 
 
 def _stock(

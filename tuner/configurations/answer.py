@@ -10,7 +10,7 @@ from tuner.configurations.outcome import Outcome
 from tuner.configurations.space import Space
 
 NEAR = 0.05  # of the best: close enough to be named for what it saves
-SAME = 0.01  # of the best: a simulation does not tell these apart
+SAME = 0.01  # of the best, at least: a simulation does not tell these apart
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class Answer:
         complete: all of the space was decided: what was not simulated cannot fit, cannot be
             simulated, or can neither be the fastest of any value of a knob nor on the front.
         refused: why configurations cannot be simulated, with how many of them there are.
+        spread: of the fastest one's time, within which its prediction holds.
     """
 
     space: Space
@@ -29,6 +30,7 @@ class Answer:
     complete: bool
     refused: Mapping[str, int] = field(default_factory=dict)
     combinations: int = 0
+    spread: float = SAME
 
     @property
     def fitting(self) -> list[Outcome]:
@@ -85,9 +87,10 @@ class Answer:
         fitting = sorted((o for o in others if o.fits), key=lambda o: -o.tokens_per_s)
         if fitting:
             share = fitting[0].tokens_per_s / best.tokens_per_s
-            if share >= 1 - SAME:
+            if share >= 1 - max(SAME, self.spread):
                 return [f"offloading or not makes no difference: {other_word} reaches {share:.1%} "
-                        f"of it: {fitting[0].configuration.text()}"]  # fmt: skip
+                        f"of it, and predictions hold within {self.spread:.0%}: "
+                        f"{fitting[0].configuration.text()}"]  # fmt: skip
             return [f"{word} is best: {1 / share:.2f}x the best configuration that does otherwise"]
         lacking = [o for o in others if not o.refused]
         if not lacking or not self.complete:

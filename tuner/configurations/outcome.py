@@ -13,14 +13,14 @@ from simulator.engines.compiled import simulate_fast
 from simulator.estimates.architecture import architecture
 from simulator.estimates.blocks import Architecture, ModelError
 from simulator.estimates.offloading import Offloading, offloading, plan_obstacle
+from simulator.limits import Limits
 from simulator.plan import Plan
 from simulator.update.footprint import footprint
+from tuner.calibrate.interval import workload_interval_s
 from tuner.configurations.space import Configuration
-from tuner.placements.memory import GIB, Limits
 from tuner.placements.quick import quick_plan
 from tuner.placements.search import even
 
-_MIB = 2**20
 _PLANNED_MICRO_BATCHES = 3  # the first, one like the others, the last
 _VISITS = 4  # steps of the grid of visits where nothing may fit
 
@@ -159,9 +159,20 @@ class Question:
         return Outcome(
             c, result.iteration_s, (work.tokens_per_iteration or 0) / result.iteration_s,
             result.device_peak_bytes, result.host_peak_bytes,
-            _missing(result.device_peak_bytes, result.host_peak_bytes, limits),
+            limits.shortfall(result),
             options.get("plan"), limits.missing_bytes(result), deepspeed=self.deepspeed(c),
         )  # fmt: skip
+
+    def spread(self, outcome: Outcome) -> float:
+        """Of its iteration, within which eight runs in ten are expected."""
+        name, options = self.strategy(outcome.configuration)
+        if outcome.plan is not None:
+            options = {"plan": outcome.plan}
+        work = self.workload(outcome.configuration)
+        _, high_s = workload_interval_s(
+            lambda one: build_strategy(name, one, **options), work, self.machine
+        )
+        return high_s / outcome.iteration_s - 1
 
     def _plan(self, c: Configuration, limits: Limits) -> Plan:
         """Of a short search; where nothing fits, the one that lacks least.
@@ -197,8 +208,7 @@ def _leanest(work: Workload, start: Plan, limits: Limits) -> Plan:
     count = len(work.subgroups)
 
     def lacks(plan: Plan) -> int:
-        device, host = _peaks(work, plan)
-        return max(0, device - limits.device_bytes) + max(0, host - limits.host_bytes)
+        return sum(limits.missing(*_peaks(work, plan)).values())
 
     def placed(residents: int, visits: int) -> Plan:
         c = even(count, residents, visits, 1)
@@ -222,22 +232,3 @@ def _peaks(work: Workload, plan: Plan) -> tuple[int, int]:
 def activation_bytes(work: Workload) -> int:
     """Of a micro-batch, all layers together."""
     return sum(layer.activation_bytes for layer in work.layers)
-
-
-def _missing(device_bytes: int, host_bytes: int, limits: Limits) -> str:
-    parts = [
-        f"{size(peak - limit)} of {name} memory are missing"
-        for name, peak, limit in (
-            ("device", device_bytes, limits.device_bytes),
-            ("host", host_bytes, limits.host_bytes),
-        )
-        if peak > limit
-    ]
-    return " and ".join(parts)
-
-
-def size(size_bytes: int) -> str:
-    """For people, in the unit that does not round it to nothing."""
-    if size_bytes >= 0.1 * GIB:
-        return f"{size_bytes / GIB:.1f} GiB"
-    return f"{size_bytes / _MIB:.1f} MiB" if size_bytes >= 0.1 * _MIB else f"{size_bytes} bytes"

@@ -9,12 +9,12 @@ from simulator import Machine, Workload
 from simulator.analysis.bound import fluid_bound
 from simulator.engines.reference import capacities
 from simulator.estimates.blocks import ModelError
+from simulator.limits import Limits
 from simulator.schedules.peers import HOST_GRADIENT_BYTES
 from simulator.update.footprint import PARAMETER_BUFFERS
 from simulator.update.optimizer import FP32_BYTES
 from tuner.configurations.outcome import Question, activation_bytes
 from tuner.configurations.space import Configuration
-from tuner.placements.memory import Limits
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ def _bytes(
     kept = 0 if options.get("activations") == "cpu" else activation_bytes(work)
     device, host = work.device_base_bytes + kept, 0
     if name == "ebbtide":  # state is here or there, whole
-        beyond_both = device + state - limits.device_bytes - limits.host_bytes
-        return device, max(0, device - limits.device_bytes, beyond_both)
+        beyond_both = device + state - limits.total_bytes
+        return device, max(0, beyond_both, *limits.missing(device, 0).values())
     if name == "no_offload":
         device += state
     if name == "zero_infinity" and options["optimizer"] == "cpu":
@@ -92,4 +92,4 @@ def _bytes(
         away = max(0, work.params - PARAMETER_BUFFERS * largest)
         device = max(0, device - away * work.wire_bytes)
         host += work.params * work.wire_bytes
-    return device, max(0, device - limits.device_bytes) + max(0, host - limits.host_bytes)
+    return device, sum(limits.missing(int(device), int(host)).values())

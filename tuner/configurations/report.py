@@ -9,8 +9,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from simulator.limits import size
 from tuner.configurations.answer import Answer
-from tuner.configurations.outcome import Outcome, size
+from tuner.configurations.outcome import Outcome
 from tuner.configurations.verify import Verified
 
 

@@ -7,7 +7,7 @@ import json
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from tuner.configurations.answer import Answer
@@ -63,7 +63,8 @@ def explore(
     outcomes, complete = decide(question, contests(space, every, promises), promises, most, seen)
     if progress is not None:
         progress(done, done)
-    return Answer(space, tuple(outcomes.values()), complete, refused, len(every))
+    answer = Answer(space, tuple(outcomes.values()), complete, refused, len(every))
+    return replace(answer, spread=question.spread(answer.fitting[0])) if answer.fitting else answer
 
 
 class _Record:

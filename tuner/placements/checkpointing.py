@@ -10,19 +10,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from simulator.analysis.checkpoint_cost import CheckpointCost, CheckpointSimulation
+from simulator.analysis.checkpoint_cost import CheckpointSimulation
 from simulator.analysis.goodput import (
+    CheckpointCost,
+    Failures,
     best_interval_steps,
     checkfreq_interval_steps,
     daly_interval,
     expected_goodput,
     young_interval,
 )
+from simulator.limits import Limits
 from simulator.machine import Machine
 from simulator.plan import BLOCK_BYTES, CheckpointPlan, Plan, Prediction
 from simulator.schedules.checkpointed import reserved_bytes
 from simulator.workload import Workload
-from tuner.placements.memory import Limits
 from tuner.quantities import LONGEST_S
 
 LEAST_BUDGET_BYTES = 256 * 2**20
@@ -34,25 +36,6 @@ SAME = 1e-4  # relative goodput that is not worth more memory
 
 
 @dataclass(frozen=True)
-class Failures:
-    """How often the whole job fails, and what it takes to run again.
-
-    Raises:
-        ValueError: a time that is not positive, or centuries.
-    """
-
-    mtbf_s: float
-    restart_s: float
-
-    def __post_init__(self) -> None:
-        if not 0 < self.mtbf_s <= LONGEST_S or not 0 <= self.restart_s <= LONGEST_S:
-            raise ValueError(
-                "mtbf_s (--mtbf) must be > 0, restart_s (--restart) >= 0, and both at most "
-                f"{LONGEST_S:g}, but got {self.mtbf_s:g} and {self.restart_s:g}"
-            )
-
-
-@dataclass(frozen=True)
 class Choice:
     """A checkpoint plan with its best interval, what it costs and what it brings."""
 
@@ -61,16 +44,25 @@ class Choice:
     goodput: float
 
 
+def planned_failures(mtbf_s: float, restart_s: float) -> Failures:
+    """Of a job that is planned for.
+
+    Raises:
+        ValueError: a time that is not positive, or centuries.
+    """
+    if not 0 < mtbf_s <= LONGEST_S or not 0 <= restart_s <= LONGEST_S:
+        raise ValueError(
+            "mtbf_s (--mtbf) must be > 0, restart_s (--restart) >= 0, and both at most "
+            f"{LONGEST_S:g}, but got {mtbf_s:g} and {restart_s:g}"
+        )
+    return Failures(mtbf_s, restart_s)
+
+
 def rated(simulation: CheckpointSimulation, saving: CheckpointPlan, failures: Failures) -> Choice:
     """The interval with the highest expected goodput at this cap and budget."""
     cost = simulation.cost(saving)
-    times = (cost.stall_s, cost.interference_s)
-    steps = best_interval_steps(
-        simulation.iteration_s, *times, failures.mtbf_s, failures.restart_s, cost.persist_s
-    )
-    goodput = expected_goodput(
-        simulation.iteration_s, *times, steps, failures.mtbf_s, failures.restart_s, cost.persist_s
-    )
+    steps = best_interval_steps(simulation.iteration_s, cost, failures)
+    goodput = expected_goodput(simulation.iteration_s, cost, failures, steps)
     return Choice(saving.model_copy(update={"interval_steps": steps}), cost, goodput)
 
 
@@ -89,16 +81,20 @@ def best_checkpointing(
     base = base or CheckpointPlan()
     budgets = _budgets(simulation, spare_bytes, base)
     caps = [None if share is None else share * simulation.storage for share in CAP_SHARES]
-    rate = cache(lambda saving: rated(simulation, saving, failures))
-    current = base.model_copy(update={"copy_budget_bytes": budgets[0]})
+
+    @cache
+    def rate(budget_bytes: int, cap: float | None) -> Choice:
+        changes = {"copy_budget_bytes": budget_bytes, "write_bytes_per_s": cap}
+        return rated(simulation, base.model_copy(update=changes), failures)
+
+    best = rate(budgets[0], base.write_bytes_per_s)
     for _ in range(ROUNDS):
-        before = current
-        for name, values in (("copy_budget_bytes", budgets), ("write_bytes_per_s", caps)):
-            tried = [rate(current.model_copy(update={name: value})) for value in values]
-            current = thriftiest(tried).saving.model_copy(update={"interval_steps": 0})
-        if current == before:
+        before = best.saving
+        best = thriftiest([rate(budget, before.write_bytes_per_s) for budget in budgets])
+        best = thriftiest([rate(best.saving.copy_budget_bytes, cap) for cap in caps])
+        if best.saving == before:
             break
-    return rate(current)
+    return best
 
 
 def thriftiest(tried: Sequence[Choice]) -> Choice:
@@ -126,17 +122,13 @@ def rules_of_thumb(iteration_s: float, cost: CheckpointCost, failures: Failures)
 
     CheckFreq's rule knows no failures: it checkpoints as often as 3.5% of overhead allow.
     """
-    fewest = checkfreq_interval_steps(
-        iteration_s, cost.stall_s, cost.interference_s, cost.persist_s, overhead=1e9
-    )
+    fewest = cost.fewest_steps(iteration_s)
     seconds = {
         "Young": young_interval(cost.cost_s, failures.mtbf_s),
         "Daly": daly_interval(cost.cost_s, failures.mtbf_s),
     }
     rules = {name: max(fewest, round(s / iteration_s)) for name, s in seconds.items()}
-    rules["CheckFreq"] = checkfreq_interval_steps(
-        iteration_s, cost.stall_s, cost.interference_s, cost.persist_s
-    )
+    rules["CheckFreq"] = checkfreq_interval_steps(iteration_s, cost)
     return rules
 
 
@@ -161,7 +153,7 @@ def with_checkpoints(
         return plan.model_copy(
             update={"checkpoint": CheckpointPlan(dir=folder, copy_budget_bytes=budget)}
         )
-    failures = Failures(mtbf_s, restart_s)
+    failures = planned_failures(mtbf_s, restart_s)
     simulation = CheckpointSimulation(workload, plan, machine)
     choice = best_checkpointing(simulation, failures, spare, CheckpointPlan(dir=folder))
     if choice.goodput < LEAST_GOODPUT:

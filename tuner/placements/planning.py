@@ -9,6 +9,7 @@ import numpy as np
 
 from simulator.analysis.many_plans import PlanSweep
 from simulator.engines.compiled import simulate_fast
+from simulator.limits import Limits
 from simulator.machine import Machine
 from simulator.plan import Plan, Prediction
 from simulator.schedules.strategies import build_strategy
@@ -17,7 +18,7 @@ from tuner.calibrate.interval import workload_interval_s
 from tuner.calibrate.spread import sampled_machines
 from tuner.placements.annealing import anneal
 from tuner.placements.checkpointing import with_checkpoints
-from tuner.placements.memory import ImpossibleError, Limits
+from tuner.placements.memory import ImpossibleError
 from tuner.placements.refine import refine, reorder
 from tuner.placements.search import CLIMB_EVALUATIONS, Candidate, Search, even, seconds_of
 from tuner.placements.subgroup_size import best_cut, recuts
@@ -105,22 +106,11 @@ def _robust_choice(search: Search, seed: int) -> Candidate:
 
 
 def _as_plan(search: Search, c: Candidate) -> Plan:
-    w = search.workload
-    fields = {
-        "machine_fingerprint": search.machine.fingerprint,
-        "workload_fingerprint": w.fingerprint,
-        "subgroup_size": w.subgroup_size or max(w.subgroups),
-        "subgroups": w.subgroups,
-        "placement": Plan.runs(c.placements),
-        "order": c.order,
-        "staging_slots": c.staging_slots if "device" in c.placements else 0,
-        "prefetch": c.prefetch if "device" in c.placements else 0,
-        "threads": c.threads,
-        "overlap_forward": c.overlap_forward,
-        "versions": _versions(),
-    }
-    made = Plan.model_validate(fields)
-    prediction = predict(w, search.machine, made, lower_bound_s=search.bound.iteration_s)
+    made = c.plan(
+        search.workload, machine_fingerprint=search.machine.fingerprint, versions=_versions()
+    )
+    bound_s = search.bound.iteration_s
+    prediction = predict(search.workload, search.machine, made, lower_bound_s=bound_s)
     return made.model_copy(update={"prediction": prediction})
 
 
@@ -155,13 +145,13 @@ def predicted_anew(made: Plan, workload: Workload, machine: Machine) -> Plan:
 
 
 def _explained(made: Plan, search: Search) -> Plan:
-    from tuner.answer.alternatives import alternatives
     from tuner.answer.reasons import reasons
+    from tuner.answer.rows import alternatives, compare
 
-    others = alternatives(search.workload, search.machine, made, search.limits)
+    rows = compare(search.workload, search.machine, search.limits, made)
     why = reasons(search.workload, search.machine, made, search.bound)
     why += search.limits.explained[: 1 if search.machine.unified_memory else 2]
-    return made.model_copy(update={"alternatives": tuple(others), "reasons": tuple(why)})
+    return made.model_copy(update={"alternatives": alternatives(rows), "reasons": tuple(why)})
 
 
 def _versions() -> dict[str, str]:

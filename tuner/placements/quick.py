@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from simulator.limits import Limits
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.update.footprint import footprint
 from simulator.workload import Workload
-from tuner.placements.memory import Limits
 from tuner.placements.refine import reorder
 from tuner.placements.search import Candidate, Search, even
 

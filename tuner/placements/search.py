@@ -16,12 +16,12 @@ from simulator.analysis.bound import Bound, fluid_bound, raised, whole_counts
 from simulator.analysis.counted_bound import CountBounds
 from simulator.analysis.many_plans import PlanSweep
 from simulator.engines.recipe_arrays import PLACEMENT_CODES
+from simulator.limits import Limits
 from simulator.machine import Machine
-from simulator.plan import Placement
+from simulator.plan import Placement, Plan
 from simulator.schedules.strategies import spread
 from simulator.update.order import FORWARD, UpdateOrder, issue_order
 from simulator.workload import Workload
-from tuner.placements.memory import Limits
 from tuner.placements.update_orders import UpdateOrders
 
 OUTLIER, MOST_OUTLIERS = 2, 4  # times the median; that many are tried here and there
@@ -45,6 +45,19 @@ class Candidate:
     threads: int = 0
     overlap_forward: bool = True
     order: UpdateOrder | None = None
+
+    def plan(self, workload: Workload, **fields: Any) -> Plan:
+        """The plan that it stands for, with more of a plan's ``fields``."""
+        visits = "device" in self.placements
+        made = {
+            "workload_fingerprint": workload.fingerprint,
+            "subgroup_size": workload.subgroup_size or max(workload.subgroups),
+            "subgroups": workload.subgroups, "placement": Plan.runs(self.placements),
+            "order": self.order or FORWARD, "staging_slots": self.staging_slots if visits else 0,
+            "prefetch": self.prefetch if visits else 0, "threads": self.threads,
+            "overlap_forward": self.overlap_forward,
+        }  # fmt: skip
+        return Plan.model_validate({**made, **fields})
 
     @cached_property
     def codes(self) -> np.ndarray:

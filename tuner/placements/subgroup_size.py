@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from simulator.limits import Limits
 from simulator.machine import Machine
 from simulator.workload import Workload
-from tuner.placements.memory import Limits
 from tuner.placements.search import quick_iteration_s
 
 SIZES = (10**9, 5 * 10**8, 2 * 10**8, 10**8, 5 * 10**7, 2 * 10**7, 10**7)

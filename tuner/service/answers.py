@@ -6,31 +6,38 @@ import csv
 import io
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
-from simulator.analysis import goodput as rules
+from simulator.analysis.goodput import (
+    CheckpointCost,
+    Failures,
+    best_interval_steps,
+    daly_interval,
+    expected_goodput,
+    young_interval,
+)
 from simulator.analysis.templates import Templates
 from simulator.analysis.what_if import Point, evaluate
-from simulator.engines.compiled import SimResult, simulate_fast
+from simulator.engines.compiled import simulate_fast
 from simulator.engines.reference import simulate as run_with_memory
+from simulator.limits import Limits
 from simulator.machine import Machine
 from simulator.plan import Plan, Prediction
-from simulator.schedules.settings import settings
 from simulator.schedules.strategies import STRATEGIES, build_strategy, stock_offload
-from simulator.update.order import FORWARD
 from simulator.workload import Workload
-from tuner.placements.memory import ImpossibleError, Limits
-from tuner.placements.search import Candidate, Search, even
-from tuner.service.failures import checkpointed, goodput_of
+from tuner.answer.even import even_plan
+from tuner.answer.failures import checkpointed, goodput_of
+from tuner.answer.rows import Role, Row, alternatives, compare, figures
+from tuner.answer.verdict import verdict
+from tuner.placements.memory import ImpossibleError
 from tuner.service.requests import Answer, Goodput, PlanJob, Simulate, WhatIf, WhatIfJob
 from tuner.service.scenario import resolve
 from tuner.service.timeline_view import view
 
 Progress = Callable[[float, str], None]
 TEMPLATES = Templates(build_strategy)  # a worker answers one request after the other
-WORTH = 1e-3  # relative difference below which two iterations count as equally long
 
 
 def simulate(request: Simulate, progress: Progress) -> dict[str, Any]:  # noqa: ARG001
@@ -41,7 +48,7 @@ def simulate(request: Simulate, progress: Progress) -> dict[str, Any]:  # noqa: 
     if request.plan is not None:
         options["plan"] = request.plan
     result = simulate_fast(TEMPLATES.compiled(name, workload, options), machine)
-    answer = {"strategy": name, **figures(result, workload)}
+    answer = {"strategy": name, **figures(result, workload.tokens_per_iteration)}
     if request.timeline:
         timeline = run_with_memory(build_strategy(name, workload, **options), machine)
         answer["spans"] = [asdict(span) for span in timeline.spans]
@@ -49,42 +56,33 @@ def simulate(request: Simulate, progress: Progress) -> dict[str, Any]:  # noqa: 
     return answer
 
 
-def figures(result: SimResult, workload: Workload) -> dict[str, Any]:
-    """The numbers of a prediction; times in seconds."""
-    tokens = workload.tokens_per_iteration
-    return {
-        "iteration_s": result.iteration_s,
-        **result.phases,
-        "device_peak_bytes": result.device_peak_bytes,
-        "host_peak_bytes": result.host_peak_bytes,
-        "tokens_per_s": tokens / result.iteration_s if tokens else None,
-    }
-
-
 def answer(request: Answer, progress: Progress) -> dict[str, Any]:
     """Stock, not offloading, the plan, and other systems; what to do, in one sentence."""
     machine, workload = resolve(request)
     limits = Limits.of(workload, machine)
     progress(0.1, "a quick plan")
-    problem = ""
-    plan: Plan | None = None
+    problem, plan = "", None
     try:
-        plan, bound_s = _plan(request, machine, workload, limits, progress)
+        plan = _plan(request, machine, workload, limits, progress)
     except ImpossibleError as error:
-        problem, bound_s = str(error), math.nan
-    rows, timelines = _rows(request, machine, workload, limits, plan)
-    if plan is not None and plan.prediction is None:
-        plan = _predicted(plan, rows, bound_s)
-    choice = None
+        problem = str(error)
+    rows = compare(workload, machine, limits, plan, others=request.peers,
+                   compile_=TEMPLATES.compiled)  # fmt: skip
+    told, choice = _told(rows, plan), None
+    decided = verdict(told, problem)
+    if plan is not None:
+        plan = plan.model_copy(update={"alternatives": alternatives(rows)})
     if plan is not None and request.mtbf_s is not None:
         plan, choice = checkpointed(plan, workload, machine, limits, request.mtbf_s)
+    failing = request.mtbf_s and goodput_of(dict(told), workload, machine, choice, request.mtbf_s)
     return {
-        **verdict(rows, bound_s, problem),
-        "goodput": request.mtbf_s and goodput_of(rows, workload, machine, choice, request.mtbf_s),
+        "verdict": decided.choice,
+        "sentence": decided.sentence,
+        "goodput": failing,
         "effort": request.effort,
-        "bound_s": None if math.isnan(bound_s) else bound_s,
-        "rows": rows,
-        "timelines": timelines,
+        "bound_s": (plan and plan.prediction and plan.prediction.lower_bound_s) or None,
+        "rows": _listed(rows, workload),
+        "timelines": _timelines(machine, workload, plan),
         "plan": None if plan is None else plan.model_dump(mode="json"),
         "limits": {
             "device_bytes": limits.device_bytes,
@@ -98,190 +96,38 @@ def answer(request: Answer, progress: Progress) -> dict[str, Any]:
 
 def _plan(
     request: Answer, machine: Machine, workload: Workload, limits: Limits, progress: Progress
-) -> tuple[Plan, float]:
+) -> Plan:
     if request.effort == "full":
         from tuner.placements.planning import plan as search
 
         progress(0.2, "searching the best plan")
-        full = search(workload, machine, mtbf_s=request.mtbf_s)
-        assert full.prediction is not None
-        return full, full.prediction.lower_bound_s
-    return quick_plan(workload, machine, limits)
+        return search(workload, machine, mtbf_s=request.mtbf_s)
+    return even_plan(workload, machine, limits)
 
 
-def quick_plan(workload: Workload, machine: Machine, limits: Limits) -> tuple[Plan, float]:
-    """The best evenly spread plan, without the local search; with the lower bound.
-
-    Raises:
-        ImpossibleError: nothing fits.
-    """
-    search = Search(workload, machine, limits)
-    search.score(even(len(workload.subgroups), 0, 0, 1))
-    if not machine.unified_memory:
-        search.constructive()
-    if all(math.isinf(score.iteration_s) for score in search.scores.values()):
-        raise ImpossibleError.explain(workload, limits, list(search.scores.values()))
-    return _as_plan(workload, search.best()), search.bound.iteration_s
+def _told(rows: list[Row], plan: Plan | None) -> list[tuple[Role, Prediction]]:
+    """The plan's own prediction has its interval and its bound."""
+    return [
+        (row.role, plan.prediction if row.role == "plan" and plan and plan.prediction
+         else row.prediction) for row in rows
+    ]  # fmt: skip
 
 
-def _as_plan(workload: Workload, chosen: Candidate) -> Plan:
-    visits = "device" in chosen.placements
-    fields: dict[str, Any] = {
-        "workload_fingerprint": workload.fingerprint,
-        "subgroup_size": workload.subgroup_size or max(workload.subgroups),
-        "subgroups": workload.subgroups,
-        "placement": Plan.runs(chosen.placements),
-        "order": chosen.order or FORWARD,
-        "staging_slots": chosen.staging_slots if visits else 0,
-        "prefetch": chosen.prefetch if visits else 0,
-        "threads": chosen.threads,
-        "overlap_forward": chosen.overlap_forward,
-    }
-    return Plan.model_validate(fields)
+def _listed(rows: list[Row], workload: Workload) -> list[dict[str, Any]]:
+    """What fits first, then by speed."""
+    stock_s = next(row.result.iteration_s for row in rows if row.role == "stock")
+    fields = [row.fields(stock_s, workload.tokens_per_iteration) for row in rows]
+    return sorted(fields, key=lambda row: (not row["fits"], row["iteration_s"]))
 
 
-def _predicted(plan: Plan, rows: list[dict[str, Any]], bound_s: float) -> Plan:
-    """The quick plan with what the table says of it and of the others."""
-    made = {row["role"]: row for row in rows}
-    others = tuple(_prediction(row, 0.0) for row in rows if row["role"] != "plan")
-    why = "a quick plan, evenly spread: the search may find a better one"
-    changes = {
-        "prediction": _prediction(made["plan"], bound_s),
-        "alternatives": others,
-        "reasons": (why,),
-    }
-    return plan.model_copy(update=changes)
-
-
-def _prediction(row: Mapping[str, Any], bound_s: float) -> Prediction:
-    seconds = row["iteration_s"]
-    name = f"{row['strategy']} {row['setting']}".strip()
-    return Prediction(
-        strategy=name,
-        iteration_s=seconds,
-        iteration_low_s=seconds,
-        iteration_high_s=seconds,
-        forward_s=row["forward_s"],
-        backward_s=row["backward_s"],
-        step_s=row["step_s"],
-        update_s=row["update_s"],
-        loop_s=row["loop_s"],
-        device_peak_bytes=row["device_peak_bytes"],
-        host_peak_bytes=row["host_peak_bytes"],
-        lower_bound_s=min(bound_s, seconds),
-        note=row["reason"],
-    )
-
-
-def _rows(
-    request: Answer, machine: Machine, workload: Workload, limits: Limits, plan: Plan | None
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The table, and the timelines of stock and of the plan."""
-    timelines: dict[str, Any] = {"stock": None, "plan": None}
-    rows = []
-    stock = stock_offload(workload.zero_stage)
-    named: list[tuple[str, str, dict[str, Any]]] = [("stock", stock, {})]
-    if not machine.unified_memory:  # else there is no other memory that state could stay in
-        named.append(("no offload", "no_offload", {}))
-    if plan is not None:
-        named.insert(0, ("plan", "ebbtide", {"plan": plan}))
-    for role, name, options in named:
-        schedule = build_strategy(name, workload, **options)
-        result = simulate_fast(schedule, machine)
-        rows.append(_row(role, name, "", result, workload, machine, limits))
-        if role in timelines:
-            timelines[role] = view(run_with_memory(schedule, machine))
-    if request.peers:
-        rows += [_best_peer(*peer, workload, machine, limits) for peer in _peers(workload)]
-    stock_s = next(row["iteration_s"] for row in rows if row["role"] == "stock")
-    for row in rows:
-        row["speedup"] = stock_s / row["iteration_s"]
-    rows.sort(key=lambda row: (not row["fits"], row["iteration_s"]))
-    return rows, timelines
-
-
-def _peers(workload: Workload) -> Iterator[tuple[str, str, tuple[float, ...]]]:
-    """Strategy, its option, the option's values."""
-    if workload.zero_stage < 3:
-        return  # they are all of ZeRO-3
-    count = len(workload.subgroups)
-    yield "zero3_offload_unpinned", "", ()
-    for name, option in (("twin_flow", "ratio"), ("deep_optimizer_states", "stride")):
-        yield name, option, tuple(setting[option] for setting in settings(name, count))
-    yield "superoffload", "", ()
-
-
-def _best_peer(
-    name: str,
-    option: str,
-    values: tuple[float, ...],
-    workload: Workload,
-    machine: Machine,
-    limits: Limits,
-) -> dict[str, Any]:
-    """At its fastest setting that fits; where none does, at the one that needs least."""
-    settings: list[dict[str, Any]] = [{option: value} for value in values] or [{}]
-    rows = []
-    for setting in settings:
-        result = simulate_fast(TEMPLATES.compiled(name, workload, setting), machine)
-        text = ", ".join(f"{key} {value:g}" for key, value in setting.items())
-        rows.append(_row("peer", name, text, result, workload, machine, limits))
-    return min(rows, key=_preference)
-
-
-def _preference(row: dict[str, Any]) -> tuple[bool, float]:
-    need = row["device_peak_bytes"] + row["host_peak_bytes"]
-    return not row["fits"], row["iteration_s"] if row["fits"] else need
-
-
-def _row(
-    role: str,
-    name: str,
-    setting: str,
-    result: SimResult,
-    workload: Workload,
-    machine: Machine,
-    limits: Limits,
-) -> dict[str, Any]:
-    peaks = (result.device_peak_bytes, result.host_peak_bytes)
-    reason = limits.shortfall(*peaks, unified=machine.unified_memory)
+def _timelines(machine: Machine, workload: Workload, plan: Plan | None) -> dict[str, Any]:
+    """Of stock and of the plan."""
+    stock = build_strategy(stock_offload(workload.zero_stage), workload)
+    planned = plan and build_strategy("ebbtide", workload, plan=plan)
     return {
-        "role": role,
-        "strategy": name,
-        "setting": setting,
-        "fits": not reason,
-        "reason": reason,
-        **figures(result, workload),
+        "stock": view(run_with_memory(stock, machine)),
+        "plan": planned and view(run_with_memory(planned, machine)),
     }
-
-
-def verdict(rows: list[dict[str, Any]], bound_s: float, problem: str) -> dict[str, Any]:
-    """What to do, in one sentence.
-
-    Args:
-        bound_s: no plan's iteration can be shorter; NaN where nothing fits.
-        problem: why no plan fits.
-    """
-    made = {row["role"]: row for row in rows}
-    plain, plan = made.get("no offload"), made.get("plan")
-    as_fast = plain and (plan is None or plain["iteration_s"] <= plan["iteration_s"] * (1 + WORTH))
-    if plain and plain["fits"] and as_fast:
-        gain = f"{plain['speedup']:.1f}x stock offloading"
-        return {"verdict": "no offload", "sentence": f"Do not offload: it fits, and is {gain}."}
-    if plan is None:
-        return {"verdict": "impossible", "sentence": f"Nothing fits: {problem}."}
-    text = f"Offload with this plan: {plan['speedup']:.1f}x stock, {distance(plan, bound_s)}"
-    if plain and plain["iteration_s"] < plan["iteration_s"] * (1 - WORTH):
-        text += f"; not offloading would be faster, but {plain['reason']}"
-    return {"verdict": "offload", "sentence": text + "."}
-
-
-def distance(plan: Mapping[str, Any], bound_s: float) -> str:
-    """How far from what no plan can beat."""
-    gap = plan["iteration_s"] / bound_s - 1 if bound_s else math.nan
-    if math.isnan(gap):
-        return "its optimum not known"
-    return "at the optimum" if gap < 5e-3 else f"{gap:.0%} from the optimum"
 
 
 def _about_machine(machine: Machine) -> dict[str, Any]:
@@ -361,8 +207,9 @@ def plan_job(request: PlanJob, progress: Progress) -> dict[str, Any]:
     machine, workload = resolve(request)
     limits = Limits.of(workload, machine, margin=request.memory_margin)
     progress(0.05, "a quick plan first")
-    quick, _ = quick_plan(workload, machine, limits)
-    quick_s = simulate_fast(build_strategy("ebbtide", workload, plan=quick), machine).iteration_s
+    quick = even_plan(workload, machine, limits)
+    assert quick.prediction is not None
+    quick_s = quick.prediction.iteration_s
     progress(0.2, f"quick plan: {quick_s:.4g} s per iteration; searching a better one")
     result = search(
         workload,
@@ -378,16 +225,16 @@ def plan_job(request: PlanJob, progress: Progress) -> dict[str, Any]:
 
 def goodput(request: Goodput, progress: Progress) -> dict[str, Any]:  # noqa: ARG001
     """Expected goodput at the interval given, or at the best one; rules of thumb beside it."""
-    cost_s = request.stall_s + request.interference_s
-    times = (request.iteration_s, request.stall_s, request.interference_s)
-    ends = (request.mtbf_s, request.restart_s, request.persist_s)
-    best = rules.best_interval_steps(*times, *ends)
+    cost = CheckpointCost(request.stall_s, request.interference_s, request.persist_s)
+    failures = Failures(request.mtbf_s, request.restart_s)
+    asked = (request.iteration_s, cost, failures)
+    best = best_interval_steps(*asked)
     steps = request.interval_steps or best
     return {
         "interval_steps": steps,
-        "goodput": rules.expected_goodput(*times, steps, *ends),
+        "goodput": expected_goodput(*asked, steps),
         "best_interval_steps": best,
-        "best_goodput": rules.expected_goodput(*times, best, *ends),
-        "young_interval_s": rules.young_interval(cost_s, request.mtbf_s),
-        "daly_interval_s": rules.daly_interval(cost_s, request.mtbf_s),
+        "best_goodput": expected_goodput(*asked, best),
+        "young_interval_s": young_interval(cost.cost_s, request.mtbf_s),
+        "daly_interval_s": daly_interval(cost.cost_s, request.mtbf_s),
     }

@@ -13,14 +13,14 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from simulator.client import run_body
 from simulator.engines.reference import simulate
 from simulator.plan import Plan, explain
 from simulator.schedule import Lane, OpKind
 from simulator.schedules.strategies import build_strategy, stock_offload
 from simulator.span import Span
 from simulator.timeline import MemorySample, Timeline
-from tuner.answer.report import headline
+from tuner.answer.verdict import headline
+from tuner.service.client import run_body
 from tuner.service.requests import Planned, Run, Scenario
 from tuner.service.scenario import resolve
 from tuner.service.timeline_view import view

@@ -15,7 +15,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from simulator.machine import Machine
 from simulator.plan import Plan, PlanError
 from simulator.workload import Workload
-from tuner.answer.report import headline
+from tuner.answer.verdict import headline
 from tuner.service.app import create_app
 from tuner.service.report import posted, read_timelines, summary_of
 from tuner.service.resources import Service

@@ -15,9 +15,14 @@ from simulator import (
     workload_from_model,
 )
 from simulator.analysis.checkpoint_cost import CheckpointSimulation
-from simulator.analysis.goodput import best_interval_steps, expected_goodput
+from simulator.analysis.goodput import (
+    CheckpointCost,
+    Failures,
+    best_interval_steps,
+    expected_goodput,
+)
+from simulator.limits import Limits
 from tests.machines import GIB
-from tuner.placements.memory import Limits
 from tuner.service.scenario import MODELS
 
 LLAMA = {"machine": "h100-node", "model": "Llama 3 8B"}
@@ -115,9 +120,10 @@ def test_what_if_as_json_and_csv(server):
 def test_goodput(server):
     asked = {"iteration_s": 2.0, "stall_s": 1.0, "persist_s": 30.0, "mtbf_s": 14400.0}
     answer = server.post("/goodput", asked).json()
-    best = best_interval_steps(2.0, 1.0, 0.0, 14400.0, 60.0, 30.0)
+    cost, failures = CheckpointCost(1.0, persist_s=30.0), Failures(14400.0, 60.0)
+    best = best_interval_steps(2.0, cost, failures)
     assert answer["best_interval_steps"] == best
-    assert answer["goodput"] == expected_goodput(2.0, 1.0, 0.0, best, 14400.0, 60.0, 30.0)
+    assert answer["goodput"] == expected_goodput(2.0, cost, failures, best)
 
 
 def test_failures_cost_time_and_the_plan_says_how_often_to_save(server):
@@ -135,9 +141,8 @@ def test_failures_cost_time_and_the_plan_says_how_often_to_save(server):
     simulation = CheckpointSimulation(work, unsaved, machine)
     cost = simulation.cost(plan.checkpoint.model_copy(update={"interval_steps": 0}))
     goodput = expected_goodput(
-        simulation.iteration_s, cost.stall_s, cost.interference_s,
-        plan.checkpoint.interval_steps, 3600.0, 60.0, cost.persist_s,
-    )  # fmt: skip
+        simulation.iteration_s, cost, Failures(3600.0, 60.0), plan.checkpoint.interval_steps
+    )
     assert often["plan"]["goodput"] == pytest.approx(goodput)
     waits_s = work.checkpoint_bytes / machine.storage_write_bytes_per_s.median
     assert often["stock"]["stall_s"] == pytest.approx(waits_s, rel=0.05)

@@ -10,7 +10,7 @@ LLAMA = {"machine": "h100-node", "model": "Llama 3.2 1B"}
 
 @pytest.fixture
 def service(server):
-    from simulator.client import Client
+    from tuner.service.client import Client
 
     return Client(server.url)
 
@@ -38,7 +38,7 @@ def test_a_plan_is_searched_and_a_run_posted(service):
 
 
 def test_a_refusal_names_the_key(service):
-    from simulator.client import Client, ServiceError
+    from tuner.service.client import Client, ServiceError
 
     with pytest.raises(ServiceError, match="gpus: Input should be greater"):
         service.simulate(**LLAMA, gpus=0)

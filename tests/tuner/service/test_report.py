@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from simulator import Plan, build_strategy, preset, simulate, workload_from_model
 from simulator.timeline import Timeline
-from tuner.answer.report import headline
+from tuner.answer.verdict import headline
 from tuner.cli import main
 from tuner.service.report import posted, read_timelines, report_html
 from tuner.service.scenario import MODELS
@@ -86,16 +86,30 @@ def test_the_headline_says_what_the_plan_brings(plan):
     plain = chosen.model_copy(update={"strategy": "no offload", "iteration_s": 0.5,
                                       "note": "needs 48.0 GiB more GPU memory"})  # fmt: skip
     made = plan.model_copy(update={"prediction": chosen, "alternatives": (stock,)})
-    assert headline(made) == "2.1x stock, 4% from the optimum."
+    assert headline(made) == "Offload with this plan: 2.1x stock, 4% from the optimum."
     both = made.model_copy(update={"alternatives": (stock, plain)})
     assert headline(both) == (
-        "2.1x stock, 4% from the optimum; not offloading would be 2.0x faster than this plan, but "
-        "needs 48.0 GiB more GPU memory."
+        "Offload with this plan: 2.1x stock, 4% from the optimum; not offloading would be 2.0x "
+        "faster than this plan, but needs 48.0 GiB more GPU memory."
     )
     fits = plain.model_copy(update={"note": ""})
     made = made.model_copy(update={"alternatives": (stock, fits)})
     assert headline(made).startswith("Do not offload: it fits, and is 2.0x faster than this plan")
     assert "without a prediction" in headline(plan.model_copy(update={"prediction": None}))
+
+
+@pytest.mark.parametrize(("seconds", "choice"), [(0.5, "is 2.0x faster"), (0.95, "no difference"),
+                                                 (1.05, "no difference"), (1.2, None)])  # fmt: skip
+def test_what_lies_within_the_interval_is_no_difference(plan, seconds, choice):
+    spread = {"iteration_s": 1.0, "iteration_low_s": 0.9, "iteration_high_s": 1.1}
+    chosen = plan.prediction.model_copy(update={**spread, "lower_bound_s": 0.96})
+    plain = chosen.model_copy(update={"strategy": "no offload", "iteration_s": seconds})
+    told = headline(plan.model_copy(update={"prediction": chosen, "alternatives": (plain,)}))
+    assert told.startswith("Do not offload: it fits" if choice else "Offload with this plan")
+    assert (choice or "") in told
+    lacking = plain.model_copy(update={"note": "needs 1.0 GiB more GPU memory"})
+    told = headline(plan.model_copy(update={"prediction": chosen, "alternatives": (lacking,)}))
+    assert ("needs 1.0 GiB more" in told) is (choice == "is 2.0x faster")
 
 
 def test_an_empty_timeline_is_drawn_as_nothing():

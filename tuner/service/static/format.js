@@ -1,20 +1,8 @@
 // Numbers as people read them, names as people know them, and elements without markup.
 
-export const NAMES = {
-  ebbtide: "ebbtide",
-  zero3_offload: "Stock DeepSpeed ZeRO-3 offload",
-  zero3_offload_unpinned: "Stock, pin_memory false",
-  zero3_offload_async: "Stock, asynchronous gradients",
-  no_offload: "No offload",
-  twin_flow: "Twin-Flow (ZeRO-Offload++)",
-  deep_optimizer_states: "Deep Optimizer States",
-  superoffload: "SuperOffload",
-};
-
 export function strategyName(row) {
-  const name = NAMES[row.strategy] || row.strategy;
-  if (row.role === "plan") return `${name}, this plan`;
-  return row.setting ? `${name}, ${row.setting}` : name;
+  const name = row.label || row.strategy;
+  return row.role === "plan" ? `${name}, this plan` : name[0].toUpperCase() + name.slice(1);
 }
 
 export function seconds(value) {

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from simulator.analysis.checkpoint_cost import SAVE_S, CheckpointSimulation
-from simulator.analysis.goodput import best_interval_steps, expected_goodput
+from simulator.analysis.goodput import (
+    CheckpointCost,
+    Failures,
+    best_interval_steps,
+    expected_goodput,
+)
 from simulator.engines.reference import capacities
+from simulator.limits import Limits
 from simulator.machine import Machine
-from simulator.plan import CheckpointPlan, Plan
+from simulator.plan import CheckpointPlan, Plan, Prediction
 from simulator.workload import Workload
+from tuner.answer.rows import Role
 from tuner.placements.checkpointing import (
     LEAST_BUDGET_BYTES,
     Choice,
-    Failures,
     blocks,
     rated,
     thriftiest,
 )
-from tuner.placements.memory import Limits
 
 RESTART_S = 60.0  # as `tune plan --restart` has it
 
@@ -47,34 +52,35 @@ def checkpointed(
 
 
 def goodput_of(
-    rows: Sequence[Mapping[str, Any]],
+    predicted: Mapping[Role, Prediction],
     workload: Workload,
     machine: Machine,
     choice: Choice | None,
     mtbf_s: float,
 ) -> dict[str, Any]:
     """Of the plan with ``choice``, and of what waits for its checkpoints, each at its best."""
-    result = dict(_waiting(rows, workload, machine, mtbf_s))
+    result = dict(_waiting(predicted, workload, machine, mtbf_s))
     if choice is not None:
-        plan_s = next(row["iteration_s"] for row in rows if row["role"] == "plan")
+        plan_s = predicted["plan"].iteration_s
         steps, stall_s = choice.saving.interval_steps, choice.cost.stall_s
         result["plan"] = _row(plan_s, steps, stall_s, choice.goodput)
     return {"mtbf_s": mtbf_s, "restart_s": RESTART_S, "by_role": result}
 
 
 def _waiting(
-    rows: Sequence[Mapping[str, Any]], workload: Workload, machine: Machine, mtbf_s: float
+    predicted: Mapping[Role, Prediction], workload: Workload, machine: Machine, mtbf_s: float
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Without ebbtide training waits until the storage has the whole checkpoint."""
     storage = capacities(machine, workload.ranks_per_node)["storage"]
     stall_s = SAVE_S + workload.checkpoint_bytes / storage
-    for row in rows:
-        if row["role"] in ("stock", "no offload"):
-            times = (row["iteration_s"], stall_s, 0.0)
-            ends = (mtbf_s, RESTART_S, stall_s)
-            steps = best_interval_steps(*times, *ends)
-            goodput = expected_goodput(*times, steps, *ends)
-            yield row["role"], _row(times[0], steps, stall_s, goodput)
+    cost, failures = CheckpointCost(stall_s, persist_s=stall_s), Failures(mtbf_s, RESTART_S)
+    roles: tuple[Role, ...] = ("stock", "no offload")
+    for role in roles:
+        if role in predicted:
+            iteration_s = predicted[role].iteration_s
+            steps = best_interval_steps(iteration_s, cost, failures)
+            goodput = expected_goodput(iteration_s, cost, failures, steps)
+            yield role, _row(iteration_s, steps, stall_s, goodput)
 
 
 def _row(iteration_s: float, steps: int, stall_s: float, goodput: float) -> dict[str, Any]:

@@ -1,0 +1,97 @@
+"""A strategy at the setting that serves best within the memory that there is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from simulator.engines.compiled import CompiledSchedule, SimResult, compile_schedule, simulate_fast
+from simulator.limits import Limits
+from simulator.machine import Machine
+from simulator.plan import Plan
+from simulator.schedules.settings import settings
+from simulator.schedules.strategies import build_strategy, shared_plan
+from simulator.workload import Workload
+
+SLOTS = 2  # of an evenly spread plan
+Compile = Callable[[str, Workload, Mapping[str, Any]], CompiledSchedule]
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """One strategy at one setting.
+
+    Attributes:
+        setting: options of `build_strategy`.
+        lacks: what memory is missing, for people; empty: it fits.
+    """
+
+    strategy: str
+    setting: Mapping[str, Any]
+    result: SimResult
+    lacks: str
+
+    @property
+    def fits(self) -> bool:
+        return not self.lacks
+
+    def told(self, between: str = " ") -> str:
+        """The setting for people: ``ratio 0.3``."""
+        return ", ".join(
+            f"{key}{between}{value:g}"
+            if isinstance(value, int | float) and not isinstance(value, bool)
+            else f"{key}{between}{value}"
+            for key, value in self.setting.items()
+        )
+
+
+def compiled(name: str, workload: Workload, options: Mapping[str, Any]) -> CompiledSchedule:
+    """A strategy's schedule, built anew."""
+    return compile_schedule(build_strategy(name, workload, **options))
+
+
+def simulated(
+    name: str,
+    workload: Workload,
+    machine: Machine,
+    limits: Limits,
+    setting: Mapping[str, Any],
+    compile_: Compile = compiled,
+) -> Simulated:
+    """One iteration, and whether it fits."""
+    options = dict(setting)
+    if name == "ebbtide" and set(options) == {"resident_share", "device_share"}:
+        options = {"plan": _spread(workload, **options)}
+    result = simulate_fast(compile_(name, workload, options), machine)
+    return Simulated(name, setting, result, limits.shortfall(result))
+
+
+def _spread(workload: Workload, device_share: float, resident_share: float) -> Plan:
+    """With as many slots and visits before the norm as `SLOTS` allows."""
+    plan = shared_plan(workload, device_share, resident_share)
+    slots = min(SLOTS, plan.count("device"))
+    return plan.model_copy(update={"staging_slots": slots, "prefetch": slots})
+
+
+def best_setting(
+    name: str,
+    workload: Workload,
+    machine: Machine,
+    limits: Limits,
+    setting: Mapping[str, Any] | None = None,
+    compile_: Compile = compiled,
+) -> Simulated:
+    """At the setting given, or the fastest that fits; where none does, the one that lacks least.
+
+    Args:
+        compile_: what makes a schedule of the strategy's name, the workload and the setting.
+    """
+    options = [setting] if setting else settings(name, len(workload.subgroups))
+    tried = [simulated(name, workload, machine, limits, one, compile_) for one in options]
+
+    def rank(one: Simulated) -> tuple[bool, float]:
+        lacking = limits.missing_bytes(one.result)
+        return lacking > 0, lacking or one.result.iteration_s
+
+    return min(tried, key=rank)

@@ -1,0 +1,143 @@
+"""What one rank may take of device and host memory, and whether something fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from simulator.machine import Machine
+from simulator.workload import Workload
+
+UNKNOWN_MARGIN = 0.05  # left free where no profile says how much the peaks vary
+LEAST_MARGIN = 0.02  # of a memory: what an allocator cannot use
+SIGMAS = 3.0  # of the profiled steps' peaks
+GIB, MIB = 2**30, 2**20
+
+
+def size(size_bytes: float) -> str:
+    """For people, in the unit that does not round it to nothing."""
+    if size_bytes >= 0.1 * GIB:
+        return f"{size_bytes / GIB:.1f} GiB"
+    return f"{size_bytes / MIB:.1f} MiB" if size_bytes >= 0.1 * MIB else f"{size_bytes:.0f} bytes"
+
+
+class Peaks(Protocol):
+    """What is asked of a simulation, or of a score."""
+
+    @property
+    def device_peak_bytes(self) -> int: ...
+    @property
+    def host_peak_bytes(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bytes per rank, the margin already taken off.
+
+    Attributes:
+        explained: how large the margins are, and why.
+        unified: device memory is host memory, so that both peaks together must fit into the host's.
+    """
+
+    device_bytes: int
+    host_bytes: int
+    explained: tuple[str, ...] = ()
+    unified: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        workload: Workload,
+        machine: Machine,
+        device_memory_bytes: int | None = None,
+        host_memory_bytes: int | None = None,
+        margin: float | None = None,
+    ) -> Limits:
+        """The machine's memory, or what is given.
+
+        Args:
+            margin: share of each memory that stays free; None: from the spread of the profiled
+                steps' peaks (`Workload.memory_peaks`).
+
+        Raises:
+            ValueError: a limit is not positive, or a margin not a share.
+        """
+        for name, value in (("device_memory_bytes (--gpu-memory)", device_memory_bytes),
+                            ("host_memory_bytes (--host-memory)", host_memory_bytes)):  # fmt: skip
+            if value is not None and value <= 0:
+                raise ValueError(f"{name} must be > 0, but got {value}")
+            there = getattr(machine, name.partition(" ")[0])
+            if value is not None and value > there:
+                raise ValueError(
+                    f"{name} must be at most what the machine has, {there / GIB:.1f} GiB, but got "
+                    f"{value / GIB:.1f} GiB: leave it out, or take another machine (--machine)"
+                )
+        if margin is not None and not 0 <= margin < 1:
+            raise ValueError(
+                f"memory_margin (--memory-margin) must lie in [0%, 100%), but got {margin:.0%}"
+            )
+        available = {
+            "device": device_memory_bytes or machine.device_memory_bytes,
+            "host": host_memory_bytes or machine.host_memory_bytes // workload.ranks_per_node,
+        }
+        left = {
+            name: _margin_bytes(workload, name, size, margin) for name, size in available.items()
+        }
+        explained = [
+            f"{left_free / GIB:.2f} GiB of {available[name] / GIB:.1f} GiB of {name} memory stay "
+            f"free: {why} (--memory-margin)"
+            for name, (left_free, why) in left.items()
+        ]
+        reserved = machine.device_reserved_bytes
+        if reserved:
+            explained.append(
+                f"{reserved / GIB:.2f} GiB of device memory are the CUDA context's and NCCL's"
+            )
+        return cls(
+            max(0, int(available["device"] - left["device"][0]) - reserved),
+            max(0, int(available["host"] - left["host"][0])),
+            tuple(explained),
+            machine.unified_memory,
+        )
+
+    @property
+    def total_bytes(self) -> int:
+        """Of both memories, which may be one."""
+        return self.host_bytes + (0 if self.unified else self.device_bytes)
+
+    def missing(self, device_bytes: int, host_bytes: int) -> dict[str, int]:
+        """Bytes by which peaks exceed each memory; empty: they fit. Nothing else says what fits."""
+        over = {"GPU": device_bytes - self.device_bytes, "host": host_bytes - self.host_bytes}
+        if self.unified:
+            over = {"host": device_bytes + host_bytes - self.host_bytes}
+        return {name: lacking for name, lacking in over.items() if lacking > 0}
+
+    def hold(self, device_bytes: int, host_bytes: int) -> bool:
+        """Whether peaks stay within the limits."""
+        return not self.missing(device_bytes, host_bytes)
+
+    def missing_bytes(self, peaks: Peaks) -> int:
+        """Of all memories together."""
+        return sum(self.missing(peaks.device_peak_bytes, peaks.host_peak_bytes).values())
+
+    def shortfall(self, peaks: Peaks) -> str:
+        """What is missing, for people; empty where the peaks fit."""
+        lacking = self.missing(peaks.device_peak_bytes, peaks.host_peak_bytes)
+        return " and ".join(f"needs {size(n)} more {name} memory" for name, n in lacking.items())
+
+
+def _margin_bytes(
+    workload: Workload, name: str, size_bytes: int, margin: float | None
+) -> tuple[float, str]:
+    """What stays free of a memory, and why so much."""
+    if margin is not None:
+        return margin * size_bytes, f"{margin:.1%} as asked for"
+    peak = workload.memory_peaks.get(name)
+    if peak is None or peak.n < 2:
+        return UNKNOWN_MARGIN * size_bytes, f"{UNKNOWN_MARGIN:.0%}, no profile tells its spread"
+    sigma = peak.sigma
+    return (
+        LEAST_MARGIN * size_bytes + SIGMAS * sigma,
+        f"{LEAST_MARGIN:.0%}, and three sigma ({sigma / GIB:.3f} GiB) of {peak.n} profiled steps' "
+        "peaks",
+    )

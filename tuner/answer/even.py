@@ -1,0 +1,34 @@
+"""A plan while somebody waits: the best evenly spread one, without the local search."""
+
+from __future__ import annotations
+
+import math
+
+from simulator.limits import Limits
+from simulator.machine import Machine
+from simulator.plan import Plan
+from simulator.workload import Workload
+from tuner.answer.verdict import distance
+from tuner.placements.memory import ImpossibleError
+from tuner.placements.planning import predict
+from tuner.placements.search import Search, even
+
+
+def even_plan(workload: Workload, machine: Machine, limits: Limits) -> Plan:
+    """With its prediction and the lower bound; says whether a search could find a better one.
+
+    Raises:
+        ImpossibleError: nothing fits.
+    """
+    search = Search(workload, machine, limits)
+    search.score(even(len(workload.subgroups), 0, 0, 1))
+    if not machine.unified_memory:
+        search.constructive()
+    if all(math.isinf(score.iteration_s) for score in search.scores.values()):
+        raise ImpossibleError.explain(workload, limits, list(search.scores.values()))
+    made = search.best().plan(workload)
+    prediction = predict(workload, machine, made, lower_bound_s=search.bound.iteration_s)
+    best = distance(prediction) == "at the optimum"
+    more = "no search finds a better one" if best else "the search may find a better one"
+    why = f"a quick plan, evenly spread: {more}"
+    return made.model_copy(update={"prediction": prediction, "reasons": (why,)})

@@ -1,0 +1,153 @@
+"""The table that every answer is read from: a plan, and the same for what was not chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from simulator.analysis.best_setting import (
+    Compile,
+    Simulated,
+    best_setting,
+    compiled,
+    simulated,
+)
+from simulator.engines.compiled import SimResult
+from simulator.limits import Limits
+from simulator.machine import Machine
+from simulator.plan import Plan, Prediction
+from simulator.schedules.strategies import stages, stock_offload
+from simulator.workload import Workload
+
+Role = Literal["plan", "stock", "no offload", "variant", "peer"]
+# DeepSpeed's other settings and other systems, each at its best setting.
+PEERS = ("zero3_offload_unpinned", "twin_flow", "deep_optimizer_states", "superoffload")
+_LABELS = {
+    "zero3_offload": "stock ZeRO-3 offload",
+    "zero3_offload_unpinned": "stock, pin_memory false",
+    "twin_flow": "Twin-Flow",
+    "deep_optimizer_states": "Deep Optimizer States",
+    "superoffload": "SuperOffload",
+    "no_offload": "no offload",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to train, simulated.
+
+    Attributes:
+        role: what it is beside the others.
+        label: how people call it, with its setting.
+    """
+
+    role: Role
+    label: str
+    simulated: Simulated
+
+    @property
+    def result(self) -> SimResult:
+        return self.simulated.result
+
+    @property
+    def prediction(self) -> Prediction:
+        """As a plan keeps it; an interval is known of the plan alone."""
+        seconds = self.result.iteration_s
+        return Prediction(
+            strategy=self.label, iteration_s=seconds, iteration_low_s=seconds,
+            iteration_high_s=seconds, **self.result.phases,
+            device_peak_bytes=self.result.device_peak_bytes,
+            host_peak_bytes=self.result.host_peak_bytes, note=self.simulated.lacks,
+        )  # fmt: skip
+
+    def fields(self, stock_s: float, tokens: int | None) -> dict[str, Any]:
+        """As JSON, beside stock's iteration and the tokens of one."""
+        return {
+            "role": self.role,
+            "label": self.label,
+            "strategy": self.simulated.strategy,
+            "setting": self.simulated.told() if self.role == "peer" else "",
+            "fits": self.simulated.fits,
+            "reason": self.simulated.lacks,
+            **figures(self.result, tokens),
+            "speedup": stock_s / self.result.iteration_s,
+        }
+
+
+def figures(result: SimResult, tokens: int | None) -> dict[str, Any]:
+    """The numbers of a simulation; times in seconds."""
+    return {
+        "iteration_s": result.iteration_s,
+        **result.phases,
+        "device_peak_bytes": result.device_peak_bytes,
+        "host_peak_bytes": result.host_peak_bytes,
+        "tokens_per_s": tokens / result.iteration_s if tokens else None,
+    }
+
+
+def compare(
+    workload: Workload,
+    machine: Machine,
+    limits: Limits,
+    plan: Plan | None,
+    *,
+    others: bool = True,
+    compile_: Compile = compiled,
+) -> list[Row]:
+    """The plan, stock, not offloading where there is another memory, peers and variants.
+
+    Args:
+        plan: None: nothing fits.
+        others: also `PEERS`, and the plan less a feature.
+    """
+
+    def run(name: str, **setting: Any) -> Simulated:
+        return simulated(name, workload, machine, limits, setting, compile_)
+
+    rows = [Row("stock", *_labelled(run(stock_offload(workload.zero_stage)), workload))]
+    if not machine.unified_memory:
+        rows.append(Row("no offload", *_labelled(run("no_offload"), workload)))
+    if plan is not None:
+        rows.insert(0, Row("plan", "ebbtide", run("ebbtide", plan=plan)))
+    if others:
+        for name in PEERS:
+            if workload.zero_stage in stages(name):
+                best = best_setting(name, workload, machine, limits, compile_=compile_)
+                rows.append(Row("peer", *_labelled(best, workload)))
+    if others and plan is not None:
+        rows += [Row("variant", label, run("ebbtide", plan=less))
+                 for label, less in _variants(workload, plan)]  # fmt: skip
+    return rows
+
+
+def _labelled(one: Simulated, workload: Workload) -> tuple[str, Simulated]:
+    stock = f"stock ZeRO-{workload.zero_stage} offload"
+    return ", ".join(filter(None, [_LABELS.get(one.strategy, stock), one.told()])), one
+
+
+def _variants(workload: Workload, plan: Plan) -> Iterator[tuple[str, Plan]]:
+    """The plan less a feature."""
+    yield "ebbtide, all on the host", Plan(
+        subgroup_size=plan.subgroup_size, placement=Plan.runs(["host"] * len(workload.subgroups)),
+        staging_slots=0, threads=plan.threads, overlap_forward=workload.zero_stage == 3,
+    )  # fmt: skip
+    if workload.zero_stage == 3:
+        yield (
+            "ebbtide, no overlap with forward",
+            plan.model_copy(update={"overlap_forward": False}),
+        )
+
+
+def alternatives(rows: Sequence[Row]) -> tuple[Prediction, ...]:
+    """What was not chosen, as a plan keeps it."""
+    return tuple(row.prediction for row in rows if row.role != "plan")
+
+
+def role_of(label: str) -> Role:
+    """Of a row that a plan's file holds; older services wrote strategies' names."""
+    if label.startswith("stock ZeRO-") or label in ("zero3_offload", "zero_offload", "stock"):
+        return "stock"
+    if label in ("no offload", "no_offload", "not offloading"):
+        return "no offload"
+    return "variant" if label.startswith("ebbtide, ") else "peer"

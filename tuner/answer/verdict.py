@@ -1,0 +1,102 @@
+"""Whether to offload, in one sentence: the same rule for a plan's file, a service and a search."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from simulator.plan import Plan, Prediction
+from tuner.answer.rows import Role, role_of
+
+AT_OPTIMUM = 5e-3  # above the lower bound: nearer than any measurement could tell
+WORTH = 1e-3  # relative difference below which two iterations count as equally long
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What to do.
+
+    Attributes:
+        choice: `impossible`: nothing fits.
+        gains: what the plan brings; empty without one.
+    """
+
+    choice: Literal["offload", "no offload", "impossible"]
+    sentence: str
+    gains: str = ""
+
+
+def verdict(predicted: Iterable[tuple[Role, Prediction]], problem: str = "") -> Verdict:
+    """What to do, by the rows of a table.
+
+    Two iterations differ where the other one lies outside the plan's interval; a plan without one
+    (of an older ebbtide) counts as exact.
+
+    Args:
+        predicted: role and prediction; the plan's has its interval and its lower bound.
+        problem: why no plan fits, where there is none.
+    """
+    by_role = dict(reversed(list(predicted)))  # of the same role the first counts
+    plan, stock, plain = (by_role.get(role) for role in ("plan", "stock", "no offload"))
+    if plan is None:
+        if plain is None or plain.note:
+            return Verdict("impossible", f"Nothing fits: {problem}.")
+        gain = f", and is {_times(stock, plain)} stock offloading" if stock else ""
+        return Verdict("no offload", f"Do not offload: it fits{gain}.")
+    against = f"{_times(stock, plan)} stock" if stock else ""
+    gains = ", ".join(filter(None, [against, distance(plan)]))
+    gains = gains or f"{plan.iteration_s * 1e3:.1f} ms per iteration"
+    if plain is None or not _no_slower(plain, plan):
+        return Verdict("offload", f"Offload with this plan: {gains}.", gains)
+    if not plain.note:
+        gain = _gain(plain, plan)
+        return Verdict("no offload", f"Do not offload: it fits, and {gain} ({gains}).", gains)
+    if not differs(plan, plain.iteration_s):
+        return Verdict("offload", f"Offload with this plan: {gains}.", gains)
+    faster = f"not offloading would be {_times(plan, plain)} faster than this plan"
+    return Verdict(
+        "offload", f"Offload with this plan: {gains}; {faster}, but {plain.note}.", gains
+    )
+
+
+def differs(plan: Prediction, other_s: float) -> bool:
+    """Whether another iteration is longer or shorter by more than the prediction can tell."""
+    low_s = min(plan.iteration_low_s, plan.iteration_s * (1 - WORTH))
+    high_s = max(plan.iteration_high_s, plan.iteration_s * (1 + WORTH))
+    return not low_s <= other_s <= high_s
+
+
+def _no_slower(plain: Prediction, plan: Prediction) -> bool:
+    return plain.iteration_s < plan.iteration_s or not differs(plan, plain.iteration_s)
+
+
+def _gain(plain: Prediction, plan: Prediction) -> str:
+    if differs(plan, plain.iteration_s):
+        return f"is {_times(plan, plain)} faster than this plan"
+    spread = plan.iteration_high_s / plan.iteration_s - 1
+    if spread <= WORTH:
+        return "is as fast as this plan"
+    return f"makes no difference that a prediction within {spread:.0%} could tell from this plan"
+
+
+def _times(longer: Prediction, shorter: Prediction) -> str:
+    ratio = longer.iteration_s / shorter.iteration_s
+    return f"{ratio:.1f}x" if not 0.95 < ratio < 1.1 else f"{ratio:.2f}x"
+
+
+def distance(plan: Prediction) -> str:
+    """How far from what no plan can beat; empty where that is not known."""
+    if not plan.lower_bound_s or math.isnan(plan.lower_bound_s):
+        return ""
+    gap = plan.iteration_s / plan.lower_bound_s - 1
+    return "at the optimum" if gap < AT_OPTIMUM else f"{gap:.0%} from the optimum"
+
+
+def headline(plan: Plan) -> str:
+    """The verdict of a plan's file."""
+    if plan.prediction is None:
+        return "A plan without a prediction: plan again with `tune plan` to know what it brings."
+    others = [(role_of(p.strategy), p) for p in plan.alternatives]
+    return verdict([("plan", plan.prediction), *others]).sentence
