@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from simulator import preset
+from simulator.limits import UNKNOWN_MARGIN
 from studies import published_runs
 from studies.bench.offload_runs import RunError, family_of, model_of, read_runs
 from studies.published import judging, left_out
@@ -22,7 +23,6 @@ from studies.published.shipped import (
     schedule_of,
     workload_of,
 )
-from tuner.placements.memory import UNKNOWN_MARGIN
 
 CSV = Path(published_runs.__file__).parent / "data" / "published_offload_runs.csv"
 

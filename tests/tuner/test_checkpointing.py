@@ -11,6 +11,7 @@ import tuner
 from simulator import CheckpointPlan, Plan
 from simulator.analysis.checkpoint_cost import CheckpointSimulation
 from simulator.analysis.goodput import Failures
+from simulator.limits import UNKNOWN_MARGIN
 from simulator.plan import BLOCK_BYTES
 from simulator.schedules.checkpointed import reserved_bytes
 from tests.tuner.test_search import GIB, machine, workload
@@ -25,7 +26,6 @@ from tuner.placements.checkpointing import (
     rated,
     rules_of_thumb,
 )
-from tuner.placements.memory import UNKNOWN_MARGIN
 from tuner.quantities import rate_bytes_per_s
 
 

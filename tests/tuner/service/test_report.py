@@ -81,7 +81,8 @@ def test_a_run_that_is_none_is_refused(tmp_path, content):
 
 
 def test_the_headline_says_what_the_plan_brings(plan):
-    chosen = plan.prediction.model_copy(update={"iteration_s": 1.0, "lower_bound_s": 0.96})
+    interval = {"iteration_s": 1.0, "iteration_low_s": 0.9, "iteration_high_s": 1.1}
+    chosen = plan.prediction.model_copy(update={**interval, "lower_bound_s": 0.96})
     stock = chosen.model_copy(update={"strategy": "stock ZeRO-3 offload", "iteration_s": 2.1})
     plain = chosen.model_copy(update={"strategy": "no offload", "iteration_s": 0.5,
                                       "note": "needs 48.0 GiB more GPU memory"})  # fmt: skip
