@@ -31,7 +31,8 @@ from runtime.checkpoint.errors import CheckpointError
 from runtime.checkpoint.files import Files
 from runtime.checkpoint.format.safe_load import load_file
 from runtime.checkpoint.live_state import LiveState
-from runtime.checkpoint.protocol.commit import Attempt
+from runtime.checkpoint.protocol.commit import OUTCOME_GRACE_S, Attempt
+from runtime.checkpoint.protocol.grace import GRACE_S
 from runtime.checkpoint.protocol.peers import Peers, Verdict
 from runtime.checkpoint.protocol.rotation import Note
 from runtime.checkpoint.stream.job import Job, Report
@@ -137,10 +138,10 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             self._drainer.wait()
 
     def finish(self) -> None:
-        """Until no checkpoint is in flight, whatever becomes of it."""
+        """Until no checkpoint is in flight, whatever becomes of it, or it stands still."""
         job = self._job
         if job is not None and not job.elsewhere:
-            job.wait()
+            job.wait_while_moving(GRACE_S + 1.5 * OUTCOME_GRACE_S)
 
     @property
     def running(self) -> bool:

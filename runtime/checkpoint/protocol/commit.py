@@ -34,6 +34,7 @@ from runtime.checkpoint.format.manifest import (
     parse,
     rank_manifest_name,
 )
+from runtime.checkpoint.protocol import grace
 from runtime.checkpoint.protocol.ownership import lives, owner
 from runtime.checkpoint.protocol.publishing import (
     PARTIAL,
@@ -275,16 +276,16 @@ class Commit:
     def _polls(self, what: Callable[[], str], extra_s: float = 0.0) -> Iterator[None]:
         """Yields, slower and slower, until the deadline."""
         deadline_s, pause_s = self._deadline_s + extra_s, 0.002
-        end = time.monotonic() + deadline_s
-        while time.monotonic() < end:
+        begin = time.monotonic()
+        while time.monotonic() < grace.limit_s(begin, begin + deadline_s, extra_s):
             yield
             self._check()
             time.sleep(pause_s)
             pause_s = min(0.1, pause_s * 1.3)
         raise CheckpointError(
             f"checkpoint {self._attempt.tag!r}: {what()} must come within {deadline_s:g} s "
-            "(checkpoint.deadline_s) of this rank's own, but did not: a rank died, hangs, or is "
-            "slow; nothing was committed by this rank"
+            f"(checkpoint.deadline_s) of this rank's own, {grace.GRACE_S:g} s after a SIGTERM, but "
+            "did not: a rank died, hangs, or is slow; nothing was committed by this rank"
         )
 
     def _raise_aborts(self) -> None:

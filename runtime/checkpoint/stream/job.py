@@ -87,6 +87,13 @@ class Job:
             return self._wait_for_the_parent(timeout_s)
         return self._over.wait(timeout_s)
 
+    def wait_while_moving(self, limit_s: float) -> None:
+        """Until it is over, or for ``limit_s`` after the last block that was written."""
+        begin = time.monotonic()
+        while not self.wait(min(1.0, limit_s)):
+            if time.monotonic() - max(begin, self._writer.progress_s) > limit_s:
+                return
+
     def wait_until_placed(self) -> None:
         """Until its files stand under their names, or it failed."""
         self._placed.wait()

@@ -81,6 +81,11 @@ class BlockWriter:
 
         return {subgroup: queues[subgroup] for subgroup in sorted(queues, key=turn)}
 
+    @property
+    def progress_s(self) -> float:
+        """When the last block was written, or an update began to wait for one; monotonic."""
+        return self._progress_s
+
     def start(self) -> None:
         for thread in self._threads:
             thread.start()

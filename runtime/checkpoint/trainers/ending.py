@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import signal
 import threading
@@ -10,17 +11,20 @@ import weakref
 from types import FrameType
 from typing import Any, Protocol
 
+from runtime.checkpoint.protocol import grace
 from runtime.checkpoint.trainers.bystanders import TRAINERS
 
 
 class Saving(Protocol):
     def finish(self) -> None:
-        """Returns when no checkpoint is in flight; raises nothing."""
+        """Returns when no checkpoint is in flight, or one will not be committed in time; raises
+        nothing.
+        """
         ...
 
 
 _savers: weakref.WeakSet[Saving] = weakref.WeakSet()
-sigterm_came = threading.Event()
+_ending = threading.Lock()  # taken for good by whoever ends the process
 
 
 def finish_at_sigterm(saving: Saving) -> None:
@@ -34,14 +38,51 @@ def finish_at_sigterm(saving: Saving) -> None:
         return  # Python lets the main thread alone set handlers
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _at_sigterm)
+        _watch()
+
+
+def _watch() -> None:
+    """A handler in Python runs once the main thread is back in the interpreter, which from inside a
+    collective may be never. What the interpreter writes to a pipe at once, a thread reads.
+    """
+    into, out = os.pipe()
+    os.set_blocking(out, False)
+    others = signal.set_wakeup_fd(out, warn_on_full_buffer=False)
+    if others != -1:  # an event loop's: then the handler alone has to do
+        signal.set_wakeup_fd(others)
+        os.close(into)
+        os.close(out)
+        return
+    threading.Thread(
+        target=_read_signals, args=(into,), name="ebbtide-sigterm", daemon=True
+    ).start()
+    _be_stock_in_children()
+
+
+def _read_signals(descriptor: int) -> None:
+    while numbers := os.read(descriptor, 64):
+        # Only where the handler in place is this one: a trainer's may mean to go on.
+        if signal.SIGTERM in numbers and signal.getsignal(signal.SIGTERM) is _at_sigterm:
+            _end()
+
+
+@functools.cache
+def _be_stock_in_children() -> None:
+    """A forked child has no checkpoint in flight, and would write to its parent's pipe."""
+    os.register_at_fork(after_in_child=_let_go)
+
+
+def _let_go() -> None:
+    if signal.getsignal(signal.SIGTERM) is _at_sigterm:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _at_sigterm(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
     if _package(signal.getsignal(signal.SIGTERM)) in TRAINERS:
         return  # Lightning puts its own before ours, and ends training itself, which commits
-    sigterm_came.set()
     # In a thread: what this handler interrupted may hold a lock that the writers need.
-    threading.Thread(target=_finish_and_die, args=(os.getpid(),), daemon=True).start()
+    threading.Thread(target=_end, daemon=True).start()
 
 
 def _package(handler: Any) -> str:
@@ -49,9 +90,12 @@ def _package(handler: Any) -> str:
     return str(module).partition(".")[0]
 
 
-def _finish_and_die(pid: int) -> None:
+def _end() -> None:
+    grace.tell()
+    if not _ending.acquire(blocking=False):
+        return
     for saving in list(_savers):
         saving.finish()
     # Python would let the main thread alone do this, which may be inside a collective for ever.
     ctypes.CDLL(None).signal(signal.SIGTERM, ctypes.c_void_p(0))  # SIG_DFL
-    os.kill(pid, signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -1,5 +1,7 @@
 """Other code of this process, its children and its end, while a checkpoint is in flight."""
 
+import contextlib
+import ctypes
 import glob
 import multiprocessing
 import os
@@ -11,11 +13,13 @@ import threading
 import pytest
 import torch
 
-from runtime.checkpoint.protocol.inspect import verify
+from runtime.checkpoint.protocol import grace
+from runtime.checkpoint.protocol.inspect import list_checkpoints, verify
 from runtime.checkpoint.trainers import ending
 from runtime.checkpoint.trainers.bystanders import foreign_trainer, guard, ours, release
 from tests.runtime.checkpoint.conftest import Bench, Gate, some_state
 from tests.runtime.checkpoint.test_rotation import guarded, placed
+from tests.runtime.checkpoint.test_stopped_rank import ended
 
 # ruff: noqa: PTH208, PTH207, PTH118, PTH113, PTH110, PTH123, SIM115 - as others look
 
@@ -152,7 +156,7 @@ def test_sigterm_commits_what_is_in_flight(tmp_path):
         saver = Saver(job)
         ending.finish_at_sigterm(saver)
         os.write(out, b"x")
-        while not ending.sigterm_came.wait(0.05):
+        while not grace.sigterm_came.wait(0.05):
             pass
         gate.opened.set()
         threading.Event().wait(60)
@@ -161,6 +165,93 @@ def test_sigterm_commits_what_is_in_flight(tmp_path):
     os.kill(pid, signal.SIGTERM)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
     assert verify(tmp_path / "run", "state") == []
+
+
+def never_returns():
+    """To the interpreter, as a collective that a dead rank is missing in."""
+    mutex = ctypes.create_string_buffer(64)
+    for _ in range(2):
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)
+
+
+def in_a_child(work, *, stock=True):
+    """Forks; returns the child's pid once it calls what ``work`` is given.
+
+    ``stock``: SIGTERM ends it, whatever handler it inherits.
+    """
+    into, out = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        if stock:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        try:
+            work(lambda note=b"x": os.write(out, note))
+        finally:
+            os._exit(9)
+    assert os.read(into, 1) == b"x"
+    return pid, into
+
+
+def told_to_end(pid):
+    os.kill(pid, signal.SIGTERM)
+    try:
+        return os.waitstatus_to_exitcode(ended(pid, limit_s=20))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_rank_inside_a_collective_commits_and_ends_at_sigterm(tmp_path):
+    def rank(ready):
+        gate, job = in_flight(tmp_path / "run")
+        saver = Saver(job)
+        ending.finish_at_sigterm(saver)
+        threading.Thread(target=lambda: grace.sigterm_came.wait() and gate.opened.set()).start()
+        ready()
+        never_returns()
+
+    pid, _ = in_a_child(rank)
+    assert told_to_end(pid) == -signal.SIGTERM
+    assert verify(tmp_path / "run", "state") == []
+
+
+def test_nobody_waits_for_a_dead_ranks_vote_after_sigterm(tmp_path, monkeypatch):
+    monkeypatch.setattr(grace, "GRACE_S", 0.2)
+
+    def rank(ready):
+        bench = Bench(tmp_path / "run", deadline_s=600.0)
+        job = bench.begin(some_state(3), "state", world_size=2)
+        saver = Saver(job)
+        ending.finish_at_sigterm(saver)
+        job.start()
+        ready()
+        never_returns()
+
+    pid, _ = in_a_child(rank)
+    assert told_to_end(pid) == -signal.SIGTERM
+    assert list_checkpoints(tmp_path / "run") == []
+
+
+def test_what_stands_still_is_given_up(tmp_path):
+    gate, job = in_flight(tmp_path / "run")
+    job.wait_while_moving(0.05)
+    assert job.running
+    gate.opened.set()
+    job.wait_while_moving(30.0)
+    assert not job.running
+
+
+def test_a_forked_worker_dies_of_sigterm_as_with_stock_and_alone(tmp_path):
+    def rank(ready):
+        saver = Saver(Bench(tmp_path / "run").begin(some_state(3), "state"))
+        ending.finish_at_sigterm(saver)
+        worker, _ = in_a_child(lambda ready: (ready(), never_returns()), stock=False)
+        ready(b"x" if told_to_end(worker) == -signal.SIGTERM else b"?")
+        grace.sigterm_came.wait(0.5)
+        os._exit(3 if grace.sigterm_came.is_set() else 0)
+
+    pid, _ = in_a_child(rank)
+    assert os.waitstatus_to_exitcode(ended(pid)) == 0
 
 
 class Composed:
@@ -192,7 +283,7 @@ def test_a_trainer_that_ends_gracefully_at_sigterm_still_does(tmp_path):
             pass
         gate.opened.set()
         job.wait()
-        os._exit(8 if ending.sigterm_came.is_set() else 7)  # as at the end of a batch
+        os._exit(8 if grace.sigterm_came.is_set() else 7)  # as at the end of a batch
     assert os.read(into, 1) == b"x"
     os.kill(pid, signal.SIGTERM)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7

@@ -1,0 +1,28 @@
+"""How long a checkpoint may still wait for other ranks once the process was told to end."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+GRACE_S = 20.0  # launchers kill after 30: torchrun, SLURM and Kubernetes, unless told otherwise
+
+sigterm_came = threading.Event()
+_came_s = 0.0
+
+
+def tell() -> None:
+    """SIGTERM came; the first time counts."""
+    global _came_s
+    if not sigterm_came.is_set():
+        _came_s = time.monotonic()
+        sigterm_came.set()
+
+
+def limit_s(begin_s: float, end_s: float, extra_s: float = 0.0) -> float:
+    """When a wait that began at ``begin_s`` and may last until ``end_s`` is over: after SIGTERM the
+    rank that is waited for may well be dead, and the launcher will not be patient. Monotonic times.
+    """
+    if not sigterm_came.is_set():
+        return end_s
+    return min(end_s, max(begin_s, _came_s) + GRACE_S + extra_s)
