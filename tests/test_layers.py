@@ -145,7 +145,7 @@ def test_no_module_imports_itself_through_others():
 ROOMS = {
     "runtime": (
         ("kernels", "hardware"), ("devices",), ("execution", "checkpoint"), ("replan",),
-        ("frontdoor",), ("zero",),
+        ("frontdoor", "verify"), ("zero",),
     ),
     "runtime.checkpoint": (("format",), ("protocol",), ("stream",), ("trainers",), ("deepspeed",)),
 }  # fmt: skip

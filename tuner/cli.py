@@ -15,6 +15,7 @@ COMMANDS = {
     "simulate": "tuner.commands.simulate:simulate",
     "search": "tuner.commands.search:search",
     "run": "tuner.commands.run:run",
+    "verify": "tuner.commands.verify:verify",
     "doctor": "tuner.commands.doctor:doctor",
     "report": "tuner.commands.report:report",
     "serve": "tuner.commands.serve:serve",

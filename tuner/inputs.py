@@ -178,6 +178,23 @@ def tell_unread(work: Workload, ds_config: str | None) -> None:
         click.echo(f"note: {notes}", err=True)
 
 
+def read_ds_config(path: str) -> dict[str, Any]:
+    """DeepSpeed's config as it stands in a file, comments and all.
+
+    Raises:
+        BadInputError: no such file, or no JSON object.
+    """
+    import hjson
+
+    try:
+        config = hjson.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise BadInputError(f"--ds-config must be a JSON file, but got {path}: {error}") from None
+    if not isinstance(config, dict):
+        raise BadInputError(f"--ds-config must hold a JSON object, but got {path}")
+    return config
+
+
 def read_plan(path: str) -> Plan:
     """A plan file."""
     from simulator.plan import Plan

@@ -60,7 +60,7 @@ def _before_listing(event: str, args: tuple[Any, ...]) -> None:
     _listing.busy = True
     try:
         if _has_leftovers(folder):
-            _own("runtime.checkpoint.protocol.rotation").settle_below(Path(folder))
+            own("runtime.checkpoint.protocol.rotation").settle_below(Path(folder))
     finally:
         _listing.busy = False
 
@@ -112,7 +112,7 @@ def _with_key(original: Callable[..., Any]) -> Callable[..., Any]:
     def initialize(*args: Any, **kwargs: Any) -> Any:
         if not _may_have_key(args, kwargs):
             return original(*args, **kwargs)
-        return _own("runtime.zero.front_door").initialize(original, args, kwargs)
+        return own("runtime.zero.front_door").initialize(original, args, kwargs)
 
     setattr(initialize, ORIGINAL, original)
     return initialize
@@ -137,7 +137,21 @@ def _text(config: str) -> str:
         return ""  # DeepSpeed says what is wrong with it
 
 
-def _own(name: str) -> Any:
+def also(name: str, wrap: Callable[[Any], None]) -> None:
+    """Has ``wrap`` called with the module of this name too, after what is here already; before
+    `enable`.
+    """
+    before = _WRAPPED.get(name)
+
+    def both(module: Any) -> None:
+        if before is not None:
+            before(module)
+        wrap(module)
+
+    _WRAPPED[name] = both
+
+
+def own(name: str) -> Any:
     """Imports a module of ebbtide's, wherever the script's own folder stands on ``sys.path``.
 
     Raises:

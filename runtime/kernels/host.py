@@ -59,17 +59,26 @@ def _cpu_model() -> str:
 
 
 def _build() -> Path:
+    return build(_SOURCE)
+
+
+def build(source: Path) -> Path:
+    """The library made of one file of C++ beside this one, compiled once per machine.
+
+    Raises:
+        MissingCompilerError: no compiler, or it refused the source.
+    """
     compiler = _compiler()
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
-    key = "\0".join([_SOURCE.read_text(), version.stdout, _cpu_model(), *_FLAGS])
-    target = cache_dir() / f"host_update-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
+    key = "\0".join([source.read_text(), version.stdout, _cpu_model(), *_FLAGS])
+    target = cache_dir() / f"{source.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     # Built beside the target and renamed: ranks that build at once never load half a file.
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         out = Path(folder) / target.name
-        command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(out)]
+        command = [compiler, *_FLAGS, str(source), "-o", str(out)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise MissingCompilerError(

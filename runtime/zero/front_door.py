@@ -33,14 +33,14 @@ def initialize(
         RequestError, ConfigError, PlanError: before the model is touched, naming what to change.
     """
     call = inspect.signature(original).bind(*args, **kwargs).arguments
-    given, source = _config_of(call)
-    config, base = _read(given)
+    given, source = config_of(call)
+    config, base = read(given)
     if config is None or config.get(KEY) is None or not _trains(call, config):
         return original(*args, **kwargs)  # type: ignore[no-any-return]
     request = read_request(config[KEY], base)
     options = {name: value for name, value in call.items() if name not in _CONFIGS}
     if source is not None:
-        options["args"] = _without(call["args"], source)
+        options["args"] = without(call["args"], source)
     # Without the key, so that DeepSpeed's config checks never meet it; copied, since the plan's
     # sub_group_size is written into it.
     stock = {name: copy.deepcopy(value) for name, value in config.items() if name != KEY}
@@ -63,7 +63,7 @@ def _under(
     )  # fmt: skip
 
 
-def _config_of(call: Mapping[str, Any]) -> tuple[Any, str | None]:
+def config_of(call: Mapping[str, Any]) -> tuple[Any, str | None]:
     """DeepSpeed's config as it was given, and the attribute of ``args`` it came from."""
     given = call.get("config")
     if given is None:
@@ -77,7 +77,7 @@ def _config_of(call: Mapping[str, Any]) -> tuple[Any, str | None]:
     return None, None
 
 
-def _read(given: Any) -> tuple[dict[str, Any] | None, Path | None]:
+def read(given: Any) -> tuple[dict[str, Any] | None, Path | None]:
     """The config as DeepSpeed reads it, and its file's folder; None: DeepSpeed will refuse it."""
     if isinstance(given, dict):
         return given, None
@@ -104,7 +104,7 @@ def _trains(call: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
     return True
 
 
-def _without(args: Any, name: str) -> Any:
+def without(args: Any, name: str) -> Any:
     """The script's arguments less their config file, since DeepSpeed takes one config only."""
     mine = copy.copy(args)
     setattr(mine, name, None)

@@ -161,3 +161,31 @@ def test_tune_run_begins_with_the_fast_part(monkeypatch):
     assert done.exit_code == 0
     assert started[0][1] == ["true", "--flag"]
     assert os.environ["PYTHONPATH"].endswith("frontdoor/startup:/mine")
+
+
+def test_known_wrong_results_are_told_for_the_config(tmp_path, monkeypatch):
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    config = {"gradient_accumulation_steps": 4, "zero_optimization": zero}
+    monkeypatch.setattr(software, "version", lambda _: "0.18.6")
+    (wrong,) = software.known_results(config)
+    assert (wrong.state, "issues/7967" in wrong.detail) == ("bad", True)
+    assert wrong.fix == "pip install 'deepspeed>=0.19.0'"
+    (fine,) = software.known_results({**config, "gradient_accumulation_steps": 1})
+    assert fine.state == "ok"
+    monkeypatch.setattr(software, "version", lambda _: "0.19.8")
+    assert [f.state for f in software.known_results(config)] == ["ok"]
+    muon = {**config, "optimizer": {"type": "Muon"}}
+    assert ["8463" in f.detail for f in software.known_results(muon)] == [True]
+    assert "must be a JSON file" in doctor("--ds-config", tmp_path / "none.json").output
+
+
+def test_what_is_said_of_lion_and_adagrad_is_what_attach_says():
+    from runtime.zero.checks.private import MENDED
+    from tuner.doctor.known_wrong import TABLE, known_wrong
+
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    for name, first in MENDED.items():
+        config = {"zero_optimization": zero, "optimizer": {"type": name}}
+        (row,) = known_wrong("0.19.7", config)
+        assert (row.fixed, known_wrong(first, config)) == (first, [])
+    assert all(row.what for row in TABLE)

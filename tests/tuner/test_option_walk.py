@@ -66,6 +66,7 @@ BASES = {
     "simulate": ("simulate", "--machine", "h200", "--model", "m.json"),
     "search": SEARCH,
     "run": ("run", "--", "true"),
+    "verify": ("verify", "--", "true"),
     "doctor": ("doctor",),
     "report": ("report", "plan.json"),
     "serve": ("serve",),
@@ -151,10 +152,18 @@ TABLE = {
         "no_check": changes("--no-check"),
         "command": changes("--verbose"),
     },
+    "verify": {
+        "steps": changes("--steps", "3"),
+        "against": changes("--against", "stock"),
+        "seed": changes("--seed", "5"),
+        "json_file": changes("--json", "out.json"),
+        "command": changes("--verbose"),
+    },
     "doctor": {
         "plan_file": changes("--plan", "plan.json"),
         "ranks": changes("--ranks", "3"),
         "checkpoint_dir": changes("--checkpoint-dir", "ckpt"),
+        "ds_config": changes("--ds-config", "ds.json"),
         "as_json": changes("--json"),
     },
     "report": {
@@ -268,6 +277,7 @@ def recorder(monkeypatch):
         "tuner.profiling.script_profile": None,
         "os.execv": None,
         "tuner.commands.run._check": None,
+        "tuner.verify.launch.launch": untrained,
         "tuner.doctor.examination.whole": [],
         "tuner.service.server.run": None,
         "tuner.service.store.Store": str,
@@ -287,6 +297,14 @@ def recorder(monkeypatch):
     monkeypatch.setattr(Search, "climb", lambda self, *_: climb(self, 6))
     monkeypatch.setenv("EBBTIDE_TOKEN", "fixed")
     return seen
+
+
+def untrained(command, side, steps, seed):
+    from tuner.verify.launch import Launched
+    from tuner.verify.run import Run, Step
+
+    about = {"key": True, "offload": True, "ranks": 1, "versions": {}}
+    return Launched(Run(side.title, about, (Step({}, {}),)))
 
 
 def calibrated(machine, seen):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tuner.commands.options import JSON, guarded
-from tuner.inputs import read_plan
+from tuner.inputs import read_ds_config, read_plan
 
 if TYPE_CHECKING:
     from tuner.doctor.finding import Finding
@@ -27,9 +27,17 @@ _COLOURS = {"ok": "green", "slow": "yellow", "bad": "red"}
 @click.option("--ranks", type=click.IntRange(min=1), default=1, show_default=True,
               help="Processes on this machine.")  # fmt: skip
 @click.option("--checkpoint-dir", help="Where checkpoints will go; the plan's own without it.")
+@click.option("--ds-config", help="DeepSpeed's config: names what the installed version is known "
+              "to train wrongly under it.")  # fmt: skip
 @JSON
 @guarded
-def doctor(plan_file: str | None, ranks: int, checkpoint_dir: str | None, as_json: bool) -> None:
+def doctor(
+    plan_file: str | None,
+    ranks: int,
+    checkpoint_dir: str | None,
+    ds_config: str | None,
+    as_json: bool,
+) -> None:
     """Looks for what would stop or slow down training here.
 
     Exit code 0: nothing does (what is only slow is shown); 1: something must be fixed first.
@@ -37,9 +45,10 @@ def doctor(plan_file: str | None, ranks: int, checkpoint_dir: str | None, as_jso
     from tuner.doctor.examination import whole
 
     plan = read_plan(plan_file) if plan_file is not None else None
+    config = read_ds_config(ds_config) if ds_config is not None else None
     folder = checkpoint_dir or (plan.checkpoint.dir if plan is not None else None)
     with redirect_stdout(sys.stderr):  # DeepSpeed logs there as it is imported
-        findings = whole(plan, ranks, folder)
+        findings = whole(plan, ranks, folder, config)
     if as_json:
         click.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from simulator.plan import Plan
 from tuner.doctor import memory, software
@@ -16,13 +18,16 @@ def fast_part() -> list[Finding]:
     return [*software.versions(), *software.compiler()]
 
 
-def whole(plan: Plan | None, ranks: int, folder: str | None) -> list[Finding]:
+def whole(
+    plan: Plan | None, ranks: int, folder: str | None, config: Mapping[str, Any] | None = None
+) -> list[Finding]:
     """Everything; a few seconds, since the update kernel is built and torch loaded.
 
     Args:
         plan: compared with the free host memory.
         ranks: processes on this machine.
         folder: where checkpoints will go; None: not looked at.
+        config: DeepSpeed's; None: nobody asks what goes wrong under it.
     """
     import psutil
     import torch
@@ -36,6 +41,7 @@ def whole(plan: Plan | None, ranks: int, folder: str | None) -> list[Finding]:
         *software.kernel(),
         *software.private_names(),
         *software.shadows(script_path()),
+        *(software.known_results(config) if config is not None else ()),
         hardware.memlock(torch.cuda.is_available(), int(psutil.virtual_memory().total)),
         hardware.numa(),
         *hardware.links(),

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
+from typing import Any
 
 from tuner.doctor.finding import Finding, bad, ok, slow
+from tuner.doctor.known_wrong import known_wrong
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("runtime", "simulator", "profiler", "tuner")
@@ -42,6 +44,23 @@ def _version(name: str, specifier: str) -> Finding:
     if not SpecifierSet(specifier).contains(installed.partition("+")[0], prereleases=True):
         return bad(name, f"{installed}, needed is {specifier}", fix)
     return ok(name, f"{installed} ({specifier})")
+
+
+def known_results(config: Mapping[str, Any]) -> list[Finding]:
+    """What the installed DeepSpeed is known to train wrongly under this config."""
+    try:
+        installed = version("deepspeed")
+    except PackageNotFoundError:
+        return []  # `versions` says so
+    rows = known_wrong(installed, config)
+    if not rows:
+        return [ok("known results", f"nothing wrong is known of deepspeed {installed} here "
+                   "(`tune verify` compares)")]  # fmt: skip
+    return [
+        bad("known results", str(row), f"pip install 'deepspeed>={row.fixed}'" if row.fixed
+            else "another optimizer, or no offload; `tune verify` shows what it does")
+        for row in rows
+    ]  # fmt: skip
 
 
 def compiler() -> list[Finding]:

@@ -3,6 +3,7 @@
 Another ``sitecustomize``, which this one hides, runs after it.
 """
 
+import os
 import sys
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import module_from_spec, spec_from_file_location
@@ -22,6 +23,11 @@ _here = Path(__file__).resolve().parent
 # By its path and under another name: the script may have a package of its own called "runtime".
 _hook = _load("_ebbtide_hook", spec_from_file_location("_ebbtide_hook", _here.parent / "hook.py"))
 if _hook is not None:
+    if "EBBTIDE_VERIFY" in os.environ:  # this is a run of `tune verify`
+        _place = spec_from_file_location("_ebbtide_verified", _here.parent / "verified.py")
+        _verified = _load("_ebbtide_verified", _place)
+        assert _verified is not None
+        _verified.enable(_hook)
     _hook.enable()
 
 _others = [folder for folder in sys.path if Path(folder or ".").resolve() != _here]

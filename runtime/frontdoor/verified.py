@@ -1,0 +1,79 @@
+"""A process of a run that `tune verify` started: seeded, on its side, recorded, and ended in time.
+
+Python's own library only, as `hook`, beside which `sitecustomize` loads it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import random
+import sys
+from typing import Any
+
+VARIABLE = "EBBTIDE_VERIFY"
+
+
+def enable(hook: Any) -> None:
+    """Has the generators seeded as their libraries are imported, and training recorded."""
+    job = json.loads(os.environ[VARIABLE])
+    random.seed(job["seed"])
+    hook.also("numpy.random", lambda module: module.seed(job["seed"]))
+    hook.also("torch", lambda module: _in_torch(module, job, hook))
+    hook.also("deepspeed", lambda module: _in_deepspeed(module, hook))
+
+
+def _in_torch(torch: Any, job: dict[str, Any], hook: Any) -> None:
+    torch.manual_seed(job["seed"])
+    if job["deterministic"]:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    if "RANK" in os.environ or "LOCAL_RANK" in os.environ or _trains_alone():
+        hook.own("runtime.verify.optimizers").watch(end)
+
+
+def _trains_alone() -> bool:
+    """This is no launcher: those are programs of torch's, DeepSpeed's and Accelerate's own."""
+    words = [sys.argv[0] if sys.argv else "", *getattr(sys, "orig_argv", [])]
+    return not any(
+        name in word
+        for word in words
+        for name in ("torchrun", "torch.distributed", "bin/deepspeed", "deepspeed.launcher",
+                     "bin/accelerate", "accelerate.commands")
+    )  # fmt: skip
+
+
+def _in_deepspeed(deepspeed: Any, hook: Any) -> None:
+    original = getattr(deepspeed, "initialize", None)
+    if original is None:
+        return
+    inside: list[bool] = []  # an engine under a plan begins as one of DeepSpeed's
+
+    @functools.wraps(original)
+    def initialize(*args: Any, **kwargs: Any) -> Any:
+        if inside:
+            return original(*args, **kwargs)
+        job = hook.own("runtime.verify.lines").current_job()
+        room = hook.own("runtime.zero.verified")
+        hook.own("runtime.verify.optimizers").leave()
+        inside.append(True)
+        try:
+            return room.initialize(original, args, kwargs, job, end)
+        finally:
+            inside.clear()
+
+    deepspeed.initialize = initialize
+
+
+def end() -> None:
+    """Leaves the job and the process: nothing that the script would do next is part of the run."""
+    import torch.distributed as dist
+
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        if dist.is_available() and dist.is_initialized():
+            dist.barrier()  # no rank is left in a collective call
+            dist.destroy_process_group()
+    finally:
+        os._exit(0)

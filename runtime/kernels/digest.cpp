@@ -1,0 +1,164 @@
+// What a piece of a tensor is, in a few numbers that add up over pieces, whoever holds them.
+//
+// hash: the sum of (odd 64-bit key of the place) * (bits of the element), modulo 2^64: one changed
+// bit always changes it. sketch: random signs times elements in LANES sums; the sum of the squares
+// of two sketches' differences estimates the square of the distance of two tensors.
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+constexpr int64_t TABLE = 1024, LANES = 16;
+
+struct Digest {
+    uint64_t hash;       // of the bits as they are
+    uint64_t narrow;     // of the elements rounded to 16 bits; 0 where that was not asked for
+    uint64_t bits;       // all words, or-ed
+    int64_t not_finite;  // they count as 0 below
+    double squares, largest;
+    double sketch[LANES];
+};
+
+inline uint64_t mixed(uint64_t x) {  // splitmix64
+    x += 0x9e3779b97f4a7c15ull;
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
+    return x ^ (x >> 31);
+}
+
+struct Keys {
+    uint64_t key[TABLE];
+    float sign[TABLE];
+    Keys() {
+        for (int64_t j = 0; j < TABLE; ++j) {
+            key[j] = mixed(uint64_t(j)) | 1;
+            sign[j] = key[j] >> 63 ? -1.0f : 1.0f;
+        }
+    }
+};
+
+struct Float {
+    using word = uint32_t;
+    static inline float value(uint32_t w) {
+        float x;
+        std::memcpy(&x, &w, 4);
+        return x;
+    }
+};
+struct Brain {
+    using word = uint16_t;
+    static inline float value(uint16_t w) { return Float::value(uint32_t(w) << 16); }
+};
+struct Half {
+    using word = uint16_t;
+    static inline float value(uint16_t w) {
+        _Float16 x;
+        std::memcpy(&x, &w, 2);
+        return float(x);
+    }
+};
+struct NoRounding {
+    static inline uint32_t of(uint32_t, float) { return 0; }
+};
+struct ToBrain {
+    static inline uint32_t of(uint32_t w, float) { return (w + 0x7fffu + ((w >> 16) & 1u)) >> 16; }
+};
+struct ToHalf {
+    static inline uint32_t of(uint32_t, float x) {
+        const _Float16 half = _Float16(x);
+        uint16_t w;
+        std::memcpy(&w, &half, 2);
+        return w;
+    }
+};
+
+// Elements whose places in the tensor are from .. from + n, all in one row of the table.
+template <typename Type, typename Rounding>
+void row(const typename Type::word* w, int64_t n, int64_t from, Digest& out) {
+    static const Keys keys;
+    const int64_t first = from % TABLE;
+    const uint64_t outer = mixed(~uint64_t(from / TABLE)) | 1;
+    const float flip = outer >> 63 ? -1.0f : 1.0f;
+    uint64_t hash[LANES] = {}, narrow[LANES] = {};
+    uint32_t bits[LANES] = {}, bad[LANES] = {};
+    double squares[LANES] = {}, sketch[LANES] = {};
+    float largest[LANES] = {};
+    const auto one = [&](int64_t lane, int64_t i) {
+        const int64_t j = first + i;
+        const uint32_t word = w[i];
+        float x = Type::value(w[i]);
+        const uint32_t wrong = !(std::fabs(x) <= 3.4028234663852886e38f);
+        hash[lane] += keys.key[j] * uint64_t(word);
+        narrow[lane] += keys.key[j] * uint64_t(Rounding::of(word, x));
+        bits[lane] |= word;
+        bad[lane] += wrong;
+        x = wrong ? 0.0f : x;
+        const double wide = x;
+        squares[lane] += wide * wide;
+        sketch[lane] += double(keys.sign[j]) * wide;
+        largest[lane] = std::fabs(x) > largest[lane] ? std::fabs(x) : largest[lane];
+    };
+    int64_t i = 0;
+    for (; i < n && (first + i) % LANES; ++i) one((first + i) % LANES, i);
+    for (; i + LANES <= n; i += LANES)
+        for (int64_t lane = 0; lane < LANES; ++lane) one(lane, i + lane);
+    for (; i < n; ++i) one((first + i) % LANES, i);
+    uint64_t sum = 0, rounded = 0;
+    for (int64_t lane = 0; lane < LANES; ++lane) {
+        sum += hash[lane];
+        rounded += narrow[lane];
+        out.bits |= bits[lane];
+        out.not_finite += bad[lane];
+        out.squares += squares[lane];
+        out.sketch[lane] += double(flip) * sketch[lane];
+        if (largest[lane] > out.largest) out.largest = largest[lane];
+    }
+    out.hash += outer * sum;
+    out.narrow += outer * rounded;
+}
+
+void add(const Digest& part, Digest& out) {
+    out.hash += part.hash;
+    out.narrow += part.narrow;
+    out.bits |= part.bits;
+    out.not_finite += part.not_finite;
+    out.squares += part.squares;
+    if (part.largest > out.largest) out.largest = part.largest;
+    for (int64_t lane = 0; lane < LANES; ++lane) out.sketch[lane] += part.sketch[lane];
+}
+
+template <typename Type, typename Rounding>
+void piece(const void* data, int64_t n, int64_t start, int threads, Digest& out) {
+    const auto* w = static_cast<const typename Type::word*>(data);
+    const int64_t begin = start / TABLE, end = (start + n + TABLE - 1) / TABLE;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        Digest mine{};
+#pragma omp for schedule(static)
+        for (int64_t block = begin; block < end; ++block) {
+            const int64_t low = block == begin ? start : block * TABLE;
+            const int64_t high = (block + 1) * TABLE < start + n ? (block + 1) * TABLE : start + n;
+            row<Type, Rounding>(w + (low - start), high - low, low, mine);
+        }
+#pragma omp critical
+        add(mine, out);
+    }
+}
+
+}  // namespace
+
+// data: n elements of kind 0 fp32, 1 bf16, 2 fp16, which lie at `start` of their tensor. narrow:
+// -1, or the kind that fp32 is also rounded to. Returns 0, or 1 for kinds that are not known.
+extern "C" int ebbtide_digest(const void* data, int kind, int narrow, int64_t n, int64_t start,
+                              int threads, Digest* out) {
+    *out = Digest{};
+    if (n <= 0) return 0;
+    if (kind == 0 && narrow == -1) piece<Float, NoRounding>(data, n, start, threads, *out);
+    else if (kind == 0 && narrow == 1) piece<Float, ToBrain>(data, n, start, threads, *out);
+    else if (kind == 0 && narrow == 2) piece<Float, ToHalf>(data, n, start, threads, *out);
+    else if (kind == 1) piece<Brain, NoRounding>(data, n, start, threads, *out);
+    else if (kind == 2) piece<Half, NoRounding>(data, n, start, threads, *out);
+    else return 1;
+    return 0;
+}

@@ -1,0 +1,110 @@
+"""The file that one rank of a verified run writes: a line of JSON per optimizer step.
+
+The first line is about the run, the second (step 0) about the state before the first step. A
+tensor is ``[start, count, total, digest]``, `runtime.kernels.digest.Digest.packed`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runtime.kernels.digest import digest
+
+VARIABLE = "EBBTIDE_VERIFY"  # also in `runtime.frontdoor.verified`, which loads nothing of ours
+
+
+@dataclass(frozen=True)
+class Job:
+    """What `tune verify` asks of every process of a run.
+
+    Attributes:
+        folder: where the ranks' files go.
+        side: ``plan`` (the config as it is), ``stock`` (without the key) or ``no-offload``.
+        steps: optimizer steps, after which the process ends.
+        seed: of the generators that a script has not seeded itself.
+        perturb: one bit of one parameter is flipped before the first step.
+    """
+
+    folder: str
+    side: str
+    steps: int
+    seed: int = 0
+    perturb: bool = False
+    deterministic: bool = False
+
+
+def current_job() -> Job:
+    """The job of this process, from its environment."""
+    return Job(**json.loads(os.environ[VARIABLE]))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A flat view of a part of one tensor.
+
+    Attributes:
+        name: ``NAME`` of a parameter as the model computes with it, ``NAME/fp32`` of its master.
+        values: elements ``start`` to ``start + len(values)`` of the whole, flattened.
+        total: elements of the whole.
+        narrow: of a master: the dtype that the parameter is its rounding to.
+    """
+
+    name: str
+    values: torch.Tensor
+    start: int
+    total: int
+    narrow: torch.dtype | None = None
+
+
+class Lines:
+    """The file of one rank; a line is on its way to the disk when a call returns.
+
+    Attributes:
+        steps: optimizer steps written.
+    """
+
+    def __init__(self, folder: Path, rank: int, about: dict[str, Any]) -> None:
+        self._file = (folder / f"rank{rank}.jsonl").open("w")
+        self._threads = max(1, torch.get_num_threads())
+        self.steps = -1
+        self._write({"rank": rank, **about})
+
+    def step(self, pieces: Iterable[Piece], **scalars: Any) -> None:
+        """The state after one more step (the first call: before any)."""
+        tensors = {piece.name: self._digest(piece) for piece in pieces}
+        self.steps += 1
+        self._write({"step": self.steps, **scalars, "tensors": tensors})
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _digest(self, piece: Piece) -> list[Any]:
+        made = digest(piece.values, piece.start, piece.narrow, self._threads)
+        return [piece.start, piece.values.numel(), piece.total, made.packed()]
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+
+def number(value: Any) -> float | None:
+    """A scalar of whatever kind as a float; a collective call for one that is spread over ranks."""
+    if isinstance(value, torch.Tensor):
+        value = value.full_tensor() if hasattr(value, "full_tensor") else value
+        return float(value) if value.numel() == 1 else None
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def flip_one_bit(values: torch.Tensor) -> None:
+    """The lowest bit of the largest element of a flat piece."""
+    at = int(values.abs().argmax())
+    kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
+    with torch.no_grad():
+        values[at : at + 1].view(kind).bitwise_xor_(1)

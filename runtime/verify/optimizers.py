@@ -1,0 +1,133 @@
+"""Training without DeepSpeed: the losses, norms and parameters of torch's own optimizers.
+
+Parameters have no names here, and a sharded one (FSDP2) is what its rank holds of it: sides that
+are compared shard alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runtime.verify.lines import Job, Lines, Piece, current_job, flip_one_bit, number
+
+_watching: list[_Watch] = []
+
+
+def watch(done: Callable[[], None]) -> None:
+    """Records the first optimizer that takes a step in this process; ``done`` ends it."""
+    if not _watching:
+        _watching.append(_Watch(current_job(), done))
+
+
+def leave() -> None:
+    """DeepSpeed trains here: its engine is recorded instead."""
+    for watching in _watching:
+        watching.stop()
+
+
+class _Watch:
+    def __init__(self, job: Job, done: Callable[[], None]) -> None:
+        from torch.optim import optimizer
+
+        self._job, self._done = job, done
+        self._lines: Lines | None = None
+        self._optimizer: Any = None
+        self._losses: list[torch.Tensor] = []
+        self._norm: Any = None
+        self._hooks = [
+            optimizer.register_optimizer_step_pre_hook(self._before),
+            optimizer.register_optimizer_step_post_hook(self._after),
+        ]
+        self._backward, self._clip = torch.Tensor.backward, torch.nn.utils.clip_grad_norm_
+        torch.Tensor.backward = self._noted()  # type: ignore[method-assign]
+        torch.nn.utils.clip_grad_norm_ = self._clipped()
+
+    def stop(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        torch.Tensor.backward = self._backward  # type: ignore[method-assign]
+        torch.nn.utils.clip_grad_norm_ = self._clip
+
+    def _noted(self) -> Callable[..., Any]:
+        def backward(loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if loss.numel() == 1:
+                self._losses.append(loss.detach().clone())
+            return self._backward(loss, *args, **kwargs)
+
+        return backward
+
+    def _clipped(self) -> Callable[..., Any]:
+        def clip_grad_norm_(*args: Any, **kwargs: Any) -> Any:
+            self._norm = self._clip(*args, **kwargs)
+            return self._norm
+
+        return clip_grad_norm_
+
+    def _before(self, optimizer: Any, *_: Any) -> None:
+        if self._optimizer is not None:
+            return
+        self._optimizer = optimizer
+        rank, ranks = _place()
+        about = {
+            "side": self._job.side, "ranks": ranks, "key": False, "offload": _offloads(optimizer),
+            "versions": {"torch": torch.__version__}, "stage": None, "dtype": "bf16",
+            "port": None,
+        }  # fmt: skip
+        self._lines = Lines(Path(self._job.folder), rank, about)
+        self._lines.step(_pieces(optimizer), losses=[], norm=None, rates=_rates(optimizer))
+        if self._job.perturb:
+            flip_one_bit(next(reversed(list(_pieces(optimizer)))).values)
+
+    def _after(self, optimizer: Any, *_: Any) -> None:
+        if optimizer is not self._optimizer or self._lines is None:
+            return
+        self._lines.step(
+            _pieces(optimizer), losses=[number(loss) for loss in self._losses],
+            norm=number(self._norm), rates=_rates(optimizer),
+        )  # fmt: skip
+        self._losses.clear()
+        if self._lines.steps == self._job.steps:
+            self._done()
+
+
+def _place() -> tuple[int, int]:
+    dist = torch.distributed
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def _rates(optimizer: Any) -> list[float | None]:
+    return [number(group.get("lr")) for group in optimizer.param_groups]
+
+
+def _offloads(optimizer: Any) -> bool:
+    """Parameters live on the host although there is a device."""
+    if not torch.cuda.is_available():
+        return False
+    return any(_local(p).device.type == "cpu" for g in optimizer.param_groups for p in g["params"])
+
+
+def _local(parameter: Any) -> torch.Tensor:
+    made = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    return made.detach()  # type: ignore[no-any-return]
+
+
+def _pieces(optimizer: Any) -> Iterator[Piece]:
+    rank, _ = _place()
+    for group, fields in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(fields["params"]):
+            values = _local(parameter)
+            if not values.is_contiguous() or values.dtype not in (
+                torch.float32, torch.bfloat16, torch.float16,
+            ):  # fmt: skip
+                continue
+            shape = "x".join(map(str, parameter.shape))
+            name = f"parameter {index} of group {group} ({shape})"
+            if values.shape != parameter.shape:
+                name += f", rank {rank}"
+            yield Piece(name, values.view(-1), 0, values.numel())

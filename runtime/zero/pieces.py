@@ -1,0 +1,71 @@
+"""What each rank holds of an engine's parameters and masters: views, by name, nothing gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from runtime.verify.lines import Piece
+
+
+def pieces(engine: Any, *, frozen: bool) -> Iterator[Piece]:
+    """This rank's pieces of the parameters (``frozen``: of those that are not trained too) and of
+    their masters, once all updates are done.
+
+    A collective call under a plan.
+    """
+    settle(engine)
+    for name, parameter in engine.module.named_parameters():
+        if frozen or parameter.requires_grad:
+            yield from _parameter(name, parameter)
+        if parameter.requires_grad:
+            yield from _master(engine, name, parameter)
+
+
+def settle(engine: Any) -> None:
+    """All updates are done, and small parameters have values. Waits; changes no bit."""
+    if hasattr(engine.optimizer, "_ebbtide"):
+        engine.optimizer.wait()
+
+
+def _parameter(name: str, parameter: Any) -> Iterator[Piece]:
+    shard = getattr(parameter, "ds_tensor", None)
+    if shard is None or (parameter.ds_persist and parameter.numel() == parameter.ds_numel):
+        values = parameter.detach()
+        if values.is_floating_point() and values.is_contiguous():
+            yield Piece(name, values.view(-1), 0, values.numel())
+        return
+    start, count = _own_part(parameter)
+    if shard.numel() >= count > 0:  # not on NVMe
+        yield Piece(name, shard.detach().view(-1)[:count], start, parameter.ds_numel)
+
+
+def _own_part(parameter: Any) -> tuple[int, int]:
+    """Where this rank's part of a ZeRO-3 parameter begins, and its elements without padding."""
+    import deepspeed.comm as dist
+
+    size = int(parameter.ds_tensor.ds_numel)
+    start = size * dist.get_rank(group=parameter.ds_process_group)
+    return start, max(0, min(size, parameter.ds_numel - start))
+
+
+def _master(engine: Any, name: str, parameter: Any) -> Iterator[Piece]:
+    if hasattr(parameter, "ds_id"):
+        yield from _master_of_stage_3(engine.optimizer, name, parameter)
+        return
+    mapping = getattr(parameter, "_hp_mapping", None)
+    if mapping is not None:
+        address = mapping.lp_fragment_address
+        values = mapping.get_hp_fragment().detach()
+        yield Piece(f"{name}/fp32", values, address.start, parameter.numel(), parameter.dtype)
+
+
+def _master_of_stage_3(optimizer: Any, name: str, parameter: Any) -> Iterator[Piece]:
+    group = optimizer.grad_position[optimizer.get_param_id(parameter)][0]
+    if optimizer._swappable_optimizer_subgroup(group):
+        return  # on NVMe
+    start, count = _own_part(parameter)
+    if count > 0:
+        values, _ = optimizer._get_fp32_opt_state_partition(parameter, release_swap_buffers=False)
+        dtype = parameter.ds_tensor.dtype
+        yield Piece(f"{name}/fp32", values.detach()[:count], start, parameter.ds_numel, dtype)

@@ -1,0 +1,159 @@
+"""A DeepSpeed engine whose steps are recorded for `tune verify`: on one of its sides."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runtime.frontdoor.hook import KEY
+from runtime.verify.lines import Job, Lines, flip_one_bit, number
+from runtime.zero.front_door import config_of, read, without
+from runtime.zero.pieces import pieces, settle
+
+OFFLOADS = ("offload_optimizer", "offload_param", "cpu_offload", "cpu_offload_params",
+            "cpu_offload_use_pin_memory")  # fmt: skip
+
+
+def initialize(
+    original: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    job: Job,
+    done: Callable[[], None],
+) -> tuple[Any, Any, Any, Any]:
+    """``deepspeed.initialize`` on the job's side; the first engine that trains is recorded.
+
+    Args:
+        original: DeepSpeed's own, or the front door's.
+        done: called after the last step, on every rank.
+    """
+    call = inspect.signature(original).bind(*args, **kwargs).arguments
+    given, source = config_of(call)
+    config, _ = read(given)
+    if config is None:  # DeepSpeed says what is wrong with it
+        return original(*args, **kwargs)  # type: ignore[no-any-return]
+    facts = {
+        "key": config.get(KEY) is not None,
+        "offload": offloads(config),
+        "config": _plain(config),
+    }
+    made = for_side(config, job.side)
+    if made is not None:
+        options = {k: v for k, v in call.items() if k not in ("config", "config_params")}
+        if source is not None:
+            options["args"] = without(call["args"], source)
+        result = original(config=made, **options)
+    else:
+        result = original(*args, **kwargs)
+    if getattr(result[0], "optimizer", None) is not None and not _Recorder.started:
+        _Recorder(result[0], job, facts, done)
+    return result  # type: ignore[no-any-return]
+
+
+def offloads(config: Mapping[str, Any]) -> bool:
+    """This config keeps optimizer state or parameters off the device."""
+    zero = config.get("zero_optimization") or {}
+    return any(
+        zero.get(key) and (not isinstance(zero[key], dict) or zero[key].get("device") != "none")
+        for key in OFFLOADS[:3]
+    )
+
+
+def for_side(config: Mapping[str, Any], side: str) -> dict[str, Any] | None:
+    """The config of a side; None: as it was given."""
+    if side == "plan":
+        return None
+    made = {name: copy.deepcopy(value) for name, value in config.items() if name != KEY}
+    if side == "no-offload" and isinstance(made.get("zero_optimization"), dict):
+        for key in OFFLOADS:
+            made["zero_optimization"].pop(key, None)
+    return made
+
+
+def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the key, and without what is no JSON."""
+    kept = {name: value for name, value in config.items() if name != KEY}
+    return json.loads(json.dumps(kept, default=str))  # type: ignore[no-any-return]
+
+
+def record(engine: Any, lines: Lines, steps: int, done: Callable[[], None]) -> None:
+    """Writes the engine's state now and after every step; after ``steps`` of them calls ``done``.
+
+    Reads through what waits for updates in flight; the order of what is computed stays.
+    """
+    losses: list[torch.Tensor] = []
+    backward, step = engine.backward, engine.step
+
+    def noted(loss: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            losses.append(loss.detach().clone())
+        return backward(loss, *args, **kwargs)
+
+    def stepped(*args: Any, **kwargs: Any) -> Any:
+        before = engine.global_steps
+        result = step(*args, **kwargs)
+        if engine.global_steps != before and lines.steps < steps:
+            _write(engine, lines, [number(loss) for loss in losses])
+            losses.clear()
+            if lines.steps == steps:
+                done()
+        return result
+
+    engine.backward, engine.step = noted, stepped
+    _write(engine, lines, [])
+
+
+def _write(engine: Any, lines: Lines, losses: list[float | None]) -> None:
+    norm = engine.get_global_grad_norm() if lines.steps >= 0 else None
+    lines.step(
+        pieces(engine, frozen=lines.steps < 0),
+        losses=losses, norm=number(norm), rates=[number(rate) for rate in engine.get_lr()],
+        global_step=engine.global_steps, skipped=engine.skipped_steps,
+    )  # fmt: skip
+
+
+def perturb(engine: Any) -> None:
+    """Flips one bit of a parameter that all outputs depend on: of the last small one, else of the
+    last, alike on all ranks that have it whole.
+    """
+    settle(engine)
+    own = {p.name: p for p in pieces(engine, frozen=False) if not p.name.endswith("/fp32")}
+    trained = [(n, p) for n, p in engine.module.named_parameters() if p.requires_grad]
+    small = [name for name, p in trained if len(getattr(p, "ds_shape", p.shape)) == 1]
+    piece = own.get((small or [name for name, _ in trained])[-1])
+    if piece is not None and piece.start == 0:
+        flip_one_bit(piece.values)
+
+
+class _Recorder:
+    started = False
+
+    def __init__(
+        self, engine: Any, job: Job, facts: dict[str, Any], done: Callable[[], None]
+    ) -> None:
+        import deepspeed
+
+        _Recorder.started = True
+        if job.perturb:
+            perturb(engine)
+        about = {
+            **facts, "side": job.side, "ranks": torch.distributed.get_world_size(),
+            "versions": {"deepspeed": deepspeed.__version__, "torch": torch.__version__},
+            "stage": engine.zero_optimization_stage(), "dtype": _wire(engine),
+            "port": os.environ.get("MASTER_PORT"),
+        }  # fmt: skip
+        lines = Lines(Path(job.folder), torch.distributed.get_rank(), about)
+        record(engine, lines, job.steps, done)
+
+
+def _wire(engine: Any) -> str:
+    if engine.bfloat16_enabled():
+        return "bf16"
+    return "fp16" if engine.fp16_enabled() else "fp32"

@@ -1,0 +1,76 @@
+"""Digests of pieces: every bit counts, pieces add up, host and torch agree."""
+
+import math
+
+import pytest
+import torch
+
+from runtime.kernels.digest import added, by_torch, digest, unpacked
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def values(dtype, count=200_003):
+    return torch.randn(count, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pieces_add_up_however_they_are_cut_and_wherever_they_are(dtype):
+    whole = values(dtype)
+    expected = digest(whole, threads=2)
+    for cut in (1, 777, 1024, 150_001):
+        first, second = digest(whole[:cut]), digest(whole[cut:], cut, threads=2)
+        assert added(first, second).hash == expected.hash
+        assert math.dist(added(first, second).sketch, expected.sketch) < 1e-6
+    other = added(by_torch(whole[:777]), by_torch(whole[777:], 777))
+    assert (other.hash, other.bits, other.largest) == (
+        expected.hash, expected.bits, expected.largest)  # fmt: skip
+    assert math.dist(other.sketch, expected.sketch) < 1e-6
+    assert unpacked(expected.packed()) == expected
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_bit_and_any_exchange_changes_the_hash(dtype):
+    whole = values(dtype, 5000)
+    kind = torch.int32 if dtype == torch.float32 else torch.int16
+    seen = {digest(whole).hash}
+    for at in (0, 1023, 1024, 4999):
+        for bit in range(8 * whole.element_size() - 1):
+            other = whole.clone()
+            other.view(kind)[at] ^= 1 << bit
+            seen.add(digest(other).hash)
+    assert len(seen) == 1 + 4 * (8 * whole.element_size() - 1)
+    exchanged = whole.clone()
+    exchanged[[5, 2000]] = whole[[2000, 5]]
+    assert digest(exchanged).hash not in seen
+
+
+@pytest.mark.parametrize("narrow", DTYPES)
+def test_a_masters_rounding_has_its_parameters_hash(narrow):
+    master = values(torch.float32)
+    assert digest(master, narrow=narrow).narrow == digest(master.to(narrow)).hash
+    assert by_torch(master, 0, torch.bfloat16).narrow == digest(master.to(torch.bfloat16)).hash
+
+
+def test_sketches_tell_how_far_tensors_are_apart():
+    one = values(torch.float32)
+    for size in (1e-6, 1.0, 100.0):
+        moved = one + size * torch.randn(one.numel(), generator=torch.Generator().manual_seed(2))
+        estimate = math.dist(digest(one).sketch, digest(moved).sketch)
+        assert 0.5 < estimate / float((one.double() - moved.double()).norm()) < 2
+
+
+def test_what_is_not_finite_is_counted_and_leaves_the_rest():
+    tensor = values(torch.float32, 4000)
+    tensor[[3, 2500]] = torch.tensor([math.nan, -math.inf])
+    for made in (digest(tensor), by_torch(tensor)):
+        assert made.not_finite == 2
+        assert math.isfinite(made.squares)
+        assert all(map(math.isfinite, made.sketch))
+
+
+def test_what_cannot_be_hashed_is_refused():
+    with pytest.raises(ValueError, match="must be contiguous and of one of the dtypes"):
+        digest(torch.zeros(4, dtype=torch.int64))
+    with pytest.raises(ValueError, match="contiguous"):
+        digest(torch.zeros(4, 4).t())

@@ -1,0 +1,285 @@
+"""`tune verify`: what is compared, what is called rounding, and who is blamed."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from runtime.verify.lines import Lines, Piece
+from studies.bench.rank import free_port
+from tuner.cli import main
+from tuner.verify import sides as verification
+from tuner.verify.judge import Noise, judge
+from tuner.verify.launch import Launched, Side
+from tuner.verify.run import read_run
+from tuner.verify.sides import compared, verify
+from tuner.verify.words import as_json, screen
+
+ROOT = Path(__file__).parents[2]
+STEPS, RATE = 6, 1e-3
+ABOUT = {"side": "stock", "key": False, "offload": True, "stage": 2, "dtype": "bf16", "ranks": 1,
+         "versions": {"deepspeed": "0.18.6", "torch": "2"}, "port": None}  # fmt: skip
+SHAPES = {"embed": 3000, "norm": 64, "head": 2000}
+
+
+def weights(name):
+    generator = torch.Generator().manual_seed(len(name))
+    return 0.02 * torch.randn(SHAPES[name], generator=generator)
+
+
+def update(name, step):
+    generator = torch.Generator().manual_seed(100 * step + len(name))
+    return RATE * torch.randn(SHAPES[name], generator=generator).sign()
+
+
+class Trained:
+    """A run made up: what the recorder would have written, with something changed on the way."""
+
+    def __init__(self, folder, name, ranks=1, noise=0.0, **about):
+        self.folder, self.name, self.ranks, self.noise = folder / name, name, ranks, noise
+        self.about = ABOUT | {"ranks": ranks} | about
+        self.at = {}
+
+    def change(self, step, what):
+        self.at[step] = what
+        return self
+
+    def run(self):
+        self.folder.mkdir()
+        files = [Lines(self.folder, rank, self.about) for rank in range(self.ranks)]
+        state = {name: weights(name) for name in SHAPES}
+        rng = torch.Generator().manual_seed(7)
+        for step in range(STEPS + 1):
+            old = {name: values.clone() for name, values in state.items()}
+            facts = {"losses": [4.0 - 0.1 * step], "norm": 1.0 / (1 + step), "rates": [RATE]}
+            for name, values in state.items():
+                if step:
+                    values += update(name, step)
+                    values += self.noise * RATE * torch.randn(values.shape, generator=rng)
+            if self.noise and step:
+                facts["norm"] *= 1 + self.noise
+            wire = {name: values.bfloat16() for name, values in state.items()}
+            if step in self.at:
+                self.at[step](state, wire, old, facts)
+                wire = {n: state[n].bfloat16() if wire[n] is not None else old[n].bfloat16()
+                        for n in wire}  # fmt: skip
+            for rank, file in enumerate(files):
+                file.step(self.pieces(state, wire, rank), **facts)
+        return replace(read_run(self.folder, self.name), name=self.name)
+
+    def pieces(self, state, wire, rank):
+        for name in SHAPES:
+            size = -(-SHAPES[name] // self.ranks)
+            part = slice(rank * size, (rank + 1) * size)
+            yield Piece(name, wire[name], 0, SHAPES[name])
+            yield Piece(f"{name}/fp32", state[name][part], rank * size, SHAPES[name],
+                        torch.bfloat16)  # fmt: skip
+
+
+@pytest.fixture
+def stock(tmp_path):
+    return Trained(tmp_path, "stock").run()
+
+
+@pytest.fixture
+def noise(tmp_path, stock):
+    flipped = Trained(tmp_path, "flipped", noise=1e-4).run()
+    return Noise(stock, (stock, flipped))
+
+
+def flip(name, at=17):
+    def change(state, wire, old, facts):
+        state[name].view(torch.int32)[at] ^= 1
+
+    return change
+
+
+def test_runs_on_other_numbers_of_ranks_are_compared_by_whole_tensors(tmp_path, stock):
+    split = Trained(tmp_path, "plan", ranks=3).run()
+    finding = judge(split, stock, None, same_bits=True)
+    # A loss a rank is all that differs.
+    assert finding.first is None or finding.first.name.startswith("loss")
+    tensors = [step.tensors for step in split.steps]
+    for ours, theirs in zip(tensors, [step.tensors for step in stock.steps], strict=True):
+        assert {n: t.hash for n, t in ours.items()} == {n: t.hash for n, t in theirs.items()}
+
+
+def test_one_flipped_bit_is_found_at_its_step_and_tensor(tmp_path, stock, noise):
+    plan = Trained(tmp_path, "plan").change(5, flip("head")).run()
+    finding = judge(plan, stock, noise, same_bits=True)
+    assert (finding.verdict, finding.off) == ("defect", "plan")
+    assert (finding.first.step, finding.first.name) == (5, "head/fp32")
+    assert 0 < finding.first.distance < 1e-8
+    lines = screen(verification.Verification((plan, stock), (finding,)))
+    assert any("DIFFERENT from step 5: head/fp32" in line for line in lines)
+    assert json.dumps(as_json(verification.Verification((plan, stock), (finding,))))
+
+
+def test_rounding_is_no_defect_and_a_norm_far_off_is(tmp_path, stock, noise):
+    rounded = Trained(tmp_path, "no-offload", noise=2e-4).run()
+    finding = judge(stock, rounded, noise, same_bits=False)
+    assert (finding.verdict, finding.first.step) == ("rounding", 1)
+
+    def lost(state, wire, old, facts):
+        facts["norm"] /= 4
+
+    wrong = Trained(tmp_path, "wrong", noise=1e-4).change(3, lost).run()
+    finding = judge(wrong, rounded, noise, same_bits=False)
+    assert (finding.verdict, finding.off) == ("defect", "wrong")
+    assert (finding.first.step, finding.first.name) == (3, "gradient norm")
+
+
+def skipped(state, wire, old, facts):
+    for name in state:
+        state[name].copy_(old[name])
+
+
+def stale(state, wire, old, facts):
+    wire["norm"] = None
+
+
+def narrowed(state, wire, old, facts):
+    state["embed"].copy_(state["embed"].bfloat16().float())
+
+
+def lost_tensor(state, wire, old, facts):
+    state["head"].copy_(old["head"])
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "says"),
+    [
+        (skipped, "/fp32", "it is as it was a step before"),
+        (stale, "norm", "the parameter is not its master, rounded"),
+        (narrowed, "embed/fp32", "its elements have 16 bits only"),
+        (lost_tensor, "head/fp32", "it is as it was a step before"),
+    ],
+)
+def test_a_side_that_is_wrong_is_seen_by_its_own_state(tmp_path, stock, noise, change, name, says):
+    """Also where it is the side that would be taken as right, and all else is rounded."""
+    rounded = Trained(tmp_path, "plan", noise=1e-4).run()
+    wrong = Trained(tmp_path, "wrong").change(4, change).run()
+    finding = judge(rounded, wrong, noise, same_bits=False)
+    assert (finding.verdict, finding.off) == ("defect", "wrong")
+    assert finding.first.step == 4
+    assert finding.first.name.endswith(name)
+    assert any(says in line for line in finding.why)
+
+
+def test_who_agrees_with_a_third_is_not_blamed(tmp_path, stock, noise):
+    plan = replace(stock, name="plan")
+    apart = Trained(tmp_path, "wrong").change(5, flip("embed")).run()
+    first, _ = compared((plan, apart, replace(stock, name="no-offload")), noise)
+    assert (first.verdict, first.off) == ("defect", "wrong")
+    first, _ = compared((apart, plan, replace(stock, name="no-offload")), noise)
+    assert (first.verdict, first.off) == ("defect", "wrong")
+
+
+def test_copies_that_differ_between_ranks_are_told(tmp_path):
+    run = Trained(tmp_path, "stock", ranks=2).run()
+    lines = (run_file := tmp_path / "stock" / "rank1.jsonl").read_text().splitlines()
+    step = json.loads(lines[3])
+    step["tensors"]["norm"] = json.loads(lines[4])["tensors"]["norm"]
+    run_file.write_text("\n".join([*lines[:3], json.dumps(step), *lines[4:], ""]))
+    wrong = read_run(tmp_path / "stock", "stock")
+    finding = judge(wrong, replace(run, name="no-offload"), None, same_bits=False)
+    assert (finding.verdict, finding.off, finding.first.step) == ("defect", "stock", 2)
+    assert any("ranks hold different copies" in line for line in finding.why)
+
+
+def test_further_runs_are_made_only_where_bits_differ(tmp_path, stock):
+    other = Trained(tmp_path, "no-offload", noise=1e-4).run()
+    seen = []
+
+    def start(equal):
+        def started(side):
+            seen.append(side)
+            away = side.perturb or (not equal and side.name == "no-offload")
+            return Launched(replace(other if away else stock, name=side.title))
+
+        return started
+
+    result = verify(("stock", "no-offload"), start(True), seen.append)
+    assert result.right
+    assert [s.name for s in seen if isinstance(s, Side)] == ["plan", "no-offload"]
+    seen.clear()
+    result = verify(("stock", "no-offload"), start(False), seen.append)
+    assert [f.verdict for f in result.findings] == ["rounding"]
+    made = [s for s in seen if isinstance(s, Side)]
+    assert [s.name for s in made] == ["plan", *["no-offload"] * 3]
+    assert [s.perturb for s in made] == [False, False, False, True]
+
+
+def test_a_script_that_does_not_agree_with_itself_is_said(tmp_path, stock):
+    runs = iter([stock, *(Trained(tmp_path, f"r{n}", noise=1e-4 * n).run() for n in (1, 2, 3, 4))])
+
+    def start(side):
+        return Launched(next(runs), ("scatter_add",) if side.deterministic else ())
+
+    result = verify(("no-offload",), start, lambda _: None)
+    assert [f.verdict for f in result.findings] == ["nondeterministic"]
+    assert any("torch names scatter_add" in line for line in screen(result))
+
+
+def test_bad_input_ends_with_one_line(tmp_path):
+    for words, says in (
+        (["--against", "nothing", "--", "true"], "--against must name one or more of"),
+        (["--", "no-such-program"], "must be a program on PATH"),
+        (
+            ["--json", str(tmp_path / "none" / "x.json"), "--", "true"],
+            "--json must lie in a folder",
+        ),
+        (["--", "true"], "must train with a DeepSpeed engine"),
+    ):
+        result = CliRunner().invoke(main, ["verify", *words])
+        assert result.exit_code == 2
+        assert says in result.output
+
+
+SCRIPT = '''
+import json, sys
+import deepspeed, torch
+from studies.byte_gpt import SIZES, Batches, ByteGPT, train_step
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = ByteGPT(SIZES["tiny"])
+engine = deepspeed.initialize(model=model, model_parameters=model.parameters(),
+                              config=json.load(open(sys.argv[1])))[0]
+batches = Batches(2, 32)
+for step in range(100):
+    train_step(engine, batches.at(step, engine.device))
+'''  # fmt: skip
+
+
+@pytest.mark.slow
+def test_an_unchanged_script_is_identical_under_its_plan(only_rank, child_environment, tmp_path):
+    from studies.byte_gpt import ds_config
+    from tests.runtime.contract.training import SUBGROUP, plan_for, start
+
+    engine = start()
+    plan = plan_for(engine, ["host", "device", "resident"]).model_dump(mode="json")
+    engine.destroy()
+    config = ds_config(2, SUBGROUP, learning_rate=1e-3)
+    config["ebbtide"] = {"plan": plan, "device": "emulated"}
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    (tmp_path / "train.py").write_text(SCRIPT)
+    job = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+           "MASTER_PORT": str(free_port())}  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "tuner.cli", "verify", "--steps", "3", "--against", "stock",
+         "--json", "out.json", "--", sys.executable, "train.py", "ds.json"],
+        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300,
+        env={**child_environment, **job},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads((tmp_path / "out.json").read_text())
+    assert told["identical"]
+    assert [side["name"] for side in told["sides"]] == ["plan", "stock"]
+    assert all(side["steps"] == 3 for side in told["sides"])
+    assert "identical, every bit of 3 steps" in done.stdout

@@ -1,0 +1,69 @@
+"""``tune verify``: a script under its plan, stock and without offload, compared bit by bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import click
+
+from tuner.commands.options import guarded
+from tuner.inputs import BadInputError
+
+SIDES = ("stock", "no-offload")
+
+
+@click.command(
+    epilog="Example: tune verify -- torchrun --nproc-per-node 2 train.py --deepspeed ds.json; "
+    "tune verify --against no-offload -- deepspeed train.py --deepspeed_config ds.json",
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+)
+@click.option("--steps", type=click.IntRange(min=1), default=8, show_default=True,
+              help="Optimizer steps of each run.")  # fmt: skip
+@click.option("--against", default=",".join(SIDES), show_default=True,
+              help="With what is compared: stock (without the key \"ebbtide\"), no-offload, or "
+              "both.")  # fmt: skip
+@click.option("--seed", type=int, default=0, show_default=True,
+              help="Of generators that the script does not seed itself.")  # fmt: skip
+@click.option("--json", "json_file", help="Writes the result here, for other programs.")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)
+@guarded
+def verify(
+    steps: int, against: str, seed: int, json_file: str | None, command: tuple[str, ...]
+) -> None:
+    """Trains a few steps on each side and compares losses, gradient norms, parameters and masters.
+
+     Each side is a run of the same unchanged command: under the plan of the key "ebbtide" in
+    DeepSpeed's config (if there is one), stock, and without offload. Exit code 0: identical, or
+    equal but for rounding; 1: a side is wrong.
+    """
+    from tuner.verify.launch import launch
+    from tuner.verify.sides import verify as compare
+    from tuner.verify.words import as_json, screen
+
+    sides = _sides(against)
+    if shutil.which(command[0]) is None:
+        raise BadInputError(
+            f"what follows `tune verify --` must be a program on PATH, but got {command[0]!r}"
+        )
+    if json_file is not None and not Path(json_file).resolve().parent.is_dir():
+        raise BadInputError(f"--json must lie in a folder that exists, but got {json_file}")
+    result = compare(
+        sides, lambda side: launch(command, side, steps, seed),
+        lambda title: click.echo(f"running: {title}", err=True),
+    )  # fmt: skip
+    click.echo("\n".join(screen(result)))
+    if json_file is not None:
+        Path(json_file).write_text(json.dumps(as_json(result), indent=2) + "\n")
+    sys.exit(int(not result.right))
+
+
+def _sides(against: str) -> tuple[str, ...]:
+    sides = tuple(word.strip() for word in against.split(",") if word.strip())
+    if not sides or set(sides) - set(SIDES):
+        raise BadInputError(
+            f"--against must name one or more of {', '.join(SIDES)}, but got {against!r}"
+        )
+    return sides

@@ -1,0 +1,115 @@
+"""DeepSpeed versions that train wrongly without a word, by the configurations that they do it for.
+
+Each row was read in DeepSpeed's tracker, or (those without a number) seen here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Config = Mapping[str, Any]
+_URL = "https://github.com/deepspeedai/DeepSpeed/issues"
+
+
+@dataclass(frozen=True)
+class KnownWrong:
+    """A defect of some versions.
+
+    Attributes:
+        since, fixed: the first version that has it, the first that does not; empty: from the
+            beginning, still there in the newest one looked at (0.19.8).
+        issue: of DeepSpeed's tracker; 0: none.
+        what: as a user sees it.
+        concerns: the configurations.
+    """
+
+    since: str
+    fixed: str
+    issue: int
+    what: str
+    concerns: Callable[[Config], bool]
+
+    def __str__(self) -> str:
+        where = f" ({_URL}/{self.issue})" if self.issue else ""
+        cure = f"mended in {self.fixed}" if self.fixed else "not mended in 0.19.8"
+        return f"{self.what}; {cure}{where}"
+
+
+def _zero(config: Config) -> Mapping[str, Any]:
+    return config.get("zero_optimization") or {}
+
+
+def _stage(config: Config) -> int:
+    return int(_zero(config).get("stage") or 0)
+
+
+def _offloads(config: Config) -> bool:
+    zero = _zero(config)
+    place = zero.get("offload_optimizer") or {}
+    return bool(zero.get("cpu_offload")) or place.get("device", "none") != "none"
+
+
+def _accumulates(config: Config) -> bool:
+    """``"auto"`` may be more than 1."""
+    return config.get("gradient_accumulation_steps", 1) not in (1, None)
+
+
+def _bf16(config: Config) -> bool:
+    fields = config.get("bf16") or config.get("bfloat16") or {}
+    return fields.get("enabled") in (True, "auto")
+
+
+def _optimizer(config: Config) -> str:
+    return str((config.get("optimizer") or {}).get("type", "")).lower()
+
+
+def _accumulates_in_fp32(config: Config) -> bool:
+    return (config.get("data_types") or {}).get("grad_accum_dtype") == "fp32"
+
+
+TABLE = (
+    KnownWrong("0.15.2", "0.19.0", 7967,
+               "ZeRO-1 and 2 with offload: the gradients of all but one micro-batch of an "
+               "accumulation are left out of the norm, and clipping is too weak",
+               lambda c: _stage(c) in (1, 2) and _offloads(c) and _accumulates(c)),
+    KnownWrong("0.17.6", "0.18.3", 7718,
+               "ZeRO-2: wrong gradients and norms with accumulation",
+               lambda c: _stage(c) == 2 and _accumulates(c)),
+    KnownWrong("", "0.19.0", 7985,
+               "ZeRO-1 in bf16 with grad_accum_dtype fp32: the last micro-batch's gradient leaks "
+               "into the next step",
+               lambda c: _stage(c) == 1 and _bf16(c) and _accumulates_in_fp32(c)),
+    KnownWrong("", "0.18.6", 7837,
+               "bf16 without ZeRO: gradients are divided by a loss scale that nobody applied, and "
+               "add up over steps",
+               lambda c: _stage(c) == 0 and _bf16(c)),
+    KnownWrong("", "", 8463,
+               "Muon with offload: matrices are updated as flat vectors, not orthogonalised",
+               lambda c: _optimizer(c) == "muon" and _offloads(c)),
+    KnownWrong("", "", 8441, "Muon without ZeRO trains as SGD",
+               lambda c: _optimizer(c) == "muon" and _stage(c) == 0),
+    KnownWrong("", "", 8443,
+               "Muon with ZeRO-3 and accumulation: momentum advances once per micro-batch",
+               lambda c: _optimizer(c) == "muon" and _stage(c) == 3 and _accumulates(c)),
+    KnownWrong("", "0.19.8", 0, "DeepSpeed's CPU Lion mangles the sign in its vector loop",
+               lambda c: _optimizer(c) == "lion" and _offloads(c)),
+    KnownWrong("", "0.19.8", 0,
+               "DeepSpeed's CPU Adagrad leaves the weight decay out in its scalar loop",
+               lambda c: _optimizer(c) == "adagrad" and _offloads(c)),
+)  # fmt: skip
+
+
+def known_wrong(version: str, config: Config) -> list[KnownWrong]:
+    """What this version of DeepSpeed is known to do wrongly under a config."""
+    from packaging.version import Version
+
+    installed = Version(version)
+    return [
+        row
+        for row in TABLE
+        if (not row.since or Version(row.since) <= installed)
+        and (not row.fixed or installed < Version(row.fixed))
+        and row.concerns(config)
+    ]

@@ -1,0 +1,1 @@
+"""``tune verify``: does a script train the same under a plan, stock and without offload?"""

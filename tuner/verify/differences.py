@@ -1,0 +1,78 @@
+"""Where two runs part, and by how much."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tuner.verify.run import MASTER, Run, Tensor
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One quantity that is not the same in two runs after the same step.
+
+    Attributes:
+        name: a loss, ``gradient norm``, a learning rate, a parameter or its master
+            (``NAME/fp32``).
+        ours, theirs: a scalar's values; a tensor's norms.
+        relative: a scalar's difference over the larger value; a tensor's distance over the way
+            that updates have moved it so far (over its norm, where none has).
+        distance: of tensors.
+    """
+
+    step: int
+    name: str
+    ours: float
+    theirs: float
+    relative: float
+    distance: float = 0.0
+    is_tensor: bool = False
+
+
+def differences(run: Run, other: Run, step: int) -> list[Difference]:
+    """All of one step, in the order in which they arise: losses, norm, rates, masters, parameters;
+    among the masters, and among the parameters, the largest first.
+    """
+    scalars = list(_scalars(run, other, step))
+    tensors = sorted(
+        _tensors(run, other, step), key=lambda d: (not d.name.endswith(MASTER), -d.relative)
+    )
+    return [*scalars, *tensors]
+
+
+def common_steps(run: Run, other: Run) -> range:
+    return range(min(len(run.steps), len(other.steps)))
+
+
+def _scalars(run: Run, other: Run, step: int) -> Iterator[Difference]:
+    ours, theirs = run.steps[step].scalars, other.steps[step].scalars
+    for name in [*ours, *(name for name in theirs if name not in ours)]:
+        a, b = ours.get(name, math.nan), theirs.get(name, math.nan)
+        if a != b and not (math.isnan(a) and math.isnan(b)):
+            size = max(abs(a), abs(b))
+            apart = abs(a - b) / size if math.isfinite(size) and size else math.inf
+            yield Difference(step, name, a, b, math.inf if math.isnan(apart) else apart)
+
+
+def _tensors(run: Run, other: Run, step: int) -> Iterator[Difference]:
+    ours, theirs = run.steps[step].tensors, other.steps[step].tensors
+    for name in [*ours, *(name for name in theirs if name not in ours)]:
+        a, b = ours.get(name), theirs.get(name)
+        if a is None or b is None:
+            yield Difference(step, name, _norm(a), _norm(b), math.inf, math.inf, is_tensor=True)
+        elif a.hash != b.hash:
+            yield _of_tensors(run, other, step, name)
+
+
+def _of_tensors(run: Run, other: Run, step: int, name: str) -> Difference:
+    a, b = run.steps[step].tensors[name], other.steps[step].tensors[name]
+    way = max(run.path(name, step), other.path(name, step))
+    distance = a.distance(b) if a.not_finite == b.not_finite else math.inf
+    relative = distance / (way or b.norm or 1.0)
+    return Difference(step, name, a.norm, b.norm, relative, distance, is_tensor=True)
+
+
+def _norm(tensor: Tensor | None) -> float:
+    return math.nan if tensor is None else tensor.norm

@@ -1,0 +1,67 @@
+"""What one run shows about itself: states that no order of sums explains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tuner.verify.run import MASTER, Run
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Something wrong in one run, whatever another shows.
+
+    Attributes:
+        certain: wrong whatever its size; else only what speaks for a side where sizes differ.
+    """
+
+    run: str
+    step: int
+    name: str
+    text: str
+    certain: bool
+
+
+def evidence(run: Run, step: int, other: Run) -> Iterator[Evidence]:
+    """Of all tensors after one step; the other run shows what the step should have done."""
+    for name in run.steps[step].tensors:
+        for text in _certain(run, other, step, name):
+            yield Evidence(run.name, step, name, text, certain=True)
+        if _stands_still(run, other, step, name):
+            yield Evidence(run.name, step, name, "it is as it was a step before", certain=False)
+
+
+def _certain(run: Run, other: Run, step: int, name: str) -> Iterator[str]:
+    now, theirs = run.steps[step].tensors[name], other.steps[step].tensors.get(name)
+    if not now.copies_agree:
+        yield "ranks hold different copies of it"
+    if not name.endswith(MASTER) and _is_not_rounded(run, step, name):
+        yield "the parameter is not its master, rounded"
+    if theirs is None:
+        return
+    if now.not_finite > theirs.not_finite:
+        yield f"{now.not_finite} of its elements are not finite"
+    if name.endswith(MASTER) and theirs.low_bits and not now.low_bits:
+        yield "its elements have 16 bits only"
+
+
+def _is_not_rounded(run: Run, step: int, name: str) -> bool:
+    """Although it was before the first step."""
+    now, first = run.steps[step].tensors, run.steps[0].tensors
+    master = name + MASTER
+    if not all(master in tensors and name in tensors for tensors in (now, first)):
+        return False
+    held = first[master].narrow == first[name].hash
+    return held and now[master].narrow != now[name].hash
+
+
+def _stands_still(run: Run, other: Run, step: int, name: str) -> bool:
+    """It has not moved in this step, and the other's has."""
+    if step == 0:
+        return False
+    ours = [r.steps[k].tensors.get(name) for r in (run, other) for k in (step - 1, step)]
+    if any(tensor is None for tensor in ours):
+        return False
+    before, now, old, new = (tensor.hash for tensor in ours if tensor is not None)
+    return before == now and old != new

@@ -1,0 +1,191 @@
+"""Is a difference rounding, or a defect?
+
+Rounding begins small and grows as a flipped bit does. A run with one bit flipped says how much
+that explains, tensor by tensor and step by step; what lies far outside is a defect. Two sides that
+must have the same bits (a plan and stock) are not judged by size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Literal
+
+from tuner.verify.differences import Difference, common_steps, differences
+from tuner.verify.evidence import Evidence, evidence
+from tuner.verify.run import MASTER, Run
+
+Verdict = Literal["identical", "rounding", "nondeterministic", "defect"]
+FACTOR = 10.0  # times what a flipped bit explains
+# What rounding may do to a step's sums where a flipped bit happens to do nothing.
+FLOORS = {"bf16": 2.0**-8, "fp16": 2.0**-10, "fp32": 1e-5}
+ULPS = 16.0  # of a tensor's largest element: more than one update's rounding moves anything by
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What came of comparing one side with another.
+
+    Attributes:
+        first: the difference to look at: the first that rounding does not explain, else the
+            first; None: no bit differs.
+        also: how many other tensors differ in that step.
+        explained: the relative difference that rounding explains there.
+        off: the side that is wrong.
+        why: what speaks for that, and what it may be.
+    """
+
+    side: str
+    against: str
+    verdict: Verdict
+    steps: int
+    first: Difference | None = None
+    also: int = 0
+    explained: float = 0.0
+    off: str = ""
+    why: tuple[str, ...] = field(default=())
+
+
+@dataclass(frozen=True)
+class Noise:
+    """What chance explains: runs of one side that should have agreed.
+
+    Attributes:
+        reference: the side's first run.
+        others: the same run again, and with a flipped bit.
+    """
+
+    reference: Run
+    others: tuple[Run, ...]
+
+    def explained(self, difference: Difference) -> float:
+        """The relative difference of this quantity, or of its like, that chance has made."""
+        floor = FLOORS.get(str(self.reference.about.get("dtype")), FLOORS["bf16"])
+        found = [floor, *(self._of(run, difference) for run in self.others)]
+        return max(value for value in found if math.isfinite(value))
+
+    def _of(self, run: Run, wanted: Difference) -> float:
+        if wanted.step not in common_steps(run, self.reference):
+            return 0.0
+        like = [d for d in differences(run, self.reference, wanted.step)
+                if _kind(d) == _kind(wanted)]  # fmt: skip
+        own = [d.relative for d in like if d.name == wanted.name]
+        return max([*own, median(d.relative for d in like)] if like else [0.0])
+
+
+def _kind(difference: Difference) -> str:
+    if difference.is_tensor:
+        return "master" if difference.name.endswith(MASTER) else "parameter"
+    return difference.name.split(" of ")[0]
+
+
+def judge(run: Run, other: Run, noise: Noise | None, *, same_bits: bool) -> Finding:
+    """Compares a side with one that is nearer to what is known to be right.
+
+    Args:
+        other: the side that is taken as right where nothing else decides.
+        noise: None where none was needed: no bit differs, or the bits must be the same.
+        same_bits: any difference is a defect.
+    """
+    steps = len(common_steps(run, other)) - 1
+    finding = Finding(run.name, other.name, "identical", max(0, steps))
+    first: Difference | None = None
+    for step in common_steps(run, other):
+        found = differences(run, other, step)
+        shown = _shown(run, other, step)
+        first = first or (found[0] if found else None)
+        wrong = _wrong(run, other, step, found, shown, noise, same_bits=same_bits)
+        if wrong is not None:
+            return _defect(run, other, wrong, found, shown, noise, finding)
+    if first is None:
+        return finding
+    explained = 0.0 if noise is None else noise.explained(first)
+    return Finding(run.name, other.name, "rounding", steps, first,
+                   _others(differences(run, other, first.step), first), explained)  # fmt: skip
+
+
+def _shown(run: Run, other: Run, step: int) -> list[Evidence]:
+    return [*evidence(run, step, other), *evidence(other, step, run)]
+
+
+def _wrong(
+    run: Run, other: Run, step: int, found: Sequence[Difference], shown: Sequence[Evidence],
+    noise: Noise | None, *, same_bits: bool,
+) -> Difference | None:  # fmt: skip
+    """The first difference of this step that is no rounding."""
+    certain = [e for e in shown if e.certain]
+    if same_bits and found:
+        return found[0]
+    for difference in found:
+        explained = math.inf if noise is None else noise.explained(difference)
+        if difference.relative > FACTOR * explained and not _is_follower(difference, found):
+            return difference
+    if not same_bits and _in_one_place(run, other, step, found):
+        return found[0]
+    if certain:
+        return _of_evidence(run, other, found, certain[0])
+    return None
+
+
+def _is_follower(difference: Difference, found: Sequence[Difference]) -> bool:
+    """A rounded parameter whose master is there too: 16 bits make steps that are no defect."""
+    if difference.name.endswith(MASTER) or not difference.is_tensor:
+        return False
+    return any(d.name.endswith(MASTER) for d in found)
+
+
+def _in_one_place(run: Run, other: Run, step: int, found: Sequence[Difference]) -> bool:
+    """All was equal so far, all else still is, and this is more than an update's rounding."""
+    if step < 2 or not found or not all(d.is_tensor for d in found):
+        return False
+    if any(differences(run, other, earlier) for earlier in range(step)):
+        return False
+    tensors = other.steps[step].tensors
+    touched = sum(tensors[d.name].elements for d in found if d.name in tensors)
+    ulps = ULPS * 2.0**-23 * max(tensors[d.name].largest for d in found if d.name in tensors)
+    return touched < sum(t.elements for t in tensors.values()) / 2 and found[0].distance > ulps
+
+
+def _of_evidence(run: Run, other: Run, found: Sequence[Difference], shown: Evidence) -> Difference:
+    for difference in found:
+        if difference.name == shown.name:
+            return difference
+    ours, theirs = (side.steps[shown.step].tensors[shown.name].norm for side in (run, other))
+    return Difference(shown.step, shown.name, ours, theirs, relative=0.0, is_tensor=True)
+
+
+def _defect(
+    run: Run, other: Run, wrong: Difference, found: Sequence[Difference],
+    shown: Sequence[Evidence], noise: Noise | None, finding: Finding,
+) -> Finding:  # fmt: skip
+    mine = [e for e in shown if e.name.removesuffix(MASTER) == wrong.name.removesuffix(MASTER)]
+    own = [e.run for e in mine]
+    off = own[0] if own and len(set(own)) == 1 else run.name
+    why = tuple(dict.fromkeys(f"{e.run}: {e.text}" for e in mine if e.run == off))
+    return Finding(
+        run.name, other.name, "defect", finding.steps, wrong, _others(found, wrong),
+        0.0 if noise is None else noise.explained(wrong), off,
+        (*why, *_guesses(other, wrong, found)),
+    )  # fmt: skip
+
+
+def _others(found: Sequence[Difference], first: Difference) -> int:
+    return sum(d.is_tensor and d.name != first.name for d in found)
+
+
+def _guesses(other: Run, wrong: Difference, found: Sequence[Difference]) -> Iterator[str]:
+    """What differences of this pattern come from."""
+    if wrong.step == 0:
+        yield "the runs begin with other parameters: the script's seeds, or a checkpoint it resumes"
+    elif wrong.name == "gradient norm" and found[0] is wrong:
+        yield "the losses of this step are the same: gradients are lost, or counted twice"
+    elif wrong.name.endswith(MASTER):
+        masters = sum(d.name.endswith(MASTER) for d in found)
+        if masters > 1 and masters >= 0.9 * len(other.masters):
+            yield "nearly all masters differ: step count, betas, learning rate or clipping"
+    elif wrong.name + MASTER in other.steps[wrong.step].tensors and not any(
+        d.name == wrong.name + MASTER for d in found
+    ):
+        yield "the masters are the same: what is wrong comes after the update"

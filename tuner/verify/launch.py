@@ -1,0 +1,100 @@
+"""Runs a training command on one side, recorded, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tuner.verify.run import Run, read_run
+
+STARTUP = Path(__file__).resolve().parents[2] / "runtime" / "frontdoor" / "startup"
+SHOWN_LINES = 25
+_NAMED = re.compile(r"(\S+) does not have a deterministic implementation")
+
+
+class VerifyError(RuntimeError):
+    """A side did not train; the message says which, and ends with what it printed last."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """How a run differs from the command as it is; fields of `runtime.verify.lines.Job`."""
+
+    name: str
+    perturb: bool = False
+    deterministic: bool = False
+
+    @property
+    def title(self) -> str:
+        if self.deterministic:
+            return f"{self.name}, with torch's deterministic algorithms"
+        return f"{self.name}, with one bit flipped" if self.perturb else self.name
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A run, and the operations that torch named as not deterministic."""
+
+    run: Run
+    operations: tuple[str, ...] = ()
+
+
+def launch(command: Sequence[str], side: Side, steps: int, seed: int = 0) -> Launched:
+    """Trains for some steps; returns when the command has ended.
+
+    Raises:
+        VerifyError: no rank took a step.
+    """
+    with tempfile.TemporaryDirectory(prefix="ebbtide-verify-") as scratch:
+        folder = Path(scratch)
+        job = {
+            "folder": scratch, "side": side.name, "steps": steps, "seed": seed,
+            "perturb": side.perturb, "deterministic": side.deterministic,
+        }  # fmt: skip
+        output = folder / "output.txt"
+        with output.open("w") as to:
+            code = subprocess.run(
+                list(command), stdin=subprocess.DEVNULL, stdout=to, stderr=subprocess.STDOUT,
+                env=_environment(job), check=False,
+            ).returncode  # fmt: skip
+        text = output.read_text(errors="replace")
+        run = read_run(folder, side.title)
+    if run is not None:
+        _clean_up(run)
+    if run is None or len(run.steps) < 2:
+        raise VerifyError(_failure(side, code, text))
+    return Launched(replace(run, name=side.title), tuple(dict.fromkeys(_NAMED.findall(text))))
+
+
+def _clean_up(run: Run) -> None:
+    from runtime.hardware.launcher import remove_shared_buffers
+
+    with suppress(TypeError, ValueError):  # a script of one rank has no port
+        remove_shared_buffers(int(run.about["port"]))
+
+
+def _environment(job: Mapping[str, object]) -> dict[str, str]:
+    given = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(STARTUP), *(p for p in given if p != str(STARTUP))]),
+        "EBBTIDE_VERIFY": json.dumps(job),
+        "PYTHONHASHSEED": str(job["seed"]),
+        "WANDB_MODE": os.environ.get("WANDB_MODE", "disabled"),
+    }
+
+
+def _failure(side: Side, code: int, text: str) -> str:
+    tail = "\n".join(text.splitlines()[-SHOWN_LINES:])
+    return (
+        f"the command must train with a DeepSpeed engine or an optimizer of torch's, but as "
+        f"{side.title} it ended with exit code {code} before an optimizer step (--against leaves "
+        f"sides out):\n{tail}"
+    )

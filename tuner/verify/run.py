@@ -1,0 +1,151 @@
+"""What a run's ranks have written, put together: numbers that do not depend on the partitioning."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+LANES = 16  # of a sketch
+_LAYOUT = f"<QQQq{2 + LANES}d"  # `runtime.kernels.digest.Digest.packed`
+_MASK = (1 << 64) - 1
+MASTER = "/fp32"
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A whole tensor, summed over the ranks that hold parts of it.
+
+    Attributes:
+        hash: equal for equal bits.
+        narrow: of a master: the hash of its rounding to the parameter's dtype; 0: not known.
+        low_bits: some element has bits below the 16 high ones.
+        not_finite: infinities and NaNs.
+        norm, largest: of the finite elements.
+        sketch: the distance of two tensors is about that of their sketches.
+        copies_agree: ranks that hold the same part hold the same bits.
+    """
+
+    hash: int
+    narrow: int
+    low_bits: bool
+    not_finite: int
+    norm: float
+    largest: float
+    sketch: tuple[float, ...]
+    elements: int
+    copies_agree: bool = True
+
+    def distance(self, other: Tensor) -> float:
+        """About the Euclidean distance: right to a factor of two."""
+        return math.dist(self.sketch, other.sketch)
+
+
+@dataclass(frozen=True)
+class Step:
+    """After one optimizer step (number 0: before the first).
+
+    Attributes:
+        scalars: losses, gradient norm and learning rates, in the order in which they arise.
+        tensors: masters, then parameters.
+    """
+
+    scalars: Mapping[str, float]
+    tensors: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One side.
+
+    Attributes:
+        name: of the side.
+        about: rank 0's description: versions, stage, ranks, dtype.
+        steps: number 0 is the state before the first step.
+    """
+
+    name: str
+    about: Mapping[str, Any]
+    steps: tuple[Step, ...]
+    _paths: dict[tuple[str, int], float] = field(default_factory=dict, compare=False, repr=False)
+
+    def path(self, name: str, step: int) -> float:
+        """How far a tensor has been moved by the updates up to a step; NaN-free, >= 0."""
+        if step == 0:
+            return 0.0
+        known = self._paths.get((name, step))
+        if known is None:
+            now, before = (self.steps[k].tensors.get(name) for k in (step, step - 1))
+            moved = now.distance(before) if now is not None and before is not None else 0.0
+            known = self._paths[(name, step)] = self.path(name, step - 1) + moved
+        return known
+
+    @cached_property
+    def masters(self) -> tuple[str, ...]:
+        return tuple(name for name in self.steps[0].tensors if name.endswith(MASTER))
+
+
+def read_run(folder: Path, name: str) -> Run | None:
+    """The run whose ranks wrote into a folder; None: no rank did."""
+    ranks = [_lines(path) for path in sorted(folder.glob("rank*.jsonl"))]
+    ranks = [lines for lines in ranks if len(lines) > 1]
+    if not ranks:
+        return None
+    ranks.sort(key=lambda lines: int(lines[0]["rank"]))
+    count = min(len(lines) for lines in ranks) - 1
+    steps = tuple(_step([lines[1 + k] for lines in ranks]) for k in range(count))
+    return Run(name, ranks[0][0], steps)
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """Whole lines only: a rank may have been ended in the middle of one."""
+    text = path.read_text()
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def _step(ranks: list[dict[str, Any]]) -> Step:
+    parts: dict[str, list[list[Any]]] = defaultdict(list)
+    for line in ranks:
+        for name, part in line["tensors"].items():
+            parts[name].append(part)
+    ordered = sorted(parts, key=lambda name: not name.endswith(MASTER))
+    return Step(_scalars(ranks), {name: _whole(parts[name]) for name in ordered})
+
+
+def _scalars(ranks: list[dict[str, Any]]) -> dict[str, float]:
+    found: dict[str, float | None] = {}
+    for rank, line in enumerate(ranks):
+        for number, loss in enumerate(line["losses"], 1):
+            found[f"loss of micro-batch {number}, rank {rank}"] = loss
+    found["gradient norm"] = ranks[0]["norm"]
+    for group, rate in enumerate(ranks[0]["rates"]):
+        found[f"learning rate of group {group}"] = rate
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _whole(parts: Iterable[list[Any]]) -> Tensor:
+    by_start: dict[int, tuple[Any, ...]] = {}
+    agree, elements = True, 0
+    for start, _, total, packed in parts:
+        digest = struct.unpack(_LAYOUT, bytes.fromhex(packed))
+        agree = agree and by_start.get(start, digest)[0] == digest[0]
+        by_start.setdefault(start, digest)
+        elements = total
+    columns = list(zip(*by_start.values(), strict=True))
+    return Tensor(
+        hash=sum(columns[0]) & _MASK,
+        narrow=sum(columns[1]) & _MASK,
+        low_bits=any(bits & 0xFFFF for bits in columns[2]),
+        not_finite=sum(columns[3]),
+        norm=math.sqrt(sum(columns[4])),
+        largest=max(columns[5]),
+        sketch=tuple(sum(column) for column in columns[6:]),
+        elements=elements,
+        copies_agree=agree,
+    )

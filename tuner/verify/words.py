@@ -1,0 +1,114 @@
+"""A verification on one screen, and as JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from tuner.doctor.known_wrong import known_wrong
+from tuner.verify.judge import Finding
+from tuner.verify.run import Run
+from tuner.verify.sides import Verification
+
+
+def screen(result: Verification) -> list[str]:
+    """The lines that `tune verify` prints."""
+    lines = [_headline(result.runs[0]), ""]
+    lines += [_row(run) for run in result.runs]
+    for finding in result.findings:
+        lines += ["", *_finding(finding)]
+    if result.operations:
+        named = ", ".join(result.operations)
+        lines += ["", f"two runs of the same side differ; torch names {named}"]
+    elif any(f.verdict == "nondeterministic" for f in result.findings):
+        lines += ["", "two runs of the same side differ; torch names no operation: look for data "
+                  "order, unseeded generators and kernels of other libraries"]  # fmt: skip
+    lines += [f"known: {line}" for line in _known(result)]
+    return lines
+
+
+def _headline(run: Run) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in run.about["versions"].items())
+    stage = run.about.get("stage")
+    kind = f"ZeRO-{stage}, {run.about['dtype']}, " if stage is not None else ""
+    return f"{len(run.steps) - 1} steps on {run.about['ranks']} rank(s), {kind}{versions}"
+
+
+def _row(run: Run) -> str:
+    last = run.steps[-1].scalars
+    losses = [value for name, value in last.items() if name.startswith("loss")]
+    shown = f"last loss {losses[-1]:.6g}" if losses else "no loss seen"
+    norm = last.get("gradient norm")
+    return f"{run.name:16} {shown}" + ("" if norm is None else f", gradient norm {norm:.6g}")
+
+
+def _finding(finding: Finding) -> Iterator[str]:
+    pair = f"{finding.side} against {finding.against}"
+    if finding.verdict == "identical" or finding.first is None:
+        yield f"{pair}: identical, every bit of {finding.steps} steps"
+        return
+    first = finding.first
+    where = f"step {first.step}: {first.name}"
+    others = f" and {finding.also} more" if finding.also else ""
+    if finding.verdict == "defect":
+        yield f"{pair}: DIFFERENT from {where}{others}"
+        yield f"  {_size(finding)}; rounding explains {_share(finding.explained)}"
+        yield f"  off: {finding.off}"
+        yield from (f"  {line}" for line in finding.why)
+        return
+    cause = "rounding" if finding.verdict == "rounding" else "what two runs of one side differ by"
+    yield f"{pair}: equal but for {cause}, from {where}{others}"
+    yield f"  {_size(finding)}; {cause} explains {_share(finding.explained)}"
+
+
+def _size(finding: Finding) -> str:
+    first = finding.first
+    assert first is not None
+    if not first.is_tensor:
+        return f"{first.ours:.9g} against {first.theirs:.9g}: {_share(first.relative)} apart"
+    if not math.isfinite(first.distance):
+        return "not to be measured: infinities, NaNs, or on one side only"
+    return (
+        f"{first.distance:.3g} apart (norm), {_share(first.relative)} of what updates moved it by"
+    )
+
+
+def _share(value: float) -> str:
+    return f"{value:.3%}" if value >= 1e-5 else f"{value:.2g}"
+
+
+def _known(result: Verification) -> list[str]:
+    about = result.runs[0].about
+    version = about["versions"].get("deepspeed")
+    if version is None or result.right:
+        return []
+    return [str(row) for row in known_wrong(str(version), about.get("config") or {})]
+
+
+def as_json(result: Verification) -> dict[str, Any]:
+    """For other programs: ``right``, the sides, and each finding with its first difference."""
+    return {
+        "right": result.right,
+        "identical": all(f.verdict == "identical" for f in result.findings),
+        "sides": [
+            {"name": run.name, "steps": len(run.steps) - 1, **_facts(run)} for run in result.runs
+        ],
+        "findings": [_plain(asdict(finding)) for finding in result.findings],
+        "operations": list(result.operations),
+        "known": _known(result),
+    }
+
+
+def _facts(run: Run) -> dict[str, Any]:
+    return {key: run.about.get(key) for key in ("ranks", "stage", "dtype", "versions")}
+
+
+def _plain(value: Any) -> Any:
+    """JSON knows no infinity."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return list(value) if isinstance(value, tuple) else value
