@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from simulator.machine import Machine
+from simulator.update.tiers import TIERS, Memory
 from simulator.workload import Workload
 
 UNKNOWN_MARGIN = 0.05  # left free where no profile says how much the peaks vary
@@ -76,9 +77,10 @@ class Limits:
             raise ValueError(
                 f"memory_margin (--memory-margin) must lie in [0%, 100%), but got {margin:.0%}"
             )
+        asked: dict[Memory, int | None] = {"device": device_memory_bytes, "host": host_memory_bytes}
         available = {
-            "device": device_memory_bytes or machine.device_memory_bytes,
-            "host": host_memory_bytes or machine.host_memory_bytes // workload.ranks_per_node,
+            name: size or TIERS[name].capacity_bytes(machine, workload.ranks_per_node) or 0
+            for name, size in asked.items()
         }
         left = {
             name: _margin_bytes(workload, name, size, margin) for name, size in available.items()

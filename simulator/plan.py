@@ -21,9 +21,10 @@ from pydantic import (
 )
 
 from simulator.update.order import UpdateOrder, issue_order, order_of
-from simulator.update.recipes import Memory
+from simulator.update.recipes import RECIPES, Slot
 from simulator.update.recipes import Placement as Placement  # public here, defined there
 
+ParameterHome = Literal["host", "device"]
 SCHEMA_VERSION = 2
 SHOWN_ERRORS = 4
 _LEFT_OUT = {1: ("prefetch_after_layer", "split_master")}  # fields that a schema no longer has
@@ -50,7 +51,7 @@ class HomeRun(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    home: Memory
+    home: ParameterHome
     count: int = Field(ge=1)
 
 
@@ -182,7 +183,8 @@ class Plan(BaseModel):
                 f"{self.schema_version}: the plan was written by a newer ebbtide; upgrade "
                 f"ebbtide, or plan again with `tune plan`"
             )
-        if self.count("device") and self.staging_slots < 1:
+        visits = any(Slot.STAGING in RECIPES[run.placement].slots for run in self.placement)
+        if visits and self.staging_slots < 1:
             raise ValueError(
                 "plan.staging_slots must be >= 1 where a subgroup has placement 'device', but "
                 f"got staging_slots={self.staging_slots}"
@@ -223,10 +225,10 @@ class Plan(BaseModel):
         return tuple(run.placement for run in self.placement for _ in range(run.count))
 
     @property
-    def parameter_homes(self) -> tuple[Memory, ...]:
+    def parameter_homes(self) -> tuple[ParameterHome, ...]:
         """Where the parameters of each subgroup live between their uses, in forward order."""
         if not self.parameter_home:
-            everywhere: tuple[Memory, ...] = ("device",)
+            everywhere: tuple[ParameterHome, ...] = ("device",)
             return everywhere * self.subgroup_count
         return tuple(run.home for run in self.parameter_home for _ in range(run.count))
 
@@ -269,7 +271,7 @@ class Plan(BaseModel):
         )
 
     @staticmethod
-    def home_runs(homes: Sequence[Memory]) -> tuple[HomeRun, ...]:
+    def home_runs(homes: Sequence[ParameterHome]) -> tuple[HomeRun, ...]:
         """Run-length encodes parameter homes given in forward order; none where all are devices."""
         if "host" not in homes:
             return ()

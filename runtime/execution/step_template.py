@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from simulator.plan import Plan
 from simulator.schedule import Op, OpKind
 from simulator.schedules.ebbtide import build_schedule
-from simulator.update.recipes import WAYS, Wait
+from simulator.update.recipes import Wait, recipe_of, ways
 from simulator.workload import Layer, Workload
 
-_STEPS = [step for recipe in WAYS.values() for step in recipe.steps]
+_STEPS = [step for way in ways() for step in recipe_of(*way).steps]
 _EXECUTED = {step.kind for step in _STEPS}
 _EARLY = {step.kind for step in _STEPS if step.early}
 _READ_GRADIENTS = {step.kind for step in _STEPS if Wait.GRADIENT in step.waits}

@@ -9,6 +9,7 @@ import torch
 
 from runtime.devices.base import Device
 from simulator.plan import Placement
+from simulator.update.footprint import slot_elements
 
 logger = logging.getLogger("ebbtide")
 
@@ -119,8 +120,7 @@ def staging_slots(
     wanted = min(count, len(visiting))
     for _ in range(wanted):
         try:
-            # Each tensor begins on a 256-byte border (64 floats).
-            each = (max(visiting) + 63) // 64 * 64
+            each = slot_elements(max(visiting))
             buffer = device.device_empty(tensors * each, torch.float32)
             slots.append(StagingSlot(buffer.view(tensors, each)))
         except torch.OutOfMemoryError:

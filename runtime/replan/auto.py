@@ -71,7 +71,7 @@ class _Automatic:
         from tuner.placements.quick import quick_plan
 
         current = own.plan.model_copy(update={"overlap_forward": own.overlaps})
-        held = footprint(workload, current).device_bytes
+        held = footprint(workload, current)["device"]
         free = _free_device_bytes(own.device)
         result = quick_plan(workload, machine, current, device_bytes=held + free)
         if own.engine.any_rank(result.iteration_s < result.current_s):

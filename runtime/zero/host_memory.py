@@ -11,7 +11,7 @@ import psutil
 from runtime.hardware.launcher import local_ranks
 from runtime.zero.checks.guard import ConfigError
 from simulator.plan import Plan
-from simulator.update.footprint import plan_bytes
+from simulator.update.footprint import Holding, tally
 from simulator.update.optimizer import ADAM, OPTIMIZERS, OptimizerState
 
 logger = logging.getLogger("ebbtide")
@@ -34,10 +34,11 @@ def needed_bytes(
     """
     if not plan.subgroups:
         return 0
-    return plan_bytes(
-        plan.subgroups, plan.placements, plan.staging_slots, optimizer, gradient_bytes, wire_bytes,
-        stage=stage, micro_batches=micro_batches,
-    ).host_bytes  # fmt: skip
+    held = Holding.of(
+        optimizer, gradient_bytes, wire_bytes, stage=stage, micro_batches=micro_batches
+    )
+    amounts = tally(plan.subgroups, plan.placements, plan.parameter_homes)
+    return held.bytes(amounts, plan.staging_slots)["host"]
 
 
 def check_host_memory(

@@ -6,8 +6,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -29,16 +27,14 @@ from simulator.engines.recipe_arrays import (
 from simulator.machine import Machine
 from simulator.plan import Plan, PlanError
 from simulator.schedules.loop import reduce_parts
-from simulator.update.footprint import buffer_bytes, bytes_per_param, keeps_window, moved_out
-from simulator.update.recipes import WAYS, Bytes, Slot, slot_limits
+from simulator.update.footprint import Holding, moved_out
+from simulator.update.recipes import Bytes, Slot, recipe_of, ways
 from simulator.workload import Workload
 
 COLUMNS = (
     "iteration_s", "forward_s", "backward_s", "step_s", "update_s", "makespan_s",
     "device_peak_bytes", "host_peak_bytes", "loop_s",
 )  # fmt: skip
-DEVICE = PLACEMENT_CODES["device"]
-_WAYS = tuple(WAYS)
 
 
 class PlanSweep:
@@ -75,15 +71,8 @@ class PlanSweep:
         self.recipes = RecipeArrays.of(Bytes.of(workload))
         self.rates = self._rates()
         self._by_threads: dict[int, Floats] = {}
-        held = bytes_per_param(
-            workload.optimizer_state,
-            workload.grad_bytes_per_param,
-            stage=workload.zero_stage,
-            keeps_window=keeps_window(
-                micro, workload.grad_bytes_per_param, workload.wire_bytes, workload.zero_stage
-            ),
-        )
-        self.held = [held[placement] for placement, _ in WAYS]
+        self.ways = len(ways())
+        self.held = Holding.of_workload(workload)
         self._forward_order = np.arange(len(self.sizes))
         self.extra = np.array(
             [workload.pipeline_idle_s, workload.step_gather_s, workload.network_step_gather_bytes]
@@ -105,7 +94,7 @@ class PlanSweep:
     def _allocate(self, shares: int) -> None:
         layers, subgroups = len(self.workload.layers), len(self.sizes)
         micro = self.workload.gradient_accumulation_steps
-        longest = max(len(recipe.steps) for recipe in WAYS.values())
+        longest = max(len(recipe_of(*way).steps) for way in ways())
         per_iteration = micro * (8 * layers + 2 * subgroups) + longest * subgroups + 5
         count = per_iteration * self.iterations
         self.ops = np.zeros((count, kernel.OP_COLUMNS))
@@ -140,8 +129,8 @@ class PlanSweep:
                 "overlap_forward must be false where steps wait for their updates, but got true "
                 f"for ZeRO-{self.workload.zero_stage}"
             )
-        counts, elements, largest = totals(placement, self.sizes, len(_WAYS)).tolist()
-        slots = slot_limits(staging_slots, dict(zip(_WAYS, map(int, counts), strict=True)))
+        amounts = totals(placement, self.sizes, self.ways).tolist()
+        slots = self.held.slots(amounts[0], staging_slots)
         self._note_fetched(placement)
         micro = self.workload.gradient_accumulation_steps
         plan = np.array(
@@ -154,11 +143,13 @@ class PlanSweep:
             self.layers, self.share_first, self.share_subgroup, self.layer_count,
             self.extra, self.sizes, placement,
             self._forward_order if issue is None else issue, plan,
-            arrays.with_threads(threads), arrays.first, arrays.gradient_home,
+            arrays.with_threads(threads), arrays.first, arrays.last, arrays.gradient_home,
             self.ops, self.after_first, self.after,
         )  # fmt: skip
         row = self._run(count, self._rates_with(threads))
-        self._add_held(row, elements, largest, slots)
+        held = self.held.bytes(amounts, staging_slots)  # on top of the activations' peak
+        row[kernel.DEVICE_PEAK] += self._device_base() + held["device"]
+        row[kernel.HOST_PEAK] += held["host"]
         return row
 
     def evaluate_plan(self, plan: Plan) -> Floats:
@@ -186,29 +177,23 @@ class PlanSweep:
                 "a placement is needed for each subgroup of the workload, but got "
                 f"{placement.size} for {self.sizes.size} subgroups"
             )
-        visits = DEVICE in placement % PARAMETERS_ON_HOST
-        if not 0 <= prefetch <= staging_slots or (staging_slots < 1 and visits):
+        visits = staging_slots < 1 and self._visits(placement)
+        if not 0 <= prefetch <= staging_slots or visits:
             raise PlanError(
                 "0 <= prefetch <= staging_slots must hold, with at least one slot for visiting "
                 f"subgroups, but got prefetch={prefetch}, staging_slots={staging_slots}"
             )
 
-    def _add_held(
-        self, row: Floats, elements: list[float], largest: list[float], slots: Mapping[Slot, int]
-    ) -> None:
-        """What is in use throughout, on top of the activations' peak: as `footprint` has it."""
-        w = self.workload
-        device, host = float(w.device_base_bytes), 0.0
-        if self._on_host:
-            device = max(0.0, device - moved_out(self.layers[:, L_FETCH].tolist()))
-            host = w.wire_bytes * sum(elements[PARAMETERS_ON_HOST:])
-        for size, (on_device, on_host) in zip(elements, self.held, strict=True):
-            device += size * on_device
-            host += size * on_host
-        most = dict(zip(_WAYS, map(int, largest), strict=True))
-        buffers = buffer_bytes(slots, most, w.optimizer_state, w.wire_bytes)
-        row[kernel.DEVICE_PEAK] += device + buffers.device_bytes
-        row[kernel.HOST_PEAK] += host + buffers.host_bytes
+    def _visits(self, placement: NDArray[np.int8]) -> bool:
+        counts = totals(placement, self.sizes, self.ways).tolist()[0]
+        return any(counts[user] for user in self.held.users[Slot.STAGING])
+
+    def _device_base(self) -> float:
+        """Without the parameters that live on the host."""
+        base = self.workload.device_base_bytes
+        if not self._on_host:
+            return base
+        return max(0.0, base - moved_out(self.layers[:, L_FETCH].tolist()))
 
     def _rates_with(self, threads: int) -> Floats:
         if not 0 < threads < self.machine.cpu_cores:
@@ -228,9 +213,3 @@ class PlanSweep:
         kernel.summarise(ops, start_s, end_s, self.iterations, row)
         row[kernel.DEVICE_PEAK], row[kernel.HOST_PEAK] = peaks
         return row
-
-
-def iteration_s_many(workload: Workload, plans: Sequence[Plan], machine: Machine) -> Floats:
-    """Steady-state iteration time under each plan, shape (plans,)."""
-    sweep = PlanSweep(workload, machine)
-    return np.array([sweep.evaluate_plan(plan)[kernel.ITERATION_S] for plan in plans])

@@ -20,23 +20,25 @@ from simulator.update.recipes import (
     GRADIENT_FETCH,
     GRADIENT_HOME,
     RECIPES,
-    WAYS,
     Bytes,
-    Memory,
     Placement,
     Slot,
     Step,
     Wait,
+    recipe_of,
+    ways,
 )
+from simulator.update.tiers import Memory
 
 # Of a subgroup whose parameters live on the device, and what is added for the host.
 PLACEMENT_CODES: dict[Placement, int] = {placement: i for i, placement in enumerate(RECIPES)}
-PARAMETERS_ON_HOST = len(RECIPES)
+PARAMETERS_ON_HOST = 64  # there are fewer placements
 HOME_CODES: dict[Memory, int] = {"device": 0, "host": PARAMETERS_ON_HOST}
 SLOTS = list(Slot)
 RATES: tuple[RateName, ...] = (
     "wall_s", "h2d_bytes_per_s", "d2h_bytes_per_s", "host_adam_params_per_s",
-    "device_adam_params_per_s", "network_bytes_per_s",
+    "device_adam_params_per_s", "network_bytes_per_s", "storage_write_bytes_per_s",
+    "storage_read_bytes_per_s",
 )  # fmt: skip
 WALL, NETWORK = RATES.index("wall_s"), RATES.index("network_bytes_per_s")
 HOST_UPDATE = RATES.index("host_adam_params_per_s")
@@ -78,28 +80,34 @@ class RecipeArrays:
     Attributes:
         rows: as in ``ops``, with WORK and DRAM per parameter, then what a step waits for, takes and
             gives back (see T_*): shape (steps, OP_COLUMNS + 5).
-        first: the steps of a way to be updated are rows first[code] to first[code + 1], its code
-            being the sum of PLACEMENT_CODES' and HOME_CODES'.
+        first: the steps of a way to be updated are rows first[code] to last[code], its code being
+            the sum of PLACEMENT_CODES' and HOME_CODES'.
         gradient_home: by code, whether the gradient goes to host memory.
         threaded: rows whose CORES are the plan's threads.
     """
 
     rows: Floats
     first: Ints
+    last: Ints
     gradient_home: Ints
     threaded: Ints
     by_threads: dict[int, Floats] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(cls, amounts: Bytes) -> Self:
-        steps = [*(s for recipe in WAYS.values() for s in recipe.steps)]
+        steps: list[Step] = []
+        first, last, homes = (np.zeros(2 * PARAMETERS_ON_HOST, np.int64) for _ in range(3))
+        for placement, home in ways():
+            recipe, code = recipe_of(placement, home), PLACEMENT_CODES[placement] + HOME_CODES[home]
+            first[code], last[code] = len(steps), len(steps) + len(recipe.steps)
+            homes[code] = recipe.gradient == "host"
+            steps += recipe.steps
         steps += [GRADIENT_FETCH, GRADIENT_HOME]  # the last two rows
-        lengths = [len(recipe.steps) for recipe in WAYS.values()]
-        homes = [recipe.gradient == "host" for recipe in WAYS.values()]
         return cls(
             rows=np.array([[*_row(step, amounts), *_waits(step)] for step in steps]),
-            first=np.cumsum([0, *lengths]).astype(np.int64),
-            gradient_home=np.array(homes, dtype=np.int64),
+            first=first,
+            last=last,
+            gradient_home=homes,
             threaded=np.flatnonzero([step.threads for step in steps]).astype(np.int64),
         )
 
@@ -129,10 +137,14 @@ def _waits(step: Step) -> list[int]:
 
 @compiled
 def totals(placement: Any, sizes: Floats, kinds: int) -> Floats:
-    """How many there are of each placement, their elements, and the largest: shape (3, kinds)."""
+    """How many subgroups there are of each of `ways`, their elements, and the largest: shape
+    (3, kinds).
+    """
     result = np.zeros((3, kinds))
     for s in range(sizes.size):
         code = placement[s]
+        if code >= PARAMETERS_ON_HOST:
+            code = code - PARAMETERS_ON_HOST + kinds // 2
         result[0, code] += 1
         result[1, code] += sizes[s]
         result[2, code] = max(result[2, code], sizes[s])
@@ -379,8 +391,8 @@ def _step_waits(n: Ints, after: Ints, plan: Ints, norm: int, new: Ints, ends: In
 @compiled
 def _step(
     n: Ints, ops: Floats, after_first: Ints, after: Ints, sizes: Floats, placement: Any,
-    issue: Ints, plan: Ints, extra: Floats, rows: Floats, first: Ints, home: Ints, early: Ints,
-    new: Ints, ends: Ints,
+    issue: Ints, plan: Ints, extra: Floats, rows: Floats, first: Ints, last: Ints, home: Ints,
+    early: Ints, new: Ints, ends: Ints,
 ) -> None:  # fmt: skip
     _wait(n, after, n[_N_BACKWARD])
     _wait(n, after, n[_N_REDUCE])
@@ -389,7 +401,7 @@ def _step(
         s = issue[k]
         code = placement[s]
         previous = -1
-        for row in range(first[code], first[code + 1]):
+        for row in range(first[code], last[code]):
             if rows[row, T_EARLY] > 0 and early[s] >= 0:
                 previous = early[s]
                 early[s] = -1
@@ -431,7 +443,7 @@ def _step(
 def build(
     layers: Floats, share_first: Ints, share_subgroup: Ints, layer_count: Ints, extra: Floats,
     sizes: Floats, placement: Any, issue: Ints, plan: Ints, rows: Floats,
-    first: Ints, gradient_home: Ints, ops: Floats, after_first: Ints, after: Ints,
+    first: Ints, last: Ints, gradient_home: Ints, ops: Floats, after_first: Ints, after: Ints,
 ) -> int:  # fmt: skip
     """Writes the schedule of `build_schedule` into the arrays; returns how many ops it has.
 
@@ -466,6 +478,6 @@ def build(
             _backward(n, ops, after_first, after, micro_batch, layers, share_first,
                       share_subgroup, layer_count, sizes, placement, issue, plan, rows,
                       first, gradient_home, home, early)  # fmt: skip
-        _step(n, ops, after_first, after, sizes, placement, issue, plan, extra, rows, first,
+        _step(n, ops, after_first, after, sizes, placement, issue, plan, extra, rows, first, last,
               home, early, new, ends)  # fmt: skip
     return int(n[_N_OPS])

@@ -91,8 +91,8 @@ class EbbtideLoop(TrainingLoop):
             iterations=iterations,
             ranks_per_node=self.workload.ranks_per_node,
             strategy="ebbtide",
-            device_base_bytes=held.device_bytes,
-            host_base_bytes=held.host_bytes,
+            device_base_bytes=held["device"],
+            host_base_bytes=held["host"],
         )
 
     def before_pass(self, layer: int, waits: list[int], *, backward: bool = False) -> list[int]:

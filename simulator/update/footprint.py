@@ -1,51 +1,37 @@
-"""What a plan takes of device and host memory: the only place that says so."""
+"""What a plan takes of each memory: the only arithmetic that says so."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from simulator.plan import Plan
 from simulator.update.optimizer import FP32_BYTES, OptimizerState
-from simulator.update.recipes import RECIPES, Memory, Placement, Slot, Way, slot_limits, users
+from simulator.update.recipes import Placement, Slot, Way, recipe_of, slot_limit, ways
+from simulator.update.tiers import TIERS, Memory
 from simulator.workload import Workload
 
 PARAMETER_BUFFERS = 2  # layers whose parameters are on the device at once: this one and the next
 STAGING_ALIGNMENT = 64  # elements: each tensor of a staging slot begins on a 256-byte border
 
-
-@dataclass(frozen=True, slots=True)
-class Footprint:
-    """Bytes of one rank that a plan holds all through an iteration.
-
-    Activations, which come and go, and what a checkpoint reserves are not in it.
-
-    Attributes:
-        device_bytes: the workload's base (parameters, buckets), resident state, gradients that
-            stay on the device, staging slots.
-        host_bytes: state, gradients and parameters that live there, parameter slots; with
-            accumulation, the gradients of the window before, whatever the placement.
-    """
-
-    device_bytes: int
-    host_bytes: int
+Footprint = Mapping[Memory, int]  # bytes of one rank in each memory of `TIERS`
 
 
 def footprint(workload: Workload, plan: Plan) -> Footprint:
-    """Of a plan for this workload.
+    """Bytes of one rank that a plan holds all through an iteration.
 
-    Below ZeRO-3 DeepSpeed's flat partitions keep room for resident state too. Of the parameters
-    that live on the host, those of two layers are on the device.
+    The workload's base (parameters, buckets), state, gradients, parameters where they live, and the
+    slots. Activations, which come and go, and what a checkpoint reserves are not in it. Of the
+    parameters that live on the host, those of two layers are on the device.
     """
-    of_plan = plan_bytes(
-        workload.subgroups, plan.placements, plan.staging_slots, workload.optimizer_state,
-        workload.grad_bytes_per_param, workload.wire_bytes, stage=workload.zero_stage,
-        micro_batches=workload.gradient_accumulation_steps, homes=plan.parameter_homes,
-    )  # fmt: skip
-    gone = moved_out(fetched_elements(workload, plan.parameter_homes)) * workload.wire_bytes
-    base = max(0, workload.device_base_bytes - gone)
-    return Footprint(base + of_plan.device_bytes, of_plan.host_bytes)
+    held = Holding.of_workload(workload)
+    homes = plan.parameter_homes
+    amounts = tally(workload.subgroups, plan.placements, homes)
+    gone = moved_out(fetched_elements(workload, homes)) * workload.wire_bytes
+    taken = dict(held.bytes(amounts, plan.staging_slots))
+    taken["device"] += max(0, workload.device_base_bytes - gone)
+    return taken
 
 
 def fetched_elements(workload: Workload, homes: Sequence[Memory]) -> list[int]:
@@ -60,73 +46,105 @@ def moved_out(fetched: Sequence[int]) -> int:
     return max(0, sum(fetched) - PARAMETER_BUFFERS * max(fetched))
 
 
-def plan_bytes(
-    subgroups: Sequence[int],
-    placements: Sequence[Placement],
-    staging_slots: int,
-    optimizer: OptimizerState,
-    gradient_bytes: int,
-    wire_bytes: int,
-    *,
-    stage: int = 3,
-    micro_batches: int = 1,
-    homes: Sequence[Memory] = (),
-) -> Footprint:
-    """What the update itself takes, and what lives on the host; without the workload's base.
+@dataclass(frozen=True)
+class Holding:
+    """What each element takes of each memory, by the way in which it is updated, and the slots.
+
+    Attributes:
+        per_param: by memory, bytes of a parameter of each of `ways`, with its state and gradient;
+            what the device holds of the parameters is in the workload's base.
+        users: the ways that use each kind of slot, as positions in `ways`.
+    """
+
+    optimizer: OptimizerState
+    wire_bytes: int
+    per_param: Mapping[Memory, tuple[int, ...]]
+    users: Mapping[Slot, tuple[int, ...]]
+
+    @classmethod
+    def of(
+        cls, optimizer: OptimizerState, gradient_bytes: int, wire_bytes: int, *, stage: int = 3,
+        micro_batches: int = 1,
+    ) -> Self:  # fmt: skip
+        """Of such training.
+
+        Below ZeRO-3 DeepSpeed's flat partitions keep room for resident state too.
+
+        Args:
+            micro_batches: of a step.
+        """
+        keeps = keeps_window(micro_batches, gradient_bytes, wire_bytes, stage)
+        rows = []
+        recipes = [recipe_of(*way) for way in ways()]
+        for recipe, (_, home) in zip(recipes, ways(), strict=True):
+            row = dict.fromkeys(TIERS, 0)
+            row[recipe.state] += optimizer.state_bytes
+            row[recipe.gradient] += gradient_bytes
+            if stage < 3 and recipe.state == "device":
+                row["host"] += optimizer.state_bytes
+            if home == "host":
+                row["host"] += wire_bytes
+            if keeps:  # whatever the placement
+                row["host"] += gradient_bytes
+            rows.append(row)
+        return cls(
+            optimizer, wire_bytes, {memory: tuple(r[memory] for r in rows) for memory in TIERS},
+            {s: tuple(i for i, r in enumerate(recipes) if s in r.slots) for s in Slot},
+        )  # fmt: skip
+
+    @classmethod
+    def of_workload(cls, w: Workload) -> Self:
+        return cls.of(
+            w.optimizer_state, w.grad_bytes_per_param, w.wire_bytes, stage=w.zero_stage,
+            micro_batches=w.gradient_accumulation_steps,
+        )  # fmt: skip
+
+    def bytes(self, amounts: Sequence[Sequence[float]], staging_slots: int) -> Footprint:
+        """Without the workload's base.
+
+        Args:
+            amounts: as `tally` gives them.
+        """
+        counts, elements, largest = amounts
+        taken = {
+            memory: int(sum(n * each for n, each in zip(elements, row, strict=True)))
+            for memory, row in self.per_param.items()
+        }
+        for slot, limit in self.slots(counts, staging_slots).items():
+            if limit:
+                size = max(int(largest[user]) for user in self.users[slot])
+                taken[slot.memory] += limit * self.slot_bytes(slot, size)
+        return taken
+
+    def slots(self, counts: Sequence[float], staging_slots: int) -> dict[Slot, int]:
+        """`slot_limits` of so many subgroups of each of `ways`."""
+        return {
+            slot: slot_limit(slot, staging_slots, int(sum(counts[user] for user in users)))
+            for slot, users in self.users.items()
+        }
+
+    def slot_bytes(self, slot: Slot, elements: int) -> int:
+        """Of a slot that holds any subgroup of up to so many elements."""
+        if slot is Slot.STAGING:
+            return slot_elements(elements) * self.optimizer.tensor_count * FP32_BYTES
+        return elements * self.wire_bytes
+
+
+def tally(
+    sizes: Iterable[int], placements: Sequence[Placement], homes: Sequence[Memory] = ()
+) -> tuple[list[int], list[int], list[int]]:
+    """For each of `ways`: subgroups, their elements, those of the largest.
 
     Args:
-        micro_batches: of a step.
-        homes: of each subgroup's parameters; empty: all on the device.
+        homes: of the parameters; empty: all on the device.
     """
+    held: dict[Way, list[int]] = {way: [] for way in ways()}
     everywhere: tuple[Memory, ...] = ("device",)
-    ways = list(zip(placements, homes or everywhere * len(placements), strict=True))
-    elements: Counter[Way] = Counter()
-    largest: Counter[Way] = Counter()
-    for size, way in zip(subgroups, ways, strict=True):
-        elements[way] += size
-        largest[way] = max(largest[way], size)
-    keeps = keeps_window(micro_batches, gradient_bytes, wire_bytes, stage)
-    per_param = bytes_per_param(optimizer, gradient_bytes, stage=stage, keeps_window=keeps)
-    device, host = (sum(n * per_param[way[0]][i] for way, n in elements.items()) for i in (0, 1))
-    on_host = sum(n for way, n in elements.items() if way[1] == "host") * wire_bytes
-    slots = buffer_bytes(
-        slot_limits(staging_slots, Counter(ways)), largest, optimizer, wire_bytes
-    )  # fmt: skip
-    return Footprint(device + slots.device_bytes, host + on_host + slots.host_bytes)
-
-
-def buffer_bytes(
-    slots: Mapping[Slot, int], largest: Mapping[Way, int], optimizer: OptimizerState,
-    wire_bytes: int,
-) -> Footprint:  # fmt: skip
-    """What the buffers take that subgroups use in turn; each holds the largest of its users."""
-    most = {slot: max((largest[way] for way in users(largest, slot)), default=0) for slot in Slot}
-    return Footprint(
-        slots[Slot.STAGING] * slot_bytes(most[Slot.STAGING], optimizer)
-        + slots[Slot.OUTGOING] * most[Slot.OUTGOING] * wire_bytes,
-        slots[Slot.PARAMETER] * most[Slot.PARAMETER] * wire_bytes,
-    )
-
-
-def bytes_per_param(
-    optimizer: OptimizerState, gradient_bytes: int, *, stage: int = 3, keeps_window: bool = False
-) -> dict[Placement, tuple[int, int]]:
-    """(device, host) bytes of each placement's state and gradients, per parameter.
-
-    Args:
-        keeps_window: the gradients of the window before are kept on the host.
-    """
-    held = {}
-    for placement, recipe in RECIPES.items():
-        taken = {"device": 0, "host": 0}
-        taken[recipe.state] += optimizer.state_bytes
-        taken[recipe.gradient] += gradient_bytes
-        if stage < 3 and recipe.state == "device":
-            taken["host"] += optimizer.state_bytes
-        if keeps_window:
-            taken["host"] += gradient_bytes
-        held[placement] = (taken["device"], taken["host"])
-    return held
+    homes = homes or everywhere * len(placements)
+    for size, placement, home in zip(sizes, placements, homes, strict=True):
+        held[placement, home].append(size)
+    by = held.values()
+    return [len(n) for n in by], [sum(n) for n in by], [max(n, default=0) for n in by]
 
 
 def keeps_window(micro_batches: int, gradient_bytes: int, wire_bytes: int, stage: int) -> bool:
@@ -138,7 +156,6 @@ def keeps_window(micro_batches: int, gradient_bytes: int, wire_bytes: int, stage
     return micro_batches > 1 and (stage == 3 or gradient_bytes <= wire_bytes)
 
 
-def slot_bytes(largest: int, optimizer: OptimizerState) -> int:
-    """Of a staging slot that holds any visiting subgroup."""
-    aligned = -(-largest // STAGING_ALIGNMENT) * STAGING_ALIGNMENT
-    return aligned * optimizer.tensor_count * FP32_BYTES
+def slot_elements(largest: int) -> int:
+    """Of each tensor of a staging slot that holds any subgroup of up to so many elements."""
+    return -(-largest // STAGING_ALIGNMENT) * STAGING_ALIGNMENT

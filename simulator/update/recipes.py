@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import IntFlag, StrEnum
+from functools import cached_property
 from typing import Literal, Self
 
 from simulator.machine import RateName
 from simulator.schedule import Lane, OpKind
 from simulator.update.optimizer import FP32_BYTES
+from simulator.update.tiers import TIERS, Memory
 from simulator.workload import Workload
 
 Placement = Literal["host", "device", "resident"]
-Memory = Literal["host", "device"]
 PARAMETER_SLOTS = 2  # buffers in which new parameters wait for their copy to the other memory
 
 
@@ -34,6 +35,11 @@ class Slot(StrEnum):
     STAGING = "staging"  # device memory, for a visiting subgroup's state
     PARAMETER = "parameter"  # host memory, for parameters on their way to the device
     OUTGOING = "outgoing"  # device memory, for parameters on their way to the host
+
+    @property
+    def memory(self) -> Memory:
+        """Where it is."""
+        return "host" if self is Slot.PARAMETER else "device"
 
 
 class Wait(IntFlag):
@@ -107,7 +113,7 @@ class Step:
         return Wait.GATE in self.waits
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Recipe:
     """How subgroups of one placement are updated.
 
@@ -121,15 +127,46 @@ class Recipe:
     gradient: Memory
     steps: tuple[Step, ...]
 
+    @cached_property
+    def slots(self) -> frozenset[Slot]:
+        """What its subgroups take in turn."""
+        return frozenset(step.takes for step in self.steps if step.takes is not None)
 
-def _in(kind: OpKind, lane: Lane, size: Amount, waits: Wait, **fields: object) -> Step:
-    """A copy to the device: its bytes are read from DRAM."""
-    return Step(kind, lane, "h2d_bytes_per_s", size, waits, size, **fields)  # type: ignore[arg-type]
+    @cached_property
+    def parameters_on_host(self) -> Recipe:
+        """The same where parameters live in host memory: the host kernel writes them in place, the
+        device's go out, ahead of the state: somebody waits for them.
+        """
+        steps: list[Step] = []
+        for step in self.steps:
+            if step.kind == OpKind.UPDATE_HOST:
+                steps.append(replace(step, takes=None, publishes=True))
+            elif step.kind == OpKind.UPDATE_DEVICE:
+                steps += [replace(step, takes=Slot.OUTGOING, publishes=False), _PARAMETERS_OUT]
+            elif step.kind != OpKind.PARAMETER_H2D:
+                steps.append(step)
+        return replace(self, steps=tuple(steps))
 
 
-def _out(kind: OpKind, lane: Lane, size: Amount, waits: Wait, **fields: object) -> Step:
-    """A copy to the host: its bytes are written to DRAM."""
-    return Step(kind, lane, "d2h_bytes_per_s", size, waits, size, **fields)  # type: ignore[arg-type]
+def into(
+    memory: Memory, kind: OpKind, size: Amount, waits: Wait, lane: Lane | None = None,
+    **fields: object,
+) -> Step:  # fmt: skip
+    """A copy from host memory: its bytes are read from DRAM.
+
+    Args:
+        lane: another than the tier's.
+    """
+    way = TIERS[memory].into
+    assert way is not None
+    return Step(kind, lane or way.lane, way.rate, size, waits, size, **fields)  # type: ignore[arg-type]
+
+
+def out_of(memory: Memory, kind: OpKind, size: Amount, waits: Wait, **fields: object) -> Step:
+    """A copy to host memory: its bytes are written to DRAM."""
+    way = TIERS[memory].out_of
+    assert way is not None
+    return Step(kind, way.lane, way.rate, size, waits, size, **fields)  # type: ignore[arg-type]
 
 
 def _device_update(waits: Wait) -> Step:
@@ -141,13 +178,13 @@ def _device_update(waits: Wait) -> Step:
 
 # New parameters go home on a lane of their own, so that a visiting subgroup's state never queues
 # behind a parameter whose host update is still running.
-_PARAMETERS_HOME = _in(
-    OpKind.PARAMETER_H2D, Lane.H2D_PARAMETERS, lambda b: b.wire, Wait.PREVIOUS,
+_PARAMETERS_HOME = into(
+    "device", OpKind.PARAMETER_H2D, lambda b: b.wire, Wait.PREVIOUS, Lane.H2D_PARAMETERS,
     gives_back=Slot.PARAMETER, publishes=True,
 )  # fmt: skip
 
-_PARAMETERS_OUT = _out(
-    OpKind.PARAMETER_D2H, Lane.D2H, lambda b: b.wire, Wait.PREVIOUS,
+_PARAMETERS_OUT = out_of(
+    "device", OpKind.PARAMETER_D2H, lambda b: b.wire, Wait.PREVIOUS,
     gives_back=Slot.OUTGOING, publishes=True,
 )  # fmt: skip
 
@@ -170,11 +207,11 @@ RECIPES: Mapping[Placement, Recipe] = {
         steps=(
             # The slot's last visitor must be back home before its buffer is overwritten. Slots are
             # never more than visits: so a subgroup's own write-back comes before its next visit.
-            _in(OpKind.STATE_H2D, Lane.H2D, lambda b: b.visit, Wait.NORM,
-                takes=Slot.STAGING, early=True),
+            into("device", OpKind.STATE_H2D, lambda b: b.visit, Wait.NORM,
+                 takes=Slot.STAGING, early=True),
             _device_update(Wait.PREVIOUS),
-            _out(OpKind.STATE_D2H, Lane.D2H, lambda b: b.visit, Wait.PREVIOUS | Wait.GATE,
-                 gives_back=Slot.STAGING),
+            out_of("device", OpKind.STATE_D2H, lambda b: b.visit, Wait.PREVIOUS | Wait.GATE,
+                   gives_back=Slot.STAGING),
         ),
     ),
     "resident": Recipe(
@@ -182,26 +219,12 @@ RECIPES: Mapping[Placement, Recipe] = {
     ),
 }  # fmt: skip
 
-
-def _parameters_on_host(recipe: Recipe) -> Recipe:
-    """The same where parameters live in host memory: the host kernel writes them in place, the
-    device's go out, ahead of the state: somebody waits for them.
-    """
-    steps: list[Step] = []
-    for step in recipe.steps:
-        if step.kind == OpKind.UPDATE_HOST:
-            steps.append(replace(step, takes=None, publishes=True))
-        elif step.kind == OpKind.UPDATE_DEVICE:
-            steps += [replace(step, takes=Slot.OUTGOING, publishes=False), _PARAMETERS_OUT]
-        elif step.kind != OpKind.PARAMETER_H2D:
-            steps.append(step)
-    return replace(recipe, steps=tuple(steps))
-
-
 # A gradient that goes to host memory; from the second micro-batch on the sum so far is fetched
 # first: micro-batches are added on the device, as stock adds them.
-GRADIENT_FETCH = _in(OpKind.GRADIENT_H2D, Lane.H2D_PARAMETERS, lambda b: b.gradient, Wait.GRADIENT)
-GRADIENT_HOME = _out(OpKind.GRADIENT_D2H, Lane.D2H, lambda b: b.gradient, Wait.PREVIOUS)
+GRADIENT_FETCH = into(
+    "device", OpKind.GRADIENT_H2D, lambda b: b.gradient, Wait.GRADIENT, Lane.H2D_PARAMETERS
+)
+GRADIENT_HOME = out_of("device", OpKind.GRADIENT_D2H, lambda b: b.gradient, Wait.PREVIOUS)
 
 # Stock's host passes in the place of the fused kernel: unscale, update, downcast, together at the
 # machine's stock rate. For the question what fusing them saves; the runtime does not run it. The
@@ -221,12 +244,13 @@ UNFUSED_HOST = Recipe(
 )  # fmt: skip
 
 
-# All ways in which a subgroup is updated: its placement, and where its parameters live.
-Way = tuple[Placement, Memory]
-WAYS: Mapping[Way, Recipe] = {
-    **{(placement, "device"): recipe for placement, recipe in RECIPES.items()},
-    **{(placement, "host"): _parameters_on_host(recipe) for placement, recipe in RECIPES.items()},
-}
+Way = tuple[Placement, Memory]  # how a subgroup is updated, and where its parameters live
+
+
+def ways() -> list[Way]:
+    """All of them."""
+    homes: tuple[Memory, ...] = ("device", "host")
+    return [(placement, home) for home in homes for placement in RECIPES]
 
 
 def recipe_of(placement: Placement, home: Memory, *, fused: bool = True) -> Recipe:
@@ -235,14 +259,8 @@ def recipe_of(placement: Placement, home: Memory, *, fused: bool = True) -> Reci
     Args:
         fused: False: `UNFUSED_HOST` in the place of the host's kernel.
     """
-    if fused or placement != "host":
-        return WAYS[placement, home]
-    return UNFUSED_HOST if home == "device" else _parameters_on_host(UNFUSED_HOST)
-
-
-def users(ways: Mapping[Way, float], slot: Slot) -> list[Way]:
-    """Those of ``ways`` that take such a buffer."""
-    return [way for way in ways if any(step.takes == slot for step in WAYS[way].steps)]
+    recipe = RECIPES[placement] if fused or placement != "host" else UNFUSED_HOST
+    return recipe if home == "device" else recipe.parameters_on_host
 
 
 def slot_limits(staging_slots: int, ways: Mapping[Way, int]) -> dict[Slot, int]:
@@ -251,8 +269,14 @@ def slot_limits(staging_slots: int, ways: Mapping[Way, int]) -> dict[Slot, int]:
     Args:
         ways: how many subgroups there are of each.
     """
-    most = {Slot.STAGING: staging_slots}
     return {
-        slot: min(most.get(slot, PARAMETER_SLOTS), sum(ways[way] for way in users(ways, slot)))
+        slot: slot_limit(
+            slot, staging_slots, sum(n for way, n in ways.items() if slot in recipe_of(*way).slots)
+        )
         for slot in Slot
     }
+
+
+def slot_limit(slot: Slot, staging_slots: int, users: int) -> int:
+    """`slot_limits` of one kind that so many subgroups use."""
+    return min(staging_slots if slot is Slot.STAGING else PARAMETER_SLOTS, users)

@@ -17,7 +17,7 @@ from simulator.analysis.window_program import Window
 from simulator.analysis.window_times import Times
 from simulator.engines.reference import capacities
 from simulator.schedule import Lane, Op, OpKind
-from simulator.update.footprint import plan_bytes
+from simulator.update.footprint import Holding, tally
 from simulator.update.order import UpdateOrder
 from tests.machines import node
 
@@ -140,12 +140,9 @@ def test_no_plan_beats_the_bound_of_its_counts(seed, most):
 def within_its_own_memory(work, codes, slots):
     """What a plan takes of the device, as `footprint` has it, with its activations."""
     placements = [PLACEMENTS[code] for code in codes]
-    held = plan_bytes(
-        work.subgroups, placements, slots, work.optimizer_state, work.grad_bytes_per_param,
-        work.wire_bytes, micro_batches=work.gradient_accumulation_steps,
-    )  # fmt: skip
+    held = Holding.of_workload(work).bytes(tally(work.subgroups, placements), slots)
     activations = sum(layer.activation_bytes for layer in work.layers)
-    return work.device_base_bytes + held.device_bytes + activations
+    return work.device_base_bytes + held["device"] + activations
 
 
 @pytest.mark.parametrize("most", [6, 14, 30])

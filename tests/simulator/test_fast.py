@@ -18,7 +18,7 @@ from simulator import (
     build_strategy,
     simulate,
 )
-from simulator.analysis.many_plans import COLUMNS, PlanSweep, iteration_s_many
+from simulator.analysis.many_plans import COLUMNS, PlanSweep
 from simulator.engines.compiled import compile_schedule, simulate_fast
 from simulator.engines.recipe_arrays import PLACEMENT_CODES
 from simulator.schedules.strategies import stages
@@ -142,7 +142,8 @@ def test_many_plans_at_once():
     work, on, rng = workload((10,) * 6), machine(), random.Random(3)
     plans = [random_plan(work, rng) for _ in range(10)]
     expected = [simulate(build_schedule(work, plan), on).iteration_s for plan in plans]
-    assert iteration_s_many(work, plans, on) == pytest.approx(expected, **EXACT)
+    sweep = PlanSweep(work, on)
+    assert [sweep.evaluate_plan(plan)[0] for plan in plans] == pytest.approx(expected, **EXACT)
 
 
 def test_a_sweep_refuses_what_a_plan_may_not_be():

@@ -101,8 +101,8 @@ def test_less_state_moves_less(name):
     traffic = {op.dram_bytes for op in ops if op.kind.value == "update host"}
     assert traffic == {10 * (2 * state.state_bytes + 4)}
     held = footprint(made, plan)
-    assert held.host_bytes == 20 * state.state_bytes + 10 * 2 + 10 * 2
-    assert held.device_bytes == (10 + 64) * state.state_bytes + 2 * 20
+    assert held["host"] == 20 * state.state_bytes + 10 * 2 + 10 * 2
+    assert held["device"] == (10 + 64) * state.state_bytes + 2 * 20
 
 
 def test_an_unknown_optimizer_is_refused():

@@ -71,8 +71,8 @@ def test_resident_state_takes_its_room_on_the_host_too():
     work = workload((10, 10), zero_stage=2)
     plan = Plan(subgroup_size=10, placement=Plan.runs(["resident"] * 2), staging_slots=0,
                 overlap_forward=False)  # fmt: skip
-    assert footprint(work, plan).host_bytes == 20 * 12
-    assert footprint(workload((10, 10)), plan).host_bytes == 0
+    assert footprint(work, plan)["host"] == 20 * 12
+    assert footprint(workload((10, 10)), plan)["host"] == 0
 
 
 def test_a_plan_that_overlaps_forward_is_refused():

@@ -226,7 +226,7 @@ def _leanest(work: Workload, start: Plan, limits: Limits) -> Plan:
 def _peaks(work: Workload, plan: Plan) -> tuple[int, int]:
     """Device and host bytes: all activations are there at the end of forward."""
     held = footprint(work, plan)
-    return held.device_bytes + activation_bytes(work), held.host_bytes
+    return held["device"] + activation_bytes(work), held["host"]
 
 
 def activation_bytes(work: Workload) -> int:

@@ -11,7 +11,7 @@ from simulator.engines.reference import capacities
 from simulator.estimates.blocks import ModelError
 from simulator.limits import Limits
 from simulator.schedules.peers import HOST_GRADIENT_BYTES
-from simulator.update.footprint import PARAMETER_BUFFERS
+from simulator.update.footprint import PARAMETER_BUFFERS, Holding
 from simulator.update.optimizer import FP32_BYTES
 from tuner.configurations.outcome import Question, activation_bytes
 from tuner.configurations.space import Configuration
@@ -80,8 +80,10 @@ def _bytes(
     state = work.params * work.optimizer_state.state_bytes
     kept = 0 if options.get("activations") == "cpu" else activation_bytes(work)
     device, host = work.device_base_bytes + kept, 0
-    if name == "ebbtide":  # state is here or there, whole
-        beyond_both = device + state - limits.total_bytes
+    if name == "ebbtide":  # state and gradients are here or there, whole
+        held = Holding.of_workload(work).per_param
+        least = min(map(sum, zip(held["device"], held["host"], strict=True)))
+        beyond_both = device + work.params * least - limits.total_bytes
         return device, max(0, beyond_both, *limits.missing(device, 0).values())
     if name == "no_offload":
         device += state

@@ -57,8 +57,8 @@ def quick_plan(
     held = footprint(workload, current)
     activations = sum(layer.activation_bytes for layer in workload.layers)
     limits = Limits(
-        held.device_bytes + activations if device_bytes is None else device_bytes,
-        max(machine.host_memory_bytes // workload.ranks_per_node, held.host_bytes)
+        held["device"] + activations if device_bytes is None else device_bytes,
+        max(machine.host_memory_bytes // workload.ranks_per_node, held["host"])
         if host_bytes is None else host_bytes,
     )  # fmt: skip
     fixed = {"threads": current.threads, "overlap_forward": current.overlap_forward}

@@ -10,7 +10,7 @@ import runtime
 from runtime.zero.attach import host_bytes
 from runtime.zero.host_memory import needed_bytes
 from runtime.zero.stage3_buffers import gradient_of, split_gradients
-from simulator.update.footprint import footprint, plan_bytes
+from simulator.update.footprint import Holding, footprint, tally
 from simulator.update.optimizer import ADAM
 from simulator.workload import Layer, Workload
 from tests.runtime.contract.test_bits import two_groups
@@ -59,29 +59,27 @@ def test_the_footprint_is_what_is_allocated(pattern, gradients, stage):
     sizes = tuple(s.elements for s in own.executor.states)
     kept = own.executor.states[0].gradient.element_size()
     assert kept == (4 if "fp32" in gradients else 2)
-    told = plan_bytes(
-        sizes, own.plan.placements, own.plan.staging_slots, ADAM, kept, 2, stage=stage,
-        micro_batches=micro_batches,
-    )  # fmt: skip
-    assert told.host_bytes == host_bytes(engine.optimizer)
-    assert told.device_bytes == allocated_device_bytes(own.executor)
+    held = Holding.of(ADAM, kept, 2, stage=stage, micro_batches=micro_batches)
+    told = held.bytes(tally(sizes, own.plan.placements), own.plan.staging_slots)
+    assert told["host"] == host_bytes(engine.optimizer)
+    assert told["device"] == allocated_device_bytes(own.executor)
     named = own.plan.model_copy(update={"subgroups": sizes})
     needed = needed_bytes(named, kept, stage=stage, micro_batches=micro_batches)
-    assert needed == told.host_bytes
+    assert needed == told["host"]
     layers = tuple(Layer(params=n, forward_s=1.0, backward_s=1.0) for n in sizes)
     work = Workload(
         name="w", layers=layers, subgroups=sizes, subgroup_size=SUBGROUP, device_base_bytes=7,
         grad_bytes_per_param=kept, zero_stage=stage, gradient_accumulation_steps=micro_batches,
     )  # fmt: skip
     whole = footprint(work, own.plan)
-    assert (whole.host_bytes, whole.device_bytes - 7) == (told.host_bytes, told.device_bytes)
+    assert (whole["host"], whole["device"] - 7) == (told["host"], told["device"])
     engine.destroy()
 
 
 def test_eight_billion_parameters_on_the_host_with_gradients_in_fp32():
     """96 GB of state, 32 of gradients, and two slots of 2: 128, 136 and 132 were told before."""
-    held = plan_bytes((10**9,) * 8, ("host",) * 8, 0, ADAM, 4, 2)
-    assert held.host_bytes == 132 * 10**9
+    held = Holding.of(ADAM, 4, 2).bytes(tally((10**9,) * 8, ("host",) * 8), 0)
+    assert held["host"] == 132 * 10**9
 
 
 class Copying(DEVICES[DEVICE]):

@@ -1,0 +1,87 @@
+"""Bytes of each memory are counted once; a further placement is a row, and no engine names one."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from simulator import OpKind, Plan, build_schedule, simulate
+from simulator.analysis.many_plans import PlanSweep
+from simulator.engines.recipe_arrays import PLACEMENT_CODES
+from simulator.plan import PlacementRun
+from simulator.update.footprint import Holding, footprint, tally
+from simulator.update.optimizer import ADAM
+from simulator.update.order import order_of
+from simulator.update.recipes import RECIPES, Queue, Recipe, Wait, into, out_of
+from simulator.update.tiers import TIERS
+from tests.machines import machine, random_machine, random_workload, workload
+
+EXACT = {"rel": 1e-9, "abs": 1e-9}
+STORED = "stored"
+
+
+@pytest.fixture
+def stored(monkeypatch):
+    """State on storage: read, updated as a hosted subgroup's, and written back."""
+    update, home = RECIPES["host"].steps
+    steps = (
+        out_of("storage", OpKind.STATE_READ, lambda b: b.state, Wait.NORM),
+        replace(update, waits=update.waits | Wait.PREVIOUS),
+        home,
+        into("storage", OpKind.STATE_WRITE, lambda b: b.state, Wait.PREVIOUS),
+    )
+    monkeypatch.setitem(RECIPES, STORED, Recipe(Queue.HOST, "storage", "host", steps))
+    monkeypatch.setitem(PLACEMENT_CODES, STORED, len(PLACEMENT_CODES))
+    return STORED
+
+
+def runs(placements):
+    """As `Plan.runs`, of placements that a plan file does not know."""
+    return tuple(PlacementRun.model_construct(placement=p, count=1) for p in placements)
+
+
+def random_plan(work, rng, **fields):
+    placements = rng.choices(list(RECIPES), k=len(work.subgroups))
+    homes = rng.choices(["device", "host"], k=len(placements)) if rng.random() < 0.4 else ()
+    slots = rng.randint(1, 4)
+    return Plan(
+        subgroup_size=10, placement=runs(placements), staging_slots=slots,
+        prefetch=rng.randint(0, slots), overlap_forward=work.zero_stage == 3,
+        order=order_of(rng.sample(range(len(placements)), len(placements)), placements),
+        parameter_home=Plan.home_runs(homes if work.zero_stage == 3 else ()), **fields,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_the_sweeps_peaks_and_times_are_those_of_the_schedule_for_every_placement(seed, stored):
+    rng = random.Random(seed)
+    work, on = random_workload(rng, rng.choice([3, 3, 2, 1])), random_machine(rng)
+    plan = random_plan(work, rng)
+    row = PlanSweep(work, on).evaluate_plan(plan)
+    schedule = build_schedule(work, plan)
+    held = footprint(work, plan)
+    timeline = simulate(schedule, on)
+    activations = max(m.device_bytes for m in timeline.memory) - schedule.device_base_bytes
+    assert row[0] == pytest.approx(timeline.iteration_s, **EXACT)
+    assert (row[6], row[7]) == (held["device"] + activations, held["host"])
+
+
+def test_stored_state_is_in_no_other_memory_and_its_parameters_cross_like_hosted_ones(stored):
+    work = workload((10, 20))
+    plan = Plan(subgroup_size=10, placement=runs([stored, "device"]), staging_slots=1)
+    held = footprint(work, plan)
+    assert held["storage"] == 10 * 12
+    assert held["host"] == 20 * 12 + 10 * 2 + 10 * 2  # a visitor's state; gradient, and its slot
+    assert held["device"] == 20 * 2 + 64 * 12
+
+
+def test_what_is_held_is_counted_by_placement():
+    held = Holding.of(ADAM, 2, 2)
+    assert held.per_param["host"] == (14, 12, 0, 16, 14, 2)  # as `ways`, those at home at the end
+    counts, elements, largest = tally((3, 4, 5), ("host", "resident", "host"))
+    assert (counts[:3], elements[:3], largest[:3]) == ([2, 0, 1], [8, 0, 4], [5, 0, 4])
+
+
+def test_capacities_are_the_machines_and_a_rank_has_its_part_of_what_is_shared():
+    on = machine(host_memory_bytes=800, device_memory_bytes=300)
+    assert [TIERS[m].capacity_bytes(on, 4) for m in TIERS] == [300, 200, None]
