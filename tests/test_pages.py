@@ -67,6 +67,7 @@ RUN_ELSEWHERE = {
     "profile": "test_readme.py and profiler/test_script.py",
     "serve": "tuner/service/test_page.py",
     "search": "tuner/test_configurations.py",
+    "verify": "tuner/test_verify.py",
 }
 
 
