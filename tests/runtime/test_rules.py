@@ -106,44 +106,6 @@ def test_the_tail_of_a_part_is_its_share_of_the_whole_ones():
     assert [rule.tail(21, 0, 16), rule.tail(21, 16, 21)] == [16, 5]
 
 
-_SCALARS = {
-    "adam": ("m_ptr", "v_ptr", "scale", "beta1", "one_minus_beta1", "beta2", "one_minus_beta2",
-             "bias2", "eps", "decay", "step_size"),
-    "lion": ("m_ptr", "scale", "beta1", "one_minus_beta1", "beta2", "one_minus_beta2",
-             "after_decay", "lr"),
-    "adagrad": ("sum_ptr", "scale", "eps", "decay", "step_size"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", list(_SCALARS))
-def test_device_kernels_compile_to_ieee_instructions_only(name):
-    """Offline, without a GPU: no approximation, no flush to zero, no fusion but our own."""
-    triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from runtime.kernels.device import KERNELS
-
-    signature = {"p_ptr": "*fp32", "grad_ptr": "*bf16", "out_ptr": "*bf16", "n": "i64",
-                 "tail_begin": "i64", "VARIANT": "constexpr", "BLOCK": "constexpr"}  # fmt: skip
-    for parameter in _SCALARS[name]:
-        signature[parameter] = "*fp32" if parameter.endswith("_ptr") else "fp32"
-    names = [p.name for p in KERNELS[name].params]
-    source = ASTSource(
-        fn=KERNELS[name], signature={n: signature[n] for n in names},
-        constexprs={"VARIANT": 1, "BLOCK": 1024},
-    )  # fmt: skip
-    compiled = triton.compile(
-        source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False}
-    )
-    ptx = compiled.asm["ptx"]
-    assert "fma.rn.f32" in ptx
-    assert ("sqrt.rn.f32" in ptx) == ("div.rn.f32" in ptx) == (name != "lion")
-    assert "cvt.rn.bf16" in ptx
-    assert "approx" not in ptx
-    assert "ftz" not in ptx
-
-
 _INTERPRETED = """
 import torch
 from runtime.kernels.device import compile_for, device_update
@@ -154,8 +116,7 @@ generator = torch.Generator().manual_seed(3)
 for kind in RULES:
     compile_for(kind().forms(), 1 + len(kind.moments), torch.float16, torch.float16, "cpu")
     for settings, group in kind.trials:
-        for n, tail, dtype in ((2055, 7, torch.bfloat16), (99, 99, torch.float16),
-                               (1024, 0, torch.float32)):
+        for n, tail, dtype in ((2055, 7, torch.bfloat16), (99, 99, torch.float16)):
             # The interpreter truncates to bf16 where the instruction rounds: not asked for here.
             wire = torch.float32 if dtype == torch.bfloat16 else dtype
             rule = kind(**settings)
@@ -174,7 +135,7 @@ for kind in RULES:
 
 
 def test_device_kernels_have_the_host_kernels_bits_in_tritons_interpreter():
-    """Without a GPU: its fma rounds once, as the instruction does."""
+    """How they are launched; `tests.runtime.evidence.test_ptx` has their bits."""
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     root = Path(__file__).parents[2]
@@ -183,7 +144,7 @@ def test_device_kernels_have_the_host_kernels_bits_in_tritons_interpreter():
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.split("\n")) > len(KINDS) * 3
+    assert len(done.stdout.split("\n")) > len(KINDS) * 2
 
 
 @pytest.mark.cuda

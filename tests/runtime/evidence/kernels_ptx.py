@@ -1,0 +1,110 @@
+"""Triton's kernels compiled offline for GPUs that are not here, and run as C++ instead."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.runtime.evidence import ptx_to_cpp
+
+ARCHITECTURES = (80, 90, 100, 120)
+BLOCK = 1024
+TRITONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+# Gradient and parameter on the device: what accumulates in 16 bits or in fp32, and kept gradients.
+WIRES = [
+    (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16),
+    (torch.float32, torch.float32), (torch.float32, torch.bfloat16),
+    (torch.float32, torch.float16),
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Form:
+    """One of the kernels that a step may run.
+
+    ``aligned``: pointers and lengths are multiples of 16, so that Triton loads four words at once.
+    """
+
+    kernel: str
+    variant: int
+    grad: torch.dtype
+    out: torch.dtype
+    architecture: int
+    aligned: bool = True
+
+    @property
+    def name(self) -> str:
+        types = f"{TRITONS[self.grad]}_{TRITONS[self.out]}"
+        return f"{self.kernel}{self.variant}_{types}_{self.architecture}_{int(self.aligned)}"
+
+
+def compiled(form: Form, *, assembled: bool) -> dict[str, Any]:
+    """Triton's own compilation, without a GPU: ``ptx`` and, if ``assembled``, ``cubin``."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import CUDABackend
+    from triton.compiler import ASTSource
+
+    from runtime.kernels.device import KERNELS
+
+    kernel = KERNELS[form.kernel]
+    types = {"grad_ptr": f"*{TRITONS[form.grad]}", "out_ptr": f"*{TRITONS[form.out]}", "n": "i32",
+             "tail_begin": "i32", "VARIANT": "constexpr", "BLOCK": "constexpr"}  # fmt: skip
+    names = kernel.arg_names
+    signature = {n: types.get(n, "*fp32" if n.endswith("_ptr") else "fp32") for n in names}
+    sixteens = [i for i, n in enumerate(names) if form.aligned and signature[n] in
+                ("*fp32", "*bf16", "*fp16", "i32")]  # fmt: skip
+    source = ASTSource(
+        fn=kernel, signature=signature,
+        constexprs={(names.index("VARIANT"),): form.variant, (names.index("BLOCK"),): BLOCK},
+        attrs={(i,): [["tt.divisibility", 16]] for i in sixteens},
+    )  # fmt: skip
+    target = GPUTarget("cuda", form.architecture, 32)
+    with pytest.MonkeyPatch.context() as patch:
+        if not assembled:  # half of the time
+            patch.setattr(CUDABackend, "make_cubin", staticmethod(lambda *_: b""))
+        made = triton.compile(source, target=target, options={"enable_fp_fusion": False})
+    return dict(made.asm)
+
+
+def library(functions: list[str], folder: Path) -> Any:
+    """The functions, as `ptx_to_cpp.translate` writes them, compiled and loaded."""
+    source, made = folder / "kernels.cpp", folder / "kernels.so"
+    source.write_text(ptx_to_cpp.HEAD + "\n".join(functions))
+    flags = ["-O0", "-march=native", "-ffp-contract=off", "-std=c++17", "-shared", "-fPIC", "-w"]
+    subprocess.run(["g++", *flags, str(source), "-o", str(made)], check=True)
+    return ctypes.CDLL(str(made))
+
+
+def run(function: Any, state: list[torch.Tensor], grad: torch.Tensor, out: torch.Tensor,
+        scalars: list[float], tail: int) -> None:  # fmt: skip
+    """One update, as `runtime.kernels.device.device_update` launches it."""
+    n = grad.numel()
+    arguments: list[Any] = [ctypes.c_uint64(t.data_ptr()) for t in (*state, grad, out)]
+    arguments += [ctypes.c_int32(n), ctypes.c_int32(n - tail)]
+    arguments += [ctypes.c_float(value) for value in scalars]
+    pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(a) for a in arguments))
+    function(pointers, ctypes.c_uint32(-(-n // BLOCK)))
+
+
+def counted(text: str, *patterns: str) -> list[int]:
+    """How often each instruction stands in a listing."""
+    return [len(re.findall(pattern, text)) for pattern in patterns]
+
+
+def sass(cubin: bytes, folder: Path) -> str:
+    """The machine code, listed by the disassembler that Triton brings."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    path = folder / "kernel.cubin"
+    path.write_bytes(cubin)
+    listed = subprocess.run([tool, "-c", path], capture_output=True, text=True, check=True)
+    return listed.stdout

@@ -1,0 +1,174 @@
+"""The device kernels' bits without a GPU: Triton's PTX for four generations, run as C++ against the
+host kernels; and what its assembler makes of it.
+"""
+
+import ctypes
+import itertools
+from collections import Counter
+
+import pytest
+import torch
+
+from runtime.kernels.host import host_update
+from runtime.kernels.rules import RULES
+from tests.runtime.evidence import ptx_to_cpp
+from tests.runtime.evidence.kernels_ptx import (
+    ARCHITECTURES,
+    WIRES,
+    Form,
+    compiled,
+    counted,
+    library,
+    run,
+    sass,
+)
+
+pytest.importorskip("triton")
+STEPS = 2
+SPECIAL = [0.0, -0.0, 1e-45, -1e-45, 1e-40, -3e-39, 1.17549435e-38, 3e38, -3e38, float("inf"),
+           float("-inf"), float("nan")]  # fmt: skip
+RULE_OF = {
+    (kind.name, kind(**settings).step(group, 1).variant): (kind, settings, group)
+    for kind in RULES for settings, group in kind.trials
+}  # fmt: skip
+FORMS = [
+    Form(*key, *wire, architecture)
+    for key, wire, architecture in itertools.product(RULE_OF, WIRES, ARCHITECTURES)
+] + [  # a parameter's own slice of a subgroup begins anywhere
+    Form(*key, *WIRES[0], architecture, aligned=False)
+    for key, architecture in itertools.product(RULE_OF, (90, 100))
+]
+
+
+def values(size, generator, dtype=torch.float32):
+    """About 10^size each, the special ones among them."""
+    n = len(size)
+    made = torch.randn(n, generator=generator) * 10.0 ** (
+        size + torch.randint(-2, 3, (n,), generator=generator)
+    )
+    made[torch.randperm(n, generator=generator)[: 8 * len(SPECIAL)]] = torch.tensor(SPECIAL * 8)
+    return made.to(dtype)
+
+
+def unequal(a, b):
+    """Elements of other bits; every NaN is one."""
+    bits = {4: torch.int32, 2: torch.int16}[a.element_size()]
+    return int(((a.view(bits) != b.view(bits)) & ~(a.isnan() & b.isnan())).sum())
+
+
+def differing(function, form, n, tail):
+    """Elements that the translated kernel leaves with other bits than the host kernel's."""
+    generator = torch.Generator().manual_seed(n + tail)
+    kind, settings, group = RULE_OF[form.kernel, form.variant]
+    rule = kind(**settings)
+    # So large that the decay's rounding shows.
+    group = {**group, "lr": 0.3, "weight_decay": 5 * group["weight_decay"]}
+    size = torch.randint(-44, 10, (n,), generator=generator)  # alike, so that sums round
+    size[::3] = 0
+    ours = [values(size, generator) for _ in range(1 + len(rule.moments))]
+    if form.kernel != "lion":  # the last is a sum of squares
+        ours[-1] = ours[-1].square()
+    theirs = [t.clone() for t in ours]
+    outs = [torch.zeros(n, dtype=form.out) for _ in range(2)]
+    bad = 0
+    for number in range(1, STEPS + 1):
+        step, grad = rule.step(group, number), values(size, generator, form.grad)
+        host_update(ours, grad, outs[0], step, 0.37, 1, tail)
+        run(function, theirs, grad, outs[1], [float(x) for x in step.scalars(0.37)], tail)
+        bad += sum(unequal(a, b) for a, b in zip(ours, theirs, strict=True)) + unequal(*outs)
+    return bad
+
+
+def is_assembled(form):
+    return (form.grad, form.out) == WIRES[0] and form.aligned
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory):
+    """Triton's answer for every form; nothing that a run before has left."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        patch.setenv("TRITON_ALWAYS_COMPILE", "1")
+        return {form: compiled(form, assembled=is_assembled(form)) for form in FORMS}
+
+
+def test_ptx_has_the_host_kernels_bits(kernels, tmp_path, capsys):
+    """All forms, two steps each; a block that is not full, tails of every kind."""
+    sources, names = {}, {}
+    for form, asm in kernels.items():  # two generations often get the same
+        text = "\n".join(ptx_to_cpp.body_of(asm["ptx"]))
+        names[form] = sources.setdefault(text, form).name
+    functions = [ptx_to_cpp.translate(kernels[form]["ptx"], form.name) for form in sources.values()]
+    loaded = library(functions, tmp_path)
+    bad, elements = {}, 0
+    for form in sources.values():
+        lengths = ((8192, 16), (1040, 1040)) if form.aligned else ((5000, 7), (999, 999))
+        for n, tail in lengths:
+            found = differing(getattr(loaded, form.name), form, n, tail)
+            elements += n * STEPS
+            if found:
+                bad[form.name, n, tail] = found
+    assert not bad
+    with capsys.disabled():
+        print(
+            f"\nptx: {len(kernels)} forms, {len(sources)} different, {elements} elements, 0 differ"
+        )
+
+
+def test_ptx_is_all_ieee_and_asks_for_no_more(kernels):
+    """No approximation, no flush to zero."""
+    for form, asm in kernels.items():
+        assert not [op for op in ptx_to_cpp.opcodes(asm["ptx"]) if "approx" in op or "ftz" in op]
+        assert f".target sm_{form.architecture}" in asm["ptx"]
+
+
+def test_ptx_that_computes_otherwise_shows(kernels, tmp_path, capsys):
+    """Mutants: one instruction of each place rounds twice, cuts off, divides by a reciprocal."""
+    forms = [Form(*key, *WIRES[0], gpu) for key, gpu in itertools.product(RULE_OF, (90, 100))]
+    mutants = {form: mutable(ptx_to_cpp.opcodes(kernels[form]["ptx"])) for form in forms}
+    loaded = library([ptx_to_cpp.translate(kernels[form]["ptx"], form.name, places)
+                      for form, places in mutants.items()], tmp_path)  # fmt: skip
+    which, hidden = ctypes.c_int.in_dll(loaded, "mutant"), []
+    for form, places in mutants.items():
+        for place, op in places.items():
+            which.value = place
+            if not differing(getattr(loaded, form.name), form, 16384, 8192):
+                hidden.append((form.kernel, op.removesuffix("x2")))
+    # Of Lion's first average only the sign counts, which no rounding changes: two sums, two of the
+    # products, and the choice between them.
+    alike = {("lion", op): 2 * 4 for op in ("fma.rn.f32", "selp.f32", "mul.rn.f32")}
+    assert not Counter(hidden) - Counter(alike)
+    with capsys.disabled():
+        count = sum(map(len, mutants.values()))
+        print(f"\nptx: {count} mutants, {len(hidden)} that are alike (Lion's sign), 0 hidden")
+
+
+def mutable(opcodes):
+    """Place -> opcode of one instruction out of those that do the same to a thread's elements, one
+    after the other: eight of them, or four pairs.
+    """
+    places = {op: [i for i, o in enumerate(opcodes) if o == op] for op in ptx_to_cpp.MUTATED}
+    return {
+        i: op for op, found in places.items() for i in found[:: 4 if op.count("x2") else 8]
+    }  # fmt: skip
+
+
+def test_ptx_is_assembled_without_another_fusion(kernels, tmp_path):
+    """The machine code multiplies and adds as often as the PTX: a product and a sum that it made
+    one would be missing. (Division and root are sequences of their own, marked by a suffix.)
+    """
+    bad = []
+    for form, asm in kernels.items():
+        if not is_assembled(form):
+            continue
+        ops = ptx_to_cpp.opcodes(asm["ptx"])
+        listing = sass(asm["cubin"], tmp_path)
+        wanted = [ops.count("mul.rn.f32") + 2 * ops.count("mul.rn.f32x2"),
+                  sum(ops.count(f"{op}.rn.f32") for op in ("add", "sub"))
+                  + 2 * ops.count("add.rn.f32x2")]  # fmt: skip
+        single = counted(listing, r"\bFMUL\b(?!\.)", r"\bFADD\b(?!\.)")
+        double = counted(listing, r"\bFMUL2\b", r"\bFADD2\b")
+        found = [one + 2 * two for one, two in zip(single, double, strict=True)]
+        if found != wanted:
+            bad.append((form.name, wanted, found))
+    assert not bad
