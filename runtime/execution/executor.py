@@ -336,6 +336,7 @@ class Executor:
             self._jobs = []  # they hold gradients, which a successor moves
             if with_device:
                 self.device.close()
+                self.slots, self.parameter_slots = [], []  # DeepSpeed never lets an engine go
 
 
 def _of_kind(template: list[TemplateOp], kind: OpKind) -> dict[int, int]:

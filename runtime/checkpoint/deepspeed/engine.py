@@ -217,8 +217,10 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             False: skipped, because one is running and ``checkpoint.busy`` is ``skip``.
 
         Raises:
-            CheckpointError: an earlier checkpoint failed, on any rank.
+            CheckpointError: an earlier checkpoint failed, on any rank; the engine was destroyed.
         """
+        if self._closed:
+            raise CheckpointError("the engine was destroyed: it saves and loads no more")
         begin = time.monotonic()
         name = checked_name(save_dir, tag, self._engine.global_steps)
         folder = Path(save_dir).absolute()

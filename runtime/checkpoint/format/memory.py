@@ -136,10 +136,18 @@ class Slots:
             self._pinned = lock(start, count * slot_bytes) == 0  # else they are slower, no more
 
     def close(self) -> None:
-        """Unpins; the memory itself goes with the object."""
+        """Unpins and gives the memory back. Not what a writer that is stuck in the kernel still has
+        a slot of: that goes with the object.
+        """
         if self._pinned:
             unlock(self._start)
             self._pinned = False
+        with self._lock:
+            if len(self._free) < self.count or self._memory.closed:
+                return
+            self._free = []
+            del self._view  # nothing can be unmapped while it is shown
+            self._memory.close()
 
     def take(self) -> int | None:
         """Address of a free slot; None where all are in use."""

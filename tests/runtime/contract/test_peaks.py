@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+from pathlib import Path
 
 import pytest
 
@@ -9,7 +10,7 @@ import runtime
 from runtime.zero.attach import switch_plan
 from studies.byte_gpt import ByteGPT, ByteGPTConfig
 from studies.run_memory import DEVICE_BYTES_PER_PARAM, PageLocking
-from tests.runtime.contract.training import plan_for, start, train
+from tests.runtime.contract.training import DEVICES, device_of, plan_for, start, train
 from tests.runtime.held_bytes import HeldBytes
 
 pytestmark = pytest.mark.usefixtures("only_rank")
@@ -48,3 +49,38 @@ def test_no_more_than_one_subgroup_is_there_twice(stage, tmp_path):
     engine.destroy()
     per_param = {name: peak / MODEL.params for name, peak in peaks.items()}
     assert all(GIVEN_BYTES <= p <= MOST_BYTES_PER_PARAM for p in per_param.values()), per_param
+
+
+def mapped_bytes():
+    """Of `mmap.mmap(-1, ...)`, which the kernel lists under this name."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    ends = [line.split()[0].split("-") for line in lines if "/dev/zero" in line]
+    return sum(int(end, 16) - int(start, 16) for start, end in ends)
+
+
+def held_after(attach, folder):
+    """By tensors and by mappings, of two engines that are gone; DeepSpeed never lets them go."""
+    gc.collect()
+    before, mapped, engines = HeldBytes().now(), mapped_bytes(), []
+    for number in range(2):
+        engine = start()
+        attach(engine)
+        train(engine, 2)
+        engine.save_checkpoint(folder, tag=str(number))
+        train(engine, 1)
+        engine.destroy()
+        engines.append(engine)
+        del engine
+    gc.collect()
+    return HeldBytes().now() - before, mapped_bytes() - mapped
+
+
+def test_engines_that_are_destroyed_hold_no_more_than_stocks(tmp_path):
+    def under_a_plan(engine):
+        plan = plan_for(engine, ["host", "device", "resident"])
+        runtime.attach(engine, plan, device=device_of(list(DEVICES)[-1]))
+
+    stock, _ = held_after(lambda _: None, tmp_path / "stock")
+    tensors, mapped = held_after(under_a_plan, tmp_path / "ours")
+    assert tensors <= stock
+    assert mapped <= 0, "each had a copy budget, and slots for its writers"
