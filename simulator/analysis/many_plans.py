@@ -9,32 +9,34 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.engines import kernel, recipe_arrays
+from simulator.engines import kernel
 from simulator.engines.compiled import capacity_vector, machine_vector
 from simulator.engines.kernel import Floats, Ints
 from simulator.engines.recipe_arrays import (
     HOME_CODES,
     HOST_UPDATE,
-    L_FETCH,
     PARAMETERS_ON_HOST,
     PLACEMENT_CODES,
     RATES,
     SLOTS,
+    Program,
     RecipeArrays,
     build,
     totals,
 )
 from simulator.machine import Machine
 from simulator.plan import Plan, PlanError
-from simulator.schedules.loop import reduce_parts
-from simulator.update.footprint import Holding, moved_out
+from simulator.schedules.tape import record
+from simulator.update.footprint import Holding, fetched_elements, moved_out
 from simulator.update.recipes import Bytes, Slot, recipe_of, ways
+from simulator.update.tiers import Memory
 from simulator.workload import Workload
 
 COLUMNS = (
     "iteration_s", "forward_s", "backward_s", "step_s", "update_s", "makespan_s",
     "device_peak_bytes", "host_peak_bytes", "loop_s",
 )  # fmt: skip
+MOST_PROGRAMS = 64  # recordings that are kept: one for each set of parameter homes
 
 
 class PlanSweep:
@@ -46,25 +48,6 @@ class PlanSweep:
     def __init__(self, workload: Workload, machine: Machine, iterations: int = 3) -> None:
         """Raises ValueError where the machine lacks a rate that the workload needs."""
         self.workload, self.machine, self.iterations = workload, machine, iterations
-        micro = workload.gradient_accumulation_steps
-        self.layers = np.array(
-            [
-                (
-                    layer.forward_s / micro, layer.backward_s / micro, layer.activation_bytes,
-                    layer.network_gather_bytes, *reduce_parts(workload, number), 0.0,
-                )
-                for number, layer in enumerate(workload.layers)
-            ],
-            dtype=np.float64,
-        )  # fmt: skip
-        shares = workload.shares()
-        self.share_first = np.cumsum([0, *(len(held) for held in shares)]).astype(np.int64)
-        flat = [pair for held in shares for pair in held]
-        self.share_subgroup = np.array([s for s, _ in flat], dtype=np.int64)
-        self._share_elements = np.array([n for _, n in flat], dtype=np.float64)
-        self._share_layer = np.repeat(np.arange(len(shares)), [len(held) for held in shares])
-        counts = [len(held) for held in workload.layers_of_subgroups()]
-        self.layer_count = np.array(counts, dtype=np.int64)
         self.sizes = np.array(workload.subgroups, dtype=np.float64)
         self.capacity = capacity_vector(machine, workload.ranks_per_node)
         self.machine_facts = machine_vector(machine)
@@ -74,15 +57,13 @@ class PlanSweep:
         self.ways = len(ways())
         self.held = Holding.of_workload(workload)
         self._forward_order = np.arange(len(self.sizes))
-        self.extra = np.array(
-            [workload.pipeline_idle_s, workload.step_gather_s, workload.network_step_gather_bytes]
-        )
-        self._allocate(len(flat))
+        self._programs: dict[tuple[bytes, bool], tuple[Program, int]] = {}
+        self._allocate()
 
     def _rates(self) -> Floats:
-        networked = (
-            self.layers[:, recipe_arrays.L_GATHER : L_FETCH].any()
-            or self.workload.network_step_gather_bytes
+        w = self.workload
+        networked = w.network_step_gather_bytes or any(
+            layer.network_gather_bytes or layer.network_reduce_bytes for layer in w.layers
         )
         return np.array(
             [
@@ -91,16 +72,19 @@ class PlanSweep:
             ]
         )
 
-    def _allocate(self, shares: int) -> None:
+    def _allocate(self) -> None:
         layers, subgroups = len(self.workload.layers), len(self.sizes)
         micro = self.workload.gradient_accumulation_steps
-        longest = max(len(recipe_of(*way).steps) for way in ways())
-        per_iteration = micro * (8 * layers + 2 * subgroups) + longest * subgroups + 5
+        recipes = [recipe_of(*way) for way in ways()]
+        longest = max(len(recipe.steps) for recipe in recipes)
+        gradients = max(len(recipe.gradient_steps) for recipe in recipes)
+        per_iteration = micro * (8 * layers + gradients * subgroups) + longest * subgroups + 5
         count = per_iteration * self.iterations
         self.ops = np.zeros((count, kernel.OP_COLUMNS))
         self.after_first = np.zeros(count + 1, dtype=np.int64)
-        # A step's end waits for two ops of each subgroup, and so do its gathers.
-        waits = 4 * count + self.iterations * (shares + layers + 6 * subgroups)
+        # A step's end waits for two ops of each subgroup, and so do its gathers; a layer's share of
+        # each subgroup is waited for once.
+        waits = 4 * count + self.iterations * (2 * layers + 7 * subgroups)
         self.after = np.zeros(waits, dtype=np.int64)
         self.start_s, self.end_s = np.zeros(count), np.zeros(count)
 
@@ -131,24 +115,20 @@ class PlanSweep:
             )
         amounts = totals(placement, self.sizes, self.ways).tolist()
         slots = self.held.slots(amounts[0], staging_slots)
-        self._note_fetched(placement)
-        micro = self.workload.gradient_accumulation_steps
+        program, moved_out_bytes = self._program(placement, overlap_forward)
         plan = np.array(
-            [prefetch, overlap_forward, micro, self.iterations, self.workload.zero_stage,
-             *(slots[s] for s in SLOTS)],
+            [prefetch, self.iterations, *(slots[s] for s in SLOTS)],
             dtype=np.int64,
-        )  # fmt: skip
-        arrays = self.recipes
+        )
         count = build(
-            self.layers, self.share_first, self.share_subgroup, self.layer_count,
-            self.extra, self.sizes, placement,
+            program, self.recipes.with_threads(threads), self.recipes.ways, self.sizes, placement,
             self._forward_order if issue is None else issue, plan,
-            arrays.with_threads(threads), arrays.first, arrays.last, arrays.gradient_home,
             self.ops, self.after_first, self.after,
         )  # fmt: skip
         row = self._run(count, self._rates_with(threads))
         held = self.held.bytes(amounts, staging_slots)  # on top of the activations' peak
-        row[kernel.DEVICE_PEAK] += self._device_base() + held["device"]
+        base = max(0, self.workload.device_base_bytes - moved_out_bytes)
+        row[kernel.DEVICE_PEAK] += base + held["device"]
         row[kernel.HOST_PEAK] += held["host"]
         return row
 
@@ -161,15 +141,21 @@ class PlanSweep:
             np.array(plan.issue_order, dtype=np.int64),
         )  # fmt: skip
 
-    def _note_fetched(self, placement: NDArray[np.int8]) -> None:
-        """Bytes of each layer that come in from the host for a pass."""
+    def _program(self, placement: NDArray[np.int8], overlaps: bool) -> tuple[Program, int]:
+        """The passes, recorded once for each set of parameter homes; and the bytes of parameters
+        that the device does not hold.
+        """
         away = placement >= PARAMETERS_ON_HOST
-        self._on_host = bool(away.any())
-        self.layers[:, L_FETCH] = 0.0
-        if self._on_host:
-            elements = self._share_elements * away[self.share_subgroup]
-            fetched = np.bincount(self._share_layer, elements, len(self.layers))
-            self.layers[:, L_FETCH] = fetched * self.workload.wire_bytes
+        key = (away.tobytes(), overlaps)
+        if key not in self._programs:
+            homes: list[Memory] = ["host" if gone else "device" for gone in away]
+            gone_bytes = moved_out(fetched_elements(self.workload, homes))
+            gone_bytes *= self.workload.wire_bytes
+            tape = record(self.workload, homes, overlaps=overlaps)
+            if len(self._programs) == MOST_PROGRAMS:
+                self._programs.pop(next(iter(self._programs)))
+            self._programs[key] = Program.of(tape), gone_bytes
+        return self._programs[key]
 
     def _check(self, placement: NDArray[np.int8], staging_slots: int, prefetch: int) -> None:
         if placement.shape != self.sizes.shape:
@@ -187,13 +173,6 @@ class PlanSweep:
     def _visits(self, placement: NDArray[np.int8]) -> bool:
         counts = totals(placement, self.sizes, self.ways).tolist()[0]
         return any(counts[user] for user in self.held.users[Slot.STAGING])
-
-    def _device_base(self) -> float:
-        """Without the parameters that live on the host."""
-        base = self.workload.device_base_bytes
-        if not self._on_host:
-            return base
-        return max(0.0, base - moved_out(self.layers[:, L_FETCH].tolist()))
 
     def _rates_with(self, threads: int) -> Floats:
         if not 0 < threads < self.machine.cpu_cores:

@@ -1,13 +1,15 @@
-"""ebbtide's schedule as arrays: the recipes, interpreted by numba.
+"""ebbtide's schedule as arrays: a recorded iteration and the recipes, interpreted by numba.
 
 Writes what `simulator.schedules.ebbtide` builds, without an `Op` object in between, into the arrays
-that `simulator.engines.kernel` runs.
+that `simulator.engines.kernel` runs. Which passes there are is said by the tape
+(`simulator.schedules.tape`), what happens to gradients and state by the recipes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -15,10 +17,9 @@ from simulator.engines import kernel
 from simulator.engines.jit import compiled, inlined
 from simulator.engines.kernel import Floats, Ints
 from simulator.machine import RateName
-from simulator.schedule import Lane, OpKind
+from simulator.schedule import Op
+from simulator.schedules.tape import Place, What
 from simulator.update.recipes import (
-    GRADIENT_FETCH,
-    GRADIENT_HOME,
     RECIPES,
     Bytes,
     Placement,
@@ -40,37 +41,26 @@ RATES: tuple[RateName, ...] = (
     "device_adam_params_per_s", "network_bytes_per_s", "storage_write_bytes_per_s",
     "storage_read_bytes_per_s",
 )  # fmt: skip
-WALL, NETWORK = RATES.index("wall_s"), RATES.index("network_bytes_per_s")
 HOST_UPDATE = RATES.index("host_adam_params_per_s")
 
-_COMPUTE, _NETWORK_LANE = kernel.LANES.index(Lane.COMPUTE), kernel.LANES.index(Lane.NETWORK)
-_FETCH_LANE = kernel.LANES.index(Lane.H2D_FETCH)
-_H2D = RATES.index("h2d_bytes_per_s")
-_FORWARD, _BACKWARD, _IDLE, _GATHER, _REDUCE, _NORM, _STEP_END, _FETCH = (
-    kernel.KINDS.index(kind)
-    for kind in (
-        OpKind.FORWARD, OpKind.BACKWARD, OpKind.IDLE, OpKind.PARAMETER_GATHER,
-        OpKind.GRADIENT_REDUCE, OpKind.NORM, OpKind.STEP_END, OpKind.PARAMETER_FETCH,
-    )
-)  # fmt: skip
-_WAIT_NORM, _WAIT_GRADIENT, _WAIT_PREVIOUS = (
-    int(w) for w in (Wait.NORM, Wait.GRADIENT, Wait.PREVIOUS)
+_WAIT_NORM, _WAIT_HOME, _WAIT_PREVIOUS, _WAIT_SUM = (
+    int(w) for w in (Wait.NORM, Wait.GRADIENT | Wait.SUM, Wait.PREVIOUS, Wait.SUM)
 )
+_OP, _GRADIENT, _PREFETCH = int(What.OP), int(What.GRADIENT), int(What.PREFETCH)
 
-# Columns of a layer's row, of a step's row behind those of an op, and entries of the plan.
-L_FORWARD, L_BACKWARD, L_ACTIVATION, L_GATHER, L_REDUCE, L_REDUCE_BESIDE, L_FETCH = range(7)
+# Columns of a step's row behind those of an op, of a placement's row, and of a place of the tape.
 T_WAITS, T_TAKES, T_GIVES, T_EARLY, T_PUBLISHES = range(kernel.OP_COLUMNS, kernel.OP_COLUMNS + 5)
-P_PREFETCH, P_OVERLAP, P_MICRO_BATCHES, P_ITERATIONS, P_ZERO_STAGE, P_SLOTS = range(6)
-# What the training loop does besides its layers, once per iteration.
-E_IDLE, E_GATHER, E_NETWORK_GATHER = range(3)
-# Entries of the counts: ops and waits so far, and what the next op must know of earlier ones.
-_N_OPS, _N_AFTER, _N_ITERATION, _N_BACKWARD, _N_REDUCE, _N_STEP_END = range(6)
-_N_PASS, _N_PASS_BEFORE = 6, 7
+W_FIRST, W_LAST, W_GRADIENT_FIRST, W_GRADIENT_LAST = range(4)
+X_WHAT, X_SUBGROUP, X_ADDED_TO, X_REFS = range(4)
+P_PREFETCH, P_ITERATIONS, P_SLOTS = range(3)  # entries of the plan
+M_ROW, M_SUBGROUP, M_ITERATION = range(3)  # of an op that is made; subgroup -1: a pass
+# Entries of the notes: ops and waits so far, and what the next op must know of earlier ones.
+_N_OPS, _N_AFTER, _N_ITERATION, _N_NORM, _N_ADDED_TO, _N_PLACES, _N_NEW = range(7)
 # Behind them, for each kind of buffer: how many there are, uses begun, uses ended, and where the
 # ops that ended them are noted. In one array, as each array costs every inlined step two counts
 # of its references.
-_N_SLOTS, _N_TAKEN, _N_GIVEN, _N_GIVERS = (8 + i * len(SLOTS) for i in range(4))
-_N_COUNT = 8 + 4 * len(SLOTS)
+_N_SLOTS, _N_TAKEN, _N_GIVEN, _N_GIVERS = (7 + i * len(SLOTS) for i in range(4))
+_N_HOME = 7 + 4 * len(SLOTS)  # of each subgroup, the op that brought its gradient home
 
 
 @dataclass(frozen=True)
@@ -80,34 +70,28 @@ class RecipeArrays:
     Attributes:
         rows: as in ``ops``, with WORK and DRAM per parameter, then what a step waits for, takes and
             gives back (see T_*): shape (steps, OP_COLUMNS + 5).
-        first: the steps of a way to be updated are rows first[code] to last[code], its code being
-            the sum of PLACEMENT_CODES' and HOME_CODES'.
-        gradient_home: by code, whether the gradient goes to host memory.
+        ways: by the sum of PLACEMENT_CODES' and HOME_CODES', which rows are the update's steps and
+            the gradient's (see W_*): shape (2 * PARAMETERS_ON_HOST, 4).
         threaded: rows whose CORES are the plan's threads.
     """
 
     rows: Floats
-    first: Ints
-    last: Ints
-    gradient_home: Ints
+    ways: Ints
     threaded: Ints
     by_threads: dict[int, Floats] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(cls, amounts: Bytes) -> Self:
         steps: list[Step] = []
-        first, last, homes = (np.zeros(2 * PARAMETERS_ON_HOST, np.int64) for _ in range(3))
+        table = np.zeros((2 * PARAMETERS_ON_HOST, 4), np.int64)
         for placement, home in ways():
             recipe, code = recipe_of(placement, home), PLACEMENT_CODES[placement] + HOME_CODES[home]
-            first[code], last[code] = len(steps), len(steps) + len(recipe.steps)
-            homes[code] = recipe.gradient == "host"
-            steps += recipe.steps
-        steps += [GRADIENT_FETCH, GRADIENT_HOME]  # the last two rows
+            middle = len(steps) + len(recipe.steps)
+            table[code] = len(steps), middle, middle, middle + len(recipe.gradient_steps)
+            steps += [*recipe.steps, *recipe.gradient_steps]
         return cls(
             rows=np.array([[*_row(step, amounts), *_waits(step)] for step in steps]),
-            first=first,
-            last=last,
-            gradient_home=homes,
+            ways=table,
             threaded=np.flatnonzero([step.threads for step in steps]).astype(np.int64),
         )
 
@@ -135,6 +119,42 @@ def _waits(step: Step) -> list[int]:
     return [int(step.waits), *slots, int(step.early), int(step.publishes)]
 
 
+class Program(NamedTuple):
+    """A tape as arrays.
+
+    Attributes:
+        places: shape (places + 1, 4), see X_*; the refs of place p are
+            refs[places[p, X_REFS]:places[p + 1, X_REFS]].
+        rows: of the ops: shape (places, OP_COLUMNS).
+    """
+
+    places: Ints
+    refs: Ints
+    rows: Floats
+
+    @classmethod
+    def of(cls, tape: Sequence[Place]) -> Self:
+        places = np.zeros((len(tape) + 1, 4), np.int64)
+        rows = np.zeros((len(tape), kernel.OP_COLUMNS))
+        for number, place in enumerate(tape):
+            places[number, :X_REFS] = place.what, place.subgroup, place.added_to
+            places[number + 1, X_REFS] = places[number, X_REFS] + len(place.refs)
+            if place.op is not None:
+                rows[number] = _op_row(place.op)
+        refs = [ref for place in tape for ref in place.refs]
+        return cls(places, np.array(refs, dtype=np.int64), rows)
+
+
+def _op_row(op: Op) -> Floats:
+    row = np.zeros(kernel.OP_COLUMNS)
+    row[kernel.LANE], row[kernel.KIND] = kernel.LANES.index(op.lane), kernel.KINDS.index(op.kind)
+    row[kernel.RATE] = RATES.index(op.rate)
+    row[kernel.WORK], row[kernel.DRAM] = op.work, op.dram_bytes
+    row[kernel.DEVICE_SHARE] = op.device_share
+    row[kernel.DEVICE_ALLOC], row[kernel.DEVICE_FREE] = op.device_alloc_bytes, op.device_free_bytes
+    return row
+
+
 @compiled
 def totals(placement: Any, sizes: Floats, kinds: int) -> Floats:
     """How many subgroups there are of each of `ways`, their elements, and the largest: shape
@@ -152,43 +172,10 @@ def totals(placement: Any, sizes: Floats, kinds: int) -> Floats:
 
 
 @inlined
-def _wait(n: Ints, after: Ints, op: int) -> None:
-    """The op that comes next waits for ``op``; -1 is nobody. Where most ops are written this is
-    done in place: each call counts references of both arrays.
-    """
-    if op >= 0:
-        after[n[_N_AFTER]] = op
-        n[_N_AFTER] += 1
-
-
-@inlined
 def _add(
-    n: Ints, ops: Floats, after_first: Ints, kind: int, lane: int, work: float, rate: int,
-    share: float, alloc: float, free: float,
-) -> int:  # fmt: skip
-    """An op of the training loop. Columns that no op here sets stay as they were: zero."""
-    i = n[_N_OPS]
-    ops[i, kernel.LANE] = lane
-    ops[i, kernel.KIND] = kind
-    ops[i, kernel.ITERATION] = n[_N_ITERATION]
-    ops[i, kernel.WORK] = work
-    ops[i, kernel.RATE] = rate
-    ops[i, kernel.DRAM] = 0.0
-    ops[i, kernel.CORES] = 0.0
-    ops[i, kernel.DEVICE_SHARE] = share
-    ops[i, kernel.DEVICE_ALLOC] = alloc
-    ops[i, kernel.DEVICE_FREE] = free
-    n[_N_OPS] = i + 1
-    after_first[i + 1] = n[_N_AFTER]
-    return int(i)
-
-
-@compiled
-def _add_step(
-    n: Ints, ops: Floats, after_first: Ints, after: Ints, rows: Floats, row: int,
-    size: float,
-) -> int:  # fmt: skip
-    """An op of the update, behind the waits noted so far and the op that frees its buffer."""
+    n: Ints, made: Ints, after_first: Ints, after: Ints, rows: Floats, row: int, s: int
+) -> int:
+    """A subgroup's op, behind the waits noted so far and the op that frees its buffer."""
     slot = int(rows[row, T_TAKES])
     if slot >= 0:
         use = n[_N_TAKEN + slot] - n[_N_SLOTS + slot]
@@ -197,17 +184,9 @@ def _add_step(
             after[n[_N_AFTER]] = n[n[_N_GIVERS + slot] + use]
             n[_N_AFTER] += 1
     i = n[_N_OPS]
-    # Column by column: slices would count references, which costs more than the copy.
-    ops[i, kernel.LANE] = rows[row, kernel.LANE]
-    ops[i, kernel.KIND] = rows[row, kernel.KIND]
-    ops[i, kernel.ITERATION] = n[_N_ITERATION]
-    ops[i, kernel.WORK] = size * rows[row, kernel.WORK]
-    ops[i, kernel.RATE] = rows[row, kernel.RATE]
-    ops[i, kernel.DRAM] = size * rows[row, kernel.DRAM]
-    ops[i, kernel.CORES] = rows[row, kernel.CORES]
-    ops[i, kernel.DEVICE_SHARE] = rows[row, kernel.DEVICE_SHARE]
-    ops[i, kernel.DEVICE_ALLOC] = 0.0
-    ops[i, kernel.DEVICE_FREE] = 0.0
+    made[i, M_ROW] = row
+    made[i, M_SUBGROUP] = s
+    made[i, M_ITERATION] = n[_N_ITERATION]
     n[_N_OPS] = i + 1
     after_first[i + 1] = n[_N_AFTER]
     slot = int(rows[row, T_GIVES])
@@ -217,267 +196,148 @@ def _add_step(
     return int(i)
 
 
-@inlined
-def _pass_done(n: Ints, op: int) -> None:
-    n[_N_PASS_BEFORE] = n[_N_PASS]
-    n[_N_PASS] = op
-
-
 @compiled
-def _fetch(n: Ints, ops: Floats, after_first: Ints, after: Ints, layers: Floats, layer: int) -> int:
-    """A layer's parameters come in from the host, behind the waits noted so far."""
-    size = layers[layer, L_FETCH]
-    _wait(n, after, n[_N_PASS_BEFORE])
-    i = _add(n, ops, after_first, _FETCH, _FETCH_LANE, size, _H2D, 0.0, 0.0, 0.0)
-    ops[i, kernel.DRAM] = size
-    return int(i)
-
-
-@compiled
-def _parameter_waits(
-    n: Ints, after: Ints, first: int, last: int, share_subgroup: Ints, placement: Any, new: Ints,
-    on_host: int,
-) -> None:  # fmt: skip
-    """A layer's subgroups whose parameters live on the host (1), or not (0)."""
-    at = n[_N_AFTER]
-    for j in range(first, last):
-        s = share_subgroup[j]
-        if new[s] >= 0 and (placement[s] >= PARAMETERS_ON_HOST) == (on_host == 1):
-            after[at] = new[s]
+def _add_steps(
+    n: Ints, made: Ints, after_first: Ints, after: Ints, rows: Floats, first: int, last: int,
+    s: int, previous: int,
+) -> int:  # fmt: skip
+    """Steps of a subgroup, one behind the other and behind ``previous``; returns the last op."""
+    for row in range(first, last):
+        waits = int(rows[row, T_WAITS])
+        if waits & _WAIT_SUM and n[_N_ADDED_TO] == 0:
+            continue
+        at = n[_N_AFTER]
+        if waits & _WAIT_NORM:
+            after[at] = n[_N_NORM]
             at += 1
-    n[_N_AFTER] = at
+        if waits & _WAIT_HOME and n[_N_HOME + s] >= 0:
+            after[at] = n[_N_HOME + s]
+            at += 1
+        if waits & _WAIT_PREVIOUS:
+            after[at] = previous
+            at += 1
+        n[_N_AFTER] = at
+        previous = _add(n, made, after_first, after, rows, row, s)
+        if rows[row, T_PUBLISHES] > 0:
+            n[n[_N_NEW] + s] = previous
+    return int(previous)
 
 
 @compiled
-def _forward(
-    n: Ints, ops: Floats, after_first: Ints, after: Ints, micro_batch: int, layers: Floats,
-    share_first: Ints, share_subgroup: Ints, placement: Any, new: Ints,
-) -> None:  # fmt: skip
-    for layer in range(layers.shape[0]):
-        first, last = share_first[layer], share_first[layer + 1]
-        begun = micro_batch == 0 and n[_N_STEP_END] >= 0
-        if begun:
-            _wait(n, after, n[_N_STEP_END])
-        if layers[layer, L_FETCH] > 0:
-            if begun:
-                _parameter_waits(n, after, first, last, share_subgroup, placement, new, 1)
-            fetch = _fetch(n, ops, after_first, after, layers, layer)
-            _wait(n, after, fetch)
-        if begun:
-            _parameter_waits(n, after, first, last, share_subgroup, placement, new, 0)
-        if layers[layer, L_GATHER] > 0:
-            _wait(n, after, n[_N_PASS_BEFORE])
-            gather = _add(n, ops, after_first, _GATHER, _NETWORK_LANE, layers[layer, L_GATHER],
-                          NETWORK, 0.0, 0.0, 0.0)  # fmt: skip
-            _wait(n, after, gather)
-        op = _add(n, ops, after_first, _FORWARD, _COMPUTE, layers[layer, L_FORWARD], WALL,
-                  1.0, layers[layer, L_ACTIVATION], 0.0)  # fmt: skip
-        _pass_done(n, op)
-
-
-@compiled
-def _gather_before_backward(
-    n: Ints, ops: Floats, after_first: Ints, after: Ints, layers: Floats, layer: int
-) -> int:
-    """As `TrainingLoop.backward` issues it: before the reduction of the layer above. Returns what
-    the pass waits for: the gather, or what came in from the host, or nothing.
+def _fill(ops: Floats, count: int, made: Ints, passes: Floats, rows: Floats, sizes: Floats) -> None:
+    """Writes the rows of the ops that were made. In one loop without a call or a slice, either of
+    which would count references, which costs more than the copy.
     """
-    op = -1
-    if layers[layer, L_FETCH] > 0:
-        op = _fetch(n, ops, after_first, after, layers, layer)
-    if layers[layer, L_GATHER] > 0:
-        _wait(n, after, op)
-        _wait(n, after, n[_N_PASS_BEFORE])
-        op = int(_add(n, ops, after_first, _GATHER, _NETWORK_LANE, layers[layer, L_GATHER],
-                      NETWORK, 0.0, 0.0, 0.0))  # fmt: skip
-    return op
-
-
-@inlined
-def _reduced(
-    n: Ints, ops: Floats, after_first: Ints, after: Ints, size_bytes: float, op: int
-) -> int:
-    """After which op so much is reduced."""
-    if size_bytes > 0:
-        _wait(n, after, op)
-        op = int(_add(n, ops, after_first, _REDUCE, _NETWORK_LANE, size_bytes, NETWORK, 0.0, 0.0,
-                      0.0))  # fmt: skip
-        n[_N_REDUCE] = op
-    return op
-
-
-@compiled
-def _prefetch(
-    n: Ints, ops: Floats, after_first: Ints, after: Ints, sizes: Floats, placement: Any,
-    issue: Ints, plan: Ints, rows: Floats, first: Ints, early: Ints,
-) -> None:  # fmt: skip
-    begun = 0
-    for k in range(sizes.size):
-        s = issue[k]
-        row = first[placement[s]]
-        if rows[row, T_EARLY] > 0 and begun < plan[P_PREFETCH]:
-            _wait(n, after, n[_N_BACKWARD])
-            early[s] = _add_step(n, ops, after_first, after, rows, row, sizes[s])
-            begun += 1
-            if begun == plan[P_PREFETCH]:
-                break
+    for i in range(count):
+        row, s = made[i, M_ROW], made[i, M_SUBGROUP]
+        ops[i, kernel.ITERATION] = made[i, M_ITERATION]
+        if s < 0:
+            ops[i, kernel.LANE] = passes[row, kernel.LANE]
+            ops[i, kernel.KIND] = passes[row, kernel.KIND]
+            ops[i, kernel.WORK] = passes[row, kernel.WORK]
+            ops[i, kernel.RATE] = passes[row, kernel.RATE]
+            ops[i, kernel.DRAM] = passes[row, kernel.DRAM]
+            ops[i, kernel.CORES] = 0.0
+            ops[i, kernel.DEVICE_SHARE] = passes[row, kernel.DEVICE_SHARE]
+            ops[i, kernel.DEVICE_ALLOC] = passes[row, kernel.DEVICE_ALLOC]
+            ops[i, kernel.DEVICE_FREE] = passes[row, kernel.DEVICE_FREE]
+        else:
+            ops[i, kernel.LANE] = rows[row, kernel.LANE]
+            ops[i, kernel.KIND] = rows[row, kernel.KIND]
+            ops[i, kernel.WORK] = sizes[s] * rows[row, kernel.WORK]
+            ops[i, kernel.RATE] = rows[row, kernel.RATE]
+            ops[i, kernel.DRAM] = sizes[s] * rows[row, kernel.DRAM]
+            ops[i, kernel.CORES] = rows[row, kernel.CORES]
+            ops[i, kernel.DEVICE_SHARE] = rows[row, kernel.DEVICE_SHARE]
+            ops[i, kernel.DEVICE_ALLOC] = 0.0
+            ops[i, kernel.DEVICE_FREE] = 0.0
 
 
 @compiled
-def _backward(
-    n: Ints, ops: Floats, after_first: Ints, after: Ints, micro_batch: int, layers: Floats,
-    share_first: Ints, share_subgroup: Ints, layer_count: Ints, sizes: Floats, placement: Any,
-    issue: Ints, plan: Ints, rows: Floats, first: Ints, gradient_home: Ints,
-    home: Ints, early: Ints,
-) -> None:  # fmt: skip
-    """A turn is a layer's backward, its gradients' way or, from ZeRO-2 on, both. One function, each
-    thing in it once: a call per turn, or a second copy, counts references of all these arrays.
-    """
-    missing = layer_count.copy()
-    fetch, store = rows.shape[0] - 2, rows.shape[0] - 1
-    boundary = micro_batch == plan[P_MICRO_BATCHES] - 1
-    count = layers.shape[0]
-    # ZeRO-1 reduces when the last micro-batch's backward is over.
-    turns = 2 * count if plan[P_ZERO_STAGE] == 1 and boundary else count
-    each_layer = plan[P_ZERO_STAGE] > 1
-    waited_for = -1
-    gather = _gather_before_backward(n, ops, after_first, after, layers, count - 1)
-    for turn in range(turns):
-        layer = (count if turn < count else 2 * count) - 1 - turn
-        if turn < count:
-            _wait(n, after, gather)
-            _wait(n, after, waited_for)
-            op = _add(n, ops, after_first, _BACKWARD, _COMPUTE, layers[layer, L_BACKWARD], WALL,
-                      1.0, 0.0, layers[layer, L_ACTIVATION])  # fmt: skip
-            _pass_done(n, op)
-            n[_N_BACKWARD] = op
-            gather = -1
-            if layer > 0:
-                gather = _gather_before_backward(n, ops, after_first, after, layers, layer - 1)
-        if turn >= count or each_layer:
-            op = n[_N_BACKWARD]
-            op = _reduced(n, ops, after_first, after, layers[layer, L_REDUCE], op)
-            waited_for = op if layers[layer, L_REDUCE] > 0 else -1
-            op = _reduced(n, ops, after_first, after, layers[layer, L_REDUCE_BESIDE], op)
-            for j in range(share_first[layer + 1] - 1, share_first[layer] - 1, -1):
-                s = share_subgroup[j]
-                missing[s] -= 1
-                if missing[s] > 0:
-                    continue
-                there = op
-                if gradient_home[placement[s]]:
-                    if micro_batch > 0:
-                        _wait(n, after, op)
-                        _wait(n, after, home[s])
-                        there = _add_step(n, ops, after_first, after, rows, fetch, sizes[s])
-                    _wait(n, after, there)
-                    there = _add_step(n, ops, after_first, after, rows, store, sizes[s])
-                home[s] = there
-            if layer == count - 1 and boundary:
-                _prefetch(n, ops, after_first, after, sizes, placement, issue, plan, rows, first,
-                          early)  # fmt: skip
-
-
-@compiled
-def _step_waits(n: Ints, after: Ints, plan: Ints, norm: int, new: Ints, ends: Ints) -> None:
-    """What comes next waits for what a step waits for."""
-    _wait(n, after, norm)
-    if not plan[P_OVERLAP]:
-        for s in range(new.size):
-            _wait(n, after, new[s])
-            _wait(n, after, ends[s])
-
-
-@compiled
-def _step(
-    n: Ints, ops: Floats, after_first: Ints, after: Ints, sizes: Floats, placement: Any,
-    issue: Ints, plan: Ints, extra: Floats, rows: Floats, first: Ints, last: Ints, home: Ints,
-    early: Ints, new: Ints, ends: Ints,
-) -> None:  # fmt: skip
-    _wait(n, after, n[_N_BACKWARD])
-    _wait(n, after, n[_N_REDUCE])
-    norm = _add(n, ops, after_first, _NORM, _COMPUTE, 0.0, WALL, 0.0, 0.0, 0.0)
-    for k in range(sizes.size):
-        s = issue[k]
-        code = placement[s]
-        previous = -1
-        for row in range(first[code], last[code]):
-            if rows[row, T_EARLY] > 0 and early[s] >= 0:
-                previous = early[s]
-                early[s] = -1
-                continue
-            waits = int(rows[row, T_WAITS])
-            at = n[_N_AFTER]
-            if waits & _WAIT_NORM:
-                after[at] = norm
-                at += 1
-            if waits & _WAIT_GRADIENT:
-                after[at] = home[s]
-                at += 1
-            if waits & _WAIT_PREVIOUS:
-                after[at] = previous
-                at += 1
-            n[_N_AFTER] = at
-            previous = _add_step(n, ops, after_first, after, rows, row, sizes[s])
-            if rows[row, T_PUBLISHES] > 0:
-                new[s] = previous
-        ends[s] = previous
-    network, gathered = -1, -1
-    if extra[E_NETWORK_GATHER] > 0:
-        _step_waits(n, after, plan, norm, new, ends)
-        network = _add(n, ops, after_first, _GATHER, _NETWORK_LANE, extra[E_NETWORK_GATHER],
-                       NETWORK, 0.0, 0.0, 0.0)  # fmt: skip
-    if extra[E_GATHER] > 0:
-        _step_waits(n, after, plan, norm, new, ends)
-        gathered = _add(n, ops, after_first, _GATHER, _COMPUTE, extra[E_GATHER], WALL,
-                        0.0, 0.0, 0.0)  # fmt: skip
-    _step_waits(n, after, plan, norm, new, ends)
-    _wait(n, after, network)
-    _wait(n, after, gathered)
-    if not plan[P_OVERLAP]:
-        new[:] = -1
-    n[_N_STEP_END] = _add(n, ops, after_first, _STEP_END, _COMPUTE, 0.0, WALL, 0.0, 0.0, 0.0)
+def _notes(places: int, subgroups: int, plan: Ints) -> Ints:
+    """Nothing has happened yet: see _N_*."""
+    uses = subgroups * plan[P_ITERATIONS]
+    kinds = plan.size - P_SLOTS
+    new = _N_HOME + subgroups + places
+    givers = new + 2 * subgroups
+    n = np.full(givers + kinds * uses, -1, dtype=np.int64)
+    n[_N_OPS] = n[_N_AFTER] = 0
+    n[_N_PLACES], n[_N_NEW] = _N_HOME + subgroups, new
+    for kind in range(kinds):
+        n[_N_SLOTS + kind] = plan[P_SLOTS + kind]
+        n[_N_TAKEN + kind] = n[_N_GIVEN + kind] = 0
+        n[_N_GIVERS + kind] = givers + kind * uses
+    return n
 
 
 @compiled
 def build(
-    layers: Floats, share_first: Ints, share_subgroup: Ints, layer_count: Ints, extra: Floats,
-    sizes: Floats, placement: Any, issue: Ints, plan: Ints, rows: Floats,
-    first: Ints, last: Ints, gradient_home: Ints, ops: Floats, after_first: Ints, after: Ints,
+    program: Program, rows: Floats, ways: Ints, sizes: Floats, placement: Any, issue: Ints,
+    plan: Ints, ops: Floats, after_first: Ints, after: Ints,
 ) -> int:  # fmt: skip
     """Writes the schedule of `build_schedule` into the arrays; returns how many ops it has.
 
     Args:
-        layers: shape (layers, 7), see L_*; the shares as `Workload.shares` gives them, flat.
-        extra: see E_*.
+        rows, ways: of `RecipeArrays`.
         sizes, placement: of the subgroups; issue: all of them, in the plan's order.
-        plan: see P_*, the buffers of each kind at the end; rows to gradient_home: `RecipeArrays`.
+        plan: see P_*, the buffers of each kind at the end.
         ops, after_first, after: written.
     """
-    subgroups = sizes.size
-    uses = subgroups * plan[P_ITERATIONS]
-    kinds = plan.size - P_SLOTS
-    n = np.full(_N_COUNT + kinds * uses, -1, dtype=np.int64)
-    n[_N_OPS] = n[_N_AFTER] = 0
-    for kind in range(kinds):
-        n[_N_SLOTS + kind] = plan[P_SLOTS + kind]
-        n[_N_TAKEN + kind] = n[_N_GIVEN + kind] = 0
-        n[_N_GIVERS + kind] = _N_COUNT + kind * uses
-    after_first[0] = 0
-    new = np.full(subgroups, -1, dtype=np.int64)
-    home = np.full(subgroups, -1, dtype=np.int64)
+    places, refs, passes = program
+    count, subgroups = passes.shape[0], sizes.size
+    n = _notes(count, subgroups, plan)
     early = np.full(subgroups, -1, dtype=np.int64)
-    ends = np.full(subgroups, -1, dtype=np.int64)
+    made = np.empty((ops.shape[0], 3), dtype=np.int64)
+    base, ends = n[_N_PLACES], n[_N_NEW] + subgroups
+    after_first[0] = 0
     for iteration in range(plan[P_ITERATIONS]):
         n[_N_ITERATION] = iteration
-        if extra[E_IDLE] > 0:
-            _add(n, ops, after_first, _IDLE, _COMPUTE, extra[E_IDLE], WALL, 0.0, 0.0, 0.0)
-        for micro_batch in range(plan[P_MICRO_BATCHES]):
-            _forward(n, ops, after_first, after, micro_batch, layers, share_first,
-                     share_subgroup, placement, new)  # fmt: skip
-            _backward(n, ops, after_first, after, micro_batch, layers, share_first,
-                      share_subgroup, layer_count, sizes, placement, issue, plan, rows,
-                      first, gradient_home, home, early)  # fmt: skip
-        _step(n, ops, after_first, after, sizes, placement, issue, plan, extra, rows, first, last,
-              home, early, new, ends)  # fmt: skip
+        for place in range(count):
+            what, s = places[place, X_WHAT], places[place, X_SUBGROUP]
+            if what == _OP:
+                at = n[_N_AFTER]
+                for j in range(places[place, X_REFS], places[place + 1, X_REFS]):
+                    if n[base + refs[j]] >= 0:
+                        after[at] = n[base + refs[j]]
+                        at += 1
+                n[_N_AFTER] = at
+                i = n[_N_OPS]
+                made[i, M_ROW] = place
+                made[i, M_SUBGROUP] = -1
+                made[i, M_ITERATION] = iteration
+                n[base + place] = i
+                n[_N_OPS] = i + 1
+                after_first[i + 1] = at
+                continue
+            behind = n[base + refs[places[place, X_REFS]]]
+            if what == _GRADIENT:
+                n[_N_ADDED_TO] = places[place, X_ADDED_TO]
+                way = placement[s]
+                n[_N_HOME + s] = _add_steps(
+                    n, made, after_first, after, rows, ways[way, W_GRADIENT_FIRST],
+                    ways[way, W_GRADIENT_LAST], s, behind,
+                )  # fmt: skip
+            elif what == _PREFETCH:
+                begun = 0
+                for k in range(subgroups):
+                    s = issue[k]
+                    row = ways[placement[s], W_FIRST]
+                    if rows[row, T_EARLY] > 0 and begun < plan[P_PREFETCH]:
+                        after[n[_N_AFTER]] = behind
+                        n[_N_AFTER] += 1
+                        early[s] = _add(n, made, after_first, after, rows, row, s)
+                        begun += 1
+                        if begun == plan[P_PREFETCH]:
+                            break
+            else:
+                n[_N_NORM] = behind
+                for k in range(subgroups):
+                    s = issue[k]
+                    first = ways[placement[s], W_FIRST] + (early[s] >= 0)
+                    n[ends + s] = _add_steps(
+                        n, made, after_first, after, rows, first, ways[placement[s], W_LAST], s,
+                        early[s],
+                    )  # fmt: skip
+                    early[s] = -1
+    _fill(ops, n[_N_OPS], made, passes, rows, sizes)
     return int(n[_N_OPS])

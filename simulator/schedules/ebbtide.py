@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections import Counter
 
 from simulator.plan import Plan, PlanError
-from simulator.schedule import Lane, OpKind, Schedule
-from simulator.schedules.loop import ALL_CORES, TrainingLoop
-from simulator.update.footprint import fetched_elements, footprint
+from simulator.schedule import Schedule
+from simulator.schedules.loop import ALL_CORES
+from simulator.schedules.planned_loop import PlannedLoop
+from simulator.update.footprint import footprint
 from simulator.update.recipes import (
-    GRADIENT_FETCH,
-    GRADIENT_HOME,
     Bytes,
     Slot,
     Step,
@@ -51,7 +50,7 @@ def check_homes(plan: Plan, zero_stage: int) -> None:
         )
 
 
-class EbbtideLoop(TrainingLoop):
+class EbbtideLoop(PlannedLoop):
     """ebbtide's iteration: interprets the recipe of each subgroup's placement."""
 
     def __init__(self, workload: Workload, plan: Plan, *, fused: bool = True) -> None:
@@ -67,21 +66,18 @@ class EbbtideLoop(TrainingLoop):
                 "wait for their updates, but got true: plan again with `tune plan`"
             )
         check_homes(plan, workload.zero_stage)
-        super().__init__(workload)
-        self.plan = plan
-        self.placements, self.homes = plan.placements, plan.parameter_homes
+        super().__init__(workload, plan.parameter_homes, overlaps=plan.overlap_forward)
+        self.plan, self.placements = plan, plan.placements
         ways = tuple(zip(self.placements, self.homes, strict=True))
         self.recipes = [recipe_of(*way, fused=fused) for way in ways]
-        self.fetched = fetched_elements(workload, self.homes)
         self.order = plan.issue_order
         self.bytes = Bytes.of(workload)
         self.slots = slot_limits(plan.staging_slots, Counter(ways))
-        self.gradient_home: dict[int, int] = {}  # subgroup -> op
-        self.missing: list[int] = []  # layers whose gradient a subgroup still lacks
+        self.norm = -1
+        self.at_home: dict[int, int] = {}  # subgroup -> the op that brought its gradient there
         self.taken: dict[Slot, int] = dict.fromkeys(Slot, 0)  # in all iterations so far
         self.given_back: dict[Slot, list[int]] = {slot: [] for slot in Slot}  # the ops that did
         self.early: dict[int, int] = {}  # subgroup -> the op that brought its state before the norm
-        self.ends: list[int] = []  # of the latest step: each subgroup's last op
 
     def schedule(self, iterations: int) -> Schedule:
         """What was appended so far, with the memory that is in use throughout."""
@@ -95,85 +91,44 @@ class EbbtideLoop(TrainingLoop):
             host_base_bytes=held["host"],
         )
 
-    def before_pass(self, layer: int, waits: list[int], *, backward: bool = False) -> list[int]:
-        """Parameters that live in host memory come in while the pass before this one runs. They
-        wait for their own updates; those of the layer's other parameters the pass waits for.
-        """
-        size = self.fetched[layer] * self.bytes.wire
-        if size:
-            new, homes = self.parameters_new, self.homes
-            others = {new[s] for s, _ in self.shares[layer] if homes[s] == "device" and s in new}
-            fetch = self.out.add(
-                OpKind.PARAMETER_FETCH, Lane.H2D_FETCH, size, "h2d_bytes_per_s",
-                [*(op for op in waits if op not in others), *self.passes[-2:-1]],
-                dram_bytes=size, layer=layer,
-            )  # fmt: skip
-            waits = [fetch, *(op for op in waits if op in others)]
-        return super().before_pass(layer, waits, backward=backward)
+    def gradient_reduced(self, subgroup: int, micro_batch: int, after: int) -> None:
+        steps = self.recipes[subgroup].gradient_steps
+        if micro_batch == 0:
+            steps = tuple(step for step in steps if Wait.SUM not in step.waits)
+        for step in steps:
+            after = self._add(step, subgroup, self._waits(step, subgroup, after))
+        self.at_home[subgroup] = after
 
-    def backward(self, micro_batch: int) -> None:
-        self.missing = [len(layers) for layers in self.layers_of]
+    def prefetch(self) -> None:
         self.early = {}
-        super().backward(micro_batch)
-
-    def gradients(self, layer: int, micro_batch: int, after: int) -> None:
-        """A subgroup's gradient goes home when all its layers are through."""
-        for subgroup, _ in reversed(self.shares[layer]):
-            self.missing[subgroup] -= 1
-            if self.missing[subgroup] == 0:
-                self._gradient_home(subgroup, micro_batch, after)
-        if layer == len(self.workload.layers) - 1 and micro_batch == self.boundary:
-            self._prefetch()
-
-    def _gradient_home(self, subgroup: int, micro_batch: int, after: int) -> None:
-        if self.recipes[subgroup].gradient == "host":
-            if micro_batch > 0:
-                so_far = self.gradient_home.get(subgroup)  # none in ZeRO-1's first step
-                waits = [after] if so_far is None else [after, so_far]
-                after = self._add(GRADIENT_FETCH, subgroup, waits)
-            after = self._add(GRADIENT_HOME, subgroup, [after])
-        self.gradient_home[subgroup] = after
-
-    def _prefetch(self) -> None:
-        """The first visits come in once the last layer's backward is done: with its gradient the
-        runtime sees the last micro-batch begin.
-        """
         for subgroup in self.order:
             step = self.recipes[subgroup].steps[0]
             if step.early and len(self.early) < self.plan.prefetch:
                 self.early[subgroup] = self._add(step, subgroup, [self.backward_done])
 
-    def step(self) -> None:
-        """Norm barrier, then all queues at once, each in the plan's order."""
-        norm = self.out.add(OpKind.NORM, Lane.COMPUTE, 0.0, after=self.gradients_done)
+    def updates(self, norm: int) -> tuple[dict[int, int], list[int]]:
+        self.norm = norm
         new: dict[int, int] = {}
-        self.ends = []
+        ends = []
         for subgroup in self.order:
-            new[subgroup] = self._update(subgroup, norm)
-        if self.plan.overlap_forward:
-            self.parameters_new, waits = new, [norm]
-        else:
-            waits = [norm, *new.values(), *self.ends]
-        self.step_ends(waits)
+            previous = self.early.pop(subgroup, -1)
+            for step in self.recipes[subgroup].steps[previous >= 0 :]:
+                previous = self._add(step, subgroup, self._waits(step, subgroup, previous))
+                if step.publishes:
+                    new[subgroup] = previous
+            ends.append(previous)
+        return new, ends
 
-    def _update(self, subgroup: int, norm: int) -> int:
-        """Appends one subgroup's steps; returns the op after which its parameters are new."""
-        new = previous = -1
-        for step in self.recipes[subgroup].steps:
-            if step.early and subgroup in self.early:
-                previous = self.early[subgroup]
-                continue
-            waits = [norm] if Wait.NORM in step.waits else []
-            if Wait.GRADIENT in step.waits:
-                waits.append(self.gradient_home[subgroup])
-            if Wait.PREVIOUS in step.waits:
-                waits.append(previous)
-            if Wait.GATE in step.waits:
-                waits += self.may_overwrite(subgroup)
-            previous = self._add(step, subgroup, waits)
-            new = previous if step.publishes else new
-        self.ends.append(previous)
-        return new
+    def _waits(self, step: Step, subgroup: int, previous: int) -> list[int]:
+        waits = [self.norm] if Wait.NORM in step.waits else []
+        # ZeRO-1's first step has no sum from before.
+        if step.waits & (Wait.GRADIENT | Wait.SUM) and subgroup in self.at_home:
+            waits.append(self.at_home[subgroup])
+        if Wait.PREVIOUS in step.waits:
+            waits.append(previous)
+        if Wait.GATE in step.waits:
+            waits += self.may_overwrite(subgroup)
+        return waits
 
     def _add(self, step: Step, subgroup: int, waits: list[int]) -> int:
         """One op; it takes its buffer from the op that gave it back longest ago."""

@@ -1,7 +1,7 @@
-"""The ops of each placement's update, with their lanes, amounts and waits.
+"""What happens to a subgroup's gradient and state, by placement: ops, lanes, amounts, waits.
 
-`RECIPES` is what the schedule builder, the compiled sweep, the bounds and the footprint read, and
-through the schedule the executor: an op, or a wait, that is not here does not exist.
+`RECIPES` is what the schedule builder, the compiled sweep and the footprint interpret, and through
+the schedule the executor. The bounds read its names and `Bytes`.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ class Wait(IntFlag):
     """What a step waits for besides its lane's previous op, and why."""
 
     NORM = 1  # only then the factor that unscales and clips is known
-    GRADIENT = 2  # at home, where the update reads it
-    PREVIOUS = 4  # the recipe's step before
+    GRADIENT = 2  # complete, at home, where the update reads it
+    PREVIOUS = 4  # the recipe's step before; a gradient's first one: what reduces it
     GATE = 8  # a checkpoint that still reads the live state
+    SUM = 16  # of the micro-batches before, at home: there is one from the second on
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,17 +116,20 @@ class Step:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How subgroups of one placement are updated.
+    """What happens to subgroups of one placement.
 
     Attributes:
-        steps: in order; each belongs to one subgroup.
+        steps: of the update, in order; each belongs to one subgroup.
         state, gradient: the memory that holds them between the iterations' updates.
+        gradient_steps: of the gradient, once it is reduced, micro-batch by micro-batch. The last
+            one behind the last micro-batch, or where there is none the reduction, completes it.
     """
 
     queue: Queue
     state: Memory
     gradient: Memory
     steps: tuple[Step, ...]
+    gradient_steps: tuple[Step, ...] = ()
 
     @cached_property
     def slots(self) -> frozenset[Slot]:
@@ -188,10 +192,18 @@ _PARAMETERS_OUT = out_of(
     gives_back=Slot.OUTGOING, publishes=True,
 )  # fmt: skip
 
+# A gradient that goes to host memory; from the second micro-batch on the sum so far is fetched
+# first: micro-batches are added on the device, as stock adds them.
+GRADIENT_TO_HOST = (
+    into("device", OpKind.GRADIENT_H2D, lambda b: b.gradient, Wait.PREVIOUS | Wait.SUM,
+         Lane.H2D_PARAMETERS),
+    out_of("device", OpKind.GRADIENT_D2H, lambda b: b.gradient, Wait.PREVIOUS),
+)  # fmt: skip
+
 # With parameters that live on the device; `recipe_of` has those of the others too.
 RECIPES: Mapping[Placement, Recipe] = {
     "host": Recipe(
-        Queue.HOST, state="host", gradient="host",
+        Queue.HOST, state="host", gradient="host", gradient_steps=GRADIENT_TO_HOST,
         steps=(
             # The kernel writes the parameters to a slot whose last copy must have left.
             Step(
@@ -219,19 +231,12 @@ RECIPES: Mapping[Placement, Recipe] = {
     ),
 }  # fmt: skip
 
-# A gradient that goes to host memory; from the second micro-batch on the sum so far is fetched
-# first: micro-batches are added on the device, as stock adds them.
-GRADIENT_FETCH = into(
-    "device", OpKind.GRADIENT_H2D, lambda b: b.gradient, Wait.GRADIENT, Lane.H2D_PARAMETERS
-)
-GRADIENT_HOME = out_of("device", OpKind.GRADIENT_D2H, lambda b: b.gradient, Wait.PREVIOUS)
-
 # Stock's host passes in the place of the fused kernel: unscale, update, downcast, together at the
 # machine's stock rate. For the question what fusing them saves; the runtime does not run it. The
 # unscale reads and writes the fp32 gradient, the downcast reads the master and writes a line that
 # it fetches first.
 UNFUSED_HOST = Recipe(
-    Queue.HOST, state="host", gradient="host",
+    Queue.HOST, state="host", gradient="host", gradient_steps=GRADIENT_TO_HOST,
     steps=(
         Step(
             OpKind.UPDATE_HOST, Lane.HOST, "stock_host_adam_params_per_s", _one,

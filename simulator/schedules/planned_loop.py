@@ -1,0 +1,88 @@
+"""The iteration under any plan: passes, when gradients are reduced, and who waits for updates.
+
+What happens to a subgroup's gradient and state is left to who interprets the recipes: the builder
+of schedules op by op (`simulator.schedules.ebbtide`), the compiled sweep from a recording
+(`simulator.schedules.tape`). So the passes are written once.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+from simulator.schedule import Lane, OpKind
+from simulator.schedules.loop import TrainingLoop
+from simulator.update.footprint import fetched_elements
+from simulator.update.tiers import Memory
+from simulator.workload import Workload
+
+
+class PlannedLoop(TrainingLoop):
+    """Forward, backward and step of a plan whose placements are not known here.
+
+    Attributes:
+        homes: where each subgroup's 16-bit parameters live.
+        ends: each subgroup's last op in the latest step.
+    """
+
+    def __init__(self, workload: Workload, homes: Sequence[Memory], *, overlaps: bool) -> None:
+        """``overlaps``: the step returns while updates still run."""
+        super().__init__(workload)
+        self.homes, self.overlaps = homes, overlaps
+        self.fetched = fetched_elements(workload, homes)
+        self.missing: list[int] = []  # layers whose gradient a subgroup still lacks
+        self.ends: list[int] = []
+
+    @abstractmethod
+    def gradient_reduced(self, subgroup: int, micro_batch: int, after: int) -> None:
+        """All layers of a subgroup are through a micro-batch's backward, at the op ``after``."""
+
+    @abstractmethod
+    def prefetch(self) -> None:
+        """The first visits may come in: the last layer's backward of the last micro-batch is done,
+        with whose gradient the runtime sees that micro-batch begin.
+        """
+
+    @abstractmethod
+    def updates(self, norm: int) -> tuple[dict[int, int], list[int]]:
+        """Appends them behind the barrier; returns the op behind which each subgroup's parameters
+        are new, and each one's last.
+        """
+
+    def before_pass(self, layer: int, waits: list[int], *, backward: bool = False) -> list[int]:
+        """Parameters that live in host memory come in while the pass before this one runs. They
+        wait for their own updates; those of the layer's other parameters the pass waits for.
+        """
+        size = self.fetched[layer] * self.workload.wire_bytes
+        if size:
+            new, homes = self.parameters_new, self.homes
+            others = {new[s] for s, _ in self.shares[layer] if homes[s] == "device" and s in new}
+            fetch = self.out.add(
+                OpKind.PARAMETER_FETCH, Lane.H2D_FETCH, size, "h2d_bytes_per_s",
+                [*(op for op in waits if op not in others), *self.passes[-2:-1]],
+                dram_bytes=size, layer=layer,
+            )  # fmt: skip
+            waits = [fetch, *(op for op in waits if op in others)]
+        return super().before_pass(layer, waits, backward=backward)
+
+    def backward(self, micro_batch: int) -> None:
+        self.missing = [len(layers) for layers in self.layers_of]
+        super().backward(micro_batch)
+
+    def gradients(self, layer: int, micro_batch: int, after: int) -> None:
+        for subgroup, _ in reversed(self.shares[layer]):
+            self.missing[subgroup] -= 1
+            if self.missing[subgroup] == 0:
+                self.gradient_reduced(subgroup, micro_batch, after)
+        if layer == len(self.workload.layers) - 1 and micro_batch == self.boundary:
+            self.prefetch()
+
+    def step(self) -> None:
+        """Norm barrier, then all queues at once, each in the plan's order."""
+        norm = self.out.add(OpKind.NORM, Lane.COMPUTE, 0.0, after=self.gradients_done)
+        new, self.ends = self.updates(norm)
+        if self.overlaps:
+            self.parameters_new = new
+            self.step_ends([norm])
+        else:
+            self.step_ends([norm, *new.values(), *self.ends])
