@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from runtime.frontdoor.hook import KEY
-from runtime.verify.lines import Job, Lines, flip_one_bit, number
+from runtime.verify.lines import Job, Lines, Piece, flip_one_bit, number
 from runtime.zero.front_door import config_of, read, without
 from runtime.zero.pieces import pieces, settle
 
@@ -120,16 +120,25 @@ def _write(engine: Any, lines: Lines, losses: list[float | None]) -> None:
 
 
 def perturb(engine: Any) -> None:
-    """Flips one bit of a parameter that all outputs depend on: of the last small one, else of the
-    last, alike on all ranks that have it whole.
+    """Flips one bit of a parameter that all outputs depend on: of the last small one that is not
+    zero, else of the last; alike on all ranks that have it whole. Collective.
     """
     settle(engine)
     own = {p.name: p for p in pieces(engine, frozen=False) if not p.name.endswith("/fp32")}
-    trained = [(n, p) for n, p in engine.module.named_parameters() if p.requires_grad]
-    small = [name for name, p in trained if len(getattr(p, "ds_shape", p.shape)) == 1]
-    piece = own.get((small or [name for name, _ in trained])[-1])
+    chosen = [_sensitive(engine, own)]
+    torch.distributed.broadcast_object_list(chosen)
+    piece = own.get(chosen[0])
     if piece is not None and piece.start == 0:
         flip_one_bit(piece.values)
+
+
+def _sensitive(engine: Any, own: Mapping[str, Piece]) -> str:
+    trained = [(n, p) for n, p in engine.module.named_parameters() if p.requires_grad]
+    for name, parameter in reversed(trained):
+        small = len(getattr(parameter, "ds_shape", parameter.shape)) == 1
+        if small and name in own and bool(own[name].values.any()):
+            return name
+    return trained[-1][0]
 
 
 class _Recorder:

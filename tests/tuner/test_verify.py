@@ -134,6 +134,21 @@ def test_rounding_is_no_defect_and_a_norm_far_off_is(tmp_path, stock, noise):
     assert (finding.first.step, finding.first.name) == (3, "gradient norm")
 
 
+@pytest.mark.parametrize(("bit", "verdict"), [(0, "rounding"), (21, "defect")])
+def test_a_change_in_one_place_only_is_a_defect_if_an_update_cannot_round_so(
+    tmp_path, stock, noise, bit, verdict
+):
+    """Between sides that may round otherwise, but have had the same bits."""
+
+    def change(state, wire, old, facts):
+        state["embed"].view(torch.int32)[3] ^= 1 << bit
+
+    wrong = Trained(tmp_path, "wrong").change(5, change).run()
+    finding = judge(wrong, replace(stock, name="no-offload"), noise, same_bits=False)
+    assert (finding.verdict, finding.first.step) == (verdict, 5)
+    assert finding.first.name == "embed/fp32"
+
+
 def skipped(state, wire, old, facts):
     for name in state:
         state[name].copy_(old[name])
@@ -178,6 +193,22 @@ def test_who_agrees_with_a_third_is_not_blamed(tmp_path, stock, noise):
     assert (first.verdict, first.off) == ("defect", "wrong")
     first, _ = compared((apart, plan, replace(stock, name="no-offload")), noise)
     assert (first.verdict, first.off) == ("defect", "wrong")
+
+
+def test_wrong_scalars_move_all_masters_alike(tmp_path, stock, noise):
+    """Each by less than is remarkable in one tensor; rounding spares some."""
+
+    def ahead(state, wire, old, facts):
+        for name, values in state.items():
+            values += 0.06 * (values - old[name])
+
+    rounded = Trained(tmp_path, "no-offload", noise=1e-4).run()
+    wrong = Trained(tmp_path, "wrong").change(2, ahead).run()
+    finding = judge(wrong, rounded, noise, same_bits=False)
+    assert (finding.verdict, finding.first.step) == ("defect", 2)
+    assert finding.first.name.endswith("/fp32")
+    assert finding.first.relative < 10 * finding.explained
+    assert any("step count" in line for line in finding.why)
 
 
 def test_copies_that_differ_between_ranks_are_told(tmp_path):

@@ -62,9 +62,22 @@ class Noise:
 
     def explained(self, difference: Difference) -> float:
         """The relative difference of this quantity, or of its like, that chance has made."""
-        floor = FLOORS.get(str(self.reference.about.get("dtype")), FLOORS["bf16"])
-        found = [floor, *(self._of(run, difference) for run in self.others)]
+        found = [self._floor(), *(self._of(run, difference) for run in self.others)]
         return max(value for value in found if math.isfinite(value))
+
+    def least(self, step: int) -> float:
+        """What chance has moved nine in ten masters by at least; a quarter of the floor or more."""
+        found = [self._floor() / 4]
+        for run in self.others:
+            if step in common_steps(run, self.reference):
+                masters = [d for d in differences(run, self.reference, step)
+                           if d.name.endswith(MASTER)]  # fmt: skip
+                if masters and len(masters) == len(self.reference.masters):
+                    found.append(_least(masters))
+        return max(found)
+
+    def _floor(self) -> float:
+        return FLOORS.get(str(self.reference.about.get("dtype")), FLOORS["bf16"])
 
     def _of(self, run: Run, wanted: Difference) -> float:
         if wanted.step not in common_steps(run, self.reference):
@@ -115,18 +128,44 @@ def _wrong(
     noise: Noise | None, *, same_bits: bool,
 ) -> Difference | None:  # fmt: skip
     """The first difference of this step that is no rounding."""
-    certain = [e for e in shown if e.certain]
     if same_bits and found:
         return found[0]
-    for difference in found:
-        explained = math.inf if noise is None else noise.explained(difference)
-        if difference.relative > FACTOR * explained and not _is_follower(difference, found):
-            return difference
-    if not same_bits and _in_one_place(run, other, step, found):
+    large = [d for d in found if _is_large(d, found, noise)]
+    if large and not large[0].is_tensor:
+        return large[0]
+    for piece in shown:
+        if piece.certain:
+            return _of_evidence(run, other, found, piece)
+    if large:
+        return large[0]
+    if same_bits or noise is None:
+        return None
+    if _in_one_place(run, other, step, found):
         return found[0]
-    if certain:
-        return _of_evidence(run, other, found, certain[0])
-    return None
+    return _everywhere(other, found, noise)
+
+
+def _is_large(difference: Difference, found: Sequence[Difference], noise: Noise | None) -> bool:
+    if noise is None or _is_follower(difference, found):
+        return False
+    return difference.relative > FACTOR * noise.explained(difference)
+
+
+def _everywhere(other: Run, found: Sequence[Difference], noise: Noise) -> Difference | None:
+    """Even the masters that differ least are far off: wrong scalars move all of them alike, where
+    rounding spares some.
+    """
+    masters = [d for d in found if d.name.endswith(MASTER)]
+    if not masters or len(masters) < len(other.masters):
+        return None
+    if noise.least(masters[0].step) * FACTOR >= _least(masters):
+        return None
+    return max(masters, key=lambda d: d.relative / noise.explained(d))
+
+
+def _least(masters: Sequence[Difference]) -> float:
+    """The relative difference that nine in ten masters exceed."""
+    return sorted(d.relative for d in masters)[len(masters) // 10]
 
 
 def _is_follower(difference: Difference, found: Sequence[Difference]) -> bool:
@@ -143,9 +182,12 @@ def _in_one_place(run: Run, other: Run, step: int, found: Sequence[Difference]) 
     if any(differences(run, other, earlier) for earlier in range(step)):
         return False
     tensors = other.steps[step].tensors
-    touched = sum(tensors[d.name].elements for d in found if d.name in tensors)
-    ulps = ULPS * 2.0**-23 * max(tensors[d.name].largest for d in found if d.name in tensors)
-    return touched < sum(t.elements for t in tensors.values()) / 2 and found[0].distance > ulps
+    ulps = (
+        ULPS
+        * 2.0**-23
+        * max((tensors[d.name].largest for d in found if d.name in tensors), default=0.0)
+    )
+    return len(found) < len(tensors) / 2 and found[0].distance > ulps
 
 
 def _of_evidence(run: Run, other: Run, found: Sequence[Difference], shown: Evidence) -> Difference:

@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from tuner.verify.differences import common_steps, differences
+from tuner.verify.differences import Difference, common_steps, differences
 from tuner.verify.judge import Finding, Noise, judge
 from tuner.verify.launch import Launched, Side
 from tuner.verify.run import Run
 
 PLAN, STOCK, NO_OFFLOAD = "plan", "stock", "no-offload"
 AGAIN = "the same again"
+NEARER = 4.0  # times: whoever is so much nearer to a third side agrees with it
 
 
 @dataclass(frozen=True)
@@ -79,13 +80,24 @@ def compared(runs: Sequence[Run], noise: Noise, *, chance: bool = False) -> tupl
 
 def _blamed(runs: Sequence[Run], findings: list[Finding], noise: Noise) -> list[Finding]:
     """Of two that differ the wrong one is not the one that agrees with a third."""
-    if len(runs) != 3 or findings[0].verdict != "defect":
+    first = findings[0].first
+    if len(runs) != 3 or findings[0].verdict != "defect" or first is None:
         return findings
-    third = judge(runs[0], runs[2], noise, same_bits=False).verdict
-    if third == "defect" or (third == "rounding" and findings[1].verdict != "defect"):
+    nearer = _apart(runs[1], runs[2], first) > NEARER * _apart(runs[0], runs[2], first)
+    if not nearer and findings[1].verdict == "defect":
+        nearer = judge(runs[0], runs[2], noise, same_bits=False).verdict != "defect"
+    if not nearer:
         return findings
     why = (*findings[0].why, f"{runs[0].name} agrees with {runs[2].name}")
     return [replace(findings[0], off=runs[1].name, why=why), findings[1]]
+
+
+def _apart(run: Run, other: Run, at: Difference) -> float:
+    """Of the quantity in which two others differ; 0: the same."""
+    if at.step not in common_steps(run, other):
+        return 0.0
+    found = (d for d in differences(run, other, at.step) if d.name == at.name)
+    return next((d.distance if d.is_tensor else d.relative for d in found), 0.0)
 
 
 def _sides(against: Sequence[str], made: Callable[[Side], Launched]) -> tuple[Run, ...]:

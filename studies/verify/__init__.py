@@ -1,0 +1,1 @@
+"""Does `tune verify` find what is wrong, name it rightly, and leave alone what is right?"""

@@ -1,0 +1,5 @@
+"""Entry point of ``python -m studies.verify``."""
+
+from studies.verify.command import main
+
+raise SystemExit(main())

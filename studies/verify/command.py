@@ -1,0 +1,135 @@
+"""Does `tune verify` find what is wrong, name it rightly, and leave alone what is right?
+
+    python -m studies.verify --json verify.json
+
+Defects are put into stock DeepSpeed's engines on one and two ranks, ZeRO-2 and 3. Each is judged
+twice: against runs that must have the same bits, as a plan and stock must; and against another
+implementation of AdamW, by its size. Versions of DeepSpeed that are known to be wrong are checked
+by the command itself, where `scripts/compat.sh` has made a venv for them. Under 10 minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from runtime.hardware.launcher import free_port, remove_shared_buffers
+from studies.bench.record import write_record
+from studies.verify.judging import Case, Group, plain
+from studies.verify.versions import known_versions
+from tuner.verify.judge import Finding
+
+STAGES, RANKS = (2, 3), (1, 2)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
+    parser.add_argument("--stages", type=int, nargs="+", default=STAGES)
+    parser.add_argument("--no-versions", action="store_true", help="the installed DeepSpeed only")
+    options = parser.parse_args(arguments)
+    console, overheads = Console(), {}
+    cases: list[Case] = []
+    right: list[Finding] = []
+    for stage in options.stages:
+        for ranks in options.ranks:
+            group = trained(stage, ranks, cases, right)
+            console.print(f"ZeRO-{stage}, {ranks} rank(s): {group} runs judged")
+        overheads[f"zero{stage}"] = overhead_pct(stage)
+    versions = [] if options.no_versions else known_versions()
+    figures = summary(cases, right, overheads, versions)
+    show(figures, console)
+    if options.json:
+        write_record(options.json, "verify", figures)
+    return int(figures["found"] != figures["seeded"] or figures["false_alarms"] > 0)
+
+
+def trained(stage: int, ranks: int, cases: list[Case], right: list[Finding]) -> int:
+    """Trains one group of runs and judges them; how many pairs there were."""
+    with tempfile.TemporaryDirectory(prefix="ebbtide-verify-") as scratch:
+        expected = _launch(stage, ranks, Path(scratch))
+        group = Group(Path(scratch), stage, ranks, expected)
+        found, fine = list(group.cases()), list(group.right())
+    cases += found
+    right += fine
+    return len(found) + len(fine)
+
+
+def overhead_pct(stage: int) -> float:
+    """Of one step on one rank."""
+    with tempfile.TemporaryDirectory(prefix="ebbtide-verify-") as scratch:
+        return float(_launch(stage, 1, Path(scratch), "--overhead")["overhead_pct"])
+
+
+def _launch(stage: int, ranks: int, out: Path, *more: str) -> Any:
+    port = free_port()
+    command = [
+        sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}",
+        f"--master-port={port}", "-m", "studies.verify.training", f"--stage={stage}",
+        f"--out={out}", *more,
+    ]  # fmt: skip
+    threads = str(max(1, (os.cpu_count() or 1) // ranks))
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False,
+            env={**os.environ, "OMP_NUM_THREADS": threads},
+        )  # fmt: skip
+    finally:
+        remove_shared_buffers(port)
+    if not (out / "expected.json").exists():
+        raise RuntimeError(f"the runs of ZeRO-{stage} failed: {done.stderr[-3000:]}")
+    return json.loads((out / "expected.json").read_text())
+
+
+def summary(
+    cases: Sequence[Case], right: Sequence[Finding], overheads: dict[str, float],
+    versions: Sequence[dict[str, Any]],
+) -> dict[str, Any]:  # fmt: skip
+    """The study's figures: ``seeded`` defects, and versions known to be wrong, are all to be
+    ``found``; ``named_rightly`` is the share whose step, tensor and side are right.
+    """
+    run = [row for row in versions if "skipped" not in row]
+    wrong = [row for row in run if row["wrong"]]
+    named = sum(case.named for case in cases) + sum(row["named"] for row in wrong)
+    seeded = len(cases) + len(wrong)
+    fine = [finding.verdict == "defect" for finding in right]
+    fine += [row["found"] for row in run if not row["wrong"]]
+    return {
+        "seeded": seeded,
+        "found": sum(case.found for case in cases) + sum(row["found"] for row in wrong),
+        "named_rightly": named / seeded if seeded else 0.0,
+        "right": len(fine),
+        "false_alarms": sum(fine),
+        "overhead_pct": max(overheads.values()),
+        "overheads_pct": overheads,
+        "versions": list(versions),
+        "cases": [plain(case) for case in cases],
+    }
+
+
+def show(figures: dict[str, Any], console: Console) -> None:
+    columns = ("defect", "stage", "ranks", "judged", "side", "found", "said")
+    table = Table(*columns, title="defects that were not found, or not named rightly")
+    for case in figures["cases"]:
+        if not case["named"]:
+            table.add_row(*(str(case[column]) for column in columns))
+    if table.row_count:
+        console.print(table)
+    for row in figures["versions"]:
+        console.print(f"deepspeed {row['version']}: {row.get('skipped') or row['said']}")
+    console.print(
+        f"{figures['found']} of {figures['seeded']} found, {figures['named_rightly']:.1%} named "
+        f"rightly, {figures['false_alarms']} false alarms over {figures['right']} right ones, "
+        f"{figures['overhead_pct']:.1f}% a step"
+    )
