@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,11 @@ _FILLED_IN = {
 
 
 def emitted_config(
-    plan: Plan, plan_file: str, given: str | None, wire_dtype: str, zero_stage: int = 3
+    plan: Plan,
+    plan_file: str,
+    given: Mapping[str, Any] | None,
+    wire_dtype: str,
+    zero_stage: int = 3,
 ) -> dict[str, Any]:
     """The config: what is given stays, ``"auto"`` too, but for what the plan decides.
 
@@ -30,10 +35,10 @@ def emitted_config(
         wire_dtype: of the workload: ``bf16``, ``fp16`` or ``fp32``. zero_stage: likewise.
 
     Raises:
-        ValueError: ``given`` is not a JSON object, or for another ZeRO stage.
+        ValueError: ``given`` is for another ZeRO stage.
     """
-    config = _base(wire_dtype, zero_stage) if given is None else _read(given)
-    zero = config["zero_optimization"] = config.get("zero_optimization") or {}
+    config = _base(wire_dtype, zero_stage) if given is None else dict(given)
+    zero = config["zero_optimization"] = dict(config.get("zero_optimization") or {})
     if zero.get("stage") is None:
         zero["stage"] = zero_stage
     if zero["stage"] != zero_stage:
@@ -59,15 +64,3 @@ def _base(wire_dtype: str, zero_stage: int) -> dict[str, Any]:
     zero = {"stage3_gather_16bit_weights_on_model_save": True} if zero_stage == 3 else {}
     precision = {} if wire_dtype == "fp32" else {wire_dtype: {"enabled": "auto"}}
     return {**_FILLED_IN, **precision, "zero_optimization": zero}
-
-
-def _read(path: str) -> dict[str, Any]:
-    try:
-        config = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--ds-config must be a JSON file, but got {path}: {error}") from None
-    if not isinstance(config, dict):
-        raise ValueError(  # noqa: TRY004 - the file is wrong, not the call
-            f"--ds-config must hold a JSON object, but got {path}"
-        )
-    return config

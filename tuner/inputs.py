@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 if TYPE_CHECKING:
+    from simulator.estimates.job import Job
+    from simulator.estimates.offloading import Offloading
     from simulator.machine import Machine
     from simulator.plan import Plan
     from simulator.workload import Workload
@@ -73,27 +77,44 @@ def read_machine(given: str) -> Machine:
 
 
 def model_shape(about: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of `workload_from_model` from the flags that go with ``--model``."""
+    """Fields of a `Job` from the flags that go with ``--model``."""
+    ranks = ("data_parallel", "tensor_parallel", "pipeline_parallel")
     return {
         "sequence": about["sequence"] or SEQUENCE,
-        "micro_batch": about["micro_batch"],
-        "gradient_accumulation_steps": about["accumulation"],
-        "zero_stage": about["zero_stage"],
-        "data_parallel": about["data_parallel"] or 1,
-        "tensor_parallel": about["tensor_parallel"] or 1,
-        "pipeline_parallel": about["pipeline_parallel"] or 1,
-        "activation_checkpointing": "none" if about["keep_activations"] else "full",
+        **{name: about[name] for name in ("micro_batch", "accumulation", "zero_stage")},
+        **{name: about[name] or 1 for name in ranks},
+        "recompute": not about["keep_activations"],
     }
 
 
-def read_workload(
+@dataclass(frozen=True)
+class Trained:
+    """What the flags say is trained.
+
+    Attributes:
+        job: what the workload is an estimate of; None: it was profiled.
+        config: DeepSpeed's, read once; None: no flag names one.
+    """
+
+    workload: Workload
+    job: Job | None = None
+    config: Mapping[str, Any] | None = None
+
+    @cached_property
+    def offload(self) -> Offloading:
+        from simulator.estimates.offloading import offloading
+
+        return offloading(self.config) if self.job is None else self.job.offload
+
+
+def read_trained(
     machine: Machine,
     workload: str | None,
     model: str | None,
     *,
     beside_workload: Sequence[str] = (),
     **about: Any,
-) -> Workload:
+) -> Trained:
     """A workload file, or an estimate from a model's config.
 
     Args:
@@ -117,43 +138,35 @@ def read_workload(
             f"{flag} goes with --model, since a profiled workload has its own, but got --workload "
             f"{workload}: leave {flag} out, or profile again"
         )
+    config = read_config(about.get("ds_config"))
     if workload is not None:
-        return _read(Workload, workload, "--workload")
-    from simulator.estimates.deepspeed_keys import loaded
-    from simulator.estimates.workload import workload_from_model
+        return Trained(_read(Workload, workload, "--workload"), None, config)
+    from simulator.estimates.job import Job
 
     assert model is not None
     try:
-        loaded(about["ds_config"])
-    except ValueError as error:
-        raise BadInputError(f"--ds-config {about['ds_config']}: {error}") from None
-    try:
-        return workload_from_model(model, machine, about["ds_config"], **model_shape(about))
+        job = Job.of_deepspeed(model, config, **model_shape(about))
+        return Trained(job.workload(machine), job, config)
     except ValueError as error:
         raise BadInputError(f"--model {model}: {error}") from None
 
 
-def check_offloading(ds_config: str | Mapping[str, Any] | None) -> None:
-    """Refuses what no plan can be applied to: what training under one refuses, and what a plan is
-    not simulated with.
-    """
+def read_config(path: str | None) -> Mapping[str, Any] | None:
+    """DeepSpeed's config; None: no flag names one."""
     from simulator.estimates.deepspeed_keys import loaded
-    from simulator.estimates.offloading import offloading, plan_obstacle
 
-    config = loaded(ds_config)
-    obstacle = plan_obstacle(config)
-    if obstacle:
-        raise BadInputError(obstacle)
-    moved = offloading(config)
-    if moved.beyond_plans:
-        why = "which moves optimizer state between host and device memory only"
-        if moved.optimizer != "nvme" and moved.parameters == "none":
-            why = ("whose times and memory are not simulated with activations that move too "
-                   "(training under a plan takes the key as it is)")  # fmt: skip
-        raise BadInputError(
-            f"{moved.beyond_plans} must be absent for a plan, {why}: remove it, or simulate stock "
-            "DeepSpeed with it (tune simulate or tune search with the same --ds-config)"
-        )
+    try:
+        return None if path is None else loaded(path)
+    except ValueError as error:
+        raise BadInputError(f"--ds-config {path}: {error}") from None
+
+
+def check_offloading(trained: Trained) -> None:
+    """Refuses what no plan can be applied to."""
+    from simulator.estimates.job import plan_refusal
+
+    if refusal := plan_refusal(trained.config or {}, trained.offload):
+        raise BadInputError(refusal)
 
 
 def check_distinct(outputs: Mapping[str, str | None], inputs: Mapping[str, str | None]) -> None:
@@ -171,10 +184,10 @@ def check_distinct(outputs: Mapping[str, str | None], inputs: Mapping[str, str |
             )
 
 
-def tell_unread(work: Workload, ds_config: str | None) -> None:
+def tell_unread(trained: Trained) -> None:
     """One quiet line about what was taken for DeepSpeed's keys, and which of them do not count."""
-    notes = work.provenance.partition("; ")[2]
-    if ds_config is not None and notes:
+    notes = trained.workload.provenance.partition("; ")[2]
+    if trained.config is not None and notes:
         click.echo(f"note: {notes}", err=True)
 
 

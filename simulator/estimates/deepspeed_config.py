@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,14 @@ from simulator.estimates.blocks import ModelError
 from simulator.estimates.deepspeed_keys import AUTO, ZERO, at_least, loaded, section
 from simulator.estimates.offloading import Offloading, offloading
 from simulator.update.optimizer import ADAM, OPTIMIZERS
-from simulator.workload import WireDtype, ZeroStage
+from simulator.workload import WIRE_BYTES, WireDtype, ZeroStage
 
+BATCHES = (
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
+)  # fmt: skip
 # Keys that a simulation reads; notes name the others.
 _READ = frozenset(
-    {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
-     "gradient_clipping", "data_types", "optimizer", "ebbtide"}
+    {*BATCHES, "gradient_clipping", "data_types", "optimizer", "ebbtide"}
     # Of a precision only which it is; how losses are scaled takes no time.
     | {f"{name}.{key}" for name in ("bf16", "bfloat16", "fp16") for key in (
         "enabled", "loss_scale", "loss_scale_window", "initial_scale_power", "hysteresis",
@@ -34,40 +35,17 @@ _PARTLY_READ = (ZERO, f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param",
 REDUCE_BUCKET_ELEMENTS, PREFETCH_BUCKET_ELEMENTS = 500_000_000, 50_000_000
 
 
-@dataclass(frozen=True)
-class TrainingConfig:
-    """The part of a DeepSpeed config that a simulation needs.
-
-    Attributes:
-        resolved: what was ``"auto"`` or left out and what was taken for it: for people.
-    """
-
-    micro_batch: int = 1
-    gradient_accumulation_steps: int = 1
-    wire_dtype: WireDtype = "bf16"
-    gradient_bytes: int = 2
-    clip: bool = True
-    subgroup_size: int = 1_000_000_000
-    zero_stage: ZeroStage = 3
-    optimizer: str = ADAM.name
-    reduce_bucket_elements: int = REDUCE_BUCKET_ELEMENTS
-    prefetch_bucket_elements: int = PREFETCH_BUCKET_ELEMENTS
-    overlap_comm: bool = True
-    max_live_parameters: int = 1_000_000_000
-    resolved: tuple[str, ...] = ()
-
-
-def training_config(
+def deepspeed_fields(
     config: Mapping[str, Any] | str | Path | None,
     *,
     hidden: int,
     ranks: int = 1,
     micro_batch: int | None = None,
-    gradient_accumulation_steps: int | None = None,
+    accumulation: int | None = None,
     precision: WireDtype | None = None,
     zero_stage: int | None = None,
-) -> TrainingConfig:
-    """Reads a DeepSpeed config.
+) -> dict[str, Any]:
+    """What a DeepSpeed config says of a job: fields of `simulator.estimates.job.Job`.
 
     ``"auto"`` becomes what Hugging Face's integration makes of it: batch sizes and precision from
     the arguments here, buckets from the hidden size, clipping at its Trainer's default (on).
@@ -81,36 +59,44 @@ def training_config(
         ModelError: the file cannot be read, stage or optimizer are not what a plan is for, sizes
             contradict each other, or a value that is ``"auto"`` is not given as an argument.
     """
-    resolver = _Resolver(loaded(config))
-    zero = resolver.section("zero_optimization")
+    read = loaded(config)
+    resolver = _Resolver(read)
     stage = resolver.stage(zero_stage)
-    micro, steps = resolver.batches(ranks, micro_batch, gradient_accumulation_steps)
+    micro, steps = resolver.batches(ranks, micro_batch, accumulation)
     dtype = resolver.precision(precision)
-    resolver.note_unread(offloading(config), stage)
-    kept = resolver.section("data_types").get("grad_accum_dtype") or dtype
-    width = {"fp32": 4, "fp16": 2, "bf16": 2}[kept]
-    clipping = resolver.number(
-        resolver.config, "gradient_clipping", default_clipping(), "gradient_clipping", automatic=1.0
-    )
-    return TrainingConfig(
-        micro_batch=micro,
-        gradient_accumulation_steps=steps,
-        wire_dtype=dtype,
-        gradient_bytes=width,
-        clip=clipping > 0 or dtype == "fp16",
-        zero_stage=stage,
-        optimizer=resolver.optimizer(),
-        subgroup_size=resolver.elements("sub_group_size", 1e9),
-        reduce_bucket_elements=resolver.elements(
+    return {
+        "micro_batch": micro,
+        "accumulation": steps,
+        "precision": dtype,
+        "gradient_bytes": WIRE_BYTES[
+            resolver.section("data_types").get("grad_accum_dtype") or dtype
+        ],
+        "clip": resolver.number(
+            read, "gradient_clipping", default_clipping(), "gradient_clipping", automatic=1.0
+        ),
+        "zero_stage": stage,
+        "optimizer": resolver.optimizer(),
+        "sub_group_size": resolver.elements("sub_group_size", 1e9),
+        "reduce_bucket_elements": resolver.elements(
             "reduce_bucket_size", REDUCE_BUCKET_ELEMENTS, hidden * hidden
         ),
-        prefetch_bucket_elements=resolver.elements(
+        "prefetch_bucket_elements": resolver.elements(
             "stage3_prefetch_bucket_size", PREFETCH_BUCKET_ELEMENTS, int(0.9 * hidden * hidden)
         ),
-        overlap_comm=resolver.overlap_comm(zero, stage),
-        max_live_parameters=resolver.elements("stage3_max_live_parameters", 1e9),
-        resolved=tuple(resolver.notes),
-    )  # fmt: skip
+        "overlap_comm": resolver.section(ZERO).get("overlap_comm"),
+        "max_live_parameters": resolver.elements("stage3_max_live_parameters", 1e9),
+        "offload": offloading(None if config is None else read),
+        "notes": tuple(resolver.notes),
+        "config": read,
+    }
+
+
+def unread(config: Mapping[str, Any], offload: Offloading, stage: ZeroStage) -> list[str]:
+    """Nothing silent: keys that change nothing in a simulation."""
+    keys = {*config}
+    for name in _PARTLY_READ:
+        keys |= {f"{name}.{key}" for key in section(config, name)}
+    return sorted(keys.difference(_PARTLY_READ, _READ, offload.keys_read(stage)))
 
 
 def default_clipping(installed: str | None = None) -> float:
@@ -154,11 +140,6 @@ class _Resolver:
         name = short if key not in zero and short in zero else key
         return int(self.number(zero, name, default, f"{ZERO}.{name}", automatic))
 
-    def overlap_comm(self, zero: Mapping[str, Any], stage: ZeroStage) -> bool:
-        """DeepSpeed's default is on under ZeRO-3 and off below."""
-        value = zero.get("overlap_comm")
-        return stage == 3 if value is None else bool(value)
-
     def count(self, key: str, given: int | None) -> int | None:
         """A batch size: from the config, else as given; None: neither says it."""
         value = self.config.get(key)
@@ -173,15 +154,6 @@ class _Resolver:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ModelError(f"{key} must be a whole number >= 1 or 'auto', but got {value!r}")
         return value
-
-    def note_unread(self, offload: Offloading, stage: ZeroStage) -> None:
-        """Nothing silent: keys that change nothing here are told."""
-        keys = {*self.config}
-        for name in _PARTLY_READ:
-            keys |= {f"{name}.{key}" for key in self.section(name)}
-        unread = keys.difference(_PARTLY_READ, _READ, offload.keys_read(stage))
-        if unread:
-            self.notes.append(f"not simulated: {', '.join(sorted(unread))}")
 
     def batches(self, ranks: int, micro: int | None, steps: int | None) -> tuple[int, int]:
         """DeepSpeed's rule: train_batch_size = micro batch x accumulation steps x ranks."""
@@ -227,13 +199,6 @@ class _Resolver:
             raise ModelError(
                 f"zero_optimization.stage (--zero-stage) must be 1, 2 or 3, but got {stage!r}"
             )
-        for key in ("round_robin_gradients", "parameter_alignment"):
-            if stage < 3 and zero.get(key):
-                raise ModelError(
-                    f"zero_optimization.{key} must be false to estimate ZeRO-{stage}, whose "
-                    f"partitions it moves, but got {zero[key]!r}: profile the training run instead "
-                    "(runtime.initialize(plan='auto'))"
-                )
         return stage  # type: ignore[return-value]
 
     def optimizer(self) -> str:

@@ -33,11 +33,11 @@ class FlatRank(Rank):
         ]
         fields = {
             "layers": tuple(layers),
-            "subgroups": tuple(cut_flat([size], self.config.subgroup_size)),
+            "subgroups": tuple(cut_flat([size], self.job.sub_group_size)),
             "parameters": ((size,),),
-            "zero_stage": self.config.zero_stage,
+            "zero_stage": self.job.zero_stage,
             "step_gather_s": self.links.gather_s(
-                size * self.parallel.data * self.wire, self.layout.ring_in_node
+                size * self.job.data_parallel * self.wire, self.layout.ring_in_node
             ),
             "network_step_gather_bytes": int(self.layout.entering_bytes(made.params * self.wire)),
             "device_base_bytes": made.device_base_bytes + self.waiting_bytes(made),
@@ -46,14 +46,14 @@ class FlatRank(Rank):
 
     def slice_elements(self, elements: int) -> int:
         """Of each rank: all slices are equal and begin on a border of START_ALIGNMENT elements."""
-        ranks = self.parallel.data
+        ranks = self.job.data_parallel
         return math.ceil(elements / (START_ALIGNMENT * ranks)) * START_ALIGNMENT
 
     # -- what differs from ZeRO-3 ------------------------------------------------------------
 
     def partitions(self, block: Block) -> tuple[int, ...]:
         """Whole: ZeRO divides their optimizer state only."""
-        tensor = self.parallel.tensor
+        tensor = self.job.tensor_parallel
         return tuple(
             math.ceil(n / tensor) if split else n
             for n, split in zip(block.params, block.split, strict=True)
@@ -70,24 +70,24 @@ class FlatRank(Rank):
 
     def reduce_s(self, block: Block) -> float:
         """ZeRO-1's single reduction is spread over the micro-batches: times are of all of them."""
-        size = self.whole_elements(block) * self.config.gradient_bytes
+        size = self.whole_elements(block) * self.job.gradient_bytes
         once = self.links.all_reduce_s(size, self.layout.ring_in_node)
-        micro = self.config.gradient_accumulation_steps if self.config.zero_stage == 1 else 1
+        micro = self.job.accumulation if self.job.zero_stage == 1 else 1
         return once / micro
 
     @property
     def reduced_beside(self) -> float:
         """Backward gathers nothing; ZeRO-1's reductions come behind it."""
-        return float(self.config.overlap_comm and self.config.zero_stage > 1)
+        return float(self.job.overlaps_comm and self.job.zero_stage > 1)
 
     def network_bytes(self, block: Block) -> tuple[int, int]:
         """An all-reduce is a reduce-scatter and a gather."""
-        size = self.whole_elements(block) * self.config.gradient_bytes
+        size = self.whole_elements(block) * self.job.gradient_bytes
         return 0, int(2 * self.layout.entering_bytes(size))
 
     def bucket_bytes(self, held: int) -> int:
         """The bucket, and its copy that the all-reduce flattens."""
-        return 2 * self.wire * min(self.config.reduce_bucket_elements, held)
+        return 2 * self.wire * min(self.job.reduce_bucket_elements, held)
 
     def waiting_bytes(self, made: Workload) -> int:
         """Gradients that ZeRO-1 keeps whole until the step's only reduction, and a buffer as large
@@ -97,10 +97,10 @@ class FlatRank(Rank):
         """
         largest = max(n for block in self.stage_blocks for n in self.partitions(block))
         buffer = self.wire * largest
-        if self.config.zero_stage > 1:
+        if self.job.zero_stage > 1:
             return buffer
         gradients = [self.wire * self.whole_elements(block) for block in self.stage_blocks]
-        if self.config.gradient_accumulation_steps > 1:
+        if self.job.accumulation > 1:
             return buffer + sum(gradients)
         held = [0, *accumulate(layer.activation_bytes for layer in made.layers)]
         behind = [0, *accumulate(reversed(gradients))]

@@ -6,13 +6,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING
 
-from simulator.estimates.blocks import Architecture, Block, ModelError
+from simulator.estimates.blocks import Architecture, Block
 from simulator.estimates.collectives import LINK, Layout, Links, passed_on, ring_s
 from simulator.estimates.compute import Device, overlapped_s
-from simulator.estimates.deepspeed_config import TrainingConfig
 from simulator.machine import Machine
 from simulator.workload import WIRE_BYTES, Layer, Workload, cut
+
+if TYPE_CHECKING:
+    from simulator.estimates.job import Job
 
 # Of a layer's forward, what the host issues for its backward without the recomputed forward: one
 # gradient per product's input and one per weight, and the hooks of the reduction.
@@ -26,65 +29,41 @@ AVERAGING_PASSES = 6
 
 
 @dataclass(frozen=True)
-class Parallelism:
-    """How the model is laid over the GPUs: data x tensor x pipeline = all of them."""
-
-    data: int = 1
-    tensor: int = 1
-    pipeline: int = 1
-    stage: int = 0
-    sequence_parallel: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("data", "tensor", "pipeline"):
-            value = getattr(self, name)
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            if not (whole and 1 <= value <= 10**7):
-                raise ModelError(f"{name}_parallel must be a whole number >= 1, but got {value!r}")
-        if not 0 <= self.stage < self.pipeline:
-            raise ModelError(
-                f"stage must lie in [0, {self.pipeline - 1}] (pipeline_parallel - 1), but got "
-                f"{self.stage}"
-            )
-
-
-@dataclass(frozen=True)
 class Rank:
     """One rank's share of everything, under ZeRO-3."""
 
-    arch: Architecture
+    job: Job
     machine: Machine
-    config: TrainingConfig
-    parallel: Parallelism
-    sequence: int
-    recompute: bool
-    flash: bool
+
+    @property
+    def arch(self) -> Architecture:
+        return self.job.architecture
 
     def workload(self) -> Workload:
         blocks = self.stage_blocks
         layers = self.layers(blocks)
-        p = self.parallel
-        micro = self.config.gradient_accumulation_steps
+        p = self.job
+        micro = self.job.accumulation
         parameters = tuple(n for block in blocks for n in self.partitions(block))
         busy_s = sum(layer.forward_s + layer.backward_s for layer in layers)
         return Workload(
             name=self.arch.name,
             layers=layers,
-            subgroups=tuple(cut(parameters, self.config.subgroup_size)),
+            subgroups=tuple(cut(parameters, self.job.sub_group_size)),
             parameters=(parameters,),
-            subgroup_size=self.config.subgroup_size,
-            wire_dtype=self.config.wire_dtype,
-            optimizer=self.config.optimizer,
-            grad_bytes_per_param=self.config.gradient_bytes,
-            clip=self.config.clip,
+            subgroup_size=self.job.sub_group_size,
+            wire_dtype=self.job.precision,
+            optimizer=self.job.optimizer,
+            grad_bytes_per_param=self.job.gradient_bytes,
+            clip=self.job.clips,
             gradient_accumulation_steps=micro,
             ranks_per_node=self.layout.ranks_per_node,
             nodes=self.layout.nodes,
             reduced_beside=self.reduced_beside,
-            tokens_per_iteration=self.tokens * micro * p.data,
-            samples_per_iteration=self.config.micro_batch * micro * p.data,
+            tokens_per_iteration=self.tokens * micro * p.data_parallel,
+            samples_per_iteration=self.job.micro_batch * micro * p.data_parallel,
             # Each of the p - 1 other stages is one micro-batch ahead or behind (GPipe and 1F1B).
-            pipeline_idle_s=(p.pipeline - 1) / micro * busy_s + self.loop_s,
+            pipeline_idle_s=(p.pipeline_parallel - 1) / micro * busy_s + self.loop_s,
             device_base_bytes=self.base_bytes(blocks),
             provenance=self.provenance(),
         )
@@ -96,27 +75,35 @@ class Rank:
 
     @cached_property
     def layout(self) -> Layout:
-        p = self.parallel
-        return Layout(self.machine.gpus_per_node, p.data, p.tensor, p.pipeline, p.stage)
+        p = self.job
+        return Layout(
+            self.machine.gpus_per_node,
+            p.data_parallel,
+            p.tensor_parallel,
+            p.pipeline_parallel,
+            p.stage,
+        )
 
     @property
     def tokens(self) -> int:
         """Of one micro-batch."""
-        return self.sequence * self.config.micro_batch
+        return self.job.sequence * self.job.micro_batch
 
     @cached_property
     def stage_blocks(self) -> list[Block]:
         """Embedding goes with the first pipeline stage, the head with the last."""
-        p, blocks = self.parallel, self.arch.blocks()
+        p, blocks = self.job, self.arch.blocks()
         inner = blocks[1:-1]
-        first = p.stage * len(inner) // p.pipeline
-        last = (p.stage + 1) * len(inner) // p.pipeline
+        first = p.stage * len(inner) // p.pipeline_parallel
+        last = (p.stage + 1) * len(inner) // p.pipeline_parallel
         held = inner[first:last]
         if p.stage == 0:
             held = [blocks[0], *held]
-        if p.stage == p.pipeline - 1:
+        if p.stage == p.pipeline_parallel - 1:
             held = [*held, blocks[-1]]
-            if self.arch.tied and p.pipeline > 1:  # the last stage has a copy of the embedding
+            if (
+                self.arch.tied and p.pipeline_parallel > 1
+            ):  # the last stage has a copy of the embedding
                 tied = (self.arch.vocabulary * self.arch.hidden,)
                 held[-1] = Block("head", (*held[-1].params, *tied), (*held[-1].split, True),
                                  held[-1].flops_per_token)  # fmt: skip
@@ -124,7 +111,9 @@ class Rank:
 
     def partitions(self, block: Block) -> tuple[int, ...]:
         """This rank's elements of each parameter: tensor parallelism first, then ZeRO."""
-        return _partitions(block.params, block.split, self.parallel.tensor, self.parallel.data)
+        return _partitions(
+            block.params, block.split, self.job.tensor_parallel, self.job.data_parallel
+        )
 
     def layers(self, blocks: Sequence[Block]) -> tuple[Layer, ...]:
         """Transformer layers of one shape differ in name only: each shape is worked out once."""
@@ -138,7 +127,7 @@ class Rank:
         return tuple(layers)
 
     def layer(self, block: Block) -> Layer:
-        micro = self.config.gradient_accumulation_steps
+        micro = self.job.accumulation
         gathered, reduced = self.network_bytes(block)
         return Layer(
             name=block.name,
@@ -152,9 +141,11 @@ class Rank:
 
     def device_s(self, block: Block) -> float:
         """Of one micro-batch's forward on the device, with tensor parallelism's exchanges."""
-        device = Device.of(self.machine, self.wire, self.parallel.tensor, self.flash)
+        device = Device.of(
+            self.machine, self.wire, self.job.tensor_parallel, self.job.flash_attention
+        )
         computed = device.forward_s(
-            block, self.arch.hidden, self.arch.heads, self.tokens, self.sequence
+            block, self.arch.hidden, self.arch.heads, self.tokens, self.job.sequence
         )
         return computed + self.tensor_exchange_s(block)
 
@@ -166,7 +157,7 @@ class Rank:
 
     def backward_s(self, block: Block) -> float:
         """Two products per weight, one more where the forward is computed again."""
-        again = bool(self.recompute and block.attention)
+        again = bool(self.job.recompute and block.attention)
         issued = (ISSUED_BACKWARD + again) * self.issue_s(block)
         reduced, beside = self.reduce_s(block), self.reduced_beside
         beside_s = self.parameters_s(block) + beside * reduced
@@ -175,7 +166,7 @@ class Rank:
 
     def averaging_s(self, block: Block) -> float:
         """What reducing a block's gradients takes of the device itself."""
-        size = self.whole_elements(block) * self.config.gradient_bytes
+        size = self.whole_elements(block) * self.job.gradient_bytes
         return AVERAGING_PASSES * size / self.machine.rate("device_memory_bytes_per_s")
 
     @property
@@ -187,9 +178,9 @@ class Rank:
         fetched ahead, is gathered behind it (DeepSpeed, ``__reduce_and_partition_ipg_grads`` and
         ``PartitionedParameterCoordinator.fetch_sub_module``).
         """
-        if not self.config.overlap_comm:
+        if not self.job.overlaps_comm:
             return 0.0
-        ahead, bucket = self.config.prefetch_bucket_elements, self.config.reduce_bucket_elements
+        ahead, bucket = self.job.prefetch_bucket_elements, self.job.reduce_bucket_elements
         return min(1.0, ahead / max(1, bucket))
 
     def issue_s(self, block: Block) -> float:
@@ -205,7 +196,7 @@ class Rank:
 
     def reduce_s(self, block: Block) -> float:
         """Until the block's gradients of one micro-batch are averaged."""
-        return self.gather_s(block, self.config.gradient_bytes)
+        return self.gather_s(block, self.job.gradient_bytes)
 
     def gather_s(self, block: Block, element_bytes: int) -> float:
         """ZeRO's all-gather, or its reduce-scatter, of the block among the ranks of one node."""
@@ -216,7 +207,7 @@ class Rank:
         """Two all-reduces of the activations per layer and pass; between nodes over the network."""
         if not block.attention:
             return 0.0
-        tensor, cut = self.parallel.tensor, self.layout.tensor_groups_cut
+        tensor, cut = self.job.tensor_parallel, self.layout.tensor_groups_cut
         rate = self.links.bytes_per_s(min(tensor, self.machine.gpus_per_node))
         if cut:
             rate = min(rate, self.machine.rate("network_bytes_per_s") / cut)
@@ -233,7 +224,7 @@ class Rank:
         """
         part = self.layout.entering_bytes(self.whole_elements(block))
         beside = self.exchange_beside_bytes(block) if part else 0.0
-        return int(part * self.wire + beside), int(part * self.config.gradient_bytes)
+        return int(part * self.wire + beside), int(part * self.job.gradient_bytes)
 
     def exchange_beside_bytes(self, block: Block) -> float:
         """A rank's part of what tensor parallelism brings into a node in a pass: the network that
@@ -241,8 +232,8 @@ class Rank:
         """
         if not block.attention:
             return 0.0
-        once = 2 * 2 * passed_on(self.exchanged_bytes, self.parallel.tensor)
-        passes = 1 + (2 + self.recompute)  # as `backward_s` has it
+        once = 2 * 2 * passed_on(self.exchanged_bytes, self.job.tensor_parallel)
+        passes = 1 + (2 + self.job.recompute)  # as `backward_s` has it
         return once * passes / 2 * self.layout.tensor_groups_cut / self.layout.ranks_per_node
 
     @property
@@ -251,34 +242,38 @@ class Rank:
 
     @property
     def wire(self) -> int:
-        return WIRE_BYTES[self.config.wire_dtype]
+        return WIRE_BYTES[self.job.precision]
 
     def activation_bytes(self, block: Block) -> int:
         """Korthikanti et al.: s b h (34 + 5 a s / h) bytes per layer, 2 s b h if recomputed."""
         unit = self.tokens * self.arch.hidden * self.wire / 2
-        t = self.parallel.tensor
+        t = self.job.tensor_parallel
         if block.name == "head":
             return self._head_bytes(block)
         if not block.attention:
             return int(2 * unit)
-        if self.recompute:
-            return int(2 * unit / (t if self.parallel.sequence_parallel else 1))
+        if self.job.recompute:
+            return int(2 * unit / (t if self.job.sequence_parallel else 1))
         return int(self._stored(unit))
 
     def _head_bytes(self, block: Block) -> int:
         """Logits: in the forward with two widened copies, in the backward with one and the
         gradient of the head's weights; what of it the backward's buckets do not cover.
         """
-        logits = self.tokens * self.arch.vocabulary / self.parallel.tensor
+        logits = self.tokens * self.arch.vocabulary / self.job.tensor_parallel
         forward = (self.wire + 4 + 4) * logits
         gradients = self.wire * self.whole_elements(block)
         backward = (self.wire + 4) * logits + gradients + self.backward_bytes()
         return int(max(forward, backward) - self.backward_bytes())
 
     def _stored(self, unit: float) -> float:
-        t = self.parallel.tensor
-        whole = 10 / t if self.parallel.sequence_parallel else 10
-        scores = 0.0 if self.flash else 5 * self.arch.heads * self.sequence / self.arch.hidden / t
+        t = self.job.tensor_parallel
+        whole = 10 / t if self.job.sequence_parallel else 10
+        scores = (
+            0.0
+            if self.job.flash_attention
+            else 5 * self.arch.heads * self.job.sequence / self.arch.hidden / t
+        )
         return unit * (whole + 24 / t + scores)
 
     def base_bytes(self, blocks: Sequence[Block]) -> int:
@@ -286,28 +281,28 @@ class Rank:
         held = self.held_elements(blocks)
         base = (held + self.gathered_elements(blocks)) * self.wire
         base += self.bucket_bytes(held) + self.backward_bytes()
-        if self.recompute:  # its activations stay until the next iteration's take their place
+        if self.job.recompute:  # its activations stay until the next iteration's take their place
             base += int(self._stored(self.tokens * self.arch.hidden * self.wire / 2))
         return base
 
     def whole_elements(self, block: Block) -> int:
         """Of all data-parallel ranks together."""
-        return sum(self.partitions(block)) * self.parallel.data
+        return sum(self.partitions(block)) * self.job.data_parallel
 
     def held_elements(self, blocks: Sequence[Block]) -> int:
         return sum(sum(self.partitions(block)) for block in blocks)
 
     def gathered_elements(self, blocks: Sequence[Block]) -> int:
         """``stage3_max_live_parameters``, and embedding and head, which are not released."""
-        if self.parallel.data == 1:
+        if self.job.data_parallel == 1:
             return 0
         ends = [block for block in blocks if not block.attention]
-        live = self.config.max_live_parameters + self.held_elements(ends) * self.parallel.data
-        return min(live, self.held_elements(blocks) * self.parallel.data)
+        live = self.job.max_live_parameters + self.held_elements(ends) * self.job.data_parallel
+        return min(live, self.held_elements(blocks) * self.job.data_parallel)
 
     def bucket_bytes(self, held: int) -> int:
         """DeepSpeed's flat gradient bucket, allocated once."""
-        return self.wire * min(self.config.reduce_bucket_elements, held * self.parallel.data)
+        return self.wire * min(self.job.reduce_bucket_elements, held * self.job.data_parallel)
 
     def backward_bytes(self) -> int:
         """Gradients that wait for their bucket, and the largest one's fp32 copy on its way home."""
@@ -316,14 +311,14 @@ class Rank:
         return self.bucket_bytes(self.held_elements(blocks)) + 4 * largest
 
     def provenance(self) -> str:
-        notes = [f"estimated from the config of {self.arch.name}, sequence {self.sequence}"]
-        notes += self.config.resolved
-        if self.parallel.tensor > 1 and LINK not in self.machine.other_rates:
+        notes = [f"estimated from the config of {self.arch.name}, sequence {self.job.sequence}"]
+        notes += self.job.told
+        if self.job.tensor_parallel > 1 and LINK not in self.machine.other_rates:
             notes.append(f"tensor-parallel exchange over PCIe: no {LINK} in machine.other_rates")
         if self.layout.tensor_groups_cut:
             notes.append(
-                f"tensor-parallel exchange over the network: {self.parallel.tensor} ranks do not "
-                f"fit into nodes of {self.machine.gpus_per_node} GPUs"
+                f"tensor-parallel exchange over the network: {self.job.tensor_parallel} ranks do "
+                f"not fit into nodes of {self.machine.gpus_per_node} GPUs"
             )
         return "; ".join(notes)
 

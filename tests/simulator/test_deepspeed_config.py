@@ -7,6 +7,7 @@ import pytest
 
 from simulator import ModelError, Quantity, build_strategy, simulate, workload_from_model
 from simulator.estimates.deepspeed_keys import _KINDS, _KNOWN, _SECTIONS, HELD, STATE, ZERO, loaded
+from simulator.estimates.job import Job
 from simulator.estimates.offloading import default_pinning, offloading
 from tests.machines import node
 
@@ -195,3 +196,34 @@ def said_of(ds_config):
     except ModelError as error:
         return str(error)
     return ""
+
+
+KNOBS = [
+    {"micro_batch": 3, "accumulation": 2, "data_parallel": 2},
+    {"zero_stage": 2, "recompute": False},
+    {"sub_group_size": 10**6, "offload": "parameters"},
+    {"offload": "none"},
+    {"offload": "nvme", "zero_stage": 3},
+]
+
+
+@pytest.mark.parametrize("knobs", KNOBS)
+def test_a_changed_job_is_the_one_that_its_own_config_describes(knobs):
+    given = config({**CPU, "pin_memory": False}, reduce_bucket_size="auto")
+    given["gradient_clipping"] = 0.3
+    job = Job.of_deepspeed(GPT, given, sequence=64)
+    assert job.clip == 0.3
+    changed = job.changed(**knobs)
+    shape = {k: v for k, v in knobs.items() if k in ("recompute", "data_parallel")}
+    again = Job.of_deepspeed(GPT, changed.deepspeed(), sequence=64, **shape)
+    for name in set(Job.model_fields) - {"notes", "config"}:
+        assert getattr(again, name) == getattr(changed, name), name
+    one, other = (j.workload(on()).model_copy(update={"provenance": ""}) for j in (changed, again))
+    assert one == other
+
+
+def test_a_job_refuses_what_it_has_no_field_for():
+    with pytest.raises(ModelError, match=r"a job has the fields .*, but got 'batch'"):
+        Job.of_deepspeed(GPT, None, batch=3)
+    with pytest.raises(ModelError, match="accumulation"):
+        Job.of_deepspeed(GPT, None).changed(acumulation=3)

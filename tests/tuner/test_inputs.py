@@ -83,6 +83,23 @@ def test_a_deepspeed_config_is_obeyed(model, tmp_path):
     assert Plan.load(out).subgroup_size == 30_000_000
 
 
+def test_a_deepspeed_config_is_read_once(model, tmp_path, monkeypatch):
+    path, read = ds(tmp_path, CPU), []
+    original = Path.read_text
+
+    def counted(self, *args, **kwargs):
+        read.append(self)
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "read_text", counted)
+    out = tmp_path / "plan.json"
+    common = ["--machine", "h200", "--model", model, "--ds-config", path]
+    assert run("plan", *common, "-o", out, "--emit-deepspeed", tmp_path / "e.json").exit_code == 0
+    assert read.count(path) == 1
+    assert run("simulate", *common).exit_code == 0
+    assert read.count(path) == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -36,7 +36,7 @@ REAL += "".join(
         (8, "20,788", 15.103745352947813, 41.46, 81.15, 8.93),
     )
 )
-TWO = Described(model="m", shape={"micro_batch": 1, "gradient_accumulation_steps": 2})
+TWO = Described(model="m", shape={"micro_batch": 1, "accumulation": 2})
 
 
 def seen_in(tmp_path, text, described=TWO, name="train.log"):

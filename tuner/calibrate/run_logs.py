@@ -7,9 +7,11 @@ import math
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from simulator.estimates.job import Job
 from simulator.machine import Machine
 from simulator.schedule import Schedule
 from simulator.schedules.strategies import build_strategy
@@ -21,10 +23,7 @@ from tuner.calibrate.run_checks import batch_notes, check_whole, loop_notes, pha
 FEWEST_ITERATIONS = 3
 _MEASURED = {f"{phase}_{unit}": (phase, factor)
              for phase in PHASES for unit, factor in (("s", 1.0), ("ms", 1e-3))}  # fmt: skip
-_INTEGERS = {
-    "sequence": "sequence", "micro_batch": "micro_batch", "data_parallel": "data_parallel",
-    "accumulation": "gradient_accumulation_steps", "tensor_parallel": "tensor_parallel",
-}  # fmt: skip
+_INTEGERS = ("sequence", "micro_batch", "data_parallel", "accumulation", "tensor_parallel")
 _OPTIONS: dict[str, Callable[[str], Any]] = {"ratio": float, "stride": int}
 _OTHER = ("model", "strategy", "sub_group_size", "name")
 
@@ -35,12 +34,12 @@ class Described:
 
     Attributes:
         model: a config, a description or its file; ``workload``: instead, as profiled.
-        shape: arguments of `workload_from_model` by name.
+        shape: fields of a `Job` by name.
         options: of the strategy.
     """
 
     model: str | None = None
-    ds_config: str | None = None
+    ds_config: str | Mapping[str, Any] | None = None
     workload: Workload | None = None
     shape: Mapping[str, Any] = field(default_factory=dict)
     strategy: str = "zero3_offload"
@@ -48,8 +47,6 @@ class Described:
 
     def build(self, machine: Machine) -> Schedule:
         """One iteration of what ran."""
-        from simulator.estimates.workload import workload_from_model
-
         work = self.workload
         if work is None:
             if self.model is None:
@@ -57,11 +54,21 @@ class Described:
                     "what ran must be told by --model or --workload, or by the column 'model' of a "
                     "CSV, but got none"
                 )
-            work = workload_from_model(self.model, machine, self.ds_config, **self.shape)
+            work = self.job.workload(machine)
         if "sub_group_size" in self.options:
             work = work.recut(int(self.options["sub_group_size"]))
         options = {k: v for k, v in self.options.items() if k != "sub_group_size"}
         return build_strategy(self.strategy, work, iterations=1, **options)
+
+    @cached_property
+    def job(self) -> Job:
+        """What the flags and the config describe, read once.
+
+        Raises:
+            ModelError: they cannot be used.
+        """
+        assert self.model is not None
+        return Job.of_deepspeed(self.model, self.ds_config, **self.shape)
 
     def samples(self) -> int | None:
         """Of one iteration, all ranks together; None: not known.
@@ -69,17 +76,16 @@ class Described:
         Raises:
             ModelError: the DeepSpeed config contradicts the flags.
         """
-        from simulator.estimates.deepspeed_config import training_config
+        from simulator.estimates.deepspeed_config import deepspeed_fields
 
         if self.workload is not None:
             return self.workload.samples_per_iteration
         ranks = self.shape.get("data_parallel") or 1
-        config = training_config(
+        said = deepspeed_fields(
             self.ds_config, hidden=1, ranks=ranks, zero_stage=self.shape.get("zero_stage"),
-            micro_batch=self.shape.get("micro_batch"),
-            gradient_accumulation_steps=self.shape.get("gradient_accumulation_steps"),
+            micro_batch=self.shape.get("micro_batch"), accumulation=self.shape.get("accumulation"),
         )  # fmt: skip
-        return int(config.micro_batch * config.gradient_accumulation_steps * ranks)
+        return int(said["micro_batch"] * said["accumulation"] * ranks)
 
 
 def read_observations(path: str | Path, described: Described) -> list[Observation]:
@@ -190,7 +196,7 @@ def _row(where: str, row: Mapping[str | None, Any], described: Described) -> Obs
     shape, options = dict(described.shape), dict(described.options)
     for key in given:
         if key in _INTEGERS:
-            shape[_INTEGERS[key]] = _parsed(where, key, given[key], int)
+            shape[key] = _parsed(where, key, given[key], int)
         elif key in _OPTIONS or key == "sub_group_size":
             options[key] = _parsed(where, key, given[key], _OPTIONS.get(key, float))
     ran = Described(

@@ -10,10 +10,11 @@ from tuner.commands.options import DURATION, JSON, RATE, SHARE, SIZE, guarded, n
 from tuner.inputs import (
     MACHINE,
     BadInputError,
+    Trained,
     check_distinct,
     check_offloading,
     read_machine,
-    read_workload,
+    read_trained,
     tell_unread,
     workload_options,
     written,
@@ -85,17 +86,17 @@ def plan(
     needs("with --mtbf", mtbf is not None, "restart", "storage")
     _check_paths(output, emit_deepspeed, machine, source)
     _tell_interval(checkpoint_dir, mtbf)
-    check_offloading(source["ds_config"])
     measured = read_machine(machine)
     if storage is not None:
         measured = measured.with_rates(storage_write_bytes_per_s=storage)
     automatic = "auto" if source["model"] else "keep"
-    work = read_workload(
+    trained = read_trained(
         measured, **source, beside_workload=("ds_config",) if emit_deepspeed else ()
     )
-    tell_unread(work, source["ds_config"])
-    _tell_device(source["ds_config"], emit_deepspeed)
-    work, sizes = _recut(work, subgroup_size or automatic)
+    check_offloading(trained)
+    tell_unread(trained)
+    _tell_device(trained, emit_deepspeed)
+    work, sizes = _recut(trained.workload, subgroup_size or automatic)
     options: dict[str, Any] = {
         "device_memory_bytes": gpu_memory, "host_memory_bytes": host_memory, "seed": seed,
         "robust": robust, "subgroup_sizes": sizes, "memory_margin": memory_margin,
@@ -112,7 +113,7 @@ def plan(
     with written("--output", output):
         result.save(output)
     if emit_deepspeed is not None:
-        _emit(emit_deepspeed, result, output, source["ds_config"], work)
+        _emit(emit_deepspeed, result, output, trained)
     if as_json:
         click.echo(result.model_dump_json(indent=2))
         return
@@ -121,10 +122,11 @@ def plan(
     console.print(f"written to {' and '.join(filter(None, [output, emit_deepspeed]))}")
 
 
-def _emit(path: str, found: Plan, plan_file: str, given: str | None, work: Workload) -> None:
+def _emit(path: str, found: Plan, plan_file: str, trained: Trained) -> None:
     from tuner.emitted_config import emitted_config, write_config
 
-    config = emitted_config(found, plan_file, given, work.wire_dtype, work.zero_stage)
+    work = trained.workload
+    config = emitted_config(found, plan_file, trained.config, work.wire_dtype, work.zero_stage)
     with written("--emit-deepspeed", path):
         write_config(config, path)
 
@@ -146,11 +148,9 @@ def _tell_interval(checkpoint_dir: str | None, mtbf: float | None) -> None:
                err=True)  # fmt: skip
 
 
-def _tell_device(ds_config: str | None, emit_deepspeed: str | None) -> None:
+def _tell_device(trained: Trained, emit_deepspeed: str | None) -> None:
     """A config that offloads nothing can be planned for, but does not train under a plan."""
-    from simulator.estimates.offloading import offloading
-
-    if ds_config is None or emit_deepspeed or offloading(ds_config).optimizer == "cpu":
+    if trained.config is None or emit_deepspeed or trained.offload.optimizer == "cpu":
         return
     click.echo("note: zero_optimization.offload_optimizer.device must be 'cpu' where the plan is "
                "trained under, which it is not in --ds-config (--emit-deepspeed writes a config in "

@@ -11,11 +11,12 @@ from tuner.commands.options import JSON, guarded
 from tuner.inputs import (
     MACHINE,
     BadInputError,
+    Trained,
     check_distinct,
     check_offloading,
     read_machine,
     read_plan,
-    read_workload,
+    read_trained,
     tell_unread,
     workload_options,
     written,
@@ -63,16 +64,17 @@ def simulate(
          "--model": source["model"], "--ds-config": source["ds_config"]},
     )  # fmt: skip
     measured = read_machine(machine)
-    work = read_workload(measured, **source)
-    tell_unread(work, source["ds_config"])
+    trained = read_trained(measured, **source)
+    tell_unread(trained)
+    work = trained.workload
     if plan_file is not None:
-        check_offloading(source["ds_config"])
+        check_offloading(trained)
         plan = read_plan(plan_file)
         if plan.subgroups and plan.subgroups != work.subgroups and work.parameters:
             work = work.recut(plan.subgroup_size)  # as training under the plan would be
         name, options = "ebbtide", {"plan": plan}
     else:
-        name, options = _stock(strategy, work, source["ds_config"])
+        name, options = _stock(strategy, trained)
 
     def build(of: Workload) -> Schedule:
         return build_strategy(name, of, **options)
@@ -113,14 +115,10 @@ def _missing(work: Workload, machine: Machine, timeline: Timeline) -> str:
     return Limits.of(work, machine, margin=0.0).shortfall(timeline)
 
 
-def _stock(
-    strategy: str | None, work: Workload, ds_config: str | None
-) -> tuple[str, dict[str, Any]]:
+def _stock(strategy: str | None, trained: Trained) -> tuple[str, dict[str, Any]]:
     """The strategy named, or DeepSpeed's own under its config, with what that says of it."""
-    from simulator.estimates.offloading import offloading
-
-    moved = offloading(ds_config)
-    name, options = moved.strategy(work.zero_stage)
+    moved = trained.offload
+    name, options = moved.strategy(trained.workload.zero_stage)
     if strategy in (None, name):
         return name, options
     if moved.beyond_plans:
@@ -128,7 +126,7 @@ def _stock(
             f"--strategy must be {name} or absent beside {moved.beyond_plans} in --ds-config, "
             f"which no other strategy has, but got {strategy}: remove the key, or the flag"
         )
-    if ds_config is not None:
+    if trained.config is not None:
         given = "".join(f", {key} {value}" for key, value in options.items())
         click.echo(f"note: simulates {strategy}, where --ds-config asks for {name}{given}",
                    err=True)  # fmt: skip

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from simulator.estimates.blocks import ModelError
-from simulator.estimates.deepspeed_config import training_config
+from simulator.estimates.deepspeed_config import BATCHES, deepspeed_fields
 from simulator.estimates.deepspeed_keys import AUTO, ZERO, at, loaded
-from simulator.estimates.offloading import offloading
+from simulator.estimates.job import OFFLOADS
+from simulator.estimates.offloading import Offloading, offloading
 from tuner.configurations.space import KNOBS
 
 _FLAGS = {
@@ -29,8 +30,8 @@ def check_config(config: Mapping[str, Any]) -> None:
     Raises:
         ModelError: a value that DeepSpeed or a simulation cannot use, with its key.
     """
-    batches = (_WHOLE, *_BATCHES.values())  # checked against flags and GPUs, by whom knows those
-    training_config({k: v for k, v in loaded(config).items() if k not in batches}, hidden=1)
+    # Batches are checked against flags and GPUs, by whom knows those.
+    deepspeed_fields({k: v for k, v in loaded(config).items() if k not in BATCHES}, hidden=1)
     size = at(config, f"{ZERO}.sub_group_size")
     if size == 0:
         raise ModelError(f"{ZERO}.sub_group_size must be >= 1 or 'auto', but got {size!r}")
@@ -112,9 +113,7 @@ def _of_config(config: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     if moved.optimizer is None and moved.parameters != "none":
         moved.strategy(3)  # says what is missing
     if moved.optimizer is not None:
-        result["offload"] = ("zero_optimization.offload_optimizer.device", _OFFLOAD.get(
-            (moved.optimizer, moved.parameters)
-        ))  # fmt: skip
+        result["offload"] = ("zero_optimization.offload_optimizer.device", _word(moved))
         if result["offload"][1] is None:
             raise ValueError(
                 "tune search knows state in host memory, with parameters too, and state on NVMe "
@@ -124,7 +123,7 @@ def _of_config(config: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     return {knob: pair for knob, pair in result.items() if pair[1] not in (None, AUTO)}
 
 
-_OFFLOAD = {
-    ("none", "none"): "none", ("cpu", "none"): "optimizer", ("cpu", "cpu"): "parameters",
-    ("nvme", "cpu"): "nvme",
-}  # fmt: skip
+def _word(moved: Offloading) -> str | None:
+    """What the knob calls it; None: it knows no such offload."""
+    devices = (moved.optimizer, moved.parameters)
+    return next((word for word, pair in OFFLOADS.items() if pair == devices), None)

@@ -8,11 +8,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from simulator import Machine, Workload, build_strategy, workload_from_model
+from simulator import Machine, Workload, build_strategy
 from simulator.engines.compiled import simulate_fast
 from simulator.estimates.architecture import architecture
 from simulator.estimates.blocks import Architecture, ModelError
-from simulator.estimates.offloading import Offloading, offloading, plan_obstacle
+from simulator.estimates.deepspeed_config import BATCHES
+from simulator.estimates.job import Job
+from simulator.estimates.offloading import Offloading, plan_obstacle
 from simulator.limits import Limits
 from simulator.plan import Plan
 from simulator.update.footprint import footprint
@@ -86,6 +88,25 @@ class Question:
         """The model's numbers, read once."""
         return architecture(self.model)
 
+    @cached_property
+    def job(self) -> Job:
+        """What no configuration changes; where no config is given, bf16 as in all of `tune`."""
+        given = {k: v for k, v in self.ds_config.items() if k not in BATCHES}
+        config = given if self.ds_config else {"bf16": {"enabled": True}}
+        return Job.of_deepspeed(self.architecture, config, sequence=self.sequence)
+
+    def of(self, c: Configuration) -> Job:
+        """The job that a configuration makes of it.
+
+        Raises:
+            ModelError: they do not go together.
+        """
+        return self.job.changed(
+            micro_batch=c.micro_batch, accumulation=c.accumulation, zero_stage=c.zero_stage,
+            recompute=c.recompute, offload=c.offload, sub_group_size=c.sub_group_size,
+            data_parallel=c.gpus,
+        )  # fmt: skip
+
     def workload(self, c: Configuration) -> Workload:
         """One rank's iteration.
 
@@ -94,11 +115,7 @@ class Question:
         """
         shape = Configuration(**{**vars(c), "offload": "optimizer"})
         if shape not in self._workloads:
-            self._workloads[shape] = workload_from_model(
-                self.architecture, self.machine, self.deepspeed(c), sequence=self.sequence,
-                gradient_accumulation_steps=c.accumulation, data_parallel=c.gpus,
-                activation_checkpointing="full" if c.recompute else "none",
-            )  # fmt: skip
+            self._workloads[shape] = self.of(c).workload(self.machine)
         return self._workloads[shape]
 
     def limits(self, work: Workload) -> Limits:
@@ -111,20 +128,6 @@ class Question:
             work, self.machine, self.device_memory_bytes, self.host_memory_bytes, self.margin
         )
 
-    def deepspeed(self, c: Configuration) -> dict[str, Any]:
-        """DeepSpeed's config: the one given, with what this configuration decides.
-
-        Where none is given, bf16 as in all of `tune`; a config without it trains in fp32.
-        """
-        made = c.deepspeed()
-        given = self.ds_config.get("zero_optimization") or {}
-        zero = {k: v for k, v in given.items() if k not in _OFFLOADS}
-        for key, value in made["zero_optimization"].items():
-            kept = (given.get(key) or {}) if key in _OFFLOADS else {}
-            zero[key] = {**kept, **value} if isinstance(value, dict) else value
-        config = {k: v for k, v in self.ds_config.items() if k != "train_batch_size"}
-        return {**(config or _BF16), **made, "zero_optimization": zero}
-
     def strategy(self, c: Configuration) -> tuple[str, dict[str, Any]]:
         """What simulates it, but for the plan: ``ebbtide`` where state alone is offloaded, and
         the config does not ask for what goes with no plan.
@@ -133,8 +136,8 @@ class Question:
             ModelError: the config offloads what cannot be simulated with this.
         """
         if c.offload not in self._offloadings:
-            config = self.deepspeed(c)
-            self._offloadings[c.offload] = offloading(config), bool(plan_obstacle(config))
+            job = self.of(c)
+            self._offloadings[c.offload] = job.offload, bool(plan_obstacle(job.deepspeed()))
         moved, unplanned = self._offloadings[c.offload]
         if moved.activations and not c.recompute:
             raise ModelError(
@@ -160,7 +163,7 @@ class Question:
             c, result.iteration_s, (work.tokens_per_iteration or 0) / result.iteration_s,
             result.device_peak_bytes, result.host_peak_bytes,
             limits.shortfall(result),
-            options.get("plan"), limits.missing_bytes(result), deepspeed=self.deepspeed(c),
+            options.get("plan"), limits.missing_bytes(result), deepspeed=self.of(c).deepspeed(),
         )  # fmt: skip
 
     def spread(self, outcome: Outcome) -> float:
@@ -197,10 +200,6 @@ class Question:
             work, self.machine, leanest, device_bytes=limits.device_bytes,
             host_bytes=limits.host_bytes, evaluations=60, seed=self.seed,
         ).plan  # fmt: skip
-
-
-_OFFLOADS = ("offload_optimizer", "offload_param")
-_BF16: Mapping[str, Any] = {"bf16": {"enabled": True}}
 
 
 def _leanest(work: Workload, start: Plan, limits: Limits) -> Plan:

@@ -115,7 +115,7 @@ def as_json(answer: Answer, verified: Sequence[Verified], elsewhere: str = "") -
 def _row(outcome: Outcome) -> dict[str, Any]:
     return {
         "configuration": asdict(outcome.configuration),
-        "deepspeed": outcome.deepspeed or outcome.configuration.deepspeed(),
+        "deepspeed": outcome.deepspeed,
         "fits": outcome.fits,
         "why_not": outcome.why_not or None,
         "iteration_s": outcome.iteration_s,

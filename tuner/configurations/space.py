@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
-Offload = Literal["none", "optimizer", "parameters", "nvme"]
+Offload = Literal["none", "optimizer", "parameters", "nvme"]  # `job.OFFLOADS`
 SUBGROUP_SIZES = (10**9, 2 * 10**8, 5 * 10**7)
 POWERS = tuple(2**i for i in range(8))
 # Without a global batch more accumulation is always a little faster, as steps get rarer; from here
@@ -65,19 +65,6 @@ class Configuration:
         """
         made = replace(self, **knobs)
         return replace(made, sub_group_size=10**9) if made.offload == "none" else made
-
-    def deepspeed(self) -> dict[str, Any]:
-        """The part of DeepSpeed's config that it decides."""
-        zero: dict[str, Any] = {"stage": self.zero_stage, "sub_group_size": self.sub_group_size}
-        if self.offload != "none":
-            zero["offload_optimizer"] = {"device": "nvme" if self.offload == "nvme" else "cpu"}
-        if self.offload in ("parameters", "nvme"):
-            zero["offload_param"] = {"device": "cpu"}
-        return {
-            "train_micro_batch_size_per_gpu": self.micro_batch,
-            "gradient_accumulation_steps": self.accumulation,
-            "zero_optimization": zero,
-        }
 
     def text(self) -> str:
         """One line for people."""

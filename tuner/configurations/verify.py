@@ -133,7 +133,7 @@ def _config(question: Question, outcome: Outcome) -> dict[str, Any]:
     """DeepSpeed's config of this configuration: the one simulated, with an optimizer, and with
     what was simulated in the place of ``"auto"``, which only Hugging Face understands.
     """
-    given = question.deepspeed(outcome.configuration)
+    given = question.of(outcome.configuration).deepspeed()
     config: dict[str, Any] = _without_automatic(given)
     config.setdefault("optimizer", {"type": "AdamW", "params": {"lr": 1e-5}})
     if AUTO in json.dumps(given.get("scheduler", {})):

@@ -33,7 +33,7 @@ from tuner.answer.rows import Role, Row, alternatives, compare, figures
 from tuner.answer.verdict import verdict
 from tuner.placements.memory import ImpossibleError
 from tuner.service.requests import Answer, Goodput, PlanJob, Simulate, WhatIf, WhatIfJob
-from tuner.service.scenario import resolve
+from tuner.service.scenario import check_plannable, resolve, strategy_of
 from tuner.service.timeline_view import view
 
 Progress = Callable[[float, str], None]
@@ -43,10 +43,12 @@ TEMPLATES = Templates(build_strategy)  # a worker answers one request after the 
 def simulate(request: Simulate, progress: Progress) -> dict[str, Any]:  # noqa: ARG001
     """One iteration under a strategy, or a plan."""
     machine, workload = resolve(request)
-    name = request.strategy if request.plan is None else "ebbtide"
-    options: dict[str, Any] = dict(request.options)
+    name, options = request.strategy, dict[str, Any](request.options)
     if request.plan is not None:
-        options["plan"] = request.plan
+        name, options["plan"] = "ebbtide", request.plan
+    elif name is None:
+        name, moved = strategy_of(request, workload)
+        options = {**moved, **options}
     result = simulate_fast(TEMPLATES.compiled(name, workload, options), machine)
     answer = {"strategy": name, **figures(result, workload.tokens_per_iteration)}
     if request.timeline:
@@ -58,6 +60,7 @@ def simulate(request: Simulate, progress: Progress) -> dict[str, Any]:  # noqa: 
 
 def answer(request: Answer, progress: Progress) -> dict[str, Any]:
     """Stock, not offloading, the plan, and other systems; what to do, in one sentence."""
+    check_plannable(request)
     machine, workload = resolve(request)
     limits = Limits.of(workload, machine)
     progress(0.1, "a quick plan")
@@ -204,6 +207,7 @@ def plan_job(request: PlanJob, progress: Progress) -> dict[str, Any]:
     """What `tune plan` writes, with stock's time beside it."""
     from tuner.placements.planning import plan as search
 
+    check_plannable(request)
     machine, workload = resolve(request)
     limits = Limits.of(workload, machine, margin=request.memory_margin)
     progress(0.05, "a quick plan first")

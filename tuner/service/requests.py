@@ -17,6 +17,7 @@ Positive = Annotated[float, Field(gt=0, le=1e18, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, le=65_536)]
 ModelConfig = Annotated[dict[str, JsonValue], Field(max_length=300)]
+DeepSpeedConfig = Annotated[dict[str, JsonValue], Field(max_length=300)]
 Knob = Literal[
     "micro_batch", "accumulation", "zero_stage", "recompute", "offload", "sub_group_size", "gpus"
 ]
@@ -123,7 +124,9 @@ class Scenario(Request):
         model: a name that `GET /models` lists, or the object in a model's config.json.
         workload: instead of a model: a name that `GET /models` lists as profiled, or a whole
             workload.json; then micro-batch, sequence and GPUs are the profile's.
-        gpus: ranks that ZeRO divides the model over.
+        gpus: ranks that ZeRO divides the model over; ``tensor_parallel``: that share each layer.
+        micro_batch, accumulation, zero_stage: what ``ds_config`` leaves open; else 1, 1 and 3.
+        ds_config: DeepSpeed's, its contents, never a path; may hold ``"auto"``.
         host_memory_bytes: of a node; ``device_memory_bytes``: of a GPU.
         link_bytes_per_s: of each direction between host and device.
     """
@@ -132,12 +135,15 @@ class Scenario(Request):
     model: Name | ModelConfig | None = None
     workload: Name | Workload | None = None
     gpus: Count = 1
+    tensor_parallel: Count = 1
     device_memory_bytes: Positive | None = None
     host_memory_bytes: Positive | None = None
     link_bytes_per_s: Positive | None = None
-    micro_batch: Count = 1
+    micro_batch: Count | None = None
     sequence: Annotated[int, Field(ge=1, le=2**22)] = 2048
-    accumulation: Annotated[int, Field(ge=1, le=4096)] = 1
+    accumulation: Annotated[int, Field(ge=1, le=4096)] | None = None
+    zero_stage: Annotated[int, Field(ge=1, le=3)] | None = None
+    ds_config: DeepSpeedConfig | None = None
     keep_activations: bool = False
     subgroup_size: Annotated[int, Field(ge=1, le=10**12)] | None = None
     mtbf_s: Annotated[float, Field(gt=0, le=1e10, allow_inf_nan=False)] | None = None
@@ -149,6 +155,9 @@ class Scenario(Request):
             raise ValueError(f"exactly one of model and workload must be given, but got {given}")
         if isinstance(self.workload, Workload):
             _check_size(self.workload)
+        if self.workload is not None and self.ds_config is not None:
+            raise ValueError("ds_config goes with a model, since a profiled workload has its own, "
+                             "but got a workload: leave ds_config out")  # fmt: skip
         return self
 
 
@@ -161,9 +170,12 @@ def _check_size(workload: Workload) -> None:
 
 
 class Simulate(Scenario):
-    """One iteration under a strategy or a plan."""
+    """One iteration under a strategy or a plan.
 
-    strategy: Name = "zero3_offload"
+    ``strategy``: None: DeepSpeed's own, as ``ds_config`` asks for it.
+    """
+
+    strategy: Name | None = None
     options: Annotated[dict[str, float | int | bool], Field(max_length=12)] = Field(
         default_factory=dict
     )
@@ -239,7 +251,7 @@ class SearchJob(Scenario):
         gpus: at most so many are used where ``gpus`` is free.
         global_batch: samples per optimizer step; without it the batch may change.
         offload: whether optimizer state lives in host memory, where ``offload`` is not free.
-        ds_config: DeepSpeed's, for what no knob decides; its contents, never a path.
+        ds_config: for what no knob decides.
     """
 
     kind: Literal["search"] = "search"
@@ -247,9 +259,7 @@ class SearchJob(Scenario):
         default_factory=lambda: list(KNOBS)
     )
     global_batch: Annotated[int, Field(ge=1, le=4096)] | None = None
-    zero_stage: Annotated[int, Field(ge=1, le=3)] = 3
     offload: bool = True
-    ds_config: Annotated[dict[str, JsonValue], Field(max_length=300)] = Field(default_factory=dict)
     memory_margin: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] | None = None
     trials: Annotated[int, Field(ge=1, le=300)] = 150
     seed: Annotated[int, Field(ge=0, le=2**31)] = 0

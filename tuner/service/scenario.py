@@ -7,13 +7,16 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+from simulator.estimates.deepspeed_config import BATCHES
+from simulator.estimates.job import Job, plan_refusal
 from simulator.estimates.presets import PRESETS, preset
-from simulator.estimates.workload import workload_from_model
 from simulator.machine import Machine
+from simulator.schedules.strategies import stock_offload
 from simulator.workload import Workload
-from tuner.service.requests import MOST_SUBGROUPS, Quota, Scenario, flat_config
+from tuner.service.requests import MOST_SUBGROUPS, Quota, Scenario, SearchJob, flat_config
 
 ITERATIONS = 3  # that a prediction simulates
+USUAL_SUBGROUP = 10**9
 
 
 def _llama(hidden: int, layers: int, heads: int, kv: int, ffn: int, vocabulary: int) -> Any:
@@ -107,17 +110,17 @@ def workload_of(scenario: Scenario, machine: Machine) -> Workload:
             f"workload must be a name that GET /api/v1/models lists, but got {workload!r}"
         )
     if workload is None:
-        workload = _estimate(scenario, machine)
+        workload = job_of(scenario).workload(machine)
     if scenario.subgroup_size is not None:
-        _check_cut(workload, scenario.subgroup_size)
+        _check_cut(workload.params, scenario.subgroup_size)
         workload = workload.recut(scenario.subgroup_size)
     return workload
 
 
-def _check_cut(workload: Workload, subgroup_size: int) -> None:
-    if workload.params > MOST_SUBGROUPS * subgroup_size:
+def _check_cut(params: int, subgroup_size: int) -> None:
+    if params > MOST_SUBGROUPS * subgroup_size:
         raise ValueError(
-            f"subgroup_size must cut {workload.params} parameters into at most {MOST_SUBGROUPS} "
+            f"subgroup_size must cut {params} parameters into at most {MOST_SUBGROUPS} "
             f"subgroups here, but got {subgroup_size}"
         )
 
@@ -139,16 +142,51 @@ def model_of(scenario: Scenario) -> dict[str, Any]:
     return flat_config(model)
 
 
-def _estimate(scenario: Scenario, machine: Machine) -> Workload:
-    return workload_from_model(
+def job_of(scenario: Scenario) -> Job:
+    """The job that is meant.
+
+    Raises:
+        ValueError: a model or a DeepSpeed config that cannot be used.
+    """
+    config = scenario.ds_config
+    if isinstance(scenario, SearchJob):  # its knobs are batches too
+        config = {k: v for k, v in (config or {}).items() if k not in BATCHES}
+    job = Job.of_deepspeed(
         model_of(scenario),
-        machine,
+        config,
         sequence=scenario.sequence,
         micro_batch=scenario.micro_batch,
-        gradient_accumulation_steps=scenario.accumulation,
+        accumulation=scenario.accumulation,
+        zero_stage=scenario.zero_stage,
         data_parallel=scenario.gpus,
-        activation_checkpointing="none" if scenario.keep_activations else "full",
+        tensor_parallel=scenario.tensor_parallel,
+        recompute=not scenario.keep_activations,
     )
+    params = sum(sum(block.params) for block in job.architecture.blocks())
+    _check_cut(params // (job.data_parallel * job.tensor_parallel), job.sub_group_size)
+    return job
+
+
+def strategy_of(scenario: Scenario, workload: Workload) -> tuple[str, dict[str, Any]]:
+    """DeepSpeed's own, as the scenario's config asks for it; its options.
+
+    Raises:
+        ValueError: it asks for what is not simulated.
+    """
+    if scenario.ds_config is None:
+        return stock_offload(workload.zero_stage), {}
+    return job_of(scenario).offload.strategy(workload.zero_stage)
+
+
+def check_plannable(scenario: Scenario) -> None:
+    """Refuses a config that no plan can be applied to.
+
+    Raises:
+        ValueError: with the key to change.
+    """
+    job = None if scenario.ds_config is None else job_of(scenario)
+    if job is not None and (refusal := plan_refusal(job.config, job.offload)):
+        raise ValueError(refusal)
 
 
 def resolve(scenario: Scenario) -> tuple[Machine, Workload]:
@@ -169,18 +207,17 @@ def estimated_ops(scenario: Scenario) -> int:
     if isinstance(scenario.workload, Workload):
         layers, subgroups = len(scenario.workload.layers), len(scenario.workload.subgroups)
         micro = scenario.workload.gradient_accumulation_steps
+    elif scenario.workload is not None:  # a name that nobody has filled in: refused later
+        return 0
     else:
-        layers, subgroups, micro = _model_size(scenario)
+        job = job_of(scenario)
+        layers, micro = job.architecture.layers + 2, job.accumulation
+        subgroups = math.ceil(layers / 4) + 16
+        if job.sub_group_size < USUAL_SUBGROUP:
+            subgroups = MOST_SUBGROUPS
     if scenario.subgroup_size is not None:
         subgroups = MOST_SUBGROUPS  # at most
     return ITERATIONS * (layers * micro * 5 + subgroups * 6)
-
-
-def _model_size(scenario: Scenario) -> tuple[int, int, int]:
-    config = MODELS.get(scenario.model, {}) if isinstance(scenario.model, str) else scenario.model
-    keys = ("num_hidden_layers", "n_layer", "layers", "num_layers")
-    layers = next((v for k in keys if isinstance(v := (config or {}).get(k), int)), 32)
-    return max(1, layers) + 2, math.ceil(layers / 4) + 16, scenario.accumulation
 
 
 def check_ops(ops: int, simulations: int, quota: Quota) -> bool:

@@ -7,9 +7,7 @@ from typing import Any
 
 from simulator.machine import Machine
 from tuner.service.requests import Quota, SearchJob
-from tuner.service.scenario import estimated_ops, machine_of, model_of
-
-USUAL_SUBGROUP = 10**9
+from tuner.service.scenario import USUAL_SUBGROUP, estimated_ops, machine_of, model_of
 
 
 def search_job(request: SearchJob, progress: Callable[[float, str], None]) -> dict[str, Any]:
@@ -18,17 +16,14 @@ def search_job(request: SearchJob, progress: Callable[[float, str], None]) -> di
     Raises:
         ValueError: an unknown name, or knobs of which no configuration results.
     """
+    from simulator.estimates.deepspeed_keys import loaded
     from tuner.configurations.outcome import Question
     from tuner.configurations.report import as_json
     from tuner.configurations.study import explore
 
     machine = machine_of(request)
-    if not isinstance(request.ds_config.get("zero_optimization", {}), dict):
-        raise ValueError(  # noqa: TRY004 - what the client is told, like every other refusal
-            "ds_config.zero_optimization must be an object, but got another type"
-        )
     question = Question(
-        model_of(request), machine, request.ds_config, request.sequence,
+        model_of(request), machine, dict(loaded(request.ds_config)), request.sequence,
         margin=request.memory_margin, seed=request.seed,
     )  # fmt: skip
     answer = explore(
@@ -49,9 +44,9 @@ def space_of(request: SearchJob, machine: Machine) -> Any:
     from tuner.configurations.space import Configuration, Space
 
     base = Configuration(
-        micro_batch=request.micro_batch,
-        accumulation=request.accumulation,
-        zero_stage=request.zero_stage,
+        micro_batch=request.micro_batch or 1,
+        accumulation=request.accumulation or 1,
+        zero_stage=request.zero_stage or 3,
         recompute=not request.keep_activations,
         sub_group_size=request.subgroup_size or USUAL_SUBGROUP,
         gpus=request.gpus if "gpus" in request.model_fields_set else machine.gpus_per_node,
@@ -65,10 +60,11 @@ def check_search(request: SearchJob, quota: Quota) -> None:
     Raises:
         ValueError: an accumulation or a global batch that long.
     """
-    micro_batches = request.accumulation
+    micro_batches = request.accumulation or 1
     if "accumulation" in request.free and request.global_batch is not None:
         micro_batches = request.global_batch
-    ops = estimated_ops(request.model_copy(update={"accumulation": micro_batches}))
+    asked = {"accumulation": micro_batches, "ds_config": None}
+    ops = estimated_ops(request.model_copy(update=asked))
     if ops > quota.heavy_ops:
         raise ValueError(
             f"global_batch and accumulation must make at most {quota.heavy_ops} simulated ops in "

@@ -57,6 +57,44 @@ def test_options_memory_link_and_accumulation_take_effect(server):
     assert max(m["device_bytes"] for m in answer["memory"]) == expected.device_peak_bytes
 
 
+def test_stage_parallelism_and_a_deepspeed_config_are_those_of_the_api(server):
+    config = {"bf16": {"enabled": True}, "gradient_accumulation_steps": 2,
+              "zero_optimization": {"sub_group_size": 2e8, "offload_optimizer": {"device": "cpu",
+                                    "ratio": 0.5}}}  # fmt: skip
+    for asked, name, options in (
+        ({"zero_stage": 2, "gpus": 4}, "zero_offload", {}),
+        ({"tensor_parallel": 2, "gpus": 2}, "zero3_offload", {}),
+        ({"ds_config": config, "gpus": 4}, "twin_flow", {"ratio": 0.5}),
+    ):
+        answer = server.post("/simulate", {**LLAMA, **asked}).json()
+        shape = {"zero_stage": asked.get("zero_stage"), "data_parallel": asked["gpus"],
+                 "tensor_parallel": asked.get("tensor_parallel", 1)}  # fmt: skip
+        model = {**MODELS["Llama 3 8B"], "_name_or_path": "Llama 3 8B"}
+        machine = preset("h100-node")
+        work = workload_from_model(model, machine, asked.get("ds_config"), **shape)
+        expected = simulate(build_strategy(name, work, **options), machine)
+        assert answer["strategy"] == name
+        assert answer["iteration_s"] == pytest.approx(expected.iteration_s, rel=1e-9)
+        assert answer["host_peak_bytes"] == expected.host_peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("zero", "asked", "rule"),
+    [
+        ({"sub_group_size": 1}, {}, "subgroup_size must cut"),
+        ({"stage": 2}, {"zero_stage": 3}, "zero_optimization.stage is 2"),
+        ({"stge": 3}, {}, "must be a key that DeepSpeed knows"),
+        ({"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}, {},
+         "offload_param must be absent"),
+    ],
+)  # fmt: skip
+def test_a_deepspeed_config_that_cannot_be_planned_for_says_which_key(server, zero, asked, rule):
+    config = {"bf16": {"enabled": True}, "zero_optimization": zero}
+    refused = server.post("/answer", {**LLAMA, **asked, "ds_config": config})
+    assert refused.status_code == 422
+    assert rule in refused.text
+
+
 def test_an_answer_tells_the_table_the_plan_and_the_sentence(server):
     answer = server.post("/answer", LLAMA).json()
     work, machine = workload()

@@ -101,7 +101,7 @@ def test_moving_sliders_shows_what_the_api_says(page, server):
     expected = server.post("/answer", asked).json()
     assert page.inner_text("#sentence") == expected["sentence"]
     for row in expected["rows"]:
-        cells = page.locator(f"tr[data-strategy={row['strategy']}] td").all_inner_texts()
+        cells = page.locator(f"tr[data-label='{row['label']}'] td").all_inner_texts()
         assert cells[0] == page.evaluate(
             "async s => (await import('/format.js')).seconds(s)", row["iteration_s"]
         )

@@ -18,7 +18,7 @@ export function drawTable(host, rows) {
 function line(row, most, tokens) {
   const number = (text) => element("td", { class: "number" }, text);
   const role = row.role === "plan" ? "chosen" : "";
-  return element("tr", { class: `${role} ${row.fits ? "" : "unfit"}`.trim(), "data-strategy": row.strategy },
+  return element("tr", { class: `${role} ${row.fits ? "" : "unfit"}`.trim(), "data-strategy": row.strategy, "data-label": row.label },
     element("th", { scope: "row" }, strategyName(row)),
     number(seconds(row.iteration_s)),
     element("td", { class: "number" }, speed(row.speedup, most)),
