@@ -24,14 +24,13 @@ from rich.table import Table
 
 from simulator import Layer, Machine, Placement, Quantity, Workload
 from simulator.analysis.bound import bound
-from simulator.limits import Limits
+from simulator.limits import GIB, Limits
 from studies.bench.real_models import real_pairs
 from studies.bench.record import write_record
 from tuner.placements.optimum import optimum
 from tuner.placements.planning import plan
 from tuner.placements.search import Candidate, Search
 
-GIB = 2**30
 FEW = (4, 8)
 PROVEN_PCT = 0.01  # closer to the bound than that, nothing better is left to find
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from simulator.limits import GIB
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.workload import Workload
 
-GIB = 2**30
 LINK_STEP = 10e9
 
 

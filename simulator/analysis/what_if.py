@@ -99,7 +99,7 @@ def what_if(
     _check_kinds(workload, machine, gpu_memory_bytes)
     changes = {name: _listed(given) for name, given in changes.items()}
     _check_changes(changes, machine)
-    points = list(_grid(machine, strategies, gpu_memory_bytes, changes))
+    points = list(grid(machine, strategies, gpu_memory_bytes, changes))
     for point in points:  # bad input is told before a long sweep
         _changed(workload, machine, point)
     shown = len(points) >= 50 if progress is None else progress
@@ -172,12 +172,17 @@ def _tell_without_effect(table: pd.DataFrame, changes: Mapping[str, Sequence[flo
             warnings.warn(f"{name} changes nothing about {named} with this workload", stacklevel=4)
 
 
-def _grid(
+def grid(
     machine: Machine,
     strategies: Sequence[Strategy],
     memories: Sequence[float] | None,
     changes: Mapping[str, Sequence[float]],
 ) -> Iterator[Point]:
+    """Every combination.
+
+    Raises:
+        ValueError: no strategy or size, or one that cannot be.
+    """
     if isinstance(strategies, str):
         strategies = [strategies]
     named = [s if isinstance(s, tuple) else (s, {}) for s in strategies]

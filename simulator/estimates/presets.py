@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from simulator.estimates.collectives import LINK, PAIR
+from simulator.limits import GIB
 from simulator.machine import DEVICE_UPDATE_BYTES, Machine, ShareName
 from simulator.quantity import EIGHTY_PERCENT, QUARTILE, Quantity, Source
 from simulator.schedules.peers import FRESH_PASSES
 
-GIB = 2**30
 # Quartiles over the median, by how a value was obtained: one run says less than many, a data sheet
 # tells what cannot be exceeded. Whether intervals from them hold is judged on published runs.
 _SPREAD: dict[Source, tuple[float, float]] = {

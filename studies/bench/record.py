@@ -9,11 +9,11 @@ import platform
 import shlex
 import sys
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from runtime.hardware.cores import cpu_name
+from simulator.versions import versions
 
 _PACKAGES = ("ebbtide", "torch", "deepspeed", "triton", "numpy", "scipy", "optuna")
 
@@ -47,7 +47,7 @@ def provenance() -> dict[str, Any]:
             **(gpu_facts() if cuda else {}),
         },
         "device_kind": "cuda" if cuda else "cpu",
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": {"python": platform.python_version(), **versions(*_PACKAGES)},
         "command": shlex.join(["python", "-m", _module(), *sys.argv[1:]]),
         "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
     }
@@ -101,16 +101,6 @@ def _nvml_facts(uuid: str) -> dict[str, Any]:
 
 def _text(value: bytes | str) -> str:
     return value.decode() if isinstance(value, bytes) else value
-
-
-def _versions() -> dict[str, str]:
-    result = {}
-    for package in _PACKAGES:
-        try:
-            result[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return result
 
 
 def _module() -> str:

@@ -15,12 +15,12 @@ from typing import Any
 from simulator import Machine, Workload, build_strategy, preset, workload_from_model
 from simulator.engines.compiled import simulate_fast
 from simulator.estimates.blocks import ModelError
+from simulator.limits import GIB
 from simulator.schedule import Schedule
 from studies.bench.offload_runs import Run, RunError, model_of
 from tuner.calibrate.calibration import Calibrated, Observation, calibrate, predicted_s
 from tuner.calibrate.interval import interval_s
 
-GIB = 2**30
 PRESETS = {"a100": "a100-node", "h100x4": "h100-node"}
 # The logs come from `memory_breakdown`: DeepSpeed reports memory six times per iteration, before
 # and after each phase, and collects garbage each time (`see_memory_usage`): 0.07 s in a process

@@ -19,13 +19,13 @@ import torch
 import xxhash
 
 from simulator import Plan
+from simulator.limits import GIB
 from studies.bench.phase_clock import PhaseClock, medians, timed_step
 from studies.bench.rank import become_only_rank
 from studies.bench.record import write_record
 from studies.byte_gpt import SIZES, Batches, ByteGPT, ds_config
 
 WARMUP = 3
-GIB = 2**30
 INEXACT = ("zenflow", "torchao", "deepcompile")
 UNCAPPED = ("no_offload",)  # what training would take if memory were no matter
 REDUCE_BUCKET = 50_000_000  # elements

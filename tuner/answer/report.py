@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from rich.console import Console
 from rich.table import Table
 
 from simulator.limits import GIB
+from simulator.plan import Placement
 from tuner.answer.verdict import headline
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ def _amount(workload: Workload) -> str:
 def show_plan(plan: Plan, console: Console) -> None:
     """The answer in one sentence, placement, the table of strategies, and the reasons."""
     console.print(headline(plan), style="bold")
-    counts = [(p, plan.count(p)) for p in ("host", "device", "resident") if plan.count(p)]
+    counts = [(p, plan.count(p)) for p in get_args(Placement) if plan.count(p)]
     placed = ", ".join(f"{n} {p}" for p, n in counts)
     console.print(
         f"{plan.subgroup_count} subgroups: {placed}; {plan.staging_slots} staging slots, "

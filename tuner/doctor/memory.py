@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from simulator.limits import GIB
 from simulator.plan import Plan
 from tuner.doctor.finding import Finding, bad, ok, slow
-
-_GIB = 2**30
 
 
 def free_memory(limit_bytes: int | None, used_bytes: int) -> int:
@@ -21,13 +20,13 @@ def free_memory(limit_bytes: int | None, used_bytes: int) -> int:
 
 def host_memory(free_bytes: int, plan: Plan | None, ranks: int) -> Finding:
     """Free memory against what the plan takes for all ranks of this machine."""
-    free = f"{free_bytes / _GIB:.1f} GiB free"
+    free = f"{free_bytes / GIB:.1f} GiB free"
     if plan is None:
         return ok("host memory", f"{free} (--plan compares it with a plan)")
     from runtime.zero.host_memory import needed_bytes
 
     needed = needed_bytes(plan, gradient_bytes=2) * ranks
-    detail = f"{free}, the plan takes {needed / _GIB:.1f} GiB for {ranks} rank(s)"
+    detail = f"{free}, the plan takes {needed / GIB:.1f} GiB for {ranks} rank(s)"
     if needed > free_bytes:
         return bad("host memory", detail, "plan again with a larger --gpu-memory (more residents) "
                    "or a smaller --host-memory, or free memory")  # fmt: skip
@@ -80,7 +79,7 @@ def limits(limit_bytes: int | None, root: Path = Path("/")) -> Finding:
 
     total, cores = int(psutil.virtual_memory().total), os.cpu_count() or 1
     quota, usable = _cpu_quota(root), len(os.sched_getaffinity(0))
-    memory = "no memory limit" if limit_bytes is None else f"{limit_bytes / _GIB:.1f} GiB of memory"
+    memory = "no memory limit" if limit_bytes is None else f"{limit_bytes / GIB:.1f} GiB of memory"
     detail = f"{memory}, {usable} of {cores} cores" + (f", quota of {quota:.1f}" if quota else "")
     if quota is not None and quota < usable:
         fix = (
@@ -90,7 +89,7 @@ def limits(limit_bytes: int | None, root: Path = Path("/")) -> Finding:
         return slow("cgroup", detail, fix)
     if limit_bytes is not None and limit_bytes < total // 2:
         fix = "raise the container's memory limit (docker run --memory)"
-        return slow("cgroup", f"{detail}, where the machine has {total / _GIB:.1f} GiB", fix)
+        return slow("cgroup", f"{detail}, where the machine has {total / GIB:.1f} GiB", fix)
     return ok("cgroup", detail)
 
 

@@ -13,6 +13,7 @@ from simulator.limits import Limits
 from simulator.machine import Machine
 from simulator.plan import Plan, Prediction
 from simulator.schedules.strategies import build_strategy
+from simulator.versions import versions
 from simulator.workload import Workload
 from tuner.calibrate.interval import workload_interval_s
 from tuner.calibrate.spread import sampled_machines
@@ -107,7 +108,9 @@ def _robust_choice(search: Search, seed: int) -> Candidate:
 
 def _as_plan(search: Search, c: Candidate) -> Plan:
     made = c.plan(
-        search.workload, machine_fingerprint=search.machine.fingerprint, versions=_versions()
+        search.workload,
+        machine_fingerprint=search.machine.fingerprint,
+        versions=versions("ebbtide", "torch", "deepspeed"),
     )
     bound_s = search.bound.iteration_s
     prediction = predict(search.workload, search.machine, made, lower_bound_s=bound_s)
@@ -152,15 +155,3 @@ def _explained(made: Plan, search: Search) -> Plan:
     why = reasons(search.workload, search.machine, made, search.bound)
     why += search.limits.explained[: 1 if search.machine.unified_memory else 2]
     return made.model_copy(update={"alternatives": alternatives(rows), "reasons": tuple(why)})
-
-
-def _versions() -> dict[str, str]:
-    from importlib import metadata
-
-    result: dict[str, str] = {}
-    for package in ("ebbtide", "torch", "deepspeed"):
-        try:
-            result[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return result

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
-import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -19,13 +18,13 @@ from simulator.analysis.goodput import (
     young_interval,
 )
 from simulator.analysis.templates import Templates
-from simulator.analysis.what_if import Point, evaluate
+from simulator.analysis.what_if import evaluate, grid
 from simulator.engines.compiled import simulate_fast
 from simulator.engines.reference import simulate as run_with_memory
 from simulator.limits import Limits
 from simulator.machine import Machine
 from simulator.plan import Plan, Prediction
-from simulator.schedules.strategies import STRATEGIES, build_strategy, stock_offload
+from simulator.schedules.strategies import build_strategy, stock_offload
 from simulator.workload import Workload
 from tuner.answer.even import even_plan
 from tuner.answer.failures import checkpointed, goodput_of
@@ -164,26 +163,14 @@ def _about_workload(workload: Workload) -> dict[str, Any]:
 def what_if(request: WhatIf | WhatIfJob, progress: Progress) -> dict[str, Any] | str:
     """A row per point, as `simulator.what_if` gives them; told how far it is."""
     machine, workload = resolve(request)
-    unknown = [name for name in request.strategies if name not in STRATEGIES]
-    if unknown:
-        raise ValueError(f"strategies must be of {', '.join(STRATEGIES)}, but got {unknown[0]!r}")
-    points = list(_points(request, machine))
+    changes = {name: [_whole(v) for v in values] for name, values in request.changes.items()}
+    points = list(grid(machine, request.strategies, request.gpu_memory_bytes, changes))
     rows = []
     for number, point in enumerate(points):
         progress(number / len(points), f"{number} of {len(points)} points")
         row = evaluate(workload, machine, point)
         rows.append({key: _finite(value) for key, value in row.items()})
     return _csv(rows) if request.format == "csv" else {"rows": rows}
-
-
-def _points(request: WhatIf, machine: Machine) -> Iterator[Point]:
-    sizes = request.gpu_memory_bytes or [machine.device_memory_bytes]
-    names = list(request.changes)
-    for values in itertools.product(*request.changes.values()):
-        for size in sizes:
-            for strategy in request.strategies:
-                changes = {name: _whole(value) for name, value in zip(names, values, strict=True)}
-                yield Point(strategy, {}, int(size), changes)
 
 
 def _whole(value: float) -> float:

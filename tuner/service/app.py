@@ -10,12 +10,12 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import asynccontextmanager
 from importlib import metadata
-from importlib.resources import files
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, FastAPI, Header, Request
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.responses import JSONResponse, Response
+from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 
 from tuner.service.pool import BusyError, InvalidError, WorkerError
@@ -38,13 +38,6 @@ HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cross-origin-resource-policy": "same-origin",
-}
-_TYPES = {
-    "html": "text/html; charset=utf-8",
-    "js": "text/javascript; charset=utf-8",
-    "css": "text/css; charset=utf-8",
-    "svg": "image/svg+xml",
-    "txt": "text/plain",
 }
 
 
@@ -74,7 +67,7 @@ def create_app(service: Service) -> FastAPI:
         redoc_url=None,
     )
     app.include_router(routes(service), prefix=API)
-    app.include_router(page_routes(static_files()))
+    app.mount("/", Page(packages=[("tuner.service", "static")], html=True))
     for error, handler in (
         (RequestValidationError, _unprocessable),
         (InvalidError, _invalid),
@@ -87,35 +80,13 @@ def create_app(service: Service) -> FastAPI:
     return app
 
 
-def static_files() -> dict[str, tuple[bytes, str]]:
-    """The page's files by their path, read once: a request's path is never a path on the disk."""
-    result = {}
-    folder = files("tuner.service") / "static"
-    for path in (*folder.iterdir(), *(folder / "uplot").iterdir()):
-        if path.is_file():
-            name = path.name if (folder / path.name).is_file() else f"uplot/{path.name}"
-            suffix = path.name.rpartition(".")[2]
-            result[name] = (path.read_bytes(), _TYPES.get(suffix, "text/plain; charset=utf-8"))
-    return result
+class Page(StaticFiles):
+    """The page's files; a browser asks each time whether its own are still right."""
 
-
-def page_routes(static: dict[str, tuple[bytes, str]]) -> APIRouter:
-    """``/`` and the files that it loads."""
-    router = APIRouter(include_in_schema=False)
-    tags = {name: f'"{hash(body) & (2**64 - 1):x}"' for name, (body, _) in static.items()}
-
-    @router.get("/{name:path}")
-    async def file(name: str, if_none_match: Annotated[str | None, Header()] = None) -> Response:
-        name = name or "index.html"
-        if name not in static:
-            return PlainTextResponse("no such page\n", 404)
-        headers = {"etag": tags[name], "cache-control": "no-cache"}
-        if if_none_match == tags[name]:
-            return Response(status_code=304, headers=headers)
-        body, kind = static[name]
-        return Response(body, media_type=kind, headers=headers)
-
-    return router
+    def file_response(self, *args: Any, **kwargs: Any) -> Response:
+        response = super().file_response(*args, **kwargs)
+        response.headers["cache-control"] = "no-cache"
+        return response
 
 
 # -- refusals --------------------------------------------------------------------------------

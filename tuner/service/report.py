@@ -9,12 +9,12 @@ import re
 from collections.abc import Callable
 from hashlib import sha256
 from importlib.resources import files
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from simulator.engines.reference import simulate
-from simulator.plan import Plan, explain
+from simulator.plan import Placement, Plan, explain
 from simulator.schedule import Lane, OpKind
 from simulator.schedules.strategies import build_strategy, stock_offload
 from simulator.span import Span
@@ -226,7 +226,7 @@ def _data(plan: Plan, timelines: list[Timeline]) -> str:
     data = {
         "plan": plan.model_dump(mode="json"),
         "digest": plan.digest,
-        "counts": {kind: plan.count(kind) for kind in ("host", "device", "resident")},
+        "counts": {kind: plan.count(kind) for kind in get_args(Placement)},
         "measured": None
         if measured is None
         else {"iteration_s": measured.iteration_s, **measured.phases()},
