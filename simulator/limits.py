@@ -122,6 +122,11 @@ class Limits:
         """Of all memories together."""
         return sum(self.missing(peaks.device_peak_bytes, peaks.host_peak_bytes).values())
 
+    def spare_host_bytes(self, peaks: Peaks) -> int:
+        """Host memory that is left beside peaks: for what checkpoints reserve."""
+        beside = peaks.device_peak_bytes if self.unified else 0
+        return max(0, self.host_bytes - peaks.host_peak_bytes - beside)
+
     def shortfall(self, peaks: Peaks) -> str:
         """What is missing, for people; empty where the peaks fit."""
         lacking = self.missing(peaks.device_peak_bytes, peaks.host_peak_bytes)

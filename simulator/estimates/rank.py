@@ -6,16 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING
 
 from simulator.estimates.blocks import Architecture, Block
 from simulator.estimates.collectives import LINK, Layout, Links, passed_on, ring_s
 from simulator.estimates.compute import Device, overlapped_s
+from simulator.estimates.training import Training
 from simulator.machine import Machine
 from simulator.workload import WIRE_BYTES, Layer, Workload, cut
-
-if TYPE_CHECKING:
-    from simulator.estimates.job import Job
 
 # Of a layer's forward, what the host issues for its backward without the recomputed forward: one
 # gradient per product's input and one per weight, and the hooks of the reduction.
@@ -32,7 +29,7 @@ AVERAGING_PASSES = 6
 class Rank:
     """One rank's share of everything, under ZeRO-3."""
 
-    job: Job
+    job: Training
     machine: Machine
 
     @property

@@ -124,6 +124,7 @@ def test_one_memory_holds_what_device_and_host_take_together():
         less = there.model_copy(update={"host_memory_bytes": memory, "device_memory_bytes": memory})
         limits = Limits.of(work, less, margin=0.0)
         assert limits.hold(peaks.device_peak_bytes, peaks.host_peak_bytes) is fits
+        assert limits.spare_host_bytes(peaks) == 0
         rows = compare(work, less, limits, None)
         assert all(row.simulated.fits == (not limits.shortfall(row.result)) for row in rows)
         assert any(row.simulated.fits for row in rows) <= fits

@@ -42,8 +42,9 @@ def checkpointed(
     if plan.checkpoint.interval_steps:
         tried = [rated(simulation, plan.checkpoint, failures)]
     else:
-        held = 0 if plan.prediction is None else plan.prediction.host_peak_bytes
-        spare, whole = max(0, limits.host_bytes - held), blocks(workload.checkpoint_bytes)
+        assert plan.prediction is not None
+        spare = limits.spare_host_bytes(plan.prediction)
+        whole = blocks(workload.checkpoint_bytes)
         budgets = sorted({min(LEAST_BUDGET_BYTES, whole, spare), min(whole, spare)})
         savings = [CheckpointPlan(copy_budget_bytes=budget) for budget in budgets]
         tried = [rated(simulation, saving, failures) for saving in savings]

@@ -147,7 +147,7 @@ def with_checkpoints(
         ValueError: mtbf_s or restart_s is not positive, or so short that nothing is trained.
     """
     assert plan.prediction is not None
-    spare = max(0, limits.host_bytes - plan.prediction.host_peak_bytes)
+    spare = limits.spare_host_bytes(plan.prediction)
     if mtbf_s is None:
         budget = min(LEAST_BUDGET_BYTES, blocks(workload.checkpoint_bytes), spare)
         return plan.model_copy(
