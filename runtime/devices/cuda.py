@@ -142,11 +142,10 @@ class CudaDevice(Device):
         tensor.record_stream(torch.cuda.current_stream(self.index))
 
     def training_streams(self) -> list[Any]:
-        # DeepSpeed gathers on its own stream (current in the caller) and computes on the default
-        # one; with one rank a gather is an alias that only the default stream reads.
-        current = torch.cuda.current_stream(self.index)
-        default = torch.cuda.default_stream(self.index)
-        return [current] if current == default else [current, default]
+        # DeepSpeed gathers on a stream of its own, which is current here; the one that computes
+        # waits for it where a module needs what was gathered, and not before: it may go on with
+        # this layer while the next one's parameters are updated.
+        return [torch.cuda.current_stream(self.index)]
 
     def store_gradient(self, home: torch.Tensor, source: torch.Tensor) -> Completion | None:
         # The copy waits for the reduction that wrote `source`; the allocator may hand its memory

@@ -6,6 +6,7 @@ automatic fusion is off, so that the bits are those of ``host_update``.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,9 +17,21 @@ import triton.language as tl
 from runtime.kernels.step import UpdateStep
 
 BLOCK = 1024
+_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 # In all kernels: state fp32, grad and out bf16, fp16 or fp32, n elements each; from tail_begin on
 # the scalar loop of DeepSpeed's op is repeated, which fuses other products than its vector loop.
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _root(x):  # type: ignore[no-untyped-def]
+    """The instruction itself: Triton 3.2 makes `sqrt_rn` one that flushes subnormals."""
+    if _INTERPRETED:  # which knows no assembler
+        return tl.sqrt_rn(x)
+    else:  # noqa: RET505 - Triton takes the branch when it compiles
+        return tl.inline_asm_elementwise(
+            "sqrt.rn.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -43,7 +56,7 @@ def adam_kernel(  # type: ignore[no-untyped-def]
         grad = tl.fma(param, decay, grad)
     momentum = _average(in_tail, beta1, momentum, one_minus_beta1, grad)
     variance = _average(in_tail, beta2, variance, one_minus_beta2, grad * grad)
-    denominator = tl.fma(tl.sqrt_rn(variance), bias2, eps)
+    denominator = tl.fma(_root(variance), bias2, eps)
     if VARIANT == 2:
         param = tl.fma(param, decay, param)
     param = tl.fma(tl.div_rn(momentum, denominator), step_size, param)
@@ -90,7 +103,7 @@ def adagrad_kernel(  # type: ignore[no-untyped-def]
     if VARIANT == 1:
         grad = tl.fma(param, decay, grad)
     total = tl.fma(grad, grad, total)
-    step = tl.div_rn(grad, tl.sqrt_rn(total) + eps)
+    step = tl.div_rn(grad, _root(total) + eps)
     param = tl.where(in_tail, param + step * step_size, tl.fma(step, step_size, param))
     tl.store(p_ptr + offsets, param, mask=inside)
     tl.store(sum_ptr + offsets, total, mask=inside)

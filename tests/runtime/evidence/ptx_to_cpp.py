@@ -75,7 +75,7 @@ MUTATED = {  # the arithmetic, and what an inexact device would make of it
     "mul.rn.f32x2": "two(mul1_wrong(lo({1}), lo({2})), mul1_wrong(hi({1}), hi({2})))",
     "add.rn.f32x2": "two(add1_wrong(lo({1}), lo({2})), add1_wrong(hi({1}), hi({2})))",
 }  # fmt: skip
-_BITS = {"b16": 16, "u16": 16, "b32": 32, "u32": 32, "b64": 64, "u64": 64}
+_BITS = {"b16": 16, "u16": 16, "b32": 32, "u32": 32, "f32": 32, "b64": 64, "u64": 64}
 _LINE = re.compile(r"(?:@(!?)%p(\d+)\s+)?([a-z][\w.:]*)\s*(.*?);")
 
 
@@ -165,8 +165,9 @@ def _instruction(op: str, operands: list[str]) -> str:
     if kind == "mov":
         return _move(operands, _BITS[rest[-1]])
     if op.startswith("ld.param"):
-        signed = {"s32": "(u64)(int64_t)*(int32_t*)", "b64": "*(u64*)", "b32": "*(u32*)"}[rest[-1]]
-        return f"{_value(operands[0])} = {signed}P[{operands[1].rsplit('_', 1)[1][:-1]}];"
+        signed = "(u64)(int64_t)*(int32_t*)"
+        read = signed if rest[-1] == "s32" else f"*(u{_BITS[rest[-1]]}*)"
+        return f"{_value(operands[0])} = {read}P[{operands[1].rsplit('_', 1)[1][:-1]}];"
     if kind in ("ld", "st"):
         return _access(kind, rest, operands)
     raise UnknownInstructionError(op)
