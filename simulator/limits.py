@@ -89,6 +89,7 @@ class Limits:
             f"{left_free / GIB:.2f} GiB of {available[name] / GIB:.1f} GiB of {name} memory stay "
             f"free: {why} (--memory-margin)"
             for name, (left_free, why) in left.items()
+            if name == "host" or not machine.unified_memory
         ]
         reserved = machine.device_reserved_bytes
         if reserved:

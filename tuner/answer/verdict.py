@@ -78,7 +78,7 @@ def _gain(plain: Prediction, plan: Prediction) -> str:
     spread = plan.iteration_high_s / plan.iteration_s - 1
     if spread <= WORTH:
         return "is as fast as this plan"
-    return f"makes no difference that a prediction within {spread:.0%} could tell from this plan"
+    return f"makes no difference within the prediction's interval ({spread:.0%} either way)"
 
 
 def _times(longer: Prediction, shorter: Prediction) -> str:

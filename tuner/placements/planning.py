@@ -153,5 +153,5 @@ def _explained(made: Plan, search: Search) -> Plan:
 
     rows = compare(search.workload, search.machine, search.limits, made)
     why = reasons(search.workload, search.machine, made, search.bound)
-    why += search.limits.explained[: 1 if search.machine.unified_memory else 2]
+    why += search.limits.explained[:2]
     return made.model_copy(update={"alternatives": alternatives(rows), "reasons": tuple(why)})
