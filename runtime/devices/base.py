@@ -15,7 +15,9 @@ from runtime.kernels import host
 from runtime.kernels.step import UpdateStep
 from simulator.schedule import Lane as LaneName
 
-DEVICE_LANES = (LaneName.H2D, LaneName.H2D_PARAMETERS, LaneName.D2H, LaneName.DEVICE_UPDATE)
+DEVICE_LANES = (
+    LaneName.H2D, LaneName.H2D_PARAMETERS, LaneName.D2H, LaneName.DEVICE_UPDATE, LaneName.H2D_FETCH,
+)  # fmt: skip
 
 
 class Device:
@@ -58,6 +60,10 @@ class Device:
         """Copies on ``lane``; returns once the copy is issued to ``stream`` (or done)."""
         del lane, stream
         host.copy(to, source)
+
+    def fetch(self, to: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
+        """Copies on the lane of fetches to memory that its owner may drop before the copy ends."""
+        self.copy(to, source, LaneName.H2D_FETCH, stream)
 
     def prepare(self, steps: Sequence[UpdateStep], tensors: int, gradient: torch.dtype,
                 wire: torch.dtype) -> None:  # fmt: skip

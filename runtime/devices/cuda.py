@@ -111,6 +111,10 @@ class CudaDevice(Device):
             for part, of in zip(to.split(piece), source.split(piece), strict=True):
                 part.copy_(of, non_blocking=True)
 
+    def fetch(self, to: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
+        to.record_stream(stream)
+        super().fetch(to, source, stream)
+
     def prepare(self, steps: Sequence[UpdateStep], tensors: int, gradient: torch.dtype,
                 wire: torch.dtype) -> None:  # fmt: skip
         from runtime.kernels.device import compile_for

@@ -21,9 +21,14 @@ from runtime.kernels.rule import UpdateRule
 from runtime.kernels.step import UpdateStep
 from simulator.schedule import Lane as LaneName
 from simulator.schedule import Op, OpKind
-from simulator.update.recipes import Slot, slot_limits
+from simulator.update.recipes import PARAMETER_SLOTS, recipe_of
 
 HISTORY_STEPS = 8
+KEPT_FETCHES = 4096
+# Crossings that need no copy where device and host memory are one, and who does their work there.
+WRITTEN_BY = {
+    OpKind.PARAMETER_H2D: OpKind.UPDATE_HOST, OpKind.PARAMETER_D2H: OpKind.UPDATE_DEVICE,
+}  # fmt: skip
 
 
 class UpdateGate(Protocol):
@@ -90,26 +95,35 @@ class Executor:
         self._ended = 0  # of the latest step's ops, in order: seen to have ended
         self._stale = set[int]()  # visiting subgroups whose state was written behind the prefetch
         self._stale_lock = threading.Lock()
-        # In the order of the plan, in which both take their slots.
+        # In the order of the plan, in which all take their slots.
         self._visits = _of_kind(template, OpKind.STATE_H2D)
-        self._hosted = _of_kind(template, OpKind.UPDATE_HOST)
-        self.parameter_slots = self._allocate_parameter_slots()
+        self._incoming = _of_kind(template, OpKind.PARAMETER_H2D)
+        self._outgoing = _of_kind(template, OpKind.PARAMETER_D2H)
+        self.parameter_slots = self._slots_for(self._incoming, device.host_empty)
+        self.outgoing_slots = self._slots_for(self._outgoing, device.device_empty)
         self._bodies = {
             OpKind.STATE_H2D: self._state_h2d,
             OpKind.UPDATE_DEVICE: self._update_device,
             OpKind.STATE_D2H: self._state_d2h,
             OpKind.UPDATE_HOST: self._update_host,
             OpKind.PARAMETER_H2D: self._parameter_h2d,
+            OpKind.PARAMETER_D2H: self._parameter_d2h,
         }
         self._position = {(t.op.kind, t.op.subgroup): i for i, t in enumerate(template)}
+        self._published = [self._position[published_by(s), s.index] for s in states]
+        # Copies of parameters for passes since the latest launch, for the measured timeline.
+        self._fetches: deque[tuple[Op, Completion]] = deque(maxlen=KEPT_FETCHES)
+        self._latest_fetch = Completion.done()
 
-    def _allocate_parameter_slots(self) -> list[torch.Tensor]:
-        if self.device.unified or not self._hosted:
+    def _slots_for(
+        self, users: dict[int, int], empty: Callable[[int, torch.dtype], torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Buffers of new parameters that these subgroups take in turn."""
+        if self.device.unified or not users:
             return []
-        largest = max((self.states[i] for i in self._hosted), key=lambda s: s.elements)
-        count = slot_limits(0, {("host", "device"): len(self._hosted)})[Slot.PARAMETER]
-        dtype = largest.wire.dtype
-        return [self.device.host_empty(largest.elements, dtype) for _ in range(count)]
+        largest = max((self.states[i] for i in users), key=lambda s: s.elements)
+        count = min(PARAMETER_SLOTS, len(users))
+        return [empty(largest.elements, largest.wire.dtype) for _ in range(count)]
 
     # -- launching ---------------------------------------------------------------------------
 
@@ -131,16 +145,19 @@ class Executor:
         """
         self._jobs = jobs
         barrier = Completion.done(self.device.current_event())
-        record = StepRecord(iteration, self.device.mark(barrier.event))
+        record = StepRecord(iteration, self.device.mark(barrier.event), list(self._fetches))
+        self._fetches.clear()
+        # No parameter is written in host memory while a copy for a pass still reads it.
+        barriers = [barrier, self._latest_fetch]
         for position, item in enumerate(self.template):
             if self._current[position] is None:
-                waits = [barrier] if item.needs_norm else []
+                waits = list(barriers) if item.needs_norm else []
                 if item.needs_gradient:
                     waits += arrivals(item.op.subgroup)
                 self._submit(position, item, waits)
             completion = self._current[position]
             assert completion is not None
-            if not (self.device.unified and item.op.kind == OpKind.PARAMETER_H2D):
+            if not (self.device.unified and item.op.kind in WRITTEN_BY):
                 record.ops.append((item.op, completion))
         self.history.append(record)
         self._previous = [c for c in self._current if c is not None]
@@ -150,9 +167,10 @@ class Executor:
 
     def _submit(self, position: int, item: TemplateOp, waits: list[Completion]) -> None:
         op = item.op
-        if self.device.unified and op.kind == OpKind.PARAMETER_H2D:
-            # The host kernel wrote the parameters where they are read.
-            self._current[position] = self._current[self._position[OpKind.UPDATE_HOST, op.subgroup]]
+        if self.device.unified and op.kind in WRITTEN_BY:
+            # The kernel wrote the parameters where they are read.
+            written = self._position[WRITTEN_BY[op.kind], op.subgroup]
+            self._current[position] = self._current[written]
             return
         waits = waits + [c for i in item.now if (c := self._current[i]) is not None]
         waits += [self._previous[i] for i in item.before]
@@ -207,10 +225,11 @@ class Executor:
         else:
             target = self._slot(subgroup, number)
             self._refresh_if_stale(subgroup, target, stream)
+        out = self._parameter_out(subgroup, number)
         for part in job.segments:
             span = slice(part.start, part.end)
             self.device.update(
-                [t[span] for t in target], part.gradient, state.wire[span], job.step,
+                [t[span] for t in target], part.gradient, out[span], job.step,
                 part.scale, self.rule.tail(state.elements, part.start, part.end), stream,
             )  # fmt: skip
 
@@ -248,16 +267,25 @@ class Executor:
                 )  # fmt: skip
 
     def _parameter_out(self, subgroup: int, number: int) -> torch.Tensor:
-        """Where the host kernel writes: as `_slot`, in turn over all steps."""
+        """Where the kernel writes: in place, or to a slot; as `_slot`, in turn over all steps."""
         state = self.states[subgroup]
-        if self.device.unified:
+        users, slots = self._incoming, self.parameter_slots
+        if subgroup in self._outgoing:
+            users, slots = self._outgoing, self.outgoing_slots
+        if not slots or subgroup not in users:
             return state.wire
-        use = number * len(self._hosted) + self._hosted[subgroup]
-        return self.parameter_slots[use % len(self.parameter_slots)][: state.elements]
+        use = number * len(users) + users[subgroup]
+        return slots[use % len(slots)][: state.elements]
 
     def _parameter_h2d(self, subgroup: int, number: int, job: SubgroupJob | None) -> None:
         del job
         lane = LaneName.H2D_PARAMETERS
+        source = self._parameter_out(subgroup, number)
+        self.device.copy(self.states[subgroup].wire, source, lane, self._stream(lane))
+
+    def _parameter_d2h(self, subgroup: int, number: int, job: SubgroupJob | None) -> None:
+        del job
+        lane = LaneName.D2H
         source = self._parameter_out(subgroup, number)
         self.device.copy(self.states[subgroup].wire, source, lane, self._stream(lane))
 
@@ -283,10 +311,35 @@ class Executor:
         if not self.busy:
             return  # the rest of the iteration reads without a word to the device
         for subgroup in subgroups:
-            completion = self._completion((OpKind.PARAMETER_H2D, OpKind.UPDATE_DEVICE), subgroup)
+            completion = self._previous[self._published[subgroup]]
             streams = self.device.training_streams()
             for stream in streams or [None]:
                 completion.wait_on(stream)
+
+    def updates_of(self, subgroups: Iterable[int]) -> list[Completion]:
+        """What has to end before these subgroups' parameters are new; empty: they are."""
+        if not self.busy:
+            return []
+        return [self._previous[self._published[subgroup]] for subgroup in subgroups]
+
+    def fetch(self, to: torch.Tensor, source: torch.Tensor, waits: list[Completion]) -> Completion:
+        """Starts a copy of parameters from host to device memory, behind ``waits``.
+
+        In the order of the calls; nobody waits here. ``to`` may be dropped at any time, the source
+        is overwritten by no update before it has been read.
+        """
+        lane = self.lanes[LaneName.H2D_FETCH]
+        op = Op(-1, OpKind.PARAMETER_FETCH, LaneName.H2D_FETCH, to.nbytes)
+        completion = self._latest_fetch = Completion(op.label)
+        self._fetches.append((op, completion))
+
+        def body() -> None:
+            if self.before_op is not None:
+                self.before_op(op)
+            self.device.fetch(to, source, lane.stream)
+
+        lane.submit(body, waits, completion)
+        return completion
 
     def wait_state(self, subgroup: int) -> None:
         """Blocks until the latest update of the subgroup is back where its state lives."""
@@ -295,7 +348,7 @@ class Executor:
 
     def wait_all(self) -> None:
         """Blocks until every launched op has ended; raises the first failure."""
-        for completion in self._previous:
+        for completion in (*self._previous, self._latest_fetch):
             completion.wait_host()
 
     @property
@@ -337,6 +390,12 @@ class Executor:
             if with_device:
                 self.device.close()
                 self.slots, self.parameter_slots = [], []  # DeepSpeed never lets an engine go
+
+
+def published_by(state: SubgroupState) -> OpKind:
+    """The op after whose end the subgroup's parameters may be read."""
+    steps = recipe_of(state.placement, state.parameter_home).steps
+    return next(step.kind for step in steps if step.publishes)
 
 
 def _of_kind(template: list[TemplateOp], kind: OpKind) -> dict[int, int]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from simulator.plan import Plan, PlanError
+from simulator.schedules.ebbtide import check_homes
 
 
-def check_plan(plan: Plan, subgroups: tuple[int, ...], sub_group_size: int) -> None:
-    """Checks that a plan was made for these subgroups.
+def check_plan(
+    plan: Plan, subgroups: tuple[int, ...], sub_group_size: int, zero_stage: int
+) -> None:
+    """Checks that a plan was made for these subgroups, at this stage.
 
     Raises:
         PlanError: says what differs and which key brings them together.
@@ -23,6 +26,7 @@ def check_plan(plan: Plan, subgroups: tuple[int, ...], sub_group_size: int) -> N
             f"{plan.subgroup_count}: subgroup index {min(plan.subgroup_count, len(subgroups))} is "
             f"the first without a partner; plan for sub_group_size {sub_group_size}"
         )
+    check_homes(plan, zero_stage)
 
 
 def _way_out(plan: Plan, subgroups: tuple[int, ...], sub_group_size: int) -> str:

@@ -18,7 +18,7 @@ from runtime.execution.subgroup_state import Buffers, SubgroupState, place, stag
 from runtime.hardware.launcher import local_ranks
 from runtime.kernels.rule import UpdateRule
 from runtime.kernels.step import UpdateStep
-from simulator.plan import Placement, Plan
+from simulator.plan import ParameterHome, Placement, Plan
 from simulator.timeline import Timeline
 from simulator.update.order import FORWARD, order_of
 from simulator.workload import WireDtype, ZeroStage
@@ -44,6 +44,10 @@ class TrainingEngine(Protocol):
 
     def wire_dtype(self) -> WireDtype:
         """What the model computes with."""
+        ...
+
+    def parameter_home(self) -> ParameterHome:
+        """The memory in which the framework itself keeps partitions of parameters."""
         ...
 
     def zero_stage(self) -> ZeroStage:
@@ -155,10 +159,13 @@ class Session:
         slots = staging_slots(self.device, plan.staging_slots, visiting, tensors)
         if self._running is None:
             self.engine.prepare(self.device)
+        homes = plan.parameter_homes
+        apart = homes != self._homes_now(len(homes))
         states = [
-            self._move(index, "host" if placement == "device" and not slots else placement)
-            for index, placement in enumerate(placements)
-        ]
+            self._move(index, "host" if placement == "device" and not slots else placement, home,
+                       apart)
+            for index, (placement, home) in enumerate(zip(placements, homes, strict=True))
+        ]  # fmt: skip
         self.engine.settle()
         plan = as_allocated(plan, states, len(slots))
         template = step_template(sizes, self.engine.wire_dtype(), plan)
@@ -177,14 +184,21 @@ class Session:
             return plan
         return plan.placed(plan.placements, order=order_of(used, plan.placements))
 
-    def _move(self, subgroup: int, placement: Placement) -> SubgroupState:
+    def _homes_now(self, count: int) -> tuple[ParameterHome, ...]:
+        if self._running is None:
+            return (self.engine.parameter_home(),) * count
+        return tuple(state.parameter_home for state in self._running.states)
+
+    def _move(
+        self, subgroup: int, placement: Placement, home: ParameterHome, apart: bool
+    ) -> SubgroupState:
         running = self._running
         before = self.engine.take(subgroup, running.states[subgroup] if running else None)
-        state = place(self.device, subgroup, placement, before)
+        state = place(self.device, subgroup, placement, home, before, apart=apart)
         self.engine.adopt(state)
         if running:
             running.states[subgroup] = state  # it has ended, and keeps nothing alive
-        pairs = [(before.gradient, state.gradient)]
+        pairs = [(before.gradient, state.gradient), (before.wire, state.wire)]
         if not self.engine.shares_state:
             pairs += zip(before.state, state.state, strict=True)
         for left, kept in pairs:
@@ -241,7 +255,9 @@ class Session:
             PlanError: the plan is for other subgroups.
             BackgroundError, CheckpointError: something failed in the background before.
         """
-        check_plan(plan, self.engine.sizes(), self.plan.subgroup_size)
+        check_plan(
+            plan, self.engine.sizes(), self.plan.subgroup_size, self.engine.zero_stage()
+        )  # fmt: skip
         self.executor.wait_all()
         for wait in self.before_switch:
             wait()
@@ -250,8 +266,8 @@ class Session:
         old.close(with_device=False)
         for slot in old.parameter_slots:
             self.device.host_release(slot)
-        old.parameter_slots.clear()
-        old.slots.clear()
+        for buffers in (old.parameter_slots, old.outgoing_slots, old.slots):
+            buffers.clear()
         self.homes.close()
         self._register({state.index: () for state in old.states})
         self._running = old
@@ -281,7 +297,7 @@ class Session:
             self.executor.close()
 
     def host_bytes(self) -> int:
-        """Host memory of state, gradients and staging, in bytes."""
+        """Host memory of state, gradients, staging and parameters that live there, in bytes."""
         unified = self.device.unified
         total = 0
         for state in self.executor.states:
@@ -290,15 +306,18 @@ class Session:
                 total += sum(t.nbytes for t in state.state)
             if state.placement == "host" or unified:
                 total += state.gradient.nbytes
+            if state.parameter_home == "host":
+                total += state.wire.nbytes
         total += sum(t.nbytes for t in self.executor.parameter_slots)
         return total + self.homes.spare_bytes()
 
 
 def as_allocated(plan: Plan, states: list[SubgroupState], slots: int) -> Plan:
-    """The plan with the placements and slots that memory allowed."""
+    """The plan with the placements, homes and slots that memory allowed."""
     return plan.placed(
-        [s.placement for s in states], staging_slots=slots, prefetch=min(plan.prefetch, slots)
-    )
+        [s.placement for s in states], staging_slots=slots, prefetch=min(plan.prefetch, slots),
+        parameter_home=Plan.home_runs([s.parameter_home for s in states]),
+    )  # fmt: skip
 
 
 def threads_of(plan: Plan, device: Device) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from runtime.devices.base import Device
-from simulator.plan import Placement
+from simulator.plan import ParameterHome, Placement
 from simulator.update.footprint import slot_elements
 
 logger = logging.getLogger("ebbtide")
@@ -23,8 +23,10 @@ class SubgroupState:
 
     Attributes:
         state: fp32 master and the rule's moments: host memory, or device memory if resident.
-        wire: the slice of DeepSpeed's flat parameter buffer on the device.
+        wire: this rank's partition of the parameters as the model computes with them: the
+            framework's own buffer, or one in the memory that the plan wants it in.
         gradient: in accumulation precision; host memory for ``host``, else device memory.
+        parameter_home: the memory that ``wire`` is in.
     """
 
     index: int
@@ -32,6 +34,7 @@ class SubgroupState:
     state: tuple[torch.Tensor, ...]
     wire: torch.Tensor
     gradient: torch.Tensor
+    parameter_home: ParameterHome
 
     @property
     def elements(self) -> int:
@@ -50,12 +53,13 @@ class SubgroupState:
 @dataclass(frozen=True, slots=True)
 class Buffers:
     """One subgroup's tensors wherever they are: state in fp32, the gradient in the precision in
-    which it accumulates, the parameters as the model computes with them.
+    which it accumulates, the parameters as the model computes with them and the memory they are in.
     """
 
     state: tuple[torch.Tensor, ...]
     gradient: torch.Tensor
     wire: torch.Tensor
+    parameter_home: ParameterHome = "device"
 
 
 @dataclass(slots=True)
@@ -69,11 +73,19 @@ class StagingSlot:
         return tuple(part[:elements] for part in self.parts)
 
 
-def place(device: Device, index: int, placement: Placement, before: Buffers) -> SubgroupState:
+def place(
+    device: Device, index: int, placement: Placement, home: ParameterHome, before: Buffers, *,
+    apart: bool = False,
+) -> SubgroupState:  # fmt: skip
     """Moves a subgroup's tensors to where the plan wants them; those that can stay do.
 
     A ``resident`` or ``device`` subgroup for which the device has no memory left becomes ``host``,
-    with a warning: the device may be fuller than it was when the plan was made.
+    with a warning: the device may be fuller than it was when the plan was made. Parameters that it
+    has no memory for stay in host memory.
+
+    Args:
+        home: of the parameters.
+        apart: parameters that stay where they are leave a buffer that they share with others.
     """
     state, gradient = before.state, before.gradient
     if placement != "host" and not device.unified:
@@ -87,7 +99,31 @@ def place(device: Device, index: int, placement: Placement, before: Buffers) -> 
         state = tuple(device.host_adopt(tensor) for tensor in state)
     if placement == "host":
         gradient = device.host_adopt(gradient)
-    return SubgroupState(index, placement, state, before.wire, gradient)
+    home, wire = _parameters(device, index, home, before, apart)
+    return SubgroupState(index, placement, state, wire, gradient, home)
+
+
+def _parameters(
+    device: Device, index: int, home: ParameterHome, before: Buffers, apart: bool
+) -> tuple[ParameterHome, torch.Tensor]:
+    """Where the parameters are from now on, and the tensor that holds them."""
+    wire = before.wire
+    shared = wire.untyped_storage().nbytes() > wire.nbytes
+    if device.unified:
+        return home, wire
+    if home == before.parameter_home and not (apart and shared):
+        return home, device.host_adopt(wire) if home == "host" else wire
+    if home == "host":
+        return home, device.host_empty(wire.numel(), wire.dtype).copy_(wire)
+    try:
+        return home, device.device_empty(wire.numel(), wire.dtype).copy_(wire)
+    except torch.OutOfMemoryError:
+        logger.warning(
+            "the parameters of subgroup %d were planned to live on the device, but it has no "
+            "memory left for them: they stay in %s memory. Plan again with a smaller --gpu-memory "
+            "if this stays so.", index, before.parameter_home,
+        )  # fmt: skip
+        return before.parameter_home, wire
 
 
 def _to_device(

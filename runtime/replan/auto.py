@@ -17,7 +17,7 @@ from runtime.execution.session import Session, TrainingEngine
 from runtime.replan.measuring import measured_machine
 from runtime.replan.watch import Show, measured_rates, watch
 from simulator.machine import Machine
-from simulator.plan import Plan
+from simulator.plan import ParameterHome, Plan
 from simulator.schedule import OpKind
 from simulator.timeline import Timeline
 from simulator.update.footprint import footprint
@@ -29,13 +29,17 @@ WATCHED_STEPS = 4  # the first one compiles and warms up
 DEVICE_MEMORY_MARGIN = 0.1  # of the device's memory, left to activations that grow later
 
 
-def host_plan(subgroup_size: int, count: int) -> Plan:
+def host_plan(subgroup_size: int, count: int, home: ParameterHome = "device") -> Plan:
     """The plan of the watched steps: every subgroup on the host. They wait for their updates, since
     a forward that waits for some would seem longer than it is.
+
+    Args:
+        home: of all parameters.
     """
     return Plan(
         subgroup_size=subgroup_size,
         placement=Plan.runs(["host"] * count),
+        parameter_home=Plan.home_runs([home] * count),
         staging_slots=0,
         overlap_forward=False,
     )

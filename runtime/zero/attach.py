@@ -161,7 +161,8 @@ def attach(
         size = max(1, int(engine.zero_sub_group_size()))
         count = len(subgroups_of(engine.optimizer, size)) or 1
         attach(
-            engine, host_plan(size, count), device=device, checkpoint=checkpoint,
+            engine, host_plan(size, count, private.parameter_home(engine.optimizer)),
+            device=device, checkpoint=checkpoint,
             overlap_forward=overlap_forward,
         )  # fmt: skip
         plan_later(session_of(engine), machine, _to_monitor(engine))
@@ -172,7 +173,7 @@ def attach(
     optimizer = engine.optimizer
     private.check_members(optimizer)
     size = getattr(optimizer, "sub_group_size", plan.subgroup_size)
-    check_plan(plan, subgroups_of(optimizer, size), size)
+    check_plan(plan, subgroups_of(optimizer, size), size, engine.zero_optimization_stage())
     host.load()
     if not isinstance(device, Device):
         device = choose_device(device, on_cuda=private.on_cuda())

@@ -7,18 +7,21 @@ from typing import Any
 
 import torch
 
+from runtime.devices.base import Device
+from runtime.devices.lane import Completion
 from runtime.execution.executor import Executor
 from runtime.zero.checks import private
 
 
 class Gathers:
-    """The gates before DeepSpeed's gathers, and how far it gathers ahead. Training thread only.
+    """The gates before DeepSpeed's gathers, and what one rank does in their place. Training thread
+    only.
 
     Attributes:
         subgroup_of: ds_id -> subgroup.
-        held_back: DeepSpeed's gather-ahead is off while updates run.
         shows: a ``state_dict()`` shows the small parameters. Not while DeepSpeed saves or loads a
             checkpoint, whose module state has them partitioned, as every other parameter.
+        moved: partitions lie elsewhere than when parameters were gathered.
     """
 
     def __init__(self, optimizer: Any, module: torch.nn.Module) -> None:
@@ -28,10 +31,9 @@ class Gathers:
             for index, group in enumerate(optimizer.fp16_groups)
             for param in group
         }
-        self.held_back = False
         self.shows = True
+        self.moved = False
         self._at_rest = False
-        self._prefetch_elements = 0
         self._module = module
         self._stand_ins = _stand_ins(optimizer.persistent_parameters)
         self._undo: list[Callable[[], None]] = []
@@ -45,13 +47,20 @@ class Gathers:
             first[subgroup] = min(first[subgroup], place.get(ds_id, len(place)))
         return first
 
-    def gate(self, wait: Callable[[Iterable[Any]], None]) -> Callable[[], None]:
+    def gate(
+        self,
+        wait: Callable[[Iterable[Any]], None],
+        fetch: Callable[[list[Any]], private.Handle | None],
+    ) -> Callable[[], None]:
         """``wait`` is called before every gather, with the parameters; returns an undo.
+
+        ``fetch`` may bring them in itself, see `private.gate_gathers`.
 
         A ``state_dict()`` of the model, or of a part of it, and a copy of it gather nothing: they
         show what is there, which with stock are the small parameters that stay gathered.
         """
-        self._undo.append(private.gate_gathers(self._module.parameters(), wait))
+        self._undo.append(private.gate_gathers(self._module.parameters(), wait, fetch))
+        self._undo.append(private.wait_one_by_one(self._module))
         for parameter, _ in self._stand_ins:
             self._undo.append(_gate_copies(parameter, self._before_copy))
         for module in self._module.modules():
@@ -90,6 +99,21 @@ class Gathers:
             if private.is_partitioned(parameter):
                 parameter.data = stand_in
 
+    def show_anew(self) -> None:
+        """Partitions have moved: what showed the old ones shows the new ones. With several ranks
+        gathered parameters are copies, which stay as they are.
+        """
+        self.moved = False
+        if self._optimizer.partition_count > 1:
+            return
+        parameters: list[Any] = list(self._module.parameters())
+        shown = [p for p in parameters if not private.is_partitioned(p)]
+        if shown:
+            shown[0].partition(shown)
+            shown[0].all_gather(shown)
+        elif self._at_rest:
+            self.show_at_rest()
+
     def show_at_rest(self) -> None:
         """While nothing is in flight: values where `stand_in` has NaN, yet partitioned as before,
         so that a first forward is traced like every later one. A collective call.
@@ -113,29 +137,88 @@ class Gathers:
         if small:
             small[0].all_gather(small)
 
-    def hold_back(self) -> None:
-        """DeepSpeed gathers ahead of the current layer; that would wait for updates too early.
-
-        With several ranks it must go on: gathers are collective then, so that what is gathered
-        when may not depend on how far a rank's own updates are. They are gated all the same.
-        """
-        if self._optimizer.partition_count > 1:
-            return
-        for coordinator in private.coordinators(self._optimizer):
-            if not self.held_back:
-                self._prefetch_elements = private.prefetch_elements(coordinator)
-            private.set_prefetch_elements(coordinator, 0)
-        self.held_back = True
-
     def before(self, params: Iterable[Any], executor: Executor) -> None:
         """Waits for the subgroups of these parameters, which are about to be gathered."""
+        executor.wait_parameters(self._subgroups(params))
+
+    def _subgroups(self, params: Iterable[Any]) -> list[int]:
         ids = (getattr(param, "ds_id", None) for param in params)
-        subgroups = {self.subgroup_of[i] for i in ids if i in self.subgroup_of}
-        executor.wait_parameters(sorted(subgroups))
-        if self.held_back and not executor.busy:
-            for coordinator in private.coordinators(self._optimizer):
-                private.set_prefetch_elements(coordinator, self._prefetch_elements)
-            self.held_back = False
+        return sorted({self.subgroup_of[i] for i in ids if i in self.subgroup_of})
+
+    def fetch(self, params: list[Any], executor: Executor) -> Fetches | None:
+        """Brings parameters to the device without a wait; None: DeepSpeed has to gather them.
+
+        So DeepSpeed may ask for those of modules to come while their updates still run: each copy
+        begins as soon as its update has ended, and only the module itself waits. With several
+        ranks gathers are collective: what is gathered when may not depend on a rank's own updates.
+        """
+        if self._optimizer.partition_count > 1 or not all(map(private.is_plain, params)):
+            return None
+        private.mark_in_flight(params)
+        in_order = sorted(params, key=lambda p: p.ds_id)
+        held = [param.ds_tensor.data for param in in_order]
+        tensors = [self._on_device(*pair, executor) for pair in zip(in_order, held, strict=True)]
+        # Memory for a copy may have been another's, in the order of the current stream.
+        free = Completion.done(executor.device.current_event())
+        fetches = {}
+        for param, tensor, source in zip(in_order, tensors, held, strict=True):
+            ends = executor.updates_of(self._subgroups([param]))
+            if tensor is not source:
+                ends = [executor.fetch(tensor, source, [free, *ends])]
+            fetches[param] = Fetch(param, tensor, ends, executor.device)
+        return Fetches(fetches)
+
+    def _on_device(self, param: Any, held: torch.Tensor, executor: Executor) -> torch.Tensor:
+        """Where the parameter will be: the partition itself, or memory to copy it to."""
+        if not self._lives_on_host(param, executor):
+            return held
+        return executor.device.device_empty(held.numel(), held.dtype)
+
+    def _lives_on_host(self, param: Any, executor: Executor) -> bool:
+        if executor.device.unified:
+            return False
+        subgroup = self.subgroup_of.get(param.ds_id)
+        if subgroup is None:  # it is not trained: DeepSpeed keeps it
+            return private.parameter_home(self._optimizer) == "host"
+        return executor.states[subgroup].parameter_home == "host"
+
+
+class Fetch:
+    """A parameter on its way to the device: DeepSpeed waits for it where its module begins."""
+
+    def __init__(
+        self, param: Any, tensor: torch.Tensor, ends: list[Completion], device: Device
+    ) -> None:
+        """``tensor``: what the parameter is once all of ``ends`` have ended, on the device."""
+        self._param, self._tensor, self._ends = param, tensor, ends
+        self._device = device
+
+    def wait(self, **_: Any) -> None:
+        """Makes the training streams, or without any the caller, wait; shows the parameter.
+
+        Raises:
+            BackgroundError: an update or a copy has failed.
+        """
+        for end in self._ends:
+            for stream in self._device.training_streams() or [None]:
+                end.wait_on(stream)
+        self._param.data = self._tensor.view(self._param.ds_shape)
+        private.mark_available(self._param)
+
+
+class Fetches:
+    """Those that were asked for together; each can be waited for alone."""
+
+    def __init__(self, fetches: dict[Any, Fetch]) -> None:
+        self._fetches = fetches
+
+    def of(self, param: Any) -> Fetch:
+        return self._fetches[param]
+
+    def wait(self, **_: Any) -> None:
+        """For all of them."""
+        for fetch in self._fetches.values():
+            fetch.wait()
 
 
 def _gate_copies(parameter: Any, wait: Callable[[], None]) -> Callable[[], None]:

@@ -25,7 +25,7 @@ from runtime.kernels.rule import UpdateRule
 from runtime.kernels.step import UpdateStep
 from runtime.zero.flat_partitions import FlatPartitions, hand_back
 from runtime.zero.planned import PlannedZero, bring_home, float64_norm, gated
-from simulator.plan import Plan
+from simulator.plan import ParameterHome, Plan
 from simulator.workload import ZeroStage
 
 
@@ -359,6 +359,9 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):  # type: ignore[misc]
 
     def saved_state(self, subgroup: int) -> tuple[torch.Tensor, ...]:
         return self._flat.shadows.get(subgroup) or self._ebbtide.executor.states[subgroup].state
+
+    def parameter_home(self) -> ParameterHome:
+        return "device"
 
     def zero_stage(self) -> ZeroStage:
         return 2 if self.partition_gradients else 1

@@ -18,7 +18,7 @@ from runtime.zero import stage3_buffers
 from runtime.zero.checks import private
 from runtime.zero.gathers import Gathers
 from runtime.zero.planned import PlannedZero, bring_home, float64_norm, gated
-from simulator.plan import Plan
+from simulator.plan import ParameterHome, Plan
 from simulator.workload import ZeroStage
 
 
@@ -84,7 +84,7 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         return bool(flag.item())
 
     def _training_device(self) -> torch.device:
-        return self._wires()[0].device
+        return private.training_device()
 
     def _get_norm_groups(self) -> list[torch.Tensor]:
         self._norms_to_host()
@@ -111,7 +111,6 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
             self._global_grad_norm = scaled_norm / self.loss_scale
             own.update(self._gradient_scale(scaled_norm))
             if own.plan.overlap_forward:
-                self._gathers.hold_back()
                 self._gathers.stand_in()
             else:
                 own.executor.wait_all()
@@ -137,7 +136,11 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
             self._gathers.before(params, own.executor)
 
     def gate_reads(self, wait: Callable[[Iterable[Any]], None]) -> Callable[[], None]:
-        return self._gathers.gate(wait)
+        return self._gathers.gate(wait, self._fetch)
+
+    def _fetch(self, params: list[Any]) -> private.Handle | None:
+        own = self._ebbtide
+        return None if own.closed else self._gathers.fetch(params, own.executor)
 
     def wait(self) -> None:
         """Blocks until every update has ended and all that stock shows between steps is there,
@@ -277,16 +280,25 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
     def take(self, subgroup: int, now: SubgroupState | None) -> Buffers:
         if now is None:
             return stage3_buffers.stock_buffers(self, self._masters(), subgroup)
-        return Buffers(now.state, now.gradient, now.wire)
+        return Buffers(now.state, now.gradient, now.wire, now.parameter_home)
 
     def adopt(self, state: SubgroupState) -> None:
-        stage3_buffers.repoint(self, self._masters()[state.index], state)
+        moved = stage3_buffers.repoint(self, self._masters()[state.index], state)
+        self._gathers.moved |= moved
 
     def settle(self) -> None:
-        """Every subgroup's tensors are its own."""
+        """Parameters that have moved are shown where they are; flat buffers that none is left in
+        are given back.
+        """
+        if self._gathers.moved:
+            stage3_buffers.drop_flat_parameters(self)
+            self._gathers.show_anew()
 
     def saved_state(self, subgroup: int) -> tuple[torch.Tensor, ...]:
         return self._ebbtide.executor.states[subgroup].state
+
+    def parameter_home(self) -> ParameterHome:
+        return private.parameter_home(self)
 
     def zero_stage(self) -> ZeroStage:
         return 3

@@ -26,11 +26,14 @@ def stock_buffers(optimizer: Any, masters: list[torch.nn.Parameter], subgroup: i
     gradient = gradient_of(optimizer, subgroup, master.numel())
     wire = optimizer.__dict__["fp16_partitioned_groups_flat"][subgroup]
     moments = (state[key] for key in rule.moments)
-    return Buffers((master.data, *moments), gradient, wire)
+    home = private.parameter_home(optimizer)
+    return Buffers((master.data, *moments), gradient, wire, home)
 
 
-def repoint(optimizer: Any, master: torch.nn.Parameter, state: SubgroupState) -> None:
-    """DeepSpeed's references of one subgroup follow: master, moments, the gradients' views."""
+def repoint(optimizer: Any, master: torch.nn.Parameter, state: SubgroupState) -> bool:
+    """DeepSpeed's references of one subgroup follow: master, moments, the views of gradients and of
+    parameters. True: these have moved.
+    """
     master.data = state.p
     moments = zip(optimizer._rule.moments, state.moments, strict=True)
     optimizer.optimizer.state[master].update(moments)
@@ -38,6 +41,11 @@ def repoint(optimizer: Any, master: torch.nn.Parameter, state: SubgroupState) ->
     for param in optimizer.fp16_groups[state.index]:
         _, offset, elements = optimizer.grad_position[optimizer.get_param_id(param)]
         views[param.ds_id] = state.gradient.narrow(0, offset, elements)
+    wires = optimizer.__dict__["fp16_partitioned_groups_flat"]
+    if wires[state.index].data_ptr() == state.wire.data_ptr():
+        return False
+    _parameters_at(optimizer, state.index, state.wire)
+    return True
 
 
 def gradient_of(optimizer: Any, subgroup: int, elements: int) -> torch.Tensor:
@@ -83,6 +91,11 @@ def hand_back(optimizer: Any) -> None:
         state.update({key: state[key].cpu() for key in optimizer._rule.moments if key in state})
         master.grad = torch.zeros_like(master.data)
     _join_gradients(optimizer)
+    on_host = private.parameter_home(optimizer) == "host"
+    where = torch.device("cpu") if on_host else private.training_device()
+    for index, wire in enumerate(optimizer.fp16_partitioned_groups_flat):
+        if wire.device.type != where.type:
+            _parameters_at(optimizer, index, wire.to(where))
 
 
 def _join_gradients(optimizer: Any) -> None:
@@ -96,6 +109,31 @@ def _join_gradients(optimizer: Any) -> None:
             _, offset, elements = optimizer.grad_position[optimizer.get_param_id(param)]
             views[param.ds_id] = part.narrow(0, offset, elements)
     optimizer.grad_partitions_flat_buffer = flat
+
+
+def _parameters_at(optimizer: Any, subgroup: int, wire: torch.Tensor) -> None:
+    """The subgroup's partitions are parts of ``wire`` from now on."""
+    optimizer.__dict__["fp16_partitioned_groups_flat"][subgroup] = wire
+    offset = 0
+    for param in optimizer.fp16_groups[subgroup]:
+        elements = param.partition_numel()
+        param.ds_tensor.data = wire.narrow(0, offset, elements)
+        offset += elements
+
+
+def drop_flat_parameters(optimizer: Any) -> None:
+    """Gives back DeepSpeed's flat buffers of parameters, on the device (one) or on the host (one
+    per parameter group), where no subgroup's parameters are left in them.
+    """
+    wires = optimizer.__dict__["fp16_partitioned_groups_flat"]
+    kept = {wire.untyped_storage().data_ptr() for wire in wires}
+    flat = getattr(optimizer, "lp_param_buffer", None)
+    if flat is not None and flat.numel() and flat.untyped_storage().data_ptr() not in kept:
+        optimizer.lp_param_buffer = flat.new_empty(0)
+    groups = optimizer.param_groups_fp16_flat_cpu_memory
+    for i, flat in enumerate(groups):
+        if flat.untyped_storage().data_ptr() not in kept:
+            groups[i] = flat.new_empty(0)
 
 
 def slices(optimizer: Any) -> dict[int, ParameterSlice]:

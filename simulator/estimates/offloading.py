@@ -180,11 +180,10 @@ def plan_obstacle(config: Mapping[str, Any]) -> str:
             "Twin-Flow's share has those of torch's Adam"
         )
     held = (_moved(zero, PARAM, "cpu_offload_param") or {}).get("device") or "none"
-    if held != "none":
+    if held == "nvme" and zero.get("stage") == 3:
         return (
-            f"{HELD} must be absent or have device 'none', but got {held!r}: parameters stay on "
-            "the device under a plan (`tune simulate --ds-config` says what stock DeepSpeed would "
-            "take with it)"
+            f"{HELD}.device must be none or cpu, but got 'nvme': a plan's updates write parameters "
+            "to device or host memory"
         )
     if state.get("super_offload"):
         return (

@@ -15,10 +15,10 @@ from runtime.execution.executor import Executor
 from runtime.execution.step_template import step_template
 from simulator import Layer, OpKind, Plan, Workload, build_schedule
 from simulator.update.order import order_of
-from simulator.update.recipes import RECIPES
+from simulator.update.recipes import recipe_of, ways
 
 STEPS = 4
-EXECUTED = {step.kind for recipe in RECIPES.values() for step in recipe.steps}
+EXECUTED = {step.kind for way in ways() for step in recipe_of(*way).steps}
 GRADIENTS = {OpKind.GRADIENT_D2H, OpKind.GRADIENT_REDUCE, OpKind.BACKWARD}
 
 
@@ -51,10 +51,13 @@ class Recording(Device):
 def executor_for(workload, plan):
     states = [
         SimpleNamespace(
-            index=i, placement=p, elements=n, wire=torch.empty(1), gradient=torch.empty(1)
+            index=i, placement=p, parameter_home=home, elements=n, wire=torch.empty(1),
+            gradient=torch.empty(1),
         )
-        for i, (n, p) in enumerate(zip(workload.subgroups, plan.placements, strict=True))
-    ]
+        for i, (n, p, home) in enumerate(
+            zip(workload.subgroups, plan.placements, plan.parameter_homes, strict=True)
+        )
+    ]  # fmt: skip
     template = step_template(workload.subgroups, workload.wire_dtype, plan)
     return Executor(Recording(), states, [], template, 1, SimpleNamespace(forms=list, moments=()))
 
@@ -113,10 +116,12 @@ def random_case(rng):
         name="w", layers=layers, subgroups=tuple(sizes),
         gradient_accumulation_steps=rng.randint(1, 3),
     )  # fmt: skip
-    placements = rng.choices(list(RECIPES), k=len(sizes))
+    chosen = rng.choices(ways(), k=len(sizes))
+    placements = [placement for placement, _ in chosen]
     slots = rng.randint(1, 4)
     plan = Plan(
         subgroup_size=90, placement=Plan.runs(placements), staging_slots=slots,
+        parameter_home=Plan.home_runs([home for _, home in chosen]),
         prefetch=rng.randint(0, slots), overlap_forward=rng.random() < 0.7,
         order=order_of(rng.sample(range(len(sizes)), len(sizes)), placements),
     )  # fmt: skip
@@ -140,17 +145,21 @@ def test_buffers_of_two_updates_at_once_are_never_the_same():
     for _ in range(20):
         workload, plan = random_case(rng)
         executor = executor_for(workload, plan)
-        hosted, count = executor._hosted, len(executor.parameter_slots)
         executor.parameter_slots = [torch.empty(90) for _ in executor.parameter_slots]
-        uses = [(step, s) for step in range(STEPS) for s in hosted]
+        executor.outgoing_slots = [torch.empty(90) for _ in executor.outgoing_slots]
         waits, _ = simulated(workload, plan)
-        for number, (step, s) in enumerate(uses[count:], start=count):
-            before = uses[number - count]
-            assert (before[0], OpKind.PARAMETER_H2D, before[1]) in waits[
-                step, OpKind.UPDATE_HOST, s
-            ]
-            mine, theirs = (executor._parameter_out(i, n) for n, i in ((step, s), before))
-            assert mine.data_ptr() == theirs.data_ptr()
+        for users, slots, update, copy in (
+            (executor._incoming, executor.parameter_slots, OpKind.UPDATE_HOST,
+             OpKind.PARAMETER_H2D),
+            (executor._outgoing, executor.outgoing_slots, OpKind.UPDATE_DEVICE,
+             OpKind.PARAMETER_D2H),
+        ):  # fmt: skip
+            uses, count = [(step, s) for step in range(STEPS) for s in users], len(slots)
+            for number, (step, s) in enumerate(uses[count:], start=count):
+                before = uses[number - count]
+                assert (before[0], copy, before[1]) in waits[step, update, s]
+                mine, theirs = (executor._parameter_out(i, n) for n, i in ((step, s), before))
+                assert mine.data_ptr() == theirs.data_ptr()
 
 
 @pytest.mark.parametrize("forgotten", ["now", "before"])

@@ -34,7 +34,7 @@ REFUSED = [
     ({**config(), "compile": {"deepcompile": True}}, "compile.deepcompile must be false"),
     (config(offload_optimizer=None, cpu_offload=False), "device must be 'cpu', but got 'none'"),
     (config(**offload(super_offload=True)), "super_offload must be false"),
-    (config(offload_param={"device": "cpu"}), "offload_param must be absent .* got 'cpu'"),
+    (config(offload_param={"device": "nvme"}), "offload_param.device must be .* got 'nvme'"),
     (config(zenflow={"topk_ratio": 0.1}), "zenflow must be absent"),
     (config(mics_shard_size=2), "mics_shard_size must be absent .* got 2"),
     ({**config(), "optimizer": {"type": "Lamb"}}, "optimizer.type must be one of .*lion.*Lamb"),

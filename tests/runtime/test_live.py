@@ -27,20 +27,21 @@ def machine(**rates):
     return node(device_kind="emulated", cpu_cores=2, **memory, **rates)
 
 
-def plan_of(pattern, count, slots=2, prefetch=1):
+def plan_of(pattern, count, slots=2, prefetch=1, homes=("device",)):
     placements = [pattern[i % len(pattern)] for i in range(count)]
     return Plan(
         subgroup_size=SUBGROUP, placement=Plan.runs(placements), staging_slots=slots,
         prefetch=prefetch,
+        parameter_home=Plan.home_runs([homes[i % len(homes)] for i in range(count)]),
     )  # fmt: skip
 
 
-def new_engine(stage=3):
+def new_engine(stage=3, **zero):
     import deepspeed
 
     torch.manual_seed(0)
     model = ByteGPT(SIZES["tiny"])
-    config = ds_config(2, SUBGROUP, learning_rate=1e-3, stage=stage)
+    config = ds_config(2, SUBGROUP, learning_rate=1e-3, stage=stage, **zero)
     return deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=config
     )[0]  # fmt: skip
@@ -80,13 +81,19 @@ def test_switching_between_steps_changes_no_bit(only_rank, stage, device):
     engine = new_engine(stage)
     count = len(subgroups_of(engine.optimizer, SUBGROUP))
     patterns = [["host"], ["device", "resident"], ["host", "device"]]
+    homes = [["device"], ["host"], ["host", "device"], ["device"]] if stage == 3 else [["device"]]
     runtime.attach(engine, plan_of(patterns[0], count), device=device())
     switched = []
 
     def switch(number):
-        plan = plan_of(patterns[(number + 1) % 3], count, slots=3, prefetch=2)
+        plan = plan_of(
+            patterns[(number + 1) % 3], count, slots=3, prefetch=2,
+            homes=homes[number % len(homes)],
+        )  # fmt: skip
         switch_plan(engine, plan)
-        switched.append(engine.optimizer._ebbtide.plan.placements == plan.placements)
+        now = engine.optimizer._ebbtide.plan
+        same_homes = now.parameter_homes == plan.parameter_homes
+        switched.append(now.placements == plan.placements and same_homes)
 
     assert_same_bits(train(engine, after_step=switch), stock_of(stage))
     assert switched == [True] * STEPS
@@ -104,12 +111,15 @@ def test_switching_to_another_models_plan_is_refused_and_leaves_the_engine_alone
 @pytest.mark.parametrize("stage", [2, 3])
 def test_auto_plans_after_the_watched_steps(only_rank, stage, monkeypatch):
     monkeypatch.setattr("runtime.replan.auto._free_device_bytes", lambda device: 10**9)
-    engine = new_engine(stage)
+    # Below ZeRO-3 stock ignores the key.
+    engine = new_engine(stage, offload_param={"device": "cpu"})
     runtime.attach(engine, "auto", device=slowed(1e9, 1e9, 1e9), machine=machine())
     placements = []
 
     def note(number):
-        placements.append(set(engine.optimizer._ebbtide.plan.placements))
+        plan = engine.optimizer._ebbtide.plan
+        placements.append(set(plan.placements))
+        assert set(plan.parameter_homes) == ({"host"} if stage == 3 else {"device"})
 
     assert_same_bits(train(engine, after_step=note), stock_of(stage))
     assert placements[0] == {"host"}

@@ -203,6 +203,7 @@ PLAN = {
     "schema_version": 99,
     "subgroup_size": 5_000_000,
     "placement": Plan.runs(("host",) * 4),
+    "parameter_home": Plan.home_runs(("host",) * len(MIX)),
     "order": UpdateOrder(host="arrival"),
     "staging_slots": 2,
     "prefetch": 1,

@@ -148,7 +148,7 @@ BEYOND_A_PLAN = [
     ({**CPU, "ratio": 0.3}, {}),
     ({**CPU, "super_offload": True}, {}),
     (CPU, {"zenflow": {"topk_ratio": 0.1}}),
-    (CPU, {"offload_param": CPU}),
+    (CPU, {"offload_param": {"device": "nvme", "nvme_path": "n"}}),
     (CPU, {"mics_shard_size": 2}),
 ]
 BESIDE_ZERO = [

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+
+from simulator.plan import ParameterHome
 
 TESTED = ("0.18.6", "0.20")  # first version with stock's bits, first that was not tested
 BELOW_STAGE_3 = "0.19.8"  # ZeRO-1 and 2 kept their sums of micro-batches in other ways before
@@ -35,7 +37,7 @@ STAGE3 = (
         "fp16_partitioned_groups_flat_numel", "fp32_partitioned_groups_flat",
         "sub_group_to_group_id", "grad_partitions_flat_buffer", "grad_position",
         "norm_for_param_grads", "param_dict", "persistent_parameters", "micro_step_id",
-        "subgroup_to_device", "lp_param_buffer", "ipg_buckets", "parameter_offload",
+        "subgroup_to_device", "offload_param", "ipg_buckets", "parameter_offload",
         "partition_count", f"{_MANGLED}param_id_to_grad_partition", "get_param_id",
         "is_gradient_accumulation_boundary", "_overflow_check_and_loss_scale_update",
         "_get_norm_groups", "_model_parallel_all_reduce", "_pre_step", "_partition_all_parameters",
@@ -148,6 +150,13 @@ def on_cuda() -> bool:
     return bool(get_accelerator()._name == "cuda")
 
 
+def training_device() -> torch.device:
+    """Where the model computes."""
+    from deepspeed.accelerator import get_accelerator
+
+    return torch.device(get_accelerator().current_device_name())
+
+
 # -- ZeRO-3: what differs between versions -------------------------------------------------------
 
 
@@ -219,29 +228,78 @@ def is_partitioned(param: Any) -> bool:
     return bool(param.ds_status == ZeroParamStatus.NOT_AVAILABLE)
 
 
-def coordinators(optimizer: Any) -> list[Any]:
-    """The parameter coordinators of all phases that exist so far."""
-    coordinator = optimizer.parameter_offload.get_param_coordinator()
-    return [coordinator] if coordinator is not None else []
+def parameter_home(optimizer: Any) -> ParameterHome:
+    """Where DeepSpeed keeps partitions of parameters between their uses."""
+    return "host" if getattr(optimizer, "offload_param", False) else "device"
 
 
-def prefetch_elements(coordinator: Any) -> int:
-    """How far the coordinator gathers ahead of the current module."""
-    return coordinator._PartitionedParameterCoordinator__prefetch_bucket_sz  # type: ignore[no-any-return]
+class Handle(Protocol):
+    """What DeepSpeed keeps of parameters that are in flight."""
+
+    def wait(self, **_: Any) -> None:
+        """They are there for whoever comes next."""
+        ...
 
 
-def set_prefetch_elements(coordinator: Any, elements: int) -> None:
-    """0 keeps the coordinator from touching parameters ahead of the current module."""
-    coordinator._PartitionedParameterCoordinator__prefetch_bucket_sz = elements
+def wait_one_by_one(module: Any) -> Callable[[], None]:
+    """Of parameters that were asked for together DeepSpeed notes the same handle, so that who needs
+    one waits for all. Handles that have one for each are taken apart; returns an undo.
+    """
+    from deepspeed.runtime.zero.partitioned_param_coordinator import InflightParamRegistry
+
+    class OneByOne(InflightParamRegistry):  # type: ignore[misc]
+        def __setitem__(self, param: Any, handle: Any) -> None:
+            super().__setitem__(param, handle.of(param) if hasattr(handle, "of") else handle)
+
+    registry = module.ds_inflight_param_registry
+    registry.__class__ = OneByOne
+
+    def restore() -> None:
+        registry.__class__ = InflightParamRegistry
+
+    return restore
+
+
+def is_plain(param: Any) -> bool:
+    """The partition is all of the parameter, in its own precision: nothing but a copy, or not even
+    that, makes it available.
+    """
+    held = param.ds_tensor
+    return (
+        param.ds_secondary_tensor is None
+        and not hasattr(held, "ds_quant_scale")
+        and held.numel() == param.ds_numel
+        and held.final_location != "nvme"
+    )
+
+
+def mark_in_flight(params: Iterable[Any]) -> None:
+    """Raises RuntimeError: one of them is available or on its way already."""
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    for param in params:
+        if param.ds_status != ZeroParamStatus.NOT_AVAILABLE:
+            raise RuntimeError(f"a partitioned parameter is needed, but got {param.ds_summary()}")
+        param.ds_status = ZeroParamStatus.INFLIGHT
+
+
+def mark_available(param: Any) -> None:
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    param.ds_status = ZeroParamStatus.AVAILABLE
 
 
 def gate_gathers(
-    parameters: Iterable[Any], gate: Callable[[Iterable[Any]], None]
+    parameters: Iterable[Any],
+    gate: Callable[[Iterable[Any]], None],
+    fetch: Callable[[list[Any]], Handle | None],
 ) -> Callable[[], None]:
     """Calls ``gate(parameters about to be gathered)`` before every gather; returns an undo.
 
     Every reader of a partitioned parameter, be it forward, GatheredParameters or a state_dict,
-    goes through ``param.all_gather`` or ``param.all_gather_coalesced``.
+    goes through ``param.all_gather`` or ``param.all_gather_coalesced``. The latter, which modules
+    call for their own parameters and for those of modules to come, gives a handle to wait on: that
+    of ``fetch`` where it has one, and then nobody waits at the gate.
     """
     undo: list[tuple[Any, Any, Any]] = []
     for parameter in parameters:
@@ -250,7 +308,7 @@ def gate_gathers(
         gather, coalesced = parameter.all_gather, parameter.all_gather_coalesced
         undo.append((parameter, gather, coalesced))
         parameter.all_gather = _gated_gather(parameter, gather, gate)
-        parameter.all_gather_coalesced = _gated_coalesced(coalesced, gate)
+        parameter.all_gather_coalesced = _gated_coalesced(coalesced, gate, fetch)
 
     def restore() -> None:
         for parameter, gather, coalesced in undo:
@@ -270,10 +328,15 @@ def _gated_gather(
 
 
 def _gated_coalesced(
-    gather: Callable[..., Any], gate: Callable[[Iterable[Any]], None]
+    gather: Callable[..., Any],
+    gate: Callable[[Iterable[Any]], None],
+    fetch: Callable[[list[Any]], Handle | None],
 ) -> Callable[..., Any]:
     def all_gather_coalesced(params: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
         params = list(params)
+        handle = fetch(params)
+        if handle is not None:
+            return handle
         gate(params)
         return gather(params, *args, **kwargs)
 

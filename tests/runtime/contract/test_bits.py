@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from simulator.update.order import UpdateOrder
+from studies.bench.bits import differences, state_of
 from studies.byte_gpt import SIZES, ByteGPT
 from tests.runtime.contract.training import (
     DEVICES,
@@ -22,6 +23,7 @@ from tests.runtime.contract.training import (
 
 pytestmark = pytest.mark.usefixtures("only_rank")
 MIX = ["host", "device", "resident"]
+HOMES = ["device", "host"]  # of another length: in six subgroups all combinations
 
 
 def l2_adam():
@@ -55,6 +57,11 @@ def trainable(model):
     return [p for p in model.parameters() if p.requires_grad]
 
 
+# Parameters leave the device after each pass, whatever comes next, and are gathered ahead.
+EVERY_PASS = {
+    "stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 60_000,
+    "stage3_prefetch_bucket_size": 40_000, "stage3_param_persistence_threshold": 300,
+}  # fmt: skip
 CASES = {
     "clipping": {},
     "clips_hard": {"clipping": 0.01},
@@ -72,10 +79,20 @@ CASES = {
     "no_overlap": {"overlap_comm": False},
     "frozen_parameters": {"model": frozen, "parameters": trainable},
     "one_subgroup": {"subgroup_size": 10**9},
+    "offloaded_parameters": {
+        "offload_param": {"device": "cpu", "pin_memory": True}, "accumulation": 3, **EVERY_PASS,
+    },
+    "offloaded_and_frozen": {
+        "offload_param": {"device": "cpu", "buffer_count": 4, "max_in_cpu": 0},
+        "model": frozen, "parameters": trainable, **EVERY_PASS,
+    },
 }  # fmt: skip
 
 
-ZERO_3_ONLY = {"no_persistent_parameters", "frozen_parameters", "one_subgroup"}
+ZERO_3_ONLY = {
+    "no_persistent_parameters", "frozen_parameters", "one_subgroup", "offloaded_parameters",
+    "offloaded_and_frozen",
+}  # fmt: skip
 DEVICE = list(DEVICES)[-1]
 # Every case on ZeRO-3 and 2; without copies between memories, and on ZeRO-1, what differs there.
 EVERYWHERE = [
@@ -102,8 +119,10 @@ def stock(case, stage=3):
 
 @pytest.mark.parametrize(("case", "stage", "device"), EVERYWHERE)
 def test_every_configuration(case, stage, device):
-    ours = attached(engine_for(case, stage), MIX, device)
-    few = {"one_subgroup": 1, "frozen_parameters": 2}  # so small is what is trained
+    homes = HOMES if stage == 3 and device == DEVICE else None
+    ours = attached(engine_for(case, stage), MIX, device, homes=homes)
+    # So small is what is trained.
+    few = {"one_subgroup": 1, "frozen_parameters": 2, "offloaded_and_frozen": 2}
     assert len(ours.optimizer._ebbtide.executor.states) >= few.get(case, 3)
     assert_same(outcome(ours), stock(case, stage))
 
@@ -113,6 +132,18 @@ def test_every_configuration(case, stage, device):
 def test_all_on_the_host(device, overlap):
     ours = attached(engine_for("clipping"), ["host"], device, overlap_forward=overlap)
     assert_same(outcome(ours), stock("clipping"))
+
+
+@pytest.mark.parametrize("device", list(DEVICES))
+def test_offloaded_parameters_have_the_bits_of_those_that_are_not(device):
+    config = {"offload_param": {"device": "cpu"}, **EVERY_PASS}
+    ours = attached(start(**config), ["host"], device)
+    states = ours.optimizer._ebbtide.executor.states
+    assert {state.parameter_home for state in states} == {"host"}
+    assert ours.optimizer._ebbtide.executor.parameter_slots == []
+    result = outcome(ours)
+    assert_same(result, stock("clipping"))
+    assert_same(result, outcome(start(**config)))
 
 
 def test_updates_go_in_the_order_in_which_forward_needs_them():
@@ -148,6 +179,7 @@ def plans(draw):
         "prefetch": draw(st.integers(0, slots)),
         "overlap_forward": draw(st.booleans()),
         "order_seed": draw(st.none() | st.integers(0, 10**6)),
+        "homes": draw(st.lists(st.sampled_from(["device", "host"]), min_size=1, max_size=3)),
     }
 
 
@@ -189,7 +221,7 @@ def test_fp16_skips_the_step_on_overflow_and_goes_on(stage, device, monkeypatch)
     expected = state_of(reference), torch.stack(losses), norms
     reference.destroy()
     assert 0 < skipped < 24, "the test needs both kinds of step"
-    ours = attached(start(**options), MIX, device)
+    ours = attached(start(**options), MIX, device, homes=HOMES if stage == 3 else None)
     losses, norms = train(ours, 24)
     assert ours.skipped_steps == skipped
     assert_same((state_of(ours), torch.stack(losses), norms), expected)
@@ -227,16 +259,28 @@ def test_unused_parameters_get_what_stock_gives_them(stage, device, clipping):
 @pytest.mark.parametrize(("stage", "device"), STAGES)
 def test_save_and_resume_in_another_placement(stage, device, tmp_path):
     expected = outcome(engine_for("clipping", stage), 12)
-    saving = attached(engine_for("clipping", stage), MIX, device)
+    homes = HOMES if stage == 3 else None
+    saving = attached(engine_for("clipping", stage), MIX, device, homes=homes)
     train(saving, 7)
     saving.save_checkpoint(str(tmp_path))
     train(saving, 1, first=7)  # the checkpoint is of before, whatever is overwritten meanwhile
     saving.destroy()
-    resumed = attached(engine_for("clipping", stage), ["resident", "host"], device)
+    offload = {"offload_param": {"device": "cpu"}} if stage == 3 else {}
+    resumed = attached(start(stage=stage, **offload), ["resident", "host"], device)
     path, _ = resumed.load_checkpoint(str(tmp_path))
     assert path is not None
     ours = outcome(resumed, 5, first=7)
     assert_same((ours[0], ours[1], ours[2]), (expected[0], expected[1][7:], expected[2][7:]))
+    if stage == 3 and device == DEVICE:
+        stocks = start(**offload)
+        stocks.load_checkpoint(str(tmp_path))
+        # Stock computes powers of the betas otherwise after a load: what it has loaded is the same.
+        loaded = state_of(stocks)
+        stocks.destroy()
+        again = attached(start(**offload), ["host"], device)
+        again.load_checkpoint(str(tmp_path))
+        assert differences(state_of(again), loaded) == ()
+        again.destroy()
 
 
 class ReadsAnothersParameter(ByteGPT):

@@ -6,13 +6,14 @@ import torch
 import runtime
 from runtime.devices.cuda import CudaDevice
 from runtime.devices.lane import Completion
+from runtime.execution.executor import Executor
 from runtime.execution.gradients import GradientHomes
 from runtime.replan.auto import observed_workload
 from runtime.zero.attach import switch_plan
 from simulator.schedule import Lane
 from studies.bench.bits import state_of
 from tests.runtime import fake_cuda
-from tests.runtime.contract.test_bits import MIX, engine_for, stock
+from tests.runtime.contract.test_bits import HOMES, MIX, engine_for, stock
 from tests.runtime.contract.training import assert_same, outcome, plan_for, same, start, train
 
 pytestmark = [
@@ -27,10 +28,11 @@ def attached(engine, pattern, **fields):
 
 @pytest.mark.parametrize(
     "case",
-    ["clipping", "accumulation", "fp32_accumulation", "small_buckets", "no_persistent_parameters"],
-)
+    ["clipping", "accumulation", "fp32_accumulation", "small_buckets", "no_persistent_parameters",
+     "offloaded_parameters", "offloaded_and_frozen"],
+)  # fmt: skip
 def test_stocks_bits(fake, case):
-    ours = attached(engine_for(case), MIX)
+    ours = attached(engine_for(case), MIX, homes=HOMES if "offloaded" in case else None)
     assert_same(outcome(ours), stock(case))
     assert sum(stream.ran for stream in fake.streams) > 50
     assert not fake.runtime.locked, "every page-locked range is given back"
@@ -42,10 +44,12 @@ def test_deepspeed_itself_is_sound_on_late_streams(late_deepspeed):
     assert sum(stream.ran for stream in late_deepspeed.streams) > 50
 
 
-@pytest.mark.parametrize("case", ["clipping", "accumulation", "small_buckets"])  # the last: each
-# larger parameter's gradient is reduced where autograd left it
+@pytest.mark.parametrize(
+    "case", ["clipping", "accumulation", "small_buckets", "offloaded_parameters"]
+)  # small buckets: each larger parameter's gradient is reduced where autograd left it
 def test_stocks_bits_where_deepspeeds_streams_are_late_too(late_deepspeed, case):
-    assert_same(outcome(attached(engine_for(case), MIX)), stock(case))
+    homes = HOMES if "offloaded" in case else None
+    assert_same(outcome(attached(engine_for(case), MIX, homes=homes)), stock(case))
 
 
 @pytest.mark.parametrize("case", ["clipping", "accumulation"])
@@ -171,7 +175,7 @@ def test_a_switch_keeps_deepspeeds_flat_buffers_locked(fake):
 def test_another_plan_in_the_middle(fake):
     ours = attached(engine_for("clipping"), ["host"])
     losses, norms = train(ours, 3)
-    switch_plan(ours, plan_for(ours, MIX))
+    switch_plan(ours, plan_for(ours, MIX, homes=HOMES))
     more, more_norms = train(ours, 3, first=3)
     result = state_of(ours), torch.stack(losses + more), norms + more_norms
     ours.destroy()
@@ -183,19 +187,25 @@ def no_wait(*args, **kwargs):
     """A wait that was forgotten."""
 
 
+def no_updates(*_):
+    return []
+
+
 RACES = {
     "an update does not wait for its gradient": (GradientHomes, "arrived", lambda *args: []),
     "forward does not wait for its parameters": (Completion, "wait_on", no_wait),
     "the next sum is fetched before it is home": (
         CudaDevice, "fetch_gradient", lambda self, home, to, arrival: home.to(to),
     ),
+    "offloaded parameters come in before their update": (Executor, "updates_of", no_updates),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("race", list(RACES))
 def test_a_forgotten_wait_shows(fake, monkeypatch, race):
     """On a busy machine the training thread is late too: then the streams are made later still."""
-    case = "accumulation" if "sum" in race else "clipping"
+    cases = {"sum": "accumulation", "offloaded": "offloaded_parameters"}
+    case = next((case for word, case in cases.items() if word in race), "clipping")
     expected = stock(case)
     owner, name, broken = RACES[race]
     monkeypatch.setattr(owner, name, broken)

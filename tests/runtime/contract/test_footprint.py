@@ -10,7 +10,7 @@ import runtime
 from runtime.zero.attach import host_bytes
 from runtime.zero.host_memory import needed_bytes
 from runtime.zero.stage3_buffers import gradient_of, split_gradients
-from simulator.update.footprint import Holding, footprint, tally
+from simulator.update.footprint import Holding, footprint, moved_out, tally
 from simulator.update.optimizer import ADAM
 from simulator.workload import Layer, Workload
 from tests.runtime.contract.test_bits import two_groups
@@ -43,6 +43,7 @@ def allocated_device_bytes(executor):
     resident = [s for s in executor.states if s.placement == "resident"]
     on_device = [s.gradient for s in executor.states if s.placement != "host"]
     held = [t for s in resident for t in s.state] + on_device + [s.parts for s in executor.slots]
+    held += executor.outgoing_slots
     return sum(t.nbytes for t in held)
 
 
@@ -52,7 +53,10 @@ def allocated_device_bytes(executor):
 def test_the_footprint_is_what_is_allocated(pattern, gradients, stage):
     options = GRADIENTS[gradients]
     micro_batches = options.get("accumulation", 1)
-    engine = attached(start(stage=stage, **options), PATTERNS[pattern], DEVICE, seed=None)
+    homes = ["device", "host"] if stage == 3 else ["device"]
+    engine = attached(
+        start(stage=stage, **options), PATTERNS[pattern], DEVICE, seed=None, homes=homes
+    )  # fmt: skip
     own = engine.optimizer._ebbtide
     if micro_batches > 1:  # what is kept from one window to the next is there from the second on
         train(engine, 2 * micro_batches)
@@ -60,7 +64,8 @@ def test_the_footprint_is_what_is_allocated(pattern, gradients, stage):
     kept = own.executor.states[0].gradient.element_size()
     assert kept == (4 if "fp32" in gradients else 2)
     held = Holding.of(ADAM, kept, 2, stage=stage, micro_batches=micro_batches)
-    told = held.bytes(tally(sizes, own.plan.placements), own.plan.staging_slots)
+    homes = own.plan.parameter_homes
+    told = held.bytes(tally(sizes, own.plan.placements, homes), own.plan.staging_slots)
     assert told["host"] == host_bytes(engine.optimizer)
     assert told["device"] == allocated_device_bytes(own.executor)
     named = own.plan.model_copy(update={"subgroups": sizes})
@@ -68,12 +73,27 @@ def test_the_footprint_is_what_is_allocated(pattern, gradients, stage):
     assert needed == told["host"]
     layers = tuple(Layer(params=n, forward_s=1.0, backward_s=1.0) for n in sizes)
     work = Workload(
-        name="w", layers=layers, subgroups=sizes, subgroup_size=SUBGROUP, device_base_bytes=7,
+        name="w", layers=layers, subgroups=sizes, subgroup_size=SUBGROUP,
+        device_base_bytes=2 * sum(sizes),
         grad_bytes_per_param=kept, zero_stage=stage, gradient_accumulation_steps=micro_batches,
     )  # fmt: skip
     whole = footprint(work, own.plan)
-    assert (whole["host"], whole["device"] - 7) == (told["host"], told["device"])
+    gone = moved_out([n * (home == "host") for n, home in zip(sizes, homes, strict=True)])
+    base = max(0, work.device_base_bytes - 2 * gone)
+    assert (whole["host"], whole["device"] - base) == (told["host"], told["device"])
     engine.destroy()
+
+
+def test_parameters_leave_no_flat_buffer_behind():
+    """Where some of them move, each subgroup's partition has memory of its own, in its home."""
+    for config in ({}, {"offload_param": {"device": "cpu"}}):
+        engine = attached(start(**config), ["host"], DEVICE, homes=["device", "host"])
+        optimizer = engine.optimizer
+        assert getattr(optimizer, "lp_param_buffer", torch.empty(0)).numel() == 0
+        assert all(flat.numel() == 0 for flat in optimizer.param_groups_fp16_flat_cpu_memory)
+        for state in optimizer._ebbtide.executor.states:
+            assert state.wire.untyped_storage().nbytes() == state.wire.nbytes
+        engine.destroy()
 
 
 def test_eight_billion_parameters_on_the_host_with_gradients_in_fp32():

@@ -1,12 +1,23 @@
 """Interleavings that once gave other bits, hung or wrote to memory given away: each forced here."""
 
+import threading
 import time
 
 import pytest
 import torch
 
 from simulator.schedule import OpKind
-from tests.runtime.contract.training import DEVICES, assert_same, attached, outcome, start
+from studies.byte_gpt import SIZES, Batches
+from tests.runtime.contract.test_bits import EVERY_PASS
+from tests.runtime.contract.training import (
+    DEVICES,
+    EMULATED,
+    assert_same,
+    attached,
+    outcome,
+    start,
+    train,
+)
 
 pytestmark = pytest.mark.usefixtures("only_rank")
 
@@ -52,3 +63,37 @@ def test_an_unused_parameters_gradient_is_not_scaled_under_its_update(device, pl
     kind = OpKind.UPDATE_HOST if placement == "host" else OpKind.UPDATE_DEVICE
     executor.before_op = late(kind, len(executor.states) - 1)
     assert_same(outcome(ours, 8), expected)
+
+
+@pytest.mark.skipif(not EMULATED, reason="there a forward is issued, not run, when its hook is")
+@pytest.mark.parametrize("home", ["host", "device"])
+def test_a_gather_ahead_waits_for_no_update_and_is_not_dropped(home):
+    """DeepSpeed asks in each module for the parameters of modules to come. Here their update does
+    not end before the first module's forward has: who waits for it there waits for ever.
+    """
+    config = {**EVERY_PASS, "stage3_prefetch_bucket_size": 10**6,
+              "stage3_max_live_parameters": 10**9}  # fmt: skip
+    ours = attached(start(**config), ["host"], list(DEVICES)[-1], seed=None, homes=[home])
+    train(ours, 3)
+    batch = Batches(2, SIZES["tiny"].sequence).at(3, ours.device)
+    executor, first = ours.optimizer._ebbtide.executor, ours.module.bytes_in
+    subgroup_of = ours.optimizer._gathers.subgroup_of
+    at_once = {subgroup_of[p.ds_id] for p in first.parameters()}
+    first_has_run, asked_for = threading.Event(), []
+
+    def hold_back(op):
+        if op.kind == OpKind.UPDATE_HOST and op.subgroup not in at_once:
+            assert first_has_run.wait(20.0), "the first module waited for this"
+
+    def note(*_):
+        asked_for.extend(p for p in ours.module.parameters() if p.ds_status.name == "INFLIGHT")
+        first_has_run.set()
+
+    ours.backward(ours(*batch))
+    executor.before_op = hold_back
+    ours.step()
+    hook = first.register_forward_hook(note)
+    ours(*batch)
+    hook.remove()
+    assert {subgroup_of[p.ds_id] for p in asked_for} - at_once, "nothing was asked for ahead"
+    ours.destroy()

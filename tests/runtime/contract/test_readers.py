@@ -106,7 +106,7 @@ def test_gathered_parameters_eval_and_state_dicts(device):
     from studies.byte_gpt import SIZES, Batches
 
     seen = []
-    for engine in (start(), attached(start(), MIX, device)):
+    for engine in (start(), attached(start(), MIX, device, homes=["device", "host"])):
         notes = []
 
         def look(engine, number, notes=notes):
@@ -119,8 +119,10 @@ def test_gathered_parameters_eval_and_state_dicts(device):
                 notes.extend(p.detach().clone() for p in engine.module.parameters())
             consolidated = engine._zero3_consolidated_16bit_state_dict()
             notes.extend(v.clone() for v in consolidated.values())
+            with GatheredParameters(list(engine.module.head.parameters()), modifier_rank=0):
+                engine.module.head.weight.data.mul_(0.5)  # what the next forward computes with
 
-        outcome(engine, 3, each=look)
+        notes.extend(outcome(engine, 3, each=look)[1])
         seen.append(notes)
     assert len(seen[0]) == len(seen[1]) > 30
     assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))

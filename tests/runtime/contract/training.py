@@ -44,13 +44,17 @@ def slowed(*rates: float) -> Device:
 def plan_for(engine: Any, pattern: list[str], subgroup: int = SUBGROUP, **fields: Any) -> Plan:
     """The pattern repeated over the engine's subgroups; below ZeRO-3 the plan cuts them.
 
-    With ``order_seed`` they are updated in a random order.
+    With ``order_seed`` they are updated in a random order. ``homes`` is a pattern of parameter
+    homes; left out, parameters live where the config has them.
     """
     count = len(subgroups_of(engine.optimizer, subgroup))
     placements = [pattern[i % len(pattern)] for i in range(count)]
     values = {"staging_slots": 2, "prefetch": 1} | fields
     if "device" not in placements:
         values |= {"staging_slots": 0, "prefetch": 0}
+    there = ["host" if getattr(engine.optimizer, "offload_param", False) else "device"]
+    homes = values.pop("homes", None) or there
+    values["parameter_home"] = Plan.home_runs([homes[i % len(homes)] for i in range(count)])
     shuffled = values.pop("order_seed", None)
     if shuffled is not None:
         issue = random.Random(shuffled).sample(range(count), count)

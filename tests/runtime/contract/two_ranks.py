@@ -25,7 +25,8 @@ def run(pattern=None, device=DEVICE, fail=False, **config):
     engine = start(subgroup_size=UNEVEN, **config)
     if pattern:
         own = pattern[rank:] + pattern[:rank]
-        attached(engine, own, device, seed=rank, subgroup=UNEVEN)
+        homes = config.get("offload_param") and [["host"], ["device", "host"]][len(pattern) > 1]
+        attached(engine, own, device, seed=rank, subgroup=UNEVEN, homes=homes)
     if fail and rank == 1:
 
         def die(op):
@@ -57,7 +58,9 @@ def main():
     deepspeed.init_distributed()
     answer_once()
     folder, rank = Path(sys.argv[1]), os.environ["RANK"]
-    found = compare("default") | compare("no persistent", stage3_param_persistence_threshold=0)
+    found = compare("default") | compare(
+        "no persistent", stage3_param_persistence_threshold=0, offload_param={"device": "cpu"}
+    )  # fmt: skip
     found |= compare("stage 2", stage=2) | compare("stage 1", stage=1, accumulation=2)
     if runs_here("avx2"):
         with pytest.MonkeyPatch.context() as patch:
