@@ -64,7 +64,8 @@ class CheckpointPlan(BaseModel):
             on update. ``in_place``: when the files stand under their names, so that a killed
             process loses nothing; they are made durable behind. ``sync``: when they are durable.
             ``auto``: ``in_place`` when a trainer saves that looks for the files itself (Trainer,
-            Accelerate, Lightning), else ``lazy``.
+            Accelerate, Lightning), else ``lazy``. There ``lazy`` is ``in_place`` too, unless
+            `tune run` or ``runtime.enable()`` ends what a killed save has left.
         busy: what a new checkpoint does while one is being written.
         copy_budget_bytes: host memory reserved for subgroups copied before their update.
         write_bytes_per_s: cap on storage traffic; None: as fast as it goes.

@@ -248,6 +248,9 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):  # type: ignore[misc]
         if own is not None and not own.closed:
             self._flat.publish(own)
 
+    def _let_go(self) -> None:
+        self._inner_hook.remove()
+
     def gate_reads(self, wait: Callable[[Iterable[Any]], None]) -> Callable[[], None]:
         """Parameters need no gate: a step has waited for them. `_gate` is for their state."""
         del wait
@@ -398,3 +401,6 @@ def take_over(
         raise
     optimizer._link_all_hp_params()
     optimizer.resume_rule()
+    # For ``engine.basic_optimizer.state_dict()``; ZeRO-3's knows no parameters between steps.
+    inner = optimizer.optimizer
+    optimizer._inner_hook = inner.register_state_dict_pre_hook(lambda _: optimizer.publish())

@@ -18,6 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import (
     CheckpointCommitInfo,
@@ -301,7 +302,11 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     def _returns_in_place(self) -> bool:
         mode = self._plan.mode
-        return mode == "in_place" or (mode == "auto" and foreign_trainer() is not None)
+        if mode in ("in_place", "sync") or foreign_trainer() is None:
+            return mode == "in_place"
+        # A trainer looks for its newest checkpoint before it builds an engine: only the front door
+        # ends there what a kill has left.
+        return mode == "auto" or not hasattr(deepspeed.initialize, "_ebbtide_original")
 
     def _agree_to_begin(self, target: str) -> Verdict:
         """All ranks must decide the same, although one may have finished where another has not."""

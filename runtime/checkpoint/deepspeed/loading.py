@@ -56,7 +56,9 @@ class Loading:
         if self._engine.load_universal_checkpoint():
             with only_weights():
                 return original(load_dir, tag=tag, **options)
-        self.chosen = choice = self._resumption.choose(Path(load_dir), tag)
+        self.chosen = choice = self._resumption.choose(
+            Path(load_dir), tag, lambda path: not self._passes_over(path, options)
+        )
         folder = choice.folder
         with only_weights():
             if folder is None or not (folder / GLOBAL_NAME).exists():
@@ -72,6 +74,14 @@ class Loading:
                 if self._restores_random:
                     self._restore_random(folder)
                 return result
+
+    @staticmethod
+    def _passes_over(path: str, options: Mapping[str, Any]) -> bool:
+        """Whether DeepSpeed leaves the file alone: people keep the weights and delete the others.
+        Without ``load_optimizer_states`` ZeRO-3 takes the weights from those.
+        """
+        weights = options.get("load_module_only") and options.get("load_optimizer_states", True)
+        return bool(weights) and path.endswith("optim_states.pt")
 
     def _targets(self) -> dict[tuple[Any, ...], torch.Tensor]:
         """Live host tensors, to read straight into."""

@@ -108,13 +108,20 @@ class Resumption:
     def __init__(self, peers: Peers, tiers: Tiers | None) -> None:
         self._peers = peers
         self._tiers = tiers
+        self._needed: Callable[[str], bool] = lambda _: True
 
-    def choose(self, load_dir: Path, tag: str | None) -> Choice:
+    def choose(
+        self, load_dir: Path, tag: str | None, needed: Callable[[str], bool] = lambda _: True
+    ) -> Choice:
         """The checkpoint to load; ``tag`` is None where there is none, as DeepSpeed has it.
+
+        Args:
+            needed: by a file's path in the checkpoint: whether it will be read.
 
         Raises:
             CheckpointError: it is not whole; names the newest one that is.
         """
+        self._needed = needed
         # Rank 0 writes `latest` last, when the others have seen their commit already: one that went
         # by what it finds before that would load nothing, and wait for ever for those that do.
         self._peers.concat([])
@@ -127,6 +134,7 @@ class Resumption:
         if tag is None:
             named = [Candidate.of(d, t) for d in directories if (t := named_latest(d))]
             if not named:
+                self._refuse_empty(directories)
                 return Choice(None, None, {}, load_dir)
             # Stable: of two copies of one checkpoint, the first tier's.
             target = max(named, key=lambda c: c.sequence)
@@ -134,6 +142,14 @@ class Resumption:
             copies = [Candidate.of(d, tag) for d in directories]
             target = next((c for c in copies if c.ours), copies[0])
         return self._whole(target, directories)
+
+    def _refuse_empty(self, directories: Sequence[Path]) -> None:
+        for directory in directories:
+            if named_latest(directory) is not None:
+                raise CheckpointError(
+                    f"the file {directory / 'latest'} must name the checkpoint to load, but is "
+                    f"empty. {self._advice(directories)}"
+                )
 
     def _directories(self, load_dir: Path) -> list[Path]:
         if self._tiers is None or not self._tiers.holds(load_dir):
@@ -170,7 +186,8 @@ class Resumption:
     def _problems(self, directory: Path, tag: str) -> list[Problem]:
         """Of all ranks, each having read its share."""
         share = (self._peers.rank, self._peers.world_size)
-        return self._peers.concat(verify(directory, tag, share=share))
+        problems = verify(directory, tag, share=share, needed=self._needed)
+        return self._peers.concat(problems)
 
     def _advice(self, directories: Sequence[Path]) -> str:
         good = newest_of_tiers(directories, self._problems)

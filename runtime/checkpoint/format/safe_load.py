@@ -15,7 +15,7 @@ import torch
 from runtime.checkpoint.errors import CheckpointError
 from runtime.checkpoint.format.memory import memory_at
 from runtime.checkpoint.format.plain_data import plain_classes
-from runtime.checkpoint.format.tree import replace_tensors, tensors_of
+from runtime.checkpoint.format.tree import of_the_kind, replace_tensors, tensors_of
 
 CHUNK_BYTES = 16 * 2**20
 
@@ -119,7 +119,9 @@ def _load_in_parallel(path: Path, into: dict[tuple[Any, ...], torch.Tensor], rea
     real: dict[int, torch.Tensor] = {}
     for where, fake in fakes:
         if isinstance(fake, FakeTensor):
-            real[id(fake)] = reader.tensor(fake, into.get(where))
+            target = into.get(where)
+            read = reader.tensor(fake, target)
+            real[id(fake)] = read if read is target else of_the_kind(fake, read)
     reader.read(readers)
     return replace_tensors(tree, lambda t: real.get(id(t), t))
 

@@ -21,7 +21,7 @@ from torch.utils.serialization import config as serialization
 from runtime.checkpoint.format.memory import ALIGNMENT, DeviceBytes, HostBytes, Source, memory_at
 from runtime.checkpoint.format.plain_data import WatchingPickler
 from runtime.checkpoint.format.safe_load import unreadable
-from runtime.checkpoint.format.tree import replace_tensors
+from runtime.checkpoint.format.tree import of_the_kind, replace_tensors
 from runtime.checkpoint.live_state import EVERY_SUBGROUP, LiveState
 
 _torch_save = threading.Lock()  # the options of torch.save are global
@@ -106,7 +106,7 @@ class _StandIns:
         self.sources: dict[int, tuple[Source, ...]] = {}  # by the stand-in's storage
 
     def replace(self, tree: Any) -> Any:
-        return replace_tensors(tree, self._stand_in)
+        return replace_tensors(tree, lambda t: of_the_kind(t, self._stand_in(t)))
 
     def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.detach()

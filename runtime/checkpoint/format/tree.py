@@ -24,6 +24,13 @@ def tensors_of(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[An
             yield from tensors_of(value, (*path, number))
 
 
+def of_the_kind(like: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, as a parameter where ``like`` is one."""
+    if isinstance(like, torch.nn.Parameter):
+        return torch.nn.Parameter(tensor, requires_grad=like.requires_grad)
+    return tensor
+
+
 def replace_tensors(tree: Any, replace: Any) -> Any:
     """A copy of nested dicts, lists and tuples with each dense tensor replaced."""
     if isinstance(tree, torch.Tensor) and tree.layout == torch.strided:

@@ -5,7 +5,7 @@ Imports neither torch nor DeepSpeed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,7 +20,14 @@ from runtime.checkpoint.format.manifest import (
     block_hash,
     parse,
 )
-from runtime.checkpoint.protocol.retention import committed, damaged, named_latest, prune
+from runtime.checkpoint.protocol.retention import (
+    Committed,
+    committed,
+    damaged,
+    named_latest,
+    prune,
+    renamed,
+)
 
 __all__ = ["Entry", "Problem", "list_checkpoints", "prune", "verify"]
 
@@ -60,13 +67,8 @@ def list_checkpoints(directory: str | Path) -> list[Entry]:
     """
     directory = Path(directory)
     latest = named_latest(directory)
-    entries = [
-        Entry(
-            c.folder.name, c.manifest.step, c.manifest.payload_bytes, c.manifest.world_size,
-            c.manifest.committed_unix_s, c.manifest.plan, c.folder.name == latest,
-        )
-        for c in committed(directory)
-    ]  # fmt: skip
+    entries = [_entry(c, latest) for c in committed(directory)]
+    entries += [_entry(c, latest, f"renamed from {c.manifest.tag}") for c in renamed(directory)]
     for tag, reason in damaged(directory).items():
         entries.append(
             Entry(tag, None, None, None, None, latest=tag == latest, status=f"damaged: {reason}")
@@ -74,12 +76,24 @@ def list_checkpoints(directory: str | Path) -> list[Entry]:
     return entries
 
 
+def _entry(found: Committed, latest: str | None, status: str = "committed") -> Entry:
+    tag, page = found.folder.name, found.manifest
+    return Entry(
+        tag, page.step, page.payload_bytes, page.world_size, page.committed_unix_s, page.plan,
+        tag == latest, status,
+    )  # fmt: skip
+
+
 def verify(
-    directory: str | Path, tag: str, *, share: tuple[int, int] = (0, 1), readers: int = 4
-) -> list[Problem]:
+    directory: str | Path, tag: str, *, share: tuple[int, int] = (0, 1), readers: int = 4,
+    needed: Callable[[str], bool] = lambda _: True,
+) -> list[Problem]:  # fmt: skip
     """Reads a checkpoint and compares every byte with its manifest; an empty list: it is whole.
 
+    Its folder may have been renamed since it was committed.
+
     Args:
+        needed: by a file's path in the checkpoint; others may be altered or gone.
         share: (number, of how many): checks every n-th file only, so that ranks share the work.
             The manifests are always checked.
         readers: threads.
@@ -95,12 +109,10 @@ def verify(
         )
     try:
         page = parse((folder / GLOBAL_NAME).read_bytes(), GlobalManifest, GLOBAL_NAME)
-        if page.tag != tag:
-            raise ManifestError(f"it belongs to checkpoint {page.tag!r}")
     except (OSError, ManifestError) as error:
         return [Problem(GLOBAL_NAME, str(error))]
     problems, records = _check_ranks(folder, page)
-    mine = records[share[0] :: share[1]]
+    mine = [record for record in records if needed(record.path)][share[0] :: share[1]]
     with ThreadPoolExecutor(max(1, readers)) as pool:
         for result in pool.map(lambda record: _check_file(folder, record), mine):
             problems.extend(result)

@@ -24,10 +24,21 @@ class Committed:
 
 def committed(save_dir: Path) -> list[Committed]:
     """The committed checkpoints of a folder, newest first; those with damaged manifests are not
-    among them (see `damaged`).
+    among them (see `damaged`), nor those that somebody has put aside (see `renamed`).
     """
-    result = [c for c in map(_read, _folders(save_dir)) if isinstance(c, Committed)]
+    result = [c for c in _whole(save_dir) if c.manifest.tag == c.folder.name]
     return sorted(result, key=lambda c: c.manifest.sequence, reverse=True)
+
+
+def renamed(save_dir: Path) -> list[Committed]:
+    """Those whose folder has another name than they were committed under: loaded where they are
+    asked for, never pruned.
+    """
+    return [c for c in _whole(save_dir) if c.manifest.tag != c.folder.name]
+
+
+def _whole(save_dir: Path) -> list[Committed]:
+    return [c for c in map(_read, _folders(save_dir)) if isinstance(c, Committed)]
 
 
 def damaged(save_dir: Path) -> dict[str, str]:
@@ -46,8 +57,6 @@ def _folders(save_dir: Path) -> list[Path]:
 def _read(folder: Path) -> Committed | Exception:
     try:
         manifest = parse((folder / GLOBAL_NAME).read_bytes(), GlobalManifest, GLOBAL_NAME)
-        if manifest.tag != folder.name:
-            raise ManifestError(f"{GLOBAL_NAME} belongs to checkpoint {manifest.tag!r}")
     except (OSError, ManifestError) as error:
         return error
     return Committed(folder, manifest)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from runtime.checkpoint.errors import CheckpointError
 from runtime.checkpoint.protocol.inspect import list_checkpoints
 from runtime.checkpoint.stream.job import Job
 from runtime.checkpoint.trainers.bystanders import ours
@@ -124,6 +125,70 @@ def test_a_rollback_leaves_the_random_states_alone_as_stock_does(engines, tmp_pa
         random.seed(7), np.random.seed(7), torch.manual_seed(7)
         drawn.append(draws(engine))
     assert drawn[0] == drawn[1]
+
+
+def test_a_renamed_checkpoint_loads_and_is_never_pruned(engines, tmp_path):
+    engine, batches, lazy = engines(CheckpointPlan(keep=1))
+    train(engine, batches, 0, 1)
+    engine.save_checkpoint(str(tmp_path), tag="a")
+    expected = bits(engine)
+    lazy.wait()
+    (tmp_path / "a").rename(tmp_path / "best")
+    train(engine, batches, 1, 2)
+    engine.save_checkpoint(str(tmp_path), tag="b")
+    lazy.wait()
+    listed = {entry.tag: entry.status for entry in list_checkpoints(tmp_path)}
+    assert listed == {"b": "committed", "best": "renamed from a"}
+    engine.load_checkpoint(str(tmp_path), tag="best")
+    assert same(bits(engine), expected)
+
+
+def test_an_empty_latest_is_told(engines, tmp_path):
+    engine, *_, lazy = engines(CheckpointPlan())
+    engine.save_checkpoint(str(tmp_path), tag="a")
+    lazy.wait()
+    (tmp_path / "latest").write_text("")
+    with pytest.raises(CheckpointError, match=r"latest must name .* but is empty.*tag='a'"):
+        engine.load_checkpoint(str(tmp_path))
+
+
+def test_client_state_gives_parameters_back_as_parameters(engines, tmp_path):
+    frozen = torch.nn.Parameter(torch.arange(3.0), requires_grad=False)
+    given = {"scale": torch.nn.Parameter(torch.ones(5)), "frozen": frozen, "plain": torch.ones(2)}
+    seen = []
+    for plan in (None, CheckpointPlan()):
+        engine, *_ = engines(plan)
+        folder = str(tmp_path / str(plan is None))
+        engine.save_checkpoint(folder, client_state=given)
+        _, back = engine.load_checkpoint(folder)
+        seen.append({key: (type(back[key]), back[key].requires_grad) for key in given})
+        assert all(torch.equal(back[key], given[key]) for key in given)
+    assert seen[1] == seen[0]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "enabled", "waits"),
+    [("transformers", False, True), ("transformers", True, False), ("script", False, False)],
+)
+def test_lazy_under_a_trainer_defers_only_where_the_front_door_settles(
+    engines, tmp_path, monkeypatch, trainer, enabled, waits
+):
+    import deepspeed
+
+    engine, _, lazy = engines(CheckpointPlan(mode="lazy"))
+    if enabled:
+        monkeypatch.setattr(deepspeed.initialize, "_ebbtide_original", None, raising=False)
+    waited = []
+
+    def wait_until_placed(job):
+        waited.append(job)
+
+    monkeypatch.setattr(Job, "wait_until_placed", wait_until_placed)
+    space = {"__name__": trainer, "save": engine.save_checkpoint}
+    exec("def on_save(folder): return save(folder)", space)
+    space["on_save"](str(tmp_path))
+    lazy.wait()
+    assert bool(waited) == waits
 
 
 @pytest.fixture

@@ -302,3 +302,34 @@ def test_a_steady_step_waits_for_no_gated_attribute(monkeypatch):
     monkeypatch.undo()
     assert waits == []
     engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_basic_optimizers_state_dict_is_new_and_whole(stage):
+    seen = []
+    for engine in (start(stage=stage), attached(start(stage=stage), MIX, LAST)):
+        train(engine, 2)
+        state = engine.basic_optimizer.state_dict()["state"]
+        seen.append({(i, k): v.clone() for i, s in state.items() for k, v in s.items()
+                     if torch.is_tensor(v)})  # fmt: skip
+        engine.destroy()
+    assert any(value.abs().sum() > 0 for value in seen[0].values())
+    assert_equal(seen[1], seen[0])
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_weights_load_where_the_optimizers_files_were_deleted(stage, tmp_path):
+    seen = []
+    for name, attach in (("stock", lambda e: e), ("ours", lambda e: attached(e, MIX, LAST))):
+        engine = attach(start(stage=stage))
+        train(engine, 2)
+        engine.save_checkpoint(str(tmp_path / name), tag="a")
+        if name == "ours":
+            engine.checkpoint_engine.wait()
+        for path in (tmp_path / name / "a").glob("*optim_states.pt"):
+            path.unlink()
+        train(engine, 1, first=2)
+        engine.load_checkpoint(str(tmp_path / name), load_module_only=True)
+        seen.append(shown_by(engine))
+        engine.destroy()
+    assert_equal(seen[1], seen[0])
