@@ -3,7 +3,7 @@
 #   sh scripts/gpu_suite.sh OUT [arguments of python -m studies.gpu]
 # Installs what .whl/ holds (scripts/gpu_wheels.sh) into a folder of its own; nothing else changes.
 set -eu
-[ $# -ge 1 ] || { echo "usage: sh scripts/gpu_suite.sh OUT [--minutes 9 --part smoke|contract|speed|peers]" >&2; exit 2; }
+[ $# -ge 1 ] || { echo "usage: sh scripts/gpu_suite.sh OUT [--minutes 9 --part smoke|contract|baseline|peers|speed]" >&2; exit 2; }
 out=$1
 shift
 cd "$(dirname "$0")/.."
@@ -17,12 +17,21 @@ fi
 export PYTHONPATH="$packages:$PWD${PYTHONPATH:+:$PYTHONPATH}" PATH="$packages/bin:$PATH"
 
 "$python" - <<'EOF'
-import importlib.util, sys
+import importlib, sys
 needed = ["torch", "triton", "deepspeed", "pydantic", "numpy", "scipy", "pandas", "matplotlib",
           "numba", "optuna", "rich", "click", "joblib", "xxhash", "psutil", "pynvml", "ninja"]
-missing = [name for name in needed if importlib.util.find_spec(name) is None]
+missing, broken = [], []
+for name in needed:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        missing.append(name if error.name == name else f"{error.name} (of {name})")
+    except Exception as error:  # versions that do not go together show here, not an hour later
+        broken.append(f"{name}: {error}")
 if missing:
     sys.exit(f"gpu_suite: these modules are needed, but are missing: {', '.join(missing)}; "
              "install them, or carry their wheels in .whl/ (scripts/gpu_wheels.sh)")
+if broken:
+    sys.exit("gpu_suite: these modules cannot be imported: " + "; ".join(broken))
 EOF
 exec "$python" -m studies.gpu --out "$out" "$@"

@@ -25,12 +25,22 @@ _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _root(x):  # type: ignore[no-untyped-def]
-    """The instruction itself: Triton 3.2 makes `sqrt_rn` one that flushes subnormals."""
+    """The instruction itself: Triton 3.2's `sqrt_rn` and `div_rn` flush subnormals."""
     if _INTERPRETED:  # which knows no assembler
         return tl.sqrt_rn(x)
     else:  # noqa: RET505 - Triton takes the branch when it compiles
         return tl.inline_asm_elementwise(
             "sqrt.rn.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _quotient(a, b):  # type: ignore[no-untyped-def]
+    if _INTERPRETED:
+        return tl.div_rn(a, b)
+    else:  # noqa: RET505
+        return tl.inline_asm_elementwise(
+            "div.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
         )
 
 
@@ -59,7 +69,7 @@ def adam_kernel(  # type: ignore[no-untyped-def]
     denominator = tl.fma(_root(variance), bias2, eps)
     if VARIANT == 2:
         param = tl.fma(param, decay, param)
-    param = tl.fma(tl.div_rn(momentum, denominator), step_size, param)
+    param = tl.fma(_quotient(momentum, denominator), step_size, param)
     tl.store(p_ptr + offsets, param, mask=inside)
     tl.store(m_ptr + offsets, momentum, mask=inside)
     tl.store(v_ptr + offsets, variance, mask=inside)
@@ -103,7 +113,7 @@ def adagrad_kernel(  # type: ignore[no-untyped-def]
     if VARIANT == 1:
         grad = tl.fma(param, decay, grad)
     total = tl.fma(grad, grad, total)
-    step = tl.div_rn(grad, _root(total) + eps)
+    step = _quotient(grad, _root(total) + eps)
     param = tl.where(in_tail, param + step * step_size, tl.fma(step, step_size, param))
     tl.store(p_ptr + offsets, param, mask=inside)
     tl.store(sum_ptr + offsets, total, mask=inside)

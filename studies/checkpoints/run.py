@@ -92,7 +92,12 @@ class Run:
 
 
 def warm_up() -> None:
-    """What every fork would otherwise do again: imports and the loading of compiled ops."""
+    """What every fork would otherwise do again: imports and the loading of compiled ops.
+
+    DeepSpeed asks whether there is CUDA. Asked of the driver, that would leave every process that
+    is forked afterwards unable to use the GPU; asked of NVML, it does not.
+    """
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     import torch
     from deepspeed.comm.torch import build_shm_op
 

@@ -4,10 +4,10 @@
     python -m studies.gpu --rehearse [--out DIR]     every part without a GPU, at toy sizes
     python -m studies.gpu --plot DIR                 pictures of what is in DIR
 
-Parts: smoke, contract, speed (1.3b), peers (3b), checkpoints; each is made of sections, which can
-be named too. Every section is a process: its record DIR/SECTION.json is written as it ends, what it
-printed is in DIR/logs/, and a failure stops no other. Called again, the suite goes on where it was;
-DIR/results.tar.gz holds all of it.
+Parts: smoke, contract, baseline (1.3b), peers (3b), speed (1.3b), checkpoints; each is made of
+sections, which can be named too. Every section is a process: its record DIR/SECTION.json is written
+as it ends, what it printed is in DIR/logs/, and a failure stops no other. Called again, the suite
+goes on where it was; DIR/results.tar.gz holds all of it.
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ def _suite(args: argparse.Namespace, part: str, deadline_s: float) -> Suite:
         out=args.out, size=size, cap_gib=args.cap_gib or CAPS_GIB.get(part, 24.0),
         subgroup=20_000 if args.rehearse else args.subgroup, emulated=args.rehearse,
         deadline_s=deadline_s, again=args.again, at_once=2 if args.rehearse else 1,
+        host_gib=args.host_gib,
     )  # fmt: skip
 
 
@@ -100,6 +101,8 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
         "--model-b", type=float, help="the same in billions of parameters: 1.3, 3, 7"
     )
     parser.add_argument("--cap-gib", type=float, help="GPU memory to live within")
+    parser.add_argument("--host-gib", type=float, help="host memory, where the system does not yet "
+                        "show all of it; plans are made for it")  # fmt: skip
     parser.add_argument("--subgroup", type=int, default=100_000_000, help="sub_group_size")
     parser.add_argument("--device", choices=["cuda", "emulated"], default="cuda",
                         help="emulated: the same as --rehearse")  # fmt: skip
@@ -116,6 +119,8 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
         )
     if args.cap_gib is not None and not 0 < args.cap_gib < 1e6:
         parser.error(f"--cap-gib must be > 0, but got {args.cap_gib}")
+    if args.host_gib is not None and not 0 < args.host_gib < 1e6:
+        parser.error(f"--host-gib must be > 0, but got {args.host_gib}")
     if not 0 < args.minutes < 1e6:
         parser.error(f"--minutes must be > 0, but got {args.minutes}")
     return args
@@ -138,6 +143,7 @@ def _in_a_process(name: str, suite: Suite, args: argparse.Namespace) -> dict[str
         "studies.gpu", "--section", name, "--out", str(suite.out), "--size", suite.size,
         "--cap-gib", str(suite.cap_gib), "--subgroup", str(suite.subgroup),
         "--minutes", str(max(0.05, limit_s / 60 - 0.1)),
+        *(["--host-gib", str(args.host_gib)] if args.host_gib else []),
         *(["--rehearse"] if args.rehearse else []), *(["--again"] if suite.again else []),
     ]  # fmt: skip
     # A section ends itself in time; what does not is ended a moment later.

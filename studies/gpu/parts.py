@@ -14,11 +14,13 @@ def peers(suite: Suite) -> Figures:
     return compare(suite)
 
 
-# Each section is a process with a record of its own; together they fit the minutes of their part.
+# What says most comes first. Each section is a process with a record of its own; together they fit
+# the minutes of their part.
 SECTIONS: dict[str, Callable[[Suite], Figures]] = {
     "ops": smoke.ops,
     "kernel_bits": smoke.kernel_bits,
     "one_step": smoke.one_step,
+    "sanitizer": smoke.sanitizer,
     "contract": contract.contract,
     "machine": speed.machine_profile,
     "baseline": speed.baseline,
@@ -29,17 +31,19 @@ SECTIONS: dict[str, Callable[[Suite], Figures]] = {
     "checkpoint_stall": speed.checkpoint_stall,
 }
 PARTS: dict[str, tuple[str, ...]] = {
-    "smoke": ("ops", "kernel_bits", "one_step"),
+    "smoke": ("ops", "kernel_bits", "one_step", "sanitizer"),
     "contract": ("contract",),
-    "speed": ("machine", "baseline", "efficiency", "ablation", "fidelity"),
+    "baseline": ("machine", "baseline"),
     "peers": ("peers",),
+    "speed": ("efficiency", "ablation", "fidelity"),
     "checkpoints": ("checkpoint_stall",),
 }
 # Unless --size and --cap-gib say otherwise: memory for the model and a part of its state.
-SIZES_OF_PARTS = {"speed": "1.3b", "peers": "3b"}
-CAPS_GIB = {"speed": 12.0, "peers": 24.0}
+SIZES_OF_PARTS = {"baseline": "1.3b", "speed": "1.3b", "peers": "3b"}
+CAPS_GIB = {"baseline": 12.0, "speed": 12.0, "peers": 24.0}
 BUDGET_S = {
-    "ops": 150.0, "kernel_bits": 90.0, "one_step": 120.0, "contract": 540.0, "machine": 120.0,
+    "ops": 150.0, "kernel_bits": 90.0, "one_step": 120.0, "sanitizer": 120.0,
+    "contract": 540.0, "machine": 120.0,
     "baseline": 420.0, "ablation": 180.0, "efficiency": 120.0, "fidelity": 240.0, "peers": 570.0,
     "checkpoint_stall": 300.0,
 }  # fmt: skip

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
+import shutil
+import sys
 import warnings
 from collections import Counter
 from typing import Any
@@ -25,12 +28,27 @@ def ops(suite: Suite) -> Figures:
 
     build_host_ops()
     host.load()
-    figures: Figures = {"host_ops": "built", "host_kernel": "built"}
+    figures: Figures = {
+        "host_ops": "built", "host_kernel": "built",
+        "host_memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+    }  # fmt: skip
     if not suite.emulated:
+        figures["fused_adam"] = _fused_adam()
         _on_device([torch.ones(4096) for _ in range(3)], torch.ones(4096).bfloat16(),
                    torch.zeros(4096, dtype=torch.bfloat16), _first_step())  # fmt: skip
         figures["device_kernel"] = "built"
     return figures | {"correct": True}
+
+
+def _fused_adam() -> str:
+    """What training without offload needs, compiled here and not within its time."""
+    from deepspeed.ops.op_builder import FusedAdamBuilder
+
+    try:
+        FusedAdamBuilder().load(verbose=False)
+    except Exception as error:  # noqa: BLE001 - without nvcc; that peer's row will say so too
+        return f"not built: {error}"
+    return "built"
 
 
 def kernel_bits(suite: Suite) -> Figures:
@@ -114,6 +132,57 @@ def one_step(suite: Suite) -> Figures:
     }
 
 
+def sanitizer(suite: Suite) -> Figures:
+    """One step again, under NVIDIA's checker of memory accesses where it is installed."""
+    tool = shutil.which("compute-sanitizer")
+    if tool is None or suite.emulated:
+        return {"summary": "compute-sanitizer is not installed, or there is no GPU: not run"}
+    folder = suite.out / "sanitizer"
+    folder.mkdir(exist_ok=True)
+    command = ["studies.gpu", "--section", "one_step", "--out", str(folder), "--minutes", "2"]
+    under = [tool, "--tool", "memcheck", "--error-exitcode", "9", "--target-processes", "all"]
+    failed = suite.run("sanitizer", command, suite.left_s(), under)
+    return {"correct": failed is None} | ({"failed": failed} if failed else {})
+
+
+class Synchronisations:
+    """Counts, while entered, who makes the host wait: what torch's own debug mode does not report.
+
+    Attributes:
+        places: file:line of the caller -> how often.
+    """
+
+    NAMES = ("synchronize", "Event.synchronize", "Stream.synchronize")
+
+    def __init__(self) -> None:
+        self.places: Counter[str] = Counter()
+        self._undo: list[tuple[Any, Any]] = []
+
+    def __enter__(self) -> Synchronisations:
+        for name in self.NAMES:
+            path, _, member = name.rpartition(".")
+            owner = getattr(torch.cuda, path) if path else torch.cuda
+            stock = getattr(owner, member)
+            self._undo.append((owner, stock))
+            setattr(owner, member, self._counted(name, stock))
+        return self
+
+    def _counted(self, name: str, stock: Any) -> Any:
+        def synchronize(*args: Any, **kwargs: Any) -> Any:
+            frame = sys._getframe(1)
+            while "accelerator" in frame.f_code.co_filename and frame.f_back is not None:
+                frame = frame.f_back  # DeepSpeed's, which hands it on
+            self.places[f"{name} at {frame.f_code.co_filename}:{frame.f_lineno}"] += 1
+            return stock(*args, **kwargs)
+
+        return synchronize
+
+    def __exit__(self, *_: object) -> None:
+        while self._undo:
+            owner, stock = self._undo.pop()
+            owner.synchronize = stock
+
+
 def _steady(suite: Suite) -> tuple[Timeline, dict[str, int]]:
     """The last steps of a run without delays, and what synchronised in three of them."""
     import runtime
@@ -126,7 +195,7 @@ def _steady(suite: Suite) -> tuple[Timeline, dict[str, int]]:
     for number in range(4):
         train_step(engine, batches.at(number, engine.device))
     steady = [batches.at(number, engine.device) for number in range(4, 7)]
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as told, Synchronisations() as synchronised:
         warnings.simplefilter("always")
         _debug_waits("warn")
         for batch in steady:
@@ -135,9 +204,10 @@ def _steady(suite: Suite) -> tuple[Timeline, dict[str, int]]:
     waits = Counter(
         f"{w.filename}:{w.lineno}" for w in told if "synchroniz" in str(w.message).lower()
     )
+    waits += synchronised.places
     timeline = engine.optimizer.timeline()
     engine.destroy()
-    return timeline, dict(waits.most_common(20))
+    return timeline, dict(waits.most_common(30))
 
 
 def _debug_waits(mode: str) -> None:

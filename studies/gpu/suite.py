@@ -37,6 +37,8 @@ class Suite:
         deadline_s: on the monotonic clock; no process runs beyond it.
         again: measure also what is there from a run before.
         at_once: trials that run side by side; more than one is for what nobody times.
+        host_gib: host memory; None: what the system says, which on a virtual machine that grows as
+            it is used may be a fraction of what there will be.
     """
 
     out: Path
@@ -47,6 +49,7 @@ class Suite:
     deadline_s: float = math.inf
     again: bool = False
     at_once: int = 1
+    host_gib: float | None = None
 
     @property
     def steps(self) -> int:
@@ -133,8 +136,12 @@ class Suite:
         figures: Figures = json.loads(path.read_text()) if path.exists() else {}
         return figures if failed is None else {**figures, "failed": failed}
 
-    def run(self, name: str, command: list[str], limit_s: float) -> str | None:
+    def run(
+        self, name: str, command: list[str], limit_s: float, under: Sequence[str] = ()
+    ) -> str | None:
         """``python -m`` this, in cores near the GPU; what it prints is in logs/.
+
+        ``under``: a tool, with its options, that runs it.
 
         Returns:
             What went wrong, in a line; None: nothing.
@@ -144,8 +151,8 @@ class Suite:
         errors = logs / f"{name}.stderr"
         with errors.open("w") as stderr, (logs / f"{name}.stdout").open("w") as stdout:
             process = subprocess.Popen(
-                [sys.executable, "-W", "ignore", "-m", *command], stdout=stdout, stderr=stderr,
-                env=self._environment(), start_new_session=True,
+                [*under, sys.executable, "-W", "ignore", "-m", *command],
+                stdout=stdout, stderr=stderr, env=self._environment(), start_new_session=True,
             )  # fmt: skip
             try:
                 status = process.wait(limit_s)
@@ -185,7 +192,10 @@ class Suite:
 
         small: Figures = {"seconds": 1.0, "elements": 100_000} if self.emulated else {
             "seconds": 45.0}  # fmt: skip
-        return measure_machine(self.out / "storage", fresh=True, **small)
+        machine = measure_machine(self.out / "storage", fresh=True, **small)
+        if self.host_gib is None:
+            return machine
+        return machine.model_copy(update={"host_memory_bytes": int(self.host_gib * 2**30)})
 
     def workload(self) -> Workload:
         path = self._of_this_size("workload.json")

@@ -9,9 +9,10 @@ import torch
 
 from studies.gpu import command
 from studies.gpu.parts import BUDGET_S, PARTS, SECTIONS, sections_of
-from studies.gpu.smoke import kernel_bits, ops, overlap
+from studies.gpu.smoke import Synchronisations, kernel_bits, ops, overlap
 from studies.gpu.speed import against_control
 from studies.gpu.suite import OutOfTimeError, Suite
+from studies.trials.offload_trial import same_sums
 
 REHEARSED = ["one_step", "ablation"]  # `python -m studies.gpu --rehearse` runs every part
 
@@ -59,6 +60,49 @@ def test_what_comes_first_on_a_new_machine(suite, deepspeed_ops):
     compared = kernel_bits(suite)
     assert compared["values"] >= 100_000
     assert compared["differing"] == 0
+
+
+def test_host_memory_may_be_said_where_the_system_shows_less(tmp_path, monkeypatch):
+    from simulator.estimates.presets import PRESETS, preset
+
+    monkeypatch.setattr("profiler.measure_machine", lambda *_, **__: preset(next(iter(PRESETS))))
+    suite = Suite(tmp_path, "tiny", 1.0, 20_000, emulated=True, host_gib=123.0)
+    assert suite.machine().host_memory_bytes == 123 * 2**30
+    assert suite.machine().host_memory_bytes == 123 * 2**30, "as it was saved"
+
+
+def test_every_way_to_wait_for_the_device_is_counted(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda.Event, "synchronize", lambda self: None)
+    stock = torch.cuda.synchronize, torch.cuda.Event.synchronize
+    with Synchronisations() as counted:
+        torch.cuda.synchronize()
+        torch.cuda.Event.synchronize(None)
+    assert [place.split(" at ")[0] for place in counted.places] == [
+        "synchronize",
+        "Event.synchronize",
+    ]
+    assert all("test_gpu.py:" in place for place in counted.places)
+    assert stock == (torch.cuda.synchronize, torch.cuda.Event.synchronize)
+
+
+def test_bits_are_compared_where_every_sum_has_one_order():
+    """With warnings alone, flash and memory-efficient attention sum in any order."""
+    before = torch.are_deterministic_algorithms_enabled()
+    same_sums()
+    try:
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def test_forked_studies_leave_the_driver_alone(monkeypatch):
+    """What asks it for GPUs before a fork makes them unusable after it."""
+    from studies.checkpoints.run import warm_up
+
+    monkeypatch.delenv("PYTORCH_NVML_BASED_CUDA_CHECK", raising=False)
+    warm_up()
+    assert torch.cuda._nvml_based_avail()
 
 
 def test_trials_run_side_by_side_where_nobody_times_them(tmp_path, monkeypatch):
@@ -135,7 +179,7 @@ def test_a_failed_section_does_not_stop_the_next(tmp_path, monkeypatch, capsys):
 
 def test_every_section_has_its_part_and_its_time():
     assert {s for sections in PARTS.values() for s in sections} == set(SECTIONS) == set(BUDGET_S)
-    assert [part for part, _ in sections_of(["machine", "smoke"])] == ["smoke"] * 3 + ["speed"]
+    assert [part for part, _ in sections_of(["machine", "smoke"])] == ["smoke"] * 4 + ["baseline"]
     assert sections_of([]) == [(p, s) for p, sections in PARTS.items() for s in sections]
 
 
@@ -151,6 +195,7 @@ def test_cuda_without_a_gpu_is_refused(tmp_path):
     [
         ([], "one of --out DIR and --plot DIR must be given"),
         (["--out", "x", "--model-b", "2.5"], "--size (or --model-b) must be one of"),
+        (["--out", "x", "--host-gib", "-1"], "--host-gib must be > 0, but got -1.0"),
         (["--out", "x", "--minutes", "0"], "--minutes must be > 0, but got 0.0"),
         (["--out", "x", "--part", "speeed"], "invalid choice: 'speeed'"),
     ],

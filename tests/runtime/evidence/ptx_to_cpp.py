@@ -47,7 +47,10 @@ static inline u32 fma1_wrong(u32 x, u32 y, u32 z) {
 """
 
 _SIMPLE = {  # what the destination becomes, of its operands
-    "mul.wide.u32": "(u64)(u32){1} * (u64)(u32){2}", "cvt.u64.u32": "(u64)(u32){1}",
+    "mul.wide.u32": "(u64)(u32){1} * (u64)(u32){2}",
+    "mul.wide.s32": "(u64)((int64_t)(int32_t){1} * (int64_t)(int32_t){2})",
+    "cvt.s64.s32": "(u64)(int64_t)(int32_t){1}", "mov.pred": "({1}) != 0",
+    "cvt.u64.u32": "(u64)(u32){1}",
     "neg.s32": "0u - {1}", "neg.f32": "{1} ^ 0x80000000u",
     "setp.lt.s64": "(int64_t){1} < (int64_t){2}", "setp.lt.s32": "(int32_t){1} < (int32_t){2}",
     "selp.f32": "{3} ? {1} : {2}", "selp.b32": "{3} ? {1} : {2}",
@@ -101,8 +104,8 @@ def translate(ptx: str, name: str, mutants: Container[int] = ()) -> str:
     ``mutants``: places of instructions of `MUTATED`; the one that the library's ``mutant`` names
     does the other thing instead.
     """
-    counts = dict(re.findall(r"\.reg \.\w+\s+%(rs|rd|r|p)<(\d+)>", ptx))
-    kinds = {"rs": "u16", "r": "u32", "rd": "u64", "p": "bool"}
+    counts = dict(re.findall(r"\.reg \.\w+\s+%(rs|rd|r|p|f)<(\d+)>", ptx))
+    kinds = {"rs": "u16", "r": "u32", "rd": "u64", "p": "bool", "f": "u32"}
     registers = " ".join(f"{t} {r}[{counts.get(r, 1)}];" for r, t in kinds.items())
     segments: list[list[str]] = [[]]
     for place, line in enumerate(body_of(ptx)):
@@ -148,11 +151,11 @@ def _value(operand: str) -> str:
     special = {"%tid.x": "tid", "%ctaid.x": "cta", "global_smem": "0u"}
     if operand in special:
         return special[operand]
-    if found := re.fullmatch(r"%(rs|rd|r|p)(\d+)", operand):
+    if found := re.fullmatch(r"%(rs|rd|r|p|f)(\d+)", operand):
         return f"T.{found[1]}[{found[2]}]"
     if re.fullmatch(r"0[fF][0-9a-fA-F]{8}", operand):
         return f"0x{operand[2:]}u"
-    if re.fullmatch(r"-?\d+", operand):
+    if re.fullmatch(r"-?\d+|0x[0-9a-f]+", operand):
         return f"({operand}ll)"
     raise UnknownInstructionError(operand)
 
