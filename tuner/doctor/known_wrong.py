@@ -1,6 +1,7 @@
 """DeepSpeed versions that train wrongly without a word, by the configurations that they do it for.
 
-Each row was read in DeepSpeed's tracker, or (those without a number) seen here.
+Each row was read in DeepSpeed's tracker, or (those without a number) seen here; versions by their
+sources.
 """
 
 from __future__ import annotations
@@ -75,22 +76,22 @@ TABLE = (
                "accumulation are left out of the norm, and clipping is too weak",
                lambda c: _stage(c) in (1, 2) and _offloads(c) and _accumulates(c)),
     KnownWrong("0.17.6", "0.18.3", 7718,
-               "ZeRO-2: wrong gradients and norms with accumulation",
-               lambda c: _stage(c) == 2 and _accumulates(c)),
+               "ZeRO-2: gradients and their norm are too small (reported; its cause is not named)",
+               lambda c: _stage(c) == 2),
     KnownWrong("", "0.19.0", 7985,
-               "ZeRO-1 in bf16 with grad_accum_dtype fp32: the last micro-batch's gradient leaks "
-               "into the next step",
+               "ZeRO-1 in bf16 with grad_accum_dtype fp32 on several ranks: the last micro-batch's "
+               "gradients are not averaged over them",
                lambda c: _stage(c) == 1 and _bf16(c) and _accumulates_in_fp32(c)),
-    KnownWrong("", "0.18.6", 7837,
+    KnownWrong("0.17.6", "0.18.6", 7837,
                "bf16 without ZeRO: gradients are divided by a loss scale that nobody applied, and "
                "add up over steps",
                lambda c: _stage(c) == 0 and _bf16(c)),
-    KnownWrong("", "", 8463,
+    KnownWrong("", "0.19.8", 8463,
                "Muon with offload: matrices are updated as flat vectors, not orthogonalised",
                lambda c: _optimizer(c) == "muon" and _offloads(c)),
-    KnownWrong("", "", 8441, "Muon without ZeRO trains as SGD",
+    KnownWrong("", "0.19.7", 8441, "Muon without ZeRO trains as SGD",
                lambda c: _optimizer(c) == "muon" and _stage(c) == 0),
-    KnownWrong("", "", 8443,
+    KnownWrong("", "0.19.8", 8443,
                "Muon with ZeRO-3 and accumulation: momentum advances once per micro-batch",
                lambda c: _optimizer(c) == "muon" and _stage(c) == 3 and _accumulates(c)),
     KnownWrong("", "0.19.8", 0, "DeepSpeed's CPU Lion mangles the sign in its vector loop",
