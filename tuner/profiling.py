@@ -6,9 +6,10 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import click
+from pydantic import BaseModel
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -16,6 +17,8 @@ from tuner.answer.report import show_machine, show_workload, wide_console
 
 if TYPE_CHECKING:
     from profiler.launch import Launcher
+
+T = TypeVar("T", bound=BaseModel)
 
 
 def machine_profile(
@@ -30,12 +33,7 @@ def machine_profile(
             storage_dir, seconds=seconds, ranks=ranks, fresh=fresh, progress=tell
         )
     machine.save(output)
-    if as_json:
-        click.echo(machine.model_dump_json(indent=2))
-        return
-    console = wide_console()
-    show_machine(machine, console)
-    console.print(f"written to {output}")
+    _tell(machine, show_machine, output, as_json)
 
 
 def script_profile(
@@ -74,11 +72,15 @@ def script_profile(
         if error.output:
             click.echo(error.output, err=True)
         raise
+    _tell(workload, show_workload, output, as_json)
+
+
+def _tell(made: T, show: Callable[[T, Console], None], output: str, as_json: bool) -> None:
     if as_json:
-        click.echo(workload.model_dump_json(indent=2))
+        click.echo(made.model_dump_json(indent=2))
         return
     console = wide_console()
-    show_workload(workload, console)
+    show(made, console)
     console.print(f"written to {output}")
 
 

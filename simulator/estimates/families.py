@@ -83,30 +83,19 @@ FAMILIES: dict[str, Numbers] = {
 }  # fmt: skip
 
 # Flags of a config and the biases that they switch, by family; absent flags leave the family's.
-_BIAS_FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
-    "llama": {"attention_bias": ("qkv", "out"), "mlp_bias": ("mlp",)},
-    "qwen3": {"attention_bias": ("qkv", "out")},
-    "qwen3_moe": {"attention_bias": ("qkv", "out")},
+_Flags = dict[str, tuple[str, ...]]
+_ATTENTION: _Flags = {"attention_bias": ("qkv", "out")}
+_MLP: _Flags = {"mlp_bias": ("mlp",)}
+_ALL: _Flags = {"use_bias": ("qkv", "out", "mlp")}
+_BIAS_FLAGS: dict[str, _Flags] = {
+    **dict.fromkeys(("qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "gpt_oss", "olmo",
+                     "olmo2", "olmoe", "cohere", "gpt_neox"), _ATTENTION),
+    **dict.fromkeys(("llama", "granite", "smollm3", "arcee"), _ATTENTION | _MLP),
+    **dict.fromkeys(("ernie4_5", "starcoder2"), _ALL),
     "qwen2_moe": {"qkv_bias": ("qkv",)},
-    "gemma": {"attention_bias": ("qkv", "out")},
-    "gemma2": {"attention_bias": ("qkv", "out")},
-    "gemma3_text": {"attention_bias": ("qkv", "out")},
-    "gpt_oss": {"attention_bias": ("qkv", "out")},
-    "olmo": {"attention_bias": ("qkv", "out")},
-    "olmo2": {"attention_bias": ("qkv", "out")},
-    "olmoe": {"attention_bias": ("qkv", "out")},
-    "granite": {"attention_bias": ("qkv", "out"), "mlp_bias": ("mlp",)},
-    "smollm3": {"attention_bias": ("qkv", "out"), "mlp_bias": ("mlp",)},
-    "ernie4_5": {"use_bias": ("qkv", "out", "mlp")},
-    "seed_oss": {
-        "attention_bias": ("qkv",), "attention_out_bias": ("out",), "mlp_bias": ("mlp",),
-    },
-    "arcee": {"attention_bias": ("qkv", "out"), "mlp_bias": ("mlp",)},
+    "seed_oss": {"attention_bias": ("qkv",), "attention_out_bias": ("out",), **_MLP},
     "glm4": {"attention_bias": ("qkv",)},
-    "cohere": {"attention_bias": ("qkv", "out")},
     "stablelm": {"use_qkv_bias": ("qkv",)},
-    "starcoder2": {"use_bias": ("qkv", "out", "mlp")},
-    "gpt_neox": {"attention_bias": ("qkv", "out")},
     "falcon": {"bias": ("qkv", "out", "mlp")},
 }  # fmt: skip
 
