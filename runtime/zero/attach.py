@@ -17,6 +17,7 @@ from runtime.devices.choice import choose_device
 from runtime.execution.plan_check import check_plan
 from runtime.execution.recorder import Recorder
 from runtime.execution.session import Session
+from runtime.hardware.builds import waits_are_told
 from runtime.kernels import host
 from runtime.kernels.rule import UpdateRule
 from runtime.zero.checks import private
@@ -82,7 +83,8 @@ def initialize(
             # are bucketed cannot be seen in a sum of two; in one of more it can.
             zero.setdefault("reduce_bucket_size", REDUCE_BUCKET)
         check_host_memory(plan, config)
-    result = deepspeed.initialize(*args, config=config, **kwargs)
+    with waits_are_told():
+        result = deepspeed.initialize(*args, config=config, **kwargs)
     attach(result[0], plan, device=device, checkpoint=checkpoint)
     return result  # type: ignore[no-any-return]
 

@@ -63,6 +63,18 @@ def test_compilers_that_are_missing(monkeypatch):
     assert states == {"compiler": "bad", "ninja": "bad"}
 
 
+def test_a_build_lock_that_was_left_over(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    assert [finding.state for finding in software.build_locks()] == ["ok"]
+    left = tmp_path / "cpu_adam" / "lock"
+    left.parent.mkdir()
+    left.touch()
+    os.utime(left, (0, 0))
+    (found,) = software.build_locks()
+    assert (found.state, found.fix) == ("bad", f"rm {left}")
+    assert "since 1970" in found.detail
+
+
 def test_versions_out_of_range(monkeypatch):
     monkeypatch.setattr(
         software,

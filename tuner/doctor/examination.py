@@ -38,6 +38,7 @@ def whole(
     free_bytes = memory.free_memory(limit_bytes, used_bytes)
     return [
         *fast_part(),
+        *software.build_locks(),
         *software.kernel(),
         *software.private_names(),
         *software.shadows(script_path()),

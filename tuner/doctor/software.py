@@ -82,6 +82,20 @@ def compiler() -> list[Finding]:
     return result
 
 
+def build_locks() -> list[Finding]:
+    """Locks of torch's extensions whose builder was killed: who comes after it waits for ever."""
+    from torch.utils import cpp_extension
+
+    from runtime.hardware import builds
+
+    explicit = os.environ.get("TORCH_EXTENSIONS_DIR")
+    root = Path(explicit or cpp_extension.get_default_build_root())
+    stale = [lock for lock in builds.locks(root) if builds.is_stale(lock)]
+    if not stale:
+        return [ok("build locks", f"none is left over in {root}")]
+    return [bad("build locks", builds.told(lock), f"rm {lock}") for lock in stale]
+
+
 def kernel() -> list[Finding]:
     """Builds and loads the update kernel, as the first training step would."""
     from runtime.kernels import host

@@ -1,0 +1,94 @@
+"""Builds that wait for each other: torch guards each with a file ``lock`` that outlives its owner.
+
+A process that is killed while an op of DeepSpeed's compiles leaves the file, and everybody after it
+waits for ever, without a word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+logger = logging.getLogger("ebbtide")
+
+LOCK = "lock"
+_YOUNG_S = 30.0  # a builder takes its lock before its compiler runs
+
+
+def locks(root: Path) -> list[Path]:
+    """The locks in torch's extensions folder, or in one of an interpreter's below it."""
+    return sorted([*root.glob(f"*/{LOCK}"), *root.glob(f"*/*/{LOCK}")])
+
+
+def is_stale(lock: Path) -> bool:
+    """Whether no process of this machine builds there any more."""
+    with contextlib.suppress(OSError):
+        return time.time() - lock.stat().st_mtime > _YOUNG_S and not _built_in(lock.parent)
+    return False
+
+
+def _built_in(folder: Path) -> bool:
+    """Whether some process has the folder for its working directory, as ninja has."""
+    for link in Path("/proc").glob("[0-9]*/cwd"):
+        with contextlib.suppress(OSError):
+            if link.readlink() == folder.resolve():
+                return True
+    return False
+
+
+def told(lock: Path) -> str:
+    """What is waited for, since when, and what to do."""
+    try:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(lock.stat().st_mtime))
+    except OSError:
+        since = "a moment ago"
+    if is_stale(lock):
+        state = f"no process of this machine builds it any more: remove the file (rm {lock})"
+    else:
+        state = "it is being built"
+    return f"{lock.parent.name}'s build holds {lock} since {since}; {state}"
+
+
+@contextlib.contextmanager
+def waits_are_told(every_s: float = 10.0) -> Iterator[None]:
+    """Inside, a warning says for which build this thread waits; again once nobody builds it."""
+    over = threading.Event()
+    threading.Thread(
+        target=_watch, args=(threading.get_ident(), over, every_s), name="ebbtide-builds",
+        daemon=True,
+    ).start()  # fmt: skip
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def _watch(thread: int, over: threading.Event, every_s: float) -> None:
+    said = ""
+    while not over.wait(every_s):
+        lock = _waited_for(thread)
+        if lock is not None and (text := told(lock)) != said:
+            logger.warning("waiting for a build: %s", text)
+            said = text
+
+
+def _waited_for(thread: int) -> Path | None:
+    """The lock at which a thread is inside torch's `FileBaton.wait`."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        if (
+            frame.f_code.co_name == "wait"
+            and os.path.basename(  # noqa: PTH119 - a frame's file
+                frame.f_code.co_filename
+            )
+            == "file_baton.py"
+        ):
+            return Path(frame.f_locals["self"].lock_file_path)
+        frame = frame.f_back
+    return None

@@ -1,0 +1,57 @@
+"""A build's lock that its owner left is found, and waiting for it is told."""
+
+import logging
+import os
+import subprocess
+import threading
+import time
+
+import pytest
+from torch.utils.file_baton import FileBaton
+
+from runtime.hardware import builds
+
+
+@pytest.fixture
+def lock(tmp_path):
+    """As a process leaves it that was killed an hour ago, while it built."""
+    path = tmp_path / "py311_cpu" / "cpu_adam" / builds.LOCK
+    path.parent.mkdir(parents=True)
+    path.touch()
+    an_hour_ago = time.time() - 3600
+    os.utime(path, (an_hour_ago, an_hour_ago))
+    return path
+
+
+def test_a_lock_is_stale_once_nobody_builds_there(lock, tmp_path):
+    assert builds.locks(tmp_path) == builds.locks(tmp_path / "py311_cpu") == [lock]
+    ninja = subprocess.Popen(["sleep", "60"], cwd=lock.parent)
+    try:
+        assert not builds.is_stale(lock)
+        assert "is being built" in builds.told(lock)
+    finally:
+        ninja.kill()
+        ninja.wait()
+    assert builds.is_stale(lock)
+    lock.touch()
+    assert not builds.is_stale(lock), "its compiler may not have begun yet"
+
+
+def test_a_start_that_waits_says_for_what_and_since_when(lock, caplog):
+    told = threading.Event()
+
+    class Heard(logging.Handler):
+        def emit(self, record):
+            told.set()
+
+    handler = Heard()
+    builds.logger.addHandler(handler)
+    threading.Thread(target=lambda: told.wait(30) and lock.unlink()).start()
+    try:
+        with builds.waits_are_told(every_s=0.01), caplog.at_level(logging.WARNING, "ebbtide"):
+            FileBaton(str(lock)).wait()
+    finally:
+        builds.logger.removeHandler(handler)
+        lock.unlink(missing_ok=True)
+    assert f"cpu_adam's build holds {lock} since" in caplog.text
+    assert f"rm {lock}" in caplog.text
