@@ -1,6 +1,6 @@
 """The nouns of ebbtide and the simulator that replays one training iteration.
 
-Needs numpy and pydantic only.
+Loads numpy, pydantic, scipy and numba; what-ifs load pandas and joblib when they ask for them.
 """
 
 from simulator.analysis.what_if import what_if

@@ -96,7 +96,9 @@ class Machine(BaseModel):
         facts: the link's generation and width, NUMA nodes, limits: text for people.
         copy_latency_s: fixed cost of one copy; launch_latency_s: of one device kernel.
         host_adam_params_per_s: of the fused kernel; stock_host_adam_params_per_s: of stock's three
-            passes together (unscale, DeepSpeedCPUAdam, downcast). Neither includes a copy.
+            passes together (unscale, DeepSpeedCPUAdam, downcast). Neither includes a copy. All
+            update rates are Adam's: another optimizer's updates last as long as the bytes that they
+            move (`OptimizerState.adams`).
         device_flops_per_s: what large matrix products sustain; what smaller ones reach follows
             from their shape (`simulator.estimates.compute`).
         device_reserved_bytes: device memory that no allocator of PyTorch sees: the CUDA context,

@@ -243,10 +243,6 @@ class Workload(BaseModel):
     def backward_s(self) -> float:
         return sum(layer.backward_s for layer in self.layers)
 
-    def headroom(self, device_memory_bytes: int) -> tuple[tuple[float, int], ...]:
-        """(t_s, device bytes still free) over the profiled iteration; negative: it did not fit."""
-        return tuple((p.t_s, device_memory_bytes - p.device_bytes) for p in self.memory_curve)
-
     @property
     def checkpoint_bytes(self) -> int:
         """Bytes that one checkpoint of this rank writes."""

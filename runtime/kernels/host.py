@@ -55,7 +55,8 @@ def _cpu_model() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return "".join(line for line in lines[:40] if line.startswith(("model name", "flags")))
+    known = ("model name", "flags", "CPU implementer", "CPU part", "CPU variant", "Features")
+    return "".join(line for line in lines[:40] if line.startswith(known))
 
 
 def _build() -> Path:

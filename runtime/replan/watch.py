@@ -13,7 +13,7 @@ from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.schedule import OpKind
 from simulator.timeline import Timeline
-from simulator.update.optimizer import ADAM
+from simulator.update.recipes import RECIPES, Bytes
 from simulator.workload import Workload
 
 logger = logging.getLogger("ebbtide")
@@ -23,25 +23,28 @@ WORTH_SWITCHING = 0.95  # of the current plan's predicted time
 
 Show = Callable[[Timeline, Plan], None]
 
-_RATES = {
-    OpKind.UPDATE_HOST: ("host_adam_params_per_s", 1),
-    OpKind.UPDATE_DEVICE: ("device_adam_params_per_s", 1),
-    OpKind.STATE_H2D: ("h2d_bytes_per_s", ADAM.visit_bytes),
-    OpKind.STATE_D2H: ("d2h_bytes_per_s", ADAM.visit_bytes),
-}
+_RATED = (OpKind.UPDATE_HOST, OpKind.UPDATE_DEVICE, OpKind.STATE_H2D, OpKind.STATE_D2H)
 
 
-def measured_rates(timeline: Timeline, subgroups: tuple[int, ...]) -> dict[str, float]:
+def measured_rates(timeline: Timeline, workload: Workload) -> dict[str, float]:
     """Median rate of each kind of op in a measured timeline, by the machine's field name.
 
     Ops that ran beside others are slower than alone: the rates found are those under the present
     plan's contention, which is what a neighbouring plan will meet too.
     """
+    amounts = Bytes.of(workload)
+    per_param = {
+        step.kind: (step.rate, step.work(amounts))
+        for recipe in RECIPES.values()
+        for step in recipe.steps
+        if step.kind in _RATED
+    }
     samples: dict[str, list[float]] = defaultdict(list)
     for span in timeline.spans:
-        if span.kind in _RATES and span.end_s > span.start_s:
-            name, per_param = _RATES[span.kind]
-            samples[name].append(subgroups[span.subgroup] * per_param / (span.end_s - span.start_s))
+        if span.kind in per_param and span.end_s > span.start_s:
+            name, work = per_param[span.kind]
+            elements = workload.subgroups[span.subgroup]
+            samples[name].append(elements * work / (span.end_s - span.start_s))
     return {name: statistics.median(values) for name, values in samples.items()}
 
 
@@ -70,7 +73,7 @@ class Watch:
         own = self.session
         # Without the step just launched: waiting for its updates would take its overlap away.
         timeline = own.timeline(wait=False)
-        rates = measured_rates(timeline, self.workload.subgroups)
+        rates = measured_rates(timeline, self.workload)
         machine = self.machine.with_rates(**rates) if rates else self.machine
         self.show(timeline, own.plan)
         if not self.replan:

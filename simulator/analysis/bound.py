@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from simulator.analysis.counted_bound import MOST_SUBGROUPS, CountBounds, count_bounds
+from simulator.analysis.lane_work import of_optimizer
 from simulator.engines.reference import capacities
 from simulator.machine import Machine
 from simulator.update.recipes import Bytes
@@ -76,7 +77,7 @@ def fluid_bound(workload: Workload, machine: Machine, device_bytes: float | None
     """
     from scipy.optimize import linprog
 
-    workload = workload.serial
+    workload, machine = workload.serial, of_optimizer(machine, workload)
     problem = _Problem(workload, machine, device_bytes or machine.device_memory_bytes)
     solved = linprog(
         c=[0.0, 0.0, 0.0, 0.0, 1.0],

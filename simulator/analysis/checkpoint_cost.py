@@ -20,6 +20,7 @@ from simulator.schedules.checkpointed import (
     reserved_bytes,
 )
 from simulator.schedules.write_order import Due, Pace, Writing, order_writing
+from simulator.update.recipes import RECIPES
 from simulator.workload import Workload
 
 LEAD_IN = 2  # iterations before the save: the second one ends in the steady state
@@ -82,13 +83,12 @@ class _Run:
     def due(self, plan: Plan) -> list[Due]:
         """When each subgroup is about to be overwritten for the first time behind the save."""
         save_s, results = self.save_s(), []
-        overwriting = {"host": OpKind.UPDATE_HOST, "device": OpKind.STATE_D2H,
-                       "resident": OpKind.UPDATE_DEVICE}  # fmt: skip
-        for i in self.of(*overwriting.values(), iteration=LEAD_IN):
+        recipes = [RECIPES[placement] for placement in plan.placements]
+        overwriting = [{s.kind for s in recipe.steps if s.overwrites} for recipe in recipes]
+        for i in self.of(*set().union(*overwriting), iteration=LEAD_IN):
             op, at_s = self.ops[i], float(self.result.start_s[i]) - save_s
-            placement = plan.placements[op.subgroup]
-            if op.kind == overwriting[placement]:
-                results.append(Due(op.subgroup, at_s, "host" if placement == "host" else "device"))
+            if op.kind in overwriting[op.subgroup]:
+                results.append(Due(op.subgroup, at_s, recipes[op.subgroup].queue.value))
         return _monotone(results, plan.issue_order)
 
 

@@ -9,9 +9,30 @@ from numpy.typing import NDArray
 
 from simulator.engines.reference import alone_s, demands
 from simulator.machine import Machine
+from simulator.quantity import Quantity
 from simulator.schedule import Lane, Op, OpKind
+from simulator.update.recipes import Bytes
+from simulator.workload import Workload
 
 Floats = NDArray[np.float64]
+
+
+def of_optimizer(machine: Machine, workload: Workload) -> Machine:
+    """With rates of updates in parameters of the workload's optimizer, not of Adam."""
+    adams = Bytes.of(workload).adams
+    if adams == 1.0:
+        return machine
+
+    def paced(rate: Quantity) -> Quantity:
+        return Quantity.exact(rate.median / adams)
+
+    return machine.model_copy(
+        update={
+            "host_adam_params_per_s": paced(machine.host_adam_params_per_s),
+            "device_adam_params_per_s": paced(machine.device_adam_params_per_s),
+            "host_adam_by_threads": {n: paced(r) for n, r in machine.host_adam_by_threads.items()},
+        }
+    )
 
 
 class Work:

@@ -17,6 +17,7 @@ from simulator.analysis.lane_work import (
     copy_op,
     device_update_op,
     host_update_op,
+    of_optimizer,
     thread_counts,
 )
 from simulator.engines.reference import alone_s, capacities, demands
@@ -35,6 +36,7 @@ class Times:
     """The least times of a workload's ops on a machine, and what they add up to."""
 
     def __init__(self, w: Workload, machine: Machine) -> None:
+        machine = of_optimizer(machine, w)
         self.workload, self.machine = w, machine
         self.count = len(w.subgroups)
         self.limits = capacities(machine, w.ranks_per_node)

@@ -8,7 +8,8 @@ from typing import Literal
 
 from simulator.schedule import Lane, OpKind, Schedule
 from simulator.schedules.loop import ALL_CORES, TrainingLoop
-from simulator.update.optimizer import FP32_BYTES
+from simulator.update.optimizer import ADAM, FP32_BYTES
+from simulator.update.recipes import Bytes
 from simulator.workload import Workload
 
 # Per parameter, beside the optimizer's state.
@@ -262,8 +263,9 @@ class StockLoop(TrainingLoop):
         """Unscale (clip or not), Adam and downcast: the machine's rate is that of all three."""
         size = self.sizes[subgroup]
         traffic = 2 * self.state_bytes + STOCK_PASS_BYTES
+        adams = traffic / (2 * ADAM.state_bytes + STOCK_PASS_BYTES)
         return self.out.add(
-            OpKind.UPDATE_HOST, Lane.HOST, size, "stock_host_adam_params_per_s", waits,
+            OpKind.UPDATE_HOST, Lane.HOST, size * adams, "stock_host_adam_params_per_s", waits,
             dram_bytes=size * traffic, cores=ALL_CORES, subgroup=subgroup,
         )  # fmt: skip
 
@@ -290,7 +292,8 @@ class StockLoop(TrainingLoop):
     def _update_device(self, subgroup: int, waits: Sequence[int], gradient_bytes: int = 0) -> int:
         """``gradient_bytes`` waited on the device until now."""
         return self.out.add(
-            OpKind.UPDATE_DEVICE, Lane.DEVICE_UPDATE, self.sizes[subgroup],
+            OpKind.UPDATE_DEVICE, Lane.DEVICE_UPDATE,
+            self.sizes[subgroup] * Bytes.of(self.workload).adams,
             "device_adam_params_per_s", waits, device_share=1.0,
             device_free_bytes=gradient_bytes, subgroup=subgroup,
         )  # fmt: skip
@@ -331,13 +334,14 @@ class DeviceLoop(TrainingLoop):
     def step(self) -> None:
         """Subgroup by subgroup on the device, each with a widened gradient of its own."""
         norm = self.out.add(OpKind.NORM, Lane.COMPUTE, 0.0, after=self.gradients_done)
-        ends = [norm]
+        ends, adams = [norm], Bytes.of(self.workload).adams
         for subgroup, size in enumerate(self.sizes):
             widened = size * FP32_BYTES
             ends.append(
                 self.out.add(
-                    OpKind.UPDATE_DEVICE, Lane.DEVICE_UPDATE, size, "device_adam_params_per_s",
-                    [norm], device_share=1.0, device_alloc_bytes=widened,
+                    OpKind.UPDATE_DEVICE, Lane.DEVICE_UPDATE, size * adams,
+                    "device_adam_params_per_s", [norm], device_share=1.0,
+                    device_alloc_bytes=widened,
                     device_free_bytes=widened + size * self.workload.grad_bytes_per_param,
                     subgroup=subgroup,
                 )

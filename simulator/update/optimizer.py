@@ -46,6 +46,13 @@ class OptimizerState:
         """
         return 2 * self.state_bytes + gradient_bytes + wire_bytes
 
+    def adams(self, gradient_bytes: int, wire_bytes: int) -> float:
+        """How many of Adam's parameters a parameter's update is worth: updates are bound by memory,
+        and machines' rates are Adam's.
+        """
+        traffic = self.host_traffic_bytes(gradient_bytes, wire_bytes)
+        return traffic / ADAM.host_traffic_bytes(gradient_bytes, wire_bytes)
+
 
 ADAM = OptimizerState("adam", ("exp_avg", "exp_avg_sq"))
 

@@ -14,7 +14,7 @@ from typing import Literal, Self
 
 from simulator.machine import RateName
 from simulator.schedule import Lane, OpKind
-from simulator.update.optimizer import FP32_BYTES
+from simulator.update.optimizer import ADAM, FP32_BYTES
 from simulator.update.tiers import TIERS, Memory
 from simulator.workload import Workload
 
@@ -54,20 +54,28 @@ class Wait(IntFlag):
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """Bytes per parameter of one workload: what the steps' amounts are made of."""
+    """Bytes per parameter of one workload: what the steps' amounts are made of.
+
+    Attributes:
+        adams: see `OptimizerState.adams`; what an update's rate counts.
+    """
 
     state: int
     visit: int
     wire: int
     gradient: int
     host_traffic: int
+    adams: float
 
     @classmethod
     def of(cls, workload: Workload) -> Self:
         optimizer = workload.optimizer_state
         gradient, wire = workload.grad_bytes_per_param, workload.wire_bytes
         traffic = optimizer.host_traffic_bytes(gradient, wire)
-        return cls(optimizer.state_bytes, optimizer.visit_bytes, wire, gradient, traffic)
+        return cls(
+            optimizer.state_bytes, optimizer.visit_bytes, wire, gradient, traffic,
+            optimizer.adams(gradient, wire),
+        )  # fmt: skip
 
 
 Amount = Callable[[Bytes], float]
@@ -77,8 +85,15 @@ def _nothing(_: Bytes) -> float:
     return 0.0
 
 
-def _one(_: Bytes) -> float:
-    return 1.0
+def _adams(amounts: Bytes) -> float:
+    return amounts.adams
+
+
+def _unfused(amounts: Bytes) -> float:
+    """Traffic of stock's passes: the unscale reads and writes the fp32 gradient, the downcast reads
+    the master and writes a line that it fetches first.
+    """
+    return 2 * FP32_BYTES + 2 * amounts.state + FP32_BYTES + FP32_BYTES + 2 * amounts.wire
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +190,7 @@ def out_of(memory: Memory, kind: OpKind, size: Amount, waits: Wait, **fields: ob
 
 def _device_update(waits: Wait) -> Step:
     return Step(
-        OpKind.UPDATE_DEVICE, Lane.DEVICE_UPDATE, "device_adam_params_per_s", _one,
+        OpKind.UPDATE_DEVICE, Lane.DEVICE_UPDATE, "device_adam_params_per_s", _adams,
         Wait.NORM | Wait.GRADIENT | waits, device_share=1.0, publishes=True,
     )  # fmt: skip
 
@@ -207,7 +222,7 @@ RECIPES: Mapping[Placement, Recipe] = {
         steps=(
             # The kernel writes the parameters to a slot whose last copy must have left.
             Step(
-                OpKind.UPDATE_HOST, Lane.HOST, "host_adam_params_per_s", _one,
+                OpKind.UPDATE_HOST, Lane.HOST, "host_adam_params_per_s", _adams,
                 Wait.NORM | Wait.GRADIENT | Wait.GATE, lambda b: b.host_traffic,
                 takes=Slot.PARAMETER, threads=True,
             ),
@@ -232,16 +247,14 @@ RECIPES: Mapping[Placement, Recipe] = {
 }  # fmt: skip
 
 # Stock's host passes in the place of the fused kernel: unscale, update, downcast, together at the
-# machine's stock rate. For the question what fusing them saves; the runtime does not run it. The
-# unscale reads and writes the fp32 gradient, the downcast reads the master and writes a line that
-# it fetches first.
+# machine's stock rate. For the question what fusing them saves; the runtime does not run it.
 UNFUSED_HOST = Recipe(
     Queue.HOST, state="host", gradient="host", gradient_steps=GRADIENT_TO_HOST,
     steps=(
         Step(
-            OpKind.UPDATE_HOST, Lane.HOST, "stock_host_adam_params_per_s", _one,
-            Wait.NORM | Wait.GRADIENT | Wait.GATE,
-            lambda b: 2 * FP32_BYTES + 2 * b.state + FP32_BYTES + FP32_BYTES + 2 * b.wire,
+            OpKind.UPDATE_HOST, Lane.HOST, "stock_host_adam_params_per_s",
+            lambda b: _unfused(b) / _unfused(replace(b, state=ADAM.state_bytes)),
+            Wait.NORM | Wait.GRADIENT | Wait.GATE, _unfused,
             takes=Slot.PARAMETER, threads=True,
         ),
         _PARAMETERS_HOME,

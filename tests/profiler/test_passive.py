@@ -109,7 +109,7 @@ def test_evaluation_in_between_does_not_count(engine):
     assert profile.workload.tokens_per_iteration == 64
 
 
-def test_a_workload_tells_tokens_layers_and_headroom(engine):
+def test_a_workload_tells_tokens_layers_and_its_peak(engine):
     profile = PassiveProfile(engine, 3)
     train(engine, WARMUP_STEPS + 3)
     found = profile.workload
@@ -120,7 +120,6 @@ def test_a_workload_tells_tokens_layers_and_headroom(engine):
     assert held["head"] >= 2 * 32 * 256 * 2, "the logits"
     assert {point.layer for point in found.memory_curve} >= {"blocks.0", "blocks.1", ""}
     peak = max(point.device_bytes for point in found.memory_curve)
-    assert min(free for _, free in found.headroom(peak)) == 0
     assert found.device_base_bytes + sum(held.values()) >= peak
 
 

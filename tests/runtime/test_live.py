@@ -161,8 +161,16 @@ def test_rates_come_from_the_spans():
         Span(OpKind.STATE_H2D, Lane.H2D, 0.0, 4.0, subgroup=1),
         Span(OpKind.FORWARD, Lane.COMPUTE, 0.0, 1.0),
     ]
-    rates = measured_rates(Timeline(tuple(spans), "measured"), (100, 200))
+    timeline, layers = (
+        Timeline(tuple(spans), "measured"),
+        [Layer(params=300, forward_s=1.0, backward_s=1.0)],
+    )
+    work = Workload(name="w", layers=layers, subgroups=(100, 200))
+    rates = measured_rates(timeline, work)
     assert rates == {"host_adam_params_per_s": 125.0, "h2d_bytes_per_s": 200 * 12 / 4.0}
+    lion = measured_rates(timeline, work.model_copy(update={"optimizer": "lion"}))
+    assert lion["h2d_bytes_per_s"] == 200 * 8 / 4.0, "Lion's visits carry 8 bytes"
+    assert lion["host_adam_params_per_s"] == pytest.approx(125.0 * 20 / 28), "of Adam's parameters"
 
 
 def test_predicted_and_measured_times_go_to_deepspeeds_monitor(only_rank, tmp_path):

@@ -1,14 +1,16 @@
 """The update's one source: orders, state, recipes, and what a plan takes of memory."""
 
 import random
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from simulator import Plan, PlanError, build_schedule, simulate
+from simulator import OpKind, Plan, PlanError, build_schedule, build_strategy, simulate
+from simulator.analysis.bound import bound
+from simulator.analysis.many_plans import PlanSweep
 from simulator.update.footprint import footprint
 from simulator.update.optimizer import ADAM, OPTIMIZERS
 from simulator.update.order import UpdateOrder, compact, issue_order, order_of
@@ -108,3 +110,37 @@ def test_less_state_moves_less(name):
 def test_an_unknown_optimizer_is_refused():
     with pytest.raises(ValidationError, match=r"optimizer must be one of adam, .* got 'sgd'"):
         workload(optimizer="sgd")
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+@pytest.mark.parametrize("placement", ["host", "device", "resident"])
+def test_an_update_lasts_as_long_as_its_traffic(placement, name):
+    """Lion and Adagrad move 20 bytes per parameter where Adam moves 28, on both processors."""
+    made = workload((10, 10), forward_s=0.0, backward_s=0.0, optimizer=name)
+    plan = Plan(subgroup_size=10, placement=Plan.runs([placement] * 2), staging_slots=2)
+    spans = simulate(build_schedule(made, plan), machine(dram_bytes_per_s=1e9)).spans
+    updates = [s for s in spans if s.kind in (OpKind.UPDATE_HOST, OpKind.UPDATE_DEVICE)]
+    moved = (2 * OPTIMIZERS[name].state_bytes + 4) / 28
+    assert {round(s.end_s - s.start_s, 9) for s in updates} == {round(10 * moved, 9)}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_plan_of_lions_beats_the_bound(seed):
+    """Whose updates are faster than the machine's rate, which is Adam's."""
+    rng = random.Random(seed)
+    on = machine(
+        host_adam_params_per_s=rng.uniform(1, 4), device_adam_params_per_s=rng.uniform(2, 9)
+    )
+    made = workload((10,) * 4, forward_s=0.1, backward_s=0.2, optimizer="lion")
+    sweep, floor_s = PlanSweep(made, on, iterations=40), bound(made, on).iteration_s
+    for placements in product(("host", "device", "resident"), repeat=4):
+        plan = Plan(subgroup_size=10, placement=Plan.runs(placements), staging_slots=4)
+        assert floor_s <= sweep.evaluate_plan(plan)[0] * (1 + 1e-6), placements
+
+
+def test_stock_too_is_faster_where_the_state_is_smaller():
+    adam, lion = (
+        simulate(build_strategy("zero3_offload", workload(optimizer=name)), machine()).iteration_s
+        for name in ("adam", "lion")
+    )
+    assert lion < adam

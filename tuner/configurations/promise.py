@@ -13,6 +13,7 @@ from simulator.limits import Limits
 from simulator.schedules.peers import HOST_GRADIENT_BYTES
 from simulator.update.footprint import PARAMETER_BUFFERS, Holding
 from simulator.update.optimizer import FP32_BYTES
+from simulator.update.recipes import Bytes
 from tuner.configurations.outcome import Question, activation_bytes
 from tuner.configurations.space import Configuration
 
@@ -44,7 +45,8 @@ def promise(question: Question, c: Configuration) -> Promise:
         return Promise(refused=str(error))
     busy_s = work.pipeline_idle_s + sum(x.forward_s + x.backward_s for x in work.layers)
     if name == "zero_infinity":  # stock: beside the update nothing is computed
-        busy_s += work.params / question.machine.rate("host_adam_params_per_s")
+        adams = Bytes.of(work).adams
+        busy_s += work.params * adams / question.machine.rate("host_adam_params_per_s")
     if options.get("optimizer") == "nvme" and not options["pipelined"]:
         busy_s += _storage_s(work, question.machine)
     device, missing = _bytes(work, question.limits(work), name, options)
