@@ -58,6 +58,14 @@ FIGURES: dict[str, dict[str, str]] = {
         "real_models.median_gap_pct": "{:.2f}%",
         "real_models.max_gap_pct": "largest {:.2f}%",
     },
+    "verify": {
+        "found": "{} defects found",
+        "seeded": "of {}",
+        "named_rightly": "{:.0%} named rightly",
+        "false_alarms": "{} false alarms",
+        "right": "over {} right runs",
+        "overhead_pct": "{:.1f}% a step",
+    },
     "fidelity": {"median_abs_pct_error": "median prediction error {:.1f}%"},
     "interleaving": {
         "h100x4_stride_2_over_stock": "H100 node: stride 2 {:.1f}x stock of 2024",
