@@ -238,7 +238,7 @@ CHECKPOINT = {
     "write_bytes_per_s": "tests/simulator", "writers": "tests/simulator",
     "keep": "tests/runtime/checkpoint", "deadline_s": "tests/runtime/checkpoint",
     "dir": "tests/runtime/checkpoint", "drain_dir": "tests/runtime/checkpoint",
-    "drain_keep": "tests/runtime/checkpoint",
+    "drain_keep": "tests/runtime/checkpoint", "restore_random": "tests/runtime/checkpoint",
 }  # fmt: skip
 
 
