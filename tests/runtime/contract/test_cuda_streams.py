@@ -1,5 +1,7 @@
 """`CudaDevice` itself, on streams that are threads: its waits, and that a missing one shows."""
 
+import mmap
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from runtime.replan.auto import observed_workload
 from runtime.zero.attach import switch_plan
 from simulator.schedule import Lane
 from studies.bench.bits import state_of
+from studies.byte_gpt import ByteGPT, ByteGPTConfig
 from tests.runtime import fake_cuda
 from tests.runtime.contract.test_bits import HOMES, MIX, engine_for, stock
 from tests.runtime.contract.training import assert_same, outcome, plan_for, same, start, train
@@ -215,3 +218,16 @@ def test_a_forgotten_wait_shows(fake, monkeypatch, race):
         return same(outcome(attached(engine_for(case), ["host", "device"])), expected)
 
     assert not all(hidden(latest_s) for latest_s in (fake.latest_s, 0.1, 0.4))
+
+
+@pytest.mark.parametrize("stage", [3, 2])
+def test_page_locks_are_of_what_is_needed(fake, stage):
+    """PyTorch's own allocator of such memory rounds up to powers of two."""
+    model = ByteGPTConfig(layers=10, hidden=64, heads=2, sequence=32)
+    engine = start(ByteGPT(model), stage=stage, subgroup_size=150_000)
+    attached(engine, ["host"], subgroup=150_000)
+    train(engine, 2)
+    needed = engine.optimizer._ebbtide.host_bytes()
+    held = sum(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in fake.runtime.locked.values())
+    assert 0.9 < held / needed <= 1.01, (held, needed)
+    engine.destroy()
