@@ -144,11 +144,25 @@ def read_trained(
     from simulator.estimates.job import Job
 
     assert model is not None
+    shape = model_shape(about)
+    if config is not None:
+        _check_fields(config, about["ds_config"], shape)
     try:
-        job = Job.of_deepspeed(model, config, **model_shape(about))
+        job = Job.of_deepspeed(model, config, **shape)
         return Trained(job.workload(machine), job, config)
     except ValueError as error:
         raise BadInputError(f"--model {model}: {error}") from None
+
+
+def _check_fields(config: Mapping[str, Any], path: str, shape: Mapping[str, Any]) -> None:
+    """What is wrong with DeepSpeed's config is told of its file, not of the model's."""
+    from simulator.estimates.deepspeed_config import deepspeed_fields
+
+    beside = {key: shape[key] for key in ("micro_batch", "accumulation", "zero_stage")}
+    try:
+        deepspeed_fields(config, hidden=1, ranks=shape["data_parallel"], **beside)
+    except ValueError as error:
+        raise BadInputError(f"--ds-config {path}: {error}") from None
 
 
 def read_config(path: str | None) -> Mapping[str, Any] | None:

@@ -16,7 +16,6 @@ from runtime.devices.lane import Completion, Lane
 from runtime.execution.gradients import Segment
 from runtime.execution.step_template import TemplateOp
 from runtime.execution.subgroup_state import StagingSlot, SubgroupState
-from runtime.kernels.host import host_update
 from runtime.kernels.rule import UpdateRule
 from runtime.kernels.step import UpdateStep
 from simulator.schedule import Lane as LaneName
@@ -258,13 +257,8 @@ class Executor:
         state = self.states[subgroup]
         out = self._parameter_out(subgroup, number)
         with self.device.host_update(state.elements):
-            for part in job.segments:
-                span = slice(part.start, part.end)
-                tail = self.rule.tail(state.elements, part.start, part.end)
-                host_update(
-                    [t[span] for t in state.state], part.gradient, out[span],
-                    job.step, part.scale, self.threads, tail,
-                )  # fmt: skip
+            parts = [(part.start, part.end, part.gradient, part.scale) for part in job.segments]
+            self.rule.update(state.state, parts, out, job.step, self.threads)
 
     def _parameter_out(self, subgroup: int, number: int) -> torch.Tensor:
         """Where the kernel writes: in place, or to a slot; as `_slot`, in turn over all steps."""

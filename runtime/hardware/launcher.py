@@ -24,6 +24,11 @@ def local_ranks() -> int:
     return max(1, int(next(filter(None, said), 1)))
 
 
+def one_node() -> bool:
+    """All ranks of the job are on this host."""
+    return int(os.environ.get("WORLD_SIZE") or 1) <= local_ranks()
+
+
 def free_port() -> int:
     """A TCP port of the loopback interface that nobody listens on at this moment."""
     with socket.socket() as probe:

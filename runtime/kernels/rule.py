@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -24,6 +24,7 @@ NO_VECTORS = 1 << 62  # longer than any tensor: all of it is tail (scalar builds
 WIDTHS = (16, 8, 4, 1, NO_VECTORS)  # 1: a compiler that fuses both loops alike, so that no tail is
 
 Group = Mapping[str, Any]  # a parameter group, as torch's optimizers have them
+Part = tuple[int, int, torch.Tensor, float]  # elements from, to; their gradient, and its factor
 
 _LENGTHS = (1, 127, 1087)  # 15, 7 and 3 elements behind the last vector of 16, 8 and 4
 _STEPS = 3
@@ -47,6 +48,7 @@ class UpdateRule(ABC):
         stock: class names of DeepSpeed's optimizer whose bits these are.
         types: what it is called in the config's ``optimizer.type``, in lower case.
         trials: (arguments of the rule, a parameter group): what the loaded op is asked with.
+        own_step: the optimizer runs its own code, on the host only, and keeps its moments itself.
         vector_width: of the loaded op.
     """
 
@@ -57,6 +59,7 @@ class UpdateRule(ABC):
     types: ClassVar[tuple[str, ...]]
     trials: ClassVar[tuple[tuple[dict[str, Any], Group], ...]]
     vector_width: int = 1
+    own_step: ClassVar[bool] = False
 
     @classmethod
     def of(cls, optimizer: Any) -> UpdateRule:
@@ -82,6 +85,29 @@ class UpdateRule(ABC):
         """What of the optimizer belongs to no parameter group."""
         del optimizer
         return {}
+
+    def next_step(self, optimizer: Any, master: torch.nn.Parameter, group: int) -> UpdateStep:
+        """The next step of a master of parameter group ``group``; its step counter goes up."""
+        state = optimizer.state[master]
+        state["step"] += 1
+        return self.step(optimizer.param_groups[group], state["step"])
+
+    def update(
+        self,
+        state: Sequence[torch.Tensor],
+        parts: Iterable[Part],
+        out: torch.Tensor,
+        step: UpdateStep,
+        threads: int,
+    ) -> None:
+        """Updates a subgroup's ``state`` on the host and writes its parameters to ``out``."""
+        elements = state[0].numel()
+        for start, end, gradient, scale in parts:
+            span = slice(start, end)
+            host_update(
+                [t[span] for t in state], gradient, out[span], step, scale, threads,
+                self.tail(elements, start, end),
+            )  # fmt: skip
 
     @abstractmethod
     def step(self, group: Group, number: int) -> UpdateStep:

@@ -29,19 +29,22 @@ WATCHED_STEPS = 4  # the first one compiles and warms up
 DEVICE_MEMORY_MARGIN = 0.1  # of the device's memory, left to activations that grow later
 
 
-def host_plan(subgroup_size: int, count: int, home: ParameterHome = "device") -> Plan:
+def host_plan(
+    subgroup_size: int, count: int, home: ParameterHome = "device", *, overlap_forward: bool = False
+) -> Plan:
     """The plan of the watched steps: every subgroup on the host. They wait for their updates, since
     a forward that waits for some would seem longer than it is.
 
     Args:
         home: of all parameters.
+        overlap_forward: for a plan that stays.
     """
     return Plan(
         subgroup_size=subgroup_size,
         placement=Plan.runs(["host"] * count),
         parameter_home=Plan.home_runs([home] * count),
         staging_slots=0,
-        overlap_forward=False,
+        overlap_forward=overlap_forward,
     )
 
 

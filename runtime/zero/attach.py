@@ -18,16 +18,25 @@ from runtime.execution.plan_check import check_plan
 from runtime.execution.recorder import Recorder
 from runtime.execution.session import Session
 from runtime.hardware.builds import waits_are_told
+from runtime.hardware.launcher import one_node
 from runtime.kernels import host
 from runtime.kernels.rule import UpdateRule
 from runtime.zero.checks import private
 from runtime.zero.checks.fingerprints import warn_of_mismatch
-from runtime.zero.checks.guard import ConfigError, check_config, check_engine
+from runtime.zero.checks.guard import (
+    ConfigError,
+    check_config,
+    check_engine,
+    for_a_plan,
+    leave_to_stock,
+)
 from runtime.zero.cuts import subgroups_of
 from runtime.zero.host_memory import check_host_memory
 from runtime.zero.steady import keep_flowing
+from simulator.estimates.blocks import ModelError
+from simulator.estimates.deepspeed_keys import read_file
 from simulator.machine import Machine
-from simulator.plan import CheckpointPlan, Plan, PlanError
+from simulator.plan import CheckpointPlan, Placement, Plan, PlanError
 from simulator.timeline import Timeline
 from simulator.workload import Workload
 
@@ -52,7 +61,8 @@ def initialize(
 
     Args:
         plan: a `Plan`, its JSON file, or its fields. ``"auto"`` measures the machine (once, the
-            result is cached), watches the first steps, plans and applies.
+            result is cached), watches the first steps, plans and applies; where the config offloads
+            nothing it leaves DeepSpeed alone.
         config: DeepSpeed's config, a dict or a JSON file (also as ``config_params``).
         device: ``auto``; ``emulated`` runs real copies to a device that is not there.
         checkpoint: in the place of the plan's own.
@@ -70,12 +80,13 @@ def initialize(
     if config is None:
         config = kwargs.pop("config_params", None)
     config = _load_config(config)
+    if automatic and leave_to_stock(config):
+        return deepspeed.initialize(*args, config=config, **kwargs)  # type: ignore[no-any-return]
     check_config(config)
+    config = for_a_plan(config)
     if isinstance(plan, Plan):
-        zero = config.setdefault("zero_optimization", {})
+        zero = config["zero_optimization"]
         zero["sub_group_size"] = plan.subgroup_size
-        if zero.pop("cpu_offload", None):  # the key of old
-            zero.setdefault("offload_optimizer", {"device": "cpu"})
         # PyTorch's pinned allocator rounds up to powers of two; `attach` page-locks exactly.
         zero["offload_optimizer"]["pin_memory"] = False
         if int(os.environ.get("WORLD_SIZE") or 1) <= 2:
@@ -107,11 +118,9 @@ def load_plan(plan: PlanLike) -> Plan:
 def _load_config(config: Any) -> dict[str, Any]:
     if isinstance(config, (str, Path)):
         try:
-            config = json.loads(Path(config).read_text())
-        except (OSError, json.JSONDecodeError) as error:
-            raise ConfigError(
-                f"config must be a dict or a JSON file, but got {config}: {error}"
-            ) from None
+            config = read_file(config)
+        except ModelError as error:
+            raise ConfigError(f"config must be a dict or a JSON file: {error}") from None
     if not isinstance(config, dict):
         raise ConfigError(f"config must be a dict or a JSON file, but got {type(config).__name__}")
     return json.loads(json.dumps(config))  # type: ignore[no-any-return]
@@ -160,14 +169,20 @@ def attach(
     if isinstance(plan, str) and plan == "auto":
         from runtime.replan.auto import host_plan, plan_later
 
+        own_step = check_engine(engine).own_step
         size = max(1, int(engine.zero_sub_group_size()))
+        if own_step:
+            size = max([size, *_partitions(engine.optimizer)])
         count = len(subgroups_of(engine.optimizer, size)) or 1
         attach(
-            engine, host_plan(size, count, private.parameter_home(engine.optimizer)),
-            device=device, checkpoint=checkpoint,
-            overlap_forward=overlap_forward,
+            engine,
+            host_plan(
+                size, count, private.parameter_home(engine.optimizer), overlap_forward=own_step
+            ),
+            device=device, checkpoint=checkpoint, overlap_forward=overlap_forward,
         )  # fmt: skip
-        plan_later(session_of(engine), machine, _to_monitor(engine))
+        if not own_step:  # else there is no other placement to plan
+            plan_later(session_of(engine), machine, _to_monitor(engine))
         return engine
     plan = load_plan(plan)
     private.check_version()
@@ -176,6 +191,8 @@ def attach(
     private.check_members(optimizer)
     size = getattr(optimizer, "sub_group_size", plan.subgroup_size)
     check_plan(plan, subgroups_of(optimizer, size), size, engine.zero_optimization_stage())
+    if rule.own_step:
+        plan = _on_the_host(plan, optimizer)
     host.load()
     if not isinstance(device, Device):
         device = choose_device(device, on_cuda=private.on_cuda())
@@ -188,6 +205,33 @@ def attach(
 
         watch(session, machine, workload, replan=replan, show=_to_monitor(engine))
     return engine
+
+
+def _partitions(optimizer: Any) -> list[int]:
+    """Elements of each parameter group's partition on this rank below ZeRO-3; empty under it."""
+    return [p.numel() for p in getattr(optimizer, "single_partition_of_fp32_groups", [])]
+
+
+def _on_the_host(plan: Plan, optimizer: Any) -> Plan:
+    """The plan for an optimizer that runs its own step, on whole partitions as stock does.
+
+    Raises:
+        ConfigError: the plan cuts a partition that stock updates as one tensor.
+    """
+    largest = max(_partitions(optimizer), default=0)
+    name = type(optimizer.optimizer).__name__
+    if plan.subgroup_size < largest:
+        raise ConfigError(
+            f"plan.subgroup_size must be at least {largest} for {name}, whose own step updates a "
+            f'whole partition below ZeRO-3, but got {plan.subgroup_size}: use "plan": "auto"'
+        )
+    if plan.count("host") < plan.subgroup_count:
+        logger.warning(
+            "%s runs its own step, for which there is no kernel on the device: every subgroup is "
+            "updated on the host, whatever the plan says", name,
+        )  # fmt: skip
+    hosted: list[Placement] = ["host"] * plan.subgroup_count
+    return plan.placed(hosted, staging_slots=0, prefetch=0)
 
 
 def session_of(engine: Any) -> Session:
@@ -263,6 +307,13 @@ def _checkpointing(engine: Any, session: Session, checkpoint: CheckpointPlan) ->
     from runtime.checkpoint import install
     from runtime.checkpoint.live_state import LiveState
 
+    asked = checkpoint.dir is not None or checkpoint.interval_steps > 0
+    if engine.use_node_local_storage() and not one_node() and not asked:
+        logger.warning(
+            "checkpoint.use_node_local_storage is true, and ranks are on several nodes: DeepSpeed "
+            "saves and loads by itself, while training waits"
+        )
+        return
     live = LiveState()
     live.register_all({i: session.engine.saved_state(i) for i in session.plan.issue_order})
     session.executor.gate = live
@@ -271,6 +322,10 @@ def _checkpointing(engine: Any, session: Session, checkpoint: CheckpointPlan) ->
         plan_digest=lambda: session.plan.digest,
     )  # fmt: skip
     session.before_switch.append(lazy.wait)
+    if session.engine.update_rule().own_step:  # its moments are there after the first step only
+        lazy._before_save = lambda: live.register_all(
+            {i: session.engine.saved_state(i) for i in session.plan.issue_order}
+        )
 
 
 def call_after_step(engine: Any, session: Session) -> None:

@@ -105,7 +105,8 @@ def _adopt(
     for master in masters:
         master.data = device.host_adopt(master.data)
         state = optimizer.optimizer.state[master]
-        state.setdefault("step", 0)
+        if not optimizer._rule.own_step:
+            state.setdefault("step", 0)
         for key in optimizer._rule.unused:
             state.setdefault(key, torch.zeros_like(master.data))
         for key in optimizer._rule.moments:

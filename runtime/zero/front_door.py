@@ -8,6 +8,7 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import hjson
 from runtime.frontdoor.hook import KEY
 from runtime.frontdoor.request import Request, read_request
 from runtime.zero.attach import initialize as initialize_under_plan
+from runtime.zero.checks.guard import leave_to_stock
+from simulator.estimates.deepspeed_keys import ZERO, as_deepspeed_reads, at
 
 logger = logging.getLogger("ebbtide")
 _CONFIGS = ("config", "config_params")
@@ -38,6 +41,10 @@ def initialize(
     if config is None or config.get(KEY) is None or not _trains(call, config):
         return original(*args, **kwargs)  # type: ignore[no-any-return]
     request = read_request(config[KEY], base)
+    if request.plan is not None and leave_to_stock(config):
+        if request.checkpoint is None:
+            return original(*args, **kwargs)  # type: ignore[no-any-return]
+        request = replace(request, plan=None)
     options = {name: value for name, value in call.items() if name not in _CONFIGS}
     if source is not None:
         options["args"] = without(call["args"], source)
@@ -94,12 +101,9 @@ def read(given: Any) -> tuple[dict[str, Any] | None, Path | None]:
 def _trains(call: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
     if call.get("optimizer") is None and not config.get("optimizer"):
         return False
-    if (config.get("zero_optimization") or {}).get("stage", 0) == 0:
-        # TRL builds a reference model from the training engine's config, with stage 0 for ZeRO-2.
-        logger.warning(
-            'an engine with zero_optimization.stage 0 is left to DeepSpeed: "%s" in its config '
-            "needs stage 1, 2 or 3", KEY,
-        )  # fmt: skip
+    # TRL builds a reference model from the training engine's config, with stage 0 for ZeRO-2.
+    if not at(as_deepspeed_reads(config), f"{ZERO}.stage"):
+        leave_to_stock(config)
         return False
     return True
 

@@ -94,6 +94,11 @@ class PlannedZero:
     def clips(self) -> bool:
         return self.clip_grad > 0
 
+    def _kept(self, master: torch.nn.Parameter) -> tuple[torch.Tensor, ...]:
+        """The moments of a master that an optimizer with its own step has made so far."""
+        values = self.optimizer.state.get(master, {}).values() if self._rule.own_step else ()
+        return tuple(v for v in values if torch.is_tensor(v) and v.shape == master.shape)
+
     def _masters(self) -> list[torch.nn.Parameter]:
         """DeepSpeed's fp32 parameters, as they are: nobody waits for their updates here."""
         raise NotImplementedError
@@ -103,16 +108,16 @@ class PlannedZero:
         raise NotImplementedError
 
     def _next_steps(self) -> list[UpdateStep]:
-        """The next step's scalars of each master; DeepSpeed's step counters go up."""
-        steps = []
-        for master, number in zip(self._masters(), self._group_of(), strict=True):
-            state = self.optimizer.state[master]
-            state["step"] += 1
-            steps.append(self._rule.step(self.optimizer.param_groups[number], state["step"]))
-        return steps
+        """The next step of each master; DeepSpeed's step counters go up."""
+        return [
+            self._rule.next_step(self.optimizer, master, number)
+            for master, number in zip(self._masters(), self._group_of(), strict=True)
+        ]
 
     def resume_rule(self) -> None:
         """The rule goes on as if the steps so far had been run without a break."""
+        if self._rule.own_step:
+            return
         steps = {int(self.optimizer.state[master]["step"]) for master in self._masters()}
         groups = self.optimizer.param_groups
         if len(steps) == 1:

@@ -214,6 +214,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):  # type: ignore[misc]
         own.update(self._scale_of(norm))
         own.executor.wait_all()
         self._flat.published = not self._flat.shadows
+        self._lazy_init_hp_params_optimizer_state()
         for group in range(len(self.bit16_groups)):
             self.averaged_gradients[group] = None
         self.reset_cpu_buffers()
@@ -260,7 +261,9 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):  # type: ignore[misc]
         """DeepSpeed's links from parameters to their state, gated; renewed after every load."""
         super()._link_all_hp_params()
         self._hp_optimizer_states_linked = False
-        self._lazy_init_hp_params_optimizer_state()
+        # An optimizer's own first step makes its moments.
+        if not self._rule.own_step or any(self.optimizer.state.values()):
+            self._lazy_init_hp_params_optimizer_state()
         for group in self.bit16_groups:
             for param in group:
                 self._gate(param)
@@ -361,7 +364,9 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):  # type: ignore[misc]
         self._flat.published = not self._flat.shadows
 
     def saved_state(self, subgroup: int) -> tuple[torch.Tensor, ...]:
-        return self._flat.shadows.get(subgroup) or self._ebbtide.executor.states[subgroup].state
+        own = self._flat.shadows.get(subgroup) or self._ebbtide.executor.states[subgroup].state
+        group, _, _ = self._flat.cuts[subgroup]
+        return own + self._kept(self._masters()[group])
 
     def parameter_home(self) -> ParameterHome:
         return "device"

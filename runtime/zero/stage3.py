@@ -295,7 +295,8 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
             self._gathers.show_anew()
 
     def saved_state(self, subgroup: int) -> tuple[torch.Tensor, ...]:
-        return self._ebbtide.executor.states[subgroup].state
+        own = self._ebbtide.executor.states[subgroup].state
+        return own + self._kept(self._masters()[subgroup])
 
     def parameter_home(self) -> ParameterHome:
         return private.parameter_home(self)

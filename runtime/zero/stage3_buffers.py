@@ -19,8 +19,9 @@ def stock_buffers(optimizer: Any, masters: list[torch.nn.Parameter], subgroup: i
     """
     master = masters[subgroup]
     state = optimizer.optimizer.state[master]
-    state.setdefault("step", 0)
     rule = optimizer._rule
+    if not rule.own_step:
+        state.setdefault("step", 0)
     for key in (*rule.moments, *rule.unused):
         state.setdefault(key, torch.zeros_like(master.data))
     gradient = gradient_of(optimizer, subgroup, master.numel())

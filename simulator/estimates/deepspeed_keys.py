@@ -12,6 +12,8 @@ from pathlib import Path
 from reprlib import repr as shortened
 from typing import Any
 
+import hjson
+
 from simulator.estimates.blocks import ModelError
 
 AUTO = "auto"
@@ -68,25 +70,18 @@ _NEARLY = 0.9
 
 
 def loaded(config: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any]:
-    """A config from its file, or as it is; empty where there is none.
+    """A config from its file, or as it is, with what DeepSpeed itself takes for its values: numbers
+    and switches as strings, ``"auto"`` for a default; empty where there is none.
 
     Raises:
         ModelError: the file cannot be read, a key that DeepSpeed's own schema refuses, or a value
             that is none for its key.
     """
     if isinstance(config, (str, Path)):
-        path = config
-        try:
-            config = json.loads(Path(path).read_text())
-        except (OSError, ValueError) as error:
-            raise ModelError(
-                f"a DeepSpeed config must be a JSON file (--ds-config), but got {path}: {error}"
-            ) from None
-        if not isinstance(config, dict):
-            raise ModelError(f"--ds-config must hold a JSON object, but got {path}")
+        config = read_file(config)
     if config is not None and not isinstance(config, Mapping):
         raise ModelError(f"a DeepSpeed config must be an object, but got {type(config).__name__}")
-    config = config or {}
+    config = as_deepspeed_reads(config or {})
     _check_sections(config)
     _check_names(config)
     for key, check in _KINDS.items():
@@ -94,6 +89,78 @@ def loaded(config: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any]:
         if value is not None:
             check(key, value)
     return config
+
+
+def read_file(path: str | Path) -> dict[str, Any]:
+    """A config's file as DeepSpeed reads it: Hjson, so that comments and trailing commas may stand.
+
+    Raises:
+        ModelError: it cannot be read, or holds something else; names the file.
+    """
+    try:
+        text = Path(path).read_text()
+        try:
+            config = json.loads(text)  # of 1e400 Hjson would make a string
+        except ValueError:
+            config = hjson.loads(text)
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"a DeepSpeed config must be a JSON file (--ds-config), but got {path}: {error}"
+        ) from None
+    if not isinstance(config, dict):
+        raise ModelError(f"--ds-config must hold a JSON object, but got {path}")
+    return dict(config)
+
+
+def as_deepspeed_reads(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A copy with the values that DeepSpeed's own schemas make of those given.
+
+    They take ``"auto"`` for no value at all, but for sizes that transformers fills in, "1" for a
+    number and "true" for a switch, and ``zero_optimization: true``, of old, for ZeRO-1.
+    """
+    made = dict(config)
+    if isinstance(made.get(ZERO), bool):
+        made[ZERO] = {"stage": int(made[ZERO])}
+    if isinstance(made.get(ZERO), Mapping):
+        made[ZERO] = _lax(made[ZERO], f"{ZERO}.")
+        for key in (OPTIMIZER, PARAM):
+            if isinstance(made[ZERO].get(key), Mapping):
+                made[ZERO][key] = _lax(made[ZERO][key], f"{ZERO}.{key}.")
+    for key in ("bf16", "bfloat16", "fp16"):
+        if isinstance(made.get(key), Mapping):
+            made[key] = _lax(made[key], f"{key}.")
+    return made
+
+
+def _lax(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    made = {}
+    for key, value in values.items():
+        check = _KINDS.get(where + key)
+        if value == AUTO and check not in (_elements, _switch):
+            continue
+        made[key] = _coerced(value, check)
+    return made
+
+
+def _coerced(value: Any, check: Any) -> Any:
+    """What pydantic takes a value for; as it is where that is an error."""
+    if check in (_flag, _switch) and not isinstance(value, bool):
+        return _SWITCHES.get(str(value).lower(), value)
+    if check is _stage and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if not isinstance(value, str):
+        return value
+    if check in (_elements, _shards, _stage) and re.fullmatch(r"[+-]?\d+(\.0*)?", value):
+        return int(float(value)) if "." in value else int(value)
+    if check is _share and re.fullmatch(r"\d*\.?\d+(e-?\d+)?", value):
+        return float(value)
+    return value
+
+
+_SWITCHES = {
+    **dict.fromkeys(("1", "on", "t", "true", "y", "yes"), True),
+    **dict.fromkeys(("0", "off", "f", "false", "n", "no"), False),
+}
 
 
 def at(config: Mapping[str, Any], key: str) -> Any:

@@ -15,6 +15,7 @@ from simulator.estimates.blocks import Block
 from simulator.estimates.rank import Rank
 from simulator.workload import Workload, cut_flat
 
+ALIGNMENT_BYTES = 16  # of each parameter's begin, with parameter_alignment
 START_ALIGNMENT = 2  # elements: where each rank's slice begins (nccl_start_alignment_factor)
 
 
@@ -23,10 +24,14 @@ class FlatRank(Rank):
 
     def workload(self) -> Workload:
         made = super().workload()
-        size = self.slice_elements(made.params)
-        ends = [min(size, end) for end in accumulate(layer.params for layer in made.layers)]
-        ends[-1] = size  # what pads the slice goes with the last layer
-        counts = [end - begin for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
+        flat = self._laid_out()
+        size = self.slice_elements(sum(elements for _, elements in flat))
+        counts = [0] * len(made.layers)
+        left = size
+        for layer, elements in flat:
+            counts[layer] += min(left, elements)
+            left -= min(left, elements)
+        counts[-1] += left  # what pads the slice goes with the last layer
         layers = [
             layer.model_copy(update={"params": count})
             for layer, count in zip(made.layers, counts, strict=True)
@@ -43,6 +48,24 @@ class FlatRank(Rank):
             "device_base_bytes": made.device_base_bytes + self.waiting_bytes(made),
         }
         return Workload.model_validate({**dict(made), **fields})
+
+    def _laid_out(self) -> list[tuple[int, int]]:
+        """(layer, elements) of each parameter, in the order of DeepSpeed's flat buffer.
+
+        ``round_robin_gradients`` deals them out to the ranks; ``parameter_alignment`` begins each
+        on a border of ALIGNMENT_BYTES.
+        """
+        found = [(layer, n) for layer, block in enumerate(self.stage_blocks)
+                 for n in self.partitions(block)]  # fmt: skip
+        if self.job.round_robin:
+            ranks = self.job.data_parallel
+            found = [parameter for rank in range(ranks) for parameter in found[rank::ranks]]
+        if self.job.aligned:
+            step = ALIGNMENT_BYTES // self.wire
+            found = [
+                *((layer, math.ceil(n / step) * step) for layer, n in found[:-1]), found[-1]
+            ]  # fmt: skip
+        return found
 
     def slice_elements(self, elements: int) -> int:
         """Of each rank: all slices are equal and begin on a border of START_ALIGNMENT elements."""

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from simulator.estimates.architecture import architecture
 from simulator.estimates.blocks import Architecture, ModelError
 from simulator.estimates.deepspeed_config import deepspeed_fields
-from simulator.estimates.deepspeed_keys import ZERO
+from simulator.estimates.deepspeed_keys import ZERO, at
 from simulator.estimates.flat_rank import FlatRank
 from simulator.estimates.offloading import Offloading, offloading, plan_obstacle
 from simulator.estimates.rank import Rank
@@ -144,6 +144,12 @@ def plan_refusal(config: Mapping[str, Any], moved: Offloading) -> str:
     """Why no plan can be made for a DeepSpeed config: what training under one refuses, and what a
     plan is not simulated with; empty: one can.
     """
+    if at(config, "optimizer.params.torch_adam"):
+        return (
+            "optimizer.params.torch_adam must be absent or false to search a plan, but got true: "
+            "torch's optimizer runs its own step, which places all of the state in host memory; "
+            '"ebbtide": {"plan": "auto"} in the config trains so'
+        )
     obstacle = plan_obstacle(config)
     if obstacle or not moved.beyond_plans:
         return obstacle

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from simulator.estimates.deepspeed_keys import (
     section,
 )
 
+_MATRIX_OPTIMIZERS = ("muon", "lamb")
 _ACTIVATIONS = "activation_checkpointing.cpu_checkpointing"
 
 
@@ -130,10 +131,16 @@ def offloading(config: Mapping[str, Any] | str | Path | None) -> Offloading:
     Raises:
         ModelError: the file cannot be read, or a key or value that DeepSpeed does not have.
     """
-    read = loaded(config)
+    return replace(offloading_of(loaded(config)), given=config is not None)
+
+
+def offloading_of(read: Mapping[str, Any]) -> Offloading:
+    """Of a config as `loaded` gives it."""
     zero = section(read, ZERO)
     state = _moved(zero, OPTIMIZER, "cpu_offload")
     held = _moved(zero, PARAM, "cpu_offload_param") or {}
+    if zero.get("stage") in (1, 2):
+        held = {}  # DeepSpeed reads it under ZeRO-3 only
     optimizer = None if state is None else state.get("device") or "none"
     state = state or {}
     pinned, ratio = state.get("pin_memory"), state.get("ratio")
@@ -146,7 +153,6 @@ def offloading(config: Mapping[str, Any] | str | Path | None) -> Offloading:
         default_pinning() if pinned is None else pinned,
         bool(state.get("super_offload")),
         zero.get("zenflow") is not None,
-        config is not None,
     )
 
 
@@ -164,31 +170,50 @@ def default_pinning(installed: str | None = None) -> bool:
     return at_least((0, 19, 5), installed)
 
 
+def left_to_stock(config: Mapping[str, Any]) -> str:
+    """Why there is nothing for a plan to do, so that DeepSpeed trains as without one; empty: there
+    is.
+    """
+    stage = at(config, f"{ZERO}.stage") or 0
+    if stage == 0:
+        return f"{ZERO}.stage is 0, which divides nothing among the ranks"
+    if offloading_of(config).optimizer in (None, "none"):
+        return (
+            f"{STATE}.device is 'none' or absent, so that the optimizer's state stays on the device"
+        )
+    return ""
+
+
+def replaced_by_a_plan(config: Mapping[str, Any]) -> dict[str, str]:
+    """Keys of `STATE` whose place a plan takes, each with what is said of it."""
+    state = section(config, STATE)
+    found = {}
+    ratio = state.get("ratio")
+    if ratio is not None and ratio != 1:
+        found["ratio"] = (
+            f"{STATE}.ratio (Twin-Flow, {ratio}) is left to the plan, which decides what stays on "
+            "the device (`tune plan --gpu-memory`): all of the state is updated with "
+            "DeepSpeedCPUAdam's bits, where Twin-Flow's share on a GPU has those of torch's AdamW"
+        )
+    if state.get("super_offload"):
+        found["super_offload"] = (
+            f"{STATE}.super_offload is left to the plan, which takes the same step's place: the "
+            "bits are those of ZeRO-Offload, SuperOffload's own without its key"
+        )
+    return found
+
+
 def plan_obstacle(config: Mapping[str, Any]) -> str:
     """Why training under a plan refuses this config, with the key to change; empty: it does not.
 
     Of keys that no plan goes with; stage, device and optimizer are for who reads them to judge.
     """
     zero = section(config, ZERO)
-    state = section(zero, OPTIMIZER)
-    ratio = state.get("ratio")
-    if ratio is not None and ratio != 1:
-        return (
-            f"{STATE}.ratio (Twin-Flow) must be 1.0, since the plan places every subgroup itself, "
-            f"but got {ratio}: remove the key. `tune plan --gpu-memory` decides how much is kept "
-            "on the device, and all of it is updated with DeepSpeedCPUAdam's bits, where "
-            "Twin-Flow's share has those of torch's Adam"
-        )
-    held = (_moved(zero, PARAM, "cpu_offload_param") or {}).get("device") or "none"
-    if held == "nvme" and zero.get("stage") == 3:
+    held = offloading_of(config).parameters
+    if held == "nvme":
         return (
             f"{HELD}.device must be none or cpu, but got 'nvme': a plan's updates write parameters "
             "to device or host memory"
-        )
-    if state.get("super_offload"):
-        return (
-            f"{STATE}.super_offload must be false, but got true: it replaces the same optimizer "
-            "step; use one of the two"
         )
     if zero.get("zenflow") is not None:
         return (
@@ -204,11 +229,10 @@ def plan_obstacle(config: Mapping[str, Any]) -> str:
 
 
 def _obstacle_outside_zero(config: Mapping[str, Any]) -> str:
-    if section(config, "optimizer.params").get("torch_adam"):
+    if str(at(config, "optimizer.type")).lower() in _MATRIX_OPTIMIZERS:
         return (
-            "optimizer.params.torch_adam must be absent or false, but got true: torch rounds "
-            "by how many threads share a tensor, which no other kernel can repeat; without the key "
-            "DeepSpeedCPUAdam takes the same hyperparameters"
+            f"optimizer.type must be one that updates each element by itself, but got "
+            f"{at(config, 'optimizer.type')!r}, which needs whole matrices: train it without a plan"
         )
     if section(config, "compile").get("deepcompile"):
         return (

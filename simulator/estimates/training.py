@@ -103,14 +103,6 @@ class Training(BaseModel):
                 "the sequence, but got True with tensor_parallel=1: give tensor_parallel too"
             )
         self._check_division()
-        zero = self.config.get(ZERO) or {}
-        for key in ("round_robin_gradients", "parameter_alignment"):
-            if self.zero_stage < 3 and zero.get(key):
-                raise ModelError(
-                    f"{ZERO}.{key} must be false to estimate ZeRO-{self.zero_stage}, whose "
-                    f"partitions it moves, but got {zero[key]!r}: profile the training run instead "
-                    "(runtime.initialize(plan='auto'))"
-                )
         return self
 
     def _check_division(self) -> None:
@@ -145,6 +137,20 @@ class Training(BaseModel):
     def overlaps_comm(self) -> bool:
         """DeepSpeed's default is on under ZeRO-3 and off below."""
         return self.zero_stage == 3 if self.overlap_comm is None else self.overlap_comm
+
+    @property
+    def round_robin(self) -> bool:
+        """Below ZeRO-3 whole parameters are dealt out to the ranks in turn."""
+        return self.zero_stage < 3 and bool(
+            (self.config.get(ZERO) or {}).get("round_robin_gradients")
+        )
+
+    @property
+    def aligned(self) -> bool:
+        """Below ZeRO-3 each parameter begins on a border in the flat buffer."""
+        return self.zero_stage < 3 and bool(
+            (self.config.get(ZERO) or {}).get("parameter_alignment")
+        )
 
     @property
     def told(self) -> tuple[str, ...]:

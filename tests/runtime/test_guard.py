@@ -1,6 +1,7 @@
 """What a plan cannot be applied to is refused before training: rule, value, key to change."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -30,18 +31,13 @@ REFUSED = [
     (config(stage=0), "zero_optimization.stage must be 1, 2 or 3, but got 0"),
     (config(**offload(device="nvme")), "offload_optimizer.device must be 'cpu', but got 'nvme'"),
     ({**config(), "zero_optimization": {"stage": 3}}, "device must be 'cpu', but got 'none'"),
-    (config(**offload(ratio=0.4)), "ratio .* must be 1.0, .* got 0.4: remove the key"),
     ({**config(), "compile": {"deepcompile": True}}, "compile.deepcompile must be false"),
     (config(offload_optimizer=None, cpu_offload=False), "device must be 'cpu', but got 'none'"),
-    (config(**offload(super_offload=True)), "super_offload must be false"),
     (config(offload_param={"device": "nvme"}), "offload_param.device must be .* got 'nvme'"),
     (config(zenflow={"topk_ratio": 0.1}), "zenflow must be absent"),
     (config(mics_shard_size=2), "mics_shard_size must be absent .* got 2"),
-    ({**config(), "optimizer": {"type": "Lamb"}}, "optimizer.type must be one of .*lion.*Lamb"),
-    (
-        {**config(), "optimizer": {"type": "Adam", "params": {"torch_adam": True}}},
-        "torch_adam must be absent or false",
-    ),
+    ({**config(), "optimizer": {"type": "Muon"}}, "optimizer.type must be one that .*got 'Muon'"),
+    ({**config(), "bf16": {"bf16_optimizer_states": True}}, "bf16_optimizer_states must be absent"),
 ]
 
 
@@ -74,16 +70,65 @@ def test_the_key_of_old_is_taken(only_rank):
     engine.destroy()
 
 
-def test_a_torch_optimizer_is_refused_with_the_way_out(only_rank):
-    model = ByteGPT(SIZES["tiny"])
-    made = {k: v for k, v in config().items() if k != "optimizer"}
-    made["zero_allow_untested_optimizer"] = True
-    made["zero_force_ds_cpu_optimizer"] = False
+KEYS_OF_DEEPSPEEDS_OWN = {
+    "ratio": ({"ratio": 0.3}, r"ratio \(Twin-Flow, 0.3\) is left to the plan"),
+    "super_offload": ({"super_offload": True}, "super_offload is left to the plan"),
+    "automatic": ({"pin_memory": "auto", "ratio": "auto"}, None),
+}
+
+
+@pytest.mark.parametrize("name", KEYS_OF_DEEPSPEEDS_OWN)
+def test_a_plan_takes_the_place_of_other_ways_to_offload_and_says_so(name, only_rank, caplog):
+    given, says = KEYS_OF_DEEPSPEEDS_OWN[name]
+    model, made = ByteGPT(SIZES["tiny"]), config(**offload(**given))
+    before = copy.deepcopy(made)
     plan = Plan(subgroup_size=10**9, placement=Plan.runs(["host"]))
-    with pytest.raises(ConfigError, match=r"hand deepspeed\.ops\.adam\.DeepSpeedCPUAdam"):
-        runtime.initialize(
-            model=model, optimizer=torch.optim.AdamW(model.parameters()), config=made, plan=plan
-        )
+    engine, *_ = runtime.initialize(
+        model=model, model_parameters=model.parameters(), config=made, plan=plan
+    )  # fmt: skip
+    assert engine.optimizer._ebbtide.plan.placements == ("host",)
+    assert made == before
+    assert (says is None) == ("is left to the plan" not in caplog.text)
+    assert says is None or re.search(says, caplog.text)
+    engine.destroy()
+
+
+def test_an_engine_that_was_built_with_twin_flow_is_refused(only_rank):
+    engine = start(extra={"zero_optimization": {
+        "stage": 3, "sub_group_size": 20_000, "offload_optimizer": {"device": "cpu", "ratio": 0.5},
+    }})  # fmt: skip
+    plan = Plan(subgroup_size=20_000, placement=Plan.runs(["host"]))
+    with pytest.raises(ConfigError, match="built with it: remove the key"):
+        runtime.attach(engine, plan)
+    engine.destroy()
+
+
+def test_where_nothing_is_offloaded_deepspeed_is_left_alone(only_rank, caplog):
+    made = config()
+    made["zero_optimization"]["offload_optimizer"] = {"device": "none"}
+    model = ByteGPT(SIZES["tiny"])
+    engine, *_ = runtime.initialize(
+        model=model, model_parameters=model.parameters(), config=made, plan="auto"
+    )  # fmt: skip
+    assert not hasattr(engine.optimizer, "_ebbtide")
+    assert caplog.text.count("this engine is left to DeepSpeed, without a plan") == 1
+    engine.destroy()
+
+
+def test_parameters_below_zero_3_stay_where_they_are_whatever_the_key(only_rank):
+    """DeepSpeed reads ``offload_param`` under ZeRO-3 only."""
+    check_config(config(stage=2, offload_param={"device": "cpu"}))
+
+
+def test_a_file_with_comments_is_read_and_one_that_is_none_is_named(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text('{\n  // as DeepSpeed takes it\n  "zero_optimization": {"stage": 0,},\n}')
+    plan = Plan(subgroup_size=1, placement=Plan.runs(["host"]))
+    with pytest.raises(ConfigError, match="stage must be 1, 2 or 3, but got 0"):
+        runtime.initialize(model=torch.nn.Linear(1, 1), config=str(path), plan=plan)
+    path.write_text("[]")
+    with pytest.raises(ConfigError, match=str(path)):
+        runtime.initialize(model=torch.nn.Linear(1, 1), config=str(path), plan=plan)
 
 
 @pytest.mark.parametrize(
@@ -131,21 +176,6 @@ def test_plans_for_something_else_are_refused_and_training_can_go_on(only_rank):
     with pytest.raises(ConfigError, match="must be DeepSpeed's own ZeRO optimizer"):
         runtime.attach(engine, Plan(subgroup_size=20_000, placement=host))
     train(engine, 2)
-    engine.destroy()
-
-
-def test_torchs_own_adamw_is_refused_with_the_way_out(only_rank):
-    import deepspeed
-
-    model = ByteGPT(SIZES["tiny"])
-    settings = {**config(), "zero_force_ds_cpu_optimizer": False}
-    settings.pop("optimizer", None)
-    engine = deepspeed.initialize(
-        model=model, optimizer=torch.optim.AdamW(model.parameters()), config=settings
-    )[0]
-    plan = Plan(subgroup_size=10**6, placement=Plan.runs(["host"]))
-    with pytest.raises(ConfigError, match=r"got torch\..*AdamW: .*hand .*DeepSpeedCPUAdam"):
-        runtime.attach(engine, plan)
     engine.destroy()
 
 

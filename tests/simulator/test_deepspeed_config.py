@@ -6,7 +6,16 @@ import re
 import pytest
 
 from simulator import ModelError, Quantity, build_strategy, simulate, workload_from_model
-from simulator.estimates.deepspeed_keys import _KINDS, _KNOWN, _SECTIONS, HELD, STATE, ZERO, loaded
+from simulator.estimates.deepspeed_keys import (
+    _KINDS,
+    _KNOWN,
+    _SECTIONS,
+    HELD,
+    OPTIMIZER,
+    STATE,
+    ZERO,
+    loaded,
+)
 from simulator.estimates.job import Job
 from simulator.estimates.offloading import default_pinning, offloading
 from tests.machines import node
@@ -76,11 +85,11 @@ def test_pinning_is_the_default_of_the_deepspeed_at_hand():
     ("ds_config", "says"),
     [
         (config({**CPU, "ratio": -3}), "offload_optimizer.ratio must be a number between 0 and 1"),
-        (config({**CPU, "ratio": "0.3"}), "ratio must be a number .* '0.3'"),
+        (config({**CPU, "ratio": "half"}), "ratio must be a number .* 'half'"),
         (config({**CPU, "ratio": 0.3}, stage=2), "ratio must be 1 under ZeRO-2"),
         (config({"device": "nvme", "ratio": 0.3}), "ratio .*absent beside .*nvme"),
         (config(CPU, zenflow={}), "zenflow must be absent"),
-        (config({**CPU, "pin_memory": "no"}), "pin_memory must be true or false, but got 'no'"),
+        (config({**CPU, "pin_memory": "nay"}), "pin_memory must be true or false, but got 'nay'"),
         (config({**CPU, "bufer_count": 4}), "knows, .*: write buffer_count"),
         (config(CPU, offload_param={"device": "cpu", "colour": 1}), "offload_param.colour must be"),
         (config(CPU, colour=1), "zero_optimization.colour must be a key that DeepSpeed knows"),
@@ -89,16 +98,16 @@ def test_pinning_is_the_default_of_the_deepspeed_at_hand():
         ({"zero_optimization": [1]}, "zero_optimization must be an object"),
         (config("cpu"), "offload_optimizer must be an object, but got 'cpu'"),
         (config(CPU, offload_param="cpu"), "offload_param must be an object, but got 'cpu'"),
-        (config(CPU, stage="3"), "stage .* must be 1, 2 or 3, but got '3'"),
-        (config(CPU, stage=3.0), "stage .* must be 1, 2 or 3, but got 3.0"),
+        (config(CPU, stage="three"), "stage .* must be 1, 2 or 3, but got 'three'"),
+        (config(CPU, stage=2.5), "stage .* must be 1, 2 or 3, but got 2.5"),
         (config(CPU, sub_group_size="x"), "sub_group_size must be a number .* but got 'x'"),
         (config(CPU, sub_group_size=float("inf")), "sub_group_size must be .* but got inf"),
         (config(CPU, sub_group_size=10**400), "sub_group_size must be .* but got 1000"),
         (config(CPU, sub_group_size=2.5), "sub_group_size must be a whole number"),
         ({"train_batch_size": "32"}, "train_batch_size must be a whole number .* but got '32'"),
         ({"train_batch_size": 32.0}, "train_batch_size must be a whole number .* but got 32.0"),
-        ({"fp16": {"enabled": "yes"}}, "fp16.enabled must be true, false or 'auto', but got 'yes'"),
-        (config(CPU, mics_shard_size="auto"), "mics_shard_size must be a whole number"),
+        ({"fp16": {"enabled": "si"}}, "fp16.enabled must be true, false or 'auto', but got 'si'"),
+        (config(CPU, mics_shard_size="all"), "mics_shard_size must be a whole number"),
         ({"bf16": True}, "bf16 must be an object, but got True"),
         ({"data_types": {"grad_accum_dtype": "int8"}}, "grad_accum_dtype must be one of fp32"),
         ({"activation_checkpointing": {"cpu_checkpointing": "false"}},
@@ -172,6 +181,46 @@ def test_a_number_that_json_reads_as_infinite_is_refused(tmp_path):
     path.write_text(text)
     with pytest.raises(ModelError, match="sub_group_size"):
         offloading(path)
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        (config(CPU, stage="3"), config(CPU, stage=3)),
+        (config(CPU, stage=3.0), config(CPU, stage=3)),
+        (config(CPU, reduce_bucket_size="1"), config(CPU, reduce_bucket_size=1)),
+        (config(CPU, overlap_comm="yes"), config(CPU, overlap_comm=True)),
+        (config(CPU, overlap_comm=0), config(CPU, overlap_comm=False)),
+        (config({**CPU, "ratio": "0.3"}), config({**CPU, "ratio": 0.3})),
+        (config({"device": "auto", "pin_memory": "auto"}), config({})),
+        (config(CPU, offload_param={"device": "auto"}), config(CPU, offload_param={})),
+        ({"zero_optimization": True}, {"zero_optimization": {"stage": 1}}),
+        ({"fp16": {"enabled": "true"}}, {"fp16": {"enabled": True}}),
+    ],
+)  # fmt: skip
+def test_values_are_taken_for_what_deepspeed_takes_them(given, read):
+    assert loaded(given) == read
+
+
+def test_these_are_deepspeeds_own_readings():
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    zero = {"stage": "3", "reduce_bucket_size": "1", "overlap_comm": "yes",
+            "offload_optimizer": {"device": "auto", "ratio": "0.3"}}  # fmt: skip
+    stock = DeepSpeedZeroConfig(**zero)
+    ours = loaded({ZERO: zero})[ZERO]
+    assert (stock.stage, stock.reduce_bucket_size, stock.overlap_comm) == (
+        ours["stage"], ours["reduce_bucket_size"], ours["overlap_comm"]
+    )  # fmt: skip
+    assert stock.offload_optimizer.device == "none"
+    assert "device" not in ours[OPTIMIZER]
+    assert stock.offload_optimizer.ratio == ours[OPTIMIZER]["ratio"] == 0.3
+
+
+def test_a_file_may_have_comments_and_trailing_commas(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text('{\n  // ours\n  "zero_optimization": {"stage": 2,},\n}\n')
+    assert loaded(path) == {"zero_optimization": {"stage": 2}}
 
 
 ODD = (None, True, 0, -1, 2.5, "auto", "cpu", "3", [], [1], {}, {"device": "cpu"}, float("nan"),

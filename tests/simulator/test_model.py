@@ -259,8 +259,6 @@ BAD = [
     (LLAMA, {"ds_config": {"zero_optimization": {"stage": 0}}}, "stage .* must be 1, 2 or 3, .* 0"),
     (LLAMA, {"ds_config": {"zero_optimization": {"stage": 2}}, "zero_stage": 1},
      "stage is 2 in the DeepSpeed config, but 1 was given"),
-    (LLAMA, {"ds_config": {"zero_optimization": {"stage": 2, "round_robin_gradients": True}}},
-     "round_robin_gradients must be false .* got True"),
     (LLAMA, {"ds_config": {"optimizer": {"type": "SGD"}}}, "optimizer.type must be .* got 'SGD'"),
     (LLAMA, {"pipeline_parallel": 2}, "must be 1 under ZeRO-2 and 3, .* but got 2 under ZeRO-3"),
     (LLAMA, {"ds_config": {"gradient_clipping": "yes"}}, "gradient_clipping must be a number"),

@@ -167,8 +167,8 @@ def test_how_much_of_a_reduction_backward_goes_on_beside():
     assert beside(3, **automatic) == pytest.approx(0.9, rel=1e-6)
     assert beside(3, overlap_comm=False) == beside(2) == beside(1) == 0
     assert beside(2, overlap_comm=True) == 1
-    with pytest.raises(ModelError, match=r"zero_optimization.overlap_comm.*'yes'"):
-        beside(3, overlap_comm="yes")
+    with pytest.raises(ModelError, match=r"zero_optimization.overlap_comm.*'aye'"):
+        beside(3, overlap_comm="aye")
 
 
 def test_zero_1_reduces_once_per_step_whatever_it_accumulates():
@@ -188,3 +188,29 @@ def test_stock_updates_its_slice_in_one_piece():
     timeline = simulate(build_strategy("zero_offload", work), machine())
     assert timeline.iteration_s == 4 + 8 + 160 + 40 + 80 + 5
     assert timeline.host_peak_bytes == 40 * (12 + 4 + 2)
+
+
+def test_round_robin_deals_whole_parameters_out_to_the_ranks():
+    """DeepSpeed's first rank then has a share of every layer, not the first layers alone."""
+
+    def layers(**zero):
+        made = workload_from_model(
+            LLAMA, preset("h200"), {"zero_optimization": {"stage": 2, **zero}}, data_parallel=4
+        )  # fmt: skip
+        return [layer.params for layer in made.layers], made
+
+    plain, before = layers()
+    dealt, after = layers(round_robin_gradients=True)
+    assert sum(plain) == sum(dealt) == sum(after.subgroups) == sum(before.subgroups)
+    assert sum(map(bool, plain)) < len(plain) / 2 < sum(map(bool, dealt))
+
+
+def test_aligned_parameters_are_padded_in_the_flat_buffer():
+    sizes = [
+        sum(workload_from_model(
+            TINY, preset("h200"), {"zero_optimization": {"stage": 2, "parameter_alignment": on}}
+        ).subgroups)
+        for on in (False, True)
+    ]  # fmt: skip
+    parameters = sum(len(block.params) for block in architecture(TINY).blocks())
+    assert sizes[0] < sizes[1] < sizes[0] + 8 * parameters

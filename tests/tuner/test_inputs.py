@@ -145,8 +145,6 @@ def ds(tmp_path, optimizer=None, **zero):
 
 CPU = {"device": "cpu"}
 BEYOND_A_PLAN = [
-    ({**CPU, "ratio": 0.3}, {}),
-    ({**CPU, "super_offload": True}, {}),
     (CPU, {"zenflow": {"topk_ratio": 0.1}}),
     (CPU, {"offload_param": {"device": "nvme", "nvme_path": "n"}}),
     (CPU, {"mics_shard_size": 2}),
@@ -154,8 +152,17 @@ BEYOND_A_PLAN = [
 BESIDE_ZERO = [
     {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
     {"compile": {"deepcompile": True}},
-    {"optimizer": {"type": "Adam", "params": {"torch_adam": True}}},
 ]
+
+
+def test_nothing_is_planned_for_an_optimizer_that_runs_its_own_step(model, tmp_path):
+    path = ds(tmp_path, CPU)
+    adam = {"optimizer": {"type": "Adam", "params": {"torch_adam": True}}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | adam))
+    out = tmp_path / "plan.json"
+    planned = run("plan", "--machine", "rtx4090", "--model", model, "--ds-config", path, "-o", out)
+    assert (planned.exit_code, out.exists()) == (2, False)
+    assert "optimizer.params.torch_adam must be absent or false" in planned.output
 
 
 @pytest.mark.parametrize(

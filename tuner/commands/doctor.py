@@ -27,8 +27,8 @@ _COLOURS = {"ok": "green", "slow": "yellow", "bad": "red"}
 @click.option("--ranks", type=click.IntRange(min=1), default=1, show_default=True,
               help="Processes on this machine.")  # fmt: skip
 @click.option("--checkpoint-dir", help="Where checkpoints will go; the plan's own without it.")
-@click.option("--ds-config", help="DeepSpeed's config: names what the installed version is known "
-              "to train wrongly under it.")  # fmt: skip
+@click.option("--ds-config", help="DeepSpeed's config: says whether and how it would train under "
+              "a plan, and what the installed version is known to train wrongly.")  # fmt: skip
 @JSON
 @guarded
 def doctor(

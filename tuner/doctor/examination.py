@@ -11,6 +11,7 @@ from typing import Any
 from simulator.plan import Plan
 from tuner.doctor import memory, software
 from tuner.doctor.finding import Finding
+from tuner.doctor.under_a_plan import under_a_plan
 
 
 def fast_part() -> list[Finding]:
@@ -27,7 +28,7 @@ def whole(
         plan: compared with the free host memory.
         ranks: processes on this machine.
         folder: where checkpoints will go; None: not looked at.
-        config: DeepSpeed's; None: nobody asks what goes wrong under it.
+        config: DeepSpeed's; None: nobody asks whether and how it would train.
     """
     import psutil
     import torch
@@ -42,6 +43,7 @@ def whole(
         *software.kernel(),
         *software.private_names(),
         *software.shadows(script_path()),
+        *(under_a_plan(config) if config is not None else ()),
         *(software.known_results(config) if config is not None else ()),
         hardware.memlock(torch.cuda.is_available(), int(psutil.virtual_memory().total)),
         hardware.numa(),

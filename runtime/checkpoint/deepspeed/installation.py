@@ -13,6 +13,7 @@ from runtime.checkpoint.errors import CheckpointError
 from runtime.checkpoint.live_state import LiveState
 from runtime.checkpoint.trainers.bystanders import ours, watch
 from runtime.checkpoint.trainers.ending import finish_at_sigterm
+from runtime.hardware.launcher import one_node
 from simulator.plan import CheckpointPlan
 
 
@@ -68,7 +69,7 @@ def _refuse_unsupported(engine: Any) -> None:
             "the lazy checkpoint engine needs the optimizer state in memory, but got "
             "zero_optimization.offload_optimizer.device=nvme: set it to cpu"
         )
-    if engine.use_node_local_storage():
+    if engine.use_node_local_storage() and not one_node():
         raise CheckpointError(
             "ranks commit through a folder they all see, but got "
             "checkpoint.use_node_local_storage=true: set it to false and save to shared storage"

@@ -2,60 +2,89 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from typing import Any
 
+from runtime.kernels.own_step import OwnStepRule
 from runtime.kernels.rule import UnknownRoundingError, UpdateRule
 from runtime.kernels.rules import RULES, rule_class
 from runtime.zero.checks import private
-from simulator.estimates.offloading import plan_obstacle
+from simulator.estimates.deepspeed_keys import OPTIMIZER, ZERO, as_deepspeed_reads, at
+from simulator.estimates.offloading import (
+    left_to_stock,
+    offloading_of,
+    plan_obstacle,
+    replaced_by_a_plan,
+)
+
+logger = logging.getLogger("ebbtide")
 
 
 class ConfigError(ValueError):
     """A DeepSpeed configuration that ebbtide does not take; the message names the key."""
 
 
-def check_config(config: dict[str, Any]) -> None:
+def check_config(config: Mapping[str, Any]) -> None:
     """Checks a DeepSpeed config before an engine is built from it.
 
     Raises:
         ConfigError: names the rule, the value received and the key to change.
     """
-    zero = config.get("zero_optimization") or {}
-    stage = zero.get("stage", 0)
+    read = as_deepspeed_reads(config)
+    stage = at(read, f"{ZERO}.stage") or 0
     if stage not in (1, 2, 3):
         raise ConfigError(f"zero_optimization.stage must be 1, 2 or 3, but got {stage}")
-    # DeepSpeed still takes cpu_offload, the key of old, for an offload_optimizer with device cpu.
-    offload = zero.get("offload_optimizer") or (
-        {"device": "cpu"} if zero.get("cpu_offload") else {}
-    )
-    where = offload.get("device", "none")
+    where = offloading_of(read).optimizer or "none"
     if where != "cpu":
         raise ConfigError(
             f"zero_optimization.offload_optimizer.device must be 'cpu', but got {where!r}: a plan "
             "moves state between host and device memory only (`tune simulate --ds-config` says "
             "what stock DeepSpeed would take with it)"
         )
-    obstacle = plan_obstacle(config)
+    obstacle = plan_obstacle(read)
     if obstacle:
         raise ConfigError(obstacle)
-    kind = str((config.get("optimizer") or {}).get("type", "adamw"))
-    known = [name for rule in RULES for name in rule.types]
-    if kind.lower() not in known:
-        raise ConfigError(f"optimizer.type must be one of {known} (any case), but got {kind!r}")
+
+
+def leave_to_stock(config: Mapping[str, Any]) -> bool:
+    """Whether DeepSpeed trains as if no plan were asked for; logs why."""
+    why = left_to_stock(as_deepspeed_reads(config))
+    if why:
+        logger.warning("%s: this engine is left to DeepSpeed, without a plan", why)
+    return bool(why)
+
+
+def for_a_plan(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config for an engine under a plan: without keys whose place the plan takes, each of which
+    is logged, and with today's names.
+    """
+    made = dict(as_deepspeed_reads(config))
+    replaced = replaced_by_a_plan(made)
+    for sentence in replaced.values():
+        logger.warning("%s", sentence)
+    zero = made[ZERO] = dict(made.get(ZERO) or {})
+    if zero.pop("cpu_offload", None):  # the key of old
+        zero.setdefault(OPTIMIZER, {"device": "cpu"})
+    zero[OPTIMIZER] = {k: v for k, v in (zero[OPTIMIZER] or {}).items() if k not in replaced}
+    return made
 
 
 def check_engine(engine: Any) -> UpdateRule:
     """Checks a live engine; returns the rule of its optimizer.
 
     Raises:
-        ConfigError: it is not ZeRO-1, 2 or 3 with an optimizer of `RULES` offloaded to the CPU.
+        ConfigError: it is not ZeRO-1, 2 or 3 with an optimizer offloaded to the CPU.
         UnknownRoundingError: DeepSpeed's op was built in a way whose bits are not known.
     """
     import torch
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-    check_config(dict(engine.config) if isinstance(engine.config, dict) else engine.config)
+    config = dict(engine.config) if isinstance(engine.config, dict) else engine.config
+    check_config(config)
+    for sentence in replaced_by_a_plan(as_deepspeed_reads(config)).values():
+        raise ConfigError(f"{sentence}. This engine was built with it: remove the key")
     optimizer = engine.optimizer
     if type(optimizer) not in (DeepSpeedZeroOptimizer_Stage3, DeepSpeedZeroOptimizer):
         raise ConfigError(
@@ -69,25 +98,37 @@ def check_engine(engine: Any) -> UpdateRule:
         )
     if getattr(optimizer, "torch_autocast_gradscaler", None) is not None:
         raise ConfigError(
-            "torch_autocast.dtype must not be fp16 under ZeRO-1 or 2, whose scaler steps the "
-            "optimizer itself: use bf16 or the fp16 section"
+            "torch_autocast.dtype must not be fp16, whose scaler steps the optimizer itself: use "
+            "bf16 or the fp16 section"
         )
-    inner = optimizer.optimizer
-    rule = rule_class(inner)
-    if rule is None:
-        raise ConfigError(
-            f"the optimizer must be one of {[r.stock for r in RULES]}, but got "
-            f"{type(inner).__module__}.{type(inner).__name__}: leave it to optimizer.type in the "
-            "config, or hand deepspeed.ops.adam.DeepSpeedCPUAdam, which takes the same parameter "
-            "groups as torch.optim.AdamW, to deepspeed.initialize"
-        )
-    if not inner.fp32_optimizer_states or optimizer.master_weights_and_grads_dtype != torch.float32:
+    if optimizer.master_weights_and_grads_dtype != torch.float32:
         raise ConfigError(
             "master weights and optimizer states must be fp32, but got "
             f"{optimizer.master_weights_and_grads_dtype}: unset "
             "*_master_weights_and_gradients and bf16_optimizer_states"
         )
-    try:
-        return rule.of(inner)
-    except UnknownRoundingError as error:
-        raise UnknownRoundingError(f"{error}{private.mended_since(rule.name)}") from None
+    return _rule_of(optimizer.optimizer)
+
+
+def _rule_of(inner: Any) -> UpdateRule:
+    import torch
+
+    rule = rule_class(inner)
+    if rule is not None and not getattr(inner, "fp32_optimizer_states", True):
+        raise ConfigError(
+            "optimizer states must be fp32, but got fp32_optimizer_states=False: leave it out of "
+            "optimizer.params, or of the optimizer that the script makes"
+        )
+    if rule is not None:
+        try:
+            return rule.of(inner)
+        except UnknownRoundingError as error:
+            raise UnknownRoundingError(f"{error}{private.mended_since(rule.name)}") from None
+    names = {cls.__name__ for cls in type(inner).__mro__}
+    if not isinstance(inner, torch.optim.Optimizer) or names & {"MuonWithAuxAdam", "FusedLamb"}:
+        raise ConfigError(
+            f"the optimizer must be one of {[r.stock for r in RULES]} or a torch.optim.Optimizer "
+            "that updates each element by itself, but got "
+            f"{type(inner).__module__}.{type(inner).__name__}: train it without a plan"
+        )
+    return OwnStepRule(inner)

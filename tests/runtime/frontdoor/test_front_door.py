@@ -102,5 +102,18 @@ def test_engines_that_train_nothing_stay_as_they_are(front_door, plan):
 def test_a_bad_key_is_told_before_the_model_is_touched(front_door):
     with pytest.raises(RequestError, match="must be an object such as"):
         initialize(config_with("auto"))
+    nvme = {"device": "nvme", "nvme_path": "/nowhere"}
     with pytest.raises(ValueError, match=r"offload_optimizer\.device must be 'cpu'"):
-        initialize(config_with({"plan": "auto"}, offload=False))
+        initialize(config_with({"plan": "auto"}, offload_optimizer=nvme))
+
+
+def test_where_nothing_is_offloaded_stock_trains_and_checkpoints_may_still_be_asked_for(
+    front_door, plan, caplog
+):
+    for key in ({"plan": "auto"}, {"plan": plan}, {"plan": "auto", "checkpoint": {"keep": 1}}):
+        engine = initialize(config_with(key, offload=False))
+        assert type(engine.optimizer).__name__ == "DeepSpeedZeroOptimizer_Stage3"
+        lazy = type(engine.checkpoint_engine).__name__ == "LazyCheckpointEngine"
+        assert lazy == ("checkpoint" in key)
+        engine.destroy()
+    assert caplog.text.count("this engine is left to DeepSpeed, without a plan") == 3

@@ -1,0 +1,151 @@
+"""Any optimizer by its own step, one subgroup at a time, on the host, where stock runs it too.
+
+For optimizers whose arithmetic has no kernel here: torch's (`torch_adam`, a client's), and others
+that DeepSpeed takes with ``zero_allow_untested_optimizer``. The bits are stock's by construction:
+the same code on the same tensors, with as many of torch's threads, since torch divides a tensor
+among them and rounds the last elements of each share otherwise.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from runtime.kernels.rule import Group, Part, UpdateRule
+from runtime.kernels.step import UpdateStep
+
+
+@dataclass(frozen=True, slots=True)
+class OwnStep:
+    """One step of one master, with the parameter groups as they were when it was launched."""
+
+    kernel: ClassVar[str] = "own"
+    master: torch.nn.Parameter
+    group: int
+    groups: list[dict[str, Any]]  # without their parameters
+    threads: int
+
+    @property
+    def variant(self) -> int:
+        return 0
+
+    def scalars(self, scale: float) -> np.ndarray:
+        raise NotImplementedError("an optimizer's own step takes no scalars")
+
+
+class OwnStepRule(UpdateRule):
+    """Runs the step of a private copy of the optimizer, whose groups hold a single master.
+
+    The training thread makes steps; the lane of host updates runs them, one after the other. What
+    the optimizer keeps of a master stays in the live optimizer's ``state``, where checkpoints and
+    readers look for it; it alone knows which tensors those are.
+    """
+
+    name = "own step"
+    moments = ()
+    stock = ""
+    types = ()
+    trials = ()
+    own_step = True
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._mine = _copy_of(optimizer)
+        self._seen: list[dict[str, Any]] = []
+        self._gradient = torch.empty(0)
+
+    def next_step(self, optimizer: Any, master: torch.nn.Parameter, group: int) -> OwnStep:
+        self._optimizer = optimizer  # loading a checkpoint may have made it anew
+        groups = [_values(each) for each in optimizer.param_groups]
+        return OwnStep(master, group, groups, torch.get_num_threads())
+
+    def update(
+        self,
+        state: Sequence[torch.Tensor],
+        parts: Iterable[Part],
+        out: torch.Tensor,
+        step: UpdateStep,
+        threads: int,
+    ) -> None:
+        del threads  # the kernels' own; this is torch
+        assert isinstance(step, OwnStep)
+        if torch.get_num_threads() != step.threads:
+            torch.set_num_threads(step.threads)
+        step.master.grad = self._widened(state[0].numel(), parts)
+        try:
+            self._run(step)
+        finally:
+            step.master.grad = None
+        out.copy_(step.master.detach())
+
+    def _widened(self, elements: int, parts: Iterable[Part]) -> torch.Tensor:
+        """The fp32 gradient, unscaled and clipped as `unscale_and_clip_grads` does it."""
+        if self._gradient.numel() < elements:
+            self._gradient = torch.empty(elements)
+        gradient = self._gradient[:elements]
+        for start, end, part, scale in parts:
+            gradient[start:end].copy_(part).mul_(scale)
+        return gradient
+
+    def _run(self, step: OwnStep) -> None:
+        mine, live = self._mine, self._optimizer
+        self._follow(step.groups)
+        for number, group in enumerate(mine.param_groups):
+            group["params"] = [step.master] if number == step.group else []
+        mine.state = defaultdict(dict, {step.master: live.state[step.master]})
+        before = [_values(group) for group in mine.param_groups]
+        with torch.no_grad():
+            type(mine).step(mine)
+        live.state[step.master] = mine.state[step.master]
+        for was, group, shown in zip(before, mine.param_groups, live.param_groups, strict=True):
+            shown.update({k: v for k, v in _values(group).items() if _differ(v, was.get(k))})
+
+    def _follow(self, groups: list[dict[str, Any]]) -> None:
+        """What a schedule has changed since the step before; what the optimizer itself keeps in
+        its groups goes on from subgroup to subgroup.
+        """
+        mine = self._mine
+        if len(mine.param_groups) != len(groups):
+            mine.param_groups = [dict(group) for group in groups]
+        for group, now, seen in zip(
+            mine.param_groups, groups, self._seen or [{} for _ in groups], strict=True
+        ):
+            group.update({k: v for k, v in now.items() if k not in seen or _differ(v, seen[k])})
+        self._seen = groups
+
+    def step(self, group: Group, number: int) -> UpdateStep:
+        raise NotImplementedError("see next_step")
+
+    def stock_arguments(self, group: Group) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        raise NotImplementedError("there is no op of DeepSpeed's to ask")
+
+
+def _copy_of(optimizer: torch.optim.Optimizer) -> Any:
+    """Shares all but groups and state; its end frees nothing that the original still uses."""
+    kind = type(optimizer)
+    made = copy.copy(optimizer)
+    made.__class__ = type(kind.__name__, (kind,), {"__del__": lambda _: None})
+    # A schedule wraps the original's step; the copy's is its class's own.
+    made.__dict__.pop("step", None)
+    made.param_groups = []
+    return made
+
+
+def _values(group: Group) -> dict[str, Any]:
+    return {
+        key: value.clone() if torch.is_tensor(value) else value
+        for key, value in group.items()
+        if key != "params"
+    }
+
+
+def _differ(a: Any, b: Any) -> bool:
+    if torch.is_tensor(a) or torch.is_tensor(b):
+        return not (torch.is_tensor(a) and torch.is_tensor(b) and torch.equal(a, b))
+    return bool(a != b)

@@ -1,0 +1,163 @@
+"""Optimizers that run their own step on the host: torch's, with stock's bits by construction."""
+
+import copy
+import re
+
+import pytest
+import torch
+
+import runtime
+from runtime.kernels.own_step import OwnStepRule
+from runtime.zero.checks.guard import ConfigError
+from simulator import Plan
+from tests.runtime.contract.training import (
+    assert_same,
+    attached,
+    outcome,
+    plan_for,
+    start,
+    train,
+)
+from tests.runtime.zoo.configs import as_trained
+from tests.runtime.zoo.training import trained
+
+PARAMS = {"lr": 1e-3, "weight_decay": 0.1}
+TORCH_ADAM = {"optimizer": {"type": "AdamW", "params": {"torch_adam": True, **PARAMS}}}
+
+
+def config(optimizer, stage, **changes):
+    zero = {"stage": stage, "sub_group_size": 5_000, "offload_optimizer": {"device": "cpu"}}
+    made = {"bf16": {"enabled": True}, "gradient_clipping": 0.1, "zero_optimization": zero,
+            "zero_allow_untested_optimizer": True, **changes}  # fmt: skip
+    return as_trained({**made, **({"optimizer": optimizer} if optimizer else {})})
+
+
+CONFIGS = {
+    "torch_adam": config(TORCH_ADAM["optimizer"], 3, gradient_accumulation_steps=2),
+    "adam_l2": config({"type": "Adam", "params": {**TORCH_ADAM["optimizer"]["params"],
+                                                  "adam_w_mode": False}}, 2),
+    "sgd": config({"type": "SGD", "params": {"momentum": 0.9, **PARAMS}}, 2),
+    "rmsprop": config({"type": "RMSprop", "params": {"centered": True, **PARAMS}}, 3),
+    "nadam": config({"type": "NAdam", "params": PARAMS}, 1),
+    "client": config(None, 3, zero_force_ds_cpu_optimizer=False,
+                     scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 2}}),
+    "overflow": config(None, 1, zero_force_ds_cpu_optimizer=False, bf16={"enabled": False},
+                       fp16={"enabled": True, "initial_scale_power": 24}),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def front_door(only_rank):
+    runtime.enable()
+    yield
+    runtime.disable()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_tensor_has_stocks_bits(name):
+    stock, ours = trained(CONFIGS[name]), trained(CONFIGS[name], {"plan": "auto"})
+    assert (stock.error, ours.error) == ("", "")
+    assert ours.planned
+    assert ours.same(stock)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("back", [False, True], ids=["to_plan", "to_stock"])
+def test_save_and_resume_both_ways(stage, back, tmp_path):
+    def engine(plan):
+        made = start(stage=stage, extra=TORCH_ADAM)
+        # Below ZeRO-3 the optimizer's step takes a whole partition.
+        size = {} if stage == 3 else {"subgroup": 10**9}
+        return attached(made, ["host"], "unified", **size) if plan else made
+
+    expected = outcome(engine(False), 5)
+    saving = engine(plan=back)
+    first = train(saving, 3)
+    saving.save_checkpoint(str(tmp_path))
+    train(saving, 1, first=3)  # while it is written
+    saving.destroy()
+    resumed = engine(plan=not back)
+    resumed.load_checkpoint(str(tmp_path))
+    state, losses, norms = outcome(resumed, 2, first=3)
+    assert_same((state, torch.cat([torch.stack(first[0]), losses]), first[1] + norms), expected)
+
+
+def test_other_placements_than_the_host_are_not_taken(caplog):
+    engine = start(stage=3, extra=TORCH_ADAM)
+    expected = outcome(start(stage=3, extra=TORCH_ADAM), 3)
+    runtime.attach(engine, plan_for(engine, ["host", "device", "resident"]))
+    assert set(engine.optimizer._ebbtide.plan.placements) == {"host"}
+    assert re.search("AdamW runs its own step, .* updated on the host", caplog.text)
+    assert_same(outcome(engine, 3), expected)
+
+
+def test_a_plan_that_cuts_a_partition_is_refused():
+    engine = start(stage=2, extra=TORCH_ADAM)
+    with pytest.raises(ConfigError, match=r"plan\.subgroup_size must be at least \d+ for AdamW"):
+        runtime.attach(engine, plan_for(engine, ["host"]))
+    engine.destroy()
+
+
+def test_a_step_has_the_settings_of_its_launch():
+    """The script's schedule goes on while the update still waits for its turn."""
+    ours, stock = (torch.nn.Parameter(torch.ones(8)) for _ in range(2))
+    optimizer = torch.optim.SGD([ours], lr=torch.tensor(0.5), momentum=0.9)
+    expected = torch.optim.SGD([stock], lr=0.5, momentum=0.9)
+    rule = OwnStepRule(optimizer)
+    for rate in (0.5, 0.25):
+        optimizer.param_groups[0]["lr"].fill_(rate)
+        expected.param_groups[0]["lr"] = rate
+        step = rule.next_step(optimizer, ours, 0)
+        optimizer.param_groups[0]["lr"].fill_(100.0)
+        gradient = torch.full((8,), 0.25, dtype=torch.bfloat16)
+        rule.update((ours.data,), [(0, 4, gradient[:4], 2.0), (4, 8, gradient[4:], 2.0)],
+                    torch.empty(8, dtype=torch.bfloat16), step, 1)  # fmt: skip
+        stock.grad = torch.full((8,), 0.5)
+        expected.step()
+    assert torch.equal(ours, stock)
+    assert torch.equal(optimizer.state[ours]["momentum_buffer"],
+                       expected.state[stock]["momentum_buffer"])  # fmt: skip
+
+
+class Counting(torch.optim.Optimizer):
+    """Keeps a number of its own in its group, as FusedAdam does."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 1.0, "calls": 0})
+
+    def step(self):
+        for group in self.param_groups:
+            group["calls"] += 1
+            for p in group["params"]:
+                p -= group["calls"] * p.grad
+
+
+def test_what_an_optimizer_writes_to_its_group_stays():
+    ours = torch.nn.Parameter(torch.zeros(4))
+    optimizer = Counting([ours])
+    rule, out = OwnStepRule(optimizer), torch.empty(4)
+    for _ in range(3):
+        step = rule.next_step(optimizer, ours, 0)
+        rule.update((ours.data,), [(0, 4, torch.ones(4), 1.0)], out, step, 1)
+    assert torch.equal(out, torch.full((4,), -6.0))
+    assert optimizer.param_groups[0]["calls"] == 3
+    assert copy.copy(optimizer).state_dict()["param_groups"][0]["calls"] == 3
+
+
+def test_its_tensors_are_registered_with_a_checkpoint(tmp_path):
+    engine = start(stage=3, extra=TORCH_ADAM)
+    attached(engine, ["host"], "unified")
+    train(engine, 1)
+    engine.optimizer.wait()
+    held = engine.optimizer.saved_state(0)
+    kept = engine.optimizer.optimizer.state[engine.optimizer.fp32_partitioned_groups_flat[0]]
+    pointers = {t.data_ptr() for t in held}
+    assert {kept["exp_avg"].data_ptr(), kept["exp_avg_sq"].data_ptr()} < pointers
+    engine.destroy()
+
+
+def test_a_plan_of_one_subgroup_serves_every_group(only_rank):
+    plan = Plan(subgroup_size=10**9, placement=Plan.runs(["host"]))
+    engine = start(stage=2, extra=TORCH_ADAM)
+    runtime.attach(engine, plan)
+    assert_same(outcome(engine, 2), outcome(start(stage=2, extra=TORCH_ADAM), 2))

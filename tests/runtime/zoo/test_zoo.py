@@ -1,0 +1,68 @@
+"""Published configurations under ``"plan": "auto"``: stock's bits, or one true sentence.
+
+Here those with an offloaded optimizer that differ in what a plan has to do with; all of them:
+``python -m tests.runtime.zoo``.
+"""
+
+import json
+
+import pytest
+
+import runtime
+from tests.runtime.zoo.configs import as_trained, offloads, published, zero_of
+from tests.runtime.zoo.training import stock, trained
+from tuner.doctor.under_a_plan import under_a_plan
+
+AUTO = {"plan": "auto"}
+
+
+def kind(config):
+    """What tells two configurations apart for a plan."""
+    zero, optimizer = zero_of(config), config.get("optimizer") or {}
+    precision = [k for k in ("bf16", "fp16") if (config.get(k) or {}).get("enabled")]
+    odd = sorted({"round_robin_gradients", "cpu_offload"} & {k for k, v in zero.items() if v})
+    client = config.get("zero_force_ds_cpu_optimizer", True)
+    torch_adam = (optimizer.get("params") or {}).get("torch_adam", False)
+    home = (zero.get("offload_param") or {}).get("device") if zero.get("stage") == 3 else None
+    return (zero.get("stage"), home, optimizer.get("type"), *precision, *odd, client, torch_adam)
+
+
+def sample():
+    """The first of each kind."""
+    found = {}
+    for row in published():
+        config = as_trained(row.config)
+        if offloads(config):
+            found.setdefault(kind(config), (row.name, config))
+    return sorted(found.values(), key=lambda pair: pair[0])
+
+
+@pytest.fixture
+def front_door(only_rank):
+    runtime.enable()
+    yield
+    runtime.disable()
+
+
+@pytest.mark.parametrize(("name", "config"), sample(), ids=[name for name, _ in sample()])
+def test_same_bits_or_stock_itself_refuses(front_door, name, config):
+    expected = stock(json.dumps(config, sort_keys=True))
+    ours = trained(config, AUTO)
+    assert bool(ours.error) == bool(expected.error), (ours.error, expected.error)
+    if not expected.error:
+        assert ours.planned
+        assert ours.same(expected)
+
+
+def test_the_table_is_as_large_as_it_should_be():
+    assert len({row.repository for row in published()}) >= 30
+    assert sum(offloads(row.config) for row in published()) >= 60
+
+
+def test_the_doctor_says_what_becomes_of_each():
+    """In words that name a key, wherever it is not simply trained."""
+    firsts = [under_a_plan(row.config)[0] for row in published()]
+    refused = [first.detail for first in firsts if first.state != "ok"]
+    assert 0 < len(refused) < len(firsts)
+    named = ("refused: zero_optimization.", "DeepSpeed itself refuses it: ")
+    assert [detail for detail in refused if not detail.startswith(named)] == []

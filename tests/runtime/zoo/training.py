@@ -1,0 +1,100 @@
+"""A tiny model under a published config: as stock trains it, and as ebbtide does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from studies.byte_gpt import Batches, ByteGPT, ByteGPTConfig, train_step
+from tests.runtime.zoo.configs import HIDDEN, client_optimizer
+
+MODEL = ByteGPTConfig(layers=2, hidden=HIDDEN, heads=2, sequence=16)
+STEPS = 3
+
+
+@dataclass
+class Outcome:
+    """What a training left, or why there was none.
+
+    Attributes:
+        planned: by a plan of ebbtide's, not by DeepSpeed's own step.
+        error: the exception's type and text.
+    """
+
+    tensors: list[torch.Tensor]
+    planned: bool = False
+    error: str = ""
+
+    def same(self, other: Outcome) -> bool:
+        pairs = zip(self.tensors, other.tensors, strict=True)
+        return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
+
+
+def trained(config: Mapping[str, Any], key: Any = None, steps: int = STEPS) -> Outcome:
+    """Losses, norms, parameters, masters and moments after some steps.
+
+    Args:
+        config: `as_trained`.
+        key: the value of "ebbtide"; None: stock. `runtime.enable` must have been called.
+    """
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    # DeepSpeed refuses fp16 on a CPU, whose torch computes it all the same.
+    get_accelerator().is_fp16_supported = lambda: True
+    torch.manual_seed(0)
+    made = json.loads(json.dumps({**config, **({} if key is None else {"ebbtide": key})}))
+    model = ByteGPT(MODEL)
+    client = client_optimizer(config)
+    optimizer = client(model.parameters()) if client else None
+    engine = None
+    try:
+        engine = deepspeed.initialize(
+            model=model, model_parameters=model.parameters(), optimizer=optimizer, config=made
+        )[0]
+        seen = _train(engine, steps)
+        return Outcome(seen + _state(engine), hasattr(engine.optimizer, "_ebbtide"))
+    except Exception as error:  # noqa: BLE001 - whatever stands there is the outcome
+        return Outcome([], error=f"{type(error).__name__}: {error}")
+    finally:
+        if engine is not None and engine.optimizer is not None:
+            engine.destroy()
+
+
+@cache
+def stock(config: str) -> Outcome:
+    """By the config's JSON: many files have the same."""
+    return trained(json.loads(config))
+
+
+def _train(engine: Any, steps: int) -> list[torch.Tensor]:
+    batches = Batches(2, MODEL.sequence)
+    seen = []
+    for number in range(steps * engine.gradient_accumulation_steps()):
+        seen.append(train_step(engine, batches.at(number, engine.device)).clone())
+        seen.append(torch.tensor(float(engine.get_global_grad_norm() or 0.0)))
+    return seen
+
+
+def _state(engine: Any) -> list[torch.Tensor]:
+    """Parameters, and whatever the optimizer keeps of each master, in DeepSpeed's order."""
+    from deepspeed.runtime.zero import GatheredParameters
+
+    if hasattr(engine.optimizer, "wait"):
+        engine.optimizer.wait()
+    found = []
+    for parameter in engine.module.parameters():
+        with GatheredParameters(parameter):
+            found.append(parameter.detach().clone())
+    optimizer = engine.optimizer
+    for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):
+        for master in getattr(optimizer, name, ()):
+            kept = optimizer.optimizer.state[master]
+            held = [master, *(kept[key] for key in sorted(kept))]
+            found += [torch.as_tensor(t).detach().clone() for t in held]
+    return found

@@ -1,0 +1,74 @@
+"""Whether and how a DeepSpeed config would train under a plan, without training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tuner.doctor.finding import Finding, bad, ok
+
+NAME = "DeepSpeed config"
+# What DeepSpeed's own offloading needs to know, and a plan says itself.
+_HINTS = (
+    "zero_optimization.sub_group_size", "zero_optimization.cpu_offload_use_pin_memory",
+    *(f"zero_optimization.offload_optimizer.{key}" for key in (
+        "pin_memory", "buffer_count", "fast_init", "pipeline_read", "pipeline_write",
+        "cpuadam_cores_perc")),
+)  # fmt: skip
+_BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def under_a_plan(given: Mapping[str, Any]) -> list[Finding]:
+    """One line of what `runtime.initialize` would do with the config, and one for each key that it
+    reads otherwise than DeepSpeed.
+    """
+    from runtime.zero.checks.guard import ConfigError, check_config
+    from simulator.estimates.deepspeed_keys import as_deepspeed_reads, at
+    from simulator.estimates.offloading import left_to_stock, replaced_by_a_plan
+
+    refusal = _deepspeeds_own(given)
+    if refusal:
+        return [bad(NAME, f"DeepSpeed itself refuses it: {refusal}", "change that key")]
+    config = as_deepspeed_reads(given)
+    why = left_to_stock(config)
+    if why:
+        return [ok(NAME, f'left to DeepSpeed, as without the key "ebbtide": {why}')]
+    try:
+        check_config(given)
+    except ConfigError as error:
+        return [bad(NAME, f"refused: {error}", "change that key, or train without a plan")]
+    hints = [key for key in _HINTS if at(config, key) is not None]
+    told = [ok(NAME, f"trains under a plan, {_whose_bits(config)}")]
+    told += [ok(NAME, sentence) for sentence in replaced_by_a_plan(config).values()]
+    if hints:
+        told.append(ok(NAME, f"hints, of which a plan says its own: {', '.join(hints)}"))
+    return told
+
+
+def _whose_bits(config: Mapping[str, Any]) -> str:
+    from runtime.kernels.rules import RULES
+    from simulator.estimates.deepspeed_keys import at
+
+    kind = at(config, "optimizer.type")
+    stock = {name: rule.stock for rule in RULES for name in rule.types}.get(str(kind).lower())
+    if kind is None:
+        return (
+            "with the bits of the optimizer that the script hands over (torch's own run on the "
+            "host, as in stock)"
+        )
+    if at(config, "optimizer.params.torch_adam") or stock is None:
+        return f"with the bits of torch's {kind}, which runs its own step: all of it on the host"
+    return f"with {stock}'s bits"
+
+
+def _deepspeeds_own(given: Mapping[str, Any]) -> str:
+    """The first line of what the installed DeepSpeed has against the config, batches apart."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    config = {k: v for k, v in given.items() if v != "auto" and k not in _BATCHES}
+    try:
+        DeepSpeedConfig({**config, "train_micro_batch_size_per_gpu": 1})
+    except Exception as error:  # noqa: BLE001 - it raises whatever its parts do
+        lines = [line.strip() for line in str(error).splitlines()]
+        return ": ".join(lines[:3]) or type(error).__name__
+    return ""
