@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 
 import pytest
 from click.testing import CliRunner
@@ -10,6 +11,7 @@ from simulator import Plan
 from tuner.cli import main
 from tuner.doctor import examination, hardware, memory, software, storage
 from tuner.doctor.finding import bad, ok
+from tuner.doctor.under_a_plan import under_a_plan
 
 
 def doctor(*arguments):
@@ -202,3 +204,37 @@ def test_what_is_said_of_lion_and_adagrad_is_what_attach_says():
         (row,) = known_wrong("0.19.7", config)
         assert (row.fixed, known_wrong(first, config)) == (first, [])
     assert all(row.what for row in TABLE)
+
+
+CPU = {"offload_optimizer": {"device": "cpu"}}
+UNDER_A_PLAN = {
+    "no offload": ({"stage": 2}, {}, "ok", "left to DeepSpeed, .*device is 'none'"),
+    "stage 0": ({"stage": 0}, {}, "ok", "left to DeepSpeed, .*zero_optimization.stage is 0"),
+    "script's": ({"stage": 2, **CPU}, {}, "ok", "trains .* the script hands over"),
+    "kernels": ({"stage": 3, **CPU}, {"optimizer": {"type": "Lion"}}, "ok", "DeepSpeedCPULion's"),
+    "own step": ({"stage": 1, **CPU}, {"optimizer": {"type": "Adam", "params": {
+        "torch_adam": True}}}, "ok", "bits of torch's Adam, .*all of it on the host"),
+    "nvme": ({"stage": 3, "offload_optimizer": {"device": "nvme"}}, {}, "bad",
+             r"refused: .*offload_optimizer\.device must be 'cpu', but got 'nvme'"),
+    "16-bit states": ({"stage": 2, **CPU}, {"bf16": {"enabled": True, "bf16_optimizer_states": True,
+                                                     "bf16_master_weights_and_grads": True}},
+                      "bad", r"refused: bf16\.bf16_master_weights_and_grads must be absent"),
+    "misspelt": ({"stage": 2, "ovelap_comm": True}, {}, "bad", "DeepSpeed itself .*ovelap_comm"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNDER_A_PLAN)
+def test_whether_and_how_a_config_would_train_under_a_plan(name):
+    zero, beside, state, says = UNDER_A_PLAN[name]
+    (finding,) = under_a_plan({"zero_optimization": zero, **beside})
+    assert (finding.state, bool(re.search(says, finding.detail))) == (state, True), finding
+
+
+def test_what_a_plan_takes_the_place_of_is_told_apart_from_hints():
+    offload = {"device": "cpu", "ratio": 0.4, "pin_memory": True, "buffer_count": 4}
+    zero = {"stage": 3, "sub_group_size": 1e9, "offload_optimizer": offload}
+    trains, replaced, hints = under_a_plan({"zero_optimization": zero, "train_batch_size": "auto"})
+    assert "DeepSpeedCPUAdam's bits" in replaced.detail
+    for key in ("sub_group_size", "pin_memory", "buffer_count"):
+        assert key in hints.detail
+    assert [f.state for f in (trains, replaced, hints)] == ["ok"] * 3
