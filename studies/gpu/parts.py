@@ -28,6 +28,7 @@ SECTIONS: dict[str, Callable[[Suite], Figures]] = {
     "efficiency": speed.efficiency,
     "fidelity": speed.fidelity,
     "peers": peers,
+    "parameter_offload": speed.parameter_offload,
     "checkpoint_stall": speed.checkpoint_stall,
 }
 PARTS: dict[str, tuple[str, ...]] = {
@@ -36,16 +37,17 @@ PARTS: dict[str, tuple[str, ...]] = {
     "baseline": ("machine", "baseline"),
     "peers": ("peers",),
     "speed": ("efficiency", "ablation", "fidelity"),
+    "parameters": ("parameter_offload",),
     "checkpoints": ("checkpoint_stall",),
 }
 # Unless --size and --cap-gib say otherwise: memory for the model and a part of its state.
-SIZES_OF_PARTS = {"baseline": "1.3b", "speed": "1.3b", "peers": "3b"}
-CAPS_GIB = {"baseline": 12.0, "speed": 12.0, "peers": 24.0}
+SIZES_OF_PARTS = {"baseline": "1.3b", "speed": "1.3b", "peers": "3b", "parameters": "3b"}
+CAPS_GIB = {"baseline": 12.0, "speed": 12.0, "peers": 24.0, "parameters": 12.0}
 BUDGET_S = {
     "ops": 150.0, "kernel_bits": 90.0, "one_step": 120.0, "sanitizer": 120.0,
     "contract": 540.0, "machine": 120.0,
     "baseline": 420.0, "ablation": 180.0, "efficiency": 120.0, "fidelity": 240.0, "peers": 570.0,
-    "checkpoint_stall": 300.0,
+    "checkpoint_stall": 300.0, "parameter_offload": 540.0,
 }  # fmt: skip
 
 

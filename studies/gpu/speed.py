@@ -32,6 +32,26 @@ def baseline(suite: Suite) -> Figures:
     return figures
 
 
+def parameter_offload(suite: Suite) -> Figures:
+    """Parameters in host memory: stock twice, ebbtide with all state and parameters there, and with
+    half of the parameters on the device.
+    """
+    away = ["--offload-param"]
+    rows = suite.trials({
+        "stock_offload_param": ["--variant", "stock", *away],
+        "stock_offload_param_again": ["--variant", "stock", *away],
+        "ebbtide_offload_param": ["--variant", "ebbtide", *away],
+        "ebbtide_offload_param_half": ["--variant", "ebbtide", *away, "--keep", "0.5"],
+    })  # fmt: skip
+    stock, control, ours, half = rows.values()
+    figures: Figures = {"rows": list(rows.values()), **against_control(stock, control, ours)}
+    if "failed" not in ours and "failed" not in half:
+        figures["speedup_of_share"] = ours["iteration_s"] / half["iteration_s"]
+        if half["hash"] != ours["hash"]:
+            figures["correct"] = False
+    return figures
+
+
 def _ebbtide(suite: Suite) -> list[str]:
     return ["--variant", "ebbtide", "--plan", str(suite.plan_path),
             "--timeline", str(suite.out / "measured_trace.json")]  # fmt: skip

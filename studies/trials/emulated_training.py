@@ -163,15 +163,18 @@ class PacedModel(nn.Module):
         return (x - targets).float().square().mean()
 
 
-def start(setting: Setting) -> Any:
-    """A DeepSpeed engine, always from the same weights; gradients are reduced layer by layer."""
+def start(setting: Setting, **zero: Any) -> Any:
+    """A DeepSpeed engine, always from the same weights; gradients are reduced layer by layer.
+
+    ``zero``: further keys of ``zero_optimization``.
+    """
     import deepspeed
 
     from studies.byte_gpt import ds_config
 
     torch.manual_seed(0)
     model = PacedModel(setting)
-    config = ds_config(ROWS, setting.subgroup, reduce_bucket_size=setting.subgroup)
+    config = ds_config(ROWS, setting.subgroup, reduce_bucket_size=setting.subgroup, **zero)
     return deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=config
     )[0]  # fmt: skip
@@ -205,9 +208,10 @@ class Measured:
 class Bench:
     """One engine that trains under one plan after the other, switching between two steps."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: Setting, **zero: Any) -> None:
+        """``zero``: further keys of ``zero_optimization``."""
         self.setting = setting
-        self.engine = start(setting)
+        self.engine = start(setting, **zero)
         self.steps = 0
         self._attached = False
 
@@ -219,13 +223,16 @@ class Bench:
                 of the training loop alone.
         """
         self._apply(plan)
-        marks = [self._step(settle) for _ in range(WARMUP + steps)]
+        return self._measured([self._step(settle) for _ in range(WARMUP + steps)])
+
+    def _measured(self, marks: list[tuple[float, float, float, float]]) -> Measured:
         ends = [mark[2] for mark in marks[WARMUP - 1 :]]
         periods = [b - a for a, b in itertools.pairwise(ends)]
         forward_s, backward_s, step_s = (
             statistics.median(m[i + 1] - m[i] for m in marks[WARMUP:]) for i in range(3)
         )
-        timeline = self.engine.optimizer.timeline()
+        own = getattr(self.engine.optimizer, "timeline", None)  # stock has none
+        timeline = own() if own else Timeline((), "measured")
         return Measured(statistics.median(periods), forward_s, backward_s, step_s, timeline)
 
     def _apply(self, plan: Plan) -> None:
@@ -279,11 +286,11 @@ def batch(setting: Setting, number: int) -> tuple[torch.Tensor, torch.Tensor]:
     return inputs, targets
 
 
-def stock_state(setting: Setting, steps: int) -> dict[str, torch.Tensor]:
+def stock_state(setting: Setting, steps: int, **zero: Any) -> dict[str, torch.Tensor]:
     """What stock DeepSpeed makes of the same model in so many steps, without any pacing."""
     from studies.bench.bits import state_of
 
-    engine = start(setting)
+    engine = start(setting, **zero)
     for number in range(steps):
         engine.backward(engine(*batch(setting, number)))
         engine.step()

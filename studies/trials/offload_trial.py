@@ -20,6 +20,7 @@ import xxhash
 
 from simulator import Plan
 from simulator.limits import GIB
+from simulator.plan import ParameterHome
 from studies.bench.phase_clock import PhaseClock, medians, timed_step
 from studies.bench.rank import become_only_rank
 from studies.bench.record import write_record
@@ -56,6 +57,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--micro-batch", type=int, default=1)
     parser.add_argument("--subgroup", type=int, default=100_000_000)
     parser.add_argument("--clipping", type=float, default=1.0)
+    parser.add_argument("--offload-param", action="store_true", help="parameters in host memory")
+    parser.add_argument("--keep", type=float, default=0.0,
+                        help="ebbtide: this share of them on the device")  # fmt: skip
     parser.add_argument("--cap-gib", type=float, help="limit on GPU memory")
     parser.add_argument("--device", choices=["auto", "cuda", "emulated"], default="auto")
     parser.add_argument("--workload", type=Path, help="profile the engine and write this instead")
@@ -158,6 +162,9 @@ def make_engine(args: argparse.Namespace) -> Any:
     zero: dict[str, Any] = {} if resident else {"offload_optimizer": offload}
     if name == "zenflow":
         zero["zenflow"] = {"topk_ratio": 0.1, "update_interval": 4, "overlap_step": False}
+    if args.offload_param:
+        zero |= {"offload_param": {"device": "cpu", "pin_memory": True},
+                 "stage3_max_reuse_distance": 0}  # fmt: skip
     # Stock's bucket as large as what a plan gets where a config leaves it open.
     zero.setdefault("reduce_bucket_size", REDUCE_BUCKET)
     config = ds_config(
@@ -172,7 +179,7 @@ def make_engine(args: argparse.Namespace) -> Any:
     if name == "deepcompile":
         engine.compile()
     if name == "ebbtide":
-        plan = Plan.load(args.plan) if args.plan else host_plan(engine)
+        plan = Plan.load(args.plan) if args.plan else host_plan(engine, args.keep)
         runtime.attach(engine, plan, device=args.device)
     return engine
 
@@ -183,10 +190,19 @@ def _model(size: str) -> ByteGPT:
         return ByteGPT(SIZES[size])
 
 
-def host_plan(engine: Any) -> Plan:
-    """Every subgroup updated on the host."""
+def host_plan(engine: Any, keep: float = 0.0) -> Plan:
+    """Every subgroup updated on the host, parameters where the config has them.
+
+    Args:
+        keep: this share of those that the config offloads lives on the device.
+    """
+    from runtime.zero.checks.private import parameter_home
+
     count = len(engine.optimizer.fp16_partitioned_groups_flat)
+    there, kept = parameter_home(engine.optimizer), int(keep * count)
+    homes: list[ParameterHome] = ["device" if i < kept else there for i in range(count)]
     return Plan(
+        parameter_home=Plan.home_runs(homes),
         subgroup_size=int(engine.optimizer.sub_group_size),
         placement=Plan.runs(["host"] * count),
         staging_slots=0,

@@ -1,0 +1,193 @@
+"""Parameters in host memory: stock, ebbtide, and ebbtide with a share of them on the device.
+
+    python -m studies.parameter_offload --json parameter_offload.json
+
+Real DeepSpeed with ``offload_param`` on an emulated device; real copies and arithmetic, given rates
+(`studies.trials.emulated_training`). Of stock, the copies of parameters for each pass, which run
+ahead as DeepSpeed asks for them, and the update on the host take their given time, the update at
+the rate of ebbtide's own kernel; its gradients cross for nothing: all that is in stock's favour.
+State lies where the tuner's plan puts it. The share of parameters that stays on the device is made
+by hand, of the layers that forward needs first, as many as a given headroom holds: the tuner does
+not choose it yet. No figure from here is a GPU figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from runtime.devices.emulated import EmulatedDevice
+from runtime.devices.lane import Completion, Lane
+from runtime.zero.checks import private
+from runtime.zero.gathers import Fetch, Fetches
+from simulator import Machine, Plan, Workload, build_schedule, simulate
+from simulator.plan import ParameterHome
+from simulator.schedule import Lane as LaneName
+from studies.bench.bits import differences
+from studies.bench.rank import become_only_rank
+from studies.bench.record import write_record
+from studies.trials.emulated_training import WARMUP, Bench, Measured, Setting
+
+HEADROOM_SHARE = 0.5  # of all parameters: device memory beside activations and buffers
+
+
+def main() -> None:
+    """Entry point of ``python -m studies.parameter_offload``."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, required=True, help="where the figures go")
+    parser.add_argument("--steps", type=int, default=7, help="timed steps of each")
+    parser.add_argument("--quick", action="store_true", help="small and fast, for tests")
+    args = parser.parse_args()
+    become_only_rank()
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    setting = Setting(layers=6, hidden=256).scaled(0.2) if args.quick else Setting()
+    figures = measure(setting, args.steps)
+    write_record(args.json, "parameter_offload", figures)
+    show(figures)
+
+
+def measure(setting: Setting, steps: int) -> dict[str, Any]:
+    """Stock, then each plan on one engine; medians of ``steps`` iterations each.
+
+    Returns:
+        ``speedup_over_stock`` with all parameters on the host, ``speedup_of_share`` against that
+        with a share on the device, ``predicted_over_measured`` of the plan with all on the host,
+        ``bit_identical``: both engines' whole state after the same number of steps.
+    """
+    zero = config(setting)
+    bench = Bench(setting, **zero)
+    work = bench.workload(steps)
+    machine = setting.machine()
+    plans = plans_of(work, machine)
+    found = {name: bench.measure(plan, steps) for name, plan in plans.items()}
+    predicted = {n: simulate(build_schedule(work, p), machine).iteration_s
+                 for n, p in plans.items()}  # fmt: skip
+    stock = StockBench(setting, **zero)
+    found["stock"] = stock.measure_stock(steps)
+    while stock.steps < bench.steps:
+        stock.train()
+    same = differences(bench.close(), stock.close()) == ()
+    all_away, share = found["all on the host"], found["a share on the device"]
+    return {
+        "device_kind": "emulated",
+        "setting": asdict(setting),
+        "steps_of_each": steps,
+        "bit_identical": same,
+        "speedup_over_stock": found["stock"].iteration_s / all_away.iteration_s,
+        "speedup_of_share": all_away.iteration_s / share.iteration_s,
+        "predicted_over_measured": predicted["all on the host"] / all_away.iteration_s,
+        "rows": [_row(name, one, predicted.get(name)) for name, one in found.items()],
+    }
+
+
+def config(setting: Setting) -> dict[str, Any]:
+    """Keys of ``zero_optimization`` under which each layer's parameters come in for each pass, one
+    layer ahead.
+    """
+    return {
+        "offload_param": {"device": "cpu", "pin_memory": True},
+        "stage3_max_reuse_distance": 0,
+        "stage3_max_live_parameters": 3 * setting.subgroup,
+        "stage3_prefetch_bucket_size": setting.subgroup,
+        "stage3_param_persistence_threshold": 0,
+    }
+
+
+def plans_of(work: Workload, machine: Machine) -> dict[str, Plan]:
+    """The tuner's plan of the state; of the parameters all on the host, or what the headroom does
+    not hold.
+    """
+    import tuner
+
+    chosen, count = tuner.plan(work, machine), len(work.subgroups)
+    kept = {"all on the host": 0, "a share on the device": int(HEADROOM_SHARE * count)}
+    plans = {}
+    for name, n in kept.items():
+        homes: list[ParameterHome] = ["device" if i < n else "host" for i in range(count)]
+        plans[name] = chosen.placed(chosen.placements, parameter_home=Plan.home_runs(homes))
+    return plans
+
+
+class StockBench(Bench):
+    """Stock DeepSpeed whose copies for passes and updates take what they take at given rates."""
+
+    def __init__(self, setting: Setting, **zero: Any) -> None:
+        super().__init__(setting, **zero)
+        self.device = EmulatedDevice(setting.rates())
+        self._lane = Lane("stock's gathers")
+        for block in self.engine.module.blocks:
+            block.compute = self.device.compute
+        parameters = self.engine.module.parameters()
+        self._restore = private.gate_gathers(parameters, lambda _: None, self._fetch)
+        self._pace_step()
+
+    def _pace_step(self) -> None:
+        optimizer = self.engine.optimizer
+        step = optimizer.step
+
+        def paced(*args: Any, **kwargs: Any) -> Any:
+            with self.device.host_update(self.setting.params):
+                return step(*args, **kwargs)
+
+        optimizer.step = paced
+
+    def _fetch(self, params: list[Any]) -> Fetches:
+        private.mark_in_flight(params)
+        return Fetches({param: self._copy(param) for param in params})
+
+    def _copy(self, param: Any) -> Fetch:
+        held: torch.Tensor = param.ds_tensor.data
+        to, completion = torch.empty_like(held), Completion("parameter fetch")
+        self._lane.submit(
+            lambda: self.device.copy(to, held, LaneName.H2D_FETCH, None), [], completion
+        )
+        return Fetch(param, to, [completion], self.device)
+
+    def measure_stock(self, steps: int) -> Measured:
+        """Medians over ``steps`` iterations after the warm-up."""
+        return self._measured([self._step(settle=False) for _ in range(WARMUP + steps)])
+
+    def train(self) -> None:
+        """One more step."""
+        self._step(settle=False)
+
+    def close(self) -> dict[str, torch.Tensor]:
+        from studies.bench.bits import state_of
+
+        self._restore()
+        self._lane.close()
+        state = state_of(self.engine)
+        self.engine.destroy()
+        return state
+
+
+def _row(name: str, found: Measured, predicted_s: float | None) -> dict[str, Any]:
+    return {
+        "name": name, "iteration_s": found.iteration_s, "predicted_s": predicted_s,
+        "forward_s": found.forward_s, "backward_s": found.backward_s, "step_s": found.step_s,
+    }  # fmt: skip
+
+
+def show(figures: dict[str, Any]) -> None:
+    """Prints the table."""
+    table = Table(title="parameters in host memory, emulated device")
+    for column in ("plan", "iteration", "predicted", "forward", "backward", "step"):
+        table.add_column(column, justify="left" if column == "plan" else "right")
+    for row in figures["rows"]:
+        times = (row[f"{key}_s"] for key in ("iteration", "predicted", "forward", "backward",
+                                             "step"))  # fmt: skip
+        table.add_row(row["name"], *("" if s is None else f"{s * 1e3:.0f} ms" for s in times))
+    Console().print(table, f"bit-identical to stock: {figures['bit_identical']}")
+
+
+if __name__ == "__main__":
+    main()
