@@ -6,6 +6,7 @@ automatic fusion is off, so that the bits are those of ``host_update``.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -148,13 +149,15 @@ def compile_for(
 ) -> None:  # fmt: skip
     """Compiles what `device_update` will run, by running it on the current device.
 
-    Triton compiles anew for lengths and tails that are multiples of 16 and for those that are not;
-    so each of the four is run. ``tensors`` are those of the state.
+    Triton compiles anew for lengths, tails and addresses that are multiples of 16, for those that
+    are not, and for a kept gradient, which is fp32: each is run. ``tensors`` are those of the
+    state. A parameter's own slice of a subgroup begins anywhere.
     """
-    for elements in (32, 33):
-        state = [torch.zeros(elements, device=device) for _ in range(tensors)]
-        grad = torch.zeros(elements, dtype=grad_dtype, device=device)
-        out = torch.zeros(elements, dtype=out_dtype, device=device)
+    for elements, grads, start in itertools.product((32, 33), {grad_dtype, torch.float32}, (0, 1)):
+        state = [torch.zeros(elements + 1, device=device)[start:][:elements]
+                 for _ in range(tensors)]  # fmt: skip
+        grad = torch.zeros(elements, dtype=grads, device=device)
+        out = torch.zeros(elements + 1, dtype=out_dtype, device=device)[start:][:elements]
         for step in steps:
             for tail in (elements - 16, elements - 17):
                 device_update(state, grad, out, step, tail=tail)

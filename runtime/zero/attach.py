@@ -282,8 +282,11 @@ def _take_over(
 
 
 def _record_forward(module: torch.nn.Module, recorder: Recorder) -> None:
-    module.register_forward_pre_hook(lambda *_: recorder.forward_begins(), prepend=True)
-    module.register_forward_hook(lambda *_: recorder.forward_ends())
+    # Not to be traced by torch.compile: a clock is no part of the model's graph.
+    begins = torch.compiler.disable(lambda *_: recorder.forward_begins())
+    ends = torch.compiler.disable(lambda *_: recorder.forward_ends())
+    module.register_forward_pre_hook(begins, prepend=True)
+    module.register_forward_hook(ends)
 
 
 def _report(session: Session) -> None:

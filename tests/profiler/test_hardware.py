@@ -134,14 +134,12 @@ def test_a_process_away_from_its_gpu_is_warned(tmp_path, monkeypatch, cores, gpu
     assert ["away from the GPU's NUMA node 1" in line for line in warnings] == [True] * warned
 
 
-def test_a_low_memlock_limit_is_told(monkeypatch):
-    limit = hardware.resource.RLIM_INFINITY
-    monkeypatch.setattr(hardware.resource, "getrlimit", lambda which: (limit, limit))
-    assert hardware._memlock(2**30) == ("unlimited", [])
-    limit = 2**16
-    text, warnings = hardware._memlock(2**30)
-    assert text == "65536"
-    assert "only 65536 bytes may be page-locked" in warnings[0]
+def test_a_low_memlock_limit_is_a_fact_and_no_warning(monkeypatch):
+    """The driver locks pages without charging them to it: every container would be warned."""
+    monkeypatch.setattr(hardware.resource, "getrlimit", lambda which: (2**16, 2**16))
+    found = hardware.look(cuda=False)
+    assert found.facts["memlock_bytes"] == "65536"
+    assert not [line for line in found.warnings if "lock" in line]
 
 
 def host_tree(root, busy, stolen=0, throttled=0, hot=0):

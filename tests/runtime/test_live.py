@@ -1,6 +1,7 @@
 """Plans that change while training runs: by hand, by a watch, and ``plan="auto"``."""
 
 import functools
+import time
 
 import pytest
 import torch
@@ -254,3 +255,26 @@ def test_a_watch_does_not_wait_for_the_step_just_launched(only_rank, monkeypatch
     train(engine, 3)
     assert len(looked) == 3
     assert waited == []
+
+
+def test_what_is_recorded_of_forward_breaks_no_compiled_graph():
+    from types import SimpleNamespace
+
+    import torch._dynamo
+
+    from runtime.zero.attach import _record_forward
+
+    calls = []
+    recorder = SimpleNamespace(
+        forward_begins=lambda: calls.append(time.perf_counter()),
+        forward_ends=lambda: calls.append(time.perf_counter()),
+    )
+    module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())
+    _record_forward(module, recorder)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    module.compile(backend="eager")
+    for _ in range(2):
+        module(torch.randn(2, 8))
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert len(calls) == 4

@@ -147,6 +147,20 @@ def test_device_kernels_have_the_host_kernels_bits_in_tritons_interpreter():
     assert len(done.stdout.split("\n")) > len(KINDS) * 2
 
 
+def test_all_that_a_step_may_run_is_compiled_at_attach(monkeypatch):
+    """Kept gradients are fp32, and a parameter's own slice begins anywhere: no step pays for it."""
+    pytest.importorskip("triton")
+    from runtime.kernels import device
+
+    seen = set()
+    monkeypatch.setattr(device, "device_update", lambda state, grad, out, step, tail: seen.add(
+        (grad.dtype, len(grad) % 16, tail % 16, state[0].storage_offset() % 16)))  # fmt: skip
+    device.compile_for(AdamRule().forms(), 3, torch.bfloat16, torch.bfloat16, "cpu")
+    assert {(dtype, offset) for dtype, _, _, offset in seen} == {
+        (dtype, offset) for dtype in (torch.bfloat16, torch.float32) for offset in (0, 1)
+    }
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("tail", [0, 3, 1_000_003])

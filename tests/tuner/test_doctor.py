@@ -156,7 +156,7 @@ def test_folders_that_cannot_be_written(tmp_path, monkeypatch):
 
 def test_links_and_locked_memory(monkeypatch):
     monkeypatch.setattr("resource.getrlimit", lambda _: (2**20, 2**20))
-    assert hardware.memlock(True, 2**34).fix.startswith("ulimit -l unlimited")
+    assert hardware.memlock(True, 2**34).state == "ok", "the driver does not charge it"
     assert hardware.memlock(False, 2**34).state == "ok"
     assert hardware.link_finding("PCIe", 16, 16, 4, 4).state == "ok"
     assert hardware.link_finding("PCIe", 8, 16, 4, 4).state == "slow"

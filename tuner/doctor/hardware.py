@@ -7,19 +7,17 @@ from typing import Any
 
 from tuner.doctor.finding import Finding, ok, slow
 
-MIN_LOCKED_SHARE = 0.5  # of host memory: offloaded state is page-locked
-
 
 def memlock(has_gpu: bool, host_bytes: int) -> Finding:
-    """How much memory may be page-locked; only copies to a GPU need that."""
+    """The limit on locked memory. NVIDIA's driver does not charge what it locks to it: what limits
+    that is the memory of the host and of its container.
+    """
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
         return ok("memlock", "unlimited")
     detail = f"{soft / 2**30:.2f} GiB of {host_bytes / 2**30:.1f} GiB"
-    if has_gpu and soft < MIN_LOCKED_SHARE * host_bytes:
-        return slow("memlock", f"only {detail} may be page-locked",
-                    "ulimit -l unlimited (docker run --ulimit memlock=-1)")  # fmt: skip
-    return ok("memlock", detail if has_gpu else f"{detail} (no GPU: nothing is page-locked)")
+    why = "does not count for CUDA's page locks" if has_gpu else "no GPU: nothing is page-locked"
+    return ok("memlock", f"{detail} ({why})")
 
 
 def numa() -> Finding:

@@ -46,7 +46,7 @@ def read_between(engine, steps):
 CASES = {
     **{f"ZeRO-3, {case}": (lambda case=case: engine_for(case), None) for case in (
         "clipping", "accumulation", "small_buckets", "no_persistent_parameters",
-        "parameter_groups", "no_overlap")},
+        "parameter_groups", "no_overlap", "offloaded_parameters")},
     "readers": (lambda: engine_for("clipping"), read_between),
     "unused parameters": (lambda: start(model=Switching(), subgroup_size=9000), None),
     **{f"ZeRO-2, {case}": (lambda case=case: engine_for(case, stage=2), None)
