@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -10,7 +11,7 @@ from simulator.analysis.counted_bound import MOST_SUBGROUPS, CountBounds, count_
 from simulator.analysis.lane_work import of_optimizer
 from simulator.engines.reference import capacities
 from simulator.machine import Machine
-from simulator.update.recipes import Bytes
+from simulator.update.recipes import Bytes, Placement
 from simulator.workload import Workload
 
 
@@ -21,16 +22,14 @@ class Bound:
     Attributes:
         iteration_s: no plan's steady iteration can be shorter.
         update_s: from the norm barrier until the next (first micro-batch's) forward has ended.
-        host_params, device_params, resident_params: the split of this rank's parameters.
+        params: the split of this rank's parameters.
         binding: the resources that are full at the optimum; ``(update)``: from the end of backward
             to the end of the next forward, else over the whole iteration.
     """
 
     iteration_s: float
     update_s: float
-    host_params: float
-    device_params: float
-    resident_params: float
+    params: Mapping[Placement, float]
     binding: tuple[str, ...]
 
 
@@ -104,9 +103,11 @@ def fluid_bound(workload: Workload, machine: Machine, device_bytes: float | None
     return Bound(
         iteration_s=problem.rest_s + update_s,
         update_s=update_s,
-        host_params=host * workload.params,
-        device_params=device * workload.params,
-        resident_params=resident * workload.params,
+        params={
+            "host": host * workload.params,
+            "device": device * workload.params,
+            "resident": resident * workload.params,
+        },
         binding=binding,
     )
 

@@ -4,9 +4,13 @@ import math
 from dataclasses import replace
 from random import Random
 
+from simulator import Quantity
 from simulator.limits import Limits
+from simulator.update.order import UpdateOrder, issue_order
+from simulator.update.recipes import RECIPES
 from tests.tuner.test_search import machine, workload
-from tuner.placements.annealing import WORTH, _State, anneal
+from tuner.placements.annealing import CLOSE, anneal, options, reorder
+from tuner.placements.moves import CHOICES, QUEUES, VISITING, Moved
 from tuner.placements.search import Candidate, Search
 
 GIB = 2**30
@@ -31,7 +35,7 @@ def test_it_comes_by_a_better_plan_that_fits():
     start_s = before.score(before.best()).iteration_s
     search, best = annealed(1500)
     score = search.score(best)
-    assert WORTH * search.bound.iteration_s < start_s, "else there is nothing to do"
+    assert CLOSE * search.bound.iteration_s < start_s, "else there is nothing to do"
     assert score.iteration_s < 0.9 * start_s
     assert search.limits.hold(score.device_peak_bytes, score.host_peak_bytes)
     assert {"host", "resident"} <= set(best.placements)
@@ -44,23 +48,65 @@ def test_the_same_seed_gives_the_same():
 
 def test_what_is_near_the_bound_is_left_alone():
     search, best = annealed(1500)
-    near_s = search.score(best).iteration_s / WORTH
+    near_s = search.score(best).iteration_s / CLOSE
     search.__dict__["bound"] = replace(search.bound, iteration_s=near_s)
     known = len(search.scores)
     anneal(search)
     assert len(search.scores) == known
 
 
-def test_every_move_keeps_each_subgroup_once_and_slots_for_visits_only():
-    rng, state = Random(1), _State.of(Candidate(("host",) * 5 + ("device", "resident"), 1, 1))
+def test_every_move_keeps_each_subgroup_once_in_its_recipes_queue():
+    """Of all recipes there are, whatever they are called."""
+    placements = [CHOICES[i % len(CHOICES)] for i in range(9)]
+    rng, state = Random(1), Moved.of(placements, None, 2, 1)
     seen = set()
     for _ in range(500):
         state = state.moved(rng)
-        assert sorted(state.queues[0] + state.queues[1]) == list(range(7))
-        assert all((state.codes[s] == 0) == (s in state.queues[0]) for s in range(7))
-        assert state.prefetch <= state.slots <= max(1, state.codes.count(1))
-        seen.add(tuple(state.codes))
+        assert sorted(s for sequence in state.sequences for s in sequence) == list(range(9))
+        for queue, sequence in zip(QUEUES, state.sequences, strict=True):
+            assert all(RECIPES[state.placements[s]].queue == queue for s in sequence)
+        visits = sum(p in VISITING for p in state.placements)
+        assert state.prefetch <= state.slots <= max(1, visits)
+        seen.add(state.placements)
     assert len(seen) > 100
+
+
+def test_what_is_issued_is_the_order_of_the_plan_that_it_becomes():
+    rng, state = Random(2), Moved.of([CHOICES[i % len(CHOICES)] for i in range(9)], None, 2, 1)
+    for _ in range(50):
+        state = state.moved(rng)
+        codes, issue = state.arrays()
+        assert [CHOICES[code] for code in codes] == list(state.placements)
+        assert issue.tolist() == list(issue_order(state.placements, state.order))
+
+
+def test_guesses_mix_every_placement_that_there_is_and_try_slots():
+    search = begun()
+    search.guess()
+    assert {p for c in search.scores for p in c.placements} == set(CHOICES)
+    assert {c.staging_slots for c in search.scores} > {1, 2, 4}
+    assert all(sum(p in VISITING for p in c.placements) >= c.prefetch for c in search.scores)
+
+
+def test_options_are_tried_where_they_help():
+    """One thread is faster than all of them here."""
+    work = workload(6)
+    by_threads = {1: Quantity.exact(9e9), 4: Quantity.exact(2e9)}
+    on = machine(host_adam_by_threads=by_threads, host_adam_params_per_s=2e9)
+    search = Search(work, on, Limits.of(work, on))
+    search.score(Candidate(("host",) * 6, overlap_forward=False))
+    options(search)
+    assert (search.best().threads, search.best().overlap_forward) == (1, True)
+
+
+def test_other_orders_of_the_updates_are_found():
+    search = begun()
+    guessed = search.ordered(Candidate(("host",) * 20, order=UpdateOrder(host="arrival")))
+    search.scores.clear()
+    before_s = search.score(guessed).iteration_s
+    reorder(search, 50)
+    assert search.best().placements == guessed.placements
+    assert search.score(search.best()).iteration_s < before_s
 
 
 def test_what_does_not_fit_is_never_taken():

@@ -72,7 +72,6 @@ def test_plan_as_json_for_a_named_strategy(files):
         (["show", "{binary}"], "a plan must be a JSON file"),
         (["simulate", "{good}", "--plan", "p", "--strategy", "s"], "only one of --plan"),
         (["plan", "{good}", "--mtbf", "-4h"], "a duration such as 4h"),
-        (["plan", "{good}", "--study-storage", "junk://x"], "--study-storage"),
         (["show", "{machine}"], "is not a plan this ebbtide can use"),
         (["show", "nowhere.json"], "plan must be a readable JSON file"),
         (["show", "{newer}"], "was written by a newer ebbtide"),
@@ -166,3 +165,13 @@ def test_no_color_is_obeyed(files):
     colour = re.compile(r"\x1b\[(\d+;)*[349]\d")
     assert colour.search(shown[None])
     assert not colour.search(shown["1"])
+
+
+def test_a_bar_appears_once_it_takes_long_and_goes(monkeypatch, capsys):
+    from tuner.commands.progress import told_after
+
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    for quiet_s, shown in ((1e9, False), (0.0, True)):
+        with told_after(quiet_s) as progress:
+            progress(0.5, "annealing")
+        assert ("annealing" in capsys.readouterr().err) == shown

@@ -18,7 +18,6 @@ import tuner.placements.planning
 from simulator import preset, workload_from_model
 from tests.machines import node
 from tuner.cli import main
-from tuner.placements.search import Search
 
 TINY = {"layers": 2, "hidden": 512, "heads": 8, "kv_heads": 4, "vocabulary": 2000, "name": "tiny"}
 MIB = 2**20
@@ -108,8 +107,8 @@ TABLE = {
         "restart": changes("--restart", "600s", beside=("--mtbf", "4h")),
         "checkpoint_dir": changes("--checkpoint-dir", "ckpt", beside=("--mtbf", "4h")),
         "storage": changes("--storage", "2MB/s", beside=("--mtbf", "4h")),
-        "study_storage": changes("--study-storage", "sqlite:///study.db"),
-        "seed": changes("--seed", "1", beside=("--subgroup-size", "1e5")),
+        "seed": changes("--seed", "1", beside=(
+            "--model", "large.json", "--gpu-memory", "70GiB", "--subgroup-size", "2e8")),
         "why": changes("--why"),
         "as_json": changes("--json"),
     },
@@ -292,9 +291,8 @@ def recorder(monkeypatch):
         monkeypatch.setattr(target, seen(target, result))
     monkeypatch.setattr("tuner.service.resources.Service", seen("Service"))
     # How long is searched is not what is asked here.
-    tune, climb = Search.tune, Search.climb
-    monkeypatch.setattr(Search, "tune", lambda self, storage=None: tune(self, 2, storage))
-    monkeypatch.setattr(Search, "climb", lambda self, *_: climb(self, 6))
+    monkeypatch.setattr("tuner.placements.annealing.MOST_EVALUATIONS", 60)
+    monkeypatch.setattr("tuner.placements.planning.REORDERINGS", 20)
     monkeypatch.setenv("EBBTIDE_TOKEN", "fixed")
     return seen
 

@@ -156,14 +156,14 @@ def test_what_does_not_fit_says_what_is_missing():
         Limits.of(workload(), machine(), device_memory_bytes=-1)
 
 
-def test_a_study_can_live_in_a_database(tmp_path):
-    import optuna
-
-    url = f"sqlite:///{tmp_path}/study.db"
-    tuner.plan(workload(6), machine(), study_storage=url)
-    names = optuna.get_all_study_names(url)
-    assert len(names) == 1
-    assert len(optuna.load_study(study_name=names[0], storage=url).trials) > 10
+def test_it_tells_how_far_it_is():
+    told = []
+    tuner.plan(workload(12), machine(), progress=lambda *what: told.append(what))
+    shares = [share for share, _ in told]
+    assert shares == sorted(shares)
+    assert shares[0] >= 0
+    assert shares[-1] <= 1
+    assert len({what for _, what in told}) >= 3
 
 
 def test_two_memories_that_suffice_only_one_by_one_are_told_together():

@@ -1,8 +1,6 @@
-"""A plan while somebody waits: the best evenly spread one, without the local search."""
+"""A plan while somebody waits: the best guess, evenly spread, without the local search."""
 
 from __future__ import annotations
-
-import math
 
 from simulator.limits import Limits
 from simulator.machine import Machine
@@ -11,7 +9,7 @@ from simulator.workload import Workload
 from tuner.answer.verdict import distance
 from tuner.placements.memory import ImpossibleError
 from tuner.placements.planning import predict
-from tuner.placements.search import Search, even
+from tuner.placements.search import Search
 
 
 def even_plan(workload: Workload, machine: Machine, limits: Limits) -> Plan:
@@ -21,10 +19,8 @@ def even_plan(workload: Workload, machine: Machine, limits: Limits) -> Plan:
         ImpossibleError: nothing fits.
     """
     search = Search(workload, machine, limits)
-    search.score(even(len(workload.subgroups), 0, 0, 1))
-    if not machine.unified_memory:
-        search.constructive()
-    if all(math.isinf(score.iteration_s) for score in search.scores.values()):
+    search.guess()
+    if not search.fits:
         raise ImpossibleError.explain(workload, limits, list(search.scores.values()))
     made = search.best().plan(workload)
     prediction = predict(workload, machine, made, lower_bound_s=search.bound.iteration_s)

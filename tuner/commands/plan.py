@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tuner.commands.options import DURATION, JSON, RATE, SHARE, SIZE, guarded, needs
+from tuner.commands.progress import told_after
 from tuner.inputs import (
     MACHINE,
     BadInputError,
@@ -55,7 +56,6 @@ if TYPE_CHECKING:
 @click.option("--restart", type=DURATION, default="60s", show_default=True)
 @click.option("--checkpoint-dir", help="Where the planned checkpoints go.")
 @click.option("--storage", type=RATE, help="What it takes from this node, e.g. 2GB/s.")
-@click.option("--study-storage", help="optuna storage, e.g. sqlite:///study.db.")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--why", is_flag=True, help="Also what more memory or bandwidth would bring.")
 @JSON
@@ -73,7 +73,6 @@ def plan(
     restart: float,
     checkpoint_dir: str | None,
     storage: float | None,
-    study_storage: str | None,
     seed: int,
     why: bool,
     as_json: bool,
@@ -101,10 +100,11 @@ def plan(
         "device_memory_bytes": gpu_memory, "host_memory_bytes": host_memory, "seed": seed,
         "robust": robust, "subgroup_sizes": sizes, "memory_margin": memory_margin,
     }  # fmt: skip
-    result = search(
-        work, measured, mtbf_s=mtbf, restart_s=restart, checkpoint_dir=checkpoint_dir,
-        study_storage=study_storage, **options,
-    )  # fmt: skip
+    with told_after(2.0) as progress:
+        result = search(
+            work, measured, mtbf_s=mtbf, restart_s=restart, checkpoint_dir=checkpoint_dir,
+            progress=progress, **options,
+        )  # fmt: skip
     if why:
         from tuner.shadow import shadow_prices
 

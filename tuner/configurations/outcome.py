@@ -21,7 +21,7 @@ from simulator.update.footprint import footprint
 from tuner.calibrate.interval import workload_interval_s
 from tuner.configurations.space import Configuration
 from tuner.placements.quick import quick_plan
-from tuner.placements.search import even
+from tuner.placements.search import evenly
 
 _PLANNED_MICRO_BATCHES = 3  # the first, one like the others, the last
 _VISITS = 4  # steps of the grid of visits where nothing may fit
@@ -210,7 +210,7 @@ def _leanest(work: Workload, start: Plan, limits: Limits) -> Plan:
         return sum(limits.missing(*_peaks(work, plan)).values())
 
     def placed(residents: int, visits: int) -> Plan:
-        c = even(count, residents, visits, 1)
+        c = evenly({"resident": residents, "device": visits, "host": count - residents - visits})
         return start.placed(c.placements, staging_slots=min(1, visits), prefetch=0)
 
     best = start

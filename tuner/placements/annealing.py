@@ -1,133 +1,147 @@
-"""Simulated annealing from the best plan so far, where the bound says that better may be there.
+"""From good guesses to a good plan: other orders of the updates, other options, then annealing.
 
-Placements and orders move together here, which the local searches of `tuner.placements.search` and
-`tuner.placements.refine` change in turn: between two good plans there is often none but worse ones.
+Placements and orders move together in the annealing (`tuner.placements.moves`): between two good
+plans there is often none but worse ones.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import chain, product
 from random import Random
+from typing import Any
 
-import numpy as np
-
-from simulator.engines.recipe_arrays import PLACEMENT_CODES
-from simulator.update.order import UpdateOrder
-from tuner.placements.refine import NEAR, taken_out
+from simulator.update.order import Direction, UpdateOrder
+from tuner.placements.moves import CHOICES, VISITING, Moved
 from tuner.placements.search import Candidate, Search
 
-WORTH = 1.02  # times the bound: nearer than that, others are as good a use of the time
-EVALUATIONS_EACH, MOST_EVALUATIONS = 300, 12_000  # for each subgroup; in all
+CLOSE = 1.001  # times the bound: a better plan would not be worth the search
+BETTER = 1e-6
+EVALUATIONS_EACH, MOST_EVALUATIONS = 400, 12_000  # for each subgroup; in all
+MOST_OPS = 900_000  # evaluations times subgroups: what an evaluation takes grows with them
 HEAT = 0.08  # of a mean subgroup's update on the host: the first temperature
-PLACEMENTS = tuple(PLACEMENT_CODES)
-HOST, DEVICE = PLACEMENT_CODES["host"], PLACEMENT_CODES["device"]
+REORDERED = 3  # candidates
+LEAST_STARTS, MOST_STARTS, STARTS_TIMES_SUBGROUPS = 3, 8, 200
+MOST_SLOTS = 8
+DIRECTIONS: tuple[Direction, ...] = ("forward", "arrival")
 
 
-@dataclass
-class _State:
-    """A plan as it is moved: the queues hold the subgroups in the order of their updates."""
+def anneal(
+    search: Search,
+    evaluations: int | None = None,
+    floor_s: float | None = None,
+    progress: Callable[[float], object] = lambda _: None,
+) -> None:
+    """Adds to the search's scores what it comes by; deterministic under the search's seed.
 
-    codes: list[int]
-    queues: tuple[list[int], list[int]]  # host, device
-    slots: int
-    prefetch: int
+    Half of the time goes to the best of other numbers of each placement, which moves of single
+    subgroups seldom reach, and the other half to the best of all, from a lower temperature.
 
-    @classmethod
-    def of(cls, c: Candidate) -> _State:
-        issue = range(len(c.placements)) if c.issue is None else c.issue.tolist()
-        codes = [PLACEMENT_CODES[p] for p in c.placements]
-        queues = [s for s in issue if codes[s] == HOST], [s for s in issue if codes[s] != HOST]
-        return cls(codes, queues, c.staging_slots, c.prefetch)
-
-    def moved(self, rng: Random) -> _State:
-        """Another one near it."""
-        new = _State(list(self.codes), (list(self.queues[0]), list(self.queues[1])),
-                     self.slots, self.prefetch)  # fmt: skip
-        kind = rng.random()
-        if kind < 0.3:
-            new._swap(rng)
-        elif kind < 0.5:
-            new._place(rng)
-        elif kind < 0.9:
-            new._reorder(rng)
-        elif kind < 0.95:
-            new.slots = max(1, new.slots + rng.choice((-1, 1)))
-        else:
-            new.prefetch = max(0, new.prefetch + rng.choice((-1, 1)))
-        new.slots = max(1, min(new.slots, new.codes.count(DEVICE)))
-        new.prefetch = min(new.prefetch, new.slots)
-        return new
-
-    def _queue(self, subgroup: int) -> list[int]:
-        return self.queues[self.codes[subgroup] != HOST]
-
-    def _swap(self, rng: Random) -> None:
-        """Two subgroups take each other's placement and place in the order."""
-        one, other = rng.randrange(len(self.codes)), rng.randrange(len(self.codes))
-        first, second = self._queue(one), self._queue(other)
-        i, j = first.index(one), second.index(other)
-        first[i], second[j] = other, one
-        self.codes[one], self.codes[other] = self.codes[other], self.codes[one]
-
-    def _place(self, rng: Random) -> None:
-        subgroup, code = rng.randrange(len(self.codes)), rng.randrange(len(PLACEMENTS))
-        before = self._queue(subgroup)
-        place = before.index(subgroup)
-        self.codes[subgroup] = code
-        after = self._queue(subgroup)
-        if after is not before:
-            before.remove(subgroup)
-            behind = (i for i, other in enumerate(after) if other > subgroup)
-            place = next(behind, len(after)) if rng.random() < 0.7 else rng.randint(0, len(after))
-            after.insert(place, subgroup)
-
-    def _reorder(self, rng: Random) -> None:
-        """A part of a queue goes elsewhere, turned round or not."""
-        queue = self.queues[rng.random() < 0.4]
-        if len(queue) < 2:
-            return
-        first, part = taken_out(queue, 0.5, rng)
-        near = min(len(queue), max(0, first + rng.randint(-NEAR, NEAR)))
-        place = near if rng.random() < 0.5 else rng.randint(0, len(queue))
-        queue[place:place] = part[::-1] if rng.random() < 0.3 else part
-
-    def candidate(self, base: Candidate) -> Candidate:
-        return replace(
-            base, placements=tuple(PLACEMENTS[code] for code in self.codes),
-            order=UpdateOrder.from_sequences(*self.queues), staging_slots=self.slots,
-            prefetch=self.prefetch,
-        )  # fmt: skip
-
-    def seconds(self, search: Search, base: Candidate) -> float:
-        """As simulated; ``inf`` where it does not fit."""
-        heads = iter(self.queues[0]), iter(self.queues[1])
-        issue = np.array([next(heads[code != HOST]) for code in self.codes], dtype=np.int64)
-        codes = np.array(self.codes, dtype=np.int8)
-        options = (self.slots, self.prefetch, base.threads, base.overlap_forward, issue)
-        return search.seconds(codes, *options)
-
-
-def anneal(search: Search, evaluations: int | None = None) -> None:
-    """Adds to the search's scores what it comes by; deterministic under the search's seed."""
+    Args:
+        evaluations: None: as many as are worth it for so many subgroups.
+        floor_s: near it the search ends; None: the bound.
+        progress: called with the share of them that is done.
+    """
+    floor_s = search.bound.iteration_s if floor_s is None else floor_s
+    count = len(search.workload.subgroups)
     if evaluations is None:
-        count = len(search.workload.subgroups)
-        evaluations = min(MOST_EVALUATIONS, EVALUATIONS_EACH * count)
-    floor_s, base = search.bound.iteration_s, search.ordered(search.best())
-    best_s = search.score(base).iteration_s
-    if best_s <= WORTH * floor_s:
-        return
-    rng, state, state_s = Random(search.seed), _State.of(base), best_s
-    mean = search.workload.params / len(base.placements)
-    first_s = HEAT * mean / search.machine.host_adam_params_per_s.median
-    for step in range(evaluations):
-        heat_s = first_s * (1 - step / evaluations)
-        tried = state.moved(rng)
-        tried_s = tried.seconds(search, base)
-        if tried_s > state_s and rng.random() >= math.exp((state_s - tried_s) / heat_s):
-            continue
-        state, state_s = tried, tried_s
-        if state_s < best_s * (1 - 1e-6):
-            best_s = min(best_s, search.score(state.candidate(base)).iteration_s)
-            if best_s <= WORTH * floor_s:
+        evaluations = min(MOST_EVALUATIONS, EVALUATIONS_EACH * count, MOST_OPS // count)
+    heat_s = HEAT * search.workload.params / count / search.machine.host_adam_params_per_s.median
+    starts = _starts(search, max(LEAST_STARTS, min(MOST_STARTS, STARTS_TIMES_SUBGROUPS // count)))
+    each = evaluations // (2 * len(starts))
+    for number, start in enumerate(starts):
+        walk = _Walk(search, start)
+        walk.cool(heat_s, each, floor_s, Random(f"{search.seed} {number}"))
+        progress((number + 1) / len(starts) / 2)
+    for part in range(2):
+        last = _Walk(search, search.ordered(search.best()))
+        last.cool(heat_s / 2 ** (part + 1), evaluations // 4, floor_s, Random(search.seed + part))
+        progress(0.75 + part / 4)
+
+
+def _starts(search: Search, most: int) -> list[Candidate]:
+    """The best with each number of slots, which take what could stay; then the best with other
+    numbers of each placement.
+    """
+    known = [c for c, score in search.scores.items() if not math.isinf(score.iteration_s)]
+    known.sort(key=lambda c: search.scores[c].iteration_s)
+    slots = {c.staging_slots: c for c in reversed(known)}
+    numbers = {tuple(c.placements.count(p) for p in CHOICES): c for c in reversed(known)}
+    by_score = (sorted(some.values(), key=known.index) for some in (slots, numbers))
+    return list(dict.fromkeys(chain.from_iterable(by_score)))[:most]
+
+
+def reorder(search: Search, evaluations: int) -> None:
+    """Other orders of the updates for the best candidates so far; ends once the bound is near."""
+    rng = Random(search.seed)
+    known = sorted(search.scores, key=lambda c: search.scores[c].iteration_s)
+    for start in known[:REORDERED]:
+        tried = [search.ordered(start), *(replace(start, order=o) for o in _named(start))]
+        walk = _Walk(search, min(tried, key=lambda c: search.score(c).iteration_s))
+        for _ in range(evaluations):
+            if walk.best_s <= CLOSE * search.bound.iteration_s:
                 return
+            walk.try_(walk.state.reordered(rng), 0.0, rng)
+
+
+def options(search: Search) -> None:
+    """Slots, prefetch, threads and overlap of the best candidate, one after the other."""
+    best = search.best()
+    most = max(1, min(MOST_SLOTS, sum(p in VISITING for p in best.placements)))
+    values: dict[str, list[Any]] = {
+        "threads": [0, *sorted(search.machine.host_adam_by_threads)],
+        "staging_slots": list(range(max(1, best.prefetch), most + 1)),
+        "prefetch": list(range(most + 1)),
+        "overlap_forward": [True, False],
+    }
+    for name, some in values.items():
+        best = search.best()
+        for value in some:
+            if name != "prefetch" or value <= best.staging_slots:
+                search.score(replace(best, **{name: value}))
+
+
+class _Walk:
+    """From a candidate on: what was accepted last, and the best; worse only with heat."""
+
+    def __init__(self, search: Search, base: Candidate) -> None:
+        self.search, self.base = search, base
+        self.state = Moved.of(base.placements, base.order, base.staging_slots, base.prefetch)
+        self.state_s = self.best_s = search.score(base).iteration_s
+
+    def cool(self, heat_s: float, evaluations: int, floor_s: float, rng: Random) -> None:
+        """From a temperature down to nothing; ends near the floor."""
+        for step in range(evaluations):
+            if self.search.best_s <= CLOSE * floor_s:
+                return
+            self.try_(self.state.moved(rng), heat_s * (1 - step / evaluations), rng)
+
+    def try_(self, tried: Moved, heat_s: float, rng: Random) -> None:
+        codes, issue = tried.arrays()
+        options = (tried.slots, tried.prefetch, self.base.threads, self.base.overlap_forward)
+        seconds = self.search.seconds(codes, *options, issue)
+        worse_s = seconds - self.state_s
+        if worse_s > 0 and (heat_s <= 0 or rng.random() >= math.exp(-worse_s / heat_s)):
+            return
+        self.state, self.state_s = tried, seconds
+        if seconds < self.best_s * (1 - BETTER):
+            found = replace(
+                self.base, placements=tried.placements, order=tried.order,
+                staging_slots=tried.slots, prefetch=tried.prefetch,
+            )  # fmt: skip
+            self.best_s = min(self.best_s, self.search.score(found).iteration_s)
+
+
+def _named(candidate: Candidate) -> Iterator[UpdateOrder]:
+    """The directions, and each queue with those first that wait for nobody: behind a visit that
+    has not come in yet they would.
+    """
+    for host, device in product(DIRECTIONS, repeat=2):
+        yield UpdateOrder(host=host, device=device)
+    order = candidate.order or UpdateOrder()
+    state = Moved.of(candidate.placements, order, 1, 0)
+    for sequence in state.sequences:
+        sequence.sort(key=lambda s: candidate.placements[s] in VISITING)
+    yield state.order

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -17,14 +16,15 @@ from simulator.versions import versions
 from simulator.workload import Workload
 from tuner.calibrate.interval import workload_interval_s
 from tuner.calibrate.spread import sampled_machines
-from tuner.placements.annealing import anneal
+from tuner.placements.annealing import anneal, options, reorder
 from tuner.placements.checkpointing import with_checkpoints
 from tuner.placements.memory import ImpossibleError
-from tuner.placements.refine import refine, reorder
-from tuner.placements.search import CLIMB_EVALUATIONS, Candidate, Search, even, seconds_of
+from tuner.placements.search import Candidate, Search, seconds_of
 from tuner.placements.subgroup_size import best_cut, recuts
 
 FINALISTS = 8
+REORDERINGS = 400  # of each of the best guesses
+Progress = Callable[[float, str], object]
 
 
 def plan(
@@ -38,19 +38,16 @@ def plan(
     mtbf_s: float | None = None,
     restart_s: float = 60.0,
     checkpoint_dir: str | None = None,
-    study_storage: str | None = None,
     subgroup_sizes: Sequence[int] | None = None,
     memory_margin: float | None = None,
+    progress: Progress = lambda _share, _what: None,
 ) -> Plan:
     """Searches the best plan for a workload on a machine.
 
-    Placements come from an even spread around the linear program's split, improved by local
-    search on the simulator, and from the numbers of each that promise most by their bounds
-    (`tuner.placements.refine`); the order of the updates from a model of the host's queue
-    (`tuner.placements.update_orders`) and a local search; slots, prefetch, threads and overlap
-    from optuna.
-    What is still far from the bound is annealed (`tuner.placements.annealing`).
-    Deterministic under ``seed``.
+    Guesses spread placements evenly, around the linear program's split too, with the order of the
+    updates from a model of the host's queue (`tuner.placements.update_orders`); the best are
+    reordered, their slots, prefetch, threads and overlap tried one by one, and what is still far
+    from the bound is annealed (`tuner.placements.annealing`). Deterministic under ``seed``.
 
     Args:
         device_memory_bytes, host_memory_bytes: per rank; None: the machine's (host: its share).
@@ -58,11 +55,11 @@ def plan(
         mtbf_s: mean time between failures of the whole job; picks the checkpoint interval, its
             bandwidth cap and copy budget by expected goodput. None: no checkpoints by plan.
         restart_s: from a failure until training runs again.
-        study_storage: an optuna storage URL, e.g. ``sqlite:///study.db``.
         subgroup_sizes: values of ``sub_group_size`` to try beside the workload's own
             (`tuner.placements.subgroup_size.SIZES`); None: its own. `runtime.initialize` sets the
             plan's.
         memory_margin: share of both memories that stays free; None: from the profile's spread.
+        progress: called with the share that is done, and with what is.
 
     Raises:
         ImpossibleError: nothing fits; says how much is missing and which knob helps most.
@@ -71,21 +68,18 @@ def plan(
     if subgroup_sizes is not None and not machine.unified_memory:
         workload = best_cut(recuts(workload, subgroup_sizes), machine, limits, seed)
     search = Search(workload, machine, limits, seed)
-    search.score(even(len(workload.subgroups), 0, 0, 1))
-    if not machine.unified_memory:  # else state that moves to the device stays where it was
-        search.constructive()
-        search.outliers()
-    if all(math.isinf(s.iteration_s) for s in search.scores.values()):
+    progress(0.0, "first guesses")
+    search.guess()
+    if not search.fits:
         raise ImpossibleError.explain(workload, limits, list(search.scores.values()))
-    if machine.unified_memory:
-        search.tune(storage=study_storage)
-    else:
-        search.climb()
-        refine(search)
-        reorder(search)
-        search.tune(storage=study_storage)
-        search.climb(CLIMB_EVALUATIONS // 3)
-        anneal(search)
+    if not machine.unified_memory:  # else state that moves to the device stays where it was
+        search.try_all()
+        progress(0.1, "other orders")
+        reorder(search, REORDERINGS)
+    options(search)
+    if not machine.unified_memory:
+        anneal(search, progress=lambda share: progress(0.2 + 0.7 * share, "annealing"))
+    progress(0.9, "what the others would take")
     chosen = _robust_choice(search, seed) if robust else search.best()
     result = _as_plan(search, chosen)
     return with_checkpoints(

@@ -5,7 +5,6 @@ Needs neither optuna nor pandas nor matplotlib.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from simulator.limits import Limits
@@ -13,10 +12,11 @@ from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.update.footprint import footprint
 from simulator.workload import Workload
-from tuner.placements.refine import reorder
-from tuner.placements.search import Candidate, Search, even
+from tuner.placements.annealing import anneal
+from tuner.placements.moves import VISITING
+from tuner.placements.search import Candidate, Search
 
-CLIMB, REORDERINGS = 300, 40
+EVALUATIONS = 400
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def quick_plan(
     *,
     device_bytes: int | None = None,
     host_bytes: int | None = None,
-    evaluations: int = CLIMB,
+    evaluations: int = EVALUATIONS,
     seed: int = 0,
 ) -> QuickPlan:
     """The best plan of a short search, with the threads and the overlap of ``current``.
@@ -68,17 +68,14 @@ def quick_plan(
     )
     current_s = search.seconds_anyhow(running)
     search.score(running)
-    search.score(even(len(workload.subgroups), 0, 0, 1))
-    if not machine.unified_memory:
-        search.constructive()
-        if any(not math.isinf(score.iteration_s) for score in search.scores.values()):
-            search.climb(evaluations)
-            reorder(search, REORDERINGS, search.fluid.iteration_s)
+    search.guess()
+    if not machine.unified_memory and search.fits:
+        anneal(search, evaluations, search.fluid.iteration_s)
     best = search.best()
     best_s = search.score(best).iteration_s
     if not best_s < current_s:
         return QuickPlan(current, current_s, current_s)
-    visits = best.placements.count("device")
+    visits = not VISITING.isdisjoint(best.placements)
     made = current.placed(
         best.placements, order=best.order, staging_slots=best.staging_slots if visits else 0,
         prefetch=best.prefetch if visits else 0, prediction=None, alternatives=(), reasons=(),

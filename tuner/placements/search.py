@@ -1,13 +1,12 @@
-"""The search over placements, slots, prefetch, threads and overlap."""
+"""What the search knows: candidates, their scores, and the guesses that it begins with."""
 
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
+from itertools import combinations_with_replacement, product
 from typing import Any
 
 import numpy as np
@@ -15,19 +14,19 @@ import numpy as np
 from simulator.analysis.bound import Bound, fluid_bound, raised, whole_counts
 from simulator.analysis.counted_bound import CountBounds
 from simulator.analysis.many_plans import PlanSweep
-from simulator.engines.recipe_arrays import PLACEMENT_CODES
 from simulator.limits import Limits
 from simulator.machine import Machine
 from simulator.plan import Placement, Plan
-from simulator.schedules.strategies import spread
 from simulator.update.order import FORWARD, UpdateOrder, issue_order
+from simulator.update.recipes import RECIPES
 from simulator.workload import Workload
+from tuner.placements.moves import CHOICES, HOME, VISITING
 from tuner.placements.update_orders import UpdateOrders
 
+MOST_CHOICES = 7000  # of few subgroups' placements
 OUTLIER, MOST_OUTLIERS = 2, 4  # times the median; that many are tried here and there
-GRID = 16  # steps of the coarse grid per direction
-CLIMB_EVALUATIONS = 1500
-TRIALS = 40
+MOST_POINTS, FEWEST_POINTS, MANY_POINTS = 160, 28, 4000  # of a grid of numbers
+MOST_AROUND = 3  # choices for the largest, around the bound's split
 SETTLED = (6, 12)  # iterations: the period is taken from the later ones
 
 
@@ -48,7 +47,7 @@ class Candidate:
 
     def plan(self, workload: Workload, **fields: Any) -> Plan:
         """The plan that it stands for, with more of a plan's ``fields``."""
-        visits = "device" in self.placements
+        visits = not VISITING.isdisjoint(self.placements)
         made = {
             "workload_fingerprint": workload.fingerprint,
             "subgroup_size": workload.subgroup_size or max(workload.subgroups),
@@ -61,7 +60,7 @@ class Candidate:
 
     @cached_property
     def codes(self) -> np.ndarray:
-        return np.array([PLACEMENT_CODES[p] for p in self.placements], dtype=np.int8)
+        return np.array([CHOICES.index(p) for p in self.placements], dtype=np.int8)
 
     @cached_property
     def issue(self) -> np.ndarray | None:
@@ -92,7 +91,6 @@ class Search:
     ) -> None:
         """``fixed``: fields of every candidate that are not searched; below ZeRO-3 the overlap."""
         self.workload, self.machine, self.limits = workload, machine, limits
-        self.random = random.Random(seed)
         self.seed = seed
         self.fixed = dict(fixed or {})
         if workload.zero_stage < 3:
@@ -101,16 +99,16 @@ class Search:
         self._sweep = PlanSweep(workload, machine)
         self._longer = [PlanSweep(workload, machine, iterations=n) for n in SETTLED]
         self._orders = UpdateOrders(workload, machine)
-        self._best_s = math.inf
+        self.best_s = math.inf
 
     def score(self, candidate: Candidate) -> Score:
         """Simulated once, remembered after that."""
         candidate = self.ordered(candidate)
         if candidate not in self.scores:
             result = self._simulate(candidate)
-            if result.iteration_s < self._best_s:
+            if result.iteration_s < self.best_s:
                 result = replace(result, iteration_s=self._settled_s(candidate, result.iteration_s))
-                self._best_s = min(self._best_s, result.iteration_s)
+                self.best_s = min(self.best_s, result.iteration_s)
             self.scores[candidate] = result
         return self.scores[candidate]
 
@@ -154,6 +152,11 @@ class Search:
         device, host = int(row[kernel.DEVICE_PEAK]), int(row[kernel.HOST_PEAK])
         return Score(seconds if self.limits.hold(device, host) else math.inf, device, host)
 
+    @property
+    def fits(self) -> bool:
+        """Whether anything that is known fits into memory."""
+        return any(not math.isinf(score.iteration_s) for score in self.scores.values())
+
     def best(self) -> Candidate:
         """The best candidate so far; ties go to the one that takes less device memory."""
         return min(
@@ -161,47 +164,70 @@ class Search:
             key=lambda c: (round(self.scores[c].iteration_s, 9), self.scores[c].device_peak_bytes),
         )
 
-    # -- stages ------------------------------------------------------------------------------
+    # -- guesses -----------------------------------------------------------------------------
 
-    def constructive(self) -> None:
-        """Evenly spread shares on a coarse grid, then around what the bound's split says."""
-        count = len(self.workload.subgroups)
-        steps = sorted({round(i * count / GRID) for i in range(GRID + 1)})
-        for residents in steps:
-            for visits in steps:
-                if residents + visits <= count:
-                    for slots in (2, 4):
-                        self.score(even(count, residents, visits, slots))
-        if all(math.isinf(score.iteration_s) for score in self.scores.values()):
-            return  # nothing fits, and the bound has no solution either
-        ideal = self.fluid
-        per_subgroup = self.workload.params / count
-        around = (
-            (round(ideal.resident_params / per_subgroup) + r,
-             round(ideal.device_params / per_subgroup) + d)
-            for r in (-2, -1, 0, 1) for d in (-2, -1, 0, 1, 2)
-        )  # fmt: skip
-        for residents, visits in around:
-            if residents >= 0 and visits >= 0 and residents + visits <= count:
-                for slots in (2, 3, 4):
-                    self.score(even(count, residents, visits, slots))
-
-    def outliers(self) -> None:
-        """Subgroups far larger than the others, such as an embedding's, here or there: no swap with
-        a single other one fits into memory.
+    def guess(self) -> None:
+        """All at home; evenly spread shares on a coarse grid, and around what the bound's split
+        says. Subgroups far larger than the others, such as an embedding's, are anywhere: no swap
+        with a single other one fits into memory.
         """
+        count = len(self.workload.subgroups)
+        self.score(evenly({HOME: count}))
+        if self.machine.unified_memory:  # state that moves to the device stays where it was
+            return
+        held = list(self._held_apart())
+        best = self._grid(held, max(FEWEST_POINTS, MOST_POINTS // len(held)), (2, 4))
+        if not self.fits:
+            best = self._grid(held, MANY_POINTS, (1,))
+        if not self.fits:
+            return  # and the bound has no solution either
+        for fixed in best[:MOST_AROUND]:
+            for numbers in self._around_the_bound(fixed):
+                for slots in (2, 3, 4):
+                    self.score(evenly(numbers, slots, fixed))
+
+    def try_all(self) -> None:
+        """Every choice of placements, where there are few subgroups."""
+        count = len(self.workload.subgroups)
+        if len(CHOICES) ** count > MOST_CHOICES:
+            return
+        for placements in product(CHOICES, repeat=count):
+            for slots in range(1, 1 + max(1, min(2, sum(p in VISITING for p in placements)))):
+                visits = any(p in VISITING for p in placements)
+                self.score(Candidate(placements, slots, slots if visits else 0))
+
+    def _grid(
+        self, held: Sequence[dict[int, Placement]], points: int, slots: Sequence[int]
+    ) -> list[dict[int, Placement]]:
+        """The most promising of what is held apart first."""
+
+        def best_s(fixed: dict[int, Placement]) -> float:
+            numbers = _grid(len(self.workload.subgroups) - len(fixed), points)
+            tried = [evenly(n, number, fixed) for n, number in product(numbers, slots)]
+            return min(self.score(c).iteration_s for c in tried)
+
+        return sorted(held, key=best_s)
+
+    def _held_apart(self) -> Iterator[dict[int, Placement]]:
+        """Every choice of placements for the few largest."""
         sizes = self.workload.subgroups
         typical = sorted(sizes)[len(sizes) // 2]
         large = [i for i, n in enumerate(sizes) if n > OUTLIER * typical][:MOST_OUTLIERS]
-        others = [i for i in range(len(sizes)) if i not in large]
-        for chosen in product((True, False), repeat=len(large)) if large else ():
-            stay = {i for i, resident in zip(large, chosen, strict=True) if resident}
-            for residents in range(len(others), -1, -1):
-                held = stay | set(others[:residents])
-                placements = ["resident" if i in held else "host" for i in range(len(sizes))]
-                tried = Candidate(tuple(placements), 1)  # type: ignore[arg-type]
-                if not math.isinf(self.score(tried).iteration_s):
-                    break
+        for chosen in product(CHOICES, repeat=len(large)):
+            yield dict(zip(large, chosen, strict=True))
+
+    def _around_the_bound(self, fixed: Mapping[int, Placement]) -> Iterator[dict[Placement, int]]:
+        sizes, left = self.workload.subgroups, dict(self.fluid.params)
+        for subgroup, placement in fixed.items():
+            left[placement] -= sizes[subgroup]
+        count = len(sizes) - len(fixed)
+        mean = (self.workload.params - sum(sizes[i] for i in fixed)) / max(1, count)
+        others = [round(left[p] / mean) for p in CHOICES[1:]]
+        for changes in product((-2, -1, 0, 1, 2), repeat=len(others)):
+            around = [n + c for n, c in zip(others, changes, strict=True)]
+            around = [count - sum(around), *around]
+            if min(around) >= 0:
+                yield dict(zip(CHOICES, around, strict=True))
 
     @cached_property
     def bound(self) -> Bound:
@@ -218,93 +244,44 @@ class Search:
         """The bound without those, there in milliseconds."""
         return fluid_bound(self.workload, self.machine, self.limits.device_bytes)
 
-    def climb(self, evaluations: int = CLIMB_EVALUATIONS) -> None:
-        """Local search: change one subgroup or swap two; keep what is not worse."""
-        current = self.best()
-        for candidate in self._neighbours(evaluations):
-            tried = candidate(current)
-            if self.score(tried).iteration_s <= self.score(current).iteration_s:
-                current = tried
 
-    def _neighbours(self, evaluations: int) -> Iterator[_Move]:
-        for _ in range(evaluations):
-            yield _Move(self.random.random(), self.random.random(), self.random.random())
-
-    def tune(self, trials: int = TRIALS, storage: str | None = None) -> None:
-        """Optuna over slots, prefetch, threads and overlap for the best placements."""
-        import optuna
-
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-        base = self.best()
-        try:
-            study = optuna.create_study(
-                sampler=optuna.samplers.TPESampler(seed=self.seed),
-                storage=storage,
-                study_name=f"ebbtide-{self.workload.fingerprint}-{self.machine.fingerprint}",
-                load_if_exists=True,
-            )
-        except Exception as error:
-            if storage is None:
-                raise
-            raise ValueError(
-                "study_storage (--study-storage) must be a storage URL that optuna can open, such "
-                f"as sqlite:///study.db, but got {storage!r}: {error}"
-            ) from None
-        visits = base.placements.count("device")
-        threads = [0, *sorted(self.machine.host_adam_by_threads)]
-
-        def objective(trial: optuna.Trial) -> float:
-            slots = trial.suggest_int("staging_slots", 1, max(1, min(8, visits)))
-            candidate = replace(
-                base,
-                staging_slots=slots,
-                prefetch=min(slots, visits, trial.suggest_int("prefetch", 0, 8)),
-                threads=trial.suggest_categorical("threads", threads),
-            )
-            if "overlap_forward" not in self.fixed:
-                overlap = trial.suggest_categorical("overlap_forward", [True, False])
-                candidate = replace(candidate, overlap_forward=overlap)
-            return min(1e9, self.score(candidate).iteration_s)
-
-        study.optimize(objective, n_trials=trials)
+def _grid(count: int, most: int) -> Iterator[dict[Placement, int]]:
+    """Numbers of each placement, in steps that give at most so many points."""
+    kinds = len(CHOICES)
+    steps = max(n for n in range(1, most) if math.comb(n + kinds - 1, n) <= most)
+    borders = sorted({round(i * count / steps) for i in range(steps + 1)})
+    for cuts in combinations_with_replacement(borders, kinds - 1):
+        ends = [0, *cuts, count]
+        yield {p: ends[i + 1] - ends[i] for i, p in enumerate(CHOICES)}
 
 
-@dataclass(frozen=True)
-class _Move:
-    """A neighbour of a candidate, given by three numbers in [0, 1)."""
+def evenly(
+    numbers: Mapping[Placement, int], slots: int = 1, fixed: Mapping[int, Placement] | None = None
+) -> Candidate:
+    """So many of each placement: those that stay on the device first, the rest evenly mixed.
 
-    kind: float
-    first: float
-    second: float
-
-    def __call__(self, c: Candidate) -> Candidate:
-        placements = list(c.placements)
-        i, j = int(self.first * len(placements)), int(self.second * len(placements))
-        if self.kind < 0.5:
-            placements[i], placements[j] = placements[j], placements[i]
-        else:
-            choices: list[Placement] = ["host", "device", "resident"]
-            placements[i] = choices[int(self.second * 3)]
-        return replace(c, placements=tuple(placements), order=None)
-
-
-def even(count: int, residents: int, visits: int, slots: int) -> Candidate:
-    """Residents first, the visits spread evenly over the rest."""
-    placements: list[Placement] = ["resident"] * residents
-    placements += spread(visits, count - residents)
-    slots = max(1, min(slots, visits)) if visits else 1
-    return Candidate(tuple(placements), slots, min(slots, visits))
+    Args:
+        fixed: placements of further subgroups, wherever they stand.
+    """
+    stay = [p for p in CHOICES if RECIPES[p].state == "device" for _ in range(numbers.get(p, 0))]
+    moving = [p for p in CHOICES if RECIPES[p].state != "device"]
+    # The k-th of n stands at (k + 1) / n; of equals the first of RECIPES.
+    mixed = sorted(
+        ((k + 1) / numbers[p], rank, p)
+        for rank, p in enumerate(moving) for k in range(numbers.get(p, 0))
+    )  # fmt: skip
+    placements = [*stay, *(p for _, _, p in mixed)]
+    for subgroup, placement in sorted((fixed or {}).items()):
+        placements.insert(subgroup, placement)
+    visiting = sum(p in VISITING for p in placements)
+    slots = max(1, min(slots, visiting))
+    return Candidate(tuple(placements), slots, min(slots, visiting))
 
 
-def quick_iteration_s(
-    workload: Workload, machine: Machine, limits: Limits, seed: int, evaluations: int
-) -> float:
-    """What a short search finds; ``inf`` where nothing fits."""
+def quick_iteration_s(workload: Workload, machine: Machine, limits: Limits, seed: int) -> float:
+    """What guesses alone give; ``inf`` where nothing fits."""
     search = Search(workload, machine, limits, seed)
-    search.score(even(len(workload.subgroups), 0, 0, 1))
-    search.constructive()
-    if any(not math.isinf(score.iteration_s) for score in search.scores.values()):
-        search.climb(evaluations)
+    search.guess()
     return search.score(search.best()).iteration_s
 
 

@@ -14,7 +14,6 @@ from tuner.placements.search import quick_iteration_s
 SIZES = (10**9, 5 * 10**8, 2 * 10**8, 10**8, 5 * 10**7, 2 * 10**7, 10**7)
 MOST_SUBGROUPS = 400
 WORTH = 0.995  # smaller subgroups must bring half a percent
-QUICK_CLIMB = 200
 
 
 def recuts(workload: Workload, sizes: Sequence[int] = SIZES) -> list[Workload]:
@@ -37,7 +36,7 @@ def best_cut(
     """The one whose plans are fastest after a short search; of equals the largest subgroups."""
     best, best_s = workloads[0], float("inf")
     for workload in workloads:
-        seconds = quick_iteration_s(workload, machine, limits, seed, QUICK_CLIMB)
+        seconds = quick_iteration_s(workload, machine, limits, seed)
         if seconds < WORTH * best_s:
             best, best_s = workload, seconds
     return best

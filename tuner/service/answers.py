@@ -210,6 +210,7 @@ def plan_job(request: PlanJob, progress: Progress) -> dict[str, Any]:
         mtbf_s=request.mtbf_s,
         restart_s=request.restart_s,
         memory_margin=request.memory_margin,
+        progress=lambda share, what: progress(0.2 + 0.8 * share, what),
     )
     return {"plan": result.model_dump(mode="json"), "quick_iteration_s": quick_s}
 
