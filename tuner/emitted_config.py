@@ -49,6 +49,8 @@ def emitted_config(
     zero["sub_group_size"] = plan.subgroup_size
     offload = zero.get("offload_optimizer")
     zero["offload_optimizer"] = {**(offload if isinstance(offload, dict) else {}), "device": "cpu"}
+    if "host" in plan.parameter_homes:  # else DeepSpeed begins with all of them on the device
+        zero.setdefault("offload_param", {"device": "cpu"})
     config["ebbtide"] = {"plan": str(Path(plan_file).resolve())}
     return config
 

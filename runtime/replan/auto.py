@@ -21,7 +21,7 @@ from simulator.plan import ParameterHome, Plan
 from simulator.schedule import OpKind
 from simulator.timeline import Timeline
 from simulator.update.footprint import footprint
-from simulator.workload import Layer, Workload
+from simulator.workload import WIRE_BYTES, Layer, Workload
 
 logger = logging.getLogger("ebbtide")
 
@@ -80,7 +80,10 @@ class _Automatic:
         current = own.plan.model_copy(update={"overlap_forward": own.overlaps})
         held = footprint(workload, current)["device"]
         free = _free_device_bytes(own.device)
-        result = quick_plan(workload, machine, current, device_bytes=held + free)
+        away = "host" in current.parameter_homes  # DeepSpeed's config lets them be there
+        result = quick_plan(
+            workload, machine, current, device_bytes=held + free, move_parameters=away
+        )
         if own.engine.any_rank(result.iteration_s < result.current_s):
             logger.info(
                 "plan='auto': %.3f s expected instead of %.3f s",
@@ -114,6 +117,8 @@ def observed_workload(engine: TrainingEngine, timeline: Timeline) -> Workload:
         clip=engine.clips(),
         optimizer=engine.update_rule().name,
         zero_stage=engine.zero_stage(),
+        # All parameters on the device: what a plan moves out, its footprint takes off.
+        device_base_bytes=total * WIRE_BYTES[engine.wire_dtype()],
         provenance=f"{WATCHED_STEPS} watched steps",
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,7 +11,9 @@ from simulator.analysis.counted_bound import MOST_SUBGROUPS, CountBounds, count_
 from simulator.analysis.lane_work import of_optimizer
 from simulator.engines.reference import capacities
 from simulator.machine import Machine
+from simulator.update.footprint import fetched_elements, moved_out
 from simulator.update.recipes import Bytes, Placement
+from simulator.update.tiers import Memory
 from simulator.workload import Workload
 
 
@@ -68,8 +70,20 @@ def raised(fluid: Bound, counts: CountBounds | None) -> Bound:
     return replace(fluid, iteration_s=rest_s + update_s, update_s=update_s)
 
 
-def fluid_bound(workload: Workload, machine: Machine, device_bytes: float | None = None) -> Bound:
+def fluid_bound(
+    workload: Workload,
+    machine: Machine,
+    device_bytes: float | None = None,
+    homes: Sequence[Memory] = (),
+    *,
+    anywhere: bool = False,
+) -> Bound:
     """`bound` without the numbers of whole subgroups: no tighter, and there in milliseconds.
+
+    Args:
+        homes: of the subgroups' parameters; empty: all on the device. Where some live on the host,
+            they may be just those whose update would send them to the device.
+        anywhere: whatever the homes: parameters take no device memory and no fetch.
 
     Raises:
         ValueError: not even the workload alone fits into the device's memory.
@@ -77,7 +91,13 @@ def fluid_bound(workload: Workload, machine: Machine, device_bytes: float | None
     from scipy.optimize import linprog
 
     workload, machine = workload.serial, of_optimizer(machine, workload)
-    problem = _Problem(workload, machine, device_bytes or machine.device_memory_bytes)
+    if anywhere:
+        away: Memory = "host"
+        homes = [away] * len(workload.subgroups)
+    problem = _Problem(
+        workload, machine, device_bytes or machine.device_memory_bytes,
+        fetched_elements(workload, homes), free=anywhere,
+    )  # fmt: skip
     solved = linprog(
         c=[0.0, 0.0, 0.0, 0.0, 1.0],
         A_ub=np.array(problem.rows),
@@ -124,7 +144,11 @@ def whole_counts(
 class _Problem:
     """Rows ``a . (host, device, resident, slots, T) <= limit``: shares of all parameters, and s."""
 
-    def __init__(self, workload: Workload, machine: Machine, device_bytes: float) -> None:
+    def __init__(
+        self, workload: Workload, machine: Machine, device_bytes: float, fetched: list[int],
+        *, free: bool,
+    ) -> None:  # fmt: skip
+        self.fetched, self.free = fetched, free
         self.names: list[str] = []
         self.rows: list[list[float]] = []
         self.limits: list[float] = []
@@ -135,7 +159,10 @@ class _Problem:
     def _times(self, w: Workload, machine: Machine) -> None:
         n, micro = float(w.params), w.gradient_accumulation_steps
         rates = capacities(machine, w.ranks_per_node)
-        wire = 0.0 if machine.unified_memory else float(w.wire_bytes)
+        away = sum(self.fetched)
+        # Parameters that live on the host come in for each pass, not after their update.
+        wire = 0.0 if machine.unified_memory or away else float(w.wire_bytes)
+        fetch_bytes = 0 if self.free else 2 * micro * away * w.wire_bytes
         home = 0.0 if machine.unified_memory else float(w.grad_bytes_per_param)
         state = float(Bytes.of(w).visit)
         host_s, host_cores_s = _host_update(machine, n)
@@ -153,9 +180,11 @@ class _Problem:
         # From the second micro-batch on, the sum so far is fetched before it goes home again.
         fetched = (micro - 1) * home
         self._add("D2H link", [micro * home * down, state * down, 0, 0], rest_s)
-        self._add("H2D link", [(wire + fetched) * up, state * up, 0, 0], rest_s)
+        rest_in_s = rest_s - fetch_bytes / rates["h2d"]
+        self._add("H2D link", [(wire + fetched) * up, state * up, 0, 0], rest_in_s)
         crossing = wire + micro * home + fetched
-        self._add("both ways of the link", [crossing * both, 2 * state * both, 0, 0], rest_s)
+        rest_both_s = rest_s - fetch_bytes / rates["link"]
+        self._add("both ways of the link", [crossing * both, 2 * state * both, 0, 0], rest_both_s)
         # Alone, no op asks DRAM for more than the triad rate, as in `simulate.demands`.
         triad = machine.dram_bytes_per_s.median
         wire_dram = min(wire, triad * wire / machine.rate("h2d_bytes_per_s"))
@@ -187,7 +216,8 @@ class _Problem:
         """
         state = float(w.optimizer_state.state_bytes)
         scale = w.params * state
-        spare = (device_bytes - w.device_base_bytes) / scale
+        base = max(0, w.device_base_bytes - moved_out(self.fetched) * w.wire_bytes)
+        spare = (device_bytes - base) / scale
         activations = sum(layer.activation_bytes for layer in w.layers) / scale
         stays = w.grad_bytes_per_param / state
         self._append("device memory", [0, stays, 1 + stays, 1, 0], spare - activations)

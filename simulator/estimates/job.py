@@ -153,8 +153,8 @@ def plan_refusal(config: Mapping[str, Any], moved: Offloading) -> str:
     obstacle = plan_obstacle(config)
     if obstacle or not moved.beyond_plans:
         return obstacle
-    why = "which moves optimizer state between host and device memory only"
-    if moved.optimizer != "nvme" and moved.parameters == "none":
+    why = "which moves optimizer state and parameters between host and device memory only"
+    if moved.optimizer != "nvme" and moved.parameters != "nvme":
         why = ("whose times and memory are not simulated with activations that move too "
                "(training under a plan takes the key as it is)")  # fmt: skip
     return (

@@ -55,9 +55,16 @@ class Offloading:
         """The key of what no plan can be applied to; empty: there is none."""
         if self.optimizer == "nvme":
             return f"{STATE}.device (nvme)"
-        if self.parameters != "none":
-            return f"{HELD}.device ({self.parameters})"
+        if self.parameters == "nvme":
+            return f"{HELD}.device (nvme)"
         return f"{_ACTIVATIONS} (true)" if self.activations else ""
+
+    @property
+    def beyond_state(self) -> str:
+        """The key of what is offloaded besides state in host memory; empty: nothing is."""
+        return self.beyond_plans or (
+            f"{HELD}.device ({self.parameters})" if self.parameters != "none" else ""
+        )
 
     def strategy(self, zero_stage: int) -> tuple[str, dict[str, Any]]:
         """What `simulator.build_strategy` takes: stock DeepSpeed under this config.
@@ -69,7 +76,7 @@ class Offloading:
                 have (a ``ratio`` below ZeRO-3).
         """
         self._check(zero_stage)
-        if self.beyond_plans:
+        if self.beyond_state:
             return "zero_infinity", {
                 "optimizer": self.optimizer,
                 "parameters": "cpu" if self.parameters == "cpu" else "device",
@@ -88,7 +95,7 @@ class Offloading:
         return ("zero3_offload" if self.pinned else "zero3_offload_unpinned"), {}
 
     def _check(self, zero_stage: int) -> None:
-        beyond = self.beyond_plans
+        beyond = self.beyond_state
         if self.zenflow:
             raise ModelError(
                 f"{ZERO}.zenflow must be absent to be simulated, but it is there: it trains with "
@@ -119,7 +126,7 @@ class Offloading:
         keys = {f"{STATE}.device", f"{HELD}.device", f"{STATE}.ratio", _ACTIVATIONS}
         if self.optimizer == "nvme":
             keys |= {f"{STATE}.pipeline_read", f"{STATE}.pipeline_write"}
-        if zero_stage == 3 and not self.beyond_plans:
+        if zero_stage == 3 and not self.beyond_state:
             keys.add(f"{STATE}.super_offload")
             keys |= set() if self.superoffload else {f"{STATE}.pin_memory"}
         return keys

@@ -420,4 +420,4 @@ def test_what_is_offloaded_reaches_the_strategy():
 
     for key in ("activation_checkpointing", "zero_optimization.offload_param",
                 "zero_optimization.offload_optimizer"):  # fmt: skip
-        assert offloading(with_key(key, DS[key])).beyond_plans
+        assert offloading(with_key(key, DS[key])).beyond_state

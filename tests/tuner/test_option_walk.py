@@ -101,6 +101,8 @@ TABLE = {
         "output": changes("-o", "other.json"),
         "emit_deepspeed": changes("--emit-deepspeed", "out.json"),
         **MEMORY,
+        "offload_param": changes("--offload-param", beside=(
+            "--machine", "rtx4090", "--model", "large.json", "--subgroup-size", "5e8")),
         "subgroup_size": changes("--subgroup-size", "1e6"),
         "robust": changes("--robust"),
         "mtbf": changes("--mtbf", "4h"),
@@ -136,7 +138,8 @@ TABLE = {
         "keep_activations": changes("--keep-activations", beside=("--free", "zero_stage")),
         "no_offload": changes("--no-offload"),
         **MEMORY,
-        "host_memory": changes("--host-memory", "1MiB"),
+        "host_memory": changes("--host-memory", "60GiB", beside=(
+            "--model", "large.json", "--gpu-memory", "30GiB")),
         "memory_margin": changes("--memory-margin", "99.9%"),
         "trials": changes("--trials", "1"),
         "study_storage": changes("--study-storage", "sqlite:///study.db"),
@@ -383,7 +386,6 @@ ALONE = [
     ("simulate --machine h200 --model m.json --trace t --plot t", "--plot must be another file th"),
     ("PLAN --pipeline-parallel 2", "pipeline_parallel must"),
     ("PLAN --ds-config nvme.json", "nvme.* must be absent"),
-    ("PLAN --ds-config param.json", "offload_param.* absent"),
     ("plan --machine rtx4090 --model m.json -o p.json --data-parallel 4", "network_bytes_per_s"),
 ]  # fmt: skip
 

@@ -49,3 +49,18 @@ def test_a_training_run_loads_no_optuna_for_it():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_parameters_move_where_that_is_asked_for():
+    """Room for state is worth a fetch for each pass; nobody's parameters move unasked."""
+    workload, machine = random_pair(np.random.default_rng(3), counts=(16, 16))
+    base = workload.params * workload.wire_bytes
+    workload = workload.model_copy(update={"device_base_bytes": base})
+    current = on_the_host(workload)
+    stay = quick_plan(workload, machine, current)
+    moved = quick_plan(workload, machine, current, move_parameters=True)
+    assert "host" not in stay.plan.parameter_homes
+    assert "host" in moved.plan.parameter_homes
+    assert moved.iteration_s < stay.iteration_s
+    again = quick_plan(workload, machine, moved.plan)
+    assert again.plan.parameter_homes == moved.plan.parameter_homes

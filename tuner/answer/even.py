@@ -7,9 +7,9 @@ from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.workload import Workload
 from tuner.answer.verdict import distance
+from tuner.placements.homes import begun, brought
 from tuner.placements.memory import ImpossibleError
 from tuner.placements.planning import predict
-from tuner.placements.search import Search
 
 
 def even_plan(workload: Workload, machine: Machine, limits: Limits) -> Plan:
@@ -18,8 +18,7 @@ def even_plan(workload: Workload, machine: Machine, limits: Limits) -> Plan:
     Raises:
         ImpossibleError: nothing fits.
     """
-    search = Search(workload, machine, limits)
-    search.guess()
+    search = begun(workload, machine, limits)
     if not search.fits:
         raise ImpossibleError.explain(workload, limits, list(search.scores.values()))
     made = search.best().plan(workload)
@@ -27,4 +26,4 @@ def even_plan(workload: Workload, machine: Machine, limits: Limits) -> Plan:
     best = distance(prediction) == "at the optimum"
     more = "no search finds a better one" if best else "the search may find a better one"
     why = f"a quick plan, evenly spread: {more}"
-    return made.model_copy(update={"prediction": prediction, "reasons": (why,)})
+    return made.model_copy(update={"prediction": prediction, "reasons": (why, *brought(search))})

@@ -47,6 +47,12 @@ if TYPE_CHECKING:
     help="Of both, what stays free, e.g. 5%; without it, from the spread of the profiled peaks.",
 )
 @click.option(
+    "--offload-param",
+    is_flag=True,
+    help="Parameters may live in host memory where that is faster, as with offload_param in "
+    "--ds-config; where nothing fits otherwise they do anyhow.",
+)
+@click.option(
     "--subgroup-size",
     help="keep the workload's (default), auto to search the best one (default with --model), or a "
     "number of elements.",
@@ -67,6 +73,7 @@ def plan(
     gpu_memory: int | None,
     host_memory: int | None,
     memory_margin: float | None,
+    offload_param: bool,
     subgroup_size: str | None,
     robust: bool,
     mtbf: float | None,
@@ -99,6 +106,7 @@ def plan(
     options: dict[str, Any] = {
         "device_memory_bytes": gpu_memory, "host_memory_bytes": host_memory, "seed": seed,
         "robust": robust, "subgroup_sizes": sizes, "memory_margin": memory_margin,
+        "offload_parameters": offload_param or trained.offload.parameters == "cpu",
     }  # fmt: skip
     with told_after(2.0) as progress:
         result = search(

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 @contextmanager
 def told_after(quiet_s: float) -> Iterator[Callable[[float, str], None]]:
     """Gives what is to be called with the share that is done, and with what is: a bar on stderr
-    that appears after so many seconds.
+    that appears after so many seconds, if somebody looks.
     """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -20,11 +20,12 @@ def told_after(quiet_s: float) -> Iterator[Callable[[float, str], None]]:
     task, begun_s = bar.add_task("", total=1.0), time.monotonic()
 
     def tell(share: float, what: str) -> None:
-        if time.monotonic() - begun_s >= quiet_s:
+        if bar.console.is_terminal and time.monotonic() - begun_s >= quiet_s:
             bar.start()
         bar.update(task, completed=share, description=what)
 
     try:
         yield tell
     finally:
-        bar.stop()
+        if bar.live.is_started:  # else it would leave an empty line
+            bar.stop()

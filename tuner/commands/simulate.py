@@ -121,9 +121,9 @@ def _stock(strategy: str | None, trained: Trained) -> tuple[str, dict[str, Any]]
     name, options = moved.strategy(trained.workload.zero_stage)
     if strategy in (None, name):
         return name, options
-    if moved.beyond_plans:
+    if moved.beyond_state:
         raise BadInputError(
-            f"--strategy must be {name} or absent beside {moved.beyond_plans} in --ds-config, "
+            f"--strategy must be {name} or absent beside {moved.beyond_state} in --ds-config, "
             f"which no other strategy has, but got {strategy}: remove the key, or the flag"
         )
     if trained.config is not None:

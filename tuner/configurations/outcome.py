@@ -23,6 +23,7 @@ from tuner.configurations.space import Configuration
 from tuner.placements.quick import quick_plan
 from tuner.placements.search import evenly
 
+PLANNED = ("optimizer", "parameters")  # offloads that train under a plan
 _PLANNED_MICRO_BATCHES = 3  # the first, one like the others, the last
 _VISITS = 4  # steps of the grid of visits where nothing may fit
 
@@ -145,8 +146,8 @@ class Question:
                 "again (recompute), but got kept ones: remove it, or leave --keep-activations out"
             )
         stock = moved.strategy(c.zero_stage)
-        if c.offload == "optimizer" and not moved.beyond_plans and not unplanned:
-            return "ebbtide", {}
+        if c.offload in PLANNED and not moved.beyond_plans and not unplanned:
+            return "ebbtide", {"parameters": moved.parameters}
         return stock
 
     def answer(self, c: Configuration) -> Outcome:
@@ -184,21 +185,24 @@ class Question:
         """
         few = c.changed(accumulation=min(c.accumulation, _PLANNED_MICRO_BATCHES))
         if few not in self._plans:
-            self._plans[few] = self._planned(self.workload(few), limits)
+            away = self.strategy(few)[1]["parameters"] == "cpu"
+            self._plans[few] = self._planned(self.workload(few), limits, away=away)
         return self._plans[few]
 
-    def _planned(self, work: Workload, limits: Limits) -> Plan:
+    def _planned(self, work: Workload, limits: Limits, *, away: bool) -> Plan:
+        """``away``: parameters may live on the host."""
+        count = len(work.subgroups)
         start = Plan(
             subgroup_size=work.subgroup_size or max(work.subgroups), subgroups=work.subgroups,
-            placement=Plan.runs(["host"] * len(work.subgroups)),
-            overlap_forward=work.zero_stage == 3,
+            placement=Plan.runs(["host"] * count), overlap_forward=work.zero_stage == 3,
+            parameter_home=Plan.home_runs(["host"] * count if away else ["device"] * count),
         )  # fmt: skip
         leanest = start if self.machine.unified_memory else _leanest(work, start, limits)
         if not limits.hold(*_peaks(work, leanest)):
             return leanest
         return quick_plan(
             work, self.machine, leanest, device_bytes=limits.device_bytes,
-            host_bytes=limits.host_bytes, evaluations=60, seed=self.seed,
+            host_bytes=limits.host_bytes, evaluations=60, seed=self.seed, move_parameters=away,
         ).plan  # fmt: skip
 
 

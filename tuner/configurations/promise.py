@@ -13,7 +13,7 @@ from simulator.limits import Limits
 from simulator.schedules.peers import HOST_GRADIENT_BYTES
 from simulator.update.footprint import PARAMETER_BUFFERS, Holding
 from simulator.update.optimizer import FP32_BYTES
-from simulator.update.recipes import Bytes
+from simulator.update.recipes import Bytes, ways
 from tuner.configurations.outcome import Question, activation_bytes
 from tuner.configurations.space import Configuration
 
@@ -56,11 +56,13 @@ def promise(question: Question, c: Configuration) -> Promise:
 
 def tightened(question: Question, c: Configuration, loose: Promise) -> Promise:
     """With the bound of every plan, which takes milliseconds."""
-    if loose.tight:
+    if loose.tight or loose.refused:
         return loose
     work = question.workload(c)
+    anywhere = question.strategy(c)[1].get("parameters") == "cpu"
+    device_bytes = question.limits(work).device_bytes
     try:
-        bound = fluid_bound(work, question.machine, question.limits(work).device_bytes)
+        bound = fluid_bound(work, question.machine, device_bytes, anywhere=anywhere)
     except ValueError:  # not even the workload fits: the simulation says how much is missing
         return replace(loose, tight=True)
     best = (work.tokens_per_iteration or 0) / bound.iteration_s
@@ -82,18 +84,21 @@ def _bytes(
     state = work.params * work.optimizer_state.state_bytes
     kept = 0 if options.get("activations") == "cpu" else activation_bytes(work)
     device, host = work.device_base_bytes + kept, 0
-    if name == "ebbtide":  # state and gradients are here or there, whole
-        held = Holding.of_workload(work).per_param
-        least = min(map(sum, zip(held["device"], held["host"], strict=True)))
+    largest = max(layer.params for layer in work.layers)
+    away = max(0, work.params - PARAMETER_BUFFERS * largest) * work.wire_bytes
+    if name == "ebbtide":  # state, gradients and perhaps parameters are here or there, whole
+        held = Holding.of_workload(work)
+        kinds = zip(ways(), *(held.per_param[memory] for memory in ("device", "host")), strict=True)
+        least = min(here + there for (_, home), here, there in kinds if home == "device")
         beyond_both = device + work.params * least - limits.total_bytes
+        if options.get("parameters") == "cpu":
+            device = max(0, device - away)
         return device, max(0, beyond_both, *limits.missing(device, 0).values())
     if name == "no_offload":
         device += state
     if name == "zero_infinity" and options["optimizer"] == "cpu":
         host = state + work.params * HOST_GRADIENT_BYTES
     if options.get("parameters") == "cpu":
-        largest = max(layer.params for layer in work.layers)
-        away = max(0, work.params - PARAMETER_BUFFERS * largest)
-        device = max(0, device - away * work.wire_bytes)
+        device = max(0, device - away)
         host += work.params * work.wire_bytes
     return device, sum(limits.missing(int(device), int(host)).values())

@@ -26,7 +26,8 @@ class Configuration:
         zero_stage: 1, 2 or 3.
         recompute: activations are computed again in backward (activation checkpointing).
         offload: ``optimizer``: its state is in host memory, under a plan; ``parameters``: they
-            too, in stock DeepSpeed; ``nvme``: state on NVMe, parameters in host memory.
+            too, as far as it pays; ``nvme``: state on NVMe, parameters in host memory, in stock
+            DeepSpeed.
         sub_group_size: elements; without offload it changes nothing.
         gpus: data-parallel ranks.
     """

@@ -18,6 +18,7 @@ from tuner.calibrate.interval import workload_interval_s
 from tuner.calibrate.spread import sampled_machines
 from tuner.placements.annealing import anneal, options, reorder
 from tuner.placements.checkpointing import with_checkpoints
+from tuner.placements.homes import begun, brought
 from tuner.placements.memory import ImpossibleError
 from tuner.placements.search import Candidate, Search, seconds_of
 from tuner.placements.subgroup_size import best_cut, recuts
@@ -40,6 +41,7 @@ def plan(
     checkpoint_dir: str | None = None,
     subgroup_sizes: Sequence[int] | None = None,
     memory_margin: float | None = None,
+    offload_parameters: bool = False,
     progress: Progress = lambda _share, _what: None,
 ) -> Plan:
     """Searches the best plan for a workload on a machine.
@@ -58,6 +60,8 @@ def plan(
         subgroup_sizes: values of ``sub_group_size`` to try beside the workload's own
             (`tuner.placements.subgroup_size.SIZES`); None: its own. `runtime.initialize` sets the
             plan's.
+        offload_parameters: the 16-bit parameters may live in host memory between their uses where
+            that is faster; where nothing fits otherwise they do anyhow.
         memory_margin: share of both memories that stays free; None: from the profile's spread.
         progress: called with the share that is done, and with what is.
 
@@ -67,9 +71,8 @@ def plan(
     limits = Limits.of(workload, machine, device_memory_bytes, host_memory_bytes, memory_margin)
     if subgroup_sizes is not None and not machine.unified_memory:
         workload = best_cut(recuts(workload, subgroup_sizes), machine, limits, seed)
-    search = Search(workload, machine, limits, seed)
     progress(0.0, "first guesses")
-    search.guess()
+    search = begun(workload, machine, limits, seed, freely=offload_parameters)
     if not search.fits:
         raise ImpossibleError.explain(workload, limits, list(search.scores.values()))
     if not machine.unified_memory:  # else state that moves to the device stays where it was
@@ -136,7 +139,8 @@ def predicted_anew(made: Plan, workload: Workload, machine: Machine) -> Plan:
     Raises:
         PlanError: another number of subgroups.
     """
-    search = Search(workload, machine, Limits.of(workload, machine), seed=0)
+    homes = made.parameter_homes if "host" in made.parameter_homes else ()
+    search = Search(workload, machine, Limits.of(workload, machine), seed=0, homes=homes)
     prediction = predict(workload, machine, made, lower_bound_s=search.bound.iteration_s)
     return _explained(made.model_copy(update={"prediction": prediction}), search)
 
@@ -147,5 +151,5 @@ def _explained(made: Plan, search: Search) -> Plan:
 
     rows = compare(search.workload, search.machine, search.limits, made)
     why = reasons(search.workload, search.machine, made, search.bound)
-    why += search.limits.explained[:2]
+    why += [*brought(search), *search.limits.explained[:2]]
     return made.model_copy(update={"alternatives": alternatives(rows), "reasons": tuple(why)})

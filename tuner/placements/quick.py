@@ -13,6 +13,7 @@ from simulator.plan import Plan
 from simulator.update.footprint import footprint
 from simulator.workload import Workload
 from tuner.placements.annealing import anneal
+from tuner.placements.homes import begun
 from tuner.placements.moves import VISITING
 from tuner.placements.search import Candidate, Search
 
@@ -42,6 +43,7 @@ def quick_plan(
     host_bytes: int | None = None,
     evaluations: int = EVALUATIONS,
     seed: int = 0,
+    move_parameters: bool = False,
 ) -> QuickPlan:
     """The best plan of a short search, with the threads and the overlap of ``current``.
 
@@ -53,6 +55,7 @@ def quick_plan(
             takes.
         host_bytes: host memory of this rank; None: its share of the machine's, or what ``current``
             takes where that is more.
+        move_parameters: between device and host; else they live where they do under ``current``.
     """
     held = footprint(workload, current)
     activations = sum(layer.activation_bytes for layer in workload.layers)
@@ -62,13 +65,20 @@ def quick_plan(
         if host_bytes is None else host_bytes,
     )  # fmt: skip
     fixed = {"threads": current.threads, "overlap_forward": current.overlap_forward}
-    search = Search(workload, machine, limits, seed, fixed=fixed)
+    now = current.parameter_homes if "host" in current.parameter_homes else ()
+    search = Search(workload, machine, limits, seed, fixed, homes=now)
     running = Candidate(
         current.placements, max(1, current.staging_slots), current.prefetch, order=current.order
     )
     current_s = search.seconds_anyhow(running)
     search.score(running)
-    search.guess()
+    if move_parameters:
+        whole = Search(workload, machine, limits, seed, fixed) if now else search
+        tried = (now,) if now else ()
+        other = begun(workload, machine, limits, seed, freely=True, whole=whole, tried=tried)
+        search = other if other.best_s < search.best_s else search
+    else:
+        search.guess()
     if not machine.unified_memory and search.fits:
         anneal(search, evaluations, search.fluid.iteration_s)
     best = search.best()
@@ -79,5 +89,6 @@ def quick_plan(
     made = current.placed(
         best.placements, order=best.order, staging_slots=best.staging_slots if visits else 0,
         prefetch=best.prefetch if visits else 0, prediction=None, alternatives=(), reasons=(),
+        parameter_home=Plan.home_runs(best.homes),
     )  # fmt: skip
     return QuickPlan(made, best_s, current_s)

@@ -10,15 +10,17 @@ from itertools import combinations_with_replacement, product
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from simulator.analysis.bound import Bound, fluid_bound, raised, whole_counts
 from simulator.analysis.counted_bound import CountBounds
 from simulator.analysis.many_plans import PlanSweep
+from simulator.engines.recipe_arrays import HOME_CODES
 from simulator.limits import Limits
 from simulator.machine import Machine
-from simulator.plan import Placement, Plan
+from simulator.plan import ParameterHome, Placement, Plan
 from simulator.update.order import FORWARD, UpdateOrder, issue_order
-from simulator.update.recipes import RECIPES
+from simulator.update.recipes import PARAMETER_SLOTS, RECIPES
 from simulator.workload import Workload
 from tuner.placements.moves import CHOICES, HOME, VISITING
 from tuner.placements.update_orders import UpdateOrders
@@ -36,6 +38,7 @@ class Candidate:
 
     Attributes:
         order: None: the one that `UpdateOrders` guesses for the placements.
+        homes: of the subgroups' parameters; empty: all on the device.
     """
 
     placements: tuple[Placement, ...]
@@ -44,6 +47,7 @@ class Candidate:
     threads: int = 0
     overlap_forward: bool = True
     order: UpdateOrder | None = None
+    homes: tuple[ParameterHome, ...] = ()
 
     def plan(self, workload: Workload, **fields: Any) -> Plan:
         """The plan that it stands for, with more of a plan's ``fields``."""
@@ -55,12 +59,14 @@ class Candidate:
             "order": self.order or FORWARD, "staging_slots": self.staging_slots if visits else 0,
             "prefetch": self.prefetch if visits else 0, "threads": self.threads,
             "overlap_forward": self.overlap_forward,
+            "parameter_home": Plan.home_runs(self.homes),
         }  # fmt: skip
         return Plan.model_validate({**made, **fields})
 
     @cached_property
     def codes(self) -> np.ndarray:
-        return np.array([CHOICES.index(p) for p in self.placements], dtype=np.int8)
+        codes = [CHOICES.index(p) for p in self.placements]
+        return np.array(codes, dtype=np.int8) + home_codes(self.homes)
 
     @cached_property
     def issue(self) -> np.ndarray | None:
@@ -88,18 +94,25 @@ class Search:
         limits: Limits,
         seed: int = 0,
         fixed: Mapping[str, Any] | None = None,
+        homes: tuple[ParameterHome, ...] = (),
     ) -> None:
-        """``fixed``: fields of every candidate that are not searched; below ZeRO-3 the overlap."""
+        """``fixed``: fields of every candidate that are not searched; below ZeRO-3 the overlap.
+
+        ``homes``: of the parameters under every candidate; empty: all on the device.
+        """
         self.workload, self.machine, self.limits = workload, machine, limits
         self.seed = seed
         self.fixed = dict(fixed or {})
         if workload.zero_stage < 3:
             self.fixed["overlap_forward"] = False
+        self.homes = homes
+        if homes:
+            self.fixed["homes"] = homes
         self.scores: dict[Candidate, Score] = {}
         self._sweep = PlanSweep(workload, machine)
         self._longer = [PlanSweep(workload, machine, iterations=n) for n in SETTLED]
         self._orders = UpdateOrders(workload, machine)
-        self.best_s = math.inf
+        self.best_s = self.whole_s = math.inf  # with parameters as they are; all on the device
 
     def score(self, candidate: Candidate) -> Score:
         """Simulated once, remembered after that."""
@@ -123,11 +136,16 @@ class Search:
         candidate = self.ordered(candidate)
         return self._settled_s(candidate, seconds_of(self._sweep, candidate))
 
-    def seconds(self, codes: np.ndarray, *options: Any) -> float:
+    def seconds(self, codes: NDArray[np.int8], *options: Any) -> float:
         """What `PlanSweep.evaluate` gives for these arguments, not remembered; ``inf`` where it
         does not fit.
         """
-        return self._held(self._sweep.evaluate(codes, *options)).iteration_s
+        elsewhere = codes + home_codes(self.homes)
+        return self._held(self._sweep.evaluate(elsewhere, *options)).iteration_s
+
+    def peaks(self, candidate: Candidate, homes: tuple[ParameterHome, ...]) -> Score:
+        """Of a candidate with its parameters elsewhere, not remembered."""
+        return self._simulate(replace(self.ordered(candidate), homes=homes))
 
     def _settled_s(self, c: Candidate, seconds: float) -> float:
         """The period of later iterations, where it is longer.
@@ -172,8 +190,15 @@ class Search:
         with a single other one fits into memory.
         """
         count = len(self.workload.subgroups)
-        self.score(evenly({HOME: count}))
+        least = self.score(evenly({HOME: count}))
         if self.machine.unified_memory:  # state that moves to the device stays where it was
+            return
+        if least.device_peak_bytes > self.limits.device_bytes:  # nothing takes less of it
+            return
+        # Elsewhere state takes as many bytes; only the parameters' slots may go.
+        slots = PARAMETER_SLOTS * max(self.workload.subgroups) * self.workload.wire_bytes
+        both = least.device_peak_bytes + least.host_peak_bytes - slots
+        if both > self.limits.device_bytes + self.limits.host_bytes:
             return
         held = list(self._held_apart())
         best = self._grid(held, max(FEWEST_POINTS, MOST_POINTS // len(held)), (2, 4))
@@ -237,12 +262,27 @@ class Search:
     @cached_property
     def counts(self) -> CountBounds | None:
         """What whole numbers of subgroups allow; None where they are not counted out."""
+        if self.homes:
+            return None
         return whole_counts(self.workload, self.machine, self.limits.device_bytes)
 
     @cached_property
     def fluid(self) -> Bound:
         """The bound without those, there in milliseconds."""
-        return fluid_bound(self.workload, self.machine, self.limits.device_bytes)
+        return fluid_bound(self.workload, self.machine, self.limits.device_bytes, self.homes)
+
+    @property
+    def floor_s(self) -> float:
+        """No plan is faster; ``inf`` where not even the workload alone fits."""
+        try:
+            return self.fluid.iteration_s
+        except ValueError:
+            return math.inf
+
+
+def home_codes(homes: tuple[ParameterHome, ...]) -> NDArray[np.int8]:
+    """What homes add to the codes of placements."""
+    return np.array([HOME_CODES[home] for home in homes] or [0], dtype=np.int8)
 
 
 def _grid(count: int, most: int) -> Iterator[dict[Placement, int]]:
@@ -276,13 +316,6 @@ def evenly(
     visiting = sum(p in VISITING for p in placements)
     slots = max(1, min(slots, visiting))
     return Candidate(tuple(placements), slots, min(slots, visiting))
-
-
-def quick_iteration_s(workload: Workload, machine: Machine, limits: Limits, seed: int) -> float:
-    """What guesses alone give; ``inf`` where nothing fits."""
-    search = Search(workload, machine, limits, seed)
-    search.guess()
-    return search.score(search.best()).iteration_s
 
 
 def seconds_of(sweep: PlanSweep, c: Candidate) -> float:

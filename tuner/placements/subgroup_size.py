@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from simulator.limits import Limits
 from simulator.machine import Machine
 from simulator.workload import Workload
-from tuner.placements.search import quick_iteration_s
+from tuner.placements.homes import quick_iteration_s
 
 SIZES = (10**9, 5 * 10**8, 2 * 10**8, 10**8, 5 * 10**7, 2 * 10**7, 10**7)
 MOST_SUBGROUPS = 400

@@ -32,7 +32,7 @@ from tuner.answer.rows import Role, Row, alternatives, compare, figures
 from tuner.answer.verdict import verdict
 from tuner.placements.memory import ImpossibleError
 from tuner.service.requests import Answer, Goodput, PlanJob, Simulate, WhatIf, WhatIfJob
-from tuner.service.scenario import check_plannable, resolve, strategy_of
+from tuner.service.scenario import check_plannable, offloads_parameters, resolve, strategy_of
 from tuner.service.timeline_view import view
 
 Progress = Callable[[float, str], None]
@@ -103,7 +103,8 @@ def _plan(
         from tuner.placements.planning import plan as search
 
         progress(0.2, "searching the best plan")
-        return search(workload, machine, mtbf_s=request.mtbf_s)
+        away = offloads_parameters(request)
+        return search(workload, machine, mtbf_s=request.mtbf_s, offload_parameters=away)
     return even_plan(workload, machine, limits)
 
 
@@ -210,6 +211,7 @@ def plan_job(request: PlanJob, progress: Progress) -> dict[str, Any]:
         mtbf_s=request.mtbf_s,
         restart_s=request.restart_s,
         memory_margin=request.memory_margin,
+        offload_parameters=offloads_parameters(request),
         progress=lambda share, what: progress(0.2 + 0.8 * share, what),
     )
     return {"plan": result.model_dump(mode="json"), "quick_iteration_s": quick_s}

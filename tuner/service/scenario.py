@@ -142,6 +142,11 @@ def model_of(scenario: Scenario) -> dict[str, Any]:
     return flat_config(model)
 
 
+def offloads_parameters(scenario: Scenario) -> bool:
+    """Whether its DeepSpeed config lets parameters live in host memory."""
+    return scenario.ds_config is not None and job_of(scenario).offload.parameters == "cpu"
+
+
 def job_of(scenario: Scenario) -> Job:
     """The job that is meant.
 

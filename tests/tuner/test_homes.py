@@ -1,0 +1,75 @@
+"""Where parameters live, as the search chooses it."""
+
+import numpy as np
+import pytest
+
+import tuner
+from simulator import build_schedule, simulate
+from simulator.analysis.bound import fluid_bound
+from simulator.analysis.many_plans import PlanSweep
+from simulator.limits import GIB
+from simulator.update.recipes import RECIPES
+from studies.optimality import random_pair
+from tests.machines import node as machine
+from tests.tuner.test_search import workload
+from tuner.placements.homes import spaced
+from tuner.placements.memory import ImpossibleError
+from tuner.placements.search import Candidate, seconds_of
+
+
+def test_those_that_leave_are_evenly_spaced():
+    assert spaced(4, 0) == ()
+    assert spaced(6, 2) == ("device", "device", "host") * 2
+    assert spaced(5, 5) == ("host",) * 5
+    assert all(spaced(97, n).count("host") == n for n in range(1, 98))
+
+
+def whole(subgroups=40):
+    """Parameters are most of what the device holds."""
+    work = workload(subgroups)
+    return work.model_copy(update={"device_base_bytes": work.params * work.wire_bytes})
+
+
+def test_what_would_not_fit_otherwise_is_planned_with_parameters_in_host_memory():
+    work, have = whole(), machine()
+    activations = sum(layer.activation_bytes for layer in work.layers)
+    room = work.device_base_bytes // 2 + activations
+    found = tuner.plan(work, have, device_memory_bytes=room, memory_margin=0.0)
+    assert 0 < found.parameter_homes.count("host") < 40
+    timeline = simulate(build_schedule(work, found), have)
+    assert timeline.device_peak_bytes <= room
+    assert found.prediction.iteration_s == pytest.approx(timeline.iteration_s, rel=1e-9)
+    assert found.prediction.lower_bound_s <= found.prediction.iteration_s
+    assert any("with all of them on the device nothing fits" in why for why in found.reasons)
+    assert found.alternatives[0].strategy.endswith("parameters cpu"), "stock's own way to fit"
+
+
+def test_with_room_for_them_parameters_stay_unless_they_may_leave():
+    work, have = whole(), machine()
+    room = work.device_base_bytes + 5 * GIB
+    stay = tuner.plan(work, have, device_memory_bytes=room)
+    free = tuner.plan(work, have, device_memory_bytes=room, offload_parameters=True)
+    assert "host" not in stay.parameter_homes
+    assert free.prediction.iteration_s <= stay.prediction.iteration_s * (1 + 1e-9)
+
+
+def test_what_fits_nowhere_says_what_is_missing():
+    with pytest.raises(ImpossibleError, match="missing"):
+        tuner.plan(whole(), machine(), device_memory_bytes=GIB)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_plan_is_faster_than_the_bound_of_its_homes(seed):
+    """Nor than that of any homes."""
+    rng = np.random.default_rng(seed)
+    for _ in range(5):
+        work, have = random_pair(rng, counts=(6, 24))
+        sweep, count = PlanSweep(work, have, iterations=9), len(work.subgroups)
+        for _ in range(10):
+            homes = spaced(count, int(rng.integers(1, count + 1)))
+            c = Candidate(tuple(rng.choice(list(RECIPES), count)), 2, 1, homes=homes)
+            seconds = seconds_of(sweep, c)
+            room = float(sweep.evaluate_plan(c.plan(work))[6])
+            assert fluid_bound(work, have, room, homes).iteration_s <= seconds * (1 + 1e-9)
+            anywhere = fluid_bound(work, have, room, anywhere=True).iteration_s
+            assert anywhere <= seconds * (1 + 1e-9)

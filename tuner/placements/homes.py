@@ -1,0 +1,102 @@
+"""Which subgroups' 16-bit parameters leave the device between their uses, and how many.
+
+What it costs is a fetch for each pass; what it brings is room: for a workload that would not fit at
+all, or for state and slots where the link is idle while passes compute. No bit depends on it. Of a
+number of subgroups those evenly spaced go: each fetch then has the passes between for itself.
+"""
+
+from __future__ import annotations
+
+import math
+
+from simulator.limits import GIB, Limits
+from simulator.machine import Machine
+from simulator.plan import ParameterHome
+from simulator.update.footprint import fetched_elements, moved_out
+from simulator.workload import Workload
+from tuner.placements.moves import HOME
+from tuner.placements.search import Search, evenly
+
+SHARES = (0.25, 0.5, 1.0)  # of the subgroups that could still leave: tried beside the fewest
+
+
+def spaced(count: int, away: int) -> tuple[ParameterHome, ...]:
+    """Homes with ``away`` of ``count`` on the host, evenly spaced; empty: none are."""
+    if not away:
+        return ()
+    turns = [i * away // count for i in range(count + 1)]
+    return tuple("host" if turns[i + 1] > turns[i] else "device" for i in range(count))
+
+
+def begun(
+    workload: Workload,
+    machine: Machine,
+    limits: Limits,
+    seed: int = 0,
+    *,
+    freely: bool = False,
+    whole: Search | None = None,
+    tried: tuple[tuple[ParameterHome, ...], ...] = (),
+) -> Search:
+    """The search whose guesses are best, by where parameters live.
+
+    Args:
+        freely: parameters may leave although plans fit with all of them on the device.
+        whole: the search with all parameters on the device, to be begun.
+        tried: further homes.
+    """
+    whole = whole or Search(workload, machine, limits, seed)
+    whole.guess()
+    whole_s = whole.best_s
+    if workload.zero_stage < 3 or machine.unified_memory or (whole.fits and not freely):
+        return whole
+    count = len(workload.subgroups)
+    fewest = 0 if whole.fits else _fewest(whole, count)
+    numbers = {fewest, *(fewest + round(share * (count - fewest)) for share in SHARES)} - {0}
+    best, best_s = whole, whole.best_s
+    for homes in dict.fromkeys([*tried, *(spaced(count, n) for n in sorted(numbers))]):
+        search = Search(workload, machine, limits, seed, whole.fixed, homes=homes)
+        if search.floor_s < best_s:  # else no plan of it can be better
+            search.guess()
+        if search.best_s < best_s:
+            best, best_s = search, search.best_s
+    if math.isinf(best_s):  # the one that lacks less says why
+        search.score(evenly({HOME: count}))
+        best = min(whole, search, key=lambda s: min(map(limits.missing_bytes, s.scores.values())))
+    best.whole_s = whole_s
+    return best
+
+
+def brought(search: Search) -> list[str]:
+    """What parameters that live on the host bring, in a sentence; nothing where none do."""
+    w = search.workload
+    size = moved_out(fetched_elements(w, search.homes)) * w.wire_bytes if search.homes else 0
+    if not size:
+        return []
+    told = f"{size / GIB:.1f} GiB of parameters live in host memory and come in for each pass: "
+    if math.isinf(search.whole_s):
+        return [told + "with all of them on the device nothing fits"]
+    saved_s = search.whole_s - search.best_s
+    return [told + f"{saved_s * 1e3:.1f} ms less than with all of them on the device "
+            f"({saved_s * 1e3 / (size / GIB):.2f} ms for each GiB)"]  # fmt: skip
+
+
+def quick_iteration_s(workload: Workload, machine: Machine, limits: Limits, seed: int) -> float:
+    """What guesses alone give; ``inf`` where nothing fits."""
+    search = Search(workload, machine, limits, seed)
+    search.guess()
+    return (search if search.fits else begun(workload, machine, limits, seed)).best_s
+
+
+def _fewest(search: Search, count: int) -> int:
+    """Subgroups that must leave so that all updates on the host fit; all, if even they do not."""
+    low, high = 0, count
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _hold(search, count, middle) else (middle, high)
+    return high
+
+
+def _hold(search: Search, count: int, away: int) -> bool:
+    score = search.peaks(evenly({HOME: count}), spaced(count, away))
+    return search.limits.hold(score.device_peak_bytes, score.host_peak_bytes)
