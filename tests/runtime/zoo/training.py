@@ -95,6 +95,8 @@ def _state(engine: Any) -> list[torch.Tensor]:
     for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):
         for master in getattr(optimizer, name, ()):
             kept = optimizer.optimizer.state[master]
+            if int(kept.get("step", 1)) == 0:
+                kept = {}  # every step so far overflowed: stock has not made its moments yet
             held = [master, *(kept[key] for key in sorted(kept))]
             found += [torch.as_tensor(t).detach().clone() for t in held]
     return found
