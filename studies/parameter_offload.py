@@ -6,9 +6,9 @@ Real DeepSpeed with ``offload_param`` on an emulated device; real copies and ari
 (`studies.trials.emulated_training`). Of stock, the copies of parameters for each pass, which run
 ahead as DeepSpeed asks for them, and the update on the host take their given time, the update at
 the rate of ebbtide's own kernel; its gradients cross for nothing: all that is in stock's favour.
-State lies where the tuner's plan puts it. The share of parameters that stays on the device is made
-by hand, of the layers that forward needs first, as many as a given headroom holds: the tuner does
-not choose it yet. No figure from here is a GPU figure.
+State lies where the tuner's plan puts it. Of the parameters as many stay on the device as a given
+headroom holds, evenly spaced, as the tuner's search has them (`tuner.placements.homes`). No figure
+from here is a GPU figure.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from runtime.devices.lane import Completion, Lane
 from runtime.zero.checks import private
 from runtime.zero.gathers import Fetch, Fetches
 from simulator import Machine, Plan, Workload, build_schedule, simulate
-from simulator.plan import ParameterHome
 from simulator.schedule import Lane as LaneName
 from studies.bench.bits import differences
 from studies.bench.rank import become_only_rank
@@ -107,14 +106,14 @@ def plans_of(work: Workload, machine: Machine) -> dict[str, Plan]:
     not hold.
     """
     import tuner
+    from tuner.placements.homes import spaced
 
     chosen, count = tuner.plan(work, machine), len(work.subgroups)
-    kept = {"all on the host": 0, "a share on the device": int(HEADROOM_SHARE * count)}
-    plans = {}
-    for name, n in kept.items():
-        homes: list[ParameterHome] = ["device" if i < n else "host" for i in range(count)]
-        plans[name] = chosen.placed(chosen.placements, parameter_home=Plan.home_runs(homes))
-    return plans
+    away = {"all on the host": count, "a share on the device": round(HEADROOM_SHARE * count)}
+    return {
+        name: chosen.placed(chosen.placements, parameter_home=Plan.home_runs(spaced(count, n)))
+        for name, n in away.items()
+    }
 
 
 class StockBench(Bench):

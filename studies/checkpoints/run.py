@@ -192,7 +192,10 @@ def _engine(run: Run, rank: int) -> tuple[Any, Any]:
     del config["optimizer"]
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     plan = CheckpointPlan(
-        copy_budget_bytes=BUDGET_BYTES, keep=2, write_bytes_per_s=WRITE_BYTES_PER_S / run.world_size
+        copy_budget_bytes=BUDGET_BYTES,
+        keep=2,
+        write_bytes_per_s=WRITE_BYTES_PER_S / run.world_size,
+        restore_random=True,  # the model draws random numbers: a resume to the bit needs them
     )
     files = KillingFiles(run.kill, rank, run.note("reached", rank))
     lazy = install(engine, plan, files=files, block_bytes=BLOCK_BYTES)

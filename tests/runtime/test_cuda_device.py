@@ -3,6 +3,7 @@
 import mmap
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -158,7 +159,11 @@ def test_buffers_are_backed_by_threads_on_the_cores_near_the_gpu(device, monkeyp
     pages = buffer.nbytes // (2 * 2**20)  # of the largest kind
     assert sum(after[t][0] - before[t][0] for t in before if t in after) < pages // 2
     assert {t: after[t][1] for t in before} == {t: before[t][1] for t in before}
-    assert set(after) == set(before), "who touched the pages has ended"
+    for _ in range(100):  # a thread that was joined leaves the list a moment later
+        if set(faults_by_thread()) <= set(before):
+            break
+        time.sleep(0.02)
+    assert set(faults_by_thread()) <= set(before), "who touched the pages has ended"
 
 
 def test_host_updates_run_on_the_cores_near_the_gpu(device):

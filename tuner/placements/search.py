@@ -198,11 +198,10 @@ class Search:
         # Elsewhere state takes as many bytes; only the parameters' slots may go.
         slots = PARAMETER_SLOTS * max(self.workload.subgroups) * self.workload.wire_bytes
         both = least.device_peak_bytes + least.host_peak_bytes - slots
-        if both > self.limits.device_bytes + self.limits.host_bytes:
-            return
+        hopeless = both > self.limits.device_bytes + self.limits.host_bytes
         held = list(self._held_apart())
         best = self._grid(held, max(FEWEST_POINTS, MOST_POINTS // len(held)), (2, 4))
-        if not self.fits:
+        if not self.fits and not hopeless:
             best = self._grid(held, MANY_POINTS, (1,))
         if not self.fits:
             return  # and the bound has no solution either
