@@ -1,5 +1,6 @@
 """`CudaDevice` against CUDA's rules, on the stand-in; and the stand-in against itself."""
 
+import contextlib
 import mmap
 import os
 import threading
@@ -139,9 +140,10 @@ def faults_by_thread():
     """Minor page faults and allowed cores of each of this process's threads."""
     found = {}
     for task in Path("/proc/self/task").iterdir():
-        status = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines())
-        faults = int((task / "stat").read_text().rsplit(")", 1)[1].split()[7])
-        found[int(task.name)] = faults, status["Cpus_allowed_list"].strip()
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            status = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines())
+            faults = int((task / "stat").read_text().rsplit(")", 1)[1].split()[7])
+            found[int(task.name)] = faults, status["Cpus_allowed_list"].strip()
     return found
 
 
