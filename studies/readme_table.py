@@ -58,6 +58,12 @@ FIGURES: dict[str, dict[str, str]] = {
         "real_models.median_gap_pct": "{:.2f}%",
         "real_models.max_gap_pct": "largest {:.2f}%",
     },
+    "parameter_offload": {
+        "speedup_over_stock": "parameters in host memory {:.2f}x stock with them there",
+        "predicted_over_measured": "predicted / measured {:.2f}",
+        "speedup_of_share": "half of them on the device {:.2f}x that",
+        "bit_identical": "bit-identical: {}",
+    },
     "verify": {
         "found": "{} defects found",
         "seeded": "of {}",
