@@ -105,11 +105,8 @@ def compare(
     def run(name: str, **setting: Any) -> Simulated:
         return simulated(name, workload, machine, limits, setting, compile_)
 
-    # Stock's own way to the same room, where a plan keeps parameters in host memory.
-    away = plan is not None and "host" in plan.parameter_homes
-    both = {"optimizer": "cpu", "parameters": "cpu"}
-    stock = run("zero_infinity", **both) if away else run(stock_offload(workload.zero_stage))
-    rows = [Row("stock", *_labelled(stock, workload))]
+    name, setting = stock_beside(workload, plan)
+    rows = [Row("stock", *_labelled(run(name, **setting), workload))]
     if not machine.unified_memory:
         rows.append(Row("no offload", *_labelled(run("no_offload"), workload)))
     if plan is not None:
@@ -123,6 +120,15 @@ def compare(
         rows += [Row("variant", label, run("ebbtide", plan=less))
                  for label, less in _variants(workload, plan)]  # fmt: skip
     return rows
+
+
+def stock_beside(workload: Workload, plan: Plan | None) -> tuple[str, dict[str, str]]:
+    """Stock's strategy and setting: its own way to the same room, where a plan keeps parameters in
+    host memory.
+    """
+    if plan is not None and "host" in plan.parameter_homes:
+        return "zero_infinity", {"optimizer": "cpu", "parameters": "cpu"}
+    return stock_offload(workload.zero_stage), {}
 
 
 def _labelled(one: Simulated, workload: Workload) -> tuple[str, Simulated]:

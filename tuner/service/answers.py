@@ -24,11 +24,11 @@ from simulator.engines.reference import simulate as run_with_memory
 from simulator.limits import Limits
 from simulator.machine import Machine
 from simulator.plan import Plan, Prediction
-from simulator.schedules.strategies import build_strategy, stock_offload
+from simulator.schedules.strategies import build_strategy
 from simulator.workload import Workload
 from tuner.answer.even import even_plan
 from tuner.answer.failures import checkpointed, goodput_of
-from tuner.answer.rows import Role, Row, alternatives, compare, figures
+from tuner.answer.rows import Role, Row, alternatives, compare, figures, stock_beside
 from tuner.answer.verdict import verdict
 from tuner.placements.memory import ImpossibleError
 from tuner.service.requests import Answer, Goodput, PlanJob, Simulate, WhatIf, WhatIfJob
@@ -125,7 +125,8 @@ def _listed(rows: list[Row], workload: Workload) -> list[dict[str, Any]]:
 
 def _timelines(machine: Machine, workload: Workload, plan: Plan | None) -> dict[str, Any]:
     """Of stock and of the plan."""
-    stock = build_strategy(stock_offload(workload.zero_stage), workload)
+    name, setting = stock_beside(workload, plan)
+    stock = build_strategy(name, workload, **setting)
     planned = plan and build_strategy("ebbtide", workload, plan=plan)
     return {
         "stock": view(run_with_memory(stock, machine)),

@@ -197,3 +197,14 @@ def test_a_machine_that_was_pushed_can_be_asked_about(server):
     assert slow["iteration_s"] > fast["iteration_s"]
     refused = server.post("/machines", {**fields, "name": "h200"})
     assert refused.status_code == 422
+
+
+def test_stocks_timeline_is_that_of_its_row_where_parameters_leave_the_device(server):
+    """8 B parameters do not fit into 24 GB beside anything else."""
+    asked = {"model": "Llama 3 8B", "machine": "rtx4090", "sequence": 2048, "peers": False}
+    answer = server.post("/answer", asked).json()
+    assert answer["plan"]["parameter_home"]
+    (stock,) = [row for row in answer["rows"] if row["role"] == "stock"]
+    assert stock["label"].endswith("parameters cpu")
+    spans = answer["timelines"]["stock"]["duration_s"]
+    assert spans == pytest.approx(stock["iteration_s"], rel=0.02)
