@@ -211,15 +211,12 @@ def read_ds_config(path: str) -> dict[str, Any]:
     Raises:
         BadInputError: no such file, or no JSON object.
     """
-    import hjson
+    from simulator.estimates.deepspeed_keys import read_file
 
     try:
-        config = hjson.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
-        raise BadInputError(f"--ds-config must be a JSON file, but got {path}: {error}") from None
-    if not isinstance(config, dict):
-        raise BadInputError(f"--ds-config must hold a JSON object, but got {path}")
-    return config
+        return read_file(path)
+    except ValueError as error:
+        raise BadInputError(str(error)) from None
 
 
 def read_plan(path: str) -> Plan:
