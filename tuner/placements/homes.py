@@ -83,9 +83,7 @@ def brought(search: Search) -> list[str]:
 
 def quick_iteration_s(workload: Workload, machine: Machine, limits: Limits, seed: int) -> float:
     """What guesses alone give; ``inf`` where nothing fits."""
-    search = Search(workload, machine, limits, seed)
-    search.guess()
-    return (search if search.fits else begun(workload, machine, limits, seed)).best_s
+    return begun(workload, machine, limits, seed).best_s
 
 
 def _fewest(search: Search, count: int) -> int:
