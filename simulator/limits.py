@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,8 +12,12 @@ from simulator.workload import Workload
 
 UNKNOWN_MARGIN = 0.05  # left free where no profile says how much the peaks vary
 LEAST_MARGIN = 0.02  # of a memory: what an allocator cannot use
+SOLD_AS = 0.05  # more than a memory holds people still mean all of it: "24 GB" are 23.6 GiB
 SIGMAS = 3.0  # of the profiled steps' peaks
 GIB, MIB = 2**30, 2**20
+_NAMES: Mapping[Memory, str] = {
+    "device": "device_memory_bytes (--gpu-memory)", "host": "host_memory_bytes (--host-memory)",
+}  # fmt: skip
 
 
 def size(size_bytes: float) -> str:
@@ -63,12 +68,15 @@ class Limits:
         Raises:
             ValueError: a limit is not positive, or a margin not a share.
         """
-        for name, value in (("device_memory_bytes (--gpu-memory)", device_memory_bytes),
-                            ("host_memory_bytes (--host-memory)", host_memory_bytes)):  # fmt: skip
+        asked: dict[Memory, int | None] = {"device": device_memory_bytes, "host": host_memory_bytes}
+        for memory, name in _NAMES.items():
+            value = asked[memory]
             if value is not None and value <= 0:
                 raise ValueError(f"{name} must be > 0, but got {value}")
             there = getattr(machine, name.partition(" ")[0])
-            if value is not None and value > there:
+            if value is not None and there < value <= there * (1 + SOLD_AS):
+                asked[memory] = None
+            elif value is not None and value > there:
                 raise ValueError(
                     f"{name} must be at most what the machine has, {there / GIB:.1f} GiB, but got "
                     f"{value / GIB:.1f} GiB: leave it out, or take another machine (--machine)"
@@ -77,7 +85,6 @@ class Limits:
             raise ValueError(
                 f"memory_margin (--memory-margin) must lie in [0%, 100%), but got {margin:.0%}"
             )
-        asked: dict[Memory, int | None] = {"device": device_memory_bytes, "host": host_memory_bytes}
         available = {
             name: size or TIERS[name].capacity_bytes(machine, workload.ranks_per_node) or 0
             for name, size in asked.items()

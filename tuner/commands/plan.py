@@ -24,8 +24,10 @@ from tuner.inputs import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from simulator.machine import Machine
     from simulator.plan import Plan
     from simulator.workload import Workload
+    from tuner.placements.memory import ImpossibleError
 
 
 @click.command(
@@ -87,6 +89,7 @@ def plan(
 ) -> None:
     """Searches the best plan and says why it is the best."""
     from tuner.answer.report import show_plan, wide_console
+    from tuner.placements.memory import ImpossibleError
     from tuner.placements.planning import plan as search
 
     needs("with --mtbf", mtbf is not None, "restart", "storage")
@@ -108,11 +111,14 @@ def plan(
         "robust": robust, "subgroup_sizes": sizes, "memory_margin": memory_margin,
         "offload_parameters": offload_param or trained.offload.parameters == "cpu",
     }  # fmt: skip
-    with told_after(2.0) as progress:
-        result = search(
-            work, measured, mtbf_s=mtbf, restart_s=restart, checkpoint_dir=checkpoint_dir,
-            progress=progress, **options,
-        )  # fmt: skip
+    try:
+        with told_after(2.0) as progress:
+            result = search(
+                work, measured, mtbf_s=mtbf, restart_s=restart, checkpoint_dir=checkpoint_dir,
+                progress=progress, **options,
+            )  # fmt: skip
+    except ImpossibleError as error:
+        raise BadInputError(_with_ways_out(error, trained, measured, options)) from None
     if why:
         from tuner.shadow import shadow_prices
 
@@ -128,6 +134,24 @@ def plan(
     console = wide_console()
     show_plan(result, console)
     console.print(f"written to {' and '.join(filter(None, [output, emit_deepspeed]))}")
+
+
+def _with_ways_out(
+    error: ImpossibleError, trained: Trained, machine: Machine, options: Mapping[str, Any]
+) -> str:
+    """What is missing, and the changes that fit: a profiled workload cannot tell any."""
+    if trained.job is None:
+        return f"{error.fact}. {error.advice}"
+    from tuner.answer.ways_out import flags, ways_out
+
+    names = ("device_memory_bytes", "host_memory_bytes")
+    asked = {name: options[name] for name in names} | {"margin": options["memory_margin"]}
+    lines = [
+        f"  {flags(way, trained.job)}: {way.iteration_s:.3g} s per iteration, "
+        f"{way.tokens_per_s or 0:,.0f} tokens/s"
+        for way in ways_out(trained.job, machine, **asked)
+    ]
+    return "\n".join([f"{error.fact}. {'These fit:' if lines else error.advice}", *lines])
 
 
 def _emit(path: str, found: Plan, plan_file: str, trained: Trained) -> None:

@@ -9,7 +9,16 @@ from simulator.workload import Workload
 
 
 class ImpossibleError(ValueError):
-    """Nothing fits; the message says how much is missing and which knob helps most."""
+    """Nothing fits; the message says how much is missing and which knob helps most.
+
+    Attributes:
+        fact: the first of the two; ``advice``: the second, of somebody who has not tried it
+            (`tuner.answer.ways_out` does).
+    """
+
+    def __init__(self, fact: str, advice: str) -> None:
+        super().__init__(f"{fact}. {advice}")
+        self.fact, self.advice = fact, advice
 
     @classmethod
     def explain(
@@ -24,8 +33,9 @@ class ImpossibleError(ValueError):
             return cls(
                 f"the plan must fit into {limits.device_bytes / GIB:.2f} GiB of device memory, but "
                 f"parameters, buckets and activations alone take {device / GIB:.2f} GiB: "
-                f"{missing / GIB:.2f} GiB are missing. A smaller micro-batch or activation "
-                "checkpointing helps most; more ranks divide the parameters (--gpu-memory)"
+                f"{missing / GIB:.2f} GiB are missing",
+                "A smaller micro-batch or activation checkpointing helps most; more ranks divide "
+                "the parameters (--gpu-memory)",
             )
         # Each memory alone may suffice where both together do not: the plan that lacks least tells.
         least = min(scores, key=limits.missing_bytes)
@@ -35,8 +45,9 @@ class ImpossibleError(ValueError):
             f"per rank and {limits.device_bytes / GIB:.2f} GiB of device memory, but {params} "
             f"parameters at {workload.optimizer_state.state_bytes} bytes and their gradients take "
             f"at least {least.host_peak_bytes / GIB:.2f} and {least.device_peak_bytes / GIB:.2f} "
-            f"GiB: {missing / GIB:.2f} GiB are missing. More ranks or more device memory for "
-            "resident subgroups help (--host-memory, --gpu-memory)"
+            f"GiB: {missing / GIB:.2f} GiB are missing",
+            "More ranks or more device memory for resident subgroups help (--host-memory, "
+            "--gpu-memory)",
         )
 
     @classmethod
@@ -46,6 +57,7 @@ class ImpossibleError(ValueError):
         return cls(
             f"the plan must fit into {limits.host_bytes / GIB:.2f} GiB of memory, which device and "
             f"host share here, but takes at least {needed / GIB:.2f} GiB: "
-            f"{limits.missing_bytes(least) / GIB:.2f} GiB are missing. A smaller micro-batch or "
-            "activation checkpointing helps; more ranks divide the parameters (--host-memory)"
+            f"{limits.missing_bytes(least) / GIB:.2f} GiB are missing",
+            "A smaller micro-batch or activation checkpointing helps; more ranks divide the "
+            "parameters (--host-memory)",
         )

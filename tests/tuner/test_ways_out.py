@@ -1,0 +1,99 @@
+"""What is offered where nothing fits: it fits, it is the nearest, and one knob suffices where it can."""
+
+import pytest
+from click.testing import CliRunner
+
+from simulator import build_schedule, simulate
+from simulator.estimates.job import Job
+from simulator.estimates.presets import preset
+from simulator.limits import GIB, Limits
+from tests.machines import node
+from tests.tuner.test_search import workload
+from tuner.answer.ways_out import flags, ways_out
+from tuner.cli import main
+from tuner.placements.homes import begun
+from tuner.service.scenario import MODELS
+
+OF_MACHINE = ("device_memory_bytes", "host_memory_bytes")
+
+
+def changed(job, machine, changes):
+    """The workload and the machine that a way out means."""
+    memory = {k: v for k, v in changes.items() if k in OF_MACHINE}
+    machine = machine.with_rates(**memory) if memory else machine
+    job = job.changed(**{k: v for k, v in changes.items() if k not in memory})
+    return job.workload(machine), machine
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "sequence", "micro_batch"),
+    [("Llama 3 8B", "rtx4090", 8192, 4), ("Llama 3.2 1B", "rtx4090", 8192, 4),
+     ("Mixtral 8x7B", "a100-node", 2048, 1), ("Qwen3 14B", "rtx4090", 2048, 1)],
+)  # fmt: skip
+def test_every_change_that_is_offered_fits_when_simulated(model, name, sequence, micro_batch):
+    job = Job.of_deepspeed(MODELS[model], sequence=sequence, micro_batch=micro_batch)
+    machine = preset(name)
+    assert not begun(job.workload(machine), machine, Limits.of(job.workload(machine), machine)).fits
+    ways = ways_out(job, machine)
+    assert ways
+    assert [w.tokens_per_s for w in ways] == sorted((w.tokens_per_s for w in ways), reverse=True)
+    for way in ways:
+        work, have = changed(job, machine, way.changes)
+        timeline = simulate(build_schedule(work, way.plan), have)
+        limits = Limits.of(work, have)
+        assert limits.hold(timeline.device_peak_bytes, timeline.host_peak_bytes), way.label
+        assert way.iteration_s == pytest.approx(timeline.iteration_s, rel=1e-9)
+        assert way.tokens_per_s == pytest.approx(work.tokens_per_iteration / timeline.iteration_s)
+
+
+def test_one_knob_is_turned_no_further_than_needed_and_samples_stay():
+    job = Job.of_deepspeed(MODELS["Llama 3.2 1B"], sequence=8192, micro_batch=4, accumulation=2)
+    machine = preset("rtx4090")
+    ways = {tuple(way.changes): way.changes for way in ways_out(job, machine)}
+    assert ways["micro_batch", "accumulation"] == {"micro_batch": 1, "accumulation": 8}
+    assert ways["sequence",] == {"sequence": 2048}
+    for nearer in ({"micro_batch": 2, "accumulation": 4}, {"sequence": 4096}):
+        work, have = changed(job, machine, nearer)
+        assert not begun(work, have, Limits.of(work, have)).fits
+    together = ways["micro_batch", "accumulation", "sequence"]
+    assert together["sequence"] == 4096, "with smaller batches the sequence stays longer"
+
+
+def test_activations_that_are_kept_are_recomputed_first():
+    job = Job.of_deepspeed(MODELS["Llama 3.2 1B"], sequence=8192, micro_batch=2, recompute=False)
+    ways = ways_out(job, preset("a100-node"))
+    assert any(list(way.changes) == ["recompute"] for way in ways)
+    assert any(flags(way, job) == "without --keep-activations" for way in ways)
+
+
+def test_a_limit_below_the_machine_is_the_first_to_be_raised():
+    job, machine = Job.of_deepspeed(MODELS["Llama 3 8B"]), preset("h100-node")
+    ways = ways_out(job, machine, device_memory_bytes=4 * GIB)
+    assert {"device_memory_bytes": machine.device_memory_bytes} in [way.changes for way in ways]
+
+
+def test_what_the_deepspeed_config_says_is_changed_there():
+    config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 3},
+              "bf16": {"enabled": True}}  # fmt: skip
+    job = Job.of_deepspeed(MODELS["GPT-2 1.5B"], config, sequence=8192)
+    told = [flags(way, job) for way in ways_out(job, preset("rtx4090"))]
+    assert '"train_micro_batch_size_per_gpu": 2 in the DeepSpeed config, --accumulation 2' in told
+
+
+def test_the_command_offers_them_in_the_place_of_advice():
+    asked = ["plan", "--machine", "rtx4090", "--model", "examples/llama-3-8b.json"]
+    done = CliRunner().invoke(main, [*asked, "--sequence", "8192", "--micro-batch", "4"])
+    assert done.exit_code == 2
+    assert "GiB are missing. These fit:" in done.output
+    assert "--sequence 2048: " in done.output
+    assert "smaller micro-batch or" not in done.output
+
+
+def test_24_gib_of_a_24_gb_card_are_all_of_it():
+    machine = preset("rtx4090")
+    assert machine.device_memory_bytes < 24 * GIB
+    work = Job.of_deepspeed(MODELS["Llama 3.2 1B"]).workload(machine)
+    assert Limits.of(work, machine, 24 * GIB) == Limits.of(work, machine)
+    with pytest.raises(ValueError, match="at most what the machine has"):
+        Limits.of(work, machine, 26 * GIB)
+    assert Limits.of(workload(), node(), 20 * GIB) != Limits.of(workload(), node())

@@ -1,0 +1,220 @@
+"""What to change where nothing fits: the nearest changes that do, each simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from simulator.estimates.blocks import ModelError
+from simulator.estimates.job import Job
+from simulator.limits import GIB, Limits
+from simulator.machine import Machine
+from simulator.plan import Plan
+from tuner.answer.even import even_plan
+from tuner.placements.memory import ImpossibleError
+
+# As they are sold; the least that suffices is offered.
+DEVICE_GIB = (12, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 288)
+HOST_GIB = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
+SHORTEST_SEQUENCE = 256
+MOST_GPUS = 256
+Changes = Mapping[str, int | bool]
+
+
+@dataclass(frozen=True)
+class WayOut:
+    """Changes under which a plan fits.
+
+    Attributes:
+        changes: fields of a job (``data_parallel``, ``sequence`` ...) or of the machine
+            (``device_memory_bytes``, ``host_memory_bytes``) and their values.
+        plan: that fits, with its prediction.
+        tokens_per_s: of all ranks.
+    """
+
+    changes: Changes
+    plan: Plan
+    tokens_per_s: float | None
+
+    @property
+    def iteration_s(self) -> float:
+        assert self.plan.prediction is not None
+        return self.plan.prediction.iteration_s
+
+    @property
+    def label(self) -> str:
+        """The changes, for people."""
+        return ", ".join(_WORDS[name](value) for name, value in self.changes.items())
+
+
+_OF_MACHINE = ("device_memory_bytes", "host_memory_bytes")
+_WORDS: Mapping[str, Callable[[int], str]] = {
+    "recompute": lambda _: "activation checkpointing",
+    "micro_batch": lambda v: f"micro-batch {v}",
+    "accumulation": lambda v: f"accumulation {v}",
+    "sequence": lambda v: f"sequence {v}",
+    "data_parallel": lambda v: f"{v} GPUs",
+    "device_memory_bytes": lambda v: f"{v / GIB:.0f} GiB of GPU memory",
+    "host_memory_bytes": lambda v: f"{v / GIB:.0f} GiB of host memory in a node",
+}
+
+
+@dataclass
+class _Tried:
+    """Answers to "does it fit so", each found once."""
+
+    job: Job
+    machine: Machine
+    limits: Mapping[str, Any]
+    known: dict[tuple[tuple[str, int | bool], ...], WayOut | None] = field(default_factory=dict)
+
+    def way(self, changes: Changes) -> WayOut | None:
+        key = tuple(changes.items())
+        if key not in self.known:
+            self.known[key] = self._simulated(changes)
+        return self.known[key]
+
+    def _simulated(self, changes: Changes) -> WayOut | None:
+        memory = {k: v for k, v in changes.items() if k in _OF_MACHINE}
+        machine = self.machine.with_rates(**memory) if memory else self.machine
+        asked = {k: v for k, v in self.limits.items() if k not in memory}
+        try:
+            job = self.job.changed(**{k: v for k, v in changes.items() if k not in memory})
+            workload = job.workload(machine)
+            made = even_plan(workload, machine, Limits.of(workload, machine, **asked))
+        except (ImpossibleError, ModelError):
+            return None
+        tokens = workload.tokens_per_iteration
+        assert made.prediction is not None
+        return WayOut(changes, made, tokens and tokens / made.prediction.iteration_s)
+
+    def nearest(self, steps: list[Changes]) -> WayOut | None:
+        """The first that fits of steps that each take less memory than the one before."""
+        if not steps or self.way(steps[-1]) is None:
+            return None
+        low, high = 0, len(steps) - 1
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.way(steps[middle]) else (middle + 1, high)
+        return self.way(steps[high])
+
+
+def ways_out(job: Job, machine: Machine, **limits: Any) -> list[WayOut]:
+    """The nearest changes that fit, the fastest first; empty: none of these does.
+
+    One thing is changed where that suffices. Where none of a job's own fields does, they are
+    changed together: what costs no sample first. So is a sequence that may then stay longer.
+
+    Args:
+        limits: what `Limits.of` takes beside workload and machine.
+    """
+    tried = _Tried(job, machine, {k: v for k, v in limits.items() if v is not None})
+    found: dict[str, WayOut] = {}
+    for base in _bases(job):
+        enough = any(name not in _OF_MACHINE for name in found)
+        for steps in _knobs(job, machine, tried.limits, base):
+            name = [*steps[-1]][-1] if steps else ""
+            milder = name == "sequence" and name in found
+            new = name not in found and not enough
+            way = tried.nearest(steps) if new or milder else None
+            if way is not None and (not milder or way.changes[name] != found[name].changes[name]):
+                key = f"{name} {len(base)}" if milder else name
+                found[key] = _relaxed(way, base, tried)
+        if enough:
+            break
+    return sorted(found.values(), key=lambda way: -(way.tokens_per_s or 0.0))
+
+
+def _relaxed(way: WayOut, base: Changes, tried: _Tried) -> WayOut:
+    """What was changed beside it, taken back as far as it still fits."""
+    for steps in (_smaller_batches(tried.job), _shorter(tried.job)):
+        if steps and set(steps[0]) <= set(base):
+            way = tried.nearest([{**way.changes, **step} for step in steps]) or way
+    return way
+
+
+def _bases(job: Job) -> Iterator[Changes]:
+    """What is changed beside one more thing: nothing; then more and more."""
+    together: dict[str, int | bool] = {}
+    yield dict(together)
+    for step in (_recompute(job), _smaller_batches(job)[-1:], _shorter(job)[-1:]):
+        if step:
+            together |= step[0]
+            yield dict(together)
+
+
+def _knobs(
+    job: Job, machine: Machine, limits: Mapping[str, Any], base: Changes
+) -> Iterator[list[Changes]]:
+    """The steps of each thing that can be changed beside ``base``, nearest first."""
+    all_steps = [
+        _recompute(job), _smaller_batches(job), _shorter(job), _more_ranks(job, machine),
+        _larger("host_memory_bytes", HOST_GIB, machine, limits),
+        [] if machine.unified_memory
+        else _larger("device_memory_bytes", DEVICE_GIB, machine, limits),
+    ]  # fmt: skip
+    for steps in all_steps:
+        yield [{**base, **step} for step in steps if not set(step) & set(base)]
+
+
+def _recompute(job: Job) -> list[Changes]:
+    return [] if job.recompute else [{"recompute": True}]
+
+
+def _smaller_batches(job: Job) -> list[Changes]:
+    """Of as many samples in a step, where they divide so."""
+    samples, steps, size = job.micro_batch * job.accumulation, list[Changes](), job.micro_batch
+    while size > 1:
+        size //= 2
+        more = {"accumulation": samples // size} if samples % size == 0 else {}
+        steps.append({"micro_batch": size, **more})
+    return steps
+
+
+def _shorter(job: Job) -> list[Changes]:
+    steps, length = list[Changes](), job.sequence
+    while length // 2 >= SHORTEST_SEQUENCE:
+        length //= 2
+        steps.append({"sequence": length})
+    return steps
+
+
+def _more_ranks(job: Job, machine: Machine) -> list[Changes]:
+    beside = job.tensor_parallel * job.pipeline_parallel
+    most = MOST_GPUS if machine.network_bytes_per_s is not None else machine.gpus_per_node
+    steps, ranks = list[Changes](), job.data_parallel
+    while ranks * 2 * beside <= most:
+        ranks *= 2
+        steps.append({"data_parallel": ranks})
+    return steps
+
+
+def _larger(
+    name: str, sizes: tuple[int, ...], machine: Machine, limits: Mapping[str, Any]
+) -> list[Changes]:
+    own = getattr(machine, name)
+    whole = [own] if name in limits else []  # all of what is there, where less is asked for
+    return [{name: n} for n in (*whole, *(size * GIB for size in sizes if size * GIB > own))]
+
+
+def flags(way: WayOut, job: Job) -> str:
+    """What `tune` takes for it; what no flag says, in words."""
+    return ", ".join(_flag(name, value, job.config) for name, value in way.changes.items())
+
+
+def _flag(name: str, value: int | bool, config: Mapping[str, Any]) -> str:
+    key = _KEYS.get(name)
+    if key in config and config[key] != "auto":
+        return f'"{key}": {value} in the DeepSpeed config'
+    return _FLAGS[name].format(value) if name in _FLAGS else _WORDS[name](value)
+
+
+_KEYS = {
+    "micro_batch": "train_micro_batch_size_per_gpu", "accumulation": "gradient_accumulation_steps",
+}  # fmt: skip
+_FLAGS = {
+    "recompute": "without --keep-activations", "micro_batch": "--micro-batch {}",
+    "accumulation": "--accumulation {}", "sequence": "--sequence {}",
+    "data_parallel": "--data-parallel {}",
+}  # fmt: skip
