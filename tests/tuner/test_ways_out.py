@@ -1,4 +1,4 @@
-"""What is offered where nothing fits: it fits, it is the nearest, and one knob suffices where it can."""
+"""What is offered where nothing fits: it fits, it is the nearest, one knob where one suffices."""
 
 import pytest
 from click.testing import CliRunner

@@ -30,9 +30,26 @@ from tuner.answer.even import even_plan
 from tuner.answer.failures import checkpointed, goodput_of
 from tuner.answer.rows import Role, Row, alternatives, compare, figures, stock_beside
 from tuner.answer.verdict import verdict
+from tuner.answer.ways_out import Changes
+from tuner.answer.ways_out import ways_out as nearest_changes
 from tuner.placements.memory import ImpossibleError
-from tuner.service.requests import Answer, Goodput, PlanJob, Simulate, WhatIf, WhatIfJob
-from tuner.service.scenario import check_plannable, offloads_parameters, resolve, strategy_of
+from tuner.service.requests import (
+    Answer,
+    Goodput,
+    PlanJob,
+    Scenario,
+    Simulate,
+    WhatIf,
+    WhatIfJob,
+)
+from tuner.service.scenario import (
+    check_plannable,
+    job_of,
+    machine_of,
+    offloads_parameters,
+    resolve,
+    strategy_of,
+)
 from tuner.service.timeline_view import view
 
 Progress = Callable[[float, str], None]
@@ -67,7 +84,7 @@ def answer(request: Answer, progress: Progress) -> dict[str, Any]:
     try:
         plan = _plan(request, machine, workload, limits, progress)
     except ImpossibleError as error:
-        problem = str(error)
+        problem = error.fact  # advice that was tried: `ways_out`
     rows = compare(workload, machine, limits, plan, others=request.peers,
                    compile_=TEMPLATES.compiled)  # fmt: skip
     told, choice = _told(rows, plan), None
@@ -94,6 +111,36 @@ def answer(request: Answer, progress: Progress) -> dict[str, Any]:
         "machine": _about_machine(machine),
         "workload": _about_workload(workload),
     }
+
+
+def ways_out(request: Scenario, progress: Progress) -> dict[str, Any]:  # noqa: ARG001
+    """Where nothing fits: the nearest changes of the scenario that do; none of a profiled workload,
+    which cannot tell.
+    """
+    if request.workload is not None:
+        return {"ways": []}
+    check_plannable(request)
+    return {
+        "ways": [
+            {
+                "label": way.label,
+                "changes": _of_scenario(way.changes),
+                "iteration_s": way.iteration_s,
+                "tokens_per_s": way.tokens_per_s,
+            }
+            for way in nearest_changes(job_of(request), machine_of(request))
+        ]
+    }
+
+
+def _of_scenario(changes: Changes) -> dict[str, Any]:
+    """In a scenario's words."""
+    words: dict[str, Any] = {**changes}
+    if "data_parallel" in words:
+        words["gpus"] = words.pop("data_parallel")
+    if words.pop("recompute", False):
+        words["keep_activations"] = False
+    return words
 
 
 def _plan(

@@ -224,6 +224,11 @@ def _answers(router: APIRouter, service: Service, names: _Names) -> None:
             request, "answer", posted, cost + (PEERS_TRIED if posted.peers else 0)
         )
 
+    @router.post("/ways-out")
+    async def ways_out(request: Request, posted: ask.Scenario) -> Response:
+        """Where nothing fits: the nearest changes that do, each simulated."""
+        return await computed(request, "ways-out", posted, FULL_COST)
+
     @router.post("/what-if")
     async def what_if(request: Request, posted: ask.WhatIf) -> Response:
         """A grid, as JSON or CSV; a larger one is a job."""

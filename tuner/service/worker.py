@@ -52,6 +52,7 @@ def calls() -> dict[str, tuple[Any, Callable[..., Any]]]:
     return {
         "simulate": (requests.Simulate, answers.simulate),
         "answer": (requests.Answer, answers.answer),
+        "ways-out": (requests.Scenario, answers.ways_out),
         "what-if": (requests.WhatIf, answers.what_if),
         "goodput": (requests.Goodput, answers.goodput),
         "trace": (requests.Planned, report.trace),

@@ -133,6 +133,29 @@ def test_what_fits_nowhere_says_what_is_missing(server):
     assert not any(row["fits"] for row in answer["rows"])
 
 
+@pytest.mark.parametrize("asked", [
+    {"model": "Llama 3 8B", "machine": "rtx4090", "sequence": 8192, "micro_batch": 4},
+    {"model": "Mixtral 8x7B", "machine": "a100-node"},
+])  # fmt: skip
+def test_where_nothing_fits_each_change_that_is_offered_does(server, asked):
+    assert server.post("/answer", asked | {"peers": False}).json()["verdict"] == "impossible"
+    ways = server.post("/ways-out", asked).json()["ways"]
+    assert len(ways) >= 2
+    for way in ways:
+        answer = server.post("/answer", asked | way["changes"] | {"peers": False}).json()
+        assert answer["verdict"] != "impossible", way
+        plan = next(row for row in answer["rows"] if row["role"] == "plan")
+        assert plan["fits"]
+        assert plan["iteration_s"] == pytest.approx(way["iteration_s"], rel=1e-9)
+
+
+def test_a_profiled_workload_tells_no_other_batch(server):
+    work, machine = workload()
+    fields = {"machine": machine, "workload": work}
+    asked = {name: noun.model_dump(mode="json") for name, noun in fields.items()}
+    assert server.post("/ways-out", asked).json() == {"ways": []}
+
+
 def test_a_model_config_may_be_sent(server):
     config = {**MODELS["Llama 3 8B"], "rope_scaling": {"type": "linear"}}
     sent = server.post("/simulate", {"machine": "h100-node", "model": config}).json()

@@ -262,6 +262,17 @@ def test_what_cannot_be_answered_is_said_and_left_again(page, server):
     )
 
 
+def test_where_nothing_fits_a_press_makes_it_fit(page, server):
+    opened(page, server, "/?model=Llama+3+8B&machine=rtx4090&sequence=8192&micro_batch=4")
+    offered = page.locator("#ways button", has_text="sequence 2048")
+    offered.wait_for()
+    _photograph(page, "ways_out")
+    offered.click()
+    page.wait_for_function("() => document.querySelector('#answer').dataset.verdict === 'offload'")
+    assert parse_qs(page.evaluate("location.search.slice(1)")).get("sequence") is None  # 2048
+    assert page.locator("#ways").is_hidden()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [390, 820, 1440])
 def test_no_serious_fault_of_access_and_no_sideways_scrolling(browser, server, width):

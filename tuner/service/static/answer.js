@@ -57,6 +57,10 @@ export class AnswerView {
 
   // The search that `tune plan` does, in the background; given up at the next move.
   async refine(scenario, number) {
+    if (this.shown && this.shown.verdict === "impossible") {
+      await this.findWays(scenario, number);
+      return;
+    }
     if (!this.shown || !this.shown.plan || (this.shown.verdict !== "offload" && !scenario.mtbf_s)) {
       this.tell("");
       return;
@@ -75,6 +79,29 @@ export class AnswerView {
     }
   }
 
+  // Where nothing fits: the nearest changes that do, as buttons that make them.
+  async findWays(scenario, number) {
+    this.refining = new AbortController();
+    this.tell("Looking for what would fit ...");
+    try {
+      const { ways } = await call("/ways-out", { method: "POST", body: scenario, signal: this.refining.signal });
+      if (number !== this.asked || this.busy) return;
+      at("ways").replaceChildren(element("p", { class: "hint" }, ways.length ? "These changes fit:" : "No single change that this page knows makes it fit."),
+        ...ways.map((way) => this.wayButton(way)));
+      at("ways").hidden = false;
+      this.tell("");
+    } catch (error) {
+      if (error.name !== "AbortError") this.tell(`No change found: ${error.message}`);
+    }
+  }
+
+  wayButton(way) {
+    const cost = `${seconds(way.iteration_s)} per iteration${way.tokens_per_s ? `, ${count(way.tokens_per_s)} tokens/s` : ""}`;
+    const button = element("button", { type: "button" }, element("strong", {}, way.label), element("span", { class: "hint" }, cost));
+    button.addEventListener("click", () => this.controls.take(way.changes));
+    return button;
+  }
+
   tell(text) {
     at("status").textContent = text;
   }
@@ -83,6 +110,7 @@ export class AnswerView {
     at("sentence").textContent = error instanceof ApiError ? `This cannot be answered: ${error.message}` : `The server cannot be reached: ${error.message}`;
     at("answer").classList.add("refused");
     this.shown = null;
+    at("ways").hidden = true;
     this.offer();
     this.tell("");
   }
@@ -97,6 +125,7 @@ export class AnswerView {
 
   render(answer, whole) {
     this.shown = answer;
+    at("ways").hidden = true;
     at("answer").classList.remove("refused");
     at("answer").dataset.verdict = answer.verdict;
     at("answer").dataset.effort = answer.effort;

@@ -27,6 +27,7 @@ export class Controls {
     this.uploaded = {}; // name -> a config.json or machine.json of this browser
     this.state = {};
     this.parts = {};
+    this.taken = {}; // slider -> a value that an answer proposed
     this.unknown = []; // what the link asked for and this page could not take
     this.build();
     this.read(new URLSearchParams(location.search));
@@ -71,8 +72,9 @@ export class Controls {
       const machine = this.machines.get(this.state.machine);
       steps = steps.filter((n) => n <= (machine.multi_node ? 256 : machine.gpus_per_node));
     }
-    const own = this.ownValue(slider);
-    return steps.includes(own) ? steps : [...steps, own].sort((a, b) => a - b);
+    // The machine's own value, and one that an answer proposed.
+    const more = [this.ownValue(slider), this.taken[slider.key]].filter((v) => v !== undefined && !steps.includes(v));
+    return more.length ? [...new Set([...steps, ...more])].sort((a, b) => a - b) : steps;
   }
 
   build() {
@@ -202,6 +204,14 @@ export class Controls {
       if (value !== null && value !== this.ownValue(slider)) query.set(slider.key, value);
     }
     return query.toString();
+  }
+
+  // Values that an answer proposes.
+  take(changes) {
+    this.taken = { ...this.taken, ...changes };
+    for (const slider of SLIDERS) if (slider.key in changes) this.state[slider.key] = changes[slider.key];
+    this.fill();
+    this.tell();
   }
 
   tell() {
