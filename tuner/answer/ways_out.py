@@ -204,8 +204,8 @@ def flags(way: WayOut, job: Job) -> str:
 
 
 def _flag(name: str, value: int | bool, config: Mapping[str, Any]) -> str:
-    key = _KEYS.get(name)
-    if key in config and config[key] != "auto":
+    key = _KEYS.get(name, "")
+    if config.get(key, "auto") != "auto":
         return f'"{key}": {value} in the DeepSpeed config'
     return _FLAGS[name].format(value) if name in _FLAGS else _WORDS[name](value)
 
