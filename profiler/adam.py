@@ -77,8 +77,12 @@ def stock_ops() -> Any:
     return CPUAdamBuilder().load()
 
 
-def stock_host_adam(elements: int, budget_s: float) -> Quantity:
-    """Parameters/s of stock's three passes: unscale, DeepSpeedCPUAdam's op, downcast."""
+def stock_host_adam(elements: int, budget_s: float, threads: int | None = None) -> Quantity:
+    """Parameters/s of stock's three passes: unscale, DeepSpeedCPUAdam's op, downcast.
+
+    Args:
+        threads: OpenMP's; None: as many as this process has.
+    """
     ops = stock_ops()
     ops.create_adam(_STOCK_OPTIMIZER, 1e-4, 0.9, 0.999, 1e-8, 0.1, True, False)
     buffers = AdamBuffers(elements)
@@ -93,11 +97,16 @@ def stock_host_adam(elements: int, budget_s: float) -> Quantity:
         )  # fmt: skip
         buffers.wire.copy_(p)
 
+    own = torch.get_num_threads()
+    torch.set_num_threads(threads or own)
     try:
         durations = repeat_s(update, budget_s)
     finally:
+        torch.set_num_threads(own)
         ops.destroy_adam(_STOCK_OPTIMIZER)
     detail = f"unscale, DeepSpeedCPUAdam, downcast; {elements} elements"
+    if threads is not None:
+        detail += f", {threads} thread{'s' * (threads > 1)}"
     return rate(elements, durations, "measured", detail)
 
 

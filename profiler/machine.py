@@ -240,7 +240,8 @@ def _host_rates(wanted: _Wanted, tell: Callable[[], None]) -> _Part:
     by_threads, notes = adam.host_adam_by_threads(elements, _threads(cores), share_s * 0.7)
     others = adam.host_adam_by_sizes(_sizes(elements), cores, share_s * 0.3)
     tell()
-    stock = adam.stock_host_adam(elements, share_s * 0.8)
+    stock = adam.stock_host_adam(elements, share_s * 0.5, cores)
+    one_thread = adam.stock_host_adam(elements, share_s * 0.3, 1)
     others["downcast_params_per_s"] = adam.downcast(elements, share_s * 0.2)
     tell()
     triad, triad_notes = dram.triad(elements, cores, share_s * 0.8)
@@ -249,6 +250,7 @@ def _host_rates(wanted: _Wanted, tell: Callable[[], None]) -> _Part:
         "host_copy_bytes_per_s": dram.host_copy(elements, cores, share_s * 0.2),
         "host_adam_params_per_s": by_threads[max(by_threads)],
         "stock_host_adam_params_per_s": stock,
+        "stock_host_adam_thread_params_per_s": one_thread,
         "host_adam_by_threads": by_threads,
     }
     return rates, others, notes + triad_notes

@@ -13,6 +13,7 @@ import torch
 
 from profiler.sampling import doubts
 from profiler.watcher import Trace, units
+from runtime.hardware.cores import near_cores
 from runtime.hardware.launcher import local_ranks
 from runtime.kernels import host
 from simulator.quantity import Quantity
@@ -87,6 +88,7 @@ def workload_of(engine: Any, traces: list[Trace], name: str) -> Workload:
         gradient_accumulation_steps=int(engine.gradient_accumulation_steps()),
         ranks_per_node=ranks,
         nodes=max(1, _world_size() // ranks),
+        stock_threads=_fewer_threads(),
         tokens_per_iteration=_tokens(engine, traces),
         samples_per_iteration=int(engine.train_batch_size()),
         device_base_bytes=_base_bytes(traces, fullest, layers),
@@ -97,6 +99,12 @@ def workload_of(engine: Any, traces: list[Trace], name: str) -> Workload:
         memory_peaks=_memory_peaks(traces),
         warnings=tuple(notes),
     )
+
+
+def _fewer_threads() -> int | None:
+    """That stock's updates run on here; None: as many as there are cores."""
+    threads = torch.get_num_threads()
+    return threads if threads < len(near_cores(None)) else None
 
 
 def _parameters(optimizer: Any) -> tuple[tuple[int, ...], ...]:

@@ -35,6 +35,8 @@ RateName = Literal[
     "network_bytes_per_s",
     "device_memory_bytes_per_s",
 ]
+# Those that depend on the threads of an op.
+THREADED: tuple[RateName, ...] = ("host_adam_params_per_s", "stock_host_adam_params_per_s")
 _OF_THE_NODE = ("dram", "storage")  # what all ranks draw from; the other shares are of links
 DEVICE_UPDATE_BYTES = 32  # p, m, v both ways; a fp32 gradient, or a 16-bit one with its parameter
 
@@ -48,6 +50,7 @@ _ABSURD: dict[str, float] = {
     "host_copy_bytes_per_s": 1e15,
     "host_adam_params_per_s": 1e14,
     "stock_host_adam_params_per_s": 1e14,
+    "stock_host_adam_thread_params_per_s": 1e14,
     "device_adam_params_per_s": 1e15,
     "device_flops_per_s": 1e19,
     "storage_write_bytes_per_s": 1e14,
@@ -96,7 +99,8 @@ class Machine(BaseModel):
         facts: the link's generation and width, NUMA nodes, limits: text for people.
         copy_latency_s: fixed cost of one copy; launch_latency_s: of one device kernel.
         host_adam_params_per_s: of the fused kernel; stock_host_adam_params_per_s: of stock's three
-            passes together (unscale, DeepSpeedCPUAdam, downcast). Neither includes a copy. All
+            passes together (unscale, DeepSpeedCPUAdam, downcast), on all cores;
+            stock_host_adam_thread_params_per_s: of these on one thread. None includes a copy. All
             update rates are Adam's: another optimizer's updates last as long as the bytes that they
             move (`OptimizerState.adams`).
         device_flops_per_s: what large matrix products sustain; what smaller ones reach follows
@@ -139,6 +143,7 @@ class Machine(BaseModel):
     host_copy_bytes_per_s: Quantity | None = None
     host_adam_params_per_s: Quantity
     stock_host_adam_params_per_s: Quantity
+    stock_host_adam_thread_params_per_s: Quantity | None = None
     device_adam_params_per_s: Quantity
     host_adam_by_threads: dict[int, Quantity] = Field(default_factory=dict)
     device_flops_per_s: Quantity | None = None
@@ -257,6 +262,28 @@ class Machine(BaseModel):
             f"machine.{name} is needed by this workload, but machine {self.name!r} does not "
             f"give it: add {name} to the machine file"
         )
+
+    def op_rate(self, name: RateName, cores: float) -> float:
+        """`rate` of an op on so many cores: that of host updates depends on their threads.
+
+        Raises:
+            ValueError: see `rate`.
+        """
+        if 0 < cores < self.cpu_cores and name in THREADED:
+            fused = name == "host_adam_params_per_s"
+            return (self.host_adam_rate if fused else self.stock_host_adam_rate)(cores)
+        return self.rate(name)
+
+    def stock_host_adam_rate(self, threads: float) -> float:
+        """Parameters/s of stock's host update with so many threads.
+
+        Each thread draws what one core can of DRAM, until all together have what all cores have.
+        Where one thread's rate is not known, it loses as much as the fused kernel does.
+        """
+        full = self.stock_host_adam_params_per_s.median
+        if (one := self.stock_host_adam_thread_params_per_s) is not None:
+            return min(full, threads * one.median)
+        return full * self.host_adam_rate(threads) / self.host_adam_params_per_s.median
 
     def host_adam_rate(self, threads: float) -> float:
         """Parameters/s of the fused host update with so many threads.

@@ -85,6 +85,8 @@ class Workload(BaseModel):
         pipeline_idle_s: time per iteration outside forward, backward and step, in which this rank
             waits for other pipeline stages or the training script does something else (a
             calibrated machine's ``loop_s``); host and copies go on in it.
+        stock_threads: OpenMP threads of one rank's host updates under stock and its peers; None: as
+            many as there are cores. ebbtide sets its own (a plan's ``threads``).
         zero_stage: DeepSpeed's. Below 3 parameters are whole on every rank, a step waits for its
             updates, and then the ranks give each other what they have updated. ZeRO-1 reduces
             gradients behind the last micro-batch's backward only.
@@ -109,6 +111,7 @@ class Workload(BaseModel):
     gradient_accumulation_steps: int = Field(1, ge=1)
     ranks_per_node: int = Field(1, ge=1)
     nodes: int = Field(1, ge=1)
+    stock_threads: int | None = Field(None, ge=1)
     tokens_per_iteration: int | None = Field(None, ge=1)
     samples_per_iteration: int | None = Field(None, ge=1)
     pipeline_idle_s: float = Field(0.0, ge=0)

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 SEQUENCE = 2048  # tokens per sample, where nobody says
 Command = Callable[..., Any]
+_STARTED = ("launcher", "omp_threads")
+# `simulator.estimates.launchers.LAUNCHERS`, which is not imported for a `--help`.
+_LAUNCHERS = ("deepspeed", "torchrun", "accelerate", "srun", "python")
 
 
 class BadInputError(click.ClickException):
@@ -32,6 +35,13 @@ class BadInputError(click.ClickException):
 MACHINE = click.option(
     "--machine", required=True,
     help="machine.json, made by `tune profile`, or a preset such as h200 or rtx4090.",
+)  # fmt: skip
+LAUNCHER_OPTIONS = (
+    click.option("--launcher", type=click.Choice(_LAUNCHERS),
+                 help="What starts the ranks: torchrun and accelerate leave stock one thread a "
+                 "rank where a node has several; default: deepspeed, all cores."),
+    click.option("--omp-threads", type=click.IntRange(min=1),
+                 help="OMP_NUM_THREADS of each rank, whatever starts it."),
 )  # fmt: skip
 _WORKLOAD_OPTIONS = (
     click.option("--workload", help="workload.json of the training run."),
@@ -51,7 +61,15 @@ _WORKLOAD_OPTIONS = (
                  help="With --model: parts of the layers, with ZeRO-1; default: 1."),
     click.option("--keep-activations", is_flag=True, help="With --model: no checkpointing of "
                  "activations."),
+    *LAUNCHER_OPTIONS,
 )  # fmt: skip
+
+
+def launched(command: Command) -> Command:
+    """Adds `LAUNCHER_OPTIONS`."""
+    for option in reversed(LAUNCHER_OPTIONS):
+        command = option(command)
+    return command
 
 
 def workload_options(command: Command) -> Command:
@@ -83,8 +101,22 @@ def model_shape(about: Mapping[str, Any]) -> dict[str, Any]:
         "sequence": about["sequence"] or SEQUENCE,
         **{name: about[name] for name in ("micro_batch", "accumulation", "zero_stage")},
         **{name: about[name] or 1 for name in ranks},
+        **started_by(about),
         "recompute": not about["keep_activations"],
     }
+
+
+def started_by(about: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a `Job` from `LAUNCHER_OPTIONS`."""
+    return {name: about[name] for name in _STARTED if about[name] is not None}
+
+
+def _threads_of(workload: Workload, about: Mapping[str, Any]) -> Workload:
+    """A profiled workload as another launcher would start it."""
+    from simulator.estimates.launchers import started
+
+    given = started_by(about)
+    return started(workload, **given) if given else workload
 
 
 @dataclass(frozen=True)
@@ -131,7 +163,8 @@ def read_trained(
             "exactly one of --workload and --model must be given, but got "
             f"{'both' if workload else 'none'}"
         )
-    without_effect = [k for k, v in about.items() if v and k not in beside_workload]
+    beside = (*beside_workload, *_STARTED)
+    without_effect = [k for k, v in about.items() if v and k not in beside]
     if workload is not None and without_effect:
         flag = "--" + without_effect[0].replace("_", "-")
         raise BadInputError(
@@ -140,7 +173,7 @@ def read_trained(
         )
     config = read_config(about.get("ds_config"))
     if workload is not None:
-        return Trained(_read(Workload, workload, "--workload"), None, config)
+        return Trained(_threads_of(_read(Workload, workload, "--workload"), about), None, config)
     from simulator.estimates.job import Job
 
     assert model is not None

@@ -14,7 +14,7 @@ import numpy as np
 from simulator.engines import kernel
 from simulator.engines.kernel import Floats, Ints
 from simulator.engines.reference import capacities
-from simulator.machine import Machine, RateName
+from simulator.machine import THREADED, Machine, RateName
 from simulator.schedule import Op, Schedule
 from simulator.span import Span
 from simulator.timeline import Timeline
@@ -94,7 +94,7 @@ def compile_schedule(schedule: Schedule) -> CompiledSchedule:
         table[:, kernel.KIND] = [_KIND_NUMBERS[kind] for kind in fields["kind"]]
         table[:, kernel.RATE] = [
             # Only a host update's rate depends on its cores.
-            keys.setdefault((rate, cores if rate == "host_adam_params_per_s" else 0.0), len(keys))
+            keys.setdefault((rate, cores if rate in THREADED else 0.0), len(keys))
             for rate, cores in zip(fields["rate"], fields["cores"], strict=True)
         ]
     return CompiledSchedule(
@@ -147,13 +147,7 @@ def result(summary: Floats, start_s: Floats, end_s: Floats) -> SimResult:
 
 def rate_vector(schedule: CompiledSchedule, machine: Machine) -> Floats:
     """The machine's rates in the order of the schedule's rate_keys."""
-    return np.array([_rate(machine, *key) for key in schedule.rate_keys], dtype=np.float64)
-
-
-def _rate(machine: Machine, name: RateName, cores: float) -> float:
-    if 0 < cores < machine.cpu_cores:
-        return machine.host_adam_rate(cores)
-    return machine.rate(name)
+    return np.array([machine.op_rate(*key) for key in schedule.rate_keys], dtype=np.float64)
 
 
 def capacity_vector(machine: Machine, ranks: int) -> Floats:

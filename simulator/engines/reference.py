@@ -65,9 +65,7 @@ def capacities(machine: Machine, ranks: int) -> dict[str, float]:
 
 def rate_of(op: Op, machine: Machine) -> float:
     """Full speed of an op, in its unit per second; host updates depend on their threads."""
-    if op.rate == "host_adam_params_per_s" and 0 < op.cores < machine.cpu_cores:
-        return machine.host_adam_rate(op.cores)
-    return machine.rate(op.rate)
+    return machine.op_rate(op.rate, op.cores)
 
 
 def latency_of(op: Op, machine: Machine) -> float:

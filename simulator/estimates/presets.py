@@ -42,6 +42,12 @@ _PAGEABLE = 10e9
 # Into fresh unpinned memory on two sockets: for some of the ranks, which nobody binds, core,
 # staging buffer and pages lie apart; all wait for the slowest. Binding alone gives 1.16 to 1.29.
 _UNBOUND = 1.25
+# What one core draws of DRAM: its outstanding lines over their latency, whatever the channels give.
+# A server core is far from its socket's latency, a desktop's near. No run tells it: so the values
+# are those of the core's kind, and may be a third off either way. That one thread of stock's Adam
+# draws what one thread of a triad does, is measured here (41 to 47 GB/s beside 37 to 44, Zen 5).
+_CORE_SPREAD = 0.75, 1.33
+_SAPPHIRE_RAPIDS = "a Sapphire Rapids core"
 _LAYER_ISSUE_S = 3.5e-3  # DeepSpeed's hooks: 2.0 to 2.7 ms here without, plus six gathers a layer
 _CONTEXT_BYTES, _NCCL_BYTES = 600 * 2**20, 400 * 2**20
 _QUARTILE_OF_EIGHTY_PERCENT = round(QUARTILE / EIGHTY_PERCENT, 3)
@@ -55,6 +61,7 @@ class Sheet:
     Attributes:
         dram_bytes_per_s: of the sockets that a run uses, by the number of channels.
         link_raw_bytes_per_s: one direction, before protocol; ``link``: what pinned copies reach.
+        core: bytes/s of DRAM that a single core draws, and which core that is.
         stock_update: parameters/s of a rank's update as published, with the new parameters' way
             to the device, by ranks that work at once: lowest and highest figure, and what they
             are; empty: as DRAM allows.
@@ -74,6 +81,7 @@ class Sheet:
     link_raw_bytes_per_s: float
     link: tuple[float, Source, str]
     storage: tuple[float, Source, str]
+    core: tuple[float, str]
     numa_nodes: int = 1
     stock_update: Mapping[int, tuple[float, float, str]] = field(default_factory=dict)
     stock_source: Source = "published"
@@ -92,7 +100,7 @@ SHEETS: Mapping[str, Sheet] = {
         device_gib=39.4, gpus=4, cores=32, host_gib=512, dram_kind="DDR4",
         dram_bytes_per_s=204.8e9, dram_detail="one socket, 8 channels of DDR4-3200 (204.8 GB/s)",
         link_raw_bytes_per_s=31.5e9, link=(25e9, "published", f"pinned, PCIe 4: {DOS}"),
-        storage=(2e9, "assumed", "one NVMe drive"),
+        storage=(2e9, "assumed", "one NVMe drive"), core=(20e9, "a Zen 3 core"),
         # Two figures are published for four ranks: how they were bound to cores and memory
         # differs. Their geometric mean is taken; between both lie eight cases in ten.
         stock_update={1: (1.4e9, 1.4e9, "1.4 G params/s with one rank"),
@@ -111,7 +119,7 @@ SHEETS: Mapping[str, Sheet] = {
         dram_detail="two sockets of 8 channels DDR5-4800 (614.4 GB/s)",
         link_raw_bytes_per_s=63e9,
         link=(52e9, "published", f"pinned, PCIe 5, 50 to 55 GB/s: {DOS}"),
-        storage=(5e9, "assumed", "one PCIe 4 NVMe drive"),
+        storage=(5e9, "assumed", "one PCIe 4 NVMe drive"), core=(12e9, _SAPPHIRE_RAPIDS),
         stock_update={4: (1.7e9, 1.7e9, "1.7 G params/s for each of four ranks, 46 threads each")},
         network=(50e9, "assumed", "one 400 Gbit/s port"),
         nvlink=(450e9, "NVLink 4, 18 links of 25 GB/s, one direction"),
@@ -123,7 +131,7 @@ SHEETS: Mapping[str, Sheet] = {
         dram_bytes_per_s=614.4e9,
         dram_detail="two sockets of 8 channels DDR5-4800 (614.4 GB/s)",
         link_raw_bytes_per_s=63e9, link=(52e9, "assumed", "as on the H100 node: PCIe 5 x16"),
-        storage=(5e9, "assumed", "one PCIe 4 NVMe drive"),
+        storage=(5e9, "assumed", "one PCIe 4 NVMe drive"), core=(12e9, _SAPPHIRE_RAPIDS),
         # The host's memory is that of the H100 node; eight ranks have what four drew together.
         stock_update={4: (1.7e9, 1.7e9, "as on the H100 node, which has the same channels: 1.7 G "
                                         "params/s for each of four ranks, 46 threads each")},
@@ -136,7 +144,7 @@ SHEETS: Mapping[str, Sheet] = {
         device_gib=23.6, gpus=1, cores=16, host_gib=128, dram_kind="DDR5",
         dram_bytes_per_s=89.6e9, dram_detail="two channels of DDR5-5600 (89.6 GB/s)",
         link_raw_bytes_per_s=31.5e9, link=(25e9, "assumed", "PCIe 4 x16, 31.5 GB/s raw"),
-        storage=(4e9, "assumed", "one PCIe 4 NVMe drive"),
+        storage=(4e9, "assumed", "one PCIe 4 NVMe drive"), core=(35e9, "a desktop's core"),
     ),
     "gh200": Sheet(
         device_name="NVIDIA GH200 96GB", flops=989e12, hbm_bytes_per_s=4.0e12, device_gib=94.5,
@@ -145,7 +153,7 @@ SHEETS: Mapping[str, Sheet] = {
         # Faster than host memory, which is then what a copy reaches.
         link_raw_bytes_per_s=450e9,
         link=(0.8 * 384e9, "datasheet", "NVLink-C2C's 450 GB/s a way, bound by 80% of LPDDR5X"),
-        storage=(5e9, "assumed", "one PCIe 5 NVMe drive"),
+        storage=(5e9, "assumed", "one PCIe 5 NVMe drive"), core=(30e9, "a Neoverse V2 core"),
         network=(50e9, "datasheet", "one 400 Gbit/s port"),
     ),
 }  # fmt: skip
@@ -244,12 +252,24 @@ def _host_rates(sheet: Sheet) -> dict[str, Quantity]:
             f"{_TRIAD[sheet.dram_kind]:.0%} of {sheet.dram_detail}",
         ),
         "stock_host_adam_params_per_s": drawn.scaled(1 / STOCK_UPDATE_BYTES),
+        "stock_host_adam_thread_params_per_s": _one_thread(sheet, drawn.median),
         "host_adam_params_per_s": _value(
             drawn.median / FUSED_UPDATE_BYTES, "assumed",
             f"the same DRAM traffic a second as stock's passes, at {FUSED_UPDATE_BYTES} bytes per "
             f"parameter instead of {STOCK_UPDATE_BYTES}",
         ),
     }  # fmt: skip
+
+
+def _one_thread(sheet: Sheet, drawn_bytes_per_s: float) -> Quantity:
+    """Stock's passes on one core, which draws no more than all of them."""
+    core, whose = sheet.core
+    low, high = _CORE_SPREAD
+    rate = min(core, drawn_bytes_per_s) / STOCK_UPDATE_BYTES
+    return Quantity(
+        median=rate, q1=low * rate, q3=high * rate, n=1, source="assumed",
+        detail=f"{core / 1e9:g} GB/s of DRAM for {whose}, {STOCK_UPDATE_BYTES} bytes a parameter",
+    )  # fmt: skip
 
 
 def _passes_bytes_per_s(rate: float) -> float:

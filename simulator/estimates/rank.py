@@ -56,6 +56,7 @@ class Rank:
             gradient_accumulation_steps=micro,
             ranks_per_node=self.layout.ranks_per_node,
             nodes=self.layout.nodes,
+            stock_threads=self.job.stock_threads(self.layout.ranks_per_node),
             reduced_beside=self.reduced_beside,
             tokens_per_iteration=self.tokens * micro * p.data_parallel,
             samples_per_iteration=self.job.micro_batch * micro * p.data_parallel,

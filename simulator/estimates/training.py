@@ -14,6 +14,7 @@ from simulator.estimates.deepspeed_config import (
     unread,
 )
 from simulator.estimates.deepspeed_keys import ZERO
+from simulator.estimates.launchers import LAUNCHERS, Launcher, stock_threads
 from simulator.estimates.offloading import Offloading
 from simulator.update.optimizer import ADAM
 from simulator.workload import WireDtype, ZeroStage
@@ -34,6 +35,12 @@ def _whole(most: int) -> Callable[[Any, ValidationInfo], Any]:
 def _switch(value: Any, info: ValidationInfo) -> Any:
     if not isinstance(value, bool):
         raise ModelError(f"{info.field_name} must be True or False, but got {value!r}")
+    return value
+
+
+def _launcher(value: Any) -> Any:
+    if value not in LAUNCHERS:
+        raise ModelError(f"launcher must be one of {', '.join(LAUNCHERS)}, but got {value!r}")
     return value
 
 
@@ -59,6 +66,8 @@ class Training(BaseModel):
             where it is added up.
         clip: the norm that gradients are clipped at; 0: they are not.
         overlap_comm: None: as DeepSpeed has it at this ZeRO stage.
+        launcher: what starts the ranks, which decides on how many threads stock updates on the
+            host; ``omp_threads``: ``OMP_NUM_THREADS`` as the user sets it, whatever starts them.
         notes: what was ``"auto"`` or left out and what was taken for it: for people.
         config: DeepSpeed's, as it was given.
     """
@@ -87,6 +96,8 @@ class Training(BaseModel):
     prefetch_bucket_elements: int = PREFETCH_BUCKET_ELEMENTS
     overlap_comm: bool | None = None
     max_live_parameters: int = 10**9
+    launcher: Annotated[Launcher, BeforeValidator(_launcher)] = "deepspeed"
+    omp_threads: Count | None = None
     notes: tuple[str, ...] = ()
     config: Mapping[str, Any] = {}
 
@@ -137,6 +148,10 @@ class Training(BaseModel):
     def overlaps_comm(self) -> bool:
         """DeepSpeed's default is on under ZeRO-3 and off below."""
         return self.zero_stage == 3 if self.overlap_comm is None else self.overlap_comm
+
+    def stock_threads(self, ranks_per_node: int) -> int | None:
+        """Of one rank's host updates under stock; None: as many as there are cores."""
+        return stock_threads(self.launcher, self.omp_threads, ranks_per_node)
 
     @property
     def round_robin(self) -> bool:

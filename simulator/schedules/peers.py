@@ -266,7 +266,8 @@ class StockLoop(TrainingLoop):
         adams = traffic / (2 * ADAM.state_bytes + STOCK_PASS_BYTES)
         return self.out.add(
             OpKind.UPDATE_HOST, Lane.HOST, size * adams, "stock_host_adam_params_per_s", waits,
-            dram_bytes=size * traffic, cores=ALL_CORES, subgroup=subgroup,
+            dram_bytes=size * traffic, cores=self.workload.stock_threads or ALL_CORES,
+            subgroup=subgroup,
         )  # fmt: skip
 
     def _result_copied(self, subgroup: int, waits: Sequence[int]) -> list[int]:

@@ -1,13 +1,18 @@
 """Host updates run on cores near the GPU, and leave one to the training thread."""
 
 import os
+import subprocess
+import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from runtime.devices.lane import Completion, Lane
+from runtime.execution.session import threads_of
 from runtime.hardware import cores
 from runtime.hardware.launcher import LOCAL_SIZES, local_ranks
+from simulator import Plan
 
 GPU = "0000:3b:00.0"
 
@@ -114,3 +119,33 @@ def test_a_lane_is_bound_and_the_training_thread_is_not():
     assert seen[0][0] == {core}
     assert seen[0][1] != threading.get_ident()
     assert os.sched_getaffinity(0) == before
+
+
+OWN_THREADS = """
+import os
+from profiler.adam import AdamBuffers
+buffers = AdamBuffers(1 << 20)
+buffers.host_update(1)
+before = len(os.listdir("/proc/self/task"))
+buffers.host_update(4)
+print(len(os.listdir("/proc/self/task")) - before)
+"""
+
+
+def test_the_update_has_its_threads_under_torchrun():
+    """Which sets OMP_NUM_THREADS=1: stock's updates heed it, ebbtide's do not."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    told = subprocess.run([sys.executable, "-c", OWN_THREADS], env=environment, check=False,
+                          capture_output=True, text=True, timeout=120)  # fmt: skip
+    assert told.stdout.split()[-1:] == ["3"], told.stderr
+
+
+def test_the_threads_of_a_rank_are_its_cores(node, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr("torch.get_num_threads", lambda: 1)
+    device = SimpleNamespace(cores=[], unified=False)
+    plan = Plan(subgroup_size=1, placement=Plan.runs(["host"]), staging_slots=0)
+    assert threads_of(plan, device) == 16
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert threads_of(plan, device) == 4
+    assert threads_of(plan, SimpleNamespace(cores=[1, 2, 3], unified=False)) == 3

@@ -154,6 +154,26 @@ def test_folders_that_cannot_be_written(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("variable", "ranks", "state", "says"),
+    [
+        ("1", 1, "slow", "OMP_NUM_THREADS is 1"),
+        ("", 2, "slow", "is not set, which torchrun and accelerate launch make 1 for 2 ranks"),
+        ("", 1, "ok", "not set, 8 cores a rank"),
+        ("4", 2, "ok", "is 4, 4 cores a rank"),
+        ("", 8, "ok", "not set, 1 cores a rank"),
+    ],
+)
+def test_threads_that_stock_lacks(monkeypatch, variable, ranks, state, says):
+    monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    monkeypatch.setattr("runtime.hardware.cores.near_cores", lambda _address: list(range(8)))
+    found = hardware.threads(ranks)
+    assert (found.state, says in found.detail) == (state, True), found
+    if state == "slow":
+        assert f"export OMP_NUM_THREADS={8 // ranks}" in found.fix
+        assert re.search(r"Here 1 updates \d+\.\d\d G params/s, \d of them \d", found.detail)
+
+
 def test_links_and_locked_memory(monkeypatch):
     monkeypatch.setattr("resource.getrlimit", lambda _: (2**20, 2**20))
     assert hardware.memlock(True, 2**34).state == "ok", "the driver does not charge it"

@@ -55,6 +55,8 @@ MODEL = {
     "tensor_parallel": changes("--tensor-parallel", "2"),
     "pipeline_parallel": changes("--pipeline-parallel", "2", beside=("--zero-stage", "1")),
     "keep_activations": changes("--keep-activations"),
+    "launcher": changes("--launcher", "torchrun", beside=("--data-parallel", "2")),
+    "omp_threads": changes("--omp-threads", "1"),
 }
 PLAN = ("plan", "--machine", "h200", "--model", "m.json", "-o", "p.json")
 SEARCH = ("search", "--machine", "h200", "--model", "m.json", "--free", "recompute", "--gpus", "1")
@@ -137,6 +139,9 @@ TABLE = {
         "zero_stage": changes("--zero-stage", "2"),
         "keep_activations": changes("--keep-activations", beside=("--free", "zero_stage")),
         "no_offload": changes("--no-offload"),
+        "launcher": changes("--launcher", "torchrun", beside=(
+            "--gpus", "2", "--ds-config", "infinity.json")),
+        "omp_threads": changes("--omp-threads", "1", beside=("--ds-config", "infinity.json")),
         **MEMORY,
         "host_memory": changes("--host-memory", "60GiB", beside=(
             "--model", "large.json", "--gpu-memory", "30GiB")),
@@ -237,7 +242,9 @@ def ground(tmp_path_factory):
     ds = {"bf16": {"enabled": True}, "gradient_clipping": 0.0, "data_types":
           {"grad_accum_dtype": "fp32"}}  # fmt: skip
     (folder / "ds.json").write_text(json.dumps(ds))
-    offloads = {"nvme": {"offload_optimizer": {"device": "nvme"}},
+    offloads = {"infinity": {"offload_optimizer": {"device": "nvme"},
+                             "offload_param": {"device": "cpu"}},
+                "nvme": {"offload_optimizer": {"device": "nvme"}},
                 "param": {"offload_param": {"device": "cpu"}}}  # fmt: skip
     for name, zero in offloads.items():
         (folder / f"{name}.json").write_text(json.dumps({**ds, "zero_optimization": zero}))

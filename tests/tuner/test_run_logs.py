@@ -1,6 +1,7 @@
 """Measured runs as users have them: what their files tell, what is doubted, what is refused."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -55,6 +56,37 @@ def test_the_loop_is_what_the_times_of_day_show(tmp_path):
     assert seen.measured_s["iteration"] == pytest.approx(1.135, abs=0.003)
     (note,) = seen.notes  # ten times the phases is worth a word
     assert "1 s of an iteration lie between its phases" in note
+
+
+TORCHRUN = """W1122 15:48:58.1 torch/distributed/run.py:803]
+*****************************************
+Setting OMP_NUM_THREADS environment variable for each process to be 1 in default, to avoid your system being overloaded, please further tune the variable for optimal performance in your application as needed.
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize("said", [TORCHRUN, "export OMP_NUM_THREADS=1\n", "'OMP_NUM_THREADS': '1'"])
+def test_a_log_tells_its_ranks_threads(tmp_path, said):
+    described = Described(model=GPT, ds_config=OFFLOADED, shape={"data_parallel": 4})
+    on = preset("h200")
+    (plain,), (seen,) = (seen_in(tmp_path, text, described) for text in (REAL, said + REAL))
+    few, all_ = (predicted_s(run.build(on), on)["step"] for run in (seen, plain))
+    assert few > 2 * all_
+    assert any("run on 1 thread of each rank" in note for note in seen.notes)
+    given = replace(described, shape={**described.shape, "omp_threads": 64})
+    (told,) = seen_in(tmp_path, said + REAL, given)  # who says it is believed
+    assert predicted_s(told.build(on), on)["step"] == all_
+    assert not any("OMP_NUM_THREADS" in note for note in told.notes)
+
+
+def test_a_row_tells_its_launcher(tmp_path):
+    rows = "launcher,omp_threads,step_ms\ntorchrun,,9\n,2,9\n,,9\n"
+    described = Described(model=GPT, shape={"data_parallel": 4})
+    on = preset("h200")
+    steps = [predicted_s(run.build(on), on)["step"]
+             for run in seen_in(tmp_path, rows, described, "runs.csv")]  # fmt: skip
+    assert steps[0] > steps[1] > steps[2]
+    with pytest.raises(CalibrationError, match=r"launcher must be one of .* but got 'bash'"):
+        seen_in(tmp_path, "launcher,step_ms\nbash,9\n", described, "runs.csv")
 
 
 def without_times(text):

@@ -8,6 +8,7 @@ from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.schedules.strategies import build_strategy
 from simulator.workload import Workload
+from tuner.answer.rows import stock_beside
 
 
 def reasons(workload: Workload, machine: Machine, plan: Plan, floor: Bound) -> list[str]:
@@ -22,6 +23,7 @@ def reasons(workload: Workload, machine: Machine, plan: Plan, floor: Bound) -> l
         saved_s = without_s - chosen_s
         if saved_s > 1e-3 * chosen_s:
             lines.append(f"{name} saves {saved_s * 1e3:.1f} ms ({saved_s / without_s:.0%})")
+    lines += _what_threads_cost(workload, machine, plan)
     if machine.unified_memory:
         lines.append("device and host share one memory here: nothing is won by moving state")
     return lines
@@ -33,6 +35,27 @@ _ABLATIONS: tuple[tuple[str, dict[str, object]], ...] = (
     ("overlapping the update with forward", {"overlap_forward": False}),
     ("prefetching in backward", {"prefetch": 0}),
 )
+
+
+def _what_threads_cost(workload: Workload, machine: Machine, plan: Plan) -> list[str]:
+    """Of stock's iteration, where its launcher leaves it fewer threads than cores."""
+    if workload.stock_threads is None:
+        return []
+
+    def stock_s(threads: int | None) -> float:
+        name, setting = stock_beside(workload, plan)
+        work = workload.model_copy(update={"stock_threads": threads})
+        return simulate_fast(build_strategy(name, work, **setting), machine).iteration_s
+
+    few_s, all_s = stock_s(workload.stock_threads), stock_s(None)
+    if few_s <= (1 + SHOWN_GAP) * all_s:
+        return []
+    count, share = workload.stock_threads, max(1, machine.cpu_cores // workload.ranks_per_node)
+    return [
+        f"stock's updates run on {count} thread{'s' * (count > 1)} of each rank (OMP_NUM_THREADS, "
+        f"--launcher), which costs stock {(few_s - all_s) * 1e3:.1f} ms of {few_s * 1e3:.1f}; with "
+        f"OMP_NUM_THREADS={share} set before its launcher starts, it takes {all_s * 1e3:.1f} ms"
+    ]
 
 
 def _what_binds(floor: Bound, chosen_s: float) -> str:

@@ -133,7 +133,10 @@ def stock_beside(workload: Workload, plan: Plan | None) -> tuple[str, dict[str, 
 
 def _labelled(one: Simulated, workload: Workload) -> tuple[str, Simulated]:
     stock = f"stock ZeRO-{workload.zero_stage} offload"
-    return ", ".join(filter(None, [_LABELS.get(one.strategy, stock), one.told()])), one
+    label, threads = _LABELS.get(one.strategy, stock), ""
+    if workload.stock_threads is not None and label.startswith(stock):
+        threads = f"{workload.stock_threads} thread{'s' * (workload.stock_threads > 1)} a rank"
+    return ", ".join(filter(None, [label, threads, one.told()])), one
 
 
 def _variants(workload: Workload, plan: Plan) -> Iterator[tuple[str, Plan]]:

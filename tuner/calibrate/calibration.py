@@ -87,6 +87,7 @@ KNOBS = (
     Knob("pinned copies", ("h2d_bytes_per_s", "d2h_bytes_per_s"), 0.1),
     Knob("unpinned copies", ("pageable_h2d_bytes_per_s", "pageable_d2h_bytes_per_s"), 0.2),
     Knob("host updates", ("stock_host_adam_params_per_s", "host_adam_params_per_s"), 0.25),
+    Knob("host updates on one thread", ("stock_host_adam_thread_params_per_s",), 0.3),
     Knob("network", ("network_bytes_per_s",), 0.5),
 )
 # Of DRAM among ranks: it depends on how they were bound that day, which the next runs may not

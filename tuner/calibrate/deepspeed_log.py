@@ -30,6 +30,10 @@ LEAST_OF_A_LEVEL, LEAST_SHARE_OF_A_LEVEL = 2, 0.2
 _TIMER = re.compile(r" \| (\w+): (\d+(?:\.\d+)?)(?![\w.])")
 _GLOBAL = re.compile(rf"time \(ms\)((?:{_TIMER.pattern})+)")
 _NAMES = {"fwd": "forward", "bwd": "backward", "step": "step"}
+# What torchrun prints where it sets the variable, and how environments are written elsewhere.
+_THREADS = re.compile(
+    r"OMP_NUM_THREADS(?: environment variable for each process to be |\W{1,5})(\d+)\b"
+)
 _STEP = re.compile(
     r"(?:\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3})\][^\n]*)?"
     r"global_step=(\d+), RunningAvgSamplesPerSec=\S+ CurrSamplesPerSec=([\d.]+(?:e[+-]?\d+)?)"
@@ -45,12 +49,14 @@ class DeepSpeedLog:
         wholes_s: from one line with the time of day to the next, per iteration.
         samples_per_s: as DeepSpeed prints them.
         iterations: that were logged, with those that warm up.
+        omp_threads: of each rank; None: nothing in the log tells.
     """
 
     phases_s: Mapping[str, Sequence[float]]
     wholes_s: Sequence[float]
     samples_per_s: Sequence[float]
     iterations: int
+    omp_threads: int | None = None
 
     @property
     def sums_s(self) -> list[float]:
@@ -67,12 +73,14 @@ def read_log(text: str) -> DeepSpeedLog:
             for key, phase in _NAMES.items():
                 phases[phase].append(timers[key] / 1e3)
     count = len(phases["step"])
+    threads = _THREADS.search(text)
     steps = [match.groups() for match in _STEP.finditer(text)]
     return DeepSpeedLog(
         {phase: seconds[WARM_UP:] for phase, seconds in phases.items()},
         _wholes_s([(datetime.fromisoformat(at), int(n)) for at, n, _ in steps if at]),
         [float(rate) for _, _, rate in steps if float(rate) > 0],
         count,
+        int(threads[1]) if threads else None,
     )
 
 

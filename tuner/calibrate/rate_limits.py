@@ -20,5 +20,6 @@ def rate_limits(machine: Machine) -> dict[str, float]:
     return {
         **limits,
         "stock_host_adam_params_per_s": dram / STOCK_UPDATE_BYTES,
+        "stock_host_adam_thread_params_per_s": dram / STOCK_UPDATE_BYTES,
         "host_adam_params_per_s": dram / FUSED_UPDATE_BYTES,
     }

@@ -6,12 +6,13 @@ import csv
 import math
 import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from simulator.estimates.job import Job
+from simulator.estimates.launchers import LAUNCHERS, started
 from simulator.machine import Machine
 from simulator.schedule import Schedule
 from simulator.schedules.strategies import build_strategy
@@ -23,9 +24,11 @@ from tuner.calibrate.run_checks import batch_notes, check_whole, loop_notes, pha
 FEWEST_ITERATIONS = 3
 _MEASURED = {f"{phase}_{unit}": (phase, factor)
              for phase in PHASES for unit, factor in (("s", 1.0), ("ms", 1e-3))}  # fmt: skip
-_INTEGERS = ("sequence", "micro_batch", "data_parallel", "accumulation", "tensor_parallel")
+_INTEGERS = ("sequence", "micro_batch", "data_parallel", "accumulation", "tensor_parallel",
+             "omp_threads")  # fmt: skip
 _OPTIONS: dict[str, Callable[[str], Any]] = {"ratio": float, "stride": int}
-_OTHER = ("model", "strategy", "sub_group_size", "name")
+_OTHER = ("model", "strategy", "sub_group_size", "name", "launcher")
+_STARTED = ("launcher", "omp_threads")
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,8 @@ class Described:
                     "CSV, but got none"
                 )
             work = self.job.workload(machine)
+        elif how := {name: self.shape[name] for name in _STARTED if name in self.shape}:
+            work = started(work, **how)
         if "sub_group_size" in self.options:
             work = work.recut(int(self.options["sub_group_size"]))
         options = {k: v for k, v in self.options.items() if k != "sub_group_size"}
@@ -115,6 +120,7 @@ def _from_log(name: str, text: str, described: Described) -> Observation:
             f"bwd: ... | step: ...' (wall_clock_breakdown in DeepSpeed's config), but {name} holds "
             f"{log.iterations}"
         )
+    described, told = _started_as(name, log, described)
     measured = {phase: statistics.median(seconds) for phase, seconds in log.phases_s.items()}
     whole_s, notes = _whole_of(name, log, measured)
     if whole_s is not None:
@@ -122,8 +128,20 @@ def _from_log(name: str, text: str, described: Described) -> Observation:
     samples = described.samples()
     if log.samples_per_s and samples:
         notes += batch_notes(name, samples, statistics.median(log.samples_per_s), measured)
-    notes += level_notes(name, log) + loop_notes(name, measured)
+    notes += told + level_notes(name, log) + loop_notes(name, measured)
     return Observation(name, described.build, measured, tuple(notes))
+
+
+def _started_as(name: str, log: DeepSpeedLog, described: Described) -> tuple[Described, list[str]]:
+    """With the ranks' threads where the log tells them and no flag does."""
+    if log.omp_threads is None or any(flag in described.shape for flag in _STARTED):
+        return described, []
+    shape = {**described.shape, "omp_threads": log.omp_threads}
+    return replace(described, shape=shape), [
+        f"{name}: OMP_NUM_THREADS was {log.omp_threads}, so stock's updates are taken to have run "
+        f"on {log.omp_threads} thread{'s' * (log.omp_threads > 1)} of each rank (else give "
+        "--omp-threads)"
+    ]
 
 
 def _whole_of(
@@ -197,6 +215,8 @@ def _row(where: str, row: Mapping[str | None, Any], described: Described) -> Obs
     for key in given:
         if key in _INTEGERS:
             shape[key] = _parsed(where, key, given[key], int)
+        elif key == "launcher":
+            shape[key] = _launcher(where, given[key])
         elif key in _OPTIONS or key == "sub_group_size":
             options[key] = _parsed(where, key, given[key], _OPTIONS.get(key, float))
     ran = Described(
@@ -224,6 +244,14 @@ def _measured_of(where: str, given: Mapping[str, str]) -> dict[str, float]:
         for key in columns:
             measured[phase] = _MEASURED[key][1] * _parsed(where, key, given[key], float)
     return measured
+
+
+def _launcher(where: str, given: str) -> str:
+    if given not in LAUNCHERS:
+        raise CalibrationError(
+            f"{where}: launcher must be one of {', '.join(LAUNCHERS)}, but got {given!r}"
+        )
+    return given
 
 
 def _parsed(where: str, key: str, value: str, kind: Callable[[str], Any]) -> Any:

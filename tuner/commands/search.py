@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from tuner.commands.options import JSON, SHARE, SIZE, guarded
-from tuner.inputs import MACHINE, BadInputError, read_machine, written
+from tuner.inputs import MACHINE, BadInputError, launched, read_machine, started_by, written
 
 _FREE = "micro_batch,accumulation,zero_stage,recompute,offload,sub_group_size,gpus"
 
@@ -33,6 +33,7 @@ _FREE = "micro_batch,accumulation,zero_stage,recompute,offload,sub_group_size,gp
 @click.option("--zero-stage", type=click.IntRange(1, 3), help="Fixes it; else 3.")
 @click.option("--keep-activations", is_flag=True, help="Fixes recompute: off.")
 @click.option("--no-offload", is_flag=True, help="Fixes offload: none.")
+@launched
 @click.option("--gpu-memory", type=SIZE, help="Device memory per rank, e.g. 24GiB.")
 @click.option("--host-memory", type=SIZE, help="Host memory per rank, e.g. 100GiB.")
 @click.option("--memory-margin", type=SHARE, help="Of both, what stays free, e.g. 5%.")
@@ -65,7 +66,8 @@ def search(
     on = read_machine(machine)
     config = dict(loaded(ds_config))
     question = Question(
-        model, on, config, sequence, gpu_memory, host_memory, memory_margin, seed
+        model, on, config, sequence, gpu_memory, host_memory, memory_margin, seed,
+        started=started_by(base),
     )  # fmt: skip
     fixed = fixed_knobs(base, config, global_batch)
     usual = Configuration(

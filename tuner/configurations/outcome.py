@@ -63,6 +63,7 @@ class Question:
     Attributes:
         ds_config: DeepSpeed's, for what no knob decides: precision, clipping, buckets; empty: bf16.
         device_memory_bytes, host_memory_bytes: of one rank; None: the machine's.
+        started: how the ranks are, where not by DeepSpeed's launcher: fields of a `Job`.
         margin: share of both memories that stays free; None: the tuner's own.
     """
 
@@ -74,6 +75,7 @@ class Question:
     host_memory_bytes: int | None = None
     margin: float | None = None
     seed: int = 0
+    started: Mapping[str, Any] = field(default_factory=dict)
     _workloads: dict[Configuration, Workload] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -94,7 +96,7 @@ class Question:
         """What no configuration changes; where no config is given, bf16 as in all of `tune`."""
         given = {k: v for k, v in self.ds_config.items() if k not in BATCHES}
         config = given if self.ds_config else {"bf16": {"enabled": True}}
-        return Job.of_deepspeed(self.architecture, config, sequence=self.sequence)
+        return Job.of_deepspeed(self.architecture, config, sequence=self.sequence, **self.started)
 
     def of(self, c: Configuration) -> Job:
         """The job that a configuration makes of it.

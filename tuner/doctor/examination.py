@@ -46,6 +46,7 @@ def whole(
         *(under_a_plan(config) if config is not None else ()),
         *(software.known_results(config) if config is not None else ()),
         hardware.memlock(torch.cuda.is_available(), int(psutil.virtual_memory().total)),
+        hardware.threads(ranks),
         hardware.numa(),
         *hardware.links(),
         memory.host_memory(free_bytes, plan, ranks),

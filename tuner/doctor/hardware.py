@@ -1,11 +1,14 @@
-"""NUMA nodes, the GPU's link, and what may be page-locked."""
+"""NUMA nodes, the GPU's link, threads, and what may be page-locked."""
 
 from __future__ import annotations
 
+import os
 import resource
 from typing import Any
 
 from tuner.doctor.finding import Finding, ok, slow
+
+TIMED_ELEMENTS, TIMED_S = 2**23, 0.2
 
 
 def memlock(has_gpu: bool, host_bytes: int) -> Finding:
@@ -34,6 +37,31 @@ def numa() -> Finding:
         return slow("NUMA", f"{nodes} nodes; {warnings[0]}",
                     "deepspeed --bind_cores_to_rank, or numactl --cpunodebind")  # fmt: skip
     return ok("NUMA", f"{nodes} node{'s' if nodes > 1 else ''}")
+
+
+def threads(ranks: int) -> Finding:
+    """On how many threads stock would update on the host, and what fewer than its cores cost."""
+    from runtime.hardware.cores import near_cores
+
+    share = max(1, len(near_cores(None)) // ranks)
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    few = int(given) if given.isdigit() else (1 if ranks > 1 else share)
+    if few >= share:
+        return ok("threads", f"OMP_NUM_THREADS is {given or 'not set'}, {share} cores a rank")
+    said = f"is {few}" if given else (
+        f"is not set, which torchrun and accelerate launch make 1 for {ranks} ranks"
+    )  # fmt: skip
+    return slow("threads", f"OMP_NUM_THREADS {said}: stock updates on that many. "
+                f"{_pace(few, share)}; ebbtide's own updates have their cores all the same",
+                f"export OMP_NUM_THREADS={share} before the launcher starts")  # fmt: skip
+
+
+def _pace(few: int, share: int) -> str:
+    from profiler.adam import host_adam_by_threads
+
+    rates, _ = host_adam_by_threads(TIMED_ELEMENTS, [few, share], TIMED_S)
+    slow_rate, full = (rates[n].median / 1e9 for n in (few, share))
+    return f"Here {few} updates {slow_rate:.2f} G params/s, {share} of them {full:.2f}"
 
 
 def links() -> list[Finding]:

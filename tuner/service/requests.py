@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
+from simulator.estimates.launchers import Launcher
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.workload import Workload
@@ -127,6 +128,8 @@ class Scenario(Request):
         gpus: ranks that ZeRO divides the model over; ``tensor_parallel``: that share each layer.
         micro_batch, accumulation, zero_stage: what ``ds_config`` leaves open; else 1, 1 and 3.
         ds_config: DeepSpeed's, its contents, never a path; may hold ``"auto"``.
+        launcher: what starts the ranks; with `omp_threads`, their OMP_NUM_THREADS, it says on how
+            many threads stock updates on the host.
         host_memory_bytes: of a node; ``device_memory_bytes``: of a GPU.
         link_bytes_per_s: of each direction between host and device.
     """
@@ -136,6 +139,8 @@ class Scenario(Request):
     workload: Name | Workload | None = None
     gpus: Count = 1
     tensor_parallel: Count = 1
+    launcher: Launcher | None = None
+    omp_threads: Count | None = None
     device_memory_bytes: Positive | None = None
     host_memory_bytes: Positive | None = None
     link_bytes_per_s: Positive | None = None

@@ -9,6 +9,7 @@ from typing import Any
 
 from simulator.estimates.deepspeed_config import BATCHES
 from simulator.estimates.job import Job, plan_refusal
+from simulator.estimates.launchers import started
 from simulator.estimates.presets import PRESETS, preset
 from simulator.machine import Machine
 from simulator.schedules.strategies import stock_offload
@@ -111,6 +112,8 @@ def workload_of(scenario: Scenario, machine: Machine) -> Workload:
         )
     if workload is None:
         workload = job_of(scenario).workload(machine)
+    elif started_by(scenario):
+        workload = started(workload, **started_by(scenario))
     if scenario.subgroup_size is not None:
         _check_cut(workload.params, scenario.subgroup_size)
         workload = workload.recut(scenario.subgroup_size)
@@ -147,6 +150,12 @@ def offloads_parameters(scenario: Scenario) -> bool:
     return scenario.ds_config is not None and job_of(scenario).offload.parameters == "cpu"
 
 
+def started_by(scenario: Scenario) -> dict[str, Any]:
+    """Fields of a `Job`: what starts the ranks, and their threads."""
+    given = {"launcher": scenario.launcher, "omp_threads": scenario.omp_threads}
+    return {name: value for name, value in given.items() if value is not None}
+
+
 def job_of(scenario: Scenario) -> Job:
     """The job that is meant.
 
@@ -166,6 +175,7 @@ def job_of(scenario: Scenario) -> Job:
         data_parallel=scenario.gpus,
         tensor_parallel=scenario.tensor_parallel,
         recompute=not scenario.keep_activations,
+        **started_by(scenario),
     )
     params = sum(sum(block.params) for block in job.architecture.blocks())
     _check_cut(params // (job.data_parallel * job.tensor_parallel), job.sub_group_size)

@@ -7,7 +7,13 @@ from typing import Any
 
 from simulator.machine import Machine
 from tuner.service.requests import Quota, SearchJob
-from tuner.service.scenario import USUAL_SUBGROUP, estimated_ops, machine_of, model_of
+from tuner.service.scenario import (
+    USUAL_SUBGROUP,
+    estimated_ops,
+    machine_of,
+    model_of,
+    started_by,
+)
 
 
 def search_job(request: SearchJob, progress: Callable[[float, str], None]) -> dict[str, Any]:
@@ -24,7 +30,7 @@ def search_job(request: SearchJob, progress: Callable[[float, str], None]) -> di
     machine = machine_of(request)
     question = Question(
         model_of(request), machine, dict(loaded(request.ds_config)), request.sequence,
-        margin=request.memory_margin, seed=request.seed,
+        margin=request.memory_margin, seed=request.seed, started=started_by(request),
     )  # fmt: skip
     answer = explore(
         question, space_of(request, machine), trials=request.trials,

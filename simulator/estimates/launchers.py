@@ -1,0 +1,37 @@
+"""What starts the ranks of a job, and how many threads it leaves each of them.
+
+Stock's updates on the host run on OpenMP's threads: as many as a rank may use cores, unless
+``OMP_NUM_THREADS`` says otherwise. `torchrun` sets that to 1 where a node has more than one rank
+and nobody has set it (``torch/distributed/run.py``), and `accelerate launch`, whose ranks torchrun
+starts, does the same (``num_cpu_threads_per_process``). DeepSpeed's launcher, `srun` and a plain
+interpreter leave it alone. ebbtide's own updates do not depend on it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from simulator.workload import Workload
+
+Launcher = Literal["deepspeed", "torchrun", "accelerate", "srun", "python"]
+LAUNCHERS: tuple[Launcher, ...] = get_args(Launcher)
+ONE_THREAD: tuple[Launcher, ...] = ("torchrun", "accelerate")
+
+
+def stock_threads(launcher: Launcher, omp_threads: int | None, ranks_per_node: int) -> int | None:
+    """Threads of one rank's host updates under stock; None: as many as there are cores.
+
+    Args:
+        omp_threads: ``OMP_NUM_THREADS`` as the user sets it; None: the launcher decides.
+    """
+    if omp_threads is None and launcher in ONE_THREAD and ranks_per_node > 1:
+        return 1
+    return omp_threads
+
+
+def started(
+    workload: Workload, launcher: Launcher = "deepspeed", omp_threads: int | None = None
+) -> Workload:
+    """A workload as another launcher would start its ranks."""
+    threads = stock_threads(launcher, omp_threads, workload.ranks_per_node)
+    return workload.model_copy(update={"stock_threads": threads})
