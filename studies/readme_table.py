@@ -1,7 +1,8 @@
-"""Writes the README's table from the records under studies/results/, so that no figure is typed.
+"""Writes the tables of the README and of docs/results.md from the records under studies/results/,
+so that no figure is typed.
 
 python -m studies.readme_table          # or: make results
-python -m studies.readme_table --check  # exit code 1 if the README is not up to date
+python -m studies.readme_table --check  # exit code 1 if one is not up to date
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "studies" / "results"
-BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
+MARKERS = "<!-- {}: begin -->", "<!-- {}: end -->"
 
 UNFITTED = "nothing_fitted.predicted"  # the shipped presets
 AS_LOGGED = "nothing_fitted.as_logged"  # rows whose log does not say their build: blocking
@@ -184,21 +185,41 @@ def _where(document: dict[str, Any]) -> str:
     return cpu + kinds.get(str(document.get("device_kind")), "")
 
 
-def replaced(page: str, rows: str) -> str:
-    """The page with ``rows`` between the two markers.
+def gains(documents: Sequence[dict[str, Any]]) -> str:
+    """Markdown, a row per model and machine: stock and a plan, at each accumulation."""
+    cases = [c for d in documents if d["study"] == "gains" for c in d["cases"]]
+    steps = sorted({case["accumulation"] for case in cases})
+    head = " | ".join(f"accumulation {n}: stock | plan | gain" for n in steps)
+    lines = [f"| model | on | tokens | {head} |", "|---|---|---|" + "---|---|---|" * len(steps)]
+    rows: dict[str, list[str]] = {}
+    for case in cases:
+        several = f"{case['gpus']} x " if case["gpus"] > 1 else ""
+        row = f"{case['model']} | {several}{case['device']} | {case['sequence']}"
+        lacks = " (does not fit)" if case["stock_lacks"] else ""
+        rows.setdefault(row, []).append(
+            f"{case['stock_s']:.2f} s{lacks} | "
+            + (f"{case['plan_s']:.2f} s | {case['speedup']:.1f}x" if case["plan_s"] else "none | ")
+        )
+    lines += [f"| {' | '.join([name, *cells])} |" for name, cells in rows.items()]
+    return "\n".join(lines) + "\n"
+
+
+def replaced(page: str, rows: str, name: str = "results") -> str:
+    """The page with ``rows`` between the two markers of that name.
 
     Raises:
         ValueError: a marker is missing.
     """
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
+    opening, closing = (marker.format(name) for marker in MARKERS)
+    before, begin, rest = page.partition(opening)
+    _, end, after = rest.partition(closing)
     if not begin or not end:
-        raise ValueError(f"the page must have {BEGIN} and {END} after it, but one is missing")
-    return f"{before}{BEGIN}\n{rows}{END}{after}"
+        raise ValueError(f"the page must have {opening} and {closing} after it, but one is missing")
+    return f"{before}{begin}\n{rows}{end}{after}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Rewrites the README's table, or says whether it is up to date."""
+    """Rewrites the tables, or says whether they are up to date."""
     parser = argparse.ArgumentParser(
         prog="python -m studies.readme_table", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -206,13 +227,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing")
     parser.add_argument("--records", type=Path, default=RECORDS)
     parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    parser.add_argument("--results", type=Path, default=ROOT / "docs" / "results.md")
     args = parser.parse_args(argv)
-    page = args.readme.read_text()
-    fresh = replaced(page, table(records(args.records)))
-    if args.check:
-        return int(fresh != page)
-    args.readme.write_text(fresh)
-    return 0
+    documents = records(args.records)
+    stale = 0
+    for path, name, made in ((args.readme, "gains", gains), (args.results, "results", table)):
+        page = path.read_text()
+        fresh = replaced(page, made(documents), name)
+        stale |= fresh != page
+        if not args.check:
+            path.write_text(fresh)
+    return int(stale and args.check)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@ import json
 
 import pytest
 
-from studies.readme_table import BEGIN, END, main, records, replaced, table
+from studies.readme_table import MARKERS, gains, main, records, replaced, table
 
+BEGIN, END = (marker.format("results") for marker in MARKERS)
 _RECORD = {
     "study": "update_phase",
     "command": "python -m studies.update_phase --json x",
@@ -45,16 +46,25 @@ def test_only_records_of_studies_are_rows(tmp_path):
     assert len(table(found).splitlines()) == 3
 
 
+def test_a_gain_says_what_does_not_fit():
+    case = {"model": "M", "device": "D", "gpus": 4, "sequence": 8, "stock_s": 3.0, "speedup": 2.0,
+            "plan_s": 1.5, "stock_lacks": "", "accumulation": 1}  # fmt: skip
+    none = case | {"accumulation": 16, "stock_lacks": "needs more", "plan_s": None, "speedup": None}
+    row = gains([{"study": "gains", "cases": [case, none]}]).splitlines()[2]
+    assert row == "| M | 4 x D | 8 | 3.00 s | 1.50 s | 2.0x | 3.00 s (does not fit) | none |  |"
+
+
 def test_the_page_is_rewritten_between_its_markers_only(tmp_path):
-    readme, folder = tmp_path / "R.md", tmp_path / "records"
+    readme, page, folder = tmp_path / "R.md", tmp_path / "results.md", tmp_path / "records"
     folder.mkdir()
     (folder / "a.json").write_text(json.dumps(_RECORD))
-    readme.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    arguments = ["--readme", str(readme), "--records", str(folder)]
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    readme.write_text("\n".join(marker.format("gains") for marker in MARKERS))
+    arguments = ["--readme", str(readme), "--results", str(page), "--records", str(folder)]
     assert main([*arguments, "--check"]) == 1
     assert main(arguments) == 0
     assert main([*arguments, "--check"]) == 0
-    text = readme.read_text()
+    text = page.read_text()
     assert text.startswith(f"before\n{BEGIN}\n| study")
     assert text.endswith(f"|\n{END}\nafter\n")
     assert "old" not in text

@@ -1,0 +1,76 @@
+"""What a plan is predicted to bring on machines that people have: the table of the README.
+
+    python -m studies.gains --json gains.json
+
+Nothing is measured here: presets (data sheets and published figures), nothing fitted, one full
+search per row, stock with offload of the optimizer state beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+import tuner
+from simulator.estimates.job import Job
+from simulator.estimates.presets import preset
+from simulator.limits import Limits
+from studies.bench.record import write_record
+from tuner.answer.rows import compare
+from tuner.service.scenario import MODELS
+
+# Model, machine, GPUs, sequence; micro-batch 1.
+CASES = (
+    ("Llama 3.2 3B", "rtx4090", 1, 2048),
+    ("Llama 3 8B", "rtx4090", 1, 1024),
+    ("Llama 3 8B", "a100-node", 1, 2048),
+    ("Llama 2 13B", "a100-node", 4, 2048),
+    ("Qwen3 14B", "h100-node", 2, 2048),
+    ("Llama 3 8B", "gh200", 1, 2048),
+    ("Llama 3 70B", "h200", 8, 2048),
+)
+ACCUMULATIONS = (1, 16)  # micro-batches of an optimizer step: the more, the less an update weighs
+
+
+def main() -> None:
+    """Entry point of ``python -m studies.gains``."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, required=True, help="where the figures go")
+    path = parser.parse_args().json
+    cases = [gain(*case, steps) for case in CASES for steps in ACCUMULATIONS]
+    write_record(path, "gains", {"cases": cases, "device_kind": "simulated"})
+    for case in cases:
+        Console().print(case)
+
+
+def gain(model: str, machine: str, gpus: int, sequence: int, accumulation: int) -> dict[str, Any]:
+    """Stock's iteration and the plan's, in seconds, with what does not fit; no plan: None."""
+    have = preset(machine)
+    job = Job.of_deepspeed(
+        MODELS[model], sequence=sequence, data_parallel=gpus, accumulation=accumulation
+    )
+    work = job.workload(have)
+    try:
+        made = tuner.plan(work, have)
+    except tuner.ImpossibleError:
+        made = None
+    rows = compare(work, have, Limits.of(work, have), made, others=False)
+    by_role = {row.role: row for row in rows}
+    stock, plan = by_role["stock"], by_role.get("plan")
+    stock_s, plan_s = stock.result.iteration_s, plan and plan.result.iteration_s
+    return {
+        "model": model, "machine": machine, "device": have.device_name, "gpus": gpus,
+        "sequence": sequence, "accumulation": accumulation, "stock": stock.label,
+        "stock_s": stock_s, "stock_lacks": stock.simulated.lacks, "plan_s": plan_s,
+        "speedup": plan_s and stock_s / plan_s,
+        "tokens_per_s": plan_s and (work.tokens_per_iteration or 0) / plan_s,
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
