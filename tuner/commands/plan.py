@@ -134,6 +134,7 @@ def plan(
     console = wide_console()
     show_plan(result, console)
     console.print(f"written to {' and '.join(filter(None, [output, emit_deepspeed]))}")
+    console.print(_next(emit_deepspeed, trained.workload), markup=False, soft_wrap=True)
 
 
 def _with_ways_out(
@@ -161,6 +162,14 @@ def _emit(path: str, found: Plan, plan_file: str, trained: Trained) -> None:
     config = emitted_config(found, plan_file, trained.config, work.wire_dtype, work.zero_stage)
     with written("--emit-deepspeed", path):
         write_config(config, path)
+
+
+def _next(emitted: str | None, work: Workload) -> str:
+    from tuner.answer.use import command
+
+    if emitted is None:
+        return "to train with it: the same with --emit-deepspeed ds.json"
+    return f"to train with it: {command(work, emitted)}"
 
 
 def _check_paths(

@@ -29,6 +29,7 @@ from simulator.workload import Workload
 from tuner.answer.even import even_plan
 from tuner.answer.failures import checkpointed, goodput_of
 from tuner.answer.rows import Role, Row, alternatives, compare, figures, stock_beside
+from tuner.answer.use import use
 from tuner.answer.verdict import verdict
 from tuner.answer.ways_out import Changes
 from tuner.answer.ways_out import ways_out as nearest_changes
@@ -103,6 +104,7 @@ def answer(request: Answer, progress: Progress) -> dict[str, Any]:
         "rows": _listed(rows, workload),
         "timelines": _timelines(machine, workload, plan),
         "plan": None if plan is None else plan.model_dump(mode="json"),
+        "use": None if plan is None else use(plan, workload, request.ds_config),
         "limits": {
             "device_bytes": limits.device_bytes,
             "host_bytes": limits.host_bytes,

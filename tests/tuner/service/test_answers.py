@@ -5,6 +5,7 @@ import io
 
 import pytest
 
+from runtime.frontdoor.request import read_request
 from simulator import (
     CheckpointPlan,
     Plan,
@@ -23,6 +24,7 @@ from simulator.analysis.goodput import (
 )
 from simulator.limits import Limits
 from tests.machines import GIB
+from tuner.emitted_config import emitted_config
 from tuner.service.scenario import MODELS
 
 LLAMA = {"machine": "h100-node", "model": "Llama 3 8B"}
@@ -147,6 +149,21 @@ def test_where_nothing_fits_each_change_that_is_offered_does(server, asked):
         plan = next(row for row in answer["rows"] if row["role"] == "plan")
         assert plan["fits"]
         assert plan["iteration_s"] == pytest.approx(way["iteration_s"], rel=1e-9)
+
+
+def test_an_answer_says_how_to_train_with_it(server, tmp_path):
+    given = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3},
+             "train_micro_batch_size_per_gpu": 2}  # fmt: skip
+    asked = {**LLAMA, "gpus": 4, "ds_config": given, "peers": False}
+    answer = server.post("/answer", asked).json()
+    told, plan = answer["use"], Plan.model_validate(answer["plan"])
+    emitted = emitted_config(plan, "plan.json", given, "bf16")
+    assert told["deepspeed"] == emitted | {"ebbtide": {"plan": "plan.json"}}
+    plan.save(tmp_path / "plan.json")
+    assert read_request(told["deepspeed"]["ebbtide"], tmp_path).plan == plan
+    assert told["command"].startswith("tune run -- torchrun --nproc-per-node 4 ")
+    asked["gpus"] = 16
+    assert "--nnodes 4 " in server.post("/answer", asked).json()["use"]["command"]
 
 
 def test_a_profiled_workload_tells_no_other_batch(server):

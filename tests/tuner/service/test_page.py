@@ -273,6 +273,17 @@ def test_where_nothing_fits_a_press_makes_it_fit(page, server):
     assert page.locator("#ways").is_hidden()
 
 
+def test_a_plan_comes_with_what_to_type(page, server):
+    opened(page, server)
+    page.click("#use summary")
+    assert page.inner_text("#use-command").startswith("tune run -- ")
+    assert json.loads(page.inner_text("#use-json"))["ebbtide"] == {"plan": "plan.json"}
+    with page.expect_download() as download:
+        page.click("#use-config")
+    assert download.value.suggested_filename == "ds.json"
+    assert json.loads(download.value.path().read_text())["zero_optimization"]["stage"] == 3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [390, 820, 1440])
 def test_no_serious_fault_of_access_and_no_sideways_scrolling(browser, server, width):

@@ -21,6 +21,11 @@ export class AnswerView {
     at("save-trace").addEventListener("click", () => this.download("/trace", "trace.json", "the trace"));
     at("save-report").addEventListener("click", () => this.download("/report", "report.html", "the report"));
     at("copy-link").addEventListener("click", () => this.copyLink());
+    at("use-plan").addEventListener("click", () => this.savePlan());
+    at("use-config").addEventListener("click", () => save("ds.json", at("use-json").textContent));
+    for (const button of document.querySelectorAll("[data-copy]")) {
+      button.addEventListener("click", () => this.copy(at(button.dataset.copy).textContent, "Copied"));
+    }
   }
 
   // One quick question at a time; of the moves meanwhile only the last one is asked.
@@ -110,7 +115,7 @@ export class AnswerView {
     at("sentence").textContent = error instanceof ApiError ? `This cannot be answered: ${error.message}` : `The server cannot be reached: ${error.message}`;
     at("answer").classList.add("refused");
     this.shown = null;
-    at("ways").hidden = true;
+    at("ways").hidden = at("use").hidden = true;
     this.offer();
     this.tell("");
   }
@@ -140,7 +145,16 @@ export class AnswerView {
     if (whole || !at("table").childElementCount) drawTable(at("table"), answer.rows);
     const notes = [...failures(answer), ...(answer.plan ? answer.plan.reasons : []), ...answer.limits.notes];
     at("notes").replaceChildren(...[...new Set(notes)].map((n) => element("li", {}, n)));
+    this.offerUse(answer);
     this.offer();
+  }
+
+  offerUse(answer) {
+    at("use").hidden = answer.verdict !== "offload";
+    if (!answer.use) return;
+    at("use-trainer").textContent = answer.use.trainer;
+    at("use-command").textContent = answer.use.command;
+    at("use-json").textContent = `${JSON.stringify(answer.use.deepspeed, null, 2)}\n`;
   }
 
   savePlan() {
@@ -159,13 +173,16 @@ export class AnswerView {
     }
   }
 
-  async copyLink() {
-    const link = `${location.origin}${location.pathname}?${this.controls.query()}`;
+  copyLink() {
+    return this.copy(`${location.origin}${location.pathname}?${this.controls.query()}`, "Link copied");
+  }
+
+  async copy(text, told) {
     try {
-      await navigator.clipboard.writeText(link);
-      this.tell("Link copied");
+      await navigator.clipboard.writeText(text);
+      this.tell(told);
     } catch {
-      this.tell(link); // no clipboard without https: shown, to be copied by hand
+      this.tell(text.length < 300 ? text : "Not copied: the browser allows it over https only"); // shown, to be copied by hand
     }
   }
 }
