@@ -63,6 +63,23 @@ GH200 = Gpu((6 * 1024, 5.25e9), 96, (132, 4096, 1.83e9))
 # NVIDIA Ada GPU Architecture (2022), appendix A: 384 bits of GDDR6X at 21 Gbit/s, 12 chips of
 # 2 GiB, 128 SMs, 165.2 Tflop/s with FP32 accumulate at 2520 MHz.
 RTX4090 = Gpu((384, 21e9), 12 * 2, (128, 512, 2.52e9))
+# NVIDIA Ampere GA102 GPU Architecture (2020), table 9: 384 bits of GDDR6X at 19.5 Gbit/s, 24 chips
+# of 1 GiB, 82 SMs, 71 Tflop/s with FP32 accumulate at 1695 MHz.
+RTX3090 = Gpu((384, 19.5e9), 24, (82, 512, 1.695e9))
+# The same paper, table 11, RTX A6000: GDDR6 at 16 Gbit/s, 48 GiB, 84 SMs, 154.8 Tflop/s at 1.8 GHz.
+A6000 = Gpu((384, 16e9), 48, (84, 1024, 1.8e9))
+# NVIDIA RTX Blackwell GPU Architecture (2025), appendix A: 512 bits of GDDR7 at 28 Gbit/s, 16 chips
+# of 2 GiB, 170 SMs, 209.5 Tflop/s with FP32 accumulate at 2407 MHz.
+RTX5090 = Gpu((512, 28e9), 32, (170, 512, 2.407e9))
+# NVIDIA RTX PRO 6000 Blackwell data sheet: the same chip, 188 SMs at 2617 MHz, 96 GB; FP32
+# accumulate at the whole rate (503.8 Tflop/s).
+RTX_PRO_6000 = Gpu((512, 28e9), 96, (188, 1024, 2.617e9))
+# NVIDIA L40S data sheet: 384 bits of GDDR6 at 18 Gbit/s, 48 GB of which ECC takes a sixteenth, 142
+# SMs, 362 Tflop/s.
+L40S = Gpu((384, 18e9), 45, (142, 1024, 2.49e9))
+# NVIDIA DGX B200 data sheet, an eighth: 64 TB/s, 1440 GB, 18 Pflop/s dense in 16 bits, 14.4 TB/s of
+# NVLink 5 in both directions (18 links of 50 GB/s).
+B200 = Gpu((8 * 1024, 7.8125e9), 180, (148, 8192, 1.856e9), nvlinks=2 * 18)
 
 
 @dataclass(frozen=True)
@@ -116,6 +133,20 @@ NODES = {
     # AMD AM5 desktop (Ryzen 9 7950X: 16 cores, two channels of DDR5, 192 GB at most), DIMMs of
     # 5600 MT/s, PCIe 4 x16.
     "rtx4090": Node(RTX4090, 1, (1, 2, 5600e6, 8), 16, pcie_bytes_per_s(4, 16), 5, host_gib=192),
+    "rtx5090": Node(RTX5090, 1, (1, 2, 5600e6, 8), 16, pcie_bytes_per_s(5, 16), 5, host_gib=192),
+    # AMD AM4 desktop (Ryzen 9 5950X: 16 cores, two channels of DDR4-3200, 128 GB at most).
+    "rtx3090": Node(RTX3090, 1, (1, 2, 3200e6, 8), 16, pcie_bytes_per_s(4, 16), 4, host_gib=128),
+    # Threadripper PRO 5975WX and 7975WX workstations: 32 cores, 8 channels of DDR4-3200 and
+    # DDR5-5200, 128 lanes of PCIe 4 and 5.
+    "a6000": Node(A6000, 4, (1, 8, 3200e6, 8), 32, pcie_bytes_per_s(4, 16), 4),
+    "rtxpro6000": Node(RTX_PRO_6000, 4, (1, 8, 5200e6, 8), 32, pcie_bytes_per_s(5, 16), 5),
+    # Servers for eight L40S: two Xeon Scalable of the fourth generation, one ConnectX-7 (200 Gb/s).
+    "l40s": Node(L40S, 8, (2, 8, 4800e6, 8), 2 * 60, pcie_bytes_per_s(4, 16), 5, 200e9),
+    # NVIDIA DGX B200 data sheet: two Xeon Platinum 8570 (56 cores, 8 channels of DDR5-5600), 2 TB
+    # (4 at most), eight ConnectX-7.
+    "b200": Node(
+        B200, 8, (2, 8, 5600e6, 8), 2 * 56, pcie_bytes_per_s(5, 16), 5, 8 * 400e9, host_gib=4096
+    ),
 }
 
 
