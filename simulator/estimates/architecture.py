@@ -104,7 +104,20 @@ def _gated_ffn(hidden: int) -> int:
     return 256 * math.ceil(8 * hidden / 3 / 256)
 
 
+def language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of a model that also sees or hears, the part that reads and writes text, which is named so:
+    what is beside it is not estimated.
+    """
+    text = config.get("text_config")
+    if not isinstance(text, Mapping) or any(name in config for name in _KEYS["layers"]):
+        return config
+    name = config.get("_name_or_path") or config["model_type"]
+    shared = {k: config[k] for k in ("model_type", "tie_word_embeddings") if k in config}
+    return {**shared, **text, "_name_or_path": f"{name} (its language model)"}
+
+
 def _from_hugging_face(config: Mapping[str, Any]) -> Architecture:
+    config = language_model(config)
     # Last the family's: the same key may mean another thing in it.
     numbers = {**_numbers(config), **family_numbers(config)}
     if config.get("tie_word_embeddings") is not None:

@@ -314,3 +314,19 @@ def test_recut_needs_the_parameters():
     work = Workload(name="w", layers=(layer,), subgroups=(10,))
     with pytest.raises(ValueError, match=r"workload.parameters is known"):
         work.recut(5)
+
+
+def test_of_a_model_that_also_sees_the_language_model_is_taken_and_said():
+    text = config("llama", 64, 2, 4, 1000, intermediate_size=128)
+    seeing = {"model_type": "llava", "_name_or_path": "Llava", "text_config": text,
+              "vision_config": {"hidden_size": 999, "num_hidden_layers": 24}}  # fmt: skip
+    taken, alone = architecture(seeing), architecture(text)
+    assert taken.name == "Llava (its language model)"
+    assert [b.params for b in taken.blocks()] == [b.params for b in alone.blocks()]
+    whole = {**text, "text_config": {"num_hidden_layers": 7}}  # the outer one is the model
+    assert architecture(whole).layers == 2
+
+
+def test_a_number_that_is_none_is_refused_not_passed_over():
+    with pytest.raises(ModelError, match=r"intermediate_size.* must be a whole number.*\[1\]"):
+        architecture({**LLAMA, "intermediate_size": [1]})

@@ -111,7 +111,7 @@ def answer(request: Answer, progress: Progress) -> dict[str, Any]:
             "notes": list(limits.explained),
         },
         "machine": _about_machine(machine),
-        "workload": _about_workload(workload),
+        "workload": _about_workload(workload, request),
     }
 
 
@@ -198,11 +198,14 @@ def _about_machine(machine: Machine) -> dict[str, Any]:
     }
 
 
-def _about_workload(workload: Workload) -> dict[str, Any]:
+def _about_workload(workload: Workload, request: Scenario) -> dict[str, Any]:
+    """With layers and parameters as the model's makers count them; a profile knows its rank's."""
+    arch = job_of(request).architecture if request.workload is None else None
     return {
         "name": workload.name,
         "params": workload.params,
-        "layers": len(workload.layers),
+        "model_params": arch and sum(block.elements for block in arch.blocks()),
+        "layers": arch.layers if arch else len(workload.layers),
         "subgroups": len(workload.subgroups),
         "ranks_per_node": workload.ranks_per_node,
         "nodes": workload.nodes,

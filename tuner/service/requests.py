@@ -338,21 +338,21 @@ class Report(Request):
     run: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")] | None = None
 
 
-def flat_config(config: dict[str, Any]) -> dict[str, Any]:
-    """A model's config without nested values: no number that is read is nested.
+def check_model(config: dict[str, Any]) -> None:
+    """Refuses what would take long to write out.
 
     Raises:
         ValueError: so many layers or experts that nobody has built it.
     """
-    flat = {key: value for key, value in config.items() if not isinstance(value, dict | list)}
-    layers = _largest(flat, "num_hidden_layers", "n_layer", "layers", "num_layers")
-    experts = _largest(flat, "num_local_experts", "experts")
+    text = config.get("text_config")
+    parts = [config, *([text] if isinstance(text, dict) else [])]
+    layers = max(_largest(p, "num_hidden_layers", "n_layer", "layers", "num_layers") for p in parts)
+    experts = max(_largest(p, "num_local_experts", "num_experts", "experts") for p in parts)
     if layers > MOST_LAYERS or layers * (10 + 3 * experts) > MOST_BLOCKS:
         raise ValueError(
             f"model must have at most {MOST_LAYERS} layers and {MOST_BLOCKS} matrices here, but "
             f"got {layers} layers of {experts or 1} experts"
         )
-    return flat
 
 
 def _largest(config: dict[str, Any], *names: str) -> int:

@@ -14,7 +14,7 @@ from simulator.estimates.presets import PRESETS, preset
 from simulator.machine import Machine
 from simulator.schedules.strategies import stock_offload
 from simulator.workload import Workload
-from tuner.service.requests import MOST_SUBGROUPS, Quota, Scenario, SearchJob, flat_config
+from tuner.service.requests import MOST_SUBGROUPS, Quota, Scenario, SearchJob, check_model
 
 ITERATIONS = 3  # that a prediction simulates
 USUAL_SUBGROUP = 10**9
@@ -129,7 +129,7 @@ def _check_cut(params: int, subgroup_size: int) -> None:
 
 
 def model_of(scenario: Scenario) -> dict[str, Any]:
-    """The model's config, without what is nested in it.
+    """The model's config.
 
     Raises:
         ValueError: no model of that name, or one that nobody has built.
@@ -142,7 +142,8 @@ def model_of(scenario: Scenario) -> dict[str, Any]:
             )
         model = {**MODELS[model], "_name_or_path": model}
     assert model is not None
-    return flat_config(model)
+    check_model(model)
+    return model
 
 
 def offloads_parameters(scenario: Scenario) -> bool:

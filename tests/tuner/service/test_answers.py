@@ -180,6 +180,26 @@ def test_a_model_config_may_be_sent(server):
     assert sent["iteration_s"] == named["iteration_s"]
 
 
+def test_a_nested_config_is_read_and_a_wrong_number_refused(server):
+    text = dict(MODELS["Llama 3 8B"])
+    seeing = {"model_type": "llava", "text_config": text, "vision_config": {"hidden_size": 9}}
+    asked = {"machine": "h100-node", "model": seeing}
+    assert (
+        server.post("/simulate", asked).json()["iteration_s"]
+        == (server.post("/simulate", LLAMA).json()["iteration_s"])
+    )
+    wrong = server.post("/simulate", asked | {"model": {**text, "intermediate_size": [1]}})
+    assert wrong.status_code == 422
+    assert "must be a whole number" in wrong.json()["errors"][0]["rule"]
+
+
+def test_layers_and_parameters_are_counted_as_the_models_makers_do(server):
+    told = server.post("/answer", LLAMA | {"gpus": 4, "peers": False}).json()["workload"]
+    assert told["layers"] == 32
+    assert told["model_params"] == 8_030_261_248
+    assert told["params"] == 8_030_261_248 // 4
+
+
 def test_what_if_as_json_and_csv(server):
     asked = {**LLAMA, "strategies": ["zero3_offload", "superoffload"],
              "gpu_memory_bytes": [40 * GIB, 80 * GIB],

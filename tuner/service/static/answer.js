@@ -202,7 +202,8 @@ function context(answer) {
   const nodes = w.nodes > 1 ? `${w.nodes} nodes, ` : "";
   const kind = m.unified_memory ? `${m.device_name || m.name}, a machine without a GPU` : m.device_kind === "emulated" ? "a machine without a GPU, emulating one" : m.device_name || m.name;
   const source = m.measured_with === "preset" ? "a preset, estimated" : "measured";
-  return `${w.name}: ${params(w.params)} parameters per rank in ${count(w.layers)} layers and ${count(w.subgroups)} subgroups, on ${nodes}${kind} (${source}).`;
+  const size = w.model_params && w.model_params !== w.params ? `${params(w.model_params)} parameters, ${params(w.params)} per GPU,` : `${params(w.params)} parameters`;
+  return `${w.name}: ${size} in ${count(w.layers)} layers and ${count(w.subgroups)} subgroups, on ${nodes}${kind} (${source}).`;
 }
 
 function tiles(answer) {
