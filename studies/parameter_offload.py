@@ -26,7 +26,7 @@ from rich.table import Table
 from runtime.devices.emulated import EmulatedDevice
 from runtime.devices.lane import Completion, Lane
 from runtime.zero.checks import private
-from runtime.zero.gathers import Fetch, Fetches
+from runtime.zero.fetches import Fetch, Fetches
 from simulator import Machine, Plan, Workload, build_schedule, simulate
 from simulator.schedule import Lane as LaneName
 from studies.bench.bits import differences
@@ -139,7 +139,8 @@ class StockBench(Bench):
 
         optimizer.step = paced
 
-    def _fetch(self, params: list[Any]) -> Fetches:
+    def _fetch(self, params: list[Any], gather: object) -> Fetches:
+        del gather
         private.mark_in_flight(params)
         return Fetches({param: self._copy(param) for param in params})
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from runtime.devices.base import Device
-from runtime.devices.lane import Completion
 from runtime.execution.executor import Executor
 from runtime.zero.checks import private
+from runtime.zero.collective import CollectiveGathers
+from runtime.zero.fetches import Fetches, Partitions
 
 
 class Gathers:
@@ -18,7 +18,7 @@ class Gathers:
     only.
 
     Attributes:
-        subgroup_of: ds_id -> subgroup.
+        partitions: where they live.
         shows: a ``state_dict()`` shows the small parameters. Not while DeepSpeed saves or loads a
             checkpoint, whose module state has them partitioned, as every other parameter.
         moved: partitions lie elsewhere than when parameters were gathered.
@@ -26,11 +26,8 @@ class Gathers:
 
     def __init__(self, optimizer: Any, module: torch.nn.Module) -> None:
         self._optimizer = optimizer
-        self.subgroup_of = {
-            param.ds_id: index
-            for index, group in enumerate(optimizer.fp16_groups)
-            for param in group
-        }
+        self.partitions = Partitions(optimizer)
+        self._together = CollectiveGathers(self.partitions)
         self.shows = True
         self.moved = False
         self._at_rest = False
@@ -43,14 +40,14 @@ class Gathers:
         parameters: list[Any] = list(self._module.parameters())
         place = {param.ds_id: i for i, param in enumerate(parameters)}
         first = [len(place)] * len(self._optimizer.fp16_groups)
-        for ds_id, subgroup in self.subgroup_of.items():
+        for ds_id, subgroup in self.partitions.subgroup_of.items():
             first[subgroup] = min(first[subgroup], place.get(ds_id, len(place)))
         return first
 
     def gate(
         self,
         wait: Callable[[Iterable[Any]], None],
-        fetch: Callable[[list[Any]], private.Handle | None],
+        fetch: private.Fetch,
     ) -> Callable[[], None]:
         """``wait`` is called before every gather, with the parameters; returns an undo.
 
@@ -61,6 +58,9 @@ class Gathers:
         """
         self._undo.append(private.gate_gathers(self._module.parameters(), wait, fetch))
         self._undo.append(private.wait_one_by_one(self._module))
+        if self._optimizer.partition_count > 1:
+            begins = self._together.module_begins
+            self._undo.append(private.before_modules(self._optimizer, begins))
         for parameter, _ in self._stand_ins:
             self._undo.append(_gate_copies(parameter, self._before_copy))
         for module in self._module.modules():
@@ -139,86 +139,29 @@ class Gathers:
 
     def before(self, params: Iterable[Any], executor: Executor) -> None:
         """Waits for the subgroups of these parameters, which are about to be gathered."""
-        executor.wait_parameters(self._subgroups(params))
+        params = [param for param in params if hasattr(param, "ds_id")]
+        executor.wait_parameters(self.partitions.subgroups(params))
+        # Who asks for one that is gathered already may be the only rank that does.
+        self._together.gathered([p for p in params if private.is_partitioned(p)])
 
-    def _subgroups(self, params: Iterable[Any]) -> list[int]:
-        ids = (getattr(param, "ds_id", None) for param in params)
-        return sorted({self.subgroup_of[i] for i in ids if i in self.subgroup_of})
+    def updates_launched(self) -> None:
+        """The parameters of all subgroups are about to change."""
+        self._together.updates_launched()
 
-    def fetch(self, params: list[Any], executor: Executor) -> Fetches | None:
-        """Brings parameters to the device without a wait; None: DeepSpeed has to gather them.
+    def fetch(
+        self, params: list[Any], gather: Callable[[list[Any]], private.Handle], executor: Executor
+    ) -> Fetches | None:
+        """Brings parameters to the device; nobody waits here for those of modules to come. None:
+        DeepSpeed has to gather them now.
 
-        So DeepSpeed may ask for those of modules to come while their updates still run: each copy
-        begins as soon as its update has ended, and only the module itself waits. With several
-        ranks gathers are collective: what is gathered when may not depend on a rank's own updates.
+        Args:
+            gather: DeepSpeed's own.
         """
-        if self._optimizer.partition_count > 1 or not all(map(private.is_plain, params)):
+        if self._optimizer.partition_count == 1:
+            return self.partitions.fetch(params, executor)
+        if any(map(private.is_swapped, params)):
             return None
-        private.mark_in_flight(params)
-        in_order = sorted(params, key=lambda p: p.ds_id)
-        held = [param.ds_tensor.data for param in in_order]
-        tensors = [self._on_device(*pair, executor) for pair in zip(in_order, held, strict=True)]
-        # Memory for a copy may have been another's, in the order of the current stream.
-        free = Completion.done(executor.device.current_event())
-        fetches = {}
-        for param, tensor, source in zip(in_order, tensors, held, strict=True):
-            ends = executor.updates_of(self._subgroups([param]))
-            if tensor is not source:
-                ends = [executor.fetch(tensor, source, [free, *ends])]
-            fetches[param] = Fetch(param, tensor, ends, executor.device)
-        return Fetches(fetches)
-
-    def _on_device(self, param: Any, held: torch.Tensor, executor: Executor) -> torch.Tensor:
-        """Where the parameter will be: the partition itself, or memory to copy it to."""
-        if not self._lives_on_host(param, executor):
-            return held
-        return executor.device.device_empty(held.numel(), held.dtype)
-
-    def _lives_on_host(self, param: Any, executor: Executor) -> bool:
-        if executor.device.unified:
-            return False
-        subgroup = self.subgroup_of.get(param.ds_id)
-        if subgroup is None:  # it is not trained: DeepSpeed keeps it
-            return private.parameter_home(self._optimizer) == "host"
-        return executor.states[subgroup].parameter_home == "host"
-
-
-class Fetch:
-    """A parameter on its way to the device: DeepSpeed waits for it where its module begins."""
-
-    def __init__(
-        self, param: Any, tensor: torch.Tensor, ends: list[Completion], device: Device
-    ) -> None:
-        """``tensor``: what the parameter is once all of ``ends`` have ended, on the device."""
-        self._param, self._tensor, self._ends = param, tensor, ends
-        self._device = device
-
-    def wait(self, **_: Any) -> None:
-        """Makes the training streams, or without any the caller, wait; shows the parameter.
-
-        Raises:
-            BackgroundError: an update or a copy has failed.
-        """
-        for end in self._ends:
-            for stream in self._device.training_streams() or [None]:
-                end.wait_on(stream)
-        self._param.data = self._tensor.view(self._param.ds_shape)
-        private.mark_available(self._param)
-
-
-class Fetches:
-    """Those that were asked for together; each can be waited for alone."""
-
-    def __init__(self, fetches: dict[Any, Fetch]) -> None:
-        self._fetches = fetches
-
-    def of(self, param: Any) -> Fetch:
-        return self._fetches[param]
-
-    def wait(self, **_: Any) -> None:
-        """For all of them."""
-        for fetch in self._fetches.values():
-            fetch.wait()
+        return self._together.fetch(params, gather, executor)
 
 
 def _gate_copies(parameter: Any, wait: Callable[[], None]) -> Callable[[], None]:

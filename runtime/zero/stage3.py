@@ -111,6 +111,7 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
             self._global_grad_norm = scaled_norm / self.loss_scale
             own.update(self._gradient_scale(scaled_norm))
             if own.plan.overlap_forward:
+                self._gathers.updates_launched()
                 self._gathers.stand_in()
             else:
                 own.executor.wait_all()
@@ -138,9 +139,11 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
     def gate_reads(self, wait: Callable[[Iterable[Any]], None]) -> Callable[[], None]:
         return self._gathers.gate(wait, self._fetch)
 
-    def _fetch(self, params: list[Any]) -> private.Handle | None:
+    def _fetch(
+        self, params: list[Any], gather: Callable[[list[Any]], private.Handle]
+    ) -> private.Handle | None:
         own = self._ebbtide
-        return None if own.closed else self._gathers.fetch(params, own.executor)
+        return None if own.closed else self._gathers.fetch(params, gather, own.executor)
 
     def wait(self) -> None:
         """Blocks until every update has ended and all that stock shows between steps is there,

@@ -7,7 +7,8 @@ Name-mangled members are used by DeepSpeed's own subclasses too (SuperOffload, Z
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -260,17 +261,72 @@ def wait_one_by_one(module: Any) -> Callable[[], None]:
     return restore
 
 
-def is_plain(param: Any) -> bool:
-    """The partition is all of the parameter, in its own precision: nothing but a copy, or not even
-    that, makes it available.
+def before_modules(optimizer: Any, begins: Callable[[list[Any]], None]) -> Callable[[], None]:
+    """Calls ``begins(parameters that it needs)`` before a module's forward or backward gathers
+    them, and those of modules to come; returns an undo.
     """
+    from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
+    from deepspeed.utils import z3_leaf_module
+
+    coordinator = optimizer.parameter_offload.get_param_coordinator()
+    fetch = coordinator.fetch_sub_module
+
+    def fetch_sub_module(module: Any, *args: Any, **kwargs: Any) -> Any:
+        begins(list(iter_params(module, recurse=z3_leaf_module(module))))
+        return fetch(module, *args, **kwargs)
+
+    coordinator.fetch_sub_module = torch.compiler.disable(fetch_sub_module)
+
+    def restore() -> None:
+        del coordinator.fetch_sub_module
+
+    return restore
+
+
+def is_swapped(param: Any) -> bool:
+    """The partition is on storage between its uses."""
+    return bool(param.ds_tensor.final_location == "nvme")
+
+
+def is_plain(param: Any) -> bool:
+    """What is gathered of it is its partition, in its own precision."""
     held = param.ds_tensor
-    return (
-        param.ds_secondary_tensor is None
-        and not hasattr(held, "ds_quant_scale")
-        and held.numel() == param.ds_numel
-        and held.final_location != "nvme"
-    )
+    quantized = hasattr(held, "ds_quant_scale")
+    return param.ds_secondary_tensor is None and not quantized and not is_swapped(param)
+
+
+def is_whole(param: Any) -> bool:
+    """The partition is all of the parameter: nothing but a copy, or not even that, makes it
+    available.
+    """
+    return is_plain(param) and bool(param.ds_tensor.numel() == param.ds_numel)
+
+
+@contextmanager
+def partitions_at(tensors: Mapping[Any, torch.Tensor]) -> Iterator[None]:
+    """A gather of these parameters reads their partitions here."""
+    homes = {param: param.ds_tensor for param in tensors}
+    for param, tensor in tensors.items():
+        vars(tensor).update(vars(param.ds_tensor))
+        param.ds_tensor = tensor
+    try:
+        yield
+    finally:
+        for param, home in homes.items():
+            param.ds_tensor = home
+
+
+def current_stream() -> Any:
+    """What `on_stream` goes back to."""
+    from deepspeed.accelerator import get_accelerator
+
+    return get_accelerator().current_stream()
+
+
+def on_stream(stream: Any) -> AbstractContextManager[None]:
+    from deepspeed.accelerator import get_accelerator
+
+    return get_accelerator().stream(stream)  # type: ignore[no-any-return]
 
 
 def mark_in_flight(params: Iterable[Any]) -> None:
@@ -283,23 +339,33 @@ def mark_in_flight(params: Iterable[Any]) -> None:
         param.ds_status = ZeroParamStatus.INFLIGHT
 
 
+def mark_partitioned(params: Iterable[Any]) -> None:
+    """The inverse of `mark_in_flight`."""
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    for param in params:
+        param.ds_status = ZeroParamStatus.NOT_AVAILABLE
+
+
 def mark_available(param: Any) -> None:
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
     param.ds_status = ZeroParamStatus.AVAILABLE
 
 
+Fetch = Callable[[list[Any], Callable[[list[Any]], Handle]], Handle | None]
+
+
 def gate_gathers(
-    parameters: Iterable[Any],
-    gate: Callable[[Iterable[Any]], None],
-    fetch: Callable[[list[Any]], Handle | None],
+    parameters: Iterable[Any], gate: Callable[[Iterable[Any]], None], fetch: Fetch
 ) -> Callable[[], None]:
     """Calls ``gate(parameters about to be gathered)`` before every gather; returns an undo.
 
     Every reader of a partitioned parameter, be it forward, GatheredParameters or a state_dict,
     goes through ``param.all_gather`` or ``param.all_gather_coalesced``. The latter, which modules
     call for their own parameters and for those of modules to come, gives a handle to wait on: that
-    of ``fetch`` where it has one, and then nobody waits at the gate.
+    of ``fetch(parameters, DeepSpeed's own gather)`` where it has one, and then nobody waits at the
+    gate.
     """
     undo: list[tuple[Any, Any, Any]] = []
     for parameter in parameters:
@@ -328,13 +394,11 @@ def _gated_gather(
 
 
 def _gated_coalesced(
-    gather: Callable[..., Any],
-    gate: Callable[[Iterable[Any]], None],
-    fetch: Callable[[list[Any]], Handle | None],
+    gather: Callable[..., Any], gate: Callable[[Iterable[Any]], None], fetch: Fetch
 ) -> Callable[..., Any]:
     def all_gather_coalesced(params: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
         params = list(params)
-        handle = fetch(params)
+        handle = fetch(params, lambda some: gather(some, *args, **kwargs))
         if handle is not None:
             return handle
         gate(params)

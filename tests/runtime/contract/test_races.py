@@ -77,7 +77,7 @@ def test_a_gather_ahead_waits_for_no_update_and_is_not_dropped(home):
     train(ours, 3)
     batch = Batches(2, SIZES["tiny"].sequence).at(3, ours.device)
     executor, first = ours.optimizer._ebbtide.executor, ours.module.bytes_in
-    subgroup_of = ours.optimizer._gathers.subgroup_of
+    subgroup_of = ours.optimizer._gathers.partitions.subgroup_of
     at_once = {subgroup_of[p.ds_id] for p in first.parameters()}
     first_has_run, asked_for = threading.Event(), []
 

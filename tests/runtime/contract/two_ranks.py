@@ -3,15 +3,19 @@
 import json
 import os
 import sys
+import threading
+import time
 from pathlib import Path
 
 import deepspeed
 import pytest
 import torch
 
+from simulator.schedule import OpKind
 from studies.bench.bits import differences, state_of
 from studies.bench.many_engines import answer_once, freeze_heap
 from studies.byte_gpt import SIZES, Batches
+from tests.runtime.contract.test_bits import EVERY_PASS
 from tests.runtime.contract.training import DEVICES, attached, start, train
 from tests.runtime.stock_builds import runs_here, use_build
 
@@ -54,6 +58,43 @@ def compare(name, **config):
     return found
 
 
+def a_gather_ahead_holds_nobody_up():
+    """On each rank the updates that the first module does not need end after its forward, where
+    the parameters of modules to come have been asked for: who waits for them there waits for ever.
+    The second rank's end later still: what the first one gathers when may not depend on its own.
+    """
+    rank = torch.distributed.get_rank()
+    config = {**EVERY_PASS, "stage3_prefetch_bucket_size": 10**6,
+              "stage3_max_live_parameters": 10**9}  # fmt: skip
+    engine = attached(start(subgroup_size=UNEVEN, **config), ["host"], DEVICE, seed=None,
+                      subgroup=UNEVEN, homes=["host", "device"])  # fmt: skip
+    train(engine, 3, batches=Batches(2, SIZES["tiny"].sequence, rank=rank))
+    batch = Batches(2, SIZES["tiny"].sequence, rank=rank).at(3, engine.device)
+    first, order = engine.module.bytes_in, []
+    subgroups = engine.optimizer._gathers.partitions.subgroups
+    at_once, first_has_run = subgroups(first.parameters()), threading.Event()
+
+    def hold_back(op):
+        if op.kind == OpKind.UPDATE_HOST and op.subgroup not in at_once:
+            assert first_has_run.wait(20.0), "the first module waited for this"
+            time.sleep(0.01 * rank)
+            order.append(op.subgroup)
+
+    def note(*_):
+        asked = [p for p in engine.module.parameters() if p.ds_status.name == "INFLIGHT"]
+        order.extend(["asked for ahead"] * bool(set(subgroups(asked)) - set(at_once)))
+        first_has_run.set()
+
+    engine.backward(engine(*batch))
+    engine.optimizer._ebbtide.executor.before_op = hold_back
+    engine.step()
+    hook = first.register_forward_hook(note)
+    engine(*batch)
+    hook.remove()
+    engine.destroy()
+    return order[0] == "asked for ahead" and len(order) > 2
+
+
 def main():
     deepspeed.init_distributed()
     answer_once()
@@ -61,6 +102,10 @@ def main():
     found = compare("default") | compare(
         "no persistent", stage3_param_persistence_threshold=0, offload_param={"device": "cpu"}
     )  # fmt: skip
+    found |= compare(
+        "gathered ahead", accumulation=2, offload_param={"device": "cpu"}, **EVERY_PASS
+    )
+    found["nobody is held up"] = a_gather_ahead_holds_nobody_up()
     found |= compare("stage 2", stage=2) | compare("stage 1", stage=1, accumulation=2)
     if runs_here("avx2"):
         with pytest.MonkeyPatch.context() as patch:

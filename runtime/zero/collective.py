@@ -1,0 +1,154 @@
+"""Gathers of several ranks: all launch the same ones in the same order, whenever updates end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from runtime.devices.lane import Completion
+from runtime.execution.executor import Executor
+from runtime.zero.checks import private
+from runtime.zero.fetches import Fetches, Partitions, wait_for
+
+Gather = Callable[[list[Any]], private.Handle]
+
+
+class CollectiveGathers:
+    """When a gather is launched follows from the program alone, never from how far this rank's
+    updates are: else two ranks could launch two gathers in different orders, and hang.
+
+    A gather *ahead*, of parameters of modules to come, is launched at once where all ranks know
+    that nothing holds it up: each has waited for the update of a subgroup before it took part in
+    the first gather of it. Every other one is launched where its module begins, whose host thread
+    is a module ahead of a GPU: so it runs beside the module before, and nobody waits for it there.
+
+    Called by the training thread, and in backward by autograd's.
+
+    Attributes:
+        awaited: subgroups of which nothing was gathered since their latest update was launched.
+            Alike on all ranks, as is everything here but copies.
+    """
+
+    def __init__(self, partitions: Partitions) -> None:
+        self._partitions = partitions
+        self.awaited = set[int]()
+        self._due = frozenset[int]()  # ds_ids of the module that begins
+        self._asks: list[_Ask] = []  # with a gather that is not launched, in the order of asking
+        self._lock = threading.RLock()
+
+    def updates_launched(self) -> None:
+        """From now on all subgroups are awaited."""
+        self.awaited = set(self._partitions.subgroup_of.values())
+
+    def gathered(self, params: list[Any]) -> None:
+        """All ranks have waited for the updates of these."""
+        self.awaited -= set(self._partitions.subgroups(params))
+
+    def module_begins(self, params: list[Any]) -> None:
+        """Launches the gathers that were put off and that this module needs."""
+        self._due = frozenset(param.ds_id for param in params)
+        self._launch(lambda param: param.ds_id in self._due)
+
+    def fetch(self, params: list[Any], gather: Gather, executor: Executor) -> Fetches:
+        """Launches or puts off the gathers of these parameters.
+
+        Args:
+            gather: DeepSpeed's own, of some of them.
+        """
+        ask = _Ask(self._partitions, gather, executor)
+        with self._lock:
+            in_order = sorted(params, key=lambda p: p.ds_id)
+            put_off = {p: self._put_off(p, executor) for p in in_order}
+            later = [p for p in in_order if put_off[p]]
+            now = [p for p in in_order if not put_off[p]]
+            if later:
+                ask.put_off(later, [p for p in later if not self._awaits(p)])
+                self._asks.append(ask)
+            if now:
+                ask.launch(now)
+                self.gathered(now)
+        return Fetches({p: _Gathering(p, ask, self._launch_all) for p in in_order})
+
+    def _put_off(self, param: Any, executor: Executor) -> bool:
+        if param.ds_id in self._due:
+            return False
+        device = executor.device
+        # Without streams the caller itself would wait for the copy to the device.
+        return self._awaits(param) or not (device.unified or device.training_streams())
+
+    def _awaits(self, param: Any) -> bool:
+        return self._partitions.subgroup_of.get(param.ds_id) in self.awaited
+
+    def _launch_all(self) -> None:
+        """Somebody waits for one of them outside of its module: which one need not be the same on
+        all ranks.
+        """
+        self._launch(lambda _: True)
+
+    def _launch(self, wanted: Callable[[Any], bool]) -> None:
+        with self._lock:
+            for ask in self._asks:
+                params = [param for param in ask.waiting if wanted(param)]
+                if params:
+                    ask.launch(params)
+                    self.gathered(params)
+            self._asks = [ask for ask in self._asks if ask.waiting]
+
+
+class _Ask:
+    """Parameters that DeepSpeed asked for in one call, and the gathers of them.
+
+    Attributes:
+        waiting: those whose gather is not launched, in the order of their ids.
+    """
+
+    def __init__(self, partitions: Partitions, gather: Gather, executor: Executor) -> None:
+        self._partitions, self._gather, self._executor = partitions, gather, executor
+        self._stream = private.current_stream()
+        self.waiting: list[Any] = []
+        self.handles: dict[Any, private.Handle] = {}
+        self._copies: dict[Any, tuple[torch.Tensor, list[Completion]]] = {}
+
+    def put_off(self, params: list[Any], new: list[Any]) -> None:
+        """Copies of those that are ``new`` begin; behind one that waits for its update the others
+        would wait too.
+        """
+        private.mark_in_flight(params)
+        self.waiting = params
+        self._bring(new)
+
+    def _bring(self, params: list[Any]) -> None:
+        away = [p for p in params if self._partitions.live_on_host(p, self._executor)]
+        away = [p for p in away if p not in self._copies and private.is_plain(p)]
+        self._copies |= self._partitions.bring(away, self._executor)
+
+    @torch.no_grad()
+    def launch(self, params: list[Any]) -> None:
+        """Waits for their updates and copies, on the stream of who asked, and gathers them."""
+        private.mark_partitioned(params)
+        with private.on_stream(self._stream):
+            self._executor.wait_parameters(self._partitions.subgroups(params))
+            self._bring(params)
+            copies = {p: self._copies.pop(p) for p in params if p in self._copies}
+            for _, ends in copies.values():
+                wait_for(ends, self._executor.device)
+            with private.partitions_at({p: tensor for p, (tensor, _) in copies.items()}):
+                handle = self._gather(params)
+        self.handles |= dict.fromkeys(params, handle)
+        self.waiting = [p for p in self.waiting if p not in self.handles]
+
+
+class _Gathering:
+    """One parameter of an ask, for DeepSpeed to wait for."""
+
+    def __init__(self, param: Any, ask: _Ask, launch_all: Callable[[], None]) -> None:
+        self._param, self._ask, self._launch_all = param, ask, launch_all
+
+    def wait(self, **options: Any) -> None:
+        """Raises BackgroundError: an update or a copy has failed."""
+        if self._param not in self._ask.handles:
+            self._launch_all()
+        self._ask.handles[self._param].wait(**options)
