@@ -11,23 +11,30 @@ import deepspeed
 import pytest
 import torch
 
+import runtime
 from simulator.schedule import OpKind
 from studies.bench.bits import differences, state_of
 from studies.bench.many_engines import answer_once, freeze_heap
 from studies.byte_gpt import SIZES, Batches
 from tests.runtime.contract.test_bits import EVERY_PASS
-from tests.runtime.contract.training import DEVICES, attached, start, train
+from tests.runtime.contract.training import DEVICES, attached, device_of, start, train
 from tests.runtime.stock_builds import runs_here, use_build
 
 MIX = ["host", "device", "resident"]
 DEVICE = list(DEVICES)[-1]
 UNEVEN = 9_999  # elements of a subgroup: nothing here divides by two
+# An optimizer of torch's, by its own step.
+OWN = {"optimizer": {"type": "AdamW", "params": {"torch_adam": True, "weight_decay": 0.1}}}
+PLANS = ((["host"], next(iter(DEVICES))), (MIX, DEVICE))
+AWAY = {"offload_param": {"device": "cpu"}}
 
 
 def run(pattern=None, device=DEVICE, fail=False, **config):
     rank = torch.distributed.get_rank()
     engine = start(subgroup_size=UNEVEN, **config)
-    if pattern:
+    if pattern == "auto":
+        runtime.attach(engine, "auto", device=device_of(device))
+    elif pattern:
         own = pattern[rank:] + pattern[:rank]
         homes = config.get("offload_param") and [["host"], ["device", "host"]][len(pattern) > 1]
         attached(engine, own, device, seed=rank, subgroup=UNEVEN, homes=homes)
@@ -45,10 +52,10 @@ def run(pattern=None, device=DEVICE, fail=False, **config):
     return state, torch.stack(losses), norms
 
 
-def compare(name, **config):
+def compare(name, tried=PLANS, **config):
     stock = run(**config)
     found = {}
-    for pattern, device in ((["host"], next(iter(DEVICES))), (MIX, DEVICE)):
+    for pattern, device in tried:
         ours = run(pattern, device, **config)
         found[f"{name}: {pattern} on {device}"] = (
             not differences(ours[0], stock[0])
@@ -100,13 +107,21 @@ def main():
     answer_once()
     folder, rank = Path(sys.argv[1]), os.environ["RANK"]
     found = compare("default") | compare(
-        "no persistent", stage3_param_persistence_threshold=0, offload_param={"device": "cpu"}
+        "no persistent", stage3_param_persistence_threshold=0, **AWAY
     )  # fmt: skip
-    found |= compare(
-        "gathered ahead", accumulation=2, offload_param={"device": "cpu"}, **EVERY_PASS
-    )
+    found |= compare("gathered ahead", accumulation=2, **AWAY, **EVERY_PASS)
     found["nobody is held up"] = a_gather_ahead_holds_nobody_up()
     found |= compare("stage 2", stage=2) | compare("stage 1", stage=1, accumulation=2)
+    for stage in (1, 2):
+        found |= compare(
+            f"round robin, stage {stage}", stage=stage, accumulation=stage,
+            round_robin_gradients=True,
+        )  # fmt: skip
+    for stage in (1, 2, 3):
+        found |= compare(
+            f"own step, stage {stage}", [("auto", DEVICE)], stage=stage, accumulation=2,
+            clipping=0.1, extra=OWN, **(AWAY if stage == 3 else {}),
+        )  # fmt: skip
     if runs_here("avx2"):
         with pytest.MonkeyPatch.context() as patch:
             use_build(patch, "avx2")

@@ -1,48 +1,127 @@
 """Trains every published configuration as stock and under a plan: ``python -m tests.runtime.zoo``.
 
-Takes minutes. Prints what differs or is refused by one side only, and the counts.
+Takes minutes. Prints what differs, what one side only refuses, where `tune doctor` had said
+otherwise, and the counts.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
+import subprocess
+import sys
 from collections import Counter
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import runtime
+from runtime.hardware.launcher import free_port, remove_shared_buffers
 from studies.bench.deepspeed_ops import build_host_ops
 from studies.bench.many_engines import answer_once
 from studies.bench.rank import become_only_rank
-from tests.runtime.zoo.configs import as_trained, offloads, published, zero_of
-from tests.runtime.zoo.training import Outcome, stock, trained
+from tests.runtime.zoo.configs import TABLE, as_trained, offloads, published, zero_of
+from tests.runtime.zoo.training import STEPS, Outcome, stock, trained
+from tuner.doctor.under_a_plan import under_a_plan
+
+SUBGROUP = 5_000  # elements, for several subgroups of the tiny model
+DEADLINE = timedelta(minutes=3)  # of a collective: a rank that waits for ever ends with an error
+TOLD = {
+    "trains under a plan": "same bits under a plan", "left to DeepSpeed": "left to stock",
+    "refused: ": "refused under a plan only", "DeepSpeed itself": "refused by stock",
+}  # fmt: skip
 
 
 def main() -> None:
+    asked = _arguments()
+    if asked.ranks > 1 and "RANK" not in os.environ:
+        sys.exit(_on_ranks(asked.ranks))
     import deepspeed
 
     answer_once()
     build_host_ops()
     become_only_rank()
-    deepspeed.init_distributed()
+    deepspeed.init_distributed(timeout=DEADLINE)
     runtime.enable()
     verdicts: dict[str, str] = {}
     counts: Counter[tuple[str, str]] = Counter()
-    for row in published():
-        config = as_trained(row.config)
-        if "nvme" in json.dumps(zero_of(config)):
-            continue  # stock would build its op for drives, for minutes
+    for name, config in _chosen(asked):
         written = json.dumps(config, sort_keys=True)
         if written not in verdicts:
-            ours = trained(config, {"plan": "auto"})
-            # ZenFlow's own process does not end with its engine: stock would hang here.
-            alone = bool(ours.error) and "zenflow" in zero_of(config)
-            verdicts[written] = (
-                "refused under a plan only" if alone else _verdict(stock(written), ours)
-            )
-            if verdicts[written] in ("differs", "refused under a plan only"):
-                print(f"{row.name}: {verdicts[written]} {ours.error[:400]}", flush=True)
+            verdicts[written] = _tried(name, config, asked.streams)
         counts["offloads" if offloads(config) else "no offload", verdicts[written]] += 1
-    for (kind, verdict), number in sorted(counts.items()):
-        print(f"{number:4} {kind}: {verdict}")
+    if os.environ["RANK"] == "0":
+        for (kind, verdict), number in sorted(counts.items()):
+            print(f"{number:4} {kind}: {verdict}")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.runtime.zoo", description=__doc__)
+    parser.add_argument("--table", type=Path, default=TABLE, help="a JSON file of such rows")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument(
+        "--streams", action="store_true",
+        help="on emulated streams, all placements in turn after the watched steps",
+    )  # fmt: skip
+    parser.add_argument("--part", default="1/1", help="I/N: the I-th of N parts, from 1")
+    parser.add_argument("--only", default="", help="a part of the names of those to try")
+    return parser.parse_args()
+
+
+def _on_ranks(ranks: int) -> int:
+    """The same command in so many processes."""
+    port = free_port()
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks),
+        "--master-port", str(port), "-m", "tests.runtime.zoo", *sys.argv[1:],
+    ]  # fmt: skip
+    try:
+        return subprocess.run(command, check=False).returncode
+    finally:
+        remove_shared_buffers(port)
+
+
+def _chosen(asked: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+    """On several ranks, or on streams, those that offload: what is left to stock is so there too,
+    and cut into several subgroups.
+    """
+    number, parts = map(int, asked.part.split("/"))
+    closer = asked.streams or asked.ranks > 1
+    for row in published(asked.table)[number - 1 :: parts]:
+        config = as_trained(row.config, SUBGROUP if closer else None)
+        if "nvme" in json.dumps(zero_of(config)):
+            continue  # stock would build its op for drives, for minutes
+        if asked.only in row.name and (offloads(config) or not closer):
+            yield row.name, config
+
+
+def _tried(name: str, config: dict[str, Any], streams: bool) -> str:
+    key = {"plan": "auto", **({"device": "emulated"} if streams else {})}
+    ours = trained(config, key, STEPS, mixed=streams)
+    # ZenFlow's own process does not end with its engine: stock would hang here.
+    alone = bool(ours.error) and "zenflow" in zero_of(config)
+    mine = (
+        "refused under a plan only"
+        if alone
+        else _verdict(stock(json.dumps(config, sort_keys=True)), ours)
+    )
+    verdict = _of_all_ranks(mine)
+    said = under_a_plan(config)[0].detail
+    told = next((v for k, v in TOLD.items() if said.startswith(k)), said)
+    told = "" if verdict == "refused by stock" or told == verdict else f" (the doctor: {said})"
+    if told or verdict in ("differs", "refused under a plan only"):
+        print(f"{name}: {mine} {ours.error[:400]}{told}", flush=True)
+    return verdict
+
+
+def _of_all_ranks(mine: str) -> str:
+    import torch.distributed as dist
+
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found[0] if len(set(found)) == 1 else "differs"
 
 
 def _verdict(expected: Outcome, ours: Outcome) -> str:

@@ -44,12 +44,16 @@ class Published:
 
 
 @cache
-def published() -> tuple[Published, ...]:
-    return tuple(Published(**row) for row in json.loads(TABLE.read_text()))
+def published(table: Path = TABLE) -> tuple[Published, ...]:
+    return tuple(Published(**row) for row in json.loads(table.read_text()))
 
 
-def as_trained(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config as the Trainer hands it to DeepSpeed, for batches of two and few steps."""
+def as_trained(config: Mapping[str, Any], subgroup: int | None = None) -> dict[str, Any]:
+    """The config as the Trainer hands it to DeepSpeed, for batches of two and few steps.
+
+    Args:
+        subgroup: elements of one, in the place of the config's own.
+    """
     made: dict[str, Any] = copy.deepcopy({k: v for k, v in config.items() if k not in _LEFT_OUT})
     made["train_micro_batch_size_per_gpu"] = 2
     accumulated = str(config.get("gradient_accumulation_steps", 1))
@@ -59,8 +63,12 @@ def as_trained(config: Mapping[str, Any]) -> dict[str, Any]:
     for holder, key, value in list(_leaves(made)):
         if value == "auto" and key in _FILLED:
             holder[key] = _FILLED[key]
+        if key == "output_file":
+            del holder[key]  # of the flops profiler
         if key in _BUCKETS and isinstance(value, int | float):
             holder[key] = min(value, _LARGEST_BUCKET)
+    if subgroup is not None and zero_of(made):
+        made["zero_optimization"]["sub_group_size"] = subgroup
     return made
 
 

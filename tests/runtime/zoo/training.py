@@ -10,11 +10,15 @@ from typing import Any
 
 import torch
 
+from runtime.replan.auto import WATCHED_STEPS
+from runtime.zero.attach import switch_plan
+from simulator.plan import ParameterHome, Placement, Plan
 from studies.byte_gpt import Batches, ByteGPT, ByteGPTConfig, train_step
 from tests.runtime.zoo.configs import HIDDEN, client_optimizer
 
 MODEL = ByteGPTConfig(layers=2, hidden=HIDDEN, heads=2, sequence=16)
-STEPS = 3
+MIX: tuple[Placement, ...] = ("host", "device", "resident")
+STEPS = WATCHED_STEPS + 3  # "auto" switches after those that it watches
 
 
 @dataclass
@@ -35,12 +39,15 @@ class Outcome:
         return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
 
 
-def trained(config: Mapping[str, Any], key: Any = None, steps: int = STEPS) -> Outcome:
+def trained(
+    config: Mapping[str, Any], key: Any = None, steps: int = STEPS, *, mixed: bool = False
+) -> Outcome:
     """Losses, norms, parameters, masters and moments after some steps.
 
     Args:
         config: `as_trained`.
         key: the value of "ebbtide"; None: stock. `runtime.enable` must have been called.
+        mixed: one step after the watched ones, subgroups go on in other placements and homes.
     """
     import deepspeed
     from deepspeed.accelerator import get_accelerator
@@ -57,7 +64,7 @@ def trained(config: Mapping[str, Any], key: Any = None, steps: int = STEPS) -> O
         engine = deepspeed.initialize(
             model=model, model_parameters=model.parameters(), optimizer=optimizer, config=made
         )[0]
-        seen = _train(engine, steps)
+        seen = _train(engine, steps, mixed)
         return Outcome(seen + _state(engine), hasattr(engine.optimizer, "_ebbtide"))
     except Exception as error:  # noqa: BLE001 - whatever stands there is the outcome
         return Outcome([], error=f"{type(error).__name__}: {error}")
@@ -72,13 +79,32 @@ def stock(config: str) -> Outcome:
     return trained(json.loads(config))
 
 
-def _train(engine: Any, steps: int) -> list[torch.Tensor]:
-    batches = Batches(2, MODEL.sequence)
-    seen = []
-    for number in range(steps * engine.gradient_accumulation_steps()):
+def _train(engine: Any, steps: int, mixed: bool) -> list[torch.Tensor]:
+    batches = Batches(2, MODEL.sequence, rank=torch.distributed.get_rank())
+    seen, micro_steps = [], engine.gradient_accumulation_steps()
+    for number in range(steps * micro_steps):
+        if mixed and number == (WATCHED_STEPS + 1) * micro_steps:
+            _mix(engine)
         seen.append(train_step(engine, batches.at(number, engine.device)).clone())
         seen.append(torch.tensor(float(engine.get_global_grad_norm() or 0.0)))
     return seen
+
+
+def _mix(engine: Any) -> None:
+    """Every placement in turn, from another one on each rank; of the parameters that may live on
+    the host every second does.
+    """
+    session = getattr(engine.optimizer, "_ebbtide", None)
+    if session is None or session.engine.update_rule().own_step:
+        return
+    first, count = torch.distributed.get_rank(), session.plan.subgroup_count
+    away = "host" in session.plan.parameter_homes
+    homes: list[ParameterHome] = ["host" if away and i % 2 else "device" for i in range(count)]
+    placements = [MIX[(first + i) % len(MIX)] for i in range(count)]
+    slots = {"staging_slots": 2, "prefetch": 1} if "device" in placements else {}
+    switch_plan(
+        engine, session.plan.placed(placements, parameter_home=Plan.home_runs(homes), **slots)
+    )
 
 
 def _state(engine: Any) -> list[torch.Tensor]:
