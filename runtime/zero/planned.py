@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,8 +10,10 @@ import torch
 from runtime.kernels import host
 from runtime.kernels.rule import UpdateRule
 from runtime.kernels.step import UpdateStep
+from simulator.plan import Plan
 from simulator.timeline import Timeline
-from simulator.workload import WireDtype
+from simulator.update.recipes import RECIPES, Queue
+from simulator.workload import WireDtype, ZeroStage
 
 if TYPE_CHECKING:
     from runtime.execution.session import Session
@@ -36,6 +38,7 @@ class PlannedZero:
     gradient_accumulation_dtype: torch.dtype
     gradient_accumulation_steps: int
     norm_for_param_grads: dict[int, torch.Tensor]
+    _before_offload: Plan | None = None  # between `offload_states` and `reload_states`
 
     # -- backward and step -------------------------------------------------------------------
 
@@ -76,6 +79,9 @@ class PlannedZero:
             clip = ((scaled_norm / self.loss_scale) + 1e-6) / self.clip_grad
             combined = torch.clamp(clip, min=1.0) * self.loss_scale
         return float(torch.as_tensor(1.0 / combined).to(torch.float32))
+
+    def zero_stage(self) -> ZeroStage:
+        raise NotImplementedError
 
     # -- what the session asks ---------------------------------------------------------------
 
@@ -133,13 +139,28 @@ class PlannedZero:
         """What the latest steps did, op by op, in the simulator's own type."""
         return self._ebbtide.timeline()
 
-    def offload_states(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError(
-            "offload_states() must not be called under a plan, whose placements already say where "
-            "state lives: call engine.destroy() and attach again, or train without ebbtide"
-        )
+    def offload_states(self, include: Iterable[Any] | None = None, **_: Any) -> None:
+        """Gives device memory back until `reload_states`: all state goes to host memory, and under
+        ZeRO-3 the parameters too if ``include`` has ``lp_params``, by another plan; so training
+        could go on meanwhile, with the same bits. Waits for running updates.
 
-    reload_states = offload_states
+        Args:
+            include: of DeepSpeed's `OffloadStateTypeEnum`; None: all.
+        """
+        plan = self._ebbtide.plan
+        named = None if include is None else {getattr(kind, "value", kind) for kind in include}
+        leave = self.zero_stage() == 3 and (named is None or "lp_params" in named)
+        homes = Plan.home_runs(["host"] * plan.subgroup_count) if leave else plan.parameter_home
+        held = ["host" if RECIPES[p].queue is Queue.DEVICE else p for p in plan.placements]
+        if self._before_offload is None:
+            self._before_offload = plan
+        self._ebbtide.switch(plan.placed(held, staging_slots=0, prefetch=0, parameter_home=homes))
+
+    def reload_states(self, **_: Any) -> None:
+        """Everything goes back to where the plan had it."""
+        if self._before_offload is not None:
+            self._ebbtide.switch(self._before_offload)
+            self._before_offload = None
 
     def destroy(self) -> None:
         try:

@@ -211,15 +211,6 @@ def test_unknown_devices_are_refused():
             choose_device("cuda")
 
 
-def test_states_cannot_be_offloaded_behind_a_plan(only_rank):
-    engine = start()
-    count = len(engine.optimizer.fp16_partitioned_groups_flat)
-    runtime.attach(engine, Plan(subgroup_size=20_000, placement=Plan.runs(["host"] * count)))
-    with pytest.raises(NotImplementedError, match="must not be called under a plan"):
-        engine.optimizer.offload_states()
-    engine.destroy()
-
-
 def test_a_plan_larger_than_free_memory_is_refused_with_numbers(monkeypatch):
     sizes = (3 * 10**9, 10**9, 10**9)
     plan = Plan(

@@ -5,12 +5,23 @@ import gc
 from pathlib import Path
 
 import pytest
+import torch
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
 import runtime
 from runtime.zero.attach import switch_plan
 from studies.byte_gpt import ByteGPT, ByteGPTConfig
 from studies.run_memory import DEVICE_BYTES_PER_PARAM, PageLocking
-from tests.runtime.contract.training import DEVICES, device_of, plan_for, start, train
+from tests.runtime.contract.training import (
+    DEVICES,
+    all_state,
+    assert_same,
+    device_of,
+    outcome,
+    plan_for,
+    start,
+    train,
+)
 from tests.runtime.held_bytes import HeldBytes
 
 pytestmark = pytest.mark.usefixtures("only_rank")
@@ -49,6 +60,42 @@ def test_no_more_than_one_subgroup_is_there_twice(stage, tmp_path):
     engine.destroy()
     per_param = {name: peak / MODEL.params for name, peak in peaks.items()}
     assert all(GIVEN_BYTES <= p <= MOST_BYTES_PER_PARAM for p in per_param.values()), per_param
+
+
+def on_device(engine, device):
+    """Bytes of the device's memory that state, parameters, gradients and slots take."""
+    executor, memory = engine.optimizer._ebbtide.executor, device._memory
+    held = [t for s in executor.states for t in (*s.state, s.wire, s.gradient)]
+    held += [slot.parts for slot in executor.slots]
+    begin, end = memory.data_ptr(), memory.data_ptr() + memory.numel()
+    return sum(t.nbytes for t in held if begin <= t.data_ptr() < end)
+
+
+@pytest.mark.parametrize("stage", [3, 2])
+def test_offloaded_states_give_the_device_back_and_no_bit_differs(stage):
+    """As RL trainers call it around a rollout; a step meanwhile has stock's bits too."""
+    expected = outcome(start(stage=stage))
+    engine = start(stage=stage)
+    device = PageLocking(2**26)
+    plan = plan_for(engine, ["resident", "device", "host"])
+    runtime.attach(engine, plan, device=device)
+    losses, norms = train(engine, 2)
+    before = on_device(engine, device)
+    assert before
+    engine.offload_states(include=None if stage == 3 else [OffloadStateTypeEnum.lp_params])
+    engine.offload_states()  # nothing more to do
+    assert on_device(engine, device) == 0
+    more, more_norms = train(engine, 2, first=2)
+    losses, norms = losses + more, norms + more_norms
+    engine.reload_states()
+    engine.reload_states()
+    now = engine.optimizer._ebbtide.plan
+    assert (now.placements, now.parameter_homes) == (plan.placements, plan.parameter_homes)
+    assert on_device(engine, device) >= before  # parameters are in memory of ours now, too
+    more, more_norms = train(engine, 2, first=4)
+    ours = all_state(engine), torch.stack(losses + more), norms + more_norms
+    engine.destroy()
+    assert_same(ours, expected)
 
 
 def mapped_bytes():
