@@ -258,3 +258,17 @@ def test_what_a_plan_takes_the_place_of_is_told_apart_from_hints():
     for key in ("sub_group_size", "pin_memory", "buffer_count"):
         assert key in hints.detail
     assert [f.state for f in (trains, replaced, hints)] == ["ok"] * 3
+
+
+def test_one_stream_and_one_queue_are_slow(monkeypatch):
+    def told(**zero):
+        config = {"train_batch_size": 1, "bf16": {"enabled": True}, "zero_optimization": {
+            "stage": 3, "offload_optimizer": {"device": "cpu"}, **zero}}  # fmt: skip
+        return [f.detail for f in under_a_plan(config) if f.state == "slow"]
+
+    assert told() == told(overlap_comm=True) == []
+    assert "overlap_comm is false" in told(overlap_comm=False)[0]
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    assert hardware.queues() == []
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    assert hardware.queues()[0].state == "slow"

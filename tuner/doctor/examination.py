@@ -47,6 +47,7 @@ def whole(
         *(software.known_results(config) if config is not None else ()),
         hardware.memlock(torch.cuda.is_available(), int(psutil.virtual_memory().total)),
         hardware.threads(ranks),
+        *hardware.queues(),
         hardware.numa(),
         *hardware.links(),
         memory.host_memory(free_bytes, plan, ranks),

@@ -56,6 +56,15 @@ def threads(ranks: int) -> Finding:
                 f"export OMP_NUM_THREADS={share} before the launcher starts")  # fmt: skip
 
 
+def queues() -> list[Finding]:
+    """A single hardware queue of the GPU, as Megatron's scripts ask for."""
+    given = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
+    if given != "1":
+        return []
+    detail = "CUDA_DEVICE_MAX_CONNECTIONS is 1: copies wait behind other streams' earlier kernels"
+    return [slow("CUDA queues", detail, "unset it, where tensor parallelism does not need it")]
+
+
 def _pace(few: int, share: int) -> str:
     from profiler.adam import host_adam_by_threads
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tuner.doctor.finding import Finding, bad, ok
+from tuner.doctor.finding import Finding, bad, ok, slow
 
 NAME = "DeepSpeed config"
 # What DeepSpeed's own offloading needs to know, and a plan says itself.
@@ -16,6 +16,10 @@ _HINTS = (
         "cpuadam_cores_perc")),
 )  # fmt: skip
 _BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_ON_ONE_STREAM = (
+    "zero_optimization.overlap_comm is false: gathers and reductions run on the stream of the "
+    "computation, which then stands still at each module whose parameters are still being updated"
+)
 
 
 def under_a_plan(given: Mapping[str, Any]) -> list[Finding]:
@@ -42,6 +46,8 @@ def under_a_plan(given: Mapping[str, Any]) -> list[Finding]:
     told += [ok(NAME, sentence) for sentence in replaced_by_a_plan(config).values()]
     if hints:
         told.append(ok(NAME, f"hints, of which a plan says its own: {', '.join(hints)}"))
+    if at(config, "zero_optimization.overlap_comm") is False:
+        told.append(slow(NAME, _ON_ONE_STREAM, "leave overlap_comm out, or make it true"))
     return told
 
 
