@@ -51,6 +51,7 @@ _SAPPHIRE_RAPIDS = "a Sapphire Rapids core"
 _LAYER_ISSUE_S = 3.5e-3  # DeepSpeed's hooks: 2.0 to 2.7 ms here without, plus six gathers a layer
 _CONTEXT_BYTES, _NCCL_BYTES = 600 * 2**20, 400 * 2**20
 _QUARTILE_OF_EIGHTY_PERCENT = round(QUARTILE / EIGHTY_PERCENT, 3)
+PRESET = "preset"  # what such a machine was measured with
 DOS = "Deep Optimizer States, arXiv 2410.21316, and its published logs"
 
 
@@ -231,7 +232,7 @@ def preset(name: str) -> Machine:
         layer_issue_s=_value(_LAYER_ISSUE_S, "assumed",
                              "DeepSpeed's ZeRO-3 hooks of one transformer layer, measured on "
                              "another CPU, with the launches of its gathers"),
-        other_rates=_wires(sheet), measured_with="preset",
+        other_rates=_wires(sheet), measured_with=PRESET,
     )  # fmt: skip
 
 

@@ -4,9 +4,13 @@ Three things make a prediction uncertain: the spread of each rate (a preset's ar
 or a calibrated machine's narrow), what the model leaves out, and what an iteration's own noise is.
 The first is propagated rate by rate; the others are `MODEL_SPREAD`, or what a calibration left
 unexplained where that is more. It was chosen on the published
-runs in the repository, which are therefore no proof of it: with nothing fitted, and after a
-calibration on three random ones, intervals of those left out hold seven to nine times in ten
-(`studies.published_runs --triples`).
+runs in the repository, which are therefore no proof of it: after a calibration on three random
+ones, intervals of those left out hold seven to nine times in ten (`studies.published_runs
+--triples`).
+
+A preset describes nodes of a kind, and a user's is another one, with another build of the software
+and another training loop: `CAMPAIGN_SPREAD` is added there. A profile or a calibration was made
+where the runs are, and needs none.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from typing import Literal
 import numpy as np
 
 from simulator.engines.compiled import compile_schedule, simulate_fast
+from simulator.estimates.presets import PRESET
 from simulator.machine import Machine
 from simulator.quantity import EIGHTY_PERCENT, Quantity
 from simulator.schedule import Schedule
@@ -33,6 +38,10 @@ BESIDE = (
 # Of the products' spread, what a layer's estimated time has: products and what the host needs to
 # issue them are uncertain by as much, independently, and neither is the whole of it.
 ESTIMATE_PART = math.sqrt(0.5)
+# Standard deviation from one campaign of runs to another, of what all runs of a campaign share, in
+# log units. A variance component: the published A100 campaigns' mean errors scatter by 0.067, of
+# which 0.025 are the means' own; chosen for all presets, not by how often intervals hold.
+CAMPAIGN_SPREAD = 0.06
 STEP = 0.5  # of a rate's sigma: sensitivities are secants, as rates bind or do not
 
 
@@ -94,7 +103,10 @@ def _around(centre: float, machine: Machine, sigma: float) -> tuple[float, float
 
 def model_spread(machine: Machine) -> float:
     """Standard deviation of what no rate explains, in log units."""
-    return machine.unexplained_spread or MODEL_SPREAD
+    if machine.unexplained_spread is not None:
+        return machine.unexplained_spread
+    elsewhere = CAMPAIGN_SPREAD if machine.measured_with == PRESET else 0.0
+    return math.hypot(MODEL_SPREAD, elsewhere)
 
 
 def rates_sigma(seconds: Callable[[Machine], float], machine: Machine) -> float:
