@@ -28,6 +28,9 @@ ParameterHome = Literal["host", "device"]
 SCHEMA_VERSION = 2
 SHOWN_ERRORS = 4
 _LEFT_OUT = {1: ("prefetch_after_layer", "split_master")}  # fields that a schema no longer has
+# Of a checkpoint, beside those that are being written: gathered and hashed meanwhile, so that the
+# disk has as many writes to do at every moment as there are writers.
+READY_BLOCKS = 1
 BLOCK_BYTES = 4 * 2**20  # of checkpoint files: what is copied, hashed and written at once
 
 
@@ -92,6 +95,11 @@ class CheckpointPlan(BaseModel):
     drain_dir: str | None = None
     drain_keep: int = Field(0, ge=0)
     restore_random: bool = False
+
+    @property
+    def writer_threads(self) -> int:
+        """Those that have a block in hand; ``writers`` of them write."""
+        return self.writers + READY_BLOCKS
 
     @model_validator(mode="after")
     def _check_tiers(self) -> Self:

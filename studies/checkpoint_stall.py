@@ -63,6 +63,7 @@ def compare(writers: dict[str, dict[str, Any]], raw_bytes_per_s: float) -> dict[
     peers = [ran[n]["every_1"]["stall_s"] for n in ASYNCHRONOUS if n in ran]
     result = {
         "ebbtide_stall_s": ours,
+        "checkpoint_rate": ran["ebbtide"]["in_turn"]["checkpoint_rate"],
         "ebbtide_write_share_of_raw": ran["ebbtide"]["write_bytes_per_s"] / raw_bytes_per_s,
     }
     if "torch" in ran:
@@ -99,6 +100,9 @@ def show(writers: dict[str, dict[str, Any]], raw: float, console: Console) -> No
         )  # fmt: skip
     console.print(table)
     console.print(f"a plain O_DIRECT writer on this disk: {raw / 1e6:.0f} MB/s")
+    if "in_turn" in writers.get("ebbtide", {}):
+        share = writers["ebbtide"]["in_turn"]["checkpoint_rate"]
+        console.print(f"ebbtide's writers, in turn with it: {share:.3f} of its rate")
 
 
 def draw(writers: dict[str, dict[str, Any]], path: Path) -> None:

@@ -214,15 +214,15 @@ class CheckpointedLoop(EbbtideLoop):
 
 
 def reserved_bytes(saving: CheckpointPlan) -> int:
-    """Host memory that the runtime takes for checkpoints: the budget and a block per writer."""
-    return saving.copy_budget_bytes // BLOCK_BYTES * BLOCK_BYTES + saving.writers * BLOCK_BYTES
+    """Host memory that the runtime takes for checkpoints: the budget, and a block per thread."""
+    return (saving.copy_budget_bytes // BLOCK_BYTES + saving.writer_threads) * BLOCK_BYTES
 
 
 def writer_cores(machine: Machine, saving: CheckpointPlan) -> float:
     """Cores that the writers keep busy at storage's full rate."""
     measured = machine.writer_s_per_byte
     cost_s = WRITER_S_PER_BYTE if measured is None else measured.median
-    return min(saving.writers, cost_s * machine.rate("storage_write_bytes_per_s"))
+    return min(saving.writer_threads, cost_s * machine.rate("storage_write_bytes_per_s"))
 
 
 def copy_rate(machine: Machine) -> float:

@@ -17,6 +17,7 @@ from typing import Any
 from simulator.plan import BLOCK_BYTES
 
 WARM_STEPS = 3
+IN_TURN = 7  # checkpoints whose rate is measured beside the disk's
 
 
 @dataclass(frozen=True)
@@ -183,8 +184,9 @@ def run_writer(name: str, workload: Workload, folder: Path) -> dict[str, Any]:
         "restore_s": _restore(writer, folder, session.last_tag) if name != "none" else 0.0,
         "host_peak_bytes": _peak_bytes(),
     }
-    if name == "ebbtide":
-        result["last"] = writer.lazy.last.__dict__  # type: ignore[attr-defined]
+    if isinstance(writer, Ebbtide):
+        result["in_turn"] = rates_in_turn(session, writer, workload)
+        result["last"] = writer.lazy.last.__dict__
     engine.destroy()
     return result
 
@@ -266,6 +268,25 @@ def _write_rate(session: _Session, folder: Path) -> float:
         rates.append(sum(p.stat().st_size for p in files) / length_s)
         session.last_tag = f"rate{number}"
     return median(rates)
+
+
+def rates_in_turn(session: _Session, writer: Ebbtide, workload: Workload) -> dict[str, Any]:
+    """Bytes/s of ebbtide's writers, and of a plain O_DIRECT writer before each of them.
+
+    From the first block until the bytes are on the disk, as the plain writer's are timed too; of a
+    disk whose speed changes by the second, the median of the pairs' ratios says what is lost.
+    """
+    raw, ours = list[float](), list[float]()
+    for number in range(IN_TURN):
+        raw.append(raw_write_bytes_per_s(session.folder, workload))
+        session.last_tag = f"turn{number}"
+        writer.save(session.folder, session.last_tag)
+        writer.wait()
+        ours.append(writer.lazy.last.payload_bytes / writer.lazy.last.persist_s)
+    return {
+        "raw_bytes_per_s": raw, "writers_bytes_per_s": ours,
+        "checkpoint_rate": median(one / plain for one, plain in zip(ours, raw, strict=True)),
+    }  # fmt: skip
 
 
 def _restore(writer: Writer, folder: Path, tag: str) -> float:

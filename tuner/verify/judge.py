@@ -18,9 +18,13 @@ from tuner.verify.evidence import Evidence, evidence
 from tuner.verify.run import MASTER, Run
 
 Verdict = Literal["identical", "rounding", "nondeterministic", "defect"]
+RATE = "learning rate"
 FACTOR = 10.0  # times what a flipped bit explains
 # What rounding may do to a step's sums where a flipped bit happens to do nothing.
 FLOORS = {"bf16": 2.0**-8, "fp16": 2.0**-10, "fp32": 1e-5}
+# Losses and norms are sums over everything: what a flipped bit makes of them is known from all
+# steps and micro-batches together, and where so many tell it, they need less of a floor.
+LEAST_SAMPLES, SAMPLED_FLOOR = 4, 1 / 64
 ULPS = 16.0  # of a tensor's largest element: more than one update's rounding moves anything by
 
 
@@ -62,8 +66,22 @@ class Noise:
 
     def explained(self, difference: Difference) -> float:
         """The relative difference of this quantity, or of its like, that chance has made."""
+        if not difference.is_tensor:
+            return self._of_sums(_kind(difference))
         found = [self._floor(), *(self._of(run, difference) for run in self.others)]
         return max(value for value in found if math.isfinite(value))
+
+    def _of_sums(self, kind: str) -> float:
+        """Over all steps: a rounding that has not shown in one of them has in others."""
+        if kind == RATE:
+            return 0.0  # a schedule rounds nothing
+        found = [
+            d.relative for run in self.others for step in common_steps(run, self.reference)
+            for d in differences(run, self.reference, step)
+            if not d.is_tensor and _kind(d) == kind and math.isfinite(d.relative)
+        ]  # fmt: skip
+        share = SAMPLED_FLOOR if len(found) >= LEAST_SAMPLES else 1.0
+        return max([share * self._floor(), *found])
 
     def least(self, step: int) -> float:
         """What chance has moved nine in ten masters by at least; a quarter of the floor or more."""

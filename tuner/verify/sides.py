@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -54,19 +54,41 @@ def verify(
         return Verification(runs, tuple(
             judge(run, other, None, same_bits=True) for run, other in pairwise(runs)
         ))  # fmt: skip
+    repeated = _repeated(runs, made)
     reference = runs[-1]
     side = reference.name if reference.name != AGAIN else runs[0].name
-    again = made(Side(side)).run if reference.name != AGAIN else runs[0]
-    chance = not _same(again, reference)
+    again = repeated.get(side) or (made(Side(side)).run if reference.name != AGAIN else runs[0])
+    chance = not _same(again, reference) and not _once(runs, repeated)
     flipped = made(Side(side, perturb=True)).run
     operations = made(Side(side, deterministic=True)).operations if chance else ()
     noise = Noise(reference, (again, flipped))
-    return Verification(runs, compared(runs, noise, chance=chance), operations)
+    return Verification(runs, compared(runs, noise, repeated, chance=chance), operations)
 
 
-def compared(runs: Sequence[Run], noise: Noise, *, chance: bool = False) -> tuple[Finding, ...]:
-    """Each side against the next. ``chance``: one side does not even agree with itself, so that no
-    two must have the same bits.
+def _repeated(runs: Sequence[Run], made: Callable[[Side], Launched]) -> dict[str, Run]:
+    """A plan and stock once more where they differ, by name: does it happen again, and to whom?"""
+    if [run.name for run in runs[:2]] != [PLAN, STOCK] or _same(runs[0], runs[1]):
+        return {}
+    return {run.name: replace(made(Side(run.name)).run, name=run.name) for run in runs[:2]}
+
+
+def _once(runs: Sequence[Run], repeated: Mapping[str, Run]) -> Run | None:
+    """The one of four runs of a plan and stock that differs from the others."""
+    if not repeated or not _same(repeated[PLAN], repeated[STOCK]):
+        return None
+    odd = [run for run in runs[:2] if not _same(run, repeated[PLAN])]
+    return odd[0] if len(odd) == 1 else None
+
+
+def compared(
+    runs: Sequence[Run], noise: Noise, repeated: Mapping[str, Run] | None = None, *,
+    chance: bool = False,
+) -> tuple[Finding, ...]:  # fmt: skip
+    """Each side against the next.
+
+    Args:
+        repeated: a plan and stock, run again because they differ.
+        chance: one side does not even agree with itself, so that no two must have the same bits.
     """
     findings = []
     for run, other in pairwise(runs):
@@ -75,7 +97,18 @@ def compared(runs: Sequence[Run], noise: Noise, *, chance: bool = False) -> tupl
         if chance and finding.verdict == "rounding":
             finding = replace(finding, verdict="nondeterministic")
         findings.append(finding)
+    once = _once(runs, repeated or {})
+    if once is not None and findings[0].verdict == "defect":
+        said = f"{once.name} gave other bits when it was run again, those of {_other(runs, once)}"
+        findings[0] = replace(findings[0], off=once.name, why=(
+            f"{said}: what came in between does not recur (a race, or a fault of the hardware)",
+        ))  # fmt: skip
+        return tuple(findings)
     return tuple(_blamed(runs, findings, noise))
+
+
+def _other(runs: Sequence[Run], one: Run) -> str:
+    return next(run.name for run in runs[:2] if run is not one)
 
 
 def _blamed(runs: Sequence[Run], findings: list[Finding], noise: Noise) -> list[Finding]:

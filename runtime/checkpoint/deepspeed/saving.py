@@ -52,7 +52,7 @@ class Means:
         return cls(
             plan, live, files, pace,
             Slots(plan.copy_budget_bytes // block_bytes, block_bytes),
-            Slots(plan.writers, block_bytes),
+            Slots(plan.writer_threads, block_bytes),
             tiers,
             Drainer(tiers, files, pace, plan.deadline_s) if tiers is not None and drains else None,
         )  # fmt: skip

@@ -17,6 +17,7 @@ class State(Enum):
     PENDING = "pending"  # its bytes are still in the live buffers, or in a slot
     COPYING = "copying"  # on its way into a slot
     WRITING = "writing"  # a writer reads its bytes
+    READY = "ready"  # hashed, and waits for its turn at the disk: its bytes may be copied
     DONE = "done"
 
 

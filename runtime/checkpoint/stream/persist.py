@@ -15,6 +15,7 @@ from runtime.checkpoint.format.blocks import Block, PlannedFile, State, cut
 from runtime.checkpoint.format.manifest import FileRecord, block_hash
 from runtime.checkpoint.format.memory import Slots, memory_at
 from runtime.checkpoint.format.output import OutputFile, Pace
+from simulator.plan import READY_BLOCKS
 
 _LAST = 1 << 30  # blocks without live bytes are written after all others
 
@@ -42,8 +43,10 @@ class BlockWriter:
         turns: Sequence[int] = (),
         direct: bool = True,
     ) -> None:
-        """``turns``: subgroups in the order in which their updates come due; others follow, in
-        their own.
+        """``bounce``: a slot for each of ``writers`` and `READY_BLOCKS` more.
+
+        ``writers``: writes that the disk has at once. ``turns``: subgroups in the order in which
+        their updates come due; others follow, in their own.
         """
         self._planned = planned
         self._files = files
@@ -62,9 +65,10 @@ class BlockWriter:
         self._outputs = [
             OutputFile(folder / p.path, p.layout.size_bytes, files, direct=direct) for p in planned
         ]
+        self._at_disk = threading.Semaphore(writers)
         self._threads = [
             threading.Thread(target=self._work, name=f"ebbtide-writer-{i}", daemon=True)
-            for i in range(writers)
+            for i in range(writers + READY_BLOCKS)
         ]
         self.copied_bytes = 0  # by copy on update
         self.waited_s = 0.0  # of updates, for copies and for the disk
@@ -146,9 +150,10 @@ class BlockWriter:
             self._progress_s = time.monotonic()
             try:
                 while not self._free_of(block):
-                    if self._failure is not None and block.state is State.PENDING:
+                    unread = block.state in (State.PENDING, State.READY)
+                    if self._failure is not None and unread:
                         return None  # abandoned: `on_step` tells; nobody reads the bytes
-                    slot = self._budget.take() if block.state is State.PENDING else None
+                    slot = self._budget.take() if unread else None
                     if slot is not None:
                         block.state = State.COPYING
                         return slot
@@ -229,11 +234,38 @@ class BlockWriter:
         try:
             data = memoryview(memory_at(address, block.padded_bytes)).cast("B")
             block.hash = block_hash(data[: block.size_bytes])
-            self._outputs[block.file].write(data, block.offset)
+            self._in_turn(block, data)
         finally:
             if bounce is not None:
                 self._bounce.give(bounce)
-        self._finish(block)
+
+    def _in_turn(self, block: Block, data: memoryview) -> None:
+        """Writes a block once the disk has room for it, unless an update has had it copied until
+        then: it comes again, from its slot.
+        """
+        if not self._at_disk.acquire(blocking=False) and not self._waited_for_the_disk(block):
+            return
+        try:
+            self._outputs[block.file].write(data, block.offset)
+            self._finish(block)
+        finally:
+            self._at_disk.release()
+
+    def _waited_for_the_disk(self, block: Block) -> bool:
+        """Whether the block is this thread's to write still; then the disk has room for it."""
+        with self._condition:
+            block.state, slot = State.READY, block.slot
+            self._condition.notify_all()
+        self._at_disk.acquire()
+        with self._condition:
+            # One that was copied meanwhile may be with another thread again, from its slot.
+            mine = block.state is State.READY and block.slot == slot
+            if mine:
+                block.state = State.WRITING if self._failure is None else State.PENDING
+                mine = block.state is State.WRITING
+        if not mine:
+            self._at_disk.release()
+        return mine
 
     def _finish(self, block: Block) -> None:
         with self._condition:

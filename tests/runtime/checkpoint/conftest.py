@@ -17,6 +17,7 @@ from runtime.checkpoint.live_state import LiveState
 from runtime.checkpoint.protocol.commit import Attempt, Commit
 from runtime.checkpoint.stream.job import Job
 from runtime.checkpoint.stream.persist import BlockWriter
+from simulator.plan import READY_BLOCKS
 
 BLOCK = 16384
 
@@ -67,7 +68,7 @@ class Bench:
         self.folder = Path(folder)
         self.live = LiveState()
         self.budget = Slots(budget_blocks, BLOCK)
-        self.bounce = Slots(writers, BLOCK)
+        self.bounce = Slots(writers + READY_BLOCKS, BLOCK)
         self.writers, self.deadline_s = writers, deadline_s
         self.saved = 0
 

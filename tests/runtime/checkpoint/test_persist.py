@@ -8,9 +8,11 @@ import torch
 
 from runtime.checkpoint.errors import CheckpointError
 from runtime.checkpoint.files import Files
+from runtime.checkpoint.format.blocks import State
 from runtime.checkpoint.format.output import Pace
 from runtime.checkpoint.format.skeleton import lay_out
 from runtime.checkpoint.protocol.inspect import verify
+from simulator.plan import READY_BLOCKS
 from tests.runtime.checkpoint.conftest import BLOCK, Bench, some_state
 
 
@@ -203,3 +205,61 @@ def test_blocks_cover_each_file_once(bench):
         assert all(a + n <= b for (a, n), (b, _) in pairwise(pieces))
     job.start()
     job.wait()
+
+
+class Busy(Files):
+    """A disk that ends no write of a block until it is told to; counts them."""
+
+    def __init__(self):
+        self.go_on, self.lock, self.now, self.most = threading.Event(), threading.Lock(), 0, 0
+
+    def call(self, name, function, *args):
+        if name != "pwrite" or len(args[1]) < BLOCK:
+            return function(*args)
+        with self.lock:
+            self.now += 1
+            self.most = max(self.most, self.now)
+        assert self.go_on.wait(30)
+        with self.lock:
+            self.now -= 1
+        return function(*args)
+
+
+@pytest.mark.parametrize("writers", [1, 2])
+def test_the_disk_has_as_many_writes_as_writers_and_the_next_block_is_ready(tmp_path, writers):
+    bench, files = Bench(tmp_path, writers=writers), Busy()
+    job = bench.begin({"a": {"x": torch.randn(16 * BLOCK // 4)}}, files=files)
+    writer = job._writer
+    job.start()
+    with writer._condition:
+        ready = lambda: [b.state for b in writer._blocks].count(State.READY) == READY_BLOCKS  # noqa: E731
+        assert writer._condition.wait_for(ready, timeout=30)
+    assert sum(bool(block.hash) for block in writer._blocks) == writers + READY_BLOCKS
+    files.go_on.set()
+    assert job.wait(30)
+    assert job.failure is None
+    assert files.most == writers
+
+
+def test_a_block_that_waits_for_the_disk_may_be_copied_and_is_then_written_once(tmp_path):
+    """It is with another thread by then, from its copy: the live bytes are the update's again."""
+    bench, files = Bench(tmp_path, writers=1), Busy()
+    job = bench.begin({"a": {"x": torch.randn(4 * BLOCK // 4)}}, files=files)
+    writer = job._writer
+    block = writer._blocks[0]
+    block.state = State.WRITING
+    writer._at_disk.acquire()  # the disk is busy
+    thread = threading.Thread(target=writer._in_turn, args=(block, memoryview(bytes(BLOCK))))
+    thread.start()
+    with writer._condition:
+        assert writer._condition.wait_for(lambda: block.state is State.READY, timeout=30)
+    slot = writer._claim(block, 0, patient=False)
+    assert slot is not None
+    with writer._condition:
+        block.slot, block.state = slot, State.READY  # another thread has it ready
+    writer._at_disk.release()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert files.most == 0
+    assert block.state is State.READY
+    assert writer._at_disk.acquire(blocking=False)
