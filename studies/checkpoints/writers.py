@@ -281,8 +281,9 @@ def rates_in_turn(session: _Session, writer: Ebbtide, workload: Workload) -> dic
         raw.append(raw_write_bytes_per_s(session.folder, workload))
         session.last_tag = f"turn{number}"
         writer.save(session.folder, session.last_tag)
-        writer.wait()
-        ours.append(writer.lazy.last.payload_bytes / writer.lazy.last.persist_s)
+        told = writer.lazy.wait()
+        assert told is not None
+        ours.append(told.payload_bytes / told.persist_s)
     return {
         "raw_bytes_per_s": raw, "writers_bytes_per_s": ours,
         "checkpoint_rate": median(one / plain for one, plain in zip(ours, raw, strict=True)),
