@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from runtime.devices.base import Device
 from runtime.devices.lane import Completion
 from runtime.execution.subgroup_state import SubgroupState
+from simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES
 
 
 @dataclass(slots=True)
@@ -73,6 +75,7 @@ class GradientHomes:
     last_scale: float | None = None  # what the latest step multiplied gradients by; None: skipped
     arrivals: dict[int, Completion] = field(default_factory=dict)
     latest: Completion | None = None  # the copy home that was started last
+    under_way: deque[tuple[Completion, int]] = field(default_factory=deque)  # with their bytes
 
     def __post_init__(self) -> None:
         self.by_subgroup: list[list[ParameterSlice]] = [[] for _ in self.states]
@@ -138,9 +141,26 @@ class GradientHomes:
         return gradient
 
     def _send(self, subgroup: int, home: torch.Tensor, source: torch.Tensor) -> None:
+        self._make_room(source.nbytes)
         arrival = self.device.store_gradient(home, source)
         if arrival is not None:
             self.arrivals[subgroup] = self.latest = arrival
+            self.under_way.append((arrival, source.nbytes))
+
+    def _make_room(self, size_bytes: int) -> None:
+        """What is under way stays within `GRADIENTS_UNDER_WAY_BYTES`, or is one gradient.
+
+        The host waits, not a stream: it hands out the memory of the next gradients, which it could
+        not take from those that are still being copied. It is no more than that ahead of backward.
+        """
+        left = sum(n for _, n in self.under_way) + size_bytes
+        while self.under_way:
+            oldest, n = self.under_way[0]
+            if left <= GRADIENTS_UNDER_WAY_BYTES and not oldest.ended:
+                break
+            oldest.wait_host()
+            self.under_way.popleft()
+            left -= n
 
     def _home(self, piece: ParameterSlice, elements: int | None = None) -> torch.Tensor:
         gradient = self.states[piece.subgroup].gradient

@@ -13,6 +13,9 @@ from simulator.update.tiers import TIERS, Memory
 from simulator.workload import Workload
 
 PARAMETER_BUFFERS = 2  # layers whose parameters are on the device at once: this one and the next
+# Gradients that leave the device and are not at home yet: the runtime lets no more be under way. At
+# 25 GB/s as much as 10 ms of copies, behind which backward need not wait.
+GRADIENTS_UNDER_WAY_BYTES = 2**28
 STAGING_ALIGNMENT = 64  # elements: each tensor of a staging slot begins on a 256-byte border
 
 Footprint = Mapping[Memory, int]  # bytes of one rank in each memory of `TIERS`
@@ -54,12 +57,14 @@ class Holding:
         per_param: by memory, bytes of a parameter of each of `ways`, with its state and gradient;
             what the device holds of the parameters is in the workload's base.
         users: the ways that use each kind of slot, as positions in `ways`.
+        gradient_bytes: of a parameter, where micro-batches are added up.
     """
 
     optimizer: OptimizerState
     wire_bytes: int
     per_param: Mapping[Memory, tuple[int, ...]]
     users: Mapping[Slot, tuple[int, ...]]
+    gradient_bytes: int
 
     @classmethod
     def of(
@@ -90,6 +95,7 @@ class Holding:
         return cls(
             optimizer, wire_bytes, {memory: tuple(r[memory] for r in rows) for memory in TIERS},
             {s: tuple(i for i, r in enumerate(recipes) if s in r.slots) for s in Slot},
+            gradient_bytes,
         )  # fmt: skip
 
     @classmethod
@@ -110,6 +116,9 @@ class Holding:
             memory: int(sum(n * each for n, each in zip(elements, row, strict=True)))
             for memory, row in self.per_param.items()
         }
+        leaving = zip(elements, ways(), strict=True)
+        sent = sum(n for n, way in leaving if recipe_of(*way).gradient != "device")
+        taken["device"] += min(GRADIENTS_UNDER_WAY_BYTES, int(sent * self.gradient_bytes))
         for slot, limit in self.slots(counts, staging_slots).items():
             if limit:
                 size = max(int(largest[user]) for user in self.users[slot])

@@ -72,7 +72,7 @@ def test_stored_state_is_in_no_other_memory_and_its_parameters_cross_like_hosted
     held = footprint(work, plan)
     assert held["storage"] == 10 * 12
     assert held["host"] == 20 * 12 + 10 * 2 + 10 * 2  # a visitor's state; gradient, and its slot
-    assert held["device"] == 20 * 2 + 64 * 12
+    assert held["device"] == 20 * 2 + 64 * 12 + 10 * 2  # and gradients on their way home
 
 
 def test_what_is_held_is_counted_by_placement():

@@ -104,7 +104,7 @@ def test_less_state_moves_less(name):
     assert traffic == {10 * (2 * state.state_bytes + 4)}
     held = footprint(made, plan)
     assert held["host"] == 20 * state.state_bytes + 10 * 2 + 10 * 2
-    assert held["device"] == (10 + 64) * state.state_bytes + 2 * 20
+    assert held["device"] == (10 + 64) * state.state_bytes + 2 * 20 + 2 * 10
 
 
 def test_an_unknown_optimizer_is_refused():

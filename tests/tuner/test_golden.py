@@ -7,7 +7,8 @@ Recorded before the update had one source. What differs since then, and why:
 - Host memory: the two parameter slots count; with accumulation, the gradients of the window before.
 - Device memory: gradients of visiting and resident subgroups are held throughout, as the runtime
   allocates them; before, only from their backward to their update. Staging slots begin on 256-byte
-  borders. So `CROWDED` plans no longer fit.
+  borders. Gradients on their way home count, up to what the runtime lets be under way. So `CROWDED`
+  plans, which filled the device, no longer fit.
 - `FASTER`: over several nodes, the next layer's gather no longer queues behind a reduction that
   waits for this layer's backward: the two are streams of their own.
 - The bound holds for every order of the updates, and counts gradients that arrive late.
@@ -21,14 +22,17 @@ from simulator.analysis.bound import bound
 from simulator.engines.compiled import simulate_fast
 from simulator.limits import Limits
 from simulator.schedules.strategies import build_strategy
+from simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES
 from simulator.update.recipes import Slot, slot_limits
 from tests.tuner.golden import CASES, case, planned, recorded
 
 ROWS = recorded()
 SLOWER = {3: 0.001, 36: 0.06}  # row -> by how much at the most
 FASTER = {5, 16, 27, 38, 49}  # those over several nodes
-CROWDED = {5, 12, 17, 21, 28, 32, 36, 37, 40}
-PLANNED_AGAIN = (0, 11, 26)
+CROWDED = {
+    1, 3, 5, 7, 10, 11, 12, 15, 17, 21, 22, 23, 27, 28, 30, 32, 35, 36, 37, 40, 42, 45, 46, 47, 48,
+}  # fmt: skip
+PLANNED_AGAIN = (0, 14, 26)
 
 
 def test_the_record_is_whole():
@@ -54,7 +58,9 @@ def test_a_recorded_plan_takes_what_was_recorded(number):
     assert found.host_peak_bytes == row.host_bytes + waiting + accumulates * kept
     stay = sum(n for n, p in sizes if p != "host") * workload.grad_bytes_per_param
     rounded = slots[Slot.STAGING] * 63 * 12
-    assert row.device_bytes <= found.device_peak_bytes <= row.device_bytes + stay + rounded
+    leave = sum(n for n, p in sizes if p == "host") * workload.grad_bytes_per_param
+    device_bytes = row.device_bytes + min(leave, GRADIENTS_UNDER_WAY_BYTES)
+    assert device_bytes <= found.device_peak_bytes <= device_bytes + stay + rounded
     limits = Limits.of(workload, machine)
     fits = limits.hold(found.device_peak_bytes, found.host_peak_bytes)
     assert fits == (number not in CROWDED)

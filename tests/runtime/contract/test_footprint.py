@@ -1,12 +1,16 @@
 """The footprint is what the runtime allocates, to the byte, and what it refuses a plan for."""
 
 import mmap
+from collections import deque
 
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import runtime
+from runtime.devices.emulated import EmulatedDevice, EmulatedRates
+from runtime.execution import gradients
+from runtime.execution.gradients import GradientHomes
 from runtime.zero.attach import host_bytes
 from runtime.zero.host_memory import needed_bytes
 from runtime.zero.stage3_buffers import gradient_of, split_gradients
@@ -17,7 +21,9 @@ from tests.runtime.contract.test_bits import two_groups
 from tests.runtime.contract.training import (
     DEVICES,
     SUBGROUP,
+    assert_same,
     attached,
+    outcome,
     plan_for,
     start,
     train,
@@ -67,7 +73,8 @@ def test_the_footprint_is_what_is_allocated(pattern, gradients, stage):
     homes = own.plan.parameter_homes
     told = held.bytes(tally(sizes, own.plan.placements, homes), own.plan.staging_slots)
     assert told["host"] == host_bytes(engine.optimizer)
-    assert told["device"] == allocated_device_bytes(own.executor)
+    leave = sum(n for n, p in zip(sizes, own.plan.placements, strict=True) if p == "host") * kept
+    assert told["device"] == allocated_device_bytes(own.executor) + leave  # fewer than the bound
     named = own.plan.model_copy(update={"subgroups": sizes})
     needed = needed_bytes(named, kept, stage=stage, micro_batches=micro_batches)
     assert needed == told["host"]
@@ -100,6 +107,36 @@ def test_eight_billion_parameters_on_the_host_with_gradients_in_fp32():
     """96 GB of state, 32 of gradients, and two slots of 2: 128, 136 and 132 were told before."""
     held = Holding.of(ADAM, 4, 2).bytes(tally((10**9,) * 8, ("host",) * 8), 0)
     assert held["host"] == 132 * 10**9
+
+
+def test_gradients_under_way_are_bounded(monkeypatch):
+    """The link is slower than backward: without the bound most of them would wait for it."""
+    most = 30_000  # bytes: some parameters are larger, and go alone
+    monkeypatch.setattr(gradients, "GRADIENTS_UNDER_WAY_BYTES", most)
+    expected = outcome(start(accumulation=2), 4)
+    engine, sent, seen = start(accumulation=2), deque(), []
+
+    class Slow(EmulatedDevice):
+        def store_gradient(self, home, source):
+            arrival = super().store_gradient(home, source)
+            sent.append((arrival, source.nbytes))
+            under_way = [n for arrival, n in sent if not arrival.ended]
+            seen.append((sum(under_way), len(under_way), source.nbytes))
+            return arrival
+
+    device = Slow(EmulatedRates(d2h_bytes_per_s=20e6))
+    runtime.attach(engine, plan_for(engine, ["host"]), device=device)
+    ours = outcome(engine, 4)
+    assert_same(ours, expected)
+    assert any(count > 1 for _, count, _ in seen), "they do overlap backward"
+    assert all(total <= max(most, size) for total, _, size in seen), max(seen)
+    monkeypatch.setattr(GradientHomes, "_make_room", lambda *_: None)
+    engine = start(accumulation=2)
+    seen.clear()
+    runtime.attach(engine, plan_for(engine, ["host"]), device=Slow(EmulatedRates(None, 20e6)))
+    train(engine, 4)
+    engine.destroy()
+    assert max(seen)[0] > 2 * most, "nothing else bounds them"
 
 
 class Copying(DEVICES[DEVICE]):
