@@ -119,7 +119,8 @@ def test_times_where_no_template_looks_are_always_built():
 CHANGES = {
     "wire_dtype": "fp32", "grad_bytes_per_param": 4, "optimizer": "lion", "clip": False,
     "gradient_accumulation_steps": 3, "ranks_per_node": 2, "pipeline_idle_s": 0.0,
-    "stock_backward_extra_s": 0.5, "stock_threads": 2, "subgroups": (500, 300, 200, 200, 200), "reduced_beside": 0.3,
+    "stock_backward_extra_s": 0.5, "stock_threads": 2,
+    "subgroups": (500, 300, 200, 200, 200), "reduced_beside": 0.3,
     "layers": (*workload().layers[:3], workload().layers[3].model_copy(
         update={"network_gather_bytes": 7})),
 }  # fmt: skip
