@@ -195,6 +195,73 @@ def test_who_agrees_with_a_third_is_not_blamed(tmp_path, stock, noise):
     assert (first.verdict, first.off) == ("defect", "wrong")
 
 
+@pytest.mark.parametrize("odd", ["plan", "stock"])
+@pytest.mark.parametrize("against", [("stock",), ("stock", "no-offload")])
+def test_what_does_not_recur_is_blamed_on_the_run_that_had_it(tmp_path, odd, against):
+    """One low bit, and a third side that rounds otherwise: only running both again tells."""
+    made, rounded = Trained(tmp_path, "right").run(), Trained(tmp_path, "third", noise=1e-4).run()
+    wrong = Trained(tmp_path, "wrong").change(5, flip("embed")).run()
+    seen = []
+
+    def start(side):
+        run = rounded if side.name == "no-offload" else made
+        if side.name == odd and side not in seen:
+            run = wrong
+        seen.append(side)
+        key = replace(run, about=run.about | {"key": side.name == "plan"})
+        return Launched(replace(key, name=side.title))
+
+    result = verify(against, start, lambda _: None)
+    assert not result.right
+    assert (result.findings[0].verdict, result.findings[0].off) == ("defect", odd)
+    assert (result.findings[0].first.step, result.findings[0].first.name) == (5, "embed/fp32")
+    assert any("does not recur" in line for line in result.findings[0].why)
+    assert [finding.verdict for finding in result.findings[1:]] in ([], ["rounding"])
+
+
+def test_what_recurs_is_blamed_as_without_running_it_again(tmp_path, stock):
+    wrong = Trained(tmp_path, "wrong", key=True).change(5, flip("embed")).run()
+
+    def start(side):
+        return Launched(replace(wrong if side.name == "plan" else stock, name=side.title))
+
+    result = verify(("stock",), start, lambda _: None)
+    assert (result.findings[0].verdict, result.findings[0].off) == ("defect", "plan")
+    assert not any("recur" in line for line in result.findings[0].why)
+
+
+@pytest.mark.parametrize(("off", "verdict"), [(2e-4, "rounding"), (1.5e-3, "defect")])
+def test_a_loss_is_measured_by_what_a_flipped_bit_makes_of_losses(tmp_path, stock, off, verdict):
+    """Far below what sixteen bits may make of a single sum."""
+
+    def jitter(step):
+        def change(state, wire, old, facts):
+            facts["losses"] = [facts["losses"][0] * (1 + 1e-5 * step)]
+
+        return change
+
+    flipped, wrong = Trained(tmp_path, "flipped", noise=1e-4), Trained(tmp_path, "wrong")
+    for step in range(1, STEPS + 1):
+        flipped.change(step, jitter(step))
+
+    def stale(state, wire, old, facts):
+        facts["losses"] = [facts["losses"][0] * (1 + off)]
+
+    noise = Noise(stock, (stock, flipped.run()))
+    finding = judge(wrong.change(4, stale).run(), stock, noise, same_bits=False)
+    assert finding.verdict == verdict
+    assert finding.first.name.startswith("loss of micro-batch 1")
+
+
+def test_a_learning_rate_that_differs_is_no_rounding(tmp_path, stock, noise):
+    def warmer(state, wire, old, facts):
+        facts["rates"] = [RATE * (1 + 1e-9)]
+
+    finding = judge(Trained(tmp_path, "wrong").change(2, warmer).run(), stock, noise,
+                    same_bits=False)  # fmt: skip
+    assert (finding.verdict, finding.first.name) == ("defect", "learning rate of group 0")
+
+
 def test_wrong_scalars_move_all_masters_alike(tmp_path, stock, noise):
     """Each by less than is remarkable in one tensor; rounding spares some."""
 
