@@ -32,15 +32,15 @@ class Defect:
     by_size: bool = True
 
 
-def _piece(engine: Any, name: str) -> Piece | None:
+def piece_of(engine: Any, name: str) -> Piece | None:
     return next((piece for piece in pieces(engine, frozen=False) if piece.name == name), None)
 
 
-def _masters(engine: Any) -> list[str]:
+def masters(engine: Any) -> list[str]:
     return [f"{name}/fp32" for name, _ in engine.module.named_parameters()]
 
 
-def _around_step(engine: Any, before: Callable[[], Any], after: Callable[[Any], None]) -> None:
+def around_step(engine: Any, before: Callable[[], Any], after: Callable[[Any], None]) -> None:
     """Calls both around every optimizer step; ``after`` with what ``before`` gave."""
     step = engine.step
 
@@ -54,7 +54,7 @@ def _around_step(engine: Any, before: Callable[[], Any], after: Callable[[Any], 
     engine.step = stepped
 
 
-def _before(engine: Any, change: Callable[[Any], None]) -> None:
+def before(engine: Any, change: Callable[[Any], None]) -> None:
     """Calls ``change`` with DeepSpeed's inner optimizer once, before step `AT`."""
     done: list[bool] = []
 
@@ -64,7 +64,7 @@ def _before(engine: Any, change: Callable[[Any], None]) -> None:
                 change(engine.optimizer.optimizer)
             done.append(True)
 
-    _around_step(engine, once, lambda _: None)
+    around_step(engine, once, lambda _: None)
 
 
 def dropped_micro_batch(engine: Any) -> None:
@@ -84,15 +84,15 @@ def stale_parameter(engine: Any) -> None:
     """One step's update does not reach what the model computes with."""
 
     def old() -> torch.Tensor | None:
-        piece = _piece(engine, TENSOR)
+        piece = piece_of(engine, TENSOR)
         return None if piece is None else piece.values.clone()
 
     def restore(kept: torch.Tensor | None) -> None:
-        piece = _piece(engine, TENSOR)
+        piece = piece_of(engine, TENSOR)
         if engine.global_steps == AT and piece is not None and kept is not None:
             piece.values.copy_(kept)
 
-    _around_step(engine, old, restore)
+    around_step(engine, old, restore)
 
 
 def _skip(engine: Any, skipped: Callable[[int], bool]) -> None:
@@ -137,7 +137,7 @@ def wrong_step_count(engine: Any) -> None:
         for state in inner.state.values():
             state["step"] += 1
 
-    _before(engine, ahead)
+    before(engine, ahead)
 
 
 def swapped_betas(engine: Any) -> None:
@@ -145,34 +145,34 @@ def swapped_betas(engine: Any) -> None:
         for group in inner.param_groups:
             group["betas"] = tuple(reversed(group["betas"]))
 
-    _before(engine, swap)
+    before(engine, swap)
 
 
 def narrow_master(engine: Any) -> None:
     def narrowed(_: None) -> None:
-        piece = _piece(engine, f"{TENSOR}/fp32")
+        piece = piece_of(engine, f"{TENSOR}/fp32")
         if engine.global_steps >= AT and piece is not None:
             piece.values.copy_(piece.values.bfloat16().float())
 
-    _around_step(engine, lambda: None, narrowed)
+    around_step(engine, lambda: None, narrowed)
 
 
 def flipped_bit(engine: Any) -> None:
     def flip(_: None) -> None:
-        piece = _piece(engine, f"{TENSOR}/fp32")
+        piece = piece_of(engine, f"{TENSOR}/fp32")
         if engine.global_steps == FLIPPED_AT and piece is not None and piece.start == 0:
             piece.values.view(torch.int32)[7] ^= 1 << 20
 
-    _around_step(engine, lambda: None, flip)
+    around_step(engine, lambda: None, flip)
 
 
 DEFECTS = (
     Defect("dropped micro-batch", dropped_micro_batch, AT, lambda _: ["gradient norm"]),
     Defect("stale parameter", stale_parameter, AT, lambda _: [TENSOR]),
-    Defect("skipped update", skipped_update, AT, _masters),
-    Defect("wrong step count", wrong_step_count, AT, _masters),
+    Defect("skipped update", skipped_update, AT, masters),
+    Defect("wrong step count", wrong_step_count, AT, masters),
     Defect("bf16 master", narrow_master, AT, lambda _: [f"{TENSOR}/fp32"]),
     Defect("lost subgroup", lost_subgroup, AT, lost_names),
-    Defect("swapped betas", swapped_betas, AT, _masters),
+    Defect("swapped betas", swapped_betas, AT, masters),
     Defect("flipped bit", flipped_bit, FLIPPED_AT, lambda _: [f"{TENSOR}/fp32"], by_size=False),
 )

@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from studies.verify.defects import DEFECTS, Defect
+from studies.verify.defects import Defect
+from studies.verify.held_out import ALL
 from tuner.verify.judge import Finding, Noise, judge
 from tuner.verify.run import Run, read_run
 from tuner.verify.sides import NO_OFFLOAD, PLAN, STOCK, compared
@@ -44,9 +45,9 @@ class Group:
 
     def cases(self) -> Iterator[Case]:
         """Each defect under the plan or in stock, in turn, and then by its size."""
-        for number, defect in enumerate(DEFECTS):
+        for number, defect in enumerate(ALL):
             yield self._by_bits(defect, PLAN if (number + self._ranks) % 2 else STOCK)
-        yield from (self._by_size(defect) for defect in DEFECTS if defect.by_size)
+        yield from (self._by_size(defect) for defect in ALL if defect.by_size)
 
     def right(self) -> Iterator[Finding]:
         """Of pairs in which nothing is wrong."""

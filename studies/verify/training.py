@@ -22,7 +22,7 @@ from runtime.verify.lines import Lines
 from runtime.zero.pieces import pieces
 from runtime.zero.verified import perturb, record
 from studies.byte_gpt import SIZES, Batches, ByteGPT, ds_config, train_step
-from studies.verify.defects import DEFECTS
+from studies.verify.held_out import ALL
 
 RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 STEPS, ACCUMULATION, SUBGROUP = 6, 2, 20_000
@@ -60,7 +60,7 @@ def all_runs(stage: int, out: Path, expected: dict[str, Any]) -> None:
             train(out / f"{dtype} {kind}", stage, offload=False, torchs=True, dtype=dtype,
                   flipped=kind.endswith("flipped"))  # fmt: skip
     train(out / "fp32 stock", stage, dtype="fp32")
-    for defect in DEFECTS:
+    for defect in ALL:
         with trained(out / defect.name, stage) as engine:
             defect.arm(engine)
             expected[defect.name] = {"step": defect.step, "names": list(defect.names(engine))}
