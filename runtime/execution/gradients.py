@@ -277,21 +277,23 @@ class GradientHomes:
         did not reach; None: the same as what is at home.
         """
         if piece.begun and not piece.used:
-            return torch.zeros(piece.elements, device=self.states[piece.subgroup].gradient.device)
+            where = self.states[piece.subgroup]
+            return torch.zeros(piece.elements, dtype=where.p.dtype, device=where.gradient.device)
         kept = self._widen(piece)
         if self.last_scale is not None:
             kept.mul_(self.last_scale)
         return kept if piece.begun or bool(kept.count_nonzero()) else None
 
     def _widen(self, piece: ParameterSlice) -> torch.Tensor:
-        """A copy of what the latest boundary brought, unscaled, in fp32."""
+        """A copy of what the latest boundary brought, unscaled, in the master's precision."""
+        dtype = self.states[piece.subgroup].p.dtype
         for arrival in self.arrived(piece.subgroup):
             arrival.wait_host()
         home = self._home(piece)
         if not piece.touched and (piece.subgroup in self._turned or piece.copied):
             spare = self._spares[piece.subgroup].narrow(0, piece.offset, piece.elements)
-            return spare.to(home.device, torch.float32, copy=True)
-        return home.to(torch.float32, copy=True)
+            return spare.to(home.device, dtype, copy=True)
+        return home.to(dtype, copy=True)
 
     def keep(self, piece: ParameterSlice) -> torch.Tensor:
         """The fp32 gradient as DeepSpeed shows it; writes to it count at the next update.

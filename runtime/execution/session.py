@@ -18,7 +18,7 @@ from runtime.execution.subgroup_state import Buffers, SubgroupState, place, stag
 from runtime.hardware.launcher import local_ranks
 from runtime.kernels.rule import UpdateRule
 from runtime.kernels.step import UpdateStep
-from simulator.plan import ParameterHome, Placement, Plan
+from simulator.plan import ParameterHome, Placement, Plan, PlanError
 from simulator.timeline import Timeline
 from simulator.update.order import FORWARD, order_of
 from simulator.workload import WireDtype, ZeroStage
@@ -176,7 +176,7 @@ class Session:
         """Forward order means the order of first use. Subgroups lie group by group: where norms
         and biases are a group of their own (no weight decay), the last subgroup has layer 0's.
         """
-        if plan.order != FORWARD:
+        if plan.order != FORWARD or self.engine.update_rule().own_step:  # in stock's order
             return plan
         needed = self.engine.first_use()
         used = sorted(range(len(needed)), key=needed.__getitem__)
@@ -258,6 +258,11 @@ class Session:
         check_plan(
             plan, self.engine.sizes(), self.plan.subgroup_size, self.engine.zero_stage()
         )  # fmt: skip
+        if self.engine.update_rule().own_step and plan.count("host") < plan.subgroup_count:
+            raise PlanError(
+                "plan.placement must be host for every subgroup of an optimizer that runs its own "
+                f"step, but got {plan.count('host')} of {plan.subgroup_count}"
+            )
         self.executor.wait_all()
         for wait in self.before_switch:
             wait()
@@ -309,6 +314,9 @@ class Session:
             if state.parameter_home == "host":
                 total += state.wire.nbytes
         total += sum(t.nbytes for t in self.executor.parameter_slots)
+        total += self.engine.update_rule().unplaced_bytes(
+            self.engine.sizes(), self.executor.states[0].p.dtype
+        )
         return total + self.homes.spare_bytes()
 
 

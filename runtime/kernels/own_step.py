@@ -1,14 +1,15 @@
 """Any optimizer by its own step, one subgroup at a time, on the host, where stock runs it too.
 
-For optimizers whose arithmetic has no kernel here: torch's (`torch_adam`, a client's), and others
-that DeepSpeed takes with ``zero_allow_untested_optimizer``. The bits are stock's by construction:
+For optimizers whose arithmetic has no kernel here: torch's (`torch_adam`, a client's), others
+that DeepSpeed takes with ``zero_allow_untested_optimizer``, and every one whose masters DeepSpeed
+keeps in 16 bits (``*_master_weights_and_grads``). The bits are stock's by construction:
 the same code on the same tensors, with as many of torch's threads, since torch divides a tensor
 among them and rounds the last elements of each share otherwise.
 """
 
 from __future__ import annotations
 
-import copy
+import inspect
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 
 from runtime.kernels.rule import Group, Part, UpdateRule
+from runtime.kernels.rules import rule_class
 from runtime.kernels.step import UpdateStep
 
 
@@ -77,17 +79,20 @@ class OwnStepRule(UpdateRule):
         assert isinstance(step, OwnStep)
         if torch.get_num_threads() != step.threads:
             torch.set_num_threads(step.threads)
-        step.master.grad = self._widened(state[0].numel(), parts)
+        step.master.grad = self._unscaled(state[0], parts)
         try:
             self._run(step)
         finally:
             step.master.grad = None
         out.copy_(step.master.detach())
 
-    def _widened(self, elements: int, parts: Iterable[Part]) -> torch.Tensor:
-        """The fp32 gradient, unscaled and clipped as `unscale_and_clip_grads` does it."""
+    def _unscaled(self, master: torch.Tensor, parts: Iterable[Part]) -> torch.Tensor:
+        """The gradient in the master's precision, unscaled and clipped as
+        `unscale_and_clip_grads` does it.
+        """
+        elements = master.numel()
         if self._gradient.numel() < elements:
-            self._gradient = torch.empty(elements)
+            self._gradient = torch.empty(elements, dtype=master.dtype)
         gradient = self._gradient[:elements]
         for start, end, part, scale in parts:
             gradient[start:end].copy_(part).mul_(scale)
@@ -119,6 +124,10 @@ class OwnStepRule(UpdateRule):
             group.update({k: v for k, v in now.items() if k not in seen or _differ(v, seen[k])})
         self._seen = groups
 
+    def unplaced_bytes(self, sizes: Sequence[int], master: torch.dtype) -> int:
+        kept = kept_bytes(self._optimizer, master)
+        return sum(sizes) * kept + max(sizes, default=0) * master.itemsize
+
     def step(self, group: Group, number: int) -> UpdateStep:
         raise NotImplementedError("see next_step")
 
@@ -126,11 +135,33 @@ class OwnStepRule(UpdateRule):
         raise NotImplementedError("there is no op of DeepSpeed's to ask")
 
 
+def kept_bytes(optimizer: torch.optim.Optimizer, master: torch.dtype) -> int:
+    """What an optimizer keeps of each element of a master beside the master itself.
+
+    torch's own are asked, with a parameter of two elements; others are taken for Adam.
+    """
+    rule = rule_class(optimizer)
+    if rule is not None:
+        wide = getattr(optimizer, "fp32_optimizer_states", True)
+        return len(rule.moments) * (4 if wide else master.itemsize)
+    kind = type(optimizer)
+    if not kind.__module__.startswith("torch.optim"):
+        return 2 * master.itemsize
+    tiny = torch.nn.Parameter(torch.zeros(2, dtype=master))
+    tiny.grad = torch.zeros_like(tiny)
+    taken = inspect.signature(kind).parameters
+    probe = kind([tiny], **{k: v for k, v in optimizer.defaults.items() if k in taken})
+    probe.step()
+    kept = probe.state[tiny].values()
+    return sum(t.element_size() for t in kept if torch.is_tensor(t) and t.shape == tiny.shape)
+
+
 def _copy_of(optimizer: torch.optim.Optimizer) -> Any:
     """Shares all but groups and state; its end frees nothing that the original still uses."""
     kind = type(optimizer)
-    made = copy.copy(optimizer)
-    made.__class__ = type(kind.__name__, (kind,), {"__del__": lambda _: None})
+    made = object.__new__(type(kind.__name__, (kind,), {"__del__": lambda _: None}))
+    # Not `copy.copy`: of an optimizer that takes its state alone.
+    made.__dict__.update(optimizer.__dict__)
     # A schedule wraps the original's step; the copy's is its class's own.
     made.__dict__.pop("step", None)
     made.param_groups = []

@@ -109,6 +109,13 @@ class UpdateRule(ABC):
                 self.tail(elements, start, end),
             )  # fmt: skip
 
+    def unplaced_bytes(self, sizes: Sequence[int], master: torch.dtype) -> int:
+        """Host memory beside the state that a plan places, for subgroups of these elements and
+        masters of this precision, in bytes.
+        """
+        del sizes, master
+        return 0
+
     @abstractmethod
     def step(self, group: Group, number: int) -> UpdateStep:
         """Step ``number`` (from 1) of a group; to be called in the order of the subgroups."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import os
@@ -31,12 +32,12 @@ from runtime.zero.checks.guard import (
     leave_to_stock,
 )
 from runtime.zero.cuts import subgroups_of
-from runtime.zero.host_memory import check_host_memory
+from runtime.zero.host_memory import check_host_memory, on_the_host
 from runtime.zero.steady import keep_flowing
 from simulator.estimates.blocks import ModelError
 from simulator.estimates.deepspeed_keys import read_file
 from simulator.machine import Machine
-from simulator.plan import CheckpointPlan, Placement, Plan, PlanError
+from simulator.plan import CheckpointPlan, Plan, PlanError
 from simulator.timeline import Timeline
 from simulator.workload import Workload
 
@@ -93,7 +94,8 @@ def initialize(
             # DeepSpeed's own is 5e8: gradients would set out for home late. How ranks' gradients
             # are bucketed cannot be seen in a sum of two; in one of more it can.
             zero.setdefault("reduce_bucket_size", REDUCE_BUCKET)
-        check_host_memory(plan, config)
+        given = inspect.signature(deepspeed.initialize).bind_partial(*args, **kwargs).arguments
+        check_host_memory(plan, config, client=given.get("optimizer"))
     with waits_are_told():
         result = deepspeed.initialize(*args, config=config, **kwargs)
     attach(result[0], plan, device=device, checkpoint=checkpoint)
@@ -230,8 +232,7 @@ def _on_the_host(plan: Plan, optimizer: Any) -> Plan:
             "%s runs its own step, for which there is no kernel on the device: every subgroup is "
             "updated on the host, whatever the plan says", name,
         )  # fmt: skip
-    hosted: list[Placement] = ["host"] * plan.subgroup_count
-    return plan.placed(hosted, staging_slots=0, prefetch=0)
+    return on_the_host(plan)
 
 
 def session_of(engine: Any) -> Session:

@@ -7,15 +7,22 @@ import os
 from typing import Any
 
 import psutil
+import torch
 
 from runtime.hardware.launcher import local_ranks
+from runtime.kernels.own_step import kept_bytes
+from runtime.kernels.rules import RULES, rule_class
 from runtime.zero.checks.guard import ConfigError
-from simulator.plan import Plan
+from simulator.estimates.deepspeed_keys import at
+from simulator.plan import Placement, Plan
 from simulator.update.footprint import Holding, tally
 from simulator.update.optimizer import ADAM, OPTIMIZERS, OptimizerState
 
 logger = logging.getLogger("ebbtide")
 
+_MASTERS_OF_16_BITS = ("bf16.bf16_master_weights_and_grads", "fp16.fp16_master_weights_and_grads")
+_KERNELS = {name for rule in RULES for name in rule.types}
+_KEPT_APART = OptimizerState("own step", (), master=False)
 GRADIENT_BYTES = {"bf16": 2, "bfloat16": 2, "fp16": 2, "fp32": 4}
 
 
@@ -42,20 +49,28 @@ def needed_bytes(
 
 
 def check_host_memory(
-    plan: Plan, config: dict[str, Any], available_bytes: int | None = None
+    plan: Plan, config: dict[str, Any], available_bytes: int | None = None, client: Any = None
 ) -> None:
     """Refuses a plan that this machine's free memory cannot hold, for all ranks on it together.
+
+    Args:
+        client: the optimizer that the script hands over.
 
     Raises:
         ConfigError: with what is needed and what there is.
     """
     ranks = local_ranks()
     stage = (config.get("zero_optimization") or {}).get("stage", 3)
-    optimizer = _optimizer(config)
-    needed = ranks * needed_bytes(
-        plan, _gradient_bytes(config), wire_bytes=_wire_bytes(config), optimizer=optimizer,
+    own = own_step_of(config, client)
+    needed = needed_bytes(
+        on_the_host(plan) if own else plan, _gradient_bytes(config),
+        wire_bytes=_wire_bytes(config), optimizer=_KEPT_APART if own else _optimizer(config),
         stage=stage, micro_batches=_micro_batches(config),
     )  # fmt: skip
+    if own:
+        largest = max(plan.subgroups, default=0)
+        needed += sum(plan.subgroups) * sum(own) + largest * own[0]
+    needed *= ranks
     available = psutil.virtual_memory().available if available_bytes is None else available_bytes
     logger.info(
         "ebbtide: the plan takes %.2f GiB of host memory on this machine (%d ranks), %.2f are free",
@@ -63,13 +78,37 @@ def check_host_memory(
     )  # fmt: skip
     if needed > available:
         raise ConfigError(
-            f"host memory must hold {optimizer.state_bytes} bytes of state and the gradients of "
-            "all parameters that are not resident, and their slots: "
+            "host memory must hold the state and the gradients of all parameters that are not "
+            "resident, and their slots: "
             f"{needed / 2**30:.2f} GiB for {ranks} rank(s) on this machine, but got "
             f"{available / 2**30:.2f} GiB free ({(needed - available) / 2**30:.2f} GiB missing): "
             "plan again with a larger --gpu-memory (more residents), train on more machines, or "
             "free memory"
         )
+
+
+def on_the_host(plan: Plan) -> Plan:
+    """The plan with every subgroup updated on the host."""
+    hosted: list[Placement] = ["host"] * plan.subgroup_count
+    return plan.placed(hosted, staging_slots=0, prefetch=0)
+
+
+def own_step_of(config: dict[str, Any], client: Any) -> tuple[int, int] | None:
+    """Bytes per parameter of the master, and of what an optimizer keeps of it that will run its own
+    step; None: a kernel runs it.
+    """
+    made, given = client, config.get("optimizer") or {}
+    kind, params = str(given.get("type", "")), given.get("params") or {}
+    if any(at(config, key) for key in _MASTERS_OF_16_BITS):
+        return 2, 4 if at(config, "bf16.bf16_optimizer_states") else 8
+    if client is None and params.get("torch_adam"):
+        return 4, 8
+    if client is None and kind.lower() not in _KERNELS and hasattr(torch.optim, kind):
+        known = {k: v for k, v in params.items() if v != "auto"}
+        made = getattr(torch.optim, kind)([torch.nn.Parameter(torch.zeros(1))], **known)
+    if not isinstance(made, torch.optim.Optimizer) or rule_class(made) is not None:
+        return None
+    return 4, kept_bytes(made, torch.float32)
 
 
 def _gradient_bytes(config: dict[str, Any]) -> int:

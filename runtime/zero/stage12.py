@@ -37,6 +37,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):  # type: ignore[misc]
 
     _flat: FlatPartitions
     _offload_accumulated_param_ids: set[int]
+    low_precision_master_weights_and_grads: bool
     _overflows: list[torch.Tensor]
     shares_state = True
     overlaps_forward = False
@@ -77,21 +78,27 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):  # type: ignore[misc]
         accumulates = self.micro_step_id > 0 or not boundary
         if accumulates:
             self._offload_accumulated_param_ids.add(key)
-        whole = elements == param.numel()
-        if not whole and accumulates:
-            # Another rank owns the rest. Stock adds that up too and looks for overflow there.
+        shared = elements != param.numel()  # another rank owns the rest
+        sums_all = self._sums_all(param, elements)
+        if sums_all and accumulates:
             self.async_accumulate_grad_in_cpu_via_gpu(param)
         gradient = self.get_param_gradient_attribute(param)
-        if whole or boundary:
-            if not whole:
+        if boundary or not sums_all:
+            if shared and boundary:  # stock looks for overflow in all of it
                 self.update_offload_overflow_tracker(gradient)
             own_part = gradient.view(-1).narrow(0, start, elements)
-            first = self.micro_step_id <= 0 or not whole
+            first = self.micro_step_id <= 0 or sums_all
             self._bring_home(
                 key, own_part, first=first, boundary=boundary, alone=not accumulates
             )  # fmt: skip
         if boundary:
             self._drop_gradient(param)
+
+    def _sums_all(self, param: Any, elements: int) -> bool:
+        """Of a parameter shared with another rank stock adds up all, but where masters have 16
+        bits.
+        """
+        return elements != param.numel() and not self.low_precision_master_weights_and_grads
 
     def _drop_gradient(self, param: Any) -> None:
         # Autograd made it on another stream than the one that has just been given work on it.
@@ -132,7 +139,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):  # type: ignore[misc]
     def _close_param(self, param: Any, key: int) -> None:
         _, start, _, elements = self.grad_position[key]
         own = self._ebbtide
-        if elements != param.numel():
+        if self._sums_all(param, elements):
             self._wait_for_offload_copies()
             total = self.accumulated_grads_in_cpu[key]
             self.update_offload_overflow_tracker(total)

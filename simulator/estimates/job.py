@@ -12,9 +12,9 @@ from pydantic import ValidationError
 from simulator.estimates.architecture import architecture
 from simulator.estimates.blocks import Architecture, ModelError
 from simulator.estimates.deepspeed_config import deepspeed_fields
-from simulator.estimates.deepspeed_keys import ZERO, at
+from simulator.estimates.deepspeed_keys import ZERO
 from simulator.estimates.flat_rank import FlatRank
-from simulator.estimates.offloading import Offloading, offloading, plan_obstacle
+from simulator.estimates.offloading import Offloading, offloading, own_step_key, plan_obstacle
 from simulator.estimates.rank import Rank
 from simulator.estimates.training import Training
 from simulator.machine import Machine
@@ -144,10 +144,11 @@ def plan_refusal(config: Mapping[str, Any], moved: Offloading) -> str:
     """Why no plan can be made for a DeepSpeed config: what training under one refuses, and what a
     plan is not simulated with; empty: one can.
     """
-    if at(config, "optimizer.params.torch_adam"):
+    own_step = own_step_key(config)
+    if own_step:
         return (
-            "optimizer.params.torch_adam must be absent or false to search a plan, but got true: "
-            "torch's optimizer runs its own step, which places all of the state in host memory; "
+            f"{own_step} must be absent or false to search a plan, but got true: the optimizer "
+            "runs its own step with it, and all of the state is in host memory; "
             '"ebbtide": {"plan": "auto"} in the config trains so'
         )
     obstacle = plan_obstacle(config)

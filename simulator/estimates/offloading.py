@@ -21,6 +21,10 @@ from simulator.estimates.deepspeed_keys import (
 )
 
 _MATRIX_OPTIMIZERS = ("muon", "lamb")
+_OWN_STEP = (
+    "optimizer.params.torch_adam", "bf16.bf16_master_weights_and_grads",
+    "fp16.fp16_master_weights_and_grads",
+)  # fmt: skip
 _ACTIVATIONS = "activation_checkpointing.cpu_checkpointing"
 
 
@@ -247,11 +251,11 @@ def _obstacle_outside_zero(config: Mapping[str, Any]) -> str:
             "compiled graphs, where nothing waits for a plan's updates. torch.compile of the model "
             "works under a plan"
         )
-    for key in ("bf16.bf16_master_weights_and_grads", "fp16.fp16_master_weights_and_grads",
-                "bf16.bf16_optimizer_states"):  # fmt: skip
-        if at(config, key):
-            return (
-                f"{key} must be absent or false, but got true: a plan updates fp32 master weights "
-                "and optimizer states"
-            )
     return ""
+
+
+def own_step_key(config: Mapping[str, Any]) -> str:
+    """The key for which the optimizer runs its own step under a plan, with all of the state in host
+    memory, so that there is nothing to search; empty: none.
+    """
+    return next((key for key in _OWN_STEP if at(config, key)), "")

@@ -150,19 +150,22 @@ BEYOND_A_PLAN = [
     (CPU, {"mics_shard_size": 2}),
 ]
 BESIDE_ZERO = [
-    {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
     {"compile": {"deepcompile": True}},
 ]
 
 
-def test_nothing_is_planned_for_an_optimizer_that_runs_its_own_step(model, tmp_path):
+@pytest.mark.parametrize(("key", "beside"), [
+    ("optimizer.params.torch_adam", {"optimizer": {"type": "Adam", "params": {"torch_adam": True}}}),
+    ("bf16.bf16_master_weights_and_grads",
+     {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}),
+])  # fmt: skip
+def test_nothing_is_planned_for_an_optimizer_that_runs_its_own_step(model, tmp_path, key, beside):
     path = ds(tmp_path, CPU)
-    adam = {"optimizer": {"type": "Adam", "params": {"torch_adam": True}}}
-    path.write_text(json.dumps(json.loads(path.read_text()) | adam))
+    path.write_text(json.dumps(json.loads(path.read_text()) | beside))
     out = tmp_path / "plan.json"
     planned = run("plan", "--machine", "rtx4090", "--model", model, "--ds-config", path, "-o", out)
     assert (planned.exit_code, out.exists()) == (2, False)
-    assert "optimizer.params.torch_adam must be absent or false" in planned.output
+    assert f"{key} must be absent or false" in planned.output
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from simulator.engines.compiled import simulate_fast
 from simulator.estimates.architecture import architecture
 from simulator.estimates.blocks import Architecture, ModelError
 from simulator.estimates.deepspeed_config import BATCHES
-from simulator.estimates.job import Job
-from simulator.estimates.offloading import Offloading, plan_obstacle
+from simulator.estimates.job import Job, plan_refusal
+from simulator.estimates.offloading import Offloading
 from simulator.limits import Limits
 from simulator.plan import Plan
 from simulator.update.footprint import footprint
@@ -140,7 +140,10 @@ class Question:
         """
         if c.offload not in self._offloadings:
             job = self.of(c)
-            self._offloadings[c.offload] = job.offload, bool(plan_obstacle(job.deepspeed()))
+            self._offloadings[c.offload] = (
+                job.offload,
+                bool(plan_refusal(job.deepspeed(), job.offload)),
+            )
         moved, unplanned = self._offloadings[c.offload]
         if moved.activations and not c.recompute:
             raise ModelError(
@@ -148,7 +151,7 @@ class Question:
                 "again (recompute), but got kept ones: remove it, or leave --keep-activations out"
             )
         stock = moved.strategy(c.zero_stage)
-        if c.offload in PLANNED and not moved.beyond_plans and not unplanned:
+        if c.offload in PLANNED and not unplanned:
             return "ebbtide", {"parameters": moved.parameters}
         return stock
 

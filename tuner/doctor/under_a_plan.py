@@ -54,6 +54,7 @@ def under_a_plan(given: Mapping[str, Any]) -> list[Finding]:
 def _whose_bits(config: Mapping[str, Any]) -> str:
     from runtime.kernels.rules import RULES
     from simulator.estimates.deepspeed_keys import at
+    from simulator.estimates.offloading import own_step_key
 
     kind = at(config, "optimizer.type")
     stock = {name: rule.stock for rule in RULES for name in rule.types}.get(str(kind).lower())
@@ -62,7 +63,10 @@ def _whose_bits(config: Mapping[str, Any]) -> str:
             "with the bits of the optimizer that the script hands over (torch's own run on the "
             "host, as in stock)"
         )
-    if at(config, "optimizer.params.torch_adam") or stock is None:
+    key = own_step_key(config)
+    if key.endswith("master_weights_and_grads"):
+        return f"with the bits of stock's own step, all of it on the host, as {key} asks for"
+    if key or stock is None:
         return f"with the bits of torch's {kind}, which runs its own step: all of it on the host"
     return f"with {stock}'s bits"
 

@@ -77,7 +77,6 @@ def check_engine(engine: Any) -> UpdateRule:
         ConfigError: it is not ZeRO-1, 2 or 3 with an optimizer offloaded to the CPU.
         UnknownRoundingError: DeepSpeed's op was built in a way whose bits are not known.
     """
-    import torch
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
@@ -101,25 +100,14 @@ def check_engine(engine: Any) -> UpdateRule:
             "torch_autocast.dtype must not be fp16, whose scaler steps the optimizer itself: use "
             "bf16 or the fp16 section"
         )
-    if optimizer.master_weights_and_grads_dtype != torch.float32:
-        raise ConfigError(
-            "master weights and optimizer states must be fp32, but got "
-            f"{optimizer.master_weights_and_grads_dtype}: unset "
-            "*_master_weights_and_gradients and bf16_optimizer_states"
-        )
-    return _rule_of(optimizer.optimizer)
+    return _rule_of(optimizer.optimizer, optimizer.master_weights_and_grads_dtype)
 
 
-def _rule_of(inner: Any) -> UpdateRule:
+def _rule_of(inner: Any, master: Any) -> UpdateRule:
     import torch
 
     rule = rule_class(inner)
-    if rule is not None and not getattr(inner, "fp32_optimizer_states", True):
-        raise ConfigError(
-            "optimizer states must be fp32, but got fp32_optimizer_states=False: leave it out of "
-            "optimizer.params, or of the optimizer that the script makes"
-        )
-    if rule is not None:
+    if rule is not None and master == torch.float32:
         try:
             return rule.of(inner)
         except UnknownRoundingError as error:

@@ -66,6 +66,7 @@ STAGE12 = (
         "_lazy_init_hp_params_optimizer_state", "_hp_optimizer_states_linked",
         "_get_offload_gradient_dict", "_has_inf_or_nan",
     )),
+    Member("low_precision_master_weights_and_grads", "0.19.8"),
     Member("_offload_accumulated_param_ids", "0.19.5"),
     Member("_finalize_cpu_offload_gradient_accumulation", "0.19.5"),
     Member("_get_param_group_idx", "0.19.8"),

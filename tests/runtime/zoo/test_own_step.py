@@ -8,8 +8,11 @@ import torch
 
 import runtime
 from runtime.kernels.own_step import OwnStepRule
+from runtime.zero.attach import host_bytes, switch_plan
 from runtime.zero.checks.guard import ConfigError
+from runtime.zero.host_memory import check_host_memory
 from simulator import Plan
+from simulator.plan import PlanError
 from tests.runtime.contract.training import (
     assert_same,
     attached,
@@ -22,6 +25,13 @@ from tests.runtime.zoo.configs import as_trained
 from tests.runtime.zoo.training import trained
 
 PARAMS = {"lr": 1e-3, "weight_decay": 0.1}
+STATES_16 = {
+    "enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True,
+}  # fmt: skip
+SGD = {
+    "optimizer": {"type": "SGD", "params": {"lr": 1e-3, "momentum": 0.9}},
+    "zero_allow_untested_optimizer": True,
+}
 TORCH_ADAM = {"optimizer": {"type": "AdamW", "params": {"torch_adam": True, **PARAMS}}}
 
 
@@ -41,6 +51,11 @@ CONFIGS = {
     "nadam": config({"type": "NAdam", "params": PARAMS}, 1),
     "client": config(None, 3, zero_force_ds_cpu_optimizer=False,
                      scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 2}}),
+    "masters_16": config({"type": "AdamW", "params": PARAMS}, 3, gradient_accumulation_steps=2,
+                         bf16={"enabled": True, "bf16_master_weights_and_grads": True}),
+    "states_16": config({"type": "Adam", "params": PARAMS}, 2, bf16=STATES_16),
+    "fp16_masters": config({"type": "AdamW", "params": PARAMS}, 1, bf16={"enabled": False},
+                           fp16={"enabled": True, "fp16_master_weights_and_grads": True}),
     "overflow": config(None, 1, zero_force_ds_cpu_optimizer=False, bf16={"enabled": False},
                        fp16={"enabled": True, "initial_scale_power": 24}),
 }  # fmt: skip
@@ -55,17 +70,29 @@ def front_door(only_rank):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_tensor_has_stocks_bits(name):
-    stock, ours = trained(CONFIGS[name]), trained(CONFIGS[name], {"plan": "auto"})
-    assert (stock.error, ours.error) == ("", "")
-    assert ours.planned
-    assert ours.same(stock)
+    stock = trained(CONFIGS[name], steps=3)
+    for device in ("auto", "emulated"):
+        ours = trained(CONFIGS[name], {"plan": "auto", "device": device}, steps=3)
+        assert (stock.error, ours.error) == ("", "")
+        assert ours.planned
+        assert ours.same(stock)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+def test_moments_that_follow_an_fp32_master_are_fp32_whatever_the_key_says():
+    """``fp32_optimizer_states: false`` means the master's own precision."""
+    narrow = config({"type": "AdamW", "params": {**PARAMS, "fp32_optimizer_states": False}}, 3)
+    ours = trained(narrow, {"plan": "auto", "device": "emulated"}, mixed=True)
+    assert ours.error == ""
+    assert ours.same(trained(narrow))
+
+
+@pytest.mark.parametrize(("stage", "extra"), [
+    (1, TORCH_ADAM), (3, TORCH_ADAM), (2, {"bf16": STATES_16}), (3, {"bf16": STATES_16}),
+])  # fmt: skip
 @pytest.mark.parametrize("back", [False, True], ids=["to_plan", "to_stock"])
-def test_save_and_resume_both_ways(stage, back, tmp_path):
+def test_save_and_resume_both_ways(stage, extra, back, tmp_path):
     def engine(plan):
-        made = start(stage=stage, extra=TORCH_ADAM)
+        made = start(stage=stage, extra=extra)
         # Below ZeRO-3 the optimizer's step takes a whole partition.
         size = {} if stage == 3 else {"subgroup": 10**9}
         return attached(made, ["host"], "unified", **size) if plan else made
@@ -119,17 +146,52 @@ def test_a_step_has_the_settings_of_its_launch():
                        expected.state[stock]["momentum_buffer"])  # fmt: skip
 
 
+@pytest.mark.parametrize("home", ["device", "host"])
+@pytest.mark.parametrize("extra", [
+    TORCH_ADAM, {"bf16": STATES_16}, SGD,
+], ids=["torch_adam", "states_16", "sgd"])  # fmt: skip
+def test_all_of_its_memory_is_told(extra, home):
+    """Before anything is allocated, after, and once the first step has made the moments."""
+    away = {"offload_param": {"device": "cpu"}} if home == "host" else {}
+    engine = attached(start(extra=extra, **away), ["host"], "emulated", None)
+    optimizer = engine.optimizer
+    told = host_bytes(optimizer)
+    train(engine, 1)
+    optimizer.wait()
+    states = optimizer._ebbtide.executor.states
+    held = [t for s in states for t in (*optimizer.saved_state(s.index), s.gradient)]
+    held += [s.wire for s in states if home == "host"]
+    held += [*optimizer._ebbtide.executor.parameter_slots, optimizer._rule._gradient]
+    assert sum(t.nbytes for t in held) == host_bytes(optimizer) == told
+    plan = optimizer._ebbtide.plan.model_copy(
+        update={"subgroups": tuple(s.elements for s in states)}
+    )
+    config = {"bf16": {"enabled": True}, "optimizer": engine.config["optimizer"], **extra}
+    check_host_memory(plan, config, told)
+    with pytest.raises(ConfigError, match="host memory must hold"):
+        check_host_memory(plan, config, told - 1)
+    engine.destroy()
+
+
+def test_a_running_plan_is_not_switched_to_other_placements():
+    engine = attached(start(extra=TORCH_ADAM), ["host"], "unified", None)
+    with pytest.raises(PlanError, match=r"plan\.placement must be host for every subgroup"):
+        switch_plan(engine, plan_for(engine, ["host", "resident"]))
+    engine.destroy()
+
+
 class Counting(torch.optim.Optimizer):
     """Keeps a number of its own in its group, as FusedAdam does."""
 
     def __init__(self, parameters):
         super().__init__(parameters, {"lr": 1.0, "calls": 0})
+        self.sign = -1.0  # which copies of torch's optimizers lose
 
     def step(self):
         for group in self.param_groups:
             group["calls"] += 1
             for p in group["params"]:
-                p -= group["calls"] * p.grad
+                p += self.sign * group["calls"] * p.grad
 
 
 def test_what_an_optimizer_writes_to_its_group_stays():
