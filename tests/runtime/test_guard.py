@@ -37,7 +37,6 @@ REFUSED = [
     (config(zenflow={"topk_ratio": 0.1}), "zenflow must be absent"),
     (config(mics_shard_size=2), "mics_shard_size must be absent .* got 2"),
     ({**config(), "optimizer": {"type": "Muon"}}, "optimizer.type must be one that .*got 'Muon'"),
-    ({**config(), "bf16": {"bf16_optimizer_states": True}}, "bf16_optimizer_states must be absent"),
 ]
 
 

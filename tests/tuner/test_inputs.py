@@ -155,7 +155,8 @@ BESIDE_ZERO = [
 
 
 @pytest.mark.parametrize(("key", "beside"), [
-    ("optimizer.params.torch_adam", {"optimizer": {"type": "Adam", "params": {"torch_adam": True}}}),
+    ("optimizer.params.torch_adam",
+     {"optimizer": {"type": "Adam", "params": {"torch_adam": True}}}),
     ("bf16.bf16_master_weights_and_grads",
      {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}),
 ])  # fmt: skip

@@ -58,14 +58,14 @@ def _whose_bits(config: Mapping[str, Any]) -> str:
 
     kind = at(config, "optimizer.type")
     stock = {name: rule.stock for rule in RULES for name in rule.types}.get(str(kind).lower())
+    key = own_step_key(config)
+    if key.endswith("master_weights_and_grads"):
+        return f"with the bits of stock's own step, all of it on the host, as {key} asks for"
     if kind is None:
         return (
             "with the bits of the optimizer that the script hands over (torch's own run on the "
             "host, as in stock)"
         )
-    key = own_step_key(config)
-    if key.endswith("master_weights_and_grads"):
-        return f"with the bits of stock's own step, all of it on the host, as {key} asks for"
     if key or stock is None:
         return f"with the bits of torch's {kind}, which runs its own step: all of it on the host"
     return f"with {stock}'s bits"
