@@ -159,7 +159,7 @@ def kept_bytes(optimizer: torch.optim.Optimizer, master: torch.dtype) -> int:
 def _copy_of(optimizer: torch.optim.Optimizer) -> Any:
     """Shares all but groups and state; its end frees nothing that the original still uses."""
     kind = type(optimizer)
-    made = object.__new__(type(kind.__name__, (kind,), {"__del__": lambda _: None}))
+    made: Any = object.__new__(type(kind.__name__, (kind,), {"__del__": lambda _: None}))
     # Not `copy.copy`: of an optimizer that takes its state alone.
     made.__dict__.update(optimizer.__dict__)
     # A schedule wraps the original's step; the copy's is its class's own.

@@ -22,7 +22,7 @@ from tests.runtime.contract.training import (
     train,
 )
 from tests.runtime.zoo.configs import as_trained
-from tests.runtime.zoo.training import trained
+from tests.runtime.zoo.training import plannable, trained
 
 PARAMS = {"lr": 1e-3, "weight_decay": 0.1}
 STATES_16 = {
@@ -70,6 +70,8 @@ def front_door(only_rank):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_tensor_has_stocks_bits(name):
+    if not plannable(CONFIGS[name]):
+        pytest.skip("this DeepSpeed trains ZeRO-1 and 2 under no plan")
     stock = trained(CONFIGS[name], steps=3)
     for device in ("auto", "emulated"):
         ours = trained(CONFIGS[name], {"plan": "auto", "device": device}, steps=3)

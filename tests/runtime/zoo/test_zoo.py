@@ -10,7 +10,7 @@ import pytest
 
 import runtime
 from tests.runtime.zoo.configs import as_trained, offloads, published, zero_of
-from tests.runtime.zoo.training import stock, trained
+from tests.runtime.zoo.training import plannable, stock, trained
 from tuner.doctor.under_a_plan import under_a_plan
 
 AUTO = {"plan": "auto"}
@@ -46,6 +46,8 @@ def front_door(only_rank):
 
 @pytest.mark.parametrize(("name", "config"), sample(), ids=[name for name, _ in sample()])
 def test_same_bits_or_stock_itself_refuses(front_door, name, config):
+    if not plannable(config):
+        pytest.skip("this DeepSpeed trains ZeRO-1 and 2 under no plan")
     expected = stock(json.dumps(config, sort_keys=True))
     ours = trained(config, AUTO)
     assert bool(ours.error) == bool(expected.error), (ours.error, expected.error)

@@ -12,6 +12,7 @@ import torch
 
 from runtime.replan.auto import WATCHED_STEPS
 from runtime.zero.attach import switch_plan
+from runtime.zero.checks.private import BELOW_STAGE_3
 from simulator.plan import ParameterHome, Placement, Plan
 from studies.byte_gpt import Batches, ByteGPT, ByteGPTConfig, train_step
 from tests.runtime.zoo.configs import HIDDEN, client_optimizer
@@ -37,6 +38,15 @@ class Outcome:
     def same(self, other: Outcome) -> bool:
         pairs = zip(self.tensors, other.tensors, strict=True)
         return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
+
+
+def plannable(config: Mapping[str, Any]) -> bool:
+    """Whether the installed DeepSpeed is one that plans of this stage work with."""
+    import deepspeed
+    from packaging.version import Version
+
+    old = Version(deepspeed.__version__) < Version(BELOW_STAGE_3)
+    return not old or int(config["zero_optimization"].get("stage", 0)) == 3
 
 
 def trained(
