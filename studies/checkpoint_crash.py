@@ -2,7 +2,9 @@
 
 Each trial: a real training run (one or two ranks) that saves after every step is killed, at a named
 point of the commit protocol or at a random moment; then what is on disk is verified, the run
-resumes from it, and every later step is compared, bit by bit, with the uninterrupted run.
+resumes from it, and every later step is compared, bit by bit, with the uninterrupted run. A third
+of the runs are DeepSpeed's own updates, the others train under a plan with parameters in host
+memory, or some of them there: killed with one of these homes, resumed with another.
 
     python -m studies.checkpoint_crash --kills 200 --json studies/results/checkpoint/crash.json
 """
@@ -10,6 +12,7 @@ resumes from it, and every later step is compared, bit by bit, with the uninterr
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import random
 import shutil
@@ -61,6 +64,7 @@ class Trial:
 
     kill: Kill
     world_size: int
+    homes: str = ""
     fired: bool = False
     committed_step: int = -1
     resumed_step: int = -1
@@ -73,14 +77,20 @@ class Trial:
         return self.fired and not (self.lost or self.torn or self.differing)
 
 
-def kills(seed: int) -> Iterator[tuple[Kill, int]]:
-    """Kill and world size, without end: every named point in turn, random moments in between."""
+RESUMED_WITH = {"": "", "host": "mixed", "mixed": "host"}  # parameter homes
+TRAINED = tuple(RESUMED_WITH)  # in turn, a kill of one rank and one of two each
+
+
+def kills(seed: int) -> Iterator[tuple[Kill, int, str]]:
+    """Kill, world size and parameter homes (`Run.homes`), without end: every named point in turn,
+    random moments in between.
+    """
     rng = random.Random(seed)
     points, number = [*POINTS, *RARE_POINTS], 0
     while True:
-        world_size = 1 + number % 2
+        world_size, homes = 1 + number % 2, TRAINED[number // 2 % len(TRAINED)]
         if number % 4 == 3:
-            yield Kill(delay_s=rng.random(), rank=rng.randrange(world_size)), world_size
+            yield Kill(delay_s=rng.random(), rank=rng.randrange(world_size)), world_size, homes
         else:
             point = points[(number - number // 4) % len(points)]
             rank = 0 if point in RANK_0_ONLY else rng.randrange(world_size)
@@ -88,7 +98,7 @@ def kills(seed: int) -> Iterator[tuple[Kill, int]]:
             yield Kill(
                 point, _occurrence(point, rng), rank=rank, exchange=not aside,
                 one_tag=aside or (not point.startswith("trash") and rng.random() < 0.3),
-            ), world_size  # fmt: skip
+            ), world_size, homes  # fmt: skip
         number += 1
 
 
@@ -99,11 +109,14 @@ def _occurrence(point: str, rng: random.Random) -> int:
     return rng.randint(1, 12 if point == "copied_on_update" else 6)
 
 
-def reference(world_size: int, scratch: Path) -> tuple[Reference, float]:
-    """The uninterrupted run, twice: it must agree with itself. And its length in seconds."""
+def reference(world_size: int, planned: bool, scratch: Path) -> tuple[Reference, float]:
+    """The uninterrupted run, twice: it must agree with itself, and where parameters live may change
+    no bit. And its length in seconds.
+    """
     runs: list[Reference] = []
-    for attempt in range(2):
-        run = Run(scratch / f"reference{world_size}_{attempt}/ck", world_size, 0, free_port())
+    for attempt, homes in enumerate(("device", "host") if planned else ("", "")):
+        folder = scratch / f"reference{world_size}{planned}_{attempt}/ck"
+        run = Run(folder, world_size, 0, free_port(), homes=homes)
         begin = time.monotonic()
         _require_success(run, reap(start(run), RUN_LIMIT_S))
         release_shared_memory(run)
@@ -123,18 +136,18 @@ def _require_success(run: Run, statuses: list[int]) -> None:
 
 
 def one_trial(
-    kill: Kill, world_size: int, truth: Reference, length_s: float, folder: Path
+    kill: Kill, world_size: int, homes: str, truth: Reference, length_s: float, folder: Path
 ) -> Trial:
     """Kill, verify, resume, compare."""
-    trial = Trial(kill, world_size)
-    killed = Run(folder / "ck", world_size, 0, free_port(), kill)
+    trial = Trial(kill, world_size, homes)
+    killed = Run(folder / "ck", world_size, 0, free_port(), kill, homes=homes)
     trial.fired = _run_and_kill(killed, length_s)
     release_shared_memory(killed)
     trial.committed_step = max(_number(killed.note("committed", r)) for r in range(world_size))
     _check_disk(trial, killed.folder)
     resumed = Run(
         killed.folder, world_size, 1, free_port(),
-        Kill(rank=-1, one_tag=kill.one_tag, exchange=kill.exchange),
+        Kill(rank=-1, one_tag=kill.one_tag, exchange=kill.exchange), homes=RESUMED_WITH[homes],
     )  # fmt: skip
     statuses = reap(start(resumed), RUN_LIMIT_S)
     release_shared_memory(resumed)
@@ -217,13 +230,14 @@ def _tail(run: Run, rank: int) -> str:
 def campaign(count: int, seed: int, limit_s: float, scratch: Path, console: Console) -> list[Trial]:
     """The trials, one after the other; none starts after ``limit_s``."""
     begin = time.monotonic()
-    truths = {world_size: reference(world_size, scratch) for world_size in (1, 2)}
+    truth_of = functools.cache(functools.partial(reference, scratch=scratch))
     trials = []
-    for number, (kill, world_size) in enumerate(islice(kills(seed), count)):
+    for number, (kill, world_size, homes) in enumerate(islice(kills(seed), count)):
         if time.monotonic() - begin > limit_s:
             break
-        truth, length_s = truths[world_size]
-        trial = _until_fired(kill, world_size, truth, length_s, scratch / f"trial{number}")
+        truth, length_s = truth_of(world_size, bool(homes))
+        folder = scratch / f"trial{number}"
+        trial = _until_fired(kill, world_size, homes, truth, length_s, folder)
         trials.append(trial)
         if not trial.sound:
             console.print(number, as_dict(kill), trial.lost, trial.torn, trial.differing)
@@ -233,11 +247,11 @@ def campaign(count: int, seed: int, limit_s: float, scratch: Path, console: Cons
 
 
 def _until_fired(
-    kill: Kill, world_size: int, truth: Reference, length_s: float, folder: Path
+    kill: Kill, world_size: int, homes: str, truth: Reference, length_s: float, folder: Path
 ) -> Trial:
     """A random moment may come after the end, an occurrence may not come up: try an earlier one."""
     for attempt in range(ATTEMPTS):
-        trial = one_trial(kill, world_size, truth, length_s, folder / str(attempt))
+        trial = one_trial(kill, world_size, homes, truth, length_s, folder / str(attempt))
         if trial.fired or trial.lost or trial.torn or trial.differing:
             break
         kill = Kill(
@@ -259,12 +273,14 @@ def figures(trials: list[Trial], wall_s: float) -> dict[str, Any]:
         "torn_visible": sum(bool(t.torn) for t in trials),
         "not_bit_identical": sum(bool(t.differing) for t in trials),
         "kills_by_point": dict(sorted(by_point.items())),
+        "kills_by_homes": dict(Counter(t.homes or "no plan" for t in trials)),
         "kills_by_ranks": dict(Counter(str(t.world_size) for t in trials)),
         "resumed_from_a_checkpoint": sum(t.resumed_step > 0 for t in trials),
         "steps_per_run": STEPS,
         "wall_s": round(wall_s, 1),
         "failures": [
-            {**as_dict(t.kill), "lost": t.lost, "torn": t.torn, "differing": t.differing}
+            {**as_dict(t.kill), "homes": t.homes, "lost": t.lost, "torn": t.torn,
+             "differing": t.differing}
             for t in trials if not t.sound
         ],
     }  # fmt: skip

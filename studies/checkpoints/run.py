@@ -14,20 +14,26 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import cycle, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import xxhash
 
 from runtime.checkpoint.files import Files
-from simulator import CheckpointPlan
+from simulator import CheckpointPlan, Plan
+from simulator.plan import ParameterHome, Placement
 
 STEPS = 8
 BUDGET_BYTES = 8 * 65536  # part of the state only, so that updates also wait for the disk
 BLOCK_BYTES = 65536
+SUBGROUP = 20_000
+HOMES: Mapping[str, tuple[ParameterHome, ...]] = {  # in turn over the subgroups
+    "host": ("host",), "mixed": ("device", "host"), "device": ("device",),
+}  # fmt: skip
 WRITE_BYTES_PER_S = 30e6  # a checkpoint takes about two steps
 
 
@@ -78,6 +84,8 @@ class Run:
     Attributes:
         folder: of the checkpoints; logs and notes go beside it.
         number: of the run in its folder: 0 is killed, 1 resumes.
+        homes: of the parameters, one of `HOMES`: under a plan whose updates overlap the next
+            forward; empty: DeepSpeed's own updates.
     """
 
     folder: Path
@@ -86,6 +94,7 @@ class Run:
     port: int
     kill: Kill = Kill()
     steps: int = STEPS
+    homes: str = ""
 
     def note(self, kind: str, rank: int) -> Path:
         return self.folder.parent / f"{kind}_{self.number}_{rank}"
@@ -161,7 +170,9 @@ def train(run: Run, rank: int) -> None:
             engine.step()
             tag = "rolling" if run.kill.one_tag else f"step{step + 1}"
             engine.save_checkpoint(str(run.folder), tag=tag, client_state={"chain": chain})
-            steps.write(json.dumps([step + 1, state_hash(engine), chain]) + "\n")
+            # Who looks at the state waits for the updates: every other time they go on.
+            digest = "" if run.homes and step % 2 == 0 else state_hash(engine)
+            steps.write(json.dumps([step + 1, digest, chain]) + "\n")
             if lazy.last is not None and lazy.last.step > acknowledged:
                 acknowledged = lazy.last.step
                 run.note("committed", rank).write_text(str(acknowledged))
@@ -186,11 +197,6 @@ def _engine(run: Run, rank: int) -> tuple[Any, Any]:
     random.seed(1 + rank)
     torch.manual_seed(1 + rank)
     model = ByteGPT(SIZES["tiny"])
-    # torch's Adam: DeepSpeed's own rounds powers of beta differently after a resume.
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
-    config = {**ds_config(2, 20_000), "zero_force_ds_cpu_optimizer": False}
-    del config["optimizer"]
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     plan = CheckpointPlan(
         copy_budget_bytes=BUDGET_BYTES,
         keep=2,
@@ -198,8 +204,43 @@ def _engine(run: Run, rank: int) -> tuple[Any, Any]:
         restore_random=True,  # the model draws random numbers: a resume to the bit needs them
     )
     files = KillingFiles(run.kill, rank, run.note("reached", rank))
-    lazy = install(engine, plan, files=files, block_bytes=BLOCK_BYTES)
-    return engine, lazy
+    options: dict[str, Any] = {"files": files, "block_bytes": BLOCK_BYTES}
+    if run.homes:
+        return _planned_engine(model, plan, run.homes, options)
+    # torch's Adam: DeepSpeed's own rounds powers of beta differently after a resume.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    config = {**ds_config(2, SUBGROUP), "zero_force_ds_cpu_optimizer": False}
+    del config["optimizer"]
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    return engine, install(engine, plan, **options)
+
+
+def _planned_engine(
+    model: Any, checkpoint: CheckpointPlan, homes: str, options: dict[str, Any]
+) -> tuple[Any, Any]:
+    """Under a plan with every placement, on the emulated device."""
+    import deepspeed
+
+    import runtime.checkpoint
+    from studies.byte_gpt import ds_config
+
+    # This process is this run: whoever installs the checkpoint engine does so with these options.
+    runtime.checkpoint.install = partial(runtime.checkpoint.install, **options)  # type: ignore[assignment]
+    config = ds_config(2, SUBGROUP, offload_param={"device": "cpu"})
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=config
+    )
+    count = len(engine.optimizer.fp16_groups)
+    runtime.attach(engine, _plan(count, HOMES[homes]), device="emulated", checkpoint=checkpoint)
+    return engine, engine.checkpoint_engine
+
+
+def _plan(count: int, homes: Sequence[ParameterHome]) -> Plan:
+    placements = list(islice(cycle(get_args(Placement)), count))
+    return Plan(
+        subgroup_size=SUBGROUP, placement=Plan.runs(placements), staging_slots=2, prefetch=1,
+        parameter_home=Plan.home_runs(list(islice(cycle(homes), count))),
+    )  # fmt: skip
 
 
 def _resume(engine: Any, run: Run) -> tuple[int, str]:

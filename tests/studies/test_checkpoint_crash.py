@@ -29,6 +29,7 @@ def test_kills(tmp_path, child_environment):
     assert found["fired"] == found["kills"] == 4
     assert found["lost_committed"] == found["torn_visible"] == found["not_bit_identical"] == 0
     assert set(found["kills_by_ranks"]) == {"1", "2"}
+    assert found["kills_by_homes"] == {"no plan": 2, "host": 2}
     assert found["resumed_from_a_checkpoint"] > 0
     assert {"machine", "versions", "command"} <= set(found)
 
@@ -39,6 +40,9 @@ def test_every_named_point_comes_up():
     from runtime.checkpoint.files import POINTS, RARE_POINTS
     from studies.checkpoint_crash import kills
 
-    points = {kill.point for kill, _ in islice(kills(0), 60)}
-    assert points == {"", *POINTS, *RARE_POINTS}
+    planned = list(islice(kills(0), 180))
+    for homes in ("", "host", "mixed"):
+        assert {1, 2} == {ranks for _, ranks, trained in planned if trained == homes}
+        points = {kill.point for kill, _, trained in planned if trained == homes}
+        assert points == {"", *POINTS, *RARE_POINTS}
     assert os.name == "posix"
