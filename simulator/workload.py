@@ -32,6 +32,9 @@ class Layer(BaseModel):
             meanwhile; 0 where they all live in its node.
         network_reduce_bytes: what it exchanges with other nodes (data, tensor and pipeline
             parallel together) in the layer's backward of one micro-batch.
+        persistent_params: of ``params``, those that once gathered stay to the end of the step.
+        regathered_params: elements that one micro-batch's backward gathers again, some of them
+            perhaps twice; None: all ``params`` once. See `simulator.schedules.gathers`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -43,6 +46,8 @@ class Layer(BaseModel):
     activation_bytes: int = Field(0, ge=0)
     network_gather_bytes: int = Field(0, ge=0)
     network_reduce_bytes: int = Field(0, ge=0)
+    persistent_params: int = Field(0, ge=0)
+    regathered_params: int | None = Field(None, ge=0)
 
 
 class MemoryPoint(BaseModel):
@@ -94,6 +99,8 @@ class Workload(BaseModel):
             backward goes on; for the rest it waits, as what it needs is behind it on the network.
         step_gather_s: how long that exchange takes among the ranks of a node.
         network_step_gather_bytes: what this rank receives from other nodes in it.
+        live_params: the most elements of ``params`` that are gathered at once, where a gathered
+            parameter is this rank's partition (one data-parallel rank); None: those of two layers.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -120,6 +127,7 @@ class Workload(BaseModel):
     step_gather_s: float = Field(0.0, ge=0)
     network_step_gather_bytes: int = Field(0, ge=0)
     device_base_bytes: int = Field(0, ge=0)
+    live_params: int | None = Field(None, ge=0)
     stock_backward_extra_s: float | None = Field(None, ge=0)
     memory_curve: tuple[MemoryPoint, ...] = ()
     model_checkpoint_bytes: int = Field(0, ge=0, description="besides the optimizer state")

@@ -19,6 +19,7 @@ from runtime.hardware.launcher import local_ranks
 from runtime.kernels.rule import UpdateRule
 from runtime.kernels.step import UpdateStep
 from simulator.plan import ParameterHome, Placement, Plan, PlanError
+from simulator.schedules.gathers import Gathered
 from simulator.timeline import Timeline
 from simulator.update.order import FORWARD, order_of
 from simulator.workload import WireDtype, ZeroStage
@@ -48,6 +49,12 @@ class TrainingEngine(Protocol):
 
     def parameter_home(self) -> ParameterHome:
         """The memory in which the framework itself keeps partitions of parameters."""
+        ...
+
+    def gathers(self) -> Gathered | None:
+        """What a forward and its backward gather: parameters by the keys of `slices`; None: unknown
+        as yet, or parameters are never partitioned.
+        """
         ...
 
     def zero_stage(self) -> ZeroStage:

@@ -19,6 +19,7 @@ from runtime.replan.watch import Show, measured_rates, watch
 from simulator.machine import Machine
 from simulator.plan import ParameterHome, Plan
 from simulator.schedule import OpKind
+from simulator.schedules.gathers import Gathered
 from simulator.timeline import Timeline
 from simulator.update.footprint import footprint
 from simulator.workload import WIRE_BYTES, Layer, Workload
@@ -104,12 +105,20 @@ def observed_workload(engine: TrainingEngine, timeline: Timeline) -> Workload:
     forward_s = micro_batches * _median_s(timeline, OpKind.FORWARD)
     backward_s = micro_batches * _median_s(timeline, OpKind.BACKWARD)
     total = sum(sizes)
+    gathers = engine.gathers()
+    kept = [{}] * len(sizes) if gathers is None else _kept(engine, gathers)
     return Workload(
         name="observed",
         layers=tuple(
-            Layer(params=n, forward_s=forward_s * n / total, backward_s=backward_s * n / total)
-            for n in sizes
+            Layer(
+                params=n,
+                forward_s=forward_s * n / total,
+                backward_s=backward_s * n / total,
+                **kept[i],
+            )
+            for i, n in enumerate(sizes)
         ),
+        live_params=None if gathers is None else gathers.live,
         subgroups=sizes,
         wire_dtype=engine.wire_dtype(),
         grad_bytes_per_param=engine.gradient_bytes(),
@@ -121,6 +130,19 @@ def observed_workload(engine: TrainingEngine, timeline: Timeline) -> Workload:
         device_base_bytes=total * WIRE_BYTES[engine.wire_dtype()],
         provenance=f"{WATCHED_STEPS} watched steps",
     )
+
+
+def _kept(engine: TrainingEngine, gathers: Gathered) -> list[dict[str, int]]:
+    """`Layer.persistent_params` and `regathered_params` of each subgroup. What no module reads is
+    gathered by nobody.
+    """
+    found = [{"persistent_params": 0, "regathered_params": 0} for _ in engine.sizes()]
+    for key, piece in engine.slices().items():
+        if key in gathers.times:
+            found[piece.subgroup]["regathered_params"] += piece.elements * gathers.again(key)
+        if key in gathers.persistent:
+            found[piece.subgroup]["persistent_params"] += piece.elements
+    return found
 
 
 def _median_s(timeline: Timeline, kind: OpKind) -> float:

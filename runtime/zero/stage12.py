@@ -378,6 +378,9 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):  # type: ignore[misc]
     def parameter_home(self) -> ParameterHome:
         return "device"
 
+    def gathers(self) -> None:
+        """Parameters are never partitioned."""
+
     def zero_stage(self) -> ZeroStage:
         return 2 if self.partition_gradients else 1
 

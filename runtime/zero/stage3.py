@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from runtime.zero.checks import private
 from runtime.zero.gathers import Gathers
 from runtime.zero.planned import PlannedZero, bring_home, float64_norm, gated
 from simulator.plan import ParameterHome, Plan
+from simulator.schedules.gathers import Gathered, gathered
 from simulator.workload import ZeroStage
 
 
@@ -303,6 +305,13 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
 
     def parameter_home(self) -> ParameterHome:
         return private.parameter_home(self)
+
+    def gathers(self) -> Gathered | None:
+        trace = private.module_trace(self)
+        if trace is None:
+            return None
+        found = gathered(trace, private.gather_rules(self))
+        return found if self.partition_count == 1 else replace(found, live=None)
 
     def zero_stage(self) -> ZeroStage:
         return 3

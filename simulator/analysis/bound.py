@@ -11,7 +11,7 @@ from simulator.analysis.counted_bound import MOST_SUBGROUPS, CountBounds, count_
 from simulator.analysis.lane_work import of_optimizer
 from simulator.engines.reference import capacities
 from simulator.machine import Machine
-from simulator.update.footprint import fetched_elements, moved_out
+from simulator.update.footprint import fetched_elements, fetches_of_a_step, moved_out
 from simulator.update.recipes import Bytes, Placement
 from simulator.update.tiers import Memory
 from simulator.workload import Workload
@@ -162,7 +162,8 @@ class _Problem:
         away = sum(self.fetched)
         # Parameters that live on the host come in for each pass, not after their update.
         wire = 0.0 if machine.unified_memory or away else float(w.wire_bytes)
-        fetch_bytes = 0 if self.free else 2 * micro * away * w.wire_bytes
+        often = zip(self.fetched, fetches_of_a_step(w), strict=True)
+        fetch_bytes = 0.0 if self.free else sum(n * f for n, f in often) * w.wire_bytes
         home = 0.0 if machine.unified_memory else float(w.grad_bytes_per_param)
         state = float(Bytes.of(w).visit)
         host_s, host_cores_s = _host_update(machine, n)
@@ -216,7 +217,7 @@ class _Problem:
         """
         state = float(w.optimizer_state.state_bytes)
         scale = w.params * state
-        base = max(0, w.device_base_bytes - moved_out(self.fetched) * w.wire_bytes)
+        base = max(0, w.device_base_bytes - moved_out(w, self.fetched) * w.wire_bytes)
         spare = (device_bytes - base) / scale
         activations = sum(layer.activation_bytes for layer in w.layers) / scale
         stays = w.grad_bytes_per_param / state

@@ -149,7 +149,7 @@ class PlanSweep:
         key = (away.tobytes(), overlaps)
         if key not in self._programs:
             homes: list[Memory] = ["host" if gone else "device" for gone in away]
-            gone_bytes = moved_out(fetched_elements(self.workload, homes))
+            gone_bytes = moved_out(self.workload, fetched_elements(self.workload, homes))
             gone_bytes *= self.workload.wire_bytes
             tape = record(self.workload, homes, overlaps=overlaps)
             if len(self._programs) == MOST_PROGRAMS:

@@ -9,6 +9,7 @@ from typing import Any
 from simulator.estimates.blocks import ModelError
 from simulator.estimates.deepspeed_keys import AUTO, ZERO, at_least, loaded, section
 from simulator.estimates.offloading import Offloading, offloading
+from simulator.schedules.gathers import GatherRules
 from simulator.update.optimizer import ADAM, OPTIMIZERS
 from simulator.workload import WIRE_BYTES, WireDtype, ZeroStage
 
@@ -25,6 +26,8 @@ _READ = frozenset(
     | {f"{ZERO}.{key}" for key in (
         "stage", "sub_group_size", "reduce_bucket_size", "stage3_max_live_parameters",
         "stage3_prefetch_bucket_size", "max_live_parameters", "prefetch_bucket_size",
+        "stage3_max_reuse_distance", "max_reuse_distance",
+        "stage3_param_persistence_threshold", "param_persistence_threshold",
         "overlap_comm", "cpu_offload", "cpu_offload_param",
         "round_robin_gradients", "parameter_alignment")}
 )  # fmt: skip
@@ -85,6 +88,10 @@ def deepspeed_fields(
         ),
         "overlap_comm": resolver.section(ZERO).get("overlap_comm"),
         "max_live_parameters": resolver.elements("stage3_max_live_parameters", 1e9),
+        "max_reuse_distance": resolver.elements("stage3_max_reuse_distance", 1e9),
+        "persistence_threshold": resolver.elements(
+            "stage3_param_persistence_threshold", GatherRules().persistent, 10 * hidden
+        ),
         "offload": offloading(None if config is None else read),
         "notes": tuple(resolver.notes),
         "config": read,

@@ -317,7 +317,9 @@ _KINDS: Mapping[str, Callable[[str, Any], None]] = {
     f"{ZERO}.stage": _stage,
     **_all(_elements, (f"{ZERO}.{name}" for name in (
         "sub_group_size", "reduce_bucket_size", "stage3_max_live_parameters",
-        "max_live_parameters", "stage3_prefetch_bucket_size", "prefetch_bucket_size"))),
+        "max_live_parameters", "stage3_prefetch_bucket_size", "prefetch_bucket_size",
+        "stage3_max_reuse_distance", "max_reuse_distance", "stage3_param_persistence_threshold",
+        "param_persistence_threshold"))),
     **_all(_flag, (f"{ZERO}.{name}" for name in (
         "overlap_comm", "cpu_offload", "cpu_offload_param", "round_robin_gradients",
         "parameter_alignment"))),

@@ -12,6 +12,7 @@ from simulator.estimates.collectives import LINK, Layout, Links, passed_on, ring
 from simulator.estimates.compute import Device, overlapped_s
 from simulator.estimates.training import Training
 from simulator.machine import Machine
+from simulator.schedules.gathers import Gathered, GatherRules, Module, gathered
 from simulator.workload import WIRE_BYTES, Layer, Workload, cut
 
 # Of a layer's forward, what the host issues for its backward without the recomputed forward: one
@@ -63,6 +64,7 @@ class Rank:
             # Each of the p - 1 other stages is one micro-batch ahead or behind (GPipe and 1F1B).
             pipeline_idle_s=(p.pipeline_parallel - 1) / micro * busy_s + self.loop_s,
             device_base_bytes=self.base_bytes(blocks),
+            live_params=self.live_params(blocks),
             provenance=self.provenance(),
         )
 
@@ -122,7 +124,36 @@ class Rank:
             if shape not in by_shape:
                 by_shape[shape] = self.layer(shape)
             layers.append(by_shape[shape].model_copy(update={"name": block.name}))
-        return tuple(layers)
+        again = self.regathered(blocks)
+        return tuple(
+            layer.model_copy(update=fields) for layer, fields in zip(layers, again, strict=True)
+        )
+
+    def gathers(self, blocks: Sequence[Block]) -> Gathered:
+        """What DeepSpeed gathers in a forward and its backward, by (block, parameter)."""
+        tensor, recompute = self.job.tensor_parallel, self.job.recompute
+        whole = tuple(_partitions(block.params, block.split, tensor, 1) for block in blocks)
+        again = tuple(recompute and bool(block.attention) for block in blocks)
+        return _gathers(whole, again, self.job.gather_rules)
+
+    def regathered(self, blocks: Sequence[Block]) -> list[dict[str, int | None]]:
+        """Each layer's `persistent_params` and `regathered_params`."""
+        if self.job.zero_stage < 3:
+            return [{}] * len(blocks)
+        gathers, fields = self.gathers(blocks), []
+        for number, block in enumerate(blocks):
+            sizes = {(number, i): n for i, n in enumerate(self.partitions(block))}
+            again = sum(n * gathers.again(key) for key, n in sizes.items())
+            stay = sum(n for key, n in sizes.items() if key in gathers.persistent)
+            regathered = None if again == sum(sizes.values()) else again
+            fields.append({"persistent_params": stay, "regathered_params": regathered})
+        return fields
+
+    def live_params(self, blocks: Sequence[Block]) -> int | None:
+        """See `Workload`. Of several ranks what is gathered is in `base_bytes`."""
+        if self.job.zero_stage < 3 or self.job.data_parallel > 1:
+            return None
+        return self.gathers(blocks).live
 
     def layer(self, block: Block) -> Layer:
         micro = self.job.accumulation
@@ -319,6 +350,24 @@ class Rank:
                 f"not fit into nodes of {self.machine.gpus_per_node} GPUs"
             )
         return "; ".join(notes)
+
+
+@lru_cache(maxsize=64)
+def _gathers(
+    blocks: tuple[tuple[int, ...], ...], recomputed: tuple[bool, ...], rules: GatherRules
+) -> Gathered:
+    """Each parameter taken for a module of its own, as most are or are used with it; a block is one
+    too, and so is the model, whose backward comes before all others.
+    """
+    modules: list[list[Module]] = [
+        [(), *([((number, i), n)] for i, n in enumerate(params))]
+        for number, params in enumerate(blocks)
+    ]
+    played = [module for block in modules for module in block]
+    played.append(())
+    for block, again in zip(reversed(modules), reversed(recomputed), strict=True):
+        played += [*(block if again else ()), *reversed(block)]
+    return gathered(played, rules)
 
 
 @lru_cache(maxsize=4096)

@@ -16,6 +16,7 @@ from simulator.estimates.deepspeed_config import (
 from simulator.estimates.deepspeed_keys import ZERO
 from simulator.estimates.launchers import LAUNCHERS, Launcher, stock_threads
 from simulator.estimates.offloading import Offloading
+from simulator.schedules.gathers import GatherRules
 from simulator.update.optimizer import ADAM
 from simulator.workload import WireDtype, ZeroStage
 
@@ -65,6 +66,8 @@ class Training(BaseModel):
         precision: of parameters and gradients as they travel; ``gradient_bytes``: of a gradient
             where it is added up.
         clip: the norm that gradients are clipped at; 0: they are not.
+        max_live_parameters, max_reuse_distance, persistence_threshold: in elements, as DeepSpeed's
+            keys of like names: what stays on the device between two uses.
         overlap_comm: None: as DeepSpeed has it at this ZeRO stage.
         launcher: what starts the ranks, which decides on how many threads stock updates on the
             host; ``omp_threads``: ``OMP_NUM_THREADS`` as the user sets it, whatever starts them.
@@ -95,7 +98,9 @@ class Training(BaseModel):
     reduce_bucket_elements: int = REDUCE_BUCKET_ELEMENTS
     prefetch_bucket_elements: int = PREFETCH_BUCKET_ELEMENTS
     overlap_comm: bool | None = None
-    max_live_parameters: int = 10**9
+    max_live_parameters: int = GatherRules().live
+    max_reuse_distance: int = GatherRules().reuse
+    persistence_threshold: int = GatherRules().persistent
     launcher: Annotated[Launcher, BeforeValidator(_launcher)] = "deepspeed"
     omp_threads: Count | None = None
     notes: tuple[str, ...] = ()
@@ -138,6 +143,13 @@ class Training(BaseModel):
                 f"refuses, but got {pipeline} under ZeRO-{self.zero_stage}: take ZeRO-1 "
                 "(--zero-stage 1), or divide by data or tensor parallelism (--data-parallel)"
             )
+
+    @property
+    def gather_rules(self) -> GatherRules:
+        return GatherRules(
+            self.max_reuse_distance, self.prefetch_bucket_elements, self.max_live_parameters,
+            self.persistence_threshold,
+        )  # fmt: skip
 
     @property
     def clips(self) -> bool:

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 
 from simulator.schedule import Lane, OpKind, Schedule
 from simulator.schedules.peers import HOST_GRADIENT_BYTES, StockLoop, StockOptions
-from simulator.update.footprint import PARAMETER_BUFFERS
+from simulator.update.footprint import fetched_for, moved_out
 from simulator.update.optimizer import FP32_BYTES
 from simulator.workload import Workload
 
@@ -68,9 +68,8 @@ class InfinityLoop(StockLoop):
         made, w, homes = super().schedule(iterations, name), self.workload, self.homes
         device, host = made.device_base_bytes, made.host_base_bytes
         if homes.parameters == "cpu":
-            largest = max(layer.params for layer in w.layers)
-            kept = min(w.params, PARAMETER_BUFFERS * largest)
-            device = max(0, device - (w.params - kept) * w.wire_bytes)
+            gone = moved_out(w, [layer.params for layer in w.layers])
+            device = max(0, device - gone * w.wire_bytes)
             host += w.params * w.wire_bytes
         if homes.optimizer == "nvme":
             sets = min(len(self.sizes), 2 if homes.pipelined else 1)
@@ -83,8 +82,10 @@ class InfinityLoop(StockLoop):
 
     def before_pass(self, layer: int, waits: list[int], *, backward: bool = False) -> list[int]:
         ahead = self.passes[-2:-1]
-        if self.homes.parameters == "cpu" and self.workload.layers[layer].params:
-            size = self.workload.layers[layer].params * self.workload.wire_bytes
+        of = self.workload.layers[layer]
+        fetched = fetched_for(of, of.params, self.micro_batch, backward=backward)
+        if self.homes.parameters == "cpu" and fetched:
+            size = fetched * self.workload.wire_bytes
             waits = [self._come_in(OpKind.PARAMETER_FETCH, size, layer, [*waits, *ahead])]
         waits = super().before_pass(layer, waits, backward=backward)
         if backward and layer in self.stored:

@@ -37,6 +37,7 @@ class TrainingLoop(ABC):
         self.backward_done = -1
         self.reduce_done: int | None = None
         self.passes: list[int] = []  # every forward and backward so far
+        self.micro_batch = 0
 
     def run(self, iterations: int) -> None:
         """Appends so many iterations.
@@ -59,6 +60,7 @@ class TrainingLoop(ABC):
             if self.workload.pipeline_idle_s:
                 self.out.add(OpKind.IDLE, Lane.COMPUTE, self.workload.pipeline_idle_s)
             for micro_batch in range(self.workload.gradient_accumulation_steps):
+                self.micro_batch = micro_batch
                 self.forward(micro_batch)
                 self.backward(micro_batch)
             self.step()

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from simulator.schedule import Lane, OpKind
 from simulator.schedules.loop import TrainingLoop
-from simulator.update.footprint import fetched_elements
+from simulator.update.footprint import fetched_elements, fetched_for
 from simulator.update.tiers import Memory
 from simulator.workload import Workload
 
@@ -51,9 +51,12 @@ class PlannedLoop(TrainingLoop):
 
     def before_pass(self, layer: int, waits: list[int], *, backward: bool = False) -> list[int]:
         """Parameters that live in host memory come in while the pass before this one runs. They
-        wait for their own updates; those of the layer's other parameters the pass waits for.
+        wait for their own updates; those of the layer's other parameters the pass waits for. What
+        is still there from an earlier pass does not come in again.
         """
-        size = self.fetched[layer] * self.workload.wire_bytes
+        elements, of = self.fetched[layer], self.workload.layers[layer]
+        size = fetched_for(of, elements, self.micro_batch, backward=backward)
+        size *= self.workload.wire_bytes
         if size:
             new, homes = self.parameters_new, self.homes
             others = {new[s] for s, _ in self.shares[layer] if homes[s] == "device" and s in new}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -10,9 +11,10 @@ from simulator.plan import Plan
 from simulator.update.optimizer import FP32_BYTES, OptimizerState
 from simulator.update.recipes import Placement, Slot, Way, recipe_of, slot_limit, ways
 from simulator.update.tiers import TIERS, Memory
-from simulator.workload import Workload
+from simulator.workload import Layer, Workload
 
-PARAMETER_BUFFERS = 2  # layers whose parameters are on the device at once: this one and the next
+# Layers whose parameters are on the device at once, where nobody says: this one and the next.
+PARAMETER_BUFFERS = 2
 # Gradients that leave the device and are not at home yet: the runtime lets no more be under way. At
 # 25 GB/s as much as 10 ms of copies, behind which backward need not wait.
 GRADIENTS_UNDER_WAY_BYTES = 2**28
@@ -26,12 +28,12 @@ def footprint(workload: Workload, plan: Plan) -> Footprint:
 
     The workload's base (parameters, buckets), state, gradients, parameters where they live, and the
     slots. Activations, which come and go, and what a checkpoint reserves are not in it. Of the
-    parameters that live on the host, those of two layers are on the device.
+    parameters that live on the host, as many are on the device as are gathered at once.
     """
     held = Holding.of_workload(workload)
     homes = plan.parameter_homes
     amounts = tally(workload.subgroups, plan.placements, homes)
-    gone = moved_out(fetched_elements(workload, homes)) * workload.wire_bytes
+    gone = moved_out(workload, fetched_elements(workload, homes)) * workload.wire_bytes
     taken = dict(held.bytes(amounts, plan.staging_slots))
     taken["device"] += max(0, workload.device_base_bytes - gone)
     return taken
@@ -44,9 +46,32 @@ def fetched_elements(workload: Workload, homes: Sequence[Memory]) -> list[int]:
     return [sum(n for s, n in held if homes[s] == "host") for held in workload.shares()]
 
 
-def moved_out(fetched: Sequence[int]) -> int:
+def moved_out(workload: Workload, fetched: Sequence[int]) -> int:
     """Elements that the device does not hold, of what `fetched_elements` gives."""
-    return max(0, sum(fetched) - PARAMETER_BUFFERS * max(fetched))
+    live = PARAMETER_BUFFERS * max(fetched)
+    if workload.live_params is not None:
+        live = math.ceil(sum(fetched) * workload.live_params / max(1, workload.params))
+    return max(0, sum(fetched) - live)
+
+
+def fetched_for(layer: Layer, elements: int, micro_batch: int, *, backward: bool) -> int:
+    """Of ``elements`` of the layer that live on the host, how many come in for a pass."""
+    gathered = layer.params
+    if backward:
+        gathered = layer.params if layer.regathered_params is None else layer.regathered_params
+    elif micro_batch:
+        gathered -= layer.persistent_params
+    return elements * gathered // layer.params if elements else 0
+
+
+def fetches_of_a_step(workload: Workload) -> list[float]:
+    """How often an element of each layer comes in, where it lives on the host."""
+    micro_batches = range(workload.gradient_accumulation_steps)
+    return [
+        sum(fetched_for(layer, layer.params, m, backward=backward)
+            for m in micro_batches for backward in (False, True)) / max(1, layer.params)
+        for layer in workload.layers
+    ]  # fmt: skip
 
 
 @dataclass(frozen=True)

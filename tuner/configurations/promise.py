@@ -11,7 +11,7 @@ from simulator.engines.reference import capacities
 from simulator.estimates.blocks import ModelError
 from simulator.limits import Limits
 from simulator.schedules.peers import HOST_GRADIENT_BYTES
-from simulator.update.footprint import PARAMETER_BUFFERS, Holding
+from simulator.update.footprint import Holding, moved_out
 from simulator.update.optimizer import FP32_BYTES
 from simulator.update.recipes import Bytes, ways
 from tuner.configurations.outcome import Question, activation_bytes
@@ -84,8 +84,7 @@ def _bytes(
     state = work.params * work.optimizer_state.state_bytes
     kept = 0 if options.get("activations") == "cpu" else activation_bytes(work)
     device, host = work.device_base_bytes + kept, 0
-    largest = max(layer.params for layer in work.layers)
-    away = max(0, work.params - PARAMETER_BUFFERS * largest) * work.wire_bytes
+    away = moved_out(work, [layer.params for layer in work.layers]) * work.wire_bytes
     if name == "ebbtide":  # state, gradients and perhaps parameters are here or there, whole
         held = Holding.of_workload(work)
         kinds = zip(ways(), *(held.per_param[memory] for memory in ("device", "host")), strict=True)

@@ -70,7 +70,7 @@ def begun(
 def brought(search: Search) -> list[str]:
     """What parameters that live on the host bring, in a sentence; nothing where none do."""
     w = search.workload
-    size = moved_out(fetched_elements(w, search.homes)) * w.wire_bytes if search.homes else 0
+    size = moved_out(w, fetched_elements(w, search.homes)) * w.wire_bytes if search.homes else 0
     if not size:
         return []
     told = f"{size / GIB:.1f} GiB of parameters live in host memory and come in for each pass: "

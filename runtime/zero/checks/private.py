@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from simulator.plan import ParameterHome
+from simulator.schedules.gathers import GatherRules
 
 TESTED = ("0.18.6", "0.20")  # first version with stock's bits, first that was not tested
 BELOW_STAGE_3 = "0.19.8"  # ZeRO-1 and 2 kept their sums of micro-batches in other ways before
@@ -282,6 +283,39 @@ def before_modules(optimizer: Any, begins: Callable[[list[Any]], None]) -> Calla
         del coordinator.fetch_sub_module
 
     return restore
+
+
+_COORDINATOR = "_PartitionedParameterCoordinator__"
+
+
+def module_trace(optimizer: Any) -> list[list[tuple[int, int]]] | None:
+    """Each module of a forward and its backward, in order, by its parameters: `get_param_id`
+    and whole elements. None: DeepSpeed has not recorded it yet.
+    """
+    from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
+    from deepspeed.utils import z3_leaf_module
+
+    coordinator = optimizer.parameter_offload.get_param_coordinator()
+    if not coordinator.is_complete_trace():
+        return None
+    return [
+        [(optimizer.get_param_id(param), param.ds_numel)
+         for param in sorted(set(iter_params(module, recurse=z3_leaf_module(module))),
+                             key=lambda p: p.ds_id)]
+        for module in getattr(coordinator, f"{_COORDINATOR}submodule_order")
+    ]  # fmt: skip
+
+
+def gather_rules(optimizer: Any) -> GatherRules:
+    """By which DeepSpeed keeps parameters gathered."""
+    coordinator = optimizer.parameter_offload.get_param_coordinator()
+    small = [p.ds_numel for p in optimizer.persistent_parameters]
+    return GatherRules(
+        reuse=getattr(coordinator, f"{_COORDINATOR}max_reuse_dist_in_numel"),
+        ahead=getattr(coordinator, f"{_COORDINATOR}prefetch_bucket_sz"),
+        live=getattr(coordinator, f"{_COORDINATOR}max_n_available_params"),
+        persistent=max(small, default=0),
+    )
 
 
 def is_swapped(param: Any) -> bool:

@@ -85,7 +85,7 @@ def test_the_footprint_is_what_is_allocated(pattern, gradients, stage):
         grad_bytes_per_param=kept, zero_stage=stage, gradient_accumulation_steps=micro_batches,
     )  # fmt: skip
     whole = footprint(work, own.plan)
-    gone = moved_out([n * (home == "host") for n, home in zip(sizes, homes, strict=True)])
+    gone = moved_out(work, [n * (home == "host") for n, home in zip(sizes, homes, strict=True)])
     base = max(0, work.device_base_bytes - 2 * gone)
     assert (whole["host"], whole["device"] - base) == (told["host"], told["device"])
     engine.destroy()

@@ -1,0 +1,138 @@
+"""Which parameters DeepSpeed's ZeRO-3 gathers when: its coordinator, played through once.
+
+Between two uses it keeps what comes up again soon, and it asks ahead for what modules to come need
+(DeepSpeed, ``PartitionedParameterCoordinator``). So a parameter may be gathered once for a forward
+and its backward, or once for each use.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+Module = Sequence[tuple[Hashable, int]]  # its parameters, each with its whole elements
+
+
+@dataclass(frozen=True, slots=True)
+class GatherRules:
+    """Keys of ``zero_optimization``, in whole elements, with DeepSpeed's defaults.
+
+    Attributes:
+        reuse: ``stage3_max_reuse_distance``: what is used again within so many stays.
+        ahead: ``stage3_prefetch_bucket_size``.
+        live: ``stage3_max_live_parameters``: with so many there, nothing is asked for ahead.
+        persistent: ``stage3_param_persistence_threshold``: a parameter of no more stays to the end
+            of the step.
+    """
+
+    reuse: int = 10**9
+    ahead: int = 50_000_000
+    live: int = 10**9
+    persistent: int = 100_000
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """What one micro-batch's forward and backward gather, with nothing there before.
+
+    Attributes:
+        times: how often each parameter is.
+        persistent: those that stay to the end of the step.
+        live: the most elements that are there at once; None: they are not what this rank holds of
+            them, but copies of what all ranks do.
+    """
+
+    times: Mapping[Hashable, int]
+    persistent: frozenset[Hashable]
+    live: int | None
+
+    def again(self, key: Hashable) -> int:
+        """How often after its first time."""
+        return self.times[key] - 1
+
+
+def gathered(modules: Sequence[Module], rules: GatherRules) -> Gathered:
+    """Plays the modules of a forward and its backward, in the order of their uses, once recorded.
+
+    A module without parameters counts: it asks ahead, and what is used right behind a module goes
+    with that module. A module is released before the next one begins; where activation checkpointing
+    stops early, behind the last tensor that it needs, DeepSpeed does not release that one.
+    """
+    play = _Coordinator(modules, rules)
+    for step, module in enumerate(modules):
+        play.fetch(step, module)
+        play.ask_ahead()
+        play.release(step + 1, module)
+    return Gathered(play.times, play.persistent, play.most)
+
+
+@dataclass
+class _Coordinator:
+    modules: Sequence[Module]
+    rules: GatherRules
+    times: Counter[Hashable] = field(default_factory=Counter)
+    there: dict[Hashable, int] = field(default_factory=dict)
+    available: int = 0
+    most: int = 0
+
+    def __post_init__(self) -> None:
+        self.queue = [(key, n, i) for i, module in enumerate(self.modules) for key, n in module]
+        self.next = 0  # of the queue
+        sums = (sum(n for _, n in module) for module in self.modules)
+        self.before = list(accumulate(sums, initial=0))  # elements of all modules before each
+        self.uses: dict[Hashable, list[int]] = defaultdict(list)
+        for key, _, step in self.queue:
+            self.uses[key].append(step)
+        small = (key for key, n, _ in self.queue if n <= self.rules.persistent)
+        self.persistent = frozenset(small)
+        self.seen: dict[Hashable, int] = {}  # the latest use that the queue has come to
+
+    def _gather(self, wanted: Mapping[Hashable, int]) -> None:
+        self.there.update(wanted)
+        self.times.update(dict.fromkeys(wanted, 1))
+        self.available += sum(wanted.values())
+        self.most = max(self.most, self.available)
+
+    def fetch(self, step: int, module: Module) -> None:
+        """What the module needs itself."""
+        self._gather({key: n for key, n in module if key not in self.there})
+        missed = {key for key, _ in module if self.seen.get(key, -1) < step}
+        popped: set[Hashable] = set()
+        while self.next < len(self.queue) and len(popped) < len(missed):
+            popped.add(self._pop()[0])
+
+    def _pop(self) -> tuple[Hashable, int]:
+        key, n, step = self.queue[self.next]
+        self.next += 1
+        self.seen[key] = max(step, self.seen.get(key, -1))
+        return key, n
+
+    def ask_ahead(self) -> None:
+        """The next ones of the queue that are not there, one more than fit into the bucket."""
+        room = min(self.rules.live - self.available, self.rules.ahead)
+        wanted: dict[Hashable, int] = {}
+        asked = 0
+        while self.next < len(self.queue) and asked < room:
+            key, n = self._pop()
+            if key not in self.there and key not in wanted:
+                wanted[key] = n
+                asked += n
+        self._gather(wanted)
+
+    def release(self, step: int, module: Module) -> None:
+        """What is not used again soon, as seen from the module ``step``."""
+        for key, _ in module:
+            if key in self.there and not self._kept(key, step):
+                self.available -= self.there.pop(key)
+
+    def _kept(self, key: Hashable, step: int) -> bool:
+        if key in self.persistent or self.seen.get(key, -1) > step:
+            return True
+        uses = self.uses[key]
+        following = bisect_left(uses, step)
+        if following == len(uses):
+            return False
+        return self.before[uses[following]] - self.before[step] < self.rules.reuse

@@ -1,0 +1,113 @@
+"""What the simulator says comes in for the passes is what the runtime fetches, parameter by
+parameter: DeepSpeed's keys say what stays on the device between two uses.
+"""
+
+import pytest
+import torch
+
+from runtime.replan.auto import observed_workload
+from simulator import build_schedule
+from simulator.estimates.job import Job
+from simulator.estimates.presets import preset
+from simulator.schedule import OpKind
+from studies.byte_gpt import SIZES, ByteGPT
+from tests.runtime.contract.test_bits import EVERY_PASS, ReadsAnothersParameter
+from tests.runtime.contract.training import EMULATED, attached, plan_for, start, train
+
+pytestmark = [
+    pytest.mark.usefixtures("only_rank"),
+    pytest.mark.skipif(not EMULATED, reason="counts, which no device changes"),
+]
+OFFLOAD = {"offload_param": {"device": "cpu"}}
+ALONE = {"stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshold": 0}
+
+
+class Recomputing(ByteGPT):
+    """Each block keeps its input alone and is computed again."""
+
+    def forward(self, inputs, targets):
+        places = torch.arange(inputs.shape[1], device=inputs.device)
+        x = self.bytes_in(inputs) + self.positions(places)
+        for block in self.blocks:
+            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=True)
+        logits = self.head(self.norm(x)).float()
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+CASES = {
+    "DeepSpeed's defaults": (ByteGPT, {}),
+    "every pass": (ByteGPT, EVERY_PASS),
+    "nothing is kept or asked for ahead": (ByteGPT, {**ALONE, "stage3_max_reuse_distance": 0}),
+    "some of them": (ByteGPT, {**ALONE, "stage3_max_reuse_distance": 60_000}),
+    "the bucket keeps what it sees": (
+        ByteGPT, {**ALONE, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 50_000},
+    ),
+    "small ones stay for micro-batches": (
+        ByteGPT, {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0,
+                  "stage3_param_persistence_threshold": 300, "accumulation": 3},
+    ),
+    "computed again": (Recomputing, {**ALONE, "stage3_max_reuse_distance": 0}),
+    "computed again, with reuse": (Recomputing, {**ALONE, "stage3_max_reuse_distance": 60_000}),
+    "another's parameter": (ReadsAnothersParameter, {**ALONE, "stage3_max_reuse_distance": 0}),
+}  # fmt: skip
+
+
+def fetched(engine):
+    """Bytes of each step's fetches after the first ones, in which DeepSpeed records its trace."""
+    records = list(engine.optimizer._ebbtide.executor.history)[4:]
+    return [sum(op.work for op, _ in r.ops if op.kind is OpKind.PARAMETER_FETCH) for r in records]
+
+
+def simulated(workload, plan):
+    schedule = build_schedule(workload, plan, 1)
+    return sum(op.work for op in schedule.ops if op.kind is OpKind.PARAMETER_FETCH)
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_what_comes_in_is_what_is_fetched(case):
+    model, config = CASES[case]
+    engine = attached(
+        start(model=model(SIZES["tiny"]), **OFFLOAD, **config), ["host"], "emulated", seed=None
+    )
+    own = engine.optimizer._ebbtide
+    train(engine, 7 * config.get("accumulation", 1))
+    told = simulated(observed_workload(own.engine, own.timeline()), own.plan)
+    assert fetched(engine) == [told] * 3
+    engine.destroy()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("reuse", [0, 12_000, 10**9])
+def test_what_a_config_says_before_anything_runs(reuse, recompute):
+    """A model as people have it, by the numbers of its config alone."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
+             "num_attention_heads": 4, "num_key_value_heads": 2,
+             "tie_word_embeddings": False}  # fmt: skip
+    zero = {"stage3_max_reuse_distance": reuse, "stage3_param_persistence_threshold": 100}
+    if reuse < 10**9:  # how far DeepSpeed looks ahead depends on modules without parameters too
+        zero["stage3_prefetch_bucket_size"] = 0
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**shape))
+    if recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+        model.enable_input_require_grads()
+    engine = attached(
+        start(model=model, accumulation=2, subgroup_size=5_000, **OFFLOAD, **zero), ["host"],
+        "emulated", seed=None, subgroup=5_000,
+    )  # fmt: skip
+    tokens = torch.arange(16).view(1, 16)
+    for _ in range(14):
+        engine.backward(engine(input_ids=tokens, labels=tokens, use_cache=False).loss)
+        engine.step()
+    config = {"zero_optimization": {"stage": 3, "sub_group_size": 5_000, **zero, **OFFLOAD},
+              "bf16": {"enabled": True}}  # fmt: skip
+    job = Job.of_deepspeed(
+        {"model_type": "llama", **shape}, config, micro_batch=1, accumulation=2, sequence=16,
+        recompute=recompute,
+    )  # fmt: skip
+    work = job.workload(preset("h100-node"))
+    engine.optimizer.wait()
+    assert set(fetched(engine)) == {simulated(work, plan_for(engine, ["host"], 5_000))}
+    engine.destroy()
