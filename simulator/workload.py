@@ -49,6 +49,15 @@ class Layer(BaseModel):
     persistent_params: int = Field(0, ge=0)
     regathered_params: int | None = Field(None, ge=0)
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.persistent_params > self.params:
+            raise ValueError(
+                f"persistent_params must be at most the layer's {self.params} params, but got "
+                f"{self.persistent_params}"
+            )
+        return self
+
 
 class MemoryPoint(BaseModel):
     """Memory in use at one moment of a profiled iteration; ``layer`` is the one that ran."""

@@ -57,9 +57,9 @@ class Gathered:
 def gathered(modules: Sequence[Module], rules: GatherRules) -> Gathered:
     """Plays the modules of a forward and its backward, in the order of their uses, once recorded.
 
-    A module without parameters counts: it asks ahead, and what is used right behind a module goes
-    with that module. A module is released before the next one begins; where activation checkpointing
-    stops early, behind the last tensor that it needs, DeepSpeed does not release that one.
+    A module without parameters counts too: it asks ahead. A module is released before the next one
+    begins; where activation checkpointing stops early, behind the last tensor that it needs,
+    DeepSpeed does not release that one.
     """
     play = _Coordinator(modules, rules)
     for step, module in enumerate(modules):

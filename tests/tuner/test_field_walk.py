@@ -21,12 +21,15 @@ from simulator import (
     Quantity,
     Workload,
     architecture,
+    build_schedule,
     build_strategy,
     simulate,
     workload_from_model,
 )
 from simulator.analysis.checkpoint_cost import CheckpointSimulation
 from simulator.limits import Limits
+from simulator.schedule import OpKind
+from simulator.update.footprint import footprint
 from simulator.update.order import UpdateOrder
 from tests.machines import node, workload
 from tuner.answer.report import show_machine, show_plan, show_workload
@@ -82,6 +85,13 @@ def timed(work, on, plan, strategies):
             yield simulation.cost(CheckpointPlan(copy_budget_bytes=8 * 2**20))
 
 
+def comes_in(work, plan):
+    """Bytes of parameters for the passes, and those of the device that they take."""
+    ops = build_schedule(work, plan).ops
+    fetched = sum(op.work for op in ops if op.kind is OpKind.PARAMETER_FETCH)
+    return fetched, footprint(work, plan)["device"]
+
+
 def outcomes(work, on, plan=None):
     """What is predicted, planned for, shown, and told apart."""
     plan = plan or base_plan(overlap_forward=work.zero_stage == 3)
@@ -94,8 +104,10 @@ def outcomes(work, on, plan=None):
         {**work.model_dump(), "zero_stage": 2, "step_gather_s": work.step_gather_s,
          "layers": [{**layer.model_dump(), "network_gather_bytes": 0} for layer in work.layers]}
     )  # fmt: skip
+    away = plan.placed(plan.placements, parameter_home=Plan.home_runs(("host",) * len(MIX)))
     return (
         list(timed(work, on, plan, strategies)),
+        work.zero_stage == 3 and comes_in(work, away),
         simulate(build_strategy("zero_offload", sharing), on).iteration_s,
         simulate(build_strategy("zero3_offload", estimated(on)), on).iteration_s,
         simulate(build_strategy("zero3_offload", estimated(on, omp_threads=1)), on).iteration_s,
@@ -183,6 +195,7 @@ WORKLOAD = {
     "step_gather_s": 0.1,
     "network_step_gather_bytes": 10**9,
     "device_base_bytes": 2**30,
+    "live_params": 0,
     "stock_backward_extra_s": 0.5,
     "memory_curve": (MemoryPoint(t_s=0, phase="forward", device_bytes=5),),
     "model_checkpoint_bytes": 2**30,
@@ -195,12 +208,15 @@ BESIDE = {  # other fields that a field needs beside it to be allowed at all, or
     "step_gather_s": {"zero_stage": 2},
     "network_step_gather_bytes": {"zero_stage": 2},
     "samples_per_iteration": {},
+    "persistent_params": {"gradient_accumulation_steps": 2},
+    "live_params": {"device_base_bytes": 2**30},
     "reduced_beside": {"layers": tuple({**layer, "network_reduce_bytes": 10**8}
                                        for layer in base_workload().model_dump()["layers"])},
 }  # fmt: skip
 LAYER = {
     "name": "block", "params": 3_000_000, "forward_s": 0.1, "backward_s": 0.1,
     "activation_bytes": 2**30, "network_gather_bytes": 10**9, "network_reduce_bytes": 10**9,
+    "persistent_params": 1_000_000, "regathered_params": 0,
 }  # fmt: skip
 PLAN = {
     "schema_version": 99,
@@ -294,7 +310,10 @@ def how_it_is_cut(work):
 @pytest.mark.parametrize("name", sorted(Layer.model_fields))
 def test_every_field_of_a_layer(name, plain):
     layers = [*LAYERS[:-1], {**LAYERS[-1], name: LAYER[name]}]
-    fields = {**base_workload().model_dump(), "layers": layers}
+    beside = BESIDE.get(name, {})
+    fields = {**base_workload().model_dump(), **beside, "layers": layers}
+    if beside:
+        plain = outcomes(Workload.model_validate({**fields, "layers": LAYERS}), base_machine())
     changed = allowed(lambda: Workload.model_validate(fields), name)
     if changed is None:
         return
@@ -376,6 +395,8 @@ DS = {
     "zero_optimization.stage3_prefetch_bucket_size": 1000,
     "zero_optimization.overlap_comm": False,
     "zero_optimization.stage3_max_live_parameters": 0,
+    "zero_optimization.stage3_max_reuse_distance": 0,
+    "zero_optimization.stage3_param_persistence_threshold": 0,
     "zero_optimization.round_robin_gradients": True,
     "zero_optimization.parameter_alignment": True,
     "activation_checkpointing": {"cpu_checkpointing": True},
@@ -388,11 +409,16 @@ DS = {
 }
 
 
+DS_BESIDE = {  # a bucket that sees all of a small model keeps all of it
+    "zero_optimization.stage3_max_reuse_distance": {"stage3_prefetch_bucket_size": 0},
+}
+
+
 def with_key(key, value):
     if not key.startswith("zero_optimization."):
         return {"bf16": {"enabled": True}, key: value}
     stage = 2 if key.endswith(("round_robin_gradients", "parameter_alignment")) else 3
-    zero = {"stage": stage, key.partition(".")[2]: value}
+    zero = {"stage": stage, **DS_BESIDE.get(key, {}), key.partition(".")[2]: value}
     return {"bf16": {"enabled": True}, "zero_optimization": zero}
 
 
@@ -403,7 +429,8 @@ def test_every_key_of_a_deepspeed_config_counts_or_is_told(key):
     """
     given, on = with_key(key, DS[key]), base_machine()
     stage = given.get("zero_optimization", {}).get("stage", 3)
-    before = {"bf16": {"enabled": True}, "zero_optimization": {"stage": stage}}
+    zero = {"stage": stage, **DS_BESIDE.get(key, {})}
+    before = {"bf16": {"enabled": True}, "zero_optimization": zero}
     if key == "zero_optimization":
         before = {"bf16": {"enabled": True}}
     # Of parameters that end off a border.
