@@ -2,6 +2,7 @@
 
 import click
 import pytest
+from pydantic import ValidationError
 
 from simulator import ModelError, Plan, build_strategy, preset, simulate
 from simulator.engines.compiled import simulate_fast
@@ -12,6 +13,8 @@ from simulator.quantity import Quantity
 from tests.machines import node, workload
 from tuner.inputs import LAUNCHER_OPTIONS
 from tuner.placements.planning import plan
+from tuner.service.requests import Scenario
+from tuner.service.scenario import workload_of
 
 LLAMA = {"layers": 8, "hidden": 2048, "heads": 16, "vocabulary": 32000}
 
@@ -89,6 +92,19 @@ def test_the_comparison_says_what_one_thread_costs():
     assert "OMP_NUM_THREADS=24" in told
     assert found.alternatives[0].iteration_s > 1.5 * usual.alternatives[0].iteration_s
     assert found.prediction.iteration_s == usual.prediction.iteration_s
+
+
+def test_a_scenario_of_the_service_tells_its_launcher():
+    asked = {"machine": "h200", "gpus": 4}
+    on = preset("h200")
+    model = Scenario(**asked, model="Llama 3.2 1B", launcher="torchrun")
+    assert workload_of(model, on).stock_threads == 1
+    assert workload_of(model.model_copy(update={"omp_threads": 6}), on).stock_threads == 6
+    four = workload((8,) * 4, 1.0, 1.0, ranks_per_node=4)
+    profiled = Scenario(**asked, workload=four, launcher="accelerate")
+    assert workload_of(profiled, on).stock_threads == 1
+    with pytest.raises(ValidationError, match="launcher"):
+        Scenario(**asked, model="Llama 3.2 1B", launcher="bash")
 
 
 def test_the_flag_knows_every_launcher():
