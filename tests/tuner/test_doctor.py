@@ -171,7 +171,7 @@ def test_threads_that_stock_lacks(monkeypatch, variable, ranks, state, says):
     assert (found.state, says in found.detail) == (state, True), found
     if state == "slow":
         assert f"export OMP_NUM_THREADS={8 // ranks}" in found.fix
-        assert re.search(r"Here 1 updates \d+\.\d\d G params/s, \d of them \d", found.detail)
+        assert re.search(r"Here 1 of them update \d+\.\d\d G params/s, \d do \d", found.detail)
 
 
 def test_links_and_locked_memory(monkeypatch):

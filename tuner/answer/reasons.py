@@ -42,15 +42,15 @@ def _what_threads_cost(workload: Workload, machine: Machine, plan: Plan) -> list
     if workload.stock_threads is None:
         return []
 
-    def stock_s(threads: int | None) -> float:
+    def stock_s(threads: int) -> float:
         name, setting = stock_beside(workload, plan)
         work = workload.model_copy(update={"stock_threads": threads})
         return simulate_fast(build_strategy(name, work, **setting), machine).iteration_s
 
-    few_s, all_s = stock_s(workload.stock_threads), stock_s(None)
+    count, share = workload.stock_threads, max(1, machine.cpu_cores // workload.ranks_per_node)
+    few_s, all_s = stock_s(count), stock_s(share)
     if few_s <= (1 + SHOWN_GAP) * all_s:
         return []
-    count, share = workload.stock_threads, max(1, machine.cpu_cores // workload.ranks_per_node)
     return [
         f"stock's updates run on {count} thread{'s' * (count > 1)} of each rank (OMP_NUM_THREADS, "
         f"--launcher), which costs stock {(few_s - all_s) * 1e3:.1f} ms of {few_s * 1e3:.1f}; with "

@@ -70,7 +70,7 @@ def _pace(few: int, share: int) -> str:
 
     rates, _ = host_adam_by_threads(TIMED_ELEMENTS, [few, share], TIMED_S)
     slow_rate, full = (rates[n].median / 1e9 for n in (few, share))
-    return f"Here {few} updates {slow_rate:.2f} G params/s, {share} of them {full:.2f}"
+    return f"Here {few} of them update {slow_rate:.2f} G params/s, {share} do {full:.2f}"
 
 
 def links() -> list[Finding]:
