@@ -17,6 +17,7 @@ from studies.bench.bits import differences, state_of
 from studies.bench.many_engines import answer_once, freeze_heap
 from studies.byte_gpt import SIZES, Batches
 from tests.runtime.contract.test_bits import EVERY_PASS
+from tests.runtime.contract.test_gathers import alive_as_stock
 from tests.runtime.contract.training import DEVICES, attached, device_of, start, train
 from tests.runtime.stock_builds import runs_here, use_build
 
@@ -111,6 +112,7 @@ def main():
     )  # fmt: skip
     found |= compare("gathered ahead", accumulation=2, **AWAY, **EVERY_PASS)
     found["nobody is held up"] = a_gather_ahead_holds_nobody_up()
+    found["a life"] = DEVICE == "cuda" or alive_as_stock(folder, rank=int(rank)) == []
     found |= compare("stage 2", stage=2) | compare("stage 1", stage=1, accumulation=2)
     for stage in (1, 2):
         found |= compare(
