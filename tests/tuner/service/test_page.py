@@ -163,9 +163,11 @@ def test_what_cannot_be_answered_leaves_nothing_to_press(page, server):
 
 
 def test_a_link_to_what_is_not_here_says_so(page, server):
-    opened(page, server, "/?model=NoSuch&machine=nowhere&micro_batch=9999")
+    opened(page, server, "/?model=NoSuch&machine=nowhere&sequence=long&micro_batch=7")
     told = page.inner_text("#strange")
-    assert all(name in told for name in ("NoSuch", "nowhere", "9999"))
+    assert all(name in told for name in ("NoSuch", "nowhere", "long"))
+    assert "7" not in told
+    assert page.input_value("#n-micro_batch") == ("" if page.is_disabled("#n-micro_batch") else "7")
     opened(page, server)
     assert page.is_hidden("#strange")
 
@@ -271,6 +273,26 @@ def test_where_nothing_fits_a_press_makes_it_fit(page, server):
     page.wait_for_function("() => document.querySelector('#answer').dataset.verdict === 'offload'")
     assert parse_qs(page.evaluate("location.search.slice(1)")).get("sequence") is None  # 2048
     assert page.locator("#ways").is_hidden()
+
+
+def test_a_number_may_be_typed_and_a_stage_chosen(page, server):
+    opened(page, server)
+    for number, value in (("micro_batch", "5"), ("device_memory_bytes", "70.5")):
+        page.fill(f"#n-{number}", value)
+        page.press(f"#n-{number}", "Enter")
+    with page.expect_response(lambda r: '"zero_stage":2' in (r.request.post_data or "")):
+        page.select_option("#c-zero_stage", "2")
+    asked = asked_of(page)
+    assert asked["micro_batch"] == 5
+    assert asked["device_memory_bytes"] == round(70.5 * 2**30)
+    assert asked["zero_stage"] == 2
+    page.reload()
+    page.wait_for_selector('#table[aria-busy="false"] tr')  # of ZeRO-2, which has fewer peers
+    assert page.input_value("#n-micro_batch") == "5"
+    assert page.input_value("#c-zero_stage") == "2"
+    page.fill("#n-micro_batch", "-3")
+    page.press("#n-micro_batch", "Enter")
+    assert page.input_value("#n-micro_batch") == "5"
 
 
 def test_a_plan_comes_with_what_to_type(page, server):

@@ -6,17 +6,23 @@ const GIB = 2 ** 30;
 const HOURS = [1, 2, 4, 8, 12, 24, 48, 96, 168, 336, 720];
 
 // key: of the URL and of the state. steps: the values a slider stops at. own: the machine's value.
+// unit: what the number beside it counts; each: how much of the state's unit one of them is.
 const SLIDERS = [
-  { key: "micro_batch", where: "model", label: "Micro-batch", steps: [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64], start: 1, show: (v) => `${v} ${v === 1 ? "sample" : "samples"}` },
-  { key: "sequence", where: "model", label: "Sequence", steps: [512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072], start: 2048, show: (v) => `${v.toLocaleString("en-US")} tokens` },
-  { key: "accumulation", where: "model", label: "Gradient accumulation", steps: [1, 2, 4, 8, 16, 32, 64], start: 1, show: (v) => `${v}×` },
-  { key: "gpus", where: "machine", label: "GPUs", steps: [1, 2, 4, 8, 16, 32, 64, 128, 256], start: 1, show: (v) => `${v}` },
-  { key: "device_memory_bytes", where: "machine", label: "GPU memory", steps: [8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192, 256, 288].map((n) => n * GIB), own: "device_memory_bytes", show: gib },
-  { key: "host_memory_bytes", where: "machine", label: "Host memory of a node", steps: [16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096].map((n) => n * GIB), own: "host_memory_bytes", show: gib },
-  { key: "link_bytes_per_s", where: "machine", label: "Link, each way", steps: [2, 4, 6, 8, 10, 12, 16, 20, 25, 32, 40, 50, 64, 100, 200, 450].map((n) => n * 1e9), own: "link_bytes_per_s", show: (v) => `${(v / 1e9).toFixed(v < 1e10 ? 1 : 0)} GB/s` },
-  { key: "mtbf_s", where: "machine", label: "Time between failures", steps: [null, ...HOURS.map((h) => h * 3600)], start: null, show: (v) => (v === null ? "never fails" : v < 86400 ? `${v / 3600} h` : `${v / 86400} days`) },
+  { key: "micro_batch", where: "model", label: "Micro-batch", steps: [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64], start: 1, unit: "samples", each: 1, show: (v) => `${v} ${v === 1 ? "sample" : "samples"}` },
+  { key: "sequence", where: "model", label: "Sequence", steps: [512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072], start: 2048, unit: "tokens", each: 1, show: (v) => `${v.toLocaleString("en-US")} tokens` },
+  { key: "accumulation", where: "model", label: "Accumulation", steps: [1, 2, 4, 8, 16, 32, 64], start: 1, unit: "micro-batches", each: 1, show: (v) => `${v}×` },
+  { key: "gpus", where: "machine", label: "GPUs", steps: [1, 2, 4, 8, 16, 32, 64, 128, 256], start: 1, unit: "", each: 1, show: (v) => `${v}` },
+  { key: "device_memory_bytes", where: "machine", label: "GPU memory", steps: [8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192, 256, 288].map((n) => n * GIB), own: "device_memory_bytes", unit: "GiB", each: GIB, show: gib },
+  { key: "host_memory_bytes", where: "machine", label: "Host memory of a node", steps: [16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096].map((n) => n * GIB), own: "host_memory_bytes", unit: "GiB", each: GIB, show: gib },
+  { key: "link_bytes_per_s", where: "machine", label: "Link, each way", steps: [2, 4, 6, 8, 10, 12, 16, 20, 25, 32, 40, 50, 64, 100, 200, 450].map((n) => n * 1e9), own: "link_bytes_per_s", unit: "GB/s", each: 1e9, show: (v) => `${(v / 1e9).toFixed(v < 1e10 ? 1 : 0)} GB/s` },
+  { key: "mtbf_s", where: "machine", label: "Time between failures", steps: [null, ...HOURS.map((h) => h * 3600)], start: null, unit: "hours", each: 3600, show: (v) => (v === null ? "never fails" : v < 86400 ? `${v / 3600} h` : `${v / 86400} days`) },
 ];
-const PROFILED = ["micro_batch", "sequence", "accumulation", "gpus"]; // fixed by a profile
+const CHOICES = [
+  { key: "zero_stage", where: "model", label: "ZeRO stage", values: { 3: "3: state, gradients, parameters", 2: "2: state and gradients", 1: "1: state" }, read: Number },
+  { key: "keep_activations", where: "model", label: "Activations", values: { false: "computed again in backward", true: "kept" }, read: (text) => text === "true" },
+  { key: "tensor_parallel", where: "machine", label: "Tensor parallelism", values: { 1: "none", 2: "2 GPUs share each layer", 4: "4 GPUs share each layer", 8: "8 GPUs share each layer" }, read: Number },
+];
+const PROFILED = ["micro_batch", "sequence", "accumulation", "gpus", ...CHOICES.map((c) => c.key)]; // fixed by a profile
 
 export class Controls {
   constructor(machines, models, workloads, changed) {
@@ -45,6 +51,9 @@ export class Controls {
       const value = s[slider.key];
       if (workload && PROFILED.includes(slider.key)) continue;
       if (value !== null && value !== undefined && value !== this.ownValue(slider)) asked[slider.key] = value;
+    }
+    for (const choice of workload ? [] : CHOICES) {
+      if (s[choice.key] !== standard(choice)) asked[choice.key] = s[choice.key];
     }
     return asked;
   }
@@ -80,7 +89,21 @@ export class Controls {
   build() {
     this.picker("model", "controls-model", "Model");
     this.picker("machine", "controls-machine", "Machine");
+    CHOICES.forEach((choice) => this.choice(choice));
     for (const slider of SLIDERS) this.slider(slider);
+  }
+
+  choice(choice) {
+    const select = element("select", { id: `c-${choice.key}` },
+      ...Object.entries(choice.values).map(([value, text]) => element("option", { value }, text)));
+    if (choice.key === "zero_stage") select.prepend(select.querySelector("option[value='3']"));
+    this.parts[choice.key] = select;
+    select.addEventListener("change", () => {
+      this.state[choice.key] = choice.read(select.value);
+      this.tell();
+    });
+    document.getElementById(`controls-${choice.where}`).append(
+      element("div", { class: "control" }, element("label", { for: `c-${choice.key}` }, choice.label), select));
   }
 
   picker(key, where, label) {
@@ -99,16 +122,25 @@ export class Controls {
   slider(slider) {
     const id = `c-${slider.key}`;
     const input = element("input", { type: "range", id, min: 0, step: 1 });
-    const output = element("output", { for: id });
+    const number = element("input", { type: "number", id: `n-${slider.key}`, min: 0, step: "any", "aria-label": `${slider.label}, ${slider.unit}` });
+    const unit = element("span", { class: "unit" }, slider.unit);
     const row = element("div", { class: "control" },
-      element("span", { class: "row" }, element("label", { for: id }, slider.label), output), input);
+      element("span", { class: "row" }, element("label", { for: id }, slider.label), element("span", { class: "number" }, number, unit)), input);
+    number.addEventListener("change", () => this.typed(slider, number.value));
     input.addEventListener("input", () => {
       this.state[slider.key] = this.steps(slider)[Number(input.value)];
       this.show(slider);
       this.tell();
     });
-    this.parts[slider.key] = { input, output, row };
+    this.parts[slider.key] = { input, number, unit, row };
     document.getElementById(`controls-${slider.where}`).append(row);
+  }
+
+  // A number beside a slider: exactly that, whether the slider stops there or not.
+  typed(slider, text) {
+    const value = text === "" && slider.start === null ? null : Math.round(Number(text) * slider.each);
+    if (value !== null && !(value > 0)) this.show(slider);
+    else this.take({ [slider.key]: value });
   }
 
   // From a URL; what it does not say, or says wrongly, is the default.
@@ -126,9 +158,14 @@ export class Controls {
       const value = Number(query.get(slider.key));
       const usable = query.has(slider.key) && Number.isFinite(value) && value > 0;
       this.state[slider.key] = usable ? value : this.ownValue(slider);
-      if (query.has(slider.key) && !this.steps(slider).includes(this.state[slider.key])) {
+      if (usable) this.taken[slider.key] = value;
+      if (query.has(slider.key) && !usable) {
         this.unknown.push(`${slider.label.toLowerCase()} ${query.get(slider.key)}`);
       }
+    }
+    for (const choice of CHOICES) {
+      const value = query.get(choice.key);
+      this.state[choice.key] = value in choice.values ? choice.read(value) : standard(choice);
     }
     this.fill();
   }
@@ -149,10 +186,14 @@ export class Controls {
     this.parts.model.value = this.state.model;
     this.parts.machine.value = this.state.machine;
     SLIDERS.forEach((slider) => this.show(slider));
+    for (const choice of CHOICES) {
+      this.parts[choice.key].value = String(this.state[choice.key]);
+      this.parts[choice.key].disabled = Boolean(this.workload());
+    }
   }
 
   show(slider) {
-    const { input, output, row } = this.parts[slider.key];
+    const { input, number, unit, row } = this.parts[slider.key];
     const steps = this.steps(slider);
     let index = steps.indexOf(this.state[slider.key]);
     if (index < 0) {
@@ -163,9 +204,12 @@ export class Controls {
     input.value = index;
     const fixed = Boolean(this.workload()) && PROFILED.includes(slider.key);
     const text = fixed ? "as profiled" : slider.show(this.state[slider.key]);
-    output.textContent = text;
+    const value = this.state[slider.key];
+    number.value = value === null || fixed ? "" : String(+(value / slider.each).toFixed(1));
+    number.placeholder = fixed ? "" : "never";
+    unit.textContent = fixed ? text : slider.unit;
     input.setAttribute("aria-valuetext", text);
-    input.disabled = fixed;
+    input.disabled = number.disabled = fixed;
     row.classList.toggle("fixed", fixed);
   }
 
@@ -203,6 +247,7 @@ export class Controls {
       const value = this.state[slider.key];
       if (value !== null && value !== this.ownValue(slider)) query.set(slider.key, value);
     }
+    for (const choice of CHOICES) if (this.state[choice.key] !== standard(choice)) query.set(choice.key, this.state[choice.key]);
     return query.toString();
   }
 
@@ -218,6 +263,10 @@ export class Controls {
     history.replaceState(null, "", `?${this.query()}`);
     this.changed();
   }
+}
+
+function standard(choice) {
+  return choice.key === "zero_stage" ? 3 : choice.key === "keep_activations" ? false : 1;
 }
 
 function machineText(machine) {
