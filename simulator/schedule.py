@@ -47,7 +47,8 @@ class Lane(StrEnum):
     Parameters come home on a lane of their own, so that a visiting subgroup's state never queues
     behind a parameter whose host update is still running; those that live in host memory come in
     for a pass on another one, so that the first layer's never queue behind the last one's update.
-    All three share the H2D link.
+    Gradients have one each way, so that backward queues behind nothing that an update or a
+    checkpoint holds up. The lanes of a direction share its link.
     """
 
     COMPUTE = "device compute"
@@ -60,8 +61,14 @@ class Lane(StrEnum):
     NETWORK = "network"
     STORAGE_READ = "storage read"
     H2D_FETCH = "H2D fetch"
+    D2H_GRADIENTS = "D2H gradients"
+    H2D_GRADIENTS = "H2D gradients"
 
     __hash__ = str.__hash__  # as of `OpKind`
+
+
+D2H_LANES = frozenset({Lane.D2H, Lane.D2H_GRADIENTS})
+H2D_LANES = frozenset({Lane.H2D, Lane.H2D_PARAMETERS, Lane.H2D_FETCH, Lane.H2D_GRADIENTS})
 
 
 def op_label(kind: OpKind, subgroup: int, layer: int) -> str:

@@ -17,6 +17,7 @@ from simulator.schedule import Lane as LaneName
 
 DEVICE_LANES = (
     LaneName.H2D, LaneName.H2D_PARAMETERS, LaneName.D2H, LaneName.DEVICE_UPDATE, LaneName.H2D_FETCH,
+    LaneName.D2H_GRADIENTS, LaneName.H2D_GRADIENTS,
 )  # fmt: skip
 
 
@@ -102,16 +103,12 @@ class Device:
         del elements
         return nullcontext()
 
-    def store_gradient(self, home: torch.Tensor, source: torch.Tensor) -> Completion | None:
-        """Starts the copy of a gradient on the device to its home on the host.
-
-        ``source`` may be dropped at once, but written again only after the copy.
-
-        Returns:
-            What to wait for before ``home`` is read; None: it is there.
+    def leaving(self, source: torch.Tensor, stream: Any) -> torch.Tensor:
+        """``source`` as a lane may still read it when its owner has dropped it, or written it
+        again after `before_reuse`.
         """
-        home.copy_(source)
-        return None
+        del stream
+        return source
 
     def let_go(self, tensor: torch.Tensor) -> None:
         """``tensor`` is about to be dropped, but work issued to the current stream reads it."""
@@ -119,10 +116,13 @@ class Device:
     def before_reuse(self, copied: Completion) -> None:
         """Called before the source of a gradient's copy is written again."""
 
-    def fetch_gradient(
-        self, home: torch.Tensor, to: torch.device, arrival: Completion | None
-    ) -> torch.Tensor:
-        """A copy on the device of what ``home`` holds after ``arrival``."""
-        if arrival is not None:
-            arrival.wait_host()
-        return home.to(to, copy=True)
+    def empty_on(self, where: torch.device, like: torch.Tensor) -> torch.Tensor:
+        """Uninitialised memory of a shape and dtype, for the training thread."""
+        return torch.empty(like.shape, dtype=like.dtype, device=where)
+
+    def fetch_sum(
+        self, total: torch.Tensor, base: torch.Tensor, gradient: torch.Tensor, stream: Any
+    ) -> None:
+        """``total`` = ``base``, from the host, + ``gradient``, on the lane of gradients."""
+        self.copy(total, base, LaneName.H2D_GRADIENTS, stream)
+        total.add_(gradient)

@@ -42,7 +42,6 @@ class CudaDevice(Device):
         # Pages that are unmapped while locked are, to CUDA, what is mapped there next. At exit the
         # system gives everything back.
         weakref.finalize(self, _unlock_all, self.index, self._registered).atexit = False
-        self._gradients = torch.cuda.Stream(self.index)
         # CUDA's default priority is the lowest there is: none of these goes before the training
         # stream's own kernels.
         self._streams = {name: torch.cuda.Stream(self.index) for name in DEVICE_LANES}
@@ -57,7 +56,9 @@ class CudaDevice(Device):
             # Staging slots and resident state were allocated, and written, in the order of this
             # stream: it may not be done yet with who had the memory before.
             stream.wait_stream(current)
-            lanes[name] = Lane(name.value, stream, _record_event, self._choose_gpu)
+            # Gradients are issued by the training thread itself: backward's own work comes next.
+            own = name not in (LaneName.D2H_GRADIENTS, LaneName.H2D_GRADIENTS)
+            lanes[name] = Lane(name.value, stream, _record_event, self._choose_gpu, own_thread=own)
         return lanes
 
     def _choose_gpu(self) -> None:
@@ -151,25 +152,25 @@ class CudaDevice(Device):
         # this layer while the next one's parameters are updated.
         return [torch.cuda.current_stream(self.index)]
 
-    def store_gradient(self, home: torch.Tensor, source: torch.Tensor) -> Completion | None:
-        # The copy waits for the reduction that wrote `source`; the allocator may hand its memory
-        # out again only after the copy, hence record_stream.
-        self._gradients.wait_stream(torch.cuda.current_stream(self.index))
-        self.copy(home, source, LaneName.D2H, self._gradients)
-        source.record_stream(self._gradients)
-        return Completion.done(_record_event(self._gradients))
+    def leaving(self, source: torch.Tensor, stream: Any) -> torch.Tensor:
+        source.record_stream(stream)  # the allocator hands its memory out again after the copy
+        return source
 
     def before_reuse(self, copied: Completion) -> None:
         # DeepSpeed's reduction stream, which is the current one here: backward goes on.
         copied.wait_on(torch.cuda.current_stream(self.index))
 
-    def fetch_gradient(
-        self, home: torch.Tensor, to: torch.device, arrival: Completion | None
-    ) -> torch.Tensor:
-        if arrival is not None:
-            arrival.wait_on(torch.cuda.current_stream(self.index))
-        fetched = torch.empty(home.shape, dtype=home.dtype, device=to)
-        return fetched.copy_(home, non_blocking=True)
+    def empty_on(self, where: torch.device, like: torch.Tensor) -> torch.Tensor:
+        return torch.empty(like.shape, dtype=like.dtype, device=where)
+
+    def fetch_sum(
+        self, total: torch.Tensor, base: torch.Tensor, gradient: torch.Tensor, stream: Any
+    ) -> None:
+        for tensor in (total, gradient):
+            tensor.record_stream(stream)
+        self.copy(total, base, LaneName.H2D_GRADIENTS, stream)
+        with torch.cuda.stream(stream):
+            total.add_(gradient)
 
 
 def _unlock_all(index: int, registered: dict[int, torch.Tensor]) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from runtime.devices.base import Device
-from runtime.devices.lane import Completion, Lane
 from runtime.devices.pacing import FluidPacer
 from runtime.kernels import host
 from runtime.kernels.step import UpdateStep
+from simulator.schedule import D2H_LANES
 from simulator.schedule import Lane as LaneName
 
 
@@ -52,12 +52,6 @@ class EmulatedDevice(Device):
         if len(capacities) == 3:
             capacities["link"] = rates.duplex_factor * (capacities["h2d"] + capacities["d2h"])
         self._pacer = FluidPacer(capacities)
-        self._gradients: Lane | None = None
-
-    def close(self) -> None:
-        if self._gradients is not None:
-            self._gradients.close()
-            self._gradients = None
 
     def compute(self, seconds: float) -> AbstractContextManager[None]:
         """Stands for a kernel of the training loop that takes so long with the device to itself."""
@@ -65,7 +59,7 @@ class EmulatedDevice(Device):
 
     def copy(self, to: torch.Tensor, source: torch.Tensor, lane: LaneName, stream: Any) -> None:
         del stream
-        with self._crossing(to.nbytes, "d2h" if lane == LaneName.D2H else "h2d"):
+        with self._crossing(to.nbytes, "d2h" if lane in D2H_LANES else "h2d"):
             host.copy(to, source)
 
     def _crossing(self, size_bytes: int, way: str) -> AbstractContextManager[None]:
@@ -85,21 +79,7 @@ class EmulatedDevice(Device):
         rate = self.rates.host_adam_params_per_s
         return nullcontext() if rate is None else self._pacer.work(elements / rate, {})
 
-    def store_gradient(self, home: torch.Tensor, source: torch.Tensor) -> Completion | None:
-        if self._gradients is None:
-            self._gradients = Lane("gradients")
+    def leaving(self, source: torch.Tensor, stream: Any) -> torch.Tensor:
+        del stream
         # Where streams are threads, nothing else keeps the source from being written again.
-        crossing = source.clone()
-        completion = Completion("gradient D2H")
-        self._gradients.submit(
-            lambda: self.copy(home, crossing, LaneName.D2H, None), [], completion
-        )
-        return completion
-
-    def fetch_gradient(
-        self, home: torch.Tensor, to: torch.device, arrival: Completion | None
-    ) -> torch.Tensor:
-        if arrival is not None:
-            arrival.wait_host()
-        with self._crossing(home.nbytes, "h2d"):
-            return home.to(to, copy=True)
+        return source.clone()

@@ -85,7 +85,7 @@ class Completion:
 
 
 class Lane:
-    """One worker thread that runs its ops in order.
+    """One worker that runs its ops in order: a thread of its own, or who submits them.
 
     With a ``stream`` the thread only issues work to it; without one the op's body is the work (host
     lane, emulated streams). The thread owns the order; nobody else submits to its stream.
@@ -99,21 +99,31 @@ class Lane:
         stream: Any | None = None,
         record: Callable[[Any], Event] | None = None,
         begin: Callable[[], None] = lambda: None,
+        *,
+        own_thread: bool = True,
     ) -> None:
-        """Args: begin: called first in the thread: binds it to cores, chooses its GPU."""
+        """Args:
+        begin: called first in the thread: binds it to cores, chooses its GPU.
+        own_thread: False: `submit` issues the op itself, for a stream that one thread fills.
+        """
         self.name = name
         self._begin = begin
         self.stream = stream
         self._record = record
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name=f"ebbtide {name}", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+        if own_thread:
+            self._thread = threading.Thread(target=self._run, name=f"ebbtide {name}", daemon=True)
+            self._thread.start()
 
     def submit(
         self, body: Callable[[], None], waits: Sequence[Completion], completion: Completion
     ) -> None:
         """Queues ``body`` behind everything submitted before and behind ``waits``."""
+        if self._thread is None:
+            self._execute(body, waits, completion)
+            return
         self._queue.put(lambda: self._execute(body, waits, completion))
 
     def _execute(
@@ -149,5 +159,6 @@ class Lane:
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Ends the thread after what is queued."""
-        self._queue.put(None)
-        self._thread.join(timeout_s)
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join(timeout_s)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -13,8 +13,9 @@ import torch
 from runtime.devices.base import Device
 from runtime.devices.clock import Mark
 from runtime.devices.lane import Completion, Lane
+from runtime.execution.gradient_ops import GradientOps
 from runtime.execution.gradients import Segment
-from runtime.execution.step_template import TemplateOp
+from runtime.execution.step_template import GradientOp, TemplateOp
 from runtime.execution.subgroup_state import StagingSlot, SubgroupState
 from runtime.kernels.rule import UpdateRule
 from runtime.kernels.step import UpdateStep
@@ -72,6 +73,7 @@ class Executor:
         template: list[TemplateOp],
         threads: int,
         rule: UpdateRule,
+        gradients: Sequence[GradientOp] = (),
     ) -> None:
         self.device = device
         self.states = states
@@ -84,8 +86,8 @@ class Executor:
             dtypes = visitors[0].gradient.dtype, visitors[0].wire.dtype
             device.prepare(rule.forms(), 1 + len(rule.moments), *dtypes)
         self.gate: UpdateGate | None = None
-        self.before_op: Callable[[Op], None] | None = None  # fault and delay injection
         self.lanes: dict[LaneName, Lane] = device.lanes()
+        self.gradients = GradientOps(device, self.lanes, gradients)
         self.history: deque[StepRecord] = deque(maxlen=HISTORY_STEPS)
         self._previous: list[Completion] = [Completion.done() for _ in template]
         self._current: list[Completion | None] = [None] * len(template)
@@ -124,6 +126,15 @@ class Executor:
         count = min(PARAMETER_SLOTS, len(users))
         return [empty(largest.elements, largest.wire.dtype) for _ in range(count)]
 
+    @property
+    def before_op(self) -> Callable[[Op], None] | None:
+        """Called first in every op, on its lane: fault and delay injection."""
+        return self.gradients.before_op
+
+    @before_op.setter
+    def before_op(self, call: Callable[[Op], None] | None) -> None:
+        self.gradients.before_op = call
+
     # -- launching ---------------------------------------------------------------------------
 
     def prefetch(self) -> None:
@@ -135,24 +146,24 @@ class Executor:
     def launch(
         self,
         jobs: list[SubgroupJob],
-        arrivals: Callable[[int], list[Completion]],
         iteration: int = 0,
     ) -> None:
-        """Starts this step's updates: ``jobs`` by subgroup; gradients are home at ``arrivals``.
+        """Starts this step's updates: ``jobs`` by subgroup, of whose gradients all were sent home.
 
         ``iteration`` is the training loop's number, for the measured timeline.
         """
         self._jobs = jobs
         barrier = Completion.done(self.device.current_event())
-        record = StepRecord(iteration, self.device.mark(barrier.event), list(self._fetches))
+        begun = [*self._fetches, *self.gradients.take_parts()]
+        record = StepRecord(iteration, self.device.mark(barrier.event), begun)
         self._fetches.clear()
         # No parameter is written in host memory while a copy for a pass still reads it.
         barriers = [barrier, self._latest_fetch]
         for position, item in enumerate(self.template):
             if self._current[position] is None:
                 waits = list(barriers) if item.needs_norm else []
-                if item.needs_gradient:
-                    waits += arrivals(item.op.subgroup)
+                if item.needs_arrival:
+                    waits += self.gradients.arrived(item.op.subgroup)
                 self._submit(position, item, waits)
             completion = self._current[position]
             assert completion is not None
@@ -377,6 +388,7 @@ class Executor:
             for completion in self._current:
                 if completion is not None:
                     completion.wait_host()
+            self.gradients.wait()
         finally:
             for lane in self.lanes.values():
                 lane.close()

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from runtime.devices.base import Device
 from runtime.devices.lane import Completion
+from runtime.execution.gradient_ops import GradientOps
 from runtime.execution.subgroup_state import SubgroupState
-from simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES
 
 
 @dataclass(slots=True)
@@ -60,7 +59,7 @@ class Segment:
 class GradientHomes:
     """Takes each reduced gradient to its subgroup's buffer.
 
-    The training thread calls everything here; the copies run on a stream of the device. A home
+    The training thread calls everything here; what crosses does so by ``ops``. A home
     is read by the subgroup's update, which starts after `arrived` and ends before the parameters
     can be gathered for the next backward, so that no gradient is overwritten before its use.
 
@@ -72,10 +71,8 @@ class GradientHomes:
     device: Device
     states: list[SubgroupState]
     slices: dict[int, ParameterSlice]  # by parameter id
+    ops: GradientOps
     last_scale: float | None = None  # what the latest step multiplied gradients by; None: skipped
-    arrivals: dict[int, Completion] = field(default_factory=dict)
-    latest: Completion | None = None  # the copy home that was started last
-    under_way: deque[tuple[Completion, int]] = field(default_factory=deque)  # with their bytes
 
     def __post_init__(self) -> None:
         self.by_subgroup: list[list[ParameterSlice]] = [[] for _ in self.states]
@@ -135,32 +132,9 @@ class GradientHomes:
         if not self._crosses[subgroup]:
             return home.copy_(gradient) if base is None else torch.add(base, gradient, out=home)
         if base is not None:
-            arrival = self.arrivals.get(subgroup)
-            gradient = self.device.fetch_gradient(base, gradient.device, arrival).add_(gradient)
-        self._send(subgroup, home, gradient)
+            gradient = self.ops.fetch_sum(subgroup, base, gradient)
+        self.ops.send(subgroup, home, gradient, summed=base is not None)
         return gradient
-
-    def _send(self, subgroup: int, home: torch.Tensor, source: torch.Tensor) -> None:
-        self._make_room(source.nbytes)
-        arrival = self.device.store_gradient(home, source)
-        if arrival is not None:
-            self.arrivals[subgroup] = self.latest = arrival
-            self.under_way.append((arrival, source.nbytes))
-
-    def _make_room(self, size_bytes: int) -> None:
-        """What is under way stays within `GRADIENTS_UNDER_WAY_BYTES`, or is one gradient.
-
-        The host waits, not a stream: it hands out the memory of the next gradients, which it could
-        not take from those that are still being copied. It is no more than that ahead of backward.
-        """
-        left = sum(n for _, n in self.under_way) + size_bytes
-        while self.under_way:
-            oldest, n = self.under_way[0]
-            if left <= GRADIENTS_UNDER_WAY_BYTES and not oldest.ended:
-                break
-            oldest.wait_host()
-            self.under_way.popleft()
-            left -= n
 
     def _home(self, piece: ParameterSlice, elements: int | None = None) -> torch.Tensor:
         gradient = self.states[piece.subgroup].gradient
@@ -193,7 +167,10 @@ class GradientHomes:
                 self._turned.add(subgroup)
         elif piece.used and piece.kept is None and not piece.touched:
             spare = self._spare(subgroup).narrow(0, piece.offset, piece.elements)
-            self._send(subgroup, spare, self._home(piece))
+            if self.device.unified:
+                spare.copy_(self._home(piece))
+            else:
+                self.ops.set_aside(subgroup, spare, self._home(piece))
             self.before_reuse()
             piece.copied = True
 
@@ -213,7 +190,7 @@ class GradientHomes:
         """Host memory of the spares."""
         return sum(spare.nbytes for spare in self._spares.values())
 
-    def moved(self, states: list[SubgroupState]) -> GradientHomes:
+    def moved(self, states: list[SubgroupState], ops: GradientOps) -> GradientHomes:
         """The same gradients, kept ones included, beside the states' new homes."""
         for piece in self.slices.values():
             device = states[piece.subgroup].gradient.device
@@ -221,29 +198,23 @@ class GradientHomes:
                 piece.kept = piece.kept.to(device)
             if piece.apart is not None:
                 piece.apart = piece.apart.to(device)
-        return GradientHomes(self.device, states, self.slices, self.last_scale)
+        return GradientHomes(self.device, states, self.slices, ops, self.last_scale)
 
     def close(self) -> None:
-        """Gives the spares back, once what is on its way has arrived: a step that was skipped has
-        waited for no gradient. To be called between two windows.
-        """
-        for arrival in self.arrivals.values():
-            arrival.wait_host()
+        """Gives the spares back, between two windows, once what is on its way has arrived."""
+        self.ops.wait()
         for spare in self._spares.values():
             self.device.host_release(spare)
         self._spares.clear()
 
     def before_reuse(self) -> None:
         """Called before the memory of the gradients accepted so far is written again."""
-        if self.latest is not None:
-            self.device.before_reuse(self.latest)
+        self.ops.before_reuse()
 
     # -- stepping ----------------------------------------------------------------------------
 
     def arrived(self, subgroup: int) -> list[Completion]:
-        """What an update of the subgroup waits for besides the norm."""
-        arrival = self.arrivals.get(subgroup)
-        return [] if arrival is None else [arrival]
+        return self.ops.arrived(subgroup)
 
     def finish(self, piece: ParameterSlice) -> torch.Tensor:
         """The sum at home becomes what the next update applies; returns it, once it is there.

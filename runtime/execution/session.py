@@ -13,7 +13,7 @@ from runtime.execution.executor import Executor, SubgroupJob
 from runtime.execution.gradients import GradientHomes, ParameterSlice
 from runtime.execution.plan_check import check_plan
 from runtime.execution.recorder import Recorder
-from runtime.execution.step_template import step_template
+from runtime.execution.step_template import gradient_template, step_template
 from runtime.execution.subgroup_state import Buffers, SubgroupState, place, staging_slots
 from runtime.hardware.launcher import local_ranks
 from runtime.kernels.rule import UpdateRule
@@ -149,7 +149,9 @@ class Session:
         self.closed = False
         self._running: Executor | None = None  # while a switch moves its subgroups
         self.plan, self.executor = self._build(plan)
-        self.homes = GradientHomes(device, self.executor.states, engine.slices())
+        self.homes = GradientHomes(
+            device, self.executor.states, engine.slices(), self.executor.gradients
+        )
 
     def _build(self, plan: Plan) -> tuple[Plan, Executor]:
         """The plan that memory allowed, and its executor. One subgroup moves after the other, so
@@ -175,9 +177,11 @@ class Session:
         ]  # fmt: skip
         self.engine.settle()
         plan = as_allocated(plan, states, len(slots))
-        template = step_template(sizes, self.engine.wire_dtype(), plan)
+        wire = self.engine.wire_dtype()
+        template = step_template(sizes, wire, plan)
+        gradients = gradient_template(sizes, wire, plan)
         threads = threads_of(plan, self.device)
-        return plan, Executor(self.device, states, slots, template, threads, rule)
+        return plan, Executor(self.device, states, slots, template, threads, rule, gradients)
 
     def _in_order_of_use(self, plan: Plan) -> Plan:
         """Forward order means the order of first use. Subgroups lie group by group: where norms
@@ -228,7 +232,7 @@ class Session:
         jobs = [
             SubgroupJob(step, self.homes.segments(index, scale)) for index, step in enumerate(steps)
         ]
-        self.executor.launch(jobs, self.homes.arrived, self.recorder.iteration)
+        self.executor.launch(jobs, self.recorder.iteration)
 
     def skip(self) -> None:
         """This step updates nothing: a gradient was not finite."""
@@ -287,7 +291,7 @@ class Session:
         self._running = None
         executor.gate, executor.before_op = old.gate, old.before_op
         self.executor = executor
-        self.homes = self.homes.moved(executor.states)
+        self.homes = self.homes.moved(executor.states, executor.gradients)
         self._register({i: self.engine.saved_state(i) for i in self.plan.issue_order})
 
     def _register(self, tensors: dict[int, tuple[torch.Tensor, ...]]) -> None:

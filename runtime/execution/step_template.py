@@ -14,6 +14,7 @@ _STEPS = [step for way in ways() for step in recipe_of(*way).steps]
 _EXECUTED = {step.kind for step in _STEPS}
 _EARLY = {step.kind for step in _STEPS if step.early}
 _READ_GRADIENTS = {step.kind for step in _STEPS if Wait.GRADIENT in step.waits}
+_GRADIENTS = {step.kind for way in ways() for step in recipe_of(*way).gradient_steps}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,7 @@ class TemplateOp:
         early: it starts in backward, before the norm is known.
         needs_norm: it waits for the norm barrier itself, not only for an op that does.
         needs_gradient: it reads its subgroup's gradient.
+        needs_arrival: which is complete when its way home has ended; else the norm is behind it.
     """
 
     op: Op
@@ -34,6 +36,23 @@ class TemplateOp:
     early: bool
     needs_norm: bool
     needs_gradient: bool
+    needs_arrival: bool
+
+
+@dataclass(frozen=True, slots=True)
+class GradientOp:
+    """One op of every micro-batch.
+
+    Attributes:
+        summed: of every micro-batch but the first.
+        reduced: it waits for the reduction.
+        after: the ops of its subgroup's gradient that it waits for, the latest of each kind.
+    """
+
+    op: Op
+    summed: bool
+    reduced: bool
+    after: tuple[OpKind, ...]
 
 
 def step_template(subgroups: tuple[int, ...], wire_dtype: str, plan: Plan) -> list[TemplateOp]:
@@ -61,16 +80,36 @@ def step_template(subgroups: tuple[int, ...], wire_dtype: str, plan: Plan) -> li
             early=op.kind in _EARLY and not norms.intersection(op.after),
             needs_norm=bool(norms.intersection(op.after)),
             needs_gradient=op.kind in _READ_GRADIENTS,
+            needs_arrival=any(schedule.ops[i].kind in _GRADIENTS for i in op.after),
         )
         for op in last
     ]
 
 
-def _skeleton(subgroups: tuple[int, ...], wire_dtype: str) -> Workload:
+def gradient_template(subgroups: tuple[int, ...], wire_dtype: str, plan: Plan) -> list[GradientOp]:
+    """The ops of gradients in a first micro-batch, and in each of those behind it."""
+    workload = _skeleton(subgroups, wire_dtype, micro_batches=2)
+    schedule = build_schedule(workload, plan, iterations=1)
+    home = set[int]()  # subgroups whose gradient of the first micro-batch has been sent
+    items = []
+    for op in schedule.ops:
+        if op.kind not in _GRADIENTS:
+            continue
+        before = [schedule.ops[i] for i in op.after]
+        after = tuple(other.kind for other in before if other.kind in _GRADIENTS)
+        reduced = len(after) < len(before)
+        items.append(GradientOp(op, op.subgroup in home, reduced, after))
+        if op.kind == OpKind.GRADIENT_D2H:
+            home.add(op.subgroup)
+    return items
+
+
+def _skeleton(subgroups: tuple[int, ...], wire_dtype: str, micro_batches: int = 1) -> Workload:
     """The update's DAG depends on the subgroups alone, so one layer each will do."""
     return Workload(
         name="template",
         layers=tuple(Layer(params=n, forward_s=1.0, backward_s=1.0) for n in subgroups),
         subgroups=subgroups,
         wire_dtype=wire_dtype,  # type: ignore[arg-type]
+        gradient_accumulation_steps=micro_batches,
     )

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.engines.jit import compiled, inlined
-from simulator.schedule import Lane, OpKind
+from simulator.schedule import D2H_LANES, H2D_LANES, Lane, OpKind
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -36,20 +36,18 @@ M_CORES, M_DRAM, M_COPY_LATENCY, M_LAUNCH_LATENCY, M_UNIFIED, M_SHARES_CORES = r
 LANES = list(Lane)
 KINDS = list(OpKind)
 LANE_COUNT = len(LANES)
-_COMPUTE, _UPDATE, _H2D, _H2D_PARAMETERS, _D2H, _STORAGE, _NETWORK, _STORAGE_READ, _FETCH = (
+_COMPUTE, _UPDATE, _STORAGE, _NETWORK, _STORAGE_READ = (
     LANES.index(lane)
     for lane in (
         Lane.COMPUTE,
         Lane.DEVICE_UPDATE,
-        Lane.H2D,
-        Lane.H2D_PARAMETERS,
-        Lane.D2H,
         Lane.STORAGE,
         Lane.NETWORK,
         Lane.STORAGE_READ,
-        Lane.H2D_FETCH,
     )
 )
+_OUT = tuple(LANES.index(lane) for lane in sorted(D2H_LANES))
+_IN = tuple(LANES.index(lane) for lane in sorted(H2D_LANES))
 _GRADIENT_D2H = KINDS.index(OpKind.GRADIENT_D2H)
 _GRADIENT_H2D = KINDS.index(OpKind.GRADIENT_H2D)
 _PARAMETER_H2D = KINDS.index(OpKind.PARAMETER_H2D)
@@ -65,7 +63,7 @@ _NEVER = -1
 
 @inlined
 def _is_copy(lane: int) -> bool:
-    return lane in (_H2D, _H2D_PARAMETERS, _D2H, _FETCH)
+    return lane in _IN or lane in _OUT
 
 
 @inlined
@@ -102,7 +100,7 @@ def _fill_demand(ops: Floats, i: int, duration_s: float, machine: Floats, demand
     demand[lane, C_DEVICE] = ops[i, DEVICE_SHARE]
     speed = ops[i, WORK] / duration_s
     if copies:
-        demand[lane, C_D2H if lane == _D2H else C_H2D] = speed
+        demand[lane, C_D2H if lane in _OUT else C_H2D] = speed
         demand[lane, C_LINK] = speed
     elif lane == _STORAGE:
         demand[lane, C_STORAGE] = speed

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 from simulator.engines.sharing import max_min_speeds
 from simulator.machine import Machine
-from simulator.schedule import Lane, Op, OpKind, Schedule
+from simulator.schedule import D2H_LANES, H2D_LANES, Lane, Op, OpKind, Schedule
 from simulator.span import Span
 from simulator.timeline import MemorySample, Timeline
 
-_COPY_LANES = {Lane.H2D, Lane.H2D_PARAMETERS, Lane.D2H, Lane.H2D_FETCH}
+_COPY_LANES = D2H_LANES | H2D_LANES
 _LANE_ORDER = {lane: position for position, lane in enumerate(Lane)}
 _FREE_WHERE_UNIFIED = {
     OpKind.GRADIENT_D2H, OpKind.GRADIENT_H2D, OpKind.PARAMETER_H2D, OpKind.PARAMETER_D2H,
@@ -102,7 +102,7 @@ def demands(op: Op, machine: Machine, duration_s: float) -> dict[str, float]:
     demand = {"dram": dram, "cores": min(cores, machine.cpu_cores)}
     if op.lane in _COPY_LANES:
         speed = op.work / duration_s
-        demand["d2h" if op.lane == Lane.D2H else "h2d"] = speed
+        demand["d2h" if op.lane in D2H_LANES else "h2d"] = speed
         demand["link"] = speed
     if op.device_share:
         demand["device"] = op.device_share

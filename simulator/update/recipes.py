@@ -181,11 +181,18 @@ def into(
     return Step(kind, lane or way.lane, way.rate, size, waits, size, **fields)  # type: ignore[arg-type]
 
 
-def out_of(memory: Memory, kind: OpKind, size: Amount, waits: Wait, **fields: object) -> Step:
-    """A copy to host memory: its bytes are written to DRAM."""
+def out_of(
+    memory: Memory, kind: OpKind, size: Amount, waits: Wait, lane: Lane | None = None,
+    **fields: object,
+) -> Step:  # fmt: skip
+    """A copy to host memory: its bytes are written to DRAM.
+
+    Args:
+        lane: another than the tier's.
+    """
     way = TIERS[memory].out_of
     assert way is not None
-    return Step(kind, way.lane, way.rate, size, waits, size, **fields)  # type: ignore[arg-type]
+    return Step(kind, lane or way.lane, way.rate, size, waits, size, **fields)  # type: ignore[arg-type]
 
 
 def _device_update(waits: Wait) -> Step:
@@ -211,8 +218,9 @@ _PARAMETERS_OUT = out_of(
 # first: micro-batches are added on the device, as stock adds them.
 GRADIENT_TO_HOST = (
     into("device", OpKind.GRADIENT_H2D, lambda b: b.gradient, Wait.PREVIOUS | Wait.SUM,
-         Lane.H2D_PARAMETERS),
-    out_of("device", OpKind.GRADIENT_D2H, lambda b: b.gradient, Wait.PREVIOUS),
+         Lane.H2D_GRADIENTS),
+    out_of("device", OpKind.GRADIENT_D2H, lambda b: b.gradient, Wait.PREVIOUS,
+           Lane.D2H_GRADIENTS),
 )  # fmt: skip
 
 # With parameters that live on the device; `recipe_of` has those of the others too.

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from simulator.schedule import Lane
+from simulator.schedule import D2H_LANES, H2D_LANES, Lane
 from simulator.span import Span
 from simulator.timeline import Timeline
 from studies.gpu.contract import attached, differing, plan_of, settle, start, train
 from studies.gpu.suite import Figures, OutOfTimeError, Suite
 
-DEVICE_LANES = {Lane.H2D, Lane.H2D_PARAMETERS, Lane.D2H, Lane.DEVICE_UPDATE}
+DEVICE_LANES = D2H_LANES | H2D_LANES | {Lane.DEVICE_UPDATE}
 
 
 def ops(suite: Suite) -> Figures:

@@ -186,7 +186,10 @@ def test_every_lane_chooses_the_ranks_gpu(fake, device):
         lane.submit(lambda: threads.append(threading.get_ident()), [], ended[-1])
     for completion in ended:
         completion.wait_host()
-    assert set(threads) <= fake.devices_set
+    # Gradients are issued by the training thread, which has the rank's GPU already.
+    own = [ident for ident in threads if ident != threading.get_ident()]
+    assert len(own) == len(lanes) - 2
+    assert set(own) <= fake.devices_set
     for lane in lanes.values():
         lane.close()
 

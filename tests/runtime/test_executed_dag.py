@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -10,16 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.devices.base import Device
-from runtime.devices.lane import Completion
 from runtime.execution.executor import Executor
-from runtime.execution.step_template import step_template
+from runtime.execution.gradients import GradientHomes, ParameterSlice
+from runtime.execution.step_template import gradient_template, step_template
 from simulator import Layer, OpKind, Plan, Workload, build_schedule
 from simulator.update.order import order_of
 from simulator.update.recipes import recipe_of, ways
 
 STEPS = 4
-EXECUTED = {step.kind for way in ways() for step in recipe_of(*way).steps}
-GRADIENTS = {OpKind.GRADIENT_D2H, OpKind.GRADIENT_REDUCE, OpKind.BACKWARD}
+RECIPES = [recipe_of(*way) for way in ways()]
+GRADIENTS = {step.kind for recipe in RECIPES for step in recipe.gradient_steps}
+EXECUTED = {step.kind for recipe in RECIPES for step in recipe.steps} | GRADIENTS
+REDUCED = {OpKind.GRADIENT_REDUCE, OpKind.BACKWARD}  # DeepSpeed's own ops
 
 
 class Recorded:
@@ -31,6 +34,7 @@ class Recorded:
     def submit(self, body, waits, completion):
         del body
         self.notes.append((self.name, completion, list(waits)))
+        completion.issued.set()
 
 
 class Recording(Device):
@@ -45,67 +49,93 @@ class Recording(Device):
         return {name: Recorded(name, self.notes) for name in super().lanes()}
 
     def current_event(self):
-        return "norm"
+        return SimpleNamespace(query=lambda: True, synchronize=lambda: None)
 
 
 def executor_for(workload, plan):
     states = [
         SimpleNamespace(
             index=i, placement=p, parameter_home=home, elements=n, wire=torch.empty(1),
-            gradient=torch.empty(1),
+            gradient=torch.empty(n),
         )
         for i, (n, p, home) in enumerate(
             zip(workload.subgroups, plan.placements, plan.parameter_homes, strict=True)
         )
     ]  # fmt: skip
-    template = step_template(workload.subgroups, workload.wire_dtype, plan)
-    return Executor(Recording(), states, [], template, 1, SimpleNamespace(forms=list, moments=()))
+    template, gradients = (
+        cut(workload.subgroups, workload.wire_dtype, plan)
+        for cut in (step_template, gradient_template)
+    )
+    rule = SimpleNamespace(forms=list, moments=())
+    return Executor(Recording(), states, [], template, 1, rule, gradients)
 
 
 def executed(workload, plan):
-    """(step, kind, subgroup) -> names of what it waits for; and the ops of each lane in order."""
+    """(step, kind, subgroup, how often in this step) -> names of what it waits for; and the ops of
+    each lane in order.
+    """
     executor = executor_for(workload, plan)
-    arrivals = [Completion(("gradient", s)) for s in range(len(workload.subgroups))]
     names, waits, lanes = {}, {}, {}
     for step in range(STEPS):
         executor.device.notes.clear()
+        backward(executor, workload)
+        gradients = len(executor.device.notes)
         executor.prefetch()
         early = len(executor.device.notes)
-        executor.launch([None] * len(arrivals), lambda s: [arrivals[s]])
-        kinds = {t.op.label: (t.op.kind, t.op.subgroup) for t in executor.template}
+        executor.launch([None] * len(executor.states))
+        kinds = {op.label: (op.kind, op.subgroup) for op in ops_of(executor)}
+        seen = Counter()
         for number, (lane, completion, given_waits) in enumerate(executor.device.notes):
-            name = (step, *kinds[completion.label])
-            names[completion] = name
+            kind = kinds[completion.label]
+            name = names[completion] = (step, *kind, seen[kind])
+            seen[kind] += 1
             lanes.setdefault(lane, []).append(name)
-            waits[name] = {"prefetch"} if number < early else set()
+            waits[name] = {"prefetch"} if gradients <= number < early else set()
+            # The training stream's event: of the reduction, or of the norm.
+            event = "reduced" if number < gradients else "norm"
             for wait in given_waits:
-                known = "norm" if wait.event == "norm" else names.get(wait, wait.label)
-                waits[name] |= {known} - {""}
+                waits[name] |= {names.get(wait, event if wait.event else "")} - {""}
     return waits, lanes
+
+
+def backward(executor, workload):
+    """All micro-batches' gradients arrive, each subgroup's as one parameter's, the last first."""
+    slices = {i: ParameterSlice(i, 0, n, real=True) for i, n in enumerate(workload.subgroups)}
+    homes = GradientHomes(executor.device, executor.states, slices, executor.gradients)
+    last = workload.gradient_accumulation_steps - 1
+    for micro_batch in range(last + 1):
+        for i, n in reversed(list(enumerate(workload.subgroups))):
+            homes.accept(
+                slices[i], torch.zeros(n), first=micro_batch == 0, boundary=micro_batch == last
+            )
+
+
+def ops_of(executor):
+    return [t.op for t in (*executor.template, *executor.gradients._template.values())]
 
 
 def simulated(workload, plan):
     """The same of the schedule, without the training loop's own ops."""
     ops = build_schedule(workload, plan, iterations=STEPS).ops
-    waits, lanes = {}, {}
+    waits, lanes, names, seen = {}, {}, {}, Counter()
     for op in ops:
         if op.kind in EXECUTED:
-            name = (op.iteration, op.kind, op.subgroup)
+            kind = (op.iteration, op.kind, op.subgroup)
+            name = names[op.id] = (*kind, seen[kind])
+            seen[kind] += 1
             lanes.setdefault(op.lane, []).append(name)
-            waits[name] = {named(ops[i], op) for i in op.after}
+            waits[name] = {names[i] if i in names else named(ops[i], op) for i in op.after}
+            if "norm" in waits[name]:  # which comes behind all reductions
+                waits[name].discard("reduced")
     return waits, lanes
 
 
 def named(other, op):
-    if other.kind in EXECUTED:
-        return other.iteration, other.kind, other.subgroup
     if other.kind == OpKind.NORM:
         assert other.iteration == op.iteration
         return "norm"
-    assert other.kind in GRADIENTS
-    if op.kind == OpKind.STATE_H2D:
-        return "prefetch"
-    return ("gradient", op.subgroup)
+    assert other.kind in REDUCED
+    return "prefetch" if op.kind == OpKind.STATE_H2D else "reduced"
 
 
 def random_case(rng):
@@ -157,22 +187,24 @@ def test_buffers_of_two_updates_at_once_are_never_the_same():
             uses, count = [(step, s) for step in range(STEPS) for s in users], len(slots)
             for number, (step, s) in enumerate(uses[count:], start=count):
                 before = uses[number - count]
-                assert (before[0], copy, before[1]) in waits[step, update, s]
+                assert (before[0], copy, before[1], 0) in waits[step, update, s, 0]
                 mine, theirs = (executor._parameter_out(i, n) for n, i in ((step, s), before))
                 assert mine.data_ptr() == theirs.data_ptr()
 
 
-@pytest.mark.parametrize("forgotten", ["now", "before"])
+@pytest.mark.parametrize("forgotten", ["now", "before", "needs_arrival", "after", "reduced"])
 def test_a_forgotten_wait_is_seen(forgotten, monkeypatch):
     workload = Workload(
-        name="w", layers=(Layer(params=40, forward_s=1.0, backward_s=1.0),), subgroups=(10,) * 4
-    )
+        name="w", layers=(Layer(params=40, forward_s=1.0, backward_s=1.0),), subgroups=(10,) * 4,
+        gradient_accumulation_steps=2,
+    )  # fmt: skip
     plan = Plan(subgroup_size=10, placement=Plan.runs(["host"] * 4), staging_slots=0)
-
-    whole = step_template(workload.subgroups, "bf16", plan)
+    cut = "gradient_template" if forgotten in ("after", "reduced") else "step_template"
+    whole = globals()[cut](workload.subgroups, "bf16", plan)
 
     def without(*_):
         return [dataclasses.replace(t, **{forgotten: ()}) for t in whole]
 
-    monkeypatch.setitem(globals(), "step_template", without)
+    assert executed(workload, plan)[0] == simulated(workload, plan)[0]
+    monkeypatch.setitem(globals(), cut, without)
     assert executed(workload, plan)[0] != simulated(workload, plan)[0]

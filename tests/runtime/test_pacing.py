@@ -8,6 +8,9 @@ import torch
 
 from runtime.devices.emulated import EmulatedDevice, EmulatedRates
 from runtime.devices.pacing import FluidPacer
+from runtime.execution.gradient_ops import GradientOps
+from runtime.execution.step_template import gradient_template
+from simulator import Plan
 from simulator.schedule import Lane
 
 
@@ -69,15 +72,23 @@ def test_gradients_cross_in_the_background_in_order():
     device = EmulatedDevice(EmulatedRates(d2h_bytes_per_s=1e6))
     homes = [torch.zeros(2000) for _ in range(3)]
     sources = [torch.full((2000,), float(i)) for i in range(3)]
-    arrivals = [device.store_gradient(h, s) for h, s in zip(homes, sources, strict=True)]
+    ops = gradient_ops(device, [2000] * 3)
+    for subgroup in range(3):
+        ops.send(subgroup, homes[subgroup], sources[subgroup], summed=False)
+    (latest,) = ops.arrived(2)
     for source in sources:
         source.fill_(-1.0)  # the backward goes on and reuses its buffers
-    assert not arrivals[-1].ended, "the copy did not run in the background"
-    arrivals[-1].wait_host()
+    assert not latest.ended, "the copy did not run in the background"
+    latest.wait_host()
     assert [float(h[-1]) for h in homes] == [0.0, 1.0, 2.0]
-    fetched = device.fetch_gradient(homes[2], torch.device("cpu"), arrivals[2])
-    assert fetched.data_ptr() != homes[2].data_ptr()
-    device.close()
+    total = ops.fetch_sum(2, homes[2], torch.ones(2000))
+    assert total.data_ptr() != homes[2].data_ptr()
+    assert float(total[-1]) == 3.0
+
+
+def gradient_ops(device, sizes):
+    plan = Plan(subgroup_size=max(sizes), placement=Plan.runs(["host"] * len(sizes)))
+    return GradientOps(device, device.lanes(), gradient_template(tuple(sizes), "bf16", plan))
 
 
 def test_both_ways_share_the_link():

@@ -74,6 +74,7 @@ def test_random_ops_on_every_lane(seed):
         Lane.D2H: "d2h_bytes_per_s", Lane.HOST: "host_adam_params_per_s",
         Lane.STORAGE: "storage_write_bytes_per_s", Lane.NETWORK: "network_bytes_per_s",
         Lane.STORAGE_READ: "storage_read_bytes_per_s", Lane.H2D_FETCH: "h2d_bytes_per_s",
+        Lane.D2H_GRADIENTS: "d2h_bytes_per_s", Lane.H2D_GRADIENTS: "h2d_bytes_per_s",
     }  # fmt: skip
     for number in range(rng.randint(1, 60)):
         lane = rng.choice(list(Lane))

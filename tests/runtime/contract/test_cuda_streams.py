@@ -1,18 +1,21 @@
 """`CudaDevice` itself, on streams that are threads: its waits, and that a missing one shows."""
 
+import dataclasses
 import mmap
 
 import pytest
 import torch
 
 import runtime
+import runtime.execution.session
 from runtime.devices.cuda import CudaDevice
 from runtime.devices.lane import Completion
 from runtime.execution.executor import Executor
-from runtime.execution.gradients import GradientHomes
+from runtime.execution.gradient_ops import GradientOps
+from runtime.execution.step_template import gradient_template
 from runtime.replan.auto import observed_workload
 from runtime.zero.attach import switch_plan
-from simulator.schedule import Lane
+from simulator.schedule import Lane, OpKind
 from studies.bench.bits import state_of
 from studies.byte_gpt import ByteGPT, ByteGPTConfig
 from tests.runtime import fake_cuda
@@ -120,11 +123,16 @@ def test_readers_ask_nothing_once_all_updates_have_ended(fake, monkeypatch):
 
 
 def test_the_timeline_has_the_devices_clock(fake):
-    ours = attached(engine_for("clipping"), MIX)
-    train(ours, 3)
+    ours = attached(engine_for("accumulation"), MIX)
+    train(ours, 3 * ours.gradient_accumulation_steps())
     spans = ours.optimizer.timeline().spans
     ours.destroy()
-    assert {span.lane for span in spans} >= {Lane.H2D, Lane.D2H, Lane.DEVICE_UPDATE}
+    gradients = {Lane.D2H_GRADIENTS, Lane.H2D_GRADIENTS}
+    assert {span.lane for span in spans} >= {Lane.H2D, Lane.D2H, Lane.DEVICE_UPDATE} | gradients
+    homes = [s for s in spans if s.kind == OpKind.GRADIENT_D2H and s.iteration == 2]
+    (backward, *_) = [s for s in spans if s.kind == OpKind.BACKWARD and s.iteration == 2]
+    assert homes
+    assert all(s.start_s >= backward.start_s for s in homes)
     assert all(span.end_s >= span.start_s >= 0 for span in spans)
 
 
@@ -194,11 +202,15 @@ def no_updates(*_):
     return []
 
 
+def without_waits(*args):
+    return [dataclasses.replace(t, after=()) for t in gradient_template(*args)]
+
+
 RACES = {
-    "an update does not wait for its gradient": (GradientHomes, "arrived", lambda *args: []),
+    "an update does not wait for its gradient": (GradientOps, "arrived", lambda *args: []),
     "forward does not wait for its parameters": (Completion, "wait_on", no_wait),
     "the next sum is fetched before it is home": (
-        CudaDevice, "fetch_gradient", lambda self, home, to, arrival: home.to(to),
+        runtime.execution.session, "gradient_template", without_waits,
     ),
     "offloaded parameters come in before their update": (Executor, "updates_of", no_updates),
 }  # fmt: skip

@@ -9,8 +9,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import runtime
 from runtime.devices.emulated import EmulatedDevice, EmulatedRates
-from runtime.execution import gradients
-from runtime.execution.gradients import GradientHomes
+from runtime.execution import gradient_ops
+from runtime.execution.gradient_ops import GradientOps
 from runtime.zero.attach import host_bytes
 from runtime.zero.host_memory import needed_bytes
 from runtime.zero.stage3_buffers import gradient_of, split_gradients
@@ -112,28 +112,29 @@ def test_eight_billion_parameters_on_the_host_with_gradients_in_fp32():
 def test_gradients_under_way_are_bounded(monkeypatch):
     """The link is slower than backward: without the bound most of them would wait for it."""
     most = 30_000  # bytes: some parameters are larger, and go alone
-    monkeypatch.setattr(gradients, "GRADIENTS_UNDER_WAY_BYTES", most)
+    monkeypatch.setattr(gradient_ops, "GRADIENTS_UNDER_WAY_BYTES", most)
     expected = outcome(start(accumulation=2), 4)
     engine, sent, seen = start(accumulation=2), deque(), []
 
-    class Slow(EmulatedDevice):
-        def store_gradient(self, home, source):
-            arrival = super().store_gradient(home, source)
-            sent.append((arrival, source.nbytes))
-            under_way = [n for arrival, n in sent if not arrival.ended]
-            seen.append((sum(under_way), len(under_way), source.nbytes))
-            return arrival
+    def noted(ops, item, home, source, send=GradientOps._send):
+        send(ops, item, home, source)
+        sent.append((ops.latest, source.nbytes))
+        under_way = [n for arrival, n in sent if not arrival.ended]
+        seen.append((sum(under_way), len(under_way), source.nbytes))
 
-    device = Slow(EmulatedRates(d2h_bytes_per_s=20e6))
+    monkeypatch.setattr(GradientOps, "_send", noted)
+    device = EmulatedDevice(EmulatedRates(d2h_bytes_per_s=20e6))
     runtime.attach(engine, plan_for(engine, ["host"]), device=device)
     ours = outcome(engine, 4)
     assert_same(ours, expected)
     assert any(count > 1 for _, count, _ in seen), "they do overlap backward"
     assert all(total <= max(most, size) for total, _, size in seen), max(seen)
-    monkeypatch.setattr(GradientHomes, "_make_room", lambda *_: None)
+    monkeypatch.setattr(GradientOps, "_make_room", lambda *_: None)
     engine = start(accumulation=2)
     seen.clear()
-    runtime.attach(engine, plan_for(engine, ["host"]), device=Slow(EmulatedRates(None, 20e6)))
+    runtime.attach(
+        engine, plan_for(engine, ["host"]), device=EmulatedDevice(EmulatedRates(None, 20e6))
+    )
     train(engine, 4)
     engine.destroy()
     assert max(seen)[0] > 2 * most, "nothing else bounds them"

@@ -9,9 +9,8 @@ import runtime
 import runtime.execution.session
 from runtime.devices import cuda
 from runtime.devices.cuda import CudaDevice
-from runtime.devices.lane import Completion, Lane
+from runtime.devices.lane import Lane
 from runtime.execution.executor import Executor
-from runtime.execution.gradients import GradientHomes
 from simulator.schedule import Lane as LaneName
 from studies.bench.bits import state_of
 from tests.runtime.contract.test_bits import MIX, Switching, engine_for
@@ -87,10 +86,14 @@ def unordered_lanes(self):
     return lanes
 
 
-def early_gradient(self, home, source):
-    self.copy(home, source, LaneName.D2H, self._gradients)
-    source.record_stream(self._gradients)
-    return Completion.done(cuda._record_event(self._gradients))
+def with_gradients(**changes):
+    """The template of gradients without some of its waits."""
+    made = runtime.execution.session.gradient_template
+
+    def template(*args, **kwargs):
+        return [dataclasses.replace(op, **changes) for op in made(*args, **kwargs)]
+
+    return runtime.execution.session, "gradient_template", template
 
 
 def nothing(*args, **kwargs):
@@ -99,12 +102,11 @@ def nothing(*args, **kwargs):
 
 MUTANTS = {
     "a gradient is copied before it is there": (
-        "ZeRO-3, accumulation", (CudaDevice, "store_gradient", early_gradient)),
+        "ZeRO-3, accumulation", with_gradients(reduced=False)),
     "an update does not wait for its gradient": (
-        "ZeRO-3, clipping", (GradientHomes, "arrived", lambda *_: [])),
+        "ZeRO-3, clipping", without(needs_arrival=False)),
     "the next sum is fetched before the last is home": (
-        "ZeRO-3, accumulation", (CudaDevice, "fetch_gradient", lambda self, home, to, arrival:
-                         torch.empty_like(home).copy_(home, non_blocking=True))),
+        "ZeRO-3, accumulation", with_gradients(after=())),
     "gradients' memory is reduced into again": (
         "ZeRO-2, full buckets", (CudaDevice, "before_reuse", nothing)),
     "readers wait for nothing": ("ZeRO-3, clipping", (Executor, "updates_of", lambda *_: [])),

@@ -1,0 +1,132 @@
+"""The ops of gradients that cross to the host, on the schedule's lanes and behind its waits."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from runtime.devices.base import Device
+from runtime.devices.lane import Completion, Lane
+from runtime.execution.step_template import GradientOp
+from simulator.schedule import Lane as LaneName
+from simulator.schedule import Op, OpKind
+from simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES
+
+KEPT_PARTS = 65536  # of one step, for the measured timeline
+
+
+class GradientOps:
+    """Called by the training thread alone.
+
+    A subgroup's op is run in parts, one for each parameter that arrives. Its lane runs them in
+    order, so that the latest one's end is the op's.
+
+    Attributes:
+        parts: since they were last taken, for the measured timeline.
+        latest: the way home that was begun last, of all subgroups.
+    """
+
+    def __init__(
+        self, device: Device, lanes: Mapping[LaneName, Lane], template: Sequence[GradientOp]
+    ) -> None:
+        self.parts: deque[tuple[Op, Completion]] = deque(maxlen=KEPT_PARTS)
+        self.latest: Completion | None = None
+        self.before_op: Callable[[Op], None] | None = None  # fault and delay injection
+        self._device, self._lanes = device, lanes
+        self._template = {(t.op.kind, t.op.subgroup, t.summed): t for t in template}
+        self._ends: dict[tuple[OpKind, int], Completion] = {}
+        self._under_way: deque[tuple[Completion, int]] = deque()  # home, with their bytes
+
+    def send(
+        self, subgroup: int, home: torch.Tensor, source: torch.Tensor, *, summed: bool
+    ) -> None:
+        """Starts the way home of a part; ``summed``: `fetch_sum` gave it.
+
+        ``source`` may be dropped at once, but written again only after `before_reuse`.
+        """
+        self._send(self._template[OpKind.GRADIENT_D2H, subgroup, summed], home, source)
+
+    def set_aside(self, subgroup: int, home: torch.Tensor, source: torch.Tensor) -> None:
+        """As `send`, for a gradient of the window before: no schedule has it, no update reads it
+        unless the last micro-batch does not reach its parameter.
+        """
+        op = Op(-1, OpKind.GRADIENT_D2H, LaneName.D2H_GRADIENTS, 0, subgroup=subgroup)
+        self._send(GradientOp(op, summed=False, reduced=True, after=()), home, source)
+
+    def _send(self, item: GradientOp, home: torch.Tensor, source: torch.Tensor) -> None:
+        self._make_room(source.nbytes)
+        lane = item.op.lane
+        stream = self._lanes[lane].stream
+        leaving = self._device.leaving(source, stream)
+        self.latest = self._submit(
+            item, source.nbytes, lambda: self._device.copy(home, leaving, lane, stream)
+        )
+        self._under_way.append((self.latest, source.nbytes))
+
+    def _make_room(self, size_bytes: int) -> None:
+        """What is under way stays within `GRADIENTS_UNDER_WAY_BYTES`, or is one gradient.
+
+        The host waits, not a stream: it hands out the memory of the next gradients, which it could
+        not take from those that are still being copied. It is no more than that ahead of backward.
+        """
+        left = sum(n for _, n in self._under_way) + size_bytes
+        while self._under_way:
+            oldest, n = self._under_way[0]
+            if left <= GRADIENTS_UNDER_WAY_BYTES and not oldest.ended:
+                break
+            oldest.wait_host()
+            self._under_way.popleft()
+            left -= n
+
+    def fetch_sum(self, subgroup: int, base: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """``base + gradient`` on the device, for the caller (on CUDA: its stream) to read."""
+        item = self._template[OpKind.GRADIENT_H2D, subgroup, True]
+        stream = self._lanes[item.op.lane].stream
+        total = self._device.empty_on(gradient.device, base)
+        completion = self._submit(
+            item, base.nbytes, lambda: self._device.fetch_sum(total, base, gradient, stream)
+        )
+        for waiting in self._device.training_streams() or [None]:
+            completion.wait_on(waiting)
+        return total
+
+    def _submit(self, item: GradientOp, size_bytes: int, copy: Callable[[], None]) -> Completion:
+        op = item.op._replace(work=size_bytes)
+        # What the training stream has been given so far: the reduction, and the memory's last use.
+        waits = [Completion.done(self._device.current_event())] if item.reduced else []
+        ends = self._ends
+        waits += [ends[k, op.subgroup] for k in item.after if (k, op.subgroup) in ends]
+
+        def body() -> None:
+            if self.before_op is not None:
+                self.before_op(op)
+            copy()
+
+        completion = Completion(op.label)
+        ends[op.kind, op.subgroup] = completion
+        self.parts.append((op, completion))
+        self._lanes[op.lane].submit(body, waits, completion)
+        return completion
+
+    def arrived(self, subgroup: int) -> list[Completion]:
+        """What has to end before all that was sent home of a subgroup is there."""
+        end = self._ends.get((OpKind.GRADIENT_D2H, subgroup))
+        return [] if end is None else [end]
+
+    def before_reuse(self) -> None:
+        """Called before the memory of what was sent so far is written again."""
+        if self.latest is not None:
+            self._device.before_reuse(self.latest)
+
+    def wait(self) -> None:
+        """Blocks until nothing is under way: a step that was skipped has waited for no gradient."""
+        for completion in self._ends.values():
+            completion.wait_host()
+
+    def take_parts(self) -> list[tuple[Op, Completion]]:
+        """``parts``, which begin anew."""
+        taken = list(self.parts)
+        self.parts.clear()
+        return taken
