@@ -119,7 +119,7 @@ def test_times_where_no_template_looks_are_always_built():
 CHANGES = {
     "wire_dtype": "fp32", "grad_bytes_per_param": 4, "optimizer": "lion", "clip": False,
     "gradient_accumulation_steps": 3, "ranks_per_node": 2, "pipeline_idle_s": 0.0,
-    "stock_backward_extra_s": 0.5, "stock_threads": 2,
+    "stock_backward_extra_s": 0.5, "stock_threads": 2, "live_params": 600,
     "subgroups": (500, 300, 200, 200, 200), "reduced_beside": 0.3,
     "layers": (*workload().layers[:3], workload().layers[3].model_copy(
         update={"network_gather_bytes": 7})),
@@ -143,7 +143,8 @@ def test_another_structure_is_another_template(name, change):
 
 def test_every_field_is_either_written_anew_or_told_apart():
     assert {*CHANGES, *BELOW, *RETIMED_WORKLOAD} == set(Workload.model_fields)
-    told_apart = {"params", "network_gather_bytes", "network_reduce_bytes"}
+    told_apart = {"params", "network_gather_bytes", "network_reduce_bytes", "persistent_params",
+                  "regathered_params"}  # fmt: skip
     assert {*told_apart, *RETIMED_LAYER} == set(Layer.model_fields)
 
 
