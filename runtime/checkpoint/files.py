@@ -51,6 +51,14 @@ class Files:
     def truncate(self, descriptor: int, size_bytes: int) -> None:
         self._retry("truncate", os.ftruncate, descriptor, size_bytes)
 
+    def allocate(self, descriptor: int, size_bytes: int) -> None:
+        """Grows a file to this length with blocks of its own on the disk."""
+        self._retry("allocate", os.posix_fallocate, descriptor, 0, size_bytes)
+
+    def fdatasync(self, descriptor: int) -> None:
+        """As `fsync`, for a file whose length stays."""
+        self._retry("fdatasync", os.fdatasync, descriptor)
+
     def fsync(self, descriptor: int) -> None:
         """Never retried on an error: the kernel may have dropped the dirty pages already."""
         self._retry("fsync", os.fsync, descriptor)
@@ -86,12 +94,16 @@ class Files:
         data: bytes = self._retry("read", Path.read_bytes, path)
         return data
 
+    def pread(self, descriptor: int, data: memoryview, offset: int) -> int:
+        """May read less than fits."""
+        count: int = self._retry("preadv", os.preadv, descriptor, [data], offset)
+        return count
+
     def read_into(self, descriptor: int, data: memoryview, offset: int) -> int:
         """Reads until ``data`` is full or the file ends; returns how much."""
         done = 0
         while done < len(data):
-            args = (descriptor, [data[done:]], offset + done)
-            count: int = self._retry("preadv", os.preadv, *args)
+            count = self.pread(descriptor, data[done:], offset + done)
             if not count:
                 break
             done += count

@@ -42,11 +42,13 @@ Inside = Annotated[str, AfterValidator(_inside)]
 Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 
 
-class _Page(BaseModel):
+class Page(BaseModel):
+    """What `dump` writes and `parse` reads."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class FileRecord(_Page):
+class FileRecord(Page):
     """One file: its length, and the hash of each ``block_bytes`` of it, in order."""
 
     path: Inside
@@ -62,7 +64,7 @@ class FileRecord(_Page):
         return self
 
 
-class RankManifest(_Page):
+class RankManifest(Page):
     """A rank's vote: everything listed here is on disk.
 
     Attributes:
@@ -81,13 +83,13 @@ class RankManifest(_Page):
     files: list[FileRecord]
 
 
-class RankSeal(_Page):
+class RankSeal(Page):
     path: Inside
     size_bytes: int = Field(ge=0)
     hash: Hash
 
 
-class GlobalManifest(_Page):
+class GlobalManifest(Page):
     """Written last: a folder that has it is a whole checkpoint.
 
     Attributes:
@@ -113,10 +115,10 @@ class GlobalManifest(_Page):
         return self
 
 
-PageT = TypeVar("PageT", bound=_Page)
+PageT = TypeVar("PageT", bound=Page)
 
 
-def dump(page: _Page) -> bytes:
+def dump(page: Page) -> bytes:
     """The one way a manifest is written: the body, then the hash of its bytes."""
     body = page.model_dump_json()
     return f'{{"body":{body},"xxh3_128":"{block_hash(body.encode())}"}}\n'.encode()

@@ -12,7 +12,7 @@ from pathlib import Path
 from runtime.checkpoint.errors import CheckpointError
 from runtime.checkpoint.files import Files
 
-_NO_DIRECT = {errno.EINVAL, errno.ENOTSUP}
+NO_DIRECT = {errno.EINVAL, errno.ENOTSUP}
 
 
 class OutputFile:
@@ -38,7 +38,7 @@ class OutputFile:
             try:
                 written = self._files.pwrite(descriptor, data, offset)
             except OSError as error:
-                if error.errno not in _NO_DIRECT:
+                if error.errno not in NO_DIRECT:
                     raise self._explain(error) from error
                 written = 0
             data, offset = data[written:], offset + written
@@ -72,10 +72,10 @@ class OutputFile:
             if self._direct is None and self._try_direct:
                 try:
                     self._direct = self._files.open(
-                        self._path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT
+                        self._path, os.O_RDWR | os.O_CREAT | os.O_DIRECT
                     )
                 except OSError as error:
-                    if error.errno not in _NO_DIRECT:
+                    if error.errno not in NO_DIRECT:
                         raise self._explain(error) from error
                     self._try_direct = False
             return self._direct
@@ -83,10 +83,10 @@ class OutputFile:
     def _open_buffered(self) -> int:
         with self._lock:
             if self._buffered is None:
-                self._buffered = self._files.open(self._path, os.O_WRONLY | os.O_CREAT)
+                self._buffered = self._files.open(self._path, os.O_RDWR | os.O_CREAT)
             return self._buffered
 
-    def _explain(self, error: OSError) -> CheckpointError:
+    def _explain(self, error: OSError) -> Exception:
         return CheckpointError(
             f"writing {self._path} failed: {error.strerror or error} "
             f"({errno.errorcode.get(error.errno or 0, error.errno)}); the checkpoint is abandoned, "

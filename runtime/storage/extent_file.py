@@ -1,0 +1,102 @@
+"""One drive's file of extents: preallocated, read and written past the page cache."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from pathlib import Path
+
+from runtime.checkpoint.files import Files
+from runtime.checkpoint.format.output import NO_DIRECT, OutputFile
+from runtime.storage.errors import StorageError
+
+
+class ExtentFile(OutputFile):
+    """Aligned blocks go to it and come from it on any thread.
+
+    Raises:
+        StorageError: of every method: what the system said, and of which file.
+    """
+
+    def __init__(self, path: Path, size_bytes: int, files: Files) -> None:
+        super().__init__(path, size_bytes, files)
+        self.path = path
+
+    def reserve(self) -> None:
+        """Has the disk set the file's blocks aside, so that no later write finds it full."""
+        try:
+            folder = os.statvfs(self.path.parent)
+            held = self.path.stat().st_blocks * 512 if self.path.exists() else 0
+            free = folder.f_bavail * folder.f_frsize + held
+            if free < self._size:
+                raise StorageError(
+                    f"{self.path.parent} must have {self._size} bytes free for the state planned "
+                    f"there, but has {free}: make room, give another directory, store fewer "
+                    "subgroups, or keep fewer steps"
+                )
+            descriptor = self._open_buffered()
+            self._files.truncate(descriptor, self._size)
+            if self._size:
+                self._files.allocate(descriptor, self._size)
+            self._files.fsync(descriptor)
+            self._files.fsync_folder(self.path.parent)  # its name, which no manifest repeats
+        except OSError as error:
+            raise self._explain(error) from error
+
+    def check(self) -> None:
+        """That the file is there as it was reserved.
+
+        Raises:
+            StorageError: it is not.
+        """
+        size = self.path.stat().st_size if self.path.exists() else 0
+        if size != self._size:
+            raise self._cut_short(size)
+
+    def read(self, data: memoryview, offset: int) -> None:
+        """Fills ``data``, which is aligned, as is ``offset``."""
+        done, descriptor = 0, self._open_direct()
+        try:
+            if descriptor is not None:
+                try:
+                    done = self._files.pread(descriptor, data, offset)
+                except OSError as error:
+                    if error.errno not in NO_DIRECT:
+                        raise
+            if done < len(data):
+                done += self._files.read_into(self._open_buffered(), data[done:], offset + done)
+        except OSError as error:
+            raise self._explain(error, "reading") from error
+        if done < len(data):
+            raise self._cut_short(offset + done)
+
+    def _cut_short(self, size_bytes: int) -> StorageError:
+        return StorageError(
+            f"{self.path} must have {self._size} bytes, but has {size_bytes}: it was deleted or "
+            "cut short; restore it, or start from a checkpoint elsewhere"
+        )
+
+    def sync(self) -> None:
+        """Returns when all that was written is on the disk."""
+        try:
+            self._files.fdatasync(self._open_buffered())
+        except OSError as error:
+            raise self._explain(error, "syncing") from error
+
+    @property
+    def descriptor(self) -> int:
+        """For mapping it into memory."""
+        return self._open_buffered()
+
+    def close(self) -> None:
+        """What was committed was synced before: nothing that goes wrong here matters."""
+        with contextlib.suppress(OSError):
+            super().close()
+
+    def _explain(self, error: OSError, doing: str = "writing") -> Exception:
+        return StorageError(
+            f"{doing} {self.path} failed: {error.strerror or error} "
+            f"({errno.errorcode.get(error.errno or 0, error.errno)}); the steps that were "
+            "committed before are intact: look at the drive, then resume"
+        )

@@ -1,0 +1,177 @@
+"""The folders of a store: whose they are, and that they belong together."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from runtime.checkpoint.errors import ManifestError
+from runtime.checkpoint.files import Files
+from runtime.checkpoint.format.manifest import PageT, dump, parse
+from runtime.checkpoint.protocol.ownership import owner
+from runtime.storage.errors import StorageError
+from runtime.storage.pages import StepRecord, StepsPage, StorePage
+
+
+@dataclass(frozen=True)
+class Drive:
+    """A directory to store to.
+
+    Attributes:
+        weight: its bandwidth, in the unit of the others'.
+    """
+
+    directory: Path
+    weight: float = 1.0
+
+
+class Folders:
+    """One rank's names in the directories of its store, locked while this exists.
+
+    Raises:
+        StorageError: another process has the lock.
+    """
+
+    def __init__(self, drives: Sequence[Drive], rank: int, files: Files) -> None:
+        self._drives, self._rank, self._files = drives, rank, files
+        self._locks: list[int] = []
+        try:
+            for drive in drives:
+                self._grow(drive.directory)
+                self._locks.append(_lock(self._path(drive, "lock"), files))
+        except BaseException:
+            self.close()
+            raise
+
+    def _grow(self, directory: Path) -> None:
+        grown = [p.parent for p in (directory, *directory.parents) if not p.exists()]
+        self._files.mkdir(directory)
+        for parent in grown:
+            self._files.fsync_folder(parent)
+
+    def _path(self, drive: Drive, kind: str) -> Path:
+        return drive.directory / f"rank_{self._rank:05d}.{kind}"
+
+    def extents(self, drive: Drive) -> Path:
+        return self._path(drive, "extents")
+
+    @property
+    def _steps(self) -> Path:
+        return self._path(self._drives[0], "steps.json")
+
+    def claim(self, wanted: StorePage) -> tuple[str, list[StepRecord]]:
+        """The nonce and the steps of the store that is there; a new one's where there is none, or
+        one without a step.
+
+        Raises:
+            StorageError: it holds steps, but is not what is wanted; its pages cannot be read.
+        """
+        pages = [self._read(self._path(d, "store.json"), StorePage) for d in self._drives]
+        self._check_order(pages)
+        steps = self._read(self._steps, StepsPage)
+        if steps is None or not steps.steps:
+            self._check_world(wanted)
+            return self._make(wanted), []
+        for number, page in enumerate(pages):
+            expected = wanted.model_copy(update={"nonce": steps.nonce, "drive": number})
+            _check_same(page, expected, self._drives[number].directory)
+        return steps.nonce, steps.steps
+
+    def _check_order(self, pages: Sequence[StorePage | None]) -> None:
+        """Drive 0 has the manifest: with another directory in its place there would be no step."""
+        there = [page.drive for page in pages if page is not None]
+        if there != list(range(len(there))):
+            names = [str(drive.directory) for drive in self._drives]
+            raise StorageError(
+                "the directories of stored state must be given in the order in which it was "
+                f"written, but {names} hold the drives "
+                f"{[page and page.drive for page in pages]} of it: put them in order, or give "
+                "empty ones"
+            )
+
+    def _make(self, wanted: StorePage) -> str:
+        nonce = uuid.uuid4().hex
+        for number, drive in enumerate(self._drives):
+            page = wanted.model_copy(update={"nonce": nonce, "drive": number})
+            self._files.write_durably(self._path(drive, "store.json"), dump(page))
+        return nonce
+
+    def _check_world(self, wanted: StorePage) -> None:
+        """A rank that has no steps here may still stand beside others' of another world size."""
+        for path in sorted(self._drives[0].directory.glob("rank_*.steps.json")):
+            steps = self._read(path, StepsPage)
+            page = self._read(path.with_name(path.name.replace("steps", "store")), StorePage)
+            if steps and steps.steps and page and page.world_size != wanted.world_size:
+                _refuse(path.parent, "world_size", page.world_size, wanted.world_size)
+
+    def commit(self, nonce: str, steps: list[StepRecord]) -> None:
+        """The steps that are there from now on, durably: the one rename is the commit.
+
+        Raises:
+            StorageError: the manifest could not be written.
+        """
+        page = StepsPage(nonce=nonce, steps=steps)
+        try:
+            self._files.write_durably(self._steps, dump(page), "manifest")
+        except OSError as error:
+            raise StorageError(
+                f"writing {self._steps} failed: {error.strerror or error}; the steps committed "
+                "before are intact: look at the drive, then resume"
+            ) from error
+        self._files.point("committed")
+
+    def _read(self, path: Path, kind: type[PageT]) -> PageT | None:
+        try:
+            return parse(self._files.read(path), kind, path.name)
+        except FileNotFoundError:
+            return None
+        except (OSError, ManifestError) as error:
+            raise StorageError(
+                f"{path} cannot be read: {error}; the state beside it is not touched: restore the "
+                "file, or give another directory"
+            ) from error
+
+    def close(self) -> None:
+        for descriptor in self._locks:
+            with contextlib.suppress(OSError):
+                self._files.close(descriptor)
+        self._locks = []
+
+
+def _check_same(page: StorePage | None, expected: StorePage, directory: Path) -> None:
+    for field in StorePage.model_fields:
+        found, wanted = getattr(page, field, None), getattr(expected, field)
+        if found != wanted:
+            _refuse(directory, field, found, wanted)
+
+
+def _refuse(directory: Path, field: str, found: object, wanted: object) -> None:
+    had, wants = (f"{value!s:.80}" for value in (found, wanted))
+    raise StorageError(
+        f"the state stored in {directory} must be used as it was written, but it has {field} = "
+        f"{had} and this run wants {wants}: resume with what it was written with (plan, "
+        "ranks, directories in their order), or give an empty directory"
+    )
+
+
+def _lock(path: Path, files: Files) -> int:
+    """Held until it is closed or the process ends."""
+    descriptor = files.open(path, os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
+        files.close(descriptor)
+        raise StorageError(
+            f"a directory of stored state belongs to one run at a time, but {path} is locked by "
+            f"{holder}: end that run, or give another directory"
+        ) from error
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, json.dumps(owner()).encode(), 0)
+    return descriptor

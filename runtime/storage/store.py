@@ -1,0 +1,428 @@
+"""The state of subgroups on storage: read, written out of place, committed step by step."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from runtime.checkpoint.files import Files
+from runtime.checkpoint.format.manifest import block_hash
+from runtime.checkpoint.format.memory import ALIGNMENT, memory_at
+from runtime.storage.errors import DamagedError, StorageError
+from runtime.storage.extent_file import ExtentFile
+from runtime.storage.folder import Drive, Folders
+from runtime.storage.layout import Block, Layout, padded
+from runtime.storage.pages import ExtentRecord, StepRecord, StorePage
+from runtime.storage.view import View
+from runtime.storage.workers import Bounce, Transfer, Workers
+from simulator.plan import BLOCK_BYTES
+
+DEPTH = 4
+DEADLINE_S = 300.0
+
+
+@dataclass
+class _Subgroup:
+    """What is where; belongs to the store's condition.
+
+    Attributes:
+        versions: of the state in each extent; None: nothing, or something half written.
+        live: the extent that was written last; -1: none.
+        unchecked: its hash is to be compared at the next read.
+    """
+
+    versions: list[int | None]
+    hashes: list[str]
+    live: int = -1
+    unchecked: bool = False
+    view: View | None = field(default=None, repr=False)
+
+
+class ExtentStore:
+    """Master and moments of one rank's stored subgroups. Made by `open`; thread-safe, but a
+    subgroup is read and written by one thread at a time.
+
+    A version is what one launched update makes: all subgroups are written once for it. A write goes
+    to an extent that no committed step names, and that holds no announced version: so a committed
+    step stays until a newer one is. The first failure to write or to sync ends the store's life:
+    every later write and commit raises it.
+    """
+
+    def __init__(
+        self, folders: Folders, layout: Layout, files: Sequence[ExtentFile], nonce: str,
+        steps: list[StepRecord], keep: int, depth: int, block_bytes: int, deadline_s: float,
+        *, verify_reads: bool,
+    ) -> None:  # fmt: skip
+        self._folders, self._layout, self._files = folders, layout, files
+        self._nonce, self._keep, self._deadline_s = nonce, keep, deadline_s
+        self._verify_reads = verify_reads
+        self._condition = threading.Condition()
+        self._subgroups = {
+            s: _Subgroup([None] * layout.extents, [""] * layout.extents) for s in layout.sizes
+        }
+        self._steps = steps
+        self._passed_over = set[int]()  # steps that were not restored although they are newer
+        self._announced = set[int]()
+        self._failure: BaseException | None = None
+        self._progress_s = 0.0  # when something was written or committed last
+        self._readers = [Workers("storage read", depth, block_bytes) for _ in files]
+        self._writers = [Workers("storage write", depth, block_bytes) for _ in files]
+        self.host_bytes = 2 * depth * len(files) * block_bytes
+        self.read_bytes = self.written_bytes = 0
+
+    @classmethod
+    def open(
+        cls, drives: Sequence[Drive], sizes: Mapping[int, Sequence[int]], *, rank: int = 0,
+        world_size: int = 1, keep: int = 1, depth: int = DEPTH, block_bytes: int = BLOCK_BYTES,
+        verify_reads: bool = False, deadline_s: float = DEADLINE_S, files: Files | None = None,
+    ) -> ExtentStore:  # fmt: skip
+        """Reserves the space, or finds what an earlier run has left there.
+
+        Args:
+            sizes: bytes of master and moments, by subgroup.
+            keep: finished steps that stay; there is one extent more per subgroup.
+            depth: threads per drive and direction.
+            block_bytes: moved and hashed at once, a multiple of 4096.
+            verify_reads: every read is compared with the hash that was taken while writing.
+            deadline_s: without a block that arrives, a drive counts as hanging.
+
+        Raises:
+            StorageError: space is missing, another run has the directories, or they hold steps of
+                another layout or world size.
+        """
+        files = files or Files()
+        layout = Layout(sizes, [d.weight for d in drives], block_bytes, keep + 1)
+        wanted = StorePage(
+            nonce="", rank=rank, world_size=world_size, drive=0, block_bytes=block_bytes,
+            weights=[float(d.weight) for d in drives], extents=keep + 1,
+            sizes=[(s, list(tensors)) for s, tensors in layout.sizes.items()],
+        )  # fmt: skip
+        with contextlib.ExitStack() as undo:
+            try:
+                folders = Folders(drives, rank, files)
+                undo.callback(folders.close)
+                nonce, steps = folders.claim(wanted)
+                opened = [
+                    ExtentFile(folders.extents(drive), size_bytes, files)
+                    for drive, size_bytes in zip(drives, layout.file_bytes, strict=True)
+                ]
+                for file in opened:
+                    undo.callback(file.close)
+                    if steps:
+                        file.check()
+                    else:
+                        file.reserve()
+            except OSError as error:
+                raise StorageError(
+                    f"directories for stored state must take files, but "
+                    f"{[str(drive.directory) for drive in drives]} gave: {error}"
+                ) from error
+            undo.pop_all()
+        return cls(
+            folders, layout, opened, nonce, steps, keep, depth, block_bytes, deadline_s,
+            verify_reads=verify_reads,
+        )  # fmt: skip
+
+    # -- reading and writing, on the lanes' threads
+
+    def adopt(self, subgroup: int, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Writes a subgroup's first state; returns `view`."""
+        self.write(subgroup, tensors, 0)
+        return self.view(subgroup)
+
+    def view(self, subgroup: int) -> tuple[torch.Tensor, ...]:
+        """fp32 tensors at a fixed address that show the subgroup's state on storage, whichever
+        extent it is in. What is written to them lasts until the next `write` of the subgroup, which
+        may be given them.
+        """
+        held = self._subgroups[subgroup]
+        if held.view is None:
+            held.view = View(self._layout, subgroup, torch.float32)
+            if held.live >= 0:
+                held.view.show(held.live, self._files)
+        return held.view.tensors
+
+    def read(self, subgroup: int, into: Sequence[torch.Tensor]) -> None:
+        """Fills the tensors with the subgroup's state; blocks.
+
+        Args:
+            into: contiguous host tensors, in the order of ``sizes``; page-aligned ones
+                (`page_aligned`) without a copy.
+
+        Raises:
+            DamagedError: it is not what was written.
+            StorageError: the drive said no, or nothing for ``deadline_s``.
+        """
+        with self._condition:
+            held = self._subgroups[subgroup]
+            extent, check = held.live, held.unchecked or self._verify_reads
+        if extent < 0:
+            raise StorageError(
+                f"subgroup {subgroup} must have been written before it is read, but was not"
+            )
+        hashes = self._move(subgroup, extent, into, self._readers, partial(self._read_block, check))
+        if check and _together(hashes) != held.hashes[extent]:
+            raise DamagedError(
+                f"the state of subgroup {subgroup} in {self._where()} is not what was written "
+                "there: a block is torn, or bits have flipped. Resume from an earlier step or "
+                "another checkpoint, and look at the drive"
+            )
+        with self._condition:
+            held.unchecked = False
+            self.read_bytes += sum(map(padded, self._layout.sizes[subgroup]))
+
+    def write(
+        self, subgroup: int, source: Sequence[torch.Tensor], version: int | None = None
+    ) -> None:
+        """Writes a subgroup's state to a free extent; blocks. From then on it is the live one.
+
+        Args:
+            version: of the state; None: one more than before.
+
+        Raises:
+            StorageError: the drive said no, or nothing for ``deadline_s``; or no extent became
+                free, since the commit of an announced version never ended.
+        """
+        with self._condition:
+            held = self._subgroups[subgroup]
+            before = held.live
+            if version is None:
+                version = (held.versions[before] or 0) + 1 if before >= 0 else 0
+            extent = self._free_extent(subgroup)
+            held.versions[extent] = None
+        own = held.view is not None and source[0].data_ptr() == held.view.tensors[0].data_ptr()
+        try:
+            hashes = self._move(
+                subgroup, extent, source, self._writers, partial(self._write_block, own)
+            )
+            if held.view is not None:
+                held.view.show(extent, self._files)
+        except BaseException as error:
+            self._fail(error)
+            raise
+        with self._condition:
+            held.versions[extent], held.hashes[extent] = version, _together(hashes)
+            held.live, held.unchecked = extent, False
+            self.written_bytes += sum(map(padded, self._layout.sizes[subgroup]))
+            self._notify()
+
+    def _free_extent(self, subgroup: int) -> int:
+        held, begin = self._subgroups[subgroup], time.monotonic()
+        while True:
+            kept = {
+                record.extent
+                for step in self._steps
+                for record in step.extents
+                if record.subgroup == subgroup
+            }
+            free = [
+                extent for extent, version in enumerate(held.versions)
+                if extent not in kept and version not in self._announced
+            ]  # fmt: skip
+            if free:
+                return next((extent for extent in free if extent != held.live), free[0])
+            self._wait(
+                begin, f"a write of subgroup {subgroup} must find a free extent",
+                f"versions {sorted(self._announced)} are still being committed",
+            )  # fmt: skip
+
+    def _wait(self, begin_s: float, rule: str, fact: str) -> None:
+        """For a change; the caller holds the condition and asks again."""
+        self._raise_failure()
+        if time.monotonic() - max(begin_s, self._progress_s) > self._deadline_s:
+            raise StorageError(
+                f"{rule} within {self._deadline_s:g} s, but {fact}: a drive hangs, or what is "
+                "waited for was never begun"
+            )
+        self._condition.wait(min(1.0, self._deadline_s / 4))
+
+    def _move(
+        self, subgroup: int, extent: int, tensors: Sequence[torch.Tensor],
+        workers: Sequence[Workers], job: partial[str],
+    ) -> list[str]:  # fmt: skip
+        """All blocks of one extent, by all drives at once; returns their hashes."""
+        sizes = tuple(t.numel() * t.element_size() for t in tensors)
+        if sizes != self._layout.sizes[subgroup]:
+            raise StorageError(
+                f"the tensors of subgroup {subgroup} must have {self._layout.sizes[subgroup]} "
+                f"bytes, but got {sizes}"
+            )
+        self._raise_failure()
+        blocks = list(self._layout.blocks(subgroup))
+        hashes = [""] * len(blocks)
+        transfer = Transfer(len(blocks))
+
+        def one(number: int, block: Block, bounce: Bounce) -> None:
+            start = self._layout.start(block.drive, subgroup, extent) + block.offset
+            address = tensors[block.tensor].data_ptr() + block.begin
+            hashes[number] = job(block, address, start, bounce)
+
+        for number, block in enumerate(blocks):
+            workers[block.drive].submit(transfer, partial(one, number, block))
+        transfer.wait(f"subgroup {subgroup} in {self._where()}", self._deadline_s)
+        return hashes
+
+    def _write_block(
+        self, copies: bool, block: Block, address: int, start: int, bounce: Bounce
+    ) -> str:
+        if copies or not _straight(block, address):
+            ctypes.memset(bounce.address(), 0, padded(block.size_bytes))
+            ctypes.memmove(bounce.address(), address, block.size_bytes)
+            data = bounce.view(padded(block.size_bytes))
+        else:
+            data = memoryview(memory_at(address, block.size_bytes)).cast("B")
+        hashed = block_hash(data[: block.size_bytes])
+        self._files[block.drive].write(data, start)
+        return hashed
+
+    def _read_block(
+        self, check: bool, block: Block, address: int, start: int, bounce: Bounce
+    ) -> str:
+        straight = _straight(block, address)
+        data = bounce.view(padded(block.size_bytes))
+        if straight:
+            data = memoryview(memory_at(address, block.size_bytes)).cast("B")
+        self._files[block.drive].read(data, start)
+        hashed = block_hash(data[: block.size_bytes]) if check else ""
+        if not straight:
+            ctypes.memmove(address, bounce.address(), block.size_bytes)
+        return hashed
+
+    # -- committing
+
+    def announce(self, version: int) -> None:
+        """From now on the version's extents stay, until `commit` or `abandon`. Called before the
+        next update is launched; never blocks.
+        """
+        with self._condition:
+            self._announced.add(version)
+
+    def abandon(self, version: int) -> None:
+        """Gives up what was announced."""
+        with self._condition:
+            self._announced.discard(version)
+            self._notify()
+
+    def commit(self, version: int, step: int, data: str = "") -> StepRecord:
+        """Makes an announced version durable: when this returns it survives a power loss, and the
+        oldest kept step's extents are free. Waits for the version's writes; on a thread that may.
+
+        Args:
+            step: the name under which it can be restored; higher than all before.
+            data: kept beside it.
+
+        Raises:
+            StorageError: a write or a sync failed; the steps before are intact.
+        """
+        before = [s for s in self._steps if s.step not in self._passed_over]
+        if before and step <= before[0].step:
+            raise StorageError(f"steps must count up, but got {step} after {before[0].step}")
+        try:
+            record = StepRecord(step=step, extents=self._written(version), data=data)
+            for file in self._files:
+                file.sync()
+            steps = [record, *before]
+            self._folders.commit(self._nonce, steps[: self._keep])
+        except BaseException as error:
+            self._fail(error)
+            raise
+        with self._condition:
+            self._steps = steps[: self._keep]
+            self._passed_over = set()
+            self._announced.discard(version)
+            self._notify()
+        return record
+
+    def _written(self, version: int) -> list[ExtentRecord]:
+        """Which extents hold the version, once all do."""
+        with self._condition:
+            if version not in self._announced:
+                raise StorageError(
+                    f"a version must be announced before it is committed, but {version} was not"
+                )
+            begin = time.monotonic()
+            while late := [s for s, h in self._subgroups.items() if version not in h.versions]:
+                self._wait(
+                    begin, f"version {version} must be written", f"subgroups {late[:5]} are not"
+                )
+            return [
+                ExtentRecord(subgroup=s, extent=(e := h.versions.index(version)), hash=h.hashes[e])
+                for s, h in self._subgroups.items()
+            ]
+
+    @property
+    def steps(self) -> list[StepRecord]:
+        """What is committed, newest first."""
+        with self._condition:
+            return list(self._steps)
+
+    def restore(self, step: int | None = None) -> StepRecord:
+        """Takes a committed step's extents as they lie, as version 0; nothing is read yet. The
+        first read of each subgroup is compared with its hash.
+
+        Args:
+            step: None: the newest.
+
+        Raises:
+            StorageError: there is no such step.
+        """
+        with self._condition:
+            found = [s for s in self._steps if step is None or s.step == step]
+            if not found:
+                raise StorageError(
+                    f"the step to restore must be one of {[s.step for s in self._steps]}, which "
+                    f"{self._where()} holds, but got {step}"
+                )
+            record = found[0]
+            self._passed_over = {s.step for s in self._steps if s.step > record.step}
+            for one in record.extents:
+                held = self._subgroups[one.subgroup]
+                held.versions = [None] * self._layout.extents
+                held.versions[one.extent], held.hashes[one.extent] = 0, one.hash
+                held.live, held.unchecked = one.extent, True
+                if held.view is not None:
+                    held.view.show(one.extent, self._files)
+            return record
+
+    # -- all
+
+    def _where(self) -> str:
+        return ", ".join(str(file.path) for file in self._files)
+
+    def _notify(self) -> None:
+        self._progress_s = time.monotonic()
+        self._condition.notify_all()
+
+    def _fail(self, error: BaseException) -> None:
+        with self._condition:
+            self._failure = self._failure or error
+            self._condition.notify_all()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise StorageError(
+                f"the state on storage is out of use since an error: {self._failure}"
+            ) from self._failure
+
+    def close(self) -> None:
+        """Ends the threads and gives the directories to others. Views stay readable."""
+        idle = [workers.close() for workers in (*self._readers, *self._writers)]
+        if all(idle):  # else what is stuck in the kernel keeps its file
+            for file in self._files:
+                file.close()
+        self._folders.close()
+
+
+def _together(hashes: Sequence[str]) -> str:
+    return block_hash("".join(hashes).encode())
+
+
+def _straight(block: Block, address: int) -> bool:
+    return address % ALIGNMENT == 0 and block.size_bytes % ALIGNMENT == 0

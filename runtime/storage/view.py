@@ -1,0 +1,69 @@
+"""A subgroup's state on storage, mapped into memory where readers find it at a fixed address."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Sequence
+
+import torch
+
+from runtime.storage.extent_file import ExtentFile
+from runtime.storage.layout import Layout, padded
+
+_MAP_PRIVATE, _MAP_FIXED = 0x02, 0x10
+
+
+class View:
+    """Tensors that show a subgroup's live extent.
+
+    The mapping is private: what is written to the tensors goes to no file until it is given to
+    `ExtentStore.write`, so that no committed extent changes under its manifest.
+    """
+
+    def __init__(self, layout: Layout, subgroup: int, dtype: torch.dtype) -> None:
+        self._layout, self._subgroup = layout, subgroup
+        sizes = layout.sizes[subgroup]
+        self._memory = mmap.mmap(-1, max(1, sum(map(padded, sizes))))
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        tensors, at = [], 0
+        for size_bytes in sizes:
+            tensors.append(_tensor(self._memory, at, size_bytes, dtype))
+            at += padded(size_bytes)
+        self.tensors = tuple(tensors)
+
+    def show(self, extent: int, files: Sequence[ExtentFile]) -> None:
+        """From now on readers see this one."""
+        cuts = self._layout.cuts(self._subgroup)
+        for drive, size_bytes in enumerate(self._layout.shares(self._subgroup)):
+            if size_bytes:
+                start = self._layout.start(drive, self._subgroup, extent)
+                _map(self._address + cuts[drive], size_bytes, files[drive].descriptor, start)
+
+
+def page_aligned(elements: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Host memory that direct I/O takes as it is."""
+    size_bytes = elements * dtype.itemsize
+    return _tensor(mmap.mmap(-1, max(1, padded(size_bytes))), 0, size_bytes, dtype)
+
+
+def _tensor(memory: mmap.mmap, at: int, size_bytes: int, dtype: torch.dtype) -> torch.Tensor:
+    if not size_bytes:
+        return torch.empty(0, dtype=dtype)
+    count = size_bytes // dtype.itemsize
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=at)
+
+
+def _map(address: int, size_bytes: int, descriptor: int, offset: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (
+        ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
+    )  # fmt: skip
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    flags = _MAP_PRIVATE | _MAP_FIXED
+    got = libc.mmap(address, size_bytes, protection, flags, descriptor, offset)
+    if got != address:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))

@@ -1,0 +1,107 @@
+"""Threads that move blocks: the queue depth of a drive in one direction."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+from runtime.checkpoint.format.memory import memory_at
+from runtime.storage.errors import StorageError
+
+Job = Callable[["Bounce"], None]
+
+
+class Bounce:
+    """A worker's own aligned buffer, made when it is first needed."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self._memory: mmap.mmap | None = None
+
+    def address(self) -> int:
+        if self._memory is None:
+            self._memory = mmap.mmap(-1, self.size_bytes)
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+
+    def view(self, size_bytes: int) -> memoryview:
+        return memoryview(memory_at(self.address(), size_bytes)).cast("B")
+
+
+class Transfer:
+    """Some blocks on their way; the thread that made it waits for them. The first error ends it."""
+
+    def __init__(self, blocks: int) -> None:
+        self._condition = threading.Condition()
+        self._left = blocks
+        self._error: BaseException | None = None
+        self._progress_s = time.monotonic()
+
+    def run(self, job: Job, bounce: Bounce) -> None:
+        """On a worker's thread."""
+        error = None
+        try:
+            if self._error is None:
+                job(bounce)
+        except BaseException as caught:  # noqa: BLE001 - `wait` raises it
+            error = caught
+        with self._condition:
+            self._error = self._error or error
+            self._left -= 1
+            self._progress_s = time.monotonic()
+            self._condition.notify_all()
+
+    def wait(self, what: str, deadline_s: float) -> None:
+        """Until the last block has arrived.
+
+        Raises:
+            StorageError: a block failed, or none arrived for ``deadline_s``.
+        """
+        with self._condition:
+            while self._left:
+                stuck_s = time.monotonic() - self._progress_s
+                if stuck_s > deadline_s:
+                    self._error = StorageError(
+                        f"{what} must go on within {deadline_s:g} s, but no block arrived for "
+                        f"{stuck_s:.1f} s: the drive hangs; look at it, then resume"
+                    )
+                    break
+                self._condition.wait(min(1.0, deadline_s / 4))
+            if self._error is not None:
+                raise self._error
+
+
+class Workers:
+    """``depth`` threads with one queue. They keep no process alive: one that is stuck in the kernel
+    ends with it.
+    """
+
+    def __init__(self, name: str, depth: int, bounce_bytes: int) -> None:
+        self._queue: queue.SimpleQueue[tuple[Transfer, Job] | None] = queue.SimpleQueue()
+        self._bounce_bytes = bounce_bytes
+        self._threads = [
+            threading.Thread(target=self._run, name=f"ebbtide {name} {i}", daemon=True)
+            for i in range(depth)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, transfer: Transfer, job: Job) -> None:
+        self._queue.put((transfer, job))
+
+    def _run(self) -> None:
+        bounce = Bounce(self._bounce_bytes)
+        while (work := self._queue.get()) is not None:
+            transfer, job = work
+            transfer.run(job, bounce)
+
+    def close(self, timeout_s: float = 30.0) -> bool:
+        """False: a thread is stuck."""
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in self._threads:
+            thread.join(timeout_s)
+        return not any(thread.is_alive() for thread in self._threads)

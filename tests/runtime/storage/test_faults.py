@@ -1,0 +1,212 @@
+"""Drives that fail, are full, give or take less than they are asked for, or stall."""
+
+import contextlib
+import errno
+import os
+import threading
+
+import pytest
+
+from runtime.checkpoint.files import Files
+from runtime.storage.errors import StorageError
+from tests.runtime.checkpoint.conftest import FaultyFiles
+from tests.runtime.storage.conftest import ELEMENTS, equal, read, state, step, write_all
+
+TWO = (2.0, 1.0)
+NAMED = ("pwrite", "preadv", "fdatasync", "fsync", "allocate", "rename", "open", "truncate")
+
+
+class Failing(FaultyFiles):
+    """A file is closed, whatever the call says."""
+
+    def call(self, name, function, *args):
+        if name == "close":
+            os.close(args[0])
+            function = bool
+        return super().call(name, function, *args)
+
+
+def run(stores, files, done):
+    """Two steps, the first one resumed from; notes what was committed."""
+    options = {"files": files, "block_bytes": 16_384}
+    step(stores.open(TWO, **options), 1)
+    done.append(1)
+    store = stores.reopen(TWO, **options)
+    store.restore()
+    for subgroup in ELEMENTS:
+        assert equal(read(store, subgroup), state(subgroup, 1))
+    step(store, 2)
+    done.append(2)
+
+
+def whole(stores, done):
+    """All that was committed is there, to the bit, when the drive is well again."""
+    stores.close()
+    store = stores.open(TWO, block_bytes=16_384)
+    found = [record.step for record in store.steps]
+    assert max(found, default=0) >= max(done, default=0)
+    for number in found:
+        store.restore(number)
+        for subgroup in ELEMENTS:
+            assert equal(read(store, subgroup), state(subgroup, number))
+
+
+FULL = ("pwrite", "allocate", "open", "mkdir", "rename")
+
+
+@pytest.mark.parametrize(("error", "names"), [(errno.EIO, NAMED), (errno.ENOSPC, FULL)])
+def test_any_system_call_may_fail(tmp_path, stores, error, names):
+    counting = Failing()
+    run(stores, counting, [])
+    calls = list(counting.calls)
+    assert set(names) <= set(calls)
+    tried = [n for n, name in enumerate(calls) if error == errno.EIO or name in FULL]
+    fired = 0
+    for at in tried:
+        stores.place = tmp_path / f"at{at}"
+        files, done = Failing(at, error, lasting=at % 2 == 0), []
+        raised = None
+        try:
+            run(stores, files, done)
+        except StorageError as caught:
+            raised = caught
+        fired += bool(files.fired)
+        if raised is None and files.fired:
+            assert files.calls[at] == "close"
+            assert done == [1, 2]
+        files.armed = False
+        whole(stores, done)
+    assert fired > 0.95 * len(tried)  # threads open files in an order of their own
+
+
+def test_after_a_failed_write_nothing_is_committed_any_more(stores):
+    store = stores.open(files=(files := FaultyFiles()))
+    step(store, 1)
+    store.announce(2)
+    files.at = len(files.calls)
+    with pytest.raises(StorageError, match="EIO"):
+        store.write(0, state(0, 2), 2)
+    assert files.fired == 1
+    with pytest.raises(StorageError, match=r"out of use .*EIO"):
+        store.commit(2, 2)
+    with pytest.raises(StorageError, match="out of use"):
+        store.write(0, state(0, 2), 2)
+    store = stores.reopen()
+    assert [s.step for s in store.steps] == [1]
+
+
+class Short(Files):
+    """Reads and writes end early, at sectors or anywhere."""
+
+    def __init__(self, size_bytes):
+        self.size_bytes, self.fired = size_bytes, 0
+
+    def call(self, name, function, *args):
+        if name == "pwrite" and len(args[1]) > self.size_bytes:
+            self.fired += 1
+            return os.pwrite(args[0], bytes(args[1][: self.size_bytes]), args[2])
+        if name == "preadv" and len(args[1][0]) > self.size_bytes:
+            self.fired += 1
+            return os.preadv(args[0], [args[1][0][: self.size_bytes]], args[2])
+        return function(*args)
+
+
+@pytest.mark.parametrize("size_bytes", [512, 1000, 4096])
+def test_short_reads_and_writes_are_ended(stores, size_bytes):
+    files = Short(size_bytes)
+    run_with = {"files": files, "block_bytes": 8192}
+    step(stores.open(TWO, **run_with), 1)
+    store = stores.reopen(TWO, **run_with)
+    store.restore()
+    for subgroup in ELEMENTS:
+        assert equal(read(store, subgroup), state(subgroup, 1))
+    assert files.fired > 10
+
+
+class NoDirect(Files):
+    """A filesystem that refuses O_DIRECT, when a file is opened or when it is used."""
+
+    def __init__(self, at_open):
+        self.at_open, self.fired, self.direct = at_open, 0, set()
+
+    def call(self, name, function, *args):
+        if name == "open" and args[1] & os.O_DIRECT:
+            if self.at_open:
+                self.fired += 1
+                raise OSError(errno.EINVAL, "no O_DIRECT")
+            self.direct.add(descriptor := function(*args))
+            return descriptor
+        if name == "close":
+            self.direct.discard(args[0])
+        if name in ("pwrite", "preadv") and args[0] in self.direct:
+            self.fired += 1
+            raise OSError(errno.EINVAL, "no O_DIRECT")
+        return function(*args)
+
+
+@pytest.mark.parametrize("at_open", [True, False])
+def test_without_direct_io_plain_calls_do(stores, at_open):
+    files = NoDirect(at_open)
+    run(stores, files, [])
+    assert files.fired
+
+
+class Stalls(Files):
+    """Writes, or syncs, stand still until they are let go."""
+
+    def __init__(self, name):
+        self.name, self.armed = name, False
+        self.stalled, self.go = threading.Event(), threading.Event()
+
+    def call(self, name, function, *args):
+        if self.armed and name == self.name:
+            self.stalled.set()
+            assert self.go.wait(30)
+        return function(*args)
+
+
+@pytest.mark.parametrize("name", ["pwrite", "fdatasync"])
+def test_a_drive_that_stalls_is_waited_for(stores, name):
+    store = stores.open(files=(files := Stalls(name)))
+    step(store, 1)
+    files.armed = True
+    background = threading.Thread(target=step, args=(store, 2))
+    background.start()
+    assert files.stalled.wait(30)
+    assert equal(read(store, 1), state(1, 1 if name == "pwrite" else 2))
+    files.go.set()
+    background.join(30)
+    assert [s.step for s in store.steps] == [2]
+
+
+def test_a_drive_that_hangs_is_an_error_in_time(stores):
+    store = stores.open(files=(files := Stalls("pwrite")), deadline_s=0.3)
+    step(store, 1)
+    files.armed = True
+    with pytest.raises(StorageError, match=r"must go on within 0.3 s, .* the drive hangs"):
+        store.write(0, state(0, 2))
+    with pytest.raises(StorageError, match="out of use"):
+        store.announce(2) or store.commit(2, 2)
+    files.go.set()
+    store = stores.reopen()
+    store.restore()
+    assert equal(read(store, 0), state(0, 1))
+
+
+def test_versions_beside_a_failing_commit_stay(stores):
+    """The rename may have reached the disk although the call said no: both steps stay."""
+    store = stores.open(files=(files := FaultyFiles()))
+    step(store, 1)
+    store.announce(2)
+    write_all(store, 2)
+    files.at, files.lasting = len(files.calls) + 1, True  # the first one is fdatasync
+    with pytest.raises(StorageError):
+        store.commit(2, 2)
+    with contextlib.suppress(StorageError):
+        write_all(store, 3)
+    files.armed = False
+    store = stores.reopen()
+    store.restore()
+    number = store.steps[0].step
+    for subgroup in ELEMENTS:
+        assert equal(read(store, subgroup), state(subgroup, number))

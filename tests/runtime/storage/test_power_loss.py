@@ -1,0 +1,107 @@
+"""Every state that a crash can leave behind of a store is opened (see `crash_states`)."""
+
+import shutil
+
+import pytest
+import torch
+
+from runtime.storage.errors import StorageError
+from runtime.storage.folder import Drive
+from runtime.storage.store import ExtentStore
+from tests.runtime.crash_states import RecordingFiles, crash_states, in_memory
+from tests.runtime.storage.conftest import BLOCK
+
+ELEMENTS = {0: 1_500, 1: 700}  # two blocks, so that one of them may be missing
+SIZES = {subgroup: (4 * elements,) for subgroup, elements in ELEMENTS.items()}
+
+
+def state(subgroup, version):
+    return (torch.arange(ELEMENTS[subgroup]) + 10_000.0 * version + 0.5 * subgroup,)
+
+
+def opened(root, files=None, keep=1):
+    drives = [Drive(root / "one", 1.0), Drive(root / "other", 1.0)]
+    return ExtentStore.open(
+        drives, SIZES, keep=keep, depth=1, block_bytes=BLOCK, deadline_s=20, files=files
+    )
+
+
+def run(files, keep):
+    """Three steps; the state of a fourth is half written."""
+    store = opened(files.root, files, keep)
+    for version in (1, 2, 3):
+        store.announce(version)
+        for subgroup in ELEMENTS:
+            store.write(subgroup, state(subgroup, version), version)
+        store.commit(version, version)
+    store.write(0, state(0, 4), 4)
+    store.close()
+
+
+def check(root, commits, keep):
+    store = opened(root, keep=keep)
+    try:
+        assert max((s.step for s in store.steps), default=0) >= commits
+        for record in store.steps:
+            store.restore(record.step)
+            for subgroup in ELEMENTS:
+                into = (torch.empty(ELEMENTS[subgroup]),)
+                store.read(subgroup, into)
+                assert torch.equal(into[0], state(subgroup, record.step)[0])
+    finally:
+        store.close()
+
+
+def states(files):
+    seen = set()
+    for disk, commits in crash_states(files.ops, seed=1):
+        key = (disk.digest(), commits)
+        if key not in seen:
+            seen.add(key)
+            yield disk, commits
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_every_crash_state_has_every_committed_step(tmp_path, keep):
+    files = RecordingFiles(tmp_path / "world")
+    files.root.mkdir()
+    run(files, keep)
+    number = 0
+    with in_memory(tmp_path) as memory:
+        for number, (disk, commits) in enumerate(states(files)):  # noqa: B007
+            disk.build(memory / "state")
+            check(memory / "state", commits, keep)
+            shutil.rmtree(memory / "state")
+    assert number > 50
+
+
+class Careless(RecordingFiles):
+    """Leaves out one kind of sync."""
+
+    def __init__(self, root, kind):
+        super().__init__(root)
+        self.kind = kind
+
+    def on_fdatasync(self, _, descriptor):
+        if self.kind != "fdatasync":
+            super().on_fsync(_, descriptor)
+
+    def on_fsync(self, _, descriptor):
+        if self.kind != "fsync":
+            super().on_fsync(_, descriptor)
+
+
+@pytest.mark.parametrize("kind", ["fdatasync", "fsync"])
+def test_the_replay_finds_a_missing_sync(tmp_path, kind):
+    files = Careless(tmp_path / "world", kind)
+    files.root.mkdir()
+    run(files, keep=1)
+    with in_memory(tmp_path) as memory:
+        for disk, commits in states(files):
+            disk.build(memory / "state")
+            try:
+                check(memory / "state", commits, keep=1)
+            except (AssertionError, StorageError):
+                return
+            shutil.rmtree(memory / "state")
+    pytest.fail("no crash state showed it")
