@@ -15,13 +15,13 @@ from typing import Any, Literal
 
 import torch
 
-from profiler import adam, contention, copies, dram, products, saving, storage
 from profiler.hardware import Hardware, look
 from profiler.neighbours import HostWatch
 from profiler.nvml import GpuWatch
-from profiler.ranks import HOST_ADAM_BYTES, check_ranks, measure_ranks
-from profiler.sampling import unstable
-from profiler.sharing import differences, with_writer_cost
+from profiler.rates import adam, contention, copies, dram, products, saving, storage
+from profiler.rates.ranks import HOST_ADAM_BYTES, check_ranks, measure_ranks
+from profiler.rates.sampling import unstable
+from profiler.rates.sharing import differences, with_writer_cost
 from runtime.kernels import host
 from runtime.kernels.host import cache_dir
 from simulator.machine import Machine, ShareName
@@ -61,7 +61,7 @@ def measure_machine(
         progress: called with (stages done, stages, the next one's name).
         fresh: measure although the cache has this machine. Only runs without ``storage_dir`` are
             cached, since the disk belongs to the folder.
-        ranks: also measure with so many processes at once (`profiler.ranks`). They are spawned:
+        ranks: also measure with so many processes at once (`profiler.rates.ranks`), spawned:
             a script that asks for them must guard its own start with ``__name__``.
 
     Raises:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from profiler.sampling import doubts
+from profiler.rates.sampling import doubts
 from profiler.watcher import Trace, units
 from runtime.hardware.cores import near_cores
 from runtime.hardware.launcher import local_ranks

@@ -43,7 +43,7 @@ def train(door: str, size: str, overlap: bool, folder: Path, orders: Iterable[st
     import xxhash
 
     from studies.bench.bits import state_of
-    from studies.byte_gpt import Batches
+    from studies.bench.byte_gpt import Batches
 
     engine, number = engine_through(door, size, overlap), 0
     batches = Batches(1, 1)
@@ -67,7 +67,7 @@ def engine_through(door: str, size: str, overlap: bool) -> Any:
     """An engine under a plan that updates everything on the host, and one checkpoint kept."""
     from simulator import CheckpointPlan, Plan
     from simulator.workload import cut
-    from studies.byte_gpt import SIZES, ByteGPT, ds_config
+    from studies.bench.byte_gpt import SIZES, ByteGPT, ds_config
 
     model = ByteGPT(SIZES[size].with_sequence(1))
     parameters = [p.numel() for p in model.parameters()]
@@ -212,7 +212,7 @@ def show(name: str, result: dict[str, Any], console: Console) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--size", default="40m", help="of studies.byte_gpt")
+    parser.add_argument("--size", default="40m", help="of studies.bench.byte_gpt")
     parser.add_argument("--rounds", type=int, default=15, help="timed, after 2 of warm-up")
     parser.add_argument("--pairs", type=int, default=4, help="of processes, one after the other")
     parser.add_argument("--json", type=Path)

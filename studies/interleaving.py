@@ -35,7 +35,7 @@ from simulator.limits import UNKNOWN_MARGIN
 from simulator.quantity import EIGHTY_PERCENT, QUARTILE
 from studies.bench.offload_runs import SHAPES, Run, read_runs
 from studies.bench.record import write_record
-from studies.published.shipped import HARNESS_S, machine_of, predict, schedule_of, workload_of
+from studies.published_runs.shipped import HARNESS_S, machine_of, predict, schedule_of, workload_of
 from tuner.calibrate.calibration import knobs_of, turned
 from tuner.placements.planning import plan
 

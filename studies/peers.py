@@ -23,8 +23,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from studies.bench.byte_gpt import SIZES
 from studies.bench.record import write_record
-from studies.byte_gpt import SIZES
 from studies.gpu.speed import against_control
 from studies.gpu.suite import Figures, Suite
 

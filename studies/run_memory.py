@@ -35,9 +35,9 @@ from runtime.zero.attach import switch_plan
 from runtime.zero.cuts import subgroups_of
 from simulator import Machine, Plan, preset
 from simulator.plan import Placement
+from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config, train_step
 from studies.bench.rank import become_only_rank
 from studies.bench.record import write_record
-from studies.byte_gpt import SIZES, Batches, ByteGPT, ds_config, train_step
 
 HOST: tuple[Placement, ...] = ("host",)
 MIX: tuple[Placement, ...] = ("host", "device", "resident")

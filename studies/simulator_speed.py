@@ -28,7 +28,7 @@ from simulator.engines.recipe_arrays import PLACEMENT_CODES
 from simulator.plan import Placement
 from simulator.update.order import order_of
 from studies.bench.record import write_record
-from studies.optimality import random_pair
+from studies.optimality.command import random_pair
 
 SIZES = (10, 30, 100, 300, 1000, 3000, 10_000)
 ITERATIONS = 3  # that one evaluation simulates: the fewest that show the steady state

@@ -26,10 +26,10 @@ from rich.table import Table
 
 from simulator import Plan
 from studies.bench.bits import differences, state_of
+from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config
 from studies.bench.phase_clock import PhaseClock, medians, timed_step
 from studies.bench.rank import become_only_rank
 from studies.bench.record import write_record
-from studies.byte_gpt import SIZES, Batches, ByteGPT, ds_config
 
 WARMUP = 2
 KERNEL_BYTES_PER_PARAM = 28  # p, m, v both ways, gradient in, parameter out past the caches

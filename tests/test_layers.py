@@ -1,6 +1,7 @@
 """The packages' layers: arrows point down, no module cycle, light packages stay light."""
 
 import ast
+from collections import Counter
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -177,3 +178,28 @@ def test_every_package_has_modules_and_is_typed():
     for package in PACKAGES:
         assert (ROOT / package / "py.typed").exists()
         assert any(name == package for name in modules())
+
+
+MOST_FILES = 16  # in a folder: what one can look over
+MOST_LINES = 60  # of a function, its docstring included
+LONGER = {
+    "simulator.engines.kernel.run": "numba's inner loop: a call would count its arrays' references",
+    "simulator.analysis.window_program.requirements": "goes with the bounds by hand",
+}
+
+
+def test_no_folder_is_a_heap():
+    files = Counter(path.parent.relative_to(ROOT).as_posix() for path in modules().values())
+    assert {folder: count for folder, count in files.items() if count > MOST_FILES} == {}
+
+
+def test_functions_can_be_read_at_once():
+    long = {
+        f"{module}.{node.name}"
+        for module, path in modules().items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.end_lineno is not None
+        and node.end_lineno - node.lineno >= MOST_LINES
+    }
+    assert long <= set(LONGER)

@@ -169,23 +169,7 @@ def attach(
     """
     _check_replan(replan, machine, workload)
     if isinstance(plan, str) and plan == "auto":
-        from runtime.replan.auto import host_plan, plan_later
-
-        own_step = check_engine(engine).own_step
-        size = max(1, int(engine.zero_sub_group_size()))
-        if own_step:
-            size = max([size, *_partitions(engine.optimizer)])
-        count = len(subgroups_of(engine.optimizer, size)) or 1
-        attach(
-            engine,
-            host_plan(
-                size, count, private.parameter_home(engine.optimizer), overlap_forward=own_step
-            ),
-            device=device, checkpoint=checkpoint, overlap_forward=overlap_forward,
-        )  # fmt: skip
-        if not own_step:  # else there is no other placement to plan
-            plan_later(session_of(engine), machine, _to_monitor(engine))
-        return engine
+        return _attach_automatically(engine, device, machine, checkpoint, overlap_forward)
     plan = load_plan(plan)
     private.check_version()
     rule = check_engine(engine)
@@ -206,6 +190,31 @@ def attach(
         from runtime.replan.watch import watch
 
         watch(session, machine, workload, replan=replan, show=_to_monitor(engine))
+    return engine
+
+
+def _attach_automatically(
+    engine: Any,
+    device: str | Device,
+    machine: Machine | None,
+    checkpoint: CheckpointPlan | None,
+    overlap_forward: bool,
+) -> Any:
+    """All state on the host at first; a few steps are watched, planned for and switched to."""
+    from runtime.replan.auto import host_plan, plan_later
+
+    own_step = check_engine(engine).own_step
+    size = max(1, int(engine.zero_sub_group_size()))
+    if own_step:
+        size = max([size, *_partitions(engine.optimizer)])
+    count = len(subgroups_of(engine.optimizer, size)) or 1
+    home = private.parameter_home(engine.optimizer)
+    attach(
+        engine, host_plan(size, count, home, overlap_forward=own_step), device=device,
+        checkpoint=checkpoint, overlap_forward=overlap_forward,
+    )  # fmt: skip
+    if not own_step:  # else there is no other placement to plan
+        plan_later(session_of(engine), machine, _to_monitor(engine))
     return engine
 
 

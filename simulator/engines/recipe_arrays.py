@@ -223,6 +223,25 @@ def _add_steps(
     return int(previous)
 
 
+@inlined
+def _add_pass(
+    n: Ints, made: Ints, after_first: Ints, after: Ints, places: Ints, refs: Ints, place: int
+) -> None:
+    """An op of the tape itself, behind those of its refs that there are."""
+    base, at, i = n[_N_PLACES], n[_N_AFTER], n[_N_OPS]
+    for j in range(places[place, X_REFS], places[place + 1, X_REFS]):
+        if n[base + refs[j]] >= 0:
+            after[at] = n[base + refs[j]]
+            at += 1
+    n[_N_AFTER] = at
+    made[i, M_ROW] = place
+    made[i, M_SUBGROUP] = -1
+    made[i, M_ITERATION] = n[_N_ITERATION]
+    n[base + place] = i
+    n[_N_OPS] = i + 1
+    after_first[i + 1] = at
+
+
 @compiled
 def _fill(ops: Floats, count: int, made: Ints, passes: Floats, rows: Floats, sizes: Floats) -> None:
     """Writes the rows of the ops that were made. In one loop without a call or a slice, either of
@@ -295,19 +314,7 @@ def build(
         for place in range(count):
             what, s = places[place, X_WHAT], places[place, X_SUBGROUP]
             if what == _OP:
-                at = n[_N_AFTER]
-                for j in range(places[place, X_REFS], places[place + 1, X_REFS]):
-                    if n[base + refs[j]] >= 0:
-                        after[at] = n[base + refs[j]]
-                        at += 1
-                n[_N_AFTER] = at
-                i = n[_N_OPS]
-                made[i, M_ROW] = place
-                made[i, M_SUBGROUP] = -1
-                made[i, M_ITERATION] = iteration
-                n[base + place] = i
-                n[_N_OPS] = i + 1
-                after_first[i + 1] = at
+                _add_pass(n, made, after_first, after, places, refs, place)
                 continue
             behind = n[base + refs[places[place, X_REFS]]]
             if what == _GRADIENT:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from studies.byte_gpt import Batch
+from studies.bench.byte_gpt import Batch
 
 PHASES = ("forward", "backward", "step")
 
@@ -54,7 +54,7 @@ class PhaseClock:
 
 
 def timed_step(engine: Any, batch: Batch, clock: PhaseClock) -> torch.Tensor:
-    """`studies.byte_gpt.train_step` with a mark at each phase's border."""
+    """`studies.bench.byte_gpt.train_step` with a mark at each phase's border."""
     clock.mark()
     loss: torch.Tensor = engine(*batch)
     clock.mark()

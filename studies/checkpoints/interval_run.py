@@ -26,7 +26,7 @@ LIMIT_S = 180.0
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained; a name of `studies.byte_gpt.SIZES`."""
+    """What is trained; a name of `studies.bench.byte_gpt.SIZES`."""
 
     model: str = "40m"
     sequence: int = 32
@@ -37,7 +37,7 @@ class Training:
         import torch
 
         import runtime
-        from studies.byte_gpt import SIZES, ByteGPT, ds_config
+        from studies.bench.byte_gpt import SIZES, ByteGPT, ds_config
 
         torch.set_num_threads(1)
         model = ByteGPT(SIZES[self.model].with_sequence(self.sequence))
@@ -49,21 +49,21 @@ class Training:
         import deepspeed
         import torch
 
-        from studies.byte_gpt import SIZES, ByteGPT, ds_config
+        from studies.bench.byte_gpt import SIZES, ByteGPT, ds_config
 
         torch.set_num_threads(1)
         model = ByteGPT(SIZES[self.model].with_sequence(self.sequence))
         return deepspeed.initialize(model=model, config=ds_config(1, self.subgroup_size))[0]
 
     def step(self, engine: Any, number: int) -> None:
-        from studies.byte_gpt import Batches, train_step
+        from studies.bench.byte_gpt import Batches, train_step
 
         train_step(engine, Batches(1, self.sequence).at(number, engine.device))
 
 
 def warm_up() -> None:
     """Imports what every fork needs; starts no thread."""
-    from studies.byte_gpt import python_sources
+    from studies.bench.byte_gpt import python_sources
     from studies.checkpoints.run import warm_up as warm
 
     warm()

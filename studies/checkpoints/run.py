@@ -111,7 +111,7 @@ def warm_up() -> None:
     from deepspeed.comm.torch import build_shm_op
 
     import runtime.checkpoint.deepspeed.engine
-    from studies.byte_gpt import python_sources
+    from studies.bench.byte_gpt import python_sources
 
     for module in ("deepspeed.runtime.zero.muon.muon_optimizer", "torch.distributed.nn.functional"):
         importlib.import_module(module)
@@ -188,7 +188,7 @@ def _engine(run: Run, rank: int) -> tuple[Any, Any]:
     import torch
 
     from runtime.checkpoint import install
-    from studies.byte_gpt import SIZES, ByteGPT, ds_config
+    from studies.bench.byte_gpt import SIZES, ByteGPT, ds_config
 
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(run.world_size),
@@ -256,7 +256,7 @@ def _batch(rank: int, step: int, device: Any) -> Any:
     """The step's data, shuffled by torch's generator: a lost random state changes the weights."""
     import torch
 
-    from studies.byte_gpt import SIZES, Batches
+    from studies.bench.byte_gpt import SIZES, Batches
 
     inputs, targets = Batches(2, SIZES["tiny"].sequence, rank=rank).at(step, device)
     shift = int(torch.randint(0, 256, (1,)))

@@ -22,7 +22,7 @@ IN_TURN = 7  # checkpoints whose rate is measured beside the disk's
 
 @dataclass(frozen=True)
 class Workload:
-    """A byte GPT of `studies.byte_gpt`, and how many steps are timed."""
+    """A byte GPT of `studies.bench.byte_gpt`, and how many steps are timed."""
 
     model: str
     sequence: int
@@ -30,7 +30,7 @@ class Workload:
 
     @property
     def checkpoint_bytes(self) -> int:
-        from studies.byte_gpt import SIZES
+        from studies.bench.byte_gpt import SIZES
 
         return 12 * SIZES[self.model].with_sequence(self.sequence).params
 
@@ -194,9 +194,9 @@ def run_writer(name: str, workload: Workload, folder: Path) -> dict[str, Any]:
 def _engine(workload: Workload, config: dict[str, Any]) -> tuple[Any, Any]:
     import deepspeed
 
+    from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config
     from studies.bench.deepspeed_ops import build_host_ops
     from studies.bench.rank import become_only_rank
-    from studies.byte_gpt import SIZES, Batches, ByteGPT, ds_config
 
     become_only_rank()
     os.environ.update(CROSS_RANK="0", CROSS_SIZE="1", LOCAL_SIZE="1")  # FastPersist reads these
@@ -218,7 +218,7 @@ class _Session:
 
     def train(self, steps: int, every: int) -> dict[str, Any]:
         """Medians: stall per checkpoint (in the save and, later, for it), time per iteration."""
-        from studies.byte_gpt import train_step
+        from studies.bench.byte_gpt import train_step
 
         stalls, iterations = list[float](), list[float]()
         self.writer.waited_s, begin_all = 0.0, time.perf_counter()

@@ -17,9 +17,9 @@ import torch
 from profiler import SampledProfile
 from simulator import Machine, Plan, Timeline, Workload, build_schedule, simulate
 from studies.bench.bits import state_of
+from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config, train_step
 from studies.bench.phase_clock import PhaseClock, timed_step
 from studies.bench.rank import become_only_rank
-from studies.byte_gpt import SIZES, Batches, ByteGPT, ds_config, train_step
 from studies.demo.measure import predict_anew
 from studies.demo.pictures import draw_timelines, last_iterations, machine_label, typical
 from studies.trials.phase_process import pause, report
@@ -37,7 +37,7 @@ class DemoModel:
     """What is trained; the same in all runs that are compared.
 
     Attributes:
-        size: a name of `studies.byte_gpt.SIZES`.
+        size: a name of `studies.bench.byte_gpt.SIZES`.
         turns: of each side; a turn takes a second, so that a machine whose speed drifts is the same
             for both.
     """

@@ -13,8 +13,8 @@ import logging
 
 import cpuinfo
 
+from studies.bench.byte_gpt import python_sources
 from studies.bench.many_engines import remember_processor
-from studies.byte_gpt import python_sources
 
 logging.disable(logging.WARNING)  # nobody's phase: no log would have it
 for _name in (

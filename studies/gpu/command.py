@@ -26,9 +26,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from studies.bench.byte_gpt import SIZES
 from studies.bench.rank import become_only_rank
 from studies.bench.record import write_record
-from studies.byte_gpt import SIZES
 from studies.gpu.parts import BUDGET_S, CAPS_GIB, PARTS, SECTIONS, SIZES_OF_PARTS, sections_of
 from studies.gpu.pictures import draw_parts
 from studies.gpu.suite import OutOfTimeError, Suite
@@ -96,7 +96,7 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=9.0, help="nothing runs beyond that")
     parser.add_argument("--rehearse", action="store_true", help="without a GPU, at toy sizes")
     parser.add_argument("--again", action="store_true", help="measure what is there already too")
-    parser.add_argument("--size", help="of the model, see studies.byte_gpt.SIZES")
+    parser.add_argument("--size", help="of the model, see studies.bench.byte_gpt.SIZES")
     parser.add_argument(
         "--model-b", type=float, help="the same in billions of parameters: 1.3, 3, 7"
     )

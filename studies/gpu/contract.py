@@ -18,8 +18,8 @@ import torch
 
 from simulator import Plan
 from studies.bench.bits import differences, state_of
+from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config, train_step
 from studies.bench.many_engines import answer_once
-from studies.byte_gpt import SIZES, Batches, ByteGPT, ds_config, train_step
 from studies.gpu.suite import Figures, OutOfTimeError, Suite
 from studies.trials.offload_trial import same_sums
 

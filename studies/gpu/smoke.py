@@ -186,7 +186,7 @@ class Synchronisations:
 def _steady(suite: Suite) -> tuple[Timeline, dict[str, int]]:
     """The last steps of a run without delays, and what synchronised in three of them."""
     import runtime
-    from studies.byte_gpt import SIZES, Batches, train_step
+    from studies.bench.byte_gpt import SIZES, Batches, train_step
 
     engine = start()
     device = "emulated" if suite.emulated else "cuda"

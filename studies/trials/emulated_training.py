@@ -170,7 +170,7 @@ def start(setting: Setting, **zero: Any) -> Any:
     """
     import deepspeed
 
-    from studies.byte_gpt import ds_config
+    from studies.bench.byte_gpt import ds_config
 
     torch.manual_seed(0)
     model = PacedModel(setting)

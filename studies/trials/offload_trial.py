@@ -21,10 +21,10 @@ import xxhash
 from simulator import Plan
 from simulator.limits import GIB
 from simulator.plan import ParameterHome
+from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config
 from studies.bench.phase_clock import PhaseClock, medians, timed_step
 from studies.bench.rank import become_only_rank
 from studies.bench.record import write_record
-from studies.byte_gpt import SIZES, Batches, ByteGPT, ds_config
 
 WARMUP = 3
 INEXACT = ("zenflow", "torchao", "deepcompile")
@@ -211,7 +211,7 @@ def host_plan(engine: Any, keep: float = 0.0) -> Plan:
 
 def _profile(engine: Any, batches: Batches, args: argparse.Namespace) -> dict[str, Any]:
     from profiler import profile_engine
-    from studies.byte_gpt import train_step
+    from studies.bench.byte_gpt import train_step
 
     numbers = iter(range(10**6))
     workload = profile_engine(

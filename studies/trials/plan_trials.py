@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from simulator import Plan
+from studies.bench.byte_gpt import SIZES, Batches
 from studies.bench.phase_clock import PhaseClock, medians, timed_step
 from studies.bench.rank import become_only_rank
 from studies.bench.record import write_record
-from studies.byte_gpt import SIZES, Batches
 from studies.trials.offload_trial import arguments, make_engine, settle
 
 WARMUP = 3

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from studies.byte_gpt import ds_config
+from studies.bench.byte_gpt import ds_config
 
 MakeOptimizer = Callable[[Iterable[torch.nn.Parameter], dict[str, Any]], Any]
 

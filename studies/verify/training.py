@@ -21,7 +21,7 @@ import torch
 from runtime.verify.lines import Lines
 from runtime.zero.pieces import pieces
 from runtime.zero.verified import perturb, record
-from studies.byte_gpt import SIZES, Batches, ByteGPT, ds_config, train_step
+from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config, train_step
 from studies.verify.held_out import ALL
 
 RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

@@ -27,7 +27,7 @@ CONFIG = {
 }
 SCRIPT = """
 import deepspeed, torch
-from studies.byte_gpt import SIZES, Batches, ByteGPT, train_step
+from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, train_step
 
 torch.manual_seed(0)
 model = ByteGPT(SIZES["tiny"])

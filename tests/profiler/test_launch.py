@@ -12,7 +12,7 @@ from simulator import Machine, Workload
 
 SCRIPT = """
 import argparse, os, torch, deepspeed
-from studies.byte_gpt import SIZES, Batches, ByteGPT, ds_config, train_step
+from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config, train_step
 parser = argparse.ArgumentParser()
 parser.add_argument("--local_rank", type=int, required={required})
 parser.add_argument("--lr", required=True)

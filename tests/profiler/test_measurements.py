@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from profiler import adam, contention, copies, dram, measure_machine, sampling, saving, storage
+from profiler import measure_machine
 from profiler.machine import STAGES
-from profiler.sampling import doubts, rate, repeat_s
+from profiler.rates import adam, contention, copies, dram, sampling, saving, storage
+from profiler.rates.sampling import doubts, rate, repeat_s
 from simulator import Machine
 from simulator.quantity import Quantity
 

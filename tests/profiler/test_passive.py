@@ -12,7 +12,7 @@ from profiler.engine import PassiveProfile
 from profiler.watcher import Trace
 from profiler.workload import WARMUP_STEPS, _base_bytes, workload_of
 from simulator import Layer, MemoryPoint
-from studies.byte_gpt import Batches, train_step
+from studies.bench.byte_gpt import Batches, train_step
 from tests.runtime.contract.training import start
 
 BATCHES = Batches(2, 32)

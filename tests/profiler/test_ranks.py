@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from profiler import ranks
-from profiler.ranks import STAGES, Job, StageSamples, check_ranks, measure_ranks
+from profiler.rates import ranks
+from profiler.rates.ranks import STAGES, Job, StageSamples, check_ranks, measure_ranks
 
 
 def test_two_ranks_measure_at_once_and_leave_nothing(tmp_path):

@@ -8,7 +8,7 @@ from simulator import Workload
 
 ENGINE = """
 import sys, torch, deepspeed
-from studies.byte_gpt import SIZES, Batches, ByteGPT, ds_config, train_step
+from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config, train_step
 model = ByteGPT(SIZES["tiny"])
 engine, *_ = deepspeed.initialize(
     model=model, model_parameters=model.parameters(), config=ds_config(1, 20_000{options})

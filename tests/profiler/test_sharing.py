@@ -2,7 +2,7 @@
 
 import pytest
 
-from profiler.sharing import differences, simulated_share, with_writer_cost
+from profiler.rates.sharing import differences, simulated_share, with_writer_cost
 from simulator.quantity import Quantity
 from tests.machines import node
 

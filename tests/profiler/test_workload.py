@@ -5,7 +5,7 @@ import torch
 
 from profiler import SampledProfile, profile_engine
 from profiler.watcher import units
-from studies.byte_gpt import SIZES, Batches, ByteGPT, train_step
+from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, train_step
 from tests.runtime.contract.training import start, train
 
 

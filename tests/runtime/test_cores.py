@@ -123,7 +123,7 @@ def test_a_lane_is_bound_and_the_training_thread_is_not():
 
 OWN_THREADS = """
 import os
-from profiler.adam import AdamBuffers
+from profiler.rates.adam import AdamBuffers
 buffers = AdamBuffers(1 << 20)
 buffers.host_update(1)
 before = len(os.listdir("/proc/self/task"))

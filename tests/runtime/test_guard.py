@@ -13,7 +13,7 @@ from runtime.zero.checks.guard import ConfigError, check_config
 from runtime.zero.checks.private import UnsupportedDeepSpeedError
 from runtime.zero.host_memory import check_host_memory, needed_bytes
 from simulator import Plan, PlanError
-from studies.byte_gpt import SIZES, ByteGPT, ds_config
+from studies.bench.byte_gpt import SIZES, ByteGPT, ds_config
 from tests.runtime.contract.training import start
 
 

@@ -15,7 +15,7 @@ from simulator.schedule import Lane, OpKind
 from simulator.span import Span
 from simulator.timeline import Timeline
 from studies.bench.bits import differences
-from studies.byte_gpt import SIZES, Batches, ByteGPT, ds_config, train_step
+from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config, train_step
 from tests.machines import node
 from tests.runtime.contract.training import DEVICES, EMULATED, all_state, slowed
 

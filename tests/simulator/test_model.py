@@ -70,7 +70,7 @@ def test_a_file_and_its_folder_are_read(tmp_path):
 
 
 def test_the_byte_gpt_of_the_studies_is_counted_as_torch_counts_it():
-    from studies.byte_gpt import SIZES, ByteGPT
+    from studies.bench.byte_gpt import SIZES, ByteGPT
 
     shape = SIZES["tiny"]
     model = ByteGPT(shape)
@@ -292,7 +292,7 @@ def test_subgroups_hold_everything_once_and_close_where_they_are_full(sizes, sub
 def test_recut_is_what_deepspeed_does(only_rank):
     """Subgroups cut here are those of a live engine with that sub_group_size."""
     from profiler import profile_engine
-    from studies.byte_gpt import SIZES, Batches, train_step
+    from studies.bench.byte_gpt import SIZES, Batches, train_step
     from tests.runtime.contract.training import start
 
     batches = Batches(2, SIZES["tiny"].sequence)

@@ -1,7 +1,7 @@
 import torch
 
 from studies.bench.bits import differences, state_of
-from studies.byte_gpt import SIZES, Batches, ByteGPT, ds_config, train_step
+from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config, train_step
 
 
 def test_equal_means_every_bit_of_the_same_type():

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from studies.bench import products
-from studies.byte_gpt import (
+from studies.bench.byte_gpt import (
     SIZES,
     Batches,
     ByteGPT,

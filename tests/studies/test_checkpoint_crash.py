@@ -38,7 +38,7 @@ def test_every_named_point_comes_up():
     from itertools import islice
 
     from runtime.checkpoint.files import POINTS, RARE_POINTS
-    from studies.checkpoint_crash import kills
+    from studies.checkpoint_crash.command import kills
 
     planned = list(islice(kills(0), 180))
     for homes in ("", "host", "mixed"):

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from simulator.analysis.goodput import CheckpointCost, Failures
-from studies import checkpoint_interval as study
-from studies.checkpoints import kills
+from studies.checkpoint_interval import command as study
+from studies.checkpoint_interval import kills
 
 COST = CheckpointCost(0.1, 0.1, 0.5, 0.0, 0.0, 0.0, 0)
 

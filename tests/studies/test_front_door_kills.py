@@ -30,8 +30,8 @@ def test_kills(tmp_path, child_environment, deepspeed_ops):
 
 
 def test_kinds_of_kills_and_limits_come_up():
-    from studies.checkpoints.front_door_run import SCRIPTS
-    from studies.front_door_kills import trials
+    from studies.front_door_kills.command import trials
+    from studies.front_door_kills.scripts import SCRIPTS
 
     planned = trials(30, 0, list(SCRIPTS))
     assert {t.script.name for t in planned} == set(SCRIPTS)

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from studies import memory_wall
-from studies.bench import link_counters
-from studies.bench.link_counters import LinkCounters, LinkSample
-from studies.memory_wall import Passage, Sample, Sampler, claims, phase_row
+from studies.memory_wall import command as memory_wall
+from studies.memory_wall import link_counters
+from studies.memory_wall.command import Passage, Sample, Sampler, claims, phase_row
+from studies.memory_wall.link_counters import LinkCounters, LinkSample
 
 PASSAGES = [
     Passage("forward", 0.0, 1.0, 0.5, 400),

@@ -10,11 +10,11 @@ import pytest
 
 from simulator import preset
 from simulator.limits import UNKNOWN_MARGIN
-from studies import published_runs
 from studies.bench.offload_runs import RunError, family_of, model_of, read_runs
-from studies.published import judging, left_out
-from studies.published.left_out import cross_validation
-from studies.published.shipped import (
+from studies.published_runs import command as published_runs
+from studies.published_runs import judging, left_out
+from studies.published_runs.left_out import cross_validation
+from studies.published_runs.shipped import (
     as_logged,
     as_seen,
     fits,
@@ -26,7 +26,7 @@ from studies.published.shipped import (
 from tuner.calibrate.calibration import MODEL_SPREAD
 from tuner.calibrate.interval import model_spread
 
-CSV = Path(published_runs.__file__).parent / "data" / "published_offload_runs.csv"
+CSV = Path(published_runs.__file__).parents[1] / "data" / "published_offload_runs.csv"
 
 
 @pytest.fixture(scope="module")

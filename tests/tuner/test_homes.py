@@ -10,7 +10,7 @@ from simulator.analysis.many_plans import PlanSweep
 from simulator.limits import GIB
 from simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES
 from simulator.update.recipes import RECIPES
-from studies.optimality import random_pair
+from studies.optimality.command import random_pair
 from tests.machines import node as machine
 from tests.tuner.test_search import workload
 from tuner.placements.homes import spaced

@@ -9,7 +9,7 @@ import pytest
 import tuner
 from simulator.analysis.many_plans import PlanSweep
 from simulator.limits import Limits
-from studies.optimality import random_pair
+from studies.optimality.command import random_pair
 from tuner.placements.optimum import MOST_SUBGROUPS, optimum, orders
 from tuner.placements.search import Candidate, Search
 

@@ -8,7 +8,7 @@ import pytest
 
 from simulator import Plan, build_schedule
 from simulator.engines.compiled import simulate_fast
-from studies.optimality import random_pair
+from studies.optimality.command import random_pair
 from tuner.placements.quick import quick_plan
 
 

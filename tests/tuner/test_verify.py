@@ -342,7 +342,7 @@ def test_bad_input_ends_with_one_line(tmp_path):
 SCRIPT = '''
 import json, sys
 import deepspeed, torch
-from studies.byte_gpt import SIZES, Batches, ByteGPT, train_step
+from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, train_step
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
@@ -357,7 +357,7 @@ for step in range(100):
 
 @pytest.mark.slow
 def test_an_unchanged_script_is_identical_under_its_plan(only_rank, child_environment, tmp_path):
-    from studies.byte_gpt import ds_config
+    from studies.bench.byte_gpt import ds_config
     from tests.runtime.contract.training import SUBGROUP, plan_for, start
 
     engine = start()

@@ -26,7 +26,8 @@ Floats = NDArray[np.float64]
 PHASES = ("forward", "backward", "step", "iteration")
 # Of one measured phase, in log units: repeats, and what the model leaves out of it. Chosen on the
 # published runs in the repository, by what random triples of them predict of the others
-# (`studies.published.left_out`): 0.08 is better for the campaign that they are of, 0.12 for others.
+# (`studies.published_runs.left_out`): 0.08 is better for the campaign that they are of, 0.12 for
+# others.
 NOISE = 0.1
 CONTRADICTION = 0.3  # between two runs' errors of a phase: no one set of rates gives both
 # Of a knob's prior width: above it, the runs said nothing. No stricter: all knobs are sought

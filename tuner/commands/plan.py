@@ -89,8 +89,6 @@ def plan(
 ) -> None:
     """Searches the best plan and says why it is the best."""
     from tuner.answer.report import show_plan, wide_console
-    from tuner.placements.memory import ImpossibleError
-    from tuner.placements.planning import plan as search
 
     needs("with --mtbf", mtbf is not None, "restart", "storage")
     _check_paths(output, emit_deepspeed, machine, source)
@@ -111,14 +109,8 @@ def plan(
         "robust": robust, "subgroup_sizes": sizes, "memory_margin": memory_margin,
         "offload_parameters": offload_param or trained.offload.parameters == "cpu",
     }  # fmt: skip
-    try:
-        with told_after(2.0) as progress:
-            result = search(
-                work, measured, mtbf_s=mtbf, restart_s=restart, checkpoint_dir=checkpoint_dir,
-                progress=progress, **options,
-            )  # fmt: skip
-    except ImpossibleError as error:
-        raise BadInputError(_with_ways_out(error, trained, measured, options)) from None
+    failures = {"mtbf_s": mtbf, "restart_s": restart, "checkpoint_dir": checkpoint_dir}
+    result = _searched(work, measured, trained, failures, options)
     if why:
         from tuner.shadow import shadow_prices
 
@@ -135,6 +127,28 @@ def plan(
     show_plan(result, console)
     console.print(f"written to {' and '.join(filter(None, [output, emit_deepspeed]))}")
     console.print(_next(emit_deepspeed, trained.workload), markup=False, soft_wrap=True)
+
+
+def _searched(
+    work: Workload,
+    machine: Machine,
+    trained: Trained,
+    failures: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> Plan:
+    """The best plan; progress is shown if it takes long.
+
+    Raises:
+        BadInputError: nothing fits into the memory that is allowed; it says what would.
+    """
+    from tuner.placements.memory import ImpossibleError
+    from tuner.placements.planning import plan as search
+
+    try:
+        with told_after(2.0) as progress:
+            return search(work, machine, progress=progress, **failures, **options)
+    except ImpossibleError as error:
+        raise BadInputError(_with_ways_out(error, trained, machine, options)) from None
 
 
 def _with_ways_out(

@@ -66,7 +66,7 @@ def queues() -> list[Finding]:
 
 
 def _pace(few: int, share: int) -> str:
-    from profiler.adam import host_adam_by_threads
+    from profiler.rates.adam import host_adam_by_threads
 
     rates, _ = host_adam_by_threads(TIMED_ELEMENTS, [few, share], TIMED_S)
     slow_rate, full = (rates[n].median / 1e9 for n in (few, share))

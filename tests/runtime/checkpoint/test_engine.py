@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 def make(subgroup=20_000, **zero):
     import deepspeed
 
-    from studies.byte_gpt import SIZES, Batches, ByteGPT, ds_config
+    from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config
 
     config = ds_config(2, subgroup, learning_rate=1e-2, **zero)
     # DeepSpeed's own Adam takes other powers of beta after a resume; torch's is exact.
@@ -42,7 +42,7 @@ def make(subgroup=20_000, **zero):
 
 
 def train(engine, batches, first, last):
-    from studies.byte_gpt import train_step
+    from studies.bench.byte_gpt import train_step
 
     for step in range(first, last):
         train_step(engine, batches.at(step))

@@ -6,7 +6,7 @@ import torch
 from runtime.checkpoint.deepspeed.loading import weights_in_place
 from runtime.checkpoint.format import safe_load
 from studies.bench.bits import state_of
-from studies.byte_gpt import SIZES, ByteGPT
+from studies.bench.byte_gpt import SIZES, ByteGPT
 from tests.runtime.contract.training import DEVICES, attached, start, train
 
 MIX = ["host", "device", "resident"]

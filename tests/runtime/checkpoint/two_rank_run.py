@@ -15,8 +15,8 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from runtime.checkpoint.format.tree import tensors_of
 from simulator import CheckpointPlan
 from studies.bench.bits import state_of
+from studies.bench.byte_gpt import SIZES, Batches
 from studies.bench.many_engines import answer_once
-from studies.byte_gpt import SIZES, Batches
 from tests.runtime.contract.training import DEVICES, attached, start, train
 
 STEPS = 3

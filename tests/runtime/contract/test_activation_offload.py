@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from studies import byte_gpt
+from studies.bench import byte_gpt
 from tests.runtime.contract.training import DEVICES, SUBGROUP, assert_same, attached, outcome, start
 
 pytestmark = pytest.mark.usefixtures("only_rank")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from simulator.update.order import UpdateOrder
 from studies.bench.bits import differences, state_of
-from studies.byte_gpt import SIZES, ByteGPT
+from studies.bench.byte_gpt import SIZES, ByteGPT
 from tests.runtime.contract.training import (
     DEVICES,
     assert_same,

@@ -17,7 +17,7 @@ from runtime.replan.auto import observed_workload
 from runtime.zero.attach import switch_plan
 from simulator.schedule import Lane, OpKind
 from studies.bench.bits import state_of
-from studies.byte_gpt import ByteGPT, ByteGPTConfig
+from studies.bench.byte_gpt import ByteGPT, ByteGPTConfig
 from tests.runtime import fake_cuda
 from tests.runtime.contract.test_bits import HOMES, MIX, engine_for, stock
 from tests.runtime.contract.training import assert_same, outcome, plan_for, same, start, train

@@ -10,7 +10,7 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
 import runtime
 from runtime.zero.attach import switch_plan
-from studies.byte_gpt import ByteGPT, ByteGPTConfig
+from studies.bench.byte_gpt import ByteGPT, ByteGPTConfig
 from studies.run_memory import DEVICE_BYTES_PER_PARAM, PageLocking
 from tests.runtime.contract.training import (
     DEVICES,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from simulator.schedule import OpKind
-from studies.byte_gpt import SIZES, Batches
+from studies.bench.byte_gpt import SIZES, Batches
 from tests.runtime.contract.test_bits import EVERY_PASS
 from tests.runtime.contract.training import (
     DEVICES,

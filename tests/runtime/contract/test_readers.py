@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from runtime.devices.lane import BackgroundError
-from studies.byte_gpt import SIZES
+from studies.bench.byte_gpt import SIZES
 from tests.runtime.contract.test_bits import ReadsAnothersParameter
 from tests.runtime.contract.training import DEVICES, attached, outcome, start, train
 
@@ -45,7 +45,7 @@ def assert_equal(ours, stock):
 
 @pytest.mark.parametrize("device", list(DEVICES))
 def test_reads_between_backward_and_step_and_after_step(device):
-    from studies.byte_gpt import SIZES, Batches
+    from studies.bench.byte_gpt import SIZES, Batches
 
     seen = []
     for engine in (start(), attached(start(), MIX, device)):
@@ -72,7 +72,7 @@ def test_writes_count(device, moment):
         safe_set_local_optimizer_state,
     )
 
-    from studies.byte_gpt import SIZES, Batches
+    from studies.bench.byte_gpt import SIZES, Batches
 
     results = []
     for engine in (start(), attached(start(), MIX, device, prefetch=2)):
@@ -103,7 +103,7 @@ def test_writes_count(device, moment):
 def test_gathered_parameters_eval_and_state_dicts(device):
     from deepspeed.runtime.zero import GatheredParameters
 
-    from studies.byte_gpt import SIZES, Batches
+    from studies.bench.byte_gpt import SIZES, Batches
 
     seen = []
     for engine in (start(), attached(start(), MIX, device, homes=["device", "host"])):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from studies.bench.bits import state_of
-from studies.byte_gpt import SIZES, Batches
+from studies.bench.byte_gpt import SIZES, Batches
 from tests.runtime.contract.training import DEVICES, assert_same, attached, start
 
 pytestmark = pytest.mark.usefixtures("only_rank")

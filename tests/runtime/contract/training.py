@@ -19,7 +19,7 @@ from runtime.zero.cuts import subgroups_of
 from simulator import Plan
 from simulator.update.order import order_of
 from studies.bench.bits import differences, state_of
-from studies.byte_gpt import SIZES, Batches, ByteGPT, ds_config, train_step
+from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config, train_step
 
 SUBGROUP = 20_000
 DEVICES = {"unified": Device, "emulated": EmulatedDevice}

@@ -14,8 +14,8 @@ import torch
 import runtime
 from simulator.schedule import OpKind
 from studies.bench.bits import differences, state_of
+from studies.bench.byte_gpt import SIZES, Batches
 from studies.bench.many_engines import answer_once, freeze_heap
-from studies.byte_gpt import SIZES, Batches
 from tests.runtime.contract.test_bits import EVERY_PASS
 from tests.runtime.contract.test_gathers import alive_as_stock
 from tests.runtime.contract.training import DEVICES, attached, device_of, start, train

@@ -11,7 +11,7 @@ import runtime
 from runtime.frontdoor import hook
 from runtime.frontdoor.request import RequestError
 from runtime.zero.stage3 import EbbtideStage3
-from studies.byte_gpt import SIZES, ByteGPT, ds_config
+from studies.bench.byte_gpt import SIZES, ByteGPT, ds_config
 from tests.runtime.contract.training import SUBGROUP, assert_same, outcome, plan_for, start
 
 PATTERN = ["host", "device", "resident"]

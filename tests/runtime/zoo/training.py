@@ -14,7 +14,7 @@ from runtime.replan.auto import WATCHED_STEPS
 from runtime.zero.attach import switch_plan
 from runtime.zero.checks.private import BELOW_STAGE_3
 from simulator.plan import ParameterHome, Placement, Plan
-from studies.byte_gpt import Batches, ByteGPT, ByteGPTConfig, train_step
+from studies.bench.byte_gpt import Batches, ByteGPT, ByteGPTConfig, train_step
 from tests.runtime.zoo.configs import HIDDEN, client_optimizer
 
 MODEL = ByteGPTConfig(layers=2, hidden=HIDDEN, heads=2, sequence=16)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from profiler.sampling import doubts, noise, rate, repeat_s
+from profiler.rates.sampling import doubts, noise, rate, repeat_s
 from runtime.kernels import host
 from simulator.quantity import Quantity
 

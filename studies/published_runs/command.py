@@ -3,8 +3,8 @@
 ``python -m studies.published_runs --predict CSV --json PATH [--calibrate CSV]``
 
 Preset machine, `workload_from_model`, `build_strategy`, simulator: what a user gets who plans
-before training (`studies.published.shipped`). ``--calibrate`` corrects the presets by its runs with
-the machinery of `tune calibrate`; both are printed, side by side.
+before training (`studies.published_runs.shipped`). ``--calibrate`` corrects the presets by its runs
+with the machinery of `tune calibrate`; both are printed, side by side.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any
 from simulator import Machine
 from studies.bench.offload_runs import Run, RunError, read_runs, testbeds
 from studies.bench.record import write_record
-from studies.published import judging
-from studies.published.judging import CHOICES, NEAR_BEST_PCT, QUANTITIES
-from studies.published.left_out import cross_validation, random_triples
-from studies.published.pictures import draw
-from studies.published.shipped import as_logged, calibrated, fits, machine_of, workload_of
+from studies.published_runs import judging
+from studies.published_runs.judging import CHOICES, NEAR_BEST_PCT, QUANTITIES
+from studies.published_runs.left_out import cross_validation, random_triples
+from studies.published_runs.pictures import draw
+from studies.published_runs.shipped import as_logged, calibrated, fits, machine_of, workload_of
 
 Machines = Mapping[str, Machine]
 

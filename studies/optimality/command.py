@@ -25,8 +25,8 @@ from rich.table import Table
 from simulator import Layer, Machine, Placement, Quantity, Workload
 from simulator.analysis.bound import bound
 from simulator.limits import GIB, Limits
-from studies.bench.real_models import real_pairs
 from studies.bench.record import write_record
+from studies.optimality.real_models import real_pairs
 from tuner.placements.optimum import optimum
 from tuner.placements.planning import plan
 from tuner.placements.search import Candidate, Search
@@ -192,7 +192,3 @@ def random_pair(
         **{name: Quantity.exact(float(value)) for name, value in rates.items()},
     )  # fmt: skip
     return workload, machine
-
-
-if __name__ == "__main__":
-    main()

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from profiler.adam import AdamBuffers
-from profiler.copies import Endpoints
-from profiler.sampling import noise, repeat_s
-from profiler.storage import PLANNED_WRITERS, FileToWrite
+from profiler.rates.adam import AdamBuffers
+from profiler.rates.copies import Endpoints
+from profiler.rates.sampling import noise, repeat_s
+from profiler.rates.storage import PLANNED_WRITERS, FileToWrite
 from runtime.kernels import host
 from simulator.quantity import Quantity, Source
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from profiler.sampling import doubts, noise, rate, repeat_s
+from profiler.rates.sampling import doubts, noise, rate, repeat_s
 from runtime.kernels import host
 from runtime.kernels.adam import AdamStep
 from simulator.quantity import Quantity
@@ -116,7 +116,7 @@ def device_adam(elements: int, budget_s: float, cuda: bool) -> Quantity:
         buffers = AdamBuffers(elements)
         durations = repeat_s(lambda: buffers.host_update(1), budget_s)
         return rate(elements, durations, "emulated", "host kernel, one thread")
-    from profiler.copies import cuda_clock
+    from profiler.rates.copies import cuda_clock
     from runtime.kernels.device import device_update as kernel
 
     buffers = AdamBuffers(elements, "cuda")

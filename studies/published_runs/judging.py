@@ -11,7 +11,7 @@ import numpy as np
 
 from simulator import Machine
 from studies.bench.offload_runs import MEMORY, Run, testbeds
-from studies.published.shipped import as_seen, interval_ms, predict
+from studies.published_runs.shipped import as_seen, interval_ms, predict
 
 TIMES = {"forward": "fwd_ms", "backward": "bwd_ms", "step": "step_ms", "iteration": "iter_ms"}
 QUANTITIES = (*TIMES, "memory")

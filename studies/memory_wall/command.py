@@ -24,11 +24,11 @@ from rich.progress import track
 from rich.table import Table
 
 from profiler.memory import host_bytes
-from studies.bench.link_counters import LinkCounters, LinkSample
+from studies.bench.byte_gpt import SIZES, Batch, Batches, ByteGPT, ds_config
 from studies.bench.phase_clock import PHASES
 from studies.bench.rank import become_only_rank
 from studies.bench.record import write_record
-from studies.byte_gpt import SIZES, Batch, Batches, ByteGPT, ds_config
+from studies.memory_wall.link_counters import LinkCounters, LinkSample
 
 T = TypeVar("T")
 WARMUP = 3
@@ -392,7 +392,3 @@ def _as_text(claim: dict[str, Any]) -> str:
     if None in result.values():
         return "needs a GPU"
     return ", ".join(f"{phase} {share:.0%}" for phase, share in result.items())
-
-
-if __name__ == "__main__":
-    main()

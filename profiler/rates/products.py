@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from profiler.copies import cuda_clock
-from profiler.sampling import rate, repeat_s, timed_s
+from profiler.rates.copies import cuda_clock
+from profiler.rates.sampling import rate, repeat_s, timed_s
 from simulator.quantity import Quantity, Source
 
 CUDA_SIDE, HOST_SIDE = 8192, 512  # of a square product: large enough to reach the sustained rate

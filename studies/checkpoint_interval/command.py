@@ -29,7 +29,14 @@ from simulator import Machine, Plan, Workload
 from simulator.analysis.checkpoint_cost import CheckpointSimulation
 from simulator.analysis.goodput import CheckpointCost, Failures
 from studies.bench.record import write_record
-from studies.checkpoints.interval_pictures import draw, print_table
+from studies.checkpoint_interval.kills import (
+    campaign,
+    compare,
+    failure_gaps,
+    goodput_at,
+    with_speed,
+)
+from studies.checkpoint_interval.pictures import draw, print_table
 from studies.checkpoints.interval_run import (
     Child,
     Training,
@@ -40,7 +47,6 @@ from studies.checkpoints.interval_run import (
     under,
     warm_up,
 )
-from studies.checkpoints.kills import campaign, compare, failure_gaps, goodput_at, with_speed
 from tuner.placements.checkpointing import Choice, best_checkpointing, rules_of_thumb
 
 CYCLE = 8  # steps between the checkpoints whose cost is measured

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from profiler.sampling import doubts, rate, repeat_s, timed_s
+from profiler.rates.sampling import doubts, rate, repeat_s, timed_s
 from runtime.kernels import host
 from simulator.quantity import Quantity, Source
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import xxhash
 
-from profiler.sampling import doubts, rate, repeat_s, timed_s
+from profiler.rates.sampling import doubts, rate, repeat_s, timed_s
 from simulator.plan import BLOCK_BYTES
 from simulator.quantity import Quantity
 

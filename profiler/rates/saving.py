@@ -11,7 +11,7 @@ import os
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from profiler.sampling import repeat_s
+from profiler.rates.sampling import repeat_s
 from simulator.quantity import Quantity
 
 TENSORS = 64

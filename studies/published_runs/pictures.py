@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from studies.bench.offload_runs import testbeds
-from studies.published.judging import QUANTITIES, Pair, measured_and_predicted
+from studies.published_runs.judging import QUANTITIES, Pair, measured_and_predicted
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
 

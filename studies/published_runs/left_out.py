@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from studies.bench.offload_runs import Run, testbeds
-from studies.published.judging import Pair, by_testbed, errors, intervals, predictions
-from studies.published.shipped import calibrated, machine_of
+from studies.published_runs.judging import Pair, by_testbed, errors, intervals, predictions
+from studies.published_runs.shipped import calibrated, machine_of
 
 FOLDS: dict[str, Callable[[Run], Hashable]] = {
     "model": lambda run: run.params_b,

@@ -319,7 +319,3 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     shutil.rmtree(scratch)
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

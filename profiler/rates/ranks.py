@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from profiler import copies, storage
-from profiler.adam import AdamBuffers
-from profiler.dram import TRIAD_BYTES_PER_ELEMENT
-from profiler.sampling import LEAST_REPEATS, MOST_REPEATS, doubts, noise, timed_s
+from profiler.rates import copies, storage
+from profiler.rates.adam import AdamBuffers
+from profiler.rates.dram import TRIAD_BYTES_PER_ELEMENT
+from profiler.rates.sampling import LEAST_REPEATS, MOST_REPEATS, doubts, noise, timed_s
 from runtime.kernels import host
 from simulator.machine import ShareName
 from simulator.quantity import Quantity, Source

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from profiler.ranks import HOST_ADAM_BYTES
+from profiler.rates.ranks import HOST_ADAM_BYTES
 from simulator.engines.reference import alone_s, capacities, demands
 from simulator.engines.sharing import max_min_speeds
 from simulator.machine import Machine

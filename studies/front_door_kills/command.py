@@ -30,8 +30,8 @@ from rich.console import Console
 from runtime.hardware.launcher import free_port, remove_shared_buffers
 from studies.bench.many_engines import freeze_heap
 from studies.bench.record import write_record
-from studies.checkpoints.front_door_run import SAVE_EVERY, SCRIPTS, STEPS, Kill, Script, train
 from studies.checkpoints.run import warm_up
+from studies.front_door_kills.scripts import SAVE_EVERY, SCRIPTS, STEPS, Kill, Script, train
 
 RUN_LIMIT_S = 300.0
 
@@ -225,7 +225,3 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     shutil.rmtree(scratch)
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""Goodput over the checkpoint interval: training that is killed, beside what was predicted."""

@@ -1,0 +1,6 @@
+"""``python -m studies.checkpoint_interval``."""
+
+from studies.checkpoint_interval.command import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())

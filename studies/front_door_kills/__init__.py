@@ -1,0 +1,1 @@
+"""Unchanged training scripts, killed while they save and rotate."""

@@ -1,0 +1,1 @@
+"""Memory, link traffic and utilisation over the phases of a stock iteration."""

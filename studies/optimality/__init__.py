@@ -1,0 +1,1 @@
+"""How far the tuner's plans can be from the best."""

@@ -1,0 +1,6 @@
+"""``python -m studies.optimality``."""
+
+from studies.optimality.command import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,6 @@
+"""``python -m studies.published_runs``."""
+
+from studies.published_runs.command import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())
