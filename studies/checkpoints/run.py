@@ -222,7 +222,7 @@ def _planned_engine(
     import deepspeed
 
     import runtime.checkpoint
-    from studies.byte_gpt import ds_config
+    from studies.bench.byte_gpt import ds_config
 
     # This process is this run: whoever installs the checkpoint engine does so with these options.
     runtime.checkpoint.install = partial(runtime.checkpoint.install, **options)  # type: ignore[assignment]

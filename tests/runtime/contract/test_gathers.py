@@ -11,7 +11,7 @@ from simulator.estimates.job import Job
 from simulator.estimates.presets import preset
 from simulator.schedule import OpKind
 from studies.bench.bits import differences, state_of
-from studies.byte_gpt import SIZES, Batches, ByteGPT, ds_config
+from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config
 from tests.runtime.contract.test_bits import EVERY_PASS, ReadsAnothersParameter
 from tests.runtime.contract.training import (
     EMULATED,
