@@ -90,6 +90,8 @@ class Machine(BaseModel):
         unified_memory: device memory is host memory (a machine without a GPU, not emulating
             one): gradients and parameters need no copy at all.
         duplex_factor: (bytes/s of both directions at once) / (h2d + d2h alone); 1 is full duplex.
+        storage_duplex_factor: likewise of storage: (bytes/s read and written at once) / (read +
+            write alone). None: not measured, taken as 1.
         device_shares_host_cores: forward and backward run on the host's cores (no GPU).
         dram_bytes_per_s: what a triad loop reaches on the node, reads plus writes.
         rank_shares: by number of ranks that worked at once, what each had of the rate alone, by
@@ -154,6 +156,7 @@ class Machine(BaseModel):
     unexplained_spread: float | None = Field(None, gt=0)
     storage_write_bytes_per_s: Quantity
     storage_read_bytes_per_s: Quantity | None = None
+    storage_duplex_factor: Quantity | None = None
     storage_fsync_s: float = Field(1e-3, ge=0)
     writer_s_per_byte: Quantity | None = None
     save_s_per_tensor: Quantity | None = None
@@ -193,6 +196,12 @@ class Machine(BaseModel):
             raise ValueError(
                 "duplex_factor must lie in [0.3, 1.25] (0.5: one direction at a time, 1: both "
                 f"at full speed), but got {self.duplex_factor.median}"
+            )
+        both = self.storage_duplex_factor
+        if both is not None and not 0 < both.median <= 1.25:
+            raise ValueError(
+                "storage_duplex_factor must lie in (0, 1.25] (0.5: reads and writes take turns, 1: "
+                f"both at full speed), but got {both.median}"
             )
         if any(ranks < 1 for ranks in self.rank_shares):
             raise ValueError(

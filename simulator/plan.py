@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from simulator.update.order import UpdateOrder, issue_order, order_of
-from simulator.update.recipes import RECIPES, Slot
+from simulator.update.recipes import HOST_SLOTS, RECIPES, Slot
 from simulator.update.recipes import Placement as Placement  # public here, defined there
 
 ParameterHome = Literal["host", "device"]
@@ -146,6 +146,9 @@ class Plan(BaseModel):
         prefetch: how many visiting subgroups may come in during backward, before the norm is
             known: from the first gradient of the last micro-batch on, as far as slots are free. At
             most ``staging_slots``; 0 starts at the norm barrier.
+        host_slots: host buffers for the state of ``stored`` subgroups on its way from storage and
+            back; that many are read before the norm is known.
+        storage_dir: the folder on whose storage ``stored`` state lives; each rank has a file there.
         threads: of the host update; 0 lets the runtime choose (all cores but one on CUDA).
         overlap_forward: `step()` returns while updates still run.
     """
@@ -163,6 +166,8 @@ class Plan(BaseModel):
     order: UpdateOrder = UpdateOrder()
     staging_slots: int = Field(2, ge=0)
     prefetch: int = Field(0, ge=0)
+    host_slots: int = Field(HOST_SLOTS, ge=0)
+    storage_dir: str | None = None
     threads: int = Field(0, ge=0)
     overlap_forward: bool = True
     checkpoint: CheckpointPlan = CheckpointPlan()
@@ -192,8 +197,13 @@ class Plan(BaseModel):
                 f"{self.schema_version}: the plan was written by a newer ebbtide; upgrade "
                 f"ebbtide, or plan again with `tune plan`"
             )
-        visits = any(Slot.STAGING in RECIPES[run.placement].slots for run in self.placement)
-        if visits and self.staging_slots < 1:
+        taken = frozenset().union(*(RECIPES[run.placement].slots for run in self.placement))
+        if Slot.STATE in taken and self.host_slots < 1:
+            raise ValueError(
+                "plan.host_slots must be >= 1 where a subgroup has placement 'stored', but got "
+                f"host_slots={self.host_slots}"
+            )
+        if Slot.STAGING in taken and self.staging_slots < 1:
             raise ValueError(
                 "plan.staging_slots must be >= 1 where a subgroup has placement 'device', but "
                 f"got staging_slots={self.staging_slots}"
@@ -222,10 +232,15 @@ class Plan(BaseModel):
 
     @model_serializer(mode="wrap")
     def _leave_out_default(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """A plan whose parameters stay on the device reads as before there was a choice."""
+        """A plan whose parameters stay on the device, or that stores no state, reads as before
+        there was a choice.
+        """
         fields: dict[str, Any] = handler(self)
         if "host" not in self.parameter_homes:
             fields.pop("parameter_home", None)
+        if not self.stores:
+            fields.pop("host_slots", None)
+            fields.pop("storage_dir", None)
         return fields
 
     @property
@@ -262,6 +277,11 @@ class Plan(BaseModel):
             **changes,
         }
         return Plan.model_validate(fields)
+
+    @property
+    def stores(self) -> bool:
+        """Some state lives on storage."""
+        return any(RECIPES[run.placement].state == "storage" for run in self.placement)
 
     @property
     def subgroup_count(self) -> int:

@@ -28,7 +28,7 @@ from simulator.machine import Machine
 from simulator.plan import Plan, PlanError
 from simulator.schedules.tape import record
 from simulator.update.footprint import Holding, fetched_elements, moved_out
-from simulator.update.recipes import Bytes, Slot, recipe_of, ways
+from simulator.update.recipes import HOST_SLOTS, Bytes, Slot, early_limits, recipe_of, ways
 from simulator.update.tiers import Memory
 from simulator.workload import Workload
 
@@ -96,6 +96,7 @@ class PlanSweep:
         threads: int = 0,
         overlap_forward: bool = True,
         issue: Ints | None = None,
+        host_slots: int = HOST_SLOTS,
     ) -> Floats:
         """One row with `COLUMNS` for one plan.
 
@@ -107,17 +108,18 @@ class PlanSweep:
         Raises:
             PlanError: another number of placements than subgroups, or prefetch without slots.
         """
-        self._check(placement, staging_slots, prefetch)
+        self._check(placement, staging_slots, prefetch, host_slots)
         if overlap_forward and self.workload.zero_stage < 3:
             raise PlanError(
                 "overlap_forward must be false where steps wait for their updates, but got true "
                 f"for ZeRO-{self.workload.zero_stage}"
             )
         amounts = totals(placement, self.sizes, self.ways).tolist()
-        slots = self.held.slots(amounts[0], staging_slots)
+        slots = self.held.slots(amounts[0], staging_slots, host_slots)
+        early = early_limits(prefetch, slots)
         program, moved_out_bytes = self._program(placement, overlap_forward)
         plan = np.array(
-            [prefetch, self.iterations, *(slots[s] for s in SLOTS)],
+            [self.iterations, *(slots[s] for s in SLOTS), *(early.get(s, 0) for s in SLOTS)],
             dtype=np.int64,
         )
         count = build(
@@ -126,7 +128,8 @@ class PlanSweep:
             self.ops, self.after_first, self.after,
         )  # fmt: skip
         row = self._run(count, self._rates_with(threads))
-        held = self.held.bytes(amounts, staging_slots)  # on top of the activations' peak
+        # On top of the activations' peak.
+        held = self.held.bytes(amounts, staging_slots, host_slots)
         base = max(0, self.workload.device_base_bytes - moved_out_bytes)
         row[kernel.DEVICE_PEAK] += base + held["device"]
         row[kernel.HOST_PEAK] += held["host"]
@@ -138,7 +141,7 @@ class PlanSweep:
         codes = np.array([PLACEMENT_CODES[p] + HOME_CODES[home] for p, home in ways], np.int8)
         return self.evaluate(
             codes, plan.staging_slots, plan.prefetch, plan.threads, plan.overlap_forward,
-            np.array(plan.issue_order, dtype=np.int64),
+            np.array(plan.issue_order, dtype=np.int64), plan.host_slots,
         )  # fmt: skip
 
     def _program(self, placement: NDArray[np.int8], overlaps: bool) -> tuple[Program, int]:
@@ -157,22 +160,26 @@ class PlanSweep:
             self._programs[key] = Program.of(tape), gone_bytes
         return self._programs[key]
 
-    def _check(self, placement: NDArray[np.int8], staging_slots: int, prefetch: int) -> None:
+    def _check(
+        self, placement: NDArray[np.int8], staging_slots: int, prefetch: int, host_slots: int
+    ) -> None:
         if placement.shape != self.sizes.shape:
             raise PlanError(
                 "a placement is needed for each subgroup of the workload, but got "
                 f"{placement.size} for {self.sizes.size} subgroups"
             )
-        visits = staging_slots < 1 and self._visits(placement)
+        visits = staging_slots < 1 and self._takes(Slot.STAGING, placement)
+        if host_slots < 1 and self._takes(Slot.STATE, placement):
+            raise PlanError(f"host_slots must be >= 1 for stored subgroups, but got {host_slots}")
         if not 0 <= prefetch <= staging_slots or visits:
             raise PlanError(
                 "0 <= prefetch <= staging_slots must hold, with at least one slot for visiting "
                 f"subgroups, but got prefetch={prefetch}, staging_slots={staging_slots}"
             )
 
-    def _visits(self, placement: NDArray[np.int8]) -> bool:
+    def _takes(self, slot: Slot, placement: NDArray[np.int8]) -> bool:
         counts = totals(placement, self.sizes, self.ways).tolist()[0]
-        return any(counts[user] for user in self.held.users[Slot.STAGING])
+        return any(counts[user] for user in self.held.users[slot])
 
     def _rates_with(self, threads: int) -> Floats:
         if not 0 < threads < self.machine.cpu_cores:

@@ -25,9 +25,11 @@ OP_COLUMNS = 13
 
 # Entries of the capacity vector.
 C_DRAM, C_CORES, C_H2D, C_D2H, C_LINK, C_DEVICE, C_STORAGE, C_NETWORK, C_STORAGE_READ = range(9)
-CAPACITY_COUNT = 9
+C_STORAGE_BOTH = 9
+CAPACITY_COUNT = 10
 CAPACITIES = (
     "dram", "cores", "h2d", "d2h", "link", "device", "storage", "network", "storage_read",
+    "storage_both",
 )  # fmt: skip
 
 # Entries of the vector that describes the machine besides rates and capacities.
@@ -108,6 +110,8 @@ def _fill_demand(ops: Floats, i: int, duration_s: float, machine: Floats, demand
         demand[lane, C_NETWORK] = speed
     elif lane == _STORAGE_READ:
         demand[lane, C_STORAGE_READ] = speed
+    if lane in (_STORAGE, _STORAGE_READ):
+        demand[lane, C_STORAGE_BOTH] = (duration_s - ops[i, LATENCY]) / duration_s
 
 
 @compiled

@@ -52,7 +52,9 @@ _OP, _GRADIENT, _PREFETCH = int(What.OP), int(What.GRADIENT), int(What.PREFETCH)
 T_WAITS, T_TAKES, T_GIVES, T_EARLY, T_PUBLISHES = range(kernel.OP_COLUMNS, kernel.OP_COLUMNS + 5)
 W_FIRST, W_LAST, W_GRADIENT_FIRST, W_GRADIENT_LAST = range(4)
 X_WHAT, X_SUBGROUP, X_ADDED_TO, X_REFS = range(4)
-P_PREFETCH, P_ITERATIONS, P_SLOTS = range(3)  # entries of the plan
+# Entries of the plan: behind P_SLOTS the buffers of each kind, then how many are taken early.
+P_ITERATIONS, P_SLOTS = range(2)
+P_EARLY = P_SLOTS + len(SLOTS)
 M_ROW, M_SUBGROUP, M_ITERATION = range(3)  # of an op that is made; subgroup -1: a pass
 # Entries of the notes: ops and waits so far, and what the next op must know of earlier ones.
 _N_OPS, _N_AFTER, _N_ITERATION, _N_NORM, _N_ADDED_TO, _N_PLACES, _N_NEW = range(7)
@@ -276,7 +278,7 @@ def _fill(ops: Floats, count: int, made: Ints, passes: Floats, rows: Floats, siz
 def _notes(places: int, subgroups: int, plan: Ints) -> Ints:
     """Nothing has happened yet: see _N_*."""
     uses = subgroups * plan[P_ITERATIONS]
-    kinds = plan.size - P_SLOTS
+    kinds = (plan.size - P_SLOTS) // 2
     new = _N_HOME + subgroups + places
     givers = new + 2 * subgroups
     n = np.full(givers + kinds * uses, -1, dtype=np.int64)
@@ -299,7 +301,7 @@ def build(
     Args:
         rows, ways: of `RecipeArrays`.
         sizes, placement: of the subgroups; issue: all of them, in the plan's order.
-        plan: see P_*, the buffers of each kind at the end.
+        plan: see P_*.
         ops, after_first, after: written.
     """
     places, refs, passes = program
@@ -325,17 +327,17 @@ def build(
                     ways[way, W_GRADIENT_LAST], s, behind,
                 )  # fmt: skip
             elif what == _PREFETCH:
-                begun = 0
+                left = plan[P_EARLY:].copy()
                 for k in range(subgroups):
+                    if left.sum() == 0:
+                        break
                     s = issue[k]
                     row = ways[placement[s], W_FIRST]
-                    if rows[row, T_EARLY] > 0 and begun < plan[P_PREFETCH]:
+                    if rows[row, T_EARLY] > 0 and left[int(rows[row, T_TAKES])] > 0:
+                        left[int(rows[row, T_TAKES])] -= 1
                         after[n[_N_AFTER]] = behind
                         n[_N_AFTER] += 1
                         early[s] = _add(n, made, after_first, after, rows, row, s)
-                        begun += 1
-                        if begun == plan[P_PREFETCH]:
-                            break
             else:
                 n[_N_NORM] = behind
                 for k in range(subgroups):

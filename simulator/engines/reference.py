@@ -46,6 +46,7 @@ def capacities(machine: Machine, ranks: int) -> dict[str, float]:
     h2d, d2h = machine.h2d_bytes_per_s.median, machine.d2h_bytes_per_s.median
     sharers = max(1, ranks)
     link = machine.duplex_factor.median * (h2d + d2h)
+    both = 1.0 if (measured := machine.storage_duplex_factor) is None else measured.median
     shared = {
         "dram": machine.dram_bytes_per_s.median * machine.rank_share("dram", sharers),
         "cores": machine.cpu_cores / (sharers if machine.device_shares_host_cores else 1),
@@ -57,6 +58,8 @@ def capacities(machine: Machine, ranks: int) -> dict[str, float]:
         * machine.rank_share("storage", sharers),
         "storage_read": machine.rate("storage_read_bytes_per_s")
         * machine.rank_share("storage", sharers),
+        # In seconds of either alone: one that takes turns has 1 in a second, a duplex one 2.
+        "storage_both": max(1.0, 2 * both) * machine.rank_share("storage", sharers),
     }
     if machine.network_bytes_per_s is not None:
         shared["network"] = machine.network_bytes_per_s.median / sharers
@@ -110,6 +113,8 @@ def demands(op: Op, machine: Machine, duration_s: float) -> dict[str, float]:
         demand["storage"] = op.work / duration_s
     if op.lane == Lane.STORAGE_READ:
         demand["storage_read"] = op.work / duration_s
+    if op.lane in (Lane.STORAGE, Lane.STORAGE_READ):
+        demand["storage_both"] = (duration_s - op.latency_s) / duration_s
     if op.lane == Lane.NETWORK:
         demand["network"] = op.work / duration_s
     return demand

@@ -163,11 +163,11 @@ class CheckpointedLoop(EbbtideLoop):
     def _snapshot(self, subgroup: int) -> int:
         """Copy on update, by the thread that is about to overwrite: one core."""
         if subgroup not in self.snapshots:
-            size, placement = self.writing.copied[subgroup], self.placements[subgroup]
-            if placement == "resident":
+            size, recipe = self.writing.copied[subgroup], self.recipes[subgroup]
+            if recipe.state == "device":
                 self.snapshots[subgroup] = self._bring_home(size, self.norm, subgroup)
             else:
-                lane = Lane.HOST if placement == "host" else Lane.D2H
+                lane = next(step.lane for step in recipe.steps if step.overwrites)
                 self.snapshots[subgroup] = self.out.add(
                     OpKind.SNAPSHOT, lane, size / copy_rate(self.machine), after=[self.norm],
                     dram_bytes=COPY_TRAFFIC * size, cores=1.0, subgroup=subgroup,
@@ -195,7 +195,7 @@ class CheckpointedLoop(EbbtideLoop):
     def _cut_at_hooks(self) -> Iterator[tuple[Segment, int]]:
         """Live segments of residents in pieces, one per layer's pass; others as they are."""
         for segment in self.writing.segments:
-            if segment.subgroup == REST or self.placements[segment.subgroup] != "resident":
+            if segment.subgroup == REST or self.recipes[segment.subgroup].state != "device":
                 yield segment, -1
             elif segment.part != "live":
                 yield segment, 0

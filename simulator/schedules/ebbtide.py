@@ -14,6 +14,7 @@ from simulator.update.recipes import (
     Slot,
     Step,
     Wait,
+    early_limits,
     recipe_of,
     slot_limits,
 )
@@ -41,12 +42,19 @@ def build_schedule(
 
 
 def check_homes(plan: Plan, zero_stage: int) -> None:
-    """Raises PlanError: parameters live on the host where DeepSpeed keeps them whole."""
+    """Raises PlanError: parameters live on the host where DeepSpeed keeps them whole, or state on
+    storage where it keeps all of it in one piece.
+    """
     if zero_stage < 3 and "host" in plan.parameter_homes:
         raise PlanError(
             f"plan.parameter_home must be absent under ZeRO-{zero_stage}, which keeps parameters "
             "whole on the device, but got 'host': plan again with `tune plan`, or train with "
             "zero_optimization.stage 3"
+        )
+    if zero_stage < 3 and plan.stores:
+        raise PlanError(
+            f"plan.placement must not be 'stored' under ZeRO-{zero_stage}, whose flat partitions "
+            "keep host memory for all state, but some are: train with zero_optimization.stage 3"
         )
 
 
@@ -72,7 +80,7 @@ class EbbtideLoop(PlannedLoop):
         self.recipes = [recipe_of(*way, fused=fused) for way in ways]
         self.order = plan.issue_order
         self.bytes = Bytes.of(workload)
-        self.slots = slot_limits(plan.staging_slots, Counter(ways))
+        self.slots = slot_limits(plan.staging_slots, Counter(ways), plan.host_slots)
         self.norm = -1
         self.at_home: dict[int, int] = {}  # subgroup -> the op that brought its gradient there
         self.taken: dict[Slot, int] = dict.fromkeys(Slot, 0)  # in all iterations so far
@@ -101,9 +109,11 @@ class EbbtideLoop(PlannedLoop):
 
     def prefetch(self) -> None:
         self.early = {}
+        left = early_limits(self.plan.prefetch, self.slots)
         for subgroup in self.order:
             step = self.recipes[subgroup].steps[0]
-            if step.early and len(self.early) < self.plan.prefetch:
+            if step.early and step.takes is not None and left[step.takes] > 0:
+                left[step.takes] -= 1
                 self.early[subgroup] = self._add(step, subgroup, [self.backward_done])
 
     def updates(self, norm: int) -> tuple[dict[int, int], list[int]]:

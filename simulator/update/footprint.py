@@ -9,7 +9,15 @@ from typing import Self
 
 from simulator.plan import Plan
 from simulator.update.optimizer import FP32_BYTES, OptimizerState
-from simulator.update.recipes import Placement, Slot, Way, recipe_of, slot_limit, ways
+from simulator.update.recipes import (
+    HOST_SLOTS,
+    Placement,
+    Slot,
+    Way,
+    recipe_of,
+    slot_limit,
+    ways,
+)
 from simulator.update.tiers import TIERS, Memory
 from simulator.workload import Layer, Workload
 
@@ -18,6 +26,7 @@ PARAMETER_BUFFERS = 2
 # Gradients that leave the device and are not at home yet: the runtime lets no more be under way. At
 # 25 GB/s as much as 10 ms of copies, behind which backward need not wait.
 GRADIENTS_UNDER_WAY_BYTES = 2**28
+EXTENT_SETS = 2  # of stored state: a step writes to other extents than the one before it
 STAGING_ALIGNMENT = 64  # elements: each tensor of a staging slot begins on a 256-byte border
 
 Footprint = Mapping[Memory, int]  # bytes of one rank in each memory of `TIERS`
@@ -34,7 +43,7 @@ def footprint(workload: Workload, plan: Plan) -> Footprint:
     homes = plan.parameter_homes
     amounts = tally(workload.subgroups, plan.placements, homes)
     gone = moved_out(workload, fetched_elements(workload, homes)) * workload.wire_bytes
-    taken = dict(held.bytes(amounts, plan.staging_slots))
+    taken = dict(held.bytes(amounts, plan.staging_slots, plan.host_slots))
     taken["device"] += max(0, workload.device_base_bytes - gone)
     return taken
 
@@ -108,7 +117,8 @@ class Holding:
         recipes = [recipe_of(*way) for way in ways()]
         for recipe, (_, home) in zip(recipes, ways(), strict=True):
             row = dict.fromkeys(TIERS, 0)
-            row[recipe.state] += optimizer.state_bytes
+            sets = EXTENT_SETS if recipe.state == "storage" else 1
+            row[recipe.state] += sets * optimizer.state_bytes
             row[recipe.gradient] += gradient_bytes
             if stage < 3 and recipe.state == "device":
                 row["host"] += optimizer.state_bytes
@@ -130,7 +140,9 @@ class Holding:
             micro_batches=w.gradient_accumulation_steps,
         )  # fmt: skip
 
-    def bytes(self, amounts: Sequence[Sequence[float]], staging_slots: int) -> Footprint:
+    def bytes(
+        self, amounts: Sequence[Sequence[float]], staging_slots: int, host_slots: int = HOST_SLOTS
+    ) -> Footprint:
         """Without the workload's base.
 
         Args:
@@ -144,22 +156,26 @@ class Holding:
         leaving = zip(elements, ways(), strict=True)
         sent = sum(n for n, way in leaving if recipe_of(*way).gradient != "device")
         taken["device"] += min(GRADIENTS_UNDER_WAY_BYTES, int(sent * self.gradient_bytes))
-        for slot, limit in self.slots(counts, staging_slots).items():
+        for slot, limit in self.slots(counts, staging_slots, host_slots).items():
             if limit:
                 size = max(int(largest[user]) for user in self.users[slot])
                 taken[slot.memory] += limit * self.slot_bytes(slot, size)
         return taken
 
-    def slots(self, counts: Sequence[float], staging_slots: int) -> dict[Slot, int]:
+    def slots(
+        self, counts: Sequence[float], staging_slots: int, host_slots: int = HOST_SLOTS
+    ) -> dict[Slot, int]:
         """`slot_limits` of so many subgroups of each of `ways`."""
         return {
-            slot: slot_limit(slot, staging_slots, int(sum(counts[user] for user in users)))
+            slot: slot_limit(
+                slot, staging_slots, int(sum(counts[user] for user in users)), host_slots
+            )
             for slot, users in self.users.items()
         }
 
     def slot_bytes(self, slot: Slot, elements: int) -> int:
         """Of a slot that holds any subgroup of up to so many elements."""
-        if slot is Slot.STAGING:
+        if slot.holds_state:
             return slot_elements(elements) * self.optimizer.tensor_count * FP32_BYTES
         return elements * self.wire_bytes
 

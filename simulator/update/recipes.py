@@ -18,8 +18,9 @@ from simulator.update.optimizer import ADAM, FP32_BYTES
 from simulator.update.tiers import TIERS, Memory
 from simulator.workload import Workload
 
-Placement = Literal["host", "device", "resident"]
+Placement = Literal["host", "device", "resident", "stored"]
 PARAMETER_SLOTS = 2  # buffers in which new parameters wait for their copy to the other memory
+HOST_SLOTS = 3  # where a plan says nothing else: one read into, one updated, one written from
 
 
 class Queue(StrEnum):
@@ -35,11 +36,17 @@ class Slot(StrEnum):
     STAGING = "staging"  # device memory, for a visiting subgroup's state
     PARAMETER = "parameter"  # host memory, for parameters on their way to the device
     OUTGOING = "outgoing"  # device memory, for parameters on their way to the host
+    STATE = "state"  # host memory, for a stored subgroup's state
 
     @property
     def memory(self) -> Memory:
         """Where it is."""
-        return "host" if self is Slot.PARAMETER else "device"
+        return "host" if self in (Slot.PARAMETER, Slot.STATE) else "device"
+
+    @property
+    def holds_state(self) -> bool:
+        """All of a subgroup's state, in fp32; else its parameters."""
+        return self in (Slot.STAGING, Slot.STATE)
 
 
 class Wait(IntFlag):
@@ -106,7 +113,7 @@ class Step:
         gives_back: the buffer that is free when it ends.
         threads: it runs on the plan's host threads.
         device_share: of the device's compute.
-        early: under ``plan.prefetch`` it may run before the norm is known.
+        early: it may run before the norm is known, as far as `early_limits` go.
         publishes: a forward may read the subgroup's parameters when it has ended.
         overwrites: it changes the state where it lives: what a checkpoint has to be asked for.
     """
@@ -252,6 +259,22 @@ RECIPES: Mapping[Placement, Recipe] = {
     "resident": Recipe(
         Queue.DEVICE, state="device", gradient="device", steps=(_device_update(Wait.GATE),)
     ),
+    "stored": Recipe(
+        Queue.HOST, state="storage", gradient="host", gradient_steps=GRADIENT_TO_HOST,
+        steps=(
+            out_of("storage", OpKind.STATE_READ, lambda b: b.visit, Wait.NORM,
+                   takes=Slot.STATE, early=True),
+            Step(
+                OpKind.UPDATE_HOST, Lane.HOST, "host_adam_params_per_s", _adams,
+                Wait.NORM | Wait.GRADIENT | Wait.PREVIOUS, lambda b: b.host_traffic,
+                takes=Slot.PARAMETER, threads=True,
+            ),
+            _PARAMETERS_HOME,
+            # Out of place; from its end on, readers of the state see what it has written.
+            into("storage", OpKind.STATE_WRITE, lambda b: b.visit, Wait.PREVIOUS | Wait.GATE,
+                 gives_back=Slot.STATE),
+        ),
+    ),
 }  # fmt: skip
 
 # Stock's host passes in the place of the fused kernel: unscale, update, downcast, together at the
@@ -289,20 +312,32 @@ def recipe_of(placement: Placement, home: Memory, *, fused: bool = True) -> Reci
     return recipe if home == "device" else recipe.parameters_on_host
 
 
-def slot_limits(staging_slots: int, ways: Mapping[Way, int]) -> dict[Slot, int]:
+def slot_limits(
+    staging_slots: int, ways: Mapping[Way, int], host_slots: int = HOST_SLOTS
+) -> dict[Slot, int]:
     """How many buffers there are of each kind: never more than subgroups that use them.
 
     Args:
         ways: how many subgroups there are of each.
     """
-    return {
-        slot: slot_limit(
-            slot, staging_slots, sum(n for way, n in ways.items() if slot in recipe_of(*way).slots)
-        )
-        for slot in Slot
+    users = {
+        slot: sum(n for way, n in ways.items() if slot in recipe_of(*way).slots) for slot in Slot
     }
+    return {slot: slot_limit(slot, staging_slots, n, host_slots) for slot, n in users.items()}
 
 
-def slot_limit(slot: Slot, staging_slots: int, users: int) -> int:
+def slot_limit(slot: Slot, staging_slots: int, users: int, host_slots: int = HOST_SLOTS) -> int:
     """`slot_limits` of one kind that so many subgroups use."""
-    return min(staging_slots if slot is Slot.STAGING else PARAMETER_SLOTS, users)
+    planned = {Slot.STAGING: staging_slots, Slot.STATE: host_slots}
+    return min(planned.get(slot, PARAMETER_SLOTS), users)
+
+
+def early_limits(prefetch: int, slots: Mapping[Slot, int]) -> dict[Slot, int]:
+    """How many subgroups may take each kind of slot before the norm is known.
+
+    Staging memory is the activations' too, so that the plan says how much; host slots are there.
+
+    Args:
+        slots: as `slot_limits` gives them.
+    """
+    return {Slot.STAGING: prefetch, Slot.STATE: slots[Slot.STATE]}

@@ -12,6 +12,7 @@ from simulator import (
     Lane,
     OpKind,
     Plan,
+    Quantity,
     Schedule,
     ScheduleBuilder,
     build_schedule,
@@ -23,6 +24,7 @@ from simulator.engines.compiled import compile_schedule, simulate_fast
 from simulator.engines.recipe_arrays import PLACEMENT_CODES
 from simulator.schedules.strategies import stages
 from simulator.update.order import UpdateOrder, order_of
+from simulator.update.recipes import RECIPES
 from tests.machines import machine, random_machine, random_workload, workload
 
 EXACT = {"rel": 1e-9, "abs": 1e-9}
@@ -48,8 +50,16 @@ def random_order(placements, rng):
     return order_of(rng.sample(range(len(placements)), len(placements)), placements)
 
 
+def with_storage(on, rng):
+    """Reads and writes that get into each other's way."""
+    rates = {f"storage_{way}_bytes_per_s": 10 ** rng.uniform(0, 3) for way in ("read", "write")}
+    rates["storage_duplex_factor"] = rng.uniform(0.3, 1.0)
+    return on.model_copy(update={name: Quantity.exact(rate) for name, rate in rates.items()})
+
+
 def random_plan(work, rng):
-    placements = rng.choices(["host", "device", "resident"], k=len(work.subgroups))
+    known = list(RECIPES) if work.zero_stage == 3 else ["host", "device", "resident"]
+    placements = rng.choices(known, k=len(work.subgroups))
     slots = rng.randint(1, 4)
     homes = ["device"] * len(placements)
     if work.zero_stage == 3:
@@ -58,6 +68,7 @@ def random_plan(work, rng):
         subgroup_size=max(work.subgroups), placement=Plan.runs(placements), staging_slots=slots,
         parameter_home=Plan.home_runs(homes),
         prefetch=rng.randint(0, slots), threads=rng.choice([0, 1, 2]),
+        host_slots=rng.randint(1, 4),
         overlap_forward=work.zero_stage == 3 and rng.random() < 0.7,
         order=random_order(placements, rng),
     )  # fmt: skip
@@ -104,7 +115,10 @@ def test_every_strategy(seed, name):
 @given(seed=st.integers(0, 10**9))
 def test_the_sweep_builds_and_runs_the_schedule_of_the_plan(seed):
     rng = random.Random(seed)
-    work, on = random_workload(rng, rng.choice([1, 2, 3, 3])), random_machine(rng)
+    work, on = (
+        random_workload(rng, rng.choice([1, 2, 3, 3])),
+        with_storage(random_machine(rng), rng),
+    )
     sweep = PlanSweep(work, on)
     for _ in range(3):  # buffers are used again
         plan = random_plan(work, rng)

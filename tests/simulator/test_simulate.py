@@ -364,3 +364,39 @@ def test_random_schedules_without_contention_are_what_simpy_says(seed, count):
         ours = [s.end_s for s in timeline.spans if s.lane == lane]
         theirs = [expected[op.id] for op in schedule.ops if op.lane == lane]
         assert ours == pytest.approx(theirs, abs=1e-9)
+
+
+def stored_spans():
+    """Two stored subgroups; forward 0 to 2, backward 2 to 6, 12 bytes each at 12 a second."""
+    rates = {"d2h_bytes_per_s": 1e9, "h2d_bytes_per_s": 1e9, "storage_write_bytes_per_s": 12.0}
+    on = machine(**rates)
+    plan = plan_of(["stored"] * 2, slots=0, host_slots=1)
+    found = simulate(build_schedule(workload((1, 1)), plan), on)
+    return {
+        (s.kind, s.subgroup): (s.start_s, s.end_s) for s in found.spans
+        if s.iteration == 0 and s.lane in (Lane.STORAGE, Lane.STORAGE_READ, Lane.HOST)
+    }  # fmt: skip
+
+
+def test_stored_state_is_read_during_backward_as_far_as_host_slots_allow():
+    spans = stored_spans()
+    assert spans[OpKind.STATE_READ, 0] == pytest.approx(
+        (4, 5)
+    )  # the last layer's backward has ended
+    assert spans[OpKind.UPDATE_HOST, 0] == pytest.approx((6, 7))  # behind the norm
+    assert spans[OpKind.STATE_WRITE, 0] == pytest.approx((7, 8))
+    assert spans[OpKind.STATE_READ, 1] == pytest.approx((8, 9))  # the only slot is free
+    assert spans[OpKind.STATE_WRITE, 1] == pytest.approx((10, 11))
+
+
+@pytest.mark.parametrize(("factor", "end_s"), [(1.0, 1.0), (0.5, 2.0), (0.75, 4 / 3), (0.1, 2.0)])
+def test_reads_and_writes_of_storage_get_into_each_others_way(factor, end_s):
+    builder = ScheduleBuilder()
+    builder.add(OpKind.STATE_READ, Lane.STORAGE_READ, 3.0, "storage_read_bytes_per_s")
+    builder.add(OpKind.STATE_WRITE, Lane.STORAGE, 5.0, "storage_write_bytes_per_s")
+    on = machine(
+        storage_read_bytes_per_s=Quantity.exact(3.0), storage_write_bytes_per_s=5.0,
+        storage_duplex_factor=Quantity.exact(factor),
+    )  # fmt: skip
+    found = simulate(Schedule(tuple(builder.ops)), on)
+    assert [s.end_s for s in found.spans] == pytest.approx([end_s, end_s])

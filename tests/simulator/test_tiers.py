@@ -17,11 +17,11 @@ from simulator.update.tiers import TIERS
 from tests.machines import machine, random_machine, random_workload, workload
 
 EXACT = {"rel": 1e-9, "abs": 1e-9}
-STORED = "stored"
+FURTHER = "spilled"
 
 
 @pytest.fixture
-def stored(monkeypatch):
+def further(monkeypatch):
     """State on storage: read, updated as a hosted subgroup's, and written back."""
     update, home = RECIPES["host"].steps
     steps = (
@@ -30,9 +30,9 @@ def stored(monkeypatch):
         home,
         into("storage", OpKind.STATE_WRITE, lambda b: b.state, Wait.PREVIOUS),
     )
-    monkeypatch.setitem(RECIPES, STORED, Recipe(Queue.HOST, "storage", "host", steps))
-    monkeypatch.setitem(PLACEMENT_CODES, STORED, len(PLACEMENT_CODES))
-    return STORED
+    monkeypatch.setitem(RECIPES, FURTHER, Recipe(Queue.HOST, "storage", "host", steps))
+    monkeypatch.setitem(PLACEMENT_CODES, FURTHER, len(PLACEMENT_CODES))
+    return FURTHER
 
 
 def runs(placements):
@@ -41,7 +41,10 @@ def runs(placements):
 
 
 def random_plan(work, rng, **fields):
-    placements = rng.choices(list(RECIPES), k=len(work.subgroups))
+    known = [
+        p for p, recipe in RECIPES.items() if work.zero_stage == 3 or recipe.state != "storage"
+    ]
+    placements = rng.choices(known, k=len(work.subgroups))
     homes = rng.choices(["device", "host"], k=len(placements)) if rng.random() < 0.4 else ()
     slots = rng.randint(1, 4)
     return Plan(
@@ -53,7 +56,7 @@ def random_plan(work, rng, **fields):
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_the_sweeps_peaks_and_times_are_those_of_the_schedule_for_every_placement(seed, stored):
+def test_the_sweeps_peaks_and_times_are_those_of_the_schedule_for_every_placement(seed, further):
     rng = random.Random(seed)
     work, on = random_workload(rng, rng.choice([3, 3, 2, 1])), random_machine(rng)
     plan = random_plan(work, rng)
@@ -66,20 +69,32 @@ def test_the_sweeps_peaks_and_times_are_those_of_the_schedule_for_every_placemen
     assert (row[6], row[7]) == (held["device"] + activations, held["host"])
 
 
-def test_stored_state_is_in_no_other_memory_and_its_parameters_cross_like_hosted_ones(stored):
+def test_stored_state_is_in_no_other_memory_and_its_parameters_cross_like_hosted_ones(further):
     work = workload((10, 20))
-    plan = Plan(subgroup_size=10, placement=runs([stored, "device"]), staging_slots=1)
+    plan = Plan(subgroup_size=10, placement=runs([further, "device"]), staging_slots=1)
     held = footprint(work, plan)
-    assert held["storage"] == 10 * 12
+    assert held["storage"] == 2 * 10 * 12
     assert held["host"] == 20 * 12 + 10 * 2 + 10 * 2  # a visitor's state; gradient, and its slot
     assert held["device"] == 20 * 2 + 64 * 12 + 10 * 2  # and gradients on their way home
 
 
 def test_what_is_held_is_counted_by_placement():
     held = Holding.of(ADAM, 2, 2)
-    assert held.per_param["host"] == (14, 12, 0, 16, 14, 2)  # as `ways`, those at home at the end
+    # As `ways`, those at home at the end.
+    assert held.per_param["host"] == (14, 12, 0, 2, 16, 14, 2, 4)
+    assert held.per_param["storage"] == (0, 0, 0, 24) * 2  # a step writes beside the last one's
     counts, elements, largest = tally((3, 4, 5), ("host", "resident", "host"))
     assert (counts[:3], elements[:3], largest[:3]) == ([2, 0, 1], [8, 0, 4], [5, 0, 4])
+
+
+def test_a_stored_subgroup_takes_host_slots_and_extents():
+    work = workload((10, 20, 30))
+    plan = Plan(
+        subgroup_size=30, placement=Plan.runs(["stored"] * 3), staging_slots=0, host_slots=2
+    )
+    held = footprint(work, plan)
+    assert held["storage"] == 2 * 60 * 12
+    assert held["host"] == 60 * 2 + 2 * 64 * 12 + 2 * 30 * 2  # gradients; slots of 64; parameters
 
 
 def test_capacities_are_the_machines_and_a_rank_has_its_part_of_what_is_shared():

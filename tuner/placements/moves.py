@@ -14,7 +14,9 @@ from simulator.plan import Placement
 from simulator.update.order import FORWARD, UpdateOrder
 from simulator.update.recipes import RECIPES, Queue, Recipe, Slot
 
-CHOICES: tuple[Placement, ...] = tuple(RECIPES)
+PLACEMENTS: tuple[Placement, ...] = tuple(RECIPES)
+# What a search may choose; state goes to storage only where somebody asks for it.
+CHOICES: tuple[Placement, ...] = tuple(p for p in RECIPES if RECIPES[p].state != "storage")
 QUEUES = tuple(Queue)
 NEAR = 4  # positions apart
 _QUEUE_OF = [QUEUES.index(recipe.queue) for recipe in RECIPES.values()]
@@ -27,7 +29,7 @@ def visits(recipe: Recipe) -> bool:
 
 VISITING = frozenset(placement for placement, recipe in RECIPES.items() if visits(recipe))
 HOME = next(p for p, recipe in RECIPES.items() if recipe.queue == Queue.HOST)  # nothing moves
-_VISITING_CODES = [code for code, placement in enumerate(CHOICES) if placement in VISITING]
+_VISITING_CODES = [code for code, placement in enumerate(PLACEMENTS) if placement in VISITING]
 
 
 @dataclass
@@ -35,7 +37,7 @@ class Moved:
     """The sequences hold the subgroups of each queue in the order of their updates.
 
     Attributes:
-        codes: by subgroup, the number of its placement in CHOICES.
+        codes: by subgroup, the number of its placement in PLACEMENTS.
     """
 
     codes: list[int]
@@ -48,7 +50,7 @@ class Moved:
         cls, placements: Iterable[Placement], order: UpdateOrder | None, slots: int, prefetch: int
     ) -> Self:
         """``order`` None: that of the layers."""
-        codes = [CHOICES.index(p) for p in placements]
+        codes = [PLACEMENTS.index(p) for p in placements]
         sequences = [
             (order or FORWARD).of(
                 queue, [s for s, code in enumerate(codes) if _QUEUE_OF[code] == number]
@@ -126,7 +128,7 @@ class Moved:
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        return tuple(CHOICES[code] for code in self.codes)
+        return tuple(PLACEMENTS[code] for code in self.codes)
 
     @property
     def order(self) -> UpdateOrder:

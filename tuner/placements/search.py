@@ -22,7 +22,7 @@ from simulator.plan import ParameterHome, Placement, Plan
 from simulator.update.order import FORWARD, UpdateOrder, issue_order
 from simulator.update.recipes import PARAMETER_SLOTS, RECIPES
 from simulator.workload import Workload
-from tuner.placements.moves import CHOICES, HOME, VISITING
+from tuner.placements.moves import CHOICES, HOME, PLACEMENTS, VISITING
 from tuner.placements.update_orders import UpdateOrders
 
 MOST_CHOICES = 7000  # of few subgroups' placements
@@ -65,7 +65,7 @@ class Candidate:
 
     @cached_property
     def codes(self) -> np.ndarray:
-        codes = [CHOICES.index(p) for p in self.placements]
+        codes = [PLACEMENTS.index(p) for p in self.placements]
         return np.array(codes, dtype=np.int8) + home_codes(self.homes)
 
     @cached_property
