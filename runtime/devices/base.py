@@ -15,6 +15,7 @@ from runtime.kernels import host
 from runtime.kernels.step import UpdateStep
 from simulator.schedule import Lane as LaneName
 
+HOST_LANES = (LaneName.HOST, LaneName.STORAGE, LaneName.STORAGE_READ)
 DEVICE_LANES = (
     LaneName.H2D, LaneName.H2D_PARAMETERS, LaneName.D2H, LaneName.DEVICE_UPDATE, LaneName.H2D_FETCH,
     LaneName.D2H_GRADIENTS, LaneName.H2D_GRADIENTS,
@@ -37,8 +38,7 @@ class Device:
 
     def lanes(self) -> dict[LaneName, Lane]:
         """One worker per lane of the update."""
-        names = (LaneName.HOST, *DEVICE_LANES)
-        return {name: Lane(name.value) for name in names}
+        return {name: Lane(name.value) for name in (*HOST_LANES, *DEVICE_LANES)}
 
     def close(self) -> None:
         """Gives back what the lanes and buffers hold."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from runtime.devices.base import DEVICE_LANES, Device
+from runtime.devices.base import DEVICE_LANES, HOST_LANES, Device
 from runtime.devices.clock import DeviceClock, Mark, Moment
 from runtime.devices.lane import Completion, Event, Lane
 from runtime.hardware.cores import bind, update_cores
@@ -50,7 +50,7 @@ class CudaDevice(Device):
         self._clock = DeviceClock(now, time.perf_counter())
 
     def lanes(self) -> dict[LaneName, Lane]:
-        lanes = {LaneName.HOST: Lane(LaneName.HOST.value, begin=self._begin_host_lane)}
+        lanes = {name: Lane(name.value, begin=self._begin_host_lane) for name in HOST_LANES}
         current = torch.cuda.current_stream(self.index)
         for name, stream in self._streams.items():
             # Staging slots and resident state were allocated, and written, in the order of this

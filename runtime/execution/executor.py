@@ -16,12 +16,12 @@ from runtime.devices.lane import Completion, Lane
 from runtime.execution.gradient_ops import GradientOps
 from runtime.execution.gradients import Segment
 from runtime.execution.step_template import GradientOp, TemplateOp
-from runtime.execution.subgroup_state import StagingSlot, SubgroupState
+from runtime.execution.subgroup_state import StagingSlot, StateStore, SubgroupState
 from runtime.kernels.rule import UpdateRule
 from runtime.kernels.step import UpdateStep
 from simulator.schedule import Lane as LaneName
 from simulator.schedule import Op, OpKind
-from simulator.update.recipes import PARAMETER_SLOTS, recipe_of
+from simulator.update.recipes import PARAMETER_SLOTS, RECIPES, Queue, recipe_of
 
 HISTORY_STEPS = 8
 KEPT_FETCHES = 4096
@@ -74,14 +74,19 @@ class Executor:
         threads: int,
         rule: UpdateRule,
         gradients: Sequence[GradientOp] = (),
+        store: StateStore | None = None,
+        host_slots: Sequence[StagingSlot] = (),
     ) -> None:
+        """``store``: of the stored subgroups, whose state passes through ``host_slots``."""
         self.device = device
         self.states = states
         self.slots = slots
         self.template = template
         self.threads = threads
         self.rule = rule
-        visitors = [state for state in states if state.placement != "host"]
+        self.store = store
+        self.host_slots = list(host_slots)
+        visitors = [s for s in states if RECIPES[s.placement].queue is Queue.DEVICE]
         if visitors:
             dtypes = visitors[0].gradient.dtype, visitors[0].wire.dtype
             device.prepare(rule.forms(), 1 + len(rule.moments), *dtypes)
@@ -94,10 +99,11 @@ class Executor:
         self._jobs: list[SubgroupJob] = []
         self._steps = 0
         self._ended = 0  # of the latest step's ops, in order: seen to have ended
-        self._stale = set[int]()  # visiting subgroups whose state was written behind the prefetch
+        self._stale = set[int]()  # subgroups whose state was written behind the prefetch
         self._stale_lock = threading.Lock()
         # In the order of the plan, in which all take their slots.
         self._visits = _of_kind(template, OpKind.STATE_H2D)
+        self._reads = _of_kind(template, OpKind.STATE_READ)
         self._incoming = _of_kind(template, OpKind.PARAMETER_H2D)
         self._outgoing = _of_kind(template, OpKind.PARAMETER_D2H)
         self.parameter_slots = self._slots_for(self._incoming, device.host_empty)
@@ -107,6 +113,8 @@ class Executor:
             OpKind.UPDATE_DEVICE: self._update_device,
             OpKind.STATE_D2H: self._state_d2h,
             OpKind.UPDATE_HOST: self._update_host,
+            OpKind.STATE_READ: self._state_read,
+            OpKind.STATE_WRITE: self._state_write,
             OpKind.PARAMETER_H2D: self._parameter_h2d,
             OpKind.PARAMETER_D2H: self._parameter_d2h,
         }
@@ -209,16 +217,36 @@ class Executor:
         """Visit v, of all steps, uses slot v mod slots; the template's waits keep two visits apart:
         a visit waits for the write-back of visit v - slots.
         """
-        visit = number * len(self._visits) + self._visits[subgroup]
-        return self.slots[visit % len(self.slots)].views(self.states[subgroup].elements)
+        return self._in_turn(self._visits, self.slots, subgroup, number)
+
+    def _host_slot(self, subgroup: int, number: int) -> tuple[torch.Tensor, ...]:
+        """Likewise of the stored ones: a read waits for the write of read r - slots."""
+        return self._in_turn(self._reads, self.host_slots, subgroup, number)
+
+    def _in_turn(
+        self, users: dict[int, int], slots: list[StagingSlot], subgroup: int, number: int
+    ) -> tuple[torch.Tensor, ...]:
+        use = number * len(users) + users[subgroup]
+        return slots[use % len(slots)].views(self.states[subgroup].elements)
 
     def _stream(self, lane: LaneName) -> object | None:
         return self.lanes[lane].stream
 
+    def _state_read(self, subgroup: int, number: int, job: SubgroupJob | None) -> None:
+        del job
+        self._was_stale(subgroup)
+        assert self.store is not None
+        self.store.read(subgroup, self._host_slot(subgroup, number))
+
+    def _state_write(self, subgroup: int, number: int, job: SubgroupJob | None) -> None:
+        del job
+        self._ask_gate(subgroup)  # readers see the new state from the write's end on
+        assert self.store is not None
+        self.store.write(subgroup, self._host_slot(subgroup, number))
+
     def _state_h2d(self, subgroup: int, number: int, job: SubgroupJob | None) -> None:
         del job
-        with self._stale_lock:
-            self._stale.discard(subgroup)
+        self._was_stale(subgroup)
         stream = self._stream(LaneName.H2D)
         for to, source in zip(
             self._slot(subgroup, number), self.states[subgroup].state, strict=True
@@ -246,12 +274,16 @@ class Executor:
     def _refresh_if_stale(
         self, subgroup: int, target: tuple[torch.Tensor, ...], stream: object | None
     ) -> None:
+        if self._was_stale(subgroup):
+            for to, source in zip(target, self.states[subgroup].state, strict=True):
+                self.device.copy(to, source, LaneName.H2D, stream)
+
+    def _was_stale(self, subgroup: int) -> bool:
+        """Whether it was; from now on it is not."""
         with self._stale_lock:
             stale = subgroup in self._stale
             self._stale.discard(subgroup)
-        if stale:
-            for to, source in zip(target, self.states[subgroup].state, strict=True):
-                self.device.copy(to, source, LaneName.H2D, stream)
+        return stale
 
     def _state_d2h(self, subgroup: int, number: int, job: SubgroupJob | None) -> None:
         del job
@@ -264,12 +296,18 @@ class Executor:
 
     def _update_host(self, subgroup: int, number: int, job: SubgroupJob | None) -> None:
         assert job is not None
-        self._ask_gate(subgroup)
         state = self.states[subgroup]
+        target = state.state
+        if subgroup in self._reads:
+            target = self._host_slot(subgroup, number)
+            if self._was_stale(subgroup):
+                self._state_read(subgroup, number, None)
+        else:
+            self._ask_gate(subgroup)
         out = self._parameter_out(subgroup, number)
         with self.device.host_update(state.elements):
             parts = [(part.start, part.end, part.gradient, part.scale) for part in job.segments]
-            self.rule.update(state.state, parts, out, job.step, self.threads)
+            self.rule.update(target, parts, out, job.step, self.threads)
 
     def _parameter_out(self, subgroup: int, number: int) -> torch.Tensor:
         """Where the kernel writes: in place, or to a slot; as `_slot`, in turn over all steps."""
@@ -348,7 +386,7 @@ class Executor:
 
     def wait_state(self, subgroup: int) -> None:
         """Blocks until the latest update of the subgroup is back where its state lives."""
-        kinds = (OpKind.STATE_D2H, OpKind.UPDATE_DEVICE, OpKind.UPDATE_HOST)
+        kinds = (OpKind.STATE_D2H, OpKind.STATE_WRITE, OpKind.UPDATE_DEVICE, OpKind.UPDATE_HOST)
         self._completion(kinds, subgroup).wait_host()
 
     def wait_all(self) -> None:
@@ -374,7 +412,13 @@ class Executor:
                 completion.wait_issued()
 
     def state_written(self, subgroups: Iterable[int]) -> None:
-        """Somebody else wrote these subgroups' state: what was prefetched of it is void."""
+        """Somebody else wrote these subgroups' state, while no update of them was running: what was
+        prefetched of it is void, and what is stored goes to storage; blocks.
+        """
+        subgroups = list(subgroups)
+        for subgroup in subgroups:
+            if self.store is not None and subgroup in self._reads:
+                self.store.write(subgroup, self.states[subgroup].state)
         with self._stale_lock:
             self._stale.update(subgroups)
 
@@ -395,7 +439,8 @@ class Executor:
             self._jobs = []  # they hold gradients, which a successor moves
             if with_device:
                 self.device.close()
-                self.slots, self.parameter_slots = [], []  # DeepSpeed never lets an engine go
+                # DeepSpeed never lets an engine go.
+                self.slots, self.parameter_slots, self.host_slots = [], [], []
 
 
 def published_by(state: SubgroupState) -> OpKind:

@@ -10,6 +10,7 @@ from runtime.devices.base import Device
 from runtime.devices.lane import Completion
 from runtime.execution.gradient_ops import GradientOps
 from runtime.execution.subgroup_state import SubgroupState
+from simulator.update.recipes import RECIPES
 
 
 @dataclass(slots=True)
@@ -79,8 +80,9 @@ class GradientHomes:
         for piece in self.slices.values():
             self.by_subgroup[piece.subgroup].append(piece)
         unified = self.device.unified
-        self._crosses = [s.placement == "host" and not unified for s in self.states]
-        self._on_host = [s.placement == "host" or unified for s in self.states]
+        on_host = [RECIPES[s.placement].gradient == "host" for s in self.states]
+        self._crosses = [there and not unified for there in on_host]
+        self._on_host = [there or unified for there in on_host]
         self._spares: dict[int, torch.Tensor] = {}  # by subgroup, host memory
         self._turned = set[int]()  # subgroups whose home and spare changed places in this window
 

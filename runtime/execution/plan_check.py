@@ -27,6 +27,11 @@ def check_plan(
             f"the first without a partner; plan for sub_group_size {sub_group_size}"
         )
     check_homes(plan, zero_stage)
+    if plan.stores and not plan.storage_dir:
+        raise PlanError(
+            "plan.storage_dir must name a folder where a subgroup has placement 'stored', but got "
+            f"{plan.storage_dir!r}: set it in the plan"
+        )
 
 
 def _way_out(plan: Plan, subgroups: tuple[int, ...], sub_group_size: int) -> str:

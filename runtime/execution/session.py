@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -14,14 +15,17 @@ from runtime.execution.gradients import GradientHomes, ParameterSlice
 from runtime.execution.plan_check import check_plan
 from runtime.execution.recorder import Recorder
 from runtime.execution.step_template import gradient_template, step_template
+from runtime.execution.stored import check_store, host_slots, open_store, stored_sizes
 from runtime.execution.subgroup_state import Buffers, SubgroupState, place, staging_slots
 from runtime.hardware.launcher import local_ranks
 from runtime.kernels.rule import UpdateRule
 from runtime.kernels.step import UpdateStep
+from runtime.storage.store import ExtentStore
 from simulator.plan import ParameterHome, Placement, Plan, PlanError
 from simulator.schedules.gathers import Gathered
 from simulator.timeline import Timeline
 from simulator.update.order import FORWARD, order_of
+from simulator.update.recipes import RECIPES
 from simulator.workload import WireDtype, ZeroStage
 
 
@@ -148,6 +152,8 @@ class Session:
         self.watch: Any = None
         self.closed = False
         self._running: Executor | None = None  # while a switch moves its subgroups
+        self._store: ExtentStore | None = None
+        self._stores: dict[int, int] | None = None  # elements of the subgroups it has room for
         self.plan, self.executor = self._build(plan)
         self.homes = GradientHomes(
             device, self.executor.states, engine.slices(), self.executor.gradients
@@ -166,6 +172,9 @@ class Session:
         rule = self.engine.update_rule()
         tensors = 1 + len(rule.moments)
         slots = staging_slots(self.device, plan.staging_slots, visiting, tensors)
+        stored = stored_sizes(plan, sizes)
+        if self._store is None and stored:
+            self._store, self._stores = open_store(plan, stored, tensors), stored
         if self._running is None:
             self.engine.prepare(self.device)
         homes = plan.parameter_homes
@@ -181,7 +190,10 @@ class Session:
         template = step_template(sizes, wire, plan)
         gradients = gradient_template(sizes, wire, plan)
         threads = threads_of(plan, self.device)
-        return plan, Executor(self.device, states, slots, template, threads, rule, gradients)
+        return plan, Executor(
+            self.device, states, slots, template, threads, rule, gradients,
+            self._store, host_slots(plan.host_slots, stored, tensors),
+        )  # fmt: skip
 
     def _in_order_of_use(self, plan: Plan) -> Plan:
         """Forward order means the order of first use. Subgroups lie group by group: where norms
@@ -204,8 +216,14 @@ class Session:
         self, subgroup: int, placement: Placement, home: ParameterHome, apart: bool
     ) -> SubgroupState:
         running = self._running
-        before = self.engine.take(subgroup, running.states[subgroup] if running else None)
-        state = place(self.device, subgroup, placement, home, before, apart=apart)
+        now = running.states[subgroup] if running else None
+        before, store = self.engine.take(subgroup, now), self._store
+        if now is not None and RECIPES[now.placement].state == "storage":
+            if RECIPES[placement].state == "storage":
+                store = None  # it is there
+            else:  # what the view shows changes with the store
+                before = replace(before, state=tuple(t.clone() for t in before.state))
+        state = place(self.device, subgroup, placement, home, before, apart=apart, store=store)
         self.engine.adopt(state)
         if running:
             running.states[subgroup] = state  # it has ended, and keeps nothing alive
@@ -274,6 +292,7 @@ class Session:
                 "plan.placement must be host for every subgroup of an optimizer that runs its own "
                 f"step, but got {plan.count('host')} of {plan.subgroup_count}"
             )
+        check_store(plan, self._stores, self.engine.sizes())
         self.executor.wait_all()
         for wait in self.before_switch:
             wait()
@@ -282,7 +301,7 @@ class Session:
         old.close(with_device=False)
         for slot in old.parameter_slots:
             self.device.host_release(slot)
-        for buffers in (old.parameter_slots, old.outgoing_slots, old.slots):
+        for buffers in (old.parameter_slots, old.outgoing_slots, old.slots, old.host_slots):
             buffers.clear()
         self.homes.close()
         self._register({state.index: () for state in old.states})
@@ -311,6 +330,8 @@ class Session:
         finally:
             self.closed = True
             self.executor.close()
+            if self._store is not None:
+                self._store.close()
 
     def host_bytes(self) -> int:
         """Host memory of state, gradients, staging and parameters that live there, in bytes."""
@@ -318,9 +339,11 @@ class Session:
         total = 0
         for state in self.executor.states:
             # A framework that keeps its own buffers keeps the room of resident state in them too.
-            if state.placement != "resident" or unified or self.engine.shares_state:
+            recipe = RECIPES[state.placement]
+            there = recipe.state == "host" or self.engine.shares_state
+            if there or (unified and recipe.state == "device"):
                 total += sum(t.nbytes for t in state.state)
-            if state.placement == "host" or unified:
+            if recipe.gradient == "host" or unified:
                 total += state.gradient.nbytes
             if state.parameter_home == "host":
                 total += state.wire.nbytes
@@ -328,6 +351,7 @@ class Session:
         total += self.engine.update_rule().unplaced_bytes(
             self.engine.sizes(), self.executor.states[0].p.dtype
         )
+        total += sum(t.nbytes for slot in self.executor.host_slots for t in slot.parts)
         return total + self.homes.spare_bytes()
 
 

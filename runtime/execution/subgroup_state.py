@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from runtime.devices.base import Device
 from simulator.plan import ParameterHome, Placement
 from simulator.update.footprint import slot_elements
+from simulator.update.recipes import RECIPES, Queue
 
 logger = logging.getLogger("ebbtide")
 
@@ -22,10 +25,11 @@ class SubgroupState:
     completion of its last op; everybody else reads or writes them only outside of that.
 
     Attributes:
-        state: fp32 master and the rule's moments: host memory, or device memory if resident.
+        state: fp32 master and the rule's moments: host memory, device memory if resident; of what
+            is stored a view, which shows what was written last.
         wire: this rank's partition of the parameters as the model computes with them: the
             framework's own buffer, or one in the memory that the plan wants it in.
-        gradient: in accumulation precision; host memory for ``host``, else device memory.
+        gradient: in accumulation precision; where the placement's recipe has it.
         parameter_home: the memory that ``wire`` is in.
     """
 
@@ -64,18 +68,36 @@ class Buffers:
 
 @dataclass(slots=True)
 class StagingSlot:
-    """A device buffer that holds one visiting subgroup; reused in turn."""
+    """A buffer that holds one visiting subgroup, of the device, or one stored subgroup, of the
+    host; reused in turn.
+    """
 
-    parts: torch.Tensor  # (tensors of the state, elements of the largest visiting one), fp32
+    parts: Sequence[torch.Tensor]  # one for each of the state, as long as the largest one's, fp32
 
     def views(self, elements: int) -> tuple[torch.Tensor, ...]:
         """Where the master and the moments of a subgroup of this size go."""
         return tuple(part[:elements] for part in self.parts)
 
 
+class StateStore(Protocol):
+    """Where the state of stored subgroups lives. Any thread may call; of a subgroup, one."""
+
+    def adopt(self, subgroup: int, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Writes a subgroup's first state; returns tensors that show it, whatever is written."""
+        ...
+
+    def read(self, subgroup: int, into: Sequence[torch.Tensor]) -> None:
+        """Blocks until the state is there."""
+        ...
+
+    def write(self, subgroup: int, source: Sequence[torch.Tensor]) -> None:
+        """Writes new state beside the last one's, and shows it from then on; blocks."""
+        ...
+
+
 def place(
     device: Device, index: int, placement: Placement, home: ParameterHome, before: Buffers, *,
-    apart: bool = False,
+    apart: bool = False, store: StateStore | None = None,
 ) -> SubgroupState:  # fmt: skip
     """Moves a subgroup's tensors to where the plan wants them; those that can stay do.
 
@@ -86,18 +108,22 @@ def place(
     Args:
         home: of the parameters.
         apart: parameters that stay where they are leave a buffer that they share with others.
+        store: for state that lives on storage; None: no such state, or it is there already.
     """
     state, gradient = before.state, before.gradient
-    if placement != "host" and not device.unified:
+    recipe = RECIPES[placement]
+    if recipe.queue is Queue.DEVICE and not device.unified:
         moved = _to_device(device, placement, state, gradient)
         if moved is None:
             _warn_fallback(index, placement)
             placement = "host"
         else:
             state, gradient = moved
-    if placement != "resident" or device.unified:
+    if recipe.state == "storage":
+        state = state if store is None else store.adopt(index, state)
+    elif placement != "resident" or device.unified:
         state = tuple(device.host_adopt(tensor) for tensor in state)
-    if placement == "host":
+    if RECIPES[placement].gradient == "host":
         gradient = device.host_adopt(gradient)
     home, wire = _parameters(device, index, home, before, apart)
     return SubgroupState(index, placement, state, wire, gradient, home)

@@ -303,10 +303,10 @@ def _report(session: Session) -> None:
     plan = session.plan
     elements = sum(state.elements for state in session.executor.states)
     logger.info(
-        "ebbtide: %d subgroups on %s: %d host, %d device, %d resident; %.1f bytes of host memory "
-        "per parameter",
+        "ebbtide: %d subgroups on %s: %d host, %d device, %d resident, %d stored; %.1f bytes of "
+        "host memory per parameter",
         plan.subgroup_count, session.device.name, plan.count("host"), plan.count("device"),
-        plan.count("resident"), session.host_bytes() / max(1, elements),
+        plan.count("resident"), plan.count("stored"), session.host_bytes() / max(1, elements),
     )  # fmt: skip
 
 

@@ -45,7 +45,7 @@ def needed_bytes(
         optimizer, gradient_bytes, wire_bytes, stage=stage, micro_batches=micro_batches
     )
     amounts = tally(plan.subgroups, plan.placements, plan.parameter_homes)
-    return held.bytes(amounts, plan.staging_slots)["host"]
+    return held.bytes(amounts, plan.staging_slots, plan.host_slots)["host"]
 
 
 def check_host_memory(

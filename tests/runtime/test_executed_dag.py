@@ -135,7 +135,7 @@ def named(other, op):
         assert other.iteration == op.iteration
         return "norm"
     assert other.kind in REDUCED
-    return "prefetch" if op.kind == OpKind.STATE_H2D else "reduced"
+    return "prefetch" if op.kind in (OpKind.STATE_H2D, OpKind.STATE_READ) else "reduced"
 
 
 def random_case(rng):
@@ -154,6 +154,7 @@ def random_case(rng):
         parameter_home=Plan.home_runs([home for _, home in chosen]),
         prefetch=rng.randint(0, slots), overlap_forward=rng.random() < 0.7,
         order=order_of(rng.sample(range(len(sizes)), len(sizes)), placements),
+        host_slots=rng.randint(1, 4),
     )  # fmt: skip
     return workload, plan
 

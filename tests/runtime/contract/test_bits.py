@@ -22,7 +22,7 @@ from tests.runtime.contract.training import (
 )
 
 pytestmark = pytest.mark.usefixtures("only_rank")
-MIX = ["host", "device", "resident"]
+MIX = ["host", "device", "resident", "stored"]
 HOMES = ["device", "host"]  # of another length: in six subgroups all combinations
 
 

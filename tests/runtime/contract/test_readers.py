@@ -11,7 +11,7 @@ from tests.runtime.contract.test_bits import ReadsAnothersParameter
 from tests.runtime.contract.training import DEVICES, attached, outcome, start, train
 
 pytestmark = pytest.mark.usefixtures("only_rank")
-MIX = ["host", "device", "resident"]
+MIX = ["host", "device", "resident", "stored"]
 LAST = list(DEVICES)[-1]
 
 

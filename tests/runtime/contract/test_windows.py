@@ -8,7 +8,7 @@ from studies.bench.byte_gpt import SIZES, Batches
 from tests.runtime.contract.training import DEVICES, assert_same, attached, start
 
 pytestmark = pytest.mark.usefixtures("only_rank")
-MIX = ["host", "device", "resident"]
+MIX = ["host", "device", "resident", "stored"]
 
 # b backward, z zero_grad, s step: batches dropped after their backward, one or two in a row;
 # two backwards before one step; both.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
 import random
+import shutil
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -44,12 +47,18 @@ def slowed(*rates: float) -> Device:
 def plan_for(engine: Any, pattern: list[str], subgroup: int = SUBGROUP, **fields: Any) -> Plan:
     """The pattern repeated over the engine's subgroups; below ZeRO-3 the plan cuts them.
 
-    With ``order_seed`` they are updated in a random order. ``homes`` is a pattern of parameter
-    homes; left out, parameters live where the config has them.
+    Below ZeRO-3 nothing is stored. With ``order_seed`` updates have a random order. ``homes`` is a
+    pattern of parameter homes; left out, parameters live where the config has them.
     """
     count = len(subgroups_of(engine.optimizer, subgroup))
+    if engine.zero_optimization_stage() < 3:
+        pattern = [placement for placement in pattern if placement != "stored"]
     placements = [pattern[i % len(pattern)] for i in range(count)]
     values = {"staging_slots": 2, "prefetch": 1} | fields
+    if "stored" in placements:
+        folder = tempfile.mkdtemp(prefix="ebbtide-stored-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        values["storage_dir"] = folder
     if "device" not in placements:
         values |= {"staging_slots": 0, "prefetch": 0}
     there = ["host" if getattr(engine.optimizer, "offload_param", False) else "device"]

@@ -21,7 +21,7 @@ from tests.runtime.contract.test_gathers import alive_as_stock
 from tests.runtime.contract.training import DEVICES, attached, device_of, start, train
 from tests.runtime.stock_builds import runs_here, use_build
 
-MIX = ["host", "device", "resident"]
+MIX = ["host", "device", "resident", "stored"]
 DEVICE = list(DEVICES)[-1]
 UNEVEN = 9_999  # elements of a subgroup: nothing here divides by two
 # An optimizer of torch's, by its own step.

@@ -1,0 +1,73 @@
+"""State that lives on storage: the store that holds it, and the host memory it passes through."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from runtime.execution.subgroup_state import StagingSlot
+from runtime.storage.folder import Drive
+from runtime.storage.store import ExtentStore
+from runtime.storage.view import page_aligned
+from simulator.plan import Plan, PlanError
+from simulator.update.footprint import slot_elements
+from simulator.update.optimizer import FP32_BYTES
+from simulator.update.recipes import RECIPES
+
+
+def stored_sizes(plan: Plan, sizes: tuple[int, ...]) -> dict[int, int]:
+    """Elements of each subgroup whose state the plan keeps on storage."""
+    return {
+        subgroup: sizes[subgroup]
+        for subgroup, placement in enumerate(plan.placements)
+        if RECIPES[placement].state == "storage"
+    }
+
+
+def open_store(plan: Plan, stored: Mapping[int, int], tensors: int) -> ExtentStore | None:
+    """This rank's store in the plan's folder; None: the plan stores nothing.
+
+    Args:
+        tensors: of a subgroup's state.
+
+    Raises:
+        StorageError: the folder is another run's, or has no room.
+    """
+    if not stored:
+        return None
+    assert plan.storage_dir is not None  # `check_plan` has seen to it
+    sizes = {subgroup: [FP32_BYTES * n] * tensors for subgroup, n in stored.items()}
+    return ExtentStore.open(
+        [Drive(Path(plan.storage_dir))], sizes, rank=int(os.environ.get("RANK") or 0),
+        world_size=int(os.environ.get("WORLD_SIZE") or 1),
+    )  # fmt: skip
+
+
+def check_store(plan: Plan, store_holds: Mapping[int, int] | None, sizes: tuple[int, ...]) -> None:
+    """A store has room for the subgroups that it was made for.
+
+    Raises:
+        PlanError: the plan stores others.
+    """
+    more = sorted(set(stored_sizes(plan, sizes)) - set(store_holds or ()))
+    if store_holds is not None and more:
+        raise PlanError(
+            "plan.placement may not move further subgroups to storage while training runs, but got "
+            f"{more[:5]}: save a checkpoint, and resume from it under the new plan"
+        )
+
+
+def host_slots(count: int, stored: Mapping[int, int], tensors: int) -> list[StagingSlot]:
+    """Host memory for the state of up to so many stored subgroups on its way, each slot as large as
+    the largest of them; direct I/O takes it as it is.
+    """
+    if not stored:
+        return []
+    each = slot_elements(max(stored.values()))
+    return [
+        StagingSlot(tuple(page_aligned(each, torch.float32) for _ in range(tensors)))
+        for _ in range(min(count, len(stored)))
+    ]

@@ -1,0 +1,139 @@
+"""State on storage: stock's bits, and no home in memory."""
+
+import pytest
+import torch
+
+import runtime
+from runtime.devices.lane import BackgroundError
+from runtime.execution.executor import Executor
+from runtime.storage.store import ExtentStore
+from runtime.zero.attach import switch_plan
+from simulator import PlanError
+from tests.runtime.contract.test_bits import EVERY_PASS
+from tests.runtime.contract.training import (
+    DEVICES,
+    SUBGROUP,
+    assert_same,
+    attached,
+    outcome,
+    plan_for,
+    same,
+    start,
+    train,
+)
+
+pytestmark = pytest.mark.usefixtures("only_rank")
+LAST = list(DEVICES)[-1]
+ON_HOST = {"offload_param": {"device": "cpu"}, **EVERY_PASS}
+
+
+@pytest.mark.parametrize("host_slots", [1, 2, 9])
+@pytest.mark.parametrize("options", [{}, {"accumulation": 3, "clipping": 0.01}, ON_HOST])
+def test_all_of_it_stored(options, host_slots):
+    ours = attached(start(**options), ["stored"], LAST, host_slots=host_slots)
+    assert_same(outcome(ours), outcome(start(**options)))
+
+
+@pytest.mark.parametrize("device", list(DEVICES))
+def test_memory_holds_slots_and_storage_the_rest(device):
+    engine = attached(start(), ["stored"], device, host_slots=2)
+    train(engine, 3)
+    engine.optimizer.wait()
+    session = engine.optimizer._ebbtide
+    executor, elements = session.executor, sum(s.elements for s in session.executor.states)
+    slots = sum(part.nbytes for slot in executor.host_slots for part in slot.parts)
+    assert len(executor.host_slots) == 2
+    assert slots < 2 * 12 * (SUBGROUP + 64 + 20_000)
+    parameters = sum(t.nbytes for t in executor.parameter_slots)
+    assert session.host_bytes() == slots + 2 * elements + parameters
+    # The first state, and three steps' of what Adam changes: nothing else is written, or read.
+    assert executor.store.written_bytes >= 4 * 12 * elements
+    assert executor.store.written_bytes < 4.2 * 12 * elements
+    assert executor.store.read_bytes == executor.store.written_bytes * 3 // 4
+    engine.destroy()
+
+
+def test_training_goes_on_as_plans_take_state_off_storage_and_leave_it_there():
+    def between(engine, number):
+        pattern = {1: ["stored", "host"], 3: ["host", "device"]}.get(number)
+        if pattern is not None:
+            plan = plan_for(engine, pattern)
+            switch_plan(engine, plan)
+
+    ours = outcome(attached(start(), ["stored"], LAST), each=between)
+    assert_same(ours, outcome(start()))
+
+
+def test_a_plan_that_stores_more_than_there_is_room_for_is_refused():
+    engine = attached(start(), ["stored", "host"], LAST)
+    with pytest.raises(PlanError, match="may not move further subgroups to storage"):
+        switch_plan(engine, plan_for(engine, ["stored"]))
+    train(engine, 1)  # goes on
+    engine.destroy()
+
+
+def test_a_plan_without_a_folder_and_zero_2_are_refused():
+    engine = start()
+    plan = plan_for(engine, ["stored"])
+    with pytest.raises(PlanError, match=r"plan\.storage_dir must name a folder"):
+        runtime.attach(engine, plan.model_copy(update={"storage_dir": None}))
+    engine.destroy()
+    engine = start(stage=2)
+    hosted = plan_for(engine, ["host"])
+    stored = hosted.placed(["stored"] * hosted.subgroup_count)
+    with pytest.raises(PlanError, match=r"must not be 'stored' under ZeRO-2"):
+        runtime.attach(engine, stored.model_copy(update={"storage_dir": "x"}))
+    engine.destroy()
+
+
+@pytest.mark.parametrize("fault", ["no write", "no second read", "always the first slot"])
+def test_what_would_make_other_bits_is_seen(fault, monkeypatch):
+    if fault == "no write":
+        monkeypatch.setattr(Executor, "_state_write", lambda *_: None)
+    elif fault == "no second read":
+        stock, seen = ExtentStore.read, set()
+
+        def read(self, subgroup, into):
+            if subgroup not in seen:
+                stock(self, subgroup, into)
+            seen.add(subgroup)
+
+        monkeypatch.setattr(ExtentStore, "read", read)
+    else:
+        monkeypatch.setattr(
+            Executor, "_host_slot",
+            lambda self, s, _: self.host_slots[0].views(self.states[s].elements),
+        )  # fmt: skip
+    ours = outcome(attached(start(), ["stored"], LAST, seed=3))
+    assert not same(ours, outcome(start()))
+
+
+def test_a_drive_that_says_no_ends_training_with_its_words(monkeypatch):
+    engine = attached(start(), ["stored"], LAST)
+    train(engine, 1)
+
+    def refuses(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(ExtentStore, "_write_block", refuses)
+    with pytest.raises(BackgroundError) as caught:
+        train(engine, 3, first=1)
+    assert "No space left" in str(caught.value.__cause__)
+    with pytest.raises(BackgroundError):
+        engine.destroy()
+
+
+def test_checkpoints_are_stocks_and_are_read_from_storage(tmp_path):
+    """Saved while updates of what is stored still run; loaded by stock."""
+    ours = attached(start(), ["stored", "host"], LAST)
+    train(ours, 3)
+    ours.save_checkpoint(str(tmp_path))
+    losses, _ = train(ours, 2, first=3)
+    ours.destroy()
+    stock = start()
+    stock.load_checkpoint(str(tmp_path))
+    expected = outcome(stock, 2, first=3)
+    again = attached(start(), ["stored"], LAST)
+    again.load_checkpoint(str(tmp_path))
+    assert_same(outcome(again, 2, first=3), expected)
+    assert torch.equal(torch.stack(losses), expected[1])
