@@ -80,6 +80,8 @@ def timed(work, on, plan, strategies):
         timeline = simulate(build_strategy(name, work, **options), on)
         yield timeline.iteration_s, timeline.device_peak_bytes, timeline.host_peak_bytes
     if work.zero_stage == 3:
+        stored = plan.placed(["stored"] * len(MIX))
+        yield simulate(build_schedule(work, stored), on).iteration_s
         for alone in (on, on.model_copy(update={"device_shares_host_cores": True})):
             simulation = CheckpointSimulation(work, plan, alone)
             yield simulation.cost(CheckpointPlan(copy_budget_bytes=8 * 2**20))
@@ -157,6 +159,7 @@ MACHINE = {
     "unexplained_spread": 0.3,
     "storage_write_bytes_per_s": q(1e8),
     "storage_read_bytes_per_s": q(1e8),
+    "storage_duplex_factor": q(0.5),
     "storage_fsync_s": 1.0,
     "writer_s_per_byte": q(1e-7),
     "save_s_per_tensor": q(1e-2),
@@ -226,6 +229,8 @@ PLAN = {
     "order": UpdateOrder(host="arrival"),
     "staging_slots": 2,
     "prefetch": 1,
+    "host_slots": 1,
+    "storage_dir": "/local",
     "threads": 0,
     "overlap_forward": False,
     "checkpoint": CheckpointPlan(interval_steps=7),
@@ -250,6 +255,8 @@ IN_TRAINING = {
     "subgroup_size": "tests/runtime/test_guard.py",
     "versions": "tuner/service/static/report.js",
     "staging_slots": "",
+    "host_slots": "tests/runtime/contract/test_stored.py",
+    "storage_dir": "tests/runtime/contract/test_stored.py",
 }
 CHECKPOINT = {
     "interval_steps": "tests/runtime/checkpoint", "mode": "tests/runtime/checkpoint",
