@@ -266,6 +266,7 @@ def _storage(wanted: _Wanted, tell: Callable[[], None]) -> _Part:
     rates = {
         "storage_write_bytes_per_s": disk.write,
         "storage_read_bytes_per_s": disk.read,
+        "storage_duplex_factor": disk.duplex_factor,
         "storage_fsync_s": disk.fsync_s,
         "writer_s_per_byte": disk.writer_s_per_byte,
         "save_s_per_tensor": saving.measure_save(wanted.share_s / 4),

@@ -8,7 +8,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -37,11 +37,13 @@ class StorageRates:
         write: with `PLANNED_WRITERS` threads.
         by_writers: over the number of threads.
         buffered: through the page cache, fsync included; None where ``write`` is that already.
+        duplex_factor: both at once over the sum of the two, as `Machine.storage_duplex_factor`.
         writer_s_per_byte: what a writer takes of one core, to gather, to hash and to write.
     """
 
     write: Quantity
     read: Quantity
+    duplex_factor: Quantity
     fsync_s: float
     direct: bool
     by_writers: dict[int, Quantity]
@@ -60,11 +62,12 @@ def measure_storage(folder: Path, size_bytes: int, budget_s: float) -> StorageRa
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f".ebbtide-storage-{uuid.uuid4().hex}"
-    share_s = budget_s / (len(WRITERS) + 4)
+    share_s = budget_s / (len(WRITERS) + 5)
     with file_to_write(path, affordable_bytes(path, size_bytes, share_s)) as file:
         detail = f"{file.size_bytes} bytes, fsync, {file.mode}, {folder}"
         seconds = {n: repeat_s(lambda n=n: file.write(n), share_s) for n in WRITERS}  # type: ignore[misc]
         reads = repeat_s(file.read, share_s)
+        at_once = repeat_s(lambda: _at_once(file), share_s)
         fsyncs = repeat_s(file.touch_and_sync, share_s)
         buffered = _buffered(file, share_s) if file.direct else None
         cpu_s = _cpu_seconds(file, share_s)
@@ -76,6 +79,11 @@ def measure_storage(folder: Path, size_bytes: int, budget_s: float) -> StorageRa
     return StorageRates(
         write=by_writers[PLANNED_WRITERS],
         read=rate(file.size_bytes, reads, "measured", detail),
+        duplex_factor=Quantity.from_samples(
+            [duplex_factor(s, seconds[PLANNED_WRITERS], reads) for s in at_once],
+            "measured",
+            f"read and written at once, {detail}",
+        ),
         fsync_s=sorted(fsyncs)[len(fsyncs) // 2],
         direct=file.direct,
         by_writers=by_writers,
@@ -87,6 +95,20 @@ def measure_storage(folder: Path, size_bytes: int, budget_s: float) -> StorageRa
         ),
         doubts=tuple(notes),
     )
+
+
+def _at_once(file: FileToWrite) -> None:
+    """One thread reads all of it while others write all of it."""
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(file.read)
+        file.write(PLANNED_WRITERS)
+        reading.result()
+
+
+def duplex_factor(at_once_s: float, writes_s: Sequence[float], reads_s: Sequence[float]) -> float:
+    """At what share of its speed alone either goes while both do; the longer one ends alone."""
+    shorter, longer = sorted(sorted(s)[len(s) // 2] for s in (writes_s, reads_s))
+    return min(1.0, shorter / max(shorter, at_once_s - longer + shorter))
 
 
 def affordable_bytes(path: Path, size_bytes: int, share_s: float) -> int:

@@ -113,12 +113,21 @@ def test_storage_leaves_nothing_behind(tmp_path):
     found = storage.measure_storage(tmp_path / "new", storage.BLOCK_BYTES, 0.01)
     assert found.write.median > 0
     assert found.fsync_s > 0
+    assert 0 < found.duplex_factor.median <= 1
     assert 0 < found.writer_s_per_byte.median < 1e-7
     assert found.writer_s_per_byte.source == "measured"
     assert sorted(found.by_writers) == [1, 2, 4]
     assert found.write == found.by_writers[storage.PLANNED_WRITERS]
     assert (found.buffered is not None) == found.direct
     assert list((tmp_path / "new").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("at_once_s", "factor"), [(4.0, 0.5), (3.0, 1.0), (3.5, 2 / 3), (9.0, 1 / 7), (0.1, 1.0)]
+)
+def test_what_reads_and_writes_leave_of_each_other(at_once_s, factor):
+    """3 s of writes and 1 s of reads: 2 s of the writes are alone, 4 s are one after the other."""
+    assert storage.duplex_factor(at_once_s, [3.0] * 3, [1.0] * 3) == pytest.approx(factor)
 
 
 def test_a_writer_gathers_what_it_writes_from_far_more_memory_than_its_buffer(tmp_path):

@@ -16,6 +16,7 @@ from runtime.zero.host_memory import needed_bytes
 from runtime.zero.stage3_buffers import gradient_of, split_gradients
 from simulator.update.footprint import Holding, footprint, moved_out, tally
 from simulator.update.optimizer import ADAM
+from simulator.update.recipes import RECIPES
 from simulator.workload import Layer, Workload
 from tests.runtime.contract.test_bits import two_groups
 from tests.runtime.contract.training import (
@@ -35,6 +36,7 @@ PATTERNS = {
     "hosted": ["host"],
     "one of each": ["host", "device", "resident"],
     "visits": ["device", "device", "resident"],
+    "stored": ["stored", "device", "stored"],  # ZeRO-3 only
 }
 GRADIENTS = {
     "bf16": {},
@@ -47,7 +49,7 @@ GRADIENTS = {
 
 def allocated_device_bytes(executor):
     resident = [s for s in executor.states if s.placement == "resident"]
-    on_device = [s.gradient for s in executor.states if s.placement != "host"]
+    on_device = [s.gradient for s in executor.states if RECIPES[s.placement].gradient == "device"]
     held = [t for s in resident for t in s.state] + on_device + [s.parts for s in executor.slots]
     held += executor.outgoing_slots
     return sum(t.nbytes for t in held)
@@ -71,9 +73,11 @@ def test_the_footprint_is_what_is_allocated(pattern, gradients, stage):
     assert kept == (4 if "fp32" in gradients else 2)
     held = Holding.of(ADAM, kept, 2, stage=stage, micro_batches=micro_batches)
     homes = own.plan.parameter_homes
-    told = held.bytes(tally(sizes, own.plan.placements, homes), own.plan.staging_slots)
+    amounts, plan = tally(sizes, own.plan.placements, homes), own.plan
+    told = held.bytes(amounts, plan.staging_slots, plan.host_slots)
     assert told["host"] == host_bytes(engine.optimizer)
-    leave = sum(n for n, p in zip(sizes, own.plan.placements, strict=True) if p == "host") * kept
+    at_home = [RECIPES[placement].gradient == "host" for placement in plan.placements]
+    leave = sum(n for n, home in zip(sizes, at_home, strict=True) if home) * kept
     assert told["device"] == allocated_device_bytes(own.executor) + leave  # fewer than the bound
     named = own.plan.model_copy(update={"subgroups": sizes})
     needed = needed_bytes(named, kept, stage=stage, micro_batches=micro_batches)
