@@ -30,6 +30,7 @@ from runtime.zero.checks.guard import (
     check_engine,
     for_a_plan,
     leave_to_stock,
+    stored_at,
 )
 from runtime.zero.cuts import subgroups_of
 from runtime.zero.host_memory import check_host_memory, on_the_host
@@ -84,8 +85,11 @@ def initialize(
     if automatic and leave_to_stock(config):
         return deepspeed.initialize(*args, config=config, **kwargs)  # type: ignore[no-any-return]
     check_config(config)
+    storage = stored_at(config)
     config = for_a_plan(config)
     if isinstance(plan, Plan):
+        if storage is not None and plan.storage_dir is None:
+            plan = plan.model_copy(update={"storage_dir": str(storage)})
         zero = config["zero_optimization"]
         zero["sub_group_size"] = plan.subgroup_size
         # PyTorch's pinned allocator rounds up to powers of two; `attach` page-locks exactly.
@@ -98,8 +102,21 @@ def initialize(
         check_host_memory(plan, config, client=given.get("optimizer"))
     with waits_are_told():
         result = deepspeed.initialize(*args, config=config, **kwargs)
+    if automatic and storage is not None:
+        plan = _all_stored(result[0], storage)
     attach(result[0], plan, device=device, checkpoint=checkpoint)
     return result  # type: ignore[no-any-return]
+
+
+def _all_stored(engine: Any, storage: Path) -> Plan:
+    """What a config asks for that offloads state to a drive: all of it there, and it stays."""
+    size = max(1, int(engine.zero_sub_group_size()))
+    count = len(subgroups_of(engine.optimizer, size))
+    home = private.parameter_home(engine.optimizer)
+    return Plan(
+        subgroup_size=size, placement=Plan.runs(["stored"] * count), staging_slots=0,
+        parameter_home=Plan.home_runs([home] * count), storage_dir=str(storage),
+    )  # fmt: skip
 
 
 def load_plan(plan: PlanLike) -> Plan:

@@ -29,10 +29,13 @@ def offload(**fields):
 
 REFUSED = [
     (config(stage=0), "zero_optimization.stage must be 1, 2 or 3, but got 0"),
-    (config(**offload(device="nvme")), "offload_optimizer.device must be 'cpu', but got 'nvme'"),
-    ({**config(), "zero_optimization": {"stage": 3}}, "device must be 'cpu', but got 'none'"),
+    (
+        config(**offload(device="nvme")),
+        "offload_optimizer.device must be 'cpu', or 'nvme' with an nvme_path .* got 'nvme'",
+    ),
+    ({**config(), "zero_optimization": {"stage": 3}}, "device must be 'cpu', .* but got 'none'"),
     ({**config(), "compile": {"deepcompile": True}}, "compile.deepcompile must be false"),
-    (config(offload_optimizer=None, cpu_offload=False), "device must be 'cpu', but got 'none'"),
+    (config(offload_optimizer=None, cpu_offload=False), "device must be 'cpu', .* but got 'none'"),
     (config(offload_param={"device": "nvme"}), "offload_param.device must be .* got 'nvme'"),
     (config(zenflow={"topk_ratio": 0.1}), "zenflow must be absent"),
     (config(mics_shard_size=2), "mics_shard_size must be absent .* got 2"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from runtime.kernels.own_step import OwnStepRule
@@ -19,6 +20,9 @@ from simulator.estimates.offloading import (
 )
 
 logger = logging.getLogger("ebbtide")
+
+STORED = "ebbtide_state"  # under the config's nvme_path
+_SWAPPERS = ("nvme_path", "pipeline_read", "pipeline_write", "buffer_count", "fast_init")
 
 
 class ConfigError(ValueError):
@@ -36,15 +40,25 @@ def check_config(config: Mapping[str, Any]) -> None:
     if stage not in (1, 2, 3):
         raise ConfigError(f"zero_optimization.stage must be 1, 2 or 3, but got {stage}")
     where = offloading_of(read).optimizer or "none"
-    if where != "cpu":
+    if where != "cpu" and stored_at(config) is None:
         raise ConfigError(
-            f"zero_optimization.offload_optimizer.device must be 'cpu', but got {where!r}: a plan "
-            "moves state between host and device memory only (`tune simulate --ds-config` says "
-            "what stock DeepSpeed would take with it)"
+            "zero_optimization.offload_optimizer.device must be 'cpu', or 'nvme' with an nvme_path "
+            f"under ZeRO-3, but got {where!r} under ZeRO-{stage}"
         )
     obstacle = plan_obstacle(read)
     if obstacle:
         raise ConfigError(obstacle)
+
+
+def stored_at(config: Mapping[str, Any]) -> Path | None:
+    """The folder on the drive that the config offloads state to; None: it does not, or DeepSpeed
+    refuses it.
+    """
+    read = as_deepspeed_reads(config)
+    asked = at(read, f"{ZERO}.{OPTIMIZER}") or {}
+    path = asked.get("nvme_path")
+    nvme = offloading_of(read).optimizer == "nvme" and (at(read, f"{ZERO}.stage") or 0) == 3
+    return Path(path) / STORED if nvme and path else None
 
 
 def leave_to_stock(config: Mapping[str, Any]) -> bool:
@@ -67,6 +81,9 @@ def for_a_plan(config: Mapping[str, Any]) -> dict[str, Any]:
     if zero.pop("cpu_offload", None):  # the key of old
         zero.setdefault(OPTIMIZER, {"device": "cpu"})
     zero[OPTIMIZER] = {k: v for k, v in (zero[OPTIMIZER] or {}).items() if k not in replaced}
+    if stored_at(config) is not None:  # stored by the plan: DeepSpeed's own swapper stays out
+        kept = {k: v for k, v in zero[OPTIMIZER].items() if k not in _SWAPPERS}
+        zero[OPTIMIZER] = {**kept, "device": "cpu"}
     return made
 
 
@@ -82,6 +99,12 @@ def check_engine(engine: Any) -> UpdateRule:
 
     config = dict(engine.config) if isinstance(engine.config, dict) else engine.config
     check_config(config)
+    if stored_at(config) is not None:
+        raise ConfigError(
+            f"{ZERO}.{OPTIMIZER}.device must be 'cpu' where an engine is there already, but got "
+            "'nvme': DeepSpeed's swapper has the state. Let runtime.initialize or the front door "
+            "build it"
+        )
     for sentence in replaced_by_a_plan(as_deepspeed_reads(config)).values():
         raise ConfigError(f"{sentence}. This engine was built with it: remove the key")
     optimizer = engine.optimizer

@@ -9,6 +9,7 @@ from runtime.execution.executor import Executor
 from runtime.storage.store import ExtentStore
 from runtime.zero.attach import switch_plan
 from simulator import PlanError
+from studies.byte_gpt import SIZES, ByteGPT, ds_config
 from tests.runtime.contract.test_bits import EVERY_PASS
 from tests.runtime.contract.training import (
     DEVICES,
@@ -84,6 +85,27 @@ def test_a_plan_without_a_folder_and_zero_2_are_refused():
     with pytest.raises(PlanError, match=r"must not be 'stored' under ZeRO-2"):
         runtime.attach(engine, stored.model_copy(update={"storage_dir": "x"}))
     engine.destroy()
+
+
+@pytest.mark.parametrize("planned", ["auto", "a plan"])
+def test_a_config_that_offloads_to_a_drive_is_planned_for(planned, tmp_path):
+    """Unchanged, pipelining and all; DeepSpeed's own swapper never begins."""
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path), "pipeline_read": True, "buffer_count": 5}
+    config = ds_config(micro_batch=2, subgroup_size=SUBGROUP, learning_rate=1e-3)
+    config["zero_optimization"]["offload_optimizer"] = nvme
+    config["aio"] = {"block_size": 1048576}
+    torch.manual_seed(0)
+    model, plan = ByteGPT(SIZES["tiny"]), "auto"
+    if planned == "a plan":
+        plan = plan_for(start(subgroup_size=30_000), ["stored", "host"], 30_000)
+        plan = plan.model_copy(update={"storage_dir": None})
+    engine = runtime.initialize(
+        model=model, model_parameters=model.parameters(), config=config, plan=plan
+    )[0]
+    session = engine.optimizer._ebbtide
+    assert session.plan.count("stored") > 0
+    assert [p.name for p in tmp_path.iterdir()] == ["ebbtide_state"]
+    assert_same(outcome(engine), outcome(start()))
 
 
 @pytest.mark.parametrize("fault", ["no write", "no second read", "always the first slot"])

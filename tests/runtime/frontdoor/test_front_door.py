@@ -102,7 +102,7 @@ def test_engines_that_train_nothing_stay_as_they_are(front_door, plan):
 def test_a_bad_key_is_told_before_the_model_is_touched(front_door):
     with pytest.raises(RequestError, match="must be an object such as"):
         initialize(config_with("auto"))
-    nvme = {"device": "nvme", "nvme_path": "/nowhere"}
+    nvme = {"device": "nvme"}
     with pytest.raises(ValueError, match=r"offload_optimizer\.device must be 'cpu'"):
         initialize(config_with({"plan": "auto"}, offload_optimizer=nvme))
 
