@@ -9,7 +9,7 @@ from runtime.execution.executor import Executor
 from runtime.storage.store import ExtentStore
 from runtime.zero.attach import switch_plan
 from simulator import PlanError
-from studies.byte_gpt import SIZES, ByteGPT, ds_config
+from studies.bench.byte_gpt import SIZES, ByteGPT, ds_config
 from tests.runtime.contract.test_bits import EVERY_PASS
 from tests.runtime.contract.training import (
     DEVICES,
