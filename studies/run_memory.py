@@ -226,7 +226,7 @@ def _device_bytes(session: Session) -> int:
     states = session.executor.states
     resident = sum(t.nbytes for s in states if s.placement == "resident" for t in s.state)
     gradients = sum(s.gradient.nbytes for s in states if s.placement != "host")
-    return resident + gradients + sum(slot.parts.nbytes for slot in session.executor.slots)
+    return resident + gradients + sum(slot.nbytes for slot in session.executor.slots)
 
 
 def _status_bytes(key: str) -> int:

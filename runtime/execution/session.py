@@ -351,7 +351,7 @@ class Session:
         total += self.engine.update_rule().unplaced_bytes(
             self.engine.sizes(), self.executor.states[0].p.dtype
         )
-        total += sum(t.nbytes for slot in self.executor.host_slots for t in slot.parts)
+        total += sum(slot.nbytes for slot in self.executor.host_slots)
         return total + self.homes.spare_bytes()
 
 

@@ -72,11 +72,15 @@ class StagingSlot:
     host; reused in turn.
     """
 
-    parts: Sequence[torch.Tensor]  # one for each of the state, as long as the largest one's, fp32
+    parts: tuple[torch.Tensor, ...]  # one for each of the state, as long as the largest one's, fp32
 
     def views(self, elements: int) -> tuple[torch.Tensor, ...]:
         """Where the master and the moments of a subgroup of this size go."""
         return tuple(part[:elements] for part in self.parts)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
 
 
 class StateStore(Protocol):
@@ -184,7 +188,7 @@ def staging_slots(
         try:
             each = slot_elements(max(visiting))
             buffer = device.device_empty(tensors * each, torch.float32)
-            slots.append(StagingSlot(buffer.view(tensors, each)))
+            slots.append(StagingSlot(buffer.view(tensors, each).unbind()))
         except torch.OutOfMemoryError:
             break
     if len(slots) < wanted:

@@ -50,7 +50,7 @@ GRADIENTS = {
 def allocated_device_bytes(executor):
     resident = [s for s in executor.states if s.placement == "resident"]
     on_device = [s.gradient for s in executor.states if RECIPES[s.placement].gradient == "device"]
-    held = [t for s in resident for t in s.state] + on_device + [s.parts for s in executor.slots]
+    held = [t for s in resident for t in s.state] + on_device + list(executor.slots)
     held += executor.outgoing_slots
     return sum(t.nbytes for t in held)
 
