@@ -1,0 +1,119 @@
+"""Run in a process of its own: what an engine of 100 M parameters takes of both memories, by homes.
+
+    python -m tests.runtime.measured_memory RESULT.json
+
+The emulated device's memory is host memory too: of the process' resident set it is taken off.
+"""
+
+import ctypes
+import gc
+import json
+import sys
+from pathlib import Path
+
+import psutil
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import runtime
+from runtime.devices.emulated import EmulatedDevice
+from runtime.replan.auto import observed_workload
+from simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES, footprint
+from studies.bench.rank import become_only_rank
+from tests.runtime.contract.training import plan_for, start
+
+WIDTH, LAYERS = 3072, 12  # 113 M parameters
+SUBGROUP = 2 * WIDTH**2
+BUCKET = WIDTH**2  # of reductions
+OFFLOAD = {"device": "cpu", "pin_memory": False}
+CASES = {
+    "host": (
+        ["host"], ["host"],
+        {"offload_param": {"device": "cpu", "pin_memory": True, "buffer_count": 9,
+                           "max_in_cpu": 10**6},
+         "stage3_prefetch_bucket_size": 3 * WIDTH**2},
+    ),
+    "mixed": (
+        ["host", "device", "resident"], ["host", "device"],
+        {"offload_param": OFFLOAD, "stage3_max_reuse_distance": 0,
+         "stage3_prefetch_bucket_size": 1},
+    ),
+}  # fmt: skip
+
+
+class Layers(torch.nn.Module):
+    def __init__(self, width=WIDTH, layers=LAYERS):
+        super().__init__()
+        made = (torch.nn.Linear(width, width, bias=False) for _ in range(layers))
+        self.layers = torch.nn.ModuleList(made)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.float().square().mean()
+
+
+class Counting(EmulatedDevice):
+    """Knows the most bytes that were alive at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.peak_bytes = [], 0
+
+    def device_empty(self, elements, dtype):
+        made = super().device_empty(elements, dtype)
+        self.alive.append((StorageWeakRef(made.untyped_storage()), made.nbytes))
+        self.peak_bytes = max(self.peak_bytes, self.bytes())
+        return made
+
+    def bytes(self):
+        self.alive = [(ref, size) for ref, size in self.alive if not ref.expired()]
+        return sum(size for _, size in self.alive)
+
+
+def resident_bytes():
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    return psutil.Process().memory_info().rss
+
+
+def measured(model, width, subgroup, case):
+    """Predicted and measured bytes of both memories."""
+    placements, homes, config = CASES[case]
+    before = resident_bytes()
+    engine = start(model=model(), subgroup_size=subgroup, reduce_bucket_size=BUCKET, **config)
+    device = Counting()
+    runtime.attach(engine, plan_for(engine, placements, subgroup, homes=homes), device=device)
+    own = engine.optimizer._ebbtide
+    device.peak_bytes = device.bytes()  # of training
+    for number in range(3):
+        x = torch.randn(2, width, generator=torch.Generator().manual_seed(number)).bfloat16()
+        engine.backward(engine(x))
+        engine.step()
+    engine.optimizer.wait()
+    work = observed_workload(own.engine, own.timeline())
+    told = footprint(work, own.plan)
+    at_home = sum(s.gradient.nbytes for s in own.executor.states if s.placement == "host")
+    # This device copies from any memory, so that DeepSpeed's flat gradients stay in one piece,
+    # those that no subgroup has there any more with them; and its bucket is host memory too.
+    flat = engine.optimizer.grad_partitions_flat_buffer.nbytes - at_home
+    beside = device.bytes() + flat + 2 * BUCKET
+    under_way = min(GRADIENTS_UNDER_WAY_BYTES, at_home)  # counted, and not made by `device_empty`
+    found = {
+        "host": [told["host"], resident_bytes() - before - beside],
+        "device": [told["device"] - under_way, device.peak_bytes],
+    }
+    engine.destroy()
+    return found
+
+
+def main():
+    become_only_rank()
+    for case in CASES:  # what every engine of a process loads once is none of theirs
+        measured(lambda: Layers(64, 2), 64, 64**2, case)
+    found = {case: measured(Layers, WIDTH, SUBGROUP, case) for case in CASES}
+    Path(sys.argv[1]).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
