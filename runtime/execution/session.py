@@ -336,7 +336,7 @@ class Session:
     def host_bytes(self) -> int:
         """Host memory of state, gradients, staging and parameters that live there, in bytes."""
         unified = self.device.unified
-        total = 0
+        total, wires = 0, dict[int, int]()  # some may share theirs
         for state in self.executor.states:
             # A framework that keeps its own buffers keeps the room of resident state in them too.
             recipe = RECIPES[state.placement]
@@ -346,8 +346,10 @@ class Session:
             if recipe.gradient == "host" or unified:
                 total += state.gradient.nbytes
             if state.parameter_home == "host":
-                total += state.wire.nbytes
-        total += sum(t.nbytes for t in self.executor.parameter_slots)
+                wires[state.wire.data_ptr()] = max(
+                    state.wire.nbytes, wires.get(state.wire.data_ptr(), 0)
+                )
+        total += sum(wires.values()) + sum(t.nbytes for t in self.executor.parameter_slots)
         total += self.engine.update_rule().unplaced_bytes(
             self.engine.sizes(), self.executor.states[0].p.dtype
         )

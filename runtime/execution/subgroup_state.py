@@ -64,6 +64,7 @@ class Buffers:
     gradient: torch.Tensor
     wire: torch.Tensor
     parameter_home: ParameterHome = "device"
+    movable: bool = True  # else ``wire`` stays as it is: the framework keeps the parameters
 
 
 @dataclass(slots=True)
@@ -141,6 +142,8 @@ def _parameters(
     shared = wire.untyped_storage().nbytes() > wire.nbytes
     if device.unified:
         return home, wire
+    if not before.movable:
+        return before.parameter_home, wire
     if home == before.parameter_home and not (apart and shared):
         return home, device.host_adopt(wire) if home == "host" else wire
     if home == "host":

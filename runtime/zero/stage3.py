@@ -28,6 +28,8 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
     """Overrides the gradient path, the step and everything that reads or writes state."""
 
     _gathers: Gathers
+    _swapped: list[int]  # subgroups whose parameters DeepSpeed's swapper has
+    _unread: torch.Tensor  # what their updates write: the swapper reads the master
     shares_state = False
     overlaps_forward = True
     # What DeepSpeed keeps them in is public: read from outside, they wait for the updates.
@@ -117,8 +119,16 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
                 self._gathers.stand_in()
             else:
                 own.executor.wait_all()
+                self._swap_out()
             self._post_step(set())
         own.recorder.step_ends()
+
+    def _swap_out(self) -> None:
+        """New parameters go to where DeepSpeed's swapper keeps them: to a drive, or where they are
+        too small for one.
+        """
+        for index in self._swapped:
+            self._partitioned_params_swap_out(index)
 
     def _post_step(self, timer_names: set[str]) -> None:
         """Persistent parameters are gathered by whoever reads them first, not all at once here:
@@ -281,11 +291,14 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
 
     def prepare(self, device: Device) -> None:
         stage3_buffers.split_gradients(self, device)
+        largest = max((self.sizes()[index] for index in self._swapped), default=0)
+        self._unread = device.host_empty(largest, self.dtype)
 
     def take(self, subgroup: int, now: SubgroupState | None) -> Buffers:
         if now is None:
             return stage3_buffers.stock_buffers(self, self._masters(), subgroup)
-        return Buffers(now.state, now.gradient, now.wire, now.parameter_home)
+        movable = subgroup not in self._swapped
+        return Buffers(now.state, now.gradient, now.wire, now.parameter_home, movable)
 
     def adopt(self, state: SubgroupState) -> None:
         moved = stage3_buffers.repoint(self, self._masters()[state.index], state)
@@ -346,6 +359,9 @@ def take_over(
         master.grad = None  # 4 bytes per parameter
     optimizer._gathers = Gathers(optimizer, module)
     optimizer._rule = rule
+    optimizer._swapped = stage3_buffers.swapped(optimizer)
+    if optimizer._swapped:
+        overlap_forward = False  # the swapper reads a master that no update writes any more
     optimizer.__class__ = EbbtideStage3
     try:  # subgroup by subgroup
         optimizer._ebbtide = Session(optimizer, plan, device, overlap_forward=overlap_forward)

@@ -26,9 +26,18 @@ def stock_buffers(optimizer: Any, masters: list[torch.nn.Parameter], subgroup: i
         state.setdefault(key, torch.zeros_like(master.data))
     gradient = gradient_of(optimizer, subgroup, master.numel())
     wire = optimizer.__dict__["fp16_partitioned_groups_flat"][subgroup]
+    swapped = wire is None
+    if swapped:
+        wire = optimizer._unread[: master.numel()]
     moments = (state[key] for key in rule.moments)
     home = private.parameter_home(optimizer)
-    return Buffers((master.data, *moments), gradient, wire, home)
+    return Buffers((master.data, *moments), gradient, wire, home, movable=not swapped)
+
+
+def swapped(optimizer: Any) -> list[int]:
+    """Subgroups of whose parameters DeepSpeed keeps no buffer: its swapper has them on a drive."""
+    wires = optimizer.__dict__["fp16_partitioned_groups_flat"]
+    return [index for index, wire in enumerate(wires) if wire is None]
 
 
 def repoint(optimizer: Any, master: torch.nn.Parameter, state: SubgroupState) -> bool:
@@ -43,7 +52,7 @@ def repoint(optimizer: Any, master: torch.nn.Parameter, state: SubgroupState) ->
         _, offset, elements = optimizer.grad_position[optimizer.get_param_id(param)]
         views[param.ds_id] = state.gradient.narrow(0, offset, elements)
     wires = optimizer.__dict__["fp16_partitioned_groups_flat"]
-    if wires[state.index].data_ptr() == state.wire.data_ptr():
+    if wires[state.index] is None or wires[state.index].data_ptr() == state.wire.data_ptr():
         return False
     _parameters_at(optimizer, state.index, state.wire)
     return True
@@ -95,7 +104,7 @@ def hand_back(optimizer: Any) -> None:
     on_host = private.parameter_home(optimizer) == "host"
     where = torch.device("cpu") if on_host else private.training_device()
     for index, wire in enumerate(optimizer.fp16_partitioned_groups_flat):
-        if wire.device.type != where.type:
+        if wire is not None and wire.device.type != where.type:
             _parameters_at(optimizer, index, wire.to(where))
 
 
@@ -127,7 +136,7 @@ def drop_flat_parameters(optimizer: Any) -> None:
     per parameter group), where no subgroup's parameters are left in them.
     """
     wires = optimizer.__dict__["fp16_partitioned_groups_flat"]
-    kept = {wire.untyped_storage().data_ptr() for wire in wires}
+    kept = {wire.untyped_storage().data_ptr() for wire in wires if wire is not None}
     flat = getattr(optimizer, "lp_param_buffer", None)
     if flat is not None and flat.numel() and flat.untyped_storage().data_ptr() not in kept:
         optimizer.lp_param_buffer = flat.new_empty(0)

@@ -155,9 +155,10 @@ def plan_refusal(config: Mapping[str, Any], moved: Offloading) -> str:
     if obstacle or not moved.beyond_plans:
         return obstacle
     why = "which moves optimizer state and parameters between host and device memory only"
-    if moved.optimizer != "nvme" and moved.parameters != "nvme":
-        why = ("whose times and memory are not simulated with activations that move too "
-               "(training under a plan takes the key as it is)")  # fmt: skip
+    if moved.optimizer != "nvme":
+        what = "parameters on a drive" if moved.parameters == "nvme" else "activations that move"
+        why = (f"whose times and memory are not simulated with {what} too (training under a plan "
+               "takes the key as it is)")  # fmt: skip
     return (
         f"{moved.beyond_plans} must be absent for a plan, {why}: remove it, or simulate stock "
         "DeepSpeed with it (tune simulate or tune search with the same --ds-config)"

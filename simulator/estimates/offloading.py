@@ -220,12 +220,6 @@ def plan_obstacle(config: Mapping[str, Any]) -> str:
     Of keys that no plan goes with; stage, device and optimizer are for who reads them to judge.
     """
     zero = section(config, ZERO)
-    held = offloading_of(config).parameters
-    if held == "nvme":
-        return (
-            f"{HELD}.device must be none or cpu, but got 'nvme': a plan's updates write parameters "
-            "to device or host memory"
-        )
     if zero.get("zenflow") is not None:
         return (
             f"{ZERO}.zenflow must be absent, but got {zero['zenflow']}: it trains with stale "

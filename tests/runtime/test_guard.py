@@ -36,7 +36,6 @@ REFUSED = [
     ({**config(), "zero_optimization": {"stage": 3}}, "device must be 'cpu', .* but got 'none'"),
     ({**config(), "compile": {"deepcompile": True}}, "compile.deepcompile must be false"),
     (config(offload_optimizer=None, cpu_offload=False), "device must be 'cpu', .* but got 'none'"),
-    (config(offload_param={"device": "nvme"}), "offload_param.device must be .* got 'nvme'"),
     (config(zenflow={"topk_ratio": 0.1}), "zenflow must be absent"),
     (config(mics_shard_size=2), "mics_shard_size must be absent .* got 2"),
     ({**config(), "optimizer": {"type": "Muon"}}, "optimizer.type must be one that .*got 'Muon'"),

@@ -46,7 +46,7 @@ STAGE3 = (
         "reset_cpu_buffers", "invalidate_secondary_tensor", "_get_fp32_opt_state_partition",
         "_fp32_state_allgather", "_rigid_load_state_dict", "_load_universal_checkpoint",
         "_restore_from_bit16_weights", "_restore_from_fp32_weights", "checkpoint_event_prologue",
-        "checkpoint_event_epilogue", "_global_grad_norm",
+        "checkpoint_event_epilogue", "_global_grad_norm", "_partitioned_params_swap_out",
     )),
     Member("_offload_boundary_param_ids", "0.19.5"),
     Member("_offload_grad_partition_at_boundary", "0.19.5"),

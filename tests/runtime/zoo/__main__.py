@@ -91,8 +91,6 @@ def _chosen(asked: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
     closer = asked.streams or asked.ranks > 1
     for row in published(asked.table)[number - 1 :: parts]:
         config = as_trained(row.config, SUBGROUP if closer else None)
-        if "nvme" in json.dumps(zero_of(config)):
-            continue  # stock would build its op for drives, for minutes
         if asked.only in row.name and (offloads(config) or not closer):
             yield row.name, config
 

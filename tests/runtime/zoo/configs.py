@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -63,6 +65,8 @@ def as_trained(config: Mapping[str, Any], subgroup: int | None = None) -> dict[s
     for holder, key, value in list(_leaves(made)):
         if value == "auto" and key in _FILLED:
             holder[key] = _FILLED[key]
+        if key == "nvme_path" and value:
+            holder[key] = str(Path(tempfile.gettempdir()) / f"zoo-{os.getpid()}")
         if key == "output_file":
             del holder[key]  # of the flops profiler
         if key in _BUCKETS and isinstance(value, int | float):

@@ -50,7 +50,12 @@ def plannable(config: Mapping[str, Any]) -> bool:
 
 
 def trained(
-    config: Mapping[str, Any], key: Any = None, steps: int = STEPS, *, mixed: bool = False
+    config: Mapping[str, Any],
+    key: Any = None,
+    steps: int = STEPS,
+    *,
+    mixed: bool = False,
+    model: ByteGPTConfig = MODEL,
 ) -> Outcome:
     """Losses, norms, parameters, masters and moments after some steps.
 
@@ -66,13 +71,13 @@ def trained(
     get_accelerator().is_fp16_supported = lambda: True
     torch.manual_seed(0)
     made = json.loads(json.dumps({**config, **({} if key is None else {"ebbtide": key})}))
-    model = ByteGPT(MODEL)
+    module = ByteGPT(model)
     client = client_optimizer(config)
-    optimizer = client(model.parameters()) if client else None
+    optimizer = client(module.parameters()) if client else None
     engine = None
     try:
         engine = deepspeed.initialize(
-            model=model, model_parameters=model.parameters(), optimizer=optimizer, config=made
+            model=module, model_parameters=module.parameters(), optimizer=optimizer, config=made
         )[0]
         seen = _train(engine, steps, mixed)
         return Outcome(seen + _state(engine), hasattr(engine.optimizer, "_ebbtide"))

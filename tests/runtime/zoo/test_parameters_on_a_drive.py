@@ -1,0 +1,84 @@
+"""``offload_param.device: nvme``: state is the plan's, parameters stay with DeepSpeed's swapper.
+
+Its op for drives takes minutes to build: these tests run where it has been built
+(``python -m tests.runtime.zoo`` does).
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils import cpp_extension
+
+import runtime
+from studies.bench.byte_gpt import ByteGPTConfig
+from tests.runtime.zoo.configs import as_trained
+from tests.runtime.zoo.training import MODEL, trained
+
+# A parameter of less than a megabyte is not written to a drive.
+LARGE = ByteGPTConfig(layers=1, hidden=512, heads=2, sequence=16)
+BUILT = Path(cpp_extension._get_build_directory("async_io", False)) / "async_io.so"
+pytestmark = [
+    pytest.mark.usefixtures("front_door"),
+    pytest.mark.skipif(not BUILT.exists(), reason="DeepSpeed's async_io op is not built here"),
+]
+EMULATED = {"plan": "auto", "device": "emulated"}
+
+
+@pytest.fixture
+def front_door(only_rank):
+    runtime.enable()
+    yield
+    runtime.disable()
+
+
+def config(folder, in_host_memory, subgroup, **zero):
+    """At most so many elements of the parameters stay in host memory. DeepSpeed's own prefetch from
+    a drive fails in its second step.
+    """
+    held = {"device": "nvme", "max_in_cpu": in_host_memory,
+            "buffer_count": 8, "buffer_size": 1_100_000}  # fmt: skip
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": held,
+            "sub_group_size": subgroup, "stage3_prefetch_bucket_size": 0, **zero}  # fmt: skip
+    made = as_trained({
+        "bf16": {"enabled": True}, "gradient_clipping": 0.1, "zero_optimization": zero,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}},
+    })  # fmt: skip
+    made["zero_optimization"]["offload_param"]["nvme_path"] = str(folder)
+    return made
+
+
+@pytest.mark.parametrize(("model", "in_host_memory", "subgroup"), [
+    (MODEL, 10**9, 5_000), (MODEL, 15_000, 5_000), (LARGE, 1_500_000, 1_500_000),
+], ids=["in host memory", "too small for a drive", "on a drive"])  # fmt: skip
+def test_every_tensor_has_stocks_bits(tmp_path, model, in_host_memory, subgroup):
+    made = config(tmp_path, in_host_memory, subgroup)
+    stock, ours = trained(made, model=model), trained(made, EMULATED, mixed=True, model=model)
+    assert (stock.error, ours.error) == ("", "")
+    assert ours.planned
+    assert ours.same(stock)
+    written = list(tmp_path.rglob("*.swp"))
+    assert bool(written) == (model is LARGE)
+
+
+def test_what_the_swapper_has_is_nobody_elses(tmp_path):
+    """No subgroup's parameters take host memory of their own, and none moves to the device."""
+    import deepspeed
+
+    from runtime.zero.attach import host_bytes, switch_plan
+    from studies.bench.byte_gpt import ByteGPT
+    from tests.runtime.contract.training import plan_for
+
+    model = ByteGPT(MODEL)
+    made = config(tmp_path, 0, 5_000)
+    engine = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config={**made, "ebbtide": EMULATED}
+    )[0]
+    session = engine.optimizer._ebbtide
+    switch_plan(engine, plan_for(engine, ["host"], homes=["device"]))
+    assert set(session.plan.parameter_homes) == {"host"}
+    assert not session.plan.overlap_forward
+    held = [t for s in session.executor.states for t in (*s.state, s.gradient)]
+    scratch = max(session.engine.sizes()) * torch.bfloat16.itemsize
+    assert host_bytes(engine.optimizer) == sum(t.nbytes for t in held) + scratch
+    engine.destroy()
