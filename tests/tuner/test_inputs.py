@@ -146,7 +146,6 @@ def ds(tmp_path, optimizer=None, **zero):
 CPU = {"device": "cpu"}
 BEYOND_A_PLAN = [
     (CPU, {"zenflow": {"topk_ratio": 0.1}}),
-    (CPU, {"offload_param": {"device": "nvme", "nvme_path": "n"}}),
     (CPU, {"mics_shard_size": 2}),
 ]
 BESIDE_ZERO = [
