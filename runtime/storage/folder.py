@@ -31,6 +31,10 @@ class Drive:
     weight: float = 1.0
 
 
+# The named points of a commit in their order, for crash tests; committed at "manifest_renamed".
+POINTS = ("extents_synced", "manifest_written", "manifest_renamed", "committed")
+
+
 class Folders:
     """One rank's names in the directories of its store, locked while this exists.
 
@@ -116,6 +120,7 @@ class Folders:
         Raises:
             StorageError: the manifest could not be written.
         """
+        self._files.point("extents_synced")
         page = StepsPage(nonce=nonce, steps=steps)
         try:
             self._files.write_durably(self._steps, dump(page), "manifest")

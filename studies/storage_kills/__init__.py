@@ -1,0 +1,1 @@
+"""Training on stored state that is killed, and what is left on the drives."""

@@ -1,0 +1,6 @@
+"""``python -m studies.storage_kills``."""
+
+from studies.storage_kills.command import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())
