@@ -19,7 +19,7 @@ from runtime.zero import stage3_buffers
 from runtime.zero.checks import private
 from runtime.zero.gathers import Gathers
 from runtime.zero.planned import PlannedZero, bring_home, float64_norm, gated
-from simulator.plan import ParameterHome, Plan
+from simulator.plan import ParameterHome, Plan, PlanError
 from simulator.schedules.gathers import Gathered, gathered
 from simulator.workload import ZeroStage
 
@@ -362,6 +362,7 @@ def take_over(
     optimizer._swapped = stage3_buffers.swapped(optimizer)
     if optimizer._swapped:
         overlap_forward = False  # the swapper reads a master that no update writes any more
+        _check_masters_at_hand(optimizer, plan)
     optimizer.__class__ = EbbtideStage3
     try:  # subgroup by subgroup
         optimizer._ebbtide = Session(optimizer, plan, device, overlap_forward=overlap_forward)
@@ -372,6 +373,21 @@ def take_over(
         raise
     optimizer.resume_rule()
     optimizer.gate_reads(optimizer.await_parameters)
+
+
+def _check_masters_at_hand(optimizer: Any, plan: Plan) -> None:
+    """The swapper makes parameters of masters in memory.
+
+    Raises:
+        PlanError: some are stored.
+    """
+    if plan.count("stored"):
+        elements = sum(map(int, optimizer.fp16_partitioned_groups_flat_numel))
+        raise PlanError(
+            "zero_optimization.offload_param.max_in_cpu must hold all of this rank's "
+            f"{elements} parameters where state is stored (offload_optimizer.device 'nvme'), but "
+            f"got {optimizer.max_params_in_cpu}: raise it, or set offload_param.device to cpu"
+        )
 
 
 def _norm(gradient: torch.Tensor) -> torch.Tensor:

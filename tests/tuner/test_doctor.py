@@ -235,7 +235,7 @@ UNDER_A_PLAN = {
     "own step": ({"stage": 1, **CPU}, {"optimizer": {"type": "Adam", "params": {
         "torch_adam": True}}}, "ok", "bits of torch's Adam, .*all of it on the host"),
     "nvme": ({"stage": 3, "offload_optimizer": {"device": "nvme"}}, {}, "bad",
-             r"refused: .*offload_optimizer\.device must be 'cpu', but got 'nvme'"),
+             r"refused: .*offload_optimizer\.device must be 'cpu', or 'nvme' with an nvme_path"),
     "16-bit states": ({"stage": 2, **CPU}, {"bf16": {"enabled": True, "bf16_optimizer_states": True,
                                                      "bf16_master_weights_and_grads": True}},
                       "ok", "bits of stock's own step, .* bf16.bf16_master_weights_and_grads asks"),

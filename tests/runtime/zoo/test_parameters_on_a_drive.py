@@ -61,6 +61,16 @@ def test_every_tensor_has_stocks_bits(tmp_path, model, in_host_memory, subgroup)
     assert bool(written) == (model is LARGE)
 
 
+def test_masters_on_a_drive_too_are_refused_in_words(tmp_path):
+    """The swapper makes parameters of masters in memory; all in host memory is no such case."""
+    made = config(tmp_path, 15_000, 5_000)
+    made["zero_optimization"]["offload_optimizer"] |= {"device": "nvme", "nvme_path": str(tmp_path)}
+    ours = trained(made, EMULATED, steps=1)
+    assert "offload_param.max_in_cpu must hold all of this rank's 42368 parameters" in ours.error
+    made["zero_optimization"]["offload_param"]["max_in_cpu"] = 10**9
+    assert trained(made, EMULATED, steps=1).error == ""
+
+
 def test_what_the_swapper_has_is_nobody_elses(tmp_path):
     """No subgroup's parameters take host memory of their own, and none moves to the device."""
     import deepspeed
