@@ -470,6 +470,9 @@ class FakeTorch:
         if threading.get_ident() == self._training:
             self.counts["held_up"] += 1
 
+    def exchanges(self, stream, tensor, write):
+        """A collective on a stream reads or writes it: for who looks at that."""
+
     # What streams run -----------------------------------------------------------------------
 
     def copy_later(self, stream, to, source, crossing):
@@ -585,18 +588,31 @@ def install_under_deepspeed(monkeypatch, fake):
         monkeypatch.setattr(f"runtime.zero.{stage}.float64_norm", _float64_norm)
     monkeypatch.setattr(
         coalesced_collectives, "_torch_reduce_scatter_fn",
-        _at_once(coalesced_collectives._torch_reduce_scatter_fn),
+        _at_once(fake, coalesced_collectives._torch_reduce_scatter_fn, written=1),
     )  # fmt: skip
-    monkeypatch.setattr(deepspeed.comm, "all_reduce", _at_once(deepspeed.comm.all_reduce))
+    for name in ("all_reduce", "reduce", "allgather_fn", "all_gather_into_tensor", "all_gather"):
+        wrapped = _at_once(fake, getattr(deepspeed.comm, name))
+        monkeypatch.setattr(deepspeed.comm, name, wrapped)
 
 
-def _at_once(collective):
-    """A collective in the order of its stream; what it does inside is not the stream's work."""
+def _at_once(fake, collective, written=0):
+    """A collective in the order of its stream; what it does inside is not the stream's work.
+
+    Args:
+        written: which of its arguments it writes; it reads the others.
+    """
 
     def run(*args, **kwargs):
         current_stream().drain()
+        for place, given in enumerate(args):
+            for tensor in tree_leaves(given):
+                if isinstance(tensor, torch.Tensor):
+                    fake.exchanges(current_stream(), tensor, place == written)
         with _disable_current_modes():
-            return collective(*args, **kwargs)
+            done = collective(*args, **kwargs)
+            if kwargs.get("async_op"):
+                done.wait()
+            return done
 
     return run
 

@@ -19,11 +19,11 @@ pytestmark = pytest.mark.skipif(
 DEADLINE_S = 400  # a hang would run into it; compiling on a fresh machine does not
 
 
-def launch(folder, environment):
+def launch(folder, environment, script=SCRIPT):
     port = free_port()
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
-        "--master-port", str(port), str(SCRIPT), str(folder),
+        "--master-port", str(port), str(script), str(folder),
     ]  # fmt: skip
     environment = {**environment, "OMP_NUM_THREADS": "1"}
     try:

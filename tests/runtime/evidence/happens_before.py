@@ -187,6 +187,11 @@ class Order:
                 order.access(stream, made, True, "an allocation")
             return made
 
+        def exchanged(stream, tensor, write):
+            order.issued(stream)
+            order.access(stream, tensor, write, f"a collective, {_where()}")
+
+        patch.setattr(fake, "exchanges", exchanged)
         patch.setattr(fake, "empty", allocated)
         patch.setattr(fake, "copy_later", copied)
         patch.setattr(fake, "run_later", ran)

@@ -1,6 +1,8 @@
 """No two accesses race on CUDA, by its own order; and each wait that is taken away shows."""
 
 import dataclasses
+import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from runtime.execution.executor import Executor
 from simulator.schedule import Lane as LaneName
 from studies.bench.bits import state_of
 from tests.runtime.contract.test_bits import MIX, Switching, engine_for
+from tests.runtime.contract.test_ranks import launch
 from tests.runtime.contract.training import plan_for, start, train
 from tests.runtime.evidence.happens_before import Order
 
@@ -131,3 +134,24 @@ def test_happens_before_shows_each_missing_wait(late_deepspeed, monkeypatch, cap
     assert bool(order.races) == (mutant in MUTANTS), "of what is spare, the reason no longer holds"
     with capsys.disabled():
         print(f"\nhappens_before: mutant: {mutant}: {order.races.total()} races")
+
+
+@pytest.mark.slow
+def test_happens_before_on_two_ranks(deepspeed_ops, tmp_path, child_environment, capsys):
+    """Each rank with placements of its own; then waits that are taken away, which both notice."""
+    done = launch(tmp_path, child_environment, Path(__file__).with_name("two_ranks.py"))
+    for rank in (0, 1):
+        path = tmp_path / f"rank{rank}.json"
+        assert path.exists(), done.stderr[-3000:]
+        found = json.loads(path.read_text())
+        for case, (accesses, races) in found["cases"].items():
+            assert accesses > 500, case
+            assert not races, case
+        for mutant, (_, races) in found["mutants"].items():
+            assert races, mutant
+        with capsys.disabled():
+            seen = sum(accesses for accesses, _ in found["cases"].values())
+            print(
+                f"\nhappens_before: rank {rank} of 2: {len(found['cases'])} cases, {seen} "
+                f"accesses, 0 races; all {len(found['mutants'])} mutants show"
+            )

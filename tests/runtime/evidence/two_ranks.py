@@ -1,0 +1,71 @@
+"""Run by torchrun: the happens-before checker on two ranks, and waits that are taken away there."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import deepspeed
+import pytest
+
+from runtime.execution.executor import Executor
+from studies.bench.many_engines import answer_once, freeze_heap
+from tests.runtime import fake_cuda
+from tests.runtime.contract.training import start
+from tests.runtime.evidence.test_happens_before import (
+    MIX,
+    checked,
+    nothing,
+    with_gradients,
+    without,
+)
+
+AHEAD = {
+    "stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 10**6,
+    "stage3_max_live_parameters": 10**9, "stage3_max_reuse_distance": 0,
+}  # fmt: skip
+CASES = {
+    "ZeRO-3": {"clipping": 0.1},
+    "ZeRO-3, gathers ahead": AHEAD,
+    "ZeRO-3, accumulation": {"accumulation": 2},
+    "ZeRO-3, parameters on the host": {**AHEAD, "offload_param": {"device": "cpu"}},
+    "ZeRO-2": {"stage": 2, "clipping": 0.1},
+}
+MUTANTS = {
+    "readers wait for nothing": ("ZeRO-3, gathers ahead", (Executor, "wait_parameters", nothing)),
+    "a gradient is copied before it is reduced": (
+        "ZeRO-3, accumulation", with_gradients(reduced=False)),
+    "the next sum is fetched before the last is home": (
+        "ZeRO-3, accumulation", with_gradients(after=())),
+    "an update does not wait for its gradient": ("ZeRO-3", without(needs_arrival=False)),
+    "ops do not wait for those of their step": ("ZeRO-3", without(now=())),
+}  # fmt: skip
+
+
+def races(case, mutant=None):
+    """On this rank, whose placements are its own; and how many accesses were looked at."""
+    rank = int(os.environ["RANK"])
+    with pytest.MonkeyPatch.context() as patch:
+        fake = fake_cuda.install(patch)
+        fake_cuda.install_under_deepspeed(patch, fake)
+        if mutant:
+            patch.setattr(*mutant)
+        pattern = MIX[rank:] + MIX[:rank]
+        engine = start(**CASES[case])
+        order = checked(fake, patch, engine, steps=2 if mutant else 3, pattern=pattern)
+        fake.close()
+    freeze_heap()
+    return order.accesses, dict(order.races)
+
+
+def main():
+    deepspeed.init_distributed()
+    answer_once()
+    found = {case: races(case) for case in CASES}
+    shown = {name: races(case, mutant) for name, (case, mutant) in MUTANTS.items()}
+    path = Path(sys.argv[1]) / f"rank{os.environ['RANK']}.json"
+    path.write_text(json.dumps({"cases": found, "mutants": shown}))
+
+
+if __name__ == "__main__":
+    main()
