@@ -66,7 +66,7 @@ def on_device(engine, device):
     """Bytes of the device's memory that state, parameters, gradients and slots take."""
     executor, memory = engine.optimizer._ebbtide.executor, device._memory
     held = [t for s in executor.states for t in (*s.state, s.wire, s.gradient)]
-    held += [slot.parts for slot in executor.slots]
+    held += [part for slot in executor.slots for part in slot.parts]
     begin, end = memory.data_ptr(), memory.data_ptr() + memory.numel()
     return sum(t.nbytes for t in held if begin <= t.data_ptr() < end)
 

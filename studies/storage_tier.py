@@ -1,0 +1,231 @@
+"""State on storage: DeepSpeed's NVMe offload and ebbtide, in turn, on a real disk.
+
+    python -m studies.storage_tier --json storage_tier.json --folder /local/disk
+
+Real training on the CPU, a process for each; the page cache does not count as speed (both sides use
+O_DIRECT). Stock at its defaults, and with both pipelines and enough buffers; ebbtide with all state
+stored, and with shares of it in host memory. The floor is the longest of what the disk needs to
+read, to write, and to do both at once, and of the updates alone, each as measured here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import logging
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from studies.bench.bits import state_of
+from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config, train_step
+from studies.bench.rank import become_only_rank
+from studies.bench.record import write_record
+
+SEQUENCE = 32  # short, so that updates take longer than forward and backward
+WARMUP = 2
+STATE_BYTES = 12  # of each parameter, read and written at each step
+STOCK: dict[str, dict[str, Any]] = {
+    "stock in memory": {"device": "cpu"},
+    "stock NVMe": {"device": "nvme"},
+    "stock NVMe, pipelined": {
+        "device": "nvme", "pipeline_read": True, "pipeline_write": True, "buffer_count": 12,
+    },
+}  # fmt: skip
+SHARES = {"ebbtide": 0.0, "ebbtide, half in memory": 0.5, "ebbtide, 0.9 in memory": 0.9}
+
+
+def main() -> None:
+    """Entry point of ``python -m studies.storage_tier``."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, required=True, help="where the figures go")
+    parser.add_argument("--folder", type=Path, help="on the disk; its own folder by default")
+    parser.add_argument("--size", default="200m", choices=sorted(SIZES), help="of the model")
+    parser.add_argument("--steps", type=int, default=8, help="timed steps of each")
+    parser.add_argument("--variant", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.variant:
+        found = run(args.variant, args.size, args.steps, args.folder)
+        args.json.write_text(json.dumps(found))
+        return
+    figures = measure(args.size, args.steps, args.folder or args.json.parent)
+    write_record(args.json, "storage_tier", figures)
+    show(figures)
+
+
+def measure(size: str, steps: int, folder: Path) -> dict[str, Any]:
+    """Each variant in a process of its own, in a folder of its own on the disk.
+
+    Returns:
+        ``speedup_over_stock_default``, ``speedup_over_stock_pipelined`` of all state stored,
+        ``update_over_floor``, and ``bit_identical`` to stock with the state in memory.
+    """
+    from profiler.rates.storage import measure_storage
+
+    disk = measure_storage(folder, 2**28, 10.0)
+    rows = {name: _in_a_process(name, size, steps, folder) for name in (*STOCK, *SHARES)}
+    ours, expected = rows["ebbtide"], rows["stock in memory"]
+    moved = STATE_BYTES * ours["params"]
+    read, write = disk.read.median, disk.write.median
+    parts = {
+        "read_s": moved / read, "write_s": moved / write,
+        "both_s": 2 * moved / (disk.duplex_factor.median * (read + write)),
+        "updates_s": ours["updates_s"],
+    }  # fmt: skip
+    return {
+        "size": size,
+        "params": ours["params"],
+        "steps_of_each": steps,
+        "read_bytes_per_s": read,
+        "write_bytes_per_s": write,
+        "duplex_factor": disk.duplex_factor.median,
+        "direct": disk.direct,
+        "speedup_over_stock_default": rows["stock NVMe"]["iteration_s"] / ours["iteration_s"],
+        "speedup_over_stock_pipelined": (
+            rows["stock NVMe, pipelined"]["iteration_s"] / ours["iteration_s"]
+        ),
+        "floor_s": max(parts.values()),
+        "floor_of": max(parts, key=lambda name: parts[name]),
+        "update_over_floor": ours["update_s"] / max(parts.values()),
+        "bit_identical": all(rows[name]["state"] == expected["state"] for name in SHARES),
+        "stock_nvme_identical": all(rows[n]["losses"] == expected["losses"] for n in STOCK),
+        "rows": [{"name": name, **row} for name, row in rows.items()],
+    }
+
+
+def _in_a_process(name: str, size: str, steps: int, folder: Path) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(dir=folder) as own:
+        result = Path(own) / "found.json"
+        subprocess.run(
+            [sys.executable, "-m", "studies.storage_tier", "--json", str(result), "--folder", own,
+             "--size", size, "--steps", str(steps), "--variant", name],
+            check=True,
+        )  # fmt: skip
+        found: dict[str, Any] = json.loads(result.read_text())
+        return found
+
+
+def run(name: str, size: str, steps: int, folder: Path) -> dict[str, Any]:
+    """Trains one variant; seconds of an iteration are those of all steps, the last one's updates
+    included.
+    """
+    become_only_rank()
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    engine = _engine(name, size, folder)
+    batches, losses = Batches(1, SEQUENCE), []
+    losses += [train_step(engine, batches.at(step)).item() for step in range(WARMUP)]
+    _settle(engine)
+    before, begin = _moved(), time.perf_counter()
+    numbers = range(WARMUP, WARMUP + steps)
+    losses += [train_step(engine, batches.at(step)).item() for step in numbers]
+    _settle(engine)
+    seconds = (time.perf_counter() - begin) / steps
+    moved = {key: (after - before[key]) / steps for key, after in _moved().items()}
+    ours = _of_updates(engine) if name in SHARES else {}
+    stored = STOCK.get(name, {}).get("device") == "nvme"
+    return {
+        "iteration_s": seconds, **moved, **ours, "losses": losses,
+        "params": sum(p.ds_numel for p in engine.module.parameters()),
+        "state": None if stored else _digest(engine),
+    }  # fmt: skip
+
+
+def _engine(name: str, size: str, folder: Path) -> Any:
+    import deepspeed
+
+    torch.manual_seed(0)
+    model = ByteGPT(SIZES[size].with_sequence(SEQUENCE))
+    subgroup = max(20_000, model.config.params // 12)
+    offload = {**STOCK.get(name, {"device": "cpu"})}
+    if offload["device"] == "nvme":
+        offload["nvme_path"] = str(folder)
+    config = ds_config(subgroup_size=subgroup, offload_optimizer=offload)
+    made = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    if name in SHARES:
+        _attach(made[0], subgroup, SHARES[name], folder)
+    return made[0]
+
+
+def _attach(engine: Any, subgroup: int, share: float, folder: Path) -> None:
+    """``share`` of the subgroups in host memory, evenly among the others."""
+    import runtime
+    from runtime.zero.cuts import subgroups_of
+    from simulator import Plan
+
+    count = len(subgroups_of(engine.optimizer, subgroup))
+    hosted = {int(k / share) for k in range(round(share * count))} if share else set()
+    placements = ["host" if i in hosted else "stored" for i in range(count)]
+    plan = Plan(
+        subgroup_size=subgroup, placement=Plan.runs(placements),  # type: ignore[arg-type]
+        staging_slots=0, storage_dir=str(folder),
+    )  # fmt: skip
+    runtime.attach(engine, plan)
+
+
+def _settle(engine: Any) -> None:
+    wait = getattr(engine.optimizer, "wait", None)
+    if wait is not None:
+        wait()
+
+
+def _moved() -> dict[str, int]:
+    """Bytes that this process has had read from and written to devices."""
+    lines = (line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    counted = {key: int(value) for key, value in lines}
+    return {key: counted[key] for key in ("read_bytes", "write_bytes")}
+
+
+def _of_updates(engine: Any) -> dict[str, float]:
+    """Medians over steps: from the first read to the last write, and the host updates' sum."""
+    from simulator import OpKind
+
+    spans, steps = engine.optimizer.timeline().spans, dict[int, list[Any]]()
+    kinds = (OpKind.STATE_READ, OpKind.UPDATE_HOST, OpKind.STATE_WRITE)
+    for span in spans:
+        if span.kind in kinds:
+            steps.setdefault(span.iteration, []).append(span)
+    updates = [
+        sum(s.end_s - s.start_s for s in one if s.kind is OpKind.UPDATE_HOST)
+        for one in steps.values()
+    ]
+    lasted = [max(s.end_s for s in one) - min(s.start_s for s in one) for one in steps.values()]
+    return {"update_s": median(lasted), "updates_s": median(updates)}
+
+
+def _digest(engine: Any) -> str:
+    """Of parameters, masters and moments."""
+    whole = hashlib.sha256()
+    for name, tensor in sorted(state_of(engine).items()):
+        whole.update(name.encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return whole.hexdigest()
+
+
+def show(figures: dict[str, Any]) -> None:
+    """Prints the table."""
+    table = Table(title="state on storage, on the CPU")
+    for column in ("", "iteration", "read a step", "written a step"):
+        table.add_column(column, justify="right" if column else "left")
+    for row in figures["rows"]:
+        moved = (f"{row[key] / 1e9:.2f} GB" for key in ("read_bytes", "write_bytes"))
+        table.add_row(row["name"], f"{row['iteration_s']:.2f} s", *moved)
+    Console().print(
+        table,
+        f"{figures['speedup_over_stock_default']:.2f}x stock, "
+        f"{figures['speedup_over_stock_pipelined']:.2f}x stock pipelined; update / floor "
+        f"{figures['update_over_floor']:.2f}; bit-identical: {figures['bit_identical']}",
+    )
+
+
+if __name__ == "__main__":
+    main()

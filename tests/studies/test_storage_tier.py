@@ -1,0 +1,32 @@
+"""The study of state on storage: what it trains, where it goes, and what it compares."""
+
+import pytest
+
+from studies.storage_tier import _attach, run
+
+pytestmark = pytest.mark.usefixtures("only_rank")
+
+
+def test_a_share_of_the_state_is_stored_and_the_bits_are_those_of_stock_in_memory(tmp_path):
+    stock = run("stock in memory", "tiny", 2, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    ours = run("ebbtide, half in memory", "tiny", 2, tmp_path)
+    assert list(tmp_path.iterdir()) != []
+    assert (ours["state"], ours["losses"]) == (stock["state"], stock["losses"])
+    assert len(ours["losses"]) == 4
+    assert 0 < ours["updates_s"]
+    assert 0 < ours["update_s"]
+
+
+@pytest.mark.parametrize(("share", "hosted"), [(0.0, 0), (0.5, 6), (0.9, 11)])
+def test_shares_are_even(share, hosted, tmp_path, monkeypatch):
+    plans = []
+    monkeypatch.setattr("runtime.attach", lambda _, plan: plans.append(plan))
+    monkeypatch.setattr("runtime.zero.cuts.subgroups_of", lambda *_: [1] * 12)
+
+    class Engine:
+        optimizer = None
+
+    _attach(Engine(), 1, share, tmp_path)
+    assert plans[0].count("host") == hosted
+    assert plans[0].count("stored") == 12 - hosted
