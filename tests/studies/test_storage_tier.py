@@ -2,7 +2,7 @@
 
 import pytest
 
-from studies.storage_tier import _attach, run
+from studies.storage_tier.command import _attach, run
 
 pytestmark = pytest.mark.usefixtures("only_rank")
 

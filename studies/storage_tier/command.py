@@ -225,7 +225,3 @@ def show(figures: dict[str, Any]) -> None:
         f"{figures['speedup_over_stock_pipelined']:.2f}x stock pipelined; update / floor "
         f"{figures['update_over_floor']:.2f}; bit-identical: {figures['bit_identical']}",
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,1 @@
+"""State on storage beside DeepSpeed's NVMe offload, on a real disk."""
