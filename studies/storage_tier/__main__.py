@@ -3,4 +3,4 @@
 from studies.storage_tier.command import main
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()
