@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from simulator.analysis.best_setting import best_setting
-from simulator.analysis.bound import bound
+from simulator.analysis.bound import fluid_bound
 from simulator.limits import Limits
 from simulator.machine import CHANGEABLE, Machine
 from simulator.schedules.strategies import STRATEGIES
@@ -318,6 +318,6 @@ def _rebuilt(workload: Workload, fields: Mapping[str, Any]) -> Workload:
 
 def _bound_s(work: Workload, machine: Machine, point: Point) -> float:
     try:
-        return bound(work, machine, point.gpu_memory_bytes).iteration_s
+        return fluid_bound(work, machine, point.gpu_memory_bytes).iteration_s
     except ValueError:  # nothing fits
         return float("nan")

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from simulator import Layer, Machine, Placement, Quantity, Workload
 from simulator.analysis.bound import bound
 from simulator.limits import GIB, Limits
 from studies.bench.record import write_record
-from studies.optimality.real_models import real_pairs
+from studies.optimality.real_models import further_pairs, real_pairs
 from tuner.placements.optimum import optimum
 from tuner.placements.planning import plan
 from tuner.placements.search import Candidate, Search
@@ -46,13 +47,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--real-models", action="store_true",
-        help="Llama 8B and 13B and Qwen 3B over links of 55, 20 and 10 GB/s too",
+        help="Llama 8B and 13B and Qwen 3B over links of 55, 20 and 10 GB/s too, and further ones",
     )  # fmt: skip
     parser.add_argument("--machine", default="h100-node", help="preset of the real models' node")
     args = parser.parse_args()
     figures = measure(args.pairs, args.few, args.seed)
     if args.real_models:
-        figures["real_models"] = real_models(args.machine)
+        figures["real_models"] = real_models(real_pairs(args.machine), args.machine)
+        figures["further_models"] = real_models(further_pairs())
     write_record(args.json, "optimality", figures)
     Console().print(_table(figures))
 
@@ -64,7 +66,7 @@ def _table(figures: dict[str, Any]) -> Table:
         "pairs_proven_optimal", "seconds_per_plan_median", "seconds_per_plan_max",
     ):  # fmt: skip
         table.add_row(name, f"{figures[name]:.4g}")
-    for part in ("few_subgroups", "real_models"):
+    for part in ("few_subgroups", "real_models", "further_models"):
         for name, value in figures.get(part, {}).items():
             if name not in ("rows", "machine"):
                 table.add_row(f"{part.replace('_', ' ')}: {name}", f"{value:.4g}")
@@ -93,9 +95,11 @@ def measure(pairs: int, few: int, seed: int) -> dict[str, Any]:
     }
 
 
-def real_models(machine: str) -> dict[str, Any]:
-    """The gap of each model, link, size of subgroups, number of ranks and accumulation."""
-    pairs = list(real_pairs(machine))
+def real_models(
+    some: Iterable[tuple[dict[str, Any], Workload, Machine]], machine: str = "several"
+) -> dict[str, Any]:
+    """The gap of each model on its machine (`studies.optimality.real_models`)."""
+    pairs = list(some)
     rows = [
         what | gap(workload, node)
         for what, workload, node in track(pairs, description="real models")

@@ -7,6 +7,7 @@ from itertools import product
 from typing import Any
 
 from simulator import Machine, Workload, preset, workload_from_model
+from simulator.limits import GIB, Limits
 
 _LLAMA = {
     "model_type": "llama", "vocab_size": 32000, "hidden_size": 5120, "intermediate_size": 13824,
@@ -28,6 +29,9 @@ LINKS_BYTES_PER_S = (55e9, 20e9, 10e9)
 SUBGROUP_SIZES = (10**9, 10**8)
 RANKS = (1, 2)
 ACCUMULATION = (1, 4)
+NODES = ("h100-node", "a100-node")
+DEVICE_GIB = (24, 40, 80)
+MANY_LINKS_BYTES_PER_S = (*(n * 5e9 for n in range(2, 10)), 55e9)
 
 
 def real_pairs(machine: str = "h100-node") -> Iterator[tuple[dict[str, Any], Workload, Machine]]:
@@ -48,4 +52,39 @@ def real_pairs(machine: str = "h100-node") -> Iterator[tuple[dict[str, Any], Wor
             "model": model, "link_bytes_per_s": link, "sub_group_size": size, "ranks": ranks,
             "gradient_accumulation_steps": accumulation, "machine": machine,
         }  # fmt: skip
+        yield what, workload, node
+
+
+def further_pairs() -> Iterator[tuple[dict[str, Any], Workload, Machine]]:
+    """As `real_pairs`, with micro-batches of one, where the workload fits: of each model, node,
+    device memory, number of ranks and size of subgroups; and of Qwen 3B, whose embedding is large
+    beside the rest, in 24 GiB, tied or not, over many links.
+    """
+    for model, name, gib, ranks, size in product(MODELS, NODES, DEVICE_GIB, (1, 4), SUBGROUP_SIZES):
+        what = {"model": model, "device_gib": gib, "sub_group_size": size, "ranks": ranks}
+        node = preset(name).with_rates(device_memory_bytes=gib * GIB)
+        yield from _fitting(MODELS[model], node, {**what, "machine": name})
+    for name, tied, accumulation, link in product(
+        NODES, (True, False), ACCUMULATION, MANY_LINKS_BYTES_PER_S
+    ):
+        what = {
+            "model": "Qwen 3B", "tied": tied, "link_bytes_per_s": link, "machine": name,
+            "gradient_accumulation_steps": accumulation, "sub_group_size": 10**8,
+        }  # fmt: skip
+        rates = {"h2d_bytes_per_s": link, "d2h_bytes_per_s": link, "device_memory_bytes": 24 * GIB}
+        described = {**MODELS["Qwen 3B"], "tie_word_embeddings": tied}
+        yield from _fitting(described, preset(name).with_rates(**rates), what)
+
+
+def _fitting(
+    model: Mapping[str, Any], node: Machine, what: dict[str, Any]
+) -> Iterator[tuple[dict[str, Any], Workload, Machine]]:
+    size = what["sub_group_size"]
+    config = {"bf16": {"enabled": True}, "zero_optimization": {"sub_group_size": size}}
+    workload = workload_from_model(
+        model, node, config, micro_batch=1, data_parallel=what.get("ranks", 1),
+        gradient_accumulation_steps=what.get("gradient_accumulation_steps", 1),
+    )  # fmt: skip
+    taken = workload.device_base_bytes + sum(n.activation_bytes for n in workload.layers)
+    if taken <= Limits.of(workload, node).device_bytes:
         yield what, workload, node

@@ -65,7 +65,7 @@ def test_the_optimum_is_no_worse_than_what_was_known_and_pruning_spares_simulati
 
 
 def test_orders_are_all_of_them_and_each_once():
-    found = list(orders(3, 2, 2))
+    found = list(orders({"host": 3, "device": 2, "resident": 2}))
     assert len(found) == len(set(found)) == factorial(7) // (6 * 2 * 2)
     assert all(o.count("host") == 3 and o.count("device") == 2 for o in found)
 

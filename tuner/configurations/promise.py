@@ -62,7 +62,8 @@ def tightened(question: Question, c: Configuration, loose: Promise) -> Promise:
     anywhere = question.strategy(c)[1].get("parameters") == "cpu"
     device_bytes = question.limits(work).device_bytes
     try:
-        bound = fluid_bound(work, question.machine, device_bytes, anywhere=anywhere)
+        homes = None if anywhere else ()
+        bound = fluid_bound(work, question.machine, device_bytes, homes)
     except ValueError:  # not even the workload fits: the simulation says how much is missing
         return replace(loose, tight=True)
     best = (work.tokens_per_iteration or 0) / bound.iteration_s

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import combinations_with_replacement
 
-from simulator.analysis.counted_bound import count_bounds
+from simulator.analysis.bound import NumberedBounds
 from simulator.plan import Placement
+from tuner.placements.moves import CHOICES, VISITING
 from tuner.placements.search import Candidate, Search
 
 MOST_SUBGROUPS = 10
@@ -48,15 +50,14 @@ def optimum(search: Search) -> Optimum:
         )
     best = search.best()
     best_s = search.score(best).iteration_s
-    bounds = count_bounds(search.workload, search.machine, search.limits.device_bytes)
-    columns = (bounds.host, bounds.device, bounds.resident, bounds.slots, bounds.iteration_s)
+    bounds = NumberedBounds(search.workload, search.machine, search.limits.device_bytes)
     before, pruned = len(search.scores), 0
-    for host, device, resident, slots, bound_s in zip(*columns, strict=True):
-        if bound_s >= best_s:
+    for numbers, slots in _cases(count):
+        if best_s <= bounds.iteration_s(numbers, slots):
             pruned += 1
             continue
-        for order in orders(int(host), int(device), int(resident)):
-            for candidate in _variants(search, best, order, int(slots)):
+        for order in orders(numbers):
+            for candidate in _variants(search, best, order, slots):
                 seconds = search.score(candidate).iteration_s
                 if seconds < best_s:
                     best, best_s = candidate, seconds
@@ -65,9 +66,18 @@ def optimum(search: Search) -> Optimum:
     return Optimum(best, best_s, len(search.scores) - before, pruned)
 
 
-def orders(host: int, device: int, resident: int) -> Iterator[tuple[Placement, ...]]:
+def _cases(count: int) -> Iterator[tuple[dict[Placement, int], int]]:
+    """Numbers of subgroups of each placement, and of slots."""
+    for cuts in combinations_with_replacement(range(count + 1), len(CHOICES) - 1):
+        ends = [0, *cuts, count]
+        numbers = {p: ends[i + 1] - ends[i] for i, p in enumerate(CHOICES)}
+        visiting = sum(numbers[p] for p in VISITING)
+        yield from ((numbers, slots) for slots in (range(1, visiting + 1) if visiting else (0,)))
+
+
+def orders(numbers: Mapping[Placement, int]) -> Iterator[tuple[Placement, ...]]:
     """Every order of so many placements, each once."""
-    left: dict[Placement, int] = {"host": host, "device": device, "resident": resident}
+    left = dict(numbers)
     chosen: list[Placement] = []
 
     def rest() -> Iterator[tuple[Placement, ...]]:

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.analysis.bound import Bound, fluid_bound, raised, whole_counts
-from simulator.analysis.counted_bound import CountBounds
+from simulator.analysis.bound import Bound, fluid_bound, tightened
 from simulator.analysis.many_plans import PlanSweep
 from simulator.engines.recipe_arrays import HOME_CODES
 from simulator.limits import Limits
@@ -211,7 +210,11 @@ class Search:
                     self.score(evenly(numbers, slots, fixed))
 
     def try_all(self) -> None:
-        """Every choice of placements, where there are few subgroups."""
+        """What the bound's whole numbers say, evenly mixed; and every choice of placements, where
+        there are few subgroups.
+        """
+        for numbers, slots in self.bound.promising:
+            self.score(evenly(numbers, slots))
         count = len(self.workload.subgroups)
         if len(CHOICES) ** count > MOST_CHOICES:
             return
@@ -256,19 +259,17 @@ class Search:
     @cached_property
     def bound(self) -> Bound:
         """Within the memory that plans may take."""
-        return raised(self.fluid, self.counts)
-
-    @cached_property
-    def counts(self) -> CountBounds | None:
-        """What whole numbers of subgroups allow; None where they are not counted out."""
-        if self.homes:
-            return None
-        return whole_counts(self.workload, self.machine, self.limits.device_bytes)
+        return tightened(self.fluid, *self._bounded)
 
     @cached_property
     def fluid(self) -> Bound:
-        """The bound without those, there in milliseconds."""
-        return fluid_bound(self.workload, self.machine, self.limits.device_bytes, self.homes)
+        """The same for a fluid, there in milliseconds."""
+        return fluid_bound(*self._bounded)
+
+    @property
+    def _bounded(self) -> tuple[Workload, Machine, int, tuple[ParameterHome, ...], int]:
+        device, host = self.limits.device_bytes, self.limits.host_bytes
+        return self.workload, self.machine, device, self.homes, host
 
     @property
     def floor_s(self) -> float:

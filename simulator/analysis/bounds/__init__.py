@@ -1,0 +1,1 @@
+"""The rules behind `simulator.analysis.bound`, computed from the recipes."""

@@ -1,0 +1,199 @@
+"""What holds for every plan of one workload on one machine, by the steps of its recipes.
+
+The *window* reaches from the norm barrier until the first (micro-batch's) forward has ended; the
+rest of an iteration is serial on the device. The window's length is what is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.analysis.bounds.modes import Modes, modes
+from simulator.analysis.bounds.pieces import Pieces
+from simulator.analysis.bounds.work import Work
+from simulator.engines.reference import alone_s
+from simulator.machine import Machine
+from simulator.schedule import Lane, Op, OpKind
+from simulator.update.recipes import Recipe, Slot, Step, Wait, Way, recipe_of
+from simulator.update.tiers import Memory
+from simulator.workload import Workload
+
+Floats = NDArray[np.float64]
+TINY = 0.5  # times the median
+
+
+class Inside(Enum):
+    """Of which subgroups a step lies in the window."""
+
+    ALL = "all"
+    TAKERS = "of those that begin behind the slots' first visitors, at the norm or before"
+    GIVERS = "of those whose slot is taken again"
+    NONE = "none"
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A step of one way: arrays have an entry for each piece, and are of one subgroup.
+
+    Attributes:
+        way: its number.
+        times: in an iteration.
+        slot: of TAKERS and GIVERS.
+        seconds, alone_s: see `Least`; taken_s: by capacity; least_s: seconds of the smallest one.
+        head_s: between the norm and it, at the least, as long as the steps before it last; of
+            TAKERS, which follow another subgroup's update and its way out, what those last.
+        tail_s: from its end until its subgroup's parameters are new; of GIVERS, whose slot another
+            subgroup takes, until that one's are.
+    """
+
+    way: int
+    step: Step
+    inside: Inside
+    times: int
+    slot: Slot | None
+    seconds: Floats
+    least_s: Floats
+    alone_s: Floats
+    taken_s: dict[str, Floats]
+    head_s: Floats
+    tail_s: Floats
+
+
+class Model:
+    """A workload's passes, pieces and parts.
+
+    Attributes:
+        parts: of updates; gradients: of what brings gradients home.
+        rest_s: an iteration without its window.
+        first_s: of backward, until the first gradient is complete.
+        early_s: the end of the last backward, in which visits may come in.
+        fetching_s: from the end of the first forward until the first sum can be fetched.
+    """
+
+    def __init__(
+        self, workload: Workload, machine: Machine, ways: Sequence[Way], most_pieces: int,
+        homes: Sequence[Memory] = (),
+    ) -> None:  # fmt: skip
+        self.workload = w = workload.serial
+        self.machine, self.ways = machine, tuple(ways)
+        self.work, self.pieces = Work(w, machine), Pieces.of(w, most_pieces, homes)
+        self.largest = max(w.subgroups)
+        self.micro = w.gradient_accumulation_steps
+        backward = np.array([layer.backward_s for layer in w.layers]) / self.micro
+        self.forward_s = w.forward_s / self.micro
+        self.rest_s = w.backward_s + w.forward_s - self.forward_s
+        self.first_s, self.early_s = float(backward[-1]), float(backward[:-1].sum())
+        self.fetching_s = float(backward.sum()) + self.forward_s + self.first_s
+        self.recipes = tuple(recipe_of(*way) for way in ways)
+        self.parts = [p for n, r in enumerate(self.recipes) for p in self._parts(n, r)]
+        self.gradients = [
+            self._part(n, step, times=self.micro - (Wait.SUM in step.waits))
+            for n, recipe in enumerate(self.recipes) for step in recipe.gradient_steps
+        ]  # fmt: skip
+
+    @cached_property
+    def least_size(self) -> int:
+        """Of subgroups that count where lanes share: of tiny ones' ops nothing but latency is left,
+        and they would share with nobody.
+        """
+        sizes = sorted(self.workload.subgroups)
+        return min(n for n in sizes if n >= TINY * sizes[len(sizes) // 2])
+
+    def _parts(self, way: int, recipe: Recipe) -> list[Part]:
+        steps = recipe.steps
+        new = next(i for i, step in enumerate(steps) if step.publishes)
+        takes, gives = visit(recipe)
+        begin = takes + 1 if takes >= 0 and steps[takes].early else 0  # what follows the norm
+        seconds = np.array([self._part(way, step).least_s for step in steps])
+
+        def between(first: int, last: int) -> Floats:
+            total: Floats = seconds[first:last].sum(axis=0)
+            return total
+
+        parts = []
+        for i, step in enumerate(steps):
+            if i < begin:
+                inside, head, tail = (
+                    Inside.TAKERS,
+                    between(begin, gives + 1),
+                    between(i + 1, new + 1),
+                )
+            elif i <= new:
+                inside, head, tail = Inside.ALL, between(begin, i), between(i + 1, new + 1)
+            elif i <= gives:
+                inside, head = Inside.GIVERS, between(begin, i)
+                tail = between(takes, new + 1)
+            else:
+                inside, head, tail = Inside.NONE, between(begin, i), between(i, i)
+            slot = steps[takes].takes if takes >= 0 else None
+            parts.append(self._part(way, step, inside, head, tail, slot=slot))
+        return parts
+
+    def _part(
+        self, way: int, step: Step, inside: Inside = Inside.NONE, head_s: Floats | None = None,
+        tail_s: Floats | None = None, *, times: int = 1, slot: Slot | None = None,
+    ) -> Part:  # fmt: skip
+        least = [self.work.least(step, int(size)) for size in self.pieces.size]
+        nothing = np.zeros(len(least))
+        return Part(
+            way, step, inside, times, slot,
+            np.array([each.seconds for each in least]),
+            np.array([self.work.least(step, int(size)).seconds for size in self.pieces.least]),
+            np.array([each.alone_s for each in least]),
+            {name: np.array([each.taken_s[name] for each in least]) for name in self.work.limits},
+            nothing if head_s is None else head_s, nothing if tail_s is None else tail_s,
+        )  # fmt: skip
+
+    def taker(self, part: Part) -> Part:
+        """The step of its way that takes its slot."""
+        same = (p for p in self.parts if p.way == part.way)
+        return next(p for p in same if p.step.takes is not None and p.step.takes == part.slot)
+
+    def on(self, lane: Lane) -> list[Part]:
+        """What must happen on it in the window."""
+        return [p for p in self.parts if p.step.lane == lane and p.inside != Inside.NONE]
+
+    @property
+    def lanes(self) -> list[Lane]:
+        """Those of updates."""
+        return list(dict.fromkeys(p.step.lane for p in self.parts if p.inside != Inside.NONE))
+
+    @cached_property
+    def modes(self) -> list[Modes]:
+        """How these lanes and the device's compute share the node."""
+        sizes = sorted({self.least_size, max(self.workload.subgroups)})
+        ops: dict[Lane, list[Op]] = {
+            Lane.COMPUTE: [Op(0, OpKind.FORWARD, Lane.COMPUTE, 1.0, device_share=1.0)]
+        }
+        for part in [*self.parts, *self.gradients]:
+            lane, step = part.step.lane, part.step
+            if lane in self.lanes:
+                some = [op for n in (sizes[-1:] if step.threads else sizes)
+                        for op in self.work.ops(step, n) if alone_s(op, self.machine)]  # fmt: skip
+                ops[lane] = [*ops.get(lane, []), *some]
+        for lane, some in ops.items():
+            if not some[0].cores:
+                some.sort(key=lambda op: op.work)
+                ops[lane] = some[:: max(1, len(some) - 1)]
+        return modes(
+            {lane: some for lane, some in ops.items() if some}, self.machine, self.work.limits
+        )
+
+
+def visit(recipe: Recipe) -> tuple[int, int]:
+    """Which step takes a slot that is given back behind new parameters, or is taken early, and
+    which one gives it back; -1: none.
+    """
+    new = next(i for i, step in enumerate(recipe.steps) if step.publishes)
+    for takes, step in enumerate(recipe.steps):
+        if step.takes is not None:
+            gives = next(i for i, s in enumerate(recipe.steps) if s.gives_back == step.takes)
+            if step.early or gives > new:
+                return takes, gives
+    return -1, -1

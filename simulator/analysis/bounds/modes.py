@@ -1,0 +1,119 @@
+"""What lanes can do at once: the simulator's shares as columns of a linear program.
+
+At any moment each lane has nothing to do or runs one op, and the simulator shares the node among
+those that run. So any time is a mix of few modes, each with its speeds, and a lane's work needs a
+mix that does it. Max-min sharing is fair, not clever: it slows the lane that everything waits for
+as much as the others, which a bound by resources misses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.engines.reference import alone_s, demands
+from simulator.engines.sharing import max_min_speeds
+from simulator.machine import Machine
+from simulator.schedule import Lane, Op
+
+Floats = NDArray[np.float64]
+Lanes = Mapping[Lane, Sequence["Running"]]
+
+
+@dataclass(frozen=True)
+class Running:
+    """A way in which a lane can run: what it takes, and its speed beside the lane's fastest."""
+
+    taken: Mapping[str, float]
+    pace: float = 1.0
+
+
+@dataclass(frozen=True)
+class Modes:
+    """Lanes that can slow each other, or a lane that nothing slows.
+
+    Attributes:
+        speeds: of each mode and lane, in seconds of work alone per second: shape (modes, lanes).
+    """
+
+    lanes: tuple[Lane, ...]
+    speeds: Floats
+
+
+def modes(
+    ops: Mapping[Lane, Sequence[Op]], machine: Machine, limits: Mapping[str, float]
+) -> list[Modes]:
+    """Of all lanes.
+
+    Args:
+        ops: what a lane can run: its smallest op and its largest; or where ops have threads, one
+            op with each number of them.
+    """
+    lanes: dict[Lane, list[Running]] = {}
+    for lane, some in ops.items():
+        seconds = [alone_s(op, machine) for op in some]
+        lanes[lane] = [
+            Running(demands(op, machine, s), min(seconds) / s if op.cores else 1.0)
+            for op, s in zip(some, seconds, strict=True)
+        ]
+    # Where rates by threads are known, an update may take just what others leave of DRAM.
+    scaling = [lane for lane, some in ops.items() if some[0].cores and machine.host_adam_by_threads]
+    return [
+        Modes(tuple(group), _undominated(_speeds({lane: lanes[lane] for lane in group},
+                                                 [lane for lane in group if lane in scaling],
+                                                 limits, machine.dram_bytes_per_s.median)))
+        for group in _groups(lanes, limits)
+    ]  # fmt: skip
+
+
+def _groups(lanes: Lanes, limits: Mapping[str, float]) -> list[list[Lane]]:
+    """Together are those that use a capacity which all of its users can exceed."""
+    groups: list[list[Lane]] = [[lane] for lane in lanes]
+    for name, limit in limits.items():
+        asked = {lane: max(r.taken.get(name, 0.0) for r in some) for lane, some in lanes.items()}
+        if sum(asked.values()) > limit * (1 + 1e-9):
+            together = [g for g in groups if any(asked[lane] > 0 for lane in g)]
+            apart = [g for g in groups if g not in together]
+            groups = [*apart, [lane for g in together for lane in g]]
+    return groups
+
+
+def _speeds(
+    lanes: Lanes, scaling: Sequence[Lane], limits: Mapping[str, float], triad: float
+) -> Floats:
+    """Of each choice of what the lanes run."""
+    rows = set()
+    fixed = [lane for lane in lanes if lane not in scaling]
+    for chosen in product(*([None, *lanes[lane]] for lane in fixed)):
+        left = limits["dram"] - sum(r.taken["dram"] for r in chosen if r is not None)
+        kinds = [[None, *_paced(lanes[lane], left, triad)] for lane in scaling]
+        for rest in product(*kinds):
+            both = zip([*fixed, *scaling], [*chosen, *rest], strict=True)
+            on = {lane: r for lane, r in both if r is not None}
+            speeds = max_min_speeds([r.taken for r in on.values()], limits)
+            paces = (r.pace * speed for r, speed in zip(on.values(), speeds, strict=True))
+            by_lane = dict(zip(on, paces, strict=True))
+            rows.add(tuple(by_lane.get(lane, 0.0) for lane in lanes))
+    return np.array(sorted(rows))
+
+
+def _paced(choices: Sequence[Running], dram_left: float, triad: float) -> list[Running]:
+    """These, and the threads that take what is left of DRAM, or all that it can do."""
+    dram = max(r.taken["dram"] / r.pace for r in choices)
+    cores = min(r.taken["cores"] / r.pace for r in choices)
+    paces = [bytes_per_s / dram for bytes_per_s in (dram_left, triad)]
+    most = max(r.pace for r in choices)
+    between = [Running({"dram": p * dram, "cores": p * cores}, p) for p in paces if 0 < p < most]
+    return [*choices, *between]
+
+
+def _undominated(rows: Floats) -> Floats:
+    """Without what another mode does better."""
+    better: NDArray[np.bool_] = np.all(rows[None, :, :] >= rows[:, None, :], axis=2)
+    np.fill_diagonal(better, val=False)
+    kept: Floats = rows[~better.any(axis=1)]
+    return kept

@@ -1,0 +1,103 @@
+"""The subgroups as a bound sees them: each by itself, or those that are alike together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.update.footprint import fetches_of_a_step
+from simulator.update.tiers import Memory
+from simulator.workload import Workload
+
+Floats = NDArray[np.float64]
+LAST = 3
+MOST_SIZES = 4  # of neighbours that are one piece for each of their sizes; more are a fluid
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Pieces of the model in the order of its layers: ``count`` subgroups of ``size`` elements.
+
+    Attributes:
+        least: elements of a piece's smallest subgroup.
+        whole: the subgroups of a piece have one size, and only whole numbers of them are placed;
+            else it is a fluid: ``size`` is that of the largest, ``count`` how often it is there.
+        homes: where the subgroups' parameters must live; "": anywhere.
+        tail_s: forward that is left when the layers begin that hold the piece's last subgroup.
+        fetches: how often an element comes in for passes, where it lives on the host.
+        left_s: backward that is left when the gradient of that subgroup is complete.
+    """
+
+    size: NDArray[np.int64]
+    least: NDArray[np.int64]
+    count: Floats
+    whole: NDArray[np.bool_]
+    homes: tuple[str, ...]
+    tail_s: Floats
+    left_s: Floats
+    fetches: Floats
+
+    @classmethod
+    def of(cls, w: Workload, most: int, homes: Sequence[Memory]) -> Self:
+        """Of neighbours, in at most so many blocks.
+
+        Args:
+            homes: of each subgroup's parameters; empty: anywhere.
+        """
+        micro = w.gradient_accumulation_steps
+        forward = np.array([layer.forward_s for layer in w.layers]) / micro
+        backward = np.array([layer.backward_s for layer in w.layers]) / micro
+        behind = np.cumsum(forward[::-1])[::-1]
+        below = np.concatenate([[0.0], np.cumsum(backward)])
+        first = [held[0] for held in w.layers_of_subgroups()]
+        parts = [part for block in _blocks(len(w.subgroups), most)
+                 for part in _alike(w.subgroups, block, homes, fluid=most == 1)]  # fmt: skip
+        parts.sort(key=lambda part: part[-1])
+        sizes = [[w.subgroups[s] for s in part] for part in parts]
+        layer = [first[part[-1]] for part in parts]
+        often = _fetches(w)
+        return cls(
+            np.array([max(some) for some in sizes]), np.array([min(some) for some in sizes]),
+            np.array([sum(some) / max(some) for some in sizes]),
+            np.array([len(set(some)) == 1 for some in sizes]),
+            tuple(homes[part[-1]] if homes else "" for part in parts), behind[layer], below[layer],
+            np.array([min(often[s] for s in part) for part in parts]),
+        )  # fmt: skip
+
+    def __len__(self) -> int:
+        return len(self.size)
+
+
+def _fetches(w: Workload) -> list[float]:
+    """How often an element of each subgroup comes in."""
+    elements = [0.0] * len(w.subgroups)
+    for held, often in zip(w.shares(), fetches_of_a_step(w), strict=True):
+        for subgroup, share in held:
+            elements[subgroup] += share * often
+    return [n / size for n, size in zip(elements, w.subgroups, strict=True)]
+
+
+def _blocks(count: int, most: int) -> list[range]:
+    """The last ones by themselves: behind them least of forward is left."""
+    alone = min(LAST, count - 1) if most > 1 else 0
+    borders = (
+        np.linspace(0, count - alone, min(most, count - alone) + 1).round().astype(int).tolist()
+    )
+    borders += range(count - alone + 1, count + 1)
+    return [range(first, end) for first, end in pairwise(borders)]
+
+
+def _alike(
+    sizes: Sequence[int], block: range, homes: Sequence[Memory], *, fluid: bool
+) -> list[list[int]]:
+    """Those of one size together, where there are few sizes; never those of two homes."""
+    many = fluid or len({sizes[s] for s in block}) > MOST_SIZES
+    parts: dict[tuple[int, str], list[int]] = {}
+    for s in block:
+        parts.setdefault((0 if many else sizes[s], homes[s] if homes else ""), []).append(s)
+    return list(parts.values())

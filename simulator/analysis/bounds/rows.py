@@ -1,0 +1,94 @@
+"""A linear program in whole numbers, row by row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Columns = NDArray[np.int64]
+Term = tuple[Columns | int, Floats | float]  # variables and what they are multiplied by
+RELATIVE_GAP = 1e-4  # at which whole numbers are good enough
+
+
+@dataclass
+class Rows:
+    """``sum of terms <= limit``, and equalities; variables are at least 0.
+
+    Attributes:
+        names: of rows that somebody may ask for; "" of others.
+    """
+
+    upper: list[float] = field(default_factory=list)
+    whole: list[bool] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    least: list[float] = field(default_factory=list)
+    most: list[float] = field(default_factory=list)
+    _terms: list[tuple[Columns, Floats]] = field(default_factory=list)
+
+    def new(self, count: int, upper: float = np.inf, *, whole: bool = False) -> Columns:
+        """So many variables."""
+        first = len(self.upper)
+        self.upper += [upper] * count
+        self.whole += [whole] * count
+        return np.arange(first, first + count)
+
+    def one(self, upper: float = np.inf, *, whole: bool = False) -> int:
+        """A variable."""
+        return int(self.new(1, upper, whole=whole)[0])
+
+    def at_most(self, limit: float, *terms: Term, name: str = "", least: float = -np.inf) -> None:
+        """Adds a row; ``least``: the sum is no less than that."""
+        columns, values = [], []
+        for some, factor in terms:
+            column = np.atleast_1d(some)
+            columns.append(column)
+            values.append(np.broadcast_to(np.asarray(factor, dtype=np.float64), column.shape))
+        self._terms.append((np.concatenate(columns), np.concatenate(values)))
+        self.names.append(name)
+        self.most.append(limit)
+        self.least.append(least)
+
+    def equal(self, value: float, *terms: Term) -> None:
+        self.at_most(value, *terms, least=value)
+
+    def lowest(self, variable: int, nodes: int = 0) -> tuple[float, Floats] | None:
+        """The least value of a variable, or what is known to be no more than that; and a solution.
+        None where there is none.
+
+        Args:
+            nodes: of the search for whole numbers; 0: fractions will do.
+        """
+        from scipy.optimize import Bounds, LinearConstraint, milp
+
+        solved = milp(
+            np.eye(1, len(self.upper), variable)[0],
+            integrality=np.array(self.whole) if nodes else None,
+            bounds=Bounds(0.0, np.array(self.upper)),
+            constraints=LinearConstraint(self._matrix(), self.least, self.most),
+            options={"node_limit": nodes, "mip_rel_gap": RELATIVE_GAP} if nodes else {},
+        )
+        if solved.status == 2:
+            return None
+        low: Any = solved.mip_dual_bound if nodes else solved.fun
+        x = np.zeros(len(self.upper)) if solved.x is None else np.asarray(solved.x)
+        return float(low), x
+
+    def full(self, x: Floats) -> tuple[str, ...]:
+        """The names of the rows that have nothing left in a solution."""
+        left = np.array(self.most) - self._matrix() @ x
+        scale = 1e-7 * max(1.0, float(np.abs(x).max()))
+        return tuple(n for n, rest in zip(self.names, left, strict=True) if n and rest <= scale)
+
+    def _matrix(self) -> Any:  # scipy's sparse arrays have no types
+        from scipy.sparse import csr_array
+
+        ends = np.cumsum([0, *(len(columns) for columns, _ in self._terms)])
+        columns = np.concatenate([columns for columns, _ in self._terms])
+        values = np.concatenate([values for _, values in self._terms])
+        made = csr_array((values, columns, ends), shape=(len(self._terms), len(self.upper)))
+        made.sum_duplicates()
+        return made

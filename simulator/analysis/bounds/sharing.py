@@ -1,0 +1,215 @@
+"""How lanes share the node in the window: its parts, and the modes that take turns in each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.analysis.bounds.model import Inside, Part
+from simulator.analysis.bounds.modes import Modes
+from simulator.analysis.bounds.rows import Columns, Term
+from simulator.analysis.bounds.window import PASSES_USE, Window
+from simulator.schedule import Lane
+from simulator.update.recipes import Wait
+
+Floats = NDArray[np.float64]
+TAILS, NEXT_TAILS = 8, 6  # moments before the window's end
+CLOSE = 1e-9
+TINY_S = 1e-12
+
+
+class Sharing:
+    """Adds to a window's program that lanes slow each other.
+
+    The window is cut at moments behind its begin and before its end. What a lane has done at each
+    of them is a variable; between two it does what can neither begin before the one nor end behind
+    the other.
+    """
+
+    def __init__(self, window: Window, known_s: float) -> None:
+        """``known_s``: no window is shorter."""
+        self.window, self.rows, self.model = window, window.rows, window.model
+        self.begins = [0.0, *(h for h in self._heads() if 0 < h < known_s / 2)]
+        left_s = known_s - self.begins[-1]
+        self.ends = [*(t for t in self._tails() if 0 < t <= left_s), 0.0]
+        self.done = {lane: d for modes in self.model.modes for lane, d in self._done(modes).items()}
+        self.rows.at_most(-self.model.forward_s, (self.done[Lane.COMPUTE][-1], -1.0))
+        self._late = self._late_gradients()
+        self._late_coming()
+        waiting = [p for parts in window.waiting.values() for p in parts]
+        behind_s = min((float((p.least_s + p.tail_s).min()) for p in waiting), default=0.0)
+        behind_s = min([behind_s, *(float(p.tail_s.min()) for p in self._takers)])
+        self._needed_s = behind_s + float(self.model.pieces.tail_s[-1])
+        for lane in self.model.lanes:
+            for begin in range(len(self.begins)):
+                for end in range(len(self.ends)):
+                    self._do(lane, begin, end)
+            self._follow(lane)
+
+    def _heads(self) -> list[float]:
+        """Moments behind the begin: of each step the lowest, the next and the median."""
+        chosen = set()
+        for part in (p for p in self.model.parts if p.inside != Inside.NONE):
+            heads = np.unique(part.head_s)
+            places = {0, min(1, len(heads) - 1), len(heads) // 2}
+            chosen |= {float(heads[i]) for i in places}
+        return sorted(chosen)
+
+    def _tails(self) -> list[float]:
+        """Moments before the end, descending."""
+        tails = self.model.pieces.tail_s
+        found = set(tails.tolist())
+        for part in (p for p in self.model.parts if p.inside != Inside.NONE):
+            behind_s = tails[-1] if part.inside == Inside.GIVERS else tails
+            found |= set((part.tail_s + behind_s).tolist())
+        ordered = sorted(found)
+        rest = ordered[TAILS:]
+        return [*rest[:: max(1, len(rest) // NEXT_TAILS)][::-1], *ordered[:TAILS][::-1]]
+
+    def _done(self, modes: Modes) -> dict[Lane, Columns]:
+        """What each lane has done of what is asked for, at the end of each part of the window."""
+        heads, tails = np.diff(self.begins), -np.diff(self.ends)
+        fixed_s = self.begins[-1] + self.ends[0]
+        speeds = _apart(modes, self._exclusive()) if self.window.slots == 1 else modes.speeds
+        done = [self.rows.new(len(modes.lanes)) for _ in range(len(heads) + 1 + len(tails))]
+        for number, length in enumerate([*heads, None, *tails]):
+            seconds = self.rows.new(len(speeds))
+            if length is None:
+                self.window.within(-fixed_s, (seconds, 1.0))
+            else:
+                self.rows.at_most(float(length), (seconds, 1.0))
+            for lane, now in enumerate(done[number]):
+                before = [(done[number - 1][lane], -1.0)] if number else []
+                self.rows.at_most(0.0, (now, 1.0), (seconds, -speeds[:, lane]), *before)
+                self.rows.at_most(0.0, (now, -1.0), *((v, 1.0) for v, _ in before))
+        return {lane: np.array([d[i] for d in done]) for i, lane in enumerate(modes.lanes)}
+
+    def _exclusive(self) -> list[tuple[Lane, Lane]]:
+        """With one slot nothing comes in while what was there leaves."""
+        givers = [p for p in self.model.parts if p.inside == Inside.GIVERS]
+        early = [p for p in givers if p.way in self.window.early]
+        return [(self.model.taker(p).step.lane, p.step.lane) for p in early
+                if p.slot is not None and self.window.limit(p.slot) == 1]  # fmt: skip
+
+    def _do(self, lane: Lane, begin: int, end: int) -> None:
+        begin_s, end_s = self.begins[begin], self.ends[end]
+        asked = [t for p in self.model.on(lane) for t in self._between(p, begin_s, end_s)]
+        if not begin and end_s <= self._needed_s and lane in self._late:
+            asked.append((self._late[lane], 1.0))
+        if asked:
+            done = self.done[lane]
+            before = [(int(done[begin - 1]), 1.0)] if begin else []
+            self.rows.at_most(0.0, *asked, *before, (int(done[len(self.begins) - 1 + end]), -1.0))
+
+    def _between(self, part: Part, begin_s: float, end_s: float) -> Iterator[Term]:
+        """What lies between two moments, at the least. Visits come behind the first that has left,
+        which was there early; the last that leave do so for others, which then come in.
+        """
+        window, tails = self.window, self.model.pieces.tail_s
+        begun = part.head_s >= begin_s * (1 - CLOSE)
+        ended = part.tail_s + tails >= end_s * (1 - CLOSE)
+        chosen = begun & ended
+        if part.inside == Inside.TAKERS:
+            chosen = ended
+            if begin_s:
+                yield window.early[part.way][~begun], -begin_s
+        if part.inside == Inside.GIVERS:
+            chosen = begun & (end_s <= tails[-1] or part.way in window.early or ended.all())
+            soon = ~ended & (end_s > tails[-1])
+            if part.way in window.early and soon.any():
+                longest_s = np.full(len(tails), part.alone_s.max())
+                for columns, seconds in window.asked(self.model.taker(part), longest_s, soon):
+                    yield columns, -seconds
+        chosen = chosen & (self.model.pieces.size >= self.model.least_size)
+        if chosen.any():
+            yield from window.asked(part, part.alone_s, chosen)
+
+    def _follow(self, lane: Lane) -> None:
+        """A lane has done no more than what it follows lets it: the steps before, or, of visits
+        beyond the slots, the ways out of others.
+        """
+        parts = self.model.on(lane)
+        before = [self._followed(part) for part in parts]
+        ahead = {p.step.lane for p in before if p is not None}
+        if None in before or len(ahead) != 1 or lane in ahead:
+            return
+        pairs = [(part, one) for part, one in zip(parts, before, strict=True) if one is not None]
+        mine_s = float(np.median([part.alone_s for part, _ in pairs]))
+        theirs_s = float(np.median([one.alone_s for _, one in pairs]))
+        more: list[Term] = []
+        for part, one in pairs:
+            if part.inside == Inside.ALL:
+                beyond_s = part.alone_s - mine_s / theirs_s * one.alone_s
+                more.append((self.window.x[:, part.way], np.maximum(0.0, beyond_s)))
+            else:  # of other sizes than what they follow
+                larger_s = np.maximum(0.0, part.alone_s - mine_s)
+                smaller_s = np.maximum(0.0, theirs_s - one.alone_s) * mine_s / theirs_s
+                more += self.window.asked(part, larger_s, slice(None))
+                more += self.window.asked(one, smaller_s, slice(None))
+        more += [(self._late[lane], 1.0)] if lane in self._late else []
+        more = [(columns, -np.asarray(seconds)) for columns, seconds in more]
+        for mine, theirs in zip(self.done[lane], self.done[ahead.pop()], strict=True):
+            self.rows.at_most(0.0, (int(mine), 1.0), (int(theirs), -mine_s / theirs_s), *more)
+
+    def _followed(self, part: Part) -> Part | None:
+        same = [p for p in self.model.parts if p.way == part.way]
+        number = same.index(part)
+        if part.inside == Inside.TAKERS:
+            return next(p for p in same if p.inside == Inside.GIVERS)
+        follows = part.inside == Inside.ALL and number and same[number - 1].inside == Inside.ALL
+        return same[number - 1] if follows else None
+
+    @property
+    def _takers(self) -> list[Part]:
+        return [p for p in self.model.parts if p.inside == Inside.TAKERS]
+
+    def _late_gradients(self) -> dict[Lane, int]:
+        """Seconds of gradients that come home behind the norm, by lane: each layer's follow its
+        backward, and all micro-batches' one another.
+        """
+        m, late = self.model, {}
+        for lane in {g.step.lane for g in self.window.home}:
+            home, late[lane] = [g for g in self.window.home if g.step.lane == lane], self.rows.one()
+            for p, left_s in enumerate(m.pieces.left_s):
+                up_to = slice(p + 1)
+                some = [(self.window.x[up_to, g.way], g.alone_s[up_to]) for g in home]
+                self.rows.at_most(float(left_s), (late[lane], -1.0), *some)
+            everything = [(self.window.x[:, g.way], m.micro * g.alone_s) for g in home]
+            self.rows.at_most(m.rest_s - m.first_s, (late[lane], -1.0), *everything)
+        return late
+
+    def _late_coming(self) -> None:
+        """Of the sums that the last micro-batch fetches and of early visits, what comes in behind
+        the norm: all of them come behind the last layer's backward, on one link.
+        """
+        m, sums = self.model, [g for g in self.model.gradients if Wait.SUM in g.step.waits]
+        if m.micro == 1 or not sums:
+            return
+        lanes = {p.step.lane for p in [*sums, *self._takers]}
+        self._late |= {lane: self.rows.one() for lane in lanes}
+        late = np.array([self._late[lane] for lane in lanes])
+        for lane in {g.step.lane for g in sums}:
+            fetched = [
+                (self.window.x[:, g.way], g.times * g.alone_s) for g in sums if g.step.lane == lane
+            ]
+            self.rows.at_most(m.rest_s - m.fetching_s, (self._late[lane], -1.0), *fetched)
+        for name in (n for n in m.work.limits if n not in PASSES_USE):
+            coming = [(self.window.x[:, g.way], g.taken_s[name]) for g in sums]
+            coming += [(self.window.early[p.way], p.taken_s[name]) for p in self._takers]
+            share = max(float((p.taken_s[name] / np.maximum(p.alone_s, TINY_S)).max())
+                        for p in [*sums, *self._takers])  # fmt: skip
+            self.rows.at_most(m.early_s, (late, -share), *coming)
+
+
+def _apart(modes: Modes, exclusive: Sequence[tuple[Lane, Lane]]) -> Floats:
+    """Speeds of modes in which one of two lanes stands still."""
+    speeds = modes.speeds
+    for pair in exclusive:
+        if set(pair) <= set(modes.lanes):
+            both = [modes.lanes.index(lane) for lane in pair]
+            run = (speeds[:, both] > 0).all(axis=1)
+            still = [speeds[run] * (np.arange(speeds.shape[1]) != lane) for lane in both]
+            speeds = np.concatenate([speeds[~run], *still])
+    return speeds

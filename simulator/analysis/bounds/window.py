@@ -1,0 +1,373 @@
+"""The rules that no plan breaks, as rows of a linear program in whole numbers.
+
+Each rule's docstring says why it holds. What is asked for up to a piece is asked for of all pieces
+whose layers come before it too: forward needs them no later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.analysis.bounds.model import Inside, Model, Part
+from simulator.analysis.bounds.rows import Columns, Rows, Term
+from simulator.schedule import Lane
+from simulator.update.footprint import Holding
+from simulator.update.recipes import Slot, Wait, slot_limit, ways
+from simulator.update.tiers import Memory
+
+Floats = NDArray[np.float64]
+MANY = 2**20  # slots: as many as one likes
+NAMED = 14  # subgroups: of so few each is placed whole, and it counts which one is the last
+NUMBERED = 5  # alike subgroups, of more of which only the number is whole
+FIRST = 3  # updates that are told apart by when they begin
+PASSES_USE = ("device", "cores")
+NAMES = {
+    "dram": "DRAM", "h2d": "H2D link", "d2h": "D2H link", "link": "both ways of the link",
+    "cores": "CPU cores", "device": "device compute", Lane.H2D_FETCH: "parameters' way in",
+}  # fmt: skip
+
+
+class Window:
+    """What a plan with so many staging slots has to do in the window, and around it.
+
+    Attributes:
+        x: how many subgroups of a piece are updated in a way: shape (pieces, ways).
+        early, kept: of the ways that visit slots, those that come in before another visit has left,
+            and those whose slot nobody takes again: by way, shape (pieces,).
+        beyond: by slot, 1 where there are more visits than slots.
+    """
+
+    def __init__(
+        self, model: Model, room: Mapping[Memory, float], slots: int | None = None, fewest: int = 0,
+        numbers: Sequence[float] = (),
+    ) -> None:  # fmt: skip
+        """``room``: bytes of each memory for state, gradients and slots; ``slots``: for staging,
+        None: any number from ``fewest`` on; ``numbers``: of subgroups of each way, if given.
+        """
+        self.model, self.slots, self.fewest = model, slots, fewest
+        self.rows, count = Rows(), len(model.pieces)
+        self.seconds = self.rows.one()
+        self.x = self.rows.new(count * len(model.ways)).reshape(count, -1)
+        self.early = {way: self.rows.new(count) for way in self._ways(Inside.TAKERS)}
+        self.kept = {way: self.rows.new(count) for way in self._ways(Inside.GIVERS)}
+        visited = sorted({p.slot for p in model.parts if p.slot is not None})
+        self.beyond = {slot: self.rows.one(1.0, whole=True) for slot in visited}
+        self._size = {slot: self.rows.one() for slot in visited}  # in units of the largest subgroup
+        self._place(numbers)
+        for slot in visited:
+            self._visit(slot)
+        self._fit(room)
+        self._resources()
+        self._iteration()
+        self._come_home()
+        self._write_back()
+        self._fetch_sums()
+        self._last_updates()
+
+    def within(self, outside_s: float, *terms: Term, name: str = "") -> None:
+        """Seconds that must fit into the window and ``outside_s`` beside it."""
+        self.rows.at_most(outside_s, (self.seconds, -1.0), *terms, name=name)
+
+    def asked(self, part: Part, seconds: Floats, pieces: slice | NDArray[np.bool_]) -> list[Term]:
+        """Of the chosen pieces, what a part asks of the window."""
+        terms: list[Term] = [(self.x[pieces, part.way], seconds[pieces])]
+        outside = {Inside.TAKERS: self.early, Inside.GIVERS: self.kept}.get(part.inside, {})
+        if part.way in outside:
+            terms.append((outside[part.way][pieces], -seconds[pieces]))
+        return terms
+
+    @property
+    def home(self) -> list[Part]:
+        """What brings gradients home."""
+        return [p for p in self.model.gradients if Wait.SUM not in p.step.waits]
+
+    @property
+    def waiting(self) -> dict[Lane, list[Part]]:
+        """Updates that wait for gradients to come home, by lane."""
+        lanes: dict[Lane, list[Part]] = {}
+        for p in self.model.parts:
+            if Wait.GRADIENT in p.step.waits and self.model.recipes[p.way].gradient_steps:
+                lanes.setdefault(p.step.lane, []).append(p)
+        return lanes
+
+    def _ways(self, inside: Inside) -> list[int]:
+        return sorted({p.way for p in self.model.parts if p.inside == inside})
+
+    # -- what is where -----------------------------------------------------------------------
+
+    def _place(self, numbers: Sequence[float]) -> None:
+        """Each subgroup is updated in one way, with its parameters where they must live."""
+        pieces = self.model.pieces
+        for p, home in enumerate(pieces.homes):
+            self.rows.equal(pieces.count[p], (self.x[p], 1.0))
+            for way, (_, other) in enumerate(self.model.ways):
+                if home and home != other:
+                    self.rows.upper[self.x[p, way]] = 0.0
+        for way, number in enumerate(numbers):
+            self.rows.equal(number, (self.x[:, way], 1.0))
+        for size in () if len(numbers) else np.unique(pieces.size):
+            alike = np.flatnonzero(pieces.size == size)
+            if pieces.whole[alike].all():
+                self._place_whole(alike)
+
+    def _place_whole(self, alike: Columns) -> None:
+        pieces = self.model.pieces
+        if len(pieces) <= NAMED or pieces.count[alike].sum() < NUMBERED:
+            for variable in self.x[alike].ravel():
+                self.rows.whole[variable] = True
+            return
+        for way, number in enumerate(self.rows.new(len(self.model.ways), whole=True)):
+            self.rows.equal(0.0, (self.x[alike, way], 1.0), (number, -1.0))
+
+    def limit(self, slot: Slot) -> int:
+        """Buffers of a kind, at the most."""
+        staging = MANY if self.slots is None else self.slots
+        return slot_limit(slot, staging, MANY, host_slots=MANY)
+
+    def _visit(self, slot: Slot) -> None:
+        """Of a slot's visits as many come before another has left as there are slots, and as many
+        need not leave. The slots together are as large as those, and each as the largest visit.
+        """
+        m, pieces, size = self.model, self.model.pieces, self._size[slot]
+        users, limit = sorted({p.way for p in m.parts if p.slot == slot}), self.limit(slot)
+        if not limit:
+            self.rows.at_most(0.0, (self.x[:, users].ravel(), 1.0))
+        staged = slot_limit(slot, 0, MANY, host_slots=MANY) == 0
+        each = limit if limit < MANY else max(1, self.fewest if staged else 1)
+        if limit == MANY:
+            number = self.rows.one(whole=True)
+            self.rows.at_most(0.0, (number, min(m.workload.subgroups) / m.largest), (size, -1.0))
+        for outside in (self.early, self.kept):
+            some = [outside[way] for way in users if way in outside]
+            for way in users if some else ():
+                self._apart(outside[way], way, self.beyond[slot])
+            if some:
+                fewer = [(number, -1.0)] if limit == MANY else []
+                self.rows.at_most(limit % MANY, *((columns, 1.0) for columns in some), *fewer)
+                taken = [(columns, pieces.size / m.largest) for columns in some]
+                self.rows.at_most(0.0, (size, -1.0), *taken)
+        for one in np.unique(pieces.least):
+            there = self.rows.one(1.0, whole=bool(pieces.whole.all()))
+            for p in np.flatnonzero(pieces.least == one):
+                share = 1.0 / pieces.count[p]
+                self.rows.at_most(0.0, (self.x[p, users], share), (there, -1.0))
+            self.rows.at_most(0.0, (there, each * one / m.largest), (size, -1.0))
+        if 0 < limit < MANY:
+            self._in_turn(slot, limit)
+
+    def _apart(self, some: Columns, way: int, others: int) -> None:
+        """``some`` are subgroups of a way; ``others`` is 1 where there are others."""
+        count = self.model.pieces.count
+        for p, variable in enumerate(some):
+            self.rows.at_most(0.0, (variable, 1.0), (self.x[p, way], -1.0))
+            here = (self.x[p, way], 1.0), (variable, -1.0)
+            self.rows.at_most(0.0, *here, (others, -count[p]))
+
+    def _in_turn(self, slot: Slot, limit: int) -> None:
+        """A slot's visits follow one another: in the window those beyond, in an iteration all."""
+        m = self.model
+        parts = [p for p in m.parts if p.slot == slot]
+        inside: list[Term] = []
+        for part in parts:
+            inside.append((self.x[:, part.way], part.seconds / limit))
+            outside = self.kept if part.inside == Inside.GIVERS else self.early
+            if part.way in outside:
+                inside.append((outside[part.way], -part.seconds / limit))
+        self.within(m.rest_s, *((self.x[:, p.way], p.seconds / limit) for p in parts))
+        if all(p.way in self.early for p in parts):
+            self.within(-m.pieces.tail_s[-1], *inside)
+
+    def _fit(self, room: Mapping[Memory, float]) -> None:
+        """State, gradients, parameters and slots, in units of a large subgroup's state."""
+        m = self.model
+        if m.machine.unified_memory:
+            return
+        held, free = Holding.of_workload(m.workload), not m.pieces.homes[0]
+        unit = m.largest * m.workload.optimizer_state.state_bytes
+        for memory, size_bytes in room.items():
+            terms: list[Term] = []
+            for number, way in enumerate(m.ways):
+                per_param = float(held.per_param[memory][ways().index(way)])
+                if free and memory == "device" and way[1] == "host":
+                    per_param -= m.workload.wire_bytes  # which are in the workload's base
+                terms.append((self.x[:, number], per_param * m.pieces.size / unit))
+            for slot, size in self._size.items():
+                if slot.memory == memory:
+                    terms.append((size, held.slot_bytes(slot, m.largest) / unit))
+            self.rows.at_most(size_bytes / unit, *terms, name=f"{memory} memory")
+
+    # -- resources ---------------------------------------------------------------------------
+
+    def _resources(self) -> None:
+        """What happens in the window fits: on each lane up to a piece before the forward that is
+        behind it, on each capacity altogether.
+        """
+        m, tails = self.model, self.model.pieces.tail_s
+        last = len(tails) - 1
+        # Updates go on in a pipeline's bubble, the training loop does not.
+        self.within(-m.forward_s - m.workload.pipeline_idle_s, name="training loop")
+        for lane in m.lanes:
+            parts = m.on(lane)
+            givers = any(p.inside == Inside.GIVERS for p in parts)  # no layer waits for them
+            for p in range(last if givers else 0, last + 1):
+                asked = [t for q in parts for t in self.asked(q, q.seconds, slice(p + 1))]
+                name = f"{NAMES.get(lane, lane.value)} (update)" if p == last else ""
+                self.within(-tails[p], *asked, name=name)
+        inside = [p for p in m.parts if p.inside != Inside.NONE]
+        for name in m.work.limits:
+            asked = [t for q in inside for t in self.asked(q, q.taken_s[name], slice(None))]
+            computes = name == "device" or (name == "cores" and m.machine.device_shares_host_cores)
+            behind_s = m.forward_s if computes else tails[last]
+            self.within(-behind_s, *asked, name=f"{NAMES.get(name, name)} (update)")
+
+    def _iteration(self) -> None:
+        """What happens in an iteration fits into it. Of what comes in, nothing does before the last
+        layer is through the last backward.
+        """
+        m, tails = self.model, self.model.pieces.tail_s
+        everything = [*m.parts, *m.gradients]
+        for lane in dict.fromkeys(p.step.lane for p in everything):
+            if lane != Lane.DEVICE_UPDATE:
+                asked = [(self.x[:, p.way], p.times * p.seconds) for p in everything
+                         if p.step.lane == lane]  # fmt: skip
+                self.within(m.rest_s, *asked, name=NAMES.get(lane, lane.value))
+        coming = [p for p in m.parts if p.inside in (Inside.ALL, Inside.TAKERS)]
+        for name in (n for n in m.work.limits if n not in PASSES_USE):
+            asked = [(self.x[:, p.way], p.times * p.taken_s[name]) for p in everything]
+            self.within(m.rest_s, *asked, *self._fetched(name), name=NAMES.get(name, name))
+            self.within(
+                m.early_s - tails[-1], *((self.x[:, p.way], p.taken_s[name]) for p in coming)
+            )
+        for part in (p for p in m.parts if p.inside == Inside.TAKERS):
+            for p, tail_s in enumerate(tails):
+                up_to = slice(p + 1)
+                self.within(m.early_s - tail_s, (self.x[up_to, part.way], part.seconds[up_to]))
+
+    def _fetched(self, capacity: str) -> Iterator[Term]:
+        """Parameters that live in host memory come in for each forward and each backward."""
+        m = self.model
+        sizes = m.pieces.size * m.workload.wire_bytes
+        for way, (_, home) in enumerate(m.ways):
+            if home == "host":
+                each = np.array([m.work.fetched(float(n)).taken_s[capacity] for n in sizes])
+                yield self.x[:, way], m.pieces.fetches * each
+
+    # -- chains ------------------------------------------------------------------------------
+
+    def _come_home(self) -> None:
+        """Gradients come home in the order of backward, of all micro-batches one after the other:
+        behind the first of those that come last there are all of their updates.
+        """
+        m, pieces = self.model, self.model.pieces
+        last_s = pieces.tail_s[-1]
+        for parts in self.waiting.values():
+            for p in range(len(pieces)):
+                behind = slice(p if pieces.count[p] == 1 else p + 1, None)
+                before = [(self.x[:, g.way], (m.micro - 1) * g.seconds) for g in self.home]
+                before += [(self.x[behind, g.way], g.seconds[behind]) for g in self.home]
+                asked = [t for q in parts for t in self.asked(q, q.seconds, slice(p + 1))]
+                tail_s = min(float(q.tail_s[: p + 1].min()) for q in parts) + pieces.tail_s[p]
+                some = self._some({q.way for q in parts}, p)
+                self.within(m.rest_s - m.first_s - last_s, *before, *asked, (some, tail_s - last_s))
+
+    def _some(self, chosen: set[int], up_to: int) -> int:
+        """1 where a subgroup up to a piece is updated in one of these ways."""
+        some = self.rows.one(1.0)
+        for p in range(up_to + 1):
+            share = 1.0 / self.model.pieces.count[p]
+            self.rows.at_most(0.0, (self.x[p, sorted(chosen)], share), (some, -1.0))
+        return some
+
+    def _write_back(self) -> None:
+        """On a lane that brings gradients home visits leave behind all of them; and behind the
+        first that leaves the visits beyond the slots come.
+        """
+        m, last_s = self.model, self.model.pieces.tail_s[-1]
+        for give in (p for p in m.parts if p.inside == Inside.GIVERS and p.way in self.early):
+            before = [(self.x[:, g.way], m.micro * g.seconds) for g in self.home
+                      if g.step.lane == give.step.lane]  # fmt: skip
+            take, slot = m.taker(give), give.slot
+            assert slot is not None
+            around = {give: take.least_s + take.tail_s, take: give.least_s + take.tail_s}
+            for part, around_s in around.items() if before else ():
+                asked = self.asked(part, part.seconds, slice(None))
+                beyond = (self.beyond[slot], float(around_s.min()))
+                self.within(m.rest_s - m.first_s - last_s, *before, *asked, beyond)
+
+    def _fetch_sums(self) -> None:
+        """With accumulation a lane brings the sums of all micro-batches but the first, and behind
+        them what comes home on it; visits share the way in with the last of them.
+        """
+        m, tails = self.model, self.model.pieces.tail_s
+        sums = [p for p in m.gradients if Wait.SUM in p.step.waits]
+        outside_s = m.rest_s - m.fetching_s
+        if m.micro == 1 or not sums:
+            return
+        for lane in {p.step.lane for p in sums}:
+            before = [(self.x[:, p.way], p.times * p.seconds) for p in sums if p.step.lane == lane]
+            behind = [p for p in m.on(lane) if p.inside == Inside.ALL]
+            for p, tail_s in enumerate(tails):
+                asked = [t for q in behind for t in self.asked(q, q.seconds, slice(p + 1))]
+                self.within(outside_s - tail_s, *before, *asked)
+            for give in (p for p in behind if p.step.gives_back is not None):
+                self._wait_for_buffers(give, before, outside_s)
+        coming = [p for p in m.parts if p.inside in (Inside.ALL, Inside.TAKERS)]
+        for name in (n for n in m.work.limits if n not in PASSES_USE):
+            asked = [(self.x[:, p.way], p.taken_s[name]) for p in coming]
+            all_sums = [(self.x[:, p.way], p.times * p.taken_s[name]) for p in sums]
+            last = [(self.x[:, p.way], p.taken_s[name]) for p in sums]
+            self.within(outside_s - tails[-1], *all_sums, *asked)
+            self.within(m.early_s - tails[-1], *last, *asked)
+
+    def _wait_for_buffers(self, give: Part, before: Sequence[Term], outside_s: float) -> None:
+        """What takes a buffer that is given back behind the sums waits for it. With two buffers the
+        third one begins behind the first way home, the fourth behind the second: behind j of them
+        all but the first j + 1 follow one another, and a way home.
+        """
+        m, count = self.model, len(self.model.pieces)
+        take = next(
+            p for p in m.parts if p.way == give.way and p.step.takes == give.step.gives_back
+        )
+        buffers = self.limit(give.step.gives_back or Slot.PARAMETER)
+        turns = [self.rows.new(count) for _ in range(FIRST + buffers - 1)]  # who begins as which
+        for turn in turns:
+            self.rows.at_most(1.0, (turn, 1.0))
+        for p in range(count):
+            self.rows.at_most(0.0, (self.x[p, take.way], -1.0), *((turn[p], 1.0) for turn in turns))
+        everything = (self.x[:, take.way], take.seconds)
+        for homeward in range(1, FIRST + 1):
+            others, free = self.rows.one(1.0), turns[: homeward + buffers - 1]
+            for p in range(count):
+                left = (self.x[p, take.way], 1.0), *((turn[p], -1.0) for turn in free)
+                self.rows.at_most(0.0, *left, (others, -m.pieces.count[p]))
+            less = [(turn, -take.seconds) for turn in free]
+            ways_home = [(turn, give.seconds) for turn in free[:homeward]]
+            self.within(
+                outside_s - m.pieces.tail_s[-1], *before, everything, *less, *ways_home,
+                (others, float(give.least_s.min())),
+            )  # fmt: skip
+
+    def _last_updates(self) -> None:
+        """Of few subgroups one is the last on a lane, and its own forward is behind it; any other
+        one precedes it, behind its own gradient's way home.
+        """
+        pieces, count = self.model.pieces, len(self.model.pieces)
+        if count > NAMED or not (pieces.count == 1).all():
+            return
+        for parts in self.waiting.values():
+            here = sorted({q.way for q in parts})
+            last = self.rows.new(count, whole=True)
+            update_s = np.min([q.seconds for q in parts], axis=0)
+            tail_s = np.min([q.tail_s for q in parts], axis=0) + pieces.tail_s
+            home_s = np.min([g.seconds for g in self.home], axis=0) - pieces.left_s
+            asked = [t for q in parts for t in self.asked(q, q.seconds, slice(None))]
+            self.within(0.0, *asked, (last, tail_s))
+            for p in range(count):
+                self.rows.at_most(0.0, (self.x[p, here], 1.0), (last, -1.0))
+                self.rows.at_most(0.0, (last[p], 1.0), (self.x[p, here], -1.0))
+                then_s = tail_s + np.where(np.arange(count) == p, 0.0, update_s)
+                ended_s = max(0.0, float(home_s[p])) + update_s[p]
+                self.within(0.0, (self.x[p, here], ended_s), (last, then_s))

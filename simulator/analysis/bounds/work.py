@@ -1,0 +1,79 @@
+"""What the steps of a recipe take at the least: seconds of their lanes, and of capacities."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from simulator.engines.reference import alone_s, capacities, demands
+from simulator.machine import Machine
+from simulator.schedule import Lane, Op, OpKind
+from simulator.update.recipes import Bytes, Step
+from simulator.workload import Workload
+
+
+@dataclass(frozen=True)
+class Least:
+    """Of one op.
+
+    Attributes:
+        seconds: of its lane, whatever runs beside it; alone_s: where nothing is shared, with other
+            ranks either.
+        taken_s: of each capacity, were it alone on it.
+    """
+
+    seconds: float
+    alone_s: float
+    taken_s: Mapping[str, float]
+
+
+class Work:
+    """The ops of steps on a machine that the ranks of a node share."""
+
+    def __init__(self, w: Workload, machine: Machine) -> None:
+        self.bytes, self.machine = Bytes.of(w), machine
+        self.limits = capacities(machine, w.ranks_per_node)
+        # Between these an update's rate is linear in the threads; shared cores add one more.
+        measured = machine.host_adam_by_threads or (1,)
+        counts = {float(machine.cpu_cores), self.limits["cores"], *map(float, measured)}
+        self.threads = sorted(counts)
+        self._known: dict[tuple[Step, int], Least] = {}
+
+    def ops(self, step: Step, size: int) -> list[Op]:
+        """Of a subgroup; one for each number of threads that matters."""
+        return [
+            Op(
+                0, step.kind, step.lane, size * step.work(self.bytes), step.rate,
+                dram_bytes=size * step.dram(self.bytes), cores=cores,
+                device_share=step.device_share,
+            )
+            for cores in (self.threads if step.threads else (0.0,))
+        ]  # fmt: skip
+
+    def least(self, step: Step, size: int) -> Least:
+        """Of a subgroup, with the best number of threads for each figure."""
+        known = self._known.get((step, size))
+        if known is None:
+            some = [self._of(op) for op in self.ops(step, size)]
+            taken_s = {name: min(each.taken_s[name] for each in some) for name in self.limits}
+            known = self._known[step, size] = Least(
+                min(each.seconds for each in some), min(each.alone_s for each in some), taken_s
+            )
+        return known
+
+    def fetched(self, size_bytes: float) -> Least:
+        """Parameters that come in for a pass, in copies of any size."""
+        op = Op(
+            0, OpKind.PARAMETER_FETCH, Lane.H2D_FETCH, size_bytes, "h2d_bytes_per_s",
+            dram_bytes=size_bytes,
+        )  # fmt: skip
+        return self._of(op, size_bytes / self.machine.rate("h2d_bytes_per_s"))
+
+    def _of(self, op: Op, alone: float | None = None) -> Least:
+        alone = alone_s(op, self.machine) if alone is None else alone
+        taken = demands(op, self.machine, alone)
+        shares = {name: taken.get(name, 0.0) / limit for name, limit in self.limits.items()}
+        return Least(
+            alone * max(1.0, *shares.values()), alone,
+            {name: share * alone for name, share in shares.items()},
+        )  # fmt: skip
