@@ -9,11 +9,8 @@ import torch
 
 import runtime
 import runtime.execution.session
-from runtime.devices import cuda
 from runtime.devices.cuda import CudaDevice
-from runtime.devices.lane import Lane
 from runtime.execution.executor import Executor
-from simulator.schedule import Lane as LaneName
 from studies.bench.bits import state_of
 from tests.runtime.contract.test_bits import MIX, Switching, engine_for
 from tests.runtime.contract.test_ranks import launch
@@ -82,11 +79,11 @@ def without(**changes):
     return runtime.execution.session, "step_template", template
 
 
-def unordered_lanes(self):
-    lanes = {LaneName.HOST: Lane("host", begin=self._begin_host_lane)}
-    for name, stream in self._streams.items():
-        lanes[name] = Lane(name.value, stream, cuda._record_event, self._choose_gpu)
-    return lanes
+def unordered_lanes(self, lanes=CudaDevice.lanes):
+    with pytest.MonkeyPatch.context() as patch:
+        for stream in self._streams.values():
+            patch.setattr(stream, "wait_stream", nothing)
+        return lanes(self)
 
 
 def with_gradients(**changes):
