@@ -26,6 +26,7 @@ import xxhash
 from runtime.checkpoint.files import Files
 from simulator import CheckpointPlan, Plan
 from simulator.plan import ParameterHome, Placement
+from simulator.update.recipes import RECIPES
 
 STEPS = 8
 BUDGET_BYTES = 8 * 65536  # part of the state only, so that updates also wait for the disk
@@ -236,7 +237,8 @@ def _planned_engine(
 
 
 def _plan(count: int, homes: Sequence[ParameterHome]) -> Plan:
-    placements = list(islice(cycle(get_args(Placement)), count))
+    in_memory = [p for p in get_args(Placement) if RECIPES[p].state != "storage"]
+    placements = list(islice(cycle(in_memory), count))
     return Plan(
         subgroup_size=SUBGROUP, placement=Plan.runs(placements), staging_slots=2, prefetch=1,
         parameter_home=Plan.home_runs(list(islice(cycle(homes), count))),

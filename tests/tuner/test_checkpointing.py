@@ -12,7 +12,7 @@ from simulator import CheckpointPlan, Plan
 from simulator.analysis.checkpoint_cost import CheckpointSimulation
 from simulator.analysis.goodput import Failures
 from simulator.limits import UNKNOWN_MARGIN
-from simulator.plan import BLOCK_BYTES
+from simulator.plan import BLOCK_BYTES, READY_BLOCKS
 from simulator.schedules.checkpointed import reserved_bytes
 from tests.tuner.test_search import GIB, machine, workload
 from tuner.cli import main
@@ -38,6 +38,9 @@ def simulation(have=None, work=None, placed=("host",) * 6):
     return CheckpointSimulation(work, made, have or machine())
 
 
+TWO_WRITERS = (2 + READY_BLOCKS) * BLOCK_BYTES  # the least
+
+
 @settings(max_examples=6, deadline=None)
 @given(
     storage=st.floats(2e8, 2e10), dram=st.floats(4e10, 4e11), mtbf_s=st.floats(300, 1e5),
@@ -48,11 +51,11 @@ def test_the_joint_search_is_as_good_as_the_whole_grid(storage, dram, mtbf_s, sp
     simulated, failures = simulation(have), Failures(mtbf_s, 60.0)
     spare = int(spare_gib * GIB)
     found = best_checkpointing(simulated, failures, spare)
-    assert found.cost.reserved_bytes <= max(spare, 2 * BLOCK_BYTES)
+    assert found.cost.reserved_bytes <= max(spare, TWO_WRITERS)
     size = simulated.workload.checkpoint_bytes
     grid = (
         CheckpointPlan(
-            copy_budget_bytes=min(blocks(size * budget), max(0, spare - 2 * BLOCK_BYTES)),
+            copy_budget_bytes=min(blocks(size * budget), max(0, spare - TWO_WRITERS)),
             write_bytes_per_s=None if cap is None else cap * simulated.storage,
         )
         for budget, cap in product(BUDGET_SHARES, CAP_SHARES)
