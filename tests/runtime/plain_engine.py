@@ -153,7 +153,7 @@ class PlainEngine:
         self.live.register_all({i: self.saved_state(i) for i in range(len(self.groups))})
         self.session.executor.gate = self.live
 
-    def save(self, folder: Path, tag: str) -> Job:
+    def save(self, folder: Path, tag: str, bytes_per_s: float | None = None) -> Job:
         """Written while training goes on; the job tells when it is committed."""
         self.publish()
         attempt = Attempt(folder, tag, uuid.uuid4().hex, self.steps, rank=0, world_size=1)
@@ -164,8 +164,9 @@ class PlainEngine:
         commit.begin()
         writer = BlockWriter(
             attempt.staging, [PlannedFile(Path("state.pt"), layout)], files,
-            Slots(2, BLOCK_BYTES), Slots(plan.writers + READY_BLOCKS, BLOCK_BYTES), Pace(None),
-            writers=plan.writers, progress_deadline_s=plan.deadline_s, turns=self.live.turns,
+            Slots(2, BLOCK_BYTES), Slots(plan.writers + READY_BLOCKS, BLOCK_BYTES),
+            Pace(bytes_per_s), writers=plan.writers,
+            progress_deadline_s=plan.deadline_s, turns=self.live.turns,
         )  # fmt: skip
         job = Job(attempt, commit, writer, self.live, files, keep=0)
         job.start()
