@@ -296,7 +296,10 @@ def show(found: dict[str, Any], console: Console) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = argparse.ArgumentParser(
+        prog="python -m studies.checkpoint_crash",
+        description=__doc__.splitlines()[0] if __doc__ else "",
+    )
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="starts no more then")

@@ -132,7 +132,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        prog="python -m studies.memory_wall",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
     )
     parser.add_argument("--json", type=Path, required=True, help="the record; a .png goes beside")
     parser.add_argument("--size", default="57m", choices=sorted(SIZES))

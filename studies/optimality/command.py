@@ -39,7 +39,9 @@ PROVEN_PCT = 0.01  # closer to the bound than that, nothing better is left to fi
 def main() -> None:
     """Entry point of ``python -m studies.optimality``."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        prog="python -m studies.optimality",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
     )
     parser.add_argument("--json", type=Path, required=True, help="where the figures go")
     parser.add_argument("--pairs", type=int, default=200)

@@ -47,7 +47,9 @@ SHARES = {"ebbtide": 0.0, "ebbtide, half in memory": 0.5, "ebbtide, 0.9 in memor
 def main() -> None:
     """Entry point of ``python -m studies.storage_tier``."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        prog="python -m studies.storage_tier",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
     )
     parser.add_argument("--json", type=Path, required=True, help="where the figures go")
     parser.add_argument("--folder", type=Path, help="on the disk; its own folder by default")

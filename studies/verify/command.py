@@ -33,7 +33,9 @@ STAGES, RANKS = (2, 3), (1, 2)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m studies.verify", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
     parser.add_argument("--stages", type=int, nargs="+", default=STAGES)
