@@ -60,7 +60,8 @@ def test_whole_engine(name, stage, build):
     expected = stock(name, stage)
     assert any("exp_avg_sq" in key for key in expected[0])
     ours = attached(engine_for(name, stage), MIX, DEVICE, None, subgroup=3_000)
-    assert {s.placement for s in ours.optimizer._ebbtide.executor.states} == set(MIX)
+    mix = set(MIX) if stage == 3 else {*MIX} - {"stored"}
+    assert {s.placement for s in ours.optimizer._ebbtide.executor.states} == mix
     assert_same(outcome(ours, 4), expected)
 
 
