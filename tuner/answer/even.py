@@ -22,7 +22,8 @@ def even_plan(workload: Workload, machine: Machine, limits: Limits) -> Plan:
     if not search.fits:
         raise ImpossibleError.explain(workload, limits, list(search.scores.values()))
     made = search.best().plan(workload)
-    prediction = predict(workload, machine, made, lower_bound_s=search.bound.iteration_s)
+    # The fluid bound alone: somebody waits, and the whole one takes seconds.
+    prediction = predict(workload, machine, made, lower_bound_s=search.fluid.iteration_s)
     best = distance(prediction) == "at the optimum"
     more = "no search finds a better one" if best else "the search may find a better one"
     why = f"a quick plan, evenly spread: {more}"
