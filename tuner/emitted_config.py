@@ -29,8 +29,8 @@ def emitted_config(
     """The config: what is given stays, ``"auto"`` too, but for what the plan decides.
 
     Args:
-        plan_file: where the plan was written; the config names it by its absolute path, since a
-            script may run in any folder.
+        plan_file: what the config calls the plan's file; a script may run in any folder, so it
+            should be an absolute path, or lie beside the config.
         given: a DeepSpeed config to start from; None: one whose other values the trainer fills in.
         wire_dtype: of the workload: ``bf16``, ``fp16`` or ``fp32``. zero_stage: likewise.
 
@@ -51,7 +51,7 @@ def emitted_config(
     zero["offload_optimizer"] = {**(offload if isinstance(offload, dict) else {}), "device": "cpu"}
     if "host" in plan.parameter_homes:  # else DeepSpeed begins with all of them on the device
         zero.setdefault("offload_param", {"device": "cpu"})
-    config["ebbtide"] = {"plan": str(Path(plan_file).resolve())}
+    config["ebbtide"] = {"plan": plan_file}
     return config
 
 

@@ -12,7 +12,7 @@ from simulator.estimates.blocks import Architecture, ModelError
 from simulator.estimates.families import ALL, family_numbers
 
 # Our name -> how configs call it, first found first taken.
-_KEYS = {
+KEYS = {
     "layers": ("num_hidden_layers", "n_layer", "layers", "num_layers"),
     "hidden": ("hidden_size", "n_embd", "n_embed", "hidden"),
     "heads": ("num_attention_heads", "n_head", "heads"),
@@ -63,7 +63,7 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 def _numbers(config: Mapping[str, Any]) -> dict[str, Any]:
     result = {}
-    for own, names in _KEYS.items():
+    for own, names in KEYS.items():
         for name in names:
             if config.get(name) is not None:
                 result[own] = config[name]
@@ -76,13 +76,13 @@ def _completed(name: str, numbers: dict[str, Any]) -> Architecture:
     if missing:
         raise ModelError(
             f"a model must give {', '.join(missing)} ("
-            + "; ".join(f"{k}: {' or '.join(_KEYS[k])}" for k in missing)
+            + "; ".join(f"{k}: {' or '.join(KEYS[k])}" for k in missing)
             + "), but it does not"
         )
-    for key in _KEYS:
+    for key in KEYS:
         value = numbers.get(key, 1)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ModelError(f"{key} ({' or '.join(_KEYS[key])}) must be a whole number >= 0, "
+            raise ModelError(f"{key} ({' or '.join(KEYS[key])}) must be a whole number >= 0, "
                              f"but got {value!r}")  # fmt: skip
     heads, hidden = numbers["heads"], numbers["hidden"]
     numbers.setdefault("kv_heads", heads)
@@ -109,9 +109,9 @@ def language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
     what is beside it is not estimated.
     """
     text = config.get("text_config")
-    if not isinstance(text, Mapping) or any(name in config for name in _KEYS["layers"]):
+    if not isinstance(text, Mapping) or any(name in config for name in KEYS["layers"]):
         return config
-    name = config.get("_name_or_path") or config["model_type"]
+    name = config.get("_name_or_path") or config.get("model_type")
     shared = {k: config[k] for k in ("model_type", "tie_word_embeddings") if k in config}
     return {**shared, **text, "_name_or_path": f"{name} (its language model)"}
 
@@ -130,7 +130,7 @@ _LAYOUT_FLAGS = ("gated", "fused", "norms")
 
 def _from_description(config: Mapping[str, Any]) -> Architecture:
     flags = ("bias", "norm_params", "positions", "tied", "shared_ffn")
-    known = {name for names in _KEYS.values() for name in names}
+    known = {name for names in KEYS.values() for name in names}
     known |= {*flags, *_LAYOUT_FLAGS, "layout", "name"}
     unknown = sorted(set(config) - known)
     if unknown:

@@ -11,7 +11,6 @@ memory, or some of them there: killed with one of these homes, resumed with anot
 
 from __future__ import annotations
 
-import argparse
 import functools
 import os
 import random
@@ -33,6 +32,7 @@ from runtime.checkpoint.deepspeed.restore import newest_valid
 from runtime.checkpoint.files import POINTS, RARE_POINTS
 from runtime.checkpoint.protocol.inspect import list_checkpoints, verify
 from runtime.hardware.launcher import free_port, remove_shared_buffers
+from studies.bench.kills import kill_parser
 from studies.bench.rank import become_only_rank
 from studies.bench.record import write_record
 from studies.checkpoints.run import (
@@ -296,17 +296,9 @@ def show(found: dict[str, Any], console: Console) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m studies.checkpoint_crash",
-        description=__doc__.splitlines()[0] if __doc__ else "",
-    )
-    parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
+    parser = kill_parser("checkpoint_crash", __doc__, 200)
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="starts no more then")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
-    if options.kills < 1:
-        parser.error(f"--kills must be >= 1, but got {options.kills}")
     console = Console()
     become_only_rank()
     warm_up()

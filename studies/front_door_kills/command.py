@@ -11,7 +11,6 @@ had on disk at that point of the script, its final state with the uninterrupted 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -28,6 +27,7 @@ from typing import Any
 from rich.console import Console
 
 from runtime.hardware.launcher import free_port, remove_shared_buffers
+from studies.bench.kills import kill_parser
 from studies.bench.many_engines import freeze_heap
 from studies.bench.record import write_record
 from studies.checkpoints.run import warm_up
@@ -191,17 +191,9 @@ def warm() -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m studies.front_door_kills",
-        description=__doc__.splitlines()[0] if __doc__ else "",
-    )
-    parser.add_argument("--kills", type=int, default=30)
-    parser.add_argument("--seed", type=int, default=0)
+    parser = kill_parser("front_door_kills", __doc__, 30)
     parser.add_argument("--scripts", nargs="+", choices=SCRIPTS, default=list(SCRIPTS))
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
-    if options.kills < 1:
-        parser.error(f"--kills must be >= 1, but got {options.kills}")
     console, begin = Console(), time.monotonic()
     warm()
     scratch = Path(tempfile.mkdtemp(prefix="ebbtide-front-door-"))

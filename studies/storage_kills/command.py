@@ -11,7 +11,6 @@ run is resumed to its end and compared again. The store alone, without DeepSpeed
 
 from __future__ import annotations
 
-import argparse
 import mmap
 import os
 import random
@@ -38,6 +37,7 @@ from runtime.storage.errors import StorageError
 from runtime.storage.folder import POINTS, Drive
 from runtime.storage.store import ExtentStore
 from runtime.storage.view import page_aligned
+from studies.bench.kills import kill_parser
 from studies.bench.record import write_record
 
 STEPS = 8
@@ -297,16 +297,8 @@ def figures(trials: list[Trial]) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m studies.storage_kills",
-        description=__doc__.splitlines()[0] if __doc__ else "",
-    )
-    parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
+    parser = kill_parser("storage_kills", __doc__, 100)
     options = parser.parse_args(arguments)
-    if options.kills < 1:
-        parser.error(f"--kills must be >= 1, but got {options.kills}")
     torch.set_num_threads(1)  # what forks may have no threads of its own
     console = Console()
     with tempfile.TemporaryDirectory(prefix="ebbtide-kills-", dir=Path.cwd()) as scratch:

@@ -20,7 +20,6 @@ def use(plan: Plan, workload: Workload, config: Mapping[str, Any] | None) -> dic
         config: DeepSpeed's, where one was given.
     """
     made = emitted_config(plan, PLAN_FILE, config, workload.wire_dtype, workload.zero_stage)
-    made["ebbtide"] = {"plan": PLAN_FILE}
     return {"deepspeed": made, "command": command(workload), "trainer": TRAINER}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -173,7 +174,8 @@ def _emit(path: str, found: Plan, plan_file: str, trained: Trained) -> None:
     from tuner.emitted_config import emitted_config, write_config
 
     work = trained.workload
-    config = emitted_config(found, plan_file, trained.config, work.wire_dtype, work.zero_stage)
+    plan_path = str(Path(plan_file).resolve())  # a script may run in any folder
+    config = emitted_config(found, plan_path, trained.config, work.wire_dtype, work.zero_stage)
     with written("--emit-deepspeed", path):
         write_config(config, path)
 

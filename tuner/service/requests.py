@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
+from simulator.estimates.architecture import KEYS, language_model
 from simulator.estimates.launchers import Launcher
 from simulator.machine import Machine
 from simulator.plan import Plan
@@ -344,10 +346,8 @@ def check_model(config: dict[str, Any]) -> None:
     Raises:
         ValueError: so many layers or experts that nobody has built it.
     """
-    text = config.get("text_config")
-    parts = [config, *([text] if isinstance(text, dict) else [])]
-    layers = max(_largest(p, "num_hidden_layers", "n_layer", "layers", "num_layers") for p in parts)
-    experts = max(_largest(p, "num_local_experts", "num_experts", "experts") for p in parts)
+    text = language_model(config)
+    layers, experts = (_largest(text, *KEYS[name]) for name in ("layers", "experts"))
     if layers > MOST_LAYERS or layers * (10 + 3 * experts) > MOST_BLOCKS:
         raise ValueError(
             f"model must have at most {MOST_LAYERS} layers and {MOST_BLOCKS} matrices here, but "
@@ -355,5 +355,5 @@ def check_model(config: dict[str, Any]) -> None:
         )
 
 
-def _largest(config: dict[str, Any], *names: str) -> int:
+def _largest(config: Mapping[str, Any], *names: str) -> int:
     return max([n for name in names if isinstance(n := config.get(name), int)], default=0)
