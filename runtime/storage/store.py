@@ -64,6 +64,7 @@ class ExtentStore:
         self._nonce, self._keep, self._deadline_s = nonce, keep, deadline_s
         self._verify_reads = verify_reads
         self._condition = threading.Condition()
+        self._committing = threading.Lock()  # one at a time: a manifest names all kept steps
         self._subgroups = {
             s: _Subgroup([None] * layout.extents, [""] * layout.extents) for s in layout.sizes
         }
@@ -312,7 +313,8 @@ class ExtentStore:
 
     def commit(self, version: int, step: int, data: str = "") -> StepRecord:
         """Makes an announced version durable: when this returns it survives a power loss, and the
-        oldest kept step's extents are free. Waits for the version's writes; on a thread that may.
+        oldest kept step's extents are free. Waits for the version's writes and for the commit
+        before; on a thread that may.
 
         Args:
             step: the name under which it can be restored; higher than all before.
@@ -321,24 +323,25 @@ class ExtentStore:
         Raises:
             StorageError: a write or a sync failed; the steps before are intact.
         """
-        before = [s for s in self._steps if s.step not in self._passed_over]
-        if before and step <= before[0].step:
-            raise StorageError(f"steps must count up, but got {step} after {before[0].step}")
-        try:
-            record = StepRecord(step=step, extents=self._written(version), data=data)
-            for file in self._files:
-                file.sync()
-            steps = [record, *before]
-            self._folders.commit(self._nonce, steps[: self._keep])
-        except BaseException as error:
-            self._fail(error)
-            raise
-        with self._condition:
-            self._steps = steps[: self._keep]
-            self._passed_over = set()
-            self._announced.discard(version)
-            self._notify()
-        return record
+        with self._committing:
+            before = [s for s in self._steps if s.step not in self._passed_over]
+            if before and step <= before[0].step:
+                raise StorageError(f"steps must count up, but got {step} after {before[0].step}")
+            try:
+                record = StepRecord(step=step, extents=self._written(version), data=data)
+                for file in self._files:
+                    file.sync()
+                steps = [record, *before][: self._keep]
+                self._folders.commit(self._nonce, steps)
+            except BaseException as error:
+                self._fail(error)
+                raise
+            with self._condition:
+                self._steps = steps
+                self._passed_over = set()
+                self._announced.discard(version)
+                self._notify()
+            return record
 
     def _written(self, version: int) -> list[ExtentRecord]:
         """Which extents hold the version, once all do."""

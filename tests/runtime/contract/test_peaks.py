@@ -85,6 +85,8 @@ def test_offloaded_states_give_the_device_back_and_no_bit_differs(stage):
     engine.offload_states(include=None if stage == 3 else [OffloadStateTypeEnum.lp_params])
     engine.offload_states()  # nothing more to do
     assert on_device(engine, device) == 0
+    gone = {state.parameter_home for state in engine.optimizer._ebbtide.executor.states}
+    assert gone == {"host" if stage == 3 else "device"}
     more, more_norms = train(engine, 2, first=2)
     losses, norms = losses + more, norms + more_norms
     engine.reload_states()

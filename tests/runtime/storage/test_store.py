@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from runtime.checkpoint.files import Files
 from runtime.storage.errors import DamagedError, StorageError
 from runtime.storage.layout import Layout, needed_bytes, padded
 from tests.runtime.storage.conftest import (
@@ -245,3 +246,35 @@ def test_every_read_is_checked_where_it_is_asked_for(stores):
     with pytest.raises(DamagedError, match="subgroup 1"):
         read(store, 1)
     assert equal(read(store, 0), state(0, 1))
+
+
+class Paused(Files):
+    """The first commit stands still before its manifest, until it is let go."""
+
+    def __init__(self):
+        self.there, self.go, self.synced = threading.Event(), threading.Event(), 0
+
+    def point(self, name):
+        self.synced += name == "extents_synced"
+        if name == "extents_synced" and self.synced == 1:
+            self.there.set()
+            self.go.wait(20)
+
+
+def test_commits_come_one_after_the_other(stores):
+    """Else the manifest of the older step, written last, would undo the newer one."""
+    files = Paused()
+    store, threads = stores.open((1.0,), keep=2, files=files), []
+    for number in (1, 2):
+        store.announce(number)
+        write_all(store, number)
+        threads.append(threading.Thread(target=store.commit, args=(number, number)))
+        threads[-1].start()
+        assert files.there.wait(20)
+    threads[1].join(0.3)  # time to overtake
+    files.go.set()
+    for thread in threads:
+        thread.join(20)
+    assert [record.step for record in store.steps] == [2, 1]
+    store.close()
+    assert [record.step for record in stores.open((1.0,), keep=2).steps] == [2, 1]
