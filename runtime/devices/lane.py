@@ -156,6 +156,7 @@ class Lane:
             self._error = error
         while (work := self._queue.get()) is not None:
             work()
+            del work  # with the tensors that it copied: the next one may be long in coming
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Ends the thread after what is queued."""
