@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -97,6 +97,17 @@ class Device:
     def training_streams(self) -> list[Any]:
         """Streams that a reader of parameters may be on; empty: the calling thread itself."""
         return []
+
+    def training_waits(self, ends: Iterable[Completion]) -> None:
+        """Makes the training streams wait for ``ends``; without any, the calling thread.
+
+        Raises:
+            BackgroundError: one of them failed.
+        """
+        streams = self.training_streams() or [None]
+        for end in ends:
+            for stream in streams:
+                end.wait_on(stream)
 
     def host_update(self, elements: int) -> AbstractContextManager[None]:
         """Entered around the host kernel's update of so many parameters."""

@@ -353,11 +353,7 @@ class Executor:
         """
         if not self.busy:
             return  # the rest of the iteration reads without a word to the device
-        for subgroup in subgroups:
-            completion = self._previous[self._published[subgroup]]
-            streams = self.device.training_streams()
-            for stream in streams or [None]:
-                completion.wait_on(stream)
+        self.device.training_waits(self._previous[self._published[s]] for s in subgroups)
 
     def updates_of(self, subgroups: Iterable[int]) -> list[Completion]:
         """What has to end before these subgroups' parameters are new; empty: they are."""

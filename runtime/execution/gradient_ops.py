@@ -88,8 +88,7 @@ class GradientOps:
         completion = self._submit(
             item, base.nbytes, lambda: self._device.fetch_sum(total, base, gradient, stream)
         )
-        for waiting in self._device.training_streams() or [None]:
-            completion.wait_on(waiting)
+        self._device.training_waits([completion])
         return total
 
     def _submit(self, item: GradientOp, size_bytes: int, copy: Callable[[], None]) -> Completion:

@@ -85,6 +85,7 @@ class GradientHomes:
         self._on_host = [there or unified for there in on_host]
         self._spares: dict[int, torch.Tensor] = {}  # by subgroup, host memory
         self._turned = set[int]()  # subgroups whose home and spare changed places in this window
+        self._open = False  # a gradient has arrived since the window was closed
 
     # -- arriving ----------------------------------------------------------------------------
 
@@ -105,6 +106,7 @@ class GradientHomes:
             first: first micro-batch of the window, which replaces; later ones are added.
             alone: DeepSpeed does not take this gradient into its sum of micro-batches.
         """
+        self._open = True
         if not boundary and not piece.begun:
             self._keep_previous(piece)
         if alone and piece.summed and piece.apart is None:
@@ -244,6 +246,15 @@ class GradientHomes:
         for piece in self.slices.values():
             piece.touched = piece.begun = piece.copied = False
         self._turned.clear()
+        self._open = False
+
+    def check_closed(self) -> None:
+        """Raises: RuntimeError: gradients have arrived that `close_window` does not know of."""
+        if self._open:
+            raise RuntimeError(
+                "homes.close_window() must be called behind a step's last gradient and before "
+                "session.update(), but was not"
+            )
 
     def _leftover(self, piece: ParameterSlice) -> torch.Tensor | None:
         """What DeepSpeed's fp32 gradient still holds of a parameter that this window's boundary

@@ -243,7 +243,12 @@ class Session:
         self.recorder.step_begins()
 
     def update(self, scale: float) -> None:
-        """Launches the updates; ``scale`` unscales and clips the gradients."""
+        """Launches the updates; ``scale`` unscales and clips the gradients.
+
+        Raises:
+            RuntimeError: the engine has not closed the window of its gradients.
+        """
+        self.homes.check_closed()
         self.homes.last_scale = scale
         self.homes.scale_kept(scale)
         steps = self.engine.hyperparameters()

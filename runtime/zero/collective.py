@@ -11,7 +11,7 @@ import torch
 from runtime.devices.lane import Completion
 from runtime.execution.executor import Executor
 from runtime.zero.checks import private
-from runtime.zero.fetches import Fetches, Partitions, wait_for
+from runtime.zero.fetches import Fetches, Partitions
 
 Gather = Callable[[list[Any]], private.Handle]
 
@@ -134,7 +134,7 @@ class _Ask:
             self._bring(params)
             copies = {p: self._copies.pop(p) for p in params if p in self._copies}
             for _, ends in copies.values():
-                wait_for(ends, self._executor.device)
+                self._executor.device.training_waits(ends)
             with private.partitions_at({p: tensor for p, (tensor, _) in copies.items()}):
                 handle = self._gather(params)
         self.handles |= dict.fromkeys(params, handle)

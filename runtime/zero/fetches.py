@@ -101,7 +101,7 @@ class Fetch:
         Raises:
             BackgroundError: an update or a copy has failed.
         """
-        wait_for(self._ends, self._device)
+        self._device.training_waits(self._ends)
         self._param.data = self._tensor.view(self._param.ds_shape)
         private.mark_available(self._param)
 
@@ -119,10 +119,3 @@ class Fetches:
         """For all of them."""
         for fetch in self._fetches.values():
             fetch.wait()
-
-
-def wait_for(ends: Iterable[Completion], device: Device) -> None:
-    """Makes the training streams, or without any the caller, wait for them."""
-    for end in ends:
-        for stream in device.training_streams() or [None]:
-            end.wait_on(stream)

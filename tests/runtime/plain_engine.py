@@ -1,0 +1,259 @@
+"""A training engine of plain torch under a plan: what `TrainingEngine` asks for, and no DeepSpeed.
+
+One rank, bf16 parameters, fp32 masters; gradients are summed in bf16 and clipped to a norm. Its
+update is torch's own AdamW, on the host and on the device that the tests emulate.
+"""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch.optim.adamw import adamw
+
+from runtime.checkpoint.files import Files
+from runtime.checkpoint.format.blocks import PlannedFile
+from runtime.checkpoint.format.memory import Slots
+from runtime.checkpoint.format.output import Pace
+from runtime.checkpoint.format.safe_load import load_file
+from runtime.checkpoint.format.skeleton import lay_out
+from runtime.checkpoint.live_state import LiveState
+from runtime.checkpoint.protocol.commit import Attempt, Commit
+from runtime.checkpoint.stream.job import Job
+from runtime.checkpoint.stream.persist import BlockWriter
+from runtime.devices.base import Device
+from runtime.devices.emulated import EmulatedDevice
+from runtime.execution.gradients import ParameterSlice
+from runtime.execution.session import Session
+from runtime.execution.subgroup_state import Buffers
+from runtime.kernels.rule import UpdateRule
+from simulator.plan import READY_BLOCKS, CheckpointPlan
+
+ADAMW = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+BLOCK_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class TorchStep:
+    """Step ``number``, from 1, as torch runs it on one tensor."""
+
+    kernel: ClassVar[str] = "torch"
+    number: int
+    variant: int = 0
+
+    def apply(self, state, parts, out):
+        master, first, second = state
+        gradient = torch.empty_like(master)
+        for start, end, part, scale in parts:
+            gradient[start:end].copy_(part).mul_(scale)
+        beta1, beta2 = ADAMW["betas"]
+        adamw(
+            [master], [gradient], [first], [second], [], [torch.tensor(self.number - 1.0)],
+            foreach=False, amsgrad=False, maximize=False, beta1=beta1, beta2=beta2,
+            lr=ADAMW["lr"], weight_decay=ADAMW["weight_decay"], eps=ADAMW["eps"],
+        )  # fmt: skip
+        out.copy_(master)
+
+
+class TorchAdamW(UpdateRule):
+    name, moments, stock, types, trials = "torch", ("exp_avg", "exp_avg_sq"), "", (), ()
+
+    def update(self, state, parts, out, step, threads):
+        step.apply(state, parts, out)
+
+    def step(self, group, number):
+        return TorchStep(number)
+
+    def stock_arguments(self, group):
+        raise NotImplementedError("no op of DeepSpeed's has these bits")
+
+
+class _TorchKernel:
+    def update(self, state, grad, out, step, scale, tail, stream):
+        step.apply(state, [(0, grad.numel(), grad, scale)], out)
+
+
+class UnifiedTorch(_TorchKernel, Device):
+    """The host itself as the device."""
+
+
+class EmulatedTorch(_TorchKernel, EmulatedDevice):
+    """Real copies to other memory, torch's update there."""
+
+
+def cut(params, size):
+    """Whole parameters in a row, up to ``size`` elements in each subgroup, one at the least."""
+    groups = [[]]
+    for param in params:
+        if groups[-1] and sum(p.numel() for p in groups[-1]) + param.numel() > size:
+            groups.append([])
+        groups[-1].append(param)
+    return groups
+
+
+class PlainEngine:
+    """A `runtime.execution.session.TrainingEngine` for a module of bf16 parameters."""
+
+    shares_state = False
+    overlaps_forward = True
+
+    def __init__(self, model, plan, device, *, clip: float | None = None, accumulation: int = 1):
+        self.model, self.clip, self.accumulation = model, clip, accumulation
+        self.groups = cut(list(model.parameters()), plan.subgroup_size)
+        self.steps = self.micro = 0
+        self.norms: dict[int, torch.Tensor] = {}
+        self.rule, self.live = TorchAdamW(), LiveState()
+        self.home = {id(p): i for i, group in enumerate(self.groups) for p in group}
+        self.session = Session(self, plan, device)
+        self.live.register_all({i: self.saved_state(i) for i in range(len(self.groups))})
+        self.session.executor.gate = self.live
+        self.gate_reads(self._await)
+        for number, param in enumerate(model.parameters()):
+            param.register_post_accumulate_grad_hook(lambda p, n=number: self._arrived(p, n))
+
+    def _await(self, params: Any) -> None:
+        self.session.executor.wait_parameters({self.home[id(p)] for p in params})
+
+    def _arrived(self, param, number):
+        piece = self.session.homes.slices[number]
+        boundary = self.micro == self.accumulation - 1
+        total = self.session.homes.accept(
+            piece, param.grad.flatten(), first=self.micro == 0, boundary=boundary
+        )
+        if boundary:
+            self.norms[number] = torch.linalg.vector_norm(total.float())
+        param.grad = None
+
+    def backward(self, loss):
+        if self.micro == self.accumulation - 1:
+            self.session.executor.prefetch()
+        loss.backward()
+        self.micro += 1
+
+    def close_window(self):
+        self.session.homes.close_window()
+
+    def step(self):
+        self.session.begin_step()
+        self.close_window()
+        norm = torch.linalg.vector_norm(torch.stack([self.norms[n] for n in sorted(self.norms)]))
+        limit = float("inf") if self.clip is None else self.clip
+        self.session.update(min(1.0, float(limit / (norm + 1e-6))))
+        if not self.session.plan.overlap_forward:
+            self.session.executor.wait_all()
+        self.session.recorder.step_ends()
+        self.micro = 0
+        self.session.stepped()
+
+    def save(self, folder: Path, tag: str, bytes_per_s: float | None = None) -> Job:
+        """Written while training goes on; the job tells when it is committed."""
+        self.publish()
+        attempt = Attempt(folder, tag, uuid.uuid4().hex, self.steps, rank=0, world_size=1)
+        state = [self.saved_state(i) for i in range(len(self.groups))]
+        layout = lay_out({"steps": self.steps, "state": state}, self.live, stream_device=True)
+        files, plan = Files(), CheckpointPlan()
+        commit = Commit(attempt, files, plan.deadline_s)
+        commit.begin()
+        writer = BlockWriter(
+            attempt.staging, [PlannedFile(Path("state.pt"), layout)], files,
+            Slots(2, BLOCK_BYTES), Slots(plan.writers + READY_BLOCKS, BLOCK_BYTES),
+            Pace(bytes_per_s), writers=plan.writers,
+            progress_deadline_s=plan.deadline_s, turns=self.live.turns,
+        )  # fmt: skip
+        job = Job(attempt, commit, writer, self.live, files, keep=0)
+        job.start()
+        return job
+
+    def load(self, checkpoint: Path) -> None:
+        self.publish()
+        page = load_file(checkpoint / "state.pt")
+        self.steps = page["steps"]
+        for state, saved in zip(self.session.executor.states, page["state"], strict=True):
+            for to, source in zip(state.state, saved, strict=True):
+                to.copy_(source)
+            state.wire.copy_(state.p)
+        self.session.executor.state_written(range(len(self.groups)))
+
+    # What the session asks.
+
+    def sizes(self):
+        return tuple(sum(p.numel() for p in group) for group in self.groups)
+
+    def wire_dtype(self):
+        return "bf16"
+
+    def parameter_home(self):
+        return "device"
+
+    def zero_stage(self):
+        return 3
+
+    def first_use(self):
+        return list(range(len(self.groups)))
+
+    def update_rule(self):
+        return self.rule
+
+    def slices(self):
+        pieces = {}
+        for subgroup, group in enumerate(self.groups):
+            offset = 0
+            for param in group:
+                pieces[len(pieces)] = ParameterSlice(subgroup, offset, param.numel(), real=True)
+                offset += param.numel()
+        return pieces
+
+    def prepare(self, device):
+        """Nothing is in one piece."""
+
+    def take(self, subgroup, now):
+        if now is not None:
+            return Buffers(now.state, now.gradient, now.wire, now.parameter_home)
+        wire = torch.cat([p.detach().flatten() for p in self.groups[subgroup]])
+        master = wire.float()
+        state = (master, torch.zeros_like(master), torch.zeros_like(master))
+        return Buffers(state, torch.zeros_like(wire), wire)
+
+    def adopt(self, state):
+        offset = 0
+        for param in self.groups[state.index]:
+            param.data = state.wire[offset : offset + param.numel()].view_as(param)
+            offset += param.numel()
+
+    def settle(self):
+        """Nothing is left behind."""
+
+    def hyperparameters(self):
+        self.steps += 1
+        return [self.rule.step({}, self.steps)] * len(self.groups)
+
+    def publish(self):
+        self.session.executor.wait_all()
+
+    def saved_state(self, subgroup):
+        return self.session.executor.states[subgroup].state
+
+    def gradient_bytes(self):
+        return 2
+
+    def micro_batches(self):
+        return self.accumulation
+
+    def clips(self):
+        return self.clip is not None
+
+    def gathers(self):
+        """Parameters are never partitioned."""
+
+    def gate_reads(self, wait):
+        hooks = [
+            module.register_forward_pre_hook(lambda m, _: wait(list(m.parameters(recurse=False))))
+            for module in self.model.modules()
+        ]
+        return lambda: [hook.remove() for hook in hooks]
+
+    def any_rank(self, flag):
+        return flag
