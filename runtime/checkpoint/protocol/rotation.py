@@ -354,7 +354,7 @@ def siblings(directory: Path) -> list[Path]:
 
 def holds_checkpoint(folder: Path) -> bool:
     """Whether deleting a folder deletes a checkpoint: ours or DeepSpeed's own."""
-    for depth in ("", "*/"):
+    for depth in ("", "[!.]*/"):  # notes come and go
         for name in (GLOBAL_NAME, "*_states.pt"):
             if next(folder.glob(depth + name), None) is not None:
                 return True

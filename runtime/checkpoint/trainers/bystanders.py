@@ -156,7 +156,9 @@ def _concerns(event: str, args: tuple[Any, ...], job: Job) -> bool:
     if event in _MOVES and target.is_relative_to(path):
         return True
     if job.placed and event not in _MOVES:
-        return False  # it stands under its name already
+        # It stands under its name already. But who lists the folder would find the note in it,
+        # which goes with the commit, and may stumble over it next (`Path.rglob`).
+        return event in _LISTS and path == folder
     if path.is_relative_to(target) or path == folder / "latest":
         return True
     return event in _LISTS and path == folder

@@ -89,6 +89,15 @@ def test_a_placed_one_is_read_while_it_is_made_durable(tmp_path):
     assert job.failure is None
 
 
+def test_what_is_listed_of_a_placed_one_is_there_afterwards(tmp_path):
+    gate, job = placed(tmp_path, "placed", lambda: None)
+    assert gate.reached.wait(30)
+    threading.Timer(0, gate.opened.set).start()
+    names = os.listdir(tmp_path / "checkpoint-20")
+    assert job.wait(30)
+    assert sorted(names) == sorted(os.listdir(tmp_path / "checkpoint-20"))
+
+
 def test_os_stat_is_itself_again_afterwards(tmp_path):
     before = os.stat
     gate = Gate("payload_fsynced")
