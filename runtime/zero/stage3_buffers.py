@@ -47,10 +47,11 @@ def repoint(optimizer: Any, master: torch.nn.Parameter, state: SubgroupState) ->
     master.data = state.p
     moments = zip(optimizer._rule.moments, state.moments, strict=True)
     optimizer.optimizer.state[master].update(moments)
-    views = private.gradient_partitions(optimizer)
-    for param in optimizer.fp16_groups[state.index]:
-        _, offset, elements = optimizer.grad_position[optimizer.get_param_id(param)]
-        views[param.ds_id] = state.gradient.narrow(0, offset, elements)
+    left = gradient_of(optimizer, state.index, state.elements)
+    _gradient_at(optimizer, state.index, state.gradient)
+    flat = optimizer.grad_partitions_flat_buffer.untyped_storage().data_ptr()
+    if left.data_ptr() != state.gradient.data_ptr() and left.untyped_storage().data_ptr() == flat:
+        _give_pages_back(left)
     wires = optimizer.__dict__["fp16_partitioned_groups_flat"]
     if wires[state.index] is None or wires[state.index].data_ptr() == state.wire.data_ptr():
         return False
@@ -72,22 +73,31 @@ def split_gradients(optimizer: Any, device: Device) -> None:
     go with each subgroup, so that it is not there twice.
     """
     flat = optimizer.grad_partitions_flat_buffer
-    views = private.gradient_partitions(optimizer)
     moved = False
-    for index, group in enumerate(optimizer.fp16_groups):
-        elements = optimizer.fp16_partitioned_groups_flat_numel[index]
+    for index, elements in enumerate(optimizer.fp16_partitioned_groups_flat_numel):
         stock = gradient_of(optimizer, index, int(elements))
         gradient = device.host_adopt(stock)
         if gradient.data_ptr() == stock.data_ptr():
             continue
         moved = True
-        for param in group:
-            _, offset, length = optimizer.grad_position[optimizer.get_param_id(param)]
-            views[param.ds_id] = gradient.narrow(0, offset, length)
-        if not stock.is_pinned():
-            discard(stock.data_ptr(), stock.nbytes)
+        _gradient_at(optimizer, index, gradient)
+        _give_pages_back(stock)
     if moved:
         optimizer.grad_partitions_flat_buffer = flat.new_empty(0)
+
+
+def _gradient_at(optimizer: Any, subgroup: int, gradient: torch.Tensor) -> None:
+    """The subgroup's views of gradients are parts of ``gradient`` from now on."""
+    views = private.gradient_partitions(optimizer)
+    for param in optimizer.fp16_groups[subgroup]:
+        _, offset, elements = optimizer.grad_position[optimizer.get_param_id(param)]
+        views[param.ds_id] = gradient.narrow(0, offset, elements)
+
+
+def _give_pages_back(part: torch.Tensor) -> None:
+    """Of DeepSpeed's flat buffer, which stays as long as any subgroup's gradient is in it."""
+    if part.device.type == "cpu" and not part.is_pinned():
+        discard(part.data_ptr(), part.nbytes)
 
 
 def hand_back(optimizer: Any) -> None:
@@ -110,14 +120,11 @@ def hand_back(optimizer: Any) -> None:
 
 def _join_gradients(optimizer: Any) -> None:
     """The inverse of `split_gradients`, wherever it and what followed have come to."""
-    views = private.gradient_partitions(optimizer)
     whole = [int(n) for n in optimizer.fp16_partitioned_groups_flat_numel]
     parts = [gradient_of(optimizer, i, n).cpu() for i, n in enumerate(whole)]
     flat = torch.cat(parts)
-    for group, part in zip(optimizer.fp16_groups, flat.split(whole), strict=True):
-        for param in group:
-            _, offset, elements = optimizer.grad_position[optimizer.get_param_id(param)]
-            views[param.ds_id] = part.narrow(0, offset, elements)
+    for subgroup, part in enumerate(flat.split(whole)):
+        _gradient_at(optimizer, subgroup, part)
     optimizer.grad_partitions_flat_buffer = flat
 
 
