@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
 import re
 import subprocess
 from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,9 @@ import torch
 
 from tests.runtime.evidence import ptx_to_cpp
 
-ARCHITECTURES = (80, 90, 100, 120)
+TRITON = tuple(map(int, version("triton").split(".")[:2])) if find_spec("triton") else (0, 0)
+# Triton 3.2 knows no Blackwell: its assembler ends at Hopper.
+ARCHITECTURES = (80, 90, 100, 120) if TRITON >= (3, 3) else (80, 90)
 BLOCK = 1024
 TRITONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 # Gradient and parameter on the device: what accumulates in 16 bits or in fp32, and kept gradients.
@@ -50,7 +55,6 @@ def compiled(form: Form, *, assembled: bool) -> dict[str, Any]:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.compiler import CUDABackend
-    from triton.compiler import ASTSource
 
     from runtime.kernels.device import KERNELS
 
@@ -61,17 +65,30 @@ def compiled(form: Form, *, assembled: bool) -> dict[str, Any]:
     signature = {n: types.get(n, "*fp32" if n.endswith("_ptr") else "fp32") for n in names}
     sixteens = [i for i, n in enumerate(names) if form.aligned and signature[n] in
                 ("*fp32", "*bf16", "*fp16", "i32")]  # fmt: skip
-    source = ASTSource(
-        fn=kernel, signature=signature,
-        constexprs={(names.index("VARIANT"),): form.variant, (names.index("BLOCK"),): BLOCK},
-        attrs={(i,): [["tt.divisibility", 16]] for i in sixteens},
-    )  # fmt: skip
+    source = _source(kernel, signature, {"VARIANT": form.variant, "BLOCK": BLOCK}, sixteens)
     target = GPUTarget("cuda", form.architecture, 32)
     with pytest.MonkeyPatch.context() as patch:
         if not assembled:  # half of the time
             patch.setattr(CUDABackend, "make_cubin", staticmethod(lambda *_: b""))
         made = triton.compile(source, target=target, options={"enable_fp_fusion": False})
     return dict(made.asm)
+
+
+def _source(
+    kernel: Any, signature: dict[str, str], constants: dict[str, int], sixteens: list[int]
+) -> Any:
+    """``sixteens``: places of the arguments that are multiples of 16."""
+    from triton.compiler import ASTSource
+
+    if "constexprs" in inspect.signature(ASTSource).parameters:
+        at = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+        attrs = {(i,): [["tt.divisibility", 16]] for i in sixteens}
+        return ASTSource(fn=kernel, signature=signature, constexprs=at, attrs=attrs)
+    from triton.backends.compiler import AttrsDescriptor  # Triton 3.2
+
+    attrs = AttrsDescriptor.from_hints(dict.fromkeys(sixteens, 16))
+    types = {n: t for n, t in signature.items() if n not in constants}
+    return ASTSource(fn=kernel, signature=types, constants=constants, attrs=attrs)
 
 
 def library(functions: list[str], folder: Path) -> Any:
