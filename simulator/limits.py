@@ -1,9 +1,9 @@
-"""What one rank may take of device and host memory, and whether something fits."""
+"""What one rank may take of each memory, and whether something fits."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from simulator.machine import Machine
@@ -13,6 +13,7 @@ from simulator.workload import Workload
 UNKNOWN_MARGIN = 0.05  # left free where no profile says how much the peaks vary
 LEAST_MARGIN = 0.02  # of a memory: what an allocator cannot use
 SOLD_AS = 0.05  # more than a memory holds people still mean all of it: "24 GB" are 23.6 GiB
+PADDING = 0.01  # of storage: extents are padded to whole sectors, and manifests lie beside them
 SIGMAS = 3.0  # of the profiled steps' peaks
 GIB, MIB = 2**30, 2**20
 _NAMES: Mapping[Memory, str] = {
@@ -34,6 +35,8 @@ class Peaks(Protocol):
     def device_peak_bytes(self) -> int: ...
     @property
     def host_peak_bytes(self) -> int: ...
+    @property
+    def storage_bytes(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -43,12 +46,15 @@ class Limits:
     Attributes:
         explained: how large the margins are, and why.
         unified: device memory is host memory, so that both peaks together must fit into the host's.
+        storage_bytes: what state may take there. None: nobody said; no plan is searched that
+            stores any, and stock is not held to it.
     """
 
     device_bytes: int
     host_bytes: int
     explained: tuple[str, ...] = ()
     unified: bool = False
+    storage_bytes: int | None = None
 
     @classmethod
     def of(
@@ -58,16 +64,20 @@ class Limits:
         device_memory_bytes: int | None = None,
         host_memory_bytes: int | None = None,
         margin: float | None = None,
+        storage_bytes: int | None = None,
     ) -> Limits:
         """The machine's memory, or what is given.
 
         Args:
             margin: share of each memory that stays free; None: from the spread of the profiled
                 steps' peaks (`Workload.memory_peaks`).
+            storage_bytes: for state on storage, of all ranks of a node.
 
         Raises:
             ValueError: a limit is not positive, or a margin not a share.
         """
+        if storage_bytes is not None and storage_bytes <= 0:
+            raise ValueError(f"storage_bytes (--storage) must be > 0, but got {storage_bytes}")
         asked: dict[Memory, int | None] = {"device": device_memory_bytes, "host": host_memory_bytes}
         for memory, name in _NAMES.items():
             value = asked[memory]
@@ -108,27 +118,41 @@ class Limits:
             max(0, int(available["host"] - left["host"][0])),
             tuple(explained),
             machine.unified_memory,
-        )
+            None if storage_bytes is None
+            else int(storage_bytes * (1 - PADDING)) // workload.ranks_per_node,
+        )  # fmt: skip
 
     @property
     def total_bytes(self) -> int:
-        """Of both memories, which may be one."""
-        return self.host_bytes + (0 if self.unified else self.device_bytes)
+        """Of both memories, which may be one, and of storage."""
+        memory = self.host_bytes + (0 if self.unified else self.device_bytes)
+        return memory + (self.storage_bytes or 0)
 
-    def missing(self, device_bytes: int, host_bytes: int) -> dict[str, int]:
+    @property
+    def in_memory(self) -> Limits:
+        """The same for plans that store nothing."""
+        return replace(self, storage_bytes=None)
+
+    def missing(self, device_bytes: int, host_bytes: int, storage_bytes: int = 0) -> dict[str, int]:
         """Bytes by which peaks exceed each memory; empty: they fit. Nothing else says what fits."""
-        over = {"GPU": device_bytes - self.device_bytes, "host": host_bytes - self.host_bytes}
+        over = {"GPU memory": device_bytes - self.device_bytes,
+                "host memory": host_bytes - self.host_bytes}  # fmt: skip
         if self.unified:
-            over = {"host": device_bytes + host_bytes - self.host_bytes}
+            over = {"host memory": device_bytes + host_bytes - self.host_bytes}
+        if self.storage_bytes is not None:
+            over["storage"] = storage_bytes - self.storage_bytes
         return {name: lacking for name, lacking in over.items() if lacking > 0}
 
-    def hold(self, device_bytes: int, host_bytes: int) -> bool:
+    def hold(self, device_bytes: int, host_bytes: int, storage_bytes: int = 0) -> bool:
         """Whether peaks stay within the limits."""
-        return not self.missing(device_bytes, host_bytes)
+        return not self.missing(device_bytes, host_bytes, storage_bytes)
 
     def missing_bytes(self, peaks: Peaks) -> int:
         """Of all memories together."""
-        return sum(self.missing(peaks.device_peak_bytes, peaks.host_peak_bytes).values())
+        return sum(self._lacking(peaks).values())
+
+    def _lacking(self, peaks: Peaks) -> dict[str, int]:
+        return self.missing(peaks.device_peak_bytes, peaks.host_peak_bytes, peaks.storage_bytes)
 
     def spare_host_bytes(self, peaks: Peaks) -> int:
         """Host memory that is left beside peaks: for what checkpoints reserve."""
@@ -137,8 +161,8 @@ class Limits:
 
     def shortfall(self, peaks: Peaks) -> str:
         """What is missing, for people; empty where the peaks fit."""
-        lacking = self.missing(peaks.device_peak_bytes, peaks.host_peak_bytes)
-        return " and ".join(f"needs {size(n)} more {name} memory" for name, n in lacking.items())
+        lacking = self._lacking(peaks)
+        return " and ".join(f"needs {size(n)} more {name}" for name, n in lacking.items())
 
 
 def _margin_bytes(

@@ -13,6 +13,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from simulator.quantity import Quantity
+from simulator.storage import StorageRates
 
 SCHEMA_VERSION = 1
 DeviceKind = Literal["cuda", "emulated"]
@@ -92,6 +93,8 @@ class Machine(BaseModel):
         duplex_factor: (bytes/s of both directions at once) / (h2d + d2h alone); 1 is full duplex.
         storage_duplex_factor: likewise of storage: (bytes/s read and written at once) / (read +
             write alone). None: not measured, taken as 1.
+        drives: by directory, what was measured there for state that is stored; the rates of storage
+            above are those of where checkpoints go.
         device_shares_host_cores: forward and backward run on the host's cores (no GPU).
         dram_bytes_per_s: what a triad loop reaches on the node, reads plus writes.
         rank_shares: by number of ranks that worked at once, what each had of the rate alone, by
@@ -157,6 +160,7 @@ class Machine(BaseModel):
     storage_write_bytes_per_s: Quantity
     storage_read_bytes_per_s: Quantity | None = None
     storage_duplex_factor: Quantity | None = None
+    drives: dict[str, StorageRates] = Field(default_factory=dict)
     storage_fsync_s: float = Field(1e-3, ge=0)
     writer_s_per_byte: Quantity | None = None
     save_s_per_tensor: Quantity | None = None
@@ -326,6 +330,27 @@ class Machine(BaseModel):
         for name, value in rates.items():
             changes[name] = self._changed(name, value)
         return Machine.model_validate({**self.model_dump(), **changes})
+
+    def storage_of(self, directory: str) -> StorageRates:
+        """What was measured there, or where nothing was, the machine's own rates of storage."""
+        if directory in self.drives:
+            return self.drives[directory]
+        write, both = self.storage_write_bytes_per_s, self.storage_duplex_factor
+        return StorageRates(
+            write_bytes_per_s=write, read_bytes_per_s=self.storage_read_bytes_per_s or write,
+            duplex_factor=both or Quantity.exact(1.0),
+        )  # fmt: skip
+
+    def storing_in(self, directories: Sequence[str]) -> Machine:
+        """This machine with the storage of these directories, by which state is shared out."""
+        together = StorageRates.together({name: self.storage_of(name) for name in directories})
+        return self.model_copy(
+            update={
+                "storage_write_bytes_per_s": together.write_bytes_per_s,
+                "storage_read_bytes_per_s": together.read_bytes_per_s,
+                "storage_duplex_factor": together.duplex_factor,
+            }
+        )
 
     def _changed(self, name: str, value: float) -> Any:
         if name not in CHANGEABLE:

@@ -127,6 +127,7 @@ class Prediction(BaseModel):
     loop_s: float = Field(0.0, ge=0, description="outside forward, backward and step")
     device_peak_bytes: int = Field(0, ge=0)
     host_peak_bytes: int = Field(0, ge=0)
+    storage_bytes: int = Field(0, ge=0, description="of stored state, both extents")
     stall_s: float = Field(0.0, ge=0, description="per checkpoint")
     lower_bound_s: float = Field(0.0, ge=0)
     note: str = ""
@@ -149,6 +150,8 @@ class Plan(BaseModel):
         host_slots: host buffers for the state of ``stored`` subgroups on its way from storage and
             back; that many are read before the norm is known.
         storage_dir: the folder on whose storage ``stored`` state lives; each rank has a file there.
+        storage_shares: several such folders in the place of ``storage_dir``, and how much of each
+            subgroup's state lies in each, in any unit: their bandwidths.
         threads: of the host update; 0 lets the runtime choose (all cores but one on CUDA).
         overlap_forward: `step()` returns while updates still run.
     """
@@ -168,6 +171,7 @@ class Plan(BaseModel):
     prefetch: int = Field(0, ge=0)
     host_slots: int = Field(HOST_SLOTS, ge=0)
     storage_dir: str | None = None
+    storage_shares: dict[str, float] = Field(default_factory=dict)
     threads: int = Field(0, ge=0)
     overlap_forward: bool = True
     checkpoint: CheckpointPlan = CheckpointPlan()
@@ -218,9 +222,21 @@ class Plan(BaseModel):
                 "plan.placement must cover every subgroup of plan.subgroups once, but got "
                 f"{self.subgroup_count} placements for {len(self.subgroups)} subgroups"
             )
+        self._check_folders()
         self._check_homes()
         issue_order(self.placements, self.order)
         return self
+
+    def _check_folders(self) -> None:
+        if self.storage_dir is not None and self.storage_shares:
+            raise ValueError(
+                "plan.storage_dir must be absent where plan.storage_shares names the folders, but "
+                f"got {self.storage_dir!r} and {list(self.storage_shares)}"
+            )
+        if any(share <= 0 for share in self.storage_shares.values()):
+            raise ValueError(
+                f"plan.storage_shares must be greater than 0, but got {self.storage_shares}"
+            )
 
     def _check_homes(self) -> None:
         covered = sum(run.count for run in self.parameter_home)
@@ -241,6 +257,8 @@ class Plan(BaseModel):
         if not self.stores:
             fields.pop("host_slots", None)
             fields.pop("storage_dir", None)
+        if not self.stores or not self.storage_shares:
+            fields.pop("storage_shares", None)
         return fields
 
     @property
@@ -282,6 +300,11 @@ class Plan(BaseModel):
     def stores(self) -> bool:
         """Some state lives on storage."""
         return any(RECIPES[run.placement].state == "storage" for run in self.placement)
+
+    @property
+    def drives(self) -> dict[str, float]:
+        """The folders of stored state and their weights, in their order; empty: none is named."""
+        return self.storage_shares or ({self.storage_dir: 1.0} if self.storage_dir else {})
 
     @property
     def subgroup_count(self) -> int:

@@ -133,6 +133,7 @@ class Schedule:
     strategy: str = "ebbtide"
     device_base_bytes: int = 0
     host_base_bytes: int = 0
+    storage_bytes: int = 0
 
     def __post_init__(self) -> None:
         for position, op in enumerate(self.ops):

@@ -46,12 +46,14 @@ class Timeline:
         spans: every op's start and end.
         source: ``predicted`` by the simulator or ``measured`` by the runtime.
         memory: device and host memory over time; empty if unknown.
+        storage_bytes: that state takes on storage.
     """
 
     spans: tuple[Span, ...]
     source: Literal["predicted", "measured"]
     memory: tuple[MemorySample, ...] = ()
     strategy: str = "ebbtide"
+    storage_bytes: int = 0
 
     @property
     def makespan_s(self) -> float:

@@ -27,7 +27,7 @@ def check_plan(
             f"the first without a partner; plan for sub_group_size {sub_group_size}"
         )
     check_homes(plan, zero_stage)
-    if plan.stores and not plan.storage_dir:
+    if plan.stores and not plan.drives:
         raise PlanError(
             "plan.storage_dir must name a folder where a subgroup has placement 'stored', but got "
             f"{plan.storage_dir!r}: set it in the plan"

@@ -28,20 +28,21 @@ def stored_sizes(plan: Plan, sizes: tuple[int, ...]) -> dict[int, int]:
 
 
 def open_store(plan: Plan, stored: Mapping[int, int], tensors: int) -> ExtentStore | None:
-    """This rank's store in the plan's folder; None: the plan stores nothing.
+    """This rank's store in the plan's folders; None: the plan stores nothing.
 
     Args:
         tensors: of a subgroup's state.
 
     Raises:
-        StorageError: the folder is another run's, or has no room.
+        StorageError: a folder is another run's, or has no room.
     """
     if not stored:
         return None
-    assert plan.storage_dir is not None  # `check_plan` has seen to it
+    assert plan.drives  # `check_plan` has seen to it
     sizes = {subgroup: [FP32_BYTES * n] * tensors for subgroup, n in stored.items()}
+    drives = [Drive(Path(folder), weight) for folder, weight in plan.drives.items()]
     return ExtentStore.open(
-        [Drive(Path(plan.storage_dir))], sizes, rank=int(os.environ.get("RANK") or 0),
+        drives, sizes, rank=int(os.environ.get("RANK") or 0),
         world_size=int(os.environ.get("WORLD_SIZE") or 1),
     )  # fmt: skip
 

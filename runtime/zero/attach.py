@@ -88,7 +88,7 @@ def initialize(
     storage = stored_at(config)
     config = for_a_plan(config)
     if isinstance(plan, Plan):
-        if storage is not None and plan.storage_dir is None:
+        if storage is not None and not plan.drives:
             plan = plan.model_copy(update={"storage_dir": str(storage)})
         zero = config["zero_optimization"]
         zero["sub_group_size"] = plan.subgroup_size

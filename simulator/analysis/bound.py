@@ -52,6 +52,7 @@ class Bound:
 def bound(
     workload: Workload, machine: Machine, device_bytes: float | None = None,
     homes: Sequence[Memory] | None = (), host_bytes: float | None = None,
+    storage_bytes: float | None = None,
 ) -> Bound:  # fmt: skip
     """The bound for every plan that stays within so much memory.
 
@@ -63,25 +64,26 @@ def bound(
     Args:
         device_bytes: the limit on device memory; None: the machine's.
         homes: of the subgroups' 16-bit parameters; empty: all on the device; None: anywhere.
-        host_bytes: the limit on host memory; None: there is enough.
+        host_bytes, storage_bytes: the limits on host memory and storage; None: there is enough.
 
     Raises:
         ValueError: not even the workload alone fits into the device's memory.
     """
-    fluid = fluid_bound(workload, machine, device_bytes, homes, host_bytes)
-    return tightened(fluid, workload, machine, device_bytes, homes, host_bytes)
+    some = (workload, machine, device_bytes, homes, host_bytes, storage_bytes)
+    return tightened(fluid_bound(*some), *some)
 
 
 def fluid_bound(
     workload: Workload, machine: Machine, device_bytes: float | None = None,
     homes: Sequence[Memory] | None = (), host_bytes: float | None = None,
+    storage_bytes: float | None = None,
 ) -> Bound:  # fmt: skip
     """`bound` as if parameters were a fluid: no tighter, and there in milliseconds.
 
     Raises:
         ValueError: not even the workload alone fits into the device's memory.
     """
-    problem = _Problem(workload, machine, device_bytes, homes, host_bytes, pieces=1)
+    problem = _Problem(workload, machine, device_bytes, homes, host_bytes, storage_bytes, pieces=1)
     window = problem.window(None, fewest=0)
     solved = window.rows.lowest(window.seconds)
     if solved is None:
@@ -97,13 +99,15 @@ def fluid_bound(
 def tightened(
     fluid: Bound, workload: Workload, machine: Machine, device_bytes: float | None = None,
     homes: Sequence[Memory] | None = (), host_bytes: float | None = None,
+    storage_bytes: float | None = None,
 ) -> Bound:  # fmt: skip
     """`bound`, where `fluid_bound` is known."""
     if machine.unified_memory:
         return fluid
     count, sizes = len(workload.subgroups), len(set(workload.subgroups))
     pieces = count if count <= EACH else max(FEWEST_BLOCKS, BLOCKS // sizes)
-    problem = _Problem(workload, machine, device_bytes, homes, host_bytes, pieces)
+    room = (device_bytes, homes, host_bytes, storage_bytes)
+    problem = _Problem(workload, machine, *room, pieces=pieces)
     return problem.tightened(fluid, _nodes(count))
 
 
@@ -118,7 +122,7 @@ class NumberedBounds:
 
     def __init__(self, workload: Workload, machine: Machine, device_bytes: float) -> None:
         count = len(workload.subgroups)
-        self._problem = _Problem(workload, machine, device_bytes, (), None, pieces=count)
+        self._problem = _Problem(workload, machine, device_bytes, (), None, None, pieces=count)
 
     def iteration_s(self, numbers: Numbers, slots: int | None) -> float:
         """``inf`` where they do not fit; ``slots`` None: any number."""
@@ -136,15 +140,17 @@ class NumberedBounds:
 class _Problem:
     def __init__(
         self, workload: Workload, machine: Machine, device_bytes: float | None,
-        homes: Sequence[Memory] | None, host_bytes: float | None, pieces: int,
+        homes: Sequence[Memory] | None, host_bytes: float | None, storage_bytes: float | None,
+        pieces: int,
     ) -> None:  # fmt: skip
         everywhere: tuple[Memory, ...] = ("device",)
         where = () if homes is None else homes or everywhere * len(workload.subgroups)
         some = [way for way in ways() if not where or way[1] in where]
         most = max(Holding.of_workload(workload).per_param["host"]) * workload.params
         if host_bytes is None or most <= host_bytes:
-            # There is room: what is stored takes all that the host's takes, and more.
-            host_bytes = None
+            # There is room: what is stored takes all the time that the host's takes, and more.
+            host_bytes, storage_bytes = None, 0
+        if storage_bytes == 0:
             some = [way for way in some if recipe_of(*way).state != "storage"]
         self.model = Model(workload, machine, some, pieces, where)
         w = self.model.workload
@@ -154,6 +160,8 @@ class _Problem:
         self.room: dict[Memory, float] = {"device": there - taken}
         if host_bytes is not None:
             self.room["host"] = host_bytes
+        if storage_bytes:
+            self.room["storage"] = storage_bytes
 
     def window(self, slots: int | None, fewest: int, numbers: Sequence[float] = ()) -> Window:
         return Window(self.model, self.room, slots, fewest, numbers)

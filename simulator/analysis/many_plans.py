@@ -34,7 +34,7 @@ from simulator.workload import Workload
 
 COLUMNS = (
     "iteration_s", "forward_s", "backward_s", "step_s", "update_s", "makespan_s",
-    "device_peak_bytes", "host_peak_bytes", "loop_s",
+    "device_peak_bytes", "host_peak_bytes", "loop_s", "storage_bytes",
 )  # fmt: skip
 MOST_PROGRAMS = 64  # recordings that are kept: one for each set of parameter homes
 
@@ -133,6 +133,7 @@ class PlanSweep:
         base = max(0, self.workload.device_base_bytes - moved_out_bytes)
         row[kernel.DEVICE_PEAK] += base + held["device"]
         row[kernel.HOST_PEAK] += held["host"]
+        row[kernel.STORED] = held["storage"]
         return row
 
     def evaluate_plan(self, plan: Plan) -> Floats:

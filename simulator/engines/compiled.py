@@ -48,6 +48,7 @@ class SimResult:
     makespan_s: float
     device_peak_bytes: int
     host_peak_bytes: int
+    storage_bytes: int
     start_s: Floats = field(compare=False, repr=False)
     end_s: Floats = field(compare=False, repr=False)
 
@@ -125,6 +126,7 @@ def simulate_fast(schedule: Schedule | CompiledSchedule, machine: Machine) -> Si
     kernel.summarise(schedule.ops, start_s, end_s, schedule.schedule.iterations, summary)
     summary[kernel.DEVICE_PEAK] = peaks[0] + schedule.schedule.device_base_bytes
     summary[kernel.HOST_PEAK] = peaks[1] + schedule.schedule.host_base_bytes
+    summary[kernel.STORED] = schedule.schedule.storage_bytes
     return result(summary, start_s, end_s)
 
 
@@ -140,6 +142,7 @@ def result(summary: Floats, start_s: Floats, end_s: Floats) -> SimResult:
         makespan_s=float(summary[kernel.MAKESPAN_S]),
         device_peak_bytes=int(summary[kernel.DEVICE_PEAK]),
         host_peak_bytes=int(summary[kernel.HOST_PEAK]),
+        storage_bytes=int(summary[kernel.STORED]),
         start_s=start_s,
         end_s=end_s,
     )
@@ -179,4 +182,7 @@ def timeline(schedule: CompiledSchedule, simulated: SimResult) -> Timeline:
         )
     ]
     spans.sort(key=lambda s: (s.end_s, s.start_s))
-    return Timeline(tuple(spans), "predicted", strategy=schedule.schedule.strategy)
+    return Timeline(
+        tuple(spans), "predicted", strategy=schedule.schedule.strategy,
+        storage_bytes=schedule.schedule.storage_bytes,
+    )  # fmt: skip

@@ -297,9 +297,9 @@ def run(
 # Columns of a summary row.
 (
     ITERATION_S, FORWARD_S, BACKWARD_S, STEP_S, UPDATE_S, MAKESPAN_S, DEVICE_PEAK, HOST_PEAK,
-    LOOP_S,
-) = range(9)  # fmt: skip
-SUMMARY_COLUMNS = 9
+    LOOP_S, STORED,
+) = range(10)  # fmt: skip
+SUMMARY_COLUMNS = 10
 _FORWARD, _BACKWARD, _IDLE, _NORM, _STEP_END, _GRADIENT_PASS = (
     KINDS.index(kind)
     for kind in (

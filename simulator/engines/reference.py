@@ -158,6 +158,7 @@ class _Simulation:
             source="predicted",
             memory=tuple(self.memory),
             strategy=self.schedule.strategy,
+            storage_bytes=self.schedule.storage_bytes,
         )
 
     def _start_ready(self) -> None:

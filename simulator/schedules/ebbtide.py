@@ -97,6 +97,7 @@ class EbbtideLoop(PlannedLoop):
             strategy="ebbtide",
             device_base_bytes=held["device"],
             host_base_bytes=held["host"],
+            storage_bytes=held["storage"],
         )
 
     def gradient_reduced(self, subgroup: int, micro_batch: int, after: int) -> None:

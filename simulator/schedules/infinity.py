@@ -2,8 +2,8 @@
 
 DeepSpeed's ``offload_param``, ``offload_optimizer.device: nvme`` (Rajbhandari et al.,
 ZeRO-Infinity, SC 2021) and ``activation_checkpointing.cpu_checkpointing``. Simulated without a
-plan only. Under a plan parameters may live on the host too (`plan.parameter_home`); state on NVMe
-`runtime` refuses; activations it leaves to DeepSpeed, with stock's bits
+plan only. Under a plan parameters may live on the host too (`plan.parameter_home`), and state on
+storage (placement ``stored``); activations are left to DeepSpeed, with stock's bits
 (tests/runtime/contract/test_activation_offload.py), but no plan's times are predicted with them.
 """
 
@@ -76,6 +76,8 @@ class InfinityLoop(StockLoop):
             buffers = sets * max(self.sizes) * (self.state_bytes + FP32_BYTES)
             # The gradient's partition buffer stays; what is in fp32 goes to storage.
             host += buffers - w.params * (self.state_bytes + HOST_GRADIENT_BYTES - FP32_BYTES)
+            stored = w.params * (self.state_bytes + FP32_BYTES)
+            made = replace(made, storage_bytes=stored)
         return replace(made, device_base_bytes=device, host_base_bytes=host)
 
     # -- passes ------------------------------------------------------------------------------

@@ -160,6 +160,7 @@ MACHINE = {
     "storage_write_bytes_per_s": q(1e8),
     "storage_read_bytes_per_s": q(1e8),
     "storage_duplex_factor": q(0.5),
+    "drives": {"/nvme": {"write_bytes_per_s": q(1e9), "read_bytes_per_s": q(2e9)}},
     "storage_fsync_s": 1.0,
     "writer_s_per_byte": q(1e-7),
     "save_s_per_tensor": q(1e-2),
@@ -231,6 +232,7 @@ PLAN = {
     "prefetch": 1,
     "host_slots": 1,
     "storage_dir": "/local",
+    "storage_shares": {"/a": 1.0, "/b": 2.0},
     "threads": 0,
     "overlap_forward": False,
     "checkpoint": CheckpointPlan(interval_steps=7),
@@ -257,6 +259,7 @@ IN_TRAINING = {
     "staging_slots": "",
     "host_slots": "tests/runtime/contract/test_stored.py",
     "storage_dir": "tests/runtime/contract/test_stored.py",
+    "storage_shares": "tests/runtime/contract/test_stored.py",
 }
 CHECKPOINT = {
     "interval_steps": "tests/runtime/checkpoint", "mode": "tests/runtime/checkpoint",

@@ -49,6 +49,12 @@ def show_machine(machine: Machine, console: Console) -> None:
     for ranks, shares in machine.rank_shares.items():
         shares_text = ", ".join(f"{name} {q.median:.2f}" for name, q in shares.items())
         console.print(f"{ranks} ranks at once: each has of the rate alone {shares_text}")
+    for directory, drive in machine.drives.items():
+        console.print(
+            f"state in {directory}: {drive.read_bytes_per_s.median / 1e9:.2f} GB/s read, "
+            f"{drive.write_bytes_per_s.median / 1e9:.2f} written, each at "
+            f"{drive.duplex_factor.median:.0%} of that while both go", highlight=False,
+        )  # fmt: skip
     beside = [f"{name} {q.median:.2f}" for name, q in machine.contention.items()]
     others = [f"{name} {q.median:.3g}" for name, q in machine.other_rates.items()]
     facts = [f"{name} {text}" for name, text in (machine.facts | machine.versions).items()]
@@ -106,6 +112,7 @@ def show_plan(plan: Plan, console: Console) -> None:
     console.print(
         f"{plan.subgroup_count} subgroups: {placed}; {plan.staging_slots} staging slots, "
         f"{plan.prefetch} prefetched; overlap {'on' if plan.overlap_forward else 'off'}"
+        + (f"; {plan.host_slots} host slots" if plan.stores else "")
     )
     if plan.checkpoint.interval_steps:
         console.print(f"a checkpoint every {plan.checkpoint.interval_steps} steps")
@@ -128,12 +135,14 @@ def strategies(predictions: Iterable[Prediction]) -> Table:
     table = Table(title="predicted, per iteration")
     between, noted = any(p.loop_s for p in rows), any(p.note for p in rows)
     phases = ("iteration", "forward", "backward", "step", *(("loop",) if between else ()))
-    for column in ("strategy", *phases, "device", "host"):
+    memories = ("device", "host", *(("storage",) if any(p.storage_bytes for p in rows) else ()))
+    for column in ("strategy", *phases, *memories):
         table.add_column(column, justify="left" if column == "strategy" else "right")
     if noted:
         table.add_column("fits")
     for p in rows:
         times = [f"{getattr(p, f'{phase}_s') * 1e3:.1f} ms" for phase in phases]
-        memory = [f"{b / GIB:.1f} GiB" for b in (p.device_peak_bytes, p.host_peak_bytes)]
+        taken = (p.device_peak_bytes, p.host_peak_bytes, p.storage_bytes)[: len(memories)]
+        memory = [f"{b / GIB:.1f} GiB" for b in taken]
         table.add_row(p.strategy, *times, *memory, *([p.note or "yes"] if noted else []))
     return table

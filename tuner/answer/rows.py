@@ -58,7 +58,8 @@ class Row:
             strategy=self.label, iteration_s=seconds, iteration_low_s=seconds,
             iteration_high_s=seconds, **self.result.phases,
             device_peak_bytes=self.result.device_peak_bytes,
-            host_peak_bytes=self.result.host_peak_bytes, note=self.simulated.lacks,
+            host_peak_bytes=self.result.host_peak_bytes,
+            storage_bytes=self.result.storage_bytes, note=self.simulated.lacks,
         )  # fmt: skip
 
     def fields(self, stock_s: float, tokens: int | None) -> dict[str, Any]:
@@ -82,6 +83,7 @@ def figures(result: SimResult, tokens: int | None) -> dict[str, Any]:
         **result.phases,
         "device_peak_bytes": result.device_peak_bytes,
         "host_peak_bytes": result.host_peak_bytes,
+        "storage_bytes": result.storage_bytes,
         "tokens_per_s": tokens / result.iteration_s if tokens else None,
     }
 
@@ -122,12 +124,15 @@ def compare(
     return rows
 
 
-def stock_beside(workload: Workload, plan: Plan | None) -> tuple[str, dict[str, str]]:
+def stock_beside(workload: Workload, plan: Plan | None) -> tuple[str, dict[str, Any]]:
     """Stock's strategy and setting: its own way to the same room, where a plan keeps parameters in
-    host memory.
+    host memory or state on storage.
     """
-    if plan is not None and "host" in plan.parameter_homes:
-        return "zero_infinity", {"optimizer": "cpu", "parameters": "cpu"}
+    if plan is not None and ("host" in plan.parameter_homes or plan.stores):
+        away = "cpu" if "host" in plan.parameter_homes else "device"
+        if not plan.stores:
+            return "zero_infinity", {"optimizer": "cpu", "parameters": away}
+        return "zero_infinity", {"optimizer": "nvme", "parameters": away, "pipelined": True}
     return stock_offload(workload.zero_stage), {}
 
 

@@ -14,7 +14,7 @@ from random import Random
 from typing import Any
 
 from simulator.update.order import Direction, UpdateOrder
-from tuner.placements.moves import CHOICES, VISITING, Moved
+from tuner.placements.moves import AWAITED, PLACEMENTS, STORED, VISITING, Moved
 from tuner.placements.search import Candidate, Search
 
 CLOSE = 1.001  # times the bound: a better plan would not be worth the search
@@ -25,6 +25,7 @@ HEAT = 0.08  # of a mean subgroup's update on the host: the first temperature
 REORDERED = 3  # candidates
 LEAST_STARTS, MOST_STARTS, STARTS_TIMES_SUBGROUPS = 3, 8, 200
 MOST_SLOTS = 8
+HOST_SLOTS = [1, 2, 3, 4, 6, 8, 12, 16]  # that are tried
 DIRECTIONS: tuple[Direction, ...] = ("forward", "arrival")
 
 
@@ -68,7 +69,7 @@ def _starts(search: Search, most: int) -> list[Candidate]:
     known = [c for c, score in search.scores.items() if not math.isinf(score.iteration_s)]
     known.sort(key=lambda c: search.scores[c].iteration_s)
     slots = {c.staging_slots: c for c in reversed(known)}
-    numbers = {tuple(c.placements.count(p) for p in CHOICES): c for c in reversed(known)}
+    numbers = {tuple(c.placements.count(p) for p in PLACEMENTS): c for c in reversed(known)}
     by_score = (sorted(some.values(), key=known.index) for some in (slots, numbers))
     return list(dict.fromkeys(chain.from_iterable(by_score)))[:most]
 
@@ -87,7 +88,7 @@ def reorder(search: Search, evaluations: int) -> None:
 
 
 def options(search: Search) -> None:
-    """Slots, prefetch, threads and overlap of the best candidate, one after the other."""
+    """Slots, prefetch, threads, overlap and host slots of the best candidate, in turn."""
     best = search.best()
     most = max(1, min(MOST_SLOTS, sum(p in VISITING for p in best.placements)))
     values: dict[str, list[Any]] = {
@@ -95,6 +96,7 @@ def options(search: Search) -> None:
         "staging_slots": list(range(max(1, best.prefetch), most + 1)),
         "prefetch": list(range(most + 1)),
         "overlap_forward": [True, False],
+        "host_slots": HOST_SLOTS if not STORED.isdisjoint(best.placements) else [],
     }
     for name, some in values.items():
         best = search.best()
@@ -108,7 +110,10 @@ class _Walk:
 
     def __init__(self, search: Search, base: Candidate) -> None:
         self.search, self.base = search, base
-        self.state = Moved.of(base.placements, base.order, base.staging_slots, base.prefetch)
+        self.state = Moved.of(
+            base.placements, base.order, base.staging_slots, base.prefetch, search.choices,
+            base.host_slots,
+        )  # fmt: skip
         self.state_s = self.best_s = search.score(base).iteration_s
 
     def cool(self, heat_s: float, evaluations: int, floor_s: float, rng: Random) -> None:
@@ -121,7 +126,7 @@ class _Walk:
     def try_(self, tried: Moved, heat_s: float, rng: Random) -> None:
         codes, issue = tried.arrays()
         options = (tried.slots, tried.prefetch, self.base.threads, self.base.overlap_forward)
-        seconds = self.search.seconds(codes, *options, issue)
+        seconds = self.search.seconds(codes, *options, issue, tried.host_slots)
         worse_s = seconds - self.state_s
         if worse_s > 0 and (heat_s <= 0 or rng.random() >= math.exp(-worse_s / heat_s)):
             return
@@ -129,7 +134,7 @@ class _Walk:
         if seconds < self.best_s * (1 - BETTER):
             found = replace(
                 self.base, placements=tried.placements, order=tried.order,
-                staging_slots=tried.slots, prefetch=tried.prefetch,
+                staging_slots=tried.slots, prefetch=tried.prefetch, host_slots=tried.host_slots,
             )  # fmt: skip
             self.best_s = min(self.best_s, self.search.score(found).iteration_s)
 
@@ -143,5 +148,5 @@ def _named(candidate: Candidate) -> Iterator[UpdateOrder]:
     order = candidate.order or UpdateOrder()
     state = Moved.of(candidate.placements, order, 1, 0)
     for sequence in state.sequences:
-        sequence.sort(key=lambda s: candidate.placements[s] in VISITING)
+        sequence.sort(key=lambda s: candidate.placements[s] in AWAITED)
     yield state.order

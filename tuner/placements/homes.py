@@ -14,7 +14,7 @@ from simulator.machine import Machine
 from simulator.plan import ParameterHome
 from simulator.update.footprint import fetched_elements, moved_out
 from simulator.workload import Workload
-from tuner.placements.moves import HOME
+from tuner.placements.moves import HOME, STORED
 from tuner.placements.search import Search, evenly
 
 SHARES = (0.25, 0.5, 1.0)  # of the subgroups that could still leave: tried beside the fewest
@@ -38,13 +38,32 @@ def begun(
     whole: Search | None = None,
     tried: tuple[tuple[ParameterHome, ...], ...] = (),
 ) -> Search:
-    """The search whose guesses are best, by where parameters live.
+    """The search whose guesses are best, by where parameters live; state goes to storage only where
+    not all of it fits into memory.
 
     Args:
         freely: parameters may leave although plans fit with all of them on the device.
         whole: the search with all parameters on the device, to be begun.
         tried: further homes.
     """
+    some = limits if whole is not None else limits.in_memory
+    found = _at_home(workload, machine, some, seed, freely, whole, tried)
+    if some == limits or workload.zero_stage < 3 or (found.fits and not found.homes):
+        return found
+    spilled = _at_home(workload, machine, limits, seed, freely, None, tried)
+    return spilled if spilled.best_s < found.best_s or not found.fits else found
+
+
+def _at_home(
+    workload: Workload,
+    machine: Machine,
+    limits: Limits,
+    seed: int,
+    freely: bool,
+    whole: Search | None,
+    tried: tuple[tuple[ParameterHome, ...], ...],
+) -> Search:
+    """`begun`, with storage or without as the limits say."""
     whole = whole or Search(workload, machine, limits, seed)
     whole.guess()
     whole_s = whole.best_s
@@ -55,7 +74,7 @@ def begun(
     numbers = {fewest, *(fewest + round(share * (count - fewest)) for share in SHARES)} - {0}
     best, best_s = whole, whole.best_s
     for homes in dict.fromkeys([*tried, *(spaced(count, n) for n in sorted(numbers))]):
-        search = Search(workload, machine, limits, seed, whole.fixed, homes=homes)
+        search = Search(workload, machine, limits, seed, whole.fixed, homes, whole.storable)
         if search.floor_s < best_s:  # else no plan of it can be better
             search.guess()
         if search.best_s < best_s:
@@ -87,7 +106,9 @@ def quick_iteration_s(workload: Workload, machine: Machine, limits: Limits, seed
 
 
 def _fewest(search: Search, count: int) -> int:
-    """Subgroups that must leave so that all updates on the host fit; all, if even they do not."""
+    """Subgroups whose parameters must leave so that all updates on the host fit, with their state
+    there or stored; all, if even they do not.
+    """
     low, high = 0, count
     while high - low > 1:
         middle = (low + high) // 2
@@ -96,5 +117,6 @@ def _fewest(search: Search, count: int) -> int:
 
 
 def _hold(search: Search, count: int, away: int) -> bool:
-    score = search.peaks(evenly({HOME: count}), spaced(count, away))
-    return search.limits.hold(score.device_peak_bytes, score.host_peak_bytes)
+    placement = next((p for p in search.choices if p in STORED), HOME)
+    score = search.peaks(evenly({placement: count}), spaced(count, away))
+    return search.limits.missing_bytes(score) == 0

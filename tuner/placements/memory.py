@@ -1,4 +1,4 @@
-"""What is said where no plan fits into device and host memory."""
+"""What is said where no plan fits into memory."""
 
 from __future__ import annotations
 
@@ -40,24 +40,34 @@ class ImpossibleError(ValueError):
         # Each memory alone may suffice where both together do not: the plan that lacks least tells.
         least = min(scores, key=limits.missing_bytes)
         missing, params = limits.missing_bytes(least), workload.params
+        room = f"{limits.device_bytes / GIB:.2f} GiB of device memory"
+        taken = f"{least.host_peak_bytes / GIB:.2f} and {least.device_peak_bytes / GIB:.2f}"
+        if limits.storage_bytes is not None:
+            room += f" and {limits.storage_bytes / GIB:.2f} GiB of storage (each state twice)"
+            taken += f" and {least.storage_bytes / GIB:.2f}"
         return cls(
             f"the optimizer state must fit into {limits.host_bytes / GIB:.2f} GiB of host memory "
-            f"per rank and {limits.device_bytes / GIB:.2f} GiB of device memory, but {params} "
+            f"per rank and {room}, but {params} "
             f"parameters at {workload.optimizer_state.state_bytes} bytes and their gradients take "
-            f"at least {least.host_peak_bytes / GIB:.2f} and {least.device_peak_bytes / GIB:.2f} "
-            f"GiB: {missing / GIB:.2f} GiB are missing",
-            "More ranks or more device memory for resident subgroups help (--host-memory, "
-            "--gpu-memory)",
+            f"at least {taken} GiB: {missing / GIB:.2f} GiB are missing",
+            "More ranks, more device memory for resident subgroups or room for state on storage "
+            "under ZeRO-3 help (--host-memory, --gpu-memory, --storage)",
         )
 
     @classmethod
     def _of_one_memory(cls, limits: Limits, scores: Sequence[Peaks]) -> ImpossibleError:
         least = min(scores, key=limits.missing_bytes)
         needed = least.device_peak_bytes + least.host_peak_bytes
+        if limits.storage_bytes is not None and least.storage_bytes > limits.storage_bytes:
+            return cls(
+                f"the stored state must fit into {limits.storage_bytes / GIB:.2f} GiB of storage, "
+                f"but takes {least.storage_bytes / GIB:.2f} GiB",
+                "More of it (--storage) or of memory (--host-memory) helps",
+            )
         return cls(
             f"the plan must fit into {limits.host_bytes / GIB:.2f} GiB of memory, which device and "
             f"host share here, but takes at least {needed / GIB:.2f} GiB: "
             f"{limits.missing_bytes(least) / GIB:.2f} GiB are missing",
-            "A smaller micro-batch or activation checkpointing helps; more ranks divide the "
-            "parameters (--host-memory)",
+            "A smaller micro-batch or activation checkpointing helps, and under ZeRO-3 state on "
+            "storage (--storage); more ranks divide the parameters (--host-memory)",
         )

@@ -10,12 +10,13 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from simulator.machine import Machine
 from simulator.plan import Placement
 from simulator.update.order import FORWARD, UpdateOrder
-from simulator.update.recipes import RECIPES, Queue, Recipe, Slot
+from simulator.update.recipes import HOST_SLOTS, RECIPES, Queue, Recipe, Slot
 
 PLACEMENTS: tuple[Placement, ...] = tuple(RECIPES)
-# What a search may choose; state goes to storage only where somebody asks for it.
+# What a search may choose where all state is in memory.
 CHOICES: tuple[Placement, ...] = tuple(p for p in RECIPES if RECIPES[p].state != "storage")
 QUEUES = tuple(Queue)
 NEAR = 4  # positions apart
@@ -27,7 +28,22 @@ def visits(recipe: Recipe) -> bool:
     return any(step.takes == Slot.STAGING for step in recipe.steps)
 
 
+def choices(machine: Machine, *, storage: bool) -> tuple[Placement, ...]:
+    """Placements that a search may choose.
+
+    Where memory is unified, state that moves to the device stays where it was.
+
+    Args:
+        storage: state may go there.
+    """
+    found = tuple(RECIPES) if storage else CHOICES
+    return tuple(p for p in found if RECIPES[p].queue == Queue.HOST or not machine.unified_memory)
+
+
 VISITING = frozenset(placement for placement, recipe in RECIPES.items() if visits(recipe))
+# Their state comes to a slot first, of whichever memory.
+AWAITED = frozenset(p for p, r in RECIPES.items() if any(slot.holds_state for slot in r.slots))
+STORED = frozenset(p for p, recipe in RECIPES.items() if recipe.state == "storage")
 HOME = next(p for p, recipe in RECIPES.items() if recipe.queue == Queue.HOST)  # nothing moves
 _VISITING_CODES = [code for code, placement in enumerate(PLACEMENTS) if placement in VISITING]
 
@@ -38,17 +54,21 @@ class Moved:
 
     Attributes:
         codes: by subgroup, the number of its placement in PLACEMENTS.
+        choices: what a subgroup may become.
     """
 
     codes: list[int]
     sequences: list[list[int]]
     slots: int
     prefetch: int
+    choices: tuple[Placement, ...] = CHOICES
+    host_slots: int = HOST_SLOTS
 
     @classmethod
     def of(
-        cls, placements: Iterable[Placement], order: UpdateOrder | None, slots: int, prefetch: int
-    ) -> Self:
+        cls, placements: Iterable[Placement], order: UpdateOrder | None, slots: int, prefetch: int,
+        choices: tuple[Placement, ...] = CHOICES, host_slots: int = HOST_SLOTS,
+    ) -> Self:  # fmt: skip
         """``order`` None: that of the layers."""
         codes = [PLACEMENTS.index(p) for p in placements]
         sequences = [
@@ -57,10 +77,12 @@ class Moved:
             )
             for number, queue in enumerate(QUEUES)
         ]
-        return cls(codes, sequences, slots, prefetch)
+        return cls(codes, sequences, slots, prefetch, choices, host_slots)
 
     def moved(self, rng: Random) -> Self:
         """Another one near it."""
+        if not STORED.isdisjoint(self.choices) and rng.random() < 0.1:
+            return replace(self, host_slots=max(1, self.host_slots + rng.choice((-1, 1))))
         kind = rng.random()
         if kind < 0.3:
             return self._with(lambda new: new._swap(rng))
@@ -105,7 +127,7 @@ class Moved:
         """One subgroup gets another placement; in another queue, mostly where its layer is."""
         subgroup = rng.randrange(len(self.codes))
         before = self._sequence(subgroup)
-        self.codes[subgroup] = rng.randrange(len(CHOICES))
+        self.codes[subgroup] = PLACEMENTS.index(self.choices[rng.randrange(len(self.choices))])
         after = self._sequence(subgroup)
         if after is not before:
             before.remove(subgroup)

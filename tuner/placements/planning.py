@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +21,9 @@ from tuner.placements.annealing import anneal, options, reorder
 from tuner.placements.checkpointing import with_checkpoints
 from tuner.placements.homes import begun, brought
 from tuner.placements.memory import ImpossibleError
+from tuner.placements.moves import STORED
 from tuner.placements.search import Candidate, Search, seconds_of
+from tuner.placements.storage import about_storage, named, room
 from tuner.placements.subgroup_size import best_cut, recuts
 
 FINALISTS = 8
@@ -42,6 +45,8 @@ def plan(
     subgroup_sizes: Sequence[int] | None = None,
     memory_margin: float | None = None,
     offload_parameters: bool = False,
+    storage: Mapping[str, int] | None = None,
+    endurance_bytes: float | None = None,
     progress: Progress = lambda _share, _what: None,
 ) -> Plan:
     """Searches the best plan for a workload on a machine.
@@ -62,32 +67,43 @@ def plan(
             plan's.
         offload_parameters: the 16-bit parameters may live in host memory between their uses where
             that is faster; where nothing fits otherwise they do anyhow.
+        storage: directories for state that does not fit into memory, and the bytes of each that it
+            may take, of all ranks of a node together; state is shared out by their speed.
+        endurance_bytes: that these drives may be written with in their life, together.
         memory_margin: share of both memories that stays free; None: from the profile's spread.
         progress: called with the share that is done, and with what is.
 
     Raises:
         ImpossibleError: nothing fits; says how much is missing and which knob helps most.
     """
-    limits = Limits.of(workload, machine, device_memory_bytes, host_memory_bytes, memory_margin)
+    folders = named(machine, storage or {})
+    space = room(machine, storage) if storage else None
+    limits = Limits.of(
+        workload, machine, device_memory_bytes, host_memory_bytes, memory_margin, space
+    )
+    machine = machine.storing_in(list(storage)) if storage else machine
     if subgroup_sizes is not None and not machine.unified_memory:
         workload = best_cut(recuts(workload, subgroup_sizes), machine, limits, seed)
     progress(0.0, "first guesses")
     search = begun(workload, machine, limits, seed, freely=offload_parameters)
     if not search.fits:
         raise ImpossibleError.explain(workload, limits, list(search.scores.values()))
-    if not machine.unified_memory:  # else state that moves to the device stays where it was
+    if len(search.choices) > 1:
         search.try_all()
         progress(0.1, "other orders")
         reorder(search, REORDERINGS)
     options(search)
-    if not machine.unified_memory:
+    if len(search.choices) > 1:
         anneal(search, progress=lambda share: progress(0.2 + 0.7 * share, "annealing"))
     progress(0.9, "what the others would take")
     chosen = _robust_choice(search, seed) if robust else search.best()
-    result = _as_plan(search, chosen)
+    result = _as_plan(search, chosen, folders)
+    result = _explained(result, search)
+    why = (*result.reasons, *about_storage(search, chosen, endurance_bytes))
     return with_checkpoints(
-        _explained(result, search), workload, machine, limits, mtbf_s, restart_s, checkpoint_dir
-    )
+        result.model_copy(update={"reasons": why}),
+        workload, machine, limits, mtbf_s, restart_s, checkpoint_dir,
+    )  # fmt: skip
 
 
 def _robust_choice(search: Search, seed: int) -> Candidate:
@@ -103,9 +119,10 @@ def _robust_choice(search: Search, seed: int) -> Candidate:
     return min(finalists, key=ninth_decile)
 
 
-def _as_plan(search: Search, c: Candidate) -> Plan:
+def _as_plan(search: Search, c: Candidate, folders: Mapping[str, Any]) -> Plan:
     made = c.plan(
         search.workload,
+        **({} if STORED.isdisjoint(c.placements) else folders),
         machine_fingerprint=search.machine.fingerprint,
         versions=versions("ebbtide", "torch", "deepspeed"),
     )
@@ -129,6 +146,7 @@ def predict(
         **result.phases,
         device_peak_bytes=result.device_peak_bytes,
         host_peak_bytes=result.host_peak_bytes,
+        storage_bytes=result.storage_bytes,
         lower_bound_s=min(lower_bound_s, result.iteration_s),
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations_with_replacement, product
@@ -18,16 +18,21 @@ from simulator.engines.recipe_arrays import HOME_CODES
 from simulator.limits import Limits
 from simulator.machine import Machine
 from simulator.plan import ParameterHome, Placement, Plan
+from simulator.update.footprint import fetched_elements, moved_out, tally
 from simulator.update.order import FORWARD, UpdateOrder, issue_order
-from simulator.update.recipes import PARAMETER_SLOTS, RECIPES
+from simulator.update.recipes import HOST_SLOTS, PARAMETER_SLOTS, RECIPES
 from simulator.workload import Workload
-from tuner.placements.moves import CHOICES, HOME, PLACEMENTS, VISITING
+from tuner.placements.moves import HOME, PLACEMENTS, STORED, VISITING, choices
 from tuner.placements.update_orders import UpdateOrders
 
 MOST_CHOICES = 7000  # of few subgroups' placements
 OUTLIER, MOST_OUTLIERS = 2, 4  # times the median; that many are tried here and there
 MOST_POINTS, FEWEST_POINTS, MANY_POINTS = 160, 28, 4000  # of a grid of numbers
+MANY_KINDS = 3  # of placements beside the first: fewer numbers of each are tried
+SPILLED_POINTS = 91  # numbers of what is not on storage
+FEW_HOST_SLOTS, FEW_SLOTS = (1, 2, 3), 2
 MOST_AROUND = 3  # choices for the largest, around the bound's split
+_STORED_CODES = [PLACEMENTS.index(placement) for placement in STORED]
 SETTLED = (6, 12)  # iterations: the period is taken from the later ones
 
 
@@ -47,6 +52,7 @@ class Candidate:
     overlap_forward: bool = True
     order: UpdateOrder | None = None
     homes: tuple[ParameterHome, ...] = ()
+    host_slots: int = HOST_SLOTS
 
     def plan(self, workload: Workload, **fields: Any) -> Plan:
         """The plan that it stands for, with more of a plan's ``fields``."""
@@ -57,7 +63,7 @@ class Candidate:
             "subgroups": workload.subgroups, "placement": Plan.runs(self.placements),
             "order": self.order or FORWARD, "staging_slots": self.staging_slots if visits else 0,
             "prefetch": self.prefetch if visits else 0, "threads": self.threads,
-            "overlap_forward": self.overlap_forward,
+            "overlap_forward": self.overlap_forward, "host_slots": self.host_slots,
             "parameter_home": Plan.home_runs(self.homes),
         }  # fmt: skip
         return Plan.model_validate({**made, **fields})
@@ -81,6 +87,7 @@ class Score:
     iteration_s: float
     device_peak_bytes: int
     host_peak_bytes: int
+    storage_bytes: int = 0
 
 
 class Search:
@@ -94,12 +101,18 @@ class Search:
         seed: int = 0,
         fixed: Mapping[str, Any] | None = None,
         homes: tuple[ParameterHome, ...] = (),
+        storable: Collection[int] | None = None,
     ) -> None:
         """``fixed``: fields of every candidate that are not searched; below ZeRO-3 the overlap.
 
         ``homes``: of the parameters under every candidate; empty: all on the device.
+        ``storable``: the subgroups whose state may be stored; None: any, where storage is given.
         """
         self.workload, self.machine, self.limits = workload, machine, limits
+        self.choices = choices(machine, storage=limits.storage_bytes is not None)
+        self.storable = storable
+        kept = None if storable is None else set(range(len(workload.subgroups))) - {*storable}
+        self._kept_in_memory = sorted(kept or ())
         self.seed = seed
         self.fixed = dict(fixed or {})
         if workload.zero_stage < 3:
@@ -139,6 +152,8 @@ class Search:
         """What `PlanSweep.evaluate` gives for these arguments, not remembered; ``inf`` where it
         does not fit.
         """
+        if not self._may_store(codes):
+            return math.inf
         elsewhere = codes + home_codes(self.homes)
         return self._held(self._sweep.evaluate(elsewhere, *options)).iteration_s
 
@@ -160,14 +175,22 @@ class Search:
         return later if later > seconds * (1 + 1e-6) else seconds
 
     def _simulate(self, c: Candidate) -> Score:
-        return self._held(evaluated(self._sweep, c))
+        score = self._held(evaluated(self._sweep, c))
+        placed = np.array([PLACEMENTS.index(p) for p in c.placements])
+        return score if self._may_store(placed) else replace(score, iteration_s=math.inf)
+
+    def _may_store(self, codes: NDArray[Any]) -> bool:
+        """Whether only subgroups are stored that may be."""
+        kept = self._kept_in_memory
+        return not (kept and np.isin(codes[kept], _STORED_CODES).any())
 
     def _held(self, row: np.ndarray) -> Score:
         from simulator.engines import kernel
 
         seconds = float(row[kernel.ITERATION_S])
-        device, host = int(row[kernel.DEVICE_PEAK]), int(row[kernel.HOST_PEAK])
-        return Score(seconds if self.limits.hold(device, host) else math.inf, device, host)
+        columns = (kernel.DEVICE_PEAK, kernel.HOST_PEAK, kernel.STORED)
+        peaks = tuple(int(row[column]) for column in columns)
+        return Score(seconds if self.limits.hold(*peaks) else math.inf, *peaks)
 
     @property
     def fits(self) -> bool:
@@ -190,24 +213,56 @@ class Search:
         """
         count = len(self.workload.subgroups)
         least = self.score(evenly({HOME: count}))
-        if self.machine.unified_memory:  # state that moves to the device stays where it was
+        if len(self.choices) == 1:
             return
         if least.device_peak_bytes > self.limits.device_bytes:  # nothing takes less of it
             return
-        # Elsewhere state takes as many bytes; only the parameters' slots may go.
+        # Elsewhere state takes as many bytes, or more; only the parameters' slots may go.
         slots = PARAMETER_SLOTS * max(self.workload.subgroups) * self.workload.wire_bytes
         both = least.device_peak_bytes + least.host_peak_bytes - slots
-        hopeless = both > self.limits.device_bytes + self.limits.host_bytes
+        hopeless = both > self.limits.total_bytes
         held = list(self._held_apart())
         best = self._grid(held, max(FEWEST_POINTS, MOST_POINTS // len(held)), (2, 4))
         if not self.fits and not hopeless:
             best = self._grid(held, MANY_POINTS, (1,))
+        if not STORED.isdisjoint(self.choices):
+            self._least_stored()
         if not self.fits:
             return  # and the bound has no solution either
         for fixed in best[:MOST_AROUND]:
             for numbers in self._around_the_bound(fixed):
                 for slots in (2, 3, 4):
                     self.score(evenly(numbers, slots, fixed))
+
+    def _least_stored(self) -> None:
+        """As few as must be on storage, beside any numbers of the others."""
+        count = len(self.workload.subgroups)
+        stored = next(p for p in self.choices if p in STORED)
+        others = [p for p in self.choices if p not in STORED]
+        for numbers, slots in product(_grid(count, SPILLED_POINTS, others), FEW_HOST_SLOTS):
+
+            def spilled(
+                n: int, numbers: Mapping[Placement, int] = numbers, slots: int = slots
+            ) -> Candidate:  # fmt: skip
+                some = {**numbers, HOME: numbers[HOME] - n, stored: n}
+                return replace(evenly(some, FEW_SLOTS), host_slots=slots)
+
+            low, high = 0, numbers[HOME] + 1
+            while low < high:
+                middle = (low + high) // 2
+                low, high = (low, middle) if self._holds(spilled(middle)) else (middle + 1, high)
+            if low <= numbers[HOME]:
+                self.score(spilled(low))
+
+    def _holds(self, c: Candidate) -> bool:
+        """Whether it fits, without a simulation."""
+        w = self.workload
+        amounts = tally(w.subgroups, c.placements, self.homes)
+        held = self._sweep.held.bytes(amounts, c.staging_slots, c.host_slots)
+        gone = moved_out(w, fetched_elements(w, self.homes)) * w.wire_bytes if self.homes else 0
+        device = held["device"] + max(0, w.device_base_bytes - gone)
+        device += sum(layer.activation_bytes for layer in w.layers)
+        return self.limits.hold(device, held["host"], held["storage"])
 
     def try_all(self) -> None:
         """What the bound's whole numbers say, evenly mixed; and every choice of placements, where
@@ -216,9 +271,9 @@ class Search:
         for numbers, slots in self.bound.promising:
             self.score(evenly(numbers, slots))
         count = len(self.workload.subgroups)
-        if len(CHOICES) ** count > MOST_CHOICES:
+        if len(self.choices) ** count > MOST_CHOICES:
             return
-        for placements in product(CHOICES, repeat=count):
+        for placements in product(self.choices, repeat=count):
             for slots in range(1, 1 + max(1, min(2, sum(p in VISITING for p in placements)))):
                 visits = any(p in VISITING for p in placements)
                 self.score(Candidate(placements, slots, slots if visits else 0))
@@ -229,7 +284,7 @@ class Search:
         """The most promising of what is held apart first."""
 
         def best_s(fixed: dict[int, Placement]) -> float:
-            numbers = _grid(len(self.workload.subgroups) - len(fixed), points)
+            numbers = _grid(len(self.workload.subgroups) - len(fixed), points, self.choices)
             tried = [evenly(n, number, fixed) for n, number in product(numbers, slots)]
             return min(self.score(c).iteration_s for c in tried)
 
@@ -240,7 +295,7 @@ class Search:
         sizes = self.workload.subgroups
         typical = sorted(sizes)[len(sizes) // 2]
         large = [i for i, n in enumerate(sizes) if n > OUTLIER * typical][:MOST_OUTLIERS]
-        for chosen in product(CHOICES, repeat=len(large)):
+        for chosen in product(self.choices, repeat=len(large)):
             yield dict(zip(large, chosen, strict=True))
 
     def _around_the_bound(self, fixed: Mapping[int, Placement]) -> Iterator[dict[Placement, int]]:
@@ -249,12 +304,13 @@ class Search:
             left[placement] -= sizes[subgroup]
         count = len(sizes) - len(fixed)
         mean = (self.workload.params - sum(sizes[i] for i in fixed)) / max(1, count)
-        others = [round(left[p] / mean) for p in CHOICES[1:]]
-        for changes in product((-2, -1, 0, 1, 2), repeat=len(others)):
+        others = [round(left[p] / mean) for p in self.choices[1:]]
+        near = (-2, -1, 0, 1, 2) if len(others) < MANY_KINDS else (-1, 0, 1)
+        for changes in product(near, repeat=len(others)):
             around = [n + c for n, c in zip(others, changes, strict=True)]
             around = [count - sum(around), *around]
             if min(around) >= 0:
-                yield dict(zip(CHOICES, around, strict=True))
+                yield dict(zip(self.choices, around, strict=True))
 
     @cached_property
     def bound(self) -> Bound:
@@ -267,9 +323,10 @@ class Search:
         return fluid_bound(*self._bounded)
 
     @property
-    def _bounded(self) -> tuple[Workload, Machine, int, tuple[ParameterHome, ...], int]:
-        device, host = self.limits.device_bytes, self.limits.host_bytes
-        return self.workload, self.machine, device, self.homes, host
+    def _bounded(self) -> tuple[Workload, Machine, int, tuple[ParameterHome, ...], int, int]:
+        some = self.limits
+        room = (some.host_bytes, some.storage_bytes or 0)
+        return self.workload, self.machine, some.device_bytes, self.homes, *room
 
     @property
     def floor_s(self) -> float:
@@ -285,14 +342,16 @@ def home_codes(homes: tuple[ParameterHome, ...]) -> NDArray[np.int8]:
     return np.array([HOME_CODES[home] for home in homes] or [0], dtype=np.int8)
 
 
-def _grid(count: int, most: int) -> Iterator[dict[Placement, int]]:
+def _grid(
+    count: int, most: int, choices: Sequence[Placement]
+) -> Iterator[dict[Placement, int]]:  # fmt: skip
     """Numbers of each placement, in steps that give at most so many points."""
-    kinds = len(CHOICES)
+    kinds = len(choices)
     steps = max(n for n in range(1, most) if math.comb(n + kinds - 1, n) <= most)
     borders = sorted({round(i * count / steps) for i in range(steps + 1)})
     for cuts in combinations_with_replacement(borders, kinds - 1):
         ends = [0, *cuts, count]
-        yield {p: ends[i + 1] - ends[i] for i, p in enumerate(CHOICES)}
+        yield {p: ends[i + 1] - ends[i] for i, p in enumerate(choices)}
 
 
 def evenly(
@@ -303,12 +362,13 @@ def evenly(
     Args:
         fixed: placements of further subgroups, wherever they stand.
     """
-    stay = [p for p in CHOICES if RECIPES[p].state == "device" for _ in range(numbers.get(p, 0))]
-    moving = [p for p in CHOICES if RECIPES[p].state != "device"]
+    there = [p for p in PLACEMENTS if numbers.get(p)]
+    stay = [p for p in there if RECIPES[p].state == "device" for _ in range(numbers[p])]
+    moving = [p for p in there if RECIPES[p].state != "device"]
     # The k-th of n stands at (k + 1) / n; of equals the first of RECIPES.
     mixed = sorted(
         ((k + 1) / numbers[p], rank, p)
-        for rank, p in enumerate(moving) for k in range(numbers.get(p, 0))
+        for rank, p in enumerate(moving) for k in range(numbers[p])
     )  # fmt: skip
     placements = [*stay, *(p for _, _, p in mixed)]
     for subgroup, placement in sorted((fixed or {}).items()):
@@ -328,5 +388,5 @@ def seconds_of(sweep: PlanSweep, c: Candidate) -> float:
 def evaluated(sweep: PlanSweep, c: Candidate) -> np.ndarray:
     """The row of a candidate."""
     return sweep.evaluate(
-        c.codes, c.staging_slots, c.prefetch, c.threads, c.overlap_forward, c.issue
+        c.codes, c.staging_slots, c.prefetch, c.threads, c.overlap_forward, c.issue, c.host_slots
     )

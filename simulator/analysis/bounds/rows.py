@@ -81,7 +81,8 @@ class Rows:
         """The names of the rows that have nothing left in a solution."""
         left = np.array(self.most) - self._matrix() @ x
         scale = 1e-7 * max(1.0, float(np.abs(x).max()))
-        return tuple(n for n, rest in zip(self.names, left, strict=True) if n and rest <= scale)
+        names = (n for n, rest in zip(self.names, left, strict=True) if n and rest <= scale)
+        return tuple(dict.fromkeys(names))
 
     def _matrix(self) -> Any:  # scipy's sparse arrays have no types
         from scipy.sparse import csr_array

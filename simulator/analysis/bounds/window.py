@@ -26,7 +26,9 @@ FIRST = 3  # updates that are told apart by when they begin
 PASSES_USE = ("device", "cores")
 NAMES = {
     "dram": "DRAM", "h2d": "H2D link", "d2h": "D2H link", "link": "both ways of the link",
-    "cores": "CPU cores", "device": "device compute", Lane.H2D_FETCH: "parameters' way in",
+    "cores": "CPU cores", "storage_read": "storage read", "storage": "storage write",
+    "storage_both": "storage, both ways", "device": "device compute",
+    Lane.H2D_FETCH: "parameters' way in",
 }  # fmt: skip
 
 

@@ -1,5 +1,7 @@
 """State on storage: stock's bits, and no home in memory."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -8,7 +10,7 @@ from runtime.devices.lane import BackgroundError
 from runtime.execution.executor import Executor
 from runtime.storage.store import ExtentStore
 from runtime.zero.attach import switch_plan
-from simulator import PlanError
+from simulator import Plan, PlanError
 from studies.bench.byte_gpt import SIZES, ByteGPT, ds_config
 from tests.runtime.contract.test_bits import EVERY_PASS
 from tests.runtime.contract.training import (
@@ -85,6 +87,18 @@ def test_a_plan_without_a_folder_and_zero_2_are_refused():
     with pytest.raises(PlanError, match=r"must not be 'stored' under ZeRO-2"):
         runtime.attach(engine, stored.model_copy(update={"storage_dir": "x"}))
     engine.destroy()
+
+
+def test_several_folders_share_each_subgroups_state(tmp_path):
+    engine = start()
+    plan = plan_for(engine, ["stored", "host"])
+    folders = {str(tmp_path / "a"): 3.0, str(tmp_path / "b"): 1.0}
+    there = Plan.from_fields({**plan.model_dump(), "storage_dir": None, "storage_shares": folders})
+    runtime.attach(engine, there, device="emulated")
+    ours = outcome(engine)
+    first, second = (sum(p.stat().st_size for p in Path(f).glob("*.extents")) for f in folders)
+    assert first == pytest.approx(3 * second, rel=0.1)
+    assert_same(ours, outcome(start()))
 
 
 @pytest.mark.parametrize("planned", ["auto", "a plan"])

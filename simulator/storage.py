@@ -1,0 +1,64 @@
+"""The directories that state may be stored in: how fast each is, and several as one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict
+
+from simulator.quantity import Quantity
+
+
+class StorageRates(BaseModel):
+    """Of one directory, with the data on the medium, past the page cache.
+
+    Attributes:
+        write_bytes_per_s, read_bytes_per_s: alone, with as many blocks under way as the store has.
+        duplex_factor: see `Machine.storage_duplex_factor`.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    write_bytes_per_s: Quantity
+    read_bytes_per_s: Quantity
+    duplex_factor: Quantity = Quantity.exact(1.0)
+
+    @property
+    def busy_s_per_byte(self) -> float:
+        """Of what is read and written once, both at the same time: what shares go by."""
+        alone = (1 / self.read_bytes_per_s.median, 1 / self.write_bytes_per_s.median)
+        return max(*alone, sum(alone) / max(1.0, 2 * self.duplex_factor.median))
+
+    @classmethod
+    def together(cls, drives: Mapping[str, StorageRates]) -> Self:
+        """Of subgroups that are cut by `shares`: each op ends with the last of its parts."""
+        part = shares(drives)
+        each = [(drives[name], part[name]) for name in drives]
+        read = min((d.read_bytes_per_s.scaled(1 / s, _SHARED) for d, s in each), key=_median)
+        write = min((d.write_bytes_per_s.scaled(1 / s, _SHARED) for d, s in each), key=_median)
+        if len(each) == 1:
+            return cls(
+                write_bytes_per_s=write, read_bytes_per_s=read,
+                duplex_factor=each[0][0].duplex_factor,
+            )  # fmt: skip
+        busy_s = max(s * d.busy_s_per_byte for d, s in each)
+        both = (1 / read.median + 1 / write.median) / busy_s / 2
+        return cls(
+            write_bytes_per_s=write, read_bytes_per_s=read,
+            duplex_factor=Quantity.exact(min(1.0, both), read.source, _SHARED),
+        )  # fmt: skip
+
+
+_SHARED = "a share of each subgroup on each directory"
+
+
+def shares(drives: Mapping[str, StorageRates]) -> dict[str, float]:
+    """How much of each subgroup lies in each directory, so that all end at the same time."""
+    speeds = {name: 1 / drive.busy_s_per_byte for name, drive in drives.items()}
+    total = sum(speeds.values())
+    return {name: speed / total for name, speed in speeds.items()}
+
+
+def _median(quantity: Quantity) -> float:
+    return quantity.median

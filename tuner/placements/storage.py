@@ -1,0 +1,90 @@
+"""State on storage: how much may be there, what its files are called, and what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from simulator.limits import GIB
+from simulator.machine import Machine
+from simulator.plan import Plan
+from simulator.storage import shares
+from simulator.update.footprint import footprint
+from simulator.update.recipes import Bytes
+from simulator.workload import Workload
+from tuner.placements.moves import HOME, STORED
+from tuner.placements.search import Candidate, Search
+
+DAY_S = 86400.0
+YEAR_DAYS = 365.0
+
+
+def room(machine: Machine, storage: Mapping[str, int]) -> int:
+    """Bytes of state that fit where each directory has its share of all of it."""
+    part = _shares(machine, storage)
+    return int(min(size / part[name] for name, size in storage.items()))
+
+
+def named(machine: Machine, storage: Mapping[str, int]) -> dict[str, Any]:
+    """Fields of a plan that say where stored state lies."""
+    if len(storage) < 2:
+        return {"storage_dir": next(iter(storage), None)}
+    return {"storage_shares": {n: round(s, 4) for n, s in _shares(machine, storage).items()}}
+
+
+def _shares(machine: Machine, storage: Mapping[str, int]) -> dict[str, float]:
+    return shares({name: machine.storage_of(name) for name in storage})
+
+
+def written_bytes(workload: Workload, plan: Plan) -> int:
+    """What a node writes to storage in each step."""
+    stored = zip(workload.subgroups, plan.placements, strict=True)
+    elements = sum(n for n, placement in stored if placement in STORED)
+    return elements * Bytes.of(workload).visit * workload.ranks_per_node
+
+
+def about_storage(search: Search, c: Candidate, endurance_bytes: float | None) -> list[str]:
+    """Sentences with figures; none where nothing is stored."""
+    work = search.workload
+    if STORED.isdisjoint(c.placements):
+        return []
+    seconds, plan = search.score(c).iteration_s, c.plan(work)
+    return [_in_memory(search, c, plan, seconds), _wear(work, plan, seconds, endurance_bytes)]
+
+
+def _in_memory(search: Search, c: Candidate, plan: Plan, seconds: float) -> str:
+    """What the same plan would take with enough host memory."""
+    hosted = tuple(HOME if p in STORED else p for p in c.placements)
+    work = search.workload
+    faster_s = search.seconds_anyhow(replace(c, placements=hosted))
+    taken, needed = footprint(work, plan), footprint(work, plan.placed(hosted))
+    more = (needed["host"] - taken["host"]) * work.ranks_per_node / GIB
+    saved = f"{faster_s * 1e3:.1f} ms instead of {seconds * 1e3:.1f}"
+    if seconds - faster_s <= 1e-3 * seconds:
+        saved = "no less time"
+    return (
+        f"{sum(p in STORED for p in c.placements)} of {len(c.placements)} subgroups' state is on "
+        f"storage ({taken['storage'] / GIB:.1f} GiB of each rank, two extents a subgroup): in host "
+        f"memory, of which a node would need {more:.1f} GiB more (--host-memory), the same plan "
+        f"would take {saved}"
+    )
+
+
+def _wear(work: Workload, plan: Plan, seconds: float, endurance_bytes: float | None) -> str:
+    step = written_bytes(work, plan)
+    day = step * DAY_S / seconds
+    told = (
+        f"a node writes {step / 1e9:.2f} GB of state in each step, {day / 1e12:.1f} TB in a day of "
+        "training"
+    )
+    if endurance_bytes is None:
+        return f"{told}; --endurance tells how long the drives last"
+    life = _life(endurance_bytes / day)
+    return f"{told}: drives rated for {endurance_bytes / 1e12:,.0f} TB last {life}"
+
+
+def _life(days: float) -> str:
+    if days < 2 * YEAR_DAYS:
+        return f"{days:,.0f} days" if days >= 10 else f"{days:.1f} days"
+    return f"{days / YEAR_DAYS:,.1f} years"
