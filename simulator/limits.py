@@ -78,19 +78,7 @@ class Limits:
         """
         if storage_bytes is not None and storage_bytes <= 0:
             raise ValueError(f"storage_bytes (--storage) must be > 0, but got {storage_bytes}")
-        asked: dict[Memory, int | None] = {"device": device_memory_bytes, "host": host_memory_bytes}
-        for memory, name in _NAMES.items():
-            value = asked[memory]
-            if value is not None and value <= 0:
-                raise ValueError(f"{name} must be > 0, but got {value}")
-            there = getattr(machine, name.partition(" ")[0])
-            if value is not None and there < value <= there * (1 + SOLD_AS):
-                asked[memory] = None
-            elif value is not None and value > there:
-                raise ValueError(
-                    f"{name} must be at most what the machine has, {there / GIB:.1f} GiB, but got "
-                    f"{value / GIB:.1f} GiB: leave it out, or take another machine (--machine)"
-                )
+        asked = _asked(machine, {"device": device_memory_bytes, "host": host_memory_bytes})
         if margin is not None and not 0 <= margin < 1:
             raise ValueError(
                 f"memory_margin (--memory-margin) must lie in [0%, 100%), but got {margin:.0%}"
@@ -163,6 +151,27 @@ class Limits:
         """What is missing, for people; empty where the peaks fit."""
         lacking = self._lacking(peaks)
         return " and ".join(f"needs {size(n)} more {name}" for name, n in lacking.items())
+
+
+def _asked(machine: Machine, values: Mapping[Memory, int | None]) -> dict[Memory, int | None]:
+    """What is asked for, None where that is all there is.
+
+    Raises:
+        ValueError: it is not positive, or more than the machine has.
+    """
+    asked = dict(values)
+    for memory, name in _NAMES.items():
+        value, there = asked[memory], getattr(machine, name.partition(" ")[0])
+        if value is not None and value <= 0:
+            raise ValueError(f"{name} must be > 0, but got {value}")
+        if value is not None and there < value <= there * (1 + SOLD_AS):
+            asked[memory] = None
+        elif value is not None and value > there:
+            raise ValueError(
+                f"{name} must be at most what the machine has, {there / GIB:.1f} GiB, but got "
+                f"{value / GIB:.1f} GiB: leave it out, or take another machine (--machine)"
+            )
+    return asked
 
 
 def _margin_bytes(

@@ -23,7 +23,7 @@ from tuner.placements.homes import begun, brought
 from tuner.placements.memory import ImpossibleError
 from tuner.placements.moves import STORED
 from tuner.placements.search import Candidate, Search, seconds_of
-from tuner.placements.storage import about_storage, named, room
+from tuner.placements.storage import about_storage, with_storage
 from tuner.placements.subgroup_size import best_cut, recuts
 
 FINALISTS = 8
@@ -63,12 +63,11 @@ def plan(
             bandwidth cap and copy budget by expected goodput. None: no checkpoints by plan.
         restart_s: from a failure until training runs again.
         subgroup_sizes: values of ``sub_group_size`` to try beside the workload's own
-            (`tuner.placements.subgroup_size.SIZES`); None: its own. `runtime.initialize` sets the
-            plan's.
+            (`tuner.placements.subgroup_size.SIZES`); None: its own.
         offload_parameters: the 16-bit parameters may live in host memory between their uses where
             that is faster; where nothing fits otherwise they do anyhow.
-        storage: directories for state that does not fit into memory, and the bytes of each that it
-            may take, of all ranks of a node together; state is shared out by their speed.
+        storage: directories for state that memory cannot hold, and what it may take there, of all
+            ranks of a node.
         endurance_bytes: that these drives may be written with in their life, together.
         memory_margin: share of both memories that stays free; None: from the profile's spread.
         progress: called with the share that is done, and with what is.
@@ -76,34 +75,34 @@ def plan(
     Raises:
         ImpossibleError: nothing fits; says how much is missing and which knob helps most.
     """
-    folders = named(machine, storage or {})
-    space = room(machine, storage) if storage else None
-    limits = Limits.of(
-        workload, machine, device_memory_bytes, host_memory_bytes, memory_margin, space
-    )
-    machine = machine.storing_in(list(storage)) if storage else machine
+    limits, machine, folders = with_storage(
+        workload, machine, storage, device_memory_bytes=device_memory_bytes,
+        host_memory_bytes=host_memory_bytes, margin=memory_margin,
+    )  # fmt: skip
     if subgroup_sizes is not None and not machine.unified_memory:
         workload = best_cut(recuts(workload, subgroup_sizes), machine, limits, seed)
     progress(0.0, "first guesses")
     search = begun(workload, machine, limits, seed, freely=offload_parameters)
     if not search.fits:
         raise ImpossibleError.explain(workload, limits, list(search.scores.values()))
-    if len(search.choices) > 1:
-        search.try_all()
-        progress(0.1, "other orders")
-        reorder(search, REORDERINGS)
-    options(search)
-    if len(search.choices) > 1:
-        anneal(search, progress=lambda share: progress(0.2 + 0.7 * share, "annealing"))
+    _improve(search, progress)
     progress(0.9, "what the others would take")
     chosen = _robust_choice(search, seed) if robust else search.best()
-    result = _as_plan(search, chosen, folders)
-    result = _explained(result, search)
-    why = (*result.reasons, *about_storage(search, chosen, endurance_bytes))
-    return with_checkpoints(
-        result.model_copy(update={"reasons": why}),
-        workload, machine, limits, mtbf_s, restart_s, checkpoint_dir,
-    )  # fmt: skip
+    why = about_storage(search, chosen, endurance_bytes)
+    result = _explained(_as_plan(search, chosen, folders), search, why)
+    return with_checkpoints(result, workload, machine, limits, mtbf_s, restart_s, checkpoint_dir)
+
+
+def _improve(search: Search, progress: Progress) -> None:
+    """From the guesses to good plans."""
+    if len(search.choices) == 1:
+        options(search)
+        return
+    search.try_all()
+    progress(0.1, "other orders")
+    reorder(search, REORDERINGS)
+    options(search)
+    anneal(search, progress=lambda share: progress(0.2 + 0.7 * share, "annealing"))
 
 
 def _robust_choice(search: Search, seed: int) -> Candidate:
@@ -163,11 +162,11 @@ def predicted_anew(made: Plan, workload: Workload, machine: Machine) -> Plan:
     return _explained(made.model_copy(update={"prediction": prediction}), search)
 
 
-def _explained(made: Plan, search: Search) -> Plan:
+def _explained(made: Plan, search: Search, more: Sequence[str] = ()) -> Plan:
     from tuner.answer.reasons import reasons
     from tuner.answer.rows import alternatives, compare
 
     rows = compare(search.workload, search.machine, search.limits, made)
     why = reasons(search.workload, search.machine, made, search.bound)
-    why += [*brought(search), *search.limits.explained[:2]]
+    why += [*brought(search), *search.limits.explained[:2], *more]
     return made.model_copy(update={"alternatives": alternatives(rows), "reasons": tuple(why)})

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from simulator.limits import GIB
+from simulator.limits import GIB, Limits
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.storage import shares
@@ -18,6 +18,20 @@ from tuner.placements.search import Candidate, Search
 
 DAY_S = 86400.0
 YEAR_DAYS = 365.0
+
+
+def with_storage(
+    workload: Workload, machine: Machine, storage: Mapping[str, int] | None, **asked: Any
+) -> tuple[Limits, Machine, dict[str, Any]]:
+    """The limits, the machine with these directories' rates, and the fields of a plan that stores.
+
+    Args:
+        asked: what else `Limits.of` takes.
+    """
+    if not storage:
+        return Limits.of(workload, machine, **asked), machine, {}
+    limits = Limits.of(workload, machine, **asked, storage_bytes=room(machine, storage))
+    return limits, machine.storing_in(list(storage)), named(machine, storage)
 
 
 def room(machine: Machine, storage: Mapping[str, int]) -> int:
