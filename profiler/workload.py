@@ -17,6 +17,7 @@ from runtime.hardware.cores import near_cores
 from runtime.hardware.launcher import local_ranks
 from runtime.kernels import host
 from simulator.quantity import Quantity
+from simulator.schedules.gathers import Gathered, gathered
 from simulator.workload import Layer, WireDtype, Workload
 
 # DeepSpeed records its trace in the first two steps; the allocators settle in the next ones.
@@ -71,7 +72,8 @@ def workload_of(engine: Any, traces: list[Trace], name: str) -> Workload:
     # Step by step: what disturbs one step's gradient path is not taken off another one's backward.
     backward_s = max(0.0, _median(t.phases["backward"] - t.gradient_path_s for t in traces))
     stock_extra_s = max(0.0, _median(t.phases["backward"] for t in traces) - backward_s)
-    layers = _layers(engine, traces, forward_s, backward_s + own_s)
+    gathers = _gathers(optimizer)
+    layers = _layers(engine, traces, forward_s, backward_s + own_s, gathers)
     # The fullest of the steps: what is planned into the headroom must fit in each of them.
     fullest = max(traces, key=lambda trace: trace.device_peak_bytes)
     times, notes = _phase_times(traces)
@@ -92,6 +94,7 @@ def workload_of(engine: Any, traces: list[Trace], name: str) -> Workload:
         tokens_per_iteration=_tokens(engine, traces),
         samples_per_iteration=int(engine.train_batch_size()),
         device_base_bytes=_base_bytes(traces, fullest, layers),
+        live_params=gathers.live if gathers is not None and _world_size() == 1 else None,
         stock_backward_extra_s=max(0.0, stock_extra_s - own_s),
         memory_curve=tuple(sorted(fullest.memory, key=lambda point: point.t_s)),
         provenance=f"medians of {len(traces)} steps of a live engine, memory of the fullest one",
@@ -99,6 +102,14 @@ def workload_of(engine: Any, traces: list[Trace], name: str) -> Workload:
         memory_peaks=_memory_peaks(traces),
         warnings=tuple(notes),
     )
+
+
+def _gathers(optimizer: Any) -> Gathered | None:
+    """What a forward and its backward gather, as DeepSpeed has recorded them; None: not yet."""
+    from runtime.zero.checks import private
+
+    trace = private.module_trace(optimizer)
+    return None if trace is None else gathered(trace, private.gather_rules(optimizer))
 
 
 def _fewer_threads() -> int | None:
@@ -181,7 +192,11 @@ def _gradients_home_s(optimizer: Any) -> float:
 
 
 def _layers(
-    engine: Any, traces: list[Trace], forward_s: float, backward_s: float
+    engine: Any,
+    traces: list[Trace],
+    forward_s: float,
+    backward_s: float,
+    gathers: Gathered | None,
 ) -> tuple[Layer, ...]:
     """Runs of parameters, in DeepSpeed's order, that belong to one unit."""
     names = {param: name for name, param in engine.module.named_parameters()}
@@ -196,12 +211,14 @@ def _layers(
     timed_s = sum(seconds.values()) or 1.0
     layers = []
     for owner, run in groupby(zip(ordered, owners, strict=True), key=lambda pair: pair[1]):
-        size = sum(int(param.partition_numel()) for param, _ in run)
+        pieces = [(param.ds_id, int(param.partition_numel())) for param, _ in run]
+        size = sum(elements for _, elements in pieces)
         part = size / elements[owner]
         share = seconds[owner] / timed_s * part
         layers.append(
             Layer(name=owner, params=size, forward_s=forward_s * share,
-                  backward_s=backward_s * share, activation_bytes=int(held[owner] * part))
+                  backward_s=backward_s * share, activation_bytes=int(held[owner] * part),
+                  **({} if gathers is None else gathers.of_layer(pieces)))
         )  # fmt: skip
     return tuple(layers)
 

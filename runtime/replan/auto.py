@@ -133,16 +133,11 @@ def observed_workload(engine: TrainingEngine, timeline: Timeline) -> Workload:
 
 
 def _kept(engine: TrainingEngine, gathers: Gathered) -> list[dict[str, int]]:
-    """`Layer.persistent_params` and `regathered_params` of each subgroup. What no module reads is
-    gathered by nobody.
-    """
-    found = [{"persistent_params": 0, "regathered_params": 0} for _ in engine.sizes()]
+    """`Layer.persistent_params` and `regathered_params` of each subgroup."""
+    pieces: list[list[tuple[int, int]]] = [[] for _ in engine.sizes()]
     for key, piece in engine.slices().items():
-        if key in gathers.times:
-            found[piece.subgroup]["regathered_params"] += piece.elements * gathers.again(key)
-        if key in gathers.persistent:
-            found[piece.subgroup]["persistent_params"] += piece.elements
-    return found
+        pieces[piece.subgroup].append((key, piece.elements))
+    return [gathers.of_layer(held) for held in pieces]
 
 
 def _median_s(timeline: Timeline, kind: OpKind) -> float:

@@ -136,18 +136,15 @@ class Rank:
         again = tuple(recompute and bool(block.attention) for block in blocks)
         return _gathers(whole, again, self.job.gather_rules)
 
-    def regathered(self, blocks: Sequence[Block]) -> list[dict[str, int | None]]:
+    def regathered(self, blocks: Sequence[Block]) -> list[dict[str, int]]:
         """Each layer's `persistent_params` and `regathered_params`."""
         if self.job.zero_stage < 3:
             return [{}] * len(blocks)
-        gathers, fields = self.gathers(blocks), []
-        for number, block in enumerate(blocks):
-            sizes = {(number, i): n for i, n in enumerate(self.partitions(block))}
-            again = sum(n * gathers.again(key) for key, n in sizes.items())
-            stay = sum(n for key, n in sizes.items() if key in gathers.persistent)
-            regathered = None if again == sum(sizes.values()) else again
-            fields.append({"persistent_params": stay, "regathered_params": regathered})
-        return fields
+        gathers = self.gathers(blocks)
+        return [
+            gathers.of_layer(((number, i), n) for i, n in enumerate(self.partitions(block)))
+            for number, block in enumerate(blocks)
+        ]
 
     def live_params(self, blocks: Sequence[Block]) -> int | None:
         """See `Workload`. Of several ranks what is gathered is in `base_bytes`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -49,9 +49,15 @@ class Gathered:
     persistent: frozenset[Hashable]
     live: int | None
 
-    def again(self, key: Hashable) -> int:
-        """How often after its first time."""
-        return self.times[key] - 1
+    def of_layer(self, pieces: Iterable[tuple[Hashable, int]]) -> dict[str, int]:
+        """`Layer.persistent_params` and `regathered_params` of a layer of these parameters, each
+        with this rank's elements. What no module reads is gathered by nobody.
+        """
+        read = [(key, n) for key, n in pieces if key in self.times]
+        return {
+            "persistent_params": sum(n for key, n in read if key in self.persistent),
+            "regathered_params": sum(n * (self.times[key] - 1) for key, n in read),
+        }
 
 
 def gathered(modules: Sequence[Module], rules: GatherRules) -> Gathered:

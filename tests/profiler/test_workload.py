@@ -44,6 +44,28 @@ def test_a_live_engine(only_rank, accumulation):
     engine.destroy()
 
 
+@pytest.mark.parametrize("reuse", [0, 10**9])
+def test_what_a_live_engine_gathers_again(only_rank, reuse):
+    """Norms and biases stay to the end of the step, the rest as long as it is used again soon."""
+    engine = start(
+        stage3_param_persistence_threshold=100, stage3_max_reuse_distance=reuse,
+        stage3_prefetch_bucket_size=1,
+    )  # fmt: skip
+    numbers = iter(range(10**6))
+    batches = Batches(2, 32)
+    workload = profile_engine(engine, lambda e: train_step(e, batches.at(next(numbers))), 2)
+    small = sum(p.numel() for p in engine.module.parameters() if p.ds_numel <= 100)
+    blocks = [layer for layer in workload.layers if layer.name.startswith("blocks")]
+    assert sum(layer.persistent_params for layer in workload.layers) == small > 0
+    if reuse:
+        assert all(layer.regathered_params == 0 for layer in blocks)
+        assert workload.live_params == workload.params
+    else:
+        assert all(n.regathered_params == n.params - n.persistent_params for n in blocks)
+        assert workload.live_params < workload.params
+    engine.destroy()
+
+
 def test_profiling_changes_no_bit(only_rank):
     plain = start()
     expected, _ = train(plain, 12)
