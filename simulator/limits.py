@@ -121,6 +121,15 @@ class Limits:
         """The same for plans that store nothing."""
         return replace(self, storage_bytes=None)
 
+    @property
+    def by_memory(self) -> dict[Memory, int]:
+        """Of each that has a limit; where device and host are one memory, the host's."""
+        asked: dict[Memory, int | None] = {
+            "device": None if self.unified else self.device_bytes, "host": self.host_bytes,
+            "storage": self.storage_bytes,
+        }  # fmt: skip
+        return {memory: size for memory, size in asked.items() if size is not None}
+
     def missing(self, device_bytes: int, host_bytes: int, storage_bytes: int = 0) -> dict[str, int]:
         """Bytes by which peaks exceed each memory; empty: they fit. Nothing else says what fits."""
         over = {"GPU memory": device_bytes - self.device_bytes,

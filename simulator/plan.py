@@ -14,15 +14,18 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    NonNegativeInt,
     SerializerFunctionWrapHandler,
     ValidationError,
     model_serializer,
     model_validator,
 )
 
+from simulator.schedule import Kind
 from simulator.update.order import UpdateOrder, issue_order, order_of
 from simulator.update.recipes import HOST_SLOTS, RECIPES, Slot
 from simulator.update.recipes import Placement as Placement  # public here, defined there
+from simulator.update.tiers import Memory
 
 ParameterHome = Literal["host", "device"]
 SCHEMA_VERSION = 2
@@ -112,7 +115,14 @@ class CheckpointPlan(BaseModel):
 
 
 class Prediction(BaseModel):
-    """What the simulator expects of a plan. Times in seconds of one iteration, one rank."""
+    """What the simulator expects of a plan. Times in seconds of one iteration, one rank.
+
+    Attributes:
+        memory: each memory at its peak, in bytes by what they are for; together they are the peak.
+            Empty: not told, as of other systems.
+        limits: bytes that may be taken of each memory; one that nobody limits is not there. Where
+            device and host memory are one, it is the host's.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -128,6 +138,8 @@ class Prediction(BaseModel):
     device_peak_bytes: int = Field(0, ge=0)
     host_peak_bytes: int = Field(0, ge=0)
     storage_bytes: int = Field(0, ge=0, description="of stored state, both extents")
+    memory: dict[Memory, dict[Kind, NonNegativeInt]] = Field(default_factory=dict)
+    limits: dict[Memory, NonNegativeInt] = Field(default_factory=dict)
     stall_s: float = Field(0.0, ge=0, description="per checkpoint")
     lower_bound_s: float = Field(0.0, ge=0)
     note: str = ""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from simulator.machine import RateName
 
@@ -71,6 +71,23 @@ D2H_LANES = frozenset({Lane.D2H, Lane.D2H_GRADIENTS})
 H2D_LANES = frozenset({Lane.H2D, Lane.H2D_PARAMETERS, Lane.H2D_FETCH, Lane.H2D_GRADIENTS})
 
 
+# What a byte of memory is for. "buckets": DeepSpeed's, and what a profile does not explain;
+# "staging": buffers of what is on its way.
+Kind = Literal["parameters", "gradients", "state", "activations", "buckets", "staging"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+Held = Mapping[str, Mapping[Kind, int]]  # by memory (of `TIERS`) and kind, bytes of one rank
+
+
+def taken_for(kind: OpKind) -> Kind:
+    """What the memory is for that such an op takes when it starts."""
+    return "gradients" if kind in (OpKind.BACKWARD, OpKind.UPDATE_DEVICE) else "activations"
+
+
+def freed_of(kind: OpKind) -> Kind:
+    """What the memory was for that such an op gives back when it ends."""
+    return "gradients" if kind == OpKind.UPDATE_DEVICE else "activations"
+
+
 def op_label(kind: OpKind, subgroup: int, layer: int) -> str:
     """For timelines: ``update host s3``; -1: of no subgroup, or no layer."""
     part = f" s{subgroup}" if subgroup >= 0 else ""
@@ -123,6 +140,9 @@ class Schedule:
 
     The order of the ops is the order in which each lane runs them.
 
+    Attributes:
+        held: in use all through an iteration.
+
     Raises:
         ValueError: ids are not positions, or an op waits for a later one.
     """
@@ -131,9 +151,7 @@ class Schedule:
     iterations: int = 1
     ranks_per_node: int = 1
     strategy: str = "ebbtide"
-    device_base_bytes: int = 0
-    host_base_bytes: int = 0
-    storage_bytes: int = 0
+    held: Held = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for position, op in enumerate(self.ops):
@@ -145,6 +163,18 @@ class Schedule:
                     f"an op may wait only for earlier ops, but op {op.id} ({op.label}) waits "
                     f"for {late}"
                 )
+
+    @property
+    def device_base_bytes(self) -> int:
+        return sum(self.held.get("device", {}).values())
+
+    @property
+    def host_base_bytes(self) -> int:
+        return sum(self.held.get("host", {}).values())
+
+    @property
+    def storage_bytes(self) -> int:
+        return sum(self.held.get("storage", {}).values())
 
     def of_kind(self, kind: OpKind, iteration: int | None = None) -> list[Op]:
         """Ops of one kind, in order; of one iteration if given."""

@@ -9,7 +9,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validator
 
 from simulator.quantity import Quantity
 from simulator.update.optimizer import ADAM, OPTIMIZERS, OptimizerState
@@ -17,6 +17,7 @@ from simulator.update.optimizer import ADAM, OPTIMIZERS, OptimizerState
 SCHEMA_VERSION = 1
 WireDtype = Literal["bf16", "fp16", "fp32"]
 ZeroStage = Literal[1, 2, 3]
+BaseKind = Literal["parameters", "gradients", "activations"]
 WIRE_BYTES: dict[WireDtype, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
@@ -85,6 +86,8 @@ class Workload(BaseModel):
             before the global norm is known.
         device_base_bytes: device memory in use all through an iteration (parameters, buckets); a
             profile adds what the activations do not explain of the peak it saw.
+        device_base_parts: what is known of it by kind; the rest are buckets. Empty: this rank's
+            partition of the parameters.
         stock_backward_extra_s: what stock DeepSpeed's gradient path adds to backward where it was
             measured; None lets the simulator derive it from the copies.
         tokens_per_iteration: of all ranks together; None where the model's inputs do not tell.
@@ -136,6 +139,7 @@ class Workload(BaseModel):
     step_gather_s: float = Field(0.0, ge=0)
     network_step_gather_bytes: int = Field(0, ge=0)
     device_base_bytes: int = Field(0, ge=0)
+    device_base_parts: dict[BaseKind, NonNegativeInt] = Field(default_factory=dict)
     live_params: int | None = Field(None, ge=0)
     stock_backward_extra_s: float | None = Field(None, ge=0)
     memory_curve: tuple[MemoryPoint, ...] = ()

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
+from simulator.analysis.memory_kinds import peaks_by_kind
 from simulator.engines.compiled import CompiledSchedule, SimResult, compile_schedule, simulate_fast
 from simulator.limits import Limits
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.schedules.settings import settings
 from simulator.schedules.strategies import build_strategy, shared_plan
+from simulator.update.footprint import ByKind
 from simulator.workload import Workload
 
 SLOTS = 2  # of an evenly spread plan
@@ -24,17 +27,24 @@ class Simulated:
 
     Attributes:
         setting: options of `build_strategy`.
+        compiled: what was simulated.
         lacks: what memory is missing, for people; empty: it fits.
     """
 
     strategy: str
     setting: Mapping[str, Any]
+    compiled: CompiledSchedule = field(repr=False, compare=False)
     result: SimResult
     lacks: str
 
     @property
     def fits(self) -> bool:
         return not self.lacks
+
+    @cached_property
+    def memory(self) -> ByKind:
+        """What is in use of each memory at its peak, by kind."""
+        return peaks_by_kind(self.compiled, self.result)
 
     def told(self, between: str = " ") -> str:
         """The setting for people: ``ratio 0.3``."""
@@ -63,8 +73,9 @@ def simulated(
     options = dict(setting)
     if name == "ebbtide" and set(options) == {"resident_share", "device_share"}:
         options = {"plan": _spread(workload, **options)}
-    result = simulate_fast(compile_(name, workload, options), machine)
-    return Simulated(name, setting, result, limits.shortfall(result))
+    schedule = compile_(name, workload, options)
+    result = simulate_fast(schedule, machine)
+    return Simulated(name, setting, schedule, result, limits.shortfall(result))
 
 
 def _spread(workload: Workload, device_share: float, resident_share: float) -> Plan:

@@ -17,8 +17,9 @@ import numpy as np
 from simulator.engines import kernel
 from simulator.engines.compiled import CompiledSchedule, compile_schedule
 from simulator.engines.kernel import Ints
-from simulator.schedule import Lane, OpKind, Schedule
+from simulator.schedule import Kind, Lane, OpKind, Schedule
 from simulator.schedules.peers import PRODUCTS_WAITED_FOR
+from simulator.update.footprint import base_by_kind, with_base
 from simulator.workload import Layer, Workload
 
 # What `Template.retimed` writes anew, or what no schedule depends on; all else is the structure.
@@ -26,8 +27,8 @@ RETIMED_LAYER = ("name", "forward_s", "backward_s", "activation_bytes")
 RETIMED_WORKLOAD = (
     "schema_version", "name", "layers", "subgroup_size", "parameters", "nodes",
     "tokens_per_iteration", "samples_per_iteration", "pipeline_idle_s", "device_base_bytes",
-    "memory_curve", "model_checkpoint_bytes", "provenance", "phase_times", "memory_peaks",
-    "warnings",
+    "device_base_parts", "memory_curve", "model_checkpoint_bytes", "provenance", "phase_times",
+    "memory_peaks", "warnings",
 )  # fmt: skip
 _LAYER_STRUCTURE = tuple(name for name in Layer.model_fields if name not in RETIMED_LAYER)
 _WORKLOAD_STRUCTURE = tuple(name for name in Workload.model_fields if name not in RETIMED_WORKLOAD)
@@ -63,7 +64,8 @@ class Template:
     Attributes:
         made_for: the times in it.
         rows: by what is written there, rows and the layer of each.
-        held_bytes: device memory of the schedule throughout, without the workload's base.
+        beside: by kind, device memory of the schedule throughout, without the workload's base.
+        gone_bytes: parameters of that base that live elsewhere.
         checked: the names of `times` that were compared with a real build and found right.
         fixed: a real build had times in other places too: such schedules are always built.
     """
@@ -71,7 +73,8 @@ class Template:
     compiled: CompiledSchedule
     made_for: dict[str, Hashable]
     rows: dict[str, tuple[Ints, Ints]]
-    held_bytes: int
+    beside: Mapping[Kind, int]
+    gone_bytes: int
     checked: set[str] = field(default_factory=set)
     fixed: bool = False
 
@@ -83,11 +86,14 @@ class Template:
             name = _WRITTEN.get((op.kind, op.lane, op.rate))
             if name is not None:
                 result[name].append((op.id, op.layer))
+        held = schedule.held["device"]
+        gone_bytes = base_by_kind(workload)["parameters"] - held["parameters"]
+        base = base_by_kind(workload, gone_bytes)
         pairs = {n: np.array(f, dtype=np.int64).reshape(-1, 2) for n, f in result.items()}
         return cls(
             _without_ops(schedule), times(workload),
             {name: (two[:, 0].copy(), two[:, 1].copy()) for name, two in pairs.items()},
-            schedule.device_base_bytes - workload.device_base_bytes,
+            {kind: size - base.get(kind, 0) for kind, size in held.items()}, gone_bytes,
         )  # fmt: skip
 
     @property
@@ -117,8 +123,9 @@ class Template:
             rows, layers = self.rows[name]
             ops[rows, column] = values[layers]
         ops[self.rows["idle"][0], kernel.WORK] = workload.pipeline_idle_s
-        base = workload.device_base_bytes + self.held_bytes
-        schedule = replace(self.compiled.schedule, device_base_bytes=base)
+        held = self.compiled.schedule.held
+        device = with_base(workload, self.beside, self.gone_bytes)
+        schedule = replace(self.compiled.schedule, held={**held, "device": device})
         return replace(self.compiled, ops=ops, schedule=schedule)
 
 

@@ -36,6 +36,7 @@ class FlatRank(Rank):
             layer.model_copy(update={"params": count})
             for layer, count in zip(made.layers, counts, strict=True)
         ]
+        waiting = self.waiting_bytes(made)
         fields = {
             "layers": tuple(layers),
             "subgroups": tuple(cut_flat([size], self.job.sub_group_size)),
@@ -45,7 +46,8 @@ class FlatRank(Rank):
                 size * self.job.data_parallel * self.wire, self.layout.ring_in_node
             ),
             "network_step_gather_bytes": int(self.layout.entering_bytes(made.params * self.wire)),
-            "device_base_bytes": made.device_base_bytes + self.waiting_bytes(made),
+            "device_base_bytes": made.device_base_bytes + waiting,
+            "device_base_parts": {**made.device_base_parts, "gradients": waiting},
         }
         return Workload.model_validate({**dict(made), **fields})
 

@@ -13,7 +13,7 @@ from simulator.estimates.compute import Device, overlapped_s
 from simulator.estimates.training import Training
 from simulator.machine import Machine
 from simulator.schedules.gathers import Gathered, GatherRules, Module, gathered
-from simulator.workload import WIRE_BYTES, Layer, Workload, cut
+from simulator.workload import WIRE_BYTES, BaseKind, Layer, Workload, cut
 
 # Of a layer's forward, what the host issues for its backward without the recomputed forward: one
 # gradient per product's input and one per weight, and the hooks of the reduction.
@@ -64,6 +64,7 @@ class Rank:
             # Each of the p - 1 other stages is one micro-batch ahead or behind (GPipe and 1F1B).
             pipeline_idle_s=(p.pipeline_parallel - 1) / micro * busy_s + self.loop_s,
             device_base_bytes=self.base_bytes(blocks),
+            device_base_parts=self.base_parts(blocks),
             live_params=self.live_params(blocks),
             provenance=self.provenance(),
         )
@@ -304,12 +305,16 @@ class Rank:
 
     def base_bytes(self, blocks: Sequence[Block]) -> int:
         """Parameters, those gathered, both gradient buckets, the layer that was recomputed last."""
-        held = self.held_elements(blocks)
-        base = (held + self.gathered_elements(blocks)) * self.wire
-        base += self.bucket_bytes(held) + self.backward_bytes()
+        held = self.bucket_bytes(self.held_elements(blocks)) + self.backward_bytes()
+        return held + sum(self.base_parts(blocks).values())
+
+    def base_parts(self, blocks: Sequence[Block]) -> dict[BaseKind, int]:
+        """What of `base_bytes` is no bucket."""
+        held = self.held_elements(blocks) + self.gathered_elements(blocks)
+        parts: dict[BaseKind, int] = {"parameters": held * self.wire}
         if self.job.recompute:  # its activations stay until the next iteration's take their place
-            base += int(self._stored(self.tokens * self.arch.hidden * self.wire / 2))
-        return base
+            parts["activations"] = int(self._stored(self.tokens * self.arch.hidden * self.wire / 2))
+        return parts
 
     def whole_elements(self, block: Block) -> int:
         """Of all data-parallel ranks together."""

@@ -67,7 +67,9 @@ class CheckpointedLoop(EbbtideLoop):
     def schedule(self, iterations: int) -> Schedule:
         """With the host memory that the runtime reserves for checkpoints."""
         made = super().schedule(iterations)
-        return replace(made, host_base_bytes=made.host_base_bytes + reserved_bytes(self.saving))
+        host = dict(made.held["host"])
+        host["staging"] += reserved_bytes(self.saving)
+        return replace(made, held={**made.held, "host": host})
 
     # -- where the training loop calls in ----------------------------------------------------
 

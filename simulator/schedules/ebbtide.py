@@ -8,7 +8,7 @@ from simulator.plan import Plan, PlanError
 from simulator.schedule import Schedule
 from simulator.schedules.loop import ALL_CORES
 from simulator.schedules.planned_loop import PlannedLoop
-from simulator.update.footprint import footprint
+from simulator.update.footprint import footprint_by_kind
 from simulator.update.recipes import (
     Bytes,
     Slot,
@@ -89,15 +89,12 @@ class EbbtideLoop(PlannedLoop):
 
     def schedule(self, iterations: int) -> Schedule:
         """What was appended so far, with the memory that is in use throughout."""
-        held = footprint(self.workload, self.plan)
         return Schedule(
             ops=tuple(self.out.ops),
             iterations=iterations,
             ranks_per_node=self.workload.ranks_per_node,
             strategy="ebbtide",
-            device_base_bytes=held["device"],
-            host_base_bytes=held["host"],
-            storage_bytes=held["storage"],
+            held=footprint_by_kind(self.workload, self.plan),
         )
 
     def gradient_reduced(self, subgroup: int, micro_batch: int, after: int) -> None:

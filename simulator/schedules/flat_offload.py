@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from simulator.schedule import OpKind, Schedule
+from simulator.schedule import Kind, OpKind, Schedule
 from simulator.schedules.peers import StockLoop, StockOptions
 from simulator.update.optimizer import FP32_BYTES
 from simulator.workload import Workload
@@ -27,11 +27,13 @@ class FlatOffloadLoop(StockLoop):
         of the micro-batches where there are several.
         """
         w = self.workload
-        per_param = self.state_bytes + FP32_BYTES + w.wire_bytes
-        if w.gradient_accumulation_steps > 1:
-            per_param += w.grad_bytes_per_param
+        summed = w.grad_bytes_per_param if w.gradient_accumulation_steps > 1 else 0
+        host: dict[Kind, int] = {
+            "state": w.params * self.state_bytes, "gradients": w.params * (FP32_BYTES + summed),
+            "staging": w.params * w.wire_bytes,
+        }  # fmt: skip
         made = super().schedule(iterations, name)
-        return replace(made, host_base_bytes=w.params * per_param)
+        return replace(made, held={**made.held, "host": host})
 
     def _send_home(self, layer: int, micro_batch: int, after: int) -> int:
         """The sum so far comes in and goes home; behind the last micro-batch it also goes home in

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from simulator.schedule import Lane, OpKind, Schedule
+from simulator.schedule import Kind, Lane, OpKind, Schedule
 from simulator.schedules.peers import HOST_GRADIENT_BYTES, StockLoop, StockOptions
 from simulator.update.footprint import fetched_for, moved_out
 from simulator.update.optimizer import FP32_BYTES
@@ -66,19 +66,23 @@ class InfinityLoop(StockLoop):
 
     def schedule(self, iterations: int, name: str) -> Schedule:
         made, w, homes = super().schedule(iterations, name), self.workload, self.homes
-        device, host = made.device_base_bytes, made.host_base_bytes
+        host, storage = dict(made.held["host"]), dict[Kind, int]()
         if homes.parameters == "cpu":
-            gone = moved_out(w, [layer.params for layer in w.layers])
-            device = max(0, device - gone * w.wire_bytes)
-            host += w.params * w.wire_bytes
+            host["parameters"] = w.params * w.wire_bytes
         if homes.optimizer == "nvme":
             sets = min(len(self.sizes), 2 if homes.pipelined else 1)
-            buffers = sets * max(self.sizes) * (self.state_bytes + FP32_BYTES)
+            host["staging"] = sets * max(self.sizes) * (self.state_bytes + FP32_BYTES)
             # The gradient's partition buffer stays; what is in fp32 goes to storage.
-            host += buffers - w.params * (self.state_bytes + HOST_GRADIENT_BYTES - FP32_BYTES)
-            stored = w.params * (self.state_bytes + FP32_BYTES)
-            made = replace(made, storage_bytes=stored)
-        return replace(made, device_base_bytes=device, host_base_bytes=host)
+            storage = {"state": host.pop("state"), "gradients": w.params * FP32_BYTES}
+            host["gradients"] -= w.params * (HOST_GRADIENT_BYTES - FP32_BYTES)
+        return replace(made, held={**made.held, "host": host, "storage": storage})
+
+    @property
+    def gone_bytes(self) -> int:
+        w = self.workload
+        if self.homes.parameters == "device":
+            return 0
+        return moved_out(w, [layer.params for layer in w.layers]) * w.wire_bytes
 
     # -- passes ------------------------------------------------------------------------------
 

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from simulator.schedule import Lane, OpKind, Schedule
+from simulator.schedule import Kind, Lane, OpKind, Schedule
 from simulator.schedules.loop import ALL_CORES, TrainingLoop
+from simulator.update.footprint import with_base
 from simulator.update.optimizer import ADAM, FP32_BYTES
 from simulator.update.recipes import Bytes
 from simulator.workload import Workload
@@ -116,16 +117,27 @@ class StockLoop(TrainingLoop):
         on_device = sum(self.sizes[: self.resident])
         staging = self.slots * max((self.sizes[s] for s in self.visits), default=0)
         state = w.optimizer_state.state_bytes
-        on_device_bytes = (on_device + staging) * (state + FP32_BYTES)
         hosted = w.params - on_device
+        device: dict[Kind, int] = {
+            "state": on_device * state, "gradients": on_device * FP32_BYTES,
+            "staging": staging * (state + FP32_BYTES),
+        }  # fmt: skip
+        host: dict[Kind, int] = {
+            "state": hosted * state,
+            "gradients": hosted * HOST_GRADIENT_BYTES + on_device * FP32_BYTES,
+        }
         return Schedule(
             ops=tuple(self.out.ops),
             iterations=iterations,
             ranks_per_node=w.ranks_per_node,
             strategy=name,
-            device_base_bytes=w.device_base_bytes + on_device_bytes,
-            host_base_bytes=hosted * (state + HOST_GRADIENT_BYTES) + on_device * FP32_BYTES,
+            held={"device": with_base(w, device, self.gone_bytes), "host": host},
         )
+
+    @property
+    def gone_bytes(self) -> int:
+        """Of the device's parameters, those that live elsewhere."""
+        return 0
 
     # -- gradients ---------------------------------------------------------------------------
 
@@ -357,5 +369,5 @@ class DeviceLoop(TrainingLoop):
             iterations=iterations,
             ranks_per_node=w.ranks_per_node,
             strategy="no_offload",
-            device_base_bytes=w.device_base_bytes + w.params * w.optimizer_state.state_bytes,
+            held={"device": with_base(w, {"state": w.params * w.optimizer_state.state_bytes})},
         )

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Self
 
 from simulator.plan import Plan
+from simulator.schedule import KINDS, Kind
 from simulator.update.optimizer import FP32_BYTES, OptimizerState
 from simulator.update.recipes import (
     HOST_SLOTS,
@@ -19,7 +22,7 @@ from simulator.update.recipes import (
     ways,
 )
 from simulator.update.tiers import TIERS, Memory
-from simulator.workload import Layer, Workload
+from simulator.workload import BaseKind, Layer, Workload
 
 # Layers whose parameters are on the device at once, where nobody says: this one and the next.
 PARAMETER_BUFFERS = 2
@@ -30,10 +33,21 @@ EXTENT_SETS = 2  # of stored state: a step writes to other extents than the one 
 STAGING_ALIGNMENT = 64  # elements: each tensor of a staging slot begins on a 256-byte border
 
 Footprint = Mapping[Memory, int]  # bytes of one rank in each memory of `TIERS`
+ByKind = dict[str, dict[Kind, int]]  # the same, by memory and kind
 
 
 def footprint(workload: Workload, plan: Plan) -> Footprint:
-    """Bytes of one rank that a plan holds all through an iteration.
+    """Bytes of one rank that a plan holds all through an iteration, see `footprint_by_kind`."""
+    return totals(footprint_by_kind(workload, plan))
+
+
+def totals(held: ByKind) -> Footprint:
+    """Of all kinds together."""
+    return {memory: sum(held[memory].values()) for memory in TIERS}
+
+
+def footprint_by_kind(workload: Workload, plan: Plan) -> ByKind:
+    """Bytes of one rank that a plan holds all through an iteration, by what they are for.
 
     The workload's base (parameters, buckets), state, gradients, parameters where they live, and the
     slots. Activations, which come and go, and what a checkpoint reserves are not in it. Of the
@@ -43,9 +57,34 @@ def footprint(workload: Workload, plan: Plan) -> Footprint:
     homes = plan.parameter_homes
     amounts = tally(workload.subgroups, plan.placements, homes)
     gone = moved_out(workload, fetched_elements(workload, homes)) * workload.wire_bytes
-    taken = dict(held.bytes(amounts, plan.staging_slots, plan.host_slots))
-    taken["device"] += max(0, workload.device_base_bytes - gone)
+    taken = held.by_kind(amounts, plan.staging_slots, plan.host_slots)
+    taken["device"] = with_base(workload, taken["device"], gone)
     return taken
+
+
+def with_base(workload: Workload, held: Mapping[Kind, int], gone_bytes: int = 0) -> dict[Kind, int]:
+    """What the device holds beside a workload's base, and the base."""
+    base = base_by_kind(workload, gone_bytes)
+    return {kind: held.get(kind, 0) + base.get(kind, 0) for kind in KINDS}
+
+
+def base_by_kind(workload: Workload, gone_bytes: int = 0) -> dict[Kind, int]:
+    """What a workload holds on the device all through an iteration, without ``gone_bytes`` of its
+    parameters, which live elsewhere.
+    """
+    left = workload.device_base_bytes
+    parts: dict[Kind, int] = {"parameters": 0}
+    known: Mapping[BaseKind, int] = workload.device_base_parts
+    known = known or {"parameters": workload.params * workload.wire_bytes}
+    for kind, size in known.items():
+        parts[kind] = min(size, left)
+        left -= parts[kind]
+    parts["buckets"] = left
+    for part in parts:  # of a profile that saw less than its parameters, from the others too
+        taken = min(parts[part], gone_bytes)
+        parts[part] -= taken
+        gone_bytes -= taken
+    return parts
 
 
 def fetched_elements(workload: Workload, homes: Sequence[Memory]) -> list[int]:
@@ -88,15 +127,15 @@ class Holding:
     """What each element takes of each memory, by the way in which it is updated, and the slots.
 
     Attributes:
-        per_param: by memory, bytes of a parameter of each of `ways`, with its state and gradient;
-            what the device holds of the parameters is in the workload's base.
+        rows: by memory and kind, bytes of a parameter of each of `ways`; what the device holds of
+            the parameters is in the workload's base.
         users: the ways that use each kind of slot, as positions in `ways`.
         gradient_bytes: of a parameter, where micro-batches are added up.
     """
 
     optimizer: OptimizerState
     wire_bytes: int
-    per_param: Mapping[Memory, tuple[int, ...]]
+    rows: Mapping[tuple[Memory, Kind], tuple[int, ...]]
     users: Mapping[Slot, tuple[int, ...]]
     gradient_bytes: int
 
@@ -116,19 +155,20 @@ class Holding:
         rows = []
         recipes = [recipe_of(*way) for way in ways()]
         for recipe, (_, home) in zip(recipes, ways(), strict=True):
-            row = dict.fromkeys(TIERS, 0)
+            row: Counter[tuple[Memory, Kind]] = Counter()
             sets = EXTENT_SETS if recipe.state == "storage" else 1
-            row[recipe.state] += sets * optimizer.state_bytes
-            row[recipe.gradient] += gradient_bytes
+            row[recipe.state, "state"] += sets * optimizer.state_bytes
+            row[recipe.gradient, "gradients"] += gradient_bytes
             if stage < 3 and recipe.state == "device":
-                row["host"] += optimizer.state_bytes
+                row["host", "state"] += optimizer.state_bytes
             if home == "host":
-                row["host"] += wire_bytes
+                row["host", "parameters"] += wire_bytes
             if keeps:  # whatever the placement
-                row["host"] += gradient_bytes
+                row["host", "gradients"] += gradient_bytes
             rows.append(row)
         return cls(
-            optimizer, wire_bytes, {memory: tuple(r[memory] for r in rows) for memory in TIERS},
+            optimizer, wire_bytes,
+            {key: tuple(row[key] for row in rows) for key in sorted(set().union(*rows))},
             {s: tuple(i for i, r in enumerate(recipes) if s in r.slots) for s in Slot},
             gradient_bytes,
         )  # fmt: skip
@@ -140,26 +180,42 @@ class Holding:
             micro_batches=w.gradient_accumulation_steps,
         )  # fmt: skip
 
+    @cached_property
+    def per_param(self) -> Mapping[Memory, tuple[int, ...]]:
+        """By memory, bytes of a parameter of each of `ways`, with its state and gradient."""
+        return {
+            memory: tuple(
+                map(sum, zip(*(row for (m, _), row in self.rows.items() if m == memory),
+                             strict=True))
+            ) for memory in TIERS
+        }  # fmt: skip
+
     def bytes(
         self, amounts: Sequence[Sequence[float]], staging_slots: int, host_slots: int = HOST_SLOTS
     ) -> Footprint:
+        """As `by_kind`, all kinds together."""
+        return totals(self.by_kind(amounts, staging_slots, host_slots))
+
+    def by_kind(
+        self, amounts: Sequence[Sequence[float]], staging_slots: int, host_slots: int = HOST_SLOTS
+    ) -> ByKind:
         """Without the workload's base.
 
         Args:
             amounts: as `tally` gives them.
         """
         counts, elements, largest = amounts
-        taken = {
-            memory: int(sum(n * each for n, each in zip(elements, row, strict=True)))
-            for memory, row in self.per_param.items()
-        }
+        taken: ByKind = {memory: dict.fromkeys(KINDS, 0) for memory in TIERS}
+        for (memory, kind), row in self.rows.items():
+            taken[memory][kind] = int(sum(n * each for n, each in zip(elements, row, strict=True)))
         leaving = zip(elements, ways(), strict=True)
         sent = sum(n for n, way in leaving if recipe_of(*way).gradient != "device")
-        taken["device"] += min(GRADIENTS_UNDER_WAY_BYTES, int(sent * self.gradient_bytes))
+        under_way = min(GRADIENTS_UNDER_WAY_BYTES, int(sent * self.gradient_bytes))
+        taken["device"]["gradients"] += under_way
         for slot, limit in self.slots(counts, staging_slots, host_slots).items():
             if limit:
                 size = max(int(largest[user]) for user in self.users[slot])
-                taken[slot.memory] += limit * self.slot_bytes(slot, size)
+                taken[slot.memory]["staging"] += limit * self.slot_bytes(slot, size)
         return taken
 
     def slots(

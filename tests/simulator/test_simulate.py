@@ -112,7 +112,8 @@ def test_memory_is_taken_at_the_start_and_given_back_at_the_end():
     out.add(OpKind.FORWARD, Lane.COMPUTE, 1.0, device_alloc_bytes=5, host_alloc_bytes=1)
     out.add(OpKind.FORWARD, Lane.COMPUTE, 1.0, device_alloc_bytes=7)
     out.add(OpKind.BACKWARD, Lane.COMPUTE, 1.0, device_free_bytes=12, host_free_bytes=1)
-    schedule = Schedule(ops=tuple(out.ops), device_base_bytes=100, host_base_bytes=10)
+    held = {"device": {"buckets": 100}, "host": {"state": 10}}
+    schedule = Schedule(ops=tuple(out.ops), held=held)
     timeline = simulate(schedule, machine())
     assert [(m.t_s, m.device_bytes, m.host_bytes) for m in timeline.memory] == [
         (0, 100, 10), (0, 105, 11), (1, 112, 11), (3, 100, 10),

@@ -29,7 +29,7 @@ from simulator import (
 from simulator.analysis.checkpoint_cost import CheckpointSimulation
 from simulator.limits import Limits
 from simulator.schedule import OpKind
-from simulator.update.footprint import footprint
+from simulator.update.footprint import footprint_by_kind
 from simulator.update.order import UpdateOrder
 from tests.machines import node, workload
 from tuner.answer.report import show_machine, show_plan, show_workload
@@ -88,10 +88,10 @@ def timed(work, on, plan, strategies):
 
 
 def comes_in(work, plan):
-    """Bytes of parameters for the passes, and those of the device that they take."""
+    """Bytes of parameters for the passes, and what the device's bytes are for."""
     ops = build_schedule(work, plan).ops
     fetched = sum(op.work for op in ops if op.kind is OpKind.PARAMETER_FETCH)
-    return fetched, footprint(work, plan)["device"]
+    return fetched, footprint_by_kind(work, plan)["device"]
 
 
 def outcomes(work, on, plan=None):
@@ -199,6 +199,7 @@ WORKLOAD = {
     "step_gather_s": 0.1,
     "network_step_gather_bytes": 10**9,
     "device_base_bytes": 2**30,
+    "device_base_parts": {"gradients": 2**20},
     "live_params": 0,
     "stock_backward_extra_s": 0.5,
     "memory_curve": (MemoryPoint(t_s=0, phase="forward", device_bytes=5),),
@@ -213,6 +214,7 @@ BESIDE = {  # other fields that a field needs beside it to be allowed at all, or
     "network_step_gather_bytes": {"zero_stage": 2},
     "samples_per_iteration": {},
     "persistent_params": {"gradient_accumulation_steps": 2},
+    "device_base_parts": {"device_base_bytes": 2**30},
     "live_params": {"device_base_bytes": 2**30},
     "reduced_beside": {"layers": tuple({**layer, "network_reduce_bytes": 10**8}
                                        for layer in base_workload().model_dump()["layers"])},

@@ -23,7 +23,7 @@ def even_plan(workload: Workload, machine: Machine, limits: Limits) -> Plan:
         raise ImpossibleError.explain(workload, limits, list(search.scores.values()))
     made = search.best().plan(workload)
     # The fluid bound alone: somebody waits, and the whole one takes seconds.
-    prediction = predict(workload, machine, made, lower_bound_s=search.fluid.iteration_s)
+    prediction = predict(workload, machine, made, limits, lower_bound_s=search.fluid.iteration_s)
     best = distance(prediction) == "at the optimum"
     more = "no search finds a better one" if best else "the search may find a better one"
     why = f"a quick plan, evenly spread: {more}"

@@ -10,6 +10,9 @@ from rich.table import Table
 
 from simulator.limits import GIB
 from simulator.plan import Placement
+from simulator.schedule import KINDS
+from simulator.update.tiers import Memory
+from tuner.answer.rows import BY_KIND, role_of
 from tuner.answer.verdict import headline
 
 if TYPE_CHECKING:
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
     from simulator.plan import Plan, Prediction
     from simulator.workload import Workload
 
+MEMORIES: tuple[Memory, ...] = get_args(Memory)
 _RATES = {
     "h2d_bytes_per_s": ("copy host to device", 1e9, "GB/s"),
     "d2h_bytes_per_s": ("copy device to host", 1e9, "GB/s"),
@@ -118,6 +122,8 @@ def show_plan(plan: Plan, console: Console) -> None:
         console.print(f"a checkpoint every {plan.checkpoint.interval_steps} steps")
     if plan.prediction is not None:
         console.print(strategies([plan.prediction, *plan.alternatives]))
+        if plan.prediction.memory:
+            console.print(memory(plan))
         low_ms, high_ms = (
             1e3 * s for s in (plan.prediction.iteration_low_s, plan.prediction.iteration_high_s)
         )
@@ -127,6 +133,31 @@ def show_plan(plan: Plan, console: Console) -> None:
             console.print(f"no plan can take less than {bound * 1e3:.1f} ms per iteration")
     for reason in plan.reasons:
         console.print(f"- {reason}")
+
+
+def memory(plan: Plan) -> Table:
+    """What each memory is for at its peak, under the plan and without it, against the limits."""
+    assert plan.prediction is not None
+    others = {role_of(p.strategy): p for p in plan.alternatives if p.memory}
+    told = {"plan": plan.prediction, **others}
+    columns = [(m, role) for m in MEMORIES for role in BY_KIND
+               if role in told and told[role].memory.get(m)]  # fmt: skip
+    table = Table(title="memory at its peak, GiB of one rank")
+    table.add_column("")
+    for m, role in columns:
+        table.add_column(f"{m}\n{role}", justify="right")
+
+    def row(name: str, sizes: Iterable[float | None]) -> None:
+        table.add_row(name, *("" if n is None else f"{n / GIB:.2f}" for n in sizes))
+
+    for kind in KINDS:
+        sizes = [told[role].memory[m].get(kind) for m, role in columns]
+        if any(sizes):
+            row(kind, sizes)
+    table.add_section()
+    row("together", (sum(told[role].memory[m].values()) for m, role in columns))
+    row("limit", (plan.prediction.limits.get(m) for m, _ in columns))
+    return table
 
 
 def strategies(predictions: Iterable[Prediction]) -> Table:

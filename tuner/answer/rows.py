@@ -21,6 +21,7 @@ from simulator.schedules.strategies import stages, stock_offload
 from simulator.workload import Workload
 
 Role = Literal["plan", "stock", "no offload", "variant", "peer"]
+BY_KIND: tuple[Role, ...] = ("plan", "stock", "no offload")
 # DeepSpeed's other settings and other systems, each at its best setting.
 PEERS = ("zero3_offload_unpinned", "twin_flow", "deep_optimizer_states", "superoffload")
 _LABELS = {
@@ -52,7 +53,9 @@ class Row:
 
     @property
     def prediction(self) -> Prediction:
-        """As a plan keeps it; an interval is known of the plan alone."""
+        """As a plan keeps it; an interval is known of the plan alone, memory by kind is told of it,
+        of stock and of not offloading.
+        """
         seconds = self.result.iteration_s
         return Prediction(
             strategy=self.label, iteration_s=seconds, iteration_low_s=seconds,
@@ -60,6 +63,7 @@ class Row:
             device_peak_bytes=self.result.device_peak_bytes,
             host_peak_bytes=self.result.host_peak_bytes,
             storage_bytes=self.result.storage_bytes, note=self.simulated.lacks,
+            memory=self.simulated.memory if self.role in BY_KIND else {},
         )  # fmt: skip
 
     def fields(self, stock_s: float, tokens: int | None) -> dict[str, Any]:

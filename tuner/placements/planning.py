@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from simulator.analysis.many_plans import PlanSweep
-from simulator.engines.compiled import simulate_fast
+from simulator.analysis.memory_kinds import peaks_by_kind
+from simulator.engines.compiled import compile_schedule, simulate_fast
 from simulator.limits import Limits
 from simulator.machine import Machine
 from simulator.plan import Plan, Prediction
@@ -126,15 +127,18 @@ def _as_plan(search: Search, c: Candidate, folders: Mapping[str, Any]) -> Plan:
         versions=versions("ebbtide", "torch", "deepspeed"),
     )
     bound_s = search.bound.iteration_s
-    prediction = predict(search.workload, search.machine, made, lower_bound_s=bound_s)
+    prediction = predict(
+        search.workload, search.machine, made, search.limits, lower_bound_s=bound_s
+    )
     return made.model_copy(update={"prediction": prediction})
 
 
 def predict(
-    workload: Workload, machine: Machine, made: Plan, *, lower_bound_s: float = 0.0
+    workload: Workload, machine: Machine, made: Plan, limits: Limits, *, lower_bound_s: float = 0.0
 ) -> Prediction:
     """The simulator's prediction of a plan, with the interval that the rates' spread gives."""
-    result = simulate_fast(build_strategy("ebbtide", workload, plan=made), machine)
+    schedule = compile_schedule(build_strategy("ebbtide", workload, plan=made))
+    result = simulate_fast(schedule, machine)
     low, high = workload_interval_s(
         lambda work: build_strategy("ebbtide", work, plan=made), workload, machine
     )
@@ -146,6 +150,8 @@ def predict(
         device_peak_bytes=result.device_peak_bytes,
         host_peak_bytes=result.host_peak_bytes,
         storage_bytes=result.storage_bytes,
+        memory=peaks_by_kind(schedule, result),
+        limits=limits.by_memory,
         lower_bound_s=min(lower_bound_s, result.iteration_s),
     )
 
@@ -158,7 +164,9 @@ def predicted_anew(made: Plan, workload: Workload, machine: Machine) -> Plan:
     """
     homes = made.parameter_homes if "host" in made.parameter_homes else ()
     search = Search(workload, machine, Limits.of(workload, machine), seed=0, homes=homes)
-    prediction = predict(workload, machine, made, lower_bound_s=search.bound.iteration_s)
+    prediction = predict(
+        workload, machine, made, search.limits, lower_bound_s=search.bound.iteration_s
+    )
     return _explained(made.model_copy(update={"prediction": prediction}), search)
 
 

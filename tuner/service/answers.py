@@ -28,7 +28,7 @@ from simulator.schedules.strategies import build_strategy
 from simulator.workload import Workload
 from tuner.answer.even import even_plan
 from tuner.answer.failures import checkpointed, goodput_of
-from tuner.answer.rows import Role, Row, alternatives, compare, figures, stock_beside
+from tuner.answer.rows import BY_KIND, Role, Row, alternatives, compare, figures, stock_beside
 from tuner.answer.use import use
 from tuner.answer.verdict import verdict
 from tuner.answer.ways_out import Changes
@@ -102,12 +102,15 @@ def answer(request: Answer, progress: Progress) -> dict[str, Any]:
         "effort": request.effort,
         "bound_s": (plan and plan.prediction and plan.prediction.lower_bound_s) or None,
         "rows": _listed(rows, workload),
+        "memory": {row.role: row.simulated.memory for row in rows if row.role in BY_KIND},
         "timelines": _timelines(machine, workload, plan),
         "plan": None if plan is None else plan.model_dump(mode="json"),
         "use": None if plan is None else use(plan, workload, request.ds_config),
         "limits": {
             "device_bytes": limits.device_bytes,
             "host_bytes": limits.host_bytes,
+            "storage_bytes": limits.storage_bytes,
+            "unified": limits.unified,
             "notes": list(limits.explained),
         },
         "machine": _about_machine(machine),

@@ -24,6 +24,7 @@ from simulator.analysis.goodput import (
 )
 from simulator.limits import Limits
 from tests.machines import GIB
+from tuner.answer.rows import role_of
 from tuner.emitted_config import emitted_config
 from tuner.service.scenario import MODELS
 
@@ -107,7 +108,15 @@ def test_an_answer_tells_the_table_the_plan_and_the_sentence(server):
     plan = Plan.model_validate(answer["plan"])
     made = simulate(build_strategy("ebbtide", work, plan=plan), machine)
     assert rows["plan"]["iteration_s"] == pytest.approx(made.iteration_s, rel=1e-9)
-    assert made.device_peak_bytes <= Limits.of(work, machine).device_bytes
+    limits = Limits.of(work, machine)
+    assert made.device_peak_bytes <= limits.device_bytes
+    assert set(answer["memory"]) == {"plan", "stock", "no offload"}
+    for role, memories in answer["memory"].items():
+        for name in ("device", "host"):
+            assert sum(memories[name].values()) == rows[role][f"{name}_peak_bytes"]
+    assert plan.prediction.memory == answer["memory"]["plan"]
+    assert plan.prediction.limits == {"device": limits.device_bytes, "host": limits.host_bytes}
+    assert {role_of(p.strategy) for p in plan.alternatives if p.memory} == {"stock", "no offload"}
     assert plan.prediction.iteration_s == pytest.approx(made.iteration_s)
     speedup = rows["stock"]["iteration_s"] / rows["plan"]["iteration_s"]
     assert f"{speedup:.1f}x stock" in answer["sentence"]

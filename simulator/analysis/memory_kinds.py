@@ -1,0 +1,60 @@
+"""What memory is for at the moment when most of it is in use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from simulator.engines import kernel
+from simulator.engines.compiled import CompiledSchedule, SimResult
+from simulator.engines.kernel import Floats
+from simulator.schedule import KINDS, Kind, OpKind, freed_of, taken_for
+from simulator.update.footprint import ByKind
+from simulator.update.tiers import TIERS
+
+
+def peaks_by_kind(schedule: CompiledSchedule, simulated: SimResult) -> ByKind:
+    """Of each memory, the bytes of each kind at its peak: together they are the peak. Kinds that
+    take nothing are left out.
+    """
+    held = schedule.schedule.held
+    peaks: ByKind = {m: {k: held.get(m, {}).get(k, 0) for k in KINDS} for m in TIERS}
+    columns = {
+        "device": (kernel.DEVICE_ALLOC, kernel.DEVICE_FREE),
+        "host": (kernel.HOST_ALLOC, kernel.HOST_FREE),
+    }
+    for memory in TIERS:
+        if memory in columns:
+            taken = _at_peak(schedule, simulated, *columns[memory])
+            for kind, size in zip(KINDS, taken, strict=True):
+                peaks[memory][kind] += size
+    return {m: {kind: n for kind, n in kinds.items() if n} for m, kinds in peaks.items()}
+
+
+def _at_peak(schedule: CompiledSchedule, simulated: SimResult, alloc: int, free: int) -> list[int]:
+    """Bytes of each of `KINDS` that ops hold when they hold most.
+
+    Where ops start and end at the same moment, ends come first, as in the engines; an op that takes
+    no time ends behind its own start.
+    """
+    ops = schedule.ops
+    starts, ends = (np.flatnonzero(ops[:, column]) for column in (alloc, free))
+    lasts = simulated.end_s[ends] > simulated.start_s[ends]
+    order = np.lexsort((
+        np.concatenate([2 * starts + 1, np.where(lasts, -1, 2 * ends + 2)]),
+        np.concatenate([simulated.start_s[starts], simulated.end_s[ends]]),
+    ))  # fmt: skip
+    sizes = np.concatenate([ops[starts, alloc], -ops[ends, free]])[order]
+    kinds = np.concatenate([_kinds(ops[starts], taken_for), _kinds(ops[ends], freed_of)])[order]
+    total = np.cumsum(sizes)
+    if not total.size or total.max() <= 0:
+        return [0] * len(KINDS)
+    until = int(total.argmax()) + 1
+    return [int(sizes[:until][kinds[:until] == number].sum()) for number in range(len(KINDS))]
+
+
+def _kinds(ops: Floats, kind_of: Callable[[OpKind], Kind]) -> kernel.Ints:
+    """The position in `KINDS` of what each op's memory is for."""
+    table = [KINDS.index(kind_of(kind)) for kind in kernel.KINDS]
+    return np.array([table[number] for number in ops[:, kernel.KIND].astype(int)], dtype=np.int64)

@@ -1,0 +1,57 @@
+"""What `tune plan` prints: memory by kind."""
+
+import io
+
+from rich.console import Console
+
+from simulator import preset
+from simulator.limits import GIB, Limits
+from tests.machines import node, workload
+from tuner.answer.even import even_plan
+from tuner.answer.report import memory, show_plan
+from tuner.answer.rows import alternatives, compare
+
+
+def planned(on, **changes):
+    work = workload((10**9,) * 4, 0.1, 0.2, device_base_bytes=12 * GIB, **changes)
+    limits = Limits.of(work, on)
+    plan = even_plan(work, on, limits)
+    return plan.model_copy(
+        update={"alternatives": alternatives(compare(work, on, limits, plan, others=False))}
+    )
+
+
+def cells(plan):
+    return [[*column.cells] for column in memory(plan).columns]
+
+
+def test_memory_is_told_by_kind_beside_its_limit():
+    plan = planned(node())
+    names, *columns = cells(plan)
+    assert names[-2:] == ["together", "limit"]
+    told = plan.prediction
+    by_name = dict(zip(names, columns[0], strict=True))
+    assert by_name["parameters"] == f"{told.memory['device']['parameters'] / GIB:.2f}"
+    assert by_name["together"] == f"{told.device_peak_bytes / GIB:.2f}"
+    assert by_name["limit"] == f"{told.limits['device'] / GIB:.2f}"
+    headers = [str(column.header).replace("\n", " ") for column in memory(plan).columns[1:]]
+    assert headers == [
+        "device plan",
+        "device stock",
+        "device no offload",
+        "host plan",
+        "host stock",
+    ]
+
+
+def test_a_plan_of_an_older_ebbtide_has_none():
+    plan = planned(node())
+    older = plan.prediction.model_copy(update={"memory": {}, "limits": {}})
+    console = Console(file=io.StringIO(), width=200)
+    show_plan(plan.model_copy(update={"prediction": older}), console)
+    assert "memory at its peak" not in console.file.getvalue()
+
+
+def test_one_memory_has_one_limit():
+    on = preset("h100-node").model_copy(update={"unified_memory": True})
+    assert set(planned(on).prediction.limits) == {"host"}
