@@ -18,8 +18,8 @@ from statistics import median
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
+from studies.bench.console import table_of
 from studies.bench.record import write_record
 from studies.checkpoints.interval_run import Child, warm_up
 from studies.checkpoints.writers import WRITERS, Workload, raw_write_bytes_per_s, run_writer
@@ -84,10 +84,10 @@ def compare(writers: dict[str, dict[str, Any]], raw_bytes_per_s: float) -> dict[
 
 
 def show(writers: dict[str, dict[str, Any]], raw: float, console: Console) -> None:
-    table = Table(title="A checkpoint after every step; medians")
-    for column in ("writer", "stall ms", "slowdown", "every 10th", "write MB/s", "restore s",
-                   "extra memory MB"):  # fmt: skip
-        table.add_column(column, justify="left" if column == "writer" else "right")
+    table = table_of(
+        "A checkpoint after every step; medians", "writer", "stall ms", "slowdown", "every 10th",
+        "write MB/s", "restore s", "extra memory MB"
+    )  # fmt: skip
     for name, f in writers.items():
         if "failed" in f:
             table.add_row(name, f"did not run: {f['failed'][:60]}")

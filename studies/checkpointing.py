@@ -11,17 +11,16 @@ memory.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from simulator import CheckpointPlan, preset, workload_from_model
 from simulator.analysis.checkpoint_cost import CheckpointSimulation
+from studies.bench.console import study_parser, table_of
 from studies.bench.record import write_record
 from studies.checkpoint_stall import measure as measure_writer
 from studies.checkpoints.interval_run import warm_up
@@ -46,10 +45,7 @@ RANKS = 4
 
 def main() -> None:
     """Entry point of ``python -m studies.checkpointing``."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, required=True, help="the record; a .png goes beside")
+    parser = study_parser("checkpointing", __doc__)
     parser.add_argument("--models", nargs="*", default=["4m", "40m", "110m"], help="measured")
     parser.add_argument("--steps", type=int, default=8, help="with a checkpoint after each")
     parser.add_argument("--quick", action="store_true", help="tiny, one writer: for tests")
@@ -182,9 +178,10 @@ def draw(figures: dict[str, Any], path: Path) -> None:
 def show(figures: dict[str, Any]) -> None:
     """Prints both tables and what the paper says."""
     console = Console()
-    table = Table(title="measured: a checkpoint after every step")
-    for column in ("model", "writer", "stall ms", "GB/s of waiting", "slowdown", "every 10th"):
-        table.add_column(column, justify="right")
+    table = table_of(
+        "measured: a checkpoint after every step", "model", "writer", "stall ms",
+        "GB/s of waiting", "slowdown", "every 10th"
+    )  # fmt: skip
     for row in figures["measured"]:
         if "failed" in row:
             table.add_row(row["model"], row["writer"], f"failed: {row['failed']}"[:40])
@@ -195,9 +192,10 @@ def show(figures: dict[str, Any]) -> None:
             f"{row['slowdown_every_10']:.0%}",
         )  # fmt: skip
     console.print(table)
-    table = Table(title="simulated: A100 node, four ranks, offloaded state, one NVMe drive")
-    for column in ("model", "every", "stall", "persist", "slowdown", "blocking"):
-        table.add_column(column, justify="right")
+    table = table_of(
+        "simulated: A100 node, four ranks, offloaded state, one NVMe drive", "model", "every",
+        "stall", "persist", "slowdown", "blocking"
+    )  # fmt: skip
     for row in figures["simulated"]:
         table.add_row(
             row["model"], str(row["interval"]), f"{row['stall_s']:.2f} s",

@@ -13,7 +13,6 @@ that the runtime runs the schedule that was simulated. No figure from here is a 
 
 from __future__ import annotations
 
-import argparse
 import logging
 import random
 import statistics
@@ -24,11 +23,11 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from runtime.replan.watch import measured_rates
 from simulator import Machine, Placement, Plan, Workload, build_schedule, simulate
 from studies.bench.bits import differences
+from studies.bench.console import study_parser, table_of
 from studies.bench.rank import become_only_rank
 from studies.bench.record import write_record
 from studies.trials.emulated_training import RATES, Bench, Setting, stock_state
@@ -39,10 +38,7 @@ LEAST_DUPLEX = 0.3
 
 def main() -> None:
     """Entry point of ``python -m studies.fidelity``."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, required=True, help="where the figures go")
+    parser = study_parser("fidelity", __doc__)
     parser.add_argument("--plans", type=int, default=20)
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each plan")
     parser.add_argument("--seed", type=int, default=0)
@@ -201,10 +197,10 @@ def draw(figures: dict[str, Any], path: Path) -> None:
 
 def show(figures: dict[str, Any]) -> None:
     """Prints the table."""
-    table = Table(title="random plans on emulated devices")
-    for column in ("machine", "host", "device", "resident", "slots", "prefetch", "overlap",
-                   "predicted", "executed", "error"):  # fmt: skip
-        table.add_column(column, justify="right")
+    table = table_of(
+        "random plans on emulated devices", "machine", "host", "device", "resident", "slots",
+        "prefetch", "overlap", "predicted", "executed", "error"
+    )  # fmt: skip
     for row in figures["rows"]:
         table.add_row(
             str(row["machine"]), str(row["host"]), str(row["device"]), str(row["resident"]),

@@ -8,8 +8,6 @@ search per row, stock with offload of the optimizer state beside it.
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -18,6 +16,7 @@ import tuner
 from simulator.estimates.job import Job
 from simulator.estimates.presets import preset
 from simulator.limits import Limits
+from studies.bench.console import study_parser
 from studies.bench.record import write_record
 from tuner.answer.rows import compare
 from tuner.service.scenario import MODELS
@@ -37,10 +36,7 @@ ACCUMULATIONS = (1, 16)  # micro-batches of an optimizer step: the more, the les
 
 def main() -> None:
     """Entry point of ``python -m studies.gains``."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, required=True, help="where the figures go")
+    parser = study_parser("gains", __doc__)
     path = parser.parse_args().json
     cases = [gain(*case, steps) for case in CASES for steps in ACCUMULATIONS]
     write_record(path, "gains", {"cases": cases, "device_kind": "simulated"})

@@ -16,7 +16,6 @@ us: that waits for a GPU (`python -m studies.gpu`).
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 from collections.abc import Iterable
@@ -27,12 +26,12 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from simulator import Machine, build_strategy
 from simulator.engines.compiled import simulate_fast
 from simulator.limits import UNKNOWN_MARGIN
 from simulator.quantity import EIGHTY_PERCENT, QUARTILE
+from studies.bench.console import study_parser, table_of
 from studies.bench.offload_runs import SHAPES, Run, read_runs
 from studies.bench.record import write_record
 from studies.published_runs.shipped import HARNESS_S, machine_of, predict, schedule_of, workload_of
@@ -67,10 +66,7 @@ INTERLEAVED = Way("stride 2", prefetch=True, async_grads=True)
 
 def main() -> None:
     """Entry point of ``python -m studies.interleaving``."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, required=True, help="the record; a .png goes beside")
+    parser = study_parser("interleaving", __doc__)
     parser.add_argument("--quick", action="store_true", help="two models only, for tests")
     args = parser.parse_args()
     figures = measure([7, 13] if args.quick else list(SIZES))
@@ -293,9 +289,10 @@ def show(figures: dict[str, Any]) -> None:
     """Prints the model sizes of each testbed."""
     console = Console()
     for name, bed in figures["testbeds"].items():
-        table = Table(title=f"{name}: seconds per iteration", box=None)
-        for column in ("model", "updates", "simulated", "as ranks are bound", "published"):
-            table.add_column(column, justify="left" if column == "updates" else "right")
+        table = table_of(
+            f"{name}: seconds per iteration", "model", "updates", "simulated",
+            "as ranks are bound", "published", words=["updates"]
+        )  # fmt: skip
         for row in bed["models"]:
             for number, key in enumerate(COLOURS):
                 model = "" if number else f"{row['params_b']} B"

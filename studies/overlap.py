@@ -12,7 +12,6 @@ timing are theirs. No figure from here is a GPU figure.
 
 from __future__ import annotations
 
-import argparse
 import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,11 +19,11 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from simulator import Machine, Plan, Workload, build_schedule, simulate
 from simulator.analysis.bound import bound
 from studies.bench.bits import differences
+from studies.bench.console import study_parser, table_of
 from studies.bench.rank import become_only_rank
 from studies.bench.record import write_record
 from studies.trials.emulated_training import Bench, Measured, Setting, stock_state
@@ -48,10 +47,7 @@ class Row:
 
 def main() -> None:
     """Entry point of ``python -m studies.overlap``."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, required=True, help="where the figures go")
+    parser = study_parser("overlap", __doc__)
     parser.add_argument("--steps", type=int, default=7, help="timed steps of each plan")
     parser.add_argument("--quick", action="store_true", help="small and fast, for tests")
     args = parser.parse_args()
@@ -131,9 +127,10 @@ def _row(
 
 def show(figures: dict[str, Any]) -> None:
     """Prints the table."""
-    table = Table(title=f"emulated device; floor {figures['floor_s'] * 1e3:.0f} ms per iteration")
-    for column in ("plan", "iteration", "predicted", "forward", "backward", "step", "over floor"):
-        table.add_column(column, justify="left" if column == "plan" else "right")
+    table = table_of(
+        f"emulated device; floor {figures['floor_s'] * 1e3:.0f} ms per iteration", "plan",
+        "iteration", "predicted", "forward", "backward", "step", "over floor"
+    )  # fmt: skip
     for row in figures["rows"]:
         times = ("iteration_s", "predicted_s", "forward_s", "backward_s", "step_s")
         cells = [f"{row[key] * 1e3:.0f} ms" for key in times]

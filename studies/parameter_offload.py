@@ -13,15 +13,12 @@ from here is a GPU figure.
 
 from __future__ import annotations
 
-import argparse
 import logging
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from runtime.devices.emulated import EmulatedDevice
 from runtime.devices.lane import Completion, Lane
@@ -30,6 +27,7 @@ from runtime.zero.fetches import Fetch, Fetches
 from simulator import Machine, Plan, Workload, build_schedule, simulate
 from simulator.schedule import Lane as LaneName
 from studies.bench.bits import differences
+from studies.bench.console import study_parser, table_of
 from studies.bench.rank import become_only_rank
 from studies.bench.record import write_record
 from studies.trials.emulated_training import WARMUP, Bench, Measured, Setting
@@ -39,10 +37,7 @@ HEADROOM_SHARE = 0.5  # of all parameters: device memory beside activations and 
 
 def main() -> None:
     """Entry point of ``python -m studies.parameter_offload``."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, required=True, help="where the figures go")
+    parser = study_parser("parameter_offload", __doc__)
     parser.add_argument("--steps", type=int, default=7, help="timed steps of each")
     parser.add_argument("--quick", action="store_true", help="small and fast, for tests")
     args = parser.parse_args()
@@ -179,9 +174,10 @@ def _row(name: str, found: Measured, predicted_s: float | None) -> dict[str, Any
 
 def show(figures: dict[str, Any]) -> None:
     """Prints the table."""
-    table = Table(title="parameters in host memory, emulated device")
-    for column in ("plan", "iteration", "predicted", "forward", "backward", "step"):
-        table.add_column(column, justify="left" if column == "plan" else "right")
+    table = table_of(
+        "parameters in host memory, emulated device", "plan", "iteration", "predicted", "forward",
+        "backward", "step"
+    )  # fmt: skip
     for row in figures["rows"]:
         times = (row[f"{key}_s"] for key in ("iteration", "predicted", "forward", "backward",
                                              "step"))  # fmt: skip

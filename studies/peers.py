@@ -17,13 +17,13 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from studies.bench.byte_gpt import SIZES
+from studies.bench.console import study_parser
 from studies.bench.record import write_record
 from studies.gpu.speed import against_control
 from studies.gpu.suite import Figures, Suite
@@ -59,10 +59,7 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, required=True, help="where the figures go")
+    parser = study_parser("peers", __doc__)
     parser.add_argument("--size", choices=sorted(SIZES), help="of the model; 3b on a GPU")
     parser.add_argument("--cap-gib", type=float, default=24.0, help="GPU memory to live within")
     parser.add_argument("--subgroup", type=int, help="sub_group_size")

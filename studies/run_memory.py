@@ -36,6 +36,7 @@ from runtime.zero.cuts import subgroups_of
 from simulator import Machine, Plan, preset
 from simulator.plan import Placement
 from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config, train_step
+from studies.bench.console import study_parser
 from studies.bench.rank import become_only_rank
 from studies.bench.record import write_record
 
@@ -104,10 +105,7 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, required=True, help="where the figures go")
+    parser = study_parser("run_memory", __doc__)
     parser.add_argument("--size", default="40m", choices=sorted(SIZES))
     parser.add_argument("--subgroup", type=int, default=1_000_000, help="sub_group_size")
     return parser.parse_args()

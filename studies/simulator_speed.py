@@ -11,11 +11,9 @@ is told.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +25,7 @@ from simulator.engines.kernel import ITERATION_S
 from simulator.engines.recipe_arrays import PLACEMENT_CODES
 from simulator.plan import Placement
 from simulator.update.order import order_of
+from studies.bench.console import study_parser
 from studies.bench.record import write_record
 from studies.optimality.command import random_pair
 
@@ -40,10 +39,7 @@ PLACEMENTS: tuple[Placement, ...] = ("host", "device", "resident")
 
 def main() -> None:
     """Entry point of ``python -m studies.simulator_speed``."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, required=True, help="where the figures go")
+    parser = study_parser("simulator_speed", __doc__)
     parser.add_argument("--quick", action="store_true", help="small sizes only")
     args = parser.parse_args()
     figures = measure(SIZES[:3] if args.quick else SIZES)

@@ -16,17 +16,16 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from simulator import Plan
 from studies.bench.bits import differences, state_of
 from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config
+from studies.bench.console import study_parser, table_of
 from studies.bench.phase_clock import PhaseClock, medians, timed_step
 from studies.bench.rank import become_only_rank
 from studies.bench.record import write_record
@@ -47,10 +46,7 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, required=True, help="where the figures go")
+    parser = study_parser("update_phase", __doc__)
     parser.add_argument("--size", default="200m", choices=sorted(SIZES))
     parser.add_argument("--steps", type=int, default=9, help="timed steps, after 2 of warm-up")
     parser.add_argument("--sequence", type=int, default=1, help="bytes per sample")
@@ -160,11 +156,10 @@ def _timed(work: Callable[[], None]) -> float:
 
 
 def _show(figures: dict[str, Any]) -> None:
-    table = Table(
-        title=f"{figures['params'] / 1e6:.0f} M parameters, medians of {figures['steps']}"
-    )
-    for column in ("phase", "stock", "ebbtide", "ratio"):
-        table.add_column(column, justify="right")
+    table = table_of(
+        f"{figures['params'] / 1e6:.0f} M parameters, medians of {figures['steps']}", "phase",
+        "stock", "ebbtide", "ratio"
+    )  # fmt: skip
     for phase in ("forward", "backward", "step", "iteration"):
         theirs, mine = figures[f"stock_{phase}_s"], figures[f"ebbtide_{phase}_s"]
         table.add_row(phase, f"{theirs:.3f} s", f"{mine:.3f} s", f"{theirs / mine:.2f}x")

@@ -32,7 +32,7 @@ from runtime.checkpoint.deepspeed.restore import newest_valid
 from runtime.checkpoint.files import POINTS, RARE_POINTS
 from runtime.checkpoint.protocol.inspect import list_checkpoints, verify
 from runtime.hardware.launcher import free_port, remove_shared_buffers
-from studies.bench.kills import kill_parser
+from studies.bench.console import kill_parser
 from studies.bench.rank import become_only_rank
 from studies.bench.record import write_record
 from studies.checkpoints.run import (

@@ -27,7 +27,7 @@ from typing import Any
 from rich.console import Console
 
 from runtime.hardware.launcher import free_port, remove_shared_buffers
-from studies.bench.kills import kill_parser
+from studies.bench.console import kill_parser
 from studies.bench.many_engines import freeze_heap
 from studies.bench.record import write_record
 from studies.checkpoints.run import warm_up

@@ -25,6 +25,7 @@ from rich.table import Table
 
 from profiler.memory import host_bytes
 from studies.bench.byte_gpt import SIZES, Batch, Batches, ByteGPT, ds_config
+from studies.bench.console import study_parser
 from studies.bench.phase_clock import PHASES
 from studies.bench.rank import become_only_rank
 from studies.bench.record import write_record
@@ -131,12 +132,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _arguments(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m studies.memory_wall",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
-    parser.add_argument("--json", type=Path, required=True, help="the record; a .png goes beside")
+    parser = study_parser("memory_wall", __doc__)
     parser.add_argument("--size", default="57m", choices=sorted(SIZES))
     parser.add_argument("--steps", type=int, default=5, help=f"after {WARMUP} of warm-up")
     parser.add_argument("--sequence", type=int, default=256, help="bytes per sample")

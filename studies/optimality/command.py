@@ -11,11 +11,9 @@ known.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +24,7 @@ from rich.table import Table
 from simulator import Layer, Machine, Placement, Quantity, Workload
 from simulator.analysis.bound import bound
 from simulator.limits import GIB, Limits
+from studies.bench.console import study_parser
 from studies.bench.record import write_record
 from studies.optimality.real_models import further_pairs, real_pairs
 from tuner.placements.optimum import optimum
@@ -38,12 +37,7 @@ PROVEN_PCT = 0.01  # closer to the bound than that, nothing better is left to fi
 
 def main() -> None:
     """Entry point of ``python -m studies.optimality``."""
-    parser = argparse.ArgumentParser(
-        prog="python -m studies.optimality",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
-    parser.add_argument("--json", type=Path, required=True, help="where the figures go")
+    parser = study_parser("optimality", __doc__)
     parser.add_argument("--pairs", type=int, default=200)
     parser.add_argument("--few", type=int, default=20, help="pairs with few subgroups")
     parser.add_argument("--seed", type=int, default=0)

@@ -37,7 +37,7 @@ from runtime.storage.errors import StorageError
 from runtime.storage.folder import POINTS, Drive
 from runtime.storage.store import ExtentStore
 from runtime.storage.view import page_aligned
-from studies.bench.kills import kill_parser
+from studies.bench.console import kill_parser
 from studies.bench.record import write_record
 
 STEPS = 8

@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from studies.bench.bits import state_of
 from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config, train_step
+from studies.bench.console import study_parser, table_of
 from studies.bench.rank import become_only_rank
 from studies.bench.record import write_record
 
@@ -46,12 +46,7 @@ SHARES = {"ebbtide": 0.0, "ebbtide, half in memory": 0.5, "ebbtide, 0.9 in memor
 
 def main() -> None:
     """Entry point of ``python -m studies.storage_tier``."""
-    parser = argparse.ArgumentParser(
-        prog="python -m studies.storage_tier",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
-    parser.add_argument("--json", type=Path, required=True, help="where the figures go")
+    parser = study_parser("storage_tier", __doc__)
     parser.add_argument("--folder", type=Path, help="on the disk; its own folder by default")
     parser.add_argument("--size", default="200m", choices=sorted(SIZES), help="of the model")
     parser.add_argument("--steps", type=int, default=8, help="timed steps of each")
@@ -215,9 +210,9 @@ def _digest(engine: Any) -> str:
 
 def show(figures: dict[str, Any]) -> None:
     """Prints the table."""
-    table = Table(title="state on storage, on the CPU")
-    for column in ("", "iteration", "read a step", "written a step"):
-        table.add_column(column, justify="right" if column else "left")
+    table = table_of(
+        "state on storage, on the CPU", "", "iteration", "read a step", "written a step"
+    )  # fmt: skip
     for row in figures["rows"]:
         moved = (f"{row[key] / 1e9:.2f} GB" for key in ("read_bytes", "write_bytes"))
         table.add_row(row["name"], f"{row['iteration_s']:.2f} s", *moved)
