@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from simulator.machine import Machine
+from simulator.rules import RuleError
 from simulator.update.tiers import TIERS, Memory
 from simulator.workload import Workload
 
@@ -77,11 +78,15 @@ class Limits:
             ValueError: a limit is not positive, or a margin not a share.
         """
         if storage_bytes is not None and storage_bytes <= 0:
-            raise ValueError(f"storage_bytes (--storage) must be > 0, but got {storage_bytes}")
+            raise RuleError(
+                f"storage_bytes (--storage) must be > 0, but got {storage_bytes}",
+                key="storage_bytes",
+            )
         asked = _asked(machine, {"device": device_memory_bytes, "host": host_memory_bytes})
         if margin is not None and not 0 <= margin < 1:
-            raise ValueError(
-                f"memory_margin (--memory-margin) must lie in [0%, 100%), but got {margin:.0%}"
+            raise RuleError(
+                f"memory_margin (--memory-margin) must lie in [0%, 100%), but got {margin:.0%}",
+                key="memory_margin",
             )
         available = {
             name: size or TIERS[name].capacity_bytes(machine, workload.ranks_per_node) or 0
@@ -172,13 +177,14 @@ def _asked(machine: Machine, values: Mapping[Memory, int | None]) -> dict[Memory
     for memory, name in _NAMES.items():
         value, there = asked[memory], getattr(machine, name.partition(" ")[0])
         if value is not None and value <= 0:
-            raise ValueError(f"{name} must be > 0, but got {value}")
+            raise RuleError(f"{name} must be > 0, but got {value}", key=name.partition(" ")[0])
         if value is not None and there < value <= there * (1 + SOLD_AS):
             asked[memory] = None
         elif value is not None and value > there:
-            raise ValueError(
+            raise RuleError(
                 f"{name} must be at most what the machine has, {there / GIB:.1f} GiB, but got "
-                f"{value / GIB:.1f} GiB: leave it out, or take another machine (--machine)"
+                f"{value / GIB:.1f} GiB: leave it out, or take another machine (--machine)",
+                key=name.partition(" ")[0],
             )
     return asked
 

@@ -13,6 +13,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from simulator.quantity import Quantity
+from simulator.rules import RuleError
 from simulator.storage import StorageRates
 
 SCHEMA_VERSION = 1
@@ -182,34 +183,39 @@ class Machine(BaseModel):
             value: Quantity | float | None = getattr(self, name)
             number = value.median if isinstance(value, Quantity) else value
             if number is not None and number > limit:
-                raise ValueError(
+                raise RuleError(
                     f"machine.{name} must be at most {limit:g} (no machine is beyond it), but got "
-                    f"{number:g}: check its unit"
+                    f"{number:g}: check its unit",
+                    key=name,
                 )
         return self
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.schema_version > SCHEMA_VERSION:
-            raise ValueError(
+            raise RuleError(
                 f"machine.schema_version must be at most {SCHEMA_VERSION}, but got "
                 f"{self.schema_version}: it was written by a newer ebbtide; upgrade, or measure "
-                f"again with `tune profile`"
+                f"again with `tune profile`",
+                key="schema_version",
             )
         if not 0.3 <= self.duplex_factor.median <= 1.25:
-            raise ValueError(
+            raise RuleError(
                 "duplex_factor must lie in [0.3, 1.25] (0.5: one direction at a time, 1: both "
-                f"at full speed), but got {self.duplex_factor.median}"
+                f"at full speed), but got {self.duplex_factor.median}",
+                key="duplex_factor",
             )
         both = self.storage_duplex_factor
         if both is not None and not 0 < both.median <= 1.25:
-            raise ValueError(
+            raise RuleError(
                 "storage_duplex_factor must lie in (0, 1.25] (0.5: reads and writes take turns, 1: "
-                f"both at full speed), but got {both.median}"
+                f"both at full speed), but got {both.median}",
+                key="storage_duplex_factor",
             )
         if any(ranks < 1 for ranks in self.rank_shares):
-            raise ValueError(
-                f"machine.rank_shares must be by >= 1 ranks, but got {sorted(self.rank_shares)}"
+            raise RuleError(
+                f"machine.rank_shares must be by >= 1 ranks, but got {sorted(self.rank_shares)}",
+                key="rank_shares",
             )
         return self
 
@@ -271,9 +277,10 @@ class Machine(BaseModel):
             return self.storage_write_bytes_per_s.median
         if name == "device_memory_bytes_per_s":
             return self.device_adam_params_per_s.median * DEVICE_UPDATE_BYTES
-        raise ValueError(
+        raise RuleError(
             f"machine.{name} is needed by this workload, but machine {self.name!r} does not "
-            f"give it: add {name} to the machine file"
+            f"give it: add {name} to the machine file",
+            key=f"machine.{name}",
         )
 
     def op_rate(self, name: RateName, cores: float) -> float:
@@ -354,15 +361,20 @@ class Machine(BaseModel):
 
     def _changed(self, name: str, value: float) -> Any:
         if name not in CHANGEABLE:
-            raise ValueError(f"a what-if can change {', '.join(CHANGEABLE)}, but got {name!r}")
+            raise RuleError(
+                f"a what-if can change {', '.join(CHANGEABLE)}, but got {name!r}", key=name
+            )
         if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
-            raise ValueError(f"{name} must be finite and greater than 0, but got {value!r}")
+            raise RuleError(
+                f"{name} must be finite and greater than 0, but got {value!r}", key=name
+            )
         own = getattr(self, name)
         reference = own.median if isinstance(own, Quantity) else own
         if reference is not None and not 1e-4 <= value / reference <= 1e4:
-            raise ValueError(
+            raise RuleError(
                 f"{name} must lie within a factor of 10,000 of this machine's "
-                f"{reference:g}, but got {value:g}: check its unit"
+                f"{reference:g}, but got {value:g}: check its unit",
+                key=name,
             )
         if name in _COUNTED:
             return int(value)

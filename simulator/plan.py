@@ -21,6 +21,7 @@ from pydantic import (
     model_validator,
 )
 
+from simulator.rules import RuleError, explain
 from simulator.schedule import Kind
 from simulator.update.order import UpdateOrder, issue_order, order_of
 from simulator.update.recipes import HOST_SLOTS, RECIPES, Slot
@@ -29,7 +30,6 @@ from simulator.update.tiers import Memory
 
 ParameterHome = Literal["host", "device"]
 SCHEMA_VERSION = 2
-SHOWN_ERRORS = 4
 _LEFT_OUT = {1: ("prefetch_after_layer", "split_master")}  # fields that a schema no longer has
 # Of a checkpoint, beside those that are being written: gathered and hashed meanwhile, so that the
 # disk has as many writes to do at every moment as there are writers.
@@ -37,7 +37,7 @@ READY_BLOCKS = 1
 BLOCK_BYTES = 4 * 2**20  # of checkpoint files: what is copied, hashed and written at once
 
 
-class PlanError(ValueError):
+class PlanError(RuleError):
     """A plan that cannot be read or does not fit; the message says what to change."""
 
 
@@ -107,9 +107,10 @@ class CheckpointPlan(BaseModel):
     @model_validator(mode="after")
     def _check_tiers(self) -> Self:
         if self.drain_dir is not None and self.dir is None:
-            raise ValueError(
+            raise RuleError(
                 "checkpoint.drain_dir needs checkpoint.dir, the fast folder that is drained, "
-                f"but got drain_dir={self.drain_dir!r} and dir=None"
+                f"but got drain_dir={self.drain_dir!r} and dir=None",
+                key="drain_dir",
             )
         return self
 
@@ -198,9 +199,10 @@ class Plan(BaseModel):
         if not isinstance(fields, dict) or fields.get("schema_version") != 1:
             return fields
         if fields.get("split_master"):
-            raise ValueError(
+            raise RuleError(
                 "plan.split_master must be false, but got true: split masters are not lossless and "
-                "no longer part of a plan; plan again with `tune plan`"
+                "no longer part of a plan; plan again with `tune plan`",
+                key="split_master",
             )
         kept = {k: v for k, v in fields.items() if k not in _LEFT_OUT[1]}
         return {**kept, "schema_version": SCHEMA_VERSION}
@@ -208,31 +210,36 @@ class Plan(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.schema_version > SCHEMA_VERSION:
-            raise ValueError(
+            raise RuleError(
                 f"plan.schema_version must be at most {SCHEMA_VERSION}, but got "
                 f"{self.schema_version}: the plan was written by a newer ebbtide; upgrade "
-                f"ebbtide, or plan again with `tune plan`"
+                f"ebbtide, or plan again with `tune plan`",
+                key="schema_version",
             )
         taken = frozenset().union(*(RECIPES[run.placement].slots for run in self.placement))
         if Slot.STATE in taken and self.host_slots < 1:
-            raise ValueError(
+            raise RuleError(
                 "plan.host_slots must be >= 1 where a subgroup has placement 'stored', but got "
-                f"host_slots={self.host_slots}"
+                f"host_slots={self.host_slots}",
+                key="host_slots",
             )
         if Slot.STAGING in taken and self.staging_slots < 1:
-            raise ValueError(
+            raise RuleError(
                 "plan.staging_slots must be >= 1 where a subgroup has placement 'device', but "
-                f"got staging_slots={self.staging_slots}"
+                f"got staging_slots={self.staging_slots}",
+                key="staging_slots",
             )
         if self.prefetch > self.staging_slots:
-            raise ValueError(
+            raise RuleError(
                 "plan.prefetch must be at most plan.staging_slots, but got "
-                f"prefetch={self.prefetch}, staging_slots={self.staging_slots}"
+                f"prefetch={self.prefetch}, staging_slots={self.staging_slots}",
+                key="prefetch",
             )
         if self.subgroups and len(self.subgroups) != self.subgroup_count:
-            raise ValueError(
+            raise RuleError(
                 "plan.placement must cover every subgroup of plan.subgroups once, but got "
-                f"{self.subgroup_count} placements for {len(self.subgroups)} subgroups"
+                f"{self.subgroup_count} placements for {len(self.subgroups)} subgroups",
+                key="placement",
             )
         self._check_folders()
         self._check_homes()
@@ -241,21 +248,24 @@ class Plan(BaseModel):
 
     def _check_folders(self) -> None:
         if self.storage_dir is not None and self.storage_shares:
-            raise ValueError(
+            raise RuleError(
                 "plan.storage_dir must be absent where plan.storage_shares names the folders, but "
-                f"got {self.storage_dir!r} and {list(self.storage_shares)}"
+                f"got {self.storage_dir!r} and {list(self.storage_shares)}",
+                key="storage_dir",
             )
         if any(share <= 0 for share in self.storage_shares.values()):
-            raise ValueError(
-                f"plan.storage_shares must be greater than 0, but got {self.storage_shares}"
+            raise RuleError(
+                f"plan.storage_shares must be greater than 0, but got {self.storage_shares}",
+                key="storage_shares",
             )
 
     def _check_homes(self) -> None:
         covered = sum(run.count for run in self.parameter_home)
         if self.parameter_home and covered != self.subgroup_count:
-            raise ValueError(
+            raise RuleError(
                 "plan.parameter_home must be absent or cover every subgroup once, but got "
-                f"{covered} homes for {self.subgroup_count} subgroups"
+                f"{covered} homes for {self.subgroup_count} subgroups",
+                key="parameter_home",
             )
 
     @model_serializer(mode="wrap")
@@ -387,18 +397,6 @@ class Plan(BaseModel):
             return cls.model_validate(fields)
         except ValidationError as error:
             raise PlanError(f"not a plan this ebbtide can use: {explain(error)}") from None
-
-
-def explain(error: ValidationError) -> str:
-    """One line per broken rule: where, what was received, what must hold."""
-    lines = []
-    for item in error.errors():
-        where = ".".join(str(part) for part in item["loc"]) or "the file"
-        received = item.get("input")
-        shown = "" if isinstance(received, (dict, list)) else f" (got {received!r})"
-        lines.append(f"{where}: {item['msg']}{shown}")
-    more = len(lines) - SHOWN_ERRORS
-    return "; ".join(lines[:SHOWN_ERRORS]) + (f"; and {more} more" if more > 0 else "")
 
 
 def json_schema() -> dict[str, Any]:

@@ -9,6 +9,8 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
+from simulator.rules import RuleError
+
 QUARTILE = 0.6745  # of a normal distribution's sigma, from its median
 EIGHTY_PERCENT = 1.2816  # of it, each way, hold eight values in ten
 UNSTABLE_IQR = 0.15  # of the median: beyond it a figure is not called stable
@@ -40,17 +42,19 @@ class Quantity(BaseModel):
     def _check(self) -> Self:
         values = (self.median, self.q1, self.q3)
         if not all(math.isfinite(v) and v > 0 for v in values):
-            raise ValueError(
+            raise RuleError(
                 f"a quantity must be finite and greater than 0, but got median={self.median}, "
-                f"q1={self.q1}, q3={self.q3}"
+                f"q1={self.q1}, q3={self.q3}",
+                key="median",
             )
         if not self.q1 <= self.median <= self.q3:
-            raise ValueError(
+            raise RuleError(
                 f"q1 <= median <= q3 must hold, but got q1={self.q1}, median={self.median}, "
-                f"q3={self.q3}"
+                f"q3={self.q3}",
+                key="median",
             )
         if self.n < 1:
-            raise ValueError(f"n >= 1 must hold, but got n={self.n}")
+            raise RuleError(f"n >= 1 must hold, but got n={self.n}", key="n")
         return self
 
     @classmethod

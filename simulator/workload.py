@@ -12,6 +12,7 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validator
 
 from simulator.quantity import Quantity
+from simulator.rules import RuleError
 from simulator.update.optimizer import ADAM, OPTIMIZERS, OptimizerState
 
 SCHEMA_VERSION = 1
@@ -53,9 +54,10 @@ class Layer(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.persistent_params > self.params:
-            raise ValueError(
+            raise RuleError(
                 f"persistent_params must be at most the layer's {self.params} params, but got "
-                f"{self.persistent_params}"
+                f"{self.persistent_params}",
+                key="persistent_params",
             )
         return self
 
@@ -152,43 +154,51 @@ class Workload(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.optimizer not in OPTIMIZERS:
-            raise ValueError(
+            raise RuleError(
                 f"workload.optimizer must be one of {', '.join(OPTIMIZERS)}, but got "
-                f"{self.optimizer!r}"
+                f"{self.optimizer!r}",
+                key="optimizer",
             )
         if any(size < 1 for size in self.subgroups):
-            raise ValueError(f"every subgroup must hold >= 1 element, but got {self.subgroups}")
+            raise RuleError(
+                f"every subgroup must hold >= 1 element, but got {self.subgroups}", key="subgroups"
+            )
         in_layers = sum(layer.params for layer in self.layers)
         if in_layers != self.params:
-            raise ValueError(
+            raise RuleError(
                 "the layers' params and the subgroups must sum up to the same number of elements, "
-                f"but got {in_layers} in workload.layers and {self.params} in workload.subgroups"
+                f"but got {in_layers} in workload.layers and {self.params} in workload.subgroups",
+                key="layers",
             )
         listed = sum(sum(group) for group in self.parameters)
         if self.parameters and listed != self.params:
-            raise ValueError(
+            raise RuleError(
                 "workload.parameters must sum up to the subgroups' elements, but got "
-                f"{listed} and {self.params}"
+                f"{listed} and {self.params}",
+                key="parameters",
             )
         self._check_stage()
         if self.schema_version > SCHEMA_VERSION:
-            raise ValueError(
+            raise RuleError(
                 f"workload.schema_version must be at most {SCHEMA_VERSION}, but got "
-                f"{self.schema_version}: it was written by a newer ebbtide"
+                f"{self.schema_version}: it was written by a newer ebbtide",
+                key="schema_version",
             )
         return self
 
     def _check_stage(self) -> None:
         if self.zero_stage == 3 and (self.step_gather_s or self.network_step_gather_bytes):
-            raise ValueError(
+            raise RuleError(
                 "workload.step_gather_s and network_step_gather_bytes must be 0 under ZeRO-3, "
                 "whose layers gather their parameters themselves, but got "
-                f"{self.step_gather_s} and {self.network_step_gather_bytes}"
+                f"{self.step_gather_s} and {self.network_step_gather_bytes}",
+                key="step_gather_s",
             )
         if self.zero_stage < 3 and any(layer.network_gather_bytes for layer in self.layers):
-            raise ValueError(
+            raise RuleError(
                 f"workload.layers must not gather parameters under ZeRO-{self.zero_stage}, which "
-                "keeps them whole, but got network_gather_bytes: use network_step_gather_bytes"
+                "keeps them whole, but got network_gather_bytes: use network_step_gather_bytes",
+                key="layers",
             )
 
     @property
@@ -203,12 +213,15 @@ class Workload(BaseModel):
             ValueError: the workload does not know its parameters, or the size is not positive.
         """
         if not self.parameters:
-            raise ValueError(
+            raise RuleError(
                 "subgroups can be cut anew only where workload.parameters is known, but workload "
-                f"{self.name!r} has none: profile it again with `tune profile`"
+                f"{self.name!r} has none: profile it again with `tune profile`",
+                key="subgroup_size",
             )
         if subgroup_size < 1:
-            raise ValueError(f"subgroup_size must be >= 1, but got {subgroup_size}")
+            raise RuleError(
+                f"subgroup_size must be >= 1, but got {subgroup_size}", key="subgroup_size"
+            )
         if self.zero_stage == 3:
             subgroups = [n for group in self.parameters for n in cut(group, subgroup_size)]
         else:

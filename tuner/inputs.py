@@ -26,10 +26,18 @@ _STARTED = ("launcher", "omp_threads")
 _LAUNCHERS = ("deepspeed", "torchrun", "accelerate", "srun", "python")
 
 
+LONGEST = 4000  # characters of a message: the ways out of what does not fit take many
+
+
 class BadInputError(click.ClickException):
-    """Exit code 2 with the rule, the value and the flag to change."""
+    """Exit code 2 with the rule, the value (cut, where it is long) and the flag to change."""
 
     exit_code = 2
+
+    def __init__(self, message: str) -> None:
+        from simulator.rules import cut
+
+        super().__init__(cut(message, LONGEST))
 
 
 MACHINE = click.option(
@@ -265,7 +273,7 @@ def read_plan(path: str) -> Plan:
 def _read(kind: type[T], path: str, flag: str) -> T:
     from pydantic import ValidationError
 
-    from simulator.plan import explain
+    from simulator.rules import explain
 
     try:
         return kind.load(path)  # type: ignore[attr-defined, no-any-return]

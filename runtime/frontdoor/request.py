@@ -9,7 +9,8 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from runtime.frontdoor.hook import KEY
-from simulator.plan import CheckpointPlan, Plan, PlanError, explain
+from simulator.plan import CheckpointPlan, Plan, PlanError
+from simulator.rules import explain
 
 DEVICES = ("auto", "emulated")
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from simulator.rules import RuleError
+
 CHECKFREQ_OVERHEAD = 0.035  # CheckFreq (Mohan et al., FAST 2021): at most 3.5% overhead
 
 
@@ -109,12 +111,15 @@ def expected_goodput(
     check_positive("iteration_s", iteration_s)
     mtbf_s = failures.mtbf_s
     if interval_steps < 0:
-        raise ValueError(f"interval_steps must be >= 0, but got {interval_steps}")
+        raise RuleError(
+            f"interval_steps must be >= 0, but got {interval_steps}", key="interval_steps"
+        )
     if interval_steps == 0:
         if math.isinf(mtbf_s):
             return 1.0
-        raise ValueError(
-            f"interval_steps must be >= 1 where the job fails, but got 0 with mtbf_s={mtbf_s:g}"
+        raise RuleError(
+            f"interval_steps must be >= 1 where the job fails, but got 0 with mtbf_s={mtbf_s:g}",
+            key="interval_steps",
         )
     work_s = interval_steps * iteration_s
     interval_s = work_s + cost.cost_s
@@ -186,18 +191,19 @@ def checkfreq_interval_steps(iteration_s: float, cost: CheckpointCost) -> int:
 
 def check_positive(name: str, value: float) -> None:
     if not value > 0 or (math.isinf(value) and name in ("iteration_s", "nodes")):
-        raise ValueError(f"{name} must be > 0, but got {value}")
+        raise RuleError(f"{name} must be > 0, but got {value}", key=name)
 
 
 def check_not_negative(name: str, value: float) -> None:
     if not (value >= 0 and math.isfinite(value)):
-        raise ValueError(f"{name} must be finite and >= 0, but got {value}")
+        raise RuleError(f"{name} must be finite and >= 0, but got {value}", key=name)
 
 
 def check_commit(persist_s: float, interval_s: float) -> None:
     if persist_s > interval_s * (1 + 1e-9):
-        raise ValueError(
+        raise RuleError(
             f"persist_s must be at most the interval of {interval_s:g} s (a checkpoint must be "
             f"committed before the next one is taken), but got {persist_s:g}: raise "
-            "interval_steps"
+            "interval_steps",
+            key="persist_s",
         )

@@ -12,6 +12,7 @@ from simulator.analysis.best_setting import best_setting
 from simulator.analysis.bound import fluid_bound
 from simulator.limits import Limits
 from simulator.machine import CHANGEABLE, Machine
+from simulator.rules import RuleError
 from simulator.schedules.strategies import STRATEGIES
 from simulator.workload import Workload
 
@@ -137,25 +138,30 @@ def _check_changes(changes: Mapping[str, Sequence[float]], machine: Machine) -> 
     for name, values in changes.items():
         if name in _IN_WORKLOAD:
             why, instead = _IN_WORKLOAD[name]
-            raise ValueError(
-                f"{name} must not be among the changes, since {why}, but got {values!r}: {instead}"
+            raise RuleError(
+                f"{name} must not be among the changes, since {why}, but got {values!r}: {instead}",
+                key=f"changes.{name}",
             )
         if name not in (*CHANGEABLE, *WORKLOAD_FIELDS):
             known = [
                 field for field in (*CHANGEABLE, *WORKLOAD_FIELDS) if field not in _IN_WORKLOAD
             ]
-            raise ValueError(
+            raise RuleError(
                 f"a what-if can change {', '.join(known)}, but got {name!r}: for other shapes "
-                "estimate a workload for each (workload_from_model)"
+                "estimate a workload for each (workload_from_model)",
+                key=f"changes.{name}",
             )
         if not values:
-            raise ValueError(f"{name} must have at least one value, but got {values!r}")
+            raise RuleError(
+                f"{name} must have at least one value, but got {values!r}", key=f"changes.{name}"
+            )
     if "cpu_cores" in changes and not machine.device_shares_host_cores:
-        raise ValueError(
+        raise RuleError(
             "cpu_cores must not be among the changes where forward and backward run on a GPU, "
             f"since the host's rates are those of all its cores, but got {changes['cpu_cores']!r}: "
             "give the rates that so many cores reach (host_adam_params_per_s, "
-            "stock_host_adam_params_per_s, dram_bytes_per_s)"
+            "stock_host_adam_params_per_s, dram_bytes_per_s)",
+            key="changes.cpu_cores",
         )
 
 
@@ -187,16 +193,25 @@ def grid(
         strategies = [strategies]
     named = [s if isinstance(s, tuple) else (s, {}) for s in strategies]
     if not named:
-        raise ValueError(f"strategies must name at least one, but got {strategies!r}")
+        raise RuleError(
+            f"strategies must name at least one, but got {strategies!r}", key="strategies"
+        )
     for name, _ in named:
         if name not in STRATEGIES:
-            raise ValueError(f"strategies must be of {', '.join(STRATEGIES)}, but got {name!r}")
+            raise RuleError(
+                f"strategies must be of {', '.join(STRATEGIES)}, but got {name!r}", key="strategies"
+            )
     sizes = [machine.device_memory_bytes] if memories is None else _listed(memories)
     if not sizes:
-        raise ValueError(f"gpu_memory_bytes must have at least one value, but got {memories!r}")
+        raise RuleError(
+            f"gpu_memory_bytes must have at least one value, but got {memories!r}",
+            key="gpu_memory_bytes",
+        )
     for size in sizes:
         if not (isinstance(size, int | float) and 0 < size < float("inf")):
-            raise ValueError(f"gpu_memory_bytes must be finite and > 0, but got {size!r}")
+            raise RuleError(
+                f"gpu_memory_bytes must be finite and > 0, but got {size!r}", key="gpu_memory_bytes"
+            )
     values = [[(name, v) for v in given] for name, given in changes.items()]
     for combination in itertools.product(*values):
         for size in sizes:

@@ -44,7 +44,9 @@ def architecture(model: Architecture | Mapping[str, Any] | str | Path) -> Archit
     if isinstance(model, (str, Path)):
         model = _read(Path(model))
     if not isinstance(model, Mapping):
-        raise ModelError(f"a model must be a dict or a file, but got {type(model).__name__}")
+        raise ModelError(
+            f"a model must be a dict or a file, but got {type(model).__name__}", key="model"
+        )
     return _from_hugging_face(model) if "model_type" in model else _from_description(model)
 
 
@@ -54,10 +56,13 @@ def _read(path: Path) -> Mapping[str, Any]:
         result = json.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"a model must be a JSON file with its config (--model), but got {file}: {error}"
+            f"a model must be a JSON file with its config (--model), but got {file}: {error}",
+            key="model",
         ) from None
     if not isinstance(result, dict):
-        raise ModelError(f"{file} must hold a JSON object, but holds a {type(result).__name__}")
+        raise ModelError(
+            f"{file} must hold a JSON object, but holds a {type(result).__name__}", key="model"
+        )
     return result
 
 
@@ -77,20 +82,22 @@ def _completed(name: str, numbers: dict[str, Any]) -> Architecture:
         raise ModelError(
             f"a model must give {', '.join(missing)} ("
             + "; ".join(f"{k}: {' or '.join(KEYS[k])}" for k in missing)
-            + "), but it does not"
+            + "), but it does not",
+            key="model",
         )
     for key in KEYS:
         value = numbers.get(key, 1)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise ModelError(f"{key} ({' or '.join(KEYS[key])}) must be a whole number >= 0, "
-                             f"but got {value!r}")  # fmt: skip
+                             f"but got {value!r}", key=f"model.{key}")  # fmt: skip
     heads, hidden = numbers["heads"], numbers["hidden"]
     numbers.setdefault("kv_heads", heads)
     if "head_size" not in numbers:
         if not heads or hidden % heads:
             raise ModelError(
                 f"hidden must be a multiple of heads where head_size is not given, but got "
-                f"{hidden} and {heads}"
+                f"{hidden} and {heads}",
+                key="model.hidden",
             )
         numbers["head_size"] = hidden // heads
     layout = tuple(numbers.pop("layout").split())
@@ -136,7 +143,8 @@ def _from_description(config: Mapping[str, Any]) -> Architecture:
     if unknown:
         raise ModelError(
             f"a plain description takes {', '.join(sorted(known))}, but got {unknown[0]!r}; a "
-            "Hugging Face config must have model_type"
+            "Hugging Face config must have model_type",
+            key=f"model.{unknown[0]}",
         )
     numbers = _numbers(config) | {k: config[k] for k in flags if k in config}
     numbers["layout"] = _layout(config, bool(numbers.get("experts")))
@@ -152,7 +160,8 @@ def _layout(config: Mapping[str, Any], mixture: bool) -> str:
         if given or not isinstance(config["layout"], str):
             raise ModelError(
                 "layout must be a text, and says what gated, fused and norms would, but got "
-                f"{config['layout']!r} and {', '.join(given) or 'none of them'}"
+                f"{config['layout']!r} and {', '.join(given) or 'none of them'}",
+                key="model.layout",
             )
         return config["layout"]
     gated, fused = config.get("gated", True), config.get("fused", False)

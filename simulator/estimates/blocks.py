@@ -9,9 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
 
+from simulator.rules import RuleError
 
-class ModelError(ValueError):
-    """A model description that cannot be understood; the message names the key."""
+
+class ModelError(RuleError):
+    """A model description or a config that cannot be used; the message names the key."""
 
 
 @dataclass(frozen=True)

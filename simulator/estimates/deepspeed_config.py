@@ -137,7 +137,10 @@ class _Resolver:
             value = default if automatic is None else automatic
             self.notes.append(f"{where}: auto -> {value:g}")
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e18:
-            raise ModelError(f"{where} must be a number >= 0 or 'auto', but got {value!r}")
+            raise ModelError(
+                f"{where} must be a number >= 0 or 'auto', but got {value!r}",
+                key=f"ds_config.{where}",
+            )
         return float(value)
 
     def elements(self, key: str, default: float, automatic: float | None = None) -> int:
@@ -155,11 +158,17 @@ class _Resolver:
                 self.notes.append(f"{key}: auto -> {given}")
             value = given
         elif given is not None and given != value:
-            raise ModelError(f"{key} is {value} in the DeepSpeed config, but {given} was given")
+            raise ModelError(
+                f"{key} is {value} in the DeepSpeed config, but {given} was given",
+                key=f"ds_config.{key}",
+            )
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ModelError(f"{key} must be a whole number >= 1 or 'auto', but got {value!r}")
+            raise ModelError(
+                f"{key} must be a whole number >= 1 or 'auto', but got {value!r}",
+                key=f"ds_config.{key}",
+            )
         return value
 
     def batches(self, ranks: int, micro: int | None, steps: int | None) -> tuple[int, int]:
@@ -171,7 +180,8 @@ class _Resolver:
             if total % ranks:
                 raise ModelError(
                     f"train_batch_size must be a multiple of the {ranks} data-parallel ranks, but "
-                    f"got {total}"
+                    f"got {total}",
+                    key="ds_config.train_batch_size",
                 )
             if micro is None and steps is None:
                 steps = 1
@@ -181,7 +191,8 @@ class _Resolver:
                 raise ModelError(
                     "train_batch_size must be train_micro_batch_size_per_gpu x "
                     f"gradient_accumulation_steps x ranks, but got {total} != {micro} x {steps} x "
-                    f"{ranks}"
+                    f"{ranks}",
+                    key="ds_config.train_batch_size",
                 )
         for key, value in (("train_micro_batch_size_per_gpu", micro),
                            ("gradient_accumulation_steps", steps)):  # fmt: skip
@@ -200,11 +211,13 @@ class _Resolver:
         elif given is not None and given != stage:
             raise ModelError(
                 f"zero_optimization.stage is {stage} in the DeepSpeed config, but {given} was "
-                "given (--zero-stage)"
+                "given (--zero-stage)",
+                key="ds_config.zero_optimization.stage",
             )
         if isinstance(stage, bool) or stage not in (1, 2, 3):
             raise ModelError(
-                f"zero_optimization.stage (--zero-stage) must be 1, 2 or 3, but got {stage!r}"
+                f"zero_optimization.stage (--zero-stage) must be 1, 2 or 3, but got {stage!r}",
+                key="ds_config.zero_optimization.stage",
             )
         return stage  # type: ignore[return-value]
 
@@ -214,7 +227,10 @@ class _Resolver:
         name = {"adamw": ADAM.name}.get(kind.lower(), kind.lower())
         if name not in OPTIMIZERS:
             known = ", ".join(("AdamW", *(o.capitalize() for o in OPTIMIZERS)))
-            raise ModelError(f"optimizer.type must be one of {known} (any case), but got {kind!r}")
+            raise ModelError(
+                f"optimizer.type must be one of {known} (any case), but got {kind!r}",
+                key="ds_config.optimizer.type",
+            )
         return name
 
     def precision(self, given: WireDtype | None) -> WireDtype:
@@ -225,7 +241,9 @@ class _Resolver:
         states = [(self.section(key).get("enabled", False), dtype) for key, dtype in names]
         chosen = {dtype for enabled, dtype in states if enabled is True}
         if len(chosen) > 1:
-            raise ModelError("only one of bf16 and fp16 may be enabled, but got both")
+            raise ModelError(
+                "only one of bf16 and fp16 may be enabled, but got both", key="ds_config.bf16"
+            )
         if chosen:
             return chosen.pop()
         if any(enabled == AUTO for enabled, _ in states) or not self.config:
@@ -236,5 +254,8 @@ class _Resolver:
 
 def _divided(total: int, part: int, key: str) -> int:
     if total % part:
-        raise ModelError(f"{key} must divide the batch of a rank, {total}, but got {part}")
+        raise ModelError(
+            f"{key} must divide the batch of a rank, {total}, but got {part}",
+            key=f"ds_config.{key}",
+        )
     return total // part

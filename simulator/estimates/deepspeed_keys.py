@@ -80,7 +80,10 @@ def loaded(config: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any]:
     if isinstance(config, (str, Path)):
         config = read_file(config)
     if config is not None and not isinstance(config, Mapping):
-        raise ModelError(f"a DeepSpeed config must be an object, but got {type(config).__name__}")
+        raise ModelError(
+            f"a DeepSpeed config must be an object, but got {type(config).__name__}",
+            key="ds_config",
+        )
     config = as_deepspeed_reads(config or {})
     _check_sections(config)
     _check_names(config)
@@ -105,10 +108,11 @@ def read_file(path: str | Path) -> dict[str, Any]:
             config = hjson.loads(text)
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"a DeepSpeed config must be a JSON file (--ds-config), but got {path}: {error}"
+            f"a DeepSpeed config must be a JSON file (--ds-config), but got {path}: {error}",
+            key="ds_config",
         ) from None
     if not isinstance(config, dict):
-        raise ModelError(f"--ds-config must hold a JSON object, but got {path}")
+        raise ModelError(f"--ds-config must hold a JSON object, but got {path}", key="ds_config")
     return dict(config)
 
 
@@ -198,7 +202,9 @@ def _check_sections(config: Mapping[str, Any]) -> None:
     for key in _SECTIONS:
         value = at(config, key)
         if value is not None and not isinstance(value, Mapping):
-            raise ModelError(f"{key} must be an object, but got {shortened(value)}")
+            raise ModelError(
+                f"{key} must be an object, but got {shortened(value)}", key=f"ds_config.{key}"
+            )
 
 
 def _check_names(config: Mapping[str, Any]) -> None:
@@ -207,7 +213,8 @@ def _check_names(config: Mapping[str, Any]) -> None:
         if meant != key and meant:
             raise ModelError(
                 f"a DeepSpeed config must spell its keys as DeepSpeed does, which leaves others "
-                f"unread, but got {key}: {meant} is meant, it seems"
+                f"unread, but got {key}: {meant} is meant, it seems",
+                key=f"ds_config.{key}",
             )
     for where, known in _KNOWN.items():
         unknown = sorted(set(section(config, where)) - known)
@@ -215,7 +222,8 @@ def _check_names(config: Mapping[str, Any]) -> None:
             near = get_close_matches(unknown[0], known, 1)
             raise ModelError(
                 f"{where}.{unknown[0]} must be a key that DeepSpeed knows, but it refuses this "
-                f"one: {'write ' + near[0] if near else 'remove it'}"
+                f"one: {'write ' + near[0] if near else 'remove it'}",
+                key=f"ds_config.{where}.{unknown[0]}",
             )
 
 
@@ -248,7 +256,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _refuse(key: str, rule: str, value: Any) -> None:
-    raise ModelError(f"{key} must be {rule}, but got {shortened(value)}")
+    where = key.partition(" ")[0]  # a flag stands behind it
+    raise ModelError(f"{key} must be {rule}, but got {shortened(value)}", f"ds_config.{where}")
 
 
 def _count(key: str, value: Any) -> None:

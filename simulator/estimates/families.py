@@ -122,14 +122,16 @@ def family_numbers(config: Config) -> Numbers:
         raise ModelError(
             f"model_type must be one of {', '.join(FAMILIES)}, but got {family!r}: describe the "
             "model by layers, hidden, heads, vocabulary [, kv_heads, ffn, gated, tied, layout] "
-            "instead"
+            "instead",
+            key="model.model_type",
         )
     for key, needed in _MUST_BE.get(family, ()):
         value = config.get(key)
         if value is not None and value != needed:
             raise ModelError(
                 f"{key} must be {needed!r} in a config of {family}, but got {value!r}: describe "
-                "the model by layers, hidden, heads, vocabulary and layout instead"
+                "the model by layers, hidden, heads, vocabulary and layout instead",
+                key=f"model.{key}",
             )
     numbers = {**FAMILIES[family], "bias": _bias(family, config)}
     change = _CHANGES.get(family)
@@ -164,7 +166,8 @@ def _opt(config: Config) -> Numbers:
     if config.get("word_embed_proj_dim") not in (None, hidden):
         raise ModelError(
             f"word_embed_proj_dim must be hidden_size ({hidden}), but got "
-            f"{config['word_embed_proj_dim']}: describe the model by its numbers instead"
+            f"{config['word_embed_proj_dim']}: describe the model by its numbers instead",
+            key="model.word_embed_proj_dim",
         )
     # The table starts with two rows that are never used.
     return {"positions": 2 + (config.get("max_position_embeddings") or 2048)}

@@ -18,6 +18,7 @@ from simulator.estimates.offloading import Offloading, offloading, own_step_key,
 from simulator.estimates.rank import Rank
 from simulator.estimates.training import Training
 from simulator.machine import Machine
+from simulator.rules import broken
 from simulator.workload import WIRE_BYTES, WireDtype, Workload
 
 # What a knob calls an offload -> where DeepSpeed keeps optimizer state and parameters.
@@ -90,11 +91,8 @@ class Job(Training):
         try:
             return cls.model_validate(fields)
         except ValidationError as error:
-            first = error.errors()[0]
-            cause = first.get("ctx", {}).get("error")
-            where = ".".join(map(str, first["loc"]))
-            text = str(cause or f"{where}: {first['msg']}, but got {first['input']!r}")
-            raise ModelError(text) from None
+            first = broken(error)[0]
+            raise ModelError(first.told, first.key) from None
 
     def deepspeed(self) -> dict[str, Any]:
         """DeepSpeed's config: the one given, with what this job decides.

@@ -15,6 +15,7 @@ from simulator.estimates.collectives import LINK, PAIR
 from simulator.limits import GIB
 from simulator.machine import DEVICE_UPDATE_BYTES, Machine, ShareName
 from simulator.quantity import EIGHTY_PERCENT, QUARTILE, Quantity, Source
+from simulator.rules import RuleError
 from simulator.schedules.peers import FRESH_PASSES
 
 # Quartiles over the median, by how a value was obtained: one run says less than many, a data sheet
@@ -218,7 +219,9 @@ def preset(name: str) -> Machine:
         ValueError: no such preset; lists all.
     """
     if name not in SHEETS:
-        raise ValueError(f"a machine preset must be one of {', '.join(SHEETS)}, but got {name!r}")
+        raise RuleError(
+            f"a machine preset must be one of {', '.join(SHEETS)}, but got {name!r}", key="machine"
+        )
     sheet = SHEETS[name]
     return Machine(
         name=name, device_kind="cuda", device_name=sheet.device_name, gpus_per_node=sheet.gpus,

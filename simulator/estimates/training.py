@@ -27,7 +27,10 @@ def _whole(most: int) -> Callable[[Any, ValidationInfo], Any]:
     def check(value: Any, info: ValidationInfo) -> Any:
         whole = isinstance(value, int) and not isinstance(value, bool)
         if not (whole and 1 <= value <= most):
-            raise ModelError(f"{info.field_name} must be a whole number >= 1, but got {value!r}")
+            raise ModelError(
+                f"{info.field_name} must be a whole number >= 1, but got {value!r}",
+                key=info.field_name or "",
+            )
         return value
 
     return check
@@ -35,13 +38,17 @@ def _whole(most: int) -> Callable[[Any, ValidationInfo], Any]:
 
 def _switch(value: Any, info: ValidationInfo) -> Any:
     if not isinstance(value, bool):
-        raise ModelError(f"{info.field_name} must be True or False, but got {value!r}")
+        raise ModelError(
+            f"{info.field_name} must be True or False, but got {value!r}", key=info.field_name or ""
+        )
     return value
 
 
 def _launcher(value: Any) -> Any:
     if value not in LAUNCHERS:
-        raise ModelError(f"launcher must be one of {', '.join(LAUNCHERS)}, but got {value!r}")
+        raise ModelError(
+            f"launcher must be one of {', '.join(LAUNCHERS)}, but got {value!r}", key="launcher"
+        )
     return value
 
 
@@ -111,12 +118,14 @@ class Training(BaseModel):
         if not 0 <= self.stage < self.pipeline_parallel:
             raise ModelError(
                 f"stage must lie in [0, {self.pipeline_parallel - 1}] (pipeline_parallel - 1), but "
-                f"got {self.stage}"
+                f"got {self.stage}",
+                "stage",
             )
         if self.sequence_parallel and self.tensor_parallel == 1:
             raise ModelError(
                 "sequence_parallel must be False without tensor parallelism, whose ranks divide "
-                "the sequence, but got True with tensor_parallel=1: give tensor_parallel too"
+                "the sequence, but got True with tensor_parallel=1: give tensor_parallel too",
+                "sequence_parallel",
             )
         self._check_division()
         return self
@@ -126,22 +135,26 @@ class Training(BaseModel):
         arch, tensor, pipeline = self.architecture, self.tensor_parallel, self.pipeline_parallel
         if arch.heads % tensor:
             raise ModelError(
-                f"tensor_parallel must divide the {arch.heads} attention heads, but got {tensor}"
+                f"tensor_parallel must divide the {arch.heads} attention heads, but got {tensor}",
+                "tensor_parallel",
             )
         if arch.kv_heads % tensor and tensor % arch.kv_heads:
             raise ModelError(
                 f"tensor_parallel must divide the {arch.kv_heads} key-value heads (or be a "
-                f"multiple of them), but got {tensor}"
+                f"multiple of them), but got {tensor}",
+                "tensor_parallel",
             )
         if pipeline > arch.layers:
             raise ModelError(
-                f"pipeline_parallel must be at most the {arch.layers} layers, but got {pipeline}"
+                f"pipeline_parallel must be at most the {arch.layers} layers, but got {pipeline}",
+                "pipeline_parallel",
             )
         if pipeline > 1 and self.zero_stage > 1:
             raise ModelError(
                 "pipeline_parallel must be 1 under ZeRO-2 and 3, which DeepSpeed's pipeline engine "
                 f"refuses, but got {pipeline} under ZeRO-{self.zero_stage}: take ZeRO-1 "
-                "(--zero-stage 1), or divide by data or tensor parallelism (--data-parallel)"
+                "(--zero-stage 1), or divide by data or tensor parallelism (--data-parallel)",
+                "pipeline_parallel",
             )
 
     @property

@@ -49,12 +49,14 @@ def check_homes(plan: Plan, zero_stage: int) -> None:
         raise PlanError(
             f"plan.parameter_home must be absent under ZeRO-{zero_stage}, which keeps parameters "
             "whole on the device, but got 'host': plan again with `tune plan`, or train with "
-            "zero_optimization.stage 3"
+            "zero_optimization.stage 3",
+            key="plan.parameter_home",
         )
     if zero_stage < 3 and plan.stores:
         raise PlanError(
             f"plan.placement must not be 'stored' under ZeRO-{zero_stage}, whose flat partitions "
-            "keep host memory for all state, but some are: train with zero_optimization.stage 3"
+            "keep host memory for all state, but some are: train with zero_optimization.stage 3",
+            key="plan.placement",
         )
 
 
@@ -66,12 +68,14 @@ class EbbtideLoop(PlannedLoop):
             raise PlanError(
                 "plan.placement must cover each subgroup of the workload once, but got "
                 f"{plan.subgroup_count} placements for {len(workload.subgroups)} subgroups: plan "
-                "again with `tune plan` for this model and sub_group_size"
+                "again with `tune plan` for this model and sub_group_size",
+                key="plan.placement",
             )
         if plan.overlap_forward and workload.zero_stage < 3:
             raise PlanError(
                 f"plan.overlap_forward must be false under ZeRO-{workload.zero_stage}, whose steps "
-                "wait for their updates, but got true: plan again with `tune plan`"
+                "wait for their updates, but got true: plan again with `tune plan`",
+                key="plan.overlap_forward",
             )
         check_homes(plan, workload.zero_stage)
         super().__init__(workload, plan.parameter_homes, overlaps=plan.overlap_forward)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+from simulator.rules import RuleError
 from simulator.schedule import Kind, Lane, OpKind, Schedule
 from simulator.schedules.peers import HOST_GRADIENT_BYTES, StockLoop, StockOptions
 from simulator.update.footprint import fetched_for, moved_out
@@ -43,11 +44,15 @@ class InfinityOptions:
         for name, kinds in (("optimizer", StateHome), ("parameters", Home), ("activations", Home)):
             value = getattr(self, name)
             if value not in get_args(kinds):
-                raise ValueError(f"{name} must be one of {get_args(kinds)}, but got {value!r}")
+                raise RuleError(
+                    f"{name} must be one of {get_args(kinds)}, but got {value!r}",
+                    key=f"options.{name}",
+                )
         if self.pipelined and self.optimizer != "nvme":
-            raise ValueError(
+            raise RuleError(
                 "pipelined must be False where no state is read from storage, but got True with "
-                f"optimizer={self.optimizer!r}"
+                f"optimizer={self.optimizer!r}",
+                key="options.pipelined",
             )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 
+from simulator.rules import RuleError
 from simulator.schedule import Lane, OpKind, ScheduleBuilder
 from simulator.workload import Workload
 
@@ -49,11 +50,12 @@ class TrainingLoop(ABC):
         passes = 2 * iterations * w.gradient_accumulation_steps * len(w.layers)
         if passes > MOST_PASSES:
             most = max(1, MOST_PASSES // (2 * iterations * len(w.layers)))
-            raise ValueError(
+            raise RuleError(
                 f"gradient_accumulation_steps must be at most {most:,} for {len(w.layers):,} "
                 f"layers and {iterations} iterations to be simulated one by one, but got "
                 f"{w.gradient_accumulation_steps:,}: further micro-batches repeat the ones before, "
-                "simulate fewer (--accumulation)"
+                "simulate fewer (--accumulation)",
+                key="accumulation",
             )
         for iteration in range(iterations):
             self.out.iteration = iteration

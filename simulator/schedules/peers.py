@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from simulator.rules import RuleError
 from simulator.schedule import Kind, Lane, OpKind, Schedule
 from simulator.schedules.loop import ALL_CORES, TrainingLoop
 from simulator.update.footprint import with_base
@@ -75,14 +76,20 @@ class StockOptions:
 
     def __post_init__(self) -> None:
         if not 0 <= self.host_ratio <= 1:
-            raise ValueError(f"ratio must lie in [0, 1], but got {self.host_ratio}")
+            raise RuleError(
+                f"ratio must lie in [0, 1], but got {self.host_ratio}", key="options.ratio"
+            )
         if not (isinstance(self.stride, int) and self.stride >= 0):
-            raise ValueError(
+            raise RuleError(
                 "stride must be 0 (no visits) or a whole number >= 1 (every stride-th subgroup "
-                f"visits the device), but got {self.stride}"
+                f"visits the device), but got {self.stride}",
+                key="options.stride",
             )
         if self.staging_slots < 1:
-            raise ValueError(f"staging_slots must be >= 1, but got {self.staging_slots}")
+            raise RuleError(
+                f"staging_slots must be >= 1, but got {self.staging_slots}",
+                key="options.staging_slots",
+            )
 
 
 class StockLoop(TrainingLoop):

@@ -8,6 +8,7 @@ from numbers import Integral, Real
 from typing import Any, get_args, get_type_hints
 
 from simulator.plan import Placement, Plan
+from simulator.rules import RuleError
 from simulator.schedule import Schedule
 from simulator.schedules.ebbtide import build_schedule
 from simulator.schedules.flat_offload import FlatOffloadLoop
@@ -18,7 +19,7 @@ from simulator.workload import Workload
 LARGEST_STRIDE = 100  # published runs have some that are larger than their number of subgroups
 
 
-def build_strategy(name: str, workload: Workload, **options: Any) -> Schedule:
+def build_strategy(name: str, workload: Workload, /, **options: Any) -> Schedule:
     """The schedule of a strategy: ``build_strategy("twin_flow", workload, ratio=0.4)``.
 
     All take ``iterations`` (3). See `STRATEGIES` for the names and each one's own options.
@@ -28,23 +29,29 @@ def build_strategy(name: str, workload: Workload, **options: Any) -> Schedule:
             DeepSpeed does not have at the workload's ZeRO stage.
     """
     if name not in STRATEGIES:
-        raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}, but got {name!r}")
+        raise RuleError(
+            f"strategy must be one of {', '.join(STRATEGIES)}, but got {name!r}", key="strategy"
+        )
     if workload.zero_stage not in stages(name):
-        raise ValueError(
+        raise RuleError(
             f"strategy {name!r} is one of ZeRO-{'/'.join(map(str, stages(name)))}, but got a "
             f"workload of ZeRO-{workload.zero_stage} (--zero-stage), which has "
-            f"{', '.join(strategies_of(workload.zero_stage))}"
+            f"{', '.join(strategies_of(workload.zero_stage))}",
+            key="strategy",
         )
     builder = STRATEGIES[name]
     known = _options(builder)
     for option, value in options.items():
         if option not in known:
-            raise ValueError(
-                f"strategy {name!r} takes the options {', '.join(known)}, but got {option!r}"
+            raise RuleError(
+                f"strategy {name!r} takes the options {', '.join(known)}, but got {option!r}",
+                key=f"options.{option}",
             )
         _check_kind(option, value, known[option])
     if options.get("iterations", 1) < 1:
-        raise ValueError(f"iterations must be >= 1, but got {options['iterations']}")
+        raise RuleError(
+            f"iterations must be >= 1, but got {options['iterations']}", key="options.iterations"
+        )
     return builder(workload, **options)
 
 
@@ -69,7 +76,7 @@ def _check_kind(option: str, value: Any, types: tuple[type, ...]) -> None:
         return
     accepted, rule = _KINDS[kind]
     if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
-        raise ValueError(f"{option} must be {rule}, but got {value!r}")
+        raise RuleError(f"{option} must be {rule}, but got {value!r}", key=f"options.{option}")
 
 
 def _stock(workload: Workload, name: str, options: StockOptions, iterations: int) -> Schedule:
@@ -113,8 +120,9 @@ def twin_flow(
     ``pinned``: as `zero3_offload_unpinned`.
     """
     if not (pinned or async_gradients):
-        raise ValueError("async_gradients must be True where pinned is False, but got False: the "
-                         "builds of 2024 are simulated with pinned buffers")  # fmt: skip
+        raise RuleError("async_gradients must be True where pinned is False, but got False: the "
+                         "builds of 2024 are simulated with pinned buffers",
+                        "options.async_gradients")  # fmt: skip
     flows: Gradients = "stock" if async_gradients else "widened_on_host"
     options = StockOptions(
         host_ratio=ratio, gradients=flows if pinned else "unpinned", counts_host=counts_host
@@ -133,9 +141,10 @@ def deep_optimizer_states(
     """Deep Optimizer States (Maurya et al., Middleware 2024): every stride-th subgroup visits."""
     most = max(LARGEST_STRIDE, len(workload.subgroups))
     if stride > most:
-        raise ValueError(
+        raise RuleError(
             f"stride must be at most {most}, since with a larger one no subgroup visits, but got "
-            f"{stride}: 0 asks for no visits"
+            f"{stride}: 0 asks for no visits",
+            key="options.stride",
         )
     options = StockOptions(
         gradients="asynchronous",
@@ -234,14 +243,16 @@ def shared_plan(
         ValueError: a share is outside [0, 1], or both together exceed 1.
     """
     if not (0 <= device_share <= 1 and 0 <= resident_share <= 1):
-        raise ValueError(
+        raise RuleError(
             "device_share and resident_share must lie in [0, 1], but got "
-            f"{device_share} and {resident_share}"
+            f"{device_share} and {resident_share}",
+            key="options.device_share",
         )
     if device_share + resident_share > 1 + 1e-9:
-        raise ValueError(
+        raise RuleError(
             "device_share + resident_share must be at most 1, but got "
-            f"{device_share} + {resident_share}"
+            f"{device_share} + {resident_share}",
+            key="options.device_share",
         )
     count = len(workload.subgroups)
     residents = round(resident_share * count)

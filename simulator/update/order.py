@@ -11,6 +11,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from simulator.rules import RuleError
 from simulator.update.recipes import RECIPES, Placement, Queue
 
 Spans = tuple[tuple[int, int], ...]
@@ -46,9 +47,10 @@ class UpdateOrder(BaseModel):
         if len(named) != len(wanted) or set(named) != wanted:
             twice = sorted({i for i in named if named.count(i) > 1})
             missing = sorted(wanted - set(named))
-            raise ValueError(
+            raise RuleError(
                 f"plan.order.{queue.value} must name each subgroup that is updated there once, but "
-                f"got spans {order} with {missing or 'none'} missing and {twice or 'none'} twice"
+                f"got spans {order} with {missing or 'none'} missing and {twice or 'none'} twice",
+                key=f"order.{queue.value}",
             )
         return named
 

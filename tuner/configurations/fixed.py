@@ -11,6 +11,7 @@ from simulator.estimates.deepspeed_config import BATCHES, deepspeed_fields
 from simulator.estimates.deepspeed_keys import AUTO, ZERO, at, loaded
 from simulator.estimates.job import OFFLOADS
 from simulator.estimates.offloading import Offloading, offloading
+from simulator.rules import RuleError
 from tuner.configurations.space import KNOBS
 
 _FLAGS = {
@@ -61,9 +62,10 @@ class Fixed:
         knobs = tuple(name.strip() for name in named.split(",") if name.strip())
         for knob in knobs:
             if knob in self.values:
-                raise ValueError(
+                raise RuleError(
                     f"--free must not name a knob that is fixed, but got {knob}, and "
-                    f"{self.sources[knob]} fixes it at {self.values[knob]}: leave one of them out"
+                    f"{self.sources[knob]} fixes it at {self.values[knob]}: leave one of them out",
+                    key="free",
                 )
         return knobs
 
@@ -87,16 +89,18 @@ def fixed_knobs(
     sources = {knob: _FLAGS[knob] for knob in values}
     for knob, (key, value) in _of_config(config).items():
         if values.setdefault(knob, value) != value:
-            raise ValueError(
+            raise RuleError(
                 f"{sources[knob]} must agree with {key} of --ds-config, {value}, but got "
-                f"{values[knob]}: leave one of them out"
+                f"{values[knob]}: leave one of them out",
+                key=f"ds_config.{key}",
             )
         sources.setdefault(knob, key)
     whole: Any = config.get(_WHOLE) or AUTO
     if whole != AUTO and global_batch not in (None, whole):
-        raise ValueError(
+        raise RuleError(
             f"--global-batch must agree with train_batch_size of --ds-config, {whole}, but got "
-            f"{global_batch}: leave one of them out"
+            f"{global_batch}: leave one of them out",
+            key="global_batch",
         )
     return Fixed(values, sources, global_batch if whole == AUTO else whole)
 

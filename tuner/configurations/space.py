@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
+from simulator.rules import RuleError
+
 Offload = Literal["none", "optimizer", "parameters", "nvme"]  # `job.OFFLOADS`
 SUBGROUP_SIZES = (10**9, 2 * 10**8, 5 * 10**7)
 POWERS = tuple(2**i for i in range(8))
@@ -113,18 +115,21 @@ class Space:
         """
         unknown = [name for name in free if name not in KNOBS]
         if unknown or not free:
-            raise ValueError(
+            raise RuleError(
                 f"--free must name some of {', '.join(KNOBS)}, but got "
-                f"{unknown[0] if unknown else 'nothing'}"
+                f"{unknown[0] if unknown else 'nothing'}",
+                key="free",
             )
         if global_batch is not None and global_batch < 1:
-            raise ValueError(f"--global-batch must be >= 1, but got {global_batch}")
+            raise RuleError(
+                f"--global-batch must be >= 1, but got {global_batch}", key="global_batch"
+            )
         ordered = tuple(name for name in KNOBS if name in free)
         derived = "accumulation" if global_batch is not None else ""
         choices = {name: _values(name, base, global_batch) for name in ordered if name != derived}
         space = cls(base, ordered, choices, global_batch)
         if next(iter(space), None) is None:
-            raise ValueError(space.why_empty())
+            raise RuleError(space.why_empty(), "free")
         return space
 
     def made(self, chosen: Mapping[str, Any]) -> Configuration | None:

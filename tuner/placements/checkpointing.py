@@ -23,6 +23,7 @@ from simulator.analysis.goodput import (
 from simulator.limits import Limits
 from simulator.machine import Machine
 from simulator.plan import BLOCK_BYTES, CheckpointPlan, Plan, Prediction
+from simulator.rules import RuleError
 from simulator.schedules.checkpointed import reserved_bytes
 from simulator.workload import Workload
 from tuner.quantities import LONGEST_S
@@ -51,9 +52,10 @@ def planned_failures(mtbf_s: float, restart_s: float) -> Failures:
         ValueError: a time that is not positive, or centuries.
     """
     if not 0 < mtbf_s <= LONGEST_S or not 0 <= restart_s <= LONGEST_S:
-        raise ValueError(
+        raise RuleError(
             "mtbf_s (--mtbf) must be > 0, restart_s (--restart) >= 0, and both at most "
-            f"{LONGEST_S:g}, but got {mtbf_s:g} and {restart_s:g}"
+            f"{LONGEST_S:g}, but got {mtbf_s:g} and {restart_s:g}",
+            key="mtbf_s",
         )
     return Failures(mtbf_s, restart_s)
 
@@ -157,11 +159,12 @@ def with_checkpoints(
     simulation = CheckpointSimulation(workload, plan, machine)
     choice = best_checkpointing(simulation, failures, spare, CheckpointPlan(dir=folder))
     if choice.goodput < LEAST_GOODPUT:
-        raise ValueError(
+        raise RuleError(
             "mtbf_s (--mtbf) must leave time to train between failures, but with "
             f"{failures.mtbf_s:g} s, a restart of {failures.restart_s:g} s (--restart) and "
             f"{choice.cost.persist_s:.1f} s until a checkpoint is durable, {choice.goodput:.1%} of "
-            "the time would be progress: check its unit (4h, 30m, 90s)"
+            "the time would be progress: check its unit (4h, 30m, 90s)",
+            key="mtbf_s",
         )
     host_peak = plan.prediction.host_peak_bytes + choice.cost.reserved_bytes
     changes = {"stall_s": choice.cost.stall_s, "host_peak_bytes": host_peak}

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from simulator.limits import GIB, Limits, Peaks
+from simulator.rules import RuleError
 from simulator.workload import Workload
 
 
-class ImpossibleError(ValueError):
+class ImpossibleError(RuleError):
     """Nothing fits; the message says how much is missing and which knob helps most.
 
     Attributes:

@@ -24,6 +24,7 @@ from simulator.engines.reference import simulate as run_with_memory
 from simulator.limits import Limits
 from simulator.machine import Machine
 from simulator.plan import Plan, Prediction
+from simulator.rules import RuleError
 from simulator.schedules.strategies import build_strategy
 from simulator.workload import Workload
 from tuner.answer.even import even_plan
@@ -225,7 +226,11 @@ def what_if(request: WhatIf | WhatIfJob, progress: Progress) -> dict[str, Any] |
     rows = []
     for number, point in enumerate(points):
         progress(number / len(points), f"{number} of {len(points)} points")
-        row = evaluate(workload, machine, point)
+        try:
+            row = evaluate(workload, machine, point)
+        except RuleError as error:
+            inside = f"changes.{error.key}" if error.key in changes else error.key
+            raise RuleError(str(error), inside) from None
         rows.append({key: _finite(value) for key, value in row.items()})
     return _csv(rows) if request.format == "csv" else {"rows": rows}
 

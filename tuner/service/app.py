@@ -18,6 +18,7 @@ from fastapi.responses import JSONResponse, Response
 from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 
+from simulator.rules import Broken, broken, shortened
 from tuner.service.pool import BusyError, InvalidError, WorkerError
 from tuner.service.resources import Service
 from tuner.service.routes import routes
@@ -27,7 +28,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 LOG = logging.getLogger("uvicorn.error")
 API = "/api/v1"
-SHOWN = 120  # characters of a refused value
+MOST_ERRORS = 8  # of one request
 # No inline script or style anywhere, nothing from another host, nobody may frame the page.
 CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
@@ -99,30 +100,15 @@ def problem(status: int, *errors: dict[str, Any], **headers: str) -> JSONRespons
 
 def broken_rule(key: str, rule: str, value: Any = None) -> dict[str, Any]:
     """One error; the value as text, shortened, so that nothing odd is sent back."""
-    shown = None if value is None else ascii(value)
-    if shown and len(shown) > SHOWN:
-        shown = shown[:SHOWN] + "..."
-    return {"key": key, "rule": rule, "value": shown}
+    return Broken(key, rule, None if value is None else shortened(value))._asdict()
 
 
 async def _unprocessable(_: Request, error: RequestValidationError) -> Response:
-    rows = []
-    for item in error.errors()[:8]:
-        where = [str(part) for part in item["loc"] if part not in ("body", "query", "path")]
-        value = item.get("input")
-        value = None if isinstance(value, dict | list) else value
-        rows.append(broken_rule(".".join(where)[:SHOWN], item["msg"][:400], value))
-    return problem(422, *rows)
-
-
-_KEY = re.compile(r"[a-z]+(?:_[a-z0-9]+)*(?:\.[a-z0-9_]+)*")
+    return problem(422, *(row._asdict() for row in broken(error, error.body)[:MOST_ERRORS]))
 
 
 async def _invalid(_: Request, error: InvalidError) -> Response:
-    """Our own messages begin with the key and say rule and value in one sentence."""
-    text = str(error)
-    match = _KEY.match(text)
-    return problem(422, broken_rule(match.group() if match else "", text[:1000]))
+    return problem(422, *(row._asdict() for row in error.rows[:MOST_ERRORS]))
 
 
 async def _busy(_: Request, error: BusyError) -> Response:
@@ -239,8 +225,12 @@ def _check_json(body: bytes) -> None:
         json.loads(body, parse_constant=_constant)
     except RecursionError:
         raise Refusal(422, "body", "must not be nested so deeply") from None
-    except ValueError as error:  # JSON, UTF-8, or an integer of thousands of digits
-        raise Refusal(422, "body", f"must be JSON, but: {str(error)[:200]}") from None
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno} column {error.colno}"
+        raise Refusal(422, "body", f"must be JSON, but is not at {place}") from None
+    except ValueError:
+        rule = "must be JSON in UTF-8 without numbers of thousands of digits"
+        raise Refusal(422, "body", rule) from None
 
 
 def _with_headers(send: Send) -> Send:

@@ -137,10 +137,10 @@ class Jobs:
                 KINDS[job["kind"]], request, lambda step: self._progressed(job, step)
             )
             state, note = "done", "done"
-        except InvalidError as error:
+        except (InvalidError, WorkerError, BusyError) as error:
             note = str(error)
-        except (WorkerError, BusyError, KeyError) as error:
-            note = f"{type(error).__name__}: {error}"
+        except KeyError:
+            note = f"a job must be one of {', '.join(KINDS)}, but this one is {job['kind']!r}"
         body, is_json = (result.body, result.is_json) if result else (None, True)
         await asyncio.to_thread(self._store.finish, name, state, note, body, is_json)
         await self._tell(name)

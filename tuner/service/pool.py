@@ -8,19 +8,34 @@ import json
 import os
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any
+from typing import Any, Self
 
+from simulator.rules import Broken, RuleError
 from tuner.service.requests import Quota
 from tuner.service.worker import BROKEN, HEAD, INVALID, PROGRESS, TEXT
 
 OnProgress = Callable[[dict[str, Any]], None]
 
 
-class InvalidError(ValueError):
-    """The request cannot be answered; the message says the rule, the value and the key."""
+class InvalidError(RuleError):
+    """The request cannot be answered.
+
+    Attributes:
+        rows: every rule that it breaks.
+    """
+
+    def __init__(self, rule: str, key: str = "", rows: Sequence[Broken] = ()) -> None:
+        super().__init__(rule, key)
+        self.rows = tuple(rows) or (Broken(key, str(self)),)
+
+    @classmethod
+    def of(cls, payload: bytes) -> Self:
+        """What a worker says."""
+        rows = [Broken(*row) for row in json.loads(payload)]
+        return cls("; ".join(row.told for row in rows), rows[0].key, rows)
 
 
 class BusyError(RuntimeError):
@@ -29,6 +44,10 @@ class BusyError(RuntimeError):
 
 class WorkerError(RuntimeError):
     """A worker failed or ended: no fault of the request that we know of."""
+
+
+class LostWorkerError(WorkerError):
+    """A worker's process ended, perhaps by the system for want of memory."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +104,7 @@ class Worker:
 
     async def call(self, call: bytes, on_progress: OnProgress, result_bytes: int) -> Result:
         """Raises:
-        InvalidError: the request's fault. WorkerError: it broke, or was ended.
+        InvalidError: the request's fault. WorkerError: it broke; LostWorkerError: it was ended.
         """
         stdin = self._process.stdin
         assert stdin is not None
@@ -93,13 +112,13 @@ class Worker:
             stdin.write(HEAD.pack(b"c", len(call)) + call)
             await stdin.drain()
         except ConnectionError:
-            raise WorkerError(self._end()) from None
+            raise LostWorkerError(self._end()) from None
         while True:
             tag, payload = await self._frame(result_bytes)
             if tag == PROGRESS:
                 on_progress(json.loads(payload))
             elif tag == INVALID:
-                raise InvalidError(payload.decode())
+                raise InvalidError.of(payload)
             elif tag == BROKEN:
                 raise WorkerError(payload.decode())
             else:
@@ -118,10 +137,13 @@ class Worker:
             return tag, await stdout.readexactly(size)
         except asyncio.IncompleteReadError:
             await self._process.wait()
-            raise WorkerError(self._end()) from None
+            raise LostWorkerError(self._end()) from None
 
     def _end(self) -> str:
-        return f"a worker process ended with status {self._process.returncode}"
+        return (
+            f"a worker process ended with status {self._process.returncode}, once more when it was "
+            "tried again: where the machine is short of memory, ask for less"
+        )
 
     def kill(self) -> None:
         """At once; what it computed is lost."""
@@ -195,10 +217,16 @@ class Lane:
             raise
 
     async def _serve(self, worker: Worker | None, frame: bytes, on_progress: OnProgress) -> Result:
-        """With a free worker; gives it back whatever happens."""
+        """With a free worker; gives it back whatever happens. What is lost with its process is
+        computed once more: it depends on the request alone.
+        """
         try:
             worker = await self._living(worker)
-            return await self._within(worker, frame, on_progress)
+            try:
+                return await self._within(worker, frame, on_progress)
+            except LostWorkerError:
+                worker = await self._living(worker)
+                return await self._within(worker, frame, on_progress)
         finally:
             self._free.put_nowait(worker)
 

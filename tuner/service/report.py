@@ -14,7 +14,8 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from simulator.engines.reference import simulate
-from simulator.plan import Placement, Plan, explain
+from simulator.plan import Placement, Plan
+from simulator.rules import RuleError, explain
 from simulator.schedule import Lane, OpKind
 from simulator.schedules.strategies import build_strategy, stock_offload
 from simulator.span import Span
@@ -72,24 +73,24 @@ def timeline_of(run: Run) -> Timeline:
     spans = []
     for number, s in enumerate(run.spans):
         if s.end_s < s.start_s:
-            raise ValueError(
+            raise RuleError(
                 f"spans.{number} must end after it starts, but got start_s={s.start_s} and "
-                f"end_s={s.end_s}"
+                f"end_s={s.end_s}",
+                key=f"spans.{number}.end_s",
             )
-        kind, lane = _member(OpKind, s.kind, number), _member(Lane, s.lane, number)
+        kind = _member(OpKind, s.kind, f"spans.{number}.kind")
+        lane = _member(Lane, s.lane, f"spans.{number}.lane")
         spans.append(Span(kind, lane, s.start_s, s.end_s, s.subgroup, s.layer, s.iteration))
     memory = tuple(MemorySample(m.t_s, m.device_bytes, m.host_bytes) for m in run.memory)
     return Timeline(tuple(spans), run.source, memory, run.strategy)
 
 
-def _member(kind: Any, value: str, number: int) -> Any:
+def _member(kind: Any, value: str, key: str) -> Any:
     try:
         return kind(value)
     except ValueError:
         known = ", ".join(member.value for member in kind)
-        raise ValueError(
-            f"spans.{number} must have a kind and a lane of {known}, but got {value!r}"
-        ) from None
+        raise RuleError(f"{key} must be one of {known}, but got {value!r}", key) from None
 
 
 def summary_of(run: Run) -> dict[str, Any]:

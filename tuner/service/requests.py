@@ -13,6 +13,7 @@ from simulator.estimates.architecture import KEYS, language_model
 from simulator.estimates.launchers import Launcher
 from simulator.machine import Machine
 from simulator.plan import Plan
+from simulator.rules import RuleError
 from simulator.workload import Workload
 
 Name = Annotated[str, Field(min_length=1, max_length=80, pattern=r"^[\w .,:()+/-]+$")]
@@ -89,9 +90,10 @@ def _few_subgroups(plan: Any) -> Any:
         queues = [_listed(order, queue, list) for queue in ("host", "device")]
         walked = [sum(_length(span) for span in spans) for spans in queues]
         if max(placed, *walked) > MOST_SUBGROUPS:
-            raise ValueError(
+            raise RuleError(
                 f"plan.placement and plan.order must name at most {MOST_SUBGROUPS} subgroups here, "
-                "but name more"
+                "but name more",
+                key="placement",
             )
     return plan
 
@@ -159,20 +161,23 @@ class Scenario(Request):
     def _one_source(self) -> Self:
         if (self.model is None) == (self.workload is None):
             given = "both" if self.model is not None else "none"
-            raise ValueError(f"exactly one of model and workload must be given, but got {given}")
+            raise RuleError(
+                f"exactly one of model and workload must be given, but got {given}", key="model"
+            )
         if isinstance(self.workload, Workload):
             _check_size(self.workload)
         if self.workload is not None and self.ds_config is not None:
-            raise ValueError("ds_config goes with a model, since a profiled workload has its own, "
-                             "but got a workload: leave ds_config out")  # fmt: skip
+            raise RuleError("ds_config goes with a model, since a profiled workload has its own, "
+                             "but got a workload: leave ds_config out", "ds_config")  # fmt: skip
         return self
 
 
 def _check_size(workload: Workload) -> None:
     if len(workload.layers) > MOST_LAYERS or len(workload.subgroups) > MOST_SUBGROUPS:
-        raise ValueError(
+        raise RuleError(
             f"workload must have at most {MOST_LAYERS} layers and {MOST_SUBGROUPS} subgroups here, "
-            f"but got {len(workload.layers)} and {len(workload.subgroups)}"
+            f"but got {len(workload.layers)} and {len(workload.subgroups)}",
+            key="workload",
         )
 
 
@@ -194,8 +199,9 @@ class Simulate(Scenario):
     def _few_iterations(self) -> Self:
         iterations = self.options.get("iterations", 3)
         if not 2 <= iterations <= MOST_ITERATIONS:
-            raise ValueError(
-                f"options.iterations must lie in [2, {MOST_ITERATIONS}] here, but got {iterations}"
+            raise RuleError(
+                f"options.iterations must lie in [2, {MOST_ITERATIONS}] here, but got {iterations}",
+                key="options.iterations",
             )
         return self
 
@@ -274,9 +280,10 @@ class SearchJob(Scenario):
     @model_validator(mode="after")
     def _a_model(self) -> Self:
         if self.model is None:
-            raise ValueError(
+            raise RuleError(
                 "model must be given: a profiled workload cannot tell what another micro-batch "
-                "would take, but got a workload"
+                "would take, but got a workload",
+                key="model",
             )
         return self
 
@@ -349,9 +356,10 @@ def check_model(config: dict[str, Any]) -> None:
     text = language_model(config)
     layers, experts = (_largest(text, *KEYS[name]) for name in ("layers", "experts"))
     if layers > MOST_LAYERS or layers * (10 + 3 * experts) > MOST_BLOCKS:
-        raise ValueError(
+        raise RuleError(
             f"model must have at most {MOST_LAYERS} layers and {MOST_BLOCKS} matrices here, but "
-            f"got {layers} layers of {experts or 1} experts"
+            f"got {layers} layers of {experts or 1} experts",
+            key="model",
         )
 
 

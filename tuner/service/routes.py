@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 
 from simulator.estimates.presets import preset, preset_names
 from simulator.machine import Machine
+from simulator.rules import RuleError
 from simulator.schedules.settings import STEPS
 from simulator.schedules.strategies import STRATEGIES
 from tuner.service import requests as ask
@@ -98,7 +99,8 @@ class _Names:
             if machine is None:
                 raise InvalidError(
                     f"machine must be one of {', '.join(self.machines())}, but got "
-                    f"{scenario.machine!r}"
+                    f"{scenario.machine!r}",
+                    key="machine",
                 )
             changes["machine"] = machine
         workload = self._service.examples.get("workload")
@@ -177,7 +179,9 @@ def _catalogue(router: APIRouter, service: Service, names: _Names) -> None:
         """Keeps a measured machine under its name (`tune profile --push URL`)."""
         name = machine.name
         if name in preset_names() or not 0 < len(name) <= 80:
-            raise InvalidError(f"name must be 1 to 80 characters and no preset's, but got {name!r}")
+            raise InvalidError(
+                f"name must be 1 to 80 characters and no preset's, but got {name!r}", key="name"
+            )
         await asyncio.to_thread(service.store.put_machine, name, machine.model_dump_json())
         return {"name": name}
 
@@ -205,8 +209,8 @@ def _answers(router: APIRouter, service: Service, names: _Names) -> None:
         filled = names.fill(posted)
         try:
             light = check_ops(estimated_ops(filled), cost, service.quota)
-        except ValueError as error:
-            raise InvalidError(str(error)) from None
+        except RuleError as error:
+            raise InvalidError(str(error), error.key) from None
         body = filled.model_dump(mode="json", exclude_defaults=True)
         result = await _unless_gone(request, service.pool.answer(call, body, light))
         return _response(result)
@@ -245,10 +249,11 @@ def _check_cells(posted: ask.WhatIf, most: int, instead: str = "") -> None:
     if posted.cells > most:
         raise InvalidError(
             f"changes, strategies and gpu_memory_bytes must make at most {most} points, but make "
-            f"{posted.cells}{instead}"
+            f"{posted.cells}{instead}",
+            key="changes",
         )
     if any(not math.isfinite(v) for values in posted.changes.values() for v in values):
-        raise InvalidError("changes must be finite numbers")
+        raise InvalidError("changes must be finite numbers", key="changes")
 
 
 def _jobs(router: APIRouter, service: Service, names: _Names) -> None:
@@ -268,8 +273,8 @@ def _jobs(router: APIRouter, service: Service, names: _Names) -> None:
         """Searches the configuration that trains fastest in the background."""
         try:
             check_search(posted, service.quota)
-        except ValueError as error:
-            raise InvalidError(str(error)) from None
+        except RuleError as error:
+            raise InvalidError(str(error), error.key) from None
         return await _submit(service, names, posted, "search")
 
     @router.get("/jobs")
@@ -389,8 +394,8 @@ def _runs(router: APIRouter, service: Service, names: _Names) -> None:
         """A training run's measured timeline; with its plan, predicted against measured."""
         try:
             summary = await asyncio.to_thread(summary_of, run)
-        except ValueError as error:
-            raise InvalidError(str(error)) from None
+        except RuleError as error:
+            raise InvalidError(str(error), error.key) from None
         stored = await asyncio.to_thread(
             service.store.add_run, run.name, summary, run.model_dump_json()
         )
@@ -435,6 +440,6 @@ def _checked(names: _Names, scenario: ask.Scenario, quota: ask.Quota) -> dict[st
     filled = names.fill(scenario)
     try:
         check_ops(estimated_ops(filled), 1, quota)
-    except ValueError as error:
-        raise InvalidError(str(error)) from None
+    except RuleError as error:
+        raise InvalidError(str(error), error.key) from None
     return filled.model_dump(mode="json", exclude_defaults=True)

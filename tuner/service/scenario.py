@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
+
+from pydantic import ValidationError
 
 from simulator.estimates.deepspeed_config import BATCHES
 from simulator.estimates.job import Job, plan_refusal
 from simulator.estimates.launchers import started
 from simulator.estimates.presets import PRESETS, preset
 from simulator.machine import Machine
+from simulator.rules import RuleError, broken
 from simulator.schedules.strategies import stock_offload
 from simulator.workload import Workload
 from tuner.service.requests import MOST_SUBGROUPS, Quota, Scenario, SearchJob, check_model
@@ -80,8 +84,9 @@ def machine_of(scenario: Scenario) -> Machine:
     machine = scenario.machine
     if isinstance(machine, str):
         if machine not in PRESETS:
-            raise ValueError(
-                f"machine must be a name that GET /api/v1/machines lists, but got {machine!r}"
+            raise RuleError(
+                f"machine must be a name that GET /api/v1/machines lists, but got {machine!r}",
+                key="machine",
             )
         machine = _preset(machine)
     changes: dict[str, float] = {}
@@ -91,7 +96,28 @@ def machine_of(scenario: Scenario) -> Machine:
         changes["host_memory_bytes"] = scenario.host_memory_bytes
     if scenario.link_bytes_per_s is not None:
         changes |= dict.fromkeys(("h2d_bytes_per_s", "d2h_bytes_per_s"), scenario.link_bytes_per_s)
-    return machine.with_rates(**changes) if changes else machine
+    with _as_asked():
+        return machine.with_rates(**changes) if changes else machine
+
+
+_ASKED_AS = {
+    "h2d_bytes_per_s": "link_bytes_per_s", "d2h_bytes_per_s": "link_bytes_per_s",
+    "data_parallel": "gpus", "recompute": "keep_activations",
+}  # fmt: skip
+
+
+@contextmanager
+def _as_asked() -> Iterator[None]:
+    """What is wrong with a job or a machine is told in a scenario's words."""
+    try:
+        yield
+    except (RuleError, ValidationError) as error:
+        rule, key = str(error), getattr(error, "key", "")
+        if isinstance(error, ValidationError):
+            first = broken(error)[0]
+            rule, key = first.told, first.key
+        word = _ASKED_AS.get(key, key)
+        raise RuleError(rule.replace(key, word), word) from None
 
 
 @lru_cache(maxsize=32)
@@ -107,8 +133,9 @@ def workload_of(scenario: Scenario, machine: Machine) -> Workload:
     """
     workload = scenario.workload
     if isinstance(workload, str):
-        raise ValueError(  # noqa: TRY004 - a wrong name, not a wrong type
-            f"workload must be a name that GET /api/v1/models lists, but got {workload!r}"
+        raise RuleError(
+            f"workload must be a name that GET /api/v1/models lists, but got {workload!r}",
+            key="workload",
         )
     if workload is None:
         workload = job_of(scenario).workload(machine)
@@ -122,9 +149,10 @@ def workload_of(scenario: Scenario, machine: Machine) -> Workload:
 
 def _check_cut(params: int, subgroup_size: int) -> None:
     if params > MOST_SUBGROUPS * subgroup_size:
-        raise ValueError(
+        raise RuleError(
             f"subgroup_size must cut {params} parameters into at most {MOST_SUBGROUPS} "
-            f"subgroups here, but got {subgroup_size}"
+            f"subgroups here, but got {subgroup_size}",
+            key="subgroup_size",
         )
 
 
@@ -137,8 +165,9 @@ def model_of(scenario: Scenario) -> dict[str, Any]:
     model = scenario.model
     if isinstance(model, str):
         if model not in MODELS:
-            raise ValueError(
-                f"model must be a name that GET /api/v1/models lists, but got {model!r}"
+            raise RuleError(
+                f"model must be a name that GET /api/v1/models lists, but got {model!r}",
+                key="model",
             )
         model = {**MODELS[model], "_name_or_path": model}
     assert model is not None
@@ -166,18 +195,19 @@ def job_of(scenario: Scenario) -> Job:
     config = scenario.ds_config
     if isinstance(scenario, SearchJob):  # its knobs are batches too
         config = {k: v for k, v in (config or {}).items() if k not in BATCHES}
-    job = Job.of_deepspeed(
-        model_of(scenario),
-        config,
-        sequence=scenario.sequence,
-        micro_batch=scenario.micro_batch,
-        accumulation=scenario.accumulation,
-        zero_stage=scenario.zero_stage,
-        data_parallel=scenario.gpus,
-        tensor_parallel=scenario.tensor_parallel,
-        recompute=not scenario.keep_activations,
-        **started_by(scenario),
-    )
+    with _as_asked():
+        job = Job.of_deepspeed(
+            model_of(scenario),
+            config,
+            sequence=scenario.sequence,
+            micro_batch=scenario.micro_batch,
+            accumulation=scenario.accumulation,
+            zero_stage=scenario.zero_stage,
+            data_parallel=scenario.gpus,
+            tensor_parallel=scenario.tensor_parallel,
+            recompute=not scenario.keep_activations,
+            **started_by(scenario),
+        )
     params = sum(sum(block.params) for block in job.architecture.blocks())
     _check_cut(params // (job.data_parallel * job.tensor_parallel), job.sub_group_size)
     return job
@@ -202,7 +232,7 @@ def check_plannable(scenario: Scenario) -> None:
     """
     job = None if scenario.ds_config is None else job_of(scenario)
     if job is not None and (refusal := plan_refusal(job.config, job.offload)):
-        raise ValueError(refusal)
+        raise RuleError(refusal, "ds_config")
 
 
 def resolve(scenario: Scenario) -> tuple[Machine, Workload]:
@@ -244,8 +274,9 @@ def check_ops(ops: int, simulations: int, quota: Quota) -> bool:
     """
     total = ops * simulations
     if total > quota.heavy_ops * 40:
-        raise ValueError(
+        raise RuleError(
             f"accumulation, layers and subgroups must make at most {quota.heavy_ops * 40} "
-            f"simulated ops, but got about {total}: lower accumulation or raise subgroup_size"
+            f"simulated ops, but got about {total}: lower accumulation or raise subgroup_size",
+            key="accumulation",
         )
     return total <= quota.light_ops

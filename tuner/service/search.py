@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from simulator.machine import Machine
+from simulator.rules import RuleError
 from tuner.service.requests import Quota, SearchJob
 from tuner.service.scenario import (
     USUAL_SUBGROUP,
@@ -37,7 +38,7 @@ def search_job(request: SearchJob, progress: Callable[[float, str], None]) -> di
         progress=lambda done, all_: progress(done / all_, f"{done} of {all_} configurations"),
     )  # fmt: skip
     if not answer.fitting:
-        raise ValueError(answer.remarks()[0])
+        raise RuleError(answer.remarks()[0], "device_memory_bytes")
     return as_json(answer, [])
 
 
@@ -72,7 +73,8 @@ def check_search(request: SearchJob, quota: Quota) -> None:
     asked = {"accumulation": micro_batches, "ds_config": None}
     ops = estimated_ops(request.model_copy(update=asked))
     if ops > quota.heavy_ops:
-        raise ValueError(
+        raise RuleError(
             f"global_batch and accumulation must make at most {quota.heavy_ops} simulated ops in "
-            f"one configuration here, but {micro_batches} micro-batches make about {ops}"
+            f"one configuration here, but {micro_batches} micro-batches make about {ops}",
+            key="global_batch",
         )

@@ -66,9 +66,10 @@ class Store:
             self._writer.executescript(_TABLES)
             self._writer.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
             self._db = self._connected(path)
-        except sqlite3.Error as error:
+        except sqlite3.Error:
             raise StoreError(
-                f"--db must be a database of tune serve, but got {path}: {error}"
+                f"--db must be a database of tune serve, whole and readable, but {path} is not: "
+                "give another file, or a copy from before"
             ) from None
 
     @staticmethod

@@ -23,6 +23,8 @@ from typing import Any, BinaryIO
 
 from pydantic import ValidationError
 
+from simulator.rules import Broken, RuleError, broken
+
 HEAD = struct.Struct(">cI")
 RESULT, TEXT, INVALID, BROKEN, PROGRESS = b"r", b"t", b"i", b"b", b"p"
 PROGRESS_EVERY_S = 0.2
@@ -86,19 +88,22 @@ def run(call: dict[str, Any], table: dict[str, Any], progress: Callable[..., Non
             return TEXT, result.encode()
         return RESULT, json.dumps(result, allow_nan=False).encode()
     except ValidationError as error:
-        from simulator.plan import explain
-
-        return INVALID, explain(error).encode()
-    except ValueError as error:
-        return INVALID, str(error).encode()
-    except (ArithmeticError, RecursionError) as error:
-        text = f"the numbers must stay within what can be computed, but gave {error!r}"
-        return INVALID, text.encode()
+        return _invalid(*broken(error, call["body"]))
+    except RuleError as error:
+        return _invalid(Broken(error.key, str(error)))
     except MemoryError:
-        return INVALID, b"the request must fit into a worker's memory, but needs more"
-    except Exception as error:  # noqa: BLE001 - told to the client and to the log; the worker lives
+        return _invalid(Broken("", "the request must fit into a worker's memory, but needs more"))
+    except (ValueError, ArithmeticError, RecursionError):  # of a library: its text helps nobody
         traceback.print_exc()
-        return BROKEN, f"{type(error).__name__}: {error}".encode()
+        rule = "the numbers must stay within what can be computed, but these do not"
+        return _invalid(Broken("", rule))
+    except Exception:  # noqa: BLE001 - told to the client and to the log; the worker lives
+        traceback.print_exc()
+        return BROKEN, b"an error of ebbtide's own, which the server's log tells"
+
+
+def _invalid(*rows: Broken) -> tuple[bytes, bytes]:
+    return INVALID, json.dumps(rows).encode()
 
 
 def limit_memory(extra_bytes: int) -> None:

@@ -1,0 +1,160 @@
+"""Broken rules: what a caller gave, named as the caller names it, and what must hold of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+SHOWN_ERRORS = 4
+SHOWN = 120  # characters of a value
+
+
+class RuleError(ValueError):
+    """What was given breaks a rule.
+
+    Attributes:
+        key: the field at fault, with dots into what is nested; "": no single one.
+    """
+
+    def __init__(self, rule: str, key: str = "") -> None:
+        super().__init__(cut(rule))
+        self.key = key
+
+
+class Failed(Protocol):
+    """A `pydantic.ValidationError`, or what holds its errors."""
+
+    def errors(self) -> Any: ...
+
+
+class Broken(NamedTuple):
+    """A rule that is broken, the field, and the value as text (None: too large to tell)."""
+
+    key: str
+    rule: str
+    value: str | None = None
+
+    @property
+    def told(self) -> str:
+        """In a sentence; our own rules are one already."""
+        if not self.rule.startswith("must ") or not self.key:
+            return self.rule
+        return f"{self.key} {self.rule}" + ("" if self.value is None else f", but got {self.value}")
+
+
+@contextmanager
+def under(name: str) -> Iterator[None]:
+    """Fields that are at fault within are those of ``name``."""
+    try:
+        yield
+    except RuleError as error:
+        error.key = f"{name}.{error.key}" if error.key else name
+        raise
+
+
+def cut(text: str, most: int = 1000) -> str:
+    """A message that somebody's value made too long for people, without its middle."""
+    return text if len(text) <= most else f"{text[: most * 3 // 4]} ... {text[-most // 4 :]}"
+
+
+def shortened(value: object) -> str:
+    """A value for a message, cut, with nothing in it that a terminal or a page would act on."""
+    text = ascii(value)
+    return text if len(text) <= SHOWN else text[:SHOWN] + "..."
+
+
+def broken(error: Failed, given: Any = None) -> list[Broken]:
+    """Every rule that is broken, in our words.
+
+    Of a field that may be one thing or another, what is nearest to what was given is told.
+
+    Args:
+        error: pydantic's, or a web framework's that holds them.
+        given: what was checked; with it keys are told from the names of alternatives.
+    """
+    items = error.errors()
+    rows: dict[str, Broken] = {}
+    for item in items:
+        row = _broken(item, given)
+        kind = item["type"].endswith("_type")
+        if row.key not in rows or not kind:
+            rows[row.key] = row
+    return [row for key, row in rows.items() if not any(k.startswith(f"{key}.") for k in rows)]
+
+
+def explain(error: Failed, given: Any = None) -> str:
+    """All of them in one line: where, what must hold, and what was received."""
+    rows = broken(error, given)
+    lines = [
+        f"{key or 'the file'}: {rule}" + ("" if value is None else f" (got {value})")
+        for key, rule, value in rows
+    ]
+    more = len(lines) - SHOWN_ERRORS
+    return "; ".join(lines[:SHOWN_ERRORS]) + (f"; and {more} more" if more > 0 else "")
+
+
+def _broken(item: Mapping[str, Any], given: Any) -> Broken:
+    cause = item.get("ctx", {}).get("error")
+    where = _where(item, given)
+    if isinstance(cause, RuleError) and cause.key and cause.key not in where[-1:]:
+        where = [*where, cause.key]
+    value = item.get("input")
+    untold = item["type"] in ("missing", "json_invalid") or isinstance(value, dict | list | tuple)
+    return Broken(".".join(where)[:SHOWN], _rule(item), None if untold else shortened(value))
+
+
+def _where(item: Mapping[str, Any], given: Any) -> list[str]:
+    """Without what names an alternative's kind."""
+    location = list(item["loc"])
+    if location and location[0] in _PLACES:
+        given = given if location.pop(0) == "body" else None
+    if given is None:
+        return [str(part) for part in location if re.fullmatch(r"[\w-]+", str(part))]
+    names = []
+    for part in location:
+        inside = isinstance(given, list) and isinstance(part, int) and part < len(given)
+        if inside or (isinstance(given, dict) and part in given):
+            given = given[part]
+            names.append(str(part))
+    return [*names, str(location[-1])] if item["type"] == "missing" and location else names
+
+
+_PLACES = ("body", "query", "path", "header")  # of a request
+
+
+_RULES: Mapping[str, str] = {
+    "missing": "must be given",
+    "extra_forbidden": "must be a field that is known here",
+    "greater_than": "must be greater than {gt}",
+    "greater_than_equal": "must be greater than or equal to {ge}",
+    "less_than": "must be less than {lt}",
+    "less_than_equal": "must be less than or equal to {le}",
+    "finite_number": "must be finite",
+    "literal_error": "must be {expected}",
+    "string_too_short": "must have at least {min_length} characters",
+    "string_too_long": "must have at most {max_length} characters",
+    "string_pattern_mismatch": "must match {pattern}",
+    "too_short": "must have at least {min_length} items",
+    "too_long": "must have at most {max_length} items",
+}
+_KINDS: Mapping[str, str] = {
+    "int": "a whole number", "float": "a number", "bool": "true or false", "string": "a text",
+    "list": "a list", "tuple": "a list", "dict": "an object", "model": "an object",
+    "dataclass": "an object", "none": "null",
+}  # fmt: skip
+
+
+def _rule(item: Mapping[str, Any]) -> str:
+    kind, context = item["type"], item.get("ctx", {})
+    if kind in ("value_error", "assertion_error"):
+        return str(context["error"])[:1000]
+    if kind == "json_invalid":
+        place = re.search(r"line (\d+) column (\d+)", str(context.get("error")))
+        return "must be JSON" + (", but is not at line {} column {}".format(*place.groups())
+                                 if place else "")  # fmt: skip
+    if kind in _RULES:
+        return _RULES[kind].format(**context)
+    word = _KINDS.get(kind.partition("_")[0])
+    return f"must be {word}" if word else "must be of another kind"

@@ -1,0 +1,147 @@
+"""Errors name the field that the caller sent, and nothing of the libraries beneath."""
+
+import asyncio
+import json
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from simulator import Machine, ModelError, preset
+from simulator.rules import SHOWN, RuleError, broken, cut, explain, under
+from tuner.service.pool import Lane, WorkerError
+from tuner.service.requests import Quota, Scenario
+
+LLAMA = {"machine": "h100-node", "model": "Llama 3 8B"}
+MODEL = {"layers": 2, "hidden": 64, "heads": 2, "vocabulary": 100}
+MACHINE = preset("h100-node").model_dump(mode="json")
+SPAN = {"kind": "forward", "lane": "device compute", "start_s": 0, "end_s": 1}
+PLAN = {"subgroup_size": 10, "placement": [{"placement": "host", "count": 2}], "staging_slots": 0}
+INTERNALS = (
+    "pydantic", "Input should", "function-", "[type=", "Traceback", "constrained-", "NaN",
+    "JSON compliant", "arg is an empty", "unexpected keyword", "sqlite", "numpy",
+)  # fmt: skip
+
+CASES = [
+    ("/simulate", {**LLAMA, "link_bytes_per_s": 1}, "link_bytes_per_s"),
+    ("/simulate", {**LLAMA, "device_memory_bytes": 1}, "device_memory_bytes"),
+    ("/simulate", {**LLAMA, "gpus": 0}, "gpus"),
+    ("/simulate", {**LLAMA, "gpus": "many"}, "gpus"),
+    ("/simulate", {**LLAMA, "gpu": 1}, "gpu"),
+    ("/simulate", {**LLAMA, "tensor_parallel": 7}, "tensor_parallel"),
+    ("/simulate", {**LLAMA, "machine": ""}, "machine"),
+    ("/simulate", {**LLAMA, "machine": 5}, "machine"),
+    ("/simulate", {**LLAMA, "machine": "nowhere"}, "machine"),
+    ("/simulate", {**LLAMA, "machine": {**MACHINE, "cpu_cores": 0}}, "machine.cpu_cores"),
+    ("/simulate", {**LLAMA, "machine": {k: v for k, v in MACHINE.items() if k != "cpu_cores"}},
+     "machine.cpu_cores"),
+    ("/simulate", {**LLAMA, "machine": {**MACHINE, "rank_shares": {"0": {}}}},
+     "machine.rank_shares"),
+    ("/simulate", {**LLAMA, "machine": {**MACHINE, "h2d_bytes_per_s": {
+        **MACHINE["h2d_bytes_per_s"], "q1": 1e30}}}, "machine.h2d_bytes_per_s.median"),
+    ("/simulate", {"machine": "h200"}, "model"),
+    ("/simulate", {**LLAMA, "model": "GPT-5"}, "model"),
+    ("/simulate", {**LLAMA, "model": {k: v for k, v in MODEL.items() if k != "layers"}}, "model"),
+    ("/simulate", {**LLAMA, "model": {**MODEL, "hidden": "64"}}, "model.hidden"),
+    ("/simulate", {**LLAMA, "model": {"model_type": "x"}}, "model.model_type"),
+    ("/simulate", {**LLAMA, "model": {**MODEL, "wings": 2}}, "model.wings"),
+    ("/simulate", {**LLAMA, "ds_config": {"zero_optimization": {"stage": 9}}},
+     "ds_config.zero_optimization.stage"),
+    ("/simulate", {**LLAMA, "ds_config": {"train_batch_size": "x"}}, "ds_config.train_batch_size"),
+    ("/simulate", {**LLAMA, "strategy": "magic"}, "strategy"),
+    ("/simulate", {**LLAMA, "strategy": "twin_flow", "options": {"ratio": 2}}, "options.ratio"),
+    ("/simulate", {**LLAMA, "strategy": "twin_flow", "options": {"workload": 1}},
+     "options.workload"),
+    ("/simulate", {**LLAMA, "strategy": "twin_flow", "options": {"name": 1}}, "options.name"),
+    ("/simulate", {**LLAMA, "plan": {**PLAN, "prefetch": 3}}, "plan.prefetch"),
+    ("/simulate", {**LLAMA, "plan": PLAN}, "plan.placement"),
+    ("/simulate", {**LLAMA, "subgroup_size": 1}, "subgroup_size"),
+    ("/what-if", {**LLAMA, "changes": {"wings": [1]}}, "changes.wings"),
+    ("/what-if", {**LLAMA, "changes": {"h2d_bytes_per_s": [1]}}, "changes.h2d_bytes_per_s"),
+    ("/what-if", {**LLAMA, "strategies": ["magic"]}, "strategies"),
+    ("/goodput", {"iteration_s": 1, "mtbf_s": 0}, "mtbf_s"),
+    ("/goodput", {"iteration_s": 1, "mtbf_s": 10, "persist_s": 1e9, "interval_steps": 1},
+     "persist_s"),
+    ("/jobs/search", {**LLAMA, "model": None, "workload": "x"}, "model"),
+    ("/runs", {"name": "x", "spans": [{**SPAN, "end_s": -1}]}, "spans.0.end_s"),
+    ("/runs", {"name": "x", "spans": [SPAN, {**SPAN, "kind": "nap"}]}, "spans.1.kind"),
+    ("/runs", {"name": "x", "spans": [{**SPAN, "start_s": 2}]}, "spans.0.end_s"),
+    ("/machines", {**MACHINE, "name": "a" * 100}, "name"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body", "key"), CASES)
+def test_an_error_names_the_field_that_was_sent(server, path, body, key):
+    response = server.post(path, body)
+    assert response.status_code == 422, response.text
+    first = response.json()["errors"][0]
+    assert first["key"] == key, first
+    assert not [word for word in INTERNALS if word in response.text]
+
+
+@pytest.mark.parametrize("mtbf_s", [5e-324, 1e-300])
+def test_numbers_beyond_what_can_be_computed_are_refused_in_our_words(server, mtbf_s):
+    for path, body in (("/goodput", {"iteration_s": 1e9, "mtbf_s": mtbf_s}),
+                       ("/answer", {**LLAMA, "mtbf_s": mtbf_s})):  # fmt: skip
+        response = server.post(path, body)
+        assert response.status_code in (200, 422), response.text
+        assert not [word for word in INTERNALS if word in response.text]
+
+
+def test_values_are_cut():
+    class File(BaseModel):
+        count: int
+
+    with pytest.raises(ValidationError) as caught:
+        File.model_validate({"count": "x" * 50_000})
+    assert explain(caught.value).count("x") < SHOWN
+    with pytest.raises(ValidationError) as caught:
+        Machine.model_validate_json("x" * 50_000)
+    assert len(explain(caught.value)) < SHOWN
+    assert len(cut("x" * 50_000)) < 1100
+    assert len(str(RuleError("x" * 50_000))) < 1100
+
+
+def test_of_alternatives_the_nearest_is_told():
+    given = {"model": "Llama 3 8B", "machine": {"name": "x", "cpu_cores": "many"}}
+    with pytest.raises(ValidationError) as caught:
+        Scenario.model_validate(given)
+    rows = {row.key: row for row in broken(caught.value, given)}
+    assert (
+        rows["machine.cpu_cores"].told == "machine.cpu_cores must be a whole number, but got 'many'"
+    )
+    assert "machine" not in rows
+
+
+def test_fields_of_what_is_nested_are_named_from_outside():
+    with pytest.raises(ModelError) as caught, under("scenario"):
+        raise ModelError("wings must be 2", "wings")
+    assert caught.value.key == "scenario.wings"
+
+
+def test_an_answer_is_tried_again_when_its_worker_ends():
+    lane = Lane("light", 1, 0, 60.0, 4, Quota())
+    killed = []
+
+    def kill(_):
+        for worker in lane._all:
+            if worker.alive and len(killed) < most:
+                killed.append(worker)
+                worker.kill()
+
+    async def both():
+        nonlocal most
+        try:
+            result = await lane.call("answer", LLAMA, kill)
+            assert json.loads(result.body)["plan"]
+            assert len(killed) == 1, "no worker was killed: nothing was tested"
+            most = 3
+            with pytest.raises(WorkerError, match="short of memory"):
+                await lane.call("answer", LLAMA, kill)
+            assert len(killed) == 3
+        finally:
+            lane.close()
+            for worker in lane._all:
+                await worker._process.wait()
+
+    most = 1
+    asyncio.run(both())
