@@ -104,7 +104,7 @@ def answer(request: Answer, progress: Progress) -> dict[str, Any]:
         "bound_s": (plan and plan.prediction and plan.prediction.lower_bound_s) or None,
         "rows": _listed(rows, workload),
         "memory": {row.role: row.simulated.memory for row in rows if row.role in BY_KIND},
-        "timelines": _timelines(machine, workload, plan),
+        "timelines": _timelines(machine, workload, plan) if request.timelines else None,
         "plan": None if plan is None else plan.model_dump(mode="json"),
         "use": None if plan is None else use(plan, workload, request.ds_config),
         "limits": {
@@ -152,6 +152,8 @@ def _of_scenario(changes: Changes) -> dict[str, Any]:
 def _plan(
     request: Answer, machine: Machine, workload: Workload, limits: Limits, progress: Progress
 ) -> Plan:
+    if request.plan is not None:
+        return request.plan
     if request.effort == "full":
         from tuner.placements.planning import plan as search
 
@@ -182,8 +184,8 @@ def _timelines(machine: Machine, workload: Workload, plan: Plan | None) -> dict[
     stock = build_strategy(name, workload, **setting)
     planned = plan and build_strategy("ebbtide", workload, plan=plan)
     return {
-        "stock": view(run_with_memory(stock, machine)),
-        "plan": planned and view(run_with_memory(planned, machine)),
+        "stock": view(run_with_memory(stock, machine), stock),
+        "plan": planned and view(run_with_memory(planned, machine), planned),
     }
 
 

@@ -210,11 +210,14 @@ class Answer(Scenario):
     """Should this be offloaded, how, and what does it bring?
 
     ``effort``: ``quick`` compares evenly spread plans, ``full`` searches as `tune plan` does.
-    ``peers``: also other systems' strategies, each at its best setting.
+    ``peers``: also other systems' strategies, each at its best setting. ``timelines``: also
+    what runs when. ``plan``: one that is there already, such as a job's, in the place of a search.
     """
 
     effort: Literal["quick", "full"] = "quick"
     peers: bool = True
+    timelines: bool = True
+    plan: PostedPlan | None = None
 
 
 class WhatIf(Scenario):

@@ -139,6 +139,7 @@ def routes(service: Service) -> APIRouter:
     _catalogue(router, service, names)
     _answers(router, service, names)
     _jobs(router, service, names)
+    _job(router, service)
     _runs(router, service, names)
     return router
 
@@ -159,6 +160,7 @@ def _catalogue(router: APIRouter, service: Service, names: _Names) -> None:
                     "multi_node": m.network_bytes_per_s is not None,
                     "device_memory_bytes": m.device_memory_bytes,
                     "host_memory_bytes": m.host_memory_bytes,
+                    "unified_memory": m.unified_memory,
                     "estimates": m.device_flops_per_s is not None,
                     "link_bytes_per_s": m.h2d_bytes_per_s.median,
                 }
@@ -183,6 +185,13 @@ def _catalogue(router: APIRouter, service: Service, names: _Names) -> None:
                 f"name must be 1 to 80 characters and no preset's, but got {name!r}", key="name"
             )
         await asyncio.to_thread(service.store.put_machine, name, machine.model_dump_json())
+        return {"name": name}
+
+    @router.delete("/machines/{name}")
+    async def forget_machine(name: ask.Name) -> dict[str, str]:
+        """Takes an uploaded machine off the list; presets and the example's stay."""
+        if not await asyncio.to_thread(service.store.forget, "machines", name):
+            raise HTTPException(404, "machine must be one that was uploaded")
         return {"name": name}
 
     @router.get("/models")
@@ -277,6 +286,8 @@ def _jobs(router: APIRouter, service: Service, names: _Names) -> None:
             raise InvalidError(str(error), error.key) from None
         return await _submit(service, names, posted, "search")
 
+
+def _job(router: APIRouter, service: Service) -> None:
     @router.get("/jobs")
     async def jobs(limit: Annotated[int, Query(ge=1, le=500)] = 100) -> dict[str, list[JobState]]:
         """Newest first."""
@@ -300,11 +311,22 @@ def _jobs(router: APIRouter, service: Service, names: _Names) -> None:
         return _response(Result(body, is_json))
 
     @router.delete("/jobs/{job}")
-    async def cancel(job: Id) -> JobState:
-        """Takes it out of the line, or stops its worker; a job that has ended stays as it is."""
-        _known(service.store.job(job), "job")
-        await service.jobs.cancel(job)
-        return JobState(**_known(service.store.job(job), "job"))
+    async def cancel(job: Id, forget: bool = False) -> JobState:
+        """Takes it out of the line, or stops its worker; a job that has ended stays as it is.
+
+        With ``forget`` one that has ended goes, with its result.
+        """
+        state = JobState(**_known(service.store.job(job), "job"))
+        if not forget:
+            await service.jobs.cancel(job)
+            return JobState(**_known(service.store.job(job), "job"))
+        if not await asyncio.to_thread(service.store.forget, "jobs", job):
+            raise InvalidError(
+                f"forget must be asked of a job that has ended, but this one is {state.state}: "
+                "cancel it first"
+            )
+        await service.feed.tell("gone", {"id": job})
+        return state
 
     @router.get("/jobs/{job}/events", response_class=StreamingResponse)
     async def events_of(job: Id) -> Response:
@@ -411,6 +433,13 @@ def _runs(router: APIRouter, service: Service, names: _Names) -> None:
     async def run(run: Id) -> dict[str, Any]:
         """One run: its summary, its plan, and its timeline as the page draws it."""
         return await asyncio.to_thread(read_run, _known(service.store.run(run), "run"))
+
+    @router.delete("/runs/{run}")
+    async def forget_run(run: Id) -> dict[str, str]:
+        """Takes it off the list."""
+        _known(await asyncio.to_thread(service.store.forget, "runs", run) or None, "run")
+        await service.feed.tell("gone", {"id": run})
+        return {"id": run}
 
     @router.post("/trace")
     async def trace(posted: ask.Planned) -> Response:

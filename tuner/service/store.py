@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 SCHEMA_VERSION = 1
 OPEN_STATES = ("queued", "running")
@@ -223,6 +223,14 @@ class Store:
         """The result's bytes, and whether they are JSON; None before it is done."""
         row = self._db.execute("SELECT result, is_json FROM jobs WHERE id = ?", (job,)).fetchone()
         return None if row is None or row[0] is None else (bytes(row[0]), bool(row[1]))
+
+    def forget(self, table: Literal["jobs", "runs", "machines"], key: str) -> bool:
+        """Takes a job that has ended, a run or a machine off its list; False: there is none."""
+        column = "name" if table == "machines" else "id"
+        ended = " AND state NOT IN ('queued', 'running')" if table == "jobs" else ""
+        with self._transaction() as db:
+            gone = db.execute(f"DELETE FROM {table} WHERE {column} = ?{ended}", (key,))  # noqa: S608
+        return gone.rowcount == 1
 
     # -- runs and machines -------------------------------------------------------------------
 

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
-from simulator.schedule import Lane, OpKind
+from simulator.analysis.critical_path import critical_path
+from simulator.schedule import Lane, OpKind, Schedule
 from simulator.span import Span
 from simulator.timeline import Timeline
 
@@ -40,12 +41,17 @@ GROUPS: dict[OpKind, str] = {
 }
 
 
-def view(timeline: Timeline) -> dict[str, Any]:
+def view(timeline: Timeline, schedule: Schedule | None = None) -> dict[str, Any]:
     """From the end of one backward to the end of the next: exactly ``iteration_s`` long.
 
+    Args:
+        schedule: what was simulated; without it no critical path is known.
+
     Returns:
-        ``duration_s``; ``lanes``: name and spans ``[start_s, end_s, group, label]`` from 0;
-        ``memory``: ``t_s``, ``device_bytes``, ``host_bytes`` as equally long lists.
+        ``duration_s``; ``lanes``: name, ``idle`` (the share of the time in which no op runs) and
+        spans ``[start_s, end_s, group, label]`` from 0; ``critical``: the critical path as
+        ``[start_s, end_s, group, lane]``, without gaps; ``memory``: ``t_s``, ``device_bytes``,
+        ``host_bytes`` as equally long lists.
     """
     start_s, end_s = window(timeline)
     shown = [
@@ -65,6 +71,7 @@ def view(timeline: Timeline) -> dict[str, Any]:
         "source": timeline.source,
         "duration_s": end_s - start_s,
         "lanes": lanes,
+        "critical": _critical(schedule, timeline, start_s, end_s) if schedule else [],
         "memory": _memory(timeline, start_s, end_s),
     }
 
@@ -88,12 +95,40 @@ def window(timeline: Timeline) -> tuple[float, float]:
     return min(starts), max([s.end_s for s in timeline.spans] or [0.0])
 
 
+def _critical(schedule: Schedule, timeline: Timeline, start_s: float, end_s: float) -> Any:
+    """Neighbours of one lane and group are one."""
+    path: list[list[Any]] = []
+    for span in critical_path(schedule, timeline, start_s, end_s):
+        if span.end_s == span.start_s:
+            continue
+        group, lane = GROUPS.get(span.kind, "idle"), span.lane.value
+        if path and path[-1][2:] == [group, lane]:
+            path[-1][1] = span.end_s - start_s
+        else:
+            path.append([max(0.0, span.start_s - start_s), span.end_s - start_s, group, lane])
+    return path
+
+
+def _idle(spans: Iterable[Span], start_s: float, end_s: float) -> float:
+    """The share of the time in which none of a lane's ops runs."""
+    busy_s, reached_s = 0.0, start_s
+    for span in sorted(spans, key=lambda s: s.start_s):
+        first, last = max(span.start_s, reached_s), min(span.end_s, end_s)
+        busy_s += max(0.0, last - first)
+        reached_s = max(reached_s, last)
+    return 1.0 - busy_s / (end_s - start_s) if end_s > start_s else 0.0
+
+
 def _lanes(spans: Iterable[Span], start_s: float, end_s: float, gap_s: float) -> Any:
     by_lane: dict[Lane, list[Span]] = {lane: [] for lane in Lane}
     for span in spans:
         by_lane[span.lane].append(span)
     return [
-        {"name": lane.value, "spans": _merged(held, start_s, end_s, gap_s)}
+        {
+            "name": lane.value,
+            "idle": _idle(held, start_s, end_s),
+            "spans": _merged(held, start_s, end_s, gap_s),
+        }
         for lane, held in by_lane.items()
         if held
     ]

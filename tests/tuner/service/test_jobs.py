@@ -52,6 +52,23 @@ def test_a_grid_job_tells_how_far_it_is(server):
     assert len(rows) == 150
 
 
+def test_what_is_forgotten_is_gone_unless_it_is_still_open(server):
+    job = server.post("/jobs/what-if", {**GRID, "changes": {"clip": [0.5, 1]}}).json()["id"]
+    ended(server, job)
+    waits = [server.post("/jobs/plan", SMALL).json()["id"] for _ in range(2)][-1]
+    refused = server.client.delete(f"/jobs/{waits}?forget=true")
+    assert refused.status_code == 422
+    assert "cancel it first" in refused.text
+    span = {"kind": "forward", "lane": "device compute", "start_s": 0, "end_s": 1}
+    run = server.post("/runs", {"name": "once", "spans": [span]}).json()["id"]
+    machine = preset("rtx4090").model_copy(update={"name": "mine"})
+    server.post("/machines", machine.model_dump(mode="json"))
+    for path in (f"/jobs/{job}?forget=true", f"/runs/{run}", "/machines/mine"):
+        assert server.client.delete(path).status_code == 200, path
+        assert server.client.delete(path).status_code == 404, path
+        assert server.client.get(path).status_code == 404, path
+
+
 def test_a_search_job_finds_what_the_api_finds(server):
     asked = {**SMALL, "global_batch": 4, "free": ["micro_batch", "accumulation", "offload"]}
     job = server.post("/jobs/search", asked).json()

@@ -123,15 +123,54 @@ def test_reload_and_shared_link_give_the_same_view(page, server, browser):
     other.close()
 
 
-def test_a_job_is_watched_to_its_end(page, server):
-    opened(page, server, "/?model=Llama+3.2+1B&machine=rtx4090")
+def test_a_job_is_watched_to_its_end_and_its_result_opens_in_what_if(page, server):
+    opened(page, server, "/?model=Llama+3.2+1B&machine=rtx4090&gpus=1&micro_batch=2")
     page.click("#search")
-    card = page.locator("#jobs .card").first
-    card.locator(".state.done").wait_for(timeout=60_000)
+    download = page.get_by_role("button", name="Download result")
+    download.wait_for(timeout=60_000)
     with page.expect_download() as saved:
-        card.get_by_role("button", name="Download result").click()
+        download.click()
     plan = json.loads(Path(saved.value.path()).read_text())
-    assert plan["prediction"]["iteration_s"] > 0
+    job, address = parse_qs(urlsplit(page.url).query)["job"][0], page.url
+    page.locator("#opened").get_by_role("link", name="Open in What if").click()
+    page.wait_for_function("() => document.querySelector('#effort').textContent.includes('a job')")
+    settled(page)
+    assert page.input_value("#n-micro_batch") == "2"
+    expected = page.evaluate("async s => (await import('/format.js')).seconds(s)",
+                             plan["prediction"]["iteration_s"])  # fmt: skip
+    assert expected in page.locator(".tile").first.inner_text()
+    page.go_back()
+    page.wait_for_selector("#opened #opened-content ul")
+    assert page.url == address
+    page.reload()
+    download.wait_for()
+    _runs_again_and_is_deleted(page, page.locator(f"[data-job='{job}']"))
+
+
+def _runs_again_and_is_deleted(page, card):
+    cards = page.locator("#jobs .card")
+    before = cards.count()
+    card.get_by_role("button", name="Run again").click()
+    page.wait_for_function("n => document.querySelectorAll('#jobs .card').length > n", arg=before)
+    card.get_by_role("button", name="Delete").click()
+    assert card.count() == 1
+    card.get_by_role("button", name="Delete for good?").click()
+    card.wait_for(state="detached")
+    page.wait_for_function("() => location.search === '?view=work'")  # it was the one shown
+    page.fill("#filter", "no such job")
+    assert cards.count() == 0
+    page.fill("#filter", "rtx4090 plan")
+    assert cards.count() >= 1
+
+
+def test_a_lost_connection_is_told_until_it_is_back(page, server):
+    page.route("**/api/v1/events", lambda route: route.abort())
+    page.goto(server.url + ASKED)
+    page.wait_for_selector("#lost:not([hidden])")
+    assert "No connection" in page.inner_text("#lost")
+    page.unroute("**/api/v1/events")
+    page.wait_for_selector("#lost", state="hidden")
+    page.problems.clear()  # the browser's own line about the request
 
 
 def test_a_job_can_be_cancelled_while_it_reports(page, server):
@@ -146,6 +185,38 @@ def test_a_job_can_be_cancelled_while_it_reports(page, server):
     assert page.evaluate("document.activeElement.textContent") == "Cancel"
     cancel.click(delay=110)
     card.locator(".state.cancelled").wait_for(timeout=10_000)
+
+
+def test_a_scenario_is_pinned_and_compared_and_one_thing_swept(page, server):
+    opened(page, server)
+    before = page.locator(".tile-value").first.inner_text()
+    page.click("#pin")
+    move(page, "gpus", 1)
+    cells = {row.split("\t")[0]: row.split("\t")[1:]
+             for row in page.locator("#comparison tbody tr").all_inner_texts()}  # fmt: skip
+    assert cells["GPUs"][:2] == ["1", "2"]
+    assert cells["Iteration"][:2] == [before, page.locator(".tile-value").first.inner_text()]
+    assert page.locator("#timelines .entry").count() == 3
+    page.reload()
+    settled(page)
+    again = page.locator("#comparison tr", has_text="Iteration").inner_text()
+    assert again.split("\t")[1] == before
+    page.click("#sweep summary")
+    page.select_option("#swept", "micro_batch")
+    stop = page.locator("#swept-chart .stop").nth(2)
+    page.wait_for_function("() => document.querySelectorAll('#swept-chart .stop').length === 9")
+    stop.focus()
+    told = page.inner_text("#swept-chart [role=status]")
+    page.keyboard.press("Enter")
+    page.wait_for_function("() => document.querySelector('#n-micro_batch').value === '3'")
+    assert told.startswith("3 samples: ")
+    tokens = told.split("Plan ")[1].removesuffix(" tokens/s")
+    page.locator("#table tr[data-strategy=ebbtide]", has_text=tokens).first.wait_for()
+    page.go_back()
+    page.wait_for_function("() => document.querySelector('#n-micro_batch').value === '1'")
+    page.click("#pin")
+    assert page.is_hidden("#compared")
+    assert "pin=" not in page.url
 
 
 def test_what_cannot_be_answered_leaves_nothing_to_press(page, server):
@@ -178,18 +249,25 @@ def test_configurations_are_searched_and_shown(page, server):
     card = page.locator("#jobs .card").first
     card.locator(".state.done").wait_for(timeout=60_000)
     assert card.inner_text().startswith("Search")
-    card.get_by_role("button", name="Show").click()
-    page.wait_for_selector("#found tbody tr")
+    page.wait_for_selector("#opened tbody tr")
     job = card.get_attribute("data-job")
     result = server.client.get(f"/jobs/{job}/result").json()
     assert {row["configuration"]["micro_batch"] for row in result["outcomes"]} == {1, 2}
-    assert page.locator("#found tbody tr").count() == len(result["front"])
-    assert result["remarks"][0] in page.inner_text("#found")
+    rows = page.locator("#opened tbody tr")
+    assert rows.count() == len(result["front"])
+    assert result["remarks"][0] in page.inner_text("#opened")
+    number, found = next((n, row["configuration"]) for n, row in enumerate(result["front"])
+                         if row["configuration"]["micro_batch"] == 1)  # fmt: skip
+    rows.nth(number).get_by_role("link").click()
+    settled(page)
+    assert page.input_value("#n-micro_batch") == str(found["micro_batch"])
+    assert page.input_value("#c-zero_stage") == str(found["zero_stage"])
 
 
 def test_failures_act_on_the_page(page, server):
     opened(page, server)
     assert page.locator(".tile", has_text="Useful time").count() == 0
+    page.click("text=Parallelism, launcher, failures")
     answer = move(page, "mtbf_s", 3)
     shown = page.locator(".tile", has_text="Useful time").inner_text()
     assert answer["goodput"]["mtbf_s"] == 4 * 3600
@@ -199,13 +277,46 @@ def test_failures_act_on_the_page(page, server):
     assert "failure every 4 h" in page.inner_text("#notes")
 
 
+def test_a_style_sheet_that_fails_once_is_asked_for_again(page, server):
+    page.route("**/style.css", lambda route: route.abort(), times=1)
+    opened(page, server)
+    page.wait_for_function("() => getComputedStyle(document.body).display === 'flex'")
+    page.problems.clear()  # the browser's own line about it
+
+
 def test_the_page_opens_with_the_demos_run(page, server):
     opened(page, server, "/")
     assert "profiled" in page.inner_text("#c-model option:checked")
     assert "measured" in page.inner_text("#context") or "no GPU" in page.inner_text("#foot")
     page.click("#tab-work")
-    page.click("#runs button")
-    page.wait_for_selector("#run svg rect.op", state="attached")
+    page.click("#runs .card-title a")
+    page.wait_for_selector("#opened svg rect.op", state="attached")
+
+
+def test_timelines_are_read_and_zoomed_by_keyboard_and_pointer(page, server):
+    opened(page, server)
+    assert "On its critical path the plan has" in page.inner_text("#difference")
+    assert page.locator("#timelines .critical").count() > 4
+    page.focus("#timelines .timelines")
+    for key in ("ArrowRight", "ArrowDown", "ArrowDown", "ArrowRight"):
+        page.keyboard.press(key)
+    told = page.inner_text("#timelines [role=status]")
+    assert told.startswith("Stock, H2D state: ")
+    assert " ms)" in told
+    before = page.locator("#timelines .tick").all_inner_texts()
+    page.keyboard.press("+")
+    assert page.locator("#timelines .tick").all_inner_texts() != before
+    assert page.locator("#timelines .chosen-op").count() == 1  # around what was chosen
+    page.keyboard.press("0")
+    assert page.locator("#timelines .tick").all_inner_texts() == before
+    box = page.locator("#timelines svg").bounding_box()
+    page.mouse.move(box["x"] + 0.5 * box["width"], box["y"] + 40)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 0.6 * box["width"], box["y"] + 40)
+    page.mouse.up()
+    assert page.locator("#timelines .tick").all_inner_texts() != before
+    page.click("#timelines .tools button:last-child")
+    assert page.locator("#timelines .tick").all_inner_texts() == before
 
 
 def test_plan_trace_and_report_are_downloaded(page, server):
@@ -255,6 +366,39 @@ def test_what_a_user_names_stays_text(page, server, tmp_path):
     assert page.title() != "1"
 
 
+def test_a_deepspeed_config_is_pasted_and_the_launcher_chosen(page, server):
+    opened(page, server)
+    page.click("#upload summary")
+    page.fill("#pasted", '{"zero_optimization": {"stage": 2,')
+    page.press("#pasted", "Tab")
+    assert "must be JSON" in page.inner_text("#file-told")
+    config = {"train_batch_size": 12, "gradient_accumulation_steps": 3, "fp16": {"enabled": True},
+              "zero_optimization": {"stage": 2, "sub_group_size": 10**8,
+                                    "offload_optimizer": {"device": "cpu"}}}  # fmt: skip
+    page.fill("#pasted", json.dumps(config))
+    page.press("#pasted", "Tab")
+    values = {key: page.input_value(f"#{key}") for key in
+              ("n-micro_batch", "n-accumulation", "c-zero_stage", "c-precision")}  # fmt: skip
+    assert [*values.values()] == ["4", "3", "2", "fp16"]
+    page.select_option("#c-zero_stage", "3")
+    page.select_option("#c-offload", "parameters")
+    page.click("text=Parallelism, launcher, failures")
+    with page.expect_request(lambda r: '"launcher":"torchrun"' in (r.post_data or "")) as asked:
+        page.select_option("#c-launcher", "torchrun")
+    sent = asked.value.post_data_json["ds_config"]
+    assert sent["zero_optimization"]["stage"] == 3
+    assert sent["zero_optimization"]["offload_param"] == {"device": "cpu"}
+    assert (sent["train_micro_batch_size_per_gpu"], sent["gradient_accumulation_steps"]) == (4, 3)
+    page.wait_for_function("() => document.querySelector('#use-json').textContent.includes('fp16')")
+    page.reload()
+    page.wait_for_selector('#table[aria-busy="false"] tr')
+    assert page.input_value("#c-precision") == "fp16"
+    assert page.input_value("#c-launcher") == "torchrun"
+    page.click("#config-gone")
+    page.wait_for_function("() => !location.search.includes('ds_config')")
+    assert page.input_value("#c-precision") == "bf16"
+
+
 def test_what_cannot_be_answered_is_said_and_left_again(page, server):
     opened(page, server, "/?model=Llama+3+70B&machine=rtx4090")
     assert page.inner_text("#sentence").startswith("Nothing fits")
@@ -280,6 +424,7 @@ def test_a_number_may_be_typed_and_a_stage_chosen(page, server):
     for number, value in (("micro_batch", "5"), ("device_memory_bytes", "70.5")):
         page.fill(f"#n-{number}", value)
         page.press(f"#n-{number}", "Enter")
+    page.click("text=ZeRO, precision, offloads")
     with page.expect_response(lambda r: '"zero_stage":2' in (r.request.post_data or "")):
         page.select_option("#c-zero_stage", "2")
     asked = asked_of(page)
@@ -310,12 +455,19 @@ def test_a_plan_comes_with_what_to_type(page, server):
 @pytest.mark.parametrize("width", [390, 820, 1440])
 def test_no_serious_fault_of_access_and_no_sideways_scrolling(browser, server, width):
     context = browser.new_context(viewport={"width": width, "height": 900}, bypass_csp=True)
-    page = opened(context.new_page(), server)
+    page, missing = context.new_page(), []
+    page.on("requestfailed", lambda request: missing.append((request.url, request.failure)))
+    page.on("response", lambda r: missing.append((r.url, r.status)) if r.status >= 400 else None)
+    opened(page, server, f"{ASKED}&pin=model%3DLlama%2B3%2B8B%26machine%3Drtx4090")
+    styled = page.evaluate("getComputedStyle(document.body).display")
+    assert (styled, missing) == ("flex", [])  # once seen without style: by what, this tells
+    page.click("#sweep summary")
+    page.click("#upload summary")
     page.add_script_tag(path=str(AXE))
     for scheme in ("light", "dark"):
         page.emulate_media(color_scheme=scheme)
-        for view in ("what-if", "work"):
-            page.click(f"#tab-{view}")
+        for view in ("what-if", "work", "run"):
+            page.click(f"#tab-{view}" if view != "run" else "#runs .card-title a")
             assert page.evaluate("document.documentElement.scrollWidth") <= width, (
                 view, page.evaluate(BEYOND, width)
             )  # fmt: skip
@@ -339,6 +491,6 @@ def test_a_run_whose_ops_take_no_time_is_drawn(page, server):
     server.post("/runs", {"name": "instant", "spans": [span]})
     opened(page, server)
     page.click("#tab-work")
-    page.locator("#runs .card", has_text="instant").get_by_role("button").click()
-    page.wait_for_selector("#run svg", state="attached")
+    page.locator("#runs .card", has_text="instant").get_by_role("link").click()
+    page.wait_for_selector("#opened svg", state="attached")
     assert page.inner_text("#status") == ""

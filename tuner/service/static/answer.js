@@ -1,10 +1,15 @@
 // The right side: the sentence, the tiles, the pictures, the table; asks quickly, then refines.
 
-import { ApiError, call, save } from "./api.js";
+import { here } from "./address.js";
+import { call, save } from "./api.js";
+import { scenarioOf } from "./found.js";
+import { chosen, drawCompared } from "./compare.js";
 import { count, duration, element, gib, params, percent, seconds, times } from "./format.js";
+import { drawKinds } from "./kinds.js";
 import { drawMemory } from "./memory.js";
+import { around, drawSweep, sweep } from "./sweep.js";
 import { drawTable } from "./table.js";
-import { drawLegend, drawTimelines } from "./timeline.js";
+import { difference, drawLegend, drawTimelines } from "./timeline.js";
 
 const REST_MS = 900; // without a move, before the slower search starts
 const SLOW_MS = 3000; // no answer takes as long, once the server is warm
@@ -16,7 +21,13 @@ export class AnswerView {
     this.shown = null; // the answer on the page
     this.asked = 0; // number of the latest question
     this.busy = false;
-    this.again = false;
+    this.pending = false;
+    this.at = null; // the address of what is asked
+    this.plan = null; // a job's, which is shown in the place of a search
+    this.pinned = null; // {query, facts, answer}
+    at("pin").addEventListener("click", () => this.pin());
+    at("sweep").addEventListener("toggle", () => this.sweep());
+    at("swept").addEventListener("change", () => this.sweep());
     at("save-plan").addEventListener("click", () => this.savePlan());
     at("save-trace").addEventListener("click", () => this.download("/trace", "trace.json", "the trace"));
     at("save-report").addEventListener("click", () => this.download("/report", "report.html", "the report"));
@@ -28,59 +39,147 @@ export class AnswerView {
     }
   }
 
+  // What an address names: a scenario, or a job's result (`from`, and the `row` of a search's).
+  async open(query) {
+    if (query.toString() === this.at) return;
+    this.at = query.toString();
+    try {
+      await this.openPin(query.get("pin"));
+      this.plan = await this.place(query);
+    } catch (error) {
+      this.refuse(error);
+      return;
+    }
+    at("strange").textContent = this.controls.strange();
+    at("strange").hidden = !this.controls.strange();
+    await this.ask();
+  }
+
+  // Brings the controls to what an address names; the plan of the job that it names, or null.
+  async place(query) {
+    if (!query.has("from")) {
+      if (query.toString() !== this.controls.query()) this.controls.read(query);
+      return null;
+    }
+    const [id, row] = [query.get("from"), query.get("row")];
+    const [asked, result] = await Promise.all([call(`/jobs/${id}/request`), call(`/jobs/${id}/result`)]);
+    const found = row === null ? {} : scenarioOf(result.front[row].configuration, asked.ds_config);
+    this.controls.load({ ...asked, ...found }, query.get("pin"));
+    return result.plan || null;
+  }
+
+  // The scenario to compare with, which a link names too.
+  async openPin(address) {
+    if (address === (this.pinned && this.pinned.query)) return;
+    this.pinned = null;
+    if (!address) return;
+    const plan = await this.place(new URLSearchParams(address));
+    const [scenario, facts] = [this.controls.scenario(), this.controls.facts()];
+    const answer = await call("/answer", { method: "POST", body: { ...scenario, ...(plan && { plan }), peers: false } });
+    this.pinned = { query: address, facts, answer };
+  }
+
+  pin() {
+    const query = here();
+    query.delete("pin");
+    this.pinned = this.pinned ? null : { query: query.toString(), facts: this.controls.facts(), answer: this.shown };
+    this.controls.pinned = this.pinned && this.pinned.query;
+    if (this.pinned) query.set("pin", this.pinned.query);
+    history.replaceState(null, "", `?${query}`);
+    this.at = here().toString();
+    this.render(this.shown, true);
+  }
+
+  compare(answer) {
+    const query = here();
+    query.delete("pin");
+    if (this.pinned && query.toString() === this.pinned.query) this.pinned.answer = answer; // it may be refined by now
+    at("pin").textContent = this.pinned ? "Unpin" : "Pin to compare";
+    at("pin").ariaPressed = String(Boolean(this.pinned));
+    at("compared").hidden = !this.pinned;
+    if (this.pinned) drawCompared(at("comparison"), this.pinned, { facts: this.controls.facts(), answer });
+  }
+
+  // Around the scenario on the page, while the panel is open.
+  sweep() {
+    if (this.sweeping) this.sweeping.abort();
+    const known = this.controls.sweepable();
+    const select = at("swept");
+    const wanted = known.find((control) => control.key === select.value) || known.find((control) => control.key === "link_bytes_per_s");
+    select.replaceChildren(...known.map((c) => element("option", { value: c.key }, c.unit ? `${c.label} (${c.unit})` : c.label)));
+    select.value = wanted.key;
+    if (!at("sweep").open || !this.shown) return;
+    this.sweeping = new AbortController();
+    const there = this.controls.state[wanted.key];
+    const values = around(this.controls.steps(wanted), there);
+    sweep(this.controls.scenario(), wanted, values, this.sweeping.signal, (points) => {
+      drawSweep(at("swept-chart"), wanted, points, there, (value) => this.controls.take({ [wanted.key]: value }));
+    });
+  }
+
+  // By hand: what is asked is no longer a job's.
+  moved() {
+    this.at = here().toString();
+    this.plan = null;
+    this.ask();
+  }
+
+  // The server is there again.
+  again() {
+    if (!this.shown && this.at !== null) this.ask();
+  }
+
   // One quick question at a time; of the moves meanwhile only the last one is asked.
   async ask(moved = performance.now()) {
-    this.moved = moved;
+    this.movedAt = moved;
     clearTimeout(this.timer);
     if (this.refining) this.refining.abort();
     if (this.busy) {
-      this.again = true;
+      this.pending = true;
       return;
     }
     this.busy = true;
     const slow = setTimeout(() => this.tell("The server is starting; the first time it compiles the simulator, which takes a minute ..."), SLOW_MS);
     const number = (this.asked += 1);
     const scenario = this.controls.scenario();
-    const started = this.moved;
+    const asked = this.plan ? { ...scenario, plan: this.plan } : scenario;
     try {
-      this.render(await call("/answer", { method: "POST", body: { ...scenario, peers: false } }), false);
-      requestAnimationFrame(() => performance.measure("answer", { start: started, end: performance.now() }));
-      if (!this.again) this.render(await call("/answer", { method: "POST", body: scenario }), true);
+      this.render(await call("/answer", { method: "POST", body: { ...asked, peers: false } }), false);
+      requestAnimationFrame(() => performance.measure("answer", { start: moved, end: performance.now() }));
+      if (!this.pending) this.render(await call("/answer", { method: "POST", body: asked }), true);
     } catch (error) {
       this.refuse(error);
     }
     clearTimeout(slow);
     if (at("status").textContent.startsWith("The server is starting")) this.tell("");
     this.busy = false;
-    if (this.again) {
-      this.again = false;
-      this.ask(this.moved);
-    } else if (number === this.asked) {
+    if (this.pending) {
+      this.pending = false;
+      this.ask(this.movedAt);
+    } else if (number === this.asked && this.shown) {
+      this.sweep();
       this.timer = setTimeout(() => this.refine(scenario, number), REST_MS);
     }
   }
 
   // The search that `tune plan` does, in the background; given up at the next move.
   async refine(scenario, number) {
-    if (this.shown && this.shown.verdict === "impossible") {
+    const quick = this.shown;
+    if (quick.verdict === "impossible") {
       await this.findWays(scenario, number);
       return;
     }
-    if (!this.shown || !this.shown.plan || (this.shown.verdict !== "offload" && !scenario.mtbf_s)) {
-      this.tell("");
-      return;
-    }
+    if (!searchable(quick, scenario) || this.plan) return;
     this.refining = new AbortController();
-    this.tell("Refining ...");
+    this.effort("A quick plan. Searching for a better one ...");
     try {
       const body = { ...scenario, effort: "full" };
       const answer = await call("/answer", { method: "POST", body, signal: this.refining.signal });
-      if (number === this.asked && !this.busy) {
-        this.render(answer, true);
-        this.tell("Searched");
-      }
+      if (number !== this.asked || this.busy) return;
+      this.render(answer, true);
+      this.effort(searched(quick, answer));
     } catch (error) {
-      if (error.name !== "AbortError") this.tell(`Not refined: ${error.message}`);
+      if (error.name !== "AbortError") this.effort(`A quick plan: the search for a better one ended (${error.message}).`);
     }
   }
 
@@ -111,18 +210,24 @@ export class AnswerView {
     at("status").textContent = text;
   }
 
+  effort(text) {
+    at("effort").textContent = text;
+  }
+
   refuse(error) {
-    at("sentence").textContent = error instanceof ApiError ? `This cannot be answered: ${error.message}` : `The server cannot be reached: ${error.message}`;
+    at("sentence").textContent = `${error instanceof TypeError ? "The server cannot be reached" : "This cannot be answered"}: ${error.message}`;
     at("answer").classList.add("refused");
     this.shown = null;
     at("ways").hidden = at("use").hidden = true;
     this.offer();
+    this.effort("");
     this.tell("");
   }
 
   // What can be done with the answer that is shown; nothing while there is none.
   offer() {
     const plan = Boolean(this.shown && this.shown.plan);
+    at("pin").disabled = !this.shown;
     for (const id of ["save-plan", "save-trace", "save-report", "search"]) at(id).disabled = !plan;
     // A profile cannot tell what another micro-batch would take.
     at("search-configurations").disabled = Boolean(this.controls.workload());
@@ -136,10 +241,16 @@ export class AnswerView {
     at("answer").dataset.effort = answer.effort;
     at("sentence").textContent = answer.sentence;
     at("context").textContent = context(answer);
+    this.effort(this.plan ? "The plan that a job found." : answer.plan && isOptimum(answer) ? OPTIMUM : "");
     at("tiles").replaceChildren(...tiles(answer));
-    const entries = entriesOf(answer);
+    this.compare(answer);
+    const entries = entriesOf(answer, this.pinned);
     drawLegend(at("legend"), entries.map((e) => e.view));
     drawTimelines(at("timelines"), entries);
+    at("difference").textContent = answer.timelines.plan ? difference(answer.timelines.stock, answer.timelines.plan) : "";
+    at("kinds-panel").hidden = !answer.memory;
+    if (answer.memory) drawKinds(at("kinds"), answer);
+    at("memory-title").textContent = `${answer.machine.unified_memory ? "The device's part of the memory" : "GPU memory"} over the same iteration`;
     drawMemory(at("memory"), entries, answer.machine.unified_memory ? null : answer.limits.device_bytes);
     at("table").setAttribute("aria-busy", whole ? "false" : "true");
     if (whole || !at("table").childElementCount) drawTable(at("table"), answer.rows);
@@ -174,7 +285,7 @@ export class AnswerView {
   }
 
   copyLink() {
-    return this.copy(`${location.origin}${location.pathname}?${this.controls.query()}`, "Link copied");
+    return this.copy(location.href, "Link copied");
   }
 
   async copy(text, told) {
@@ -187,14 +298,35 @@ export class AnswerView {
   }
 }
 
-function entriesOf(answer) {
-  const titles = { stock: "Stock", plan: "Plan" };
-  return ["stock", "plan"].filter((role) => answer.timelines[role]).map((role) => {
-    const view = answer.timelines[role];
-    const row = answer.rows.find((r) => r.role === role);
-    const note = `${seconds(view.duration_s)}${row && !row.fits ? `, ${row.reason}` : ""}`;
-    return { title: titles[role], note, view };
-  });
+const OPTIMUM = "At the optimum: no plan can be faster on this machine.";
+
+function isOptimum(answer) {
+  return answer.bound_s && planned(answer).iteration_s < answer.bound_s * 1.005;
+}
+
+function planned(answer) {
+  return answer.rows.find((row) => row.role === "plan");
+}
+
+// Whether a longer search could find anything.
+function searchable(answer, scenario) {
+  return answer.plan && (scenario.mtbf_s || (answer.verdict === "offload" && !isOptimum(answer)));
+}
+
+function searched(quick, answer) {
+  if (isOptimum(answer)) return OPTIMUM;
+  const saved = 1 - planned(answer).iteration_s / planned(quick).iteration_s;
+  return saved > 1e-3 ? `Searched: ${percent(saved)} faster than the quick plan.` : "Searched: the quick plan is the best one found.";
+}
+
+function entriesOf(answer, pinned) {
+  const entry = (title, shown, role) => {
+    const view = shown.timelines[role];
+    const row = shown.rows.find((r) => r.role === role);
+    return view && { title, note: `${seconds(view.duration_s)}${row && !row.fits ? `, ${row.reason}` : ""}`, view };
+  };
+  const beside = pinned && pinned.answer !== answer && entry("Pinned", pinned.answer, pinned.answer.timelines.plan ? "plan" : "stock");
+  return [entry("Stock", answer, "stock"), entry("Plan", answer, "plan"), beside].filter(Boolean);
 }
 
 function context(answer) {
@@ -207,7 +339,7 @@ function context(answer) {
 }
 
 function tiles(answer) {
-  const row = answer.rows.find((r) => r.role === (answer.verdict === "no offload" ? "no offload" : "plan"));
+  const row = chosen(answer);
   if (!row) return [];
   const tile = (name, value, note) => element("div", { class: "tile" },
     element("p", { class: "tile-name" }, name), element("p", { class: "tile-value" }, value), element("p", { class: "tile-note" }, note));
@@ -218,9 +350,10 @@ function tiles(answer) {
   return [
     tile("Iteration", seconds(row.iteration_s), answer.bound_s ? `no plan below ${seconds(answer.bound_s)}` : what),
     tile("Against stock", times(row.speedup), what),
-    tile("Tokens per second", row.tokens_per_s ? count(row.tokens_per_s) : "unknown", "all ranks together"),
-    tile("GPU memory", gib(row.device_peak_bytes), `of ${gib(limits.device_bytes)} usable`),
-    tile("Host memory", gib(row.host_peak_bytes), `of ${gib(limits.host_bytes)} per rank`),
+    tile("Tokens/s", row.tokens_per_s ? count(row.tokens_per_s) : "unknown", "all ranks together"),
+    ...(answer.machine.unified_memory
+      ? [tile("Memory", gib(row.device_peak_bytes + row.host_peak_bytes), `of ${gib(limits.host_bytes)} per rank, for the device's part too`)]
+      : [tile("GPU memory", gib(row.device_peak_bytes), `of ${gib(limits.device_bytes)} usable`), tile("Host memory", gib(row.host_peak_bytes), `of ${gib(limits.host_bytes)} per rank`)]),
     ...goodput,
   ];
 }

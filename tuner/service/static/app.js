@@ -1,5 +1,6 @@
 // Starts the page: reads the catalogue, builds the controls, answers the first question.
 
+import { here, go, keepHere } from "./address.js";
 import { AnswerView } from "./answer.js";
 import { call, takeToken } from "./api.js";
 import { Controls } from "./controls.js";
@@ -10,46 +11,67 @@ const at = (id) => document.getElementById(id);
 function showView(name) {
   for (const view of ["what-if", "work"]) {
     at(view).hidden = view !== name;
-    at(`tab-${view}`).setAttribute("aria-pressed", String(view === name));
+    if (view === name) at(`tab-${view}`).setAttribute("aria-current", "page");
+    else at(`tab-${view}`).removeAttribute("aria-current");
   }
 }
 
-async function readFile(controls) {
-  const [file] = at("file").files;
-  if (!file) return;
+// What was pasted or opened; `name`: of the file.
+function take(controls, text, name = "") {
+  if (!text.trim()) return;
   try {
-    const content = JSON.parse(await file.text());
-    const kind = content && content.h2d_bytes_per_s ? "machine" : "model";
-    const name = String(content.name || content._name_or_path || file.name.replace(/\.json$/, "")).slice(0, 60);
-    controls.add(kind, name, content);
-    at("file-told").textContent = `${name} is now the ${kind}.`;
+    at("file-told").textContent = controls.add(JSON.parse(text), name.replace(/\.json$/, ""));
+    at("pasted").value = "";
   } catch (error) {
-    at("file-told").textContent = `${file.name} must be JSON, but: ${error.message}`;
+    at("file-told").textContent = `${name || "What is pasted"} must be JSON, but: ${error.message}`;
   }
+}
+
+// A style sheet that did not arrive is asked for once more: the page would be a heap of words.
+function mendStyle() {
+  if (getComputedStyle(document.documentElement).getPropertyValue("--bg")) return;
+  const sheet = document.querySelector("link[href='/style.css']");
+  sheet.replaceWith(sheet.cloneNode());
 }
 
 async function start() {
+  mendStyle();
   takeToken();
-  at("tab-what-if").addEventListener("click", () => showView("what-if"));
-  at("tab-work").addEventListener("click", () => showView("work"));
   const [{ machines }, { models, workloads }] = await Promise.all([call("/machines"), call("/models")]);
-  let view = null;
-  const controls = new Controls(machines, models, workloads, () => view.ask());
-  view = new AnswerView(controls);
-  at("file").addEventListener("change", () => readFile(controls));
-  at("search").addEventListener("click", () => submit("plan", controls.scenario()));
+  const controls = new Controls(machines, models, workloads, () => view.moved());
+  const view = new AnswerView(controls);
+  const work = new WorkView(() => view.again());
+  const route = () => {
+    const query = here();
+    const isWork = ["view", "job", "run"].some((key) => query.has(key));
+    showView(isWork ? "work" : "what-if");
+    return isWork ? work.open(query) : view.open(query);
+  };
+  addEventListener("popstate", route);
+  ["tab-work", "opened-close"].forEach((id) => keepHere(at(id)));
+  at("tab-what-if").addEventListener("click", (event) => {
+    event.preventDefault();
+    go(view.at || controls.query());
+  });
+  at("file").addEventListener("change", async () => {
+    const [file] = at("file").files;
+    if (file) take(controls, await file.text(), file.name);
+  });
+  at("pasted").addEventListener("input", (event) => {
+    if (event.inputType === "insertFromPaste") take(controls, at("pasted").value);
+  });
+  at("pasted").addEventListener("change", () => take(controls, at("pasted").value));
+  at("config-gone").addEventListener("click", () => controls.addConfig(null));
+  at("search").addEventListener("click", () => submit("plan", { ...controls.scenario(), robust: true }));
   at("search-configurations").addEventListener("click", () => submit("search", controls.search()));
   at("foot").textContent = workloads.length ? `Opened with ${workloads[0].name}, profiled on ${workloads[0].label}. Presets are estimates from data sheets and published runs.` : "Presets are estimates from data sheets and published runs; a profile of your machine (tune profile) is the better source.";
-  at("strange").textContent = controls.strange();
-  at("strange").hidden = !controls.strange();
-  await view.ask();
-  await new WorkView().start();
+  await Promise.all([route(), work.start()]);
 }
 
 async function submit(kind, body) {
   try {
-    await call(`/jobs/${kind}`, { method: "POST", body });
-    showView("work");
+    const job = await call(`/jobs/${kind}`, { method: "POST", body });
+    go(`job=${job.id}`);
   } catch (error) {
     at("status").textContent = error.message;
   }

@@ -1,28 +1,37 @@
 // Pickers and sliders; their state is the page's URL.
 
-import { element, gib } from "./format.js";
+import { go } from "./address.js";
+import { isDeepSpeed, numbersOf, offloadOf, precisionOf, withNumbers, withOffload, withPrecision } from "./deepspeed.js";
+import { element, gib, GIB } from "./format.js";
 
-const GIB = 2 ** 30;
 const HOURS = [1, 2, 4, 8, 12, 24, 48, 96, 168, 336, 720];
 
 // key: of the URL and of the state. steps: the values a slider stops at. own: the machine's value.
 // unit: what the number beside it counts; each: how much of the state's unit one of them is.
+// brief: a stop on a sweep's axis; batch: more of it trains more tokens in an iteration.
 const SLIDERS = [
-  { key: "micro_batch", where: "model", label: "Micro-batch", steps: [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64], start: 1, unit: "samples", each: 1, show: (v) => `${v} ${v === 1 ? "sample" : "samples"}` },
-  { key: "sequence", where: "model", label: "Sequence", steps: [512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072], start: 2048, unit: "tokens", each: 1, show: (v) => `${v.toLocaleString("en-US")} tokens` },
-  { key: "accumulation", where: "model", label: "Accumulation", steps: [1, 2, 4, 8, 16, 32, 64], start: 1, unit: "micro-batches", each: 1, show: (v) => `${v}×` },
-  { key: "gpus", where: "machine", label: "GPUs", steps: [1, 2, 4, 8, 16, 32, 64, 128, 256], start: 1, unit: "", each: 1, show: (v) => `${v}` },
-  { key: "device_memory_bytes", where: "machine", label: "GPU memory", steps: [8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192, 256, 288].map((n) => n * GIB), own: "device_memory_bytes", unit: "GiB", each: GIB, show: gib },
-  { key: "host_memory_bytes", where: "machine", label: "Host memory of a node", steps: [16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096].map((n) => n * GIB), own: "host_memory_bytes", unit: "GiB", each: GIB, show: gib },
-  { key: "link_bytes_per_s", where: "machine", label: "Link, each way", steps: [2, 4, 6, 8, 10, 12, 16, 20, 25, 32, 40, 50, 64, 100, 200, 450].map((n) => n * 1e9), own: "link_bytes_per_s", unit: "GB/s", each: 1e9, show: (v) => `${(v / 1e9).toFixed(v < 1e10 ? 1 : 0)} GB/s` },
-  { key: "mtbf_s", where: "machine", label: "Time between failures", steps: [null, ...HOURS.map((h) => h * 3600)], start: null, unit: "hours", each: 3600, show: (v) => (v === null ? "never fails" : v < 86400 ? `${v / 3600} h` : `${v / 86400} days`) },
+  { key: "micro_batch", where: "model", label: "Micro-batch", steps: [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64], start: 1, unit: "samples", each: 1, show: (v) => `${v} ${v === 1 ? "sample" : "samples"}`, brief: String, batch: true },
+  { key: "sequence", where: "model", label: "Sequence", steps: [512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072], start: 2048, unit: "tokens", each: 1, show: (v) => `${v.toLocaleString("en-US")} tokens`, brief: (v) => (v < 1024 ? `${v}` : `${+(v / 1024).toFixed(1)}k`), batch: true },
+  { key: "accumulation", where: "model", label: "Accumulation", steps: [1, 2, 4, 8, 16, 32, 64], start: 1, unit: "micro-batches", each: 1, show: (v) => `${v}×`, brief: String, batch: true },
+  { key: "gpus", where: "machine", label: "GPUs", steps: [1, 2, 4, 8, 16, 32, 64, 128, 256], start: 1, unit: "", each: 1, show: (v) => `${v}`, brief: String, batch: true },
+  { key: "device_memory_bytes", where: "machine", label: "GPU memory", steps: [8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192, 256, 288].map((n) => n * GIB), own: "device_memory_bytes", unit: "GiB", each: GIB, show: gib, brief: (v) => `${+(v / GIB).toFixed(1)}` },
+  { key: "host_memory_bytes", where: "machine", label: "Host memory of a node", steps: [16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096].map((n) => n * GIB), own: "host_memory_bytes", unit: "GiB", each: GIB, show: gib, brief: (v) => `${+(v / GIB).toFixed(1)}` },
+  { key: "link_bytes_per_s", where: "machine", label: "Link, each way", steps: [2, 4, 6, 8, 10, 12, 16, 20, 25, 32, 40, 50, 64, 100, 200, 450].map((n) => n * 1e9), own: "link_bytes_per_s", unit: "GB/s", each: 1e9, show: (v) => `${(v / 1e9).toFixed(v < 1e10 ? 1 : 0)} GB/s`, brief: (v) => `${+(v / 1e9).toFixed(1)}` },
+  { key: "omp_threads", where: "more-machine", label: "OMP_NUM_THREADS", steps: [null, 1, 2, 4, 8, 16, 32, 64], start: null, unit: "threads", each: 1, show: (v) => (v === null ? "not set" : `${v}`) },
+  { key: "mtbf_s", where: "more-machine", label: "Time between failures", steps: [null, ...HOURS.map((h) => h * 3600)], start: null, unit: "hours", each: 3600, show: (v) => (v === null ? "never" : v < 86400 ? `${v / 3600} h` : `${v / 86400} days`) },
 ];
+// standard: what is not said to the service. from, into: what a DeepSpeed config says of it.
 const CHOICES = [
-  { key: "zero_stage", where: "model", label: "ZeRO stage", values: { 3: "3: state, gradients, parameters", 2: "2: state and gradients", 1: "1: state" }, read: Number },
-  { key: "keep_activations", where: "model", label: "Activations", values: { false: "computed again in backward", true: "kept" }, read: (text) => text === "true" },
-  { key: "tensor_parallel", where: "machine", label: "Tensor parallelism", values: { 1: "none", 2: "2 GPUs share each layer", 4: "4 GPUs share each layer", 8: "8 GPUs share each layer" }, read: Number },
+  { key: "zero_stage", where: "more-model", label: "ZeRO stage", values: [[3, "3: state, gradients, parameters"], [2, "2: state and gradients"], [1, "1: state"]], standard: 3 },
+  { key: "keep_activations", where: "more-model", label: "Activations", values: [[false, "computed again in backward"], [true, "kept"]], standard: false },
+  { key: "precision", where: "more-model", label: "Precision", values: [["bf16", "bf16"], ["fp16", "fp16"], ["fp32", "fp32"]], from: precisionOf, into: withPrecision },
+  { key: "offload", where: "more-model", label: "DeepSpeed offloads", values: [["optimizer", "optimizer state"], ["parameters", "state and parameters"], ["nvme", "state to NVMe, parameters"]], from: offloadOf, into: withOffload },
+  { key: "tensor_parallel", where: "more-machine", label: "Tensor parallelism", values: [[1, "none"], [2, "2 GPUs share each layer"], [4, "4 GPUs share each layer"], [8, "8 GPUs share each layer"]], standard: 1 },
+  { key: "launcher", where: "more-machine", label: "Launcher", values: ["deepspeed", "torchrun", "accelerate", "srun", "python"].map((n) => [n, n]), standard: "deepspeed" },
 ];
-const PROFILED = ["micro_batch", "sequence", "accumulation", "gpus", ...CHOICES.map((c) => c.key)]; // fixed by a profile
+const SAID = CHOICES.filter((c) => !c.into);
+const FREE = ["device_memory_bytes", "host_memory_bytes", "link_bytes_per_s", "omp_threads", "mtbf_s", "launcher"]; // beside a profile too
+const MOST_IN_ADDRESS = 6000; // characters of a DeepSpeed config; a longer one stays in this browser
 
 export class Controls {
   constructor(machines, models, workloads, changed) {
@@ -34,28 +43,34 @@ export class Controls {
     this.state = {};
     this.parts = {};
     this.taken = {}; // slider -> a value that an answer proposed
+    this.pinned = null; // the address of the scenario that is compared with
     this.unknown = []; // what the link asked for and this page could not take
     this.build();
-    this.read(new URLSearchParams(location.search));
+    this.read(new URLSearchParams());
   }
 
   // What the service is asked.
   scenario() {
     const s = this.state;
     const workload = this.workload();
-    const machine = this.uploaded[`machine ${s.machine}`] || s.machine;
-    const asked = { machine };
+    const asked = { machine: this.uploaded[`machine ${s.machine}`] || s.machine };
     if (workload) asked.workload = workload.name;
     else asked.model = this.uploaded[`model ${s.model}`] || s.model;
     for (const slider of SLIDERS) {
       const value = s[slider.key];
-      if (workload && PROFILED.includes(slider.key)) continue;
+      if (this.fixed(slider)) continue;
       if (value !== null && value !== undefined && value !== this.ownValue(slider)) asked[slider.key] = value;
     }
-    for (const choice of workload ? [] : CHOICES) {
-      if (s[choice.key] !== standard(choice)) asked[choice.key] = s[choice.key];
+    for (const choice of SAID) {
+      if (!this.fixed(choice) && s[choice.key] !== choice.standard) asked[choice.key] = s[choice.key];
     }
+    if (s.ds_config && !workload) asked.ds_config = withNumbers(s.ds_config, s);
     return asked;
+  }
+
+  // By the profile.
+  fixed(control) {
+    return Boolean(this.workload()) && !FREE.includes(control.key);
   }
 
   // What a search of configurations is asked: the same samples per step, on as many GPUs at most.
@@ -95,11 +110,13 @@ export class Controls {
 
   choice(choice) {
     const select = element("select", { id: `c-${choice.key}` },
-      ...Object.entries(choice.values).map(([value, text]) => element("option", { value }, text)));
-    if (choice.key === "zero_stage") select.prepend(select.querySelector("option[value='3']"));
+      ...choice.values.map(([value, text]) => element("option", { value }, text)));
     this.parts[choice.key] = select;
     select.addEventListener("change", () => {
-      this.state[choice.key] = choice.read(select.value);
+      const [value] = choice.values[select.selectedIndex];
+      if (choice.into) this.state.ds_config = choice.into(this.state.ds_config, value);
+      else this.state[choice.key] = value;
+      this.fill();
       this.tell();
     });
     document.getElementById(`controls-${choice.where}`).append(
@@ -145,8 +162,10 @@ export class Controls {
 
   // From a URL; what it does not say, or says wrongly, is the default.
   read(query) {
+    this.unknown = [];
+    this.pinned = query.get("pin");
     const firstWorkload = this.workloads[0];
-    const models = [...this.workloads.map((w) => w.name), ...this.models];
+    const models = [...this.workloads.map((w) => w.name), ...this.names("model"), ...this.models];
     const model = query.get("model");
     this.state.model = models.includes(model) ? model : firstWorkload ? firstWorkload.name : "Llama 3 8B";
     if (model && model !== this.state.model) this.unknown.push(`the model “${model}”`);
@@ -154,20 +173,62 @@ export class Controls {
     const usual = this.workload() ? this.workload().machine : "h100-node";
     this.state.machine = this.machines.has(machine) ? machine : usual;
     if (machine && machine !== this.state.machine) this.unknown.push(`the machine “${machine}”`);
+    this.state.ds_config = this.readConfig(query.get("ds_config"));
     for (const slider of SLIDERS) {
       const value = Number(query.get(slider.key));
       const usable = query.has(slider.key) && Number.isFinite(value) && value > 0;
-      this.state[slider.key] = usable ? value : this.ownValue(slider);
-      if (usable) this.taken[slider.key] = value;
-      if (query.has(slider.key) && !usable) {
-        this.unknown.push(`${slider.label.toLowerCase()} ${query.get(slider.key)}`);
-      }
+      if (query.has(slider.key) && !usable) this.unknown.push(`${slider.label.toLowerCase()} ${query.get(slider.key)}`);
+      this.set(slider, usable ? value : null);
     }
-    for (const choice of CHOICES) {
-      const value = query.get(choice.key);
-      this.state[choice.key] = value in choice.values ? choice.read(value) : standard(choice);
+    for (const choice of SAID) {
+      const found = choice.values.find(([value]) => String(value) === query.get(choice.key));
+      this.state[choice.key] = found ? found[0] : choice.standard;
     }
     this.fill();
+  }
+
+  readConfig(text) {
+    try {
+      return text ? Object(JSON.parse(text)) : null;
+    } catch {
+      this.unknown.push("a DeepSpeed config that is cut off");
+      return null;
+    }
+  }
+
+  // What a job was asked: as if the controls stood so.
+  load(asked, pinned = null) {
+    this.pinned = pinned;
+    const named = (kind, source, known) => {
+      if (typeof source === "string") return source;
+      const name = String(source.name || source._name_or_path || "a model").slice(0, 60);
+      if (!known(name)) this.keepUpload(kind, name, source);
+      return name;
+    };
+    this.unknown = [];
+    const { workload } = asked;
+    this.state.machine = named("machine", asked.machine || "h100-node", (name) => this.machines.has(name));
+    this.state.model = workload ? workload.name || workload : named("model", asked.model, (name) => this.models.includes(name));
+    if (workload && !this.workload()) throw new Error(`The profile “${this.state.model}” is no longer with this server`);
+    this.state.ds_config = asked.ds_config || null;
+    for (const slider of SLIDERS) this.set(slider, asked[slider.key] || null);
+    for (const choice of SAID) this.state[choice.key] = asked[choice.key] === undefined ? choice.standard : asked[choice.key];
+    this.fill();
+  }
+
+  // To a value, on a slider's stops or not; null: its own.
+  set(slider, value) {
+    this.state[slider.key] = value === null ? this.ownValue(slider) : value;
+    if (value !== null) this.taken[slider.key] = value;
+  }
+
+  keepUpload(kind, name, content) {
+    this.uploaded[`${kind} ${name}`] = content;
+    if (kind === "machine") this.machines.set(name, machineFacts(content));
+  }
+
+  names(kind) {
+    return Object.keys(this.uploaded).filter((n) => n.startsWith(`${kind} `)).map((n) => n.slice(kind.length + 1));
   }
 
   // A sentence about a link that cannot be shown as it was meant; empty: it can.
@@ -179,17 +240,47 @@ export class Controls {
   fill() {
     const option = (name, text) => element("option", { value: name }, text || name);
     const measured = this.workloads.map((w) => option(w.name, `${w.name} (profiled)`));
-    const own = Object.keys(this.uploaded).filter((n) => n.startsWith("model ")).map((n) => option(n.slice(6)));
-    this.parts.model.replaceChildren(...measured, ...own, ...this.models.map((n) => option(n)));
+    this.parts.model.replaceChildren(...measured, ...this.names("model").map((n) => option(n)), ...this.models.map((n) => option(n)));
     const machines = [...this.machines.values()].filter((m) => m.estimates || this.workload());
     this.parts.machine.replaceChildren(...machines.map((m) => option(m.name, machineText(m))));
     this.parts.model.value = this.state.model;
     this.parts.machine.value = this.state.machine;
     SLIDERS.forEach((slider) => this.show(slider));
+    const { ds_config: config } = this.state;
     for (const choice of CHOICES) {
-      this.parts[choice.key].value = String(this.state[choice.key]);
-      this.parts[choice.key].disabled = Boolean(this.workload());
+      this.parts[choice.key].value = String(choice.from ? choice.from(config) : this.state[choice.key]);
+      this.parts[choice.key].disabled = this.fixed(choice);
     }
+    document.getElementById("config").hidden = !config;
+    document.getElementById("config-keys").textContent = !config ? "" : this.workload() ? "not used: a profile has its own" : Object.keys(config).join(", ");
+    for (const where of ["more-model", "more-machine"]) {
+      if (this.changedIn(where)) document.getElementById(`controls-${where}`).parentElement.open = true;
+    }
+  }
+
+  // Every control and what it says, for people.
+  facts() {
+    const { state } = this;
+    const config = state.ds_config;
+    return [
+      ["Model", state.model], ["Machine", state.machine],
+      ...SLIDERS.map((s) => [s.label, this.fixed(s) ? "as profiled" : s.show(state[s.key])]),
+      ...CHOICES.map((c) => [c.label, c.values.find(([value]) => value === (c.from ? c.from(config) : state[c.key]))[1]]),
+      ["DeepSpeed config", config ? JSON.stringify(config) : "none"],
+    ];
+  }
+
+  // The sliders that a sweep can move, and the stops of one.
+  sweepable() {
+    return SLIDERS.filter((s) => s.brief && !this.fixed(s) && !this.parts[s.key].row.hidden);
+  }
+
+  // Whether a control there is not where it usually is.
+  changedIn(where) {
+    const { state } = this;
+    return SLIDERS.some((s) => s.where === where && state[s.key] !== this.ownValue(s))
+      || SAID.some((c) => c.where === where && state[c.key] !== c.standard)
+      || (where === "more-model" && Boolean(state.ds_config));
   }
 
   show(slider) {
@@ -202,15 +293,17 @@ export class Controls {
     }
     input.max = steps.length - 1;
     input.value = index;
-    const fixed = Boolean(this.workload()) && PROFILED.includes(slider.key);
+    const fixed = this.fixed(slider);
     const text = fixed ? "as profiled" : slider.show(this.state[slider.key]);
     const value = this.state[slider.key];
     number.value = value === null || fixed ? "" : String(+(value / slider.each).toFixed(1));
-    number.placeholder = fixed ? "" : "never";
+    number.placeholder = fixed || slider.start !== null ? "" : slider.show(null);
     unit.textContent = fixed ? text : slider.unit;
     input.setAttribute("aria-valuetext", text);
     input.disabled = number.disabled = fixed;
     row.classList.toggle("fixed", fixed);
+    // Where there is no GPU its memory is the host's.
+    row.hidden = slider.key === "device_memory_bytes" && this.machines.get(this.state.machine).unified_memory;
   }
 
   // Another machine: its own memories and link; everything else stays.
@@ -232,13 +325,26 @@ export class Controls {
     this.toMachine();
   }
 
-  add(kind, name, content) {
-    this.uploaded[`${kind} ${name}`] = content;
-    if (kind === "machine") this.machines.set(name, machineFacts(content));
-    this.state[kind] = name;
+  // What somebody pasted or opened, by what is in it; returns what it is now.
+  add(content, name) {
+    if (content === null || typeof content !== "object" || Array.isArray(content)) throw new Error("it must be an object, as in config.json");
+    if (isDeepSpeed(content)) return this.addConfig(content);
+    const kind = content.h2d_bytes_per_s ? "machine" : "model";
+    const called = String(content.name || content._name_or_path || name || "pasted").slice(0, 60);
+    this.keepUpload(kind, called, content);
+    this.state[kind] = called;
     if (kind === "machine") this.toMachine();
     else this.toModel();
     this.tell();
+    return `${called} is now the ${kind}.`;
+  }
+
+  addConfig(config) {
+    this.state.ds_config = config;
+    const numbers = config && numbersOf(config, this.state.gpus);
+    if (numbers && numbers.zero_stage) this.state.zero_stage = numbers.zero_stage;
+    this.take(numbers || {});
+    return this.workload() ? "The DeepSpeed config waits for a model: a profile has its own." : "The DeepSpeed config is part of the question now.";
   }
 
   query() {
@@ -247,26 +353,25 @@ export class Controls {
       const value = this.state[slider.key];
       if (value !== null && value !== this.ownValue(slider)) query.set(slider.key, value);
     }
-    for (const choice of CHOICES) if (this.state[choice.key] !== standard(choice)) query.set(choice.key, this.state[choice.key]);
+    for (const choice of SAID) if (this.state[choice.key] !== choice.standard) query.set(choice.key, this.state[choice.key]);
+    const config = this.state.ds_config ? JSON.stringify(this.state.ds_config) : "";
+    if (config && config.length < MOST_IN_ADDRESS) query.set("ds_config", config);
+    if (this.pinned) query.set("pin", this.pinned);
     return query.toString();
   }
 
-  // Values that an answer proposes.
+  // Values that an answer proposes; the browser's Back undoes them.
   take(changes) {
-    this.taken = { ...this.taken, ...changes };
-    for (const slider of SLIDERS) if (slider.key in changes) this.state[slider.key] = changes[slider.key];
+    for (const slider of SLIDERS) if (slider.key in changes) this.set(slider, changes[slider.key]);
+    for (const choice of SAID) if (choice.key in changes) this.state[choice.key] = changes[choice.key];
     this.fill();
-    this.tell();
+    go(this.query());
   }
 
   tell() {
     history.replaceState(null, "", `?${this.query()}`);
     this.changed();
   }
-}
-
-function standard(choice) {
-  return choice.key === "zero_stage" ? 3 : choice.key === "keep_activations" ? false : 1;
 }
 
 function machineText(machine) {
@@ -278,7 +383,7 @@ function machineFacts(machine) {
     name: machine.name, device_name: machine.device_name || "", preset: false,
     gpus_per_node: machine.gpus_per_node || 1, multi_node: Boolean(machine.network_bytes_per_s),
     device_memory_bytes: machine.device_memory_bytes, host_memory_bytes: machine.host_memory_bytes,
-    estimates: Boolean(machine.device_flops_per_s), link_bytes_per_s: machine.h2d_bytes_per_s.median,
+    unified_memory: Boolean(machine.unified_memory), estimates: Boolean(machine.device_flops_per_s), link_bytes_per_s: machine.h2d_bytes_per_s.median,
   };
 }
 

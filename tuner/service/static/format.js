@@ -1,8 +1,10 @@
 // Numbers as people read them, names as people know them, and elements without markup.
 
+export const GIB = 2 ** 30;
+
 export function strategyName(row) {
   const name = row.label || row.strategy;
-  return row.role === "plan" ? `${name}, this plan` : name[0].toUpperCase() + name.slice(1);
+  return `${name[0].toUpperCase()}${name.slice(1)}${row.role === "plan" ? ", this plan" : ""}`;
 }
 
 export function seconds(value) {
@@ -19,7 +21,7 @@ export function duration(value) {
 }
 
 export function gib(bytes) {
-  const value = bytes / 2 ** 30;
+  const value = bytes / GIB;
   if (value < 0.995) return `${(bytes / 2 ** 20).toFixed(0)} MiB`;
   return `${value >= 99.95 ? value.toFixed(0) : value.toFixed(1)} GiB`;
 }
@@ -61,13 +63,26 @@ export function shape(tag, attributes, text) {
   return made;
 }
 
-// Round steps for an axis: at most `most` ticks from 0 to `end`.
-export function ticks(end, most) {
-  if (!(end > 1e-300)) return [0]; // nothing lasts: no step could ever reach the end
-  const rough = end / Math.max(1, most);
+// Draws into host at its width: now, and whenever that changes.
+export function atWidth(host, draw) {
+  let width = host.clientWidth;
+  draw(width || 640);
+  if (host.observer) host.observer.disconnect();
+  host.observer = new ResizeObserver(() => {
+    if (host.clientWidth === width) return;
+    width = host.clientWidth;
+    draw(width || 640);
+  });
+  host.observer.observe(host);
+}
+
+// Round steps for an axis: at most about `most` ticks from `start` to `end`.
+export function ticks(end, most, start = 0) {
+  if (!(end - start > 1e-300)) return [start]; // nothing lasts: no step could ever reach the end
+  const rough = (end - start) / Math.max(1, most);
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= rough) || power;
   const found = [];
-  for (let i = 0; i * step <= end * 1.0001; i += 1) found.push(i * step);
+  for (let i = Math.ceil(start / step); i * step <= end + (end - start) * 1e-4; i += 1) found.push(i * step);
   return found;
 }

@@ -1,5 +1,7 @@
 // What a search of configurations found: the answer in words, then the best ones as a table.
 
+import { link } from "./address.js";
+import { withOffload } from "./deepspeed.js";
 import { count, element, gib, seconds } from "./format.js";
 
 const COLUMNS = ["Configuration", "Tokens/s", "Iteration", "GPU memory", "Host memory"];
@@ -9,18 +11,35 @@ const WHERE = {
   nvme: "state on NVMe, parameters in host memory",
 };
 
-export function drawFound(host, result) {
-  const number = (text) => element("td", { class: "number" }, text);
+// A configuration as a scenario: what the controls and `POST /answer` take.
+export function scenarioOf(c, config = null) {
+  const cut = withOffload(config, c.offload === "none" ? "optimizer" : c.offload);
+  cut.zero_optimization.sub_group_size = c.sub_group_size;
+  return {
+    gpus: c.gpus, zero_stage: c.zero_stage, micro_batch: c.micro_batch, accumulation: c.accumulation,
+    keep_activations: !c.recompute, ds_config: cut,
+  };
+}
+
+// job: its id; each row opens in "What if".
+export function drawFound(host, result, job) {
+  const number = (text, name) => element("td", { class: "number", "data-name": name }, text);
   const rows = result.front.map((row, i) => element("tr", { class: i ? null : "chosen" },
-    element("th", { scope: "row" }, described(row.configuration)), number(count(row.tokens_per_s)),
-    number(seconds(row.iteration_s)), number(gib(row.device_peak_bytes)), number(gib(row.host_peak_bytes))));
+    element("th", { scope: "row" }, named(row.configuration, job, i)),
+    number(count(row.tokens_per_s), COLUMNS[1]), number(seconds(row.iteration_s), COLUMNS[2]),
+    number(gib(row.device_peak_bytes), COLUMNS[3]), number(gib(row.host_peak_bytes), COLUMNS[4])));
   const head = element("tr", {}, ...COLUMNS.map((name, i) => element("th", { scope: "col", class: i ? "number" : null }, name)));
-  const table = element("table", { class: "strategies" },
+  const table = element("table", { class: "strategies blocks" },
     element("caption", { class: "hint" }, "No other configuration is as fast with less GPU memory."),
     element("thead", {}, head), element("tbody", {}, ...rows));
   host.replaceChildren(
     element("ul", { class: "notes" }, ...result.remarks.map((text) => element("li", {}, text))),
     element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "The best configurations" }, table));
+}
+
+// No plan is for state on a drive: "What if" could not show that row.
+function named(c, job, row) {
+  return c.offload === "nvme" ? described(c) : link(`from=${job}&row=${row}`, described(c));
 }
 
 function described(c) {

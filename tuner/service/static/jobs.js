@@ -1,7 +1,8 @@
 // The second view: jobs and runs, live.
 
+import { go, link } from "./address.js";
 import { call, listen, save } from "./api.js";
-import { element, percent, seconds } from "./format.js";
+import { element, percent, seconds, times } from "./format.js";
 import { drawFound } from "./found.js";
 import { drawMemory } from "./memory.js";
 import { drawLegend, drawTimelines } from "./timeline.js";
@@ -9,13 +10,17 @@ import { drawLegend, drawTimelines } from "./timeline.js";
 const at = (id) => document.getElementById(id);
 const OPEN = ["queued", "running"];
 const KINDS = { plan: "Plan", "what-if": "What if", search: "Search" };
+const SURE_MS = 4000; // in which a second press deletes
 
 export class WorkView {
-  constructor() {
+  // back: called when a lost connection is there again.
+  constructor(back) {
+    this.back = back;
     this.jobs = new Map();
     this.runs = [];
     this.jobCards = new Map(); // id -> the card on the page: kept, so that focus and clicks are
     this.runCards = new Map();
+    at("filter").addEventListener("input", () => this.render());
   }
 
   async start() {
@@ -24,18 +29,29 @@ export class WorkView {
 
   // After each connection everything is read anew: nothing that happened meanwhile is missed.
   async hear(kind, data) {
+    const lost = !at("lost").hidden;
     at("lost").hidden = kind !== "lost";
     if (kind === "lost") {
-      at("lost").textContent = `No connection to the server (${data.message}); trying again. What is shown below may be old.`;
+      at("lost").textContent = `No connection to the server (${data.message}); trying again. What is shown may be old.`;
       return;
     }
     if (kind === "open") {
+      if (lost) this.back();
       const [{ jobs }, { runs }] = await Promise.all([call("/jobs"), call("/runs")]);
       this.jobs = new Map(jobs.reverse().map((job) => [job.id, job]));
       this.runs = runs;
-    } else if (kind === "job") this.jobs.set(data.id, { ...this.jobs.get(data.id), ...data });
-    else if (kind === "run") this.runs.unshift(data);
+    } else if (kind === "job") {
+      this.jobs.set(data.id, { ...this.jobs.get(data.id), ...data });
+      if (data.id === this.opened && !OPEN.includes(data.state)) this.fill(data.id, this.openJob);
+    } else if (kind === "run") this.runs.unshift(data);
+    else if (kind === "gone") this.forget(data.id);
     this.render();
+  }
+
+  forget(id) {
+    this.jobs.delete(id);
+    this.runs = this.runs.filter((run) => run.id !== id);
+    if (id === this.opened && !at("opened").hidden) go("view=work");
   }
 
   render() {
@@ -43,16 +59,58 @@ export class WorkView {
     const open = jobs.filter((job) => OPEN.includes(job.state)).length;
     at("open-jobs").hidden = !open;
     at("open-jobs").textContent = open;
-    at("no-jobs").hidden = jobs.length > 0;
-    at("no-jobs").textContent = "No jobs yet. “Search longer” and “Search configurations” start one.";
-    at("no-runs").hidden = this.runs.length > 0;
-    at("no-runs").textContent = "No runs yet. A training run posts its timeline to /api/v1/runs.";
-    keep(at("jobs"), this.jobCards, jobs, (job) => this.jobCard(job), (card, job) => this.updateJob(card, job));
-    keep(at("runs"), this.runCards, this.runs, (run) => this.runCard(run), () => {});
+    const [jobsShown, runsShown] = [jobs.filter(named(jobText)), this.runs.filter(named((run) => `${run.name} ${run.measured_on} ${run.source}`))];
+    tellNone("no-jobs", jobs, jobsShown, "No jobs yet. “Search configurations” starts one.");
+    tellNone("no-runs", this.runs, runsShown, "No runs yet. A training run posts its timeline to /api/v1/runs.");
+    keep(at("jobs"), this.jobCards, jobsShown, (job) => this.jobCard(job), (card, job) => this.updateJob(card, job));
+    keep(at("runs"), this.runCards, runsShown, (run) => this.runCard(run), () => {});
+  }
+
+  // What an address names: a job, a run, or the lists alone.
+  async open(query) {
+    this.opened = query.get("job") || query.get("run");
+    at("opened").hidden = !this.opened;
+    if (!this.opened) return;
+    await this.fill(this.opened, query.has("job") ? this.openJob : this.openRun);
+    at("opened-title").focus();
+  }
+
+  async fill(id, fill) {
+    try {
+      await fill.call(this, id);
+    } catch (error) {
+      this.show(id, "This cannot be opened", element("p", {}, error.message));
+    }
+  }
+
+  // Unless something else was opened meanwhile.
+  show(id, title, ...content) {
+    if (id !== this.opened) return;
+    at("opened-title").textContent = title;
+    at("opened-content").replaceChildren(...content);
+  }
+
+  async openJob(id) {
+    const job = await call(`/jobs/${id}`);
+    const title = `${KINDS[job.kind] || job.kind}: ${job.title}`;
+    if (OPEN.includes(job.state)) this.show(id, title, element("p", { class: "hint" }, "The result is shown here as soon as it is there."));
+    else if (job.state !== "done") this.show(id, title, element("p", {}, `${job.state}: ${job.note}`));
+    else this.show(id, title, ...(await this.result(job)));
+  }
+
+  async result(job) {
+    const text = await (await call(`/jobs/${job.id}/result`, { raw: true })).text();
+    const isJson = text.startsWith("{");
+    const result = isJson ? JSON.parse(text) : null;
+    const body = element("div", {});
+    if (job.kind === "plan") body.append(...planFound(result, job));
+    if (job.kind === "search") drawFound(body, result, job.id);
+    const [name, content] = job.kind === "plan" ? ["plan.json", `${JSON.stringify(result.plan, null, 2)}\n`] : [`${job.kind}.${isJson ? "json" : "csv"}`, text];
+    return [body, element("div", { class: "actions" }, this.button("Download result", () => save(name, content)))];
   }
 
   jobCard(job) {
-    const title = element("p", { class: "card-title" }, `${KINDS[job.kind] || job.kind}: ${job.title}`, element("span", {}));
+    const title = element("p", { class: "card-title" }, link(`job=${job.id}`, `${KINDS[job.kind] || job.kind}: ${job.title}`), element("span", {}));
     return element("article", { "data-job": job.id }, title,
       element("p", { class: "hint" }), element("p", {}), element("div", { class: "actions" }));
   }
@@ -70,7 +128,9 @@ export class WorkView {
     const phase = OPEN.includes(job.state) ? "open" : job.state;
     if (actions.dataset.phase !== phase) {
       actions.dataset.phase = phase;
+      const focused = actions.contains(document.activeElement);
       actions.replaceChildren(...this.actions(job, phase));
+      if (focused) title.firstChild.focus(); // what was pressed is gone
     }
     if (phase === "open") actions.firstChild.value = job.share;
   }
@@ -80,39 +140,40 @@ export class WorkView {
       return [element("progress", { max: 1, "aria-label": `Progress of job ${job.id}` }),
         this.button("Cancel", () => call(`/jobs/${job.id}`, { method: "DELETE" }))];
     }
-    if (phase !== "done") return [];
-    const download = this.button("Download result", () => this.saveResult(job));
-    return job.kind === "search" ? [this.button("Show", () => this.showFound(job)), download] : [download];
+    const again = this.button("Run again", async () => {
+      const body = await call(`/jobs/${job.id}/request`);
+      await call(`/jobs/${job.kind}`, { method: "POST", body });
+    });
+    const forget = this.sure("Delete", () => call(`/jobs/${job.id}?forget=true`, { method: "DELETE" }));
+    return phase === "done" && job.kind === "plan" ? [link(`from=${job.id}`, "Open in What if"), again, forget] : [again, forget];
+  }
+
+  // A button that is pressed twice, within a moment.
+  sure(text, action) {
+    let timer = 0;
+    const made = this.button(text, async () => {
+      clearTimeout(timer);
+      const pressed = made.textContent !== text;
+      made.textContent = pressed ? text : `${text} for good?`;
+      if (pressed) await action();
+      else timer = setTimeout(() => (made.textContent = text), SURE_MS);
+    });
+    return made;
   }
 
   button(text, action) {
     const made = element("button", { type: "button" }, text);
     made.addEventListener("click", async () => {
-      made.disabled = true;
+      if (made.ariaBusy === "true") return;
+      made.ariaBusy = "true"; // not disabled: that would take the focus away
       try {
         await action();
       } catch (error) {
         at("status").textContent = error.message;
       }
-      made.disabled = false;
+      made.ariaBusy = "false";
     });
     return made;
-  }
-
-  async showFound(job) {
-    const result = await call(`/jobs/${job.id}/result`);
-    const host = at("found");
-    const answer = element("div", {});
-    host.hidden = false;
-    host.replaceChildren(element("h2", {}, job.title), answer);
-    drawFound(answer, result);
-    host.scrollIntoView({ block: "nearest" });
-  }
-
-  async saveResult(job) {
-    const result = await (await call(`/jobs/${job.id}/result`, { raw: true })).text();
-    if (job.kind !== "plan") save(`${job.kind}.${result.startsWith("{") ? "json" : "csv"}`, result);
-    else save("plan.json", `${JSON.stringify(JSON.parse(result).plan, null, 2)}\n`);
   }
 
   runCard(run) {
@@ -120,23 +181,41 @@ export class WorkView {
     const facts = off === null ? `${seconds(run.iteration_s)} per iteration, no prediction`
       : `predicted ${seconds(run.predicted_s)}, ${run.source} ${seconds(run.iteration_s)}: ${off >= 0 ? "+" : "−"}${percent(Math.abs(off))}`;
     return element("article", { class: "card", "data-run": run.id },
-      element("p", { class: "card-title" }, run.name),
+      element("p", { class: "card-title" }, link(`run=${run.id}`, run.name)),
       element("p", { class: "hint" }, [run.measured_on, new Date(run.created_s * 1e3).toLocaleString()].filter(Boolean).join("; ")),
       element("p", {}, facts),
-      this.button("Show timeline", () => this.showRun(run)));
+      element("div", { class: "actions" }, this.sure("Delete", () => call(`/runs/${run.id}`, { method: "DELETE" }))));
   }
 
-  async showRun(run) {
-    const whole = await call(`/runs/${run.id}`);
-    const host = at("run");
-    host.hidden = false;
-    const legend = element("div", { class: "legend" }), chart = element("div", { class: "chart" }), memory = element("div", { class: "chart" });
-    host.replaceChildren(element("h2", {}, `${run.name}, ${run.source}`), legend, chart, memory);
-    drawLegend(legend, [whole.view]);
-    drawTimelines(chart, [{ title: run.source === "measured" ? "Measured" : "Predicted", note: seconds(whole.view.duration_s), view: whole.view }]);
-    if (whole.view.memory.t_s.length) drawMemory(memory, [{ title: "Plan", view: whole.view }], null);
-    host.scrollIntoView({ block: "nearest" });
+  async openRun(id) {
+    const run = await call(`/runs/${id}`);
+    const [legend, chart, memory] = ["legend", "chart", "chart"].map((name) => element("div", { class: name }));
+    this.show(id, `${run.name}, ${run.source}`, legend, chart, memory);
+    drawLegend(legend, [run.view]);
+    drawTimelines(chart, [{ title: run.source === "measured" ? "Measured" : "Predicted", note: seconds(run.view.duration_s), view: run.view }]);
+    if (run.view.memory.t_s.length) drawMemory(memory, [{ title: "Plan", view: run.view }], null);
   }
+}
+
+function planFound({ plan, quick_iteration_s: quick }, job) {
+  const told = `${seconds(plan.prediction.iteration_s)} per iteration, ${times(quick / plan.prediction.iteration_s)} the quick plan.`;
+  return [element("p", {}, told), element("ul", { class: "notes" }, ...plan.reasons.map((text) => element("li", {}, text))),
+    element("p", {}, link(`from=${job.id}`, "Open in What if"))];
+}
+
+function jobText(job) {
+  return `${KINDS[job.kind]} ${job.title} ${job.state} ${job.note}`;
+}
+
+// Every word of the filter stands in an item's text.
+function named(text) {
+  const words = at("filter").value.toLowerCase().split(/\s+/);
+  return (item) => words.every((word) => text(item).toLowerCase().includes(word));
+}
+
+function tellNone(id, all, shown, none) {
+  at(id).hidden = shown.length > 0;
+  at(id).textContent = all.length ? "None of that name." : none;
 }
 
 // Brings the cards in `host` to `items`, newest first: a card that is there stays where it is.
@@ -144,6 +223,7 @@ function keep(host, cards, items, make, update) {
   const ids = new Set(items.map((item) => item.id));
   for (const [id, card] of cards) {
     if (!ids.has(id)) {
+      if (card.contains(document.activeElement)) at("filter").focus();
       card.remove();
       cards.delete(id);
     }

@@ -1,7 +1,7 @@
 // Device memory over time with its limit, drawn by uPlot on the timelines' axis.
 
-import { element, gib, seconds, shape } from "./format.js";
-import { gutter } from "./timeline.js";
+import { atWidth, element, gib, GIB, seconds, shape, ticks } from "./format.js";
+import { gutter, MARGIN } from "./timeline.js";
 
 const dark = matchMedia("(prefers-color-scheme: dark)");
 
@@ -28,7 +28,6 @@ export function joined(views, limit) {
 // entries: [{title, view}], stock first; limit in bytes, or null.
 export function drawMemory(host, entries, limit) {
   const known = entries.filter((e) => e.view.memory.t_s.length);
-  if (host.observer) host.observer.disconnect();
   dark.removeEventListener("change", host.redraw);
   if (!known.length) {
     host.replaceChildren(element("p", { class: "hint" }, "No memory samples are known."));
@@ -41,18 +40,10 @@ export function drawMemory(host, entries, limit) {
   const box = element("div", { class: "plot", role: "img", "aria-label": rest });
   host.replaceChildren(legendOf(known, limit), box, readout);
   const data = joined(known.map((e) => e.view), limit);
-  const draw = () => plot(box, known, data, limit, readout, rest, host.clientWidth || 640);
-  draw();
-  host.redraw = draw; // a canvas keeps the colours that it was drawn with
-  dark.addEventListener("change", draw);
-  let width = host.clientWidth;
-  host.observer = new ResizeObserver(() => {
-    if (host.clientWidth !== width) {
-      width = host.clientWidth;
-      draw();
-    }
-  });
-  host.observer.observe(host);
+  const draw = (width) => plot(box, known, data, limit, readout, rest, width);
+  atWidth(host, draw);
+  host.redraw = () => draw(host.clientWidth || 640); // a canvas keeps the colours that it was drawn with
+  dark.addEventListener("change", host.redraw);
 }
 
 function legendOf(known, limit) {
@@ -65,7 +56,7 @@ function legendOf(known, limit) {
 }
 
 function plot(box, known, data, limit, readout, rest, width) {
-  const lines = { "Stock": ["--line-stock", [6, 4]], "Plan": ["--line-plan", []], "No offload": ["--line-plain", [2, 3]] };
+  const lines = { "Stock": ["--line-stock", [6, 4]], "Plan": ["--line-plan", []], "Pinned": ["--line-plain", [2, 3]] };
   const stepped = uPlot.paths.stepped({ align: 1 });
   const series = known.map((e) => {
     const [name, dash] = lines[e.title] || ["--line-plan", []];
@@ -76,12 +67,12 @@ function plot(box, known, data, limit, readout, rest, width) {
   const chart = new uPlot({
     width, height: 190, legend: { show: false }, cursor: { drag: { x: false, y: false }, points: { size: 6 } },
     scales: { x: { time: false }, y: { range: (u, low, high) => [0, Math.max(high, limit || 0) * 1.08] } },
-    padding: [8, 14, 0, 0],
+    padding: [8, MARGIN, 0, 0],
     axes: [
       { ...axis, values: (u, ts) => ts.map((t) => (t === 0 ? "0" : seconds(t))), space: 80, size: 26, gap: 4 },
-      { ...axis, values: (u, bs) => bs.map((b) => (b === 0 ? "0" : gib(b))), size: gutter(width), splits: (u, i, low, high) => [0, 0.25, 0.5, 0.75, 1].map((f) => f * high / 1.08) },
+      { ...axis, values: (u, bs) => bs.map((b) => (b === 0 ? "0" : gib(b))), size: gutter(width), splits: (u, i, low, high) => ticks(high / GIB, 5).map((n) => n * GIB) },
     ],
-    series: [{}, ...series, { label: "limit", stroke: colour("--bad"), width: 1.5, dash: [10, 4], points: { show: false } }],
+    series: [{}, ...series, { label: "limit", stroke: colour("--ink"), width: 1.5, dash: [10, 4], points: { show: false } }],
     hooks: { setCursor: [(u) => { readout.textContent = told(u, known) || rest; }] },
   }, data, box);
   return chart;

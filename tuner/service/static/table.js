@@ -11,20 +11,21 @@ export function drawTable(host, rows) {
   const head = element("tr", {}, ...columns.map((name, i) =>
     element("th", { scope: "col", class: i && name !== "Fits" ? "number" : null }, name)));
   const body = rows.map((row) => line(row, most, tokens));
-  host.replaceChildren(element("table", { class: "strategies" },
+  host.replaceChildren(element("table", { class: "strategies blocks" },
     element("thead", {}, head), element("tbody", {}, ...body)));
 }
 
+// Each cell knows its column's name: on a narrow page a row is a block of its own.
 function line(row, most, tokens) {
-  const number = (text) => element("td", { class: "number" }, text);
+  const number = (text, name) => element("td", { class: "number", "data-name": name }, text);
   const role = row.role === "plan" ? "chosen" : "";
   return element("tr", { class: `${role} ${row.fits ? "" : "unfit"}`.trim(), "data-strategy": row.strategy, "data-label": row.label },
     element("th", { scope: "row" }, strategyName(row)),
-    number(seconds(row.iteration_s)),
-    element("td", { class: "number" }, speed(row.speedup, most)),
-    tokens ? number(row.tokens_per_s ? count(row.tokens_per_s) : "unknown") : null,
-    number(gib(row.device_peak_bytes)),
-    number(gib(row.host_peak_bytes)),
+    number(seconds(row.iteration_s), "Iteration"),
+    number(speed(row.speedup, most), "Against stock"),
+    tokens ? number(row.tokens_per_s ? count(row.tokens_per_s) : "unknown", "Tokens/s") : null,
+    number(gib(row.device_peak_bytes), "GPU memory"),
+    number(gib(row.host_peak_bytes), "Host memory"),
     element("td", { class: "fits" }, row.fits ? "✓ fits" : `✗ ${row.reason}`));
 }
 

@@ -1,0 +1,48 @@
+// A pinned scenario and the one on the page, side by side: what differs, and what it does.
+
+import { link } from "./address.js";
+import { count, element, gib, percent, seconds, times } from "./format.js";
+
+const MEASURES = [
+  ["Iteration", "iteration_s", seconds], ["Against its stock", "speedup", times], ["Tokens per second", "tokens_per_s", count],
+  ["GPU memory taken", "device_peak_bytes", gib], ["Host memory taken", "host_peak_bytes", gib],
+];
+
+// The row of an answer that its sentence is about.
+export function chosen(answer) {
+  return answer.rows.find((row) => row.role === (answer.verdict === "no offload" ? "no offload" : "plan"));
+}
+
+// Both: {query, facts: [[name, text]], answer}.
+export function drawCompared(host, pinned, now) {
+  const differing = now.facts.filter(([name, text]) => text !== fact(pinned, name));
+  if (!differing.length) {
+    host.replaceChildren(element("p", { class: "hint" }, "Pinned. Move a control, and the two stand here side by side."));
+    return;
+  }
+  const rows = differing.map(([name, text]) => line(name, fact(pinned, name), text, ""));
+  const [before, after] = [chosen(pinned.answer), chosen(now.answer)];
+  if (before && after) rows.push(...MEASURES.filter(([, key]) => before[key] && after[key]).map(([name, key, show]) => line(name, show(before[key]), show(after[key]), change(before[key], after[key]))));
+  rows.push(line("Answer", short(pinned.answer), short(now.answer), ""));
+  const head = ["", link(pinned.query, "Pinned"), "Now", "Change"].map((name, i) => element("th", { scope: "col", class: i ? "number" : null }, name));
+  host.replaceChildren(element("table", { class: "strategies compared" }, element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...rows)));
+}
+
+function fact(scenario, name) {
+  const found = scenario.facts.find(([known]) => known === name);
+  return found ? found[1] : "";
+}
+
+function line(name, ...cells) {
+  return element("tr", {}, element("th", { scope: "row" }, name), ...cells.map((text) => element("td", { class: "number" }, text)));
+}
+
+function change(before, after) {
+  const share = after / before - 1;
+  if (share >= 1) return times(after / before);
+  return Math.abs(share) < 5e-4 ? "same" : `${share > 0 ? "+" : "−"}${percent(Math.abs(share))}`;
+}
+
+function short(answer) {
+  return { offload: "offload", "no offload": "do not offload", impossible: "nothing fits" }[answer.verdict];
+}

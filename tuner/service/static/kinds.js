@@ -1,0 +1,60 @@
+// What takes the memory: a bar for each way to train, cut by kind, against the limit.
+
+import { atWidth, element, gib, shape } from "./format.js";
+import { gutter } from "./timeline.js";
+
+export const KINDS = ["parameters", "gradients", "state", "activations", "buckets", "staging"];
+const ROLES = [["stock", "Stock"], ["plan", "Plan"], ["no offload", "No offload"]];
+const BAR = 18, GAP = 7, TOTAL = 72;
+
+// answer: with `memory`, {role: {memory: {kind: bytes}}} at the moment of most use, and `limits`.
+export function drawKinds(host, answer) {
+  const { limits, memory } = answer;
+  const unified = answer.machine.unified_memory;
+  const memories = [["device", unified ? "Device's share of the memory" : "GPU memory", unified ? null : limits.device_bytes],
+    ["host", "Host memory per rank", limits.host_bytes], ["storage", "Storage", limits.storage_bytes]];
+  const used = KINDS.filter((kind) => Object.values(memory).some((held) => Object.values(held).some((kinds) => kinds[kind])));
+  const legend = element("div", { class: "legend" }, ...used.map((kind) =>
+    element("span", { class: "key" }, element("span", { class: `swatch k-${kind}`, "aria-hidden": "true" }), kind)));
+  const readout = element("p", { class: "hint readout", role: "status" });
+  const parts = memories.map(([name, title, limit]) => {
+    const rows = ROLES.filter(([role]) => sum((memory[role] || {})[name]) > 0).map(([role, label]) => ({ label, kinds: memory[role][name] }));
+    return rows.length ? part(title, limit, rows, readout) : null;
+  });
+  host.replaceChildren(legend, ...parts.filter(Boolean), readout);
+}
+
+function part(title, limit, rows, readout) {
+  const host = element("div", { class: "chart" });
+  const most = Math.max(limit || 0, ...rows.map((row) => sum(row.kinds)));
+  const told = rows.map((row) => `${row.label} ${gib(sum(row.kinds))}: ${words(row.kinds)}`).join("; ");
+  atWidth(host, (width) => {
+    const left = gutter(width), inner = width - left - TOTAL;
+    const height = rows.length * (BAR + GAP);
+    const svg = shape("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": `${title}. ${told}` });
+    rows.forEach((row, i) => svg.append(...bar(row, i * (BAR + GAP), (bytes) => (bytes / most) * inner, left, width, readout)));
+    if (limit) svg.append(shape("line", { x1: left + (limit / most) * inner, x2: left + (limit / most) * inner, y1: 0, y2: height - GAP, class: "line-limit" }));
+    host.replaceChildren(svg);
+  });
+  return element("div", { class: "kinds" }, element("h3", {}, title, element("span", { class: "hint" }, limit ? ` of ${gib(limit)} usable (the line)` : "")), host);
+}
+
+function bar(row, y, length, left, width, readout) {
+  const made = [shape("text", { x: 0, y: y + 13, class: "lane" }, row.label), shape("rect", { x: left, y, width: width - left - TOTAL, height: BAR, class: "track" })];
+  let from = left;
+  for (const kind of KINDS.filter((name) => row.kinds[name])) {
+    const piece = shape("rect", { x: from.toFixed(1), y, width: length(row.kinds[kind]).toFixed(1), height: BAR, class: `k-${kind}`, "data-kind": kind });
+    piece.addEventListener("pointerenter", () => (readout.textContent = `${row.label}, ${kind}: ${gib(row.kinds[kind])}, of ${words(row.kinds)}`));
+    made.push(piece);
+    from += length(row.kinds[kind]);
+  }
+  return [...made, shape("text", { x: width, y: y + 13, class: "tick", "text-anchor": "end" }, gib(sum(row.kinds)))];
+}
+
+function sum(kinds = {}) {
+  return Object.values(kinds).reduce((total, bytes) => total + bytes, 0);
+}
+
+function words(kinds) {
+  return KINDS.filter((kind) => kinds[kind]).map((kind) => `${kind} ${gib(kinds[kind])}`).join(", ");
+}

@@ -1,0 +1,94 @@
+// One control moved over its stops: the iteration, or the tokens per second where the batch grows.
+
+import { call } from "./api.js";
+import { atWidth, count, element, seconds, shape, ticks } from "./format.js";
+
+const EACH_WAY = 4; // stops beside the present one
+const HEIGHT = 220, TOP = 12, BOTTOM = 26, RIGHT = 18;
+const ROLES = [["stock", "Stock"], ["no offload", "No offload"], ["plan", "Plan"]];
+
+// The stops around a value.
+export function around(steps, value) {
+  const known = steps.filter((step) => step !== null);
+  const here = Math.max(0, known.indexOf(value));
+  const first = Math.max(0, Math.min(here - EACH_WAY, known.length - 2 * EACH_WAY - 1));
+  return known.slice(first, first + 2 * EACH_WAY + 1);
+}
+
+// Asks for every value, one after the other; tells what is known so far. `control`: a slider.
+export async function sweep(scenario, control, values, signal, tell) {
+  const points = [];
+  for (const value of values) {
+    const body = { ...scenario, [control.key]: value, peers: false, timelines: false };
+    const point = { value, rows: {}, refused: "" };
+    try {
+      const answer = await call("/answer", { method: "POST", body, signal });
+      for (const row of answer.rows) point.rows[row.role] = row;
+    } catch (error) {
+      if (error.name === "AbortError") return;
+      point.refused = error.message;
+    }
+    points.push(point);
+    tell(points);
+  }
+}
+
+// points: of `sweep`; there: the value on the page; pick(value): somebody chose one.
+export function drawSweep(host, control, points, there, pick) {
+  const key = control.batch ? "tokens_per_s" : "iteration_s";
+  const show = control.batch ? (v) => `${count(v)} tokens/s` : seconds;
+  const roles = ROLES.filter(([role]) => points.some((point) => point.rows[role]));
+  const legend = element("div", { class: "legend" }, ...roles.map(([role, name]) => {
+    const mark = shape("svg", { width: 26, height: 10, "aria-hidden": "true" });
+    mark.append(shape("line", { x1: 0, x2: 26, y1: 5, y2: 5, class: lineClass(role) }));
+    return element("span", { class: "key" }, mark, name);
+  }), element("span", { class: "key" }, "○ does not fit"));
+  const readout = element("p", { class: "hint readout", role: "status" }, `${control.batch ? "Tokens per second" : "Iteration"}; choose a value to go there.`);
+  const chart = element("div", { class: "chart" });
+  host.replaceChildren(legend, chart, readout);
+  const told = (point) => `${control.show(point.value)}: ${point.refused || roles.filter(([role]) => point.rows[role]).map(([role, name]) => `${name} ${show(point.rows[role][key])}${point.rows[role].fits ? "" : ` (${point.rows[role].reason})`}`).join(", ")}`;
+  atWidth(chart, (width) => chart.replaceChildren(picture(width)));
+
+  function picture(width) {
+    const most = Math.max(...points.flatMap((p) => roles.map(([role]) => (p.rows[role] ? p.rows[role][key] : 0))));
+    const left = width < 520 ? 62 : 78;
+    const step = (width - left - RIGHT) / points.length;
+    const x = (i) => left + (i + 0.5) * step;
+    const y = (value) => HEIGHT - BOTTOM - ((HEIGHT - BOTTOM - TOP) * value) / most;
+    const svg = shape("svg", { viewBox: `0 0 ${width} ${HEIGHT}`, width, height: HEIGHT, role: "group", "aria-label": `${control.label}, swept` });
+    for (const t of ticks(most, 4)) {
+      svg.append(shape("line", { x1: left, x2: width - RIGHT, y1: y(t), y2: y(t), class: "grid" }));
+      svg.append(shape("text", { x: left - 8, y: y(t) + 4, class: "tick", "text-anchor": "end" }, t === 0 ? "0" : control.batch ? count(t) : seconds(t)));
+    }
+    points.forEach((point, i) => svg.append(column(point, x(i), step)));
+    for (const [role] of roles) drawLine(svg, role, x, y);
+    return svg;
+  }
+
+  // The whole column answers to pointer and keyboard, not a dot of 8 pixels.
+  function column(point, middle, step) {
+    const here = point.value === there;
+    const made = shape("g", { role: "button", tabindex: 0, class: `stop${here ? " here" : ""}`, "aria-label": told(point), "aria-pressed": here });
+    made.append(shape("rect", { x: middle - step / 2, y: 0, width: step, height: HEIGHT }));
+    made.append(shape("text", { x: middle, y: HEIGHT - 8, class: "tick", "text-anchor": "middle" }, control.brief(point.value)));
+    for (const event of ["focus", "pointerenter"]) made.addEventListener(event, () => (readout.textContent = told(point)));
+    made.addEventListener("click", () => pick(point.value));
+    made.addEventListener("keydown", (event) => {
+      if (event.key !== "Enter" && event.key !== " ") return;
+      event.preventDefault();
+      pick(point.value);
+    });
+    return made;
+  }
+
+  function drawLine(svg, role, x, y) {
+    const known = points.map((point, i) => ({ row: point.rows[role], i })).filter(({ row }) => row);
+    const path = known.map(({ row, i }, n) => `${n && known[n - 1].i === i - 1 ? "L" : "M"}${x(i).toFixed(1)} ${y(row[key]).toFixed(1)}`).join("");
+    svg.append(shape("path", { d: path, class: `${lineClass(role)} swept` }));
+    for (const { row, i } of known) svg.append(shape("circle", { cx: x(i), cy: y(row[key]), r: 4, class: `${lineClass(role)} ${row.fits ? "fit" : "unfit"}` }));
+  }
+}
+
+function lineClass(role) {
+  return `line-${role.replace(" ", "-")}`;
+}
