@@ -16,6 +16,7 @@ pytestmark = pytest.mark.skipif(
 AXE = Path(__file__).parent / "axe" / "axe.min.js"
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
          "--disable-component-update", "--disable-sync", "--no-first-run"]  # fmt: skip
+KINDS = ("parameters", "gradients", "state", "activations", "buckets", "staging")
 ASKED = "/?model=Llama+3+8B&machine=h100-node"
 
 
@@ -106,6 +107,15 @@ def test_moving_sliders_shows_what_the_api_says(page, server):
             "async s => (await import('/format.js')).seconds(s)", row["iteration_s"]
         )
         assert cells[-1] == ("✓ fits" if row["fits"] else f"✗ {row['reason']}")
+    held = {role: kinds["device"] for role, kinds in expected["memory"].items()}
+    told = page.get_attribute("#kinds svg", "aria-label")  # of the device, which is drawn first
+    gib = "async b => (await import('/format.js')).gib(b)"
+    for role, kinds in held.items():
+        words = [f"{kind} {page.evaluate(gib, kinds[kind])}" for kind in KINDS if kinds.get(kind)]
+        total = page.evaluate(gib, sum(kinds.values()))
+        assert f"{role.capitalize()} {total}: {', '.join(words)}" in told
+    pieces = sum(1 for kinds in held.values() for size in kinds.values() if size)
+    assert page.locator("#kinds svg").first.locator("[data-kind]").count() == pieces
 
 
 def test_reload_and_shared_link_give_the_same_view(page, server, browser):

@@ -15,13 +15,20 @@ export function drawKinds(host, answer) {
     ["host", "Host memory per rank", limits.host_bytes], ["storage", "Storage", limits.storage_bytes]];
   const used = KINDS.filter((kind) => Object.values(memory).some((held) => Object.values(held).some((kinds) => kinds[kind])));
   const legend = element("div", { class: "legend" }, ...used.map((kind) =>
-    element("span", { class: "key" }, element("span", { class: `swatch k-${kind}`, "aria-hidden": "true" }), kind)));
+    element("span", { class: "key" }, element("span", { class: `swatch k-${kind}`, "aria-hidden": "true" }), kind)),
+  element("span", { class: "key" }, limitMark(), "limit"));
   const readout = element("p", { class: "hint readout", role: "status" });
   const parts = memories.map(([name, title, limit]) => {
     const rows = ROLES.filter(([role]) => sum((memory[role] || {})[name]) > 0).map(([role, label]) => ({ label, kinds: memory[role][name] }));
     return rows.length ? part(title, limit, rows, readout) : null;
   });
   host.replaceChildren(legend, ...parts.filter(Boolean), readout);
+}
+
+function limitMark() {
+  const mark = shape("svg", { width: 3, height: 16, "aria-hidden": "true" });
+  mark.append(shape("line", { x1: 1.5, x2: 1.5, y1: 0, y2: 16, class: "line-limit" }));
+  return mark;
 }
 
 function part(title, limit, rows, readout) {
@@ -36,7 +43,7 @@ function part(title, limit, rows, readout) {
     if (limit) svg.append(shape("line", { x1: left + (limit / most) * inner, x2: left + (limit / most) * inner, y1: 0, y2: height - GAP, class: "line-limit" }));
     host.replaceChildren(svg);
   });
-  return element("div", { class: "kinds" }, element("h3", {}, title, element("span", { class: "hint" }, limit ? ` of ${gib(limit)} usable (the line)` : "")), host);
+  return element("div", { class: "kinds" }, element("h3", {}, title, element("span", { class: "hint" }, limit ? ` of ${gib(limit)} usable` : "")), host);
 }
 
 function bar(row, y, length, left, width, readout) {

@@ -162,6 +162,7 @@ class Timelines {
   }
 
   axis(svg, x, height, width) {
+    svg.append(shape("text", { x: width, y: width < 520 ? height - 6 : 17, class: "tick", "text-anchor": "end" }, "idle"));
     for (const t of ticks(this.to, width < 520 ? 3 : 8, this.from)) {
       svg.append(shape("line", { x1: x(t), x2: x(t), y1: TITLE, y2: height - AXIS + 2, class: "grid" }));
       const anchor = t === 0 ? "start" : "middle";
@@ -172,7 +173,7 @@ class Timelines {
   entry(svg, entry, x, top, width) {
     const title = shape("text", { x: 0, y: top + 17, class: "entry" }, entry.title);
     title.append(shape("tspan", { class: "entry-note", dx: 8 }, entry.note || ""));
-    svg.append(title, shape("text", { x: width, y: top + 17, class: "tick", "text-anchor": "end" }, "idle"));
+    svg.append(title);
     let y = top + TITLE;
     for (const lane of entry.view.lanes) {
       svg.append(shape("text", { x: 0, y: y + 13, class: "lane" }, lane.name));
