@@ -108,14 +108,14 @@ def test_moving_sliders_shows_what_the_api_says(page, server):
         )
         assert cells[-1] == ("✓ fits" if row["fits"] else f"✗ {row['reason']}")
     held = {role: kinds["device"] for role, kinds in expected["memory"].items()}
-    told = page.get_attribute("#kinds svg", "aria-label")  # of the device, which is drawn first
+    told = page.get_attribute("#kinds .chart svg", "aria-label")  # the device is first
     gib = "async b => (await import('/format.js')).gib(b)"
     for role, kinds in held.items():
         words = [f"{kind} {page.evaluate(gib, kinds[kind])}" for kind in KINDS if kinds.get(kind)]
         total = page.evaluate(gib, sum(kinds.values()))
         assert f"{role.capitalize()} {total}: {', '.join(words)}" in told
     pieces = sum(1 for kinds in held.values() for size in kinds.values() if size)
-    assert page.locator("#kinds svg").first.locator("[data-kind]").count() == pieces
+    assert page.locator("#kinds .chart svg").first.locator("[data-kind]").count() == pieces
 
 
 def test_reload_and_shared_link_give_the_same_view(page, server, browser):

@@ -71,8 +71,9 @@ export class WorkView {
     this.opened = query.get("job") || query.get("run");
     at("opened").hidden = !this.opened;
     if (!this.opened) return;
+    this.show(this.opened, "Asking the server ...");
+    at("opened-title").focus(); // at once: later it could be taken from what was chosen meanwhile
     await this.fill(this.opened, query.has("job") ? this.openJob : this.openRun);
-    at("opened-title").focus();
   }
 
   async fill(id, fill) {
