@@ -136,7 +136,8 @@ def routes(service: Service) -> APIRouter:
     """Everything under /api/v1."""
     router = APIRouter(responses=REFUSALS)
     names = _Names(service)
-    _catalogue(router, service, names)
+    _machines(router, service, names)
+    _models(router, service)
     _answers(router, service, names)
     _jobs(router, service, names)
     _job(router, service)
@@ -144,7 +145,7 @@ def routes(service: Service) -> APIRouter:
     return router
 
 
-def _catalogue(router: APIRouter, service: Service, names: _Names) -> None:
+def _machines(router: APIRouter, service: Service, names: _Names) -> None:
     @router.get("/machines")
     async def machines() -> dict[str, Any]:
         """Presets and uploaded machines: the facts that a picker shows."""
@@ -194,6 +195,8 @@ def _catalogue(router: APIRouter, service: Service, names: _Names) -> None:
             raise HTTPException(404, "machine must be one that was uploaded")
         return {"name": name}
 
+
+def _models(router: APIRouter, service: Service) -> None:
     @router.get("/models")
     async def models() -> dict[str, Any]:
         """Known models, and the workload that the server was started with."""
@@ -323,7 +326,8 @@ def _job(router: APIRouter, service: Service) -> None:
         if not await asyncio.to_thread(service.store.forget, "jobs", job):
             raise InvalidError(
                 f"forget must be asked of a job that has ended, but this one is {state.state}: "
-                "cancel it first"
+                "cancel it first",
+                key="forget",
             )
         await service.feed.tell("gone", {"id": job})
         return state
