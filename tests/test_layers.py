@@ -90,10 +90,21 @@ def imports(module: str, lazily: bool) -> frozenset[str]:
 
 def _all_imports(module: str) -> set[str]:
     path = modules()[module]
-    nodes = ast.walk(ast.parse(path.read_text()))
+    nodes = list(ast.walk(ast.parse(path.read_text())))
     found = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
     is_package = path.name == "__init__.py"
-    return {name for node in found for name in names(node, module, is_package)}
+    return {name for node in found for name in names(node, module, is_package)} | {
+        f"{node.args[0].value}.*" for node in nodes if _loads_by_name(node)
+    }
+
+
+def _loads_by_name(node: ast.AST) -> bool:
+    """``own("a.b")``, as the front door imports what is ours beside a script's own packages."""
+    return (
+        isinstance(node, ast.Call)
+        and ast.unparse(node.func).split(".")[-1] in ("own", "import_module")
+        and any(isinstance(name, ast.Constant) for name in node.args[:1])
+    )
 
 
 def layer(module: str) -> str:
@@ -148,7 +159,7 @@ ROOMS = {
     "runtime": (
         ("kernels", "hardware"), ("devices",), ("checkpoint",), ("storage",), ("execution",),
         ("replan",),
-        ("frontdoor", "verify"), ("zero",),
+        ("verify",), ("zero",), ("frontdoor",),
     ),
     "runtime.checkpoint": (("format",), ("protocol",), ("stream",), ("trainers",), ("deepspeed",)),
 }  # fmt: skip

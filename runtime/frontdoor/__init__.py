@@ -4,6 +4,12 @@
 a launcher. An engine whose config lacks the key is stock DeepSpeed's.
 """
 
-from runtime.frontdoor.hook import disable, enable
+from runtime.frontdoor import hook
+from runtime.frontdoor.hook import disable
 
 __all__ = ["disable", "enable"]
+
+
+def enable() -> None:
+    """`hook.enable` with ebbtide's own front door."""
+    hook.enable("runtime.frontdoor.initialize")

@@ -25,14 +25,20 @@ ROOT = Path(__file__).resolve().parents[2]  # the folder that holds ebbtide's pa
 # knows its wrapper by it.
 ORIGINAL = "_ebbtide_original"
 LEFTOVERS = ".ebbtide"  # `runtime.checkpoint.protocol.rotation.NOTES`
+_door = ""  # see `enable`
 
 
-def enable() -> None:
+def enable(door: str) -> None:
     """Puts every engine whose DeepSpeed config has the key ``"ebbtide"`` under its plan.
 
     Before or after ``import deepspeed``; a second call changes nothing. A name that was imported
     out of DeepSpeed earlier (``from deepspeed import initialize``) is the stock one and stays it.
+
+    Args:
+        door: the module of ebbtide's whose ``initialize`` takes such a call: `own` imports it then.
     """
+    global _door
+    _door = door
     if not any(_is_ours(finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _AfterImport())
     for name, wrap in _WRAPPED.items():
@@ -112,7 +118,7 @@ def _with_key(original: Callable[..., Any]) -> Callable[..., Any]:
     def initialize(*args: Any, **kwargs: Any) -> Any:
         if not _may_have_key(args, kwargs):
             return original(*args, **kwargs)
-        return own("runtime.zero.front_door").initialize(original, args, kwargs)
+        return own(_door).initialize(original, args, kwargs)
 
     setattr(initialize, ORIGINAL, original)
     return initialize

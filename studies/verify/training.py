@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
+from runtime.frontdoor.recorded import perturb, record
 from runtime.verify.lines import Lines
 from runtime.zero.pieces import pieces
-from runtime.zero.verified import perturb, record
 from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config, train_step
 from studies.verify.held_out import ALL
 

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from runtime.frontdoor.hook import KEY
+from runtime.frontdoor.initialize import config_of, read, without
 from runtime.verify.lines import Job, Lines, Piece, flip_one_bit, number
-from runtime.zero.front_door import config_of, read, without
 from runtime.zero.pieces import pieces, settle
+from simulator.versions import versions
 
 OFFLOADS = ("offload_optimizer", "offload_param", "cpu_offload", "cpu_offload_params",
             "cpu_offload_use_pin_memory")  # fmt: skip
@@ -147,14 +148,12 @@ class _Recorder:
     def __init__(
         self, engine: Any, job: Job, facts: dict[str, Any], done: Callable[[], None]
     ) -> None:
-        import deepspeed
-
         _Recorder.started = True
         if job.perturb:
             perturb(engine)
         about = {
             **facts, "side": job.side, "ranks": torch.distributed.get_world_size(),
-            "versions": {"deepspeed": deepspeed.__version__, "torch": torch.__version__},
+            "versions": versions("deepspeed", "torch"),
             "stage": engine.zero_optimization_stage(), "dtype": _wire(engine),
             "port": os.environ.get("MASTER_PORT"),
         }  # fmt: skip
