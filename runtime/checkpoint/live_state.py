@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
@@ -20,12 +23,79 @@ class Persist(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of which a checkpoint's file holds no bytes: they are committed where they lie.
+
+    Attributes:
+        file, path: the file in the checkpoint, and the tensor's place in its tree.
+        index: among the subgroup's tensors.
+    """
+
+    file: str
+    path: tuple[Any, ...]
+    subgroup: int
+    index: int
+
+
+class AnnouncedStep(Protocol):
+    """The state on storage as it is after what was launched so far; it stays so until `settle`."""
+
+    def describe(self, tensors: Sequence[StoredTensor]) -> bytes:
+        """What the checkpoint says of it."""
+        ...
+
+    def prepare(self) -> None:
+        """Makes it durable beside the steps before; waits for its writes, on any thread."""
+        ...
+
+    def settle(self, *, committed: bool) -> None:
+        """The checkpoint was committed: older steps may go. Or it was not: this one goes."""
+        ...
+
+
+class StoredState(Protocol):
+    """State on storage, which a checkpoint commits in place. Called by the training thread."""
+
+    @property
+    def subgroups(self) -> Callable[[], Collection[int]]:
+        """Those whose state lives there now."""
+        ...
+
+    def announce(self, target: Path, nonce: str, step: int) -> AnnouncedStep:
+        """Called with no write under way that was launched later than the step; never blocks.
+
+        Args:
+            target, nonce: of the checkpoint.
+        """
+        ...
+
+    def problem(self, page: bytes) -> str:
+        """Why what a checkpoint says of its state cannot be loaded; empty: it can."""
+        ...
+
+    def adopt(self, page: bytes) -> Collection[int]:
+        """Takes the state where it lies; the subgroups for which that could be done."""
+        ...
+
+    def read(
+        self, page: bytes, adopted: Collection[int]
+    ) -> AbstractContextManager[Mapping[tuple[Any, ...], torch.Tensor]]:
+        """The tensors of the subgroups that were not adopted, by their path in their file; inside,
+        to be copied from. Raises at the end if they were written over meanwhile.
+        """
+        ...
+
+
 class LiveState:
     """Host tensors that stay unchanged from the end of an update to the next one.
 
     The executor registers and calls `before_update` from its worker threads; the checkpoint engine
     reads the registry from the training thread and attaches a running persist. It holds references
     to the tensors, so their memory outlives a running checkpoint.
+
+    Attributes:
+        stored: what lives on storage, if anything does.
     """
 
     def __init__(self) -> None:
@@ -34,6 +104,7 @@ class LiveState:
         self._starts: list[int] = []  # sorted addresses
         self._ranges: list[tuple[int, int, int]] = []  # (start, end, subgroup), same order
         self._persist: Persist | None = None
+        self.stored: StoredState | None = None
 
     def register(self, subgroup: int, tensors: Sequence[torch.Tensor]) -> None:
         """Replaces what is known of a subgroup (fp32 master and both moments, flat)."""
@@ -75,6 +146,17 @@ class LiveState:
                 position += result[-1][1]
                 at += 1
         return result
+
+    def stored_at(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        """Subgroup and number of a tensor whose bytes lie on storage; None: they do not."""
+        if self.stored is None or tensor.device.type != "cpu" or not tensor.numel():
+            return None
+        runs = self.runs(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+        if not runs or len(runs) > 1 or runs[0][0] not in self.stored.subgroups():
+            return None
+        held = self._tensors[runs[0][0]]
+        addresses = [t.data_ptr() for t in held]
+        return runs[0][0], addresses.index(tensor.data_ptr())
 
     @property
     def turns(self) -> list[int]:

@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -98,6 +99,7 @@ class Executor:
         self._current: list[Completion | None] = [None] * len(template)
         self._jobs: list[SubgroupJob] = []
         self._steps = 0
+        self._version = 0  # of what the latest launch writes to storage
         self._ended = 0  # of the latest step's ops, in order: seen to have ended
         self._stale = set[int]()  # subgroups whose state was written behind the prefetch
         self._stale_lock = threading.Lock()
@@ -114,7 +116,6 @@ class Executor:
             OpKind.STATE_D2H: self._state_d2h,
             OpKind.UPDATE_HOST: self._update_host,
             OpKind.STATE_READ: self._state_read,
-            OpKind.STATE_WRITE: self._state_write,
             OpKind.PARAMETER_H2D: self._parameter_h2d,
             OpKind.PARAMETER_D2H: self._parameter_d2h,
         }
@@ -161,6 +162,7 @@ class Executor:
         ``iteration`` is the training loop's number, for the measured timeline.
         """
         self._jobs = jobs
+        self._version = self.store.tick() if self.store is not None and self._reads else 0
         barrier = Completion.done(self.device.current_event())
         begun = [*self._fetches, *self.gradients.take_parts()]
         record = StepRecord(iteration, self.device.mark(barrier.event), begun)
@@ -194,7 +196,7 @@ class Executor:
         waits += [self._previous[i] for i in item.before]
         completion = Completion(op.label)
         self._current[position] = completion
-        body = self._bodies[op.kind]
+        body = self._bodies.get(op.kind) or partial(self._state_write, self._version)
         number, jobs = self._steps, self._jobs
         job = jobs[op.subgroup] if item.needs_gradient else None
         lane = self.lanes[op.lane]
@@ -238,11 +240,13 @@ class Executor:
         assert self.store is not None
         self.store.read(subgroup, self._host_slot(subgroup, number))
 
-    def _state_write(self, subgroup: int, number: int, job: SubgroupJob | None) -> None:
+    def _state_write(
+        self, version: int, subgroup: int, number: int, job: SubgroupJob | None
+    ) -> None:
         del job
         self._ask_gate(subgroup)  # readers see the new state from the write's end on
         assert self.store is not None
-        self.store.write(subgroup, self._host_slot(subgroup, number))
+        self.store.write(subgroup, self._host_slot(subgroup, number), version)
 
     def _state_h2d(self, subgroup: int, number: int, job: SubgroupJob | None) -> None:
         del job
@@ -415,6 +419,15 @@ class Executor:
         for subgroup in subgroups:
             if self.store is not None and subgroup in self._reads:
                 self.store.write(subgroup, self.states[subgroup].state)
+        self._outdate(subgroups)
+
+    def state_loaded(self) -> None:
+        """`state_written` of all subgroups, but for those whose state was adopted on storage."""
+        adopted = set() if self.store is None else self.store.take_adopted()
+        self.state_written(state.index for state in self.states if state.index not in adopted)
+        self._outdate(adopted)
+
+    def _outdate(self, subgroups: Iterable[int]) -> None:
         with self._stale_lock:
             self._stale.update(subgroups)
 

@@ -21,6 +21,7 @@ from runtime.hardware.launcher import local_ranks
 from runtime.kernels.rule import UpdateRule
 from runtime.kernels.step import UpdateStep
 from runtime.storage.store import ExtentStore
+from runtime.storage.training import StoredSteps
 from simulator.plan import ParameterHome, Placement, Plan, PlanError
 from simulator.schedules.gathers import Gathered
 from simulator.timeline import Timeline
@@ -234,6 +235,14 @@ class Session:
             if left.data_ptr() != kept.data_ptr():
                 self.device.host_release(left)
         return state
+
+    def stored_steps(self) -> StoredSteps:
+        """What a checkpoint commits where it lies."""
+        return StoredSteps(lambda: self._store, lambda: frozenset(self._on_storage()))
+
+    def _on_storage(self) -> Iterable[int]:
+        states = self.executor.states
+        return (s.index for s in states if RECIPES[s.placement].state == "storage")
 
     # -- a step ------------------------------------------------------------------------------
 

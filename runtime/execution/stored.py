@@ -11,8 +11,9 @@ import torch
 from runtime.execution.subgroup_state import StagingSlot
 from runtime.storage.folder import Drive
 from runtime.storage.store import ExtentStore
+from runtime.storage.training import stands
 from runtime.storage.view import page_aligned
-from simulator.plan import Plan, PlanError
+from simulator.plan import CheckpointPlan, Plan, PlanError
 from simulator.update.footprint import slot_elements
 from simulator.update.optimizer import FP32_BYTES
 from simulator.update.recipes import RECIPES
@@ -35,16 +36,31 @@ def open_store(plan: Plan, stored: Mapping[int, int], tensors: int) -> ExtentSto
 
     Raises:
         StorageError: a folder is another run's, or has no room.
+        PlanError: checkpoints are to be drained to another folder.
     """
     if not stored:
         return None
     assert plan.drives  # `check_plan` has seen to it
+    if plan.checkpoint.drain_dir is not None:
+        raise PlanError(
+            "checkpoint.drain_dir must not be set where state is stored, whose checkpoints lie "
+            f"beside it and have no second place, but got {plan.checkpoint.drain_dir!r}: remove "
+            "it, and copy with `tune checkpoint export`"
+        )
     sizes = {subgroup: [FP32_BYTES * n] * tensors for subgroup, n in stored.items()}
     drives = [Drive(Path(folder), weight) for folder, weight in plan.drives.items()]
     return ExtentStore.open(
         drives, sizes, rank=int(os.environ.get("RANK") or 0),
-        world_size=int(os.environ.get("WORLD_SIZE") or 1),
+        world_size=int(os.environ.get("WORLD_SIZE") or 1), keep=kept_steps(plan.checkpoint),
+        stands=stands,
     )  # fmt: skip
+
+
+def kept_steps(checkpoint: CheckpointPlan) -> int:
+    """Whose stored state stays: at least one, since a step is written over no other that is
+    committed.
+    """
+    return max(1, checkpoint.keep)
 
 
 def check_store(plan: Plan, store_holds: Mapping[int, int] | None, sizes: tuple[int, ...]) -> None:

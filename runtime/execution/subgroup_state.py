@@ -95,8 +95,22 @@ class StateStore(Protocol):
         """Blocks until the state is there."""
         ...
 
-    def write(self, subgroup: int, source: Sequence[torch.Tensor]) -> None:
-        """Writes new state beside the last one's, and shows it from then on; blocks."""
+    def tick(self) -> int:
+        """The version of the update that is launched now, which writes every subgroup."""
+        ...
+
+    def write(
+        self, subgroup: int, source: Sequence[torch.Tensor], version: int | None = None
+    ) -> None:
+        """Writes new state beside the last one's, and shows it from then on; blocks.
+
+        Args:
+            version: None: of this subgroup alone.
+        """
+        ...
+
+    def take_adopted(self) -> set[int]:
+        """The subgroups whose state a load has just taken as it lies."""
         ...
 
 

@@ -31,8 +31,9 @@ class Drive:
     weight: float = 1.0
 
 
-# The named points of a commit in their order, for crash tests; committed at "manifest_renamed".
-POINTS = ("extents_synced", "manifest_written", "manifest_renamed", "committed")
+# The named points of a commit in their order, for crash tests; committed at "steps_renamed".
+POINTS = ("extents_synced", "steps_written", "steps_renamed", "steps_committed")
+EXTENTS, STORE, STEPS = "extents", "store.json", "steps.json"  # a rank's files
 
 
 class Folders:
@@ -43,7 +44,8 @@ class Folders:
     """
 
     def __init__(self, drives: Sequence[Drive], rank: int, files: Files) -> None:
-        self._drives, self._rank, self._files = drives, rank, files
+        self._drives, self.rank, self._files = drives, rank, files
+        self.directories = [drive.directory for drive in drives]
         self._locks: list[int] = []
         try:
             for drive in drives:
@@ -60,14 +62,14 @@ class Folders:
             self._files.fsync_folder(parent)
 
     def _path(self, drive: Drive, kind: str) -> Path:
-        return drive.directory / f"rank_{self._rank:05d}.{kind}"
+        return file_of(drive.directory, self.rank, kind)
 
     def extents(self, drive: Drive) -> Path:
-        return self._path(drive, "extents")
+        return self._path(drive, EXTENTS)
 
     @property
     def _steps(self) -> Path:
-        return self._path(self._drives[0], "steps.json")
+        return self._path(self._drives[0], STEPS)
 
     def claim(self, wanted: StorePage) -> tuple[str, list[StepRecord]]:
         """The nonce and the steps of the store that is there; a new one's where there is none, or
@@ -76,7 +78,7 @@ class Folders:
         Raises:
             StorageError: it holds steps, but is not what is wanted; its pages cannot be read.
         """
-        pages = [self._read(self._path(d, "store.json"), StorePage) for d in self._drives]
+        pages = [self._read(self._path(d, STORE), StorePage) for d in self._drives]
         self._check_order(pages)
         steps = self._read(self._steps, StepsPage)
         if steps is None or not steps.steps:
@@ -103,7 +105,7 @@ class Folders:
         nonce = uuid.uuid4().hex
         for number, drive in enumerate(self._drives):
             page = wanted.model_copy(update={"nonce": nonce, "drive": number})
-            self._files.write_durably(self._path(drive, "store.json"), dump(page))
+            self._files.write_durably(self._path(drive, STORE), dump(page))
         return nonce
 
     def _check_world(self, wanted: StorePage) -> None:
@@ -123,30 +125,44 @@ class Folders:
         self._files.point("extents_synced")
         page = StepsPage(nonce=nonce, steps=steps)
         try:
-            self._files.write_durably(self._steps, dump(page), "manifest")
+            self._files.write_durably(self._steps, dump(page), "steps")
         except OSError as error:
             raise StorageError(
                 f"writing {self._steps} failed: {error.strerror or error}; the steps committed "
                 "before are intact: look at the drive, then resume"
             ) from error
-        self._files.point("committed")
+        self._files.point("steps_committed")
 
     def _read(self, path: Path, kind: type[PageT]) -> PageT | None:
-        try:
-            return parse(self._files.read(path), kind, path.name)
-        except FileNotFoundError:
-            return None
-        except (OSError, ManifestError) as error:
-            raise StorageError(
-                f"{path} cannot be read: {error}; the state beside it is not touched: restore the "
-                "file, or give another directory"
-            ) from error
+        return read_page(path, kind, self._files)
 
     def close(self) -> None:
         for descriptor in self._locks:
             with contextlib.suppress(OSError):
                 self._files.close(descriptor)
         self._locks = []
+
+
+def file_of(directory: Path, rank: int, kind: str) -> Path:
+    """One of a rank's files (`EXTENTS`, `STORE`, `STEPS`)."""
+    return directory / f"rank_{rank:05d}.{kind}"
+
+
+def read_page(path: Path, kind: type[PageT], files: Files) -> PageT | None:
+    """None: there is no such file.
+
+    Raises:
+        StorageError: it cannot be read, or is damaged.
+    """
+    try:
+        return parse(files.read(path), kind, path.name)
+    except FileNotFoundError:
+        return None
+    except (OSError, ManifestError) as error:
+        raise StorageError(
+            f"{path} cannot be read: {error}; the state beside it is not touched: restore the "
+            "file, or give another directory"
+        ) from error
 
 
 def _check_same(page: StorePage | None, expected: StorePage, directory: Path) -> None:

@@ -45,7 +45,7 @@ class Layout:
     ) -> None:  # fmt: skip
         self.sizes = {subgroup: tuple(tensors) for subgroup, tensors in sizes.items()}
         self.extents = extents
-        self._block_bytes = block_bytes
+        self.block_bytes = block_bytes
         self._weights = tuple(weights)
         self._starts: dict[int, tuple[int, ...]] = {}
         ends = [0] * len(self._weights)
@@ -77,7 +77,7 @@ class Layout:
         """In the order of the row."""
         cuts, at = self.cuts(subgroup), 0
         for tensor, size_bytes in enumerate(self.sizes[subgroup]):
-            edges = {0, *range(0, size_bytes, self._block_bytes), size_bytes}
+            edges = {0, *range(0, size_bytes, self.block_bytes), size_bytes}
             edges |= {cut - at for cut in cuts if 0 < cut - at < size_bytes}
             for begin, end in pairwise(sorted(edges)):
                 drive = max(d for d, cut in enumerate(cuts[:-1]) if cut <= at + begin)

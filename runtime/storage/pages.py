@@ -27,21 +27,23 @@ class StorePage(Page):
 
 
 class ExtentRecord(Page):
-    """The extent that holds a subgroup's state, and the hash of its blocks' hashes."""
+    """The extent that holds a subgroup's state; of each tensor, the hash of its blocks' hashes."""
 
     subgroup: int
     extent: int = Field(ge=0)
-    hash: Hash
+    hashes: list[Hash]
 
 
 class StepRecord(Page):
     """A finished step.
 
     Attributes:
+        name: no other step's.
         data: what the caller wants to have beside the state, in JSON or any text of its own.
     """
 
     step: int = Field(ge=0)
+    name: str
     extents: list[ExtentRecord]
     data: str = ""
 
@@ -54,3 +56,34 @@ class StepsPage(Page):
     format: int = Field(1, ge=1)
     nonce: str
     steps: list[StepRecord]
+
+
+class TensorRecord(Page):
+    """A tensor that a checkpoint's file has no bytes of.
+
+    Attributes:
+        file, path: the file in the checkpoint, and the tensor's place in its tree.
+        index: among the subgroup's tensors.
+    """
+
+    file: str
+    path: list[str | int]
+    subgroup: int
+    index: int = Field(ge=0)
+
+
+class CheckpointPage(Page):
+    """In a checkpoint, of one rank: where the state lies that is not in its files.
+
+    Attributes:
+        store: its nonce.
+        name: of the step.
+    """
+
+    format: int = Field(1, ge=1)
+    store: str
+    name: str
+    step: int = Field(ge=0)
+    rank: int = Field(ge=0)
+    directories: list[str]
+    tensors: list[TensorRecord]

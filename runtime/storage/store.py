@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -34,43 +34,71 @@ class _Subgroup:
 
     Attributes:
         versions: of the state in each extent; None: nothing, or something half written.
+        hashes: of each extent's tensors.
         live: the extent that was written last; -1: none.
         unchecked: its hash is to be compared at the next read.
     """
 
     versions: list[int | None]
-    hashes: list[str]
+    hashes: list[list[str]]
     live: int = -1
     unchecked: bool = False
     view: View | None = field(default=None, repr=False)
+
+    def of(self, asked: _Announced) -> int | None:
+        """The extent that holds an announced version; None: it is not written yet."""
+        held = {v: e for e, v in enumerate(self.versions) if v is not None}
+        newest = max((v for v in held if v <= asked.version), default=-1)
+        return held[newest] if newest >= asked.due else None
+
+
+@dataclass(frozen=True)
+class _Announced:
+    """A version that is to be committed: of each subgroup the newest state up to it, which is not
+    older than ``due``.
+
+    Attributes:
+        subgroups: those that belong to it.
+    """
+
+    version: int
+    due: int
+    subgroups: frozenset[int]
 
 
 class ExtentStore:
     """Master and moments of one rank's stored subgroups. Made by `open`; thread-safe, but a
     subgroup is read and written by one thread at a time.
 
-    A version is what one launched update makes: all subgroups are written once for it. A write goes
-    to an extent that no committed step names, and that holds no announced version: so a committed
-    step stays until a newer one is. The first failure to write or to sync ends the store's life:
-    every later write and commit raises it.
+    A version is what one launched update makes: all subgroups are written once for it (`tick`). A
+    write goes to an extent that no committed step names, and that holds no announced version: so a
+    committed step stays until a newer one is. The first failure to write or to sync ends the
+    store's life: every later write and commit raises it.
+
+    A step is committed alone (`commit`), or as part of something larger: `prepare` makes it durable
+    beside those before it, which go only when `settle` is told what became of the larger one.
     """
 
     def __init__(
         self, folders: Folders, layout: Layout, files: Sequence[ExtentFile], nonce: str,
         steps: list[StepRecord], keep: int, depth: int, block_bytes: int, deadline_s: float,
-        *, verify_reads: bool,
+        *, verify_reads: bool, unclaimed: Sequence[int] = (),
     ) -> None:  # fmt: skip
         self._folders, self._layout, self._files = folders, layout, files
-        self._nonce, self._keep, self._deadline_s = nonce, keep, deadline_s
+        self.nonce, self._keep, self._deadline_s = nonce, keep, deadline_s
+        self.rank, self.directories = folders.rank, folders.directories
         self._verify_reads = verify_reads
         self._condition = threading.Condition()
         self._committing = threading.Lock()  # one at a time: a manifest names all kept steps
         self._subgroups = {
-            s: _Subgroup([None] * layout.extents, [""] * layout.extents) for s in layout.sizes
+            s: _Subgroup([None] * layout.extents, [[]] * layout.extents) for s in layout.sizes
         }
         self._steps = steps
-        self._passed_over = set[int]()  # steps that were not restored although they are newer
-        self._announced = set[int]()
+        self._passed_over = set[str]()  # steps that were not restored although they are newer
+        self._announced: dict[int, _Announced] = {}
+        self._clock = self._due = 0  # the latest version, and the latest of all subgroups
+        self._adopted = set[int]()  # restored, and nobody has asked for them yet
+        self._unclaimed = unclaimed  # steps that are left from an earlier run
         self._failure: BaseException | None = None
         self._progress_s = 0.0  # when something was written or committed last
         self._readers = [Workers("storage read", depth, block_bytes) for _ in files]
@@ -83,6 +111,7 @@ class ExtentStore:
         cls, drives: Sequence[Drive], sizes: Mapping[int, Sequence[int]], *, rank: int = 0,
         world_size: int = 1, keep: int = 1, depth: int = DEPTH, block_bytes: int = BLOCK_BYTES,
         verify_reads: bool = False, deadline_s: float = DEADLINE_S, files: Files | None = None,
+        stands: Callable[[StepRecord], bool] = lambda _: True,
     ) -> ExtentStore:  # fmt: skip
         """Reserves the space, or finds what an earlier run has left there.
 
@@ -93,6 +122,8 @@ class ExtentStore:
             block_bytes: moved and hashed at once, a multiple of 4096.
             verify_reads: every read is compared with the hash that was taken while writing.
             deadline_s: without a block that arrives, a drive counts as hanging.
+            stands: whether what a step was prepared for is there: a kill may have come between
+                `prepare` and `settle`, or somebody has deleted it.
 
         Raises:
             StorageError: space is missing, another run has the directories, or they hold steps of
@@ -110,6 +141,9 @@ class ExtentStore:
                 folders = Folders(drives, rank, files)
                 undo.callback(folders.close)
                 nonce, steps = folders.claim(wanted)
+                if len(steps) > keep:  # killed between `prepare` and `settle`
+                    steps = ([s for s in steps if stands(s)] or steps[1:])[:keep]
+                    folders.commit(nonce, steps)
                 opened = [
                     ExtentFile(folders.extents(drive), size_bytes, files)
                     for drive, size_bytes in zip(drives, layout.file_bytes, strict=True)
@@ -128,7 +162,7 @@ class ExtentStore:
             undo.pop_all()
         return cls(
             folders, layout, opened, nonce, steps, keep, depth, block_bytes, deadline_s,
-            verify_reads=verify_reads,
+            verify_reads=verify_reads, unclaimed=[s.step for s in steps if stands(s)],
         )  # fmt: skip
 
     # -- reading and writing, on the lanes' threads
@@ -169,7 +203,7 @@ class ExtentStore:
                 f"subgroup {subgroup} must have been written before it is read, but was not"
             )
         hashes = self._move(subgroup, extent, into, self._readers, partial(self._read_block, check))
-        if check and _together(hashes) != held.hashes[extent]:
+        if check and hashes != held.hashes[extent]:
             raise DamagedError(
                 f"the state of subgroup {subgroup} in {self._where()} is not what was written "
                 "there: a block is torn, or bits have flipped. Resume from an earlier step or "
@@ -185,7 +219,7 @@ class ExtentStore:
         """Writes a subgroup's state to a free extent; blocks. From then on it is the live one.
 
         Args:
-            version: of the state; None: one more than before.
+            version: of the state, a `tick`; None: a new one of this subgroup alone.
 
         Raises:
             StorageError: the drive said no, or nothing for ``deadline_s``; or no extent became
@@ -193,9 +227,8 @@ class ExtentStore:
         """
         with self._condition:
             held = self._subgroups[subgroup]
-            before = held.live
-            if version is None:
-                version = (held.versions[before] or 0) + 1 if before >= 0 else 0
+            self._clock = max(self._clock, version or 0) + (version is None)
+            version = self._clock if version is None else version
             extent = self._free_extent(subgroup)
             held.versions[extent] = None
         own = held.view is not None and source[0].data_ptr() == held.view.tensors[0].data_ptr()
@@ -209,7 +242,7 @@ class ExtentStore:
             self._fail(error)
             raise
         with self._condition:
-            held.versions[extent], held.hashes[extent] = version, _together(hashes)
+            held.versions[extent], held.hashes[extent] = version, hashes
             held.live, held.unchecked = extent, False
             self.written_bytes += sum(map(padded, self._layout.sizes[subgroup]))
             self._notify()
@@ -223,10 +256,8 @@ class ExtentStore:
                 for record in step.extents
                 if record.subgroup == subgroup
             }
-            free = [
-                extent for extent, version in enumerate(held.versions)
-                if extent not in kept and version not in self._announced
-            ]  # fmt: skip
+            kept |= {e for one in self._announced.values() if (e := held.of(one)) is not None}
+            free = [extent for extent in range(self._layout.extents) if extent not in kept]
             if free:
                 return next((extent for extent in free if extent != held.live), free[0])
             self._wait(
@@ -248,7 +279,7 @@ class ExtentStore:
         self, subgroup: int, extent: int, tensors: Sequence[torch.Tensor],
         workers: Sequence[Workers], job: partial[str],
     ) -> list[str]:  # fmt: skip
-        """All blocks of one extent, by all drives at once; returns their hashes."""
+        """All blocks of one extent, by all drives at once; returns the tensors' hashes."""
         sizes = tuple(t.numel() * t.element_size() for t in tensors)
         if sizes != self._layout.sizes[subgroup]:
             raise StorageError(
@@ -268,7 +299,7 @@ class ExtentStore:
         for number, block in enumerate(blocks):
             workers[block.drive].submit(transfer, partial(one, number, block))
         transfer.wait(f"subgroup {subgroup} in {self._where()}", self._deadline_s)
-        return hashes
+        return hashes_of_tensors(blocks, hashes)
 
     def _write_block(
         self, copies: bool, block: Block, address: int, start: int, bounce: Bounce
@@ -298,17 +329,44 @@ class ExtentStore:
 
     # -- committing
 
-    def announce(self, version: int) -> None:
-        """From now on the version's extents stay, until `commit` or `abandon`. Called before the
-        next update is launched; never blocks.
+    def tick(self) -> int:
+        """The version of the update that is launched now, which writes every subgroup.
+
+        Raises:
+            StorageError: the directories hold steps that nobody has restored, and that would go.
         """
         with self._condition:
-            self._announced.add(version)
+            if self._unclaimed:
+                raise StorageError(
+                    f"{self._where()} holds the state of checkpoints (steps {self._unclaimed}) "
+                    "that this run has not resumed from and would write over: load one of them, export "
+                    "them (`tune checkpoint export`) and delete them, or give another directory"
+                )
+            self._due = self._clock = self._clock + 1
+            return self._clock
+
+    def announce(self, version: int | None = None, subgroups: Collection[int] = ()) -> int:
+        """From now on the version's extents stay, until `commit`, `settle` or `abandon`. Called
+        before the next update is launched; never blocks.
+
+        Args:
+            version: None: of all that was launched so far.
+            subgroups: those that belong to it; none: all.
+
+        Returns:
+            The version.
+        """
+        with self._condition:
+            due = self._due if version is None else version
+            version = self._clock if version is None else version
+            named = frozenset(subgroups or self._subgroups)
+            self._announced[version] = _Announced(version, due, named)
+            return version
 
     def abandon(self, version: int) -> None:
         """Gives up what was announced."""
         with self._condition:
-            self._announced.discard(version)
+            self._announced.pop(version, None)
             self._notify()
 
     def commit(self, version: int, step: int, data: str = "") -> StepRecord:
@@ -324,40 +382,84 @@ class ExtentStore:
             StorageError: a write or a sync failed; the steps before are intact.
         """
         with self._committing:
-            before = [s for s in self._steps if s.step not in self._passed_over]
+            before = self._not_passed_over()
             if before and step <= before[0].step:
                 raise StorageError(f"steps must count up, but got {step} after {before[0].step}")
-            try:
-                record = StepRecord(step=step, extents=self._written(version), data=data)
-                for file in self._files:
-                    file.sync()
-                steps = [record, *before][: self._keep]
-                self._folders.commit(self._nonce, steps)
-            except BaseException as error:
-                self._fail(error)
-                raise
-            with self._condition:
-                self._steps = steps
-                self._passed_over = set()
-                self._announced.discard(version)
-                self._notify()
+            record = self._make_durable(version, step, str(step), data)
+            self._name([record, *before][: self._keep], version)
+            self._passed_over = set()
             return record
+
+    def prepare(self, version: int, step: int, name: str, data: str = "") -> StepRecord:
+        """As `commit`, but all steps before stay too, until `settle`.
+
+        Args:
+            name: under which it can be restored; another for each.
+        """
+        with self._committing:
+            record = self._make_durable(version, step, name, data)
+            self._name([record, *self._steps], version)
+            return record
+
+    def settle(self, name: str, *, committed: bool) -> None:
+        """What `prepare` made durable was committed, and the oldest go; or it goes itself. When
+        this returns no power loss brings back what went: only then is it written over.
+
+        Raises:
+            StorageError: the manifest could not be written.
+        """
+        with self._committing:
+            if committed:
+                self._name(self._not_passed_over()[: self._keep])
+                self._passed_over = set()
+            else:
+                self._name([s for s in self._steps if s.name != name])
+
+    def _not_passed_over(self) -> list[StepRecord]:
+        return [s for s in self._steps if s.name not in self._passed_over]
+
+    def _make_durable(self, version: int, step: int, name: str, data: str) -> StepRecord:
+        """The version's extents; no manifest names them yet."""
+        try:
+            extents = self._written(version)
+            for file in self._files:
+                file.sync()
+        except BaseException as error:
+            self._fail(error)
+            raise
+        return StepRecord(step=step, name=name, extents=extents, data=data)
+
+    def _name(self, steps: list[StepRecord], version: int | None = None) -> None:
+        """These are there from now on, durably; the version needs to be kept no more for itself."""
+        try:
+            self._folders.commit(self.nonce, steps)
+        except BaseException as error:
+            self._fail(error)
+            raise
+        with self._condition:
+            self._steps = steps
+            if version is not None:
+                self._announced.pop(version, None)
+            self._notify()
 
     def _written(self, version: int) -> list[ExtentRecord]:
         """Which extents hold the version, once all do."""
         with self._condition:
-            if version not in self._announced:
+            asked = self._announced.get(version)
+            if asked is None:
                 raise StorageError(
                     f"a version must be announced before it is committed, but {version} was not"
                 )
-            begin = time.monotonic()
-            while late := [s for s, h in self._subgroups.items() if version not in h.versions]:
+            begin, held = time.monotonic(), self._subgroups
+            while late := [s for s in sorted(asked.subgroups) if held[s].of(asked) is None]:
                 self._wait(
                     begin, f"version {version} must be written", f"subgroups {late[:5]} are not"
                 )
+            found = [(s, held[s].of(asked)) for s in sorted(asked.subgroups)]
             return [
-                ExtentRecord(subgroup=s, extent=(e := h.versions.index(version)), hash=h.hashes[e])
-                for s, h in self._subgroups.items()
+                ExtentRecord(subgroup=s, extent=e, hashes=held[s].hashes[e])
+                for s, e in found
+                if e is not None
             ]
 
     @property
@@ -366,33 +468,41 @@ class ExtentStore:
         with self._condition:
             return list(self._steps)
 
-    def restore(self, step: int | None = None) -> StepRecord:
+    def restore(self, step: int | None = None, name: str = "") -> StepRecord:
         """Takes a committed step's extents as they lie, as version 0; nothing is read yet. The
         first read of each subgroup is compared with its hash.
 
         Args:
-            step: None: the newest.
+            step, name: None and empty: the newest.
 
         Raises:
             StorageError: there is no such step.
         """
         with self._condition:
-            found = [s for s in self._steps if step is None or s.step == step]
+            found = [s for s in self._steps if (s.name == name if name else step in (None, s.step))]
             if not found:
                 raise StorageError(
                     f"the step to restore must be one of {[s.step for s in self._steps]}, which "
-                    f"{self._where()} holds, but got {step}"
+                    f"{self._where()} holds, but got {name or step}"
                 )
             record = found[0]
-            self._passed_over = {s.step for s in self._steps if s.step > record.step}
+            self._passed_over = {s.name for s in self._steps[: self._steps.index(record)]}
+            self._due, self._unclaimed = 0, ()
             for one in record.extents:
                 held = self._subgroups[one.subgroup]
                 held.versions = [None] * self._layout.extents
-                held.versions[one.extent], held.hashes[one.extent] = 0, one.hash
+                held.versions[one.extent], held.hashes[one.extent] = 0, one.hashes
                 held.live, held.unchecked = one.extent, True
+                self._adopted.add(one.subgroup)
                 if held.view is not None:
                     held.view.show(one.extent, self._files)
             return record
+
+    def take_adopted(self) -> set[int]:
+        """The subgroups that were restored since this was asked last: nobody need write them."""
+        with self._condition:
+            taken, self._adopted = self._adopted, set()
+            return taken
 
     # -- all
 
@@ -423,8 +533,12 @@ class ExtentStore:
         self._folders.close()
 
 
-def _together(hashes: Sequence[str]) -> str:
-    return block_hash("".join(hashes).encode())
+def hashes_of_tensors(blocks: Sequence[Block], hashes: Sequence[str]) -> list[str]:
+    """Of each tensor: the hash of its blocks' hashes, in their order."""
+    parts: dict[int, list[str]] = {}
+    for block, hashed in zip(blocks, hashes, strict=True):
+        parts.setdefault(block.tensor, []).append(hashed)
+    return [block_hash("".join(part).encode()) for part in parts.values()]
 
 
 def _straight(block: Block, address: int) -> bool:

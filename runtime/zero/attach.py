@@ -188,6 +188,8 @@ def attach(
     if isinstance(plan, str) and plan == "auto":
         return _attach_automatically(engine, device, machine, checkpoint, overlap_forward)
     plan = load_plan(plan)
+    if checkpoint is not None:
+        plan = plan.model_copy(update={"checkpoint": checkpoint})
     private.check_version()
     rule = check_engine(engine)
     optimizer = engine.optimizer
@@ -200,7 +202,7 @@ def attach(
     if not isinstance(device, Device):
         device = choose_device(device, on_cuda=private.on_cuda())
     session = _take_over(engine, plan, device, rule, overlap_forward)
-    _checkpointing(engine, session, checkpoint or plan.checkpoint)
+    _checkpointing(engine, session, plan.checkpoint)
     call_after_step(engine, session)
     warn_of_mismatch(session, optimizer.gradient_accumulation_dtype.itemsize, machine)
     if machine is not None and workload is not None:
@@ -346,6 +348,7 @@ def _checkpointing(engine: Any, session: Session, checkpoint: CheckpointPlan) ->
         return
     live = LiveState()
     live.register_all({i: session.engine.saved_state(i) for i in session.plan.issue_order})
+    live.stored = session.stored_steps()
     session.executor.gate = live
     lazy = install(
         engine, checkpoint, live, after_step=session.after_step,

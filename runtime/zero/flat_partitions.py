@@ -85,7 +85,7 @@ class FlatPartitions:
         for subgroup, shadow in self.shadows.items():
             for to, source in zip(session.executor.states[subgroup].state, shadow, strict=True):
                 to.copy_(source)
-        session.executor.state_written(range(len(session.executor.states)))
+        session.executor.state_loaded()
 
 
 def _adopt(

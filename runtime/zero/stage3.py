@@ -275,7 +275,7 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         for master, home in zip(self._masters(), executor.states, strict=True):
             moments = dict(zip(self._rule.moments, home.moments, strict=True))
             bring_home(self.optimizer, master, moments)
-        executor.state_written(range(len(executor.states)))
+        executor.state_loaded()
         self.resume_rule()
 
     # -- what the session asks ---------------------------------------------------------------

@@ -4,7 +4,8 @@ Each trial: a real training run (one or two ranks) that saves after every step i
 point of the commit protocol or at a random moment; then what is on disk is verified, the run
 resumes from it, and every later step is compared, bit by bit, with the uninterrupted run. A third
 of the runs are DeepSpeed's own updates, the others train under a plan with parameters in host
-memory, or some of them there: killed with one of these homes, resumed with another.
+memory, or some of them there: killed with one of these homes, resumed with another; or with a part
+of the state on storage, whose steps are committed there.
 
     python -m studies.checkpoint_crash --kills 200 --json studies/results/checkpoint/crash.json
 """
@@ -19,7 +20,7 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -29,14 +30,20 @@ from rich.console import Console
 from rich.table import Table
 
 from runtime.checkpoint.deepspeed.restore import newest_valid
-from runtime.checkpoint.files import POINTS, RARE_POINTS
+from runtime.checkpoint.files import POINTS, RARE_POINTS, STORED_POINTS
+from runtime.checkpoint.format.manifest import parse, stored_name
 from runtime.checkpoint.protocol.inspect import list_checkpoints, verify
 from runtime.hardware.launcher import free_port, remove_shared_buffers
+from runtime.storage.errors import StorageError
+from runtime.storage.folder import POINTS as STEP_POINTS
+from runtime.storage.pages import CheckpointPage
+from runtime.storage.reader import StepReader
 from studies.bench.console import kill_parser
 from studies.bench.rank import become_only_rank
 from studies.bench.record import write_record
 from studies.checkpoints.run import (
     STEPS,
+    STORED,
     Kill,
     Run,
     as_dict,
@@ -77,18 +84,20 @@ class Trial:
         return self.fired and not (self.lost or self.torn or self.differing)
 
 
-RESUMED_WITH = {"": "", "host": "mixed", "mixed": "host"}  # parameter homes
-TRAINED = tuple(RESUMED_WITH)  # in turn, a kill of one rank and one of two each
+RESUMED_WITH = {"": "", "host": "mixed", "mixed": "host", STORED: STORED}  # parameter homes
+# In turn, a kill of one rank and one of two each; those on storage have more points.
+TRAINED = (*RESUMED_WITH, STORED)
 
 
-def kills(seed: int) -> Iterator[tuple[Kill, int, str]]:
+def kills(seed: int, trained: Sequence[str] = TRAINED) -> Iterator[tuple[Kill, int, str]]:
     """Kill, world size and parameter homes (`Run.homes`), without end: every named point in turn,
     random moments in between.
     """
-    rng = random.Random(seed)
-    points, number = [*POINTS, *RARE_POINTS], 0
+    rng, number = random.Random(seed), 0
     while True:
-        world_size, homes = 1 + number % 2, TRAINED[number // 2 % len(TRAINED)]
+        world_size, homes = 1 + number % 2, trained[number // 2 % len(trained)]
+        stored = (*STORED_POINTS, *STEP_POINTS) if homes == STORED else ()
+        points = [*stored, *POINTS, *RARE_POINTS]
         if number % 4 == 3:
             yield Kill(delay_s=rng.random(), rank=rng.randrange(world_size)), world_size, homes
         else:
@@ -199,6 +208,7 @@ def _check_disk(trial: Trial, folder: Path) -> None:
     for entry in list_checkpoints(folder):
         if entry.status != "committed" or verify(folder, entry.tag):
             trial.torn.append(f"{entry.tag}: {entry.status} {verify(folder, entry.tag)[:1]}")
+        trial.torn.extend(_not_stored(folder / entry.tag))
     unsealed = {p.name for p in folder.glob("*") if p.is_dir() and not p.name.startswith(".")}
     unsealed -= {entry.tag for entry in list_checkpoints(folder)}
     trial.torn.extend(f"{tag}: visible without a manifest" for tag in sorted(unsealed))
@@ -209,6 +219,19 @@ def _check_disk(trial: Trial, folder: Path) -> None:
     latest = folder / "latest"
     if latest.exists() and not (folder / latest.read_text()).is_dir():
         trial.lost.append(f"latest names {latest.read_text()!r}, which is not there")
+
+
+def _not_stored(checkpoint: Path) -> Iterator[str]:
+    """What of a checkpoint's state on storage is not there, to the bit."""
+    rank = 0
+    while (path := checkpoint / stored_name(rank)).exists():
+        try:
+            reader = StepReader(parse(path.read_bytes(), CheckpointPage, path.name))
+            reader.verify()
+            reader.close()
+        except StorageError as error:
+            yield f"{checkpoint.name}: {error}"
+        rank += 1
 
 
 def _compare(trial: Trial, run: Run, rank: int, truth: Reference) -> None:
@@ -227,12 +250,15 @@ def _tail(run: Run, rank: int) -> str:
     return note.read_text()[-600:] if note.exists() else "no log"
 
 
-def campaign(count: int, seed: int, limit_s: float, scratch: Path, console: Console) -> list[Trial]:
+def campaign(
+    count: int, seed: int, limit_s: float, scratch: Path, console: Console,
+    trained: Sequence[str] = TRAINED,
+) -> list[Trial]:  # fmt: skip
     """The trials, one after the other; none starts after ``limit_s``."""
     begin = time.monotonic()
     truth_of = functools.cache(functools.partial(reference, scratch=scratch))
     trials = []
-    for number, (kill, world_size, homes) in enumerate(islice(kills(seed), count)):
+    for number, (kill, world_size, homes) in enumerate(islice(kills(seed, trained), count)):
         if time.monotonic() - begin > limit_s:
             break
         truth, length_s = truth_of(world_size, bool(homes))
@@ -298,13 +324,17 @@ def show(found: dict[str, Any], console: Console) -> None:
 def main(arguments: list[str] | None = None) -> int:
     parser = kill_parser("checkpoint_crash", __doc__, 200)
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="starts no more then")
+    parser.add_argument(
+        "--homes", choices=tuple(RESUMED_WITH), help="of the parameters, in every run"
+    )
     options = parser.parse_args(arguments)
     console = Console()
     become_only_rank()
     warm_up()
     begin = time.monotonic()
     scratch = Path(tempfile.mkdtemp(prefix="ebbtide-crash-"))
-    trials = campaign(options.kills, options.seed, options.limit_s, scratch, console)
+    trained = TRAINED if options.homes is None else (options.homes,)
+    trials = campaign(options.kills, options.seed, options.limit_s, scratch, console, trained)
     result = figures(trials, time.monotonic() - begin)
     show(result, console)
     if options.json:

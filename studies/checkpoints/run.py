@@ -29,11 +29,12 @@ from simulator.plan import ParameterHome, Placement
 from simulator.update.recipes import RECIPES
 
 STEPS = 8
+STORED = "stored"
 BUDGET_BYTES = 8 * 65536  # part of the state only, so that updates also wait for the disk
 BLOCK_BYTES = 65536
 SUBGROUP = 20_000
 HOMES: Mapping[str, tuple[ParameterHome, ...]] = {  # in turn over the subgroups
-    "host": ("host",), "mixed": ("device", "host"), "device": ("device",),
+    "host": ("host",), "mixed": ("device", "host"), "device": ("device",), STORED: ("device",),
 }  # fmt: skip
 WRITE_BYTES_PER_S = 30e6  # a checkpoint takes about two steps
 
@@ -86,7 +87,8 @@ class Run:
         folder: of the checkpoints; logs and notes go beside it.
         number: of the run in its folder: 0 is killed, 1 resumes.
         homes: of the parameters, one of `HOMES`: under a plan whose updates overlap the next
-            forward; empty: DeepSpeed's own updates.
+            forward; `STORED`: a part of the state lies on storage, too; empty: DeepSpeed's own
+            updates.
     """
 
     folder: Path
@@ -96,6 +98,10 @@ class Run:
     kill: Kill = Kill()
     steps: int = STEPS
     homes: str = ""
+
+    @property
+    def stored_in(self) -> Path:
+        return self.folder.parent / "stored"
 
     def note(self, kind: str, rank: int) -> Path:
         return self.folder.parent / f"{kind}_{self.number}_{rank}"
@@ -207,7 +213,7 @@ def _engine(run: Run, rank: int) -> tuple[Any, Any]:
     files = KillingFiles(run.kill, rank, run.note("reached", rank))
     options: dict[str, Any] = {"files": files, "block_bytes": BLOCK_BYTES}
     if run.homes:
-        return _planned_engine(model, plan, run.homes, options)
+        return _planned_engine(model, plan, run, options)
     # torch's Adam: DeepSpeed's own rounds powers of beta differently after a resume.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     config = {**ds_config(2, SUBGROUP), "zero_force_ds_cpu_optimizer": False}
@@ -217,30 +223,37 @@ def _engine(run: Run, rank: int) -> tuple[Any, Any]:
 
 
 def _planned_engine(
-    model: Any, checkpoint: CheckpointPlan, homes: str, options: dict[str, Any]
+    model: Any, checkpoint: CheckpointPlan, run: Run, options: dict[str, Any]
 ) -> tuple[Any, Any]:
     """Under a plan with every placement, on the emulated device."""
     import deepspeed
 
     import runtime.checkpoint
+    import runtime.storage.store
     from studies.bench.byte_gpt import ds_config
 
     # This process is this run: whoever installs the checkpoint engine does so with these options.
     runtime.checkpoint.install = partial(runtime.checkpoint.install, **options)  # type: ignore[assignment]
-    config = ds_config(2, SUBGROUP, offload_param={"device": "cpu"})
+    runtime.storage.store.Files = lambda: options["files"]  # type: ignore[assignment, misc]
+    offload = {} if run.homes == STORED else {"offload_param": {"device": "cpu"}}
+    config = ds_config(2, SUBGROUP, **offload)
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=config
     )
     count = len(engine.optimizer.fp16_groups)
-    runtime.attach(engine, _plan(count, HOMES[homes]), device="emulated", checkpoint=checkpoint)
+    plan = _plan(count, HOMES[run.homes], run.stored_in if run.homes == STORED else None)
+    runtime.attach(engine, plan, device="emulated", checkpoint=checkpoint)
     return engine, engine.checkpoint_engine
 
 
-def _plan(count: int, homes: Sequence[ParameterHome]) -> Plan:
-    in_memory = [p for p in get_args(Placement) if RECIPES[p].state != "storage"]
-    placements = list(islice(cycle(in_memory), count))
+def _plan(count: int, homes: Sequence[ParameterHome], storage: Path | None) -> Plan:
+    used = [p for p in get_args(Placement) if storage or RECIPES[p].state != "storage"]
+    if storage:  # first of all: each of two ranks has three subgroups
+        used.reverse()
+    placements = list(islice(cycle(used), count))
     return Plan(
         subgroup_size=SUBGROUP, placement=Plan.runs(placements), staging_slots=2, prefetch=1,
+        storage_dir=None if storage is None else str(storage),
         parameter_home=Plan.home_runs(list(islice(cycle(homes), count))),
     )  # fmt: skip
 

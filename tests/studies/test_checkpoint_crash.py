@@ -37,12 +37,14 @@ def test_kills(tmp_path, child_environment):
 def test_every_named_point_comes_up():
     from itertools import islice
 
-    from runtime.checkpoint.files import POINTS, RARE_POINTS
-    from studies.checkpoint_crash.command import kills
+    from runtime.checkpoint.files import POINTS, RARE_POINTS, STORED_POINTS
+    from runtime.storage.folder import POINTS as STEP_POINTS
+    from studies.checkpoint_crash.command import TRAINED, kills
 
-    planned = list(islice(kills(0), 180))
-    for homes in ("", "host", "mixed"):
+    planned = list(islice(kills(0), 400))
+    for homes in TRAINED:
+        stored = (*STORED_POINTS, *STEP_POINTS) if homes == "stored" else ()
         assert {1, 2} == {ranks for _, ranks, trained in planned if trained == homes}
         points = {kill.point for kill, _, trained in planned if trained == homes}
-        assert points == {"", *POINTS, *RARE_POINTS}
+        assert points == {"", *POINTS, *RARE_POINTS, *stored}
     assert os.name == "posix"

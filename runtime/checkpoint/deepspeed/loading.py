@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from runtime.checkpoint.deepspeed.random_state import restore_random_states
 from runtime.checkpoint.deepspeed.restore import Choice, Resumption
-from runtime.checkpoint.format.manifest import GLOBAL_NAME
+from runtime.checkpoint.format.manifest import GLOBAL_NAME, stored_name
 from runtime.checkpoint.format.safe_load import load_file, only_weights
 from runtime.checkpoint.format.tree import tensors_of
 from runtime.checkpoint.live_state import LiveState
@@ -37,6 +38,7 @@ class Loading:
         self._restores_random = restore_random
         self.into: dict[tuple[Any, ...], torch.Tensor] = {}
         self.chosen: Choice | None = None
+        resumption.stored_problem = self.stored_problem
 
     def load(
         self, original: Callable[..., Any], load_dir: str, tag: str | None,
@@ -63,10 +65,11 @@ class Loading:
         with only_weights():
             if folder is None or not (folder / GLOBAL_NAME).exists():
                 return original(str(choice.directory), tag=choice.tag, **options)
-            with being_read(folder):
+            with being_read(folder), self._stored(folder, options) as stored:
                 self.into = self._targets()
                 if options.get("custom_load_fn") is None:
                     self.into |= weights_in_place(self._engine)
+                self.into |= stored
                 try:
                     result = original(str(choice.directory), tag=choice.tag, **options)
                 finally:
@@ -74,6 +77,40 @@ class Loading:
                 if self._restores_random:
                     self._restore_random(folder)
                 return result
+
+    @contextmanager
+    def _stored(
+        self, folder: Path, options: Mapping[str, Any]
+    ) -> Iterator[Mapping[tuple[Any, ...], torch.Tensor]]:
+        """What lies on storage is taken where it lies; inside, what cannot be is read from there.
+
+        Without the optimizer's states, or without the optimizer, its masters alone are wanted.
+        """
+        page, stored = self.stored_page(folder), self._live.stored
+        if page is None or stored is None:
+            yield {}
+            return
+        whole = options.get("load_optimizer_states", True) and not options.get("load_module_only")
+        adopted = stored.adopt(page) if whole else ()
+        with stored.read(page, adopted) as tensors:
+            yield tensors
+
+    def stored_page(self, folder: Path) -> bytes | None:
+        """Of this rank; None: all of the checkpoint is in its files."""
+        path = folder / stored_name(self._rank)
+        return path.read_bytes() if path.exists() else None
+
+    def stored_problem(self, folder: Path) -> str:
+        """Why this rank cannot have its state that lies on storage; empty: it can."""
+        page = self.stored_page(folder)
+        if page is None:
+            return ""
+        if self._live.stored is None:
+            return (
+                "the state lies on storage, where an engine under a plan finds it: attach one "
+                "(runtime.initialize), or `tune checkpoint export` it"
+            )
+        return self._live.stored.problem(page)
 
     @staticmethod
     def _passes_over(path: str, options: Mapping[str, Any]) -> bool:

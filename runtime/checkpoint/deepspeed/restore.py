@@ -8,7 +8,13 @@ from pathlib import Path
 
 from runtime.checkpoint.errors import CheckpointError, ManifestError
 from runtime.checkpoint.files import Files
-from runtime.checkpoint.format.manifest import GLOBAL_NAME, RANKS_FOLDER, GlobalManifest, parse
+from runtime.checkpoint.format.manifest import (
+    GLOBAL_NAME,
+    RANKS_FOLDER,
+    GlobalManifest,
+    parse,
+    stored_name,
+)
 from runtime.checkpoint.protocol.drain import Tiers
 from runtime.checkpoint.protocol.inspect import Problem, verify
 from runtime.checkpoint.protocol.peers import Peers
@@ -109,6 +115,8 @@ class Resumption:
         self._peers = peers
         self._tiers = tiers
         self._needed: Callable[[str], bool] = lambda _: True
+        # Of a checkpoint's folder: what this rank misses of the state that lies on storage.
+        self.stored_problem: Callable[[Path], str] = lambda _: ""
 
     def choose(
         self, load_dir: Path, tag: str | None, needed: Callable[[str], bool] = lambda _: True
@@ -187,6 +195,9 @@ class Resumption:
         """Of all ranks, each having read its share."""
         share = (self._peers.rank, self._peers.world_size)
         problems = verify(directory, tag, share=share, needed=self._needed)
+        missing = self.stored_problem(directory / tag)
+        if missing:
+            problems.append(Problem(stored_name(self._peers.rank), missing))
         return self._peers.concat(problems)
 
     def _advice(self, directories: Sequence[Path]) -> str:

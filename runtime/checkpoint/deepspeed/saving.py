@@ -14,10 +14,12 @@ from runtime.checkpoint.deepspeed.random_state import random_states
 from runtime.checkpoint.errors import CheckpointError
 from runtime.checkpoint.files import Files
 from runtime.checkpoint.format.blocks import PlannedFile
+from runtime.checkpoint.format.manifest import stored_name
 from runtime.checkpoint.format.memory import Slots
 from runtime.checkpoint.format.output import Pace
-from runtime.checkpoint.format.skeleton import lay_out
-from runtime.checkpoint.live_state import LiveState
+from runtime.checkpoint.format.skeleton import lay_out, plain
+from runtime.checkpoint.format.tree import tensors_of
+from runtime.checkpoint.live_state import AnnouncedStep, LiveState, StoredTensor
 from runtime.checkpoint.protocol.commit import Attempt, Commit, Deferred
 from runtime.checkpoint.protocol.drain import Drainer, Tiers
 from runtime.checkpoint.stream.job import Job
@@ -82,6 +84,7 @@ class Save:
         self._in_place = in_place
         self._files: Files = Deferred(means.files) if in_place else means.files
         self._planned: list[PlannedFile] = []
+        self._stored: list[StoredTensor] = []
         self.commit = Commit(attempt, self._files, means.plan.deadline_s)
 
     def covers(self, path: Path) -> bool:
@@ -94,17 +97,34 @@ class Save:
         layout = lay_out(state_dict, self._means.live, stream_device=zero)
         if layout.unreadable:
             _say_unreadable(path.name, layout.unreadable)
-        self._planned.append(PlannedFile(path.relative_to(self.attempt.target), layout))
+        name = path.relative_to(self.attempt.target)
+        self._planned.append(PlannedFile(name, layout))
+        self._stored += [
+            StoredTensor(name.as_posix(), where, *found)
+            for where, tensor in tensors_of(state_dict)
+            if (found := self._means.live.stored_at(tensor)) is not None
+        ]
 
     def add_random_states(self) -> None:
         layout = lay_out(random_states(), self._means.live, stream_device=False)
         self._planned.append(PlannedFile(Path(random_file(self.attempt.rank)), layout))
+
+    def _announce(self) -> AnnouncedStep | None:
+        """What lives on storage stays as it is now; a page of the checkpoint says where it lies."""
+        attempt, stored = self.attempt, self._means.live.stored
+        if stored is None or not self._stored:
+            return None
+        step = stored.announce(attempt.target, attempt.nonce, attempt.step)
+        page = plain(step.describe(self._stored))
+        self._planned.append(PlannedFile(Path(stored_name(attempt.rank)), page))
+        return step
 
     def make_job(self, when_over: Callable[[Job], None]) -> Job:
         """The writing of all that was added, not yet started."""
         means, attempt, plan = self._means, self.attempt, self._means.plan
         for planned in self._planned:
             means.files.mkdir((attempt.staging / planned.path).parent)
+        stored = self._announce()
         writer = BlockWriter(
             attempt.staging, self._planned, self._files, means.budget, means.bounce, means.pace,
             writers=plan.writers, progress_deadline_s=plan.deadline_s, turns=means.live.turns,
@@ -115,7 +135,7 @@ class Save:
             plan.drain_keep if means.is_durable_tier(attempt.save_dir) else plan.keep,
             means.drainer.wake if means.drainer is not None else lambda: None,
             durably=means.files if self._in_place else None,
-            when_over=lambda: when_over(job),
+            when_over=lambda: when_over(job), stored=stored,
         )  # fmt: skip
         return job
 

@@ -31,6 +31,11 @@ def rank_manifest_name(rank: int) -> str:
     return f"{RANKS_FOLDER}/rank_{rank:05d}.json"
 
 
+def stored_name(rank: int) -> str:
+    """Of a rank's page of the state that lies on storage and not in the checkpoint's files."""
+    return f"{RANKS_FOLDER}/stored_{rank:05d}.json"
+
+
 def _inside(path: str) -> str:
     parts = PurePosixPath(path).parts
     if not parts or path.startswith("/") or ".." in parts or "\0" in path:

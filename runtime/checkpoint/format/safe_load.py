@@ -112,11 +112,12 @@ def _load_in_parallel(path: Path, into: dict[tuple[Any, ...], torch.Tensor], rea
 
     with FakeTensorMode():
         tree = torch.load(path, map_location="cpu", weights_only=True)
-    fakes = list(tensors_of(tree))
+    held_elsewhere = {id(t): (w, t) for w, t in tensors_of(tree) if t.device.type == "meta"}
+    fakes = [(w, t) for w, t in tensors_of(tree) if id(t) not in held_elsewhere]
     if _legacy(fakes) or _hides_tensors(path, fakes):
         return torch.load(path, map_location="cpu", weights_only=True)
     reader = _Reader(path)
-    real: dict[int, torch.Tensor] = {}
+    real = {key: _elsewhere(path, *one, into) for key, one in held_elsewhere.items()}
     for where, fake in fakes:
         if isinstance(fake, FakeTensor):
             target = into.get(where)
@@ -124,6 +125,20 @@ def _load_in_parallel(path: Path, into: dict[tuple[Any, ...], torch.Tensor], rea
             real[id(fake)] = read if read is target else of_the_kind(fake, read)
     reader.read(readers)
     return replace_tensors(tree, lambda t: real.get(id(t), t))
+
+
+def _elsewhere(
+    path: Path, where: tuple[Any, ...], shape: Any, into: dict[tuple[Any, ...], torch.Tensor]
+) -> torch.Tensor:
+    """A tensor whose bytes lie on storage."""
+    found = into.get(where)
+    if found is None or found.shape != shape.shape:
+        raise CheckpointError(
+            f"{path} must be loaded by an engine under a plan, since {where} lies on storage and "
+            "not in the file: use runtime.initialize with the plan that wrote it, or export the "
+            "checkpoint (`tune checkpoint export`)"
+        )
+    return of_the_kind(shape, found)
 
 
 def _legacy(fakes: list[tuple[tuple[Any, ...], Any]]) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import os
 import threading
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -61,7 +62,8 @@ def lay_out(state: Any, live: LiveState, *, stream_device: bool) -> Layout:
 
     Args:
         state: as given to ``torch.save``.
-        live: tensors in it are streamed, all others are copied now.
+        live: tensors in it are streamed, all others are copied now; of those that live on storage
+            the file has the shape alone.
         stream_device: device tensors change in updates only, so they are streamed too; otherwise
             they are copied now.
     """
@@ -86,6 +88,11 @@ def lay_out(state: Any, live: LiveState, *, stream_device: bool) -> Layout:
     copied = sum(e.source.size_bytes for e in holes if e.source.subgroup is None)
     extents = tuple(sorted([*holes, *frame], key=lambda e: e.offset))
     return Layout(size, extents, live_bytes, copied, refused)
+
+
+def plain(data: bytes) -> Layout:
+    """The layout of a small file of these bytes."""
+    return Layout(len(data), (Extent(0, HostBytes.of_bytes(data)),), 0, len(data))
 
 
 def _in_a_row(offset: int, sources: Iterable[Source]) -> Iterator[Extent]:
@@ -114,6 +121,8 @@ class _StandIns:
         key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if tensor.numel() == 0:
             return self._nothing(tensor)
+        if self._live.stored_at(tensor) is not None:
+            return torch.empty_like(tensor, device="meta")
         if key not in self._made:
             self._kept.append(tensor)
             self._made[key] = self._make(tensor)
@@ -174,7 +183,9 @@ def _save_with_holes(tree: Any, descriptor: int) -> tuple[dict[int, int], str]:
         serialization.save.storage_alignment = ALIGNMENT
         set_crc32_options(False)  # the manifest has the hashes
         try:
-            with skip_data():
+            with skip_data(), warnings.catch_warnings():
+                # What lies on storage is written as its shape: that is what it has here.
+                warnings.filterwarnings("ignore", "Serializing tensors on the meta device")
                 torch.save(tree, path, pickle_module=pickler)
         finally:
             serialization.save.storage_alignment = alignment

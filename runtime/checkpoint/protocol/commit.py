@@ -188,7 +188,7 @@ class Commit:
                 self._files.remove_tree(a.staging)
         # Placed but not synced is not committed: what was deleted for its sake comes back.
         synced = self._publishing and not isinstance(self._files, Deferred)
-        self.close(committed=synced and self._is_committed())
+        self.close(committed=synced and self.is_committed())
 
     # -- rank 0
 
@@ -258,13 +258,14 @@ class Commit:
     def _await_outcome(self) -> None:
         a = self._attempt
         for _ in self._polls(lambda: "rank 0's commit", extra_s=OUTCOME_GRACE_S):
-            if self._is_committed():
+            if self.is_committed():
                 return
             self._raise_aborts()
-            if not a.staging.exists() and not self._is_committed():
+            if not a.staging.exists() and not self.is_committed():
                 raise CheckpointError(f"rank 0 gave up checkpoint {a.tag!r}")
 
-    def _is_committed(self) -> bool:
+    def is_committed(self) -> bool:
+        """Whether this attempt's checkpoint has its name."""
         try:
             data = self._files.read(self._attempt.target / GLOBAL_NAME)
             return parse(data, GlobalManifest, GLOBAL_NAME).nonce == self._attempt.nonce

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 
 from runtime.checkpoint.errors import Cancelled
 from runtime.checkpoint.files import Files
-from runtime.checkpoint.live_state import LiveState
+from runtime.checkpoint.live_state import AnnouncedStep, LiveState
 from runtime.checkpoint.protocol.commit import Attempt, Commit
 from runtime.checkpoint.protocol.retention import prune
 from runtime.checkpoint.protocol.rotation import Note
@@ -47,7 +48,7 @@ class Job:
         self, attempt: Attempt, commit: Commit, writer: BlockWriter, live: LiveState,
         files: Files, keep: int,
         after_commit: Callable[[], None] = lambda: None, durably: Files | None = None,
-        when_over: Callable[[], None] = lambda: None,
+        when_over: Callable[[], None] = lambda: None, stored: AnnouncedStep | None = None,
     ) -> None:  # fmt: skip
         self.attempt = attempt
         self.failure: BaseException | None = None
@@ -61,6 +62,7 @@ class Job:
         self._after_commit = after_commit
         self._durably = durably  # set: placed under its name first, made durable behind
         self._when_over = when_over
+        self._stored = stored
         self._placed = threading.Event()
         self._over = threading.Event()
         self._pid = os.getpid()
@@ -130,6 +132,9 @@ class Job:
             self._commit.tidy()
             records = self._writer.finish()
             self._live.attach(None)
+            if self._stored is not None:  # before the vote, which says that all of it is there
+                self._stored.prepare()
+                self._files.point("stored_prepared")
             persisted = time.monotonic()
             self._commit.vote(records)
             self._commit.conclude()
@@ -146,10 +151,14 @@ class Job:
             self._after_commit()
             if self._keep and self.attempt.rank == 0:
                 prune(self.attempt.save_dir, self._keep, self._files)
+            if self._stored is not None:  # last: no checkpoint that is still there misses its state
+                self._stored.settle(committed=True)
+                self._files.point("stored_settled")
             self._files.point("done")
         except BaseException as error:  # noqa: BLE001 - the foreground raises it at the next step
             self.failure = error
             self._commit.abort(f"{type(error).__name__}: {error}")
+            self._give_up_stored()
         finally:
             self._live.attach(None)
             self._placed.set()
@@ -157,6 +166,12 @@ class Job:
                 self._when_over()  # first: whoever waited finds the deletions settled, too
             finally:
                 self._over.set()
+
+    def _give_up_stored(self) -> None:
+        """An update may be waiting for its room."""
+        if self._stored is not None:
+            with contextlib.suppress(Exception):  # a failed store says so at its next write
+                self._stored.settle(committed=self._commit.is_committed())
 
     @property
     def cancelled(self) -> bool:

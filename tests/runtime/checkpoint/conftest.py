@@ -10,9 +10,10 @@ import torch
 
 from runtime.checkpoint.files import Files
 from runtime.checkpoint.format.blocks import PlannedFile
+from runtime.checkpoint.format.manifest import stored_name
 from runtime.checkpoint.format.memory import Slots
 from runtime.checkpoint.format.output import Pace
-from runtime.checkpoint.format.skeleton import lay_out
+from runtime.checkpoint.format.skeleton import lay_out, plain
 from runtime.checkpoint.live_state import LiveState
 from runtime.checkpoint.protocol.commit import Attempt, Commit
 from runtime.checkpoint.stream.job import Job
@@ -73,7 +74,8 @@ class Bench:
         self.saved = 0
 
     def begin(self, state, tag=None, *, files=None, step=None, rank=0, world_size=1, nonce=None,
-              keep=0, pace=None, other_tier=None, durably=None):  # fmt: skip
+              keep=0, pace=None, other_tier=None, durably=None, stored=None):  # fmt: skip
+        """``stored``: gives an announced step and what the checkpoint says of it."""
         files = files or Files()
         self.saved += 1
         step = self.saved if step is None else step
@@ -89,11 +91,16 @@ class Bench:
             )
             for name, value in state.items()
         ]
+        announced, page = (None, None) if stored is None else stored(attempt)
+        if page is not None:
+            planned.append(PlannedFile(Path(stored_name(rank)), plain(page)))
         writer = BlockWriter(
             attempt.staging, planned, files, self.budget, self.bounce, pace or Pace(None),
             writers=self.writers, progress_deadline_s=self.deadline_s, turns=self.live.turns,
         )  # fmt: skip
-        return Job(attempt, commit, writer, self.live, files, keep, durably=durably)
+        return Job(
+            attempt, commit, writer, self.live, files, keep, durably=durably, stored=announced
+        )  # fmt: skip
 
     def save(self, state, tag=None, **options):
         """Saves and waits; raises what went wrong."""

@@ -55,7 +55,7 @@ def plan_for(engine: Any, pattern: list[str], subgroup: int = SUBGROUP, **fields
         pattern = [placement for placement in pattern if placement != "stored"]
     placements = [pattern[i % len(pattern)] for i in range(count)]
     values = {"staging_slots": 2, "prefetch": 1} | fields
-    if "stored" in placements:
+    if "stored" in placements and "storage_dir" not in values:
         folder = tempfile.mkdtemp(prefix="ebbtide-stored-")
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         values["storage_dir"] = folder

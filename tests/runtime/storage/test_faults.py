@@ -186,7 +186,7 @@ def test_a_drive_that_hangs_is_an_error_in_time(stores):
     with pytest.raises(StorageError, match=r"must go on within 0.3 s, .* the drive hangs"):
         store.write(0, state(0, 2))
     with pytest.raises(StorageError, match="out of use"):
-        store.announce(2) or store.commit(2, 2)
+        store.commit(store.announce(2), 2)
     files.go.set()
     store = stores.reopen()
     store.restore()

@@ -1,0 +1,116 @@
+"""A committed step, read where it lies by somebody who does not own the store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from runtime.checkpoint.files import Files
+from runtime.checkpoint.format.manifest import block_hash
+from runtime.storage.errors import DamagedError, StorageError
+from runtime.storage.extent_file import ExtentFile
+from runtime.storage.folder import EXTENTS, STEPS, STORE, file_of, read_page
+from runtime.storage.layout import Layout, padded
+from runtime.storage.pages import CheckpointPage, ExtentRecord, StepRecord, StepsPage, StorePage
+from runtime.storage.store import hashes_of_tensors
+from runtime.storage.view import View, page_aligned
+
+
+class StepReader:
+    """What a checkpoint's page names. Not thread-safe.
+
+    Training may go on meanwhile, and forget the step when it has committed newer ones:
+    `check_there` at the end says whether all that was read was still it.
+
+    Raises:
+        StorageError: the step is not there (any more), or another store is.
+    """
+
+    def __init__(self, page: CheckpointPage) -> None:
+        self._page, self._files = page, Files()
+        self._directories = [Path(d) for d in page.directories]
+        self._extents = {one.subgroup: one for one in self.check_there().extents}
+        store = self._store_page()
+        self._layout = Layout(dict(store.sizes), store.weights, store.block_bytes, store.extents)
+        self._opened = [
+            ExtentFile(file_of(directory, page.rank, EXTENTS), size_bytes, self._files)
+            for directory, size_bytes in zip(
+                self._directories, self._layout.file_bytes, strict=True
+            )
+        ]
+        for file in self._opened:
+            file.check()
+        self._views: dict[int, View] = {}
+
+    def check_there(self) -> StepRecord:
+        """The step's record.
+
+        Raises:
+            StorageError: it is not there any more.
+        """
+        path = file_of(self._directories[0], self._page.rank, STEPS)
+        steps = read_page(path, StepsPage, self._files)
+        if steps is None or steps.nonce != self._page.store:
+            raise StorageError(
+                f"the checkpoint's state must lie in {self._directories[0]}, but there is "
+                f"{'none' if steps is None else 'that of another run'}: bring the directory back "
+                "to where it was"
+            )
+        found = next((s for s in steps.steps if s.name == self._page.name), None)
+        if found is None:
+            raise StorageError(
+                f"the state of step {self._page.step} in {self._directories[0]} was written over "
+                f"by later steps; it holds the steps {[s.step for s in steps.steps]}: load one of "
+                "them, and raise checkpoint.keep to keep more"
+            )
+        return found
+
+    def _store_page(self) -> StorePage:
+        path = file_of(self._directories[0], self._page.rank, STORE)
+        store = read_page(path, StorePage, self._files)
+        if store is None:
+            raise StorageError(f"{path} must be there, but is not: bring it back")
+        return store
+
+    def verify(self, tensors: Sequence[int] | None = None) -> None:
+        """Reads every byte and compares it with what was hashed while it was written.
+
+        Args:
+            tensors: of each subgroup, by number; None: all.
+
+        Raises:
+            DamagedError: a block is torn, or bits have flipped.
+        """
+        buffer = page_aligned(padded(self._layout.block_bytes) // 4)
+        for subgroup, record in self._extents.items():
+            blocks = list(self._layout.blocks(subgroup))
+            wanted = [b for b in blocks if tensors is None or b.tensor in tensors]
+            hashes = []
+            for block in wanted:
+                data = memoryview(buffer.numpy()).cast("B")[: padded(block.size_bytes)]
+                start = self._layout.start(block.drive, subgroup, record.extent) + block.offset
+                self._opened[block.drive].read(data, start)
+                hashes.append(block_hash(data[: block.size_bytes]))
+            expected = [h for n, h in enumerate(record.hashes) if tensors is None or n in tensors]
+            if hashes_of_tensors(wanted, hashes) != expected:
+                raise self._damaged(record)
+
+    def _damaged(self, record: ExtentRecord) -> DamagedError:
+        return DamagedError(
+            f"the state of subgroup {record.subgroup} at step {self._page.step} in "
+            f"{self._directories[0]} is not what was written there: a block is torn, or bits have "
+            "flipped. Load an earlier checkpoint, and look at the drive"
+        )
+
+    def tensor(self, subgroup: int, index: int) -> torch.Tensor:
+        """A fp32 tensor, in the page cache as long as the reader is open; to be read only."""
+        if subgroup not in self._views:
+            view = self._views[subgroup] = View(self._layout, subgroup, torch.float32)
+            view.show(self._extents[subgroup].extent, self._opened)
+        return self._views[subgroup].tensors[index]
+
+    def close(self) -> None:
+        for file in self._opened:
+            file.close()

@@ -1,0 +1,130 @@
+"""A training run's steps on storage as part of its checkpoints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runtime.checkpoint.errors import ManifestError
+from runtime.checkpoint.format.manifest import GLOBAL_NAME, GlobalManifest, dump, parse
+from runtime.checkpoint.live_state import StoredTensor
+from runtime.storage.errors import StorageError
+from runtime.storage.pages import CheckpointPage, StepRecord, TensorRecord
+from runtime.storage.reader import StepReader
+from runtime.storage.store import ExtentStore
+
+
+@dataclass(frozen=True)
+class StoredSteps:
+    """A `runtime.checkpoint.live_state.StoredState`; called by the training thread.
+
+    Attributes:
+        opened: the store; None: this run stores nothing, but may load what another has stored.
+        subgroups: those whose state lives on storage now.
+    """
+
+    opened: Callable[[], ExtentStore | None]
+    subgroups: Callable[[], frozenset[int]]
+
+    @property
+    def store(self) -> ExtentStore | None:
+        return self.opened()
+
+    def announce(self, target: Path, nonce: str, step: int) -> StoredStep:
+        assert self.store is not None  # else there is no stored tensor
+        version = self.store.announce(subgroups=self.subgroups())
+        return StoredStep(self.store, version, target, nonce, step)
+
+    def problem(self, page: bytes) -> str:
+        try:
+            reader = StepReader(self._parse(page))
+            try:
+                reader.verify(tensors=(0,))  # the others before they are used, in the next step
+            finally:
+                reader.close()
+        except (StorageError, ManifestError, OSError) as error:
+            return str(error)
+        return ""
+
+    def _parse(self, page: bytes) -> CheckpointPage:
+        asked = parse(page, CheckpointPage, "the checkpoint's page of what is stored")
+        if self.store is None or asked.store != self.store.nonce:
+            return asked
+        here = [str(directory) for directory in self.store.directories]  # it may have been moved
+        return asked.model_copy(update={"directories": here})
+
+    def adopt(self, page: bytes) -> frozenset[int]:
+        asked = self._parse(page)
+        held = frozenset(tensor.subgroup for tensor in asked.tensors)
+        if self.store is None or asked.store != self.store.nonce or not held <= self.subgroups():
+            return frozenset()
+        self.store.restore(name=asked.name)
+        return held
+
+    @contextmanager
+    def read(
+        self, page: bytes, adopted: Collection[int]
+    ) -> Iterator[Mapping[tuple[Any, ...], torch.Tensor]]:
+        asked = self._parse(page)
+        wanted = [t for t in asked.tensors if t.subgroup not in adopted]
+        try:
+            if not wanted:
+                yield {}
+                return
+            reader = StepReader(asked)
+            try:
+                yield {tuple(t.path): reader.tensor(t.subgroup, t.index) for t in wanted}
+                reader.check_there()
+            finally:
+                reader.close()
+        finally:
+            if self.store is not None:  # of a load that failed
+                self.store.take_adopted()
+
+
+@dataclass(frozen=True)
+class StoredStep:
+    """A `runtime.checkpoint.live_state.AnnouncedStep`."""
+
+    store: ExtentStore
+    version: int
+    target: Path
+    nonce: str
+    step: int
+
+    def describe(self, tensors: Sequence[StoredTensor]) -> bytes:
+        return dump(
+            CheckpointPage(
+                store=self.store.nonce, name=self.nonce, step=self.step, rank=self.store.rank,
+                directories=[str(d.absolute()) for d in self.store.directories],
+                tensors=[
+                    TensorRecord(file=t.file, path=list(t.path), subgroup=t.subgroup, index=t.index)
+                    for t in tensors
+                ],
+            )
+        )  # fmt: skip
+
+    def prepare(self) -> None:
+        where = json.dumps({"checkpoint": str(self.target), "nonce": self.nonce})
+        self.store.prepare(self.version, self.step, self.nonce, where)
+
+    def settle(self, *, committed: bool) -> None:
+        self.store.abandon(self.version)
+        if any(step.name == self.nonce for step in self.store.steps):
+            self.store.settle(self.nonce, committed=committed)
+
+
+def stands(record: StepRecord) -> bool:
+    """Whether the checkpoint that a step was prepared for is where it was committed."""
+    try:
+        where = json.loads(record.data)
+        page = (Path(where["checkpoint"]) / GLOBAL_NAME).read_bytes()
+        return parse(page, GlobalManifest, GLOBAL_NAME).nonce == where["nonce"]
+    except (OSError, ManifestError, ValueError, KeyError, TypeError):
+        return False

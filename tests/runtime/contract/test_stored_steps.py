@@ -1,0 +1,138 @@
+"""Checkpoints of stored state: committed where it lies, resumed from there."""
+
+import pytest
+import torch
+
+from runtime.checkpoint.errors import CheckpointError
+from runtime.storage.errors import StorageError
+from simulator import CheckpointPlan
+from studies.bench.bits import differences
+from tests.runtime.contract.training import (
+    DEVICES,
+    all_state,
+    assert_same,
+    attached,
+    outcome,
+    start,
+    train,
+)
+
+pytestmark = pytest.mark.usefixtures("only_rank")
+LAST = list(DEVICES)[-1]
+
+
+def stored(folder, pattern=("stored",), keep=1):
+    checkpoint = CheckpointPlan(keep=keep, copy_budget_bytes=2**22)
+    return attached(
+        start(), list(pattern), LAST, storage_dir=str(folder / "state"), checkpoint=checkpoint
+    )
+
+
+def saved(folder, steps, pattern=("stored",), keep=1):
+    """Trains, and saves after each of the last ``keep`` steps."""
+    engine = stored(folder, pattern, keep)
+    train(engine, steps - keep)
+    for number in range(steps - keep, steps):
+        train(engine, 1, first=number)
+        engine.save_checkpoint(folder / "ck")
+    engine.destroy()
+
+
+def store_of(engine):
+    return engine.optimizer._ebbtide._store
+
+
+def undisturbed(steps, first):
+    stock = start()
+    train(stock, first)
+    return outcome(stock, steps, first=first)
+
+
+@pytest.mark.parametrize("pattern", [["stored"], ["stored", "host"]])
+def test_a_checkpoint_has_no_byte_of_what_is_stored_and_a_resume_writes_none(pattern, tmp_path):
+    engine = stored(tmp_path, pattern)
+    train(engine, 3)
+    engine.optimizer.wait()
+    written, states = store_of(engine).written_bytes, engine.optimizer._ebbtide.executor.states
+    engine.save_checkpoint(tmp_path / "ck")
+    engine.checkpoint_engine.wait()
+    assert store_of(engine).written_bytes == written
+    in_memory = sum(s.elements for s in states if s.placement == "host")
+    (file,) = (tmp_path / "ck").glob("*/*optim_states.pt")
+    assert 12 * in_memory < file.stat().st_size < 12 * in_memory + 60_000
+    assert 12 * (sum(s.elements for s in states) - in_memory) > 60_000
+    engine.destroy()
+    again = stored(tmp_path, pattern)
+    begun = store_of(again).written_bytes
+    again.load_checkpoint(tmp_path / "ck")
+    assert store_of(again).written_bytes == begun
+    assert_same(outcome(again, 3, first=3), undisturbed(3, 3))
+
+
+def test_training_goes_on_beside_each_steps_checkpoint_and_the_newest_can_be_gone_back_to(tmp_path):
+    engine = stored(tmp_path)
+    losses, _ = train(engine, 5, each=lambda e, _: e.save_checkpoint(tmp_path / "ck"))
+    engine.load_checkpoint(tmp_path / "ck", tag="global_step5")
+    assert_same(outcome(engine, 2, first=5), undisturbed(2, 5))
+    stock = start()
+    assert torch.equal(torch.stack(losses), torch.stack(train(stock, 5)[0]))
+    stock.destroy()
+
+
+def test_kept_steps_stay_and_a_resume_from_the_older_one_passes_the_newer_one_over(tmp_path):
+    saved(tmp_path, 4, keep=2)
+    engine = stored(tmp_path, keep=2)
+    engine.load_checkpoint(tmp_path / "ck", tag="global_step3")
+    train(engine, 1, first=3)
+    engine.save_checkpoint(tmp_path / "ck")  # in the place of the one that was passed over
+    engine.checkpoint_engine.wait()
+    assert [record.step for record in store_of(engine).steps] == [4, 3]
+    for step in (4, 3):
+        engine.load_checkpoint(tmp_path / "ck", tag=f"global_step{step}")
+        stock = start()
+        train(stock, step)
+        assert differences(all_state(engine), all_state(stock)) == ()
+        stock.destroy()
+    engine.destroy()
+
+
+def test_a_checkpoint_whose_state_was_written_over_is_refused_and_the_newest_named(tmp_path):
+    engine = stored(tmp_path, keep=0)  # no checkpoint is deleted; one step's state stays
+    for tag in ("global_step2", "other"):
+        train(engine, 2)
+        engine.save_checkpoint(tmp_path / "ck", tag=tag)
+    engine.checkpoint_engine.wait()
+    with pytest.raises(CheckpointError, match=r"written over by later .*newest .*ck/other"):
+        engine.load_checkpoint(tmp_path / "ck", tag="global_step2")
+    engine.load_checkpoint(tmp_path / "ck", tag="other")
+    engine.destroy()
+
+
+def test_a_run_that_resumes_from_nothing_writes_over_no_checkpoint(tmp_path):
+    saved(tmp_path, 2)
+    engine = stored(tmp_path)
+    with pytest.raises(StorageError, match=r"steps \[2\].* not resumed from"):
+        train(engine, 1)
+    engine.load_checkpoint(tmp_path / "ck")
+    assert_same(outcome(engine, 2, first=2), undisturbed(2, 2))
+
+
+def test_a_flipped_bit_is_found_when_it_is_loaded(tmp_path):
+    saved(tmp_path, 2)
+    engine = stored(tmp_path)
+    extents = tmp_path / "state/rank_00000.extents"
+    content, state = bytearray(extents.read_bytes()), None
+    engine.load_checkpoint(tmp_path / "ck")
+    state = engine.optimizer._ebbtide.executor.states[1].p.numpy().tobytes()
+    content[content.index(state) + 1000] ^= 4
+    extents.write_bytes(content)
+    with pytest.raises(CheckpointError, match="subgroup 1 at step 2 .* bits have flipped"):
+        engine.load_checkpoint(tmp_path / "ck")
+    engine.destroy()
+
+
+def test_another_plan_reads_what_is_stored_from_where_it_lies(tmp_path):
+    saved(tmp_path, 3, ["stored", "host"])
+    ours = attached(start(), ["host", "device"], LAST)
+    ours.load_checkpoint(tmp_path / "ck")
+    assert_same(outcome(ours, 2, first=3), undisturbed(2, 3))

@@ -1,0 +1,129 @@
+"""Checkpoints with state on storage, killed at every point of their common commit, and resumed."""
+
+import mmap
+import os
+import signal
+import struct
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from runtime.checkpoint.deepspeed.restore import newest_valid
+from runtime.checkpoint.files import POINTS as CHECKPOINT_POINTS
+from runtime.checkpoint.files import STORED_POINTS, Files
+from runtime.checkpoint.format.manifest import stored_name
+from runtime.checkpoint.live_state import StoredTensor
+from runtime.storage.folder import POINTS, Drive
+from runtime.storage.store import ExtentStore
+from runtime.storage.training import StoredSteps, stands
+from tests.runtime.checkpoint.conftest import Bench
+from tests.runtime.storage.conftest import BLOCK, ELEMENTS, SIZES, equal, read, state, write_all
+
+STEPS = 4
+IN_JOB = CHECKPOINT_POINTS[CHECKPOINT_POINTS.index("job_started") :]
+
+
+class Killing(Files):
+    """Ends its process at the n-th time that a point comes up."""
+
+    def __init__(self, name, left):
+        self.name, self.left = name, left
+
+    def point(self, name):
+        self.left -= name == self.name
+        if name == self.name and self.left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextmanager
+def opened(place, files, keep):
+    store = ExtentStore.open(
+        [Drive(place / "state")], SIZES, keep=keep, depth=2, block_bytes=BLOCK, deadline_s=20.0,
+        files=files, stands=stands,
+    )  # fmt: skip
+    try:
+        yield store, StoredSteps(lambda: store, lambda: frozenset(ELEMENTS))
+    finally:
+        store.close()
+
+
+def resumed(place, store, steps):
+    """The step of the newest checkpoint, whose state the store has from now on."""
+    choice = newest_valid(place / "ck")
+    if choice.step is None:
+        return 0
+    page = (choice.folder / stored_name(0)).read_bytes()
+    assert steps.problem(page) == ""
+    assert steps.adopt(page) == frozenset(ELEMENTS)
+    assert torch.load(choice.folder / "rank0_memory.pt")["step"] == choice.step
+    for subgroup in ELEMENTS:
+        assert equal(read(store, subgroup), state(subgroup, choice.step))
+    return choice.step
+
+
+def run(place, files, keep, note=lambda *_: None):
+    """Every step is saved, while the next one writes its state."""
+    bench = Bench(place / "ck")
+    with opened(place, files, keep) as (store, steps):
+        job = None
+        for step in range(resumed(place, store, steps) + 1, STEPS + 1):
+            write_all(store, store.tick(), step)
+            finish(job, note)
+            note(0, step)
+
+            def stored(attempt, step=step):
+                held = steps.announce(attempt.target, attempt.nonce, step)
+                return held, held.describe([StoredTensor("f", ("a", 0), s, 0) for s in ELEMENTS])
+
+            job = bench.begin(
+                {"memory": {"step": step}}, files=files, step=step, keep=keep, stored=stored,
+                nonce=f"{os.getpid()}.{step}",
+            )  # fmt: skip
+            job.start()
+        finish(job, note)
+
+
+def finish(job, note):
+    if job is not None:
+        assert job.wait(30)
+        assert job.failure is None
+        note(1, job.attempt.step)
+
+
+def killed(place, kill, keep):
+    """Steps that were finished, and committed; None: nothing was killed."""
+    memory = mmap.mmap(-1, 16)
+    child = os.fork()
+    if not child:
+        try:
+            note = lambda at, step: struct.pack_into("q", memory, 8 * at, step)  # noqa: E731
+            run(place, Killing(*kill), keep, note)
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    return struct.unpack("2q", memory) if os.WIFSIGNALED(status) else None
+
+
+CASES = [(point, 1) for point in (*POINTS, *STORED_POINTS, *IN_JOB)]
+CASES += [(point, 2) for point in (*POINTS, "stored_prepared")]
+
+
+@pytest.mark.parametrize(("point", "keep"), CASES)
+def test_a_kill_leaves_this_step_or_the_one_before_and_never_a_mix(point, keep, tmp_path):
+    fired = 0
+    for occurrence in (2, 5):
+        place = tmp_path / str(occurrence)
+        done = killed(place, (point, occurrence), keep)
+        if done is not None:
+            fired += 1
+            with opened(place, Files(), keep) as (store, steps):
+                step = resumed(place, store, steps)
+            finished, committed = done
+            assert committed <= step
+            assert finished - 1 <= step
+        run(place, Files(), keep)
+        with opened(place, Files(), keep) as (store, steps):
+            assert resumed(place, store, steps) == STEPS
+            assert [record.step for record in store.steps] == [*range(STEPS, STEPS - keep, -1)]
+    assert fired
