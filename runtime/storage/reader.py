@@ -7,8 +7,10 @@ from pathlib import Path
 
 import torch
 
+from runtime.checkpoint.errors import ManifestError
 from runtime.checkpoint.files import Files
-from runtime.checkpoint.format.manifest import block_hash
+from runtime.checkpoint.format.manifest import block_hash, parse, stored_name
+from runtime.checkpoint.format.memory import memory_at
 from runtime.storage.errors import DamagedError, StorageError
 from runtime.storage.extent_file import ExtentFile
 from runtime.storage.folder import EXTENTS, STEPS, STORE, file_of, read_page
@@ -16,6 +18,24 @@ from runtime.storage.layout import Layout, padded
 from runtime.storage.pages import CheckpointPage, ExtentRecord, StepRecord, StepsPage, StorePage
 from runtime.storage.store import hashes_of_tensors
 from runtime.storage.view import View, page_aligned
+
+
+def stored_problems(checkpoint: Path) -> list[str]:
+    """Why a checkpoint's state that lies on storage is not whole; empty: it is, or all of it is in
+    the checkpoint's files. Reads every byte.
+    """
+    problems, rank = [], 0
+    while (path := checkpoint / stored_name(rank)).exists():
+        try:
+            reader = StepReader(parse(path.read_bytes(), CheckpointPage, path.name))
+            try:
+                reader.verify()
+            finally:
+                reader.close()
+        except (StorageError, ManifestError) as error:
+            problems.append(f"{path.name}: {error}")
+        rank += 1
+    return problems
 
 
 class StepReader:
@@ -89,7 +109,8 @@ class StepReader:
             wanted = [b for b in blocks if tensors is None or b.tensor in tensors]
             hashes = []
             for block in wanted:
-                data = memoryview(buffer.numpy()).cast("B")[: padded(block.size_bytes)]
+                held = memory_at(buffer.data_ptr(), padded(block.size_bytes))
+                data = memoryview(held).cast("B")
                 start = self._layout.start(block.drive, subgroup, record.extent) + block.offset
                 self._opened[block.drive].read(data, start)
                 hashes.append(block_hash(data[: block.size_bytes]))

@@ -339,8 +339,9 @@ class ExtentStore:
             if self._unclaimed:
                 raise StorageError(
                     f"{self._where()} holds the state of checkpoints (steps {self._unclaimed}) "
-                    "that this run has not resumed from and would write over: load one of them, export "
-                    "them (`tune checkpoint export`) and delete them, or give another directory"
+                    "that this run has not resumed from and would write over: load one of them, "
+                    "export them (`tune checkpoint export`) and delete them, or give another "
+                    "directory"
                 )
             self._due = self._clock = self._clock + 1
             return self._clock

@@ -31,13 +31,10 @@ from rich.table import Table
 
 from runtime.checkpoint.deepspeed.restore import newest_valid
 from runtime.checkpoint.files import POINTS, RARE_POINTS, STORED_POINTS
-from runtime.checkpoint.format.manifest import parse, stored_name
 from runtime.checkpoint.protocol.inspect import list_checkpoints, verify
 from runtime.hardware.launcher import free_port, remove_shared_buffers
-from runtime.storage.errors import StorageError
 from runtime.storage.folder import POINTS as STEP_POINTS
-from runtime.storage.pages import CheckpointPage
-from runtime.storage.reader import StepReader
+from runtime.storage.reader import stored_problems
 from studies.bench.console import kill_parser
 from studies.bench.rank import become_only_rank
 from studies.bench.record import write_record
@@ -208,7 +205,7 @@ def _check_disk(trial: Trial, folder: Path) -> None:
     for entry in list_checkpoints(folder):
         if entry.status != "committed" or verify(folder, entry.tag):
             trial.torn.append(f"{entry.tag}: {entry.status} {verify(folder, entry.tag)[:1]}")
-        trial.torn.extend(_not_stored(folder / entry.tag))
+        trial.torn.extend(f"{entry.tag}: {p}" for p in stored_problems(folder / entry.tag))
     unsealed = {p.name for p in folder.glob("*") if p.is_dir() and not p.name.startswith(".")}
     unsealed -= {entry.tag for entry in list_checkpoints(folder)}
     trial.torn.extend(f"{tag}: visible without a manifest" for tag in sorted(unsealed))
@@ -219,19 +216,6 @@ def _check_disk(trial: Trial, folder: Path) -> None:
     latest = folder / "latest"
     if latest.exists() and not (folder / latest.read_text()).is_dir():
         trial.lost.append(f"latest names {latest.read_text()!r}, which is not there")
-
-
-def _not_stored(checkpoint: Path) -> Iterator[str]:
-    """What of a checkpoint's state on storage is not there, to the bit."""
-    rank = 0
-    while (path := checkpoint / stored_name(rank)).exists():
-        try:
-            reader = StepReader(parse(path.read_bytes(), CheckpointPage, path.name))
-            reader.verify()
-            reader.close()
-        except StorageError as error:
-            yield f"{checkpoint.name}: {error}"
-        rank += 1
 
 
 def _compare(trial: Trial, run: Run, rank: int, truth: Reference) -> None:

@@ -74,6 +74,7 @@ BASES = {
     "checkpoint list": ("checkpoint", "list", "."),
     "checkpoint verify": ("checkpoint", "verify", "."),
     "checkpoint prune": ("checkpoint", "prune", ".", "--keep", "1"),
+    "checkpoint export": ("checkpoint", "export", ".", "--tag", "one", "--to", "out"),
     "calibrate": ("calibrate", "h200", "--runs", "runs.csv", "--model", "m.json", "-o", "c.json"),
     "profile-script": ("profile-script", "train.py"),
 }
@@ -193,6 +194,9 @@ TABLE = {
     "checkpoint prune": {
         "folders": changes(".."), "keep": changes("--keep", "2"), "as_json": changes("--json"),
     },
+    "checkpoint export": {
+        "folder": changes(".."), "tag": changes("--tag", "other"), "to": changes("--to", "there"),
+    },
     "calibrate": {
         **MODEL,
         "workload": Refused(("--workload", "w.json"), "only one of --workload and --model"),
@@ -294,6 +298,7 @@ def recorder(monkeypatch):
         "runtime.checkpoint.protocol.inspect.list_checkpoints": [],
         "runtime.checkpoint.protocol.inspect.verify": ["p"],
         "runtime.checkpoint.protocol.inspect.prune": [],
+        "runtime.storage.export.export": "out/one",
         "tuner.calibrate.run_logs.read_observations": [],
         "tuner.calibrate.calibration.calibrate": calibrated,
         "tuner.placements.planning._robust_choice": tuner.placements.planning._robust_choice,

@@ -1,4 +1,4 @@
-"""``tune checkpoint``: lists, verifies and prunes checkpoint folders."""
+"""``tune checkpoint``: lists, verifies, prunes and exports checkpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tuner.inputs import BadInputError
 
 @click.group(epilog="Example: tune checkpoint list checkpoints/")
 def checkpoint() -> None:
-    """Lists, verifies and prunes checkpoint folders."""
+    """Lists, verifies, prunes and exports checkpoints."""
 
 
 FOLDERS = click.argument("folders", metavar="FOLDER...", nargs=-1, required=True)
@@ -46,6 +46,7 @@ def verify(folders: tuple[str, ...], tag: str | None, as_json: bool) -> None:
     """Reads every byte and compares it with the manifest; exit code 2 if something is damaged."""
     from runtime.checkpoint.protocol.inspect import list_checkpoints
     from runtime.checkpoint.protocol.inspect import verify as check
+    from runtime.storage.reader import stored_problems
 
     rows = []
     tiers = _tiers(folders)
@@ -54,7 +55,8 @@ def verify(folders: tuple[str, ...], tag: str | None, as_json: bool) -> None:
     for root, tier in tiers:
         tags = [tag] if tag else [str(item.tag) for item in list_checkpoints(root)]
         for name in tags:
-            problems = "; ".join(str(problem) for problem in check(root, name))
+            found = [str(problem) for problem in check(root, name)]
+            problems = "; ".join(found or stored_problems(root / name))
             rows.append(
                 {**tier, "tag": name, "state": f"damaged: {problems}" if problems else "whole"}
             )
@@ -78,6 +80,30 @@ def prune(folders: tuple[str, ...], keep: int, as_json: bool) -> None:
         for item in delete(root, keep)
     ]  # fmt: skip
     _print_rows(rows, as_json)
+
+
+@checkpoint.command(epilog="Example: tune checkpoint export checkpoints/ --to exported/")
+@click.argument("folder", metavar="FOLDER")
+@click.option("--tag", help="Which checkpoint; without it, the one that `latest` names.")
+@click.option("--to", required=True, metavar="DIR", help="Where it is written, under its tag.")
+@guarded
+def export(folder: str, tag: str | None, to: str) -> None:
+    """Writes a checkpoint whose state lies on storage as DeepSpeed itself does, so that stock loads
+    it; training may go on meanwhile.
+    """
+    from runtime.checkpoint.errors import CheckpointError
+    from runtime.checkpoint.protocol.retention import named_latest
+    from runtime.storage.errors import StorageError
+    from runtime.storage.export import export as write
+
+    root = _folder(folder)
+    name = tag or named_latest(root)
+    if not name:
+        raise BadInputError(f"--tag must name a checkpoint where there is no file {root}/latest")
+    try:
+        click.echo(str(write(root, name, Path(to))))
+    except (CheckpointError, StorageError) as error:
+        raise BadInputError(str(error)) from None
 
 
 def _tiers(folders: tuple[str, ...]) -> list[tuple[Path, dict[str, str]]]:

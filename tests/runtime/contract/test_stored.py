@@ -8,6 +8,7 @@ import torch
 import runtime
 from runtime.devices.lane import BackgroundError
 from runtime.execution.executor import Executor
+from runtime.storage.export import export
 from runtime.storage.store import ExtentStore
 from runtime.zero.attach import switch_plan
 from simulator import Plan, PlanError
@@ -159,11 +160,13 @@ def test_a_drive_that_says_no_ends_training_with_its_words(monkeypatch):
         engine.destroy()
 
 
-def test_checkpoints_are_stocks_and_are_read_from_storage(tmp_path):
-    """Saved while updates of what is stored still run; loaded by stock."""
+def test_checkpoints_are_exported_for_stock_whose_own_are_read(tmp_path):
+    """Saved while updates of what is stored still run."""
     ours = attached(start(), ["stored", "host"], LAST)
     train(ours, 3)
-    ours.save_checkpoint(str(tmp_path))
+    ours.save_checkpoint(str(tmp_path / "ours"))
+    ours.checkpoint_engine.wait()
+    export(tmp_path / "ours", "global_step3", tmp_path)
     losses, _ = train(ours, 2, first=3)
     ours.destroy()
     stock = start()

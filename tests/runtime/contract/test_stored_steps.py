@@ -3,8 +3,11 @@
 import pytest
 import torch
 
+import runtime.storage.export
 from runtime.checkpoint.errors import CheckpointError
 from runtime.storage.errors import StorageError
+from runtime.storage.export import export
+from runtime.storage.reader import stored_problems
 from simulator import CheckpointPlan
 from studies.bench.bits import differences
 from tests.runtime.contract.training import (
@@ -121,12 +124,14 @@ def test_a_flipped_bit_is_found_when_it_is_loaded(tmp_path):
     saved(tmp_path, 2)
     engine = stored(tmp_path)
     extents = tmp_path / "state/rank_00000.extents"
-    content, state = bytearray(extents.read_bytes()), None
+    content = bytearray(extents.read_bytes())
+    assert stored_problems(tmp_path / "ck/global_step2") == []
     engine.load_checkpoint(tmp_path / "ck")
     state = engine.optimizer._ebbtide.executor.states[1].p.numpy().tobytes()
     content[content.index(state) + 1000] ^= 4
     extents.write_bytes(content)
-    with pytest.raises(CheckpointError, match="subgroup 1 at step 2 .* bits have flipped"):
+    assert "bits have flipped" in stored_problems(tmp_path / "ck/global_step2")[0]
+    with pytest.raises(CheckpointError, match=r"subgroup 1 at step 2 .* bits have flipped"):
         engine.load_checkpoint(tmp_path / "ck")
     engine.destroy()
 
@@ -136,3 +141,31 @@ def test_another_plan_reads_what_is_stored_from_where_it_lies(tmp_path):
     ours = attached(start(), ["host", "device"], LAST)
     ours.load_checkpoint(tmp_path / "ck")
     assert_same(outcome(ours, 2, first=3), undisturbed(2, 3))
+
+
+def test_what_is_exported_is_stocks_own(tmp_path):
+    saved(tmp_path, 3, ["stored", "host"])
+    export(tmp_path / "ck", "global_step3", tmp_path / "out")
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"global_step3", "latest"}
+    stock = start()
+    stock.load_checkpoint(tmp_path / "out")
+    assert_same(outcome(stock, 2, first=3), undisturbed(2, 3))
+
+
+def test_what_training_writes_over_meanwhile_leaves_no_export(tmp_path, monkeypatch):
+    saved(tmp_path, 2)
+    engine = stored(tmp_path)
+    engine.load_checkpoint(tmp_path / "ck")
+
+    def write(*args):
+        train(engine, 1, first=engine.global_steps)
+        engine.save_checkpoint(tmp_path / "other")
+        engine.checkpoint_engine.wait()
+        stock_write(*args)
+
+    stock_write = runtime.storage.export._write
+    monkeypatch.setattr(runtime.storage.export, "_write", write)
+    with pytest.raises(StorageError, match=r"step 2 .* was written over"):
+        export(tmp_path / "ck", "global_step2", tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
+    engine.destroy()

@@ -1,0 +1,95 @@
+"""A checkpoint whose state lies on storage, as DeepSpeed itself would have written it."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runtime.checkpoint.errors import CheckpointError
+from runtime.checkpoint.files import Files
+from runtime.checkpoint.format.manifest import GLOBAL_NAME, RANKS_FOLDER, parse, stored_name
+from runtime.checkpoint.format.safe_load import load_file
+from runtime.checkpoint.protocol.inspect import verify
+from runtime.checkpoint.protocol.retention import being_read
+from runtime.storage.pages import CheckpointPage
+from runtime.storage.reader import StepReader
+
+Tensors = dict[tuple[Any, ...], torch.Tensor]
+
+
+def export(directory: Path, tag: str, target: Path) -> Path:
+    """Writes ``target``/``tag`` with every byte in its files, and ``latest``; returns its folder.
+
+    Training may go on meanwhile: where it wrote over the step before all was read, nothing is left
+    behind. A rank's files pass through memory that the system may take back, one after the other.
+
+    Raises:
+        CheckpointError: the checkpoint is not whole, or ``target`` has one of this name.
+        StorageError: its state is damaged, or was written over.
+    """
+    source, made = directory / tag, target / tag
+    problems = verify(directory, tag)
+    if problems:
+        raise CheckpointError(f"the checkpoint to export, {source}, must be whole: {problems[0]}")
+    if made.exists():
+        raise CheckpointError(f"there must be no {made} yet: give another folder, or remove it")
+    staging = target / f".{tag}.export"
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    try:
+        with being_read(source), _stored(source) as stored:
+            for path in _files(source):
+                _write(path, staging / path.relative_to(source), stored.get(path, {}))
+        Files().rename(staging, made)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    Files().fsync_folder(target)
+    Files().write_durably(target / "latest", tag.encode())
+    return made
+
+
+def _files(source: Path) -> Iterator[Path]:
+    """Those that DeepSpeed knows."""
+    ours = {source / GLOBAL_NAME, source / RANKS_FOLDER}
+    for path in sorted(source.rglob("*")):
+        if path.is_file() and not ours & {path, *path.parents}:
+            yield path
+
+
+@contextlib.contextmanager
+def _stored(source: Path) -> Iterator[Mapping[Path, Tensors]]:
+    """By file: the tensors that it has no bytes of, each read and found whole."""
+    found, readers, rank = dict[Path, Tensors](), list[StepReader](), 0
+    with contextlib.ExitStack() as opened:
+        while (path := source / stored_name(rank)).exists():
+            page = parse(path.read_bytes(), CheckpointPage, path.name)
+            reader = StepReader(page)
+            opened.callback(reader.close)
+            reader.verify()
+            readers.append(reader)
+            for one in page.tensors:
+                tensors = found.setdefault(source / one.file, {})
+                tensors[tuple(one.path)] = reader.tensor(one.subgroup, one.index)
+            rank += 1
+        yield found
+        for reader in readers:
+            reader.check_there()
+
+
+def _write(path: Path, to: Path, tensors: Tensors) -> None:
+    to.parent.mkdir(parents=True, exist_ok=True)
+    if tensors:
+        torch.save(load_file(path, tensors), to)
+    else:
+        shutil.copyfile(path, to)
+    files = Files()
+    descriptor = files.open(to, 0)
+    try:
+        files.fsync(descriptor)
+    finally:
+        files.close(descriptor)
