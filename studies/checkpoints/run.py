@@ -234,8 +234,8 @@ def _planned_engine(
 
     # This process is this run: whoever installs the checkpoint engine does so with these options.
     runtime.checkpoint.install = partial(runtime.checkpoint.install, **options)  # type: ignore[assignment]
-    runtime.storage.store.Files = lambda: options["files"]  # type: ignore[assignment, misc]
-    offload = {} if run.homes == STORED else {"offload_param": {"device": "cpu"}}
+    vars(runtime.storage.store)["Files"] = lambda: options["files"]
+    offload: dict[str, Any] = {} if run.homes == STORED else {"offload_param": {"device": "cpu"}}
     config = ds_config(2, SUBGROUP, **offload)
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=config
