@@ -26,6 +26,8 @@ class Trace:
 
     Attributes:
         units: forward seconds by unit, all micro-batches together.
+        issued_s: what the host took to issue the units' forward, without waiting for the device;
+            of so many ``modules`` that hold parameters, each time that it did.
         activations: bytes by unit, of the micro-batch that left most.
         tokens: of this rank, all micro-batches together; None where a micro-batch did not tell.
     """
@@ -36,6 +38,8 @@ class Trace:
     unit: str = ""
     units: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     phases: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    issued_s: float = 0.0
+    modules: int = 0
     activations: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     tokens: int | None = 0
     gradient_path_s: float = 0.0
@@ -155,6 +159,7 @@ class Watcher:
 
     def _hook(self, name: str, module: torch.nn.Module) -> None:
         began: list[float] = []
+        modules = sum(bool(m._parameters) for m in module.modules())
 
         def before(*_: object) -> None:
             if self.trace.phase == "forward":
@@ -165,6 +170,8 @@ class Watcher:
 
         def after(*_: object) -> None:
             if began and self.trace.phase == "forward":
+                self.trace.issued_s += time.perf_counter() - began[-1]
+                self.trace.modules += modules
                 self.trace.units[name] += _now_s() - began.pop()
                 if self._counts:
                     self._activations.leave(name)

@@ -95,6 +95,7 @@ def workload_of(engine: Any, traces: list[Trace], name: str) -> Workload:
         samples_per_iteration=int(engine.train_batch_size()),
         device_base_bytes=_base_bytes(traces, fullest, layers),
         live_params=gathers.live if gathers is not None and _world_size() == 1 else None,
+        module_issue_s=module_issue_s(traces) if torch.cuda.is_available() else 0.0,
         stock_backward_extra_s=max(0.0, stock_extra_s - own_s),
         memory_curve=tuple(sorted(fullest.memory, key=lambda point: point.t_s)),
         provenance=f"medians of {len(traces)} steps of a live engine, memory of the fullest one",
@@ -110,6 +111,11 @@ def _gathers(optimizer: Any) -> Gathered | None:
 
     trace = private.module_trace(optimizer)
     return None if trace is None else gathered(trace, private.gather_rules(optimizer))
+
+
+def module_issue_s(traces: Iterable[Trace]) -> float:
+    """What one module with parameters costs the host that issues it to a device."""
+    return _median(trace.issued_s / max(1, trace.modules) for trace in traces)
 
 
 def _fewer_threads() -> int | None:

@@ -37,6 +37,7 @@ class OpKind(StrEnum):
     ACTIVATION_H2D = "activation H2D"
     STATE_READ = "state read"  # from storage, and back to it
     STATE_WRITE = "state write"
+    ISSUE = "issue"  # the host, from the end of a wait to the first kernel of who waited
 
     __hash__ = str.__hash__  # Enum's own is Python code, and engines look up every op's kind
 
@@ -48,7 +49,8 @@ class Lane(StrEnum):
     behind a parameter whose host update is still running; those that live in host memory come in
     for a pass on another one, so that the first layer's never queue behind the last one's update.
     Gradients have one each way, so that backward queues behind nothing that an update or a
-    checkpoint holds up. The lanes of a direction share its link.
+    checkpoint holds up. The lanes of a direction share its link. The training thread, which issues
+    what the device computes, is a lane where it has waited for what a pass needs.
     """
 
     COMPUTE = "device compute"
@@ -63,6 +65,7 @@ class Lane(StrEnum):
     H2D_FETCH = "H2D fetch"
     D2H_GRADIENTS = "D2H gradients"
     H2D_GRADIENTS = "H2D gradients"
+    ISSUE = "host issue"
 
     __hash__ = str.__hash__  # as of `OpKind`
 

@@ -113,6 +113,9 @@ class Workload(BaseModel):
             backward goes on; for the rest it waits, as what it needs is behind it on the network.
         step_gather_s: how long that exchange takes among the ranks of a node.
         network_step_gather_bytes: what this rank receives from other nodes in it.
+        module_issue_s: what the host needs from the end of a wait for parameters (their update, or
+            their way in) to the first kernel of the module that waited: DeepSpeed's hooks. 0: it
+            computes itself, or nobody knows.
         live_params: the most elements of ``params`` that are gathered at once, where a gathered
             parameter is this rank's partition (one data-parallel rank); None: those of two layers.
     """
@@ -142,6 +145,7 @@ class Workload(BaseModel):
     network_step_gather_bytes: int = Field(0, ge=0)
     device_base_bytes: int = Field(0, ge=0)
     device_base_parts: dict[BaseKind, NonNegativeInt] = Field(default_factory=dict)
+    module_issue_s: float = Field(0.0, ge=0)
     live_params: int | None = Field(None, ge=0)
     stock_backward_extra_s: float | None = Field(None, ge=0)
     memory_curve: tuple[MemoryPoint, ...] = ()

@@ -78,13 +78,13 @@ class PlanSweep:
         recipes = [recipe_of(*way) for way in ways()]
         longest = max(len(recipe.steps) for recipe in recipes)
         gradients = max(len(recipe.gradient_steps) for recipe in recipes)
-        per_iteration = micro * (8 * layers + gradients * subgroups) + longest * subgroups + 5
+        per_iteration = micro * (10 * layers + gradients * subgroups) + longest * subgroups + 5
         count = per_iteration * self.iterations
         self.ops = np.zeros((count, kernel.OP_COLUMNS))
         self.after_first = np.zeros(count + 1, dtype=np.int64)
         # A step's end waits for two ops of each subgroup, and so do its gathers; a layer's share of
-        # each subgroup is waited for once.
-        waits = 4 * count + self.iterations * (2 * layers + 7 * subgroups)
+        # each subgroup is waited for once; a pass for a gradient on its way home too.
+        waits = 5 * count + self.iterations * (2 * layers + 7 * subgroups)
         self.after = np.zeros(waits, dtype=np.int64)
         self.start_s, self.end_s = np.zeros(count), np.zeros(count)
 

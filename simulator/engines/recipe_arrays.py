@@ -17,8 +17,9 @@ from simulator.engines import kernel
 from simulator.engines.jit import compiled, inlined
 from simulator.engines.kernel import Floats, Ints
 from simulator.machine import RateName
-from simulator.schedule import Op
+from simulator.schedule import Op, OpKind
 from simulator.schedules.tape import Place, What
+from simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES
 from simulator.update.recipes import (
     RECIPES,
     Bytes,
@@ -46,6 +47,8 @@ HOST_UPDATE = RATES.index("host_adam_params_per_s")
 _WAIT_NORM, _WAIT_HOME, _WAIT_PREVIOUS, _WAIT_SUM = (
     int(w) for w in (Wait.NORM, Wait.GRADIENT | Wait.SUM, Wait.PREVIOUS, Wait.SUM)
 )
+_SENT = kernel.KINDS.index(OpKind.GRADIENT_D2H)
+_ISSUED = tuple(kernel.KINDS.index(k) for k in (OpKind.FORWARD, OpKind.BACKWARD, OpKind.NORM))
 _OP, _GRADIENT, _PREFETCH = int(What.OP), int(What.GRADIENT), int(What.PREFETCH)
 
 # Columns of a step's row behind those of an op, of a placement's row, and of a place of the tape.
@@ -62,7 +65,10 @@ _N_OPS, _N_AFTER, _N_ITERATION, _N_NORM, _N_ADDED_TO, _N_PLACES, _N_NEW = range(
 # ops that ended them are noted. In one array, as each array costs every inlined step two counts
 # of its references.
 _N_SLOTS, _N_TAKEN, _N_GIVEN, _N_GIVERS = (7 + i * len(SLOTS) for i in range(4))
-_N_HOME = 7 + 4 * len(SLOTS)  # of each subgroup, the op that brought its gradient home
+# Then gradients' ways home: how many were begun, how many of them something waits for that comes
+# behind, and the latest such one.
+_N_SENT, _N_WAITED, _N_ROOM = range(7 + 4 * len(SLOTS), 10 + 4 * len(SLOTS))
+_N_HOME = 10 + 4 * len(SLOTS)  # of each subgroup, the op that brought its gradient home
 
 
 @dataclass(frozen=True)
@@ -226,11 +232,33 @@ def _add_steps(
 
 
 @inlined
+def _make_room(n: Ints, sent: Ints, sent_bytes: Floats, op: int, size: float, left: float) -> float:
+    """`EbbtideLoop._make_room`; ``left`` are the bytes under way, before and after."""
+    sent[n[_N_SENT]] = op
+    sent_bytes[n[_N_SENT]] = size
+    n[_N_SENT] += 1
+    left += size
+    while n[_N_SENT] - n[_N_WAITED] > 1:
+        oldest = sent_bytes[n[_N_WAITED]]
+        if left - oldest / 2 <= GRADIENTS_UNDER_WAY_BYTES:
+            break
+        left -= oldest
+        n[_N_ROOM] = sent[n[_N_WAITED]]
+        n[_N_WAITED] += 1
+    return left
+
+
+@inlined
 def _add_pass(
-    n: Ints, made: Ints, after_first: Ints, after: Ints, places: Ints, refs: Ints, place: int
-) -> None:
+    n: Ints, made: Ints, after_first: Ints, after: Ints, places: Ints, refs: Ints, place: int,
+    kind: int,
+) -> None:  # fmt: skip
     """An op of the tape itself, behind those of its refs that there are."""
     base, at, i = n[_N_PLACES], n[_N_AFTER], n[_N_OPS]
+    if n[_N_ROOM] >= 0 and kind in _ISSUED:
+        after[at] = n[_N_ROOM]
+        at += 1
+        n[_N_ROOM] = -1
     for j in range(places[place, X_REFS], places[place + 1, X_REFS]):
         if n[base + refs[j]] >= 0:
             after[at] = n[base + refs[j]]
@@ -282,7 +310,7 @@ def _notes(places: int, subgroups: int, plan: Ints) -> Ints:
     new = _N_HOME + subgroups + places
     givers = new + 2 * subgroups
     n = np.full(givers + kinds * uses, -1, dtype=np.int64)
-    n[_N_OPS] = n[_N_AFTER] = 0
+    n[_N_OPS] = n[_N_AFTER] = n[_N_SENT] = n[_N_WAITED] = 0
     n[_N_PLACES], n[_N_NEW] = _N_HOME + subgroups, new
     for kind in range(kinds):
         n[_N_SLOTS + kind] = plan[P_SLOTS + kind]
@@ -309,6 +337,7 @@ def build(
     n = _notes(count, subgroups, plan)
     early = np.full(subgroups, -1, dtype=np.int64)
     made = np.empty((ops.shape[0], 3), dtype=np.int64)
+    sent, sent_bytes, left = np.empty_like(after_first), np.empty(after_first.size), 0.0
     base, ends = n[_N_PLACES], n[_N_NEW] + subgroups
     after_first[0] = 0
     for iteration in range(plan[P_ITERATIONS]):
@@ -316,7 +345,8 @@ def build(
         for place in range(count):
             what, s = places[place, X_WHAT], places[place, X_SUBGROUP]
             if what == _OP:
-                _add_pass(n, made, after_first, after, places, refs, place)
+                kind = int(passes[place, kernel.KIND])
+                _add_pass(n, made, after_first, after, places, refs, place, kind)
                 continue
             behind = n[base + refs[places[place, X_REFS]]]
             if what == _GRADIENT:
@@ -326,15 +356,19 @@ def build(
                     n, made, after_first, after, rows, ways[way, W_GRADIENT_FIRST],
                     ways[way, W_GRADIENT_LAST], s, behind,
                 )  # fmt: skip
+                last = ways[way, W_GRADIENT_LAST] - 1
+                if last >= ways[way, W_GRADIENT_FIRST] and rows[last, kernel.KIND] == _SENT:
+                    size = sizes[s] * rows[last, kernel.WORK]
+                    left = _make_room(n, sent, sent_bytes, n[_N_HOME + s], size, left)
             elif what == _PREFETCH:
-                left = plan[P_EARLY:].copy()
+                free = plan[P_EARLY:].copy()
                 for k in range(subgroups):
-                    if left.sum() == 0:
+                    if free.sum() == 0:
                         break
                     s = issue[k]
                     row = ways[placement[s], W_FIRST]
-                    if rows[row, T_EARLY] > 0 and left[int(rows[row, T_TAKES])] > 0:
-                        left[int(rows[row, T_TAKES])] -= 1
+                    if rows[row, T_EARLY] > 0 and free[int(rows[row, T_TAKES])] > 0:
+                        free[int(rows[row, T_TAKES])] -= 1
                         after[n[_N_AFTER]] = behind
                         n[_N_AFTER] += 1
                         early[s] = _add(n, made, after_first, after, rows, row, s)

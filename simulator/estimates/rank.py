@@ -19,6 +19,7 @@ from simulator.workload import WIRE_BYTES, BaseKind, Layer, Workload, cut
 # gradient per product's input and one per weight, and the hooks of the reduction.
 ISSUED_BACKWARD = 1.0
 MODULES_OF_A_LAYER = 12
+MODULE_ISSUE_S = 1.5e-4  # of a machine that does not tell: DeepSpeed's hooks take 0.1 to 0.2 ms
 # Times that a whole gradient passes through device memory before it is reduced: into the bucket,
 # interleaved by ranks, divided by their number, each read and written (DeepSpeed,
 # ``__add_grad_to_ipg_bucket`` and ``reduce_scatter_coalesced``; below ZeRO-3 it is flattened, not
@@ -65,6 +66,7 @@ class Rank:
             pipeline_idle_s=(p.pipeline_parallel - 1) / micro * busy_s + self.loop_s,
             device_base_bytes=self.base_bytes(blocks),
             device_base_parts=self.base_parts(blocks),
+            module_issue_s=self.module_issue_s,
             live_params=self.live_params(blocks),
             provenance=self.provenance(),
         )
@@ -216,6 +218,14 @@ class Rank:
         if issue is None:
             return 0.0
         return issue.median if block.attention else issue.median / MODULES_OF_A_LAYER
+
+    @property
+    def module_issue_s(self) -> float:
+        """Where a device computes: what one of a layer's modules costs the host."""
+        if self.machine.device_kind != "cuda":
+            return 0.0
+        issue = self.machine.layer_issue_s
+        return MODULE_ISSUE_S if issue is None else issue.median / MODULES_OF_A_LAYER
 
     def parameters_s(self, block: Block) -> float:
         """Until the block's parameters are whole, for one pass."""

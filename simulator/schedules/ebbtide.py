@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 
 from simulator.plan import Plan, PlanError
-from simulator.schedule import Schedule
+from simulator.schedule import OpKind, Schedule
 from simulator.schedules.loop import ALL_CORES
 from simulator.schedules.planned_loop import PlannedLoop
-from simulator.update.footprint import footprint_by_kind
+from simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES, footprint_by_kind
 from simulator.update.recipes import (
     Bytes,
     Slot,
@@ -89,6 +89,8 @@ class EbbtideLoop(PlannedLoop):
         self.at_home: dict[int, int] = {}  # subgroup -> the op that brought its gradient there
         self.taken: dict[Slot, int] = dict.fromkeys(Slot, 0)  # in all iterations so far
         self.given_back: dict[Slot, list[int]] = {slot: [] for slot in Slot}  # the ops that did
+        self.under_way: deque[tuple[int, float]] = deque()  # gradients' ways home, with their bytes
+        self.waited_for = -1  # the latest of them before which nothing more is issued
         self.early: dict[int, int] = {}  # subgroup -> the op that brought its state before the norm
 
     def schedule(self, iterations: int) -> Schedule:
@@ -107,7 +109,27 @@ class EbbtideLoop(PlannedLoop):
             steps = tuple(step for step in steps if Wait.SUM not in step.waits)
         for step in steps:
             after = self._add(step, subgroup, self._waits(step, subgroup, after))
+            if step.kind == OpKind.GRADIENT_D2H:
+                self._make_room(after)
         self.at_home[subgroup] = after
+
+    def _make_room(self, op: int) -> None:
+        """What is under way stays within `GRADIENTS_UNDER_WAY_BYTES`, to the nearest subgroup: the
+        runtime sends each in parts, as they come.
+        """
+        self.under_way.append((op, self.out.ops[op].work))
+        left = sum(size for _, size in self.under_way)
+        while len(self.under_way) > 1:
+            oldest, size = self.under_way[0]
+            if left - size / 2 <= GRADIENTS_UNDER_WAY_BYTES:
+                break
+            self.under_way.popleft()
+            self.waited_for, left = oldest, left - size
+
+    def issued_behind(self) -> list[int]:
+        waits = [self.waited_for] if self.waited_for >= 0 else []
+        self.waited_for = -1
+        return waits
 
     def prefetch(self) -> None:
         self.early = {}

@@ -97,11 +97,15 @@ class TrainingLoop(ABC):
             waits = self.before_pass(number, waits)
             op = self.out.add(
                 OpKind.FORWARD, Lane.COMPUTE, layer.forward_s / w.gradient_accumulation_steps,
-                after=waits, device_share=1.0, device_alloc_bytes=layer.activation_bytes,
-                layer=number,
+                after=[*waits, *self.issued_behind()], device_share=1.0,
+                device_alloc_bytes=layer.activation_bytes, layer=number,
             )  # fmt: skip
             self.passes.append(op)
             self.after_forward(number, op)
+
+    def issued_behind(self) -> list[int]:
+        """What the training thread has waited for before it issues the next pass."""
+        return []
 
     def before_pass(self, layer: int, waits: list[int], *, backward: bool = False) -> list[int]:  # noqa: ARG002
         """Appends what brings a layer's inputs; returns what its pass waits for."""
@@ -133,7 +137,7 @@ class TrainingLoop(ABC):
             layer = w.layers[number]
             op = self.out.add(
                 OpKind.BACKWARD, Lane.COMPUTE, layer.backward_s / w.gradient_accumulation_steps,
-                after=waits, device_share=1.0,
+                after=[*waits, *self.issued_behind()], device_share=1.0,
                 device_alloc_bytes=self.gradient_alloc_bytes(number, micro_batch),
                 device_free_bytes=layer.activation_bytes, layer=number,
             )  # fmt: skip

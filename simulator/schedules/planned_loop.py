@@ -66,7 +66,18 @@ class PlannedLoop(TrainingLoop):
                 dram_bytes=size, layer=layer,
             )  # fmt: skip
             waits = [fetch, *(op for op in waits if op in others)]
+        updated = self.overlaps and not backward and self.micro_batch == 0 and self.shares[layer]
+        if self.workload.module_issue_s and (size or updated):
+            waits = [self._issued(layer, waits)]
         return super().before_pass(layer, waits, backward=backward)
+
+    def _issued(self, layer: int, waits: list[int]) -> int:
+        """The training thread itself waits, for an update until its last op has been issued, for
+        what comes in (DeepSpeed's handles). Nothing of the layer is queued on the device before.
+        """
+        return self.out.add(
+            OpKind.ISSUE, Lane.ISSUE, self.workload.module_issue_s, after=waits, layer=layer
+        )
 
     def backward(self, micro_batch: int) -> None:
         self.missing = [len(layers) for layers in self.layers_of]
@@ -82,7 +93,9 @@ class PlannedLoop(TrainingLoop):
 
     def step(self) -> None:
         """Norm barrier, then all queues at once, each in the plan's order."""
-        norm = self.out.add(OpKind.NORM, Lane.COMPUTE, 0.0, after=self.gradients_done)
+        norm = self.out.add(
+            OpKind.NORM, Lane.COMPUTE, 0.0, after=[*self.gradients_done, *self.issued_behind()]
+        )
         new, self.ends = self.updates(norm)
         if self.overlaps:
             self.parameters_new = new

@@ -103,6 +103,20 @@ def test_single_steps_are_watched_and_those_between_them_are_not(only_rank):
     assert torch.equal(torch.stack(losses), torch.stack(expected))
 
 
+def test_what_a_module_costs_the_host_counts_where_a_device_computes(only_rank, monkeypatch):
+    engine = start()
+    profile, batches = SampledProfile(engine), Batches(2, 32)
+    for number in range(2):
+        profile.step(*batches.at(number))
+    assert profile.workload().module_issue_s == 0
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    found = profile.workload()
+    monkeypatch.undo()
+    modules = sum(bool(m._parameters) for m in engine.module.modules())
+    assert 0 < found.module_issue_s * modules <= found.forward_s
+    engine.destroy()
+
+
 def test_what_is_no_zero3_engine_is_refused():
     class Engine:
         optimizer = object()

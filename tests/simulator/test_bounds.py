@@ -204,11 +204,14 @@ def test_all_on_the_host_is_a_chain_that_the_bound_knows_to_the_last_microsecond
 
 
 def test_gradients_that_come_home_slowly_are_a_chain_too():
-    """A gradient takes 0.2 s, and the first layer's comes last: then its update, copy, forward."""
-    work, have = workload(), machine(d2h_bytes_per_s=1e9)
-    plan = Plan(subgroup_size=10**8, placement=Plan.runs(["host"] * 4), staging_slots=0,
+    """A gradient takes 0.2 s, and the first layer's comes last: then its update, copy, forward.
+    All of them may be under way at once.
+    """
+    layer = Layer(params=10**7, forward_s=0.01, backward_s=0.02)
+    work, have = workload(size=10**7, layers=(layer,) * 4), machine(d2h_bytes_per_s=1e8)
+    plan = Plan(subgroup_size=10**7, placement=Plan.runs(["host"] * 4), staging_slots=0,
                 order=UpdateOrder(host="arrival"))  # fmt: skip
-    by_hand = 0.02 + 4 * 0.2 + 0.1 + 2e8 / 20e9 + 4 * 0.01
+    by_hand = 0.02 + 4 * 0.2 + 0.01 + 2e7 / 20e9 + 4 * 0.01
     assert simulate(build_schedule(work, plan), have).iteration_s == pytest.approx(by_hand)
     assert floor_of(work, have, 4, 0, 0, 0) == pytest.approx(by_hand, rel=2e-5)
 

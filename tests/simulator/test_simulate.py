@@ -213,6 +213,39 @@ def test_a_second_micro_batch_fetches_the_sum_and_sends_it_home_again():
     assert spans(found, OpKind.UPDATE_HOST)[0] == (82, 92)
 
 
+def test_the_host_issues_a_layer_once_it_has_waited_for_its_parameters():
+    """As with overlap above, 3 s from each wait to the layer's first kernel; so the first gradient
+    leaves 5 s later. While the device is busy they cost nothing.
+    """
+    work = workload((10, 10), module_issue_s=3.0)
+    found = simulate(build_schedule(work, plan_of(["host"] * 2)), machine())
+    assert spans(found, OpKind.ISSUE, 1) == [(79, 82), (99, 102)]
+    assert spans(found, OpKind.FORWARD, 1) == [(82, 83), (102, 103)]
+    early = workload((10, 10), module_issue_s=3.0, forward_s=50.0)
+    found = simulate(build_schedule(early, plan_of(["host"] * 2)), machine())
+    (begin, _), (second, end) = spans(found, OpKind.FORWARD, 1)
+    assert (second - begin, end - begin) == (50, 100)
+    serial = plan_of(["host"] * 2, overlap_forward=False)
+    assert not [op for op in build_schedule(work, serial).ops if op.kind == OpKind.ISSUE]
+
+
+def test_backward_is_held_up_by_gradients_under_way():
+    """Three subgroups of 200 MiB gradients, at 1 MiB/s; 256 MiB may be under way. The training
+    thread waits for the first one's when it sends the second, and for the second one's when it
+    sends the third: layer 0's backward, and then the norm, begin behind those.
+    """
+    n, mib = 100 * 2**20, 2**20
+    on = machine(d2h_bytes_per_s=mib, h2d_bytes_per_s=mib, dram_bytes_per_s=1e12)
+    found = simulate(build_schedule(workload((n, n, n)), plan_of(["host"] * 3)), on)
+    assert spans(found, OpKind.GRADIENT_D2H) == [(5, 205), (205, 405), (405, 605)]
+    assert spans(found, OpKind.BACKWARD) == [(3, 5), (5, 7), (205, 207)]
+    assert spans(found, OpKind.NORM) == [(405, 405)]
+    # 300 MiB are no further from 256 than 200 are.
+    small = simulate(build_schedule(workload((n // 2,) * 3), plan_of(["host"] * 3)), on)
+    assert spans(small, OpKind.BACKWARD) == [(3, 5), (5, 7), (7, 9)]
+    assert spans(small, OpKind.NORM) == [(9, 9)]
+
+
 def test_residents_copy_nothing():
     found = simulate(build_schedule(workload((10, 10)), plan_of(["resident"] * 2)), machine())
     kinds = {s.kind for s in found.spans}

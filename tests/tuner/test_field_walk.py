@@ -200,6 +200,7 @@ WORKLOAD = {
     "network_step_gather_bytes": 10**9,
     "device_base_bytes": 2**30,
     "device_base_parts": {"gradients": 2**20},
+    "module_issue_s": 0.05,
     "live_params": 0,
     "stock_backward_extra_s": 0.5,
     "memory_curve": (MemoryPoint(t_s=0, phase="forward", device_bytes=5),),
