@@ -320,6 +320,24 @@ def _notes(places: int, subgroups: int, plan: Ints) -> Ints:
 
 
 @compiled
+def _prefetch(
+    n: Ints, made: Ints, after_first: Ints, after: Ints, rows: Floats, firsts: Ints, issue: Ints,
+    free: Ints, behind: int, early: Ints,
+) -> None:  # fmt: skip
+    """First steps of subgroups before the norm, into ``free`` buffers; their ops into ``early``."""
+    for k in range(issue.size):
+        if free.sum() == 0:
+            break
+        s = issue[k]
+        row = firsts[s]
+        if rows[row, T_EARLY] > 0 and free[int(rows[row, T_TAKES])] > 0:
+            free[int(rows[row, T_TAKES])] -= 1
+            after[n[_N_AFTER]] = behind
+            n[_N_AFTER] += 1
+            early[s] = _add(n, made, after_first, after, rows, row, s)
+
+
+@compiled
 def build(
     program: Program, rows: Floats, ways: Ints, sizes: Floats, placement: Any, issue: Ints,
     plan: Ints, ops: Floats, after_first: Ints, after: Ints,
@@ -361,17 +379,9 @@ def build(
                     size = sizes[s] * rows[last, kernel.WORK]
                     left = _make_room(n, sent, sent_bytes, n[_N_HOME + s], size, left)
             elif what == _PREFETCH:
+                firsts = ways[placement, W_FIRST]
                 free = plan[P_EARLY:].copy()
-                for k in range(subgroups):
-                    if free.sum() == 0:
-                        break
-                    s = issue[k]
-                    row = ways[placement[s], W_FIRST]
-                    if rows[row, T_EARLY] > 0 and free[int(rows[row, T_TAKES])] > 0:
-                        free[int(rows[row, T_TAKES])] -= 1
-                        after[n[_N_AFTER]] = behind
-                        n[_N_AFTER] += 1
-                        early[s] = _add(n, made, after_first, after, rows, row, s)
+                _prefetch(n, made, after_first, after, rows, firsts, issue, free, behind, early)
             else:
                 n[_N_NORM] = behind
                 for k in range(subgroups):
