@@ -10,6 +10,7 @@ from tuner.answer.verdict import distance
 from tuner.placements.homes import begun, brought
 from tuner.placements.memory import ImpossibleError
 from tuner.placements.planning import predict
+from tuner.placements.search import Search
 
 
 def even_plan(workload: Workload, machine: Machine, limits: Limits) -> Plan:
@@ -21,6 +22,12 @@ def even_plan(workload: Workload, machine: Machine, limits: Limits) -> Plan:
     search = begun(workload, machine, limits)
     if not search.fits:
         raise ImpossibleError.explain(workload, limits, list(search.scores.values()))
+    return best_of(search)
+
+
+def best_of(search: Search) -> Plan:
+    """The best plan of a search that has begun, and in which something fits."""
+    workload, machine, limits = search.workload, search.machine, search.limits
     made = search.best().plan(workload)
     # The fluid bound alone: somebody waits, and the whole one takes seconds.
     prediction = predict(workload, machine, made, limits, lower_bound_s=search.fluid.iteration_s)

@@ -11,8 +11,9 @@ from simulator.estimates.job import Job
 from simulator.limits import GIB, Limits
 from simulator.machine import Machine
 from simulator.plan import Plan
-from tuner.answer.even import even_plan
-from tuner.placements.memory import ImpossibleError
+from tuner.answer.even import best_of
+from tuner.placements.homes import begun
+from tuner.placements.search import Search
 
 # As they are sold; the least that suffices is offered.
 DEVICE_GIB = (12, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 288)
@@ -67,36 +68,44 @@ class _Tried:
     job: Job
     machine: Machine
     limits: Mapping[str, Any]
-    known: dict[tuple[tuple[str, int | bool], ...], WayOut | None] = field(default_factory=dict)
+    known: dict[tuple[tuple[str, int | bool], ...], Search | None] = field(default_factory=dict)
 
     def way(self, changes: Changes) -> WayOut | None:
+        """With the best plan that is known; None: nothing fits."""
+        search = self.fits(changes)
+        if search is None:
+            return None
+        made, tokens = best_of(search), search.workload.tokens_per_iteration
+        assert made.prediction is not None
+        return WayOut(changes, made, tokens and tokens / made.prediction.iteration_s)
+
+    def fits(self, changes: Changes) -> Search | None:
+        """The search in which something does."""
         key = tuple(changes.items())
         if key not in self.known:
-            self.known[key] = self._simulated(changes)
+            self.known[key] = self._begun(changes)
         return self.known[key]
 
-    def _simulated(self, changes: Changes) -> WayOut | None:
+    def _begun(self, changes: Changes) -> Search | None:
         memory = {k: v for k, v in changes.items() if k in _OF_MACHINE}
         machine = self.machine.with_rates(**memory) if memory else self.machine
         asked = {k: v for k, v in self.limits.items() if k not in memory}
         try:
             job = self.job.changed(**{k: v for k, v in changes.items() if k not in memory})
             workload = job.workload(machine)
-            made = even_plan(workload, machine, Limits.of(workload, machine, **asked))
-        except (ImpossibleError, ModelError):
+        except ModelError:
             return None
-        tokens = workload.tokens_per_iteration
-        assert made.prediction is not None
-        return WayOut(changes, made, tokens and tokens / made.prediction.iteration_s)
+        search = begun(workload, machine, Limits.of(workload, machine, **asked))
+        return search if search.fits else None
 
     def nearest(self, steps: list[Changes]) -> WayOut | None:
         """The first that fits of steps that each take less memory than the one before."""
-        if not steps or self.way(steps[-1]) is None:
+        if not steps or not self.fits(steps[-1]):
             return None
         low, high = 0, len(steps) - 1
         while low < high:
             middle = (low + high) // 2
-            low, high = (low, middle) if self.way(steps[middle]) else (middle + 1, high)
+            low, high = (low, middle) if self.fits(steps[middle]) else (middle + 1, high)
         return self.way(steps[high])
 
 

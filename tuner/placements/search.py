@@ -124,6 +124,7 @@ class Search:
         self._sweep = PlanSweep(workload, machine)
         self._longer = [PlanSweep(workload, machine, iterations=n) for n in SETTLED]
         self._orders = UpdateOrders(workload, machine)
+        self._gone: dict[tuple[ParameterHome, ...], int] = {}  # bytes, by homes
         self.best_s = self.whole_s = math.inf  # with parameters as they are; all on the device
 
     def score(self, candidate: Candidate) -> Score:
@@ -175,6 +176,10 @@ class Search:
         return later if later > seconds * (1 + 1e-6) else seconds
 
     def _simulate(self, c: Candidate) -> Score:
+        """What does not fit is not simulated: its peaks are known without."""
+        taken = self._taken(c, c.homes)
+        if not self.limits.hold(*taken):
+            return Score(math.inf, *taken)
         score = self._held(evaluated(self._sweep, c))
         placed = np.array([PLACEMENTS.index(p) for p in c.placements])
         return score if self._may_store(placed) else replace(score, iteration_s=math.inf)
@@ -256,13 +261,27 @@ class Search:
 
     def _holds(self, c: Candidate) -> bool:
         """Whether it fits, without a simulation."""
+        return self.limits.hold(*self._taken(c, self.homes))
+
+    def _taken(self, c: Candidate, homes: tuple[ParameterHome, ...]) -> tuple[int, int, int]:
+        """Its peaks: all activations are there at the end of forward."""
         w = self.workload
-        amounts = tally(w.subgroups, c.placements, self.homes)
+        amounts = tally(w.subgroups, c.placements, homes)
         held = self._sweep.held.bytes(amounts, c.staging_slots, c.host_slots)
-        gone = moved_out(w, fetched_elements(w, self.homes)) * w.wire_bytes if self.homes else 0
-        device = held["device"] + max(0, w.device_base_bytes - gone)
-        device += sum(layer.activation_bytes for layer in w.layers)
-        return self.limits.hold(device, held["host"], held["storage"])
+        device = held["device"] + max(0, w.device_base_bytes - self._gone_bytes(homes))
+        return device + self._activation_bytes, held["host"], held["storage"]
+
+    @cached_property
+    def _activation_bytes(self) -> int:
+        return sum(layer.activation_bytes for layer in self.workload.layers)
+
+    def _gone_bytes(self, homes: tuple[ParameterHome, ...]) -> int:
+        """Of parameters that live elsewhere."""
+        if homes not in self._gone:
+            w = self.workload
+            gone = moved_out(w, fetched_elements(w, homes)) * w.wire_bytes if homes else 0
+            self._gone[homes] = gone
+        return self._gone[homes]
 
     def try_all(self) -> None:
         """What the bound's whole numbers say, evenly mixed; and every choice of placements, where

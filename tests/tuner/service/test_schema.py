@@ -1,12 +1,16 @@
-"""Whatever the OpenAPI schema allows or forbids: no 5xx, and every answer as it promises."""
+"""Whatever the OpenAPI schema allows or forbids: no 5xx, and every answer as it promises.
+
+``EBBTIDE_FUZZ=200`` asks each route so many times (5,000 requests in all); the slowest is printed.
+"""
 
 import gc
+import os
 
 import pytest
 
 schemathesis = pytest.importorskip("schemathesis")
 hypothesis = pytest.importorskip("hypothesis")
-EXAMPLES = 5
+EXAMPLES = int(os.environ.get("EBBTIDE_FUZZ", "5"))
 STREAMS = ("/api/v1/events", "/api/v1/jobs/{job}/events")
 
 
@@ -23,7 +27,7 @@ def test_the_schema_is_kept(server):
 
     schema = schemathesis.openapi.from_url(server.url + "/api/v1/openapi.json")
     checks = [not_a_server_error, response_schema_conformance, content_type_conformance]
-    tried = 0
+    seconds, failures = [], []
     for result in schema.get_all_operations():
         operation = result.ok()
         if operation.path in STREAMS:  # they do not end
@@ -38,9 +42,19 @@ def test_the_schema_is_kept(server):
             suppress_health_check=list(hypothesis.HealthCheck),
         )
         def probe(case):
-            nonlocal tried
-            tried += 1
-            case.call_and_validate(checks=checks, timeout=60)
+            response = case.call(timeout=60)
+            seconds.append((response.elapsed, case.method, case.path, case.body))
+            case.validate_response(response, checks=checks)
 
-        probe()
-    assert tried >= EXAMPLES * 10
+        try:
+            probe()
+        except Exception as failure:  # noqa: BLE001 - the other routes are tried all the same
+            failures.append(f"{operation.method} {operation.path}: {failure!r} {failure}"[:2000])
+    print(
+        len(seconds),
+        "requests; the slowest:",
+        *sorted(seconds, key=lambda row: row[0])[-3:],
+        sep="\n",
+    )
+    assert not failures, "\n\n".join(failures)
+    assert len(seconds) >= EXAMPLES * 10
