@@ -27,7 +27,7 @@ from tuner.service.scenario import resolve
 from tuner.service.timeline_view import view
 
 # In the order in which the one script of the report is put together.
-SCRIPTS = ("format.js", "timeline.js", "memory.js", "table.js", "report.js")
+SCRIPTS = ("format.js", "timeline.js", "kinds.js", "memory.js", "table.js", "report.js")
 _IMPORT = re.compile(r"^import [^;]*;\n", re.MULTILINE)
 _EXPORT = re.compile(r"^export ", re.MULTILINE)
 

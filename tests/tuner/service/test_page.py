@@ -348,14 +348,21 @@ def test_the_report_draws_itself_without_a_network(browser, tmp_path):
 
     example = shipped_example()
     timelines = read_timelines((example / "trace.json").read_text())
+    plan = Plan.load(example / "plan.json")
+    held = {"memory": {"device": {"state": 2**30}, "host": {"state": 2**29}},
+            "limits": {"device": 2**31, "host": 2**31}}  # fmt: skip
+    predicted = plan.prediction.model_copy(update=held)
     path = tmp_path / "report.html"
-    path.write_text(report_html(Plan.load(example / "plan.json"), timelines))
+    path.write_text(report_html(plan.model_copy(update={"prediction": predicted}), timelines))
     context = browser.new_context(offline=True, viewport={"width": 900, "height": 900})
     page, problems = context.new_page(), []
     page.on("console", lambda m: problems.append(m.text) if m.type == "error" else None)
     page.goto(path.as_uri())
     assert page.locator("#timelines rect.op").count() > 10
     assert page.locator("#table tbody tr").count() > 3
+    told = [page.locator("#kinds .chart svg").nth(n).get_attribute("aria-label") for n in (0, 1)]
+    assert told == ["GPU memory. Plan 1.0 GiB: state 1.0 GiB",
+                    "Host memory per rank. Plan 512 MiB: state 512 MiB"]  # fmt: skip
     assert not problems
     _photograph(page, "report")
     context.close()

@@ -249,7 +249,8 @@ export class AnswerView {
     drawTimelines(at("timelines"), entries);
     at("difference").textContent = answer.timelines.plan ? difference(answer.timelines.stock, answer.timelines.plan) : "";
     at("kinds-panel").hidden = !answer.memory;
-    if (answer.memory) drawKinds(at("kinds"), answer);
+    const { device_bytes: device, host_bytes: host, storage_bytes: storage } = answer.limits;
+    if (answer.memory) drawKinds(at("kinds"), answer.memory, { device: answer.machine.unified_memory ? null : device, host, storage });
     at("memory-title").textContent = `${answer.machine.unified_memory ? "The device's part of the memory" : "GPU memory"} over the same iteration`;
     drawMemory(at("memory"), entries, answer.machine.unified_memory ? null : answer.limits.device_bytes);
     at("table").setAttribute("aria-busy", whole ? "false" : "true");

@@ -2,7 +2,7 @@
 
 import { link } from "./address.js";
 import { withOffload } from "./deepspeed.js";
-import { count, element, gib, seconds } from "./format.js";
+import { count, element, gib, params, seconds } from "./format.js";
 
 const COLUMNS = ["Configuration", "Tokens/s", "Iteration", "GPU memory", "Host memory"];
 
@@ -45,5 +45,6 @@ function named(c, job, row) {
 function described(c) {
   const parts = [`${c.gpus} GPU${c.gpus > 1 ? "s" : ""}`, `ZeRO-${c.zero_stage}`, WHERE[c.offload] || c.offload,
     `micro-batch ${c.micro_batch} × ${c.accumulation}`, `activations ${c.recompute ? "recomputed" : "kept"}`];
+  if (c.offload !== "none") parts.push(`subgroups of ${params(c.sub_group_size)}`);
   return parts.join(", ");
 }

@@ -2,7 +2,7 @@
 
 import { go, link } from "./address.js";
 import { call, listen, save } from "./api.js";
-import { element, percent, seconds, times } from "./format.js";
+import { element, percent, seconds } from "./format.js";
 import { drawFound } from "./found.js";
 import { drawMemory } from "./memory.js";
 import { drawLegend, drawTimelines } from "./timeline.js";
@@ -104,10 +104,11 @@ export class WorkView {
     const isJson = text.startsWith("{");
     const result = isJson ? JSON.parse(text) : null;
     const body = element("div", {});
-    if (job.kind === "plan") body.append(...planFound(result, job));
+    if (job.kind === "plan") body.append(...planFound(result));
     if (job.kind === "search") drawFound(body, result, job.id);
     const [name, content] = job.kind === "plan" ? ["plan.json", `${JSON.stringify(result.plan, null, 2)}\n`] : [`${job.kind}.${isJson ? "json" : "csv"}`, text];
-    return [body, element("div", { class: "actions" }, this.button("Download result", () => save(name, content)))];
+    const open = job.kind === "plan" ? openLink(job) : null;
+    return [body, element("div", { class: "actions" }, open, this.button("Download result", () => save(name, content)))];
   }
 
   jobCard(job) {
@@ -146,7 +147,7 @@ export class WorkView {
       await call(`/jobs/${job.kind}`, { method: "POST", body });
     });
     const forget = this.sure("Delete", () => call(`/jobs/${job.id}?forget=true`, { method: "DELETE" }));
-    return phase === "done" && job.kind === "plan" ? [link(`from=${job.id}`, "Open in What if"), again, forget] : [again, forget];
+    return phase === "done" && job.kind === "plan" ? [openLink(job), again, forget] : [again, forget];
   }
 
   // A button that is pressed twice, within a moment.
@@ -198,10 +199,16 @@ export class WorkView {
   }
 }
 
-function planFound({ plan, quick_iteration_s: quick }, job) {
-  const told = `${seconds(plan.prediction.iteration_s)} per iteration, ${times(quick / plan.prediction.iteration_s)} the quick plan.`;
-  return [element("p", {}, told), element("ul", { class: "notes" }, ...plan.reasons.map((text) => element("li", {}, text))),
-    element("p", {}, link(`from=${job.id}`, "Open in What if"))];
+function openLink(job) {
+  const made = link(`from=${job.id}`, "Open in What if");
+  made.className = "button";
+  return made;
+}
+
+function planFound({ plan, quick_iteration_s: quick }) {
+  const saved = 1 - plan.prediction.iteration_s / quick;
+  const told = `${seconds(plan.prediction.iteration_s)} per iteration, ${saved > 1e-3 ? `${percent(saved)} faster` : "no faster"} than the quick plan.`;
+  return [element("p", {}, told), element("ul", { class: "notes" }, ...plan.reasons.map((text) => element("li", {}, text)))];
 }
 
 function jobText(job) {

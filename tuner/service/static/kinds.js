@@ -5,22 +5,19 @@ import { gutter } from "./timeline.js";
 
 export const KINDS = ["parameters", "gradients", "state", "activations", "buckets", "staging"];
 const ROLES = [["stock", "Stock"], ["plan", "Plan"], ["no offload", "No offload"]];
-const BAR = 18, GAP = 7, TOTAL = 72;
+const BAR = 18, BELOW = 7, TOTAL = 72;
 
-// answer: with `memory`, {role: {memory: {kind: bytes}}} at the moment of most use, and `limits`.
-export function drawKinds(host, answer) {
-  const { limits, memory } = answer;
-  const unified = answer.machine.unified_memory;
-  const memories = [["device", unified ? "Device's share of the memory" : "GPU memory", unified ? null : limits.device_bytes],
-    ["host", "Host memory per rank", limits.host_bytes], ["storage", "Storage", limits.storage_bytes]];
+// memory: {role: {memory: {kind: bytes}}} at the moment of most use; limits: {memory: bytes}.
+export function drawKinds(host, memory, limits) {
+  const memories = [["device", limits.device ? "GPU memory" : "The device's part of the memory"], ["host", "Host memory per rank"], ["storage", "Storage"]];
   const used = KINDS.filter((kind) => Object.values(memory).some((held) => Object.values(held).some((kinds) => kinds[kind])));
   const legend = element("div", { class: "legend" }, ...used.map((kind) =>
     element("span", { class: "key" }, element("span", { class: `swatch k-${kind}`, "aria-hidden": "true" }), kind)),
   element("span", { class: "key" }, limitMark(), "limit"));
   const readout = element("p", { class: "hint readout", role: "status" });
-  const parts = memories.map(([name, title, limit]) => {
+  const parts = memories.map(([name, title]) => {
     const rows = ROLES.filter(([role]) => sum((memory[role] || {})[name]) > 0).map(([role, label]) => ({ label, kinds: memory[role][name] }));
-    return rows.length ? part(title, limit, rows, readout) : null;
+    return rows.length ? part(title, limits[name], rows, readout) : null;
   });
   host.replaceChildren(legend, ...parts.filter(Boolean), readout);
 }
@@ -37,10 +34,10 @@ function part(title, limit, rows, readout) {
   const told = rows.map((row) => `${row.label} ${gib(sum(row.kinds))}: ${words(row.kinds)}`).join("; ");
   atWidth(host, (width) => {
     const left = gutter(width), inner = width - left - TOTAL;
-    const height = rows.length * (BAR + GAP);
+    const height = rows.length * (BAR + BELOW);
     const svg = shape("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": `${title}. ${told}` });
-    rows.forEach((row, i) => svg.append(...bar(row, i * (BAR + GAP), (bytes) => (bytes / most) * inner, left, width, readout)));
-    if (limit) svg.append(shape("line", { x1: left + (limit / most) * inner, x2: left + (limit / most) * inner, y1: 0, y2: height - GAP, class: "line-limit" }));
+    rows.forEach((row, i) => svg.append(...bar(row, i * (BAR + BELOW), (bytes) => (bytes / most) * inner, left, width, readout)));
+    if (limit) svg.append(shape("line", { x1: left + (limit / most) * inner, x2: left + (limit / most) * inner, y1: 0, y2: height - BELOW, class: "line-limit" }));
     host.replaceChildren(svg);
   });
   return element("div", { class: "kinds" }, element("h3", {}, title, element("span", { class: "hint" }, limit ? ` of ${gib(limit)} usable` : "")), host);

@@ -1,6 +1,7 @@
 // The report's page: the same components, on the data that stands in it.
 
 import { element, gib, percent, seconds } from "./format.js";
+import { drawKinds } from "./kinds.js";
 import { drawMemory } from "./memory.js";
 import { drawTable } from "./table.js";
 import { drawLegend, drawTimelines } from "./timeline.js";
@@ -19,6 +20,7 @@ function showReport() {
   else find("table").append(element("p", { class: "hint" }, "This plan carries no prediction."));
   find("reasons").append(...plan.reasons.map((text) => element("li", {}, text)));
   if (data.measured && plan.prediction) showMeasured(find, data);
+  showKinds(find, plan);
   if (data.timelines.length) showTimelines(find, data.timelines);
   find("foot").textContent = "Times are predictions unless they are called measured.";
 }
@@ -68,6 +70,14 @@ function difference(predicted, measured) {
   const sign = predicted >= measured ? "+" : "−";
   const share = predicted && measured ? ` (${sign}${percent(Math.abs(predicted / measured - 1))})` : "";
   return `${sign}${seconds(Math.abs(predicted - measured))}${share}`;
+}
+
+// Of plans that tell it: older ones do not.
+function showKinds(find, { prediction, alternatives }) {
+  find("kinds-panel").hidden = !prediction || !Object.keys(prediction.memory).length;
+  if (find("kinds-panel").hidden) return;
+  const others = alternatives.filter((other) => Object.keys(other.memory).length).map((other) => [other.strategy === "no offload" ? "no offload" : "stock", other.memory]);
+  drawKinds(find("kinds"), { plan: prediction.memory, ...Object.fromEntries(others) }, prediction.limits);
 }
 
 function showTimelines(find, views) {
