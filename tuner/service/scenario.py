@@ -208,9 +208,14 @@ def job_of(scenario: Scenario) -> Job:
             recompute=not scenario.keep_activations,
             **started_by(scenario),
         )
-    params = sum(sum(block.params) for block in job.architecture.blocks())
-    _check_cut(params // (job.data_parallel * job.tensor_parallel), job.sub_group_size)
+    _check_cut(_params(job), job.sub_group_size)
     return job
+
+
+def _params(job: Job) -> int:
+    """Of one rank."""
+    params = sum(sum(block.params) for block in job.architecture.blocks())
+    return params // (job.data_parallel * job.tensor_parallel)
 
 
 def strategy_of(scenario: Scenario, workload: Workload) -> tuple[str, dict[str, Any]]:
@@ -252,17 +257,17 @@ def estimated_ops(scenario: Scenario) -> int:
     """
     if isinstance(scenario.workload, Workload):
         layers, subgroups = len(scenario.workload.layers), len(scenario.workload.subgroups)
-        micro = scenario.workload.gradient_accumulation_steps
+        micro, params = scenario.workload.gradient_accumulation_steps, scenario.workload.params
     elif scenario.workload is not None:  # a name that nobody has filled in: refused later
         return 0
     else:
         job = job_of(scenario)
         layers, micro = job.architecture.layers + 2, job.accumulation
-        subgroups = math.ceil(layers / 4) + 16
-        if job.sub_group_size < USUAL_SUBGROUP:
-            subgroups = MOST_SUBGROUPS
+        params = _params(job)
+        subgroups = math.ceil(layers / 4) + 16 + params // job.sub_group_size
     if scenario.subgroup_size is not None:
-        subgroups = MOST_SUBGROUPS  # at most
+        subgroups = math.ceil(layers / 4) + 16 + params // scenario.subgroup_size
+    subgroups = min(subgroups, MOST_SUBGROUPS)
     return ITERATIONS * (layers * micro * 5 + subgroups * 6)
 
 

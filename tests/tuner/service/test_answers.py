@@ -26,7 +26,8 @@ from simulator.limits import Limits
 from tests.machines import GIB
 from tuner.answer.rows import role_of
 from tuner.emitted_config import emitted_config
-from tuner.service.scenario import MODELS
+from tuner.service.requests import Scenario
+from tuner.service.scenario import MODELS, estimated_ops, resolve
 
 LLAMA = {"machine": "h100-node", "model": "Llama 3 8B"}
 
@@ -46,6 +47,16 @@ def test_simulate_is_the_api(server, strategy):
     assert answer["iteration_s"] == pytest.approx(expected.iteration_s, rel=1e-9)
     assert answer["device_peak_bytes"] == expected.device_peak_bytes
     assert answer["tokens_per_s"] == pytest.approx(work.tokens_per_iteration / expected.iteration_s)
+
+
+@pytest.mark.parametrize("size", [10**9, 2 * 10**8, 5 * 10**7])
+def test_what_a_question_costs_is_told_from_its_subgroups(size):
+    """Never too low; and small subgroups are no reason to refuse a search."""
+    config = {"bf16": {"enabled": True}, "zero_optimization": {"sub_group_size": size}}
+    asked = Scenario(**LLAMA, ds_config=config)
+    _, work = resolve(asked)
+    ops = max(len(build_strategy(name, work).ops) for name in ("zero3_offload", "superoffload"))
+    assert ops <= estimated_ops(asked) <= 4 * ops
 
 
 def test_options_memory_link_and_accumulation_take_effect(server):
