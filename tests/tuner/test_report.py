@@ -8,7 +8,7 @@ from simulator import preset
 from simulator.limits import GIB, Limits
 from tests.machines import node, workload
 from tuner.answer.even import even_plan
-from tuner.answer.report import memory, show_plan
+from tuner.answer.report import memory, show_plan, strategies, wide_console
 from tuner.answer.rows import alternatives, compare
 
 
@@ -55,3 +55,35 @@ def test_a_plan_of_an_older_ebbtide_has_none():
 def test_one_memory_has_one_limit():
     on = preset("h100-node").model_copy(update={"unified_memory": True})
     assert set(planned(on).prediction.limits) == {"host"}
+
+
+def test_the_tables_fit_80_columns_and_say_what_is_missing():
+    plan = planned(node())
+    told = plan.prediction.model_copy(update={"loop_s": 1.0, "storage_bytes": 300 * GIB})
+    long = told.model_copy(
+        update={
+            "strategy": "Deep Optimizer States, stride 2, of 16 threads",
+            "iteration_s": 170.318,
+            "note": "needs 3.0 GiB more GPU memory",
+        }
+    )
+    table = strategies([told, long])
+    console = Console(file=io.StringIO(), width=80)
+    console.print(table)
+    shown = console.file.getvalue()
+    assert "…" not in shown
+    assert "170.32" in shown
+    assert "stride 2, of 16 threads needs 3.0 GiB more GPU memory" in " ".join(shown.split())
+    for column in table.columns[1:]:  # numbers stand in one line
+        assert all(cell in shown for cell in column.cells)
+    console = Console(file=io.StringIO(), width=80)
+    console.print(memory(plan))
+    assert max(map(len, console.file.getvalue().splitlines())) <= 80
+    assert "…" not in console.file.getvalue()
+
+
+def test_a_pipe_is_as_wide_as_columns_says(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert wide_console().width == 80
+    monkeypatch.delenv("COLUMNS")
+    assert wide_console().width == 120

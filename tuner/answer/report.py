@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, get_args
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from simulator.workload import Workload
 
 MEMORIES: tuple[Memory, ...] = get_args(Memory)
+LONG_S = 10.0  # iterations from here on are told in seconds
 _RATES = {
     "h2d_bytes_per_s": ("copy host to device", 1e9, "GB/s"),
     "d2h_bytes_per_s": ("copy device to host", 1e9, "GB/s"),
@@ -33,9 +36,9 @@ _RATES = {
 
 
 def wide_console() -> Console:
-    """The terminal's width; 120 columns where output goes to a file or a pipe."""
+    """The terminal's width, or what COLUMNS says; 120 columns in a file or a pipe."""
     console = Console()
-    return console if console.is_terminal else Console(width=120)
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=120)
 
 
 def show_machine(machine: Machine, console: Console) -> None:
@@ -142,7 +145,9 @@ def memory(plan: Plan) -> Table:
     told = {"plan": plan.prediction, **others}
     columns = [(m, role) for m in MEMORIES for role in BY_KIND
                if role in told and told[role].memory.get(m)]  # fmt: skip
-    table = Table(title="memory at its peak, GiB of one rank")
+    table = Table(
+        title="memory at its peak, GiB of one rank", box=SIMPLE_HEAD, padding=(0, 0, 0, 1)
+    )
     table.add_column("")
     for m, role in columns:
         table.add_column(f"{m}\n{role}", justify="right")
@@ -161,19 +166,28 @@ def memory(plan: Plan) -> Table:
 
 
 def strategies(predictions: Iterable[Prediction]) -> Table:
-    """A row for each, fastest first; a column each where a loop takes time or one does not fit."""
+    """A row for each, fastest first, within 80 columns; a column each where a loop takes time or
+    state is stored. What one that does not fit lacks stands below.
+    """
     rows = sorted(predictions, key=lambda p: p.iteration_s)
-    table = Table(title="predicted, per iteration")
-    between, noted = any(p.loop_s for p in rows), any(p.note for p in rows)
-    phases = ("iteration", "forward", "backward", "step", *(("loop",) if between else ()))
-    memories = ("device", "host", *(("storage",) if any(p.storage_bytes for p in rows) else ()))
-    for column in ("strategy", *phases, *memories):
-        table.add_column(column, justify="left" if column == "strategy" else "right")
-    if noted:
-        table.add_column("fits")
+    unit, scale = ("s", 1.0) if rows[-1].iteration_s >= LONG_S else ("ms", 1e3)
+    table = Table(
+        title=f"predicted: {unit} per iteration, GiB of one rank", box=SIMPLE_HEAD,
+        padding=(0, 0, 0, 1), caption_justify="left", caption_style="",
+    )  # fmt: skip
+    phases = ["iteration", "forward", "backward", "step"]
+    phases += ["loop"] if any(p.loop_s for p in rows) else []
+    memories = ["device", "host"] + (["drive"] if any(p.storage_bytes for p in rows) else [])
+    table.add_column("strategy", overflow="fold")
+    for column in (*phases, *memories):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("fits")
     for p in rows:
-        times = [f"{getattr(p, f'{phase}_s') * 1e3:.1f} ms" for phase in phases]
+        times = [f"{getattr(p, f'{phase}_s') * scale:.{2 if unit == 's' else 1}f}"
+                 for phase in phases]  # fmt: skip
         taken = (p.device_peak_bytes, p.host_peak_bytes, p.storage_bytes)[: len(memories)]
-        memory = [f"{b / GIB:.1f} GiB" for b in taken]
-        table.add_row(p.strategy, *times, *memory, *([p.note or "yes"] if noted else []))
+        memory = [f"{b / GIB:.1f}" for b in taken]
+        table.add_row(p.strategy, *times, *memory, "no" if p.note else "yes")
+    lacking = [f"{p.strategy} {p.note}" for p in rows if p.note]
+    table.caption = "\n".join(lacking) or None
     return table
