@@ -9,7 +9,11 @@ from simulator.analysis.critical_path import critical_path
 from simulator.engines.reference import simulate
 from simulator.schedule import Lane, OpKind, Schedule, ScheduleBuilder
 from tests.machines import machine, workload
-from tuner.service.timeline_view import view
+from tuner.service.timeline_view import GROUPS, view
+
+
+def test_every_op_that_takes_time_is_drawn():
+    assert set(OpKind) - set(GROUPS) == {OpKind.STEP_END}
 
 
 def test_it_goes_back_along_what_ended_last():

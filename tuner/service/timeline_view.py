@@ -38,6 +38,7 @@ GROUPS: dict[OpKind, str] = {
     OpKind.ACTIVATION_H2D: "activations",
     OpKind.STATE_READ: "state",
     OpKind.STATE_WRITE: "state",
+    OpKind.ISSUE: "issue",
 }
 
 
