@@ -210,7 +210,8 @@ class ExtentStore:
                 "another checkpoint, and look at the drive"
             )
         with self._condition:
-            held.unchecked = False
+            if check:  # else a load may have asked for it meanwhile
+                held.unchecked = False
             self.read_bytes += sum(map(padded, self._layout.sizes[subgroup]))
 
     def write(

@@ -25,12 +25,20 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from simulator.plan import Plan
 from studies.bench.bits import state_of
 from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config, train_step
 from studies.bench.console import study_parser, table_of
 from studies.bench.rank import become_only_rank
 from studies.bench.record import write_record
+from studies.storage_tier import durability
 
+# What is said of all state stored.
+DURABLE = (
+    "checkpoint_every_step_slowdown_pct", "extra_state_bytes_per_checkpoint",
+    "checkpoint_file_bytes", "resume_read_bytes", "resume_identical", "host_bytes_per_param",
+    "host_bytes_predicted_over_measured",
+)  # fmt: skip
 SEQUENCE = 32  # short, so that updates take longer than forward and backward
 WARMUP = 2
 STATE_BYTES = 12  # of each parameter, read and written at each step
@@ -41,6 +49,7 @@ STOCK: dict[str, dict[str, Any]] = {
         "device": "nvme", "pipeline_read": True, "pipeline_write": True, "buffer_count": 12,
     },
 }  # fmt: skip
+PREDICTION = "prediction"
 SHARES = {"ebbtide": 0.0, "ebbtide, half in memory": 0.5, "ebbtide, 0.9 in memory": 0.9}
 
 
@@ -53,7 +62,8 @@ def main() -> None:
     parser.add_argument("--variant", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.variant:
-        found = run(args.variant, args.size, args.steps, args.folder)
+        what = predict if args.variant == PREDICTION else run
+        found = what(args.variant, args.size, args.steps, args.folder)
         args.json.write_text(json.dumps(found))
         return
     figures = measure(args.size, args.steps, args.folder or args.json.parent)
@@ -66,13 +76,16 @@ def measure(size: str, steps: int, folder: Path) -> dict[str, Any]:
 
     Returns:
         ``speedup_over_stock_default``, ``speedup_over_stock_pipelined`` of all state stored,
-        ``update_over_floor``, and ``bit_identical`` to stock with the state in memory.
+        ``update_over_floor``, ``bit_identical`` to stock with the state in memory,
+        ``predicted_over_measured`` iterations; of a checkpoint at every step what it costs, of a
+        resume what it reads; host memory as it is and as it was told.
     """
     from profiler.rates.storage import measure_storage
 
     disk = measure_storage(folder, 2**28, 10.0)
     rows = {name: _in_a_process(name, size, steps, folder) for name in (*STOCK, *SHARES)}
     ours, expected = rows["ebbtide"], rows["stock in memory"]
+    predicted = _in_a_process(PREDICTION, size, steps, folder)["iteration_s"]
     moved = STATE_BYTES * ours["params"]
     read, write = disk.read.median, disk.write.median
     parts = {
@@ -95,6 +108,10 @@ def measure(size: str, steps: int, folder: Path) -> dict[str, Any]:
         "floor_s": max(parts.values()),
         "floor_of": max(parts, key=lambda name: parts[name]),
         "update_over_floor": ours["update_s"] / max(parts.values()),
+        "predicted_over_measured": predicted / ours["iteration_s"],
+        "written_predicted_over_measured": moved / ours["write_bytes"],
+        "share_in_dram": list(SHARES.values()),
+        **{key: ours[key] for key in DURABLE},
         "bit_identical": all(rows[name]["state"] == expected["state"] for name in SHARES),
         "stock_nvme_identical": all(rows[n]["losses"] == expected["losses"] for n in STOCK),
         "rows": [{"name": name, **row} for name, row in rows.items()],
@@ -131,11 +148,44 @@ def run(name: str, size: str, steps: int, folder: Path) -> dict[str, Any]:
     moved = {key: (after - before[key]) / steps for key, after in _moved().items()}
     ours = _of_updates(engine) if name in SHARES else {}
     stored = STOCK.get(name, {}).get("device") == "nvme"
-    return {
+    found = {
         "iteration_s": seconds, **moved, **ours, "losses": losses,
         "params": sum(p.ds_numel for p in engine.module.parameters()),
         "state": None if stored else _digest(engine),
     }  # fmt: skip
+    return {**found, **_durable(engine, name, size, steps, seconds, folder)}
+
+
+def _durable(
+    engine: Any, name: str, size: str, steps: int, plain_s: float, folder: Path
+) -> dict[str, Any]:
+    """Of what ebbtide stores: `DURABLE`."""
+    if name not in SHARES:
+        return {}
+    batches = Batches(1, SEQUENCE)
+    more = range(WARMUP + steps, WARMUP + 2 * steps)
+    found: dict[str, Any] = {**durability.host_bytes(engine)}
+    found |= durability.saved_each_step(
+        engine, lambda e, number: train_step(e, batches.at(number)), more, plain_s, folder
+    )
+    expected = _digest(engine)
+    engine.destroy()
+    again = _engine(name, size, folder)
+    found["resume_read_bytes"] = durability.resumed(again, folder, lambda: _moved()["read_bytes"])
+    found["resume_identical"] = _digest(again) == expected
+    again.destroy()
+    return found
+
+
+def predict(_: str, size: str, steps: int, folder: Path) -> dict[str, Any]:
+    """An iteration with all state stored, as the simulator expects it; trains nothing but stock."""
+    del steps
+    become_only_rank()
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    engine = _engine("stock in memory", size, folder)
+    batches, plan = Batches(1, SEQUENCE), _plan(engine, 0.0, folder)
+    train = lambda e, number: train_step(e, batches.at(number)).item()  # noqa: E731
+    return {"iteration_s": durability.predicted_s(engine, train, plan, folder)}
 
 
 def _engine(name: str, size: str, folder: Path) -> Any:
@@ -150,24 +200,28 @@ def _engine(name: str, size: str, folder: Path) -> Any:
     config = ds_config(subgroup_size=subgroup, offload_optimizer=offload)
     made = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     if name in SHARES:
-        _attach(made[0], subgroup, SHARES[name], folder)
+        _attach(made[0], SHARES[name], folder)
     return made[0]
 
 
-def _attach(engine: Any, subgroup: int, share: float, folder: Path) -> None:
-    """``share`` of the subgroups in host memory, evenly among the others."""
+def _attach(engine: Any, share: float, folder: Path) -> None:
     import runtime
-    from runtime.zero.cuts import subgroups_of
-    from simulator import Plan
 
+    runtime.attach(engine, _plan(engine, share, folder))
+
+
+def _plan(engine: Any, share: float, folder: Path) -> Plan:
+    """``share`` of the subgroups in host memory, evenly among the others."""
+    from runtime.zero.cuts import subgroups_of
+
+    subgroup = int(engine.optimizer.sub_group_size)
     count = len(subgroups_of(engine.optimizer, subgroup))
     hosted = {int(k / share) for k in range(round(share * count))} if share else set()
     placements = ["host" if i in hosted else "stored" for i in range(count)]
-    plan = Plan(
+    return Plan(
         subgroup_size=subgroup, placement=Plan.runs(placements),  # type: ignore[arg-type]
         staging_slots=0, storage_dir=str(folder),
     )  # fmt: skip
-    runtime.attach(engine, plan)
 
 
 def _settle(engine: Any) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from studies.storage_tier.command import _attach, run
+from studies.storage_tier.command import DURABLE, _attach, run
 
 pytestmark = pytest.mark.usefixtures("only_rank")
 
@@ -16,6 +16,11 @@ def test_a_share_of_the_state_is_stored_and_the_bits_are_those_of_stock_in_memor
     assert len(ours["losses"]) == 4
     assert ours["updates_s"] > 0
     assert ours["update_s"] > 0
+    assert ours["resume_identical"] is True
+    assert ours["extra_state_bytes_per_checkpoint"] == 0
+    assert 0 < ours["resume_read_bytes"] < 12 * ours["params"]
+    assert abs(ours["host_bytes_predicted_over_measured"] - 1) < 0.03
+    assert set(DURABLE) <= set(ours)
 
 
 @pytest.mark.parametrize(("share", "hosted"), [(0.0, 0), (0.5, 6), (0.9, 11)])
@@ -24,9 +29,12 @@ def test_shares_are_even(share, hosted, tmp_path, monkeypatch):
     monkeypatch.setattr("runtime.attach", lambda _, plan: plans.append(plan))
     monkeypatch.setattr("runtime.zero.cuts.subgroups_of", lambda *_: [1] * 12)
 
-    class Engine:
-        optimizer = None
+    class Optimizer:
+        sub_group_size = 1
 
-    _attach(Engine(), 1, share, tmp_path)
+    class Engine:
+        optimizer = Optimizer()
+
+    _attach(Engine(), share, tmp_path)
     assert plans[0].count("host") == hosted
     assert plans[0].count("stored") == 12 - hosted
