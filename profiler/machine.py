@@ -7,7 +7,7 @@ import shlex
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +49,7 @@ def measure_machine(
     name: str | None = None,
     fresh: bool = False,
     ranks: int = 1,
+    drives: Sequence[str | Path] = (),
 ) -> Machine:
     """Measures what the simulator needs to know of this machine.
 
@@ -59,10 +60,11 @@ def measure_machine(
         device: ``auto`` takes CUDA if there is one. Without, the device is emulated: its
             quantities say so and describe no GPU.
         progress: called with (stages done, stages, the next one's name).
-        fresh: measure although the cache has this machine. Only runs without ``storage_dir`` are
-            cached, since the disk belongs to the folder.
+        fresh: measure although the cache has this machine. Only runs without ``storage_dir`` and
+            ``drives`` are cached, since the disk belongs to the folder.
         ranks: also measure with so many processes at once (`profiler.rates.ranks`), spawned:
             a script that asks for them must guard its own start with ``__name__``.
+        drives: folders that state may be stored in; each is measured (`Machine.drives`).
 
     Raises:
         ValueError: ``cuda`` was asked for where there is none, seconds not in (0, 60], or more
@@ -77,16 +79,17 @@ def measure_machine(
     if ranks != 1:
         check_ranks(ranks, facts.cores, cuda)
     cached = _cache_path(facts, cuda)
-    if storage_dir is None and not fresh and cached.exists():
+    disks = storage_dir is not None or bool(drives)
+    if not disks and not fresh and cached.exists():
         known = _cached(cached)
         if known is not None and (ranks == 1 or ranks in known.rank_shares):
             return known
     wanted = _Wanted(
         facts, cuda, Path(storage_dir) if storage_dir is not None else None, seconds, elements,
-        ranks, progress or _silent, name,
+        ranks, progress or _silent, name, tuple(Path(drive) for drive in drives),
     )  # fmt: skip
     machine = _watched(wanted)
-    if storage_dir is None:
+    if not disks:
         cached.parent.mkdir(parents=True, exist_ok=True)
         machine.save(cached)
     return machine
@@ -102,11 +105,12 @@ class _Wanted:
     ranks: int
     progress: Progress
     name: str | None
+    drives: tuple[Path, ...] = ()
 
     @property
     def share_s(self) -> float:
-        """Of each stage that measures; ranks at once count as one more."""
-        return self.seconds / (len(STAGES) - 1 - (self.ranks == 1))
+        """Of each stage that measures; ranks at once count as one more, and so does each drive."""
+        return self.seconds / (len(STAGES) - 1 - (self.ranks == 1) + len(self.drives))
 
 
 def _silent(done: int, total: int, stage: str) -> None:
@@ -261,6 +265,10 @@ def _storage(wanted: _Wanted, tell: Callable[[], None]) -> _Part:
     tell()
     with _folder(wanted.folder) as folder:
         disk = storage.measure_storage(folder, wanted.elements * 4, wanted.share_s)
+        drives = {
+            str(drive.absolute()): storage.measure_drive(drive, wanted.elements * 4, wanted.share_s)
+            for drive in wanted.drives
+        }
         tell()
         matrix = _contention(wanted, folder)
     rates = {
@@ -268,6 +276,7 @@ def _storage(wanted: _Wanted, tell: Callable[[], None]) -> _Part:
         "storage_read_bytes_per_s": disk.read,
         "storage_duplex_factor": disk.duplex_factor,
         "storage_fsync_s": disk.fsync_s,
+        "drives": drives,
         "writer_s_per_byte": disk.writer_s_per_byte,
         "save_s_per_tensor": saving.measure_save(wanted.share_s / 4),
         "contention": matrix,

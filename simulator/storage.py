@@ -9,6 +9,8 @@ from pydantic import BaseModel, ConfigDict
 
 from simulator.quantity import Quantity
 
+ANY_BYTES = 10**18  # where nobody says how much there is
+
 
 class StorageRates(BaseModel):
     """Of one directory, with the data on the medium, past the page cache.

@@ -48,7 +48,9 @@ def emitted_config(
         )
     zero["sub_group_size"] = plan.subgroup_size
     offload = zero.get("offload_optimizer")
-    zero["offload_optimizer"] = {**(offload if isinstance(offload, dict) else {}), "device": "cpu"}
+    offload = offload if isinstance(offload, dict) else {}
+    if offload.get("device") != "nvme":  # which trains under a plan as it is
+        zero["offload_optimizer"] = {**offload, "device": "cpu"}
     if "host" in plan.parameter_homes:  # else DeepSpeed begins with all of them on the device
         zero.setdefault("offload_param", {"device": "cpu"})
     config["ebbtide"] = {"plan": plan_file}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -222,6 +222,24 @@ def check_offloading(trained: Trained) -> None:
 
     if refusal := plan_refusal(trained.config or {}, trained.offload):
         raise BadInputError(refusal)
+
+
+def stored_in(trained: Trained, given: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """Directories for state, with their sizes: of ``--storage``, or of DeepSpeed's config.
+
+    Raises:
+        BadInputError: below ZeRO-3, which stores nothing.
+    """
+    from simulator.storage import ANY_BYTES
+
+    storage, stage = dict(given), trained.workload.zero_stage
+    if storage and stage < 3:
+        raise BadInputError(
+            f"--storage goes with ZeRO-3, whose state alone can be stored, but got ZeRO-{stage}: "
+            "leave it out, or take --zero-stage 3"
+        )
+    named = trained.offload.storage
+    return storage or ({named: ANY_BYTES} if named else {})
 
 
 def check_distinct(outputs: Mapping[str, str | None], inputs: Mapping[str, str | None]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -22,15 +22,16 @@ T = TypeVar("T", bound=BaseModel)
 
 
 def machine_profile(
-    output: str, storage_dir: str | None, seconds: float, ranks: int, fresh: bool, as_json: bool
-) -> None:
+    output: str, storage_dir: str | None, drives: Sequence[str], seconds: float, ranks: int,
+    fresh: bool, as_json: bool,
+) -> None:  # fmt: skip
     """Measures the machine and writes it."""
     from profiler import measure_machine
 
     # DeepSpeed logs to standard output as it is imported; that is the result's alone.
     with _bar("measuring") as tell, redirect_stdout(sys.stderr):
         machine = measure_machine(
-            storage_dir, seconds=seconds, ranks=ranks, fresh=fresh, progress=tell
+            storage_dir, seconds=seconds, ranks=ranks, fresh=fresh, progress=tell, drives=drives
         )
     machine.save(output)
     _tell(machine, show_machine, output, as_json)

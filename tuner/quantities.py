@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import re
+from pathlib import Path
 
 _SIZES = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
           "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}  # fmt: skip
+_ENDURANCE = {"": 10**12, "tb": 10**12, "tbw": 10**12, "pb": 10**15, "pbw": 10**15}
 _DURATIONS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 LONGEST_S = 1e10  # three centuries: nothing planned takes longer
 _PATTERN = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][0-9]+)?)\s*([a-zA-Z]*)\s*")
@@ -19,6 +21,30 @@ def size_bytes(text: str) -> int:
         ValueError: not a positive number with a known unit.
     """
     return int(_parse(text, _SIZES, "a size such as 24GiB or 100GB"))
+
+
+def directory_bytes(text: str) -> tuple[str, int]:
+    """``/mnt/nvme:500GB``: a directory, as an absolute path, and bytes.
+
+    Raises:
+        ValueError: one of the two is missing, or the size is none.
+    """
+    directory, colon, size = text.rpartition(":")
+    if not directory or not colon:
+        raise ValueError(
+            f"DIR:SIZE such as /mnt/nvme:500GB is needed, but got {text!r} (a rate of storage is "
+            "--checkpoint-rate)"
+        )
+    return str(Path(directory).absolute()), size_bytes(size)
+
+
+def endurance_bytes(text: str) -> float:
+    """``600``, ``600TBW``, ``14PB``: what may be written to a drive in its life; terabytes.
+
+    Raises:
+        ValueError: not a positive number with one of these units.
+    """
+    return _parse(text, _ENDURANCE, "an endurance such as 600 (terabytes written) or 14PB")
 
 
 def rate_bytes_per_s(text: str) -> float:

@@ -1,4 +1,4 @@
-"""Write and read bandwidth of the folder that checkpoints go to."""
+"""Write and read bandwidth of the folders that checkpoints and stored state go to."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from pathlib import Path
 import xxhash
 
 from profiler.rates.sampling import doubts, rate, repeat_s, timed_s
+from simulator import storage as drives
 from simulator.plan import BLOCK_BYTES
 from simulator.quantity import Quantity
 
 PLANNED_WRITERS = 2  # of the runtime's checkpoints (`simulator.plan.CheckpointPlan.writers`)
 WRITERS = (1, PLANNED_WRITERS, 4)
+DEPTH = 4  # blocks of stored state under way, each way: `runtime.storage.store.DEPTH`
 MOST_CPU_SAMPLES = 20
 LEAST_FILES = 8  # to be written within the budget of one measurement: a slow disk gets small ones
 # What a checkpoint's blocks are gathered from lies in memory, not in a cache.
@@ -97,11 +99,35 @@ def measure_storage(folder: Path, size_bytes: int, budget_s: float) -> StorageRa
     )
 
 
-def _at_once(file: FileToWrite) -> None:
-    """One thread reads all of it while others write all of it."""
+def measure_drive(folder: Path, size_bytes: int, budget_s: float) -> drives.StorageRates:
+    """Of state that is stored there: with as many blocks under way each way as the store has.
+
+    Raises:
+        OSError: the folder cannot be written to.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f".ebbtide-storage-{uuid.uuid4().hex}"
+    share_s = budget_s / 4
+    with file_to_write(path, affordable_bytes(path, size_bytes, share_s)) as file:
+        writes = repeat_s(lambda: file.write(DEPTH), share_s)
+        reads = repeat_s(lambda: file.read(DEPTH), share_s)
+        at_once = repeat_s(lambda: _at_once(file, DEPTH, DEPTH), share_s)
+        detail = f"{DEPTH} blocks under way, {file.size_bytes} bytes, fsync, {file.mode}"
+        size = file.size_bytes
+    return drives.StorageRates(
+        write_bytes_per_s=rate(size, writes, "measured", detail),
+        read_bytes_per_s=rate(size, reads, "measured", detail),
+        duplex_factor=Quantity.from_samples(
+            [duplex_factor(s, writes, reads) for s in at_once], "measured", detail
+        ),
+    )
+
+
+def _at_once(file: FileToWrite, writers: int = PLANNED_WRITERS, readers: int = 1) -> None:
+    """Some threads read all of it while others write all of it."""
     with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(file.read)
-        file.write(PLANNED_WRITERS)
+        reading = pool.submit(file.read, readers)
+        file.write(writers)
         reading.result()
 
 
@@ -202,13 +228,19 @@ class FileToWrite:
             if held is not None:
                 held.close()
 
-    def read(self) -> None:
+    def read(self, readers: int = 1) -> None:
+        """All of it, by so many threads."""
         with _opened(self._path, os.O_RDONLY, self.direct) as descriptor:
             if not self.direct and hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            offset = 0
-            while got := os.preadv(descriptor, [self._block], offset):
-                offset += got
+
+            def some(first: int) -> None:
+                with mmap.mmap(-1, BLOCK_BYTES) as block:
+                    for offset in range(first, self.size_bytes, readers * BLOCK_BYTES):
+                        os.preadv(descriptor, [block], offset)
+
+            with ThreadPoolExecutor(readers) as pool:
+                list(pool.map(some, range(0, readers * BLOCK_BYTES, BLOCK_BYTES)))
 
     def touch_and_sync(self) -> None:
         with _opened(self._path, os.O_WRONLY, direct=False) as descriptor:

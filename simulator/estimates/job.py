@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from simulator.estimates.architecture import architecture
 from simulator.estimates.blocks import Architecture, ModelError
 from simulator.estimates.deepspeed_config import deepspeed_fields
-from simulator.estimates.deepspeed_keys import ZERO
+from simulator.estimates.deepspeed_keys import STATE, ZERO, at
 from simulator.estimates.flat_rank import FlatRank
 from simulator.estimates.offloading import Offloading, offloading, own_step_key, plan_obstacle
 from simulator.estimates.rank import Rank
@@ -150,14 +150,28 @@ def plan_refusal(config: Mapping[str, Any], moved: Offloading) -> str:
             '"ebbtide": {"plan": "auto"} in the config trains so'
         )
     obstacle = plan_obstacle(config)
+    if not obstacle and moved.optimizer == "nvme":
+        obstacle = _storage_obstacle(config, moved)
     if obstacle or not moved.beyond_plans:
         return obstacle
-    why = "which moves optimizer state and parameters between host and device memory only"
-    if moved.optimizer != "nvme":
-        what = "parameters on a drive" if moved.parameters == "nvme" else "activations that move"
-        why = (f"whose times and memory are not simulated with {what} too (training under a plan "
-               "takes the key as it is)")  # fmt: skip
+    what = "parameters on a drive" if moved.parameters == "nvme" else "activations that move"
     return (
-        f"{moved.beyond_plans} must be absent for a plan, {why}: remove it, or simulate stock "
-        "DeepSpeed with it (tune simulate or tune search with the same --ds-config)"
+        f"{moved.beyond_plans} must be absent for a plan, whose times and memory are not simulated "
+        f"with {what} too (training under a plan takes the key as it is): remove it, or simulate "
+        "stock DeepSpeed with it (tune simulate or tune search with the same --ds-config)"
+    )
+
+
+def _storage_obstacle(config: Mapping[str, Any], moved: Offloading) -> str:
+    stage = at(config, f"{ZERO}.stage")
+    if moved.storage is None:
+        return (
+            f"{STATE}.nvme_path must name a folder for a plan with {STATE}.device 'nvme', but it "
+            "is absent"
+        )
+    if stage in (3, "auto"):
+        return ""
+    return (
+        f"{STATE}.device must be 'cpu' under ZeRO-{stage}, but got 'nvme': state is stored under "
+        "ZeRO-3"
     )

@@ -20,6 +20,7 @@ from simulator.estimates.deepspeed_keys import (
     section,
 )
 
+STORED = "ebbtide_state"  # under the config's nvme_path
 _MATRIX_OPTIMIZERS = ("muon", "lamb")
 _OWN_STEP = (
     "optimizer.params.torch_adam", "bf16.bf16_master_weights_and_grads",
@@ -41,6 +42,7 @@ class Offloading:
         pinned: ``offload_optimizer.pin_memory``, or DeepSpeed's default for it.
         superoffload: ``offload_optimizer.super_offload``.
         zenflow: the config has ``zenflow``.
+        storage: the folder under ``offload_optimizer.nvme_path`` in which a plan stores state.
         given: there is a config at all.
     """
 
@@ -53,12 +55,11 @@ class Offloading:
     superoffload: bool = False
     zenflow: bool = False
     given: bool = True
+    storage: str | None = None
 
     @property
     def beyond_plans(self) -> str:
-        """The key of what no plan can be applied to; empty: there is none."""
-        if self.optimizer == "nvme":
-            return f"{STATE}.device (nvme)"
+        """The key of what no plan is simulated with; empty: there is none."""
         if self.parameters == "nvme":
             return f"{HELD}.device (nvme)"
         return f"{_ACTIVATIONS} (true)" if self.activations else ""
@@ -66,6 +67,8 @@ class Offloading:
     @property
     def beyond_state(self) -> str:
         """The key of what is offloaded besides state in host memory; empty: nothing is."""
+        if self.optimizer == "nvme":
+            return f"{STATE}.device (nvme)"
         return self.beyond_plans or (
             f"{HELD}.device ({self.parameters})" if self.parameters != "none" else ""
         )
@@ -164,7 +167,12 @@ def offloading_of(read: Mapping[str, Any]) -> Offloading:
         default_pinning() if pinned is None else pinned,
         bool(state.get("super_offload")),
         zero.get("zenflow") is not None,
+        storage=_stored_at(optimizer, state.get("nvme_path")),
     )
+
+
+def _stored_at(optimizer: str | None, path: Any) -> str | None:
+    return str(Path(path).absolute() / STORED) if optimizer == "nvme" and path else None
 
 
 def _moved(zero: Mapping[str, Any], key: str, former: str) -> Mapping[str, Any] | None:

@@ -10,6 +10,7 @@ from profiler import measure_machine
 from profiler.machine import STAGES
 from profiler.rates import adam, contention, copies, dram, sampling, saving, storage
 from profiler.rates.sampling import doubts, rate, repeat_s
+from runtime.storage import store
 from simulator import Machine
 from simulator.quantity import Quantity
 
@@ -142,6 +143,23 @@ def test_a_writer_gathers_what_it_writes_from_far_more_memory_than_its_buffer(tm
     assert set(gathered) == {1}, "what the memory holds"
     assert len(gathered) == 3 * storage.BLOCK_BYTES
     assert storage.GATHERED_BYTES >= 32 * storage.BLOCK_BYTES
+
+
+def test_a_drive_is_measured_as_the_store_uses_it(tmp_path):
+    """As many threads each way as it has, and all of the file each time."""
+    size = 6 * storage.BLOCK_BYTES
+    found = storage.measure_drive(tmp_path / "new", size, 0.05)
+    assert not list((tmp_path / "new").iterdir())
+    assert found.read_bytes_per_s.source == "measured"
+    assert storage.DEPTH == store.DEPTH
+    assert f"{storage.DEPTH} blocks under way" in found.write_bytes_per_s.detail
+    with storage.file_to_write(tmp_path / "f", size) as file:
+        file.write()
+        blocks, preadv = [], os.preadv
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "preadv", lambda fd, b, at: blocks.append(at) or preadv(fd, b, at))
+            file.read(4)
+    assert sorted(blocks) == list(range(0, size, storage.BLOCK_BYTES))
 
 
 def test_storage_removes_its_file_when_the_disk_fails(tmp_path, monkeypatch):

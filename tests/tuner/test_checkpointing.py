@@ -113,14 +113,14 @@ def test_the_command_takes_the_storage_s_rate(tmp_path):
     steps = {}
     for storage in ("200MB/s", "20GB/s"):
         out = tmp_path / "plan.json"
-        arguments = ["plan", *inputs, "--mtbf", "4h", "--storage", storage, "-o", str(out)]
+        arguments = ["plan", *inputs, "--mtbf", "4h", "--checkpoint-rate", storage, "-o", str(out)]
         told = CliRunner().invoke(main, arguments)
         assert told.exit_code == 0, told.output
         assert "rules of thumb at this cost: Young every" in told.output
         steps[storage] = Plan.load(out).checkpoint.interval_steps
     assert steps["200MB/s"] > steps["20GB/s"] > 0
     for bad in ("0", "-1GB/s", "fast", "1e30GB/s"):
-        told = CliRunner().invoke(main, ["plan", *inputs, "--storage", bad])
+        told = CliRunner().invoke(main, ["plan", *inputs, "--checkpoint-rate", bad])
         assert told.exit_code == 2, bad
         assert "Traceback" not in told.output
 

@@ -266,6 +266,17 @@ def test_little_memory_makes_it_offload_and_says_what_is_missing():
     assert fits.plan.subgroups == work.subgroups, "the plan is for the workload it was made for"
 
 
+def test_state_that_memory_cannot_hold_is_stored_where_storage_is_given():
+    small = {"device_memory_bytes": 12 * 2**30, "host_memory_bytes": 6 * 2**30}
+    base = Configuration(gpus=1, offload="optimizer", sub_group_size=10**8)
+    space = Space.of(base, ("recompute",))
+    assert not explore(question(**small), space).fitting
+    fits = explore(question(**small, storage={"/nvme": 10**12}), space).fitting[0]
+    assert fits.plan.count("stored") > 0
+    assert fits.plan.storage_dir == "/nvme"
+    assert fits.host_peak_bytes <= small["host_memory_bytes"]
+
+
 def test_a_search_that_is_cut_short_says_so_and_is_kept(tmp_path):
     import optuna
 

@@ -83,10 +83,13 @@ MEMORY = {
     "host_memory": changes("--host-memory", "20GiB"),
     "memory_margin": changes("--memory-margin", "20%"),
 }
+SPILLS = ("--machine", "rtx4090", "--model", "large.json", "--host-memory", "50GiB",
+          "--subgroup-size", "5e8")  # fmt: skip
 TABLE = {
     "profile": {
         "output": changes("-o", "other.json"),
         "storage_dir": changes("--storage-dir", "elsewhere"),
+        "drive": changes("--drive", "/nvme"),
         "seconds": changes("--seconds", "7"),
         "fresh": changes("--fresh"),
         "ranks": changes("--ranks", "2"),
@@ -111,7 +114,9 @@ TABLE = {
         "mtbf": changes("--mtbf", "4h"),
         "restart": changes("--restart", "600s", beside=("--mtbf", "4h")),
         "checkpoint_dir": changes("--checkpoint-dir", "ckpt", beside=("--mtbf", "4h")),
-        "storage": changes("--storage", "2MB/s", beside=("--mtbf", "4h")),
+        "checkpoint_rate": changes("--checkpoint-rate", "2MB/s", beside=("--mtbf", "4h")),
+        "storage": changes("--storage", "/nvme:1TB", beside=(*SPILLS, "--storage", "/pfs:1TB")),
+        "endurance": changes("--endurance", "600", beside=(*SPILLS, "--storage", "/nvme:1TB")),
         "seed": changes("--seed", "1", beside=(
             "--model", "large.json", "--gpu-memory", "70GiB", "--subgroup-size", "2e8")),
         "why": changes("--why"),
@@ -147,6 +152,9 @@ TABLE = {
         "host_memory": changes("--host-memory", "60GiB", beside=(
             "--model", "large.json", "--gpu-memory", "30GiB")),
         "memory_margin": changes("--memory-margin", "99.9%"),
+        "storage": changes("--storage", "/nvme:1TB", beside=(
+            "--model", "large.json", "--gpu-memory", "40GiB", "--host-memory", "60GiB",
+            "--storage", "/pfs:1TB")),
         "trials": changes("--trials", "1"),
         "study_storage": changes("--study-storage", "sqlite:///study.db"),
         "verify": changes("--verify", "1"),
@@ -377,13 +385,17 @@ def test_each_option_changes_something_or_is_refused(name, option, ground, recor
 
 ALONE = [
     ("PLAN --restart 5s", "--restart .* only with --mtbf"),
-    ("PLAN --storage 1GB/s", "--storage .* with --mtbf"),
+    ("PLAN --checkpoint-rate 1GB/s", "--checkpoint-rate .* with --mtbf"),
+    ("PLAN --storage 1GB/s", "DIR:SIZE .* --checkpoint-rate"),
+    ("PLAN --endurance 600", "--endurance .* with --storage"),
+    ("PLAN --storage /nvme:1TB --zero-stage 2", "--storage goes with ZeRO-3"),
     ("plan --machine h200 --workload w.json -o p.json --sequence 9", "--sequence goes with --mod"),
     ("plan --machine h200 --workload w.json -o p.json --ds-config ds.json", "--ds-config goes"),
     ("simulate --machine h200 --workload w.json --zero-stage 2", "--zero-stage goes with --model"),
     ("calibrate h200 --runs runs.csv -o c.json --workload w.json --micro-batch 2", "--micro-batch"),
     ("profile --launcher none", "--launcher .* only with --train-script"),
     ("profile --iterations 2", "--iterations .* only with --train-script"),
+    ("profile --drive d --train-script train.py", "--drive .* only without --train-script"),
     ("profile --seconds 2 --train-script train.py", "--seconds .* only without --train-script"),
     ("profile --continue", "--train-script SCRIPT must be given before"),
     ("SEARCH --no-offload --free offload", "--no-offload fixes it"),
@@ -397,7 +409,7 @@ ALONE = [
     ("plan --machine h200 --model m.json -o m.json", "--output must be another file than --model"),
     ("simulate --machine h200 --model m.json --trace t --plot t", "--plot must be another file th"),
     ("PLAN --pipeline-parallel 2", "pipeline_parallel must"),
-    ("PLAN --ds-config nvme.json", "nvme.* must be absent"),
+    ("PLAN --ds-config nvme.json", "nvme_path must name a folder"),
     ("plan --machine rtx4090 --model m.json -o p.json --data-parallel 4", "network_bytes_per_s"),
 ]  # fmt: skip
 

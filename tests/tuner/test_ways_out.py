@@ -21,7 +21,8 @@ def changed(job, machine, changes):
     """The workload and the machine that a way out means."""
     memory = {k: v for k, v in changes.items() if k in OF_MACHINE}
     machine = machine.with_rates(**memory) if memory else machine
-    job = job.changed(**{k: v for k, v in changes.items() if k not in memory})
+    bought = (*memory, "storage_bytes")
+    job = job.changed(**{k: v for k, v in changes.items() if k not in bought})
     return job.workload(machine), machine
 
 
@@ -40,10 +41,24 @@ def test_every_change_that_is_offered_fits_when_simulated(model, name, sequence,
     for way in ways:
         work, have = changed(job, machine, way.changes)
         timeline = simulate(build_schedule(work, way.plan), have)
-        limits = Limits.of(work, have)
-        assert limits.hold(timeline.device_peak_bytes, timeline.host_peak_bytes), way.label
+        limits = Limits.of(work, have, storage_bytes=way.changes.get("storage_bytes"))
+        assert not limits.missing_bytes(timeline), way.label
         assert way.iteration_s == pytest.approx(timeline.iteration_s, rel=1e-9)
         assert way.tokens_per_s == pytest.approx(work.tokens_per_iteration / timeline.iteration_s)
+
+
+def test_state_on_storage_is_offered_where_host_memory_ended():
+    job, machine = Job.of_deepspeed(MODELS["Llama 3 8B"]), preset("h100-node")
+    asked = {"host_memory_bytes": 40 * GIB, "device_memory_bytes": 40 * GIB}
+    stored = {w.changes["storage_bytes"]: w for w in ways_out(job, machine, **asked)
+              if "storage_bytes" in w.changes}  # fmt: skip
+    ((size, way),) = stored.items()
+    assert flags(way, job) == f"--storage DIR:{size / 1e12:g}TB"
+    assert "state on storage" in way.label
+    assert way.plan.count("stored") > 0
+    assert 0 < way.plan.prediction.storage_bytes <= size
+    assert not [w for w in ways_out(job.changed(zero_stage=2), machine, **asked)
+                if "storage_bytes" in w.changes]  # fmt: skip
 
 
 def test_one_knob_is_turned_no_further_than_needed_and_samples_stay():

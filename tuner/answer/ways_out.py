@@ -8,15 +8,17 @@ from typing import Any
 
 from simulator.estimates.blocks import ModelError
 from simulator.estimates.job import Job
-from simulator.limits import GIB, Limits
+from simulator.limits import GIB
 from simulator.machine import Machine
 from simulator.plan import Plan
 from tuner.answer.even import best_of
 from tuner.placements.homes import begun
 from tuner.placements.search import Search
+from tuner.placements.storage import with_storage
 
 # As they are sold; the least that suffices is offered.
 DEVICE_GIB = (12, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 288)
+STORAGE_TB = (0.5, 1, 2, 4, 8, 16, 32, 64)
 HOST_GIB = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 SHORTEST_SEQUENCE = 256
 MOST_GPUS = 256
@@ -29,7 +31,7 @@ class WayOut:
 
     Attributes:
         changes: fields of a job (``data_parallel``, ``sequence`` ...) or of the machine
-            (``device_memory_bytes``, ``host_memory_bytes``) and their values.
+            (``device_memory_bytes``, ``host_memory_bytes``, ``storage_bytes``) and their values.
         plan: that fits, with its prediction.
         tokens_per_s: of all ranks.
     """
@@ -50,6 +52,7 @@ class WayOut:
 
 
 _OF_MACHINE = ("device_memory_bytes", "host_memory_bytes")
+_BOUGHT = (*_OF_MACHINE, "storage_bytes")
 _WORDS: Mapping[str, Callable[[int], str]] = {
     "recompute": lambda _: "activation checkpointing",
     "micro_batch": lambda v: f"micro-batch {v}",
@@ -58,6 +61,7 @@ _WORDS: Mapping[str, Callable[[int], str]] = {
     "data_parallel": lambda v: f"{v} GPUs",
     "device_memory_bytes": lambda v: f"{v / GIB:.0f} GiB of GPU memory",
     "host_memory_bytes": lambda v: f"{v / GIB:.0f} GiB of host memory in a node",
+    "storage_bytes": lambda v: f"state on storage, {v / 1e12:g} TB in a node",
 }
 
 
@@ -90,12 +94,16 @@ class _Tried:
         memory = {k: v for k, v in changes.items() if k in _OF_MACHINE}
         machine = self.machine.with_rates(**memory) if memory else self.machine
         asked = {k: v for k, v in self.limits.items() if k not in memory}
+        storage = asked.pop("storage", None)
+        if "storage_bytes" in changes:
+            storage = {"": changes["storage_bytes"]}
         try:
-            job = self.job.changed(**{k: v for k, v in changes.items() if k not in memory})
+            job = self.job.changed(**{k: v for k, v in changes.items() if k not in _BOUGHT})
             workload = job.workload(machine)
         except ModelError:
             return None
-        search = begun(workload, machine, Limits.of(workload, machine, **asked))
+        limits, machine, _ = with_storage(workload, machine, storage, **asked)
+        search = begun(workload, machine, limits)
         return search if search.fits else None
 
     def nearest(self, steps: list[Changes]) -> WayOut | None:
@@ -116,12 +124,12 @@ def ways_out(job: Job, machine: Machine, **limits: Any) -> list[WayOut]:
     changed together: what costs no sample first. So is a sequence that may then stay longer.
 
     Args:
-        limits: what `Limits.of` takes beside workload and machine.
+        limits: what `with_storage` takes beside workload and machine.
     """
     tried = _Tried(job, machine, {k: v for k, v in limits.items() if v is not None})
     found: dict[str, WayOut] = {}
     for base in _bases(job):
-        enough = any(name not in _OF_MACHINE for name in found)
+        enough = any(name not in _BOUGHT for name in found)
         for steps in _knobs(job, machine, tried.limits, base):
             name = [*steps[-1]][-1] if steps else ""
             milder = name == "sequence" and name in found
@@ -159,6 +167,7 @@ def _knobs(
     """The steps of each thing that can be changed beside ``base``, nearest first."""
     all_steps = [
         _recompute(job), _smaller_batches(job), _shorter(job), _more_ranks(job, machine),
+        _stored(job, limits),
         _larger("host_memory_bytes", HOST_GIB, machine, limits),
         [] if machine.unified_memory
         else _larger("device_memory_bytes", DEVICE_GIB, machine, limits),
@@ -199,6 +208,14 @@ def _more_ranks(job: Job, machine: Machine) -> list[Changes]:
     return steps
 
 
+def _stored(job: Job, limits: Mapping[str, Any]) -> list[Changes]:
+    """State that memory cannot hold, on as much storage as there is not yet."""
+    there = sum((limits.get("storage") or {}).values())
+    if job.zero_stage < 3:
+        return []
+    return [{"storage_bytes": int(n * 1e12)} for n in STORAGE_TB if n * 1e12 > there]
+
+
 def _larger(
     name: str, sizes: tuple[int, ...], machine: Machine, limits: Mapping[str, Any]
 ) -> list[Changes]:
@@ -216,6 +233,8 @@ def _flag(name: str, value: int | bool, config: Mapping[str, Any]) -> str:
     key = _KEYS.get(name, "")
     if config.get(key, "auto") != "auto":
         return f'"{key}": {value} in the DeepSpeed config'
+    if name == "storage_bytes":
+        return f"--storage DIR:{value / 1e12:g}TB"
     return _FLAGS[name].format(value) if name in _FLAGS else _WORDS[name](value)
 
 

@@ -10,7 +10,14 @@ import click
 from click.core import ParameterSource
 
 from tuner.inputs import BadInputError
-from tuner.quantities import duration_s, rate_bytes_per_s, share, size_bytes
+from tuner.quantities import (
+    directory_bytes,
+    duration_s,
+    endurance_bytes,
+    rate_bytes_per_s,
+    share,
+    size_bytes,
+)
 
 T = TypeVar("T")
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for other programs.")
@@ -19,7 +26,7 @@ JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for othe
 class Text(click.ParamType):  # type: ignore[type-arg]
     """A flag whose text is parsed by a function that raises ValueError."""
 
-    def __init__(self, name: str, parse: Callable[[str], float]) -> None:
+    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
         self.name, self._parse = name, parse
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
@@ -31,6 +38,12 @@ class Text(click.ParamType):  # type: ignore[type-arg]
 
 SIZE, DURATION = Text("size", size_bytes), Text("duration", duration_s)
 RATE, SHARE = Text("rate", rate_bytes_per_s), Text("share", share)
+ENDURANCE = Text("terabytes", endurance_bytes)
+STORAGE = click.option(
+    "--storage", type=Text("DIR:SIZE", directory_bytes), multiple=True,
+    help="State that memory cannot hold may go there, e.g. /mnt/nvme:500GB, of all ranks of the "
+    "node; several share it by their measured speed (ZeRO-3).",
+)  # fmt: skip
 
 
 def needs(needed: str, present: bool, *names: str) -> None:

@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tuner.commands.options import DURATION, JSON, RATE, SHARE, SIZE, guarded, needs
+from tuner.commands.options import (
+    DURATION,
+    ENDURANCE,
+    JSON,
+    RATE,
+    SHARE,
+    SIZE,
+    STORAGE,
+    guarded,
+    needs,
+)
 from tuner.commands.progress import told_after
 from tuner.inputs import (
     MACHINE,
@@ -17,6 +27,7 @@ from tuner.inputs import (
     check_offloading,
     read_machine,
     read_trained,
+    stored_in,
     tell_unread,
     workload_options,
     written,
@@ -64,7 +75,13 @@ if TYPE_CHECKING:
 @click.option("--mtbf", type=DURATION, help="Mean time between failures, e.g. 4h.")
 @click.option("--restart", type=DURATION, default="60s", show_default=True)
 @click.option("--checkpoint-dir", help="Where the planned checkpoints go.")
-@click.option("--storage", type=RATE, help="What it takes from this node, e.g. 2GB/s.")
+@click.option("--checkpoint-rate", type=RATE, help="What storage takes from this node, e.g. 2GB/s.")
+@STORAGE
+@click.option(
+    "--endurance", type=ENDURANCE,
+    help="What the drives of --storage are rated for together, in terabytes written, e.g. 600: "
+    "the plan then says how long they last.",
+)  # fmt: skip
 @click.option("--seed", default=0, show_default=True)
 @click.option("--why", is_flag=True, help="Also what more memory or bandwidth would bring.")
 @JSON
@@ -82,7 +99,9 @@ def plan(
     mtbf: float | None,
     restart: float,
     checkpoint_dir: str | None,
-    storage: float | None,
+    checkpoint_rate: float | None,
+    storage: tuple[tuple[str, int], ...],
+    endurance: float | None,
     seed: int,
     why: bool,
     as_json: bool,
@@ -91,12 +110,10 @@ def plan(
     """Searches the best plan and says why it is the best."""
     from tuner.answer.report import show_plan, wide_console
 
-    needs("with --mtbf", mtbf is not None, "restart", "storage")
+    needs("with --mtbf", mtbf is not None, "restart", "checkpoint_rate")
     _check_paths(output, emit_deepspeed, machine, source)
     _tell_interval(checkpoint_dir, mtbf)
-    measured = read_machine(machine)
-    if storage is not None:
-        measured = measured.with_rates(storage_write_bytes_per_s=storage)
+    measured = _writing_at(checkpoint_rate, read_machine(machine))
     automatic = "auto" if source["model"] else "keep"
     trained = read_trained(
         measured, **source, beside_workload=("ds_config",) if emit_deepspeed else ()
@@ -109,14 +126,13 @@ def plan(
         "device_memory_bytes": gpu_memory, "host_memory_bytes": host_memory, "seed": seed,
         "robust": robust, "subgroup_sizes": sizes, "memory_margin": memory_margin,
         "offload_parameters": offload_param or trained.offload.parameters == "cpu",
+        "storage": stored_in(trained, storage), "endurance_bytes": endurance,
     }  # fmt: skip
+    needs("with --storage", bool(options["storage"]), "endurance")
     failures = {"mtbf_s": mtbf, "restart_s": restart, "checkpoint_dir": checkpoint_dir}
     result = _searched(work, measured, trained, failures, options)
     if why:
-        from tuner.shadow import shadow_prices
-
-        extra = tuple(shadow_prices(work, measured, result, options))
-        result = result.model_copy(update={"reasons": (*result.reasons, *extra)})
+        result = _with_shadow_prices(result, work, measured, options)
     with written("--output", output):
         result.save(output)
     if emit_deepspeed is not None:
@@ -128,6 +144,21 @@ def plan(
     show_plan(result, console)
     console.print(f"written to {' and '.join(filter(None, [output, emit_deepspeed]))}")
     console.print(_next(emit_deepspeed, trained.workload), markup=False, soft_wrap=True)
+
+
+def _writing_at(checkpoint_rate: float | None, machine: Machine) -> Machine:
+    if checkpoint_rate is None:
+        return machine
+    return machine.with_rates(storage_write_bytes_per_s=checkpoint_rate)
+
+
+def _with_shadow_prices(
+    found: Plan, work: Workload, machine: Machine, options: dict[str, Any]
+) -> Plan:
+    from tuner.shadow import shadow_prices
+
+    extra = shadow_prices(work, machine, found, options)
+    return found.model_copy(update={"reasons": (*found.reasons, *extra)})
 
 
 def _searched(
@@ -160,7 +191,7 @@ def _with_ways_out(
         return f"{error.fact}. {error.advice}"
     from tuner.answer.ways_out import flags, ways_out
 
-    names = ("device_memory_bytes", "host_memory_bytes")
+    names = ("device_memory_bytes", "host_memory_bytes", "storage")
     asked = {name: options[name] for name in names} | {"margin": options["memory_margin"]}
     lines = [
         f"  {flags(way, trained.job)}: {way.iteration_s:.3g} s per iteration, "
@@ -207,7 +238,7 @@ def _tell_interval(checkpoint_dir: str | None, mtbf: float | None) -> None:
 
 def _tell_device(trained: Trained, emit_deepspeed: str | None) -> None:
     """A config that offloads nothing can be planned for, but does not train under a plan."""
-    if trained.config is None or emit_deepspeed or trained.offload.optimizer == "cpu":
+    if trained.config is None or emit_deepspeed or trained.offload.optimizer in ("cpu", "nvme"):
         return
     click.echo("note: zero_optimization.offload_optimizer.device must be 'cpu' where the plan is "
                "trained under, which it is not in --ds-config (--emit-deepspeed writes a config in "

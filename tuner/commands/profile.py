@@ -17,6 +17,10 @@ from tuner.inputs import BadInputError
 )
 @click.option("-o", "--output", help="Where it goes: machine.json, with a script workload.json.")
 @click.option("--storage-dir", help="The folder that checkpoints will go to.")
+@click.option(
+    "--drive", multiple=True,
+    help="A folder that state may be stored in (`tune plan --storage`); may be repeated.",
+)  # fmt: skip
 @click.option("--seconds", default=30.0, show_default=True, help="Time to spend, at most 60.")
 @click.option("--fresh", is_flag=True, help="Measure although the result is cached.")
 @click.option(
@@ -48,6 +52,7 @@ def profile(
     iterations: int,
     go_on: bool,
     storage_dir: str | None,
+    drive: tuple[str, ...],
     seconds: float,
     fresh: bool,
     as_json: bool,
@@ -57,7 +62,9 @@ def profile(
     from tuner.profiling import machine_profile, script_profile
 
     needs("with --train-script", train_script is not None, "launcher", "iterations")
-    needs("without --train-script", train_script is None, "seconds", "storage_dir", "fresh")
+    needs(
+        "without --train-script", train_script is None, "seconds", "storage_dir", "drive", "fresh"
+    )
     if train_script is not None and push is not None:
         raise BadInputError(
             f"--push gives a machine to a server, but got --train-script {train_script}: leave one "
@@ -75,7 +82,7 @@ def profile(
             f"but got only {' '.join(arguments) or '--continue'}"
         )
     written = output or "machine.json"
-    machine_profile(written, storage_dir, seconds, ranks, fresh, as_json)
+    machine_profile(written, storage_dir, drive, seconds, ranks, fresh, as_json)
     if push is not None:
         _push(push, written)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from tuner.commands.options import JSON, SHARE, SIZE, guarded
+from tuner.commands.options import JSON, SHARE, SIZE, STORAGE, guarded
 from tuner.inputs import MACHINE, BadInputError, launched, read_machine, started_by, written
 
 _FREE = "micro_batch,accumulation,zero_stage,recompute,offload,sub_group_size,gpus"
@@ -37,6 +37,7 @@ _FREE = "micro_batch,accumulation,zero_stage,recompute,offload,sub_group_size,gp
 @click.option("--gpu-memory", type=SIZE, help="Device memory per rank, e.g. 24GiB.")
 @click.option("--host-memory", type=SIZE, help="Host memory per rank, e.g. 100GiB.")
 @click.option("--memory-margin", type=SHARE, help="Of both, what stays free, e.g. 5%.")
+@STORAGE
 @click.option("--trials", type=click.IntRange(min=1), default=3000, show_default=True,
               help="Simulations at the most; what bounds decide takes none.")  # fmt: skip
 @click.option("--study-storage", help="optuna storage, e.g. sqlite:///study.db.")
@@ -49,7 +50,7 @@ def search(
     machine: str, model: str, ds_config: str | None, sequence: int, free: str | None,
     global_batch: int | None, trials: int, study_storage: str | None, verify: int, seed: int,
     output: str | None, as_json: bool, gpu_memory: int | None, host_memory: int | None,
-    memory_margin: float | None, **base: Any,
+    memory_margin: float | None, storage: tuple[tuple[str, int], ...], **base: Any,
 ) -> None:  # fmt: skip
     """Searches the configuration that trains fastest, by simulation, in seconds."""
     from simulator.estimates.deepspeed_keys import loaded
@@ -67,7 +68,7 @@ def search(
     config = dict(loaded(ds_config))
     question = Question(
         model, on, config, sequence, gpu_memory, host_memory, memory_margin, seed,
-        started=started_by(base),
+        started=started_by(base), storage=dict(storage),
     )  # fmt: skip
     fixed = fixed_knobs(base, config, global_batch)
     usual = Configuration(

@@ -20,8 +20,10 @@ from simulator.plan import Plan
 from simulator.update.footprint import footprint
 from tuner.calibrate.interval import workload_interval_s
 from tuner.configurations.space import Configuration
+from tuner.placements.homes import begun
 from tuner.placements.quick import quick_plan
 from tuner.placements.search import evenly
+from tuner.placements.storage import named, with_storage
 
 PLANNED = ("optimizer", "parameters")  # offloads that train under a plan
 _PLANNED_MICRO_BATCHES = 3  # the first, one like the others, the last
@@ -63,6 +65,7 @@ class Question:
     Attributes:
         ds_config: DeepSpeed's, for what no knob decides: precision, clipping, buckets; empty: bf16.
         device_memory_bytes, host_memory_bytes: of one rank; None: the machine's.
+        storage: directories for state that memory cannot hold, and bytes of a node.
         started: how the ranks are, where not by DeepSpeed's launcher: fields of a `Job`.
         margin: share of both memories that stays free; None: the tuner's own.
     """
@@ -76,6 +79,7 @@ class Question:
     margin: float | None = None
     seed: int = 0
     started: Mapping[str, Any] = field(default_factory=dict)
+    storage: Mapping[str, int] = field(default_factory=dict)
     _workloads: dict[Configuration, Workload] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -127,9 +131,15 @@ class Question:
         Raises:
             ValueError: more is given than the machine has.
         """
-        return Limits.of(
-            work, self.machine, self.device_memory_bytes, self.host_memory_bytes, self.margin
-        )
+        return with_storage(
+            work, self.machine, self.storage, device_memory_bytes=self.device_memory_bytes,
+            host_memory_bytes=self.host_memory_bytes, margin=self.margin,
+        )[0]  # fmt: skip
+
+    @cached_property
+    def _on(self) -> Machine:
+        """With the storage that is given."""
+        return self.machine.storing_in(list(self.storage)) if self.storage else self.machine
 
     def strategy(self, c: Configuration) -> tuple[str, dict[str, Any]]:
         """What simulates it, but for the plan: ``ebbtide`` where state alone is offloaded, and
@@ -164,7 +174,7 @@ class Question:
         limits = self.limits(work)
         if name == "ebbtide":
             options = {"plan": self._plan(c, limits)}
-        result = simulate_fast(build_strategy(name, work, **options), self.machine)
+        result = simulate_fast(build_strategy(name, work, **options), self._on)
         return Outcome(
             c, result.iteration_s, (work.tokens_per_iteration or 0) / result.iteration_s,
             result.device_peak_bytes, result.host_peak_bytes,
@@ -179,7 +189,7 @@ class Question:
             options = {"plan": outcome.plan}
         work = self.workload(outcome.configuration)
         _, high_s = workload_interval_s(
-            lambda one: build_strategy(name, one, **options), work, self.machine
+            lambda one: build_strategy(name, one, **options), work, self._on
         )
         return high_s / outcome.iteration_s - 1
 
@@ -204,11 +214,20 @@ class Question:
         )  # fmt: skip
         leanest = start if self.machine.unified_memory else _leanest(work, start, limits)
         if not limits.hold(*_peaks(work, leanest)):
-            return leanest
+            return self._storing(work, limits) or leanest
         return quick_plan(
             work, self.machine, leanest, device_bytes=limits.device_bytes,
             host_bytes=limits.host_bytes, evaluations=60, seed=self.seed, move_parameters=away,
         ).plan  # fmt: skip
+
+    def _storing(self, work: Workload, limits: Limits) -> Plan | None:
+        """With what memory cannot hold on storage; None: that does not fit either."""
+        if limits.storage_bytes is None:
+            return None
+        search = begun(work, self._on, limits, self.seed)
+        return (
+            search.best().plan(work, **named(self.machine, self.storage)) if search.fits else None
+        )
 
 
 def _leanest(work: Workload, start: Plan, limits: Limits) -> Plan:

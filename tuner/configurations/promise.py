@@ -14,8 +14,10 @@ from simulator.schedules.peers import HOST_GRADIENT_BYTES
 from simulator.update.footprint import Holding, moved_out
 from simulator.update.optimizer import FP32_BYTES
 from simulator.update.recipes import Bytes, ways
+from simulator.update.tiers import TIERS
 from tuner.configurations.outcome import Question, activation_bytes
 from tuner.configurations.space import Configuration
+from tuner.placements.moves import STORED
 
 
 @dataclass(frozen=True)
@@ -88,8 +90,12 @@ def _bytes(
     away = moved_out(work, [layer.params for layer in work.layers]) * work.wire_bytes
     if name == "ebbtide":  # state, gradients and perhaps parameters are here or there, whole
         held = Holding.of_workload(work)
-        kinds = zip(ways(), *(held.per_param[memory] for memory in ("device", "host")), strict=True)
-        least = min(here + there for (_, home), here, there in kinds if home == "device")
+        kinds = zip(ways(), *(held.per_param[memory] for memory in TIERS), strict=True)
+        stores = limits.storage_bytes is not None
+        least = min(
+            sum(each) for (placement, home), *each in kinds
+            if home == "device" and (stores or placement not in STORED)
+        )  # fmt: skip
         beyond_both = device + work.params * least - limits.total_bytes
         if options.get("parameters") == "cpu":
             device = max(0, device - away)

@@ -136,6 +136,7 @@ def _fingerprint(question: Question, space: Space) -> str:
         repr(question.architecture), question.machine.model_dump_json(),
         json.dumps(question.ds_config, sort_keys=True, default=repr), question.sequence,
         question.device_memory_bytes, question.host_memory_bytes, question.margin, question.seed,
+        *([dict(question.storage)] if question.storage else []),
         asdict(space.base), {knob: list(values) for knob, values in space.choices.items()},
         space.global_batch,
     ]  # fmt: skip

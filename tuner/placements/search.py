@@ -109,7 +109,8 @@ class Search:
         ``storable``: the subgroups whose state may be stored; None: any, where storage is given.
         """
         self.workload, self.machine, self.limits = workload, machine, limits
-        self.choices = choices(machine, storage=limits.storage_bytes is not None)
+        stores = limits.storage_bytes is not None and workload.zero_stage == 3
+        self.choices = choices(machine, storage=stores)
         self.storable = storable
         kept = None if storable is None else set(range(len(workload.subgroups))) - {*storable}
         self._kept_in_memory = sorted(kept or ())

@@ -26,6 +26,7 @@ def with_storage(
     """The limits, the machine with these directories' rates, and the fields of a plan that stores.
 
     Args:
+        storage: bytes by directory; one without a name is any, as fast as the machine's storage.
         asked: what else `Limits.of` takes.
     """
     if not storage:
@@ -43,7 +44,7 @@ def room(machine: Machine, storage: Mapping[str, int]) -> int:
 def named(machine: Machine, storage: Mapping[str, int]) -> dict[str, Any]:
     """Fields of a plan that say where stored state lies."""
     if len(storage) < 2:
-        return {"storage_dir": next(iter(storage), None)}
+        return {"storage_dir": next(iter(storage), None) or None}
     return {"storage_shares": {n: round(s, 4) for n, s in _shares(machine, storage).items()}}
 
 

@@ -35,6 +35,7 @@ from tuner.answer.verdict import verdict
 from tuner.answer.ways_out import Changes
 from tuner.answer.ways_out import ways_out as nearest_changes
 from tuner.placements.memory import ImpossibleError
+from tuner.placements.storage import with_storage
 from tuner.service.requests import (
     Answer,
     Goodput,
@@ -50,6 +51,7 @@ from tuner.service.scenario import (
     machine_of,
     offloads_parameters,
     resolve,
+    storage_of,
     strategy_of,
 )
 from tuner.service.timeline_view import view
@@ -80,7 +82,7 @@ def answer(request: Answer, progress: Progress) -> dict[str, Any]:
     """Stock, not offloading, the plan, and other systems; what to do, in one sentence."""
     check_plannable(request)
     machine, workload = resolve(request)
-    limits = Limits.of(workload, machine)
+    limits, machine, _ = with_storage(workload, machine, storage_of(request))
     progress(0.1, "a quick plan")
     problem, plan = "", None
     try:
@@ -134,7 +136,9 @@ def ways_out(request: Scenario, progress: Progress) -> dict[str, Any]:  # noqa: 
                 "iteration_s": way.iteration_s,
                 "tokens_per_s": way.tokens_per_s,
             }
-            for way in nearest_changes(job_of(request), machine_of(request))
+            for way in nearest_changes(
+                job_of(request), machine_of(request), storage=storage_of(request) or None
+            )
         ]
     }
 
@@ -159,7 +163,10 @@ def _plan(
 
         progress(0.2, "searching the best plan")
         away = offloads_parameters(request)
-        return search(workload, machine, mtbf_s=request.mtbf_s, offload_parameters=away)
+        return search(
+            workload, machine, mtbf_s=request.mtbf_s, offload_parameters=away,
+            storage=storage_of(request),
+        )  # fmt: skip
     return even_plan(workload, machine, limits)
 
 
@@ -260,9 +267,10 @@ def plan_job(request: PlanJob, progress: Progress) -> dict[str, Any]:
 
     check_plannable(request)
     machine, workload = resolve(request)
-    limits = Limits.of(workload, machine, margin=request.memory_margin)
+    storage = storage_of(request)
+    limits, drives, _ = with_storage(workload, machine, storage, margin=request.memory_margin)
     progress(0.05, "a quick plan first")
-    quick = even_plan(workload, machine, limits)
+    quick = even_plan(workload, drives, limits)
     assert quick.prediction is not None
     quick_s = quick.prediction.iteration_s
     progress(0.2, f"quick plan: {quick_s:.4g} s per iteration; searching a better one")
@@ -275,6 +283,7 @@ def plan_job(request: PlanJob, progress: Progress) -> dict[str, Any]:
         restart_s=request.restart_s,
         memory_margin=request.memory_margin,
         offload_parameters=offloads_parameters(request),
+        storage=storage,
         progress=lambda share, what: progress(0.2 + 0.8 * share, what),
     )
     return {"plan": result.model_dump(mode="json"), "quick_iteration_s": quick_s}

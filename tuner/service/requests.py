@@ -134,7 +134,8 @@ class Scenario(Request):
         ds_config: DeepSpeed's, its contents, never a path; may hold ``"auto"``.
         launcher: what starts the ranks; with `omp_threads`, their OMP_NUM_THREADS, it says on how
             many threads stock updates on the host.
-        host_memory_bytes: of a node; ``device_memory_bytes``: of a GPU.
+        host_memory_bytes, storage_bytes: of a node; ``device_memory_bytes``: of a GPU. State that
+            memory cannot hold may go to so much storage; None: none, or as ``ds_config`` says.
         link_bytes_per_s: of each direction between host and device.
     """
 
@@ -147,6 +148,7 @@ class Scenario(Request):
     omp_threads: Count | None = None
     device_memory_bytes: Positive | None = None
     host_memory_bytes: Positive | None = None
+    storage_bytes: Positive | None = None
     link_bytes_per_s: Positive | None = None
     micro_batch: Count | None = None
     sequence: Annotated[int, Field(ge=1, le=2**22)] = 2048

@@ -17,6 +17,7 @@ from simulator.estimates.presets import PRESETS, preset
 from simulator.machine import Machine
 from simulator.rules import RuleError, broken
 from simulator.schedules.strategies import stock_offload
+from simulator.storage import ANY_BYTES
 from simulator.workload import Workload
 from tuner.service.requests import MOST_SUBGROUPS, Quota, Scenario, SearchJob, check_model
 
@@ -178,6 +179,14 @@ def model_of(scenario: Scenario) -> dict[str, Any]:
 def offloads_parameters(scenario: Scenario) -> bool:
     """Whether its DeepSpeed config lets parameters live in host memory."""
     return scenario.ds_config is not None and job_of(scenario).offload.parameters == "cpu"
+
+
+def storage_of(scenario: Scenario) -> dict[str, int]:
+    """Storage for state, by directory; without a name: wherever training starts."""
+    named = scenario.ds_config is not None and job_of(scenario).offload.storage
+    if scenario.storage_bytes is None:
+        return {named: ANY_BYTES} if named else {}
+    return {named or "": int(scenario.storage_bytes)}
 
 
 def started_by(scenario: Scenario) -> dict[str, Any]:

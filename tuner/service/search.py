@@ -14,6 +14,7 @@ from tuner.service.scenario import (
     machine_of,
     model_of,
     started_by,
+    storage_of,
 )
 
 
@@ -32,6 +33,7 @@ def search_job(request: SearchJob, progress: Callable[[float, str], None]) -> di
     question = Question(
         model_of(request), machine, dict(loaded(request.ds_config)), request.sequence,
         margin=request.memory_margin, seed=request.seed, started=started_by(request),
+        storage=storage_of(request),
     )  # fmt: skip
     answer = explore(
         question, space_of(request, machine), trials=request.trials,

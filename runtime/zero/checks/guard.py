@@ -13,6 +13,7 @@ from runtime.kernels.rules import RULES, rule_class
 from runtime.zero.checks import private
 from simulator.estimates.deepspeed_keys import OPTIMIZER, ZERO, as_deepspeed_reads, at
 from simulator.estimates.offloading import (
+    STORED,
     left_to_stock,
     offloading_of,
     plan_obstacle,
@@ -21,7 +22,6 @@ from simulator.estimates.offloading import (
 
 logger = logging.getLogger("ebbtide")
 
-STORED = "ebbtide_state"  # under the config's nvme_path
 _SWAPPERS = ("nvme_path", "pipeline_read", "pipeline_write", "buffer_count", "fast_init")
 
 

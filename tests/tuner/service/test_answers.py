@@ -139,6 +139,22 @@ def test_an_answer_tells_the_table_the_plan_and_the_sentence(server):
         assert shown == pytest.approx(rows[role]["iteration_s"], rel=1e-6)
 
 
+def test_storage_takes_what_memory_cannot_hold(server):
+    """As many bytes as the scenario says, or as a config's drive has."""
+    asked = {**LLAMA, "host_memory_bytes": 2**36}
+    assert server.post("/answer", asked).json()["verdict"] == "impossible"
+    ways = server.post("/ways-out", asked).json()["ways"]
+    (size,) = (w["changes"]["storage_bytes"] for w in ways if "storage_bytes" in w["changes"])
+    config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3, "offload_optimizer": {
+        "device": "nvme", "nvme_path": "/nvme"}}}  # fmt: skip
+    for more in ({"storage_bytes": size}, {"ds_config": config}):
+        answer = server.post("/answer", {**asked, **more}).json()
+        plan = Plan.model_validate(answer["plan"])
+        assert plan.count("stored") > 0
+        assert 0 < plan.prediction.storage_bytes <= answer["limits"]["storage_bytes"]
+        assert "storage read" in str(answer["timelines"]["plan"])
+
+
 def test_a_model_that_fits_is_not_offloaded(server):
     asked = {**LLAMA, "model": "Llama 3.2 1B", "machine": "h200", "accumulation": 16}
     answer = server.post("/answer", asked).json()

@@ -1,0 +1,77 @@
+"""From a profile through `tune plan --storage` to training: a plan that stores what memory cannot
+hold has stock's bits, through the unchanged front door.
+"""
+
+import json
+from pathlib import Path
+
+from click.testing import CliRunner
+
+from profiler import profile_engine
+from simulator import Plan
+from studies.bench.byte_gpt import Batches, train_step
+from tests.machines import node
+from tests.runtime.contract.training import assert_same, outcome, start
+from tests.runtime.frontdoor.test_front_door import config_with, front_door, initialize
+from tuner.cli import main
+
+__all__ = ["front_door"]  # a fixture
+
+
+def profiled(folder):
+    """What `tune plan` reads, of a stock engine."""
+    engine, batches, numbers = start(), Batches(2, 32), iter(range(10**6))
+    work = profile_engine(engine, lambda e: train_step(e, batches.at(next(numbers))), 2)
+    engine.destroy()
+    work = work.model_copy(update={"memory_peaks": {}})
+    work.save(folder / "workload.json")
+    # So little of either memory that half of the state must go elsewhere.
+    device = work.device_base_bytes + sum(layer.activation_bytes for layer in work.layers)
+    node(device_memory_bytes=2 * device).save(folder / "machine.json")
+    return work, device
+
+
+def planned(folder, *more):
+    work, device = profiled(folder)
+    arguments = [
+        "plan", "--machine", f"{folder}/machine.json", "--workload", f"{folder}/workload.json",
+        "--memory-margin", "0", "--gpu-memory", f"{device + 4 * work.params}",
+        "--host-memory", f"{10 * work.params}", "-o", f"{folder}/plan.json", *more,
+    ]  # fmt: skip
+    said = CliRunner().invoke(main, arguments)
+    assert said.exit_code == 0, said.output
+    return Plan.load(folder / "plan.json"), said.output
+
+
+def test_a_plan_of_tune_plan_that_stores_trains_with_stocks_bits(front_door, tmp_path):
+    folders = [tmp_path / "a", tmp_path / "b"]
+    storage = [word for folder in folders for word in ("--storage", f"{folder}:1GB")]
+    made, said = planned(tmp_path, *storage, "--endurance", "600")
+    assert made.count("stored") > 0
+    assert made.count("host") > 0
+    assert made.storage_shares == {str(folder): 0.5 for folder in folders}
+    assert "drives rated for 600 TB last" in said
+    engine = initialize(config_with({"plan": str(tmp_path / "plan.json"), "device": "emulated"}))
+    assert engine.optimizer._ebbtide.plan.placements == made.placements
+    ours = outcome(engine)
+    held = [sum(p.stat().st_size for p in Path(f).rglob("*.extents")) for f in folders]
+    assert all(made.prediction.storage_bytes * 0.4 <= size for size in held)
+    assert sum(held) <= made.prediction.storage_bytes + 2 * 3 * 4096 * made.count("stored")
+    assert_same(ours, outcome(start()))
+
+
+def test_a_config_that_offloads_to_a_drive_is_what_tune_plan_reads(front_door, tmp_path):
+    config = config_with(None)
+    config["zero_optimization"]["offload_optimizer"] = {
+        "device": "nvme", "nvme_path": str(tmp_path / "drive"), "pipeline_read": True,
+    }  # fmt: skip
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    emitted = tmp_path / "out.json"
+    made, _ = planned(
+        tmp_path, "--ds-config", str(tmp_path / "ds.json"), "--emit-deepspeed", str(emitted)
+    )
+    assert made.count("stored") > 0
+    assert made.storage_dir == str(tmp_path / "drive" / "ebbtide_state")
+    engine = initialize(json.loads(emitted.read_text()))
+    assert engine.optimizer._ebbtide.plan.count("stored") == made.count("stored")
+    assert_same(outcome(engine), outcome(start()))
