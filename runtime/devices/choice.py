@@ -16,12 +16,17 @@ def choose_device(kind: str = "auto", *, on_cuda: bool | None = None) -> Device:
         on_cuda: whether it does, which the training framework decides; None: if there is CUDA.
 
     Raises:
-        ValueError: an unknown kind, or CUDA where there is none.
+        ValueError: an unknown kind, CUDA where there is none, or ROCm.
     """
     if on_cuda is None:
         on_cuda = torch.cuda.is_available()
     if kind == "auto":
         kind = "cuda" if on_cuda else "unified"
+    if kind == "cuda" and torch.version.hip is not None:
+        raise ValueError(
+            "a plan runs on NVIDIA's CUDA, but this PyTorch is built for ROCm "
+            f"{torch.version.hip}, where nothing of it was ever tried: train without a plan"
+        )
     if kind == "cuda" and not on_cuda:
         raise ValueError("device 'cuda' needs a CUDA GPU, but there is none: use 'auto'")
     if kind in ("unified", "emulated") and on_cuda:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +12,14 @@ from typing import Any
 class Mark:
     """A moment of the device: an event, and when it was once that is known."""
 
-    __slots__ = ("_before", "_reached_s", "event")
+    __slots__ = ("_before", "_host", "_reached_s", "_recorded_s", "event")
 
-    def __init__(self, event: Any, reached_s: float | None, before: Mark | None) -> None:
+    def __init__(
+        self, event: Any, reached_s: float | None, before: Mark | None, host: Callable[[], float]
+    ) -> None:
         self.event = event
         self._reached_s = reached_s
+        self._host, self._recorded_s = host, host()
         self._before = before
 
     @property
@@ -22,7 +27,10 @@ class Mark:
         """On the host's clock. The event must have been reached."""
         if self._reached_s is None:
             assert self._before is not None
-            self._reached_s = self._before.date_s(self.event)
+            dated_s = self._before.date_s(self.event)
+            # The two clocks drift apart (some ms a minute): no event is reached before it was
+            # recorded, nor after somebody saw that it was.
+            self._reached_s = min(max(dated_s, self._recorded_s), self._host())
             self._before = None  # else all marks since the beginning would stay
         return self._reached_s
 
@@ -63,14 +71,15 @@ class DeviceClock:
     from the one before, and sums are kept in double precision. Owned by the training thread.
     """
 
-    def __init__(self, event: Any, now_s: float) -> None:
-        """Args: event: has just been synchronised with, at ``now_s`` of the host's clock."""
-        self.latest = Mark(event, now_s, None)
+    def __init__(self, event: Any, host: Callable[[], float] = time.perf_counter) -> None:
+        """Args: event: has just been synchronised with. host: tells the time."""
+        self._host = host
+        self.latest = Mark(event, host(), None, host)
         self._undated: deque[Mark] = deque()
 
     def mark(self, event: Any) -> None:
         """A moment that later events are dated by; reached or not."""
-        self.latest = Mark(event, None, self.latest)
+        self.latest = Mark(event, None, self.latest, self._host)
         self._undated.append(self.latest)
         # Dated as soon as can be, so that no chain of marks grows.
         while self._undated and self._undated[0].event.query():

@@ -47,7 +47,7 @@ class CudaDevice(Device):
         self._streams = {name: torch.cuda.Stream(self.index) for name in DEVICE_LANES}
         now = _record_event(torch.cuda.current_stream(self.index))
         now.synchronize()
-        self._clock = DeviceClock(now, time.perf_counter())
+        self._clock = DeviceClock(now)
 
     def lanes(self) -> dict[LaneName, Lane]:
         lanes = {name: Lane(name.value, begin=self._begin_host_lane) for name in HOST_LANES}

@@ -31,6 +31,8 @@ class ParameterSlice:
         summed: DeepSpeed has a sum to go on from; below ZeRO-3 there is none before the first.
         apart: that sum, where a gradient that does not belong to it has taken the home.
         copied: the gradient of the window before lies in the subgroup's spare.
+        empty: what is at home was looked at, and is zero: of a parameter that nobody uses, a look
+            at every step would cost a pass, and on the device a synchronisation.
     """
 
     subgroup: int
@@ -44,6 +46,7 @@ class ParameterSlice:
     summed: bool = True
     apart: torch.Tensor | None = None
     copied: bool = False
+    empty: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,7 @@ class GradientHomes:
             alone: DeepSpeed does not take this gradient into its sum of micro-batches.
         """
         self._open = True
+        piece.empty = False
         if not boundary and not piece.begun:
             self._keep_previous(piece)
         if alone and piece.summed and piece.apart is None:
@@ -228,7 +232,7 @@ class GradientHomes:
         for arrival in self.arrived(piece.subgroup):
             arrival.wait_host()
         piece.touched = piece.used = True
-        piece.kept = None
+        piece.kept, piece.empty = None, False
         return self._home(piece)
 
     def close_window(self) -> None:
@@ -238,8 +242,9 @@ class GradientHomes:
         step, and applies it again; the bits of stock training include that.
         """
         for piece in self.slices.values():
-            if piece.real and not piece.touched and piece.kept is None:
+            if piece.real and not (piece.touched or piece.empty) and piece.kept is None:
                 piece.kept = self._leftover(piece)
+                piece.empty = piece.kept is None
             if self._left_behind(piece):
                 spare = self._spares[piece.subgroup]
                 self._home(piece).copy_(spare.narrow(0, piece.offset, piece.elements))

@@ -195,7 +195,7 @@ def gated(name: str, read: Callable[[Any], Any] | None = None) -> property:
 
 
 def float64_norm(part: torch.Tensor) -> torch.Tensor:
-    """The L2 norm in float64, where the gradient is."""
+    """The L2 norm in float64, where the gradient is: on CUDA torch makes a copy, as for stock."""
     if part.device.type == "cpu":
         return torch.tensor(host.norm(part), dtype=torch.float64)
     return torch.linalg.vector_norm(part, dtype=torch.float64)

@@ -391,7 +391,7 @@ def _check_masters_at_hand(optimizer: Any, plan: Plan) -> None:
 
 
 def _norm(gradient: torch.Tensor) -> torch.Tensor:
-    """DeepSpeed's `_constant_buffered_norm2` without its float64 copies, to the bit."""
+    """DeepSpeed's `_constant_buffered_norm2`, to the bit; on a host without its float64 copies."""
     total = None
     for part in gradient.split(250_000_000):
         square = float64_norm(part) ** 2.0

@@ -5,11 +5,13 @@ import mmap
 import os
 import threading
 import time
+from collections import defaultdict, deque
 from pathlib import Path
 
 import pytest
 import torch
 
+from runtime.checkpoint.format import memory
 from runtime.devices import cuda
 from runtime.devices.clock import DeviceClock
 from runtime.devices.cuda import CudaDevice
@@ -219,6 +221,25 @@ def test_long_copies_go_in_pieces(fake, device, monkeypatch):
     assert stream.ran == 3
 
 
+def test_threads_of_later_checkpoints_copy_on_the_same_streams(monkeypatch):
+    made = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.append(device) or object())
+    monkeypatch.setattr(memory, "_streams", defaultdict(deque))
+    gpu = torch.device("cuda:0")
+    with memory._side_stream(gpu) as one, memory._side_stream(gpu) as other:
+        assert one is not other
+
+    def copy():
+        with memory._side_stream(gpu):
+            pass
+
+    for _ in range(40):
+        thread = threading.Thread(target=copy)
+        thread.start()
+        thread.join()
+    assert len(made) == 2
+
+
 class Counted:
     """An event of a device that has run for long: CUDA's answer is a float32 of milliseconds."""
 
@@ -232,9 +253,32 @@ class Counted:
         return float(torch.tensor(1e3 * (other.at_s - self.at_s), dtype=torch.float32))
 
 
+@pytest.mark.parametrize("drift", [1e-3, -1e-3])
+def test_clocks_that_drift_apart_stay_together(drift):
+    """1 ms per second: 3.6 s after an hour, if nobody looked. Each step's mark is recorded when
+    the device is a tenth of a second behind, and seen a step later.
+    """
+    now = [0.0]
+
+    def seen(host_s):
+        event = Counted(host_s * (1 + drift))
+        event.query = lambda: now[0] >= host_s
+        return event
+
+    clock = DeviceClock(seen(0.0), lambda: now[0])
+    for step in range(1, 3601):
+        now[0] = float(step)
+        clock.mark(seen(step + 0.1))
+    before = clock.latest
+    now[0] += 1.0
+    assert abs(before.reached_s - 3600.1) <= (1.0 if drift > 0 else 0.1)
+
+
 def test_times_keep_their_resolution_over_days():
-    clock, step_s = DeviceClock(Counted(0.0), 100.0), 7.0
+    now, step_s = [100.0], 7.0
+    clock = DeviceClock(Counted(0.0), lambda: now[0])
     for step in range(1, 20_000):
+        now[0] += step_s
         clock.mark(Counted(step * step_s))
     last = clock.latest
     soon = Counted(last.event.at_s + 1e-3)

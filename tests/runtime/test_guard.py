@@ -212,6 +212,12 @@ def test_unknown_devices_are_refused():
             choose_device("cuda")
 
 
+def test_rocm_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "6.2")
+    with pytest.raises(ValueError, match=r"built for ROCm 6\.2, .* train without a plan"):
+        choose_device("auto", on_cuda=True)
+
+
 def test_a_plan_larger_than_free_memory_is_refused_with_numbers(monkeypatch):
     sizes = (3 * 10**9, 10**9, 10**9)
     plan = Plan(

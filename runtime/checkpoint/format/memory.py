@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import threading
+from collections import defaultdict, deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -85,25 +88,32 @@ class DeviceBytes:
         if self._ready is None:
             target.copy_(chunk)
             return
-        stream = _side_stream(chunk.device)
-        stream.wait_event(self._ready)
-        with torch.cuda.stream(stream):
-            target.copy_(chunk, non_blocking=True)
-        stream.synchronize()
+        with _side_stream(chunk.device) as stream:
+            stream.wait_event(self._ready)
+            with torch.cuda.stream(stream):
+                target.copy_(chunk, non_blocking=True)
+            stream.synchronize()
 
 
-_streams = threading.local()
+_streams: defaultdict[torch.device, deque[torch.cuda.Stream]] = defaultdict(deque)
 
 
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One stream per writer thread and device. Copies know no priority; theirs are of one block, so
-    that none of training's waits for more than that.
+@contextlib.contextmanager
+def _side_stream(device: torch.device) -> Iterator[torch.cuda.Stream]:
+    """A stream that no other copy has meanwhile. Copies know no priority; theirs are of one block,
+    so that none of training's waits for more than that.
+
+    They are used again: CUDA's streams come from a pool of 32, and those of every new checkpoint's
+    threads would soon be the lanes' own.
     """
-    held = _streams.__dict__.setdefault("by_device", {})
-    if device not in held:
-        held[device] = torch.cuda.Stream(device)
-    stream: torch.cuda.Stream = held[device]
-    return stream
+    try:
+        stream = _streams[device].pop()
+    except IndexError:
+        stream = torch.cuda.Stream(device)
+    try:
+        yield stream
+    finally:
+        _streams[device].append(stream)
 
 
 def memory_at(address: int, size_bytes: int) -> ctypes.Array[ctypes.c_char]:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from runtime.execution.gradients import GradientHomes
 from studies.bench.bits import state_of
 from studies.bench.byte_gpt import SIZES, Batches
 from tests.runtime.contract.training import DEVICES, assert_same, attached, start
@@ -105,6 +106,20 @@ class Experts(torch.nn.Module):
 # reached by a last micro-batch late, or never.
 ROUTES = "012 012 012 01 12 012 02 12 0 1 12 20 1 012 2 0 2 1 01 0 02 1"
 RARE = "0 01 1 0 02 1 012 0 1 0 2 1"
+
+
+def test_the_gradient_of_what_nobody_uses_is_looked_at_once(monkeypatch):
+    looks = []
+    before = GradientHomes._leftover
+
+    def counted(self, piece):
+        looks.append(id(piece))
+        return before(self, piece)
+
+    monkeypatch.setattr(GradientHomes, "_leftover", counted)
+    follow(attached(start(model=Experts("0")), ["host"], DEVICE), "bs" * 4)
+    assert looks
+    assert len(looks) == len(set(looks))
 
 
 @pytest.mark.parametrize(("stage", "device"), WHERE[1:])
