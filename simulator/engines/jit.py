@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal, TypeVar, cast
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Literal, TypeVar, cast
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
 try:
+    from numba import config
     from numba import njit as _njit
 
     HAS_NUMBA = True
@@ -32,4 +37,35 @@ def _compiled(function: Function, inline: Literal["never", "always"]) -> Functio
     if not HAS_NUMBA:
         return function
     decorate = _njit(cache=True, nogil=True, error_model="numpy", inline=inline)
-    return cast("Function", decorate(function))
+    with _cached_below(_built_in(function)):
+        return cast("Function", decorate(function))
+
+
+def _built_in(function: Callable[..., object]) -> str:
+    """A digest of what is compiled into a function beside its own file: constants, which other
+    modules may have given, and functions of other files. numba looks at the function's file alone,
+    and would run an old compilation on arrays of another shape.
+    """
+    known = function.__globals__
+    values = sorted(
+        f"{name} {value!r}"
+        for name, value in known.items()
+        if isinstance(value, int | float | str | tuple) and not name.startswith("__")
+    )
+    files = {v.py_func.__code__.co_filename for v in known.values() if hasattr(v, "py_func")}
+    others = sorted(files - {function.__code__.co_filename})
+    texts = [*values, *(Path(file).read_text() for file in others)]
+    return sha256("\0".join(texts).encode()).hexdigest()[:16]
+
+
+@contextmanager
+def _cached_below(name: str) -> Iterator[None]:
+    """What is decorated meanwhile is cached in a folder of this name."""
+    settings: Any = config
+    before, here = settings.CACHE_DIR, Path(__file__).parent
+    own = here / "__pycache__" if os.access(here, os.W_OK) else Path.home() / ".cache" / "ebbtide"
+    settings.CACHE_DIR = str(Path(before or own) / name)
+    try:
+        yield
+    finally:
+        settings.CACHE_DIR = before

@@ -1,0 +1,36 @@
+"""What numba has compiled once is not run where its constants are others by now."""
+
+import importlib.util
+import sys
+
+from simulator.engines.jit import HAS_NUMBA
+
+
+def loaded(path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_constants_and_functions_of_other_files_are_compiled_anew(tmp_path, monkeypatch):
+    """Only the other file changes; numba would look at the caller's alone."""
+    given, caller = tmp_path / "jit_given.py", tmp_path / "jit_caller.py"
+    head = "from simulator.engines.jit import compiled\n"
+    caller.write_text(
+        f"{head}from jit_given import COUNT, twice\n"
+        "@compiled\ndef f(x):\n    return twice(x) + COUNT\n"
+    )
+    for name in ("jit_given", "jit_caller"):
+        monkeypatch.setitem(sys.modules, name, None)
+    found = []
+    for count, factor in ((3, 2), (4, 2), (4, 5), (4, 5)):
+        given.write_text(
+            f"{head}COUNT = {count}\n@compiled\ndef twice(x):\n    return x * {factor}\n"
+        )
+        loaded(given)
+        module = loaded(caller)
+        found.append(module.f(10))
+    assert found == [23, 24, 54, 54]
+    if HAS_NUMBA:
+        assert sum(module.f.stats.cache_hits.values()) == 1, "the last one was there already"
