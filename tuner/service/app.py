@@ -154,13 +154,33 @@ class Guard:
             response.headers["connection"] = "close"  # what is left of the body is not read
             await response(scope, receive, _with_headers(send))
             return
-        await self._app(scope, receive, _with_headers(send))
+        await self._answer(scope, receive, _with_headers(send))
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """What nobody has foreseen is told in the common form too, and whole in the log."""
+        began = False
+
+        async def noted(message: MutableMapping[str, Any]) -> None:
+            nonlocal began
+            began = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noted)
+        except Exception:
+            LOG.exception("a request failed")
+            if began:
+                raise
+            rule = "the request must be answered, but failed: the server's log says why"
+            await problem(500, broken_rule("", rule))(scope, receive, send)
 
     def _check_head(self, scope: Scope, headers: dict[bytes, str]) -> None:
         # A page elsewhere that resolves its own name to this machine must not reach the service.
-        host = re.sub(r":\d+$", "", headers.get(b"host", "")).strip("[]")
+        host = re.sub(r":\d+$", "", headers.get(b"host", "")).strip("[]").lower()
         if "*" not in self._service.hosts and host not in self._service.hosts:
-            raise Refusal(400, "Host", f"must be one of {', '.join(self._service.hosts)}", host)
+            raise Refusal(
+                400, "Host", f"must be one of {', '.join(dict.fromkeys(self._service.hosts))}", host
+            )
         token = self._service.token
         if token is None or not scope["path"].startswith("/api/"):
             return
@@ -220,14 +240,18 @@ def _constant(name: str) -> float:
 
 
 def _check_json(body: bytes) -> None:
-    """Refuses NaN, infinity and nesting that no request of ours needs, with one answer each."""
+    """Refuses NaN, infinity, nesting that no request of ours needs, and halves of characters (which
+    no text can hold), with one answer each.
+    """
     try:
-        json.loads(body, parse_constant=_constant)
+        json.dumps(json.loads(body, parse_constant=_constant), ensure_ascii=False).encode()
     except RecursionError:
         raise Refusal(422, "body", "must not be nested so deeply") from None
     except json.JSONDecodeError as error:
         place = f"line {error.lineno} column {error.colno}"
         raise Refusal(422, "body", f"must be JSON, but is not at {place}") from None
+    except UnicodeEncodeError:
+        raise Refusal(422, "body", "texts must be of whole characters, but hold halves") from None
     except ValueError:
         rule = "must be JSON in UTF-8 without numbers of thousands of digits"
         raise Refusal(422, "body", rule) from None

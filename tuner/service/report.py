@@ -27,6 +27,7 @@ from tuner.service.scenario import resolve
 from tuner.service.timeline_view import view
 
 # In the order in which the one script of the report is put together.
+SHORTEST_S = 1e-6  # of a run's iteration: nothing shorter can be drawn
 SCRIPTS = ("format.js", "timeline.js", "kinds.js", "memory.js", "table.js", "report.js")
 _IMPORT = re.compile(r"^import [^;]*;\n", re.MULTILINE)
 _EXPORT = re.compile(r"^export ", re.MULTILINE)
@@ -100,6 +101,11 @@ def summary_of(run: Run) -> dict[str, Any]:
         ValueError: see `timeline_of`.
     """
     timeline = timeline_of(run)
+    if timeline.iteration_s < SHORTEST_S:
+        raise RuleError(
+            f"spans must last {SHORTEST_S:g} s at least, but an iteration of them lasts "
+            f"{timeline.iteration_s:g}", "spans"
+        )  # fmt: skip
     prediction = run.plan.prediction if run.plan else None
     return {
         "source": run.source,

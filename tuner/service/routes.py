@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, TypeVar, cast
 
@@ -15,7 +16,7 @@ from starlette.exceptions import HTTPException
 
 from simulator.estimates.presets import preset, preset_names
 from simulator.machine import Machine
-from simulator.rules import RuleError
+from simulator.rules import RuleError, shortened
 from simulator.schedules.settings import STEPS
 from simulator.schedules.strategies import STRATEGIES
 from tuner.service import requests as ask
@@ -26,6 +27,7 @@ from tuner.service.scenario import MODELS, check_ops, estimated_ops
 from tuner.service.search import check_search
 
 S = TypeVar("S", bound=ask.Scenario)
+MACHINE_NAME = re.compile(r"[\w .,:()+-]{1,80}")  # it is part of a path
 Id = Annotated[str, Path(pattern=r"^[0-9a-f]{32}$")]
 PEERS_TRIED = 24  # simulations behind an answer's table: settings of every system
 QUICK_COST, FULL_COST = 40, 1500  # what the search for a plan costs, in simulations
@@ -79,17 +81,19 @@ class _Names:
         }
         example = self._service.examples.get("machine")
         own = {example.name: example} if example is not None else {}
-        return {**{name: preset(name) for name in preset_names()}, **stored, **own}
+        return {**{name: preset(name) for name in preset_names()}, **own, **stored}
 
     def machine(self, name: str) -> Machine | None:
-        """A preset, the example's machine or an uploaded one."""
-        example = self._service.examples.get("machine")
-        if example is not None and name == example.name:
-            return cast("Machine", example)
+        """A preset, an uploaded one, or the example's, which an uploaded one of its name replaces:
+        it was measured later.
+        """
         if name in preset_names():
             return preset(name)
         stored = self._service.store.machine(name)
-        return None if stored is None else Machine.model_validate(stored)
+        if stored is not None:
+            return Machine.model_validate(stored)
+        example = self._service.examples.get("machine")
+        return cast("Machine", example) if example and name == example.name else None
 
     def fill(self, scenario: S) -> S:
         """With uploaded machines and the loaded workload in the place of their names."""
@@ -181,9 +185,11 @@ def _machines(router: APIRouter, service: Service, names: _Names) -> None:
     async def put_machine(machine: Machine) -> dict[str, str]:
         """Keeps a measured machine under its name (`tune profile --push URL`)."""
         name = machine.name
-        if name in preset_names() or not 0 < len(name) <= 80:
+        if name in preset_names() or not MACHINE_NAME.fullmatch(name) or not name.strip():
             raise InvalidError(
-                f"name must be 1 to 80 characters and no preset's, but got {name!r}", key="name"
+                "name must be 1 to 80 letters, digits, spaces or .,:()+- and no preset's, but got "
+                f"{shortened(name)}",
+                key="name",
             )
         await asyncio.to_thread(service.store.put_machine, name, machine.model_dump_json())
         return {"name": name}

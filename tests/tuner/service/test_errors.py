@@ -78,6 +78,61 @@ def test_an_error_names_the_field_that_was_sent(server, path, body, key):
     assert not [word for word in INTERNALS if word in response.text]
 
 
+HALF = json.dumps({"model": {**MODEL, "name": "\ud800"}})
+
+
+@pytest.mark.parametrize("path", ["/simulate", "/jobs/plan"])
+def test_half_a_character_is_refused(server, path):
+    response = server.client.post(path, content=HALF, headers={"content-type": "application/json"})
+    assert response.status_code == 422
+    assert "whole characters" in response.text
+
+
+@pytest.mark.parametrize("end_s", [0, 5e-324])
+def test_a_run_too_short_to_be_drawn_is_refused(server, end_s):
+    response = server.post("/runs", {"name": "x", "spans": [{**SPAN, "end_s": end_s}]})
+    assert response.status_code == 422
+    assert response.json()["errors"][0]["key"] == "spans"
+
+
+@pytest.mark.parametrize("name", ["<script>x", "=cmd|x", "\u202ea", "  ", "a/b", "../../etc"])
+def test_a_machine_that_nobody_could_ask_for_is_refused(server, name):
+    response = server.post("/machines", {**MACHINE, "name": name})
+    assert response.status_code == 422
+    assert response.json()["errors"][0]["key"] == "name"
+
+
+def test_a_machine_that_is_measured_again_replaces_the_examples(server):
+    name = server.client.get("/models").json()["workloads"][0]["machine"]
+    example = server.client.get(f"/machines/{name}").json()
+    try:
+        assert server.post("/machines", {**example, "cpu_cores": 77}).status_code == 201
+        assert server.client.get(f"/machines/{name}").json()["cpu_cores"] == 77
+    finally:
+        server.client.delete(f"/machines/{name}")
+    assert server.client.get(f"/machines/{name}").json() == example
+
+
+def test_what_nobody_has_foreseen_has_the_common_form_and_headers(tmp_path, monkeypatch):
+    from fastapi.testclient import TestClient
+
+    from tuner.service.app import create_app
+    from tuner.service.resources import Service
+    from tuner.service.store import Store
+
+    service = Service(Store(tmp_path / "x.db"), hosts=("testserver",))
+    monkeypatch.setattr(service.store, "runs", lambda _: 1 / 0)
+    response = TestClient(create_app(service)).get("/api/v1/runs")
+    assert response.status_code == 500
+    assert response.json()["errors"][0]["rule"].startswith("the request must be answered")
+    assert "content-security-policy" in response.headers
+
+
+def test_a_hosts_name_is_the_same_in_capitals(server):
+    port = server.url.rpartition(":")[2]
+    assert server.client.get("/models", headers={"host": f"LOCALHOST:{port}"}).status_code == 200
+
+
 @pytest.mark.parametrize("mtbf_s", [5e-324, 1e-300])
 def test_numbers_beyond_what_can_be_computed_are_refused_in_our_words(server, mtbf_s):
     for path, body in (("/goodput", {"iteration_s": 1e9, "mtbf_s": mtbf_s}),
