@@ -40,7 +40,7 @@ def test_a_plan_is_searched_and_a_run_posted(service):
 def test_a_refusal_names_the_key(service):
     from tuner.service.client import Client, ServiceError
 
-    with pytest.raises(ServiceError, match="gpus: Input should be greater"):
+    with pytest.raises(ServiceError, match="gpus: must be greater"):
         service.simulate(**LLAMA, gpus=0)
     with pytest.raises(ServiceError, match="must be a running tune serve"):
         Client("http://127.0.0.1:1").simulate(**LLAMA)
