@@ -28,6 +28,13 @@ class Feed:
         self._number = 0
         self._changed = asyncio.Condition()
         self.streams = 0
+        self._closed = False
+
+    async def close(self) -> None:
+        """Ends every stream: the server ends."""
+        async with self._changed:
+            self._closed = True
+            self._changed.notify_all()
 
     async def tell(self, kind: str, data: dict[str, Any]) -> None:
         async with self._changed:
@@ -38,7 +45,7 @@ class Feed:
     async def listen(self) -> AsyncIterator[tuple[str, dict[str, Any]] | None]:
         """Events from now on; None where nothing came for a while."""
         last = self._number
-        while True:
+        while not self._closed:
             fresh = [event for event in self._events if event[0] > last]
             for number, kind, data in fresh:
                 last = number
@@ -47,7 +54,7 @@ class Feed:
                 continue
             try:
                 async with asyncio.timeout(KEEP_ALIVE_S), self._changed:
-                    while self._number == last:
+                    while self._number == last and not self._closed:
                         await self._changed.wait()
             except TimeoutError:
                 yield None

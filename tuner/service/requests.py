@@ -39,7 +39,8 @@ class Quota:
         body_bytes: of a request, `run_bytes` where a timeline is posted.
         light_ops: an answer of at most so many simulated ops is given by the workers kept for
             quick answers; a larger one queues with the heavy ones, which run at low priority.
-        heavy_ops: an answer beyond that is refused.
+        heavy_ops: of one simulation; an answer beyond that, or of 40 times as many in all its
+            simulations, is refused.
         cells, job_cells: points of a what-if that is answered at once, or by a job.
         light_s, heavy_s, job_s: wall time after which a worker is stopped.
         worker_bytes: address space that a worker may take beyond what it starts with.

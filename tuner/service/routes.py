@@ -396,11 +396,23 @@ async def _all_events(service: Service) -> AsyncIterator[bytes]:
         service.feed.streams -= 1
 
 
+_OVER: tuple[str, dict[str, Any]] = ("over", {})  # the feed is closed
+
+
+async def _next(
+    events: AsyncIterator[tuple[str, dict[str, Any]] | None],
+) -> tuple[str, dict[str, Any]] | None:
+    try:
+        return await anext(events)
+    except StopAsyncIteration:  # a task cannot raise it
+        return _OVER
+
+
 async def _job_events(service: Service, job: str) -> AsyncIterator[bytes]:
     service.feed.streams += 1
     try:
         listening = service.feed.listen()
-        change = asyncio.ensure_future(anext(listening))  # listens before the state is read
+        change = asyncio.ensure_future(_next(listening))  # listens before the state is read
         await asyncio.sleep(0)
         state = service.jobs.state(job)
         while state is not None:
@@ -408,7 +420,9 @@ async def _job_events(service: Service, job: str) -> AsyncIterator[bytes]:
             if state["state"] not in ("queued", "running"):
                 return
             event = await change
-            change = asyncio.ensure_future(anext(listening))
+            if event is _OVER:
+                return
+            change = asyncio.ensure_future(_next(listening))
             if event is None:
                 yield b": still here\n\n"
             elif event[1].get("id") == job:

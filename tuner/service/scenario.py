@@ -287,10 +287,11 @@ def check_ops(ops: int, simulations: int, quota: Quota) -> bool:
         ValueError: it is more than this service does at all.
     """
     total = ops * simulations
-    if total > quota.heavy_ops * 40:
-        raise RuleError(
-            f"accumulation, layers and subgroups must make at most {quota.heavy_ops * 40} "
-            f"simulated ops, but got about {total}: lower accumulation or raise subgroup_size",
-            key="accumulation",
-        )
+    for got, most in ((ops, quota.heavy_ops), (total, quota.heavy_ops * 40)):
+        if got > most:
+            raise RuleError(
+                f"accumulation, layers and subgroups must make at most {most} simulated ops, but "
+                f"got about {got}: lower accumulation or raise subgroup_size",
+                key="accumulation",
+            )
     return total <= quota.light_ops

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import sqlite3
 import threading
 import time
@@ -66,7 +67,7 @@ class Store:
             self._writer.executescript(_TABLES)
             self._writer.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
             self._db = self._connected(path)
-        except sqlite3.Error:
+        except (sqlite3.Error, OSError):
             raise StoreError(
                 f"--db must be a database of tune serve, whole and readable, but {path} is not: "
                 "give another file, or a copy from before"
@@ -74,6 +75,8 @@ class Store:
 
     @staticmethod
     def _connected(path: str | Path) -> sqlite3.Connection:
+        if str(path) != ":memory:":  # it holds the configs of everybody who asked
+            os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
         db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
         db.row_factory = sqlite3.Row
         for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):

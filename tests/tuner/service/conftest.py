@@ -27,9 +27,11 @@ class Server:
     def start(self):
         command = [sys.executable, "-m", "tuner.cli", "serve", "--port", "0", "--workers", "1",
                    "--db", str(self.database), *map(str, self.arguments)]  # fmt: skip
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, text=True, env=self.environment
-        )
+        self.errors = Path(f"{self.database}.errors")
+        with self.errors.open("a") as errors:
+            self.process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=errors, text=True, env=self.environment
+            )
         line = self.process.stdout.readline()
         assert line.startswith("open http://"), line
         self.url = line.split()[1].partition("#")[0].rstrip("/")

@@ -117,19 +117,12 @@ def test_a_search_without_a_result_fails_with_the_reason(server, changes, reason
     assert reason in state["note"]
 
 
+LONG = {**GRID, "strategies": ["ebbtide"], "model": "Llama 3 8B", "subgroup_size": 100_000_000}
+
+
 def test_a_running_job_is_cancelled_and_the_next_one_runs(server):
     changes = {"h2d_bytes_per_s": [1e10 + 1e6 * i for i in range(256)]}
-    long = server.post(
-        "/jobs/what-if",
-        {
-            **GRID,
-            "strategies": ["ebbtide"],
-            "changes": changes,
-            "model": "Llama 3 8B",
-            "subgroup_size": 100_000_000,
-        },
-    )
-    job = long.json()["id"]
+    job = server.post("/jobs/what-if", LONG | {"changes": changes}).json()["id"]
     for _, state in server.events(f"/jobs/{job}/events"):
         if state["state"] == "running":
             break
@@ -178,3 +171,20 @@ def test_a_killed_server_loses_no_job_and_counts_every_attempt(tmp_path):
             assert len(rows) == 12
     finally:
         server.stop()
+
+
+@pytest.mark.parametrize("path", ["/events", "/jobs/{job}/events"])
+def test_a_server_that_ends_ends_its_streams(tmp_path, path):
+    """A page that is open holds nothing up, and is no error in the log."""
+    server = Server(tmp_path / "service.db")
+    changes = {"h2d_bytes_per_s": [1e10 + 1e6 * i for i in range(256)]}
+    job = server.post("/jobs/what-if", LONG | {"changes": changes}).json()["id"]
+    with server.client.stream("GET", path.format(job=job)) as response:
+        lines = response.iter_lines()
+        next(lines)
+        server.process.terminate()
+        for _ in lines:  # to the end, which is one: a stream that is cut raises
+            pass
+    server.process.wait(20)
+    assert "Traceback" not in server.errors.read_text()
+    assert "timeout" not in server.errors.read_text()

@@ -51,6 +51,12 @@ def test_two_servers_cannot_share_a_database(store, tmp_path):
         Store(tmp_path / "s.db")
 
 
+def test_nobody_else_reads_a_new_database(tmp_path):
+    Store(tmp_path / "service.db")
+    modes = {path.name: path.stat().st_mode & 0o077 for path in tmp_path.glob("service.db*")}
+    assert {name: mode for name, mode in modes.items() if mode and "lock" not in name} == {}
+
+
 def test_a_file_that_is_no_database_is_refused(tmp_path):
     path = tmp_path / "notes.txt"
     path.write_text("x" * 5000)
