@@ -25,7 +25,7 @@ BLOCKS = 24  # of neighbours, and of each size in them, where there are more
 FEWEST_BLOCKS = 6
 FEWEST_MANY = 4  # staging slots; fewer are looked at number by number
 MANY = 128  # subgroups, of more of which no whole numbers are asked for
-NODES_OF_FEW, NODES_OF_EACH, NODES_OF_SOME = 3000, 100, 30  # of the search for whole numbers
+NODES_OF_FEW, NODES_OF_EACH, NODES_OF_SOME = 3000, 100, 5  # of the search for whole numbers
 ROUNDING = 1e-5  # of the solver's tolerances, relative
 
 
@@ -99,22 +99,39 @@ def fluid_bound(
 def tightened(
     fluid: Bound, workload: Workload, machine: Machine, device_bytes: float | None = None,
     homes: Sequence[Memory] | None = (), host_bytes: float | None = None,
-    storage_bytes: float | None = None,
+    storage_bytes: float | None = None, *, whole: bool = True,
 ) -> Bound:  # fmt: skip
-    """`bound`, where `fluid_bound` is known."""
+    """`bound`, where `fluid_bound` is known.
+
+    Args:
+        whole: False: of fractions of subgroups, which is there in a fifth of a second.
+    """
     if machine.unified_memory:
         return fluid
     count, sizes = len(workload.subgroups), len(set(workload.subgroups))
     pieces = count if count <= EACH else max(FEWEST_BLOCKS, BLOCKS // sizes)
     room = (device_bytes, homes, host_bytes, storage_bytes)
     problem = _Problem(workload, machine, *room, pieces=pieces)
-    return problem.tightened(fluid, _nodes(count))
+    return problem.tightened(fluid, _nodes(count) if whole else 0)
 
 
 def _nodes(count: int) -> int:
     if count <= NAMED:
         return NODES_OF_FEW
     return NODES_OF_EACH if count <= EACH else NODES_OF_SOME if count <= MANY else 0
+
+
+def _in_whole_numbers(
+    window: Window, nodes: int, fractions: tuple[float, Floats], least_s: float
+) -> tuple[float, Floats] | None:
+    """What it takes and how, or what is known of it: from ``least_s`` on nobody asks for more.
+    None where there is no solution.
+    """
+    window.rows.upper[window.seconds] = least_s
+    solved = window.rows.lowest(window.seconds, nodes)
+    if solved is None:
+        return None if math.isinf(least_s) else (least_s / (1 - ROUNDING), fractions[1])
+    return max(fractions[0], solved[0]), solved[1] if solved[1].any() else fractions[1]
 
 
 class NumberedBounds:
@@ -182,7 +199,9 @@ class _Problem:
                 break
             window = self.window(slots, FEWEST_MANY)
             Sharing(window, max(low_s, self.model.forward_s))
-            solved = window.rows.lowest(window.seconds, nodes)
+            solved = window.rows.lowest(window.seconds)
+            if nodes and solved is not None and solved[0] < least_s:
+                solved = _in_whole_numbers(window, nodes, solved, least_s)
             if solved is None:
                 continue
             seconds = max(low_s, solved[0]) * (1 - ROUNDING)

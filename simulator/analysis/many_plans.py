@@ -78,8 +78,9 @@ class PlanSweep:
         recipes = [recipe_of(*way) for way in ways()]
         longest = max(len(recipe.steps) for recipe in recipes)
         gradients = max(len(recipe.gradient_steps) for recipe in recipes)
-        per_iteration = micro * (10 * layers + gradients * subgroups) + longest * subgroups + 5
-        count = per_iteration * self.iterations
+        passes = micro * (10 * layers + gradients * subgroups)
+        self.most_ops = passes + longest * subgroups + 5
+        count = self.most_ops * self.iterations
         self.ops = np.zeros((count, kernel.OP_COLUMNS))
         self.after_first = np.zeros(count + 1, dtype=np.int64)
         # A step's end waits for two ops of each subgroup, and so do its gathers; a layer's share of

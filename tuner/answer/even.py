@@ -30,7 +30,7 @@ def best_of(search: Search) -> Plan:
     workload, machine, limits = search.workload, search.machine, search.limits
     made = search.best().plan(workload)
     # The fluid bound alone: somebody waits, and the whole one takes seconds.
-    prediction = predict(workload, machine, made, limits, lower_bound_s=search.fluid.iteration_s)
+    prediction = predict(workload, machine, made, limits, lambda _: search.fluid.iteration_s)
     best = distance(prediction) == "at the optimum"
     more = "no search finds a better one" if best else "the search may find a better one"
     why = f"a quick plan, evenly spread: {more}"

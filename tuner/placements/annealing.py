@@ -20,7 +20,7 @@ from tuner.placements.search import Candidate, Search
 CLOSE = 1.001  # times the bound: a better plan would not be worth the search
 BETTER = 1e-6
 EVALUATIONS_EACH, MOST_EVALUATIONS = 400, 12_000  # for each subgroup; in all
-MOST_OPS = 900_000  # evaluations times subgroups: what an evaluation takes grows with them
+MOST_OPS = 6_000_000  # evaluations times an iteration's ops, with which grows what one takes
 HEAT = 0.08  # of a mean subgroup's update on the host: the first temperature
 REORDERED = 3  # candidates
 LEAST_STARTS, MOST_STARTS, STARTS_TIMES_SUBGROUPS = 3, 8, 200
@@ -48,7 +48,7 @@ def anneal(
     floor_s = search.bound.iteration_s if floor_s is None else floor_s
     count = len(search.workload.subgroups)
     if evaluations is None:
-        evaluations = min(MOST_EVALUATIONS, EVALUATIONS_EACH * count, MOST_OPS // count)
+        evaluations = min(MOST_EVALUATIONS, EVALUATIONS_EACH * count, MOST_OPS // search.most_ops)
     heat_s = HEAT * search.workload.params / count / search.machine.host_adam_params_per_s.median
     starts = _starts(search, max(LEAST_STARTS, min(MOST_STARTS, STARTS_TIMES_SUBGROUPS // count)))
     each = evaluations // (2 * len(starts))

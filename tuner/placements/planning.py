@@ -126,17 +126,19 @@ def _as_plan(search: Search, c: Candidate, folders: Mapping[str, Any]) -> Plan:
         machine_fingerprint=search.machine.fingerprint,
         versions=versions("ebbtide", "torch", "deepspeed"),
     )
-    bound_s = search.bound.iteration_s
-    prediction = predict(
-        search.workload, search.machine, made, search.limits, lower_bound_s=bound_s
-    )
+    prediction = predict(search.workload, search.machine, made, search.limits, search.proven_s)
     return made.model_copy(update={"prediction": prediction})
 
 
 def predict(
-    workload: Workload, machine: Machine, made: Plan, limits: Limits, *, lower_bound_s: float = 0.0
-) -> Prediction:
-    """The simulator's prediction of a plan, with the interval that the rates' spread gives."""
+    workload: Workload, machine: Machine, made: Plan, limits: Limits,
+    lower_bound_s: Callable[[float], float] = lambda _: 0.0,
+) -> Prediction:  # fmt: skip
+    """The simulator's prediction of a plan, with the interval that the rates' spread gives.
+
+    Args:
+        lower_bound_s: called with the plan's time.
+    """
     schedule = compile_schedule(build_strategy("ebbtide", workload, plan=made))
     result = simulate_fast(schedule, machine)
     low, high = workload_interval_s(
@@ -152,7 +154,7 @@ def predict(
         storage_bytes=result.storage_bytes,
         memory=peaks_by_kind(schedule, result),
         limits=limits.by_memory,
-        lower_bound_s=min(lower_bound_s, result.iteration_s),
+        lower_bound_s=min(lower_bound_s(result.iteration_s), result.iteration_s),
     )
 
 
@@ -164,9 +166,7 @@ def predicted_anew(made: Plan, workload: Workload, machine: Machine) -> Plan:
     """
     homes = made.parameter_homes if "host" in made.parameter_homes else ()
     search = Search(workload, machine, Limits.of(workload, machine), seed=0, homes=homes)
-    prediction = predict(
-        workload, machine, made, search.limits, lower_bound_s=search.bound.iteration_s
-    )
+    prediction = predict(workload, machine, made, search.limits, search.proven_s)
     return _explained(made.model_copy(update={"prediction": prediction}), search)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.analysis.bound import Bound, fluid_bound, tightened
+from simulator.analysis.bounds.window import NAMED
 from simulator.analysis.many_plans import PlanSweep
 from simulator.engines.recipe_arrays import HOME_CODES
 from simulator.limits import Limits
@@ -33,6 +34,7 @@ SPILLED_POINTS = 91  # numbers of what is not on storage
 FEW_HOST_SLOTS, FEW_SLOTS = (1, 2, 3), 2
 MOST_AROUND = 3  # choices for the largest, around the bound's split
 _STORED_CODES = [PLACEMENTS.index(placement) for placement in STORED]
+OPEN = 0.01  # of a plan above the bound: less is told as a whole percent at the most
 SETTLED = (6, 12)  # iterations: the period is taken from the later ones
 
 
@@ -127,6 +129,11 @@ class Search:
         self._orders = UpdateOrders(workload, machine)
         self._gone: dict[tuple[ParameterHome, ...], int] = {}  # bytes, by homes
         self.best_s = self.whole_s = math.inf  # with parameters as they are; all on the device
+
+    @property
+    def most_ops(self) -> int:
+        """Of an iteration under any plan."""
+        return self._sweep.most_ops
 
     def score(self, candidate: Candidate) -> Score:
         """Simulated once, remembered after that."""
@@ -334,8 +341,18 @@ class Search:
 
     @cached_property
     def bound(self) -> Bound:
-        """Within the memory that plans may take."""
-        return tightened(self.fluid, *self._bounded)
+        """Within the memory that plans may take, with fractions of subgroups."""
+        return tightened(self.fluid, *self._bounded, whole=False)
+
+    def proven_s(self, iteration_s: float) -> float:
+        """What no plan beats, as close to a plan's time as is worth the work: whole subgroups are
+        asked for where there are few, and fractions of them leave much open.
+        """
+        fractions_s = self.bound.iteration_s
+        few = len(self.workload.subgroups) <= NAMED
+        if not few or iteration_s <= (1 + OPEN) * fractions_s:
+            return fractions_s
+        return max(fractions_s, tightened(self.fluid, *self._bounded).iteration_s)
 
     @cached_property
     def fluid(self) -> Bound:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Columns = NDArray[np.int64]
 Term = tuple[Columns | int, Floats | float]  # variables and what they are multiplied by
-RELATIVE_GAP = 1e-4  # at which whole numbers are good enough
+RELATIVE_GAP = 1e-3  # at which whole numbers are good enough
 
 
 @dataclass
@@ -56,8 +56,8 @@ class Rows:
         self.at_most(value, *terms, least=value)
 
     def lowest(self, variable: int, nodes: int = 0) -> tuple[float, Floats] | None:
-        """The least value of a variable, or what is known to be no more than that; and a solution.
-        None where there is none.
+        """The least value of a variable, or what is known to be no more than that; and a solution,
+        all zeros where the search ended without one. None where there is none.
 
         Args:
             nodes: of the search for whole numbers; 0: fractions will do.
@@ -75,7 +75,7 @@ class Rows:
             return None
         low: Any = solved.mip_dual_bound if nodes else solved.fun
         x = np.zeros(len(self.upper)) if solved.x is None else np.asarray(solved.x)
-        return float(low), x
+        return -np.inf if low is None else float(low), x
 
     def full(self, x: Floats) -> tuple[str, ...]:
         """The names of the rows that have nothing left in a solution."""
