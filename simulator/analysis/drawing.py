@@ -42,6 +42,7 @@ COLOURS: dict[OpKind, str] = {
     OpKind.ACTIVATION_H2D: "#a9cf96",
     OpKind.STATE_READ: "#a05195",
     OpKind.STATE_WRITE: "#665191",
+    OpKind.ISSUE: "#bbbbbb",
 }
 _DARK = {"#0072b2", "#009e73", "#8e5ea2", "#d55e00", "#4d4d4d", "#222222", "#b5651d"}
 _MOMENTS = {OpKind.NORM: (0, (2, 2)), OpKind.STEP_END: (0, (6, 3))}

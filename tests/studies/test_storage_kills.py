@@ -39,7 +39,7 @@ def test_kills(tmp_path, child_environment):
     assert (found["lost"], found["torn"], found["not_bit_identical"]) == (0, 0, 0), found
     assert found["steps_lost_max"] <= 1
     assert set(found["kills_by_point"]) == {
-        "extents_synced", "manifest_written", "manifest_renamed", "committed", "write",
+        "extents_synced", "steps_written", "steps_renamed", "steps_committed", "write",
         "random moment",
     }  # fmt: skip
     assert found["resumed_from_a_step"] > 0

@@ -107,7 +107,7 @@ def test_stock_goes_on_from_a_checkpoint_of_a_plan(monkeypatch, tmp_path):
     """Lion's second moment, which stock keeps and never uses, is in the file as well."""
     use_build(monkeypatch, HERE)
     expected = stock("lion", 3, 5)
-    saving = attached(engine_for("lion", 3), MIX, DEVICE, None)
+    saving = attached(engine_for("lion", 3), MIX[:3], DEVICE, None)
     first = train(saving, 3)
     saving.save_checkpoint(str(tmp_path))
     saving.destroy()

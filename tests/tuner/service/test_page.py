@@ -501,13 +501,3 @@ def _photograph(page, name):
     if folder:
         Path(folder).mkdir(parents=True, exist_ok=True)
         page.screenshot(path=Path(folder) / f"{name}.png", full_page=True)
-
-
-def test_a_run_whose_ops_take_no_time_is_drawn(page, server):
-    span = {"kind": "forward", "lane": "device compute", "start_s": 0, "end_s": 0}
-    server.post("/runs", {"name": "instant", "spans": [span]})
-    opened(page, server)
-    page.click("#tab-work")
-    page.locator("#runs .card", has_text="instant").get_by_role("link").click()
-    page.wait_for_selector("#opened svg", state="attached")
-    assert page.inner_text("#status") == ""
