@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -21,7 +22,8 @@ class Stops(Files):
     def point(self, name):
         if name == self.at:
             self.say("stopping")
-            os.kill(os.getpid(), signal.SIGSTOP)
+            # To this thread: sent to the process, another one may take it, and this one goes on.
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
             self.say("going on")
 
 
