@@ -47,6 +47,18 @@ def test_every_change_that_is_offered_fits_when_simulated(model, name, sequence,
         assert way.tokens_per_s == pytest.approx(work.tokens_per_iteration / timeline.iteration_s)
 
 
+def test_fewer_samples_are_offered_where_adding_them_up_takes_the_memory():
+    """Micro-batches are added up in fp32, 4 bytes per parameter of the host's memory."""
+    job = Job.of_deepspeed(MODELS["Mistral 7B"], sequence=4096, micro_batch=4)
+
+    def smaller(host_gib):
+        ways = ways_out(job, preset("rtx4090"), host_memory_bytes=host_gib * GIB)
+        return [dict(way.changes) for way in ways if "micro_batch" in way.changes]
+
+    assert smaller(128) == [{"micro_batch": 2, "accumulation": 2}]
+    assert smaller(110) == [{"micro_batch": 2}]
+
+
 def test_state_on_storage_is_offered_where_host_memory_ended():
     job, machine = Job.of_deepspeed(MODELS["Llama 3 8B"]), preset("h100-node")
     asked = {"host_memory_bytes": 40 * GIB, "device_memory_bytes": 40 * GIB}

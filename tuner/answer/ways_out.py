@@ -132,6 +132,8 @@ def ways_out(job: Job, machine: Machine, **limits: Any) -> list[WayOut]:
         enough = any(name not in _BOUGHT for name in found)
         for steps in _knobs(job, machine, tried.limits, base):
             name = [*steps[-1]][-1] if steps else ""
+            if name == "micro_batch" and "accumulation" in found:
+                continue  # as many samples as before fit too
             milder = name == "sequence" and name in found
             new = name not in found and not enough
             way = tried.nearest(steps) if new or milder else None
@@ -166,7 +168,8 @@ def _knobs(
 ) -> Iterator[list[Changes]]:
     """The steps of each thing that can be changed beside ``base``, nearest first."""
     all_steps = [
-        _recompute(job), _smaller_batches(job), _shorter(job), _more_ranks(job, machine),
+        _recompute(job), _smaller_batches(job), _fewer_samples(job), _shorter(job),
+        _more_ranks(job, machine),
         _stored(job, limits),
         _larger("host_memory_bytes", HOST_GIB, machine, limits),
         [] if machine.unified_memory
@@ -188,6 +191,12 @@ def _smaller_batches(job: Job) -> list[Changes]:
         more = {"accumulation": samples // size} if samples % size == 0 else {}
         steps.append({"micro_batch": size, **more})
     return steps
+
+
+def _fewer_samples(job: Job) -> list[Changes]:
+    """Smaller batches and no more of them: where these are added up in host memory that is short."""
+    kept = (step for step in _smaller_batches(job) if "accumulation" in step)
+    return [{"micro_batch": step["micro_batch"]} for step in kept]
 
 
 def _shorter(job: Job) -> list[Changes]:
