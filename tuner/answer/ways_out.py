@@ -194,7 +194,7 @@ def _smaller_batches(job: Job) -> list[Changes]:
 
 
 def _fewer_samples(job: Job) -> list[Changes]:
-    """Smaller batches and no more of them: where these are added up in host memory that is short."""
+    """Smaller batches and no more of them: adding up takes host memory."""
     kept = (step for step in _smaller_batches(job) if "accumulation" in step)
     return [{"micro_batch": step["micro_batch"]} for step in kept]
 
