@@ -17,7 +17,7 @@ from runtime.hardware.cores import near_cores
 from runtime.hardware.launcher import local_ranks
 from runtime.kernels import host
 from simulator.quantity import Quantity
-from simulator.schedules.gathers import Gathered, gathered
+from simulator.schedules.gathers import Gathered
 from simulator.workload import Layer, WireDtype, Workload
 
 # DeepSpeed records its trace in the first two steps; the allocators settle in the next ones.
@@ -63,6 +63,8 @@ def workload_of(engine: Any, traces: list[Trace], name: str) -> Workload:
     Raises:
         ValueError: a step came without forward or backward.
     """
+    from runtime.zero.checks import private
+
     for phase in ("forward", "backward"):
         if not all(trace.phases[phase] > 0 for trace in traces):
             raise ValueError(f"every step must run the model {phase}, but one did not")
@@ -72,7 +74,7 @@ def workload_of(engine: Any, traces: list[Trace], name: str) -> Workload:
     # Step by step: what disturbs one step's gradient path is not taken off another one's backward.
     backward_s = max(0.0, _median(t.phases["backward"] - t.gradient_path_s for t in traces))
     stock_extra_s = max(0.0, _median(t.phases["backward"] for t in traces) - backward_s)
-    gathers = _gathers(optimizer)
+    gathers = private.gathers(optimizer)
     layers = _layers(engine, traces, forward_s, backward_s + own_s, gathers)
     # The fullest of the steps: what is planned into the headroom must fit in each of them.
     fullest = max(traces, key=lambda trace: trace.device_peak_bytes)
@@ -94,7 +96,7 @@ def workload_of(engine: Any, traces: list[Trace], name: str) -> Workload:
         tokens_per_iteration=_tokens(engine, traces),
         samples_per_iteration=int(engine.train_batch_size()),
         device_base_bytes=_base_bytes(traces, fullest, layers),
-        live_params=gathers.live if gathers is not None and _world_size() == 1 else None,
+        live_params=None if gathers is None else gathers.live,
         module_issue_s=module_issue_s(traces) if torch.cuda.is_available() else 0.0,
         stock_backward_extra_s=max(0.0, stock_extra_s - own_s),
         memory_curve=tuple(sorted(fullest.memory, key=lambda point: point.t_s)),
@@ -103,14 +105,6 @@ def workload_of(engine: Any, traces: list[Trace], name: str) -> Workload:
         memory_peaks=_memory_peaks(traces),
         warnings=tuple(notes),
     )
-
-
-def _gathers(optimizer: Any) -> Gathered | None:
-    """What a forward and its backward gather, as DeepSpeed has recorded them; None: not yet."""
-    from runtime.zero.checks import private
-
-    trace = private.module_trace(optimizer)
-    return None if trace is None else gathered(trace, private.gather_rules(optimizer))
 
 
 def module_issue_s(traces: Iterable[Trace]) -> float:

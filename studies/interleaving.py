@@ -66,7 +66,7 @@ INTERLEAVED = Way("stride 2", prefetch=True, async_grads=True)
 
 def main() -> None:
     """Entry point of ``python -m studies.interleaving``."""
-    parser = study_parser("interleaving", __doc__)
+    parser = study_parser("interleaving", __doc__, drawn=True)
     parser.add_argument("--quick", action="store_true", help="two models only, for tests")
     args = parser.parse_args()
     figures = measure([7, 13] if args.quick else list(SIZES))

@@ -12,12 +12,11 @@ import torch
 
 from runtime.checkpoint.errors import CheckpointError
 from runtime.checkpoint.files import Files
-from runtime.checkpoint.format.manifest import GLOBAL_NAME, RANKS_FOLDER, parse, stored_name
+from runtime.checkpoint.format.manifest import GLOBAL_NAME, RANKS_FOLDER
 from runtime.checkpoint.format.safe_load import load_file
 from runtime.checkpoint.protocol.inspect import verify
 from runtime.checkpoint.protocol.retention import being_read
-from runtime.storage.pages import CheckpointPage
-from runtime.storage.reader import StepReader
+from runtime.storage.reader import StepReader, read_checkpoint_page, stored_pages
 
 Tensors = dict[tuple[Any, ...], torch.Tensor]
 
@@ -64,18 +63,16 @@ def _files(source: Path) -> Iterator[Path]:
 @contextlib.contextmanager
 def _stored(source: Path) -> Iterator[Mapping[Path, Tensors]]:
     """By file: the tensors that it has no bytes of, each read and found whole."""
-    found, readers, rank = dict[Path, Tensors](), list[StepReader](), 0
+    found, readers = dict[Path, Tensors](), list[StepReader]()
     with contextlib.ExitStack() as opened:
-        while (path := source / stored_name(rank)).exists():
-            page = parse(path.read_bytes(), CheckpointPage, path.name)
-            reader = StepReader(page)
-            opened.callback(reader.close)
+        for path in stored_pages(source):
+            page = read_checkpoint_page(path)
+            reader = opened.enter_context(contextlib.closing(StepReader(page)))
             reader.verify()
             readers.append(reader)
             for one in page.tensors:
                 tensors = found.setdefault(source / one.file, {})
                 tensors[tuple(one.path)] = reader.tensor(one.subgroup, one.index)
-            rank += 1
         yield found
         for reader in readers:
             reader.check_there()

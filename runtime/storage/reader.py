@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from itertools import count, takewhile
 from pathlib import Path
 
 import torch
@@ -24,18 +26,24 @@ def stored_problems(checkpoint: Path) -> list[str]:
     """Why a checkpoint's state that lies on storage is not whole; empty: it is, or all of it is in
     the checkpoint's files. Reads every byte.
     """
-    problems, rank = [], 0
-    while (path := checkpoint / stored_name(rank)).exists():
+    problems = []
+    for path in stored_pages(checkpoint):
         try:
-            reader = StepReader(parse(path.read_bytes(), CheckpointPage, path.name))
-            try:
+            with closing(StepReader(read_checkpoint_page(path))) as reader:
                 reader.verify()
-            finally:
-                reader.close()
         except (StorageError, ManifestError) as error:
             problems.append(f"{path.name}: {error}")
-        rank += 1
     return problems
+
+
+def stored_pages(checkpoint: Path) -> Iterator[Path]:
+    """Of the ranks, each of what it has on storage."""
+    paths = (checkpoint / stored_name(rank) for rank in count())
+    return takewhile(Path.exists, paths)
+
+
+def read_checkpoint_page(path: Path) -> CheckpointPage:
+    return parse(path.read_bytes(), CheckpointPage, path.name)
 
 
 class StepReader:

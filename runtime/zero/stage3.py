@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from runtime.zero.checks import private
 from runtime.zero.gathers import Gathers
 from runtime.zero.planned import PlannedZero, bring_home, float64_norm, gated
 from simulator.plan import ParameterHome, Plan, PlanError
-from simulator.schedules.gathers import Gathered, gathered
+from simulator.schedules.gathers import Gathered
 from simulator.workload import ZeroStage
 
 
@@ -320,11 +319,7 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         return private.parameter_home(self)
 
     def gathers(self) -> Gathered | None:
-        trace = private.module_trace(self)
-        if trace is None:
-            return None
-        found = gathered(trace, private.gather_rules(self))
-        return found if self.partition_count == 1 else replace(found, live=None)
+        return private.gathers(self)
 
     def zero_stage(self) -> ZeroStage:
         return 3

@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal, TypeVar, cast
 
 Function = TypeVar("Function", bound=Callable[..., object])
+Names = dict[str, Any]  # of a module
 
 try:
     from numba import config
@@ -46,16 +48,31 @@ def _built_in(function: Callable[..., object]) -> str:
     modules may have given, and functions of other files. numba looks at the function's file alone,
     and would run an old compilation on arrays of another shape.
     """
-    known = function.__globals__
-    values = sorted(
-        f"{name} {value!r}"
+    spaces = _reached(function.__globals__, {})
+    texts = [
+        f"{file} {name} {value!r}"
+        for file, known in spaces.items()
         for name, value in known.items()
         if isinstance(value, int | float | str | tuple) and not name.startswith("__")
-    )
-    files = {v.py_func.__code__.co_filename for v in known.values() if hasattr(v, "py_func")}
-    others = sorted(files - {function.__code__.co_filename})
-    texts = [*values, *(Path(file).read_text() for file in others)]
-    return sha256("\0".join(texts).encode()).hexdigest()[:16]
+    ]
+    texts += [Path(file).read_text() for file in spaces if file != function.__code__.co_filename]
+    return sha256("\0".join(sorted(texts)).encode()).hexdigest()[:16]
+
+
+def _reached(known: Names, found: dict[str, Names]) -> dict[str, Names]:
+    """By file: the names of a module, and of those whose compiled functions it has or names."""
+    if known["__file__"] not in found:
+        found[known["__file__"]] = known
+        for value in [*known.values()]:
+            if _is_compiled(value):
+                _reached(value.py_func.__globals__, found)
+            elif isinstance(value, ModuleType) and any(map(_is_compiled, vars(value).values())):
+                _reached(vars(value), found)
+    return found
+
+
+def _is_compiled(value: object) -> bool:
+    return hasattr(value, "py_func")
 
 
 @contextmanager

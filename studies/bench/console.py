@@ -9,14 +9,19 @@ from pathlib import Path
 from rich.table import Table
 
 
-def study_parser(study: str, doc: str | None, *, required: bool = True) -> argparse.ArgumentParser:
-    """With ``--json PATH``; ``doc`` is the study's module docstring."""
+def study_parser(
+    study: str, doc: str | None, *, required: bool = True, drawn: bool = False
+) -> argparse.ArgumentParser:
+    """With ``--json PATH``; ``doc`` is the study's module docstring; ``drawn``: a picture is made
+    too.
+    """
     parser = argparse.ArgumentParser(
         prog=f"python -m studies.{study}",
         description=doc,
         formatter_class=argparse.RawTextHelpFormatter,
     )
-    parser.add_argument("--json", type=Path, required=required, help="where the figures go")
+    where = "the record; a .png goes beside" if drawn else "where the figures go"
+    parser.add_argument("--json", type=Path, required=required, help=where)
     return parser
 
 

@@ -132,7 +132,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _arguments(arguments: list[str] | None) -> argparse.Namespace:
-    parser = study_parser("memory_wall", __doc__)
+    parser = study_parser("memory_wall", __doc__, drawn=True)
     parser.add_argument("--size", default="57m", choices=sorted(SIZES))
     parser.add_argument("--steps", type=int, default=5, help=f"after {WARMUP} of warm-up")
     parser.add_argument("--sequence", type=int, default=256, help="bytes per sample")

@@ -21,9 +21,14 @@ def test_constants_and_functions_of_other_files_are_compiled_anew(tmp_path, monk
         f"{head}from jit_given import COUNT, twice\n"
         "@compiled\ndef f(x):\n    return twice(x) + COUNT\n"
     )
-    for name in ("jit_given", "jit_caller"):
+    by_module = tmp_path / "jit_by_module.py"
+    by_module.write_text(
+        f"{head}import jit_given\n"
+        "@compiled\ndef f(x):\n    return jit_given.twice(x) + jit_given.COUNT\n"
+    )
+    for name in ("jit_given", "jit_caller", "jit_by_module"):
         monkeypatch.setitem(sys.modules, name, None)
-    found = []
+    found, named = [], []
     for count, factor in ((3, 2), (4, 2), (4, 5), (4, 5)):
         given.write_text(
             f"{head}COUNT = {count}\n@compiled\ndef twice(x):\n    return x * {factor}\n"
@@ -31,6 +36,7 @@ def test_constants_and_functions_of_other_files_are_compiled_anew(tmp_path, monk
         loaded(given)
         module = loaded(caller)
         found.append(module.f(10))
-    assert found == [23, 24, 54, 54]
+        named.append(loaded(by_module).f(10))
+    assert found == named == [23, 24, 54, 54]
     if HAS_NUMBA:
         assert sum(module.f.stats.cache_hits.values()) == 1, "the last one was there already"

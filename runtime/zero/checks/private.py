@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 
 from simulator.plan import ParameterHome
-from simulator.schedules.gathers import GatherRules
+from simulator.schedules.gathers import Gathered, GatherRules, gathered
 
 TESTED = ("0.18.6", "0.20")  # first version with stock's bits, first that was not tested
 BELOW_STAGE_3 = "0.19.8"  # ZeRO-1 and 2 kept their sums of micro-batches in other ways before
@@ -316,6 +316,15 @@ def gather_rules(optimizer: Any) -> GatherRules:
         live=getattr(coordinator, f"{_COORDINATOR}max_n_available_params"),
         persistent=max(small, default=0),
     )
+
+
+def gathers(optimizer: Any) -> Gathered | None:
+    """What a forward and its backward gather, as DeepSpeed has recorded them; None: not yet."""
+    trace = module_trace(optimizer)
+    if trace is None:
+        return None
+    found = gathered(trace, gather_rules(optimizer))
+    return found if optimizer.partition_count == 1 else replace(found, live=None)
 
 
 def is_swapped(param: Any) -> bool:
