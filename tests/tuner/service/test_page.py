@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import time
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
@@ -55,6 +56,11 @@ def opened(page, server, query=ASKED):
 def settled(page):
     """The whole answer to the last move is on the page."""
     page.wait_for_selector('#table[aria-busy="false"] tr[data-strategy=twin_flow]')
+
+
+def slowly(route):
+    time.sleep(0.3)
+    route.continue_()
 
 
 def move(page, slider, steps):
@@ -268,8 +274,10 @@ def test_configurations_are_searched_and_shown(page, server):
     assert result["remarks"][0] in page.inner_text("#opened")
     number, found = next((n, row["configuration"]) for n, row in enumerate(result["front"])
                          if row["configuration"]["micro_batch"] == 1)  # fmt: skip
+    page.route("**/jobs/*/request", slowly)  # what stands on the page meanwhile is no answer
     rows.nth(number).get_by_role("link").click()
     settled(page)
+    page.unroute("**/jobs/*/request")
     assert page.input_value("#n-micro_batch") == str(found["micro_batch"])
     assert page.input_value("#c-zero_stage") == str(found["zero_stage"])
 

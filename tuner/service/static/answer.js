@@ -43,6 +43,7 @@ export class AnswerView {
   async open(query) {
     if (query.toString() === this.at) return;
     this.at = query.toString();
+    at("table").setAttribute("aria-busy", "true"); // what stands there is another address's answer
     try {
       await this.openPin(query.get("pin"));
       this.plan = await this.place(query);
@@ -217,6 +218,7 @@ export class AnswerView {
   refuse(error) {
     at("sentence").textContent = `${error instanceof TypeError ? "The server cannot be reached" : "This cannot be answered"}: ${error.message}`;
     at("answer").classList.add("refused");
+    at("table").setAttribute("aria-busy", "false");
     this.shown = null;
     at("ways").hidden = at("use").hidden = true;
     this.offer();
