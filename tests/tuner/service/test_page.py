@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import time
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
@@ -58,9 +57,13 @@ def settled(page):
     page.wait_for_selector('#table[aria-busy="false"] tr[data-strategy=twin_flow]')
 
 
-def slowly(route):
-    time.sleep(0.3)
-    route.continue_()
+SLOW_REQUESTS = """() => {
+  const { fetch } = window;
+  window.fetch = async (url, ...more) => {
+    if (String(url).endsWith("/request")) await new Promise((done) => setTimeout(done, 300));
+    return fetch(url, ...more);
+  };
+}"""
 
 
 def move(page, slider, steps):
@@ -274,10 +277,9 @@ def test_configurations_are_searched_and_shown(page, server):
     assert result["remarks"][0] in page.inner_text("#opened")
     number, found = next((n, row["configuration"]) for n, row in enumerate(result["front"])
                          if row["configuration"]["micro_batch"] == 1)  # fmt: skip
-    page.route("**/jobs/*/request", slowly)  # what stands on the page meanwhile is no answer
+    page.evaluate(SLOW_REQUESTS)  # what stands on the page meanwhile is no answer
     rows.nth(number).get_by_role("link").click()
     settled(page)
-    page.unroute("**/jobs/*/request")
     assert page.input_value("#n-micro_batch") == str(found["micro_batch"])
     assert page.input_value("#c-zero_stage") == str(found["zero_stage"])
 
