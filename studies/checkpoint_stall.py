@@ -25,6 +25,7 @@ from studies.checkpoints.interval_run import Child, warm_up
 from studies.checkpoints.writers import WRITERS, Workload, raw_write_bytes_per_s, run_writer
 
 LIMIT_S = 900
+RATES = ("checkpoint_rate", "checkpoint_rate_over_cached")  # of ebbtide's writers
 ASYNCHRONOUS = ("fastpersist decoupled", "dcp async")
 
 
@@ -63,7 +64,7 @@ def compare(writers: dict[str, dict[str, Any]], raw_bytes_per_s: float) -> dict[
     peers = [ran[n]["every_1"]["stall_s"] for n in ASYNCHRONOUS if n in ran]
     result = {
         "ebbtide_stall_s": ours,
-        "checkpoint_rate": ran["ebbtide"]["in_turn"]["checkpoint_rate"],
+        **{key: ran["ebbtide"]["in_turn"][key] for key in RATES},
         "ebbtide_write_share_of_raw": ran["ebbtide"]["write_bytes_per_s"] / raw_bytes_per_s,
     }
     if "torch" in ran:
@@ -101,8 +102,11 @@ def show(writers: dict[str, dict[str, Any]], raw: float, console: Console) -> No
     console.print(table)
     console.print(f"a plain O_DIRECT writer on this disk: {raw / 1e6:.0f} MB/s")
     if "in_turn" in writers.get("ebbtide", {}):
-        share = writers["ebbtide"]["in_turn"]["checkpoint_rate"]
-        console.print(f"ebbtide's writers, in turn with it: {share:.3f} of its rate")
+        share, cached = (writers["ebbtide"]["in_turn"][key] for key in RATES)
+        console.print(
+            f"ebbtide's writers, in turn with it: {share:.3f} of its rate; {cached:.3f} of the "
+            "rate at which it writes the same two blocks again and again"
+        )
 
 
 def draw(writers: dict[str, dict[str, Any]], path: Path) -> None:
