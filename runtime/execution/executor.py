@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
@@ -101,6 +101,7 @@ class Executor:
         self._steps = 0
         self._version = 0  # of what the latest launch writes to storage
         self._ended = 0  # of the latest step's ops, in order: seen to have ended
+        self._own = sum(not item.ahead for item in template)  # behind them what is the next step's
         self._stale = set[int]()  # subgroups whose state was written behind the prefetch
         self._stale_lock = threading.Lock()
         # In the order of the plan, in which all take their slots.
@@ -124,6 +125,18 @@ class Executor:
         # Copies of parameters for passes since the latest launch, for the measured timeline.
         self._fetches: deque[tuple[Op, Completion]] = deque(maxlen=KEPT_FETCHES)
         self._latest_fetch = Completion.done()
+        self._begin_ahead()
+
+    def _begin_ahead(self) -> None:
+        """Of the first step what else the step before would have begun."""
+        self._steps -= 1
+        for position, item in enumerate(self.template):
+            if item.ahead:
+                self._submit(position, replace(item, now=()), [])
+        self._steps += 1
+        begun = zip(self._current, self._previous, strict=True)
+        self._previous = [previous if now is None else now for now, previous in begun]
+        self._current = [None] * len(self.template)
 
     def _slots_for(
         self, users: dict[int, int], empty: Callable[[int, torch.dtype], torch.Tensor]
@@ -147,7 +160,9 @@ class Executor:
     # -- launching ---------------------------------------------------------------------------
 
     def prefetch(self) -> None:
-        """Starts the copies that need no norm: the first visiting subgroups' state."""
+        """Starts the copies that need no norm but the activations' room: the first visiting
+        subgroups' state.
+        """
         for position, item in enumerate(self.template):
             if item.early and self._current[position] is None:
                 self._submit(position, item, [])
@@ -196,8 +211,8 @@ class Executor:
         waits += [self._previous[i] for i in item.before]
         completion = Completion(op.label)
         self._current[position] = completion
+        number, jobs = self._steps + item.ahead, self._jobs
         body = self._bodies.get(op.kind) or partial(self._state_write, self._version)
-        number, jobs = self._steps, self._jobs
         job = jobs[op.subgroup] if item.needs_gradient else None
         lane = self.lanes[op.lane]
         lane.submit(lambda: self._run(body, op, number, job), waits, completion)
@@ -390,15 +405,17 @@ class Executor:
         self._completion(kinds, subgroup).wait_host()
 
     def wait_all(self) -> None:
-        """Blocks until every launched op has ended; raises the first failure."""
-        for completion in (*self._previous, self._latest_fetch):
+        """Blocks until every op of the launched steps has ended; raises the first failure. What has
+        begun for the next step goes on.
+        """
+        for completion in (*self._previous[: self._own], self._latest_fetch):
             completion.wait_host()
 
     @property
     def busy(self) -> bool:
         """True while an op of the latest step has not ended, or has failed."""
         # What has ended stays so: each op is asked until then, not again at every reader.
-        while self._ended < len(self._previous):
+        while self._ended < self._own:
             completion = self._previous[self._ended]
             if not completion.ended or completion.error is not None:
                 return True
@@ -418,6 +435,7 @@ class Executor:
         subgroups = list(subgroups)
         for subgroup in subgroups:
             if self.store is not None and subgroup in self._reads:
+                self._completion((OpKind.STATE_READ,), subgroup).wait_host()  # the next step's
                 self.store.write(subgroup, self.states[subgroup].state)
         self._outdate(subgroups)
 
@@ -460,7 +478,8 @@ def published_by(state: SubgroupState) -> OpKind:
 
 def _of_kind(template: list[TemplateOp], kind: OpKind) -> dict[int, int]:
     """Subgroup -> its place among those with such an op, in the order in which their lane runs
-    them.
+    a step's: what begins ahead is first.
     """
-    subgroups = (item.op.subgroup for item in template if item.op.kind == kind)
+    items = sorted((i for i in template if i.op.kind == kind), key=lambda i: not i.ahead)
+    subgroups = (item.op.subgroup for item in items)
     return {subgroup: place for place, subgroup in enumerate(subgroups)}

@@ -25,6 +25,7 @@ class TemplateOp:
         now: positions, in the template, of ops of the same step it waits for.
         before: positions of ops of the previous step it waits for.
         early: it starts in backward, before the norm is known.
+        ahead: it starts behind the rest, and is the next step's.
         needs_norm: it waits for the norm barrier itself, not only for an op that does.
         needs_gradient: it reads its subgroup's gradient.
         needs_arrival: which is complete when its way home has ended; else the norm is behind it.
@@ -34,6 +35,7 @@ class TemplateOp:
     now: tuple[int, ...]
     before: tuple[int, ...]
     early: bool
+    ahead: bool
     needs_norm: bool
     needs_gradient: bool
     needs_arrival: bool
@@ -71,6 +73,7 @@ def step_template(subgroups: tuple[int, ...], wire_dtype: str, plan: Plan) -> li
     twins = [op for op in schedule.ops if op.iteration == 1 and op.kind in _EXECUTED]
     keys = {(op.kind, op.subgroup): position for position, op in enumerate(last)}
     before = {op.id: keys[op.kind, op.subgroup] for op in twins}
+    updates = {op.subgroup: op.id for op in last if op.kind in _READ_GRADIENTS}
     norms = {op.id for op in schedule.of_kind(OpKind.NORM, iteration=2)}
     return [
         TemplateOp(
@@ -78,6 +81,7 @@ def step_template(subgroups: tuple[int, ...], wire_dtype: str, plan: Plan) -> li
             now=tuple(now[i] for i in op.after if i in now),
             before=tuple(before[i] for i in op.after if i in before),
             early=op.kind in _EARLY and not norms.intersection(op.after),
+            ahead=op.kind in _EARLY and op.id > updates[op.subgroup],
             needs_norm=bool(norms.intersection(op.after)),
             needs_gradient=op.kind in _READ_GRADIENTS,
             needs_arrival=any(schedule.ops[i].kind in _GRADIENTS for i in op.after),

@@ -37,12 +37,14 @@ class _Subgroup:
         hashes: of each extent's tensors.
         live: the extent that was written last; -1: none.
         unchecked: its hash is to be compared at the next read.
+        reads: that are under way.
     """
 
     versions: list[int | None]
     hashes: list[list[str]]
     live: int = -1
     unchecked: bool = False
+    reads: int = 0
     view: View | None = field(default=None, repr=False)
 
     def of(self, asked: _Announced) -> int | None:
@@ -198,11 +200,18 @@ class ExtentStore:
         with self._condition:
             held = self._subgroups[subgroup]
             extent, check = held.live, held.unchecked or self._verify_reads
-        if extent < 0:
-            raise StorageError(
-                f"subgroup {subgroup} must have been written before it is read, but was not"
-            )
-        hashes = self._move(subgroup, extent, into, self._readers, partial(self._read_block, check))
+            if extent < 0:
+                raise StorageError(
+                    f"subgroup {subgroup} must have been written before it is read, but was not"
+                )
+            held.reads += 1
+        try:
+            read = partial(self._read_block, check)
+            hashes = self._move(subgroup, extent, into, self._readers, read)
+        finally:
+            with self._condition:
+                held.reads -= 1
+                self._notify()
         if check and hashes != held.hashes[extent]:
             raise DamagedError(
                 f"the state of subgroup {subgroup} in {self._where()} is not what was written "
@@ -481,6 +490,9 @@ class ExtentStore:
             StorageError: there is no such step.
         """
         with self._condition:
+            begin = time.monotonic()
+            while any(held.reads for held in self._subgroups.values()):  # the next step's
+                self._wait(begin, "what is being read must arrive", "it did not")
             found = [s for s in self._steps if (s.name == name if name else step in (None, s.step))]
             if not found:
                 raise StorageError(

@@ -80,7 +80,7 @@ class PlanSweep:
         gradients = max(len(recipe.gradient_steps) for recipe in recipes)
         passes = micro * (10 * layers + gradients * subgroups)
         self.most_ops = passes + longest * subgroups + 5
-        count = self.most_ops * self.iterations
+        count = self.most_ops * self.iterations + subgroups  # what begins ahead of one more
         self.ops = np.zeros((count, kernel.OP_COLUMNS))
         self.after_first = np.zeros(count + 1, dtype=np.int64)
         # A step's end waits for two ops of each subgroup, and so do its gathers; a layer's share of
@@ -117,11 +117,14 @@ class PlanSweep:
             )
         amounts = totals(placement, self.sizes, self.ways).tolist()
         slots = self.held.slots(amounts[0], staging_slots, host_slots)
-        early = early_limits(prefetch, slots)
+        limits = early_limits(prefetch, slots)
+        early, ahead = (
+            [limits.get(slot, 0) if slot.ahead is when else 0 for slot in SLOTS]
+            for when in (False, True)
+        )
         program, moved_out_bytes = self._program(placement, overlap_forward)
         plan = np.array(
-            [self.iterations, *(slots[s] for s in SLOTS), *(early.get(s, 0) for s in SLOTS)],
-            dtype=np.int64,
+            [self.iterations, *(slots[s] for s in SLOTS), *early, *ahead], dtype=np.int64
         )
         count = build(
             program, self.recipes.with_threads(threads), self.recipes.ways, self.sizes, placement,

@@ -55,9 +55,11 @@ _OP, _GRADIENT, _PREFETCH = int(What.OP), int(What.GRADIENT), int(What.PREFETCH)
 T_WAITS, T_TAKES, T_GIVES, T_EARLY, T_PUBLISHES = range(kernel.OP_COLUMNS, kernel.OP_COLUMNS + 5)
 W_FIRST, W_LAST, W_GRADIENT_FIRST, W_GRADIENT_LAST = range(4)
 X_WHAT, X_SUBGROUP, X_ADDED_TO, X_REFS = range(4)
-# Entries of the plan: behind P_SLOTS the buffers of each kind, then how many are taken early.
+# Entries of the plan: behind P_SLOTS the buffers of each kind, then how many are taken early, in
+# backward and from the step before on.
 P_ITERATIONS, P_SLOTS = range(2)
 P_EARLY = P_SLOTS + len(SLOTS)
+P_AHEAD = P_EARLY + len(SLOTS)
 M_ROW, M_SUBGROUP, M_ITERATION = range(3)  # of an op that is made; subgroup -1: a pass
 # Entries of the notes: ops and waits so far, and what the next op must know of earlier ones.
 _N_OPS, _N_AFTER, _N_ITERATION, _N_NORM, _N_ADDED_TO, _N_PLACES, _N_NEW = range(7)
@@ -306,7 +308,7 @@ def _fill(ops: Floats, count: int, made: Ints, passes: Floats, rows: Floats, siz
 def _notes(places: int, subgroups: int, plan: Ints) -> Ints:
     """Nothing has happened yet: see _N_*."""
     uses = subgroups * plan[P_ITERATIONS]
-    kinds = (plan.size - P_SLOTS) // 2
+    kinds = P_EARLY - P_SLOTS
     new = _N_HOME + subgroups + places
     givers = new + 2 * subgroups
     n = np.full(givers + kinds * uses, -1, dtype=np.int64)
@@ -332,8 +334,9 @@ def _prefetch(
         row = firsts[s]
         if rows[row, T_EARLY] > 0 and free[int(rows[row, T_TAKES])] > 0:
             free[int(rows[row, T_TAKES])] -= 1
-            after[n[_N_AFTER]] = behind
-            n[_N_AFTER] += 1
+            if behind >= 0:
+                after[n[_N_AFTER]] = behind
+                n[_N_AFTER] += 1
             early[s] = _add(n, made, after_first, after, rows, row, s)
 
 
@@ -358,6 +361,8 @@ def build(
     sent, sent_bytes, left = np.empty_like(after_first), np.empty(after_first.size), 0.0
     base, ends = n[_N_PLACES], n[_N_NEW] + subgroups
     after_first[0] = 0
+    firsts = ways[placement, W_FIRST]
+    _prefetch(n, made, after_first, after, rows, firsts, issue, plan[P_AHEAD:].copy(), -1, early)
     for iteration in range(plan[P_ITERATIONS]):
         n[_N_ITERATION] = iteration
         for place in range(count):
@@ -379,8 +384,7 @@ def build(
                     size = sizes[s] * rows[last, kernel.WORK]
                     left = _make_room(n, sent, sent_bytes, n[_N_HOME + s], size, left)
             elif what == _PREFETCH:
-                firsts = ways[placement, W_FIRST]
-                free = plan[P_EARLY:].copy()
+                free = plan[P_EARLY:P_AHEAD].copy()
                 _prefetch(n, made, after_first, after, rows, firsts, issue, free, behind, early)
             else:
                 n[_N_NORM] = behind
@@ -392,5 +396,7 @@ def build(
                         early[s],
                     )  # fmt: skip
                     early[s] = -1
+                free = plan[P_AHEAD:].copy()
+                _prefetch(n, made, after_first, after, rows, firsts, issue, free, behind, early)
     _fill(ops, n[_N_OPS], made, passes, rows, sizes)
     return int(n[_N_OPS])

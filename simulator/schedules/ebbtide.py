@@ -131,14 +131,21 @@ class EbbtideLoop(PlannedLoop):
         self.waited_for = -1
         return waits
 
+    def run(self, iterations: int) -> None:
+        self._begin_early(-1, ahead=True)
+        super().run(iterations)
+
     def prefetch(self) -> None:
-        self.early = {}
+        self._begin_early(self.backward_done, ahead=False)
+
+    def _begin_early(self, behind: int, *, ahead: bool) -> None:
         left = early_limits(self.plan.prefetch, self.slots)
         for subgroup in self.order:
             step = self.recipes[subgroup].steps[0]
-            if step.early and step.takes is not None and left[step.takes] > 0:
-                left[step.takes] -= 1
-                self.early[subgroup] = self._add(step, subgroup, [self.backward_done])
+            slot = step.takes
+            if step.early and slot is not None and slot.ahead == ahead and left[slot] > 0:
+                left[slot] -= 1
+                self.early[subgroup] = self._add(step, subgroup, [behind] if behind >= 0 else [])
 
     def updates(self, norm: int) -> tuple[dict[int, int], list[int]]:
         self.norm = norm
@@ -151,6 +158,7 @@ class EbbtideLoop(PlannedLoop):
                 if step.publishes:
                     new[subgroup] = previous
             ends.append(previous)
+        self._begin_early(norm, ahead=True)
         return new, ends
 
     def _waits(self, step: Step, subgroup: int, previous: int) -> list[int]:

@@ -44,6 +44,13 @@ class Slot(StrEnum):
         return "host" if self in (Slot.PARAMETER, Slot.STATE) else "device"
 
     @property
+    def ahead(self) -> bool:
+        """Taken for the next step as soon as it is free. Device memory is the activations' too, so
+        that it waits for the end of their backward.
+        """
+        return self.memory == "host"
+
+    @property
     def holds_state(self) -> bool:
         """All of a subgroup's state, in fp32; else its parameters."""
         return self in (Slot.STAGING, Slot.STATE)
@@ -113,7 +120,8 @@ class Step:
         gives_back: the buffer that is free when it ends.
         threads: it runs on the plan's host threads.
         device_share: of the device's compute.
-        early: it may run before the norm is known, as far as `early_limits` go.
+        early: it may run before the norm is known, as far as `early_limits` go: in backward, or
+            where its buffer is taken `Slot.ahead`, from the step before on.
         publishes: a forward may read the subgroup's parameters when it has ended.
         overwrites: it changes the state where it lives: what a checkpoint has to be asked for.
     """

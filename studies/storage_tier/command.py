@@ -19,7 +19,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -238,20 +237,22 @@ def _moved() -> dict[str, int]:
 
 
 def _of_updates(engine: Any) -> dict[str, float]:
-    """Medians over steps: from the first read to the last write, and the host updates' sum."""
+    """Of a step: how long some of its reads, updates and writes went on, and the host updates'
+    sum. What is read for the next step while none of these is left counts too.
+    """
     from simulator import OpKind
 
-    spans, steps = engine.optimizer.timeline().spans, dict[int, list[Any]]()
     kinds = (OpKind.STATE_READ, OpKind.UPDATE_HOST, OpKind.STATE_WRITE)
+    spans = sorted(
+        (s for s in engine.optimizer.timeline().spans if s.kind in kinds), key=lambda s: s.start_s
+    )
+    steps = len({span.iteration for span in spans})
+    busy, until = 0.0, 0.0
     for span in spans:
-        if span.kind in kinds:
-            steps.setdefault(span.iteration, []).append(span)
-    updates = [
-        sum(s.end_s - s.start_s for s in one if s.kind is OpKind.UPDATE_HOST)
-        for one in steps.values()
-    ]
-    lasted = [max(s.end_s for s in one) - min(s.start_s for s in one) for one in steps.values()]
-    return {"update_s": median(lasted), "updates_s": median(updates)}
+        busy += max(0.0, span.end_s - max(until, span.start_s))
+        until = max(until, span.end_s)
+    updates = sum(s.end_s - s.start_s for s in spans if s.kind is OpKind.UPDATE_HOST)
+    return {"update_s": busy / steps, "updates_s": updates / steps}
 
 
 def _digest(engine: Any) -> str:

@@ -400,27 +400,27 @@ def test_random_schedules_without_contention_are_what_simpy_says(seed, count):
         assert ours == pytest.approx(theirs, abs=1e-9)
 
 
-def stored_spans():
-    """Two stored subgroups; forward 0 to 2, backward 2 to 6, 12 bytes each at 12 a second."""
+def test_stored_state_is_read_for_the_next_step_as_soon_as_a_host_slot_is_free():
+    """Two subgroups, one slot; forward 0 to 2, backward 2 to 6, 12 bytes each at 12 a second."""
     rates = {"d2h_bytes_per_s": 1e9, "h2d_bytes_per_s": 1e9, "storage_write_bytes_per_s": 12.0}
-    on = machine(**rates)
     plan = plan_of(["stored"] * 2, slots=0, host_slots=1)
-    found = simulate(build_schedule(workload((1, 1)), plan), on)
-    return {
-        (s.kind, s.subgroup): (s.start_s, s.end_s) for s in found.spans
-        if s.iteration == 0 and s.lane in (Lane.STORAGE, Lane.STORAGE_READ, Lane.HOST)
-    }  # fmt: skip
-
-
-def test_stored_state_is_read_during_backward_as_far_as_host_slots_allow():
-    spans = stored_spans()
-    assert spans[OpKind.STATE_READ, 0] == pytest.approx(
-        (4, 5)
-    )  # the last layer's backward has ended
-    assert spans[OpKind.UPDATE_HOST, 0] == pytest.approx((6, 7))  # behind the norm
-    assert spans[OpKind.STATE_WRITE, 0] == pytest.approx((7, 8))
-    assert spans[OpKind.STATE_READ, 1] == pytest.approx((8, 9))  # the only slot is free
-    assert spans[OpKind.STATE_WRITE, 1] == pytest.approx((10, 11))
+    found = simulate(build_schedule(workload((1, 1)), plan), machine(**rates))
+    spans = [
+        (span.kind, span.subgroup, span.start_s, span.end_s) for span in found.spans
+        if span.lane in (Lane.STORAGE, Lane.STORAGE_READ, Lane.HOST)
+    ]  # fmt: skip
+    expected = [
+        (OpKind.STATE_READ, 0, 0, 1),  # nobody else needs the slot
+        (OpKind.UPDATE_HOST, 0, 6, 7),  # behind the norm
+        (OpKind.STATE_WRITE, 0, 7, 8),
+        (OpKind.STATE_READ, 1, 8, 9),  # the only slot is free
+        (OpKind.UPDATE_HOST, 1, 9, 10),
+        (OpKind.STATE_WRITE, 1, 10, 11),
+        (OpKind.STATE_READ, 0, 11, 12),  # of the second step
+    ]
+    for one, (kind, subgroup, start_s, end_s) in zip(spans, expected, strict=False):
+        assert one[:2] == (kind, subgroup)
+        assert one[2:] == pytest.approx((start_s, end_s), abs=1e-6)
 
 
 @pytest.mark.parametrize(("factor", "end_s"), [(1.0, 1.0), (0.5, 2.0), (0.75, 4 / 3), (0.1, 2.0)])

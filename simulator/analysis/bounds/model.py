@@ -64,6 +64,11 @@ class Part:
     head_s: Floats
     tail_s: Floats
 
+    @property
+    def ahead(self) -> bool:
+        """Those that come in early do so from the step before on."""
+        return self.slot is not None and self.slot.ahead
+
 
 class Model:
     """A workload's passes, pieces and parts.

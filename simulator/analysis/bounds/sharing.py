@@ -185,9 +185,10 @@ class Sharing:
         the norm: all of them come behind the last layer's backward, on one link.
         """
         m, sums = self.model, [g for g in self.model.gradients if Wait.SUM in g.step.waits]
+        takers = [p for p in self._takers if not p.ahead]
         if m.micro == 1 or not sums:
             return
-        lanes = {p.step.lane for p in [*sums, *self._takers]}
+        lanes = {p.step.lane for p in [*sums, *takers]}
         self._late |= {lane: self.rows.one() for lane in lanes}
         late = np.array([self._late[lane] for lane in lanes])
         for lane in {g.step.lane for g in sums}:
@@ -197,9 +198,9 @@ class Sharing:
             self.rows.at_most(m.rest_s - m.fetching_s, (self._late[lane], -1.0), *fetched)
         for name in (n for n in m.work.limits if n not in PASSES_USE):
             coming = [(self.window.x[:, g.way], g.taken_s[name]) for g in sums]
-            coming += [(self.window.early[p.way], p.taken_s[name]) for p in self._takers]
+            coming += [(self.window.early[p.way], p.taken_s[name]) for p in takers]
             share = max(float((p.taken_s[name] / np.maximum(p.alone_s, TINY_S)).max())
-                        for p in [*sums, *self._takers])  # fmt: skip
+                        for p in [*sums, *takers])  # fmt: skip
             self.rows.at_most(m.early_s, (late, -share), *coming)
 
 

@@ -236,17 +236,22 @@ class Window:
                 asked = [(self.x[:, p.way], p.times * p.seconds) for p in everything
                          if p.step.lane == lane]  # fmt: skip
                 self.within(m.rest_s, *asked, name=NAMES.get(lane, lane.value))
-        coming = [p for p in m.parts if p.inside in (Inside.ALL, Inside.TAKERS)]
+        coming = self._coming()
         for name in (n for n in m.work.limits if n not in PASSES_USE):
             asked = [(self.x[:, p.way], p.times * p.taken_s[name]) for p in everything]
             self.within(m.rest_s, *asked, *self._fetched(name), name=NAMES.get(name, name))
             self.within(
                 m.early_s - tails[-1], *((self.x[:, p.way], p.taken_s[name]) for p in coming)
             )
-        for part in (p for p in m.parts if p.inside == Inside.TAKERS):
+        for part in (p for p in coming if p.inside == Inside.TAKERS):
             for p, tail_s in enumerate(tails):
                 up_to = slice(p + 1)
                 self.within(m.early_s - tail_s, (self.x[up_to, part.way], part.seconds[up_to]))
+
+    def _coming(self) -> list[Part]:
+        """What comes in for an update, and not before the end of the last backward begins."""
+        takers = [p for p in self.model.parts if p.inside == Inside.TAKERS and not p.ahead]
+        return [*(p for p in self.model.parts if p.inside == Inside.ALL), *takers]
 
     def _fetched(self, capacity: str) -> Iterator[Term]:
         """Parameters that live in host memory come in for each forward and each backward."""
@@ -316,7 +321,7 @@ class Window:
                 self.within(outside_s - tail_s, *before, *asked)
             for give in (p for p in behind if p.step.gives_back is not None):
                 self._wait_for_buffers(give, before, outside_s)
-        coming = [p for p in m.parts if p.inside in (Inside.ALL, Inside.TAKERS)]
+        coming = self._coming()
         for name in (n for n in m.work.limits if n not in PASSES_USE):
             asked = [(self.x[:, p.way], p.taken_s[name]) for p in coming]
             all_sums = [(self.x[:, p.way], p.times * p.taken_s[name]) for p in sums]
