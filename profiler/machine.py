@@ -266,7 +266,9 @@ def _storage(wanted: _Wanted, tell: Callable[[], None]) -> _Part:
     with _folder(wanted.folder) as folder:
         disk = storage.measure_storage(folder, wanted.elements * 4, wanted.share_s)
         drives = {
-            str(drive.absolute()): storage.measure_drive(drive, wanted.elements * 4, wanted.share_s)
+            str(drive.absolute()): storage.measure_drive(
+                drive, storage.PARTS * wanted.elements * 4, wanted.share_s
+            )
             for drive in wanted.drives
         }
         tell()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import shutil
 import threading
 import time
 import uuid
@@ -24,6 +25,7 @@ from simulator.quantity import Quantity
 PLANNED_WRITERS = 2  # of the runtime's checkpoints (`simulator.plan.CheckpointPlan.writers`)
 WRITERS = (1, PLANNED_WRITERS, 4)
 DEPTH = 4  # blocks of stored state under way, each way: `runtime.storage.store.DEPTH`
+PARTS = 16  # of the file that a drive is measured with, each for itself
 MOST_CPU_SAMPLES = 20
 LEAST_FILES = 8  # to be written within the budget of one measurement: a slow disk gets small ones
 # What a checkpoint's blocks are gathered from lies in memory, not in a cache.
@@ -100,7 +102,9 @@ def measure_storage(folder: Path, size_bytes: int, budget_s: float) -> StorageRa
 
 
 def measure_drive(folder: Path, size_bytes: int, budget_s: float) -> drives.StorageRates:
-    """Of state that is stored there: with as many blocks under way each way as the store has.
+    """Of state that is stored there: with as many blocks under way each way as the store has, from
+    and to memory that no cache holds, part after part of a file of up to ``size_bytes``: what was
+    written a moment ago is not what is read.
 
     Raises:
         OSError: the folder cannot be written to.
@@ -108,26 +112,58 @@ def measure_drive(folder: Path, size_bytes: int, budget_s: float) -> drives.Stor
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f".ebbtide-storage-{uuid.uuid4().hex}"
     share_s = budget_s / 4
-    with file_to_write(path, affordable_bytes(path, size_bytes, share_s)) as file:
-        writes = repeat_s(lambda: file.write(DEPTH), share_s)
-        reads = repeat_s(lambda: file.read(DEPTH), share_s)
-        at_once = repeat_s(lambda: _at_once(file, DEPTH, DEPTH), share_s)
-        detail = f"{DEPTH} blocks under way, {file.size_bytes} bytes, fsync, {file.mode}"
-        size = file.size_bytes
+    room = shutil.disk_usage(folder).free // LEAST_FILES
+    size = min(room, affordable_bytes(path, size_bytes, share_s * LEAST_FILES))
+    with file_to_write(path, size) as file:
+        file.write(DEPTH)
+        parts = _Parts(file)
+        writes = repeat_s(parts.write, share_s)
+        reads = repeat_s(parts.read, share_s)
+        at_once = repeat_s(parts.both, share_s)
+        detail = f"{DEPTH} blocks under way, of {file.size_bytes} bytes, fsync, {file.mode}"
     return drives.StorageRates(
-        write_bytes_per_s=rate(size, writes, "measured", detail),
-        read_bytes_per_s=rate(size, reads, "measured", detail),
+        write_bytes_per_s=rate(parts.size_bytes, writes, "measured", detail),
+        read_bytes_per_s=rate(parts.size_bytes, reads, "measured", detail),
         duplex_factor=Quantity.from_samples(
             [duplex_factor(s, writes, reads) for s in at_once], "measured", detail
         ),
     )
 
 
-def _at_once(file: FileToWrite, writers: int = PLANNED_WRITERS, readers: int = 1) -> None:
-    """Some threads read all of it while others write all of it."""
+class _Parts:
+    """A file part after part; what is read is half a file away from what is written."""
+
+    def __init__(self, file: FileToWrite) -> None:
+        blocks = file.size_bytes // BLOCK_BYTES
+        self._file, self._blocks = file, max(1, blocks // PARTS)
+        self._count = blocks // self._blocks
+        self._written, self._read = 0, self._count // 2
+        self.size_bytes = self._blocks * BLOCK_BYTES
+
+    def write(self) -> None:
+        self._file.write(DEPTH, blocks=self._part(self._written), from_memory=True)
+        self._written += 1
+
+    def read(self) -> None:
+        self._file.read(DEPTH, blocks=self._part(self._read))
+        self._read += 1
+
+    def both(self) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            reading = pool.submit(self.read)
+            self.write()
+            reading.result()
+
+    def _part(self, number: int) -> range:
+        first = number % self._count * self._blocks
+        return range(first, first + self._blocks)
+
+
+def _at_once(file: FileToWrite) -> None:
+    """One thread reads all of it while others write all of it."""
     with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(file.read, readers)
-        file.write(writers)
+        reading = pool.submit(file.read)
+        file.write(PLANNED_WRITERS)
         reading.result()
 
 
@@ -179,26 +215,34 @@ class FileToWrite:
         return "O_DIRECT" if self.direct else "buffered"
 
     def write(
-        self, writers: int = 1, *, buffered: bool = False, as_checkpoints: bool = False
+        self, writers: int = 1, *, buffered: bool = False, as_checkpoints: bool = False,
+        from_memory: bool = False, blocks: range | None = None,
     ) -> None:  # fmt: skip
         """All of it by so many threads, then fsync.
 
         Args:
+            blocks: which; None: all.
+            from_memory: each block from a place of its own, not the same one again and again.
             as_checkpoints: each block is gathered from memory into a buffer of its writer's and
                 hashed, as the runtime does where state does not lie aligned, which in files of
                 torch's is nearly everywhere.
         """
         flags = os.O_WRONLY | os.O_CREAT
         with _opened(self._path, flags, self.direct and not buffered) as descriptor:
-            offsets = range(0, self.size_bytes, BLOCK_BYTES)
+            numbers = blocks or range(self.size_bytes // BLOCK_BYTES)
+            memory = self._much() if from_memory else None
 
             def some(first: int) -> None:
                 block = self._gathering(first) if as_checkpoints else self._block
-                for offset in offsets[first::writers]:
+                for number in numbers[first::writers]:
+                    offset = number * BLOCK_BYTES
                     if as_checkpoints:
                         self._gather(block, offset)
                         xxhash.xxh3_128_hexdigest(block)
-                    os.pwrite(descriptor, block, offset)
+                    if memory is None:
+                        os.pwrite(descriptor, block, offset)
+                    else:
+                        os.pwrite(descriptor, _at(memory, offset), offset)
 
             if writers == 1:
                 some(0)
@@ -207,12 +251,18 @@ class FileToWrite:
                     list(pool.map(some, range(writers)))
             os.fsync(descriptor)
 
-    def _gathering(self, writer: int) -> mmap.mmap:
-        """A writer's own buffer; the first one makes what blocks are gathered from."""
+    def _much(self) -> mmap.mmap:
+        """Memory with a place for each of many blocks."""
         with self._lock:
             if self._memory is None:
                 self._memory = mmap.mmap(-1, GATHERED_BYTES)
                 ctypes.memset(_address(self._memory), 1, GATHERED_BYTES)  # else all one zero page
+            return self._memory
+
+    def _gathering(self, writer: int) -> mmap.mmap:
+        """A writer's own buffer; what blocks are gathered from is there."""
+        self._much()
+        with self._lock:
             if writer not in self._buffers:
                 self._buffers[writer] = mmap.mmap(-1, BLOCK_BYTES)
             return self._buffers[writer]
@@ -228,19 +278,20 @@ class FileToWrite:
             if held is not None:
                 held.close()
 
-    def read(self, readers: int = 1) -> None:
-        """All of it, by so many threads."""
+    def read(self, readers: int = 1, blocks: range | None = None) -> None:
+        """All of it, or some of its blocks, by so many threads."""
         with _opened(self._path, os.O_RDONLY, self.direct) as descriptor:
             if not self.direct and hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            numbers = blocks or range(self.size_bytes // BLOCK_BYTES)
 
             def some(first: int) -> None:
                 with mmap.mmap(-1, BLOCK_BYTES) as block:
-                    for offset in range(first, self.size_bytes, readers * BLOCK_BYTES):
-                        os.preadv(descriptor, [block], offset)
+                    for number in numbers[first::readers]:
+                        os.preadv(descriptor, [block], number * BLOCK_BYTES)
 
             with ThreadPoolExecutor(readers) as pool:
-                list(pool.map(some, range(0, readers * BLOCK_BYTES, BLOCK_BYTES)))
+                list(pool.map(some, range(readers)))
 
     def touch_and_sync(self) -> None:
         with _opened(self._path, os.O_WRONLY, direct=False) as descriptor:
@@ -263,6 +314,11 @@ def file_to_write(path: Path, size_bytes: int) -> Iterator[FileToWrite]:
     finally:
         path.unlink(missing_ok=True)
         block.close()
+
+
+def _at(memory: mmap.mmap, offset: int) -> memoryview:
+    place = offset % GATHERED_BYTES
+    return memoryview(memory)[place : place + BLOCK_BYTES]
 
 
 def _address(memory: mmap.mmap) -> int:

@@ -79,7 +79,8 @@ def predicted_s(engine: Any, train: Callable[[Any, int], object], plan: Any, fol
     from profiler import measure_machine, profile_engine
     from simulator import build_schedule, simulate
 
-    machine = measure_machine(folder, seconds=20.0, fresh=True)
+    machine = measure_machine(folder, seconds=20.0, fresh=True, drives=[folder])
     numbers = itertools.count()
     work = profile_engine(engine, lambda e: train(e, next(numbers)), 3)
-    return simulate(build_schedule(work, plan), machine).iteration_s
+    stored = machine.storing_in([str(folder.absolute())])
+    return simulate(build_schedule(work, plan), stored).iteration_s

@@ -162,6 +162,27 @@ def test_a_drive_is_measured_as_the_store_uses_it(tmp_path):
     assert sorted(blocks) == list(range(0, size, storage.BLOCK_BYTES))
 
 
+def test_what_a_drive_has_just_written_is_not_what_it_reads(tmp_path):
+    """Part after part, each write from a place of its own in memory."""
+    written, read = [], []
+    with storage.file_to_write(tmp_path / "f", 32 * storage.BLOCK_BYTES) as file:
+        parts, pwrite, preadv = storage._Parts(file), os.pwrite, os.preadv
+
+        def note(fd, block, at):
+            written.append((at, np.frombuffer(block, np.uint8).ctypes.data))
+            return pwrite(fd, block, at)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "pwrite", note)
+            patch.setattr(os, "preadv", lambda fd, b, at: read.append(at) or preadv(fd, b, at))
+            for _ in range(4):
+                parts.both()
+    blocks = 4 * parts.size_bytes // storage.BLOCK_BYTES
+    assert len(written) == len(read) == blocks
+    assert len({at for at, _ in written}) == len({place for _, place in written}) == blocks
+    assert not {at for at, _ in written} & set(read)
+
+
 def test_storage_removes_its_file_when_the_disk_fails(tmp_path, monkeypatch):
     def fail(*args):
         raise OSError(28, "No space left on device")
