@@ -15,6 +15,7 @@ def test_a_share_of_the_state_is_stored_and_the_bits_are_those_of_stock_in_memor
     assert (ours["state"], ours["losses"]) == (stock["state"], stock["losses"])
     assert len(ours["losses"]) == 4
     assert ours["updates_s"] > 0
+    assert ours["host_peak_bytes"] > 2**20
     assert ours["update_s"] > 0
     assert ours["resume_identical"] is True
     assert ours["extra_state_bytes_per_checkpoint"] == 0
