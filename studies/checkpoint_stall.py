@@ -20,8 +20,10 @@ from typing import Any
 from rich.console import Console
 
 from studies.bench.console import table_of
+from studies.bench.forked import Child
+from studies.bench.pictures import picture
 from studies.bench.record import write_record
-from studies.checkpoints.interval_run import Child, warm_up
+from studies.checkpoints.interval_run import warm_up
 from studies.checkpoints.writers import WRITERS, Workload, raw_write_bytes_per_s, run_writer
 
 LIMIT_S = 900
@@ -111,27 +113,20 @@ def show(writers: dict[str, dict[str, Any]], raw: float, console: Console) -> No
 
 def draw(writers: dict[str, dict[str, Any]], path: Path) -> None:
     """Stall per checkpoint, one bar per writer, on a logarithmic axis."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
     shown = {n: f for n, f in writers.items() if "failed" not in f and n != "none"}
     names, stalls = list(shown), [f["every_1"]["stall_s"] * 1e3 for f in shown.values()]
-    figure, ax = plt.subplots(figsize=(7, 0.7 + 0.5 * len(names)), layout="constrained")
-    colours = ["#0072b2" if n == "ebbtide" else "#999999" for n in names]
-    ax.barh(names, stalls, color=colours)
-    for row, stall in enumerate(stalls):
-        ax.text(stall * 1.06, row, f"{stall:.1f} ms", va="center", fontsize=9)
-    ax.set_xscale("log")
-    ax.set_xlim(min(stalls) / 2, max(stalls) * 3)
-    ax.invert_yaxis()
-    ax.set_xlabel("time that training waits per checkpoint (ms, log scale)")
-    for side in ("top", "right", "left"):
-        ax.spines[side].set_visible(False)
-    ax.tick_params(axis="y", length=0)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    with picture(path, figsize=(7, 0.7 + 0.5 * len(names)), dpi=150) as (_, ax):
+        colours = ["#0072b2" if n == "ebbtide" else "#999999" for n in names]
+        ax.barh(names, stalls, color=colours)
+        for row, stall in enumerate(stalls):
+            ax.text(stall * 1.06, row, f"{stall:.1f} ms", va="center", fontsize=9)
+        ax.set_xscale("log")
+        ax.set_xlim(min(stalls) / 2, max(stalls) * 3)
+        ax.invert_yaxis()
+        ax.set_xlabel("time that training waits per checkpoint (ms, log scale)")
+        for side in ("top", "right", "left"):
+            ax.spines[side].set_visible(False)
+        ax.tick_params(axis="y", length=0)
 
 
 def main(arguments: list[str] | None = None) -> int:

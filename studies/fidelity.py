@@ -28,6 +28,7 @@ from runtime.replan.watch import measured_rates
 from simulator import Machine, Placement, Plan, Workload, build_schedule, simulate
 from studies.bench.bits import differences
 from studies.bench.console import study_parser, table_of
+from studies.bench.pictures import picture
 from studies.bench.rank import become_only_rank
 from studies.bench.record import write_record
 from studies.trials.emulated_training import RATES, Bench, Setting, stock_state
@@ -168,31 +169,26 @@ def _row(
 
 def draw(figures: dict[str, Any], path: Path) -> None:
     """Executed over predicted, a point per plan."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
     rows = figures["rows"]
-    figure, axes = plt.subplots(figsize=(5.5, 5), layout="constrained")
-    highest = 1.05 * max(max(r["predicted_s"], r["executed_s"]) for r in rows)
-    axes.plot([0, highest], [0, highest], color="0.6", linewidth=1, label="executed = predicted")
-    for overlap, colour, label in ((True, "#0072b2", "overlap with forward"),
-                                   (False, "#d55e00", "no overlap")):  # fmt: skip
-        chosen = [r for r in rows if r["overlap_forward"] == overlap]
-        axes.scatter(
-            [r["predicted_s"] for r in chosen], [r["executed_s"] for r in chosen],
-            color=colour, label=label, s=28, zorder=3,
+    with picture(path, figsize=(5.5, 5)) as (_, axes):
+        highest = 1.05 * max(max(r["predicted_s"], r["executed_s"]) for r in rows)
+        axes.plot(
+            [0, highest], [0, highest], color="0.6", linewidth=1, label="executed = predicted"
+        )
+        for overlap, colour, label in ((True, "#0072b2", "overlap with forward"),
+                                       (False, "#d55e00", "no overlap")):  # fmt: skip
+            chosen = [r for r in rows if r["overlap_forward"] == overlap]
+            axes.scatter(
+                [r["predicted_s"] for r in chosen], [r["executed_s"] for r in chosen],
+                color=colour, label=label, s=28, zorder=3,
+            )  # fmt: skip
+        axes.set(
+            xlabel="predicted iteration (s)", ylabel="executed iteration (s)",
+            xlim=(0, highest), ylim=(0, highest), aspect="equal",
+            title=f"{len(rows)} random plans on emulated devices:\n"
+            f"median error {figures['median_abs_pct_error']:.1f}%",
         )  # fmt: skip
-    axes.set(
-        xlabel="predicted iteration (s)", ylabel="executed iteration (s)",
-        xlim=(0, highest), ylim=(0, highest), aspect="equal",
-        title=f"{len(rows)} random plans on emulated devices:\n"
-        f"median error {figures['median_abs_pct_error']:.1f}%",
-    )  # fmt: skip
-    axes.legend(loc="upper left", frameon=False)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+        axes.legend(loc="upper left", frameon=False)
 
 
 def show(figures: dict[str, Any]) -> None:

@@ -30,6 +30,7 @@ from simulator.analysis.goodput import (
     expected_goodput,
     young_interval,
 )
+from studies.bench.pictures import picture
 from studies.bench.record import write_record
 
 # Llama 3 405B (arXiv 2407.21783): 419 unexpected interruptions in 54 days on 16,384 GPUs.
@@ -243,24 +244,17 @@ def print_table(figures: dict[str, Any]) -> None:
 
 def draw(figures: dict[str, Any], path: Path) -> None:
     """Goodput over the number of GPUs, and over the interval at 16,384."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    scales = figures["scales"]
-    left.semilogx([r["gpus"] for r in scales], [r["goodput"] for r in scales], "o-", ms=4)
-    left.set(xlabel="GPUs", ylabel="goodput", title="Best interval at each size (computed)")
-    curve = figures["intervals"]["curve"]
-    right.semilogx(*np.array(curve).T, color="#777777")
-    marks = zip(figures["intervals"]["rules"].items(), "*osD^", strict=True)
-    for (name, rule), marker in marks:
-        right.plot(rule["interval_steps"], rule["goodput"], marker, label=name, alpha=0.8)
-    right.set(xlabel="interval (steps)", title=f"Goodput over the interval, {GPUS:,} GPUs")
-    right.legend(frameon=False)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    with picture(path, 1, 2, figsize=(11, 4)) as (_, (left, right)):
+        scales = figures["scales"]
+        left.semilogx([r["gpus"] for r in scales], [r["goodput"] for r in scales], "o-", ms=4)
+        left.set(xlabel="GPUs", ylabel="goodput", title="Best interval at each size (computed)")
+        curve = figures["intervals"]["curve"]
+        right.semilogx(*np.array(curve).T, color="#777777")
+        marks = zip(figures["intervals"]["rules"].items(), "*osD^", strict=True)
+        for (name, rule), marker in marks:
+            right.plot(rule["interval_steps"], rule["goodput"], marker, label=name, alpha=0.8)
+        right.set(xlabel="interval (steps)", title=f"Goodput over the interval, {GPUS:,} GPUs")
+        right.legend(frameon=False)
 
 
 if __name__ == "__main__":

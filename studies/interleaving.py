@@ -33,6 +33,7 @@ from simulator.limits import UNKNOWN_MARGIN
 from simulator.quantity import EIGHTY_PERCENT, QUARTILE
 from studies.bench.console import study_parser, table_of
 from studies.bench.offload_runs import SHAPES, Run, read_runs
+from studies.bench.pictures import picture
 from studies.bench.record import write_record
 from studies.published_runs.shipped import HARNESS_S, machine_of, predict, schedule_of, workload_of
 from tuner.calibrate.calibration import knobs_of, turned
@@ -216,35 +217,30 @@ def ebbtide_s(run: Run, machine: Machine, *, fused: bool) -> float:
 
 def draw(figures: dict[str, Any], path: Path) -> None:
     """Four panels per testbed: stride, ratio, subgroup size, model size."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
     beds = figures["testbeds"]
-    figure, axes = plt.subplots(
-        len(beds), 4, figsize=(15, 3.6 * len(beds)), layout="constrained", squeeze=False
-    )
-    for row, (name, bed) in zip(axes, beds.items(), strict=True):
-        _draw_strides(row[0], bed["strides"])
-        _draw_sweep(row[1], bed["ratios"], "ratio", "share of state on the host")
-        row[1].invert_xaxis()
-        _draw_sweep(row[2], bed["subgroups"], "subgroup", "sub_group_size")
-        row[2].set_xscale("log")
-        _draw_models(row[3], bed["models"])
-        row[0].set_ylabel(f"{name}\nseconds per iteration")
-    for ax, title in zip(axes[0], ("stride (13 B)", "ratio (13 B)", "subgroup size (13 B)",
-                                   "model size"), strict=True):  # fmt: skip
-        ax.set_title(title, fontsize=11)
-    axes[0, 3].legend(frameon=False, fontsize=8, loc="upper left")
-    axes[0, 1].legend(frameon=False, fontsize=8)
-    axes[0, 0].legend(frameon=False, fontsize=8)
-    figure.suptitle(
-        "simulated on published testbeds; crosses: published medians; shaded: as ranks are bound",
-        fontsize=12,
-    )
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    with picture(path, len(beds), 4, figsize=(15, 3.6 * len(beds)), squeeze=False, dpi=110) as (
+        figure,
+        axes,
+    ):
+        for row, (name, bed) in zip(axes, beds.items(), strict=True):
+            _draw_strides(row[0], bed["strides"])
+            _draw_sweep(row[1], bed["ratios"], "ratio", "share of state on the host")
+            row[1].invert_xaxis()
+            _draw_sweep(row[2], bed["subgroups"], "subgroup", "sub_group_size")
+            row[2].set_xscale("log")
+            _draw_models(row[3], bed["models"])
+            row[0].set_ylabel(f"{name}\nseconds per iteration")
+        for ax, title in zip(axes[0], ("stride (13 B)", "ratio (13 B)", "subgroup size (13 B)",
+                                       "model size"), strict=True):  # fmt: skip
+            ax.set_title(title, fontsize=11)
+        axes[0, 3].legend(frameon=False, fontsize=8, loc="upper left")
+        axes[0, 1].legend(frameon=False, fontsize=8)
+        axes[0, 0].legend(frameon=False, fontsize=8)
+        figure.suptitle(
+            "simulated on published testbeds; crosses: published medians; "
+            "shaded: as ranks are bound",
+            fontsize=12,
+        )
 
 
 COLOURS = {"stock": "#7f7f7f", "asynchronous gradients": "#56b4e9", "stride 2": "#e69f00",

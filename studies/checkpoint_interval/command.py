@@ -28,6 +28,7 @@ import numpy as np
 from simulator import Machine, Plan, Workload
 from simulator.analysis.checkpoint_cost import CheckpointSimulation
 from simulator.analysis.goodput import CheckpointCost, Failures
+from studies.bench.forked import Child
 from studies.bench.record import write_record
 from studies.checkpoint_interval.kills import (
     campaign,
@@ -38,7 +39,6 @@ from studies.checkpoint_interval.kills import (
 )
 from studies.checkpoint_interval.pictures import draw, print_table
 from studies.checkpoints.interval_run import (
-    Child,
     Training,
     profile,
     read_notes,

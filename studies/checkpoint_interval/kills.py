@@ -12,7 +12,8 @@ from typing import Any
 
 from simulator import Plan
 from simulator.analysis.goodput import CheckpointCost, Failures, expected_goodput
-from studies.checkpoints.interval_run import Child, Training, read_notes, train, under
+from studies.bench.forked import Child
+from studies.checkpoints.interval_run import Training, read_notes, train, under
 
 QUIET_STEPS = 8  # at least so many tell what an iteration took around a failure
 

@@ -1,27 +1,17 @@
-"""Training that checkpoints under a plan and is killed: real processes, forked from a warm parent.
-
-Forked, since importing DeepSpeed takes longer than the failures lie apart.
-"""
+"""Training that checkpoints under a plan and is killed, in processes forked from a warm parent."""
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
 import time
-import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import simulator
-from runtime.hardware.launcher import free_port, remove_shared_buffers
 from simulator import CheckpointPlan, Machine, Plan
 
 ENDLESS = 10**9
-LIMIT_S = 180.0
 
 
 @dataclass(frozen=True)
@@ -34,26 +24,23 @@ class Training:
 
     def engine(self, plan: Plan) -> Any:
         """An engine of ebbtide's runtime under the plan."""
-        import torch
-
         import runtime
-        from studies.bench.byte_gpt import SIZES, ByteGPT, ds_config
 
-        torch.set_num_threads(1)
-        model = ByteGPT(SIZES[self.model].with_sequence(self.sequence))
-        return runtime.initialize(model=model, config=ds_config(1, self.subgroup_size), plan=plan)[
-            0
-        ]
+        return runtime.initialize(**self._parts(), plan=plan)[0]
 
     def stock_engine(self) -> Any:
         import deepspeed
+
+        return deepspeed.initialize(**self._parts())[0]
+
+    def _parts(self) -> dict[str, Any]:
         import torch
 
         from studies.bench.byte_gpt import SIZES, ByteGPT, ds_config
 
         torch.set_num_threads(1)
         model = ByteGPT(SIZES[self.model].with_sequence(self.sequence))
-        return deepspeed.initialize(model=model, config=ds_config(1, self.subgroup_size))[0]
+        return {"model": model, "config": ds_config(1, self.subgroup_size)}
 
     def step(self, engine: Any, number: int) -> None:
         from studies.bench.byte_gpt import Batches, train_step
@@ -71,71 +58,6 @@ def warm_up() -> None:
 
     host.load()
     python_sources()
-
-
-class Child:
-    """A forked rank; its output goes to ``log``."""
-
-    def __init__(self, work: Callable[[], None], log: Path) -> None:
-        self.log, self.port = log, free_port()
-        sys.stdout.flush()
-        self.pid = os.fork()
-        if not self.pid:
-            self._become(work)
-
-    def _become(self, work: Callable[[], None]) -> None:
-        status = 1
-        try:
-            descriptor = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            os.dup2(descriptor, 1)
-            os.dup2(descriptor, 2)
-            os.environ.update(
-                RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_SIZE="1",
-                MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self.port),
-            )  # fmt: skip
-            work()
-            status = 0
-        except BaseException:  # noqa: BLE001 - the log has it, the parent sees the status
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status)
-
-    def wait(self, limit_s: float = LIMIT_S) -> None:
-        """Until it has ended by itself.
-
-        Raises:
-            RuntimeError: it failed, or did not end in time.
-        """
-        end = time.monotonic() + limit_s
-        while True:
-            done, status = os.waitpid(self.pid, os.WNOHANG)
-            if done:
-                break
-            if time.monotonic() > end:
-                self.kill()
-                raise RuntimeError(f"a run must end within {limit_s:g} s: {self._output()}")
-            time.sleep(0.02)
-        remove_shared_buffers(self.port)
-        if status:
-            raise RuntimeError(f"a run that nobody killed ended with {status}: {self._output()}")
-
-    def kill(self) -> None:
-        """SIGKILL.
-
-        Raises:
-            RuntimeError: it was dead already, so that the kill did not fire.
-        """
-        done, status = os.waitpid(self.pid, os.WNOHANG)
-        if done:
-            raise RuntimeError(f"the run was dead before its kill ({status}): {self._output()}")
-        os.kill(self.pid, signal.SIGKILL)
-        os.waitpid(self.pid, 0)
-        remove_shared_buffers(self.port)
-
-    def _output(self) -> str:
-        return self.log.read_text()[-2000:] if self.log.exists() else "(no output)"
 
 
 def profile(training: Training, folder: Path, seconds: float) -> None:

@@ -11,10 +11,8 @@ import json
 import os
 import random
 import signal
-import sys
 import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import cycle, islice
@@ -27,6 +25,7 @@ from runtime.checkpoint.files import Files
 from simulator import CheckpointPlan, Plan
 from simulator.plan import ParameterHome, Placement
 from simulator.update.recipes import RECIPES
+from studies.bench.forked import fork
 
 STEPS = 8
 STORED = "stored"
@@ -133,28 +132,8 @@ def start(run: Run) -> list[int]:
     """Forks the ranks; returns their process ids."""
     run.folder.parent.mkdir(parents=True, exist_ok=True)
     return [
-        _fork(partial(train, run, rank), run.note("log", rank)) for rank in range(run.world_size)
+        fork(partial(train, run, rank), run.note("log", rank)) for rank in range(run.world_size)
     ]
-
-
-def _fork(work: Callable[[], None], log: Path) -> int:
-    sys.stdout.flush()
-    pid = os.fork()
-    if pid:
-        return pid
-    status = 1
-    try:
-        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(descriptor, 1)
-        os.dup2(descriptor, 2)
-        work()
-        status = 0
-    except BaseException:  # noqa: BLE001 - the log has it, the parent sees the status
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
 
 
 def train(run: Run, rank: int) -> None:

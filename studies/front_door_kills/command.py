@@ -12,22 +12,19 @@ had on disk at that point of the script, its final state with the uninterrupted 
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
 import signal
 import tempfile
 import time
-import traceback
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from runtime.hardware.launcher import free_port, remove_shared_buffers
 from studies.bench.console import kill_parser
+from studies.bench.forked import Child
 from studies.bench.many_engines import freeze_heap
 from studies.bench.record import write_record
 from studies.checkpoints.run import warm_up
@@ -90,7 +87,8 @@ def run(trial: Trial, truth: dict[str, Any], length_s: float, scratch: Path) -> 
     delay_s = trial.kill.delay_s * length_s if trial.kill.where == "random" else None
     for _ in range(4):
         folder.mkdir(parents=True)
-        status = _forked(lambda: train(trial.script, folder, trial.kill, result), scratch, delay_s)
+        child = Child(lambda: train(trial.script, folder, trial.kill, result), scratch / "log")
+        status = child.ended(RUN_LIMIT_S if delay_s is None else delay_s)
         trial.fired = status == -signal.SIGKILL
         if trial.fired or delay_s is None:
             break
@@ -99,9 +97,9 @@ def run(trial: Trial, truth: dict[str, Any], length_s: float, scratch: Path) -> 
     if not trial.fired:
         return
     trial.stock_step = max(trial.script.saved(folder), default=0)
-    status = _forked(lambda: train(trial.script, folder, Kill(), result), scratch)
-    if status != 0:
-        trial.log = (scratch / "log").read_text()[-3000:]
+    child = Child(lambda: train(trial.script, folder, Kill(), result), scratch / "log")
+    if child.ended(RUN_LIMIT_S) != 0:
+        trial.log = child.output
         return
     page = json.loads(result.read_text())
     trial.resumed_step = page["resumed"]
@@ -119,48 +117,8 @@ def reference(script: Script, scratch: Path) -> tuple[dict[str, Any], float]:
     begin = time.monotonic()
     scratch.mkdir(parents=True)
     result = scratch / "result.json"
-    status = _forked(lambda: train(script, scratch / "out", Kill(), result), scratch)
-    if status != 0:
-        log = (scratch / "log").read_text()[-3000:]
-        raise RuntimeError(f"a run that nobody killed ended with {status}:\n{log}")
+    Child(lambda: train(script, scratch / "out", Kill(), result), scratch / "log").wait(RUN_LIMIT_S)
     return json.loads(result.read_text()), time.monotonic() - begin
-
-
-def _forked(work: Callable[[], None], scratch: Path, kill_after_s: float | None = None) -> int:
-    """Runs ``work`` in a fork of this warm process; returns its exit status."""
-    port = free_port()
-    pid = os.fork()
-    if pid == 0:
-        _child(work, scratch / "log", port)
-    end = time.monotonic() + (RUN_LIMIT_S if kill_after_s is None else kill_after_s)
-    status = None
-    while status is None:
-        done, code = os.waitpid(pid, os.WNOHANG)
-        if done:
-            status = os.waitstatus_to_exitcode(code)
-        elif time.monotonic() > end:
-            os.kill(pid, signal.SIGKILL)
-            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        else:
-            time.sleep(0.01)
-    remove_shared_buffers(port)
-    return status
-
-
-def _child(work: Callable[[], None], log: Path, port: int) -> None:
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_SIZE="1",
-                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))  # fmt: skip
-    status = 1
-    try:
-        work()
-        status = 0
-    except BaseException:  # noqa: BLE001 - the parent reads the log
-        traceback.print_exc()
-    finally:
-        os._exit(status)
 
 
 def figures(done: list[Trial], wall_s: float) -> dict[str, Any]:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from studies.bench.pictures import picture
+
 Figures = dict[str, Any]
 PHASES = {"forward": "#56b4e9", "backward": "#e69f00", "step": "#009e73"}
 
@@ -40,16 +42,9 @@ def _rows(record: Figures) -> list[Figures]:
 
 
 def _drawn(record: Figures, draw: Callable[[Any, Figures], None], path: Path) -> Path:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, ax = plt.subplots(figsize=(8, 4.2), layout="constrained")
-    draw(ax, record)
-    figure.suptitle(_where(record), fontsize=9, color="0.35")
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    with picture(path, figsize=(8, 4.2)) as (figure, ax):
+        draw(ax, record)
+        figure.suptitle(_where(record), fontsize=9, color="0.35")
     return path
 
 

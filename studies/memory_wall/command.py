@@ -27,6 +27,7 @@ from profiler.memory import host_bytes
 from studies.bench.byte_gpt import SIZES, Batch, Batches, ByteGPT, ds_config
 from studies.bench.console import study_parser
 from studies.bench.phase_clock import PHASES
+from studies.bench.pictures import picture
 from studies.bench.rank import become_only_rank
 from studies.bench.record import write_record
 from studies.memory_wall.link_counters import LinkCounters, LinkSample
@@ -300,29 +301,27 @@ def _number(value: float | int | None) -> float:
 
 def draw(figures: dict[str, Any], path: Path) -> None:
     """Memory over the last step, phases shaded; with a GPU also the link's traffic."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
     last = figures["passages"][-len(PHASES) :]
     begun_s, ended_s = last[0]["begun_s"], last[-1]["ended_s"]
     links = [s for s in figures["links"] if begun_s <= s["t_s"] <= ended_s]
-    figure, axes = plt.subplots(
-        2 if links else 1, 1, figsize=(8, 5.5 if links else 3.2), sharex=True, squeeze=False,
-        layout="constrained",
-    )  # fmt: skip
-    for ax in axes[:, 0]:
-        _shade(ax, last, begun_s)
-    _draw_memory(axes[0, 0], figures["memory"], begun_s, ended_s)
-    if links:
-        _draw_traffic(axes[1, 0], links, begun_s)
-    axes[-1, 0].set_xlabel("time in the last step (ms)")
-    where = "" if links else "; no GPU: the process's memory, not a device's"
-    title = f"stock ZeRO-3 offload, {figures['params'] / 1e6:.0f} M parameters{where}"
-    axes[0, 0].set_title(title, loc="left", fontsize=10, pad=18)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    with picture(
+        path,
+        2 if links else 1,
+        1,
+        figsize=(8, 5.5 if links else 3.2),
+        sharex=True,
+        squeeze=False,
+        dpi=150,
+    ) as (_, axes):
+        for ax in axes[:, 0]:
+            _shade(ax, last, begun_s)
+        _draw_memory(axes[0, 0], figures["memory"], begun_s, ended_s)
+        if links:
+            _draw_traffic(axes[1, 0], links, begun_s)
+        axes[-1, 0].set_xlabel("time in the last step (ms)")
+        where = "" if links else "; no GPU: the process's memory, not a device's"
+        title = f"stock ZeRO-3 offload, {figures['params'] / 1e6:.0f} M parameters{where}"
+        axes[0, 0].set_title(title, loc="left", fontsize=10, pad=18)
 
 
 def _shade(ax: Any, passages: list[dict[str, Any]], begun_s: float) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from studies.bench.offload_runs import testbeds
+from studies.bench.pictures import picture
 from studies.published_runs.judging import QUANTITIES, Pair, measured_and_predicted
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
@@ -16,26 +17,21 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
 
 def draw(pairs: Sequence[Pair], path: Path) -> None:
     """Writes the picture."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, len(QUANTITIES), figsize=(17, 3.9), layout="constrained")
-    for ax, quantity in zip(axes, QUANTITIES, strict=True):
-        scale, unit = (1.0, "GiB") if quantity == "memory" else (1e-3, "s")
-        for name, colour in zip(testbeds([run for run, _ in pairs]), COLOURS, strict=False):
-            both = [measured_and_predicted(p, quantity) for p in pairs if p[0].testbed == name]
-            points = np.array([b for b in both if b is not None]).reshape(-1, 2) * scale
-            ax.scatter(*points.T, s=20, alpha=0.75, color=colour, label=name, linewidths=0)
-        _diagonal(ax)
-        ax.set_title(f"{quantity} ({unit})" if quantity != "memory" else "peak device memory (GiB)")
-        ax.set_xlabel("measured")
-    axes[0].set_ylabel("predicted")
-    axes[0].legend(frameon=False)
-    figure.suptitle("Published runs: predicted over measured, grey band ±10%")
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    with picture(path, 1, len(QUANTITIES), figsize=(17, 3.9)) as (figure, axes):
+        for ax, quantity in zip(axes, QUANTITIES, strict=True):
+            scale, unit = (1.0, "GiB") if quantity == "memory" else (1e-3, "s")
+            for name, colour in zip(testbeds([run for run, _ in pairs]), COLOURS, strict=False):
+                both = [measured_and_predicted(p, quantity) for p in pairs if p[0].testbed == name]
+                points = np.array([b for b in both if b is not None]).reshape(-1, 2) * scale
+                ax.scatter(*points.T, s=20, alpha=0.75, color=colour, label=name, linewidths=0)
+            _diagonal(ax)
+            ax.set_title(
+                f"{quantity} ({unit})" if quantity != "memory" else "peak device memory (GiB)"
+            )
+            ax.set_xlabel("measured")
+        axes[0].set_ylabel("predicted")
+        axes[0].legend(frameon=False)
+        figure.suptitle("Published runs: predicted over measured, grey band ±10%")
 
 
 def _diagonal(ax: Any) -> None:

@@ -1,24 +1,27 @@
 """The two studies that execute plans at given rates, small: real bits, figures that add up."""
 
+import importlib
 import json
-import subprocess
 import sys
 
 import pytest
 
 
-def run(study, path, environment, *arguments):
-    command = [sys.executable, "-m", f"studies.{study}", "--json", str(path), "--quick", *arguments]
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=False, timeout=180
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(path.read_text())
+@pytest.fixture
+def run(only_rank, monkeypatch):
+    """Runs a study in this process, which has imported DeepSpeed already."""
+
+    def study(name, path, *arguments):
+        monkeypatch.setattr(sys, "argv", [name, "--json", str(path), "--quick", *arguments])
+        importlib.import_module(f"studies.{name}").main()
+        return json.loads(path.read_text())
+
+    return study
 
 
 @pytest.mark.slow
-def test_overlap(tmp_path, deepspeed_ops, child_environment):
-    found = run("overlap", tmp_path / "o.json", child_environment, "--steps", "2")
+def test_overlap(tmp_path, run):
+    found = run("overlap", tmp_path / "o.json", "--steps", "2")
     assert found["bit_identical"] is True
     assert found["device_kind"] == "emulated"
     names = {row["name"] for row in found["rows"]}
@@ -30,8 +33,8 @@ def test_overlap(tmp_path, deepspeed_ops, child_environment):
 
 
 @pytest.mark.slow
-def test_fidelity(tmp_path, deepspeed_ops, child_environment):
-    found = run("fidelity", tmp_path / "f.json", child_environment, "--plans", "2", "--steps", "2")
+def test_fidelity(tmp_path, run):
+    found = run("fidelity", tmp_path / "f.json", "--plans", "2", "--steps", "2")
     assert found["bit_identical"] is True
     assert found["device_kind"] == "emulated"
     assert len(found["rows"]) == 2

@@ -1,31 +1,41 @@
 """The studies of the search and of the simulator's speed, at a small size."""
 
+import importlib
 import json
-import subprocess
 import sys
 
 import pytest
 
+from simulator.limits import Limits
+from tuner.answer.even import even_plan
 
-def run(study, path, *arguments):
-    command = [sys.executable, "-m", f"studies.{study}", "--json", str(path), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(path.read_text())
+STUDIES = {"optimality": "studies.optimality.command"}
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Runs a study in this process, which has imports and compiled kernels already."""
+
+    def study(name, path, *arguments):
+        monkeypatch.setattr(sys, "argv", [name, "--json", str(path), *arguments])
+        importlib.import_module(STUDIES.get(name, f"studies.{name}")).main()
+        return json.loads(path.read_text())
+
+    return study
 
 
 @pytest.mark.slow
-def test_optimality(tmp_path):
-    found = run("optimality", tmp_path / "o.json", "--pairs", "2", "--few", "4")
-    assert len(found["rows"]) == 2
-    assert len(found["few_subgroups"]["rows"]) == 4
+def test_optimality(tmp_path, run):
+    found = run("optimality", tmp_path / "o.json", "--pairs", "1", "--few", "2")
+    assert len(found["rows"]) == 1
+    assert len(found["few_subgroups"]["rows"]) == 2
     assert all(row["gap_pct"] >= -1e-6 for row in found["rows"]), "no plan beats the bound"
     assert 0 <= found["median_gap_pct"] <= found["max_gap_pct"]
     assert {"machine", "versions", "command"} <= found.keys()
 
 
 @pytest.mark.slow
-def test_simulator_speed(tmp_path):
+def test_simulator_speed(tmp_path, run):
     found = run("simulator_speed", tmp_path / "s.json", "--quick")
     assert found["iterations_per_s"] > 0
     assert set(found["seconds_per_iteration"]) == {"10", "30", "100"}
@@ -34,17 +44,9 @@ def test_simulator_speed(tmp_path):
 
 
 @pytest.mark.slow
-def test_update_phase(tmp_path, deepspeed_ops, child_environment):
-    path = tmp_path / "u.json"
-    command = [
-        sys.executable, "-m", "studies.update_phase", "--json", str(path), "--size", "4m",
-        "--steps", "2", "--subgroup", "500000", "--kernel-elements", "100000",
-    ]  # fmt: skip
-    done = subprocess.run(
-        command, env=child_environment, capture_output=True, text=True, check=False, timeout=180
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(path.read_text())
+def test_update_phase(tmp_path, only_rank, run):
+    found = run("update_phase", tmp_path / "u.json", "--size", "4m", "--steps", "2",
+                "--subgroup", "500000", "--kernel-elements", "100000")  # fmt: skip
     assert found["bit_identical"] is True
     assert found["ebbtide_host_bytes_per_param"] == 14.0
     assert found["stock_host_bytes_per_param"] == 18.0
@@ -52,7 +54,13 @@ def test_update_phase(tmp_path, deepspeed_ops, child_environment):
 
 
 @pytest.mark.slow
-def test_interleaving(tmp_path):
+def test_interleaving(tmp_path, run, monkeypatch):
+    """With evenly spread plans: how plans are searched is `tests/tuner/test_search.py`'s."""
+
+    def even(work, machine, *, device_memory_bytes):
+        return even_plan(work, machine, Limits.of(work, machine, device_memory_bytes))
+
+    monkeypatch.setattr("studies.interleaving.plan", even)
     found = run("interleaving", tmp_path / "i.json", "--quick")
     assert found["device_kind"] == "simulated"
     assert found["measured_here"] is None, "nothing is called measured without a GPU"

@@ -8,7 +8,6 @@ import os
 
 import pytest
 
-schemathesis = pytest.importorskip("schemathesis")
 hypothesis = pytest.importorskip("hypothesis")
 EXAMPLES = int(os.environ.get("EBBTIDE_FUZZ", "5"))
 STREAMS = ("/api/v1/events", "/api/v1/jobs/{job}/events")
@@ -19,6 +18,7 @@ def test_the_schema_is_kept(server):
     # What earlier tests left complains now. In the middle of an import it would be told with a
     # traceback, which Python 3.11 parses: "AST constructor recursion depth mismatch".
     gc.collect()
+    schemathesis = pytest.importorskip("schemathesis")  # not before: it takes a second to import
     from schemathesis.checks import not_a_server_error
     from schemathesis.specs.openapi.checks import (
         content_type_conformance,

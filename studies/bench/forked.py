@@ -1,0 +1,93 @@
+"""Processes forked from a warm parent: importing DeepSpeed takes longer than what they do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from runtime.hardware.launcher import free_port, remove_shared_buffers
+
+LIMIT_S = 180.0
+
+
+def fork(work: Callable[[], None], log: Path) -> int:
+    """The id of a process that does ``work`` and then ends; what it prints goes behind ``log``."""
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        work()
+        status = 0
+    except BaseException:  # noqa: BLE001 - the log has it, the parent sees the status
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+class Child:
+    """A forked process, the only rank of its own job; its output goes to ``log``."""
+
+    def __init__(self, work: Callable[[], None], log: Path) -> None:
+        self.log, self._port = log, free_port()
+        self.pid = fork(lambda: self._train(work), log)
+
+    def _train(self, work: Callable[[], None]) -> None:
+        os.environ.update(
+            RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_SIZE="1",
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self._port),
+        )  # fmt: skip
+        work()
+
+    def ended(self, within_s: float) -> int:
+        """Its exit status, negative for the signal that ended it: SIGKILL when the time is over."""
+        end = time.monotonic() + within_s
+        while True:
+            done, status = os.waitpid(self.pid, os.WNOHANG)
+            if not done and time.monotonic() > end:
+                os.kill(self.pid, signal.SIGKILL)
+                done, status = os.waitpid(self.pid, 0)
+            if done:
+                remove_shared_buffers(self._port)
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(0.01)
+
+    def wait(self, limit_s: float = LIMIT_S) -> None:
+        """Until it has ended by itself.
+
+        Raises:
+            RuntimeError: it failed, or did not end in time.
+        """
+        status = self.ended(limit_s)
+        if status:
+            raise RuntimeError(
+                f"a run that nobody kills must end within {limit_s:g} s, but it ended with "
+                f"{status}: {self.output}"
+            )
+
+    def kill(self) -> None:
+        """SIGKILL.
+
+        Raises:
+            RuntimeError: it was dead already, so that the kill did not fire.
+        """
+        os.kill(self.pid, signal.SIGKILL)
+        status = self.ended(LIMIT_S)
+        if status != -signal.SIGKILL:
+            raise RuntimeError(f"the run was dead before its kill ({status}): {self.output}")
+
+    @property
+    def output(self) -> str:
+        """The end of what it printed."""
+        return self.log.read_text()[-3000:] if self.log.exists() else "(no output)"
