@@ -6,17 +6,26 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+import psutil
 import torch
 
 from runtime.execution.subgroup_state import StagingSlot
+from runtime.hardware.launcher import local_ranks
 from runtime.storage.folder import Drive
 from runtime.storage.store import ExtentStore
 from runtime.storage.training import stands
 from runtime.storage.view import page_aligned
-from simulator.plan import CheckpointPlan, Plan, PlanError
-from simulator.update.footprint import slot_elements
+from simulator.limits import UNKNOWN_MARGIN
+from simulator.plan import Plan, PlanError
+from simulator.update.footprint import kept_steps, slot_elements
 from simulator.update.optimizer import FP32_BYTES
 from simulator.update.recipes import RECIPES
+
+
+def free_host_bytes() -> int:
+    """What each rank here may still take of the machine's memory, less a margin."""
+    memory = psutil.virtual_memory()
+    return max(0, int(memory.available - UNKNOWN_MARGIN * memory.total)) // local_ranks()
 
 
 def stored_sizes(plan: Plan, sizes: tuple[int, ...]) -> dict[int, int]:
@@ -51,16 +60,9 @@ def open_store(plan: Plan, stored: Mapping[int, int], tensors: int) -> ExtentSto
     drives = [Drive(Path(folder), weight) for folder, weight in plan.drives.items()]
     return ExtentStore.open(
         drives, sizes, rank=int(os.environ.get("RANK") or 0),
-        world_size=int(os.environ.get("WORLD_SIZE") or 1), keep=kept_steps(plan.checkpoint),
+        world_size=int(os.environ.get("WORLD_SIZE") or 1), keep=kept_steps(plan.checkpoint.keep),
         stands=stands,
     )  # fmt: skip
-
-
-def kept_steps(checkpoint: CheckpointPlan) -> int:
-    """Whose stored state stays: at least one, since a step is written over no other that is
-    committed.
-    """
-    return max(1, checkpoint.keep)
 
 
 def check_store(plan: Plan, store_holds: Mapping[int, int] | None, sizes: tuple[int, ...]) -> None:

@@ -1,4 +1,5 @@
-"""``plan="auto"``: train the first steps with every subgroup on the host, then plan and switch.
+"""``plan="auto"``: train the first steps with every subgroup on the host, or as many as its memory
+holds where the others may be stored, then plan and switch.
 
 No stock step is needed: the host plan has stock's bits already, and its steps tell the times of
 forward and backward.
@@ -14,6 +15,7 @@ import torch
 
 from runtime.devices.base import Device
 from runtime.execution.session import Session, TrainingEngine
+from runtime.execution.stored import free_host_bytes
 from runtime.replan.measuring import measured_machine
 from runtime.replan.watch import Show, measured_rates, watch
 from simulator.machine import Machine
@@ -54,7 +56,7 @@ def plan_later(session: Session, machine: Machine | None, show: Show) -> None:
 
     ``machine`` is measured (or read from the profiler's cache) unless given, once per node.
     """
-    machine = machine if machine is not None else measured_machine()
+    machine = machine if machine is not None else measured_machine(_folders(session.plan))
     # Before a checkpoint begins.
     session.after_step.insert(0, _Automatic(session, machine, show).on_step)
 
@@ -79,12 +81,15 @@ class _Automatic:
         from tuner.placements.quick import quick_plan
 
         current = own.plan.model_copy(update={"overlap_forward": own.overlaps})
-        held = footprint(workload, current)["device"]
+        if current.stores:
+            machine = machine.storing_in(_folders(current))
+        held = footprint(workload, current)
         free = _free_device_bytes(own.device)
         away = "host" in current.parameter_homes  # DeepSpeed's config lets them be there
         result = quick_plan(
-            workload, machine, current, device_bytes=held + free, move_parameters=away
-        )
+            workload, machine, current, device_bytes=held["device"] + free, move_parameters=away,
+            host_bytes=held["host"] + free_host_bytes() if current.stores else None,
+        )  # fmt: skip
         if own.engine.any_rank(result.iteration_s < result.current_s):
             logger.info(
                 "plan='auto': %.3f s expected instead of %.3f s",
@@ -93,6 +98,11 @@ class _Automatic:
             current = result.plan
         own.switch(current)
         watch(own, machine, workload, replan=False, show=self.show)
+
+
+def _folders(plan: Plan) -> list[str]:
+    """Those that it stores state in."""
+    return list(plan.drives) if plan.stores else []
 
 
 def observed_workload(engine: TrainingEngine, timeline: Timeline) -> Workload:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -11,24 +13,27 @@ import torch.distributed as dist
 from simulator.machine import Machine
 
 LONGEST = timedelta(minutes=10)  # that others wait for: 30 s, and kernels to compile before
+DRIVE_BYTES, DRIVE_S = 2**28, 2.0  # at most, of a folder that state is stored in
 
 
-def measured_machine() -> Machine:
+def measured_machine(drives: Sequence[str] = ()) -> Machine:
     """Measured, or read from the profiler's cache, by the first rank of this node while the others
     wait: at the same time they would measure each other. A collective call.
 
+    Args:
+        drives: folders of stored state, measured each time; the same number on all ranks.
+
     Raises:
         RuntimeError: on every rank, if one could not measure.
+        OSError: a folder cannot be written to.
     """
-    from profiler import measure_machine
-
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return measure_machine()
+        return _with_drives(drives)
     group = dist.new_group(backend="gloo", timeout=LONGEST)
     try:
         hosts = _gathered(socket.gethostname(), group)
         first = hosts.index(hosts[dist.get_rank()])
-        mine = _measured_or_why_not() if dist.get_rank() == first else None
+        mine = _measured_or_why_not(drives) if dist.get_rank() == first else None
         every = _gathered(mine, group)
     finally:
         dist.destroy_process_group(group)
@@ -38,11 +43,18 @@ def measured_machine() -> Machine:
     return Machine.model_validate(every[first])
 
 
-def _measured_or_why_not() -> dict[str, Any] | str:
+def _with_drives(drives: Sequence[str]) -> Machine:
     from profiler import measure_machine
+    from profiler.rates.storage import measure_drive
 
+    machine = measure_machine()
+    found = {name: measure_drive(Path(name), DRIVE_BYTES, DRIVE_S) for name in drives}
+    return machine.model_copy(update={"drives": {**machine.drives, **found}})
+
+
+def _measured_or_why_not(drives: Sequence[str]) -> dict[str, Any] | str:
     try:
-        return measure_machine().model_dump(mode="json")
+        return _with_drives(drives).model_dump(mode="json")
     except Exception as error:  # noqa: BLE001 - the others wait: they are told before it is raised
         return f"{type(error).__name__}: {error}"
 

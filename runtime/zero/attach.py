@@ -35,6 +35,7 @@ from runtime.zero.checks.guard import (
 from runtime.zero.cuts import subgroups_of
 from runtime.zero.host_memory import check_host_memory, on_the_host
 from runtime.zero.steady import keep_flowing
+from runtime.zero.storing import storing_plan
 from simulator.estimates.blocks import ModelError
 from simulator.estimates.deepspeed_keys import read_file
 from simulator.machine import Machine
@@ -87,6 +88,8 @@ def initialize(
     check_config(config)
     storage = stored_at(config)
     config = for_a_plan(config)
+    if storage is not None:  # what moves to the drive must not have been page-locked before
+        config["zero_optimization"]["offload_optimizer"]["pin_memory"] = False
     if isinstance(plan, Plan):
         if storage is not None and not plan.drives:
             plan = plan.model_copy(update={"storage_dir": str(storage)})
@@ -102,21 +105,11 @@ def initialize(
         check_host_memory(plan, config, client=given.get("optimizer"))
     with waits_are_told():
         result = deepspeed.initialize(*args, config=config, **kwargs)
-    if automatic and storage is not None:
-        plan = _all_stored(result[0], storage)
-    attach(result[0], plan, device=device, checkpoint=checkpoint)
+    if automatic:
+        _attach_automatically(result[0], device, None, checkpoint, True, storage)
+    else:
+        attach(result[0], plan, device=device, checkpoint=checkpoint)
     return result  # type: ignore[no-any-return]
-
-
-def _all_stored(engine: Any, storage: Path) -> Plan:
-    """What a config asks for that offloads state to a drive: all of it there, and it stays."""
-    size = max(1, int(engine.zero_sub_group_size()))
-    count = len(subgroups_of(engine.optimizer, size))
-    home = private.parameter_home(engine.optimizer)
-    return Plan(
-        subgroup_size=size, placement=Plan.runs(["stored"] * count), staging_slots=0,
-        parameter_home=Plan.home_runs([home] * count), storage_dir=str(storage),
-    )  # fmt: skip
 
 
 def load_plan(plan: PlanLike) -> Plan:
@@ -218,20 +211,24 @@ def _attach_automatically(
     machine: Machine | None,
     checkpoint: CheckpointPlan | None,
     overlap_forward: bool,
+    storage: Path | None = None,
 ) -> Any:
-    """All state on the host at first; a few steps are watched, planned for and switched to."""
+    """All state on the host at first, or what its memory holds, the rest in the folder ``storage``;
+    a few steps are watched, planned for and switched to.
+    """
     from runtime.replan.auto import host_plan, plan_later
 
-    own_step = check_engine(engine).own_step
+    rule = check_engine(engine)
+    own_step = rule.own_step
     size = max(1, int(engine.zero_sub_group_size()))
     if own_step:
         size = max([size, *_partitions(engine.optimizer)])
-    count = len(subgroups_of(engine.optimizer, size)) or 1
+    sizes = subgroups_of(engine.optimizer, size)
     home = private.parameter_home(engine.optimizer)
-    attach(
-        engine, host_plan(size, count, home, overlap_forward=own_step), device=device,
-        checkpoint=checkpoint, overlap_forward=overlap_forward,
-    )  # fmt: skip
+    plan = host_plan(size, len(sizes) or 1, home, overlap_forward=own_step)
+    if storage is not None and not own_step:
+        plan = storing_plan(engine, rule, sizes, storage)
+    attach(engine, plan, device=device, checkpoint=checkpoint, overlap_forward=overlap_forward)
     if not own_step:  # else there is no other placement to plan
         plan_later(session_of(engine), machine, _to_monitor(engine))
     return engine

@@ -29,7 +29,7 @@ PARAMETER_BUFFERS = 2
 # Gradients that leave the device and are not at home yet: the runtime lets no more be under way. At
 # 25 GB/s as much as 10 ms of copies, behind which backward need not wait.
 GRADIENTS_UNDER_WAY_BYTES = 2**28
-EXTENT_SETS = 2  # of stored state: a step writes to other extents than the one before it
+EXTENT_SETS = 2  # of stored state: a step writes to other extents than the last one that is kept
 STAGING_ALIGNMENT = 64  # elements: each tensor of a staging slot begins on a 256-byte border
 
 Footprint = Mapping[Memory, int]  # bytes of one rank in each memory of `TIERS`
@@ -53,7 +53,7 @@ def footprint_by_kind(workload: Workload, plan: Plan) -> ByKind:
     slots. Activations, which come and go, and what a checkpoint reserves are not in it. Of the
     parameters that live on the host, as many are on the device as are gathered at once.
     """
-    held = Holding.of_workload(workload)
+    held = Holding.of_workload(workload, kept_steps(plan.checkpoint.keep))
     homes = plan.parameter_homes
     amounts = tally(workload.subgroups, plan.placements, homes)
     gone = moved_out(workload, fetched_elements(workload, homes)) * workload.wire_bytes
@@ -142,7 +142,7 @@ class Holding:
     @classmethod
     def of(
         cls, optimizer: OptimizerState, gradient_bytes: int, wire_bytes: int, *, stage: int = 3,
-        micro_batches: int = 1,
+        micro_batches: int = 1, kept: int = 1,
     ) -> Self:  # fmt: skip
         """Of such training.
 
@@ -150,13 +150,14 @@ class Holding:
 
         Args:
             micro_batches: of a step.
+            kept: finished steps whose stored state stays.
         """
         keeps = keeps_window(micro_batches, gradient_bytes, wire_bytes, stage)
         rows = []
         recipes = [recipe_of(*way) for way in ways()]
         for recipe, (_, home) in zip(recipes, ways(), strict=True):
             row: Counter[tuple[Memory, Kind]] = Counter()
-            sets = EXTENT_SETS if recipe.state == "storage" else 1
+            sets = EXTENT_SETS - 1 + kept if recipe.state == "storage" else 1
             row[recipe.state, "state"] += sets * optimizer.state_bytes
             row[recipe.gradient, "gradients"] += gradient_bytes
             if stage < 3 and recipe.state == "device":
@@ -174,10 +175,10 @@ class Holding:
         )  # fmt: skip
 
     @classmethod
-    def of_workload(cls, w: Workload) -> Self:
+    def of_workload(cls, w: Workload, kept: int = 1) -> Self:
         return cls.of(
             w.optimizer_state, w.grad_bytes_per_param, w.wire_bytes, stage=w.zero_stage,
-            micro_batches=w.gradient_accumulation_steps,
+            micro_batches=w.gradient_accumulation_steps, kept=kept,
         )  # fmt: skip
 
     @cached_property
@@ -251,6 +252,13 @@ def tally(
         held[placement, home].append(size)
     by = held.values()
     return [len(n) for n in by], [sum(n) for n in by], [max(n, default=0) for n in by]
+
+
+def kept_steps(keep: int) -> int:
+    """Whose stored state stays, where so many checkpoints do: at least one, since a step is written
+    over no other that is committed.
+    """
+    return max(1, keep)
 
 
 def keeps_window(micro_batches: int, gradient_bytes: int, wire_bytes: int, stage: int) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 import profiler
+from runtime.replan import measuring
 from runtime.replan.measuring import measured_machine
 from tests.machines import machine
 
@@ -26,7 +27,9 @@ def fail():
     raise OSError("planted")
 
 profiler.measure_machine = measure
-print(measured_machine().name)
+measuring.DRIVE_BYTES, measuring.DRIVE_S = 2**20, 0.05
+found = measured_machine([str(folder / "drive")])
+print(found.name, *(Path(name).name for name in found.drives))
 profiler.measure_machine = fail
 try:
     measured_machine()
@@ -47,5 +50,5 @@ def test_one_rank_of_a_node_measures(tmp_path, child_environment):
     told = [process.communicate(timeout=120) for process in ranks]
     said = [out.strip().splitlines()[-2:] for out, _ in told]
     failed = 'plan="auto" measures the machine first, which failed on rank 0: OSError: planted'
-    assert said == [["as rank 0 sees it", failed]] * 2, told
+    assert said == [["as rank 0 sees it drive", failed]] * 2, told
     assert [path.name for path in tmp_path.glob("measured_by_*")] == ["measured_by_0"]

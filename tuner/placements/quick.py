@@ -14,7 +14,7 @@ from simulator.update.footprint import footprint
 from simulator.workload import Workload
 from tuner.placements.annealing import anneal
 from tuner.placements.homes import begun
-from tuner.placements.moves import VISITING
+from tuner.placements.moves import STORED, VISITING
 from tuner.placements.search import Candidate, Search
 
 EVALUATIONS = 400
@@ -50,30 +50,29 @@ def quick_plan(
     `tuner.plan` searches longer, with threads and overlap too. Deterministic under ``seed``.
 
     Args:
-        current: the plan that runs; what is found is no slower by the simulation.
+        current: the plan that runs; what is found is no slower by the simulation, and stores no
+            subgroup that this does not: there is room for no other.
         device_bytes: device memory of this rank for all of the workload; None: what ``current``
             takes.
         host_bytes: host memory of this rank; None: its share of the machine's, or what ``current``
             takes where that is more.
         move_parameters: between device and host; else they live where they do under ``current``.
     """
-    held = footprint(workload, current)
-    activations = sum(layer.activation_bytes for layer in workload.layers)
-    limits = Limits(
-        held["device"] + activations if device_bytes is None else device_bytes,
-        max(machine.host_memory_bytes // workload.ranks_per_node, held["host"])
-        if host_bytes is None else host_bytes,
-    )  # fmt: skip
+    limits = _limits(workload, machine, current, device_bytes, host_bytes)
     fixed = {"threads": current.threads, "overlap_forward": current.overlap_forward}
     now = current.parameter_homes if "host" in current.parameter_homes else ()
-    search = Search(workload, machine, limits, seed, fixed, homes=now)
+    stored = [s for s, placement in enumerate(current.placements) if placement in STORED] or None
+    search = Search(workload, machine, limits, seed, fixed, homes=now, storable=stored)
     running = Candidate(
-        current.placements, max(1, current.staging_slots), current.prefetch, order=current.order
-    )
+        current.placements, max(1, current.staging_slots), current.prefetch, order=current.order,
+        host_slots=current.host_slots,
+    )  # fmt: skip
     current_s = search.seconds_anyhow(running)
     search.score(running)
     if move_parameters:
-        whole = Search(workload, machine, limits, seed, fixed) if now else search
+        whole = search
+        if now:
+            whole = Search(workload, machine, limits, seed, fixed, storable=stored)
         tried = (now,) if now else ()
         other = begun(workload, machine, limits, seed, freely=True, whole=whole, tried=tried)
         search = other if other.best_s < search.best_s else search
@@ -89,6 +88,21 @@ def quick_plan(
     made = current.placed(
         best.placements, order=best.order, staging_slots=best.staging_slots if visits else 0,
         prefetch=best.prefetch if visits else 0, prediction=None, alternatives=(), reasons=(),
-        parameter_home=Plan.home_runs(best.homes),
+        parameter_home=Plan.home_runs(best.homes), host_slots=best.host_slots,
     )  # fmt: skip
     return QuickPlan(made, best_s, current_s)
+
+
+def _limits(
+    workload: Workload, machine: Machine, current: Plan, device_bytes: int | None,
+    host_bytes: int | None,
+) -> Limits:  # fmt: skip
+    """Of storage what ``current`` takes: its files have that room."""
+    held = footprint(workload, current)
+    activations = sum(layer.activation_bytes for layer in workload.layers)
+    return Limits(
+        held["device"] + activations if device_bytes is None else device_bytes,
+        max(machine.host_memory_bytes // workload.ranks_per_node, held["host"])
+        if host_bytes is None else host_bytes,
+        storage_bytes=held["storage"] or None,
+    )  # fmt: skip

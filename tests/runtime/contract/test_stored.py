@@ -13,6 +13,7 @@ from runtime.storage.store import ExtentStore
 from runtime.zero.attach import switch_plan
 from simulator import Plan, PlanError
 from studies.bench.byte_gpt import SIZES, ByteGPT, ds_config
+from tests.machines import node
 from tests.runtime.contract.test_bits import EVERY_PASS
 from tests.runtime.contract.training import (
     DEVICES,
@@ -28,6 +29,7 @@ from tests.runtime.contract.training import (
 
 pytestmark = pytest.mark.usefixtures("only_rank")
 LAST = list(DEVICES)[-1]
+FREE_BYTES = 650_000  # not all fits beside two slots of the largest subgroup
 ON_HOST = {"offload_param": {"device": "cpu"}, **EVERY_PASS}
 
 
@@ -104,25 +106,76 @@ def test_several_folders_share_each_subgroups_state(tmp_path):
     assert_same(ours, outcome(start()))
 
 
-@pytest.mark.parametrize("planned", ["auto", "a plan"])
-def test_a_config_that_offloads_to_a_drive_is_planned_for(planned, tmp_path):
+def on_a_drive(folder, plan, **fields):
     """Unchanged, pipelining and all; DeepSpeed's own swapper never begins."""
-    nvme = {"device": "nvme", "nvme_path": str(tmp_path), "pipeline_read": True, "buffer_count": 5}
+    nvme = {"device": "nvme", "nvme_path": str(folder), "pipeline_read": True, "buffer_count": 5}
     config = ds_config(micro_batch=2, subgroup_size=SUBGROUP, learning_rate=1e-3)
     config["zero_optimization"]["offload_optimizer"] = nvme
     config["aio"] = {"block_size": 1048576}
     torch.manual_seed(0)
-    model, plan = ByteGPT(SIZES["tiny"]), "auto"
-    if planned == "a plan":
-        plan = plan_for(start(subgroup_size=30_000), ["stored", "host"], 30_000)
-        plan = plan.model_copy(update={"storage_dir": None})
-    engine = runtime.initialize(
-        model=model, model_parameters=model.parameters(), config=config, plan=plan
+    model = ByteGPT(SIZES["tiny"])
+    return runtime.initialize(
+        model=model, model_parameters=model.parameters(), config=config, plan=plan, **fields
     )[0]
-    session = engine.optimizer._ebbtide
-    assert session.plan.count("stored") > 0
+
+
+def free_memory(monkeypatch, at_first, later=0):
+    monkeypatch.setattr("runtime.zero.storing.free_host_bytes", lambda: at_first)
+    monkeypatch.setattr("runtime.replan.auto.free_host_bytes", lambda: later)
+
+
+@pytest.fixture
+def known_machine(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        "runtime.replan.auto.measured_machine", lambda drives: asked.append(drives) or node()
+    )
+    return asked
+
+
+def test_a_config_that_offloads_to_a_drive_takes_a_plan(tmp_path):
+    plan = plan_for(start(subgroup_size=30_000), ["stored", "host"], 30_000)
+    engine = on_a_drive(tmp_path, plan.model_copy(update={"storage_dir": None}))
+    assert engine.optimizer._ebbtide.plan.count("stored") > 0
     assert [p.name for p in tmp_path.iterdir()] == ["ebbtide_state"]
     assert_same(outcome(engine), outcome(start()))
+
+
+def test_of_a_config_for_a_drive_what_memory_holds_stays_there(
+    tmp_path, known_machine, monkeypatch
+):
+    """And a resume stores what the run before did, whatever is free then."""
+    free_memory(monkeypatch, FREE_BYTES)
+    engine = on_a_drive(tmp_path, "auto")
+    session = engine.optimizer._ebbtide
+    made = session.plan
+    assert 0 < made.count("stored") < made.subgroup_count
+    assert known_machine == [[str(tmp_path / "ebbtide_state")]]
+    # Where DeepSpeed had masters, their gradients, and those that accumulate.
+    room = FREE_BYTES + (4 + 4 + 2) * sum(made.subgroups)
+    assert session.host_bytes() <= room
+    losses, _ = train(engine, 6, each=lambda e, _: e.save_checkpoint(tmp_path / "ck"))
+    assert session.watch is not None  # it has planned
+    assert session.host_bytes() <= room
+    engine.destroy()
+    free_memory(monkeypatch, 10**12)
+    again = on_a_drive(tmp_path, "auto")
+    assert again.optimizer._ebbtide.plan.placements == made.placements
+    again.load_checkpoint(tmp_path / "ck")
+    stock = start()
+    assert torch.equal(torch.stack(losses), torch.stack(train(stock, 6)[0]))
+    assert_same(outcome(again, 6, first=6), outcome(stock, 6, first=6))
+
+
+def test_of_a_config_for_a_drive_nothing_is_stored_where_memory_holds_all(
+    tmp_path, known_machine, monkeypatch
+):
+    free_memory(monkeypatch, 10**12)
+    engine = on_a_drive(tmp_path, "auto")
+    assert engine.optimizer._ebbtide.plan.count("stored") == 0
+    assert known_machine == [[]]
+    assert_same(outcome(engine), outcome(start()))
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("fault", ["no write", "no second read", "always the first slot"])

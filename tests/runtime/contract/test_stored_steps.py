@@ -9,6 +9,8 @@ from runtime.storage.errors import StorageError
 from runtime.storage.export import export
 from runtime.storage.reader import stored_problems
 from simulator import CheckpointPlan
+from simulator.update.footprint import Holding, tally
+from simulator.update.optimizer import ADAM
 from studies.bench.bits import differences
 from tests.runtime.contract.training import (
     DEVICES,
@@ -85,6 +87,11 @@ def test_training_goes_on_beside_each_steps_checkpoint_and_the_newest_can_be_gon
 def test_kept_steps_stay_and_a_resume_from_the_older_one_passes_the_newer_one_over(tmp_path):
     saved(tmp_path, 4, keep=2)
     engine = stored(tmp_path, keep=2)
+    session = engine.optimizer._ebbtide
+    (extents,) = (tmp_path / "state").glob("*.extents")
+    sizes, padding = session.engine.sizes(), 4096 * 3 * 3 * session.plan.subgroup_count
+    held = Holding.of(ADAM, 2, 2, kept=2).bytes(tally(sizes, session.plan.placements), 0)
+    assert held["storage"] <= extents.stat().st_size <= held["storage"] + padding
     engine.load_checkpoint(tmp_path / "ck", tag="global_step3")
     train(engine, 1, first=3)
     engine.save_checkpoint(tmp_path / "ck")  # in the place of the one that was passed over
