@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from difflib import get_close_matches
 from functools import cache, lru_cache
 from importlib import metadata
 from pathlib import Path
 from reprlib import repr as shortened
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import hjson
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from simulator.estimates.blocks import ModelError
 
@@ -87,10 +88,10 @@ def loaded(config: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any]:
     config = as_deepspeed_reads(config or {})
     _check_sections(config)
     _check_names(config)
-    for key, check in _KINDS.items():
+    for key, kind in _KINDS.items():
         value = at(config, key)
         if value is not None:
-            check(key, value)
+            kind.check(key, value)
     return config
 
 
@@ -139,32 +140,12 @@ def as_deepspeed_reads(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _lax(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     made = {}
     for key, value in values.items():
-        check = _KINDS.get(where + key)
-        if value == AUTO and check not in (_elements, _switch):
-            continue
-        made[key] = _coerced(value, check)
+        kind = _KINDS.get(where + key)
+        if value != AUTO:
+            made[key] = value if kind is None else kind.taken_for(value)
+        elif kind is not None and kind.auto:
+            made[key] = value
     return made
-
-
-def _coerced(value: Any, check: Any) -> Any:
-    """What pydantic takes a value for; as it is where that is an error."""
-    if check in (_flag, _switch) and not isinstance(value, bool):
-        return _SWITCHES.get(str(value).lower(), value)
-    if check is _stage and isinstance(value, float) and value.is_integer():
-        return int(value)
-    if not isinstance(value, str):
-        return value
-    if check in (_elements, _shards, _stage) and re.fullmatch(r"[+-]?\d+(\.0*)?", value):
-        return int(float(value)) if "." in value else int(value)
-    if check is _share and re.fullmatch(r"\d*\.?\d+(e-?\d+)?", value):
-        return float(value)
-    return value
-
-
-_SWITCHES = {
-    **dict.fromkeys(("1", "on", "t", "true", "y", "yes"), True),
-    **dict.fromkeys(("0", "off", "f", "false", "n", "no"), False),
-}
 
 
 def at(config: Mapping[str, Any], key: str) -> Any:
@@ -251,97 +232,85 @@ def _of_installed(where: str) -> set[str]:
 # -- kinds of values ----------------------------------------------------------------------------
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+class _Kind:
+    """What a value may be: a rule in words, and the type as pydantic checks it, which DeepSpeed's
+    own schemas are of; ``auto``: or "auto"; ``flag``: that says the same on a command line.
+    """
+
+    def __init__(self, rule: str, type_: Any, *, auto: bool = False, flag: str = "") -> None:
+        self._rule, self._type = f"{rule} or 'auto'" if auto else rule, TypeAdapter(type_)
+        self.auto, self._flag = auto, flag
+
+    def taken_for(self, value: Any) -> Any:
+        """What pydantic takes it for; as it is where that is an error."""
+        try:
+            return self._type.validate_python(value)
+        except ValidationError:
+            return value
+
+    def check(self, key: str, value: Any) -> None:
+        """As it was taken: a switch that is still a text was none.
+
+        Raises:
+            ModelError: the value is none of this kind.
+        """
+        if self.auto and value == AUTO:
+            return
+        try:
+            self._type.validate_python(value, strict=True)
+        except ValidationError:
+            raise ModelError(
+                f"{key}{self._flag} must be {self._rule}, but got {shortened(value)}",
+                f"ds_config.{key}",
+            ) from None
 
 
-def _refuse(key: str, rule: str, value: Any) -> None:
-    where = key.partition(" ")[0]  # a flag stands behind it
-    raise ModelError(f"{key} must be {rule}, but got {shortened(value)}", f"ds_config.{where}")
+def _no_switch(value: Any) -> Any:
+    """Which pydantic takes for 0 or 1."""
+    if isinstance(value, bool):
+        raise ValueError  # noqa: TRY004 - which pydantic hears
+    return value
 
 
-def _count(key: str, value: Any) -> None:
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if value != AUTO and not (whole and 1 <= value < 10**9):
-        _refuse(key, "a whole number >= 1 or 'auto'", value)
+_Number = BeforeValidator(_no_switch)
+_COUNT = _Kind("a whole number >= 1", Annotated[int, Field(ge=1, lt=10**9)], auto=True)
+_NUMBER = _Kind("a number >= 0", Annotated[float, Field(ge=0, lt=10**18)], auto=True)
+_ELEMENTS = _Kind("a whole number >= 0", Annotated[int, _Number, Field(ge=0, lt=10**18)], auto=True)
+_SHARDS = _Kind("a whole number >= -1", Annotated[int, _Number, Field(ge=-1)])
+_SHARE = _Kind("a number between 0 and 1", Annotated[float, _Number, Field(ge=0, le=1)])
+_FLAG = _Kind("true or false", bool)
+_SWITCH = _Kind("true, false", bool, auto=True)
+_STAGE = _Kind("1, 2 or 3", Annotated[int, _Number, Field(ge=0, le=3)], flag=" (--zero-stage)")
 
 
-def _number(key: str, value: Any) -> None:
-    if value != AUTO and not (_is_number(value) and 0 <= value < 1e18):
-        _refuse(key, "a number >= 0 or 'auto'", value)
+def _one_of(*names: str) -> _Kind:
+    return _Kind(f"one of {', '.join(names)}", Literal[names])
 
 
-def _elements(key: str, value: Any) -> None:
-    _number(key, value)
-    if value != AUTO and value != int(value):
-        _refuse(key, "a whole number or 'auto'", value)
-
-
-def _shards(key: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < -1:
-        _refuse(key, "a whole number >= -1", value)
-
-
-def _share(key: str, value: Any) -> None:
-    if not (_is_number(value) and 0 <= value <= 1):
-        _refuse(key, "a number between 0 and 1", value)
-
-
-def _flag(key: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        _refuse(key, "true or false", value)
-
-
-def _switch(key: str, value: Any) -> None:
-    if value != AUTO and not isinstance(value, bool):
-        _refuse(key, "true, false or 'auto'", value)
-
-
-def _stage(key: str, value: Any) -> None:
-    if isinstance(value, bool) or value not in (0, 1, 2, 3) or not isinstance(value, int):
-        _refuse(f"{key} (--zero-stage)", "1, 2 or 3", value)
-
-
-def _device(key: str, value: Any) -> None:
-    _one_of(DEVICES, key, value)
-
-
-def _dtype(key: str, value: Any) -> None:
-    _one_of(("fp32", "fp16", "bf16"), key, value)
-
-
-def _one_of(names: tuple[str, ...], key: str, value: Any) -> None:
-    if value not in names:
-        _refuse(key, f"one of {', '.join(names)}", value)
-
-
-def _all(check: Callable[[str, Any], None], keys: Iterable[str]) -> dict[str, Any]:
-    return dict.fromkeys(keys, check)
-
-
-_KINDS: Mapping[str, Callable[[str, Any], None]] = {
-    **_all(_count, ("train_batch_size", "train_micro_batch_size_per_gpu",
-                    "gradient_accumulation_steps")),
-    "gradient_clipping": _number,
-    f"{ZERO}.stage": _stage,
-    **_all(_elements, (f"{ZERO}.{name}" for name in (
+_KINDS: Mapping[str, _Kind] = {
+    **dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu",
+                    "gradient_accumulation_steps"), _COUNT),
+    "gradient_clipping": _NUMBER,
+    f"{ZERO}.stage": _STAGE,
+    **dict.fromkeys((f"{ZERO}.{name}" for name in (
         "sub_group_size", "reduce_bucket_size", "stage3_max_live_parameters",
         "max_live_parameters", "stage3_prefetch_bucket_size", "prefetch_bucket_size",
         "stage3_max_reuse_distance", "max_reuse_distance", "stage3_param_persistence_threshold",
-        "param_persistence_threshold"))),
-    **_all(_flag, (f"{ZERO}.{name}" for name in (
+        "param_persistence_threshold")), _ELEMENTS),
+    **dict.fromkeys((f"{ZERO}.{name}" for name in (
         "overlap_comm", "cpu_offload", "cpu_offload_param", "round_robin_gradients",
-        "parameter_alignment"))),
-    f"{ZERO}.mics_shard_size": _shards,
-    f"{STATE}.device": _device,
-    f"{HELD}.device": _device,
-    f"{STATE}.ratio": _share,
-    "data_types.grad_accum_dtype": _dtype,
-    **_all(_flag, (f"{STATE}.{name}" for name in (
-        "pin_memory", "pipeline_read", "pipeline_write", "super_offload"))),
-    f"{HELD}.pin_memory": _flag,
-    **_all(_switch, (f"{name}.enabled" for name in ("bf16", "bfloat16", "fp16"))),
-    "activation_checkpointing.cpu_checkpointing": _flag,
-    **_all(_flag, (f"{name}.{name}_master_weights_and_grads" for name in ("bf16", "fp16"))),
-    "bf16.bf16_optimizer_states": _flag,
+        "parameter_alignment")), _FLAG),
+    f"{ZERO}.mics_shard_size": _SHARDS,
+    f"{STATE}.device": _one_of(*DEVICES),
+    f"{HELD}.device": _one_of(*DEVICES),
+    f"{STATE}.ratio": _SHARE,
+    "data_types.grad_accum_dtype": _one_of("fp32", "fp16", "bf16"),
+    **dict.fromkeys((f"{STATE}.{name}" for name in (
+        "pin_memory", "pipeline_read", "pipeline_write", "super_offload")), _FLAG),
+    f"{HELD}.pin_memory": _FLAG,
+    **dict.fromkeys((f"{name}.enabled" for name in ("bf16", "bfloat16", "fp16")), _SWITCH),
+    "activation_checkpointing.cpu_checkpointing": _FLAG,
+    **dict.fromkeys(
+        (f"{name}.{name}_master_weights_and_grads" for name in ("bf16", "fp16")), _FLAG),
+    "bf16.bf16_optimizer_states": _FLAG,
 }  # fmt: skip

@@ -100,7 +100,7 @@ def test_pinning_is_the_default_of_the_deepspeed_at_hand():
         (config(CPU, offload_param="cpu"), "offload_param must be an object, but got 'cpu'"),
         (config(CPU, stage="three"), "stage .* must be 1, 2 or 3, but got 'three'"),
         (config(CPU, stage=2.5), "stage .* must be 1, 2 or 3, but got 2.5"),
-        (config(CPU, sub_group_size="x"), "sub_group_size must be a number .* but got 'x'"),
+        (config(CPU, sub_group_size="x"), "must be a whole number >= 0 or .* but got 'x'"),
         (config(CPU, sub_group_size=float("inf")), "sub_group_size must be .* but got inf"),
         (config(CPU, sub_group_size=10**400), "sub_group_size must be .* but got 1000"),
         (config(CPU, sub_group_size=2.5), "sub_group_size must be a whole number"),

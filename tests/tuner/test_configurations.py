@@ -219,12 +219,13 @@ def test_no_simulation_beats_its_bounds(given, free):
     assert lacking > 2 or "activation_checkpointing" in given  # which then fit
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_verdicts_do_not_depend_on_the_seed(seed):
-    space = Space.of(Configuration(gpus=4), KNOBS, 32)
-    first, other = (explore(question(seed=s), space) for s in (0, seed))
-    assert other.fitting[0].tokens_per_s == pytest.approx(first.fitting[0].tokens_per_s, rel=0.01)
-    assert [r[:24] for r in other.remarks()[1:]] == [r[:24] for r in first.remarks()[1:]]
+def test_verdicts_do_not_depend_on_the_seed():
+    space = Space.of(Configuration(gpus=4), KNOBS, 8)
+    first, *others = (explore(question(seed=seed), space) for seed in (0, 1, 2))
+    best = first.fitting[0].tokens_per_s
+    for other in others:
+        assert other.fitting[0].tokens_per_s == pytest.approx(best, rel=0.01)
+        assert [r[:24] for r in other.remarks()[1:]] == [r[:24] for r in first.remarks()[1:]]
 
 
 CONFIGS = {

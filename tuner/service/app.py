@@ -18,7 +18,7 @@ from fastapi.responses import JSONResponse, Response
 from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 
-from simulator.rules import Broken, broken, shortened
+from simulator.rules import Broken, RuleError, broken, shortened
 from tuner.service.pool import BusyError, InvalidError, WorkerError
 from tuner.service.resources import Service
 from tuner.service.routes import routes
@@ -71,7 +71,7 @@ def create_app(service: Service) -> FastAPI:
     app.mount("/", Page(packages=[("tuner.service", "static")], html=True))
     for error, handler in (
         (RequestValidationError, _unprocessable),
-        (InvalidError, _invalid),
+        (RuleError, _invalid),
         (BusyError, _busy),
         (WorkerError, _broken),
         (HTTPException, _refused),
@@ -107,8 +107,10 @@ async def _unprocessable(_: Request, error: RequestValidationError) -> Response:
     return problem(422, *(row._asdict() for row in broken(error, error.body)[:MOST_ERRORS]))
 
 
-async def _invalid(_: Request, error: InvalidError) -> Response:
-    return problem(422, *(row._asdict() for row in error.rows[:MOST_ERRORS]))
+async def _invalid(_: Request, error: RuleError) -> Response:
+    """A worker tells all the rules that were broken; here the first one ends the request."""
+    rows = error.rows if isinstance(error, InvalidError) else (Broken(error.key, str(error)),)
+    return problem(422, *(row._asdict() for row in rows[:MOST_ERRORS]))
 
 
 async def _busy(_: Request, error: BusyError) -> Response:

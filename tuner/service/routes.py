@@ -20,7 +20,7 @@ from simulator.rules import RuleError, shortened
 from simulator.schedules.settings import STEPS
 from simulator.schedules.strategies import STRATEGIES
 from tuner.service import requests as ask
-from tuner.service.pool import InvalidError, Result
+from tuner.service.pool import Result
 from tuner.service.report import read_run, summary_of
 from tuner.service.resources import Service
 from tuner.service.scenario import MODELS, check_ops, estimated_ops
@@ -101,7 +101,7 @@ class _Names:
         if isinstance(scenario.machine, str) and scenario.machine not in preset_names():
             machine = self.machine(scenario.machine)
             if machine is None:
-                raise InvalidError(
+                raise RuleError(
                     f"machine must be one of {', '.join(self.machines())}, but got "
                     f"{scenario.machine!r}",
                     key="machine",
@@ -132,8 +132,9 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def _response(result: Result, kind: str = "text/csv; charset=utf-8") -> Response:
-    return Response(result.body, media_type="application/json" if result.is_json else kind)
+def _response(result: Result) -> Response:
+    kind = "application/json" if result.is_json else "text/csv; charset=utf-8"
+    return Response(result.body, media_type=kind)
 
 
 def routes(service: Service) -> APIRouter:
@@ -186,7 +187,7 @@ def _machines(router: APIRouter, service: Service, names: _Names) -> None:
         """Keeps a measured machine under its name (`tune profile --push URL`)."""
         name = machine.name
         if name in preset_names() or not MACHINE_NAME.fullmatch(name) or not name.strip():
-            raise InvalidError(
+            raise RuleError(
                 "name must be 1 to 80 letters, digits, spaces or .,:()+- and no preset's, but got "
                 f"{shortened(name)}",
                 key="name",
@@ -225,10 +226,7 @@ def _models(router: APIRouter, service: Service) -> None:
 def _answers(router: APIRouter, service: Service, names: _Names) -> None:
     async def computed(request: Request, call: str, posted: ask.Scenario, cost: int) -> Response:
         filled = names.fill(posted)
-        try:
-            light = check_ops(estimated_ops(filled), cost, service.quota)
-        except RuleError as error:
-            raise InvalidError(str(error), error.key) from None
+        light = check_ops(estimated_ops(filled), cost, service.quota)
         body = filled.model_dump(mode="json", exclude_defaults=True)
         result = await _unless_gone(request, service.pool.answer(call, body, light))
         return _response(result)
@@ -265,13 +263,13 @@ def _answers(router: APIRouter, service: Service, names: _Names) -> None:
 
 def _check_cells(posted: ask.WhatIf, most: int, instead: str = "") -> None:
     if posted.cells > most:
-        raise InvalidError(
+        raise RuleError(
             f"changes, strategies and gpu_memory_bytes must make at most {most} points, but make "
             f"{posted.cells}{instead}",
             key="changes",
         )
     if any(not math.isfinite(v) for values in posted.changes.values() for v in values):
-        raise InvalidError("changes must be finite numbers", key="changes")
+        raise RuleError("changes must be finite numbers", key="changes")
 
 
 def _jobs(router: APIRouter, service: Service, names: _Names) -> None:
@@ -289,10 +287,7 @@ def _jobs(router: APIRouter, service: Service, names: _Names) -> None:
     @router.post("/jobs/search", status_code=201)
     async def search(posted: ask.SearchJob) -> JobState:
         """Searches the configuration that trains fastest in the background."""
-        try:
-            check_search(posted, service.quota)
-        except RuleError as error:
-            raise InvalidError(str(error), error.key) from None
+        check_search(posted, service.quota)
         return await _submit(service, names, posted, "search")
 
 
@@ -330,7 +325,7 @@ def _job(router: APIRouter, service: Service) -> None:
             await service.jobs.cancel(job)
             return JobState(**_known(service.store.job(job), "job"))
         if not await asyncio.to_thread(service.store.forget, "jobs", job):
-            raise InvalidError(
+            raise RuleError(
                 f"forget must be asked of a job that has ended, but this one is {state.state}: "
                 "cancel it first",
                 key="forget",
@@ -438,10 +433,7 @@ def _runs(router: APIRouter, service: Service, names: _Names) -> None:
     @router.post("/runs", status_code=201)
     async def post_run(run: ask.Run) -> dict[str, Any]:
         """A training run's measured timeline; with its plan, predicted against measured."""
-        try:
-            summary = await asyncio.to_thread(summary_of, run)
-        except RuleError as error:
-            raise InvalidError(str(error), error.key) from None
+        summary = await asyncio.to_thread(summary_of, run)
         stored = await asyncio.to_thread(
             service.store.add_run, run.name, summary, run.model_dump_json()
         )
@@ -491,8 +483,5 @@ def _runs(router: APIRouter, service: Service, names: _Names) -> None:
 def _checked(names: _Names, scenario: ask.Scenario, quota: ask.Quota) -> dict[str, Any]:
     """Without names, not too large, as a worker takes it."""
     filled = names.fill(scenario)
-    try:
-        check_ops(estimated_ops(filled), 1, quota)
-    except RuleError as error:
-        raise InvalidError(str(error), error.key) from None
+    check_ops(estimated_ops(filled), 1, quota)
     return filled.model_dump(mode="json", exclude_defaults=True)

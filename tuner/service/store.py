@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 SCHEMA_VERSION = 1
-OPEN_STATES = ("queued", "running")
 _TABLES = """
 CREATE TABLE IF NOT EXISTS jobs (
     id TEXT PRIMARY KEY, number INTEGER NOT NULL, kind TEXT NOT NULL, title TEXT NOT NULL,
