@@ -122,6 +122,22 @@ def save_seconds(workload: Workload, machine: Machine) -> float:
     return each.median * (named + states)
 
 
+def streamed_sizes(workload: Workload, plan: Plan) -> list[int]:
+    """Bytes of each subgroup's state that a checkpoint writes: none of what is stored, which is
+    committed where it lies.
+    """
+    each = workload.optimizer_state.state_bytes
+    return [
+        0 if RECIPES[placement].state == "storage" else n * each
+        for n, placement in zip(workload.subgroups, plan.placements, strict=True)
+    ]
+
+
+def streamed_bytes(workload: Workload, plan: Plan) -> int:
+    """Of a whole checkpoint, the parameters as the model computes with them included."""
+    return sum(streamed_sizes(workload, plan)) + workload.model_checkpoint_bytes
+
+
 class CheckpointSimulation:
     """Predicts what checkpoints cost under a plan, for any budget, cap and number of writers.
 
@@ -137,7 +153,7 @@ class CheckpointSimulation:
         self.workload, self.plan, self.machine = workload, plan, machine
         self.save_s = save_seconds(workload, machine) if save_s is None else save_s
         self.iterations = LEAD_IN + FOLLOWED
-        self.sizes = [n * workload.optimizer_state.state_bytes for n in workload.subgroups]
+        self.sizes = streamed_sizes(workload, plan)
         self.storage = capacities(machine, workload.ranks_per_node)["storage"]
 
     def schedule(self, saving: CheckpointPlan) -> Schedule:

@@ -109,6 +109,8 @@ class CheckpointedLoop(EbbtideLoop):
         )  # fmt: skip
         self.hook = -1
         self.pending = deque(self.cuts)
+        if not self.pending:  # all state is stored, and was written by the steps
+            self.commits.append(self._durable())
         self.live_ops, self.snapshots, self.pieces = {}, {}, {}
         self.unread = dict.fromkeys(range(len(self.sizes)), 0)
         for segment, _ in self.cuts:

@@ -20,6 +20,7 @@ from simulator.analysis.checkpoint_cost import (
     SAVE_S,
     CheckpointSimulation,
     save_seconds,
+    streamed_bytes,
 )
 from simulator.analysis.goodput import CheckpointCost
 from simulator.engines.compiled import simulate_fast
@@ -88,6 +89,23 @@ def test_a_synchronous_checkpoint_stalls_for_all_of_it():
     found = cost(workload(), HOST, machine(), mode="sync")
     assert found.stall_s == pytest.approx(4, rel=1e-3)
     assert found.interference_s == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["lazy", "sync"])
+@pytest.mark.parametrize(("placements", "streamed"), [("host", 24), ("mixed", 12), ("stored", 0)])
+def test_a_checkpoint_writes_no_byte_of_what_is_stored(mode, placements, streamed):
+    made = plan(*{"mixed": ["stored", "host"]}.get(placements, [placements] * 2))
+    have = machine(storage_read_bytes_per_s=Quantity.exact(6e9))
+    simulation = CheckpointSimulation(workload(), made, have, save_s=0.0)
+    saving = CheckpointPlan(mode=mode, copy_budget_bytes=0)
+    persists = [op for op in simulation.schedule(saving).ops if op.kind == OpKind.PERSIST]
+    assert sum(op.work for op in persists) == pytest.approx(streamed * GIGA)
+    assert persists  # the commit at least
+    found = simulation.cost(saving)
+    assert streamed_bytes(workload(), made) == streamed * GIGA
+    assert found.copied_bytes == 0
+    if mode == "sync":
+        assert found.stall_s == pytest.approx(streamed / 6, abs=0.1)
 
 
 def test_a_save_waits_for_updates_that_overlap_forward():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from simulator.analysis.checkpoint_cost import SAVE_S, CheckpointSimulation
+from simulator.analysis.checkpoint_cost import SAVE_S, CheckpointSimulation, streamed_bytes
 from simulator.analysis.goodput import (
     CheckpointCost,
     Failures,
@@ -44,7 +44,7 @@ def checkpointed(
     else:
         assert plan.prediction is not None
         spare = limits.spare_host_bytes(plan.prediction)
-        whole = blocks(workload.checkpoint_bytes)
+        whole = blocks(streamed_bytes(workload, plan))
         budgets = sorted({min(LEAST_BUDGET_BYTES, whole, spare), min(whole, spare)})
         savings = [CheckpointPlan(copy_budget_bytes=budget) for budget in budgets]
         tried = [rated(simulation, saving, failures) for saving in savings]

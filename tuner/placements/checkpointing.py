@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from simulator.analysis.checkpoint_cost import CheckpointSimulation
+from simulator.analysis.checkpoint_cost import CheckpointSimulation, streamed_bytes
 from simulator.analysis.goodput import (
     CheckpointCost,
     Failures,
@@ -108,7 +108,7 @@ def thriftiest(tried: Sequence[Choice]) -> Choice:
 
 def _budgets(simulation: CheckpointSimulation, spare_bytes: int, base: CheckpointPlan) -> list[int]:
     """From none to a whole checkpoint, as far as there is room beside the writers' buffers."""
-    size = simulation.workload.checkpoint_bytes
+    size = streamed_bytes(simulation.workload, simulation.plan)
     room = max(0, spare_bytes - reserved_bytes(base.model_copy(update={"copy_budget_bytes": 0})))
     wanted = {min(room, blocks(size * share)) for share in BUDGET_SHARES}
     return sorted({*wanted, min(room, LEAST_BUDGET_BYTES, blocks(size))})
@@ -151,7 +151,7 @@ def with_checkpoints(
     assert plan.prediction is not None
     spare = limits.spare_host_bytes(plan.prediction)
     if mtbf_s is None:
-        budget = min(LEAST_BUDGET_BYTES, blocks(workload.checkpoint_bytes), spare)
+        budget = min(LEAST_BUDGET_BYTES, blocks(streamed_bytes(workload, plan)), spare)
         return plan.model_copy(
             update={"checkpoint": CheckpointPlan(dir=folder, copy_budget_bytes=budget)}
         )
