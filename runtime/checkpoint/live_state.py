@@ -62,6 +62,12 @@ class StoredState(Protocol):
         """Those whose state lives there now."""
         ...
 
+    def committed_apart(self) -> AbstractContextManager[None]:
+        """Inside, state dicts are asked for files that hold nothing of it: who makes them does not
+        wait for what is on its way there.
+        """
+        ...
+
     def announce(self, target: Path, nonce: str, step: int) -> AnnouncedStep:
         """Called with no write under way that was launched later than the step; never blocks.
 

@@ -411,6 +411,13 @@ class Executor:
         for completion in (*self._previous[: self._own], self._latest_fetch):
             completion.wait_host()
 
+    def wait_memory(self) -> None:
+        """Likewise of the subgroups whose state lives in memory: what is stored goes on too."""
+        for item, completion in zip(self.template, self._previous, strict=True):
+            if RECIPES[self.states[item.op.subgroup].placement].state != "storage":
+                completion.wait_host()
+        self._latest_fetch.wait_host()
+
     @property
     def busy(self) -> bool:
         """True while an op of the latest step has not ended, or has failed."""

@@ -136,6 +136,7 @@ class Session:
         after_step: called, in order, when the framework's whole step is done, its counters and
             its schedule included: live re-planning first, checkpoints last.
         before_switch: called before subgroups move: who still reads the old buffers ends it.
+        stored: what a checkpoint commits where it lies.
         watch: the `runtime.replan.watch.Watch` of this session, if there is one.
         overlaps: a plan's updates may go on in the next forward.
     """
@@ -155,6 +156,7 @@ class Session:
         self._running: Executor | None = None  # while a switch moves its subgroups
         self._store: ExtentStore | None = None
         self._stores: dict[int, int] | None = None  # elements of the subgroups it has room for
+        self.stored = StoredSteps(lambda: self._store, lambda: frozenset(self._on_storage()))
         self.plan, self.executor = self._build(plan)
         self.homes = GradientHomes(
             device, self.executor.states, engine.slices(), self.executor.gradients
@@ -236,9 +238,17 @@ class Session:
                 self.device.host_release(left)
         return state
 
-    def stored_steps(self) -> StoredSteps:
-        """What a checkpoint commits where it lies."""
-        return StoredSteps(lambda: self._store, lambda: frozenset(self._on_storage()))
+    @property
+    def saves_in_flight(self) -> bool:
+        """A checkpoint is being made while updates of what it commits on storage may go on."""
+        return self.stored.apart and self.plan.stores
+
+    def wait_for_readers(self) -> None:
+        """Until what they are shown is there: in a checkpoint, nothing of what is stored."""
+        if self.saves_in_flight:
+            self.executor.wait_memory()
+        else:
+            self.executor.wait_all()
 
     def _on_storage(self) -> Iterable[int]:
         states = self.executor.states

@@ -20,21 +20,31 @@ from runtime.storage.reader import StepReader
 from runtime.storage.store import ExtentStore
 
 
-@dataclass(frozen=True)
+@dataclass
 class StoredSteps:
     """A `runtime.checkpoint.live_state.StoredState`; called by the training thread.
 
     Attributes:
         opened: the store; None: this run stores nothing, but may load what another has stored.
         subgroups: those whose state lives on storage now.
+        apart: inside `committed_apart`.
     """
 
     opened: Callable[[], ExtentStore | None]
     subgroups: Callable[[], frozenset[int]]
+    apart: bool = False
 
     @property
     def store(self) -> ExtentStore | None:
         return self.opened()
+
+    @contextmanager
+    def committed_apart(self) -> Iterator[None]:
+        self.apart = True
+        try:
+            yield
+        finally:
+            self.apart = False
 
     def announce(self, target: Path, nonce: str, step: int) -> StoredStep:
         assert self.store is not None  # else there is no stored tensor

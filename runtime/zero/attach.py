@@ -345,7 +345,7 @@ def _checkpointing(engine: Any, session: Session, checkpoint: CheckpointPlan) ->
         return
     live = LiveState()
     live.register_all({i: session.engine.saved_state(i) for i in session.plan.issue_order})
-    live.stored = session.stored_steps()
+    live.stored = session.stored
     session.executor.gate = live
     lazy = install(
         engine, checkpoint, live, after_step=session.after_step,

@@ -167,7 +167,7 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
     def publish(self) -> None:
         own = self.__dict__.get("_ebbtide")  # None while it is being made
         if own is not None and not own.closed:
-            own.executor.wait_all()
+            own.wait_for_readers()
 
     def _get_fp32_opt_state_partition(
         self, param: Any, release_swap_buffers: bool, optim_state_key: str | None = None
@@ -239,7 +239,10 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         self._gathers.shows = True
         if self._ebbtide.plan.overlap_forward:
             self.invalidate_secondary_tensor()
-            self._gathers.show_at_rest()
+            if self._ebbtide.saves_in_flight:
+                self._gathers.stand_in()  # as behind a step: whoever reads them first waits
+            else:
+                self._gathers.show_at_rest()
         else:
             super().checkpoint_event_epilogue()
 

@@ -269,7 +269,9 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         try:
             save.commit.begin()
             trainers_folder.settle(attempt.save_dir)
-            write()
+            stored = self._live.stored
+            with contextlib.nullcontext() if stored is None else stored.committed_apart():
+                write()
             save.add_random_states()
             self._job = job = save.make_job(_over)
             self._files.point("skeleton_made")

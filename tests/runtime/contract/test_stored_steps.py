@@ -1,5 +1,7 @@
 """Checkpoints of stored state: committed where it lies, resumed from there."""
 
+import threading
+
 import pytest
 import torch
 
@@ -8,7 +10,7 @@ from runtime.checkpoint.errors import CheckpointError
 from runtime.storage.errors import StorageError
 from runtime.storage.export import export
 from runtime.storage.reader import stored_problems
-from simulator import CheckpointPlan
+from simulator import CheckpointPlan, OpKind
 from simulator.update.footprint import Holding, tally
 from simulator.update.optimizer import ADAM
 from studies.bench.bits import differences
@@ -51,6 +53,28 @@ def undisturbed(steps, first):
     stock = start()
     train(stock, first)
     return outcome(stock, steps, first=first)
+
+
+def test_a_save_does_not_wait_for_what_is_on_its_way_to_storage(tmp_path):
+    """The drive writes nothing of the last step until the save has returned."""
+    engine, may_write = stored(tmp_path), threading.Event()
+    train(engine, 2)
+    engine.optimizer.wait()
+    executor = engine.optimizer._ebbtide.executor
+    executor.before_op = lambda op: op.kind is OpKind.STATE_WRITE and may_write.wait(30)
+    train(engine, 1, first=2)
+    late = threading.Timer(10, may_write.set)
+    late.start()
+    engine.save_checkpoint(tmp_path / "ck")
+    assert not may_write.is_set()
+    may_write.set()
+    late.cancel()
+    engine.checkpoint_engine.wait()
+    engine.destroy()
+
+    again = stored(tmp_path)
+    again.load_checkpoint(tmp_path / "ck")
+    assert_same(outcome(again, 2, first=3), undisturbed(2, 3))
 
 
 @pytest.mark.parametrize("pattern", [["stored"], ["stored", "host"]])
