@@ -107,6 +107,15 @@ FIGURES: dict[str, dict[str, str]] = {
         "stall_below_synchronous": "stall {:.0f}x below the synchronous writer",
         "stall_below_best_asynchronous": "{:.0f}x below the best asynchronous one",
         "ebbtide_slowdown_every_10": "training {:.1%} slower with a checkpoint every 10 steps",
+        "checkpoint_rate": "written at {:.2f} of a plain O_DIRECT writer's rate",
+    },
+    "storage_tier": {
+        "speedup_over_stock_default": "{:.1f}x stock's NVMe",
+        "speedup_over_stock_pipelined": "{:.1f}x its pipelines, within their host memory",
+        "all_stored_speedup_over_stock_pipelined": "{:.1f}x with all state stored",
+        "update_over_floor": "update / floor {:.2f}",
+        "checkpoint_every_step_slowdown_pct": "a checkpoint at every step {:.1f}% slower",
+        "bit_identical": "bit-identical: {}",
     },
     "checkpointing": {
         "ebbtide_bytes_per_s": "{:.1e} bytes per second of waiting",
