@@ -339,6 +339,27 @@ def test_bad_input_ends_with_one_line(tmp_path):
         assert says in result.output
 
 
+BREAKS_OFF = """
+import torch
+layer = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+for step in range(2):
+    layer(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+raise RuntimeError("out of luck")
+"""
+
+
+def test_a_command_that_fails_on_its_way_is_not_identical(tmp_path):
+    """What it has trained until then has the same bits each time."""
+    (tmp_path / "train.py").write_text(BREAKS_OFF)
+    words = ["--steps", "4", "--", sys.executable, str(tmp_path / "train.py")]
+    result = CliRunner().invoke(main, ["verify", *words])
+    assert result.exit_code == 2
+    assert "failed with exit code 1 after 2" in result.output
+    assert "out of luck" in result.output
+
+
 SCRIPT = '''
 import json, sys
 import deepspeed, torch

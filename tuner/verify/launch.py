@@ -50,7 +50,7 @@ def launch(command: Sequence[str], side: Side, steps: int, seed: int = 0) -> Lau
     """Trains for some steps; returns when the command has ended.
 
     Raises:
-        VerifyError: no rank took a step.
+        VerifyError: no rank took a step, or the command failed before its last one.
     """
     with tempfile.TemporaryDirectory(prefix="ebbtide-verify-") as scratch:
         folder = Path(scratch)
@@ -70,6 +70,8 @@ def launch(command: Sequence[str], side: Side, steps: int, seed: int = 0) -> Lau
         _clean_up(run)
     if run is None or len(run.steps) < 2:
         raise VerifyError(_failure(side, code, text))
+    if code:
+        raise VerifyError(_broken_off(side, code, len(run.steps) - 1, steps, text))
     return Launched(replace(run, name=side.title), tuple(dict.fromkeys(_NAMED.findall(text))))
 
 
@@ -91,10 +93,20 @@ def _environment(job: Mapping[str, object]) -> dict[str, str]:
     }
 
 
+def _broken_off(side: Side, code: int, taken: int, steps: int, text: str) -> str:
+    return (
+        f"the command must train for --steps {steps} or end by itself, but as {side.title} it "
+        f"failed with exit code {code} after {taken}:\n{_tail(text)}"
+    )
+
+
+def _tail(text: str) -> str:
+    return "\n".join(text.splitlines()[-SHOWN_LINES:])
+
+
 def _failure(side: Side, code: int, text: str) -> str:
-    tail = "\n".join(text.splitlines()[-SHOWN_LINES:])
     return (
         f"the command must train with a DeepSpeed engine or an optimizer of torch's, but as "
         f"{side.title} it ended with exit code {code} before an optimizer step (--against leaves "
-        f"sides out):\n{tail}"
+        f"sides out):\n{_tail(text)}"
     )
