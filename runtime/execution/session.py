@@ -156,7 +156,9 @@ class Session:
         self._running: Executor | None = None  # while a switch moves its subgroups
         self._store: ExtentStore | None = None
         self._stores: dict[int, int] | None = None  # elements of the subgroups it has room for
-        self.stored = StoredSteps(lambda: self._store, lambda: frozenset(self._on_storage()))
+        self.stored = StoredSteps(
+            lambda: self._store, lambda: frozenset(self._on_storage()), self._wait_all
+        )  # fmt: skip
         self.plan, self.executor = self._build(plan)
         self.homes = GradientHomes(
             device, self.executor.states, engine.slices(), self.executor.gradients
@@ -249,6 +251,9 @@ class Session:
             self.executor.wait_memory()
         else:
             self.executor.wait_all()
+
+    def _wait_all(self) -> None:
+        self.executor.wait_all()  # of the plan that runs then
 
     def _on_storage(self) -> Iterable[int]:
         states = self.executor.states

@@ -27,11 +27,13 @@ class StoredSteps:
     Attributes:
         opened: the store; None: this run stores nothing, but may load what another has stored.
         subgroups: those whose state lives on storage now.
+        updated: returns when no update that was launched writes any more.
         apart: inside `committed_apart`.
     """
 
     opened: Callable[[], ExtentStore | None]
     subgroups: Callable[[], frozenset[int]]
+    updated: Callable[[], None]
     apart: bool = False
 
     @property
@@ -74,6 +76,7 @@ class StoredSteps:
         held = frozenset(tensor.subgroup for tensor in asked.tensors)
         if self.store is None or asked.store != self.store.nonce or not held <= self.subgroups():
             return frozenset()
+        self.updated()  # what it wrote behind this would be the newest
         self.store.restore(name=asked.name)
         return held
 

@@ -1,6 +1,7 @@
 """Checkpoints of stored state: committed where it lies, resumed from there."""
 
 import threading
+import time
 
 import pytest
 import torch
@@ -106,6 +107,23 @@ def test_training_goes_on_beside_each_steps_checkpoint_and_the_newest_can_be_gon
     stock = start()
     assert torch.equal(torch.stack(losses), torch.stack(train(stock, 5)[0]))
     stock.destroy()
+
+
+@pytest.mark.parametrize("pattern", [["stored"], ["stored", "host"]])
+def test_a_run_that_goes_back_lets_no_update_under_way_write_behind_it(pattern, tmp_path):
+    engine = stored(tmp_path, pattern)
+    train(engine, 1)
+    engine.save_checkpoint(tmp_path / "ck")
+    engine.checkpoint_engine.wait()
+
+    def late(op):
+        if op.kind == OpKind.STATE_WRITE:
+            time.sleep(0.05)
+
+    engine.optimizer._ebbtide.executor.before_op = late
+    train(engine, 2, first=1)
+    engine.load_checkpoint(tmp_path / "ck", tag="global_step1")
+    assert_same(outcome(engine, 2, first=1), undisturbed(2, 1))
 
 
 def test_kept_steps_stay_and_a_resume_from_the_older_one_passes_the_newer_one_over(tmp_path):

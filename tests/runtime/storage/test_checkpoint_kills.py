@@ -43,7 +43,7 @@ def opened(place, files, keep):
         files=files, stands=stands,
     )  # fmt: skip
     try:
-        yield store, StoredSteps(lambda: store, lambda: frozenset(ELEMENTS))
+        yield store, StoredSteps(lambda: store, lambda: frozenset(ELEMENTS), lambda: None)
     finally:
         store.close()
 
