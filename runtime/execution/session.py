@@ -138,6 +138,8 @@ class Session:
         before_switch: called before subgroups move: who still reads the old buffers ends it.
         stored: what a checkpoint commits where it lies.
         watch: the `runtime.replan.watch.Watch` of this session, if there is one.
+        set_aside: the plan that the present one, which leaves device memory free for somebody
+            else, stands in for; steps meanwhile are not planned by.
         overlaps: a plan's updates may go on in the next forward.
     """
 
@@ -152,6 +154,7 @@ class Session:
         self.after_step: list[Callable[[], None]] = []
         self.before_switch: list[Callable[[], object]] = []
         self.watch: Any = None
+        self.set_aside: Plan | None = None
         self.closed = False
         self._running: Executor | None = None  # while a switch moves its subgroups
         self._store: ExtentStore | None = None

@@ -71,6 +71,8 @@ class _Automatic:
     steps: int = 0
 
     def on_step(self) -> None:
+        if self.session.set_aside is not None:
+            return
         self.steps += 1
         if self.steps != WATCHED_STEPS:
             return

@@ -65,6 +65,8 @@ class Watch:
     steps: int = 0
 
     def on_step(self) -> None:
+        if self.session.set_aside is not None:
+            return
         self.steps += 1
         if self.steps % self.period_steps == 0:
             self._look()

@@ -38,7 +38,6 @@ class PlannedZero:
     gradient_accumulation_dtype: torch.dtype
     gradient_accumulation_steps: int
     norm_for_param_grads: dict[int, torch.Tensor]
-    plan_before_offload: Plan | None = None  # between `offload_states` and `reload_states`
 
     # -- backward and step -------------------------------------------------------------------
 
@@ -152,15 +151,14 @@ class PlannedZero:
         leave = self.zero_stage() == 3 and (named is None or "lp_params" in named)
         homes = Plan.home_runs(["host"] * plan.subgroup_count) if leave else plan.parameter_home
         held = ["host" if RECIPES[p].queue is Queue.DEVICE else p for p in plan.placements]
-        if self.plan_before_offload is None:
-            self.plan_before_offload = plan
+        self._ebbtide.set_aside = self._ebbtide.set_aside or plan
         self._ebbtide.switch(plan.placed(held, staging_slots=0, prefetch=0, parameter_home=homes))
 
     def reload_states(self, **_: Any) -> None:
         """Everything goes back to where the plan had it."""
-        if self.plan_before_offload is not None:
-            self._ebbtide.switch(self.plan_before_offload)
-            self.plan_before_offload = None
+        if self._ebbtide.set_aside is not None:
+            self._ebbtide.switch(self._ebbtide.set_aside)
+            self._ebbtide.set_aside = None
 
     def destroy(self) -> None:
         try:

@@ -131,6 +131,27 @@ def test_auto_plans_after_the_watched_steps(only_rank, stage, monkeypatch):
         )
 
 
+def test_auto_plans_nothing_while_states_are_offloaded(stock, monkeypatch):
+    """It would take the device memory that was asked for, and `reload_states` would undo it."""
+    monkeypatch.setattr("runtime.replan.auto._free_device_bytes", lambda device: 10**9)
+    engine = new_engine()
+    runtime.attach(engine, "auto", device=slowed(1e9, 1e9, 1e9), machine=machine())
+    placements = []
+
+    def note(number):
+        placements.append(set(engine.optimizer._ebbtide.plan.placements))
+        if number == 1:
+            engine.offload_states()
+        if number == 4:
+            engine.reload_states()
+
+    assert_same_bits(train(engine, after_step=note), stock)
+    assert placements[:6] == [{"host"}] * 6
+    if EMULATED:
+        assert placements[6] - {"host"}, "the fourth step that it has watched"
+        assert placements[7] == placements[6]
+
+
 @pytest.mark.skipif(not EMULATED, reason="a real link is as fast as it is")
 def test_a_watch_replans_when_the_link_is_slower_than_planned(stock):
     engine = new_engine()
@@ -230,7 +251,7 @@ def test_checkpoints_carry_the_digest_of_the_plan_they_were_made_under(only_rank
 
 
 def test_a_watch_does_not_wait_for_the_step_just_launched(only_rank, monkeypatch):
-    """It would take the overlap of that step away."""
+    """It would take the overlap of that step away. Nor does it look while states are offloaded."""
     from runtime.execution.executor import Executor
 
     engine = new_engine()
@@ -252,8 +273,14 @@ def test_a_watch_does_not_wait_for_the_step_just_launched(only_rank, monkeypatch
             look()
         looked.append(1)
 
+    def aside(number):
+        if number == 0:
+            engine.offload_states()
+        if number == 1:
+            engine.reload_states()
+
     monkeypatch.setattr(watch, "_look", noted)
-    train(engine, 3)
+    train(engine, 4, aside)
     assert len(looked) == 3
     assert waited == []
 
