@@ -360,6 +360,14 @@ def test_a_command_that_fails_on_its_way_is_not_identical(tmp_path):
     assert "out of luck" in result.output
 
 
+def test_fewer_steps_than_asked_for_are_said(tmp_path):
+    (tmp_path / "train.py").write_text(BREAKS_OFF.replace("raise RuntimeError", "print"))
+    words = ["--steps", "4", "--", sys.executable, str(tmp_path / "train.py")]
+    result = CliRunner().invoke(main, ["verify", *words])
+    assert result.exit_code == 0
+    assert "2 steps (of 4 asked for: the command ended)" in result.output
+
+
 SCRIPT = '''
 import json, sys
 import deepspeed, torch

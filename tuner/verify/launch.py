@@ -70,9 +70,10 @@ def launch(command: Sequence[str], side: Side, steps: int, seed: int = 0) -> Lau
         _clean_up(run)
     if run is None or len(run.steps) < 2:
         raise VerifyError(_failure(side, code, text))
-    if code:
-        raise VerifyError(_broken_off(side, code, len(run.steps) - 1, steps, text))
-    return Launched(replace(run, name=side.title), tuple(dict.fromkeys(_NAMED.findall(text))))
+    if run.silent or (code and len(run.steps) - 1 < steps):
+        raise VerifyError(_broken_off(side, code, run, steps, text))
+    run = replace(run, name=side.title, asked=steps)
+    return Launched(run, tuple(dict.fromkeys(_NAMED.findall(text))))
 
 
 def _clean_up(run: Run) -> None:
@@ -93,10 +94,11 @@ def _environment(job: Mapping[str, object]) -> dict[str, str]:
     }
 
 
-def _broken_off(side: Side, code: int, taken: int, steps: int, text: str) -> str:
+def _broken_off(side: Side, code: int, run: Run, steps: int, text: str) -> str:
+    silent = f", and {run.silent} of its ranks took none" if run.silent else ""
     return (
         f"the command must train for --steps {steps} or end by itself, but as {side.title} it "
-        f"failed with exit code {code} after {taken}:\n{_tail(text)}"
+        f"failed with exit code {code} after {len(run.steps) - 1}{silent}:\n{_tail(text)}"
     )
 
 

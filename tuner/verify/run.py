@@ -68,11 +68,15 @@ class Run:
         name: of the side.
         about: rank 0's description: versions, stage, ranks, dtype.
         steps: number 0 is the state before the first step.
+        asked: steps that it was to take; 0: not known.
+        silent: ranks that told of no step.
     """
 
     name: str
     about: Mapping[str, Any]
     steps: tuple[Step, ...]
+    asked: int = 0
+    silent: int = 0
     _paths: dict[tuple[str, int], float] = field(default_factory=dict, compare=False, repr=False)
 
     def path(self, name: str, step: int) -> float:
@@ -100,7 +104,7 @@ def read_run(folder: Path, name: str) -> Run | None:
     ranks.sort(key=lambda lines: int(lines[0]["rank"]))
     count = min(len(lines) for lines in ranks) - 1
     steps = tuple(_step([lines[1 + k] for lines in ranks]) for k in range(count))
-    return Run(name, ranks[0][0], steps)
+    return Run(name, ranks[0][0], steps, silent=int(ranks[0][0]["ranks"]) - len(ranks))
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -33,7 +33,9 @@ def _headline(run: Run) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in run.about["versions"].items())
     stage = run.about.get("stage")
     kind = f"ZeRO-{stage}, {run.about['dtype']}, " if stage is not None else ""
-    return f"{len(run.steps) - 1} steps on {run.about['ranks']} rank(s), {kind}{versions}"
+    taken = len(run.steps) - 1
+    fewer = f" (of {run.asked} asked for: the command ended)" if taken < run.asked else ""
+    return f"{taken} steps{fewer} on {run.about['ranks']} rank(s), {kind}{versions}"
 
 
 def _row(run: Run) -> str:
