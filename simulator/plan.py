@@ -24,7 +24,7 @@ from pydantic import (
 from simulator.rules import RuleError, explain
 from simulator.schedule import Kind
 from simulator.update.order import UpdateOrder, issue_order, order_of
-from simulator.update.recipes import HOST_SLOTS, RECIPES, Slot
+from simulator.update.recipes import HOST_SLOTS, RECIPES, Slot, can_be_guessed
 from simulator.update.recipes import Placement as Placement  # public here, defined there
 from simulator.update.tiers import Memory
 
@@ -162,6 +162,10 @@ class Plan(BaseModel):
             most ``staging_slots``; 0 starts at the norm barrier.
         host_slots: host buffers for the state of ``stored`` subgroups on its way from storage and
             back; that many are read before the norm is known.
+        speculate: how many subgroups are updated before the norm is known, on the guess that the
+            step neither clips nor overflows: the last ones, whose gradients come first, of those
+            that are updated on the host and have their parameters on the device. A wrong guess is
+            dropped and redone. Each takes host memory for its state and parameters once more.
         storage_dir: the folder on whose storage ``stored`` state lives; each rank has a file there.
         storage_shares: several such folders in the place of ``storage_dir``, and how much of each
             subgroup's state lies in each, in any unit: their bandwidths.
@@ -183,6 +187,7 @@ class Plan(BaseModel):
     staging_slots: int = Field(2, ge=0)
     prefetch: int = Field(0, ge=0)
     host_slots: int = Field(HOST_SLOTS, ge=0)
+    speculate: int = Field(0, ge=0)
     storage_dir: str | None = None
     storage_shares: dict[str, float] = Field(default_factory=dict)
     threads: int = Field(0, ge=0)
@@ -276,6 +281,8 @@ class Plan(BaseModel):
         fields: dict[str, Any] = handler(self)
         if "host" not in self.parameter_homes:
             fields.pop("parameter_home", None)
+        if not self.speculate:
+            fields.pop("speculate", None)
         if not self.stores:
             fields.pop("host_slots", None)
             fields.pop("storage_dir", None)
@@ -295,6 +302,14 @@ class Plan(BaseModel):
             everywhere: tuple[ParameterHome, ...] = ("device",)
             return everywhere * self.subgroup_count
         return tuple(run.home for run in self.parameter_home for _ in range(run.count))
+
+    @property
+    def guessed(self) -> tuple[bool, ...]:
+        """Of each subgroup: it is updated before the norm is known (``speculate``)."""
+        both = zip(self.placements, self.parameter_homes, strict=True)
+        able = [i for i, way in enumerate(both) if can_be_guessed(*way)]
+        chosen = set(able[max(0, len(able) - self.speculate) :])
+        return tuple(i in chosen for i in range(self.subgroup_count))
 
     @property
     def issue_order(self) -> tuple[int, ...]:

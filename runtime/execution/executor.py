@@ -15,11 +15,10 @@ from runtime.devices.base import Device
 from runtime.devices.clock import Mark
 from runtime.devices.lane import Completion, Lane
 from runtime.execution.gradient_ops import GradientOps
-from runtime.execution.gradients import Segment
+from runtime.execution.guesses import Guess, Guesses, SubgroupJob
 from runtime.execution.step_template import GradientOp, TemplateOp
 from runtime.execution.subgroup_state import StagingSlot, StateStore, SubgroupState
 from runtime.kernels.rule import UpdateRule
-from runtime.kernels.step import UpdateStep
 from simulator.schedule import Lane as LaneName
 from simulator.schedule import Op, OpKind
 from simulator.update.recipes import PARAMETER_SLOTS, RECIPES, Queue, recipe_of
@@ -32,19 +31,14 @@ WRITTEN_BY = {
 }  # fmt: skip
 
 
+Body = Callable[[int, int, SubgroupJob | None], None]  # of a subgroup, in a step; its job
+
+
 class UpdateGate(Protocol):
     """Who must be asked before a subgroup's state is overwritten (the checkpoint engine)."""
 
     def before_update(self, subgroup: int) -> None:
         """Returns once the state may be overwritten; raises if the asker has failed."""
-
-
-@dataclass(frozen=True, slots=True)
-class SubgroupJob:
-    """What one step does to one subgroup."""
-
-    step: UpdateStep
-    segments: list[Segment]
 
 
 @dataclass(slots=True)
@@ -77,8 +71,11 @@ class Executor:
         gradients: Sequence[GradientOp] = (),
         store: StateStore | None = None,
         host_slots: Sequence[StagingSlot] = (),
+        guesses: Guesses | None = None,
     ) -> None:
-        """``store``: of the stored subgroups, whose state passes through ``host_slots``."""
+        """``store``: of the stored subgroups, whose state passes through ``host_slots``;
+        ``guesses``: memory of the ``template``'s guessed ones.
+        """
         self.device = device
         self.states = states
         self.slots = slots
@@ -87,6 +84,8 @@ class Executor:
         self.rule = rule
         self.store = store
         self.host_slots = list(host_slots)
+        self.guesses = guesses or Guesses(device, [])
+        self._guessed = {t.op.subgroup: i for i, t in enumerate(template) if t.guessed}
         visitors = [s for s in states if RECIPES[s.placement].queue is Queue.DEVICE]
         if visitors:
             dtypes = visitors[0].gradient.dtype, visitors[0].wire.dtype
@@ -107,11 +106,21 @@ class Executor:
         # In the order of the plan, in which all take their slots.
         self._visits = _of_kind(template, OpKind.STATE_H2D)
         self._reads = _of_kind(template, OpKind.STATE_READ)
-        self._incoming = _of_kind(template, OpKind.PARAMETER_H2D)
+        slotted = [t for t in template if t.op.subgroup not in self._guessed]
+        self._incoming = _of_kind(slotted, OpKind.PARAMETER_H2D)
         self._outgoing = _of_kind(template, OpKind.PARAMETER_D2H)
         self.parameter_slots = self._slots_for(self._incoming, device.host_empty)
         self.outgoing_slots = self._slots_for(self._outgoing, device.device_empty)
-        self._bodies = {
+        self._bodies = self._body_by_kind()
+        self._position = {(t.op.kind, t.op.subgroup): i for i, t in enumerate(template)}
+        self._published = [self._position[published_by(s), s.index] for s in states]
+        # Copies of parameters for passes since the latest launch, for the measured timeline.
+        self._fetches: deque[tuple[Op, Completion]] = deque(maxlen=KEPT_FETCHES)
+        self._latest_fetch = Completion.done()
+        self._begin_ahead()
+
+    def _body_by_kind(self) -> dict[OpKind, Body]:
+        return {
             OpKind.STATE_H2D: self._state_h2d,
             OpKind.UPDATE_DEVICE: self._update_device,
             OpKind.STATE_D2H: self._state_d2h,
@@ -120,12 +129,6 @@ class Executor:
             OpKind.PARAMETER_H2D: self._parameter_h2d,
             OpKind.PARAMETER_D2H: self._parameter_d2h,
         }
-        self._position = {(t.op.kind, t.op.subgroup): i for i, t in enumerate(template)}
-        self._published = [self._position[published_by(s), s.index] for s in states]
-        # Copies of parameters for passes since the latest launch, for the measured timeline.
-        self._fetches: deque[tuple[Op, Completion]] = deque(maxlen=KEPT_FETCHES)
-        self._latest_fetch = Completion.done()
-        self._begin_ahead()
 
     def _begin_ahead(self) -> None:
         """Of the first step what else the step before would have begun."""
@@ -167,6 +170,31 @@ class Executor:
             if item.early and self._current[position] is None:
                 self._submit(position, item, [])
 
+    def guess(self, subgroup: int, job: SubgroupJob) -> None:
+        """Starts a subgroup's update in backward, out of place, behind its gradient's arrival;
+        `settle` says whether ``job`` was right.
+        """
+        position = self._guessed[subgroup]
+        guess = self.guesses.begin(self.states[subgroup], job)
+        self._submit(
+            position, self.template[position], self.gradients.arrived(subgroup),
+            body=partial(self._update_guessed, guess), job=job,
+        )  # fmt: skip
+
+    def drop_guesses(self, subgroups: Iterable[int] | None = None) -> bool:
+        """These subgroups' (None: all), which are wrong; whether there were any."""
+        dropped = self.guesses.drop(self._guessed if subgroups is None else subgroups)
+        for subgroup in dropped:
+            self._current[self._guessed[subgroup]] = None
+        return bool(dropped)
+
+    def settle(self, jobs: list[SubgroupJob]) -> list[SubgroupState]:
+        """Before `launch` of ``jobs``: wrong guesses are dropped, the others' state and spare
+        change places; those subgroups, whose state is now elsewhere.
+        """
+        self.drop_guesses(self.guesses.wrong(jobs))
+        return self.guesses.take(self.states)
+
     def launch(
         self,
         jobs: list[SubgroupJob],
@@ -185,12 +213,9 @@ class Executor:
         # No parameter is written in host memory while a copy for a pass still reads it.
         barriers = [barrier, self._latest_fetch]
         for position, item in enumerate(self.template):
-            if self._current[position] is None:
-                waits = list(barriers) if item.needs_norm else []
-                if item.needs_arrival:
-                    waits += self.gradients.arrived(item.op.subgroup)
-                self._submit(position, item, waits)
-            completion = self._current[position]
+            if not item.guessed:
+                self._begin(position, item, barriers)
+        for item, completion in zip(self.template, self._current, strict=True):
             assert completion is not None
             if not (self.device.unified and item.op.kind in WRITTEN_BY):
                 record.ops.append((item.op, completion))
@@ -200,7 +225,24 @@ class Executor:
         self._current = [None] * len(self.template)
         self._steps += 1
 
-    def _submit(self, position: int, item: TemplateOp, waits: list[Completion]) -> None:
+    def _begin(self, position: int, item: TemplateOp, barriers: list[Completion]) -> None:
+        """Behind the norm, what has not begun before; a subgroup that nobody has guessed, or that
+        was guessed wrong, in its turn of the plan's order.
+        """
+        for i in item.now:
+            if self._current[i] is None:
+                self._begin(i, self.template[i], barriers)
+        if self._current[position] is None:
+            waits = list(barriers) if item.needs_norm or item.guessed else []
+            if item.needs_arrival:
+                waits += self.gradients.arrived(item.op.subgroup)
+            self._submit(position, item, waits)
+
+    def _submit(
+        self, position: int, item: TemplateOp, waits: list[Completion], *,
+        body: Body | None = None, job: SubgroupJob | None = None,
+    ) -> None:  # fmt: skip
+        """``body``, ``job``: None: those of the op and of the step."""
         op = item.op
         if self.device.unified and op.kind in WRITTEN_BY:
             # The kernel wrote the parameters where they are read.
@@ -212,14 +254,14 @@ class Executor:
         completion = Completion(op.label)
         self._current[position] = completion
         number, jobs = self._steps + item.ahead, self._jobs
-        body = self._bodies.get(op.kind) or partial(self._state_write, self._version)
-        job = jobs[op.subgroup] if item.needs_gradient else None
+        body = body or self._bodies.get(op.kind) or partial(self._state_write, self._version)
+        job = job or (jobs[op.subgroup] if item.needs_gradient else None)
         lane = self.lanes[op.lane]
         lane.submit(lambda: self._run(body, op, number, job), waits, completion)
 
     def _run(
         self,
-        body: Callable[[int, int, SubgroupJob | None], None],
+        body: Body,
         op: Op,
         number: int,
         job: SubgroupJob | None,
@@ -328,8 +370,25 @@ class Executor:
             parts = [(part.start, part.end, part.gradient, part.scale) for part in job.segments]
             self.rule.update(target, parts, out, job.step, self.threads)
 
+    def _update_guessed(
+        self, guess: Guess, subgroup: int, number: int, job: SubgroupJob | None
+    ) -> None:
+        assert job is not None
+        if guess.dropped:
+            return
+        # What is written now was live a step ago: a checkpoint may still be reading it.
+        self._ask_gate(subgroup)
+        out = self._parameter_out(subgroup, number)
+        with self.device.host_update(out.numel()):
+            parts = [(part.start, part.end, part.gradient, part.scale) for part in job.segments]
+            self.rule.update(guess.into, parts, out, job.step, self.threads, guess.source)
+
     def _parameter_out(self, subgroup: int, number: int) -> torch.Tensor:
-        """Where the kernel writes: in place, or to a slot; as `_slot`, in turn over all steps."""
+        """Where the kernel writes: in place, or to a slot; as `_slot`, in turn over all steps.
+        Where updates are guessed, to a buffer of the subgroup's own.
+        """
+        if subgroup in self._guessed:
+            return self.guesses.wires[subgroup]
         state = self.states[subgroup]
         users, slots = self._incoming, self.parameter_slots
         if subgroup in self._outgoing:
@@ -440,6 +499,7 @@ class Executor:
         prefetched of it is void, and what is stored goes to storage; blocks.
         """
         subgroups = list(subgroups)
+        self.drop_guesses(subgroups)
         for subgroup in subgroups:
             if self.store is not None and subgroup in self._reads:
                 self._completion((OpKind.STATE_READ,), subgroup).wait_host()  # the next step's
@@ -471,6 +531,7 @@ class Executor:
             for lane in self.lanes.values():
                 lane.close()
             self._jobs = []  # they hold gradients, which a successor moves
+            self.guesses.close()
             if with_device:
                 self.device.close()
                 # DeepSpeed never lets an engine go.

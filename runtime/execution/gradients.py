@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -77,11 +78,15 @@ class GradientHomes:
     slices: dict[int, ParameterSlice]  # by parameter id
     ops: GradientOps
     last_scale: float | None = None  # what the latest step multiplied gradients by; None: skipped
+    # Called when all of a subgroup's parameters have a gradient of the window's last micro-batch,
+    # and again if another one comes for any of them.
+    complete: Callable[[int], None] | None = None
 
     def __post_init__(self) -> None:
         self.by_subgroup: list[list[ParameterSlice]] = [[] for _ in self.states]
         for piece in self.slices.values():
             self.by_subgroup[piece.subgroup].append(piece)
+        self._missing = self._real()  # by subgroup, parameters without a gradient of the boundary
         unified = self.device.unified
         on_host = [RECIPES[s.placement].gradient == "host" for s in self.states]
         self._crosses = [there and not unified for there in on_host]
@@ -123,11 +128,17 @@ class GradientHomes:
         if not alone:
             piece.summed, piece.apart = True, None
         if boundary:
+            self._missing[piece.subgroup] -= not piece.touched
             piece.touched = piece.used = True
             piece.kept = None
+            if self.complete is not None and not self._missing[piece.subgroup]:
+                self.complete(piece.subgroup)
         else:
             piece.begun = True
         return total
+
+    def _real(self) -> list[int]:
+        return [sum(piece.real for piece in pieces) for pieces in self.by_subgroup]
 
     def _store(
         self,
@@ -206,7 +217,7 @@ class GradientHomes:
                 piece.kept = piece.kept.to(device)
             if piece.apart is not None:
                 piece.apart = piece.apart.to(device)
-        return GradientHomes(self.device, states, self.slices, ops, self.last_scale)
+        return GradientHomes(self.device, states, self.slices, ops, self.last_scale, self.complete)
 
     def close(self) -> None:
         """Gives the spares back, between two windows, once what is on its way has arrived."""
@@ -250,6 +261,7 @@ class GradientHomes:
                 self._home(piece).copy_(spare.narrow(0, piece.offset, piece.elements))
         for piece in self.slices.values():
             piece.touched = piece.begun = piece.copied = False
+        self._missing = self._real()
         self._turned.clear()
         self._open = False
 

@@ -10,8 +10,9 @@ from typing import Any, Protocol
 import torch
 
 from runtime.devices.base import Device
-from runtime.execution.executor import Executor, SubgroupJob
+from runtime.execution.executor import Executor
 from runtime.execution.gradients import GradientHomes, ParameterSlice
+from runtime.execution.guesses import SubgroupJob, spares_of
 from runtime.execution.plan_check import check_plan
 from runtime.execution.recorder import Recorder
 from runtime.execution.step_template import gradient_template, step_template
@@ -25,6 +26,7 @@ from runtime.storage.training import StoredSteps
 from simulator.plan import ParameterHome, Placement, Plan, PlanError
 from simulator.schedules.gathers import Gathered
 from simulator.timeline import Timeline
+from simulator.update.guessing import Guessing
 from simulator.update.order import FORWARD, order_of
 from simulator.update.recipes import RECIPES
 from simulator.workload import WireDtype, ZeroStage
@@ -100,6 +102,16 @@ class TrainingEngine(Protocol):
         """The next step's scalars by subgroup; the framework's step counters go up."""
         ...
 
+    def guess(self) -> tuple[list[UpdateStep], float]:
+        """What `hyperparameters` would give now, no counter going up, and the factor of a step that
+        neither clips nor overflows.
+        """
+        ...
+
+    def guess_holds(self) -> bool:
+        """False: what is known of the gradients so far says that the step clips or overflows."""
+        ...
+
     def publish(self) -> None:
         """The framework's own references show what the latest step has made; waits for it."""
         ...
@@ -162,10 +174,13 @@ class Session:
         self.stored = StoredSteps(
             lambda: self._store, lambda: frozenset(self._on_storage()), self._wait_all
         )  # fmt: skip
+        self.guessing = Guessing()
+        self._guessed: tuple[list[UpdateStep], float] | None = None  # of the coming step
         self.plan, self.executor = self._build(plan)
         self.homes = GradientHomes(
-            device, self.executor.states, engine.slices(), self.executor.gradients
-        )
+            device, self.executor.states, engine.slices(), self.executor.gradients,
+            complete=self._complete,
+        )  # fmt: skip
 
     def _build(self, plan: Plan) -> tuple[Plan, Executor]:
         """The plan that memory allowed, and its executor. One subgroup moves after the other, so
@@ -194,6 +209,8 @@ class Session:
         ]  # fmt: skip
         self.engine.settle()
         plan = as_allocated(plan, states, len(slots))
+        if self.device.unified or rule.own_step:  # parameters would be new before the norm
+            plan = plan.model_copy(update={"speculate": 0})
         wire = self.engine.wire_dtype()
         template = step_template(sizes, wire, plan)
         gradients = gradient_template(sizes, wire, plan)
@@ -201,6 +218,7 @@ class Session:
         return plan, Executor(
             self.device, states, slots, template, threads, rule, gradients,
             self._store, host_slots(plan.host_slots, stored, tensors),
+            spares_of(self.device, states, plan.guessed),
         )  # fmt: skip
 
     def _in_order_of_use(self, plan: Plan) -> Plan:
@@ -269,6 +287,34 @@ class Session:
         self.executor.raise_if_failed()
         self.recorder.step_begins()
 
+    def _complete(self, subgroup: int) -> None:
+        """Its gradient is: the update may begin, if the plan guesses it. Another gradient for the
+        same window makes the guess void.
+        """
+        again = self.executor.drop_guesses([subgroup])
+        if again or subgroup not in self.executor.guesses.wires or not self.guessing.on:
+            return
+        if not self.engine.guess_holds():
+            return
+        self._guessed = self._guessed or self.engine.guess()
+        steps, scale = self._guessed
+        job = SubgroupJob(steps[subgroup], self.homes.segments(subgroup, scale))
+        self.executor.guess(subgroup, job)
+
+    def void_guesses(self) -> None:
+        """Somebody may change state or gradients between backward and step."""
+        self.executor.drop_guesses()
+
+    def _settle(self, jobs: list[SubgroupJob]) -> None:
+        begun = len(self.executor.guesses.begun)
+        moved = self.executor.settle(jobs)
+        self._guessed = None
+        self.guessing.stepped(len(moved) == begun if begun else None)
+        for state in moved:
+            self.engine.adopt(state)
+        if moved:
+            self._register({i: self.engine.saved_state(i) for i in self.plan.issue_order})
+
     def update(self, scale: float) -> None:
         """Launches the updates; ``scale`` unscales and clips the gradients.
 
@@ -282,11 +328,14 @@ class Session:
         jobs = [
             SubgroupJob(step, self.homes.segments(index, scale)) for index, step in enumerate(steps)
         ]
+        self._settle(jobs)
         self.executor.launch(jobs, self.recorder.iteration)
 
     def skip(self) -> None:
         """This step updates nothing: a gradient was not finite."""
         self.homes.last_scale = None
+        self._guessed = None
+        self.guessing.stepped(False if self.executor.drop_guesses() else None)
 
     def stepped(self) -> None:
         """The framework's step is done."""
@@ -330,6 +379,7 @@ class Session:
             wait()
         old = self.executor
         self.engine.publish()
+        old.drop_guesses()
         old.close(with_device=False)
         for slot in old.parameter_slots:
             self.device.host_release(slot)
@@ -386,6 +436,7 @@ class Session:
             self.engine.sizes(), self.executor.states[0].p.dtype
         )
         total += sum(slot.nbytes for slot in self.executor.host_slots)
+        total += self.executor.guesses.nbytes
         return total + self.homes.spare_bytes()
 
 

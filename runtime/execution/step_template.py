@@ -29,6 +29,8 @@ class TemplateOp:
         needs_norm: it waits for the norm barrier itself, not only for an op that does.
         needs_gradient: it reads its subgroup's gradient.
         needs_arrival: which is complete when its way home has ended; else the norm is behind it.
+        guessed: it starts in backward, when its gradient is complete, if anybody guesses; else
+            ahead of the op that reads its result, behind the norm.
     """
 
     op: Op
@@ -39,6 +41,7 @@ class TemplateOp:
     needs_norm: bool
     needs_gradient: bool
     needs_arrival: bool
+    guessed: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +88,7 @@ def step_template(subgroups: tuple[int, ...], wire_dtype: str, plan: Plan) -> li
             needs_norm=bool(norms.intersection(op.after)),
             needs_gradient=op.kind in _READ_GRADIENTS,
             needs_arrival=any(schedule.ops[i].kind in _GRADIENTS for i in op.after),
+            guessed=op.kind in _READ_GRADIENTS and op.id < min(norms),
         )
         for op in last
     ]

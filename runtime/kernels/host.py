@@ -99,8 +99,8 @@ def load() -> Any:
     library = ctypes.CDLL(str(_build()))
     pointer, integer, count = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
     library.ebbtide_update.argtypes = [
-        ctypes.c_char_p, pointer, pointer, pointer, pointer, integer, pointer, integer, count,
-        pointer, integer, count, integer,
+        ctypes.c_char_p, pointer, pointer, pointer, pointer, pointer, integer, pointer, integer,
+        count, pointer, integer, count, integer,
     ]  # fmt: skip
     library.ebbtide_norm.argtypes = [pointer, integer, count, integer]
     library.ebbtide_norm.restype = ctypes.c_double
@@ -119,6 +119,7 @@ def host_update(
     scale: float = 1.0,
     threads: int = 1,
     tail: int = 0,
+    source: Sequence[torch.Tensor] | None = None,
 ) -> None:
     """Updates ``state`` in place and writes the wire parameter to ``out``; one pass over memory.
 
@@ -129,6 +130,7 @@ def host_update(
         scale: factor applied to the gradient in fp32 first (unscale and clip).
         threads: OpenMP threads; the result does not depend on it.
         tail: how many of the last elements stock's scalar loop would update (`UpdateRule.tail`).
+        source: the old state, which then stays: ``state`` is only written.
 
     Raises:
         ValueError: lengths, dtypes, devices or strides that the kernel does not take.
@@ -136,12 +138,16 @@ def host_update(
     The GIL is released. Bits equal those of DeepSpeed's CPU optimizer on ``grad.float() * scale``.
     """
     _check(state, grad, out)
+    if source is not None:
+        _check(source, grad, None)
+    addresses = [t.data_ptr() for t in source or ()]
     p, first, *others = state
     second = others[0].data_ptr() if others else None
     scalars = step.scalars(scale)
     error = load().ebbtide_update(
         step.kernel.encode(), p.data_ptr(), first.data_ptr(),
-        second, grad.data_ptr(), _DTYPES[grad.dtype],
+        second, (ctypes.c_void_p * len(addresses))(*addresses) if addresses else None,
+        grad.data_ptr(), _DTYPES[grad.dtype],
         out.data_ptr() if out is not None else None,
         _DTYPES[out.dtype] if out is not None else -1,
         p.numel(), scalars.ctypes.data, step.variant, tail, threads,

@@ -134,13 +134,22 @@ struct Adagrad {
     }
 };
 
-// What is fixed while a range is updated. `v` is null where there is one moment.
+// What is fixed while a range is updated. `v` is null where there is one moment. `from`: where the state
+// is read, if not where it is written.
 template <class Rule, class Grad, class Out>
 struct Range {
     float *p, *m, *v;
     const typename Grad::storage* g;
     typename Out::storage* out;
     typename Rule::Scalars s;
+    const float* const* from;
+
+    void bring(int64_t begin, int64_t end) const
+    {
+        float* const to[] = {p, m, v};
+        for (int k = 0; k <= Rule::kMoments; ++k)
+            std::memcpy(to[k] + begin, from[k] + begin, size_t(end - begin) * sizeof(float));
+    }
 };
 
 template <class Rule, class Grad, class Out, int variant, bool write, bool tail>
@@ -200,6 +209,7 @@ void update_streaming(const Range<Rule, Grad, Out>& r, int64_t begin, int64_t en
 // Elements that a thread takes at a time: 16 bytes each of state, gradient and parameter make 1 MiB,
 // long enough for the prefetchers. Borders on multiples of 64 elements: no two threads share a cache line.
 constexpr int64_t kChunk = int64_t(1) << 16;
+constexpr int64_t kBrought = int64_t(1) << 13;  // that are brought and updated at once: 96 KiB of state
 
 // Cuts [0, n) into chunks that the team takes one after the other. Of equal shares, given out
 // beforehand, the thread whose core the training thread is on would still have half of its own when the
@@ -239,19 +249,26 @@ __attribute__((noinline)) void update_chunk(const Range<Rule, Grad, Out>& r, boo
 template <class Rule, class Grad, class Out, int variant, bool write>
 void update(const Range<Rule, Grad, Out>& r, int64_t n, int64_t tail, int threads)
 {
+    if (r.from) r.bring(n - tail, n);
     update_range<Rule, Grad, Out, variant, write, true>(r.p, r.m, r.v, r.g, r.out, n - tail, n, r.s);
     n -= tail;
     if (n < (1 << 15)) threads = 1;
     // A small subgroup's parameters may still be in the caches when they are read.
     const bool streams = n / std::max(threads, 1) >= (int64_t(1) << 20);
     in_chunks(n, 64, kChunk, threads, [&](int64_t begin, int64_t end) {
-        update_chunk<Rule, Grad, Out, variant, write>(r, streams, begin, end);
+        if (!r.from) return update_chunk<Rule, Grad, Out, variant, write>(r, streams, begin, end);
+        for (int64_t i = begin; i < end; i += kBrought) {  // in the caches when it is updated
+            const int64_t last = std::min(i + kBrought, end);
+            r.bring(i, last);
+            update_chunk<Rule, Grad, Out, variant, write>(r, streams, i, last);
+        }
     });
 }
 
 // What the caller of the library handed in; dtypes and variant are looked up one after the other.
 struct Call {
     float *p, *m, *v;
+    const float* const* from;
     const void* g;
     int grad_dtype;
     void* out;
@@ -271,7 +288,7 @@ int with_variant(const Call& c)
     } else {
         if (c.variant != variant) return with_variant<Rule, Grad, Out, write, variant + 1>(c);
         Range<Rule, Grad, Out> r{c.p, c.m, c.v, static_cast<const typename Grad::storage*>(c.g),
-                                 static_cast<typename Out::storage*>(c.out), {}};
+                                 static_cast<typename Out::storage*>(c.out), {}, c.from};
         std::memcpy(&r.s, c.scalars, sizeof(r.s));
         update<Rule, Grad, Out, variant, write>(r, c.n, c.tail, c.threads);
         return 0;
@@ -337,12 +354,13 @@ extern "C" {
 
 // Returns 0, or 1 for an unknown dtype, 2 for an unknown variant, 3 for an unknown rule. `scalars` are
 // the floats of the rule's Scalars in order; the last `tail` elements are updated as DeepSpeed's scalar
-// loop does. `m` and `v` are the rule's moments; `v` is not read where it has one.
-int ebbtide_update(const char* rule, float* p, float* m, float* v, const void* g, int grad_dtype,
-                   void* out, int out_dtype, int64_t n, const float* scalars, int variant,
+// loop does. `m` and `v` are the rule's moments; `v` is not read where it has one. `from`: the old
+// master and moments, where they are not to be overwritten; null: they are in `p`, `m` and `v`.
+int ebbtide_update(const char* rule, float* p, float* m, float* v, const float* const* from,
+                   const void* g, int grad_dtype, void* out, int out_dtype, int64_t n, const float* scalars, int variant,
                    int64_t tail, int threads)
 {
-    const Call c{p, m, v, g, grad_dtype, out, out_dtype, n, scalars, variant, tail, threads};
+    const Call c{p, m, v, from, g, grad_dtype, out, out_dtype, n, scalars, variant, tail, threads};
     if (std::strcmp(rule, "adam") == 0) return with_gradient<Adam>(c);
     if (std::strcmp(rule, "lion") == 0) return with_gradient<Lion>(c);
     if (std::strcmp(rule, "adagrad") == 0) return with_gradient<Adagrad>(c);

@@ -74,9 +74,11 @@ class OwnStepRule(UpdateRule):
         out: torch.Tensor,
         step: UpdateStep,
         threads: int,
+        source: Sequence[torch.Tensor] | None = None,
     ) -> None:
         del threads  # the kernels' own; this is torch
         assert isinstance(step, OwnStep)
+        assert source is None, "an optimizer that runs its own step is never guessed"
         if torch.get_num_threads() != step.threads:
             torch.set_num_threads(step.threads)
         step.master.grad = self._unscaled(state[0], parts)

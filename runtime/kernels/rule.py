@@ -99,14 +99,20 @@ class UpdateRule(ABC):
         out: torch.Tensor,
         step: UpdateStep,
         threads: int,
+        source: Sequence[torch.Tensor] | None = None,
     ) -> None:
-        """Updates a subgroup's ``state`` on the host and writes its parameters to ``out``."""
+        """Updates a subgroup's ``state`` on the host and writes its parameters to ``out``.
+
+        Args:
+            source: the old state, which then stays: ``state`` is only written.
+        """
         elements = state[0].numel()
         for start, end, gradient, scale in parts:
             span = slice(start, end)
             host_update(
                 [t[span] for t in state], gradient, out[span], step, scale, threads,
                 self.tail(elements, start, end),
+                None if source is None else [t[span] for t in source],
             )  # fmt: skip
 
     def unplaced_bytes(self, sizes: Sequence[int], master: torch.dtype) -> int:

@@ -15,7 +15,7 @@ from runtime.kernels.rules import RULES, rule_class
 from runtime.zero.checks.guard import ConfigError
 from simulator.estimates.deepspeed_keys import at
 from simulator.plan import Placement, Plan
-from simulator.update.footprint import Holding, tally
+from simulator.update.footprint import Holding, tallies
 from simulator.update.optimizer import ADAM, OPTIMIZERS, OptimizerState
 
 logger = logging.getLogger("ebbtide")
@@ -44,8 +44,8 @@ def needed_bytes(
     held = Holding.of(
         optimizer, gradient_bytes, wire_bytes, stage=stage, micro_batches=micro_batches
     )
-    amounts = tally(plan.subgroups, plan.placements, plan.parameter_homes)
-    return held.bytes(amounts, plan.staging_slots, plan.host_slots)["host"]
+    amounts, guessed = tallies(plan.subgroups, plan)
+    return held.bytes(amounts, plan.staging_slots, plan.host_slots, guessed)["host"]
 
 
 def check_host_memory(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -127,6 +128,22 @@ class PlannedZero:
         groups = self.optimizer.param_groups
         if len(steps) == 1:
             self._rule.resume(steps.pop(), [groups[number] for number in self._group_of()])
+
+    def guess(self) -> tuple[list[UpdateStep], float]:
+        rule, groups = copy.deepcopy(self._rule), self.optimizer.param_groups
+        steps = [
+            rule.step(groups[number], self.optimizer.state[master]["step"] + 1)
+            for master, number in zip(self._masters(), self._group_of(), strict=True)
+        ]
+        return steps, self._gradient_scale(torch.zeros((), dtype=torch.float64))
+
+    def guess_holds(self) -> bool:
+        """Not asked of norms on a device, for which backward would have to be waited for."""
+        norms = self.norm_for_param_grads.values()
+        if self.clip_grad <= 0.0 or any(norm.is_cuda for norm in norms):
+            return True
+        squares = sum(float(norm) ** 2 for norm in norms)
+        return squares <= (self.clip_grad * float(self.loss_scale)) ** 2
 
     # -- readers -----------------------------------------------------------------------------
 

@@ -54,7 +54,8 @@ def bound(
     homes: Sequence[Memory] | None = (), host_bytes: float | None = None,
     storage_bytes: float | None = None,
 ) -> Bound:  # fmt: skip
-    """The bound for every plan that stays within so much memory.
+    """The bound for every plan that stays within so much memory and whose updates wait for the norm
+    (``plan.speculate`` 0). A plan that guesses may be faster, down to forward and backward alone.
 
     Between the norm barrier and the end of the next forward (of its first micro-batch) all
     subgroups are updated and that forward's compute is done; overlap of the two is allowed, so the

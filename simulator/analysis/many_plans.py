@@ -13,6 +13,7 @@ from simulator.engines import kernel
 from simulator.engines.compiled import capacity_vector, machine_vector
 from simulator.engines.kernel import Floats, Ints
 from simulator.engines.recipe_arrays import (
+    GUESSED,
     HOME_CODES,
     HOST_UPDATE,
     PARAMETERS_ON_HOST,
@@ -103,7 +104,7 @@ class PlanSweep:
 
         Args:
             placement: shape (subgroups,), values of PLACEMENT_CODES, with those of HOME_CODES
-                added; the rest as in `Plan`.
+                added, and GUESSED where an update begins before the norm; the rest as in `Plan`.
             issue: `Plan.issue_order`; None: forward order.
 
         Raises:
@@ -115,7 +116,7 @@ class PlanSweep:
                 "overlap_forward must be false where steps wait for their updates, but got true "
                 f"for ZeRO-{self.workload.zero_stage}"
             )
-        amounts = totals(placement, self.sizes, self.ways).tolist()
+        amounts, guessed = totals(placement, self.sizes, self.ways).tolist()
         slots = self.held.slots(amounts[0], staging_slots, host_slots)
         limits = early_limits(prefetch, slots)
         early, ahead = (
@@ -133,7 +134,7 @@ class PlanSweep:
         )  # fmt: skip
         row = self._run(count, self._rates_with(threads))
         # On top of the activations' peak.
-        held = self.held.bytes(amounts, staging_slots, host_slots)
+        held = self.held.bytes(amounts, staging_slots, host_slots, guessed)
         base = max(0, self.workload.device_base_bytes - moved_out_bytes)
         row[kernel.DEVICE_PEAK] += base + held["device"]
         row[kernel.HOST_PEAK] += held["host"]
@@ -142,8 +143,11 @@ class PlanSweep:
 
     def evaluate_plan(self, plan: Plan) -> Floats:
         """One row with `COLUMNS` for a plan."""
-        ways = zip(plan.placements, plan.parameter_homes, strict=True)
-        codes = np.array([PLACEMENT_CODES[p] + HOME_CODES[home] for p, home in ways], np.int8)
+        ways = zip(plan.placements, plan.parameter_homes, plan.guessed, strict=True)
+        codes = np.array(
+            [PLACEMENT_CODES[p] + HOME_CODES[home] + early * GUESSED for p, home, early in ways],
+            np.int8,
+        )
         return self.evaluate(
             codes, plan.staging_slots, plan.prefetch, plan.threads, plan.overlap_forward,
             np.array(plan.issue_order, dtype=np.int64), plan.host_slots,
@@ -183,7 +187,7 @@ class PlanSweep:
             )
 
     def _takes(self, slot: Slot, placement: NDArray[np.int8]) -> bool:
-        counts = totals(placement, self.sizes, self.ways).tolist()[0]
+        counts = totals(placement, self.sizes, self.ways)[0, 0].tolist()
         return any(counts[user] for user in self.held.users[slot])
 
     def _rates_with(self, threads: int) -> Floats:

@@ -88,7 +88,8 @@ def what_if(
         Columns: ``strategy``, ``setting``, ``gpu_memory_bytes``, one per change, ``fits`` and
         ``reason`` (what it does not fit into), ``iteration_s``, ``forward_s``, ``backward_s``,
         ``step_s``, ``update_s``, ``loop_s`` (outside the three phases), ``device_peak_bytes``,
-        ``host_peak_bytes``, ``lower_bound_s`` (no plan of ebbtide can be faster), ``tokens_per_s``.
+        ``host_peak_bytes``, ``lower_bound_s`` (no plan whose updates wait for the norm can be
+        faster), ``tokens_per_s``.
         After Ctrl-C: the rows finished so far, with ``.attrs["interrupted"]`` set and a warning.
 
     A field whose values all give the same times and peaks is told by a warning.

@@ -27,6 +27,7 @@ from simulator.update.recipes import (
     Slot,
     Step,
     Wait,
+    guessed_ways,
     recipe_of,
     ways,
 )
@@ -36,6 +37,7 @@ from simulator.update.tiers import Memory
 PLACEMENT_CODES: dict[Placement, int] = {placement: i for i, placement in enumerate(RECIPES)}
 PARAMETERS_ON_HOST = 64  # there are fewer placements
 HOME_CODES: dict[Memory, int] = {"device": 0, "host": PARAMETERS_ON_HOST}
+GUESSED = 32  # added where `can_be_guessed`, for an update before the norm
 SLOTS = list(Slot)
 RATES: tuple[RateName, ...] = (
     "wall_s", "h2d_bytes_per_s", "d2h_bytes_per_s", "host_adam_params_per_s",
@@ -47,6 +49,7 @@ HOST_UPDATE = RATES.index("host_adam_params_per_s")
 _WAIT_NORM, _WAIT_HOME, _WAIT_PREVIOUS, _WAIT_SUM = (
     int(w) for w in (Wait.NORM, Wait.GRADIENT | Wait.SUM, Wait.PREVIOUS, Wait.SUM)
 )
+_WAIT_GRADIENT, _WAIT_BEGIN = int(Wait.GRADIENT), int(Wait.GRADIENT | Wait.NORM)
 _SENT = kernel.KINDS.index(OpKind.GRADIENT_D2H)
 _ISSUED = tuple(kernel.KINDS.index(k) for k in (OpKind.FORWARD, OpKind.BACKWARD, OpKind.NORM))
 _OP, _GRADIENT, _PREFETCH = int(What.OP), int(What.GRADIENT), int(What.PREFETCH)
@@ -54,7 +57,7 @@ _OP, _GRADIENT, _PREFETCH = int(What.OP), int(What.GRADIENT), int(What.PREFETCH)
 # Columns of a step's row behind those of an op, of a placement's row, and of a place of the tape.
 T_WAITS, T_TAKES, T_GIVES, T_EARLY, T_PUBLISHES = range(kernel.OP_COLUMNS, kernel.OP_COLUMNS + 5)
 W_FIRST, W_LAST, W_GRADIENT_FIRST, W_GRADIENT_LAST = range(4)
-X_WHAT, X_SUBGROUP, X_ADDED_TO, X_REFS = range(4)
+X_WHAT, X_SUBGROUP, X_ADDED_TO, X_COMPLETES, X_REFS = range(5)
 # Entries of the plan: behind P_SLOTS the buffers of each kind, then how many are taken early, in
 # backward and from the step before on.
 P_ITERATIONS, P_SLOTS = range(2)
@@ -94,8 +97,10 @@ class RecipeArrays:
     def of(cls, amounts: Bytes) -> Self:
         steps: list[Step] = []
         table = np.zeros((2 * PARAMETERS_ON_HOST, 4), np.int64)
-        for placement, home in ways():
-            recipe, code = recipe_of(placement, home), PLACEMENT_CODES[placement] + HOME_CODES[home]
+        both = [(*way, False) for way in ways()] + [(*way, True) for way in guessed_ways()]
+        for placement, home, guessed in both:
+            recipe = recipe_of(placement, home, guessed=guessed)
+            code = PLACEMENT_CODES[placement] + HOME_CODES[home] + guessed * GUESSED
             middle = len(steps) + len(recipe.steps)
             table[code] = len(steps), middle, middle, middle + len(recipe.gradient_steps)
             steps += [*recipe.steps, *recipe.gradient_steps]
@@ -133,7 +138,7 @@ class Program(NamedTuple):
     """A tape as arrays.
 
     Attributes:
-        places: shape (places + 1, 4), see X_*; the refs of place p are
+        places: shape (places + 1, 5), see X_*; the refs of place p are
             refs[places[p, X_REFS]:places[p + 1, X_REFS]].
         rows: of the ops: shape (places, OP_COLUMNS).
     """
@@ -144,10 +149,12 @@ class Program(NamedTuple):
 
     @classmethod
     def of(cls, tape: Sequence[Place]) -> Self:
-        places = np.zeros((len(tape) + 1, 4), np.int64)
+        places = np.zeros((len(tape) + 1, 5), np.int64)
         rows = np.zeros((len(tape), kernel.OP_COLUMNS))
         for number, place in enumerate(tape):
-            places[number, :X_REFS] = place.what, place.subgroup, place.added_to
+            places[number, :X_REFS] = (
+                place.what, place.subgroup, place.added_to, place.completes
+            )  # fmt: skip
             places[number + 1, X_REFS] = places[number, X_REFS] + len(place.refs)
             if place.op is not None:
                 rows[number] = _op_row(place.op)
@@ -167,18 +174,21 @@ def _op_row(op: Op) -> Floats:
 
 @compiled
 def totals(placement: Any, sizes: Floats, kinds: int) -> Floats:
-    """How many subgroups there are of each of `ways`, their elements, and the largest: shape
-    (3, kinds).
+    """How many subgroups there are of each of `ways`, their elements, and the largest; of those
+    that wait for the norm, and of those that are guessed: shape (2, 3, kinds).
     """
-    result = np.zeros((3, kinds))
+    both = np.zeros((2, 3, kinds))
     for s in range(sizes.size):
         code = placement[s]
+        guessed = (code // GUESSED) % 2
+        code -= guessed * GUESSED
+        result = both[guessed]
         if code >= PARAMETERS_ON_HOST:
             code = code - PARAMETERS_ON_HOST + kinds // 2
         result[0, code] += 1
         result[1, code] += sizes[s]
         result[2, code] = max(result[2, code], sizes[s])
-    return result
+    return both
 
 
 @inlined
@@ -341,6 +351,16 @@ def _prefetch(
 
 
 @compiled
+def _guess(
+    n: Ints, made: Ints, after_first: Ints, after: Ints, rows: Floats, first: int, s: int,
+    early: Ints,
+) -> None:  # fmt: skip
+    """An update's first step at its gradient, if it does not wait for the norm; into ``early``."""
+    if int(rows[first, T_WAITS]) & _WAIT_BEGIN == _WAIT_GRADIENT:
+        early[s] = _add_steps(n, made, after_first, after, rows, first, first + 1, s, -1)
+
+
+@compiled
 def build(
     program: Program, rows: Floats, ways: Ints, sizes: Floats, placement: Any, issue: Ints,
     plan: Ints, ops: Floats, after_first: Ints, after: Ints,
@@ -350,8 +370,7 @@ def build(
     Args:
         rows, ways: of `RecipeArrays`.
         sizes, placement: of the subgroups; issue: all of them, in the plan's order.
-        plan: see P_*.
-        ops, after_first, after: written.
+        plan: see P_*; ops, after_first, after: written.
     """
     places, refs, passes = program
     count, subgroups = passes.shape[0], sizes.size
@@ -379,6 +398,8 @@ def build(
                     n, made, after_first, after, rows, ways[way, W_GRADIENT_FIRST],
                     ways[way, W_GRADIENT_LAST], s, behind,
                 )  # fmt: skip
+                if places[place, X_COMPLETES]:
+                    _guess(n, made, after_first, after, rows, firsts[s], s, early)
                 last = ways[way, W_GRADIENT_LAST] - 1
                 if last >= ways[way, W_GRADIENT_FIRST] and rows[last, kernel.KIND] == _SENT:
                     size = sizes[s] * rows[last, kernel.WORK]

@@ -43,8 +43,14 @@ def build_schedule(
 
 def check_homes(plan: Plan, zero_stage: int) -> None:
     """Raises PlanError: parameters live on the host where DeepSpeed keeps them whole, or state on
-    storage where it keeps all of it in one piece.
+    storage where it keeps all of it in one piece, or in buffers that change places.
     """
+    if zero_stage < 3 and plan.speculate:
+        raise PlanError(
+            f"plan.speculate must be 0 under ZeRO-{zero_stage}, whose flat partitions keep state "
+            f"where it is, but got {plan.speculate}: train with zero_optimization.stage 3",
+            key="plan.speculate",
+        )
     if zero_stage < 3 and "host" in plan.parameter_homes:
         raise PlanError(
             f"plan.parameter_home must be absent under ZeRO-{zero_stage}, which keeps parameters "
@@ -81,17 +87,21 @@ class EbbtideLoop(PlannedLoop):
         super().__init__(workload, plan.parameter_homes, overlaps=plan.overlap_forward)
         self.plan, self.placements = plan, plan.placements
         ways = tuple(zip(self.placements, self.homes, strict=True))
-        self.recipes = [recipe_of(*way, fused=fused) for way in ways]
+        self.recipes = [
+            recipe_of(*way, fused=fused, guessed=guessed)
+            for way, guessed in zip(ways, plan.guessed, strict=True)
+        ]
         self.order = plan.issue_order
         self.bytes = Bytes.of(workload)
-        self.slots = slot_limits(plan.staging_slots, Counter(ways), plan.host_slots)
+        slotted = (w for w, guessed in zip(ways, plan.guessed, strict=True) if not guessed)
+        self.slots = slot_limits(plan.staging_slots, Counter(slotted), plan.host_slots)
         self.norm = -1
         self.at_home: dict[int, int] = {}  # subgroup -> the op that brought its gradient there
         self.taken: dict[Slot, int] = dict.fromkeys(Slot, 0)  # in all iterations so far
         self.given_back: dict[Slot, list[int]] = {slot: [] for slot in Slot}  # the ops that did
         self.under_way: deque[tuple[int, float]] = deque()  # gradients' ways home, with their bytes
         self.waited_for = -1  # the latest of them before which nothing more is issued
-        self.early: dict[int, int] = {}  # subgroup -> the op that brought its state before the norm
+        self.early: dict[int, int] = {}  # subgroup -> the step of it that began before the norm
 
     def schedule(self, iterations: int) -> Schedule:
         """What was appended so far, with the memory that is in use throughout."""
@@ -112,6 +122,10 @@ class EbbtideLoop(PlannedLoop):
             if step.kind == OpKind.GRADIENT_D2H:
                 self._make_room(after)
         self.at_home[subgroup] = after
+        recipe = self.recipes[subgroup]
+        if micro_batch == self.boundary and recipe.begins_at_gradient:
+            guess = recipe.steps[0]
+            self.early[subgroup] = self._add(guess, subgroup, self._waits(guess, subgroup, after))
 
     def _make_room(self, op: int) -> None:
         """What is under way stays within `GRADIENTS_UNDER_WAY_BYTES`, to the nearest subgroup: the

@@ -35,6 +35,7 @@ class Place:
         op: None of what is none.
         subgroup: of a gradient.
         added_to: the gradients of earlier micro-batches are there already.
+        completes: the gradient is that of the last micro-batch.
         refs: what it waits for: place p as p; behind the places, for each subgroup the op after
             which its parameters are new, and then its last one. A place at or behind this one is of
             the iteration before.
@@ -45,6 +46,7 @@ class Place:
     refs: tuple[int, ...]
     subgroup: int = -1
     added_to: bool = False
+    completes: bool = False
 
 
 def record(workload: Workload, homes: Sequence[Memory], *, overlaps: bool) -> list[Place]:
@@ -61,10 +63,10 @@ def record(workload: Workload, homes: Sequence[Memory], *, overlaps: bool) -> li
 class _Recorder(PlannedLoop):
     def __init__(self, workload: Workload, homes: Sequence[Memory], *, overlaps: bool) -> None:
         super().__init__(workload, homes, overlaps=overlaps)
-        self.marks: dict[int, tuple[What, int, bool]] = {}
+        self.marks: dict[int, tuple[What, int, int]] = {}
 
     def gradient_reduced(self, subgroup: int, micro_batch: int, after: int) -> None:
-        self._mark(What.GRADIENT, [after], subgroup, added_to=micro_batch > 0)
+        self._mark(What.GRADIENT, [after], subgroup, micro_batch)
 
     def prefetch(self) -> None:
         self._mark(What.PREFETCH, [self.backward_done])
@@ -76,10 +78,10 @@ class _Recorder(PlannedLoop):
         return new, [self._mark(What.END, [], subgroup) for subgroup in subgroups]
 
     def _mark(
-        self, what: What, after: Sequence[int], subgroup: int = -1, *, added_to: bool = False
+        self, what: What, after: Sequence[int], subgroup: int = -1, micro_batch: int = -1
     ) -> int:
         op = self.out.add(OpKind.NORM, Lane.COMPUTE, 0.0, after=after)
-        self.marks[op] = (what, subgroup, added_to)
+        self.marks[op] = (what, subgroup, micro_batch)
         return op
 
     def places(self) -> list[Place]:
@@ -91,7 +93,7 @@ class _Recorder(PlannedLoop):
         behind = {What.NEW: len(kept), What.END: len(kept) + len(self.sizes)}
 
         def ref(before: int) -> int:
-            what, subgroup, _ = self.marks.get(before, (What.OP, -1, False))
+            what, subgroup, _ = self.marks.get(before, (What.OP, -1, -1))
             return behind[what] + subgroup if what in behind else place[before % count]
 
         result = []
@@ -99,9 +101,10 @@ class _Recorder(PlannedLoop):
             op = ops[count + i]
             # The interpreter remembers each place's latest op.
             assert all(place.get(b, number) >= number for b in op.after if b < count)
-            what, subgroup, added_to = self.marks.get(count + i, (What.OP, -1, False))
+            what, subgroup, micro_batch = self.marks.get(count + i, (What.OP, -1, -1))
             refs = tuple(ref(b) for b in op.after)
-            result.append(Place(what, op if what is What.OP else None, refs, subgroup, added_to))
+            shown, completes = op if what is What.OP else None, micro_batch == self.boundary
+            result.append(Place(what, shown, refs, subgroup, micro_batch > 0, completes))
         return result
 
     def _what(self, op: int) -> What:

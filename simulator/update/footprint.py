@@ -33,6 +33,7 @@ EXTENT_SETS = 2  # of stored state: a step writes to other extents than the last
 STAGING_ALIGNMENT = 64  # elements: each tensor of a staging slot begins on a 256-byte border
 
 Footprint = Mapping[Memory, int]  # bytes of one rank in each memory of `TIERS`
+Amounts = Sequence[Sequence[float]]  # as `tally` gives them
 ByKind = dict[str, dict[Kind, int]]  # the same, by memory and kind
 
 
@@ -55,9 +56,9 @@ def footprint_by_kind(workload: Workload, plan: Plan) -> ByKind:
     """
     held = Holding.of_workload(workload, kept_steps(plan.checkpoint.keep))
     homes = plan.parameter_homes
-    amounts = tally(workload.subgroups, plan.placements, homes)
+    amounts, guessed = tallies(workload.subgroups, plan)
     gone = moved_out(workload, fetched_elements(workload, homes)) * workload.wire_bytes
-    taken = held.by_kind(amounts, plan.staging_slots, plan.host_slots)
+    taken = held.by_kind(amounts, plan.staging_slots, plan.host_slots, guessed)
     taken["device"] = with_base(workload, taken["device"], gone)
     return taken
 
@@ -192,20 +193,26 @@ class Holding:
         }  # fmt: skip
 
     def bytes(
-        self, amounts: Sequence[Sequence[float]], staging_slots: int, host_slots: int = HOST_SLOTS
-    ) -> Footprint:
+        self, amounts: Amounts, staging_slots: int, host_slots: int = HOST_SLOTS,
+        guessed: Amounts | None = None,
+    ) -> Footprint:  # fmt: skip
         """As `by_kind`, all kinds together."""
-        return totals(self.by_kind(amounts, staging_slots, host_slots))
+        return totals(self.by_kind(amounts, staging_slots, host_slots, guessed))
 
     def by_kind(
-        self, amounts: Sequence[Sequence[float]], staging_slots: int, host_slots: int = HOST_SLOTS
-    ) -> ByKind:
+        self, amounts: Amounts, staging_slots: int, host_slots: int = HOST_SLOTS,
+        guessed: Amounts | None = None,
+    ) -> ByKind:  # fmt: skip
         """Without the workload's base.
 
         Args:
             amounts: as `tally` gives them.
+            guessed: of the subgroups that are updated out of place before the norm, which take no
+                slots; ``amounts`` are then of the others.
         """
         counts, elements, largest = amounts
+        early = guessed[1] if guessed else [0] * len(elements)
+        elements = [n + more for n, more in zip(elements, early, strict=True)]
         taken: ByKind = {memory: dict.fromkeys(KINDS, 0) for memory in TIERS}
         for (memory, kind), row in self.rows.items():
             taken[memory][kind] = int(sum(n * each for n, each in zip(elements, row, strict=True)))
@@ -213,6 +220,7 @@ class Holding:
         sent = sum(n for n, way in leaving if recipe_of(*way).gradient != "device")
         under_way = min(GRADIENTS_UNDER_WAY_BYTES, int(sent * self.gradient_bytes))
         taken["device"]["gradients"] += under_way
+        taken["host"]["staging"] += int(sum(early) * (self.optimizer.state_bytes + self.wire_bytes))
         for slot, limit in self.slots(counts, staging_slots, host_slots).items():
             if limit:
                 size = max(int(largest[user]) for user in self.users[slot])
@@ -235,6 +243,16 @@ class Holding:
         if slot.holds_state:
             return slot_elements(elements) * self.optimizer.tensor_count * FP32_BYTES
         return elements * self.wire_bytes
+
+
+def tallies(sizes: Sequence[int], plan: Plan) -> tuple[Amounts, Amounts]:
+    """`tally` of the subgroups that wait for the norm, and of those that are guessed."""
+    every = list(zip(sizes, plan.placements, plan.parameter_homes, plan.guessed, strict=True))
+    first, second = (
+        tally(*map(list, zip(*some, strict=True))) if some else tally((), ())
+        for some in ([e[:3] for e in every if e[3] is guessed] for guessed in (False, True))
+    )
+    return first, second
 
 
 def tally(

@@ -181,6 +181,30 @@ class Recipe:
                 steps.append(step)
         return replace(self, steps=tuple(steps))
 
+    @cached_property
+    def guessed(self) -> Recipe | None:
+        """The same, updated as soon as the gradient is complete, on the guess that the step neither
+        clips nor overflows: out of place, so that a wrong guess is dropped. Its new parameters wait
+        for the norm in a buffer of their own. None: nothing of it can be done before the norm.
+        """
+        update, *rest = self.steps
+        if update.kind != OpKind.UPDATE_HOST or not (update.overwrites and rest):
+            return None
+        guess = replace(
+            update, waits=update.waits & ~Wait.NORM, takes=None,
+            work=lambda b: update.work(b) * (update.dram(b) + b.state) / update.dram(b),
+            dram=lambda b: update.dram(b) + b.state,
+        )  # fmt: skip
+        after, *others = rest
+        published = replace(after, waits=after.waits | Wait.NORM, gives_back=None)
+        return replace(self, steps=(guess, published, *others))
+
+    @property
+    def begins_at_gradient(self) -> bool:
+        """Its first step does not wait for the norm, but for its gradient alone."""
+        waits = self.steps[0].waits
+        return Wait.GRADIENT in waits and Wait.NORM not in waits
+
 
 def into(
     memory: Memory, kind: OpKind, size: Amount, waits: Wait, lane: Lane | None = None,
@@ -310,14 +334,28 @@ def ways() -> list[Way]:
     return [(placement, home) for home in homes for placement in RECIPES]
 
 
-def recipe_of(placement: Placement, home: Memory, *, fused: bool = True) -> Recipe:
+def recipe_of(
+    placement: Placement, home: Memory, *, fused: bool = True, guessed: bool = False
+) -> Recipe:
     """Of a subgroup's update; ``home`` is where its parameters live.
 
     Args:
         fused: False: `UNFUSED_HOST` in the place of the host's kernel.
+        guessed: before the norm, where `can_be_guessed`.
     """
     recipe = RECIPES[placement] if fused or placement != "host" else UNFUSED_HOST
-    return recipe if home == "device" else recipe.parameters_on_host
+    recipe = recipe if home == "device" else recipe.parameters_on_host
+    return (recipe.guessed or recipe) if guessed else recipe
+
+
+def can_be_guessed(placement: Placement, home: Memory) -> bool:
+    """Such a subgroup may be updated before the norm is known."""
+    return recipe_of(placement, home).guessed is not None
+
+
+def guessed_ways() -> list[Way]:
+    """Of all `ways` those."""
+    return [way for way in ways() if can_be_guessed(*way)]
 
 
 def slot_limits(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch.optim.adamw import adamw
 
@@ -44,6 +45,9 @@ class TorchStep:
     number: int
     variant: int = 0
 
+    def scalars(self, scale):
+        return np.array([scale, self.number], dtype=np.float32)
+
     def apply(self, state, parts, out):
         master, first, second = state
         gradient = torch.empty_like(master)
@@ -61,7 +65,9 @@ class TorchStep:
 class TorchAdamW(UpdateRule):
     name, moments, stock, types, trials = "torch", ("exp_avg", "exp_avg_sq"), "", (), ()
 
-    def update(self, state, parts, out, step, threads):
+    def update(self, state, parts, out, step, threads, source=None):
+        for to, old in zip(state, source or (), strict=False):
+            to.copy_(old)
         step.apply(state, parts, out)
 
     def step(self, group, number):
@@ -229,6 +235,12 @@ class PlainEngine:
     def hyperparameters(self):
         self.steps += 1
         return [self.rule.step({}, self.steps)] * len(self.groups)
+
+    def guess(self):
+        return [self.rule.step({}, self.steps + 1)] * len(self.groups), 1.0
+
+    def guess_holds(self):
+        return True
 
     def publish(self):
         self.session.executor.wait_all()

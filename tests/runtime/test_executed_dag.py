@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from runtime.devices.base import Device
 from runtime.execution.executor import Executor
 from runtime.execution.gradients import GradientHomes, ParameterSlice
+from runtime.execution.guesses import SubgroupJob, spares_of
 from runtime.execution.step_template import gradient_template, step_template
 from simulator import Layer, OpKind, Plan, Workload, build_schedule
 from simulator.update.order import order_of
@@ -56,7 +57,7 @@ def executor_for(workload, plan):
     states = [
         SimpleNamespace(
             index=i, placement=p, parameter_home=home, elements=n, wire=torch.empty(1),
-            gradient=torch.empty(n),
+            gradient=torch.empty(n), state=(),
         )
         for i, (n, p, home) in enumerate(
             zip(workload.subgroups, plan.placements, plan.parameter_homes, strict=True)
@@ -67,7 +68,9 @@ def executor_for(workload, plan):
         for cut in (step_template, gradient_template)
     )
     rule = SimpleNamespace(forms=list, moments=())
-    return Executor(Recording(), states, [], template, 1, rule, gradients)
+    device = Recording()
+    guesses = spares_of(device, states, plan.guessed)
+    return Executor(device, states, [], template, 1, rule, gradients, guesses=guesses)
 
 
 def executed(workload, plan):
@@ -102,7 +105,14 @@ def executed(workload, plan):
 def backward(executor, workload):
     """All micro-batches' gradients arrive, each subgroup's as one parameter's, the last first."""
     slices = {i: ParameterSlice(i, 0, n, real=True) for i, n in enumerate(workload.subgroups)}
-    homes = GradientHomes(executor.device, executor.states, slices, executor.gradients)
+
+    def complete(subgroup):
+        if subgroup in executor.guesses.wires:
+            executor.guess(subgroup, SubgroupJob(None, []))
+
+    homes = GradientHomes(
+        executor.device, executor.states, slices, executor.gradients, complete=complete
+    )
     last = workload.gradient_accumulation_steps - 1
     for micro_batch in range(last + 1):
         for i, n in reversed(list(enumerate(workload.subgroups))):
@@ -155,7 +165,7 @@ def random_case(rng):
         parameter_home=Plan.home_runs([home for _, home in chosen]),
         prefetch=rng.randint(0, slots), overlap_forward=rng.random() < 0.7,
         order=order_of(rng.sample(range(len(sizes)), len(sizes)), placements),
-        host_slots=rng.randint(1, 4),
+        host_slots=rng.randint(1, 4), speculate=rng.choice([0, rng.randint(0, len(sizes))]),
     )  # fmt: skip
     return workload, plan
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from runtime.kernels import host
 from runtime.kernels.adam import AdamStep, BiasCorrection
 from runtime.kernels.rule import vector_width
-from runtime.kernels.rules import AdamRule
+from runtime.kernels.rules import RULES, AdamRule
 from tests.runtime.stock_builds import runs_here, stock_op
 
 LR, BETAS, EPS = 1e-3, (0.9, 0.999), 1e-8
@@ -171,6 +171,23 @@ def test_segments_of_a_subgroup_have_the_bits_of_the_whole(op):
     stock.close()
     assert same(p, stock.p)
     assert same(v, stock.v)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_out_of_place_the_bits_are_the_same_and_the_old_state_stays(rule, threads):
+    """With a tail, in several blocks of a thread's share."""
+    elements, tail = 100_003, 3
+    settings, group = rule.trials[-1]
+    step = rule(**settings).step(group, 1)
+    old = [torch.rand(elements) for _ in range(1 + len(rule.moments))]
+    grad = torch.randn(elements).bfloat16()
+    kept, place = [t.clone() for t in old], [t.clone() for t in old]
+    new = [torch.full_like(t, float("nan")) for t in old]
+    outs = [torch.empty(elements, dtype=torch.bfloat16) for _ in range(2)]
+    host.host_update(place, grad, outs[0], step, 0.5, threads, tail)
+    host.host_update(new, grad, outs[1], step, 0.5, threads, tail, old)
+    assert all(map(torch.equal, [*place, outs[0], *kept], [*new, outs[1], *old]))
 
 
 def test_alternating_betas_follow_deepspeeds_one_optimizer_object(op):

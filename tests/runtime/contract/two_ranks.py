@@ -30,7 +30,7 @@ PLANS = ((["host"], next(iter(DEVICES))), (MIX, DEVICE))
 AWAY = {"offload_param": {"device": "cpu"}}
 
 
-def run(pattern=None, device=DEVICE, fail=False, **config):
+def run(pattern=None, device=DEVICE, fail=False, speculate=0, **config):
     rank = torch.distributed.get_rank()
     engine = start(subgroup_size=UNEVEN, **config)
     if pattern == "auto":
@@ -38,7 +38,7 @@ def run(pattern=None, device=DEVICE, fail=False, **config):
     elif pattern:
         own = pattern[rank:] + pattern[:rank]
         homes = config.get("offload_param") and [["host"], ["device", "host"]][len(pattern) > 1]
-        attached(engine, own, device, seed=rank, subgroup=UNEVEN, homes=homes)
+        attached(engine, own, device, seed=rank, subgroup=UNEVEN, homes=homes, speculate=speculate)
     if fail and rank == 1:
 
         def die(op):
@@ -53,11 +53,11 @@ def run(pattern=None, device=DEVICE, fail=False, **config):
     return state, torch.stack(losses), norms
 
 
-def compare(name, tried=PLANS, **config):
+def compare(name, tried=PLANS, speculate=0, **config):
     stock = run(**config)
     found = {}
     for pattern, device in tried:
-        ours = run(pattern, device, **config)
+        ours = run(pattern, device, speculate=speculate, **config)
         found[f"{name}: {pattern} on {device}"] = (
             not differences(ours[0], stock[0])
             and torch.equal(ours[1], stock[1])
@@ -111,6 +111,7 @@ def main():
         "no persistent", stage3_param_persistence_threshold=0, **AWAY
     )  # fmt: skip
     found |= compare("gathered ahead", accumulation=2, **AWAY, **EVERY_PASS)
+    found |= compare("guessed", [(["host"], DEVICE)], speculate=9, accumulation=2, clipping=4.0)
     found["nobody is held up"] = a_gather_ahead_holds_nobody_up()
     found["a life"] = DEVICE == "cuda" or alive_as_stock(folder, rank=int(rank)) == []
     found |= compare("stage 2", stage=2) | compare("stage 1", stage=1, accumulation=2)

@@ -1,0 +1,111 @@
+"""Updates that begin before the norm is known, and what becomes of them at the barrier."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from runtime.devices.base import Device
+from runtime.execution.gradients import Segment
+from runtime.execution.subgroup_state import SubgroupState
+from runtime.kernels.step import UpdateStep
+
+
+@dataclass(frozen=True, slots=True)
+class SubgroupJob:
+    """What one step does to one subgroup."""
+
+    step: UpdateStep
+    segments: list[Segment]
+
+    def equals(self, other: SubgroupJob) -> bool:
+        """To the bit: the same kernel reads the same scalars and the same gradient."""
+        return _scalars(self) == _scalars(other)
+
+
+@dataclass(slots=True)
+class Guess:
+    """An update out of place: ``source`` stays, ``into`` is the subgroup's state if it was right.
+
+    ``dropped`` is set by the training thread; what has not begun by then does nothing.
+    """
+
+    job: SubgroupJob
+    source: tuple[torch.Tensor, ...]
+    into: tuple[torch.Tensor, ...]
+    dropped: bool = False
+
+
+class Guesses:
+    """Called by the training thread alone; the host lane fills the spares.
+
+    Attributes:
+        wires: by subgroup, where its new parameters wait for the norm.
+        begun: of this step.
+    """
+
+    def __init__(self, device: Device, states: Sequence[SubgroupState]) -> None:
+        """``states``: of the subgroups that are guessed."""
+        self._device = device
+        self._spares = {
+            s.index: tuple(device.host_empty(t.numel(), t.dtype) for t in s.state) for s in states
+        }
+        self.wires = {s.index: device.host_empty(s.elements, s.wire.dtype) for s in states}
+        self.begun: dict[int, Guess] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory of all that is there twice."""
+        spares = (t for spare in self._spares.values() for t in spare)
+        return sum(t.nbytes for t in (*spares, *self.wires.values()))
+
+    def begin(self, state: SubgroupState, job: SubgroupJob) -> Guess:
+        """To be submitted by who calls."""
+        guess = Guess(job, state.state, self._spares[state.index])
+        self.begun[state.index] = guess
+        return guess
+
+    def drop(self, subgroups: Iterable[int]) -> list[int]:
+        """Those of them that had begun."""
+        dropped = [s for s in subgroups if s in self.begun]
+        for subgroup in dropped:
+            self.begun.pop(subgroup).dropped = True
+        return dropped
+
+    def wrong(self, jobs: Sequence[SubgroupJob]) -> list[int]:
+        """Whose guess is not what ``jobs``, by subgroup, ask for."""
+        return [s for s, guess in self.begun.items() if not guess.job.equals(jobs[s])]
+
+    def take(self, states: Sequence[SubgroupState]) -> list[SubgroupState]:
+        """What is left was right: state and spare change places; those subgroups, in order."""
+        taken = [states[subgroup] for subgroup in sorted(self.begun)]
+        for state in taken:
+            guess = self.begun.pop(state.index)
+            state.state, self._spares[state.index] = guess.into, guess.source
+        return taken
+
+    def close(self) -> None:
+        """Gives the memory back; no update is under way."""
+        self.drop(list(self.begun))
+        for tensor in (*(t for s in self._spares.values() for t in s), *self.wires.values()):
+            self._device.host_release(tensor)
+        self._spares.clear()
+        self.wires.clear()
+
+
+def _scalars(job: SubgroupJob) -> object:
+    step = job.step
+    parts = [
+        (s.start, s.end, s.gradient.data_ptr(), s.gradient.dtype, step.scalars(s.scale).tobytes())
+        for s in job.segments
+    ]
+    return step.kernel, step.variant, parts
+
+
+def spares_of(
+    device: Device, states: Sequence[SubgroupState], guessed: Mapping[int, bool] | Sequence[bool]
+) -> Guesses:
+    """Memory for the subgroups that a plan guesses."""
+    return Guesses(device, [state for state in states if guessed[state.index]])

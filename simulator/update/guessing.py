@@ -1,0 +1,51 @@
+"""When updates are begun before the norm is known: the rule, for the runtime and for what-ifs."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+RECENT = 8  # steps with guesses that are remembered
+MOST_WRONG = 1  # of them; one more and guessing pauses
+PAUSE_STEPS, LONGEST_PAUSE_STEPS = 16, 256
+
+
+@dataclass
+class Guessing:
+    """A step that clips or overflows makes all of its guesses wrong, which costs their time. So
+    guessing pauses when more than `MOST_WRONG` of the last `RECENT` steps were wrong. It is tried
+    again `PAUSE_STEPS` later, from nothing; if the first try is wrong, after twice that, up to
+    `LONGEST_PAUSE_STEPS`.
+    """
+
+    outcomes: deque[bool] = field(default_factory=lambda: deque(maxlen=RECENT))  # True: right
+    pause_steps: int = PAUSE_STEPS
+    left: int = 0  # steps without guesses
+    trying: bool = False  # the first step behind a pause
+
+    @property
+    def on(self) -> bool:
+        """The coming step may guess."""
+        return self.left == 0
+
+    def stepped(self, right: bool | None) -> None:
+        """A step has ended. ``right``: its guesses were; None: there were none."""
+        if self.left:
+            self.left -= 1
+            self.trying = self.left == 0
+        elif right is not None:
+            self._judge(right)
+
+    def _judge(self, right: bool) -> None:
+        self.outcomes.append(right)
+        again, self.trying = self.trying and not right, False
+        if right:
+            wrong = self.outcomes.count(False)
+            if not wrong:
+                self.pause_steps = PAUSE_STEPS
+            return
+        if again:
+            self.pause_steps = min(2 * self.pause_steps, LONGEST_PAUSE_STEPS)
+        if again or self.outcomes.count(False) > MOST_WRONG:
+            self.left = self.pause_steps
+            self.outcomes.clear()

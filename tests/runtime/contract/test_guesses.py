@@ -1,0 +1,222 @@
+"""Updates that begin before the norm: stock's bits, whether the guess was right or not."""
+
+import functools
+
+import pytest
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import safe_get_full_grad, safe_set_full_fp32_param, safe_set_full_grad
+
+import runtime
+from simulator import PlanError
+from studies.bench.bits import state_of
+from studies.bench.byte_gpt import SIZES, Batches
+from tests.runtime.contract.test_bits import CASES, engine_for, stock
+from tests.runtime.contract.training import (
+    DEVICES,
+    assert_same,
+    attached,
+    outcome,
+    plan_for,
+    start,
+)
+
+pytestmark = [
+    pytest.mark.usefixtures("only_rank"),
+    pytest.mark.skipif("emulated" not in DEVICES, reason="counts guesses on emulated streams"),
+]
+DEVICE = "emulated"
+OVERFLOWS = {"enabled": True, "initial_scale_power": 32, "hysteresis": 1}
+
+
+def guessing(engine, pattern=("host",), speculate=99, **fields):
+    """The engine under a plan that guesses, and for each step the guesses begun and right."""
+    attached(engine, list(pattern), DEVICE, speculate=speculate, **fields)
+    session, counts = engine.optimizer._ebbtide, []
+    settle = session.executor.settle
+
+    def counted(jobs):
+        begun = len(session.executor.guesses.begun)
+        counts.append((begun, len(settled := settle(jobs))))
+        return settled
+
+    session.executor.settle = counted
+    return engine, counts
+
+
+def never_pause(engine):
+    engine.optimizer._ebbtide.guessing.stepped = lambda right: None
+
+
+def subgroups(engine):
+    return len(engine.optimizer._ebbtide.executor.states)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(
+    "case", ["no_clipping", "accumulation", "fp32", "parameter_groups", "learning_rate_schedule"]
+)
+def test_right_guesses(case, overlap):
+    engine, counts = guessing(engine_for(case), overlap_forward=overlap)
+    count = subgroups(engine)
+    right = [(count, count)] * (6 // CASES[case].get("accumulation", 1))
+    assert_same(outcome(engine), stock(case))
+    assert case != "no_clipping" or counts == right
+
+
+@pytest.mark.parametrize("proved", [True, False])
+def test_wrong_guesses_are_redone_and_then_left_out(proved):
+    """Every step clips, which the first parameters' norms prove; where nobody can look at them,
+    guesses stop behind the second wrong step.
+    """
+    engine, counts = guessing(engine_for("clips_hard"))
+    count = subgroups(engine)
+    if not proved:
+        engine.optimizer.guess_holds = lambda: True
+    assert_same(outcome(engine), stock("clips_hard"))
+    begun = [0] * 6 if proved else [count, count, 0, 0, 0, 0]
+    assert counts == [(n, 0) for n in begun]
+
+
+@functools.cache
+def at_a_bound_that_some_steps_reach():
+    norms = sorted(outcome(start(clipping=0.0))[2])
+    return (norms[2] + norms[3]) / 2
+
+
+@pytest.mark.parametrize("pattern", [["host"], ["host", "device", "resident", "host", "stored"]])
+def test_some_steps_clip(pattern):
+    clipping = at_a_bound_that_some_steps_reach()
+    engine, counts = guessing(start(clipping=clipping), pattern)
+    never_pause(engine)
+    assert_same(outcome(engine), outcome(start(clipping=clipping)))
+    assert {right > 0 for begun, right in counts if begun} == {True, False}
+
+
+def test_overflows(monkeypatch):
+    monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
+    options = {"precision": "fp16", "clipping": 0.0, "extra": {"fp16": OVERFLOWS}}
+    engine, counts = guessing(start(**options))
+    never_pause(engine)
+    ours, theirs = outcome(engine, 24), outcome(start(**options), 24)
+    assert_same(ours, theirs)
+    assert any(right for _, right in counts)
+    assert len(counts) < 24, "some step must have overflowed"
+
+
+def steps(engine, change, count=4, behind=lambda engine, number: None):
+    """``change`` is called between each backward and its step."""
+    batches, losses = Batches(2, SIZES["tiny"].sequence), []
+    for number in range(count):
+        loss = engine(*batches.at(number, engine.device))
+        engine.backward(loss)
+        change(engine, number)
+        engine.step()
+        behind(engine, number)
+        losses.append(loss.detach())
+    state = state_of(engine)
+    engine.destroy()
+    return state, torch.stack(losses), None
+
+
+def another_rate(engine, number):
+    if number != 1:
+        engine.optimizer.param_groups[0]["lr"] = 1e-3 / (1 + number)
+
+
+def another_gradient(engine, number):
+    for param in list(engine.module.parameters())[number::3]:
+        safe_set_full_grad(param, safe_get_full_grad(param) * 0.5)
+
+
+def another_master(engine, number):
+    for param in list(engine.module.parameters())[number::3]:
+        safe_set_full_fp32_param(param, torch.full(param.ds_shape, 0.01 * (number + 1)))
+
+
+def another_master_in_place(engine, number):
+    engine.optimizer.fp32_partitioned_groups_flat[number % 2].data.mul_(0.5)
+
+
+def another_moment_in_place(engine, number):
+    master = engine.optimizer.fp32_partitioned_groups_flat[0]
+    if "exp_avg" in engine.optimizer.state[master]:
+        engine.optimizer.state[master]["exp_avg"].mul_(0.5 + number)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [another_rate, another_gradient, another_master, another_master_in_place,
+     another_moment_in_place],
+)  # fmt: skip
+def test_what_changes_between_backward_and_step(change):
+    options = {"clipping": 0.0}
+    engine, counts = guessing(start(**options))
+    assert_same(steps(engine, change), steps(start(**options), change))
+    assert any(right < subgroups_begun for subgroups_begun, right in counts) or any(
+        begun == 0 for begun, _ in counts
+    )
+
+
+def test_a_second_backward_before_the_step():
+    """Its gradients come on top: what was guessed of the first alone is void."""
+
+    def again(engine, number):
+        engine.backward(engine(*Batches(2, SIZES["tiny"].sequence).at(90 + number, engine.device)))
+
+    options = {"clipping": 0.0}
+    engine, _ = guessing(start(**options))
+    assert_same(steps(engine, again), steps(start(**options), again))
+
+
+def test_a_checkpoint_in_flight(tmp_path):
+    """What is written to is what was live a step ago, and the files still read that."""
+
+    def save(engine, number):
+        if number in (1, 3):
+            engine.save_checkpoint(str(tmp_path), tag=f"{number}")
+
+    slow = {"checkpoint": {"write_bytes_per_s": 4e5, "dir": str(tmp_path)}}
+    engine, counts = guessing(start(clipping=0.0), **slow)
+    steps(engine, lambda *_: None, 6, save)
+    assert all(begun == right > 0 for begun, right in counts)
+    for number in (1, 3):
+        theirs = start(clipping=0.0)
+        expected = steps_kept(theirs, number + 1)
+        ours = start(clipping=0.0)
+        ours.load_checkpoint(str(tmp_path), tag=f"{number}")
+        assert_same((state_of(ours), torch.zeros(1), 0), (expected, torch.zeros(1), 0))
+        ours.destroy()
+        theirs.destroy()
+
+
+def steps_kept(engine, count):
+    batches = Batches(2, SIZES["tiny"].sequence)
+    for number in range(count):
+        engine.backward(engine(*batches.at(number, engine.device)))
+        engine.step()
+    return state_of(engine)
+
+
+def test_another_plan_gives_the_memory_back_and_takes_it_again():
+    engine, _ = guessing(start(clipping=0.0), speculate=2)
+    session = engine.optimizer._ebbtide
+
+    def switch(engine, number):
+        held = session.executor.guesses.nbytes
+        session.switch(session.plan.model_copy(update={"speculate": number % 3}))
+        sizes = engine.optimizer.sizes()[len(engine.optimizer.sizes()) - number % 3 :]
+        assert session.executor.guesses.nbytes == 14 * sum(sizes) != held
+
+    assert_same(
+        steps(engine, lambda *_: None, 5, switch), steps(start(clipping=0.0), lambda *_: None, 5)
+    )
+
+
+def test_flat_partitions_are_refused():
+    engine = start(stage=2)
+    with pytest.raises(PlanError, match=r"plan\.speculate must be 0 under ZeRO-2"):
+        runtime.attach(
+            engine, plan_for(engine, ["host"], speculate=1, overlap_forward=False), device="cpu"
+        )
+    engine.destroy()

@@ -1,0 +1,82 @@
+"""Updates before the norm: the rule that pauses them, their ops, what they take."""
+
+from itertools import pairwise
+
+from simulator import Plan, simulate
+from simulator.schedule import OpKind
+from simulator.schedules.ebbtide import build_schedule
+from simulator.update.footprint import footprint
+from simulator.update.guessing import LONGEST_PAUSE_STEPS, PAUSE_STEPS, Guessing
+from tests.machines import machine, workload
+
+
+def planned(speculate, placement="host", **fields):
+    return Plan(
+        subgroup_size=10, placement=Plan.runs([placement] * 4), speculate=speculate, **fields
+    )
+
+
+def guesses(outcomes):
+    """Of each step, whether it guesses; those that do take the next outcome."""
+    rule, left, made = Guessing(), list(outcomes), []
+    while left:
+        made.append(rule.on)
+        rule.stepped(left.pop(0) if rule.on else None)
+    return made
+
+
+def test_one_wrong_step_in_eight_does_not_pause():
+    assert all(guesses([False, *[True] * 7] * 4))
+
+
+def test_two_wrong_steps_pause_and_each_wrong_try_doubles_the_pause():
+    made = guesses([True, False, False, *[False] * 6])
+    pauses = [len(run) for run in "".join("x" if m else "." for m in made).split("x") if run]
+    expected = [min(PAUSE_STEPS * 2**n, LONGEST_PAUSE_STEPS) for n in range(6)]
+    assert pauses == expected
+
+
+def test_a_right_try_ends_the_doubling():
+    made = guesses([False, False, False, True, False, False, True])
+    pauses = [len(run) for run in "".join("x" if m else "." for m in made).split("x") if run]
+    assert pauses == [PAUSE_STEPS, 2 * PAUSE_STEPS, PAUSE_STEPS]
+
+
+def test_the_last_subgroups_begin_in_backward_and_nothing_is_new_before_the_norm():
+    work = workload(gradient_accumulation_steps=2)
+    schedule = build_schedule(work, planned(2))
+    norms = {op.iteration: op.id for op in schedule.of_kind(OpKind.NORM)}
+    early = {op.subgroup for op in schedule.of_kind(OpKind.UPDATE_HOST)
+             if op.id < norms[op.iteration]}  # fmt: skip
+    assert early == {2, 3}
+    backwards = [op for op in schedule.of_kind(OpKind.BACKWARD) if op.iteration == 0]
+    for op in schedule.of_kind(OpKind.UPDATE_HOST):
+        if op.iteration == 0 and op.subgroup in early:
+            assert op.id > backwards[len(backwards) // 2].id, "not of the first micro-batch"
+    for op in schedule.of_kind(OpKind.PARAMETER_H2D):
+        assert (norms[op.iteration] in op.after) == (op.subgroup in early)
+
+
+def test_updates_move_under_backward():
+    """Updates that take twice as long as forward hold it up; in backward they do not."""
+    work = workload(forward_s=1.0, backward_s=3.0)
+    on = machine(host_adam_params_per_s=5.0, h2d_bytes_per_s=1e4, d2h_bytes_per_s=1e4)
+    waits, guessed = (simulate(build_schedule(work, planned(n)), on).iteration_s for n in (0, 4))
+    assert work.forward_s + work.backward_s <= guessed < waits
+
+
+def test_state_and_parameters_are_there_twice():
+    work = workload()
+    held = [footprint(work, planned(n))["host"] for n in range(5)]
+    slots = min(2, 4) * 10 * work.wire_bytes
+    assert [b - a for a, b in pairwise(held[:3])] == [10 * (12 + 2)] * 2
+    assert held[4] - held[0] == 4 * 10 * (12 + 2) - slots  # nobody waits for a slot
+
+
+def test_what_cannot_be_guessed_is_not():
+    for placement in ("device", "resident", "stored"):
+        assert not any(planned(4, placement).guessed)
+    homes = Plan.home_runs(["host"] * 4)
+    assert not any(planned(4, parameter_home=homes).guessed)
+    assert planned(9).guessed == (True,) * 4
+    assert "speculate" not in planned(0).model_dump()
