@@ -25,7 +25,9 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from profiler.rates.storage import measure_drive
 from simulator.plan import Plan
+from simulator.storage import StorageRates
 from studies.bench.bits import state_of
 from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config, train_step
 from studies.bench.console import study_parser, table_of
@@ -85,13 +87,11 @@ def measure(size: str, steps: int, folder: Path) -> dict[str, Any]:
         state in memory, ``predicted_over_measured`` iterations; of a checkpoint at every step what
         it costs, of a resume what it reads; host memory as it is and as it was told.
     """
-    from profiler.rates.storage import measure_drive
-
-    disk = measure_drive(folder, DISK_BYTES, 20.0)
+    disk = _drive(folder)
     rows = {name: _in_a_process(name, size, steps, folder) for name in (*STOCK, *SHARES)}
     ours, expected = rows["ebbtide"], rows["stock in memory"]
     spare = rows[PIPELINED]["host_peak_bytes"] - ours["host_peak_bytes"]
-    share = max(0.0, min(0.9, spare / (STATE_BYTES * ours["params"])))
+    share = share_within(spare, ours["subgroups"])
     limited = rows[LIMITED] = _in_a_process(LIMITED, size, steps, folder, share)
     predicted = _in_a_process(PREDICTION, size, steps, folder)["iteration_s"]
     moved = STATE_BYTES * ours["params"]
@@ -114,6 +114,7 @@ def measure(size: str, steps: int, folder: Path) -> dict[str, Any]:
         "host_limit_bytes": rows[PIPELINED]["host_peak_bytes"],
         "host_peak_bytes": limited["host_peak_bytes"],
         "share_within_limit": share,
+        "within_host_limit": limited["host_peak_bytes"] <= rows[PIPELINED]["host_peak_bytes"],
         "floor_s": max(parts.values()),
         "floor_of": max(parts, key=lambda name: parts[name]),
         "update_over_floor": ours["update_s"] / max(parts.values()),
@@ -127,6 +128,13 @@ def measure(size: str, steps: int, folder: Path) -> dict[str, Any]:
         "stock_nvme_identical": all(rows[n]["losses"] == expected["losses"] for n in STOCK),
         "rows": [{"name": name, **row} for name, row in rows.items()],
     }
+
+
+def share_within(spare_bytes: float, subgroups: list[int]) -> float:
+    """Of so many parameters each: how many whole ones the memory has room for; never rounded up."""
+    most = int(0.9 * len(subgroups))
+    fit = int(spare_bytes / (STATE_BYTES * max(subgroups)))
+    return max(0, min(most, fit)) / len(subgroups)
 
 
 def _speedups(kind: str, rows: dict[str, dict[str, Any]], ours: dict[str, Any]) -> dict[str, float]:
@@ -208,7 +216,12 @@ def predict(_: str, size: str, steps: int, folder: Path) -> dict[str, Any]:
     engine = _engine("stock in memory", size, folder)
     batches, plan = Batches(1, SEQUENCE), _plan(engine, 0.0, folder)
     train = lambda e, number: train_step(e, batches.at(number)).item()  # noqa: E731
-    return {"iteration_s": durability.predicted_s(engine, train, plan, folder)}
+    return {"iteration_s": durability.predicted_s(engine, train, plan, folder, _drive(folder))}
+
+
+def _drive(folder: Path) -> StorageRates:
+    """The disk, as the floor and the prediction know it."""
+    return measure_drive(folder, DISK_BYTES, 20.0)
 
 
 def _engine(name: str, size: str, folder: Path) -> Any:

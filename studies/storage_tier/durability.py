@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from simulator.storage import StorageRates
+
 
 def saved_each_step(
     engine: Any, train: Callable[[Any, int], object], steps: range, plain_s: float, folder: Path
@@ -46,8 +48,10 @@ def resumed(engine: Any, folder: Path, read_bytes: Callable[[], int]) -> int:
     return read_bytes() - before
 
 
-def host_bytes(engine: Any) -> dict[str, float]:
-    """Host memory of state, gradients and slots per parameter: as it is, and as it was told."""
+def host_bytes(engine: Any) -> dict[str, Any]:
+    """Host memory of state, gradients and slots per parameter: as it is, and as it was told; the
+    parameters of each subgroup.
+    """
     from simulator import Workload
     from simulator.update.footprint import footprint
     from simulator.update.recipes import PARAMETER_SLOTS
@@ -63,23 +67,29 @@ def host_bytes(engine: Any) -> dict[str, float]:
     if session.device.unified:  # the kernel writes parameters where they are: no slots
         told -= PARAMETER_SLOTS * max(sizes) * work.wire_bytes
     return {
+        "subgroups": list(sizes),
         "host_bytes_per_param": session.host_bytes() / sum(sizes),
         "host_bytes_predicted_over_measured": told / session.host_bytes(),
     }
 
 
-def predicted_s(engine: Any, train: Callable[[Any, int], object], plan: Any, folder: Path) -> float:
+def predicted_s(
+    engine: Any, train: Callable[[Any, int], object], plan: Any, folder: Path, drive: StorageRates
+) -> float:
     """What the simulator says of an iteration under a plan; machine and model as measured here.
 
     Args:
         engine: stock's, with its state in memory.
+        drive: the disk, measured with more bytes than a profile's share of time allows: what it
+            writes and reads in a burst is not what it does all along.
     """
     import itertools
 
     from profiler import measure_machine, profile_engine
     from simulator import build_schedule, simulate
 
-    machine = measure_machine(folder, seconds=20.0, fresh=True, drives=[folder])
+    machine = measure_machine(folder, seconds=20.0, fresh=True)
+    machine = machine.model_copy(update={"drives": {str(folder.absolute()): drive}})
     numbers = itertools.count()
     work = profile_engine(engine, lambda e: train(e, next(numbers)), 3)
     stored = machine.storing_in([str(folder.absolute())])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from studies.storage_tier.command import DURABLE, _attach, run
+from studies.storage_tier.command import DURABLE, _attach, run, share_within
 
 pytestmark = pytest.mark.usefixtures("only_rank")
 
@@ -39,3 +39,8 @@ def test_shares_are_even(share, hosted, tmp_path, monkeypatch):
     _attach(Engine(), share, tmp_path)
     assert plans[0].count("host") == hosted
     assert plans[0].count("stored") == 12 - hosted
+
+
+@pytest.mark.parametrize(("spare", "share"), [(-5, 0.0), (119, 0.0), (359, 0.5), (9999, 0.75)])
+def test_the_share_within_a_limit_is_of_whole_subgroups_and_never_above_it(spare, share):
+    assert share_within(spare, [10, 10, 10, 4]) == share
