@@ -117,7 +117,7 @@ class Executor:
         # Copies of parameters for passes since the latest launch, for the measured timeline.
         self._fetches: deque[tuple[Op, Completion]] = deque(maxlen=KEPT_FETCHES)
         self._latest_fetch = Completion.done()
-        self._begin_ahead()
+        self._begun = False
 
     def _body_by_kind(self) -> dict[OpKind, Body]:
         return {
@@ -131,15 +131,20 @@ class Executor:
         }
 
     def _begin_ahead(self) -> None:
-        """Of the first step what else the step before would have begun."""
+        """Of the first step what else the step before would have begun: not before training does,
+        since a load may still come.
+        """
+        if self._begun:
+            return
+        self._begun = True
         self._steps -= 1
         for position, item in enumerate(self.template):
             if item.ahead:
                 self._submit(position, replace(item, now=()), [])
+                begun, self._current[position] = self._current[position], None
+                assert begun is not None
+                self._previous[position] = begun
         self._steps += 1
-        begun = zip(self._current, self._previous, strict=True)
-        self._previous = [previous if now is None else now for now, previous in begun]
-        self._current = [None] * len(self.template)
 
     def _slots_for(
         self, users: dict[int, int], empty: Callable[[int, torch.dtype], torch.Tensor]
@@ -166,6 +171,7 @@ class Executor:
         """Starts the copies that need no norm but the activations' room: the first visiting
         subgroups' state.
         """
+        self._begin_ahead()
         for position, item in enumerate(self.template):
             if item.early and self._current[position] is None:
                 self._submit(position, item, [])
@@ -204,6 +210,7 @@ class Executor:
 
         ``iteration`` is the training loop's number, for the measured timeline.
         """
+        self._begin_ahead()
         self._jobs = jobs
         self._version = self.store.tick() if self.store is not None and self._reads else 0
         barrier = Completion.done(self.device.current_event())

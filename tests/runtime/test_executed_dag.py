@@ -80,8 +80,7 @@ def executed(workload, plan):
     executor = executor_for(workload, plan)
     names, waits, lanes = {}, {}, {}
     for step in range(STEPS):
-        if step:  # what began before the first one is its own
-            executor.device.notes.clear()
+        executor.device.notes.clear()
         backward(executor, workload)
         gradients = len(executor.device.notes)
         executor.prefetch()
@@ -136,6 +135,8 @@ def simulated(workload, plan):
             seen[kind] += 1
             lanes.setdefault(op.lane, []).append(name)
             waits[name] = {names[i] if i in names else named(ops[i], op) for i in op.after}
+            if not op.after:  # the first step's early reads
+                waits[name] = {"prefetch"}
             if "norm" in waits[name]:  # which comes behind all reductions
                 waits[name].discard("reduced")
     return waits, lanes
