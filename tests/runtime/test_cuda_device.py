@@ -196,6 +196,18 @@ def test_every_lane_chooses_the_ranks_gpu(fake, device):
         lane.close()
 
 
+def test_who_reads_parameters_holds_up_the_stream_that_is_current_and_no_other(fake, device):
+    """Of gathers ahead the stream that computes waits where a module needs them, not before."""
+    gathers, held_up = fake.cuda.Stream(), []
+    event = fake.cuda.Event()
+    event.record()
+    with pytest.MonkeyPatch.context() as patch, fake.cuda.stream(gathers):
+        for stream in {type(gathers), type(fake.cuda.default_stream())}:
+            patch.setattr(stream, "wait_event", lambda self, _: held_up.append(self))
+        device.training_waits([Completion.done(event)])
+    assert held_up == [gathers]
+
+
 def test_a_lane_that_cannot_begin_says_so(device, monkeypatch):
     def refuse(index):
         raise RuntimeError(f"no GPU {index}")

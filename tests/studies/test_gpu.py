@@ -1,5 +1,6 @@
 """The GPU suite without a GPU: rehearsed on the emulated device, so that no time is lost there."""
 
+import argparse
 import json
 import tarfile
 import threading
@@ -12,7 +13,7 @@ from studies.gpu.parts import BUDGET_S, PARTS, SECTIONS, sections_of
 from studies.gpu.smoke import Synchronisations, kernel_bits, ops, overlap
 from studies.gpu.speed import against_control
 from studies.gpu.suite import OutOfTimeError, Suite
-from studies.trials.offload_trial import same_sums
+from studies.trials.offload_trial import make_engine, same_sums
 
 REHEARSED = ["one_step", "ablation"]  # `python -m studies.gpu --rehearse` runs every part
 
@@ -94,6 +95,25 @@ def test_bits_are_compared_where_every_sum_has_one_order():
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
     finally:
         torch.use_deterministic_algorithms(before)
+
+
+@pytest.mark.parametrize(("variant", "pinned"), [("ebbtide", False), ("stock", True)])
+def test_a_plans_trial_begins_without_memory_that_torch_has_pinned(monkeypatch, variant, pinned):
+    """It would stay so for ever, in powers of two, beside what the plan page-locks."""
+    configs = []
+
+    def initialize(*, config, **_):
+        configs.append(config)
+        raise InterruptedError
+
+    monkeypatch.setattr("deepspeed.initialize", initialize)
+    args = argparse.Namespace(
+        variant=variant, size="tiny", micro_batch=1, subgroup=1000, clipping=1.0,
+        offload_param=False, plan=None, keep=0, device=None,
+    )  # fmt: skip
+    with pytest.raises(InterruptedError):
+        make_engine(args)
+    assert configs[0]["zero_optimization"]["offload_optimizer"]["pin_memory"] is pinned
 
 
 def test_forked_studies_leave_the_driver_alone(monkeypatch):

@@ -39,6 +39,7 @@ MUTANTS = {
         "ZeRO-3, accumulation", with_gradients(after=())),
     "an update does not wait for its gradient": ("ZeRO-3", without(needs_arrival=False)),
     "ops do not wait for those of their step": ("ZeRO-3", without(now=())),
+    "ops do not wait for those of the step before": ("ZeRO-3", without(before=())),
 }  # fmt: skip
 
 
