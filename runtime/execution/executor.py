@@ -472,9 +472,14 @@ class Executor:
 
     def wait_all(self) -> None:
         """Blocks until every op of the launched steps has ended; raises the first failure. What has
-        begun for the next step goes on.
+        begun for the next step goes on (`wait_ahead`).
         """
         for completion in (*self._previous[: self._own], self._latest_fetch):
+            completion.wait_host()
+
+    def wait_ahead(self) -> None:
+        """Likewise of what the latest step has begun for the next one."""
+        for completion in self._previous[self._own :]:
             completion.wait_host()
 
     def wait_memory(self) -> None:

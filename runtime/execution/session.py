@@ -349,6 +349,7 @@ class Session:
         """
         if wait:
             self.executor.wait_all()
+            self.executor.wait_ahead()
         history = self.executor.history
         ended = [r for r in history if all(completion.ended for _, completion in r.ops)]
         return self.recorder.timeline(ended)

@@ -234,6 +234,7 @@ PLAN = {
     "staging_slots": 2,
     "prefetch": 1,
     "host_slots": 1,
+    "speculate": 1,
     "storage_dir": "/local",
     "storage_shares": {"/a": 1.0, "/b": 2.0},
     "threads": 0,

@@ -247,9 +247,9 @@ class BlockWriter:
             return
         try:
             self._outputs[block.file].write(data, block.offset)
+            self._finish(block)
         finally:
-            self._at_disk.release()  # first: the next block is ready, and the disk idles meanwhile
-        self._finish(block)
+            self._at_disk.release()
 
     def _waited_for_the_disk(self, block: Block) -> bool:
         """Whether the block is this thread's to write still; then the disk has room for it."""
