@@ -15,6 +15,7 @@ import argparse
 import hashlib
 import json
 import logging
+import os
 import subprocess
 import sys
 import tempfile
@@ -72,7 +73,8 @@ def main() -> None:
         what = predict if args.variant == PREDICTION else run
         found = what(args.variant, args.size, args.steps, args.folder)
         args.json.write_text(json.dumps(found))
-        return
+        sys.stdout.flush()
+        os._exit(0)  # threads of DeepSpeed's op for drives now and then abort an orderly end
     figures = measure(args.size, args.steps, args.folder or args.json.parent)
     write_record(args.json, "storage_tier", figures)
     show(figures)
