@@ -23,6 +23,8 @@ class Defect:
         step: after which it shows.
         names: what shows first; one of them is named if it is found rightly.
         by_size: it is large enough to be told from the rounding of another Adam.
+        dtype: of the training that it is put into; what 16 bits would hide is put into fp32.
+        least_ranks: that it can be put into.
     """
 
     name: str
@@ -30,6 +32,13 @@ class Defect:
     step: int
     names: Callable[[Any], Collection[str]]
     by_size: bool = True
+    dtype: str = "bf16"
+    least_ranks: int = 1
+
+    @property
+    def folder(self) -> str:
+        """Of its run."""
+        return self.name if self.dtype == "bf16" else f"{self.dtype} {self.name}"
 
 
 def piece_of(engine: Any, name: str) -> Piece | None:

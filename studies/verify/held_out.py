@@ -10,7 +10,6 @@ import torch
 from runtime.zero.pieces import pieces
 from studies.verify.defects import (
     AT,
-    DEFECTS,
     TENSOR,
     Defect,
     around_step,
@@ -26,10 +25,11 @@ def _wrong_settings(**wrong: Any) -> Callable[[Any], None]:
     """The inner optimizer's groups have other settings in step `AT`; a callable changes one."""
 
     def arm(engine: Any) -> None:
-        step, inner = engine.step, engine.optimizer.optimizer
+        inner = engine.optimizer.optimizer
+        step = inner.step
 
         def stepped(*args: Any, **kwargs: Any) -> Any:
-            if engine.global_steps != AT - 1 or not engine.is_gradient_accumulation_boundary():
+            if engine.global_steps != AT - 1:
                 return step(*args, **kwargs)
             right = [{key: group.get(key) for key in wrong} for group in inner.param_groups]
             for group in inner.param_groups:
@@ -40,7 +40,7 @@ def _wrong_settings(**wrong: Any) -> Callable[[Any], None]:
                 for group, settings in zip(inner.param_groups, right, strict=True):
                     group.update(settings)
 
-        engine.step = stepped
+        inner.step = stepped
 
     return arm
 
@@ -212,4 +212,3 @@ HELD_OUT = (
     Defect("lost momentum", lost_momentum, AT, masters),
     Defect("stale in one forward", stale_in_one_forward, AT + 1, _sums),
 )  # fmt: skip
-ALL = (*DEFECTS, *HELD_OUT)

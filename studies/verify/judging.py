@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from studies.verify.defects import Defect
-from studies.verify.held_out import ALL
+from studies.verify.rounds import ROUNDS
+from studies.verify.shapes import KINDS, shapes_of
 from tuner.verify.judge import Finding, Noise, judge
 from tuner.verify.run import Run, read_run
 from tuner.verify.sides import NO_OFFLOAD, PLAN, STOCK, compared
@@ -21,12 +22,14 @@ class Case:
     """One defect, judged.
 
     Attributes:
+        round: in which the judge was tried on it.
         judged: against the same ``bits``, or against another Adam's rounding, by ``size``.
         side: that has it.
         named: the step and tensor are those that it was put into, and the side is blamed.
     """
 
     defect: str
+    round: str
     stage: int
     ranks: int
     judged: str
@@ -45,35 +48,56 @@ class Group:
 
     def cases(self) -> Iterator[Case]:
         """Each defect under the plan or in stock, in turn, and then by its size."""
-        for number, defect in enumerate(ALL):
-            yield self._by_bits(defect, PLAN if (number + self._ranks) % 2 else STOCK)
-        yield from (self._by_size(defect) for defect in ALL if defect.by_size)
+        known = [(name, defect) for name, defects in ROUNDS.items() for defect in defects]
+        for number, (name, defect) in enumerate(known):
+            if defect.name in self._expected:
+                yield self._by_bits(name, defect, PLAN if (number + self._ranks) % 2 else STOCK)
+        for name, defect in known:
+            if defect.by_size and defect.name in self._expected:
+                yield self._by_size(name, defect)
 
-    def right(self) -> Iterator[Finding]:
-        """Of pairs in which nothing is wrong."""
+    def right(self) -> Iterator[tuple[str, Finding]]:
+        """Of pairs in which nothing is wrong, with what they are."""
         stock, noise = self._run("stock", STOCK), self._noise("bf16")
-        yield judge(self._run("plan", PLAN), stock, None, same_bits=True)
-        yield judge(self._run("again", "again"), stock, None, same_bits=True)
-        yield judge(stock, self._run("no-offload", NO_OFFLOAD), noise, same_bits=False)
-        yield judge(stock, noise.reference, noise, same_bits=False)
+        yield "plan", judge(self._run("plan", PLAN), stock, None, same_bits=True)
+        yield "again", judge(self._run("again", "again"), stock, None, same_bits=True)
+        yield "no-offload", judge(stock, self._run("no-offload", NO_OFFLOAD), noise,
+                                  same_bits=False)  # fmt: skip
+        yield "another Adam", judge(stock, noise.reference, noise, same_bits=False)
         fp32 = self._noise("fp32")
-        yield judge(self._run("fp32 stock", STOCK), fp32.reference, fp32, same_bits=False)
+        yield "fp32", judge(self._run("fp32 stock", STOCK), fp32.reference, fp32, same_bits=False)
+        for shape in shapes_of(self._stage):
+            yield from self._right_shape(shape.name)
 
-    def _by_bits(self, defect: Defect, side: str) -> Case:
-        sides = {STOCK: self._run("stock", STOCK), PLAN: self._run("plan", PLAN)}
-        sides[side] = self._run(defect.name, side)
-        last = self._run("no-offload", NO_OFFLOAD)
-        noise = Noise(last, (last, self._run("bf16 torch flipped", "flipped")))
+    def _right_shape(self, name: str) -> Iterator[tuple[str, Finding]]:
+        stock, plan, torch, flipped = (
+            self._run(f"{name}, {kind}", side)
+            for kind, side in zip(KINDS, (STOCK, PLAN, NO_OFFLOAD, "flipped"), strict=True)
+        )
+        yield f"{name}, plan", judge(plan, stock, None, same_bits=True)
+        noise = Noise(torch, (torch, flipped))
+        yield f"{name}, another Adam", judge(stock, torch, noise, same_bits=False)
+
+    def _by_bits(self, name: str, defect: Defect, side: str) -> Case:
+        """Stock stands in for a plan in fp32: they have the same bits."""
+        wide = defect.dtype == "fp32"
+        right = self._run("fp32 stock" if wide else "stock", STOCK)
+        sides = {STOCK: right, PLAN: replace(right if wide else self._run("plan", PLAN), name=PLAN)}
+        sides[side] = self._run(defect.folder, side)
+        last = self._run("fp32 no-offload" if wide else "no-offload", NO_OFFLOAD)
+        noise = Noise(last, (last, self._run(f"{defect.dtype} torch flipped", "flipped")))
         first, *_ = compared((sides[PLAN], sides[STOCK], last), noise)
-        return self._case(defect, "bits", side, first, late=0)
+        return self._case(name, defect, "bits", side, first, late=0)
 
-    def _by_size(self, defect: Defect) -> Case:
-        noise = self._noise("bf16")
-        run = self._run(defect.name, STOCK)
+    def _by_size(self, name: str, defect: Defect) -> Case:
+        noise = self._noise(defect.dtype)
+        run = self._run(defect.folder, STOCK)
         finding = judge(run, noise.reference, noise, same_bits=False)
-        return self._case(defect, "size", STOCK, finding, late=LATE)
+        return self._case(name, defect, "size", STOCK, finding, late=LATE)
 
-    def _case(self, defect: Defect, judged: str, side: str, finding: Finding, late: int) -> Case:
+    def _case(
+        self, name: str, defect: Defect, judged: str, side: str, finding: Finding, late: int
+    ) -> Case:
         known, first = self._expected[defect.name], finding.first
         found = finding.verdict == "defect"
         named = (
@@ -84,7 +108,7 @@ class Group:
             and finding.off == side
         )
         said = "" if first is None else f"step {first.step}: {first.name}, off: {finding.off}"
-        return Case(defect.name, self._stage, self._ranks, judged, side, found, named, said)
+        return Case(defect.name, name, self._stage, self._ranks, judged, side, found, named, said)
 
     def _noise(self, dtype: str) -> Noise:
         reference, *others = (

@@ -22,17 +22,26 @@ from runtime.frontdoor.recorded import perturb, record
 from runtime.verify.lines import Lines
 from runtime.zero.pieces import pieces
 from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config, train_step
-from studies.verify.held_out import ALL
+from studies.verify.defects import Defect
+from studies.verify.rounds import ROUNDS, defects_of
+from studies.verify.shapes import KINDS, SUBGROUP, TINY, Shape, shapes_of
 
 RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-STEPS, ACCUMULATION, SUBGROUP = 6, 2, 20_000
+STEPS = 6
 TIMED = 15  # steps
+# Warm-up as most scripts have it: a rate of its own in every step.
+SCHEDULE = {
+    "type": "WarmupLR",
+    "params": {"warmup_min_lr": 2e-4, "warmup_max_lr": 1.2e-3, "warmup_num_steps": 10,
+               "warmup_type": "linear"},
+}  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--stage", type=int, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--rounds", nargs="+", default=list(ROUNDS), help="of defects")
     parser.add_argument("--overhead", action="store_true", help="measure what recording costs")
     options = parser.parse_args()
     torch.set_num_threads(max(1, torch.get_num_threads() // RANKS))
@@ -43,27 +52,38 @@ def main() -> None:
     if options.overhead:
         expected = {"overhead_pct": overhead_pct(options.stage)}
     else:
-        all_runs(options.stage, options.out, expected)
+        right_runs(options.stage, options.out)
+        for defect in defects_of(tuple(options.rounds), RANKS):
+            expected[defect.name] = train_with(defect, options.stage, options.out)
     if RANK == 0:
         (options.out / "expected.json").write_text(json.dumps(expected))
     torch.distributed.destroy_process_group()
 
 
-def all_runs(stage: int, out: Path, expected: dict[str, Any]) -> None:
-    """Writes a folder per run; ``expected`` gets what each defect shows first."""
+def right_runs(stage: int, out: Path) -> None:
+    """Writes a folder per run in which nothing is wrong."""
     train(out / "stock", stage)
     train(out / "again", stage)
     train(out / "plan", stage, attach=True)
     train(out / "no-offload", stage, offload=False)
     for dtype in ("bf16", "fp32"):
         for kind in ("torch", "torch again", "torch flipped"):
-            train(out / f"{dtype} {kind}", stage, offload=False, torchs=True, dtype=dtype,
-                  flipped=kind.endswith("flipped"))  # fmt: skip
-    train(out / "fp32 stock", stage, dtype="fp32")
-    for defect in ALL:
-        with trained(out / defect.name, stage) as engine:
-            defect.arm(engine)
-            expected[defect.name] = {"step": defect.step, "names": list(defect.names(engine))}
+            train(out / f"{dtype} {kind}", stage, offload=False, torchs=True,
+                  shape=Shape(dtype=dtype), flipped=kind.endswith("flipped"))  # fmt: skip
+    train(out / "fp32 stock", stage, shape=Shape(dtype="fp32"))
+    train(out / "fp32 no-offload", stage, shape=Shape(dtype="fp32"), offload=False)
+    for shape in shapes_of(stage):
+        for kind in KINDS:
+            torchs = kind.startswith("torch")
+            train(out / f"{shape.name}, {kind}", stage, shape=shape, attach=kind == "plan",
+                  offload=not torchs, torchs=torchs, flipped=kind.endswith("flipped"))  # fmt: skip
+
+
+def train_with(defect: Defect, stage: int, out: Path) -> dict[str, Any]:
+    """Trains with a defect in its own folder; what it shows first."""
+    with trained(out / defect.folder, stage, shape=Shape(dtype=defect.dtype)) as engine:
+        defect.arm(engine)
+        return {"step": defect.step, "names": list(defect.names(engine))}
 
 
 def train(folder: Path, stage: int, **options: Any) -> None:
@@ -73,49 +93,64 @@ def train(folder: Path, stage: int, **options: Any) -> None:
 
 @contextmanager
 def trained(
-    folder: Path, stage: int, *, attach: bool = False, flipped: bool = False, **options: Any
-) -> Iterator[Any]:
+    folder: Path, stage: int, *, attach: bool = False, flipped: bool = False,
+    offload: bool = True, torchs: bool = False, shape: Shape = TINY,
+) -> Iterator[Any]:  # fmt: skip
     """An engine to put a defect into; then it is recorded and trained."""
-    engine = started(stage, **options)
+    engine = started(shape.stage or stage, offload=offload, torchs=torchs, shape=shape)
     if attach:
-        _attach(engine, stage)
+        _attach(engine, shape.stage or stage)
     if flipped:
         perturb(engine)
     yield engine
     folder.mkdir(exist_ok=True)
-    dtype = options.get("dtype", "bf16")
     about = {
-        "side": folder.name, "ranks": RANKS, "dtype": dtype, "stage": stage,
-        "key": attach, "offload": options.get("offload", True), "versions": {}, "port": None,
+        "side": folder.name, "ranks": RANKS, "dtype": shape.dtype, "stage": shape.stage or stage,
+        "key": attach, "offload": offload, "versions": {}, "port": None,
     }  # fmt: skip
     record(engine, lines := Lines(folder, RANK, about), STEPS, lambda: None)
-    batches = Batches(2, 32, rank=RANK)
-    for number in range(STEPS * ACCUMULATION):
+    batches = Batches(2, shape.model.sequence, rank=RANK)
+    for number in range(STEPS * shape.accumulation):
+        if shape.resumed and number == shape.resumed * shape.accumulation:
+            engine.save_checkpoint(str(folder / "checkpoint"))
+            engine.load_checkpoint(str(folder / "checkpoint"))
         train_step(engine, batches.at(number, engine.device))
     lines.close()
     engine.destroy()
 
 
-def started(
-    stage: int, *, offload: bool = True, torchs: bool = False, dtype: str = "bf16",
-    size: str = "tiny", accumulation: int = ACCUMULATION,
-) -> Any:  # fmt: skip
+def started(stage: int, *, offload: bool = True, torchs: bool = False, shape: Shape = TINY) -> Any:
     """DeepSpeed's engine; ``torchs``: with torch's AdamW, which rounds otherwise."""
     import deepspeed
 
     torch.manual_seed(0)
-    model = ByteGPT(SIZES[size])
+    model = _model(shape)
     config = ds_config(
-        2, SUBGROUP if size == "tiny" else 10_000_000, learning_rate=1e-3, clipping=0.5,
-        accumulation=accumulation, precision=dtype, offload=offload, stage=stage,
+        2, shape.subgroup, learning_rate=1e-3, clipping=shape.clipping,
+        accumulation=shape.accumulation, precision=shape.dtype, offload=offload, stage=stage,
         stage3_param_persistence_threshold=1000,
     )  # fmt: skip
+    config["scheduler"] = SCHEDULE
+    if shape.dtype == "fp16":
+        config["fp16"] |= {"initial_scale_power": shape.initial_scale, "hysteresis": 1}
     if torchs:
         config["optimizer"]["params"]["torch_adam"] = True
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    vectors = [p for p in model.parameters() if p.dim() == 1]
-    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.dim() > 1]},
+        {"params": [p for p in trained if p.dim() == 1], "weight_decay": 0.0},
+    ]
     return deepspeed.initialize(model=model, model_parameters=groups, config=config)[0]
+
+
+def _model(shape: Shape) -> ByteGPT:
+    model = ByteGPT(shape.model)
+    if shape.tied:
+        model.head.weight = model.bytes_in.weight
+    if shape.frozen:
+        model.bytes_in.requires_grad_(requires_grad=False)
+        model.positions.requires_grad_(requires_grad=False)
+    return model
 
 
 def _attach(engine: Any, stage: int) -> None:
@@ -131,7 +166,7 @@ def _attach(engine: Any, stage: int) -> None:
 
 def overhead_pct(stage: int) -> float:
     """What the digests of all tensors take, over what an optimizer step does: medians in turn."""
-    engine = started(stage, size="4m", accumulation=1)
+    engine = started(stage, shape=Shape(model=SIZES["4m"], accumulation=1, subgroup=10_000_000))
     batches = Batches(2, SIZES["4m"].sequence, rank=RANK)
     steps, digests = [], []
     with tempfile.TemporaryDirectory() as scratch:

@@ -41,7 +41,7 @@ def test_what_the_study_adds_up(monkeypatch, tmp_path):
     monkeypatch.setattr("studies.verify.versions.VERSIONS", (("0.18.6", True),))
     (skipped,) = known_versions()
     assert "scripts/compat.sh 0.18.6" in skipped["skipped"]
-    case = Case("stale parameter", 3, 1, "bits", "plan", found=True, named=True, said="")
+    case = Case("stale parameter", "first", 3, 1, "bits", "plan", found=True, named=True, said="")
     lost = replace(case, found=False, named=False)
     wrong = {"version": "0.18.6", "wrong": True, "found": True, "named": True}
     figures = summary([case, case, lost], [], {"zero3": 4.0, "zero2": 7.0}, [skipped, wrong])

@@ -1,0 +1,23 @@
+"""All defects, by the round in which the judge of `tune verify` was tried on them.
+
+The judge was written beside the first. The others were written down before they were tried, and
+mends that they asked for came after.
+"""
+
+from __future__ import annotations
+
+from studies.verify.defects import DEFECTS, Defect
+from studies.verify.held_out import HELD_OUT
+from studies.verify.updates import UPDATES
+
+ROUNDS: dict[str, tuple[Defect, ...]] = {
+    "first": DEFECTS,
+    "held out": HELD_OUT,
+    "updates": UPDATES,
+}
+
+
+def defects_of(rounds: tuple[str, ...], ranks: int) -> list[Defect]:
+    """Those that so many ranks can have."""
+    found = [defect for name in rounds for defect in ROUNDS[name]]
+    return [defect for defect in found if ranks >= defect.least_ranks]

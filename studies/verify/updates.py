@@ -1,0 +1,252 @@
+"""Held-out defects in what an update reads and how it computes, of one subgroup or of all.
+
+Written down before the judge of `tune verify` was tried on them. Most are of one subgroup (ZeRO-3)
+or parameter group, as an offload that mixes up its buffers would make them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from studies.verify.defects import AT, Defect, before, lost_names, masters
+
+Updated = list[torch.Tensor]  # fp32 masters of one call of the inner optimizer, with gradients
+BOTH = 2  # the second subgroup or parameter group is the one that is wrong
+
+
+def around_updates(
+    engine: Any,
+    before: Callable[[int, Updated], None] = lambda *_: None,
+    after: Callable[[int, Updated], None] = lambda *_: None,
+) -> None:
+    """Calls both around each call of the inner optimizer with its number in the step, from 1."""
+    inner = engine.optimizer.optimizer
+    step, calls = inner.step, [0, -1]  # calls in this step, which step
+
+    def stepped(*args: Any, **kwargs: Any) -> Any:
+        if calls[1] != engine.global_steps:
+            calls[:] = [0, engine.global_steps]
+        calls[0] += 1
+        updated = [p for group in inner.param_groups for p in group["params"]]
+        before(calls[0], updated)
+        result = step(*args, **kwargs)
+        after(calls[0], updated)
+        return result
+
+    inner.step = stepped
+
+
+def scaled_gradient(engine: Any) -> None:
+    """By 1 + 2^-7, a bit of bf16: of one subgroup, behind the norm."""
+
+    def scaled(call: int, updated: Updated) -> None:
+        if engine.global_steps == AT - 1 and call == BOTH:
+            for master in updated:
+                master.grad.mul_(1 + 2.0**-7)  # type: ignore[union-attr]
+
+    around_updates(engine, scaled)
+
+
+def decay_in_another_group(engine: Any) -> None:
+    """The group that must not decay does, in step `AT`."""
+    groups = engine.optimizer.optimizer.param_groups
+    decay = max(group["weight_decay"] for group in groups)
+    free = [group for group in groups if group["weight_decay"] == 0.0]
+
+    def changed(to: float) -> Callable[[int, Updated], None]:
+        def change(*_: Any) -> None:
+            if engine.global_steps == AT - 1:
+                for group in free:
+                    group["weight_decay"] = to
+
+        return change
+
+    around_updates(engine, changed(decay), changed(0.0))
+
+
+def moments_not_loaded(engine: Any) -> None:
+    """A resume that brought masters and step count back, and neither moment."""
+
+    def lose(inner: Any) -> None:
+        for state in inner.state.values():
+            state["exp_avg"].zero_()
+            state["exp_avg_sq"].zero_()
+
+    before(engine, lose)
+
+
+def stale_master(engine: Any) -> None:
+    """One subgroup is updated from what it was a step before."""
+    old: Updated = []
+
+    def restored(call: int, updated: Updated) -> None:
+        if call != BOTH:
+            return
+        if engine.global_steps == AT - 2:
+            old[:] = [master.detach().clone() for master in updated]
+        if engine.global_steps == AT - 1:
+            for master, kept in zip(updated, old, strict=True):
+                master.data.copy_(kept)
+
+    around_updates(engine, restored)
+
+
+def _masters_of(optimizer: Any) -> Updated:
+    """Flat, one a subgroup (ZeRO-3) or parameter group."""
+    name = "fp32_partitioned_groups_flat"
+    if hasattr(optimizer, name):
+        return list(getattr(optimizer, name))
+    return list(optimizer.single_partition_of_fp32_groups)
+
+
+def _behind_the_norm(engine: Any, change: Callable[[Updated], None]) -> None:
+    """Changes all masters' gradients in step `AT`, before the first of them is clipped."""
+    optimizer, clip = engine.optimizer, engine.optimizer.unscale_and_clip_grads
+    done: list[bool] = []
+
+    def clipped(*args: Any, **kwargs: Any) -> Any:
+        if engine.global_steps == AT - 1 and not done:
+            done.append(True)
+            change(_masters_of(optimizer))
+        return clip(*args, **kwargs)
+
+    optimizer.unscale_and_clip_grads = clipped
+
+
+def exchanged_updates(engine: Any) -> None:
+    """Two subgroups are updated with each other's gradients, as far as both reach."""
+
+    def exchange(flat: Updated) -> None:
+        one, other = (master.grad for master in flat[:2])
+        assert one is not None
+        assert other is not None
+        count = min(one.numel(), other.numel())
+        kept = one[:count].clone()
+        one[:count] = other[:count]
+        other[:count] = kept
+
+    _behind_the_norm(engine, exchange)
+
+
+def exchanged_names(engine: Any) -> Collection[str]:
+    optimizer = engine.optimizer
+    if engine.zero_optimization_stage() < 3:
+        return masters(engine)
+    named = engine.module.named_parameters()
+    return [
+        f"{name}/fp32" for name, parameter in named
+        if optimizer.grad_position[optimizer.get_param_id(parameter)][0] < BOTH
+    ]  # fmt: skip
+
+
+def narrow_sums(engine: Any) -> None:
+    """What micro-batches add up to is kept in bf16, where it was fp32."""
+
+    def narrow(flat: Updated) -> None:
+        for master in flat:
+            assert master.grad is not None
+            master.grad.copy_(master.grad.bfloat16().float())
+
+    _behind_the_norm(engine, narrow)
+
+
+def norm_without_a_rank(engine: Any) -> None:
+    """The last rank's gradients are missing in the sum over ranks."""
+    import deepspeed.comm as dist
+
+    optimizer = engine.optimizer
+    name = "_get_norm_groups" if hasattr(optimizer, "_get_norm_groups") else "scaled_global_norm"
+    whole = getattr(optimizer, name)
+
+    @contextmanager
+    def alone() -> Iterator[None]:
+        reduce = dist.all_reduce
+
+        def without(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if dist.get_rank() == dist.get_world_size() - 1:
+                tensor.zero_()
+            return reduce(tensor, *args, **kwargs)
+
+        dist.all_reduce = without
+        try:
+            yield
+        finally:
+            dist.all_reduce = reduce
+
+    def normed(*args: Any, **kwargs: Any) -> Any:
+        if engine.global_steps != AT - 1:
+            return whole(*args, **kwargs)
+        with alone():
+            return whole(*args, **kwargs)
+
+    setattr(optimizer, name, normed)
+
+
+def eps_inside(engine: Any) -> None:
+    """Updates of m / sqrt(v + eps) from the first step on, where it is m / (sqrt(v) + eps)."""
+    inner = engine.optimizer.optimizer
+
+    def corrected(_: int, updated: Updated) -> None:
+        group = inner.param_groups[0]
+        (first, second), eps = group["betas"], group["eps"]
+        for master in updated:
+            state = inner.state[master]
+            count = int(state["step"])
+            m = state["exp_avg"] / (1 - first**count)
+            v = state["exp_avg_sq"] / (1 - second**count)
+            right, wrong = m / (v.sqrt() + eps), m / (v + eps).sqrt()
+            master.data += group["lr"] * (right - wrong)
+
+    around_updates(engine, after=corrected)
+
+
+def never_corrected(engine: Any) -> None:
+    """No bias correction from the first step on: updates of m / sqrt(v)."""
+    for group in engine.optimizer.optimizer.param_groups:
+        group["bias_correction"] = False
+
+
+def late_rate(engine: Any) -> None:
+    """From step `AT` on the learning rate is that of the step before."""
+    inner = engine.optimizer.optimizer
+    last: dict[int, list[float]] = {}
+
+    def late(*_: Any) -> None:
+        now = [group["lr"] for group in inner.param_groups]
+        last.setdefault(engine.global_steps, now)
+        if engine.global_steps >= AT - 1:
+            _set_rates(inner, last[engine.global_steps - 1])
+
+    def again(*_: Any) -> None:
+        _set_rates(inner, last[engine.global_steps])
+
+    around_updates(engine, late, again)
+
+
+def _set_rates(inner: Any, rates: list[float]) -> None:
+    for group, rate in zip(inner.param_groups, rates, strict=False):
+        group["lr"] = rate
+
+
+def _vectors(engine: Any) -> list[str]:
+    shapes = ((n, getattr(p, "ds_shape", p.shape)) for n, p in engine.module.named_parameters())
+    return [f"{name}/fp32" for name, shape in shapes if len(shape) == 1]
+
+
+UPDATES = (
+    Defect("scaled gradient", scaled_gradient, AT, lost_names, dtype="fp32"),
+    Defect("decay in another group", decay_in_another_group, AT, _vectors, dtype="fp32"),
+    Defect("moments not loaded", moments_not_loaded, AT, masters),
+    Defect("stale master", stale_master, AT, lost_names),
+    Defect("exchanged updates", exchanged_updates, AT, exchanged_names),
+    Defect("bf16 sums", narrow_sums, AT, masters, dtype="fp32"),
+    Defect("norm without a rank", norm_without_a_rank, AT, lambda _: ["gradient norm"],
+           least_ranks=2),
+    Defect("eps inside the root", eps_inside, 1, masters),
+    Defect("never bias-corrected", never_corrected, 1, masters),
+    Defect("rate of the step before", late_rate, AT, masters),
+)  # fmt: skip
