@@ -132,6 +132,9 @@ def started(stage: int, *, offload: bool = True, torchs: bool = False, shape: Sh
     )  # fmt: skip
     config["scheduler"] = SCHEDULE
     if shape.dtype == "fp16":
+        from deepspeed.accelerator import get_accelerator
+
+        get_accelerator().is_fp16_supported = lambda: True  # of CPUs it is not said
         config["fp16"] |= {"initial_scale_power": shape.initial_scale, "hysteresis": 1}
     if torchs:
         config["optimizer"]["params"]["torch_adam"] = True

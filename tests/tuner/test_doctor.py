@@ -204,13 +204,20 @@ def test_known_wrong_results_are_told_for_the_config(tmp_path, monkeypatch):
     (wrong,) = software.known_results(config)
     assert (wrong.state, "issues/7967" in wrong.detail) == ("bad", True)
     assert wrong.fix == "pip install 'deepspeed>=0.19.0'"
-    (fine,) = software.known_results({**config, "gradient_accumulation_steps": 1})
-    assert fine.state == "ok"
+    (hint,) = software.known_results({**config, "gradient_accumulation_steps": 1})
+    assert (hint.state, "issues/7981" in hint.detail) == ("slow", True)
+    assert "only if a step has several backward()" in hint.detail
+    both = software.known_results({**config, "gradient_accumulation_steps": "auto"})
+    assert [finding.state for finding in both] == ["bad", "slow"]
+    for fine in ({**zero, "stage": 3}, {"stage": 2}):
+        alone = {"gradient_accumulation_steps": 1, "zero_optimization": fine}
+        assert [finding.state for finding in software.known_results(alone)] == ["ok"]
     muon = {**config, "optimizer": {"type": "Muon"}}
     monkeypatch.setattr(software, "version", lambda _: "0.19.7")
     assert ["8463" in f.detail for f in software.known_results(muon)] == [True]
     monkeypatch.setattr(software, "version", lambda _: "0.19.8")
     assert [f.state for f in software.known_results(muon)] == ["ok"]
+    assert [f.state for f in software.known_results({"zero_optimization": zero})] == ["ok"]
     assert "must be a JSON file" in doctor("--ds-config", tmp_path / "none.json").output
 
 

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -322,6 +323,51 @@ def test_a_script_that_does_not_agree_with_itself_is_said(tmp_path, stock):
     result = verify(("no-offload",), start, lambda _: None)
     assert [f.verdict for f in result.findings] == ["nondeterministic"]
     assert any("torch names scatter_add" in line for line in screen(result))
+
+
+def other_parameters(number, state, wire, old, facts):
+    for values in state.values():
+        values.mul_(1 + 0.01 * number)
+
+
+def other_data(number, state, wire, old, facts):
+    facts["losses"] = [(1 + 0.003 * number) * facts["losses"][0]]
+
+
+@pytest.mark.parametrize(
+    ("noise", "at", "code", "says"),
+    [
+        (1e-3, {}, 0, "equal but for what two runs of one side differ by"),
+        (0.5, {}, 3, "the losses of step 1 are the same, its gradient norm is not"),
+        (0.5, {1: other_data}, 3, "look for other data"),
+        (0.0, {0: other_parameters}, 3, "the parameters differ before the first step"),
+    ],
+)
+@pytest.mark.parametrize("stage", [2, None])
+def test_where_a_script_does_not_train_like_itself_nothing_is_said(
+    tmp_path, monkeypatch, noise, at, code, says, stage
+):
+    """Neither success nor a defect, with and without another side; noise of kernels is told."""
+    made = []
+
+    def start(command, side, steps, seed):
+        number = len(made)
+        run = Trained(tmp_path, f"r{number}", noise=number * noise, stage=stage,
+                      offload=bool(stage))  # fmt: skip
+        for step, change in at.items():
+            run.change(step, partial(change, number))
+        made.append(side)
+        return Launched(replace(run.run(), name=side.title))
+
+    monkeypatch.setattr("tuner.verify.launch.launch", start)
+    out = tmp_path / "out.json"
+    done = CliRunner().invoke(main, ["verify", "--json", str(out), "--", "true"])
+    assert done.exit_code == code, done.output
+    assert says in done.output
+    assert ("NOTHING CAN BE SAID" in done.output) == (code == 3)
+    told = json.loads(out.read_text())
+    assert told["right"] is {0: True, 3: None}[code]
+    assert told["chance"]["blind"] == (code == 3)
 
 
 def test_bad_input_ends_with_one_line(tmp_path):

@@ -12,6 +12,7 @@ import click
 from tuner.commands.options import guarded
 from tuner.inputs import BadInputError
 
+CODES = {True: 0, False: 1, None: 3}
 SIDES = ("stock", "no-offload")
 
 
@@ -37,7 +38,8 @@ def verify(
 
      Each side is a run of the same unchanged command: under the plan of the key "ebbtide" in
     DeepSpeed's config (if there is one), stock, and without offload. Exit code 0: identical, or
-    equal but for rounding; 1: a side is wrong.
+    equal but for rounding; 1: a side is wrong; 2: the command could not be run to an end; 3:
+    nothing can be said, since two runs of one side train differently (an unseeded generator).
     """
     from tuner.verify.launch import launch
     from tuner.verify.sides import verify as compare
@@ -57,7 +59,7 @@ def verify(
     click.echo("\n".join(screen(result)))
     if json_file is not None:
         Path(json_file).write_text(json.dumps(as_json(result), indent=2) + "\n")
-    sys.exit(int(not result.right))
+    sys.exit(CODES[result.right])
 
 
 def _sides(against: str) -> tuple[str, ...]:

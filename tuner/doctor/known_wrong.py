@@ -24,6 +24,7 @@ class KnownWrong:
         issue: of DeepSpeed's tracker; 0: none.
         what: as a user sees it.
         concerns: the configurations.
+        only_if: what a script must do besides, which no config shows; empty: nothing.
     """
 
     since: str
@@ -31,11 +32,13 @@ class KnownWrong:
     issue: int
     what: str
     concerns: Callable[[Config], bool]
+    only_if: str = ""
 
     def __str__(self) -> str:
         where = f" ({_URL}/{self.issue})" if self.issue else ""
         cure = f"mended in {self.fixed}" if self.fixed else "not mended in 0.19.8"
-        return f"{self.what}; {cure}{where}"
+        condition = f"only if {self.only_if}: " if self.only_if else ""
+        return f"{condition}{self.what}; {cure}{where}"
 
 
 def _zero(config: Config) -> Mapping[str, Any]:
@@ -57,6 +60,10 @@ def _accumulates(config: Config) -> bool:
     return config.get("gradient_accumulation_steps", 1) not in (1, None)
 
 
+def _may_not_accumulate(config: Config) -> bool:
+    return config.get("gradient_accumulation_steps", 1) in (1, None, "auto")
+
+
 def _bf16(config: Config) -> bool:
     fields = config.get("bf16") or config.get("bfloat16") or {}
     return fields.get("enabled") in (True, "auto")
@@ -75,6 +82,11 @@ TABLE = (
                "ZeRO-1 and 2 with offload: the gradients of all but one micro-batch of an "
                "accumulation are left out of the norm, and clipping is too weak",
                lambda c: _stage(c) in (1, 2) and _offloads(c) and _accumulates(c)),
+    KnownWrong("", "0.19.0", 7981,
+               "ZeRO-1 and 2 with offload and accumulation 1: the gradients of all but the last "
+               "backward are lost",
+               lambda c: _stage(c) in (1, 2) and _offloads(c) and _may_not_accumulate(c),
+               only_if="a step has several backward() (set_gradient_accumulation_boundary)"),
     KnownWrong("0.17.6", "0.18.3", 7718,
                "ZeRO-2: gradients and their norm are too small (reported; its cause is not named)",
                lambda c: _stage(c) == 2),

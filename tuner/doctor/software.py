@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tuner.doctor.finding import Finding, bad, ok, slow
-from tuner.doctor.known_wrong import known_wrong
+from tuner.doctor.known_wrong import KnownWrong, known_wrong
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("runtime", "simulator", "profiler", "tuner")
@@ -56,11 +56,16 @@ def known_results(config: Mapping[str, Any]) -> list[Finding]:
     if not rows:
         return [ok("known results", f"nothing wrong is known of deepspeed {installed} here "
                    "(`tune verify` compares)")]  # fmt: skip
-    return [
-        bad("known results", str(row), f"pip install 'deepspeed>={row.fixed}'" if row.fixed
-            else "another optimizer, or no offload; `tune verify` shows what it does")
-        for row in rows
-    ]  # fmt: skip
+    return [_known(row) for row in rows]
+
+
+def _known(row: KnownWrong) -> Finding:
+    """What a config does not show stops nobody."""
+    said = slow if row.only_if else bad
+    return said(
+        "known results", str(row), f"pip install 'deepspeed>={row.fixed}'" if row.fixed
+        else "another optimizer, or no offload; `tune verify` shows what it does",
+    )  # fmt: skip
 
 
 def compiler() -> list[Finding]:

@@ -17,7 +17,8 @@ from tuner.verify.differences import Difference, common_steps, differences
 from tuner.verify.evidence import Evidence, evidence
 from tuner.verify.run import MASTER, Run
 
-Verdict = Literal["identical", "rounding", "nondeterministic", "defect"]
+# "untold": two runs of one side train so differently that a comparison says nothing.
+Verdict = Literal["identical", "rounding", "nondeterministic", "untold", "defect"]
 RATE = "learning rate"
 FACTOR = 10.0  # times what a flipped bit explains
 # What rounding may do to a step's sums where a flipped bit happens to do nothing.

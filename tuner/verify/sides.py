@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from tuner.verify.chance import Chance, chance_of
 from tuner.verify.differences import Difference, common_steps, differences
 from tuner.verify.judge import Finding, Noise, judge
 from tuner.verify.launch import Launched, Side
@@ -23,15 +24,21 @@ class Verification:
     Attributes:
         runs: the sides, the nearest to what is known to be right last.
         operations: that torch names as not deterministic.
+        chance: what two runs of one side differ by.
     """
 
     runs: tuple[Run, ...]
     findings: tuple[Finding, ...]
     operations: tuple[str, ...] = ()
+    chance: Chance | None = None
 
     @property
-    def right(self) -> bool:
-        return all(finding.verdict != "defect" for finding in self.findings)
+    def right(self) -> bool | None:
+        """None: it cannot be said."""
+        verdicts = {finding.verdict for finding in self.findings}
+        if "defect" in verdicts:
+            return False
+        return None if "untold" in verdicts else True
 
 
 def verify(
@@ -58,11 +65,12 @@ def verify(
     reference = runs[-1]
     side = reference.name if reference.name != AGAIN else runs[0].name
     again = repeated.get(side) or (made(Side(side)).run if reference.name != AGAIN else runs[0])
-    chance = not _same(again, reference) and not _once(runs, repeated)
+    chance = None if _once(runs, repeated) else chance_of(again, reference)
     flipped = made(Side(side, perturb=True)).run
     operations = made(Side(side, deterministic=True)).operations if chance else ()
     noise = Noise(reference, (again, flipped))
-    return Verification(runs, compared(runs, noise, repeated, chance=chance), operations)
+    found = compared(runs, noise, repeated, chance=chance)
+    return Verification(runs, found, operations, chance)
 
 
 def _repeated(runs: Sequence[Run], made: Callable[[Side], Launched]) -> dict[str, Run]:
@@ -82,20 +90,20 @@ def _once(runs: Sequence[Run], repeated: Mapping[str, Run]) -> Run | None:
 
 def compared(
     runs: Sequence[Run], noise: Noise, repeated: Mapping[str, Run] | None = None, *,
-    chance: bool = False,
+    chance: Chance | None = None,
 ) -> tuple[Finding, ...]:  # fmt: skip
     """Each side against the next.
 
     Args:
         repeated: a plan and stock, run again because they differ.
-        chance: one side does not even agree with itself, so that no two must have the same bits.
+        chance: what one side differs from itself by, so that no two must have the same bits.
     """
     findings = []
     for run, other in pairwise(runs):
-        must = other.name != NO_OFFLOAD and not chance
+        must = other.name != NO_OFFLOAD and chance is None
         finding = judge(run, other, noise, same_bits=must)
-        if chance and finding.verdict == "rounding":
-            finding = replace(finding, verdict="nondeterministic")
+        if chance is not None and finding.verdict == "rounding":
+            finding = replace(finding, verdict="untold" if chance.blind else "nondeterministic")
         findings.append(finding)
     once = _once(runs, repeated or {})
     if once is not None and findings[0].verdict == "defect":

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from tuner.doctor.known_wrong import known_wrong
+from tuner.verify.chance import Chance
 from tuner.verify.judge import Finding
 from tuner.verify.run import Run
 from tuner.verify.sides import Verification
@@ -19,14 +20,18 @@ def screen(result: Verification) -> list[str]:
     lines += [_row(run) for run in result.runs]
     for finding in result.findings:
         lines += ["", *_finding(finding)]
-    if result.operations:
-        named = ", ".join(result.operations)
-        lines += ["", f"two runs of the same side differ; torch names {named}"]
-    elif any(f.verdict == "nondeterministic" for f in result.findings):
-        lines += ["", "two runs of the same side differ; torch names no operation: look for data "
-                  "order, unseeded generators and kernels of other libraries"]  # fmt: skip
+    if result.chance is not None:
+        lines += ["", *_chance(result.chance, result.operations)]
     lines += [f"known: {line}" for line in _known(result)]
     return lines
+
+
+def _chance(chance: Chance, operations: Sequence[str]) -> Iterator[str]:
+    named = ", ".join(operations) or "no operation"
+    yield f"two runs of the same side differ; torch names {named}"
+    yield f"  {chance.where}"
+    if chance.blind and chance.apart:
+        yield f"  the first update that differs is {_share(chance.apart)} another one"
 
 
 def _headline(run: Run) -> str:
@@ -60,6 +65,10 @@ def _finding(finding: Finding) -> Iterator[str]:
         yield f"  off: {finding.off}"
         yield from (f"  {line}" for line in finding.why)
         return
+    if finding.verdict == "untold":
+        yield f"{pair}: NOTHING CAN BE SAID, from {where}{others}"
+        yield f"  {_size(finding)}; two runs of one side differ by {_share(finding.explained)}"
+        return
     cause = "rounding" if finding.verdict == "rounding" else "what two runs of one side differ by"
     yield f"{pair}: equal but for {cause}, from {where}{others}"
     yield f"  {_size(finding)}; {cause} explains {_share(finding.explained)}"
@@ -84,13 +93,15 @@ def _share(value: float) -> str:
 def _known(result: Verification) -> list[str]:
     about = result.runs[0].about
     version = about["versions"].get("deepspeed")
-    if version is None or result.right:
+    if version is None or result.right is not False:
         return []
     return [str(row) for row in known_wrong(str(version), about.get("config") or {})]
 
 
 def as_json(result: Verification) -> dict[str, Any]:
-    """For other programs: ``right``, the sides, and each finding with its first difference."""
+    """For other programs: ``right`` (None: it cannot be said), the sides, and each finding with its
+    first difference.
+    """
     return {
         "right": result.right,
         "identical": all(f.verdict == "identical" for f in result.findings),
@@ -99,6 +110,7 @@ def as_json(result: Verification) -> dict[str, Any]:
         ],
         "findings": [_plain(asdict(finding)) for finding in result.findings],
         "operations": list(result.operations),
+        "chance": None if result.chance is None else _plain(asdict(result.chance)),
         "known": _known(result),
     }
 

@@ -1,5 +1,6 @@
 """No two accesses race on CUDA, by its own order; and each wait that is taken away shows."""
 
+import ast
 import dataclasses
 import json
 from pathlib import Path
@@ -10,7 +11,11 @@ import torch
 import runtime
 import runtime.execution.session
 from runtime.devices.cuda import CudaDevice
+from runtime.devices.lane import Completion
 from runtime.execution.executor import Executor
+from runtime.execution.gradient_ops import GradientOps
+from runtime.execution.step_template import GradientOp, TemplateOp
+from runtime.zero.fetches import Partitions
 from studies.bench.bits import state_of
 from tests.runtime.contract.test_bits import MIX, Switching, engine_for
 from tests.runtime.contract.test_ranks import launch
@@ -100,6 +105,29 @@ def nothing(*args, **kwargs):
     """A wait that was forgotten."""
 
 
+def deaf(owner, name, method):
+    """A method that works without one of the device's."""
+    whole = getattr(owner, name)
+
+    def without(*args, **kwargs):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(CudaDevice, method, nothing)
+            return whole(*args, **kwargs)
+
+    return owner, name, without
+
+
+def launched_behind_no_copy(self, *args, launch=Executor.launch, **kwargs):
+    """Updates as though no parameter were on its way from host memory."""
+    self._latest_fetch = Completion.done()
+    return launch(self, *args, **kwargs)
+
+
+def brought_at_once(self, params, executor, bring=Partitions.bring):
+    """Parameters from host memory as though their copies had ended."""
+    return {p: (tensor, []) for p, (tensor, _) in bring(self, params, executor).items()}
+
+
 MUTANTS = {
     "a gradient is copied before it is there": (
         "ZeRO-3, accumulation", with_gradients(reduced=False)),
@@ -112,6 +140,12 @@ MUTANTS = {
     "readers wait for nothing": ("ZeRO-3, clipping", (Executor, "updates_of", lambda *_: [])),
     "ops do not wait for those of their step": ("ZeRO-3, clipping", without(now=())),
     "ops do not wait for those of the step before": ("ZeRO-3, clipping", without(before=())),
+    "a sum is read before it is there": (
+        "ZeRO-3, accumulation", deaf(GradientOps, "fetch_sum", "training_waits")),
+    "a parameter is read before it is copied": (
+        "ZeRO-3, offloaded_parameters", (Partitions, "bring", brought_at_once)),
+    "a parameter is copied to where another is still read": (
+        "ZeRO-3, offloaded_parameters", deaf(Partitions, "bring", "current_event")),
 }  # fmt: skip
 # Nothing notices these, as DeepSpeed is today; each costs an event per step or less.
 SPARE = {
@@ -120,7 +154,63 @@ SPARE = {
         "ZeRO-3, clipping", (CudaDevice, "lanes", unordered_lanes)),
     # The norm has been read on the host before updates start, after all gradients of its stream.
     "updates do not wait for the norm": ("ZeRO-3, clipping", without(needs_norm=False)),
+    # The passes have waited for their copies, and the norm has been read behind them.
+    "a parameter is written while it is copied": (
+        "ZeRO-3, offloaded_parameters", (Executor, "launch", launched_behind_no_copy)),
 }  # fmt: skip
+
+
+# -- the list of waits, from the code ------------------------------------------------------------
+
+TEMPLATES = {
+    "now": "ops do not wait for those of their step",
+    "before": "ops do not wait for those of the step before",
+    "needs_norm": "updates do not wait for the norm",
+    "needs_arrival": "an update does not wait for its gradient",
+    "reduced": "a gradient is copied before it is there",
+    "after": "the next sum is fetched before the last is home",
+}
+NO_WAITS = {"op", "early", "ahead", "needs_gradient", "guessed", "summed"}  # which, and when
+STREAMS = {"wait_event", "wait_stream", "wait_on", "training_waits", "wait_parameters",
+           "updates_of", "current_event"}  # fmt: skip
+# Who makes a stream wait: the mutant that takes it away; "": its waits are in other rows.
+WAITERS = {
+    "devices/lane.py: wait_on": "",
+    "devices/lane.py: _execute": "",  # those of the templates
+    "devices/base.py: training_waits": "",
+    "devices/cuda.py: lanes": "lanes begin before their memory is theirs",
+    "devices/cuda.py: moment": "",  # the clock's
+    "devices/cuda.py: before_reuse": "gradients' memory is reduced into again",
+    "execution/executor.py: launch": "a parameter is written while it is copied",
+    "execution/executor.py: wait_parameters": "readers wait for nothing",
+    "execution/gradient_ops.py: fetch_sum": "a sum is read before it is there",
+    "execution/gradient_ops.py: _submit": "a gradient is copied before it is there",
+    "zero/gathers.py: before": "readers wait for nothing",
+    "zero/collective.py: launch": "a parameter is read before it is copied",
+    "zero/fetches.py: bring": "a parameter is copied to where another is still read",
+    "zero/fetches.py: wait": "a parameter is read before it is copied",
+}
+
+
+def waiters():
+    """Functions of the runtime that make a stream wait. Waits of the host are none of these."""
+    for room in ("devices", "execution", "zero"):
+        for path in sorted((Path(runtime.__file__).parent / room).rglob("*.py")):
+            for function in ast.walk(ast.parse(path.read_text())):
+                if isinstance(function, ast.FunctionDef) and any(
+                    isinstance(call, ast.Call) and getattr(call.func, "attr", None) in STREAMS
+                    for call in ast.walk(function)
+                ):
+                    yield f"{path.parent.name}/{path.name}: {function.name}"
+
+
+def test_every_wait_in_the_code_has_its_mutant():
+    """A new one is in neither table until there is one that takes it away."""
+    fields = {f.name for kind in (TemplateOp, GradientOp) for f in dataclasses.fields(kind)}
+    assert fields == TEMPLATES.keys() | NO_WAITS
+    assert set(waiters()) == WAITERS.keys()
+    named = {*TEMPLATES.values(), *filter(None, WAITERS.values())}
+    assert named == MUTANTS.keys() | SPARE.keys()
 
 
 @pytest.mark.parametrize("mutant", [*MUTANTS, *SPARE])

@@ -8,12 +8,15 @@ from pathlib import Path
 import deepspeed
 import pytest
 
+from runtime.devices.cuda import CudaDevice
 from runtime.execution.executor import Executor
 from studies.bench.many_engines import answer_once, freeze_heap
 from tests.runtime import fake_cuda
 from tests.runtime.contract.training import start
 from tests.runtime.evidence.test_happens_before import (
     MIX,
+    Partitions,
+    brought_at_once,
     checked,
     nothing,
     with_gradients,
@@ -30,6 +33,7 @@ CASES = {
     "ZeRO-3, accumulation": {"accumulation": 2},
     "ZeRO-3, parameters on the host": {**AHEAD, "offload_param": {"device": "cpu"}},
     "ZeRO-2": {"stage": 2, "clipping": 0.1},
+    "ZeRO-2, full buckets": {"stage": 2, "reduce_bucket_size": 17_000},
 }
 MUTANTS = {
     "readers wait for nothing": ("ZeRO-3, gathers ahead", (Executor, "wait_parameters", nothing)),
@@ -40,6 +44,10 @@ MUTANTS = {
     "an update does not wait for its gradient": ("ZeRO-3", without(needs_arrival=False)),
     "ops do not wait for those of their step": ("ZeRO-3", without(now=())),
     "ops do not wait for those of the step before": ("ZeRO-3", without(before=())),
+    "gradients' memory is reduced into again": (
+        "ZeRO-2, full buckets", (CudaDevice, "before_reuse", nothing)),
+    "a parameter is read before it is copied": (
+        "ZeRO-3, parameters on the host", (Partitions, "bring", brought_at_once)),
 }  # fmt: skip
 
 

@@ -1,0 +1,76 @@
+"""What two runs of one side differ by, which should have agreed: noise of kernels, or another
+training, beside which nothing can be compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from tuner.verify.differences import Difference, common_steps, differences
+from tuner.verify.run import MASTER, Run
+
+# Of what the first step that differs has moved a tensor by. Sums in another order flip the few
+# elements of Adam's first update whose gradient is about zero, a tenth of it in 16 bits; another
+# batch, another dropout make most of it another.
+ANOTHER = 0.25
+
+
+@dataclass(frozen=True)
+class Chance:
+    """What happens between two runs of one side.
+
+    Attributes:
+        where: what differs first, and where to look for its cause.
+        apart: how far the first update that differs is apart, over that update.
+        blind: they train so differently that another side cannot be compared with either.
+    """
+
+    where: str
+    apart: float
+    blind: bool
+
+
+def chance_of(run: Run, other: Run) -> Chance | None:
+    """None: they have the same bits, as far as both went."""
+    steps = [differences(run, other, step) for step in common_steps(run, other)]
+    found = [(step, each) for step, each in enumerate(steps) if each]
+    if not found:
+        return None
+    step, first = found[0]
+    apart = next((_apart(run, other, each) for _, each in found if _tensors(each)), 0.0)
+    return Chance(_where(step, first[0]), apart, blind=step == 0 or apart > ANOTHER)
+
+
+def _tensors(found: Sequence[Difference]) -> list[Difference]:
+    """Masters, or where there are none parameters."""
+    tensors = [d for d in found if d.is_tensor]
+    return [d for d in tensors if d.name.endswith(MASTER)] or tensors
+
+
+def _apart(run: Run, other: Run, found: Sequence[Difference]) -> float:
+    """The median over tensors, in the first step in which they differ."""
+    return median(d.distance / (_moved(run, other, d) or 1.0) for d in _tensors(found))
+
+
+def _moved(run: Run, other: Run, at: Difference) -> float:
+    if at.step == 0:
+        return at.ours
+    return max(r.path(at.name, at.step) - r.path(at.name, at.step - 1) for r in (run, other))
+
+
+def _where(step: int, first: Difference) -> str:
+    if step == 0:
+        return (
+            "the parameters differ before the first step: a generator that the script seeds anew "
+            "in each run makes them, or a checkpoint that it resumes from has changed"
+        )
+    if first.name.startswith("loss"):
+        return (
+            f"the losses of step {step} differ, of the same parameters: look for other data (a "
+            "sampler or a loader with a generator of its own), or dropout seeded anew in each run"
+        )
+    if first.is_tensor:
+        return f"losses and norm of step {step} are the same, {first.name} is not: see the update"
+    return f"the losses of step {step} are the same, its {first.name} is not: see backward"
