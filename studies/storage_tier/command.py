@@ -4,9 +4,11 @@
 
 Real training on the CPU, a process for each; the page cache does not count as speed (both sides use
 O_DIRECT). Stock at its defaults, and with both pipelines and enough buffers; ebbtide with all state
-stored, with shares of it in host memory, and with as much of it there as fits into the memory that
-stock's pipelines take: that one is compared with stock. The floor is the longest of what the disk
-needs to read, to write, and to do both at once, and of the updates alone, each as measured here.
+stored, with shares of it in host memory, and under the tuner's plan for the memory that stock's
+pipelines take: that one is compared with stock. What is compared runs more than once, in another
+order, since a disk's speed changes by the minute; the disk itself is measured between the rounds.
+The floor is the longest of what the disk needs to read, to write, and to do both at once, and of
+the updates alone.
 """
 
 from __future__ import annotations
@@ -16,10 +18,12 @@ import hashlib
 import json
 import logging
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +32,7 @@ from rich.console import Console
 
 from profiler.rates.storage import measure_drive
 from simulator.plan import Plan
+from simulator.quantity import Quantity
 from simulator.storage import StorageRates
 from studies.bench.bits import state_of
 from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config, train_step
@@ -55,6 +60,9 @@ STOCK: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 PREDICTION = "prediction"
+COMPARED = ("stock NVMe", PIPELINED, "ebbtide", LIMITED)
+ROUNDS = 2  # of those that are compared; the second one backwards
+LEFT_FREE = 64 * 2**20  # of the memory that stock takes: two runs of one process differ by less
 SHARES = {"ebbtide": 0.0, "ebbtide, half in memory": 0.5, "ebbtide, 0.9 in memory": 0.9}
 
 
@@ -65,13 +73,12 @@ def main() -> None:
     parser.add_argument("--size", default="200m", choices=sorted(SIZES), help="of the model")
     parser.add_argument("--steps", type=int, default=8, help="timed steps of each")
     parser.add_argument("--variant", help=argparse.SUPPRESS)
-    parser.add_argument("--share", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--given", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.variant:
-        if args.share is not None:
-            SHARES[args.variant] = args.share
+        given = json.loads(args.given.read_text())
         what = predict if args.variant == PREDICTION else run
-        found = what(args.variant, args.size, args.steps, args.folder)
+        found = what(args.variant, args.size, args.steps, args.folder, **given)
         args.json.write_text(json.dumps(found))
         sys.stdout.flush()
         os._exit(0)  # threads of DeepSpeed's op for drives now and then abort an orderly end
@@ -89,38 +96,52 @@ def measure(size: str, steps: int, folder: Path) -> dict[str, Any]:
         state in memory, ``predicted_over_measured`` iterations; of a checkpoint at every step what
         it costs, of a resume what it reads; host memory as it is and as it was told.
     """
-    disk = _drive(folder)
-    rows = {name: _in_a_process(name, size, steps, folder) for name in (*STOCK, *SHARES)}
-    ours, expected = rows["ebbtide"], rows["stock in memory"]
-    spare = rows[PIPELINED]["host_peak_bytes"] - ours["host_peak_bytes"]
-    share = share_within(spare, ours["subgroups"])
-    limited = rows[LIMITED] = _in_a_process(LIMITED, size, steps, folder, share)
-    predicted = _in_a_process(PREDICTION, size, steps, folder)["iteration_s"]
-    moved = STATE_BYTES * ours["params"]
-    read, write = disk.read_bytes_per_s.median, disk.write_bytes_per_s.median
-    parts = {
-        "read_s": moved / read, "write_s": moved / write,
-        "both_s": 2 * moved / (disk.duplex_factor.median * (read + write)),
-        "updates_s": ours["updates_s"],
-    }  # fmt: skip
+
+    def once(name: str, **given: Any) -> dict[str, Any]:
+        return _in_a_process(name, size, steps, folder, given)
+
+    disks = [_drive(folder)]
+    runs = {name: [once(name)] for name in (*STOCK, *SHARES)}
+    disks.append(_drive(folder))
+    limit = runs[PIPELINED][0]["host_peak_bytes"]
+    spare = limit - runs["ebbtide"][0]["host_peak_bytes"] - LEFT_FREE
+    disk = _pooled(disks)
+    predicted = once(PREDICTION, drive=disk.model_dump(mode="json"), spare_bytes=spare)
+    plan = {LIMITED: {"plan": predicted["plan"]}}
+    runs[LIMITED] = [once(LIMITED, **plan[LIMITED])]
+    for number in range(1, ROUNDS):
+        for name in COMPARED[:: (-1) ** number]:
+            runs[name].append(once(name, **plan.get(name, {})))
+        disks.append(_drive(folder))
+    rows = {name: _together(some) for name, some in runs.items()}
+    ours, limited, expected = rows["ebbtide"], rows[LIMITED], rows["stock in memory"]
+    disk, moved = _pooled(disks), STATE_BYTES * ours["params"]
+    parts = _floor_s(disk, moved) | {"updates_s": ours["updates_s"]}
     return {
         "size": size,
         "params": ours["params"],
         "steps_of_each": steps,
-        "read_bytes_per_s": read,
-        "write_bytes_per_s": write,
+        "rounds": ROUNDS,
+        "read_bytes_per_s": disk.read_bytes_per_s.median,
+        "write_bytes_per_s": disk.write_bytes_per_s.median,
         "duplex_factor": disk.duplex_factor.median,
+        "disk_floors_s": [max(_floor_s(one, moved).values()) for one in disks],
         "direct": "O_DIRECT" in (disk.read_bytes_per_s.detail or ""),
         **_speedups("", rows, limited),
         **_speedups("all_stored_", rows, ours),
         "host_limit_bytes": rows[PIPELINED]["host_peak_bytes"],
         "host_peak_bytes": limited["host_peak_bytes"],
-        "share_within_limit": share,
+        "share_within_limit": predicted["share_in_memory"],
+        "plan_within_limit": predicted["plan"],
         "within_host_limit": limited["host_peak_bytes"] <= rows[PIPELINED]["host_peak_bytes"],
         "floor_s": max(parts.values()),
         "floor_of": max(parts, key=lambda name: parts[name]),
         "update_over_floor": ours["update_s"] / max(parts.values()),
-        "predicted_over_measured": predicted / ours["iteration_s"],
+        "iteration_over_floor": (ours["iteration_s"] / max(predicted["passes_s"], *parts.values())),
+        "predicted_over_measured": predicted["iteration_s"] / ours["iteration_s"],
+        "within_limit_predicted_over_measured": (
+            predicted["within_limit_s"] / limited["iteration_s"]
+        ),
         "written_predicted_over_measured": moved / ours["write_bytes"],
         "share_in_dram": list(SHARES.values()),
         **{key: ours[key] for key in DURABLE},
@@ -132,11 +153,41 @@ def measure(size: str, steps: int, folder: Path) -> dict[str, Any]:
     }
 
 
-def share_within(spare_bytes: float, subgroups: list[int]) -> float:
-    """Of so many parameters each: how many whole ones the memory has room for; never rounded up."""
-    most = int(0.9 * len(subgroups))
-    fit = int(spare_bytes / (STATE_BYTES * max(subgroups)))
-    return max(0, min(most, fit)) / len(subgroups)
+def _floor_s(disk: StorageRates, moved: float) -> dict[str, float]:
+    """What the disk needs at least to read and to write so many bytes."""
+    read, write = disk.read_bytes_per_s.median, disk.write_bytes_per_s.median
+    return {
+        "read_s": moved / read, "write_s": moved / write,
+        "both_s": 2 * moved / (disk.duplex_factor.median * (read + write)),
+    }  # fmt: skip
+
+
+def _pooled(disks: Sequence[StorageRates]) -> StorageRates:
+    """Of several measurements the medians."""
+
+    def median(key: str) -> Quantity:
+        some = [getattr(disk, key) for disk in disks]
+        return Quantity.from_samples([q.median for q in some], "measured", some[0].detail)
+
+    return StorageRates(**{key: median(key) for key in StorageRates.model_fields})
+
+
+def _together(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One row of a variant's runs: medians of what is measured; the same bits in each.
+
+    Raises:
+        RuntimeError: two runs have trained something else.
+    """
+    first = runs[0]
+    for key in ("losses", "state"):
+        if any(run[key] != first[key] for run in runs):
+            raise RuntimeError(f"runs of one variant must have the same {key}, but differ")
+    measured = {key: _one_of([run[key] for run in runs]) for key in first}
+    peak = max(run["host_peak_bytes"] for run in runs)
+    return {
+        **measured, "host_peak_bytes": peak,
+        "iterations_s": [run["iteration_s"] for run in runs],
+    }  # fmt: skip
 
 
 def _speedups(kind: str, rows: dict[str, dict[str, Any]], ours: dict[str, Any]) -> dict[str, float]:
@@ -147,28 +198,40 @@ def _speedups(kind: str, rows: dict[str, dict[str, Any]], ours: dict[str, Any]) 
     }
 
 
+def _one_of(values: Sequence[Any]) -> Any:
+    """Flags hold if all of them do."""
+    if isinstance(values[0], bool):
+        return all(values)
+    return statistics.median(values) if isinstance(values[0], float) else values[0]
+
+
 def _in_a_process(
-    name: str, size: str, steps: int, folder: Path, share: float | None = None
+    name: str, size: str, steps: int, folder: Path, given: Mapping[str, Any]
 ) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=folder) as own:
-        result = Path(own) / "found.json"
+        result, asked = Path(own) / "found.json", Path(own) / "given.json"
+        asked.write_text(json.dumps(given))
         subprocess.run(
             [sys.executable, "-m", "studies.storage_tier", "--json", str(result), "--folder", own,
-             "--size", size, "--steps", str(steps), "--variant", name,
-             *([] if share is None else ["--share", str(share)])],
+             "--size", size, "--steps", str(steps), "--variant", name, "--given", str(asked)],
             check=True,
         )  # fmt: skip
         found: dict[str, Any] = json.loads(result.read_text())
         return found
 
 
-def run(name: str, size: str, steps: int, folder: Path) -> dict[str, Any]:
+def run(
+    name: str, size: str, steps: int, folder: Path, plan: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Trains one variant; seconds of an iteration are those of all steps, the last one's updates
     included.
+
+    Args:
+        plan: ebbtide's; None: that of the variant's share, or stock.
     """
     become_only_rank()
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    engine = _engine(name, size, folder)
+    engine = _engine(name, size, folder, plan)
     batches, losses = Batches(1, SEQUENCE), []
     losses += [train_step(engine, batches.at(step)).item() for step in range(WARMUP)]
     _settle(engine)
@@ -179,22 +242,27 @@ def run(name: str, size: str, steps: int, folder: Path) -> dict[str, Any]:
     _settle(engine)
     seconds = (time.perf_counter() - begin) / steps
     moved = {key: (after - before[key]) / steps for key, after in _moved().items()}
-    ours = _of_updates(engine) if name in SHARES else {}
+    ours = _of_updates(engine) if _is_ours(name) else {}
     stored = STOCK.get(name, {}).get("device") == "nvme"
     found = {
         "iteration_s": seconds, "host_peak_bytes": _peak_bytes(), **moved, **ours, "losses": losses,
         "params": sum(p.ds_numel for p in engine.module.parameters()),
         "state": None if stored else _digest(engine),
     }  # fmt: skip
-    return {**found, **_durable(engine, name, size, steps, seconds, folder)}
+    if not _is_ours(name):
+        return found
+    return {**found, **_durable(engine, name, size, steps, seconds, folder, plan)}
+
+
+def _is_ours(name: str) -> bool:
+    return name not in STOCK
 
 
 def _durable(
-    engine: Any, name: str, size: str, steps: int, plain_s: float, folder: Path
-) -> dict[str, Any]:
+    engine: Any, name: str, size: str, steps: int, plain_s: float, folder: Path,
+    plan: Mapping[str, Any] | None,
+) -> dict[str, Any]:  # fmt: skip
     """Of what ebbtide stores: `DURABLE`."""
-    if name not in SHARES:
-        return {}
     batches = Batches(1, SEQUENCE)
     more = range(WARMUP + steps, WARMUP + 2 * steps)
     found: dict[str, Any] = {**durability.host_bytes(engine)}
@@ -203,22 +271,27 @@ def _durable(
     )
     expected = _digest(engine)
     engine.destroy()
-    again = _engine(name, size, folder)
+    again = _engine(name, size, folder, plan)
     found["resume_read_bytes"] = durability.resumed(again, folder, lambda: _moved()["read_bytes"])
     found["resume_identical"] = _digest(again) == expected
     again.destroy()
     return found
 
 
-def predict(_: str, size: str, steps: int, folder: Path) -> dict[str, Any]:
-    """An iteration with all state stored, as the simulator expects it; trains nothing but stock."""
+def predict(
+    _: str, size: str, steps: int, folder: Path, drive: Mapping[str, Any], spare_bytes: float
+) -> dict[str, Any]:
+    """An iteration with all state stored, as the simulator expects it, and the tuner's plan where
+    memory has so much more room; trains nothing but stock.
+    """
     del steps
     become_only_rank()
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     engine = _engine("stock in memory", size, folder)
     batches, plan = Batches(1, SEQUENCE), _plan(engine, 0.0, folder)
     train = lambda e, number: train_step(e, batches.at(number)).item()  # noqa: E731
-    return {"iteration_s": durability.predicted_s(engine, train, plan, folder, _drive(folder))}
+    rates = StorageRates.model_validate(drive)
+    return durability.predicted(engine, train, plan, folder, rates, spare_bytes)
 
 
 def _drive(folder: Path) -> StorageRates:
@@ -226,7 +299,7 @@ def _drive(folder: Path) -> StorageRates:
     return measure_drive(folder, DISK_BYTES, 20.0)
 
 
-def _engine(name: str, size: str, folder: Path) -> Any:
+def _engine(name: str, size: str, folder: Path, plan: Mapping[str, Any] | None = None) -> Any:
     import deepspeed
 
     torch.manual_seed(0)
@@ -237,15 +310,17 @@ def _engine(name: str, size: str, folder: Path) -> Any:
         offload["nvme_path"] = str(folder)
     config = ds_config(subgroup_size=subgroup, offload_optimizer=offload)
     made = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    if name in SHARES:
-        _attach(made[0], SHARES[name], folder)
+    if plan is not None:
+        _attach(made[0], Plan.model_validate({**plan, "storage_dir": str(folder)}))
+    elif name in SHARES:
+        _attach(made[0], _plan(made[0], SHARES[name], folder))
     return made[0]
 
 
-def _attach(engine: Any, share: float, folder: Path) -> None:
+def _attach(engine: Any, plan: Plan) -> None:
     import runtime
 
-    runtime.attach(engine, _plan(engine, share, folder))
+    runtime.attach(engine, plan)
 
 
 def _plan(engine: Any, share: float, folder: Path) -> Plan:

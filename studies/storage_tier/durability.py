@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from simulator.plan import Plan
 from simulator.storage import StorageRates
 
 
@@ -73,24 +74,44 @@ def host_bytes(engine: Any) -> dict[str, Any]:
     }
 
 
-def predicted_s(
-    engine: Any, train: Callable[[Any, int], object], plan: Any, folder: Path, drive: StorageRates
-) -> float:
-    """What the simulator says of an iteration under a plan; machine and model as measured here.
+def predicted(
+    engine: Any, train: Callable[[Any, int], object], plan: Plan, folder: Path,
+    drive: StorageRates, spare_bytes: float,
+) -> dict[str, Any]:  # fmt: skip
+    """What the simulator says of an iteration under a plan, and what the tuner makes of more
+    memory; machine and model as measured here.
 
     Args:
         engine: stock's, with its state in memory.
+        plan: all stored.
         drive: the disk, measured with more bytes than a profile's share of time allows: what it
             writes and reads in a burst is not what it does all along.
+        spare_bytes: of host memory beside what the plan takes.
     """
     import itertools
 
     from profiler import measure_machine, profile_engine
     from simulator import build_schedule, simulate
+    from simulator.update.footprint import footprint
+    from tuner.placements.planning import plan as planned
 
+    name = str(folder.absolute())
     machine = measure_machine(folder, seconds=20.0, fresh=True)
-    machine = machine.model_copy(update={"drives": {str(folder.absolute()): drive}})
+    machine = machine.model_copy(update={"drives": {name: drive}})
     numbers = itertools.count()
     work = profile_engine(engine, lambda e: train(e, next(numbers)), 3)
-    stored = machine.storing_in([str(folder.absolute())])
-    return simulate(build_schedule(work, plan), stored).iteration_s
+    taken = footprint(work, plan)
+    room = taken["host"] + (taken["device"] if machine.unified_memory else 0) + spare_bytes
+    better = planned(
+        work, machine, host_memory_bytes=int(room), memory_margin=0.0,
+        storage={name: 2 * taken["storage"]},
+    )  # fmt: skip
+    stored = sum(n for n, p in zip(work.subgroups, better.placements, strict=True) if p == "stored")
+    assert better.prediction is not None
+    return {
+        "iteration_s": simulate(build_schedule(work, plan), machine.storing_in([name])).iteration_s,
+        "plan": better.model_dump(mode="json"),
+        "within_limit_s": better.prediction.iteration_s,
+        "passes_s": sum(layer.forward_s + layer.backward_s for layer in work.layers),
+        "share_in_memory": 1 - stored / sum(work.subgroups),
+    }

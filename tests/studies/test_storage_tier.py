@@ -2,7 +2,8 @@
 
 import pytest
 
-from studies.storage_tier.command import DURABLE, _attach, run, share_within
+from simulator.plan import Plan
+from studies.storage_tier.command import DURABLE, _plan, _together, run
 
 pytestmark = pytest.mark.usefixtures("only_rank")
 
@@ -26,8 +27,6 @@ def test_a_share_of_the_state_is_stored_and_the_bits_are_those_of_stock_in_memor
 
 @pytest.mark.parametrize(("share", "hosted"), [(0.0, 0), (0.5, 6), (0.9, 11)])
 def test_shares_are_even(share, hosted, tmp_path, monkeypatch):
-    plans = []
-    monkeypatch.setattr("runtime.attach", lambda _, plan: plans.append(plan))
     monkeypatch.setattr("runtime.zero.cuts.subgroups_of", lambda *_: [1] * 12)
 
     class Optimizer:
@@ -36,11 +35,30 @@ def test_shares_are_even(share, hosted, tmp_path, monkeypatch):
     class Engine:
         optimizer = Optimizer()
 
-    _attach(Engine(), share, tmp_path)
-    assert plans[0].count("host") == hosted
-    assert plans[0].count("stored") == 12 - hosted
+    plan = _plan(Engine(), share, tmp_path)
+    assert plan.count("host") == hosted
+    assert plan.count("stored") == 12 - hosted
 
 
-@pytest.mark.parametrize(("spare", "share"), [(-5, 0.0), (119, 0.0), (359, 0.5), (9999, 0.75)])
-def test_the_share_within_a_limit_is_of_whole_subgroups_and_never_above_it(spare, share):
-    assert share_within(spare, [10, 10, 10, 4]) == share
+def test_a_plan_that_the_tuner_has_made_is_trained(tmp_path):
+    share = run("ebbtide, half in memory", "tiny", 1, tmp_path / "a")
+    made = Plan(
+        subgroup_size=20_000, placement=Plan.runs(["stored"] + ["host"] * 4),
+        staging_slots=0, host_slots=1, storage_dir="elsewhere",
+    )  # fmt: skip
+    few = run("ebbtide, within stock's memory", "tiny", 1, tmp_path / "b", made.model_dump())
+    assert few["state"] == share["state"]
+    assert 0 < few["write_bytes"] < share["write_bytes"]
+
+
+def test_runs_of_one_variant_are_told_by_their_medians_and_must_have_the_same_bits():
+    first = {
+        "iteration_s": 3.0, "losses": [1.0], "state": "a", "host_peak_bytes": 5,
+        "resume_identical": True,
+    }  # fmt: skip
+    second = {**first, "iteration_s": 1.0, "host_peak_bytes": 7, "resume_identical": False}
+    row = _together([first, second])
+    assert (row["iteration_s"], row["iterations_s"]) == (2.0, [3.0, 1.0])
+    assert (row["host_peak_bytes"], row["resume_identical"]) == (7, False)
+    with pytest.raises(RuntimeError, match="same state"):
+        _together([first, {**first, "state": "b"}])
