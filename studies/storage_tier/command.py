@@ -114,42 +114,63 @@ def measure(size: str, steps: int, folder: Path) -> dict[str, Any]:
             runs[name].append(once(name, **plan.get(name, {})))
         disks.append(_drive(folder))
     rows = {name: _together(some) for name, some in runs.items()}
-    ours, limited, expected = rows["ebbtide"], rows[LIMITED], rows["stock in memory"]
+    return {
+        "size": size, "steps_of_each": steps, "rounds": ROUNDS,
+        **_of_the_disk(disks, rows["ebbtide"], predicted["passes_s"]),
+        **_compared(rows, predicted),
+        "rows": [{"name": name, **row} for name, row in rows.items()],
+    }  # fmt: skip
+
+
+def _of_the_disk(
+    disks: Sequence[StorageRates], ours: Mapping[str, Any], passes_s: float
+) -> dict[str, Any]:
+    """What it does, and how far all state stored is from that.
+
+    Args:
+        passes_s: forward and backward.
+    """
     disk, moved = _pooled(disks), STATE_BYTES * ours["params"]
     parts = _floor_s(disk, moved) | {"updates_s": ours["updates_s"]}
+    floor_s = max(parts.values())
     return {
-        "size": size,
-        "params": ours["params"],
-        "steps_of_each": steps,
-        "rounds": ROUNDS,
         "read_bytes_per_s": disk.read_bytes_per_s.median,
         "write_bytes_per_s": disk.write_bytes_per_s.median,
         "duplex_factor": disk.duplex_factor.median,
         "disk_floors_s": [max(_floor_s(one, moved).values()) for one in disks],
         "direct": "O_DIRECT" in (disk.read_bytes_per_s.detail or ""),
+        "floor_s": floor_s,
+        "floor_of": max(parts, key=lambda name: parts[name]),
+        "update_over_floor": ours["update_s"] / floor_s,
+        "passes_s": passes_s,
+        "iteration_over_floor": ours["iteration_s"] / max(passes_s, floor_s),
+        "written_predicted_over_measured": moved / ours["write_bytes"],
+    }
+
+
+def _compared(rows: Mapping[str, dict[str, Any]], predicted: Mapping[str, Any]) -> dict[str, Any]:
+    """With stock, and with what was predicted."""
+    ours, limited, expected = rows["ebbtide"], rows[LIMITED], rows["stock in memory"]
+    limit = rows[PIPELINED]["host_peak_bytes"]
+    return {
+        "params": ours["params"],
         **_speedups("", rows, limited),
         **_speedups("all_stored_", rows, ours),
-        "host_limit_bytes": rows[PIPELINED]["host_peak_bytes"],
+        "host_limit_bytes": limit,
         "host_peak_bytes": limited["host_peak_bytes"],
         "share_within_limit": predicted["share_in_memory"],
         "plan_within_limit": predicted["plan"],
-        "within_host_limit": limited["host_peak_bytes"] <= rows[PIPELINED]["host_peak_bytes"],
-        "floor_s": max(parts.values()),
-        "floor_of": max(parts, key=lambda name: parts[name]),
-        "update_over_floor": ours["update_s"] / max(parts.values()),
-        "iteration_over_floor": (ours["iteration_s"] / max(predicted["passes_s"], *parts.values())),
+        "within_host_limit": limited["host_peak_bytes"] <= limit,
         "predicted_over_measured": predicted["iteration_s"] / ours["iteration_s"],
         "within_limit_predicted_over_measured": (
             predicted["within_limit_s"] / limited["iteration_s"]
         ),
-        "written_predicted_over_measured": moved / ours["write_bytes"],
         "share_in_dram": list(SHARES.values()),
         **{key: ours[key] for key in DURABLE},
         "bit_identical": all(
             rows[name]["state"] == expected["state"] for name in (*SHARES, LIMITED)
         ),
         "stock_nvme_identical": all(rows[n]["losses"] == expected["losses"] for n in STOCK),
-        "rows": [{"name": name, **row} for name, row in rows.items()],
     }
 
 
@@ -190,7 +211,9 @@ def _together(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _speedups(kind: str, rows: dict[str, dict[str, Any]], ours: dict[str, Any]) -> dict[str, float]:
+def _speedups(
+    kind: str, rows: Mapping[str, dict[str, Any]], ours: dict[str, Any]
+) -> dict[str, float]:
     over = {"default": "stock NVMe", "pipelined": PIPELINED}
     return {
         f"{kind}speedup_over_stock_{key}": rows[name]["iteration_s"] / ours["iteration_s"]
