@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from runtime.zero.host_memory import needed_bytes
 from simulator.limits import GIB
 from simulator.plan import Placement, Plan
 from simulator.update.optimizer import ADAM, OPTIMIZERS
+from simulator.update.recipes import HOST_SLOTS
 
 logger = logging.getLogger("ebbtide")
 
@@ -31,15 +34,19 @@ def storing_plan(engine: Any, rule: UpdateRule, sizes: tuple[int, ...], folder: 
         StorageError: the folder's pages cannot be read.
     """
     optimizer, before = engine.optimizer, stored_before(folder)
-    room = host_room_bytes(optimizer)
-    fewest = _most_of_ranks(_fewest(engine, rule, sizes, room))
-    stored = before & frozenset(range(len(sizes))) if before else _spaced(len(sizes), fewest)
+    room, count = host_room_bytes(optimizer), len(sizes)
+    choices = [before & frozenset(range(count))] if before else [
+        _spaced(count, n) for n in range(count + 1)
+    ]  # fmt: skip
+    chosen, slots = _of_all_ranks(*_first_that_fits(engine, rule, sizes, room, choices))
+    stored = choices[min(chosen, len(choices) - 1)]
     logger.info(
-        "ebbtide: state of %d of %d subgroups is stored in %s: %s", len(stored), len(sizes), folder,
+        "ebbtide: state of %d of %d subgroups is stored in %s: %s", len(stored), count, folder,
         "as an earlier run has left it" if before
         else f"this rank's host memory takes {room / GIB:.2f} GiB",
     )  # fmt: skip
-    return _plan(engine, sizes, stored).model_copy(update={"storage_dir": str(folder)})
+    made = _plan(engine, sizes, stored, slots)
+    return made.model_copy(update={"storage_dir": str(folder)})
 
 
 def stored_before(folder: Path) -> frozenset[int]:
@@ -63,29 +70,39 @@ def host_room_bytes(optimizer: Any) -> int:
     return free_host_bytes() + int(held)
 
 
-def _fewest(engine: Any, rule: UpdateRule, sizes: tuple[int, ...], room_bytes: int) -> int:
-    """Subgroups that must be stored so that the others fit; all, if even none does."""
+def _first_that_fits(
+    engine: Any, rule: UpdateRule, sizes: tuple[int, ...], room_bytes: int,
+    choices: Sequence[frozenset[int]],
+) -> tuple[int, int]:  # fmt: skip
+    """The number of the first choice of stored subgroups with which the others fit, and the most
+    host slots that do: a slot is as large as a subgroup, so that few stored ones save no byte
+    beside many slots. The last one with one slot, if nothing fits.
+    """
     optimizer = engine.optimizer
     kept = OPTIMIZERS.get(rule.name, ADAM)
 
-    def fits(stored: int) -> bool:
-        plan = _plan(engine, sizes, _spaced(len(sizes), stored))
+    def fits(stored: frozenset[int], slots: int) -> bool:
+        plan = _plan(engine, sizes, stored, slots)
         return room_bytes >= needed_bytes(
             plan, optimizer.gradient_accumulation_dtype.itemsize,
             wire_bytes=optimizer.dtype.itemsize, optimizer=kept,
             micro_batches=engine.gradient_accumulation_steps(),
         )  # fmt: skip
 
-    return next((n for n in range(len(sizes)) if fits(n)), len(sizes))
+    tried = product(range(len(choices)), range(HOST_SLOTS, 0, -1))
+    fitting = ((n, slots) for n, slots in tried if fits(choices[n], slots))
+    return next(fitting, (len(choices) - 1, 1))
 
 
-def _most_of_ranks(number: int) -> int:
-    """All ranks store the same subgroups. A collective call."""
+def _of_all_ranks(number: int, slots: int) -> tuple[int, int]:
+    """All ranks store the same subgroups, and pass them through what each has room for. A
+    collective call.
+    """
     import deepspeed.comm as dist
 
-    most = torch.tensor([number], dtype=torch.int64, device=private.training_device())
+    most = torch.tensor([number, -slots], dtype=torch.int64, device=private.training_device())
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    return int(most.item())
+    return int(most[0].item()), -int(most[1].item())
 
 
 def _spaced(count: int, stored: int) -> frozenset[int]:
@@ -93,11 +110,14 @@ def _spaced(count: int, stored: int) -> frozenset[int]:
     return frozenset(i for i in range(count) if (i + 1) * stored // count > i * stored // count)
 
 
-def _plan(engine: Any, sizes: tuple[int, ...], stored: frozenset[int]) -> Plan:
+def _plan(
+    engine: Any, sizes: tuple[int, ...], stored: frozenset[int], host_slots: int
+) -> Plan:  # fmt: skip
     placements: list[Placement] = ["stored" if i in stored else "host" for i in range(len(sizes))]
     home = private.parameter_home(engine.optimizer)
     return Plan(
         subgroup_size=max(1, int(engine.zero_sub_group_size())), subgroups=sizes,
         placement=Plan.runs(placements), staging_slots=0, overlap_forward=False,
+        host_slots=host_slots,
         parameter_home=Plan.home_runs([home] * len(sizes)),
     )  # fmt: skip

@@ -167,6 +167,22 @@ def test_of_a_config_for_a_drive_what_memory_holds_stays_there(
     assert_same(outcome(again, 6, first=6), outcome(stock, 6, first=6))
 
 
+def test_of_a_config_for_a_drive_slots_take_no_more_than_storing_saves(
+    tmp_path, known_machine, monkeypatch
+):
+    """Where one subgroup less would fit: two stored with one slot, not all of them."""
+    free_memory(monkeypatch, 10**12)
+    session = on_a_drive(tmp_path / "all", "auto").optimizer._ebbtide
+    largest = 12 * max(session.plan.subgroups)
+    held = session.host_bytes() - (4 + 4 + 2) * sum(session.plan.subgroups)
+    free_memory(monkeypatch, held - largest // 4)
+    engine = on_a_drive(tmp_path / "few", "auto")
+    made = engine.optimizer._ebbtide.plan
+    assert 0 < made.count("stored") < made.subgroup_count
+    assert made.host_slots == 1
+    assert_same(outcome(engine), outcome(start()))
+
+
 def test_of_a_config_for_a_drive_nothing_is_stored_where_memory_holds_all(
     tmp_path, known_machine, monkeypatch
 ):
