@@ -170,6 +170,12 @@ class GradientHomes:
             return self._spares[piece.subgroup].narrow(0, piece.offset, elements)
         return home
 
+    def sum_so_far(self, piece: ParameterSlice) -> torch.Tensor:
+        """What the next micro-batch is added to, once it is there; not to be written."""
+        for arrival in self.arrived(piece.subgroup):
+            arrival.wait_host()
+        return self._sum_so_far(piece, piece.elements)
+
     # -- what the window before left ---------------------------------------------------------
 
     def _keep_previous(self, piece: ParameterSlice) -> None:

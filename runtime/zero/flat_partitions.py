@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -38,8 +39,13 @@ class FlatPartitions:
         self._device = device
         self._optimizer = optimizer
         self._flats = _adopt(optimizer, masters, device)
-        ranks = [torch.distributed.get_rank(group=g) for g in optimizer.real_dp_process_group]
-        partitions = optimizer.parallel_partitioned_bit16_groups
+        self.find_parameters()
+
+    def find_parameters(self) -> None:
+        """Where DeepSpeed keeps this rank's partition of each group's parameters now."""
+        groups = self._optimizer.real_dp_process_group
+        ranks = [torch.distributed.get_rank(group=group) for group in groups]
+        partitions = self._optimizer.parallel_partitioned_bit16_groups
         self._wires = [p[rank].data for p, rank in zip(partitions, ranks, strict=True)]
 
     def state(self, subgroup: int) -> State:
@@ -86,6 +92,38 @@ class FlatPartitions:
             for to, source in zip(session.executor.states[subgroup].state, shadow, strict=True):
                 to.copy_(source)
         session.executor.state_loaded()
+
+
+class HomeSums(MutableMapping[int, torch.Tensor | None]):
+    """DeepSpeed's ``accumulated_grads_in_cpu``: parameter id -> sum of its micro-batches so far.
+
+    What DeepSpeed sums is in here; of what is summed at home, for which None is set, whoever reads
+    gets a copy.
+    """
+
+    def __init__(
+        self, known: Mapping[int, torch.Tensor | None], read: Callable[[int], torch.Tensor]
+    ) -> None:
+        self._sums, self._read = dict(known), read
+
+    def __getitem__(self, key: int) -> torch.Tensor:
+        known = self._sums[key]
+        return self._read(key) if known is None else known
+
+    def __setitem__(self, key: int, value: torch.Tensor | None) -> None:
+        self._sums[key] = value
+
+    def __delitem__(self, key: int) -> None:
+        del self._sums[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._sums
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._sums)
+
+    def __len__(self) -> int:
+        return len(self._sums)
 
 
 def _adopt(

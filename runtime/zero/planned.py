@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from runtime.kernels import host
 from runtime.kernels.rule import UpdateRule
 from runtime.kernels.step import UpdateStep
+from runtime.zero.checks import private
 from simulator.plan import Plan
 from simulator.timeline import Timeline
 from simulator.update.recipes import RECIPES, Queue
@@ -155,7 +156,7 @@ class PlannedZero:
         """What the latest steps did, op by op, in the simulator's own type."""
         return self._ebbtide.timeline()
 
-    def offload_states(self, include: Iterable[Any] | None = None, **_: Any) -> None:
+    def offload_states(self, include: Container[Any] | None = None, **_: Any) -> None:
         """Gives device memory back until `reload_states`: all state goes to host memory, and under
         ZeRO-3 the parameters too if ``include`` has ``lp_params``, by another plan; so training
         could go on meanwhile, with the same bits. Waits for running updates.
@@ -164,12 +165,12 @@ class PlannedZero:
             include: of DeepSpeed's `OffloadStateTypeEnum`; None: all.
         """
         plan = self._ebbtide.plan
-        named = None if include is None else {getattr(kind, "value", kind) for kind in include}
-        leave = self.zero_stage() == 3 and (named is None or "lp_params" in named)
+        leave = self.zero_stage() == 3 and (include is None or "lp_params" in include)
         homes = Plan.home_runs(["host"] * plan.subgroup_count) if leave else plan.parameter_home
         held = ["host" if RECIPES[p].queue is Queue.DEVICE else p for p in plan.placements]
         self._ebbtide.set_aside = self._ebbtide.set_aside or plan
         self._ebbtide.switch(plan.placed(held, staging_slots=0, prefetch=0, parameter_home=homes))
+        private.empty_cache()  # for other processes, and other allocators of this one
 
     def reload_states(self, **_: Any) -> None:
         """Everything goes back to where the plan had it."""

@@ -6,11 +6,12 @@ waits for its updates. Within it all lanes of the plan work at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import torch
 from deepspeed.runtime.utils import all_gather_dp_groups, is_invalid_grad_norm
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage_1_and_2 import (
     INITIAL_MICRO_STEP_ID,
     OPTIMIZER_TIMERS,
@@ -23,10 +24,12 @@ from runtime.execution.session import Session
 from runtime.execution.subgroup_state import Buffers, SubgroupState
 from runtime.kernels.rule import UpdateRule
 from runtime.kernels.step import UpdateStep
-from runtime.zero.flat_partitions import FlatPartitions, hand_back
+from runtime.zero.flat_partitions import FlatPartitions, HomeSums, hand_back
 from runtime.zero.planned import PlannedZero, bring_home, float64_norm, gated
 from simulator.plan import ParameterHome, Plan
 from simulator.workload import ZeroStage
+
+DEEPSPEEDS_OWN = (OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads)
 
 
 class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):  # type: ignore[misc]
@@ -82,6 +85,8 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):  # type: ignore[misc]
         sums_all = self._sums_all(param, elements)
         if sums_all and accumulates:
             self.async_accumulate_grad_in_cpu_via_gpu(param)
+        elif accumulates:
+            self.accumulated_grads_in_cpu[key] = None
         gradient = self.get_param_gradient_attribute(param)
         if boundary or not sums_all:
             if shared and boundary:  # stock looks for overflow in all of it
@@ -124,6 +129,10 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):  # type: ignore[misc]
         if boundary:
             total = gradient if first else torch.cat(totals) if len(totals) > 1 else totals[0]
             self.norm_for_param_grads[key] = float64_norm(total)
+
+    def _sum_at_home(self, key: int) -> torch.Tensor:
+        homes = self._ebbtide.homes
+        return torch.cat([homes.sum_so_far(piece).cpu() for piece in self._flat.slices[key]])
 
     def _finalize_cpu_offload_gradient_accumulation(self) -> None:
         """Unmanaged accumulation ends its window here, at step()."""
@@ -347,6 +356,34 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):  # type: ignore[misc]
         self._take_back()
         self.resume_rule()
 
+    # -- states that go away for a while -----------------------------------------------------
+
+    def offload_states(self, include: Container[Any] | None = None, **how: Any) -> None:
+        """DeepSpeed moves what is its own here: parameters, and gradients that it sums on the
+        device. No step can be taken on a GPU until `reload_states` where they are away.
+        """
+        own = [kind for kind in DEEPSPEEDS_OWN if include is None or kind in include]
+        self.publish()
+        DeepSpeedZeroOptimizer.offload_states(self, own, **how)
+        self._follow_parameters()
+        super().offload_states(include)
+
+    def reload_states(self, **how: Any) -> None:
+        self.publish()
+        DeepSpeedZeroOptimizer.reload_states(self, **how)
+        self._follow_parameters()
+        super().reload_states()
+
+    def _follow_parameters(self) -> None:
+        """Updates write to where DeepSpeed's parameters are now: from the next `Session.switch` on,
+        which lets the old ones go.
+        """
+        self.parallel_partitioned_bit16_groups[:] = [
+            self.get_data_parallel_partitions(flat, group)
+            for group, flat in enumerate(self.bit16_groups_flat)
+        ]
+        self._flat.find_parameters()
+
     # -- what the session asks ---------------------------------------------------------------
 
     def sizes(self) -> tuple[int, ...]:
@@ -414,6 +451,9 @@ def take_over(
         optimizer.__class__ = DeepSpeedZeroOptimizer
         hand_back(optimizer, masters)
         raise
+    optimizer.accumulated_grads_in_cpu = HomeSums(
+        optimizer.accumulated_grads_in_cpu, optimizer._sum_at_home
+    )
     optimizer._link_all_hp_params()
     optimizer.resume_rule()
     # For ``engine.basic_optimizer.state_dict()``; ZeRO-3's knows no parameters between steps.

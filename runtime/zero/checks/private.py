@@ -65,7 +65,7 @@ STAGE12 = (
         "update_offload_overflow_tracker", "clear_grad_attribute", "scaled_global_norm",
         "_update_scale", "_global_grad_norm", "_update_model_bit16_weights", "_link_all_hp_params",
         "_lazy_init_hp_params_optimizer_state", "_hp_optimizer_states_linked",
-        "_get_offload_gradient_dict", "_has_inf_or_nan",
+        "_get_offload_gradient_dict", "_has_inf_or_nan", "get_data_parallel_partitions",
     )),
     Member("low_precision_master_weights_and_grads", "0.19.8"),
     Member("_offload_accumulated_param_ids", "0.19.5"),
@@ -358,6 +358,13 @@ def partitions_at(tensors: Mapping[Any, torch.Tensor]) -> Iterator[None]:
     finally:
         for param, home in homes.items():
             param.ds_tensor = home
+
+
+def empty_cache() -> None:
+    """Device memory that nobody uses goes back from PyTorch to the driver."""
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().empty_cache()
 
 
 def current_stream() -> Any:

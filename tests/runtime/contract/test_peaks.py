@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import runtime
 from runtime.zero.attach import switch_plan
@@ -71,8 +73,26 @@ def on_device(engine, device):
     return sum(t.nbytes for t in held if begin <= t.data_ptr() < end)
 
 
+def parameter_storages(engine):
+    """Below ZeRO-3, of DeepSpeed's flat parameters."""
+    return [StorageWeakRef(f.untyped_storage()) for f in engine.optimizer.bit16_groups_flat]
+
+
+def alive(storages):
+    gc.collect()
+    return [storage for storage in storages if not storage.expired()]
+
+
+def are_at(engine, storages):
+    """The model's parameters, and what updates write to."""
+    there = {storage.cdata for storage in storages}
+    held = [*engine.module.parameters()]
+    held += [state.wire for state in engine.optimizer._ebbtide.executor.states]
+    return {tensor.untyped_storage()._cdata for tensor in held} == there
+
+
 @pytest.mark.parametrize("stage", [3, 2])
-def test_offloaded_states_give_the_device_back_and_no_bit_differs(stage):
+def test_offloaded_states_give_the_device_back_and_no_bit_differs(stage, monkeypatch):
     """As RL trainers call it around a rollout; a step meanwhile has stock's bits too."""
     expected = outcome(start(stage=stage))
     engine = start(stage=stage)
@@ -82,8 +102,16 @@ def test_offloaded_states_give_the_device_back_and_no_bit_differs(stage):
     losses, norms = train(engine, 2)
     before = on_device(engine, device)
     assert before
+    parameters = parameter_storages(engine) if stage == 2 else []
+    emptied = []
+    monkeypatch.setattr(
+        get_accelerator(), "empty_cache",
+        lambda: emptied.append(on_device(engine, device) == 0 and not alive(parameters)),
+    )  # fmt: skip
     engine.offload_states(include=None if stage == 3 else [OffloadStateTypeEnum.lp_params])
+    assert emptied[-1], "before everything was gone"
     engine.offload_states()  # nothing more to do
+    assert stage == 3 or are_at(engine, parameter_storages(engine))
     assert on_device(engine, device) == 0
     gone = {state.parameter_home for state in engine.optimizer._ebbtide.executor.states}
     assert gone == {"host" if stage == 3 else "device"}
@@ -91,6 +119,7 @@ def test_offloaded_states_give_the_device_back_and_no_bit_differs(stage):
     losses, norms = losses + more, norms + more_norms
     engine.reload_states()
     engine.reload_states()
+    assert stage == 3 or are_at(engine, parameter_storages(engine))
     now = engine.optimizer._ebbtide.plan
     assert (now.placements, now.parameter_homes) == (plan.placements, plan.parameter_homes)
     assert on_device(engine, device) >= before  # parameters are in memory of ours now, too

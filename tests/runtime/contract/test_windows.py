@@ -64,6 +64,35 @@ def test_loops_that_drop_or_repeat_a_backward(accumulation, stage, device):
     assert_same(follow(attached(new(), MIX, device), loop), follow(new(), loop))
 
 
+def sums_of(engine, micro_batches=8):
+    """DeepSpeed's sums of micro-batches behind each backward and each step."""
+    batches, seen = Batches(2, SIZES["tiny"].sequence), []
+
+    def look():
+        shown = engine.optimizer.accumulated_grads_in_cpu
+        seen.append({key: shown[key].clone() for key in shown})
+
+    for number in range(micro_batches):
+        engine.backward(engine(*batches.at(number, engine.device)))
+        look()
+        engine.step()
+        look()
+    engine.destroy()
+    return seen
+
+
+@pytest.mark.parametrize(("stage", "device"), [w for w in WHERE if w[0] < 3])
+def test_sums_of_micro_batches_can_be_read_as_stocks_can(stage, device):
+    stock = sums_of(start(stage=stage, accumulation=3))
+    ours = sums_of(attached(start(stage=stage, accumulation=3), MIX, device))
+    assert [set(sums) for sums in ours] == [set(sums) for sums in stock]
+    pairs = list(zip(ours, stock, strict=True))
+    assert all(torch.equal(mine[k], its[k]) for mine, its in pairs for k in its)
+    # A lone backward, such as ZeRO-1 takes home, is no sum.
+    assert [len(sums) > 0 for sums in stock] == [stage == 2] * len(stock)
+    assert not any(torch.equal(stock[0][k], stock[-1][k]) for k in stock[0])
+
+
 # Each step ends its window, however many backwards it had: DeepSpeed counts none of them.
 UNMANAGED = "bs bbs bz bbz bbs"
 
