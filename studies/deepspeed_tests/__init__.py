@@ -1,0 +1,1 @@
+"""DeepSpeed's own tests, with a plan on every engine that they build."""

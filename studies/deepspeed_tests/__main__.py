@@ -1,0 +1,5 @@
+"""Entry point of ``python -m studies.deepspeed_tests``."""
+
+from studies.deepspeed_tests.command import main
+
+raise SystemExit(main())

@@ -1,0 +1,195 @@
+"""In every process of DeepSpeed's tests: a plan on each engine that can take one.
+
+An engine that could take a plan and does not get one fails its test with ebbtide's message.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+import runtime
+from runtime.zero.attach import session_of
+from runtime.zero.checks.guard import check_engine, stored_at
+from runtime.zero.cuts import subgroups_of
+from simulator.plan import CheckpointPlan, Placement, Plan
+
+ARMS = {
+    "plain": "DeepSpeed, each test's own config",
+    "stock": "DeepSpeed, the optimizer offloaded to the CPU in every config with ZeRO",
+    "mix": "the same under a plan with resident, host and visiting subgroups, emulated device",
+    "auto": 'the same under plan: "auto"',
+}
+UNDER_A_PLAN = ("mix", "auto")
+MIX: tuple[Placement, ...] = ("resident", "host", "device")
+SUBGROUP = 2000  # elements: DeepSpeed's default would put each of these models into one
+# They read a checkpoint's files by themselves right behind `save_checkpoint`, which returns before
+# those are there unless the plan says ``checkpoint.mode: sync``, as it does for these.
+READ_AT_ONCE = (
+    "test_convert_checkpoint.py", "test_shared_weights.py", "test_universal_checkpoint.py",
+    "test_save_exclude",
+)  # fmt: skip
+DEEPSPEED = deepspeed.initialize
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A test that runs. Unpickled in one of its processes, it begins there."""
+
+    name: str
+    arm: str
+    notes: Path
+
+    def __reduce__(self) -> tuple[Callable[..., Case], tuple[str, str, str]]:
+        return begin, (self.name, self.arm, str(self.notes))
+
+    def note(self, **what: Any) -> None:
+        """Appends a line to the notes, whole beside those of other ranks."""
+        rank, at_s = os.environ.get("RANK"), time.time()
+        line = {"case": self.name, "arm": self.arm, "rank": rank, "at_s": at_s, **what}
+        with self.notes.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def begin(name: str, arm: str, notes: str) -> Case:
+    """From now on `deepspeed.initialize` in this process is the case's."""
+    case = Case(name, arm, Path(notes))
+    deepspeed.initialize = DEEPSPEED if arm == "plain" else _initialize_of(case)
+    return case
+
+
+def _initialize_of(case: Case) -> Callable[..., Any]:
+    @wraps(DEEPSPEED)
+    def initialize(*args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(DEEPSPEED).bind_partial(*args, **kwargs).arguments
+        config = _config_of(given)
+        if config is None:
+            return DEEPSPEED(**given)
+        config = offloaded(config, client=given.get("optimizer") is not None)
+        if case.arm not in UNDER_A_PLAN:
+            return DEEPSPEED(**given, config=config)
+        if stored_at(config) is not None:  # DeepSpeed's swapper must not have the state
+            return _stored(case, given, config)
+        if case.arm == "mix":
+            config["zero_optimization"].setdefault("sub_group_size", SUBGROUP)
+        result = DEEPSPEED(**given, config=config)
+        put_plan(case, result[0])
+        return result
+
+    return initialize
+
+
+def _stored(case: Case, given: dict[str, Any], config: dict[str, Any]) -> Any:
+    wrapped, deepspeed.initialize = deepspeed.initialize, DEEPSPEED
+    try:
+        result = runtime.initialize(**given, plan="auto", config=config)
+    finally:
+        deepspeed.initialize = wrapped
+    note_plan(case, result[0])
+    return result
+
+
+def _config_of(given: dict[str, Any]) -> dict[str, Any] | None:
+    """A copy of the config, taken out of the arguments; None: there is no ZeRO in it."""
+    known = given.get("config") or given.get("config_params")
+    known = known or getattr(given.get("args"), "deepspeed_config", None)
+    if isinstance(known, (str, Path)):
+        known = json.loads(Path(known).read_text())
+    zero = known.get("zero_optimization") if isinstance(known, dict) else None
+    if not isinstance(zero, dict) or zero.get("stage", 0) not in (1, 2, 3):
+        return None
+    given.pop("config", None)
+    given.pop("config_params", None)
+    if getattr(given.get("args"), "deepspeed_config", None) is not None:
+        given["args"] = copy.copy(given["args"])
+        given["args"].deepspeed_config = None
+    return copy.deepcopy(known)  # type: ignore[no-any-return]
+
+
+def offloaded(config: dict[str, Any], *, client: bool) -> dict[str, Any]:
+    """The config with its optimizer offloaded; a client's own optimizer stays what it is."""
+    zero = config["zero_optimization"]
+    asked = (zero.get("offload_optimizer") or {}).get("device")
+    if getattr(asked, "value", asked) in (None, "none") and not zero.get("cpu_offload"):
+        zero.pop("cpu_offload", None)
+        zero["offload_optimizer"] = {"device": "cpu"}
+        if client:
+            config.setdefault("zero_force_ds_cpu_optimizer", False)
+            config.setdefault("zero_allow_untested_optimizer", True)
+    return config
+
+
+def put_plan(case: Case, engine: Any) -> None:
+    """Attaches, or notes why there is nothing to attach to.
+
+    Raises:
+        whatever ebbtide says to an engine that could take a plan.
+    """
+    why = without_a_plan(engine)
+    if why is not None:
+        case.note(event="left", why=why)
+        return
+    checkpoint = CheckpointPlan(mode="sync") if reads_at_once(case.name) else None
+    if case.arm == "auto":
+        runtime.attach(engine, "auto", checkpoint=checkpoint)
+    else:
+        runtime.attach(engine, mixed_plan(engine), device="emulated", checkpoint=checkpoint)
+    note_plan(case, engine)
+
+
+def reads_at_once(name: str) -> bool:
+    return any(part in name for part in READ_AT_ONCE)
+
+
+def without_a_plan(engine: Any) -> str | None:
+    """The expected reasons, all there are; None: the engine has what a plan needs."""
+    if engine.zero_optimization_stage() == 0:
+        return "ZeRO stage 0"
+    if not isinstance(engine.optimizer, (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)):
+        return f"no optimizer ({type(engine.optimizer).__name__})"
+    return None
+
+
+def mixed_plan(engine: Any) -> Plan:
+    """All placements in turn; on the host what runs its own step, which takes no other."""
+    size = SUBGROUP
+    if engine.zero_optimization_stage() == 3:
+        size = max(1, int(engine.zero_sub_group_size()))
+    pattern = MIX
+    if check_engine(engine).own_step:
+        pattern = ("host",)
+        partitions = getattr(engine.optimizer, "single_partition_of_fp32_groups", [])
+        size = max([size, *(p.numel() for p in partitions)])
+    count = len(subgroups_of(engine.optimizer, size)) or 1
+    placements = [pattern[i % len(pattern)] for i in range(count)]
+    slots = min(2, placements.count("device"))
+    return Plan(
+        subgroup_size=size, placement=Plan.runs(placements), staging_slots=slots,
+        prefetch=min(1, slots),
+    )  # fmt: skip
+
+
+def note_plan(case: Case, engine: Any) -> None:
+    """That a plan is live, and, once, that a step was taken under it."""
+    session = session_of(engine)
+    plan = session.plan
+    held = {name: plan.count(name) for name in ("resident", "device", "host", "stored")}
+    case.note(event="attached", stage=engine.zero_optimization_stage(), subgroups=held)
+
+    def stepped() -> None:
+        session.after_step.remove(stepped)
+        case.note(event="stepped")
+
+    session.after_step.append(stepped)

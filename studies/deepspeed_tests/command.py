@@ -1,0 +1,198 @@
+"""Do DeepSpeed's own tests pass with a plan attached to the engines that they build?
+
+    pip install --target PYTEST 'pytest<8.4'
+    python -m studies.deepspeed_tests --deepspeed-source DIR --pytest PYTEST --folder OUT --json P
+
+DIR is a checkout of DeepSpeed's source at the version that is installed; nothing of it is copied.
+Its tests run unchanged; only `deepspeed.initialize` is wrapped: it offloads the optimizer to the
+CPU where the config has ZeRO, and, under a plan, attaches one. An engine that could take a plan and
+is refused fails its test. Hours; begun again with the same --folder it goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from studies.bench.record import write_record
+from studies.deepspeed_tests.plugin import Orders, lines
+
+FOLDERS = ("unit/checkpoint", "unit/runtime/zero")
+ARMS = ("plain", "stock", "mix", "auto")
+UNDER_A_PLAN = ("mix", "auto")
+HANGS_S = 150
+OURS = Path(__file__).resolve().parents[2]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m studies.deepspeed_tests", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--deepspeed-source", type=Path, required=True)
+    parser.add_argument("--pytest", type=Path, help="folder with a pytest that its tests know")
+    parser.add_argument("--folder", type=Path, required=True, help="what has run, kept")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
+    parser.add_argument("--for-s", type=float, default=1e9, help="begin no test after so long")
+    parser.add_argument("-k", default="", help="as pytest's")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("files", nargs="*", default=FOLDERS, help="under tests/ of the source")
+    options = parser.parse_args(arguments)
+    options.folder.mkdir(parents=True, exist_ok=True)
+    until_s = time.monotonic() + options.for_s
+    for arm in options.arms:
+        for file in test_files(options.deepspeed_source / "tests", options.files):
+            if time.monotonic() < until_s:
+                run_file(options, arm, file, until_s - time.monotonic())
+    figures = summary(
+        lines(options.folder / "results.jsonl"), lines(options.folder / "notes.jsonl")
+    )
+    show(figures)
+    if options.json:
+        write_record(options.json, "deepspeed_tests", figures)
+    return int(any(row["failed"] for row in figures["files"] if row["arm"] in UNDER_A_PLAN))
+
+
+def test_files(root: Path, named: Iterable[str]) -> list[str]:
+    """Of files and folders, relative to ``root``."""
+    found = [path for name in named for path in sorted((root / name).rglob("test_*.py"))]
+    found += [root / name for name in named if name.endswith(".py")]
+    return [str(path.relative_to(root)) for path in found]
+
+
+def run_file(options: argparse.Namespace, arm: str, file: str, for_s: float) -> None:
+    """One pytest; again while tests that hang end it early."""
+    orders = Orders(arm, str(options.folder.resolve()), for_s, commit())
+    plugins = ["no:cacheprovider", "no:xdist", "no:schemathesis", "studies.deepspeed_tests.plugin"]
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "--no-header"]
+    command += [word for plugin in plugins for word in ("-p", plugin)]
+    command += ["-k", options.k, file] if options.k else [file]
+    log = options.folder / f"{arm}-{file.replace('/', '_')}.log"
+    while True:
+        before = len(lines(orders.results))
+        with log.open("a") as output:
+            done = subprocess.run(
+                command, cwd=options.deepspeed_source / "tests", env=environment(options, orders),
+                stdout=output, stderr=output, check=False,
+            )  # fmt: skip
+        last = lines(orders.results)[before:][-1:]
+        if done.returncode != 1 or not last or "outcome" in last[0]:
+            return
+
+
+@cache
+def commit() -> str:
+    """Of ebbtide; with ``-dirty`` where files differ from it; empty outside of a checkout."""
+    command = ["git", "-C", str(OURS), "describe", "--always", "--dirty", "--exclude", "*"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def environment(options: argparse.Namespace, orders: Orders) -> dict[str, str]:
+    """Two ranks on this machine's CPU where there is no GPU; no process outlives its test."""
+    paths = [options.pytest, OURS, options.deepspeed_source / "tests"]
+    made = {
+        **os.environ,
+        **orders.to_environment(),
+        "PYTHONPATH": os.pathsep.join(str(path.resolve()) for path in paths if path),
+        "DS_UNITTEST_TIMEOUT": str(HANGS_S),
+        "DS_DISABLE_REUSE_DIST_ENV": "1",
+    }
+    if not Path("/proc/driver/nvidia").exists():
+        made |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "0,1", "LOCAL_SIZE": "2"}
+    return made
+
+
+# -- what it comes to ----------------------------------------------------------------------------
+
+
+def summary(results: list[dict[str, Any]], notes: list[dict[str, Any]]) -> dict[str, Any]:
+    """Rows by file and arm, of the tests that stock passes, and what fails by name."""
+    ended = {(r["arm"], r["case"]): r for r in results if "outcome" in r}
+    passed = sorted(case for (arm, case), r in ended.items() if (arm, r["outcome"]) == PASSED)
+    files = []
+    for arm in [arm for arm in ARMS if any(key[0] == arm for key in ended)]:
+        for file in sorted({case.split("::")[0] for _, case in ended}):
+            cases = [case for case in passed if case.startswith(file + "::")]
+            files.append(row(arm, file, cases, ended, notes))
+    commits = {
+        arm: sorted({r["commit"] for (a, _), r in ended.items() if a == arm}) for arm in ARMS
+    }
+    return {
+        "commits": commits,
+        "files": files,
+        "total": total(files),
+        "failures": failures(passed, ended),
+    }
+
+
+PASSED = ("stock", "passed")
+
+
+def row(
+    arm: str, file: str, cases: list[str], ended: dict[Any, Any], notes: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Of one file under one arm; ``cases`` are those that stock passes.
+
+    ``attached``: passed, with a plan live on an engine of the test; ``stepped``: and a step taken
+    under it. A test that built engines with and without a plan counts as attached.
+    """
+    outcomes = {case: ended.get((arm, case), {}).get("outcome", "not run") for case in cases}
+    good = {case for case, outcome in outcomes.items() if outcome == "passed"}
+    begun_s = {case: ended[arm, case]["begun_s"] for case in good}  # not of a run that was cut off
+    mine = [note for note in notes if note["arm"] == arm and note["case"] in good]
+    mine = [note for note in mine if note["at_s"] >= begun_s[note["case"]]]
+    by = {e: {n["case"] for n in mine if n["event"] == e} for e in ("attached", "stepped", "left")}
+    left = {note["case"]: note["why"] for note in mine if note["event"] == "left"}
+    without = good - by["attached"]
+    return {
+        "arm": arm,
+        "file": file,
+        "stock_passes": len(cases),
+        "passed": len(good),
+        "attached": len(by["attached"]),
+        "stepped": len(by["stepped"]),
+        "without_a_plan": dict(Counter(left.get(c, "no engine with ZeRO") for c in without)),
+        "failed": sum(outcome == "failed" for outcome in outcomes.values()),
+        "not_run": sum(outcome in ("not run", "skipped") for outcome in outcomes.values()),
+    }
+
+
+def total(files: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
+    keys = ("stock_passes", "passed", "attached", "stepped", "failed", "not_run")
+    arms = {row["arm"] for row in files}
+    return {
+        arm: {key: sum(row[key] for row in files if row["arm"] == arm) for key in keys}
+        for arm in sorted(arms)
+    }
+
+
+def failures(passed: list[str], ended: dict[Any, Any]) -> list[dict[str, str]]:
+    """Under a plan, of tests that stock passes."""
+    found = []
+    for (arm, case), result in ended.items():
+        if arm in UNDER_A_PLAN and case in passed and result["outcome"] == "failed":
+            found.append({"arm": arm, "case": case, "why": result["why"][-300:]})
+    return found
+
+
+def show(figures: dict[str, Any]) -> None:
+    table = Table("arm", "file", "stock passes", "passed", "attached", "stepped", "failed",
+                  "not run", "without a plan")  # fmt: skip
+    for line in figures["files"]:
+        keys = ("stock_passes", "passed", "attached", "stepped", "failed", "not_run")
+        reasons = "; ".join(f"{n} {why}" for why, n in line["without_a_plan"].items())
+        table.add_row(line["arm"], line["file"], *(str(line[key]) for key in keys), reasons)
+    Console().print(table)
+    for failure in figures["failures"]:
+        Console().print(f"{failure['arm']} {failure['case']}: {failure['why']}", markup=False)
+    Console().print(figures["total"])
