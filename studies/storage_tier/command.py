@@ -104,7 +104,7 @@ def measure(size: str, steps: int, folder: Path) -> dict[str, Any]:
     runs = {name: [once(name)] for name in (*STOCK, *SHARES)}
     disks.append(_drive(folder))
     limit = runs[PIPELINED][0]["host_peak_bytes"]
-    spare = limit - runs["ebbtide"][0]["host_peak_bytes"] - LEFT_FREE
+    spare = max(0, limit - runs["ebbtide"][0]["host_peak_bytes"] - LEFT_FREE)
     disk = _pooled(disks)
     predicted = once(PREDICTION, drive=disk.model_dump(mode="json"), spare_bytes=spare)
     plan = {LIMITED: {"plan": predicted["plan"]}}
