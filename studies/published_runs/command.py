@@ -22,8 +22,10 @@ from studies.bench.record import write_record
 from studies.published_runs import judging
 from studies.published_runs.judging import CHOICES, NEAR_BEST_PCT, QUANTITIES
 from studies.published_runs.left_out import cross_validation, random_triples
+from studies.published_runs.makers import between_makers
 from studies.published_runs.pictures import draw
 from studies.published_runs.shipped import as_logged, calibrated, fits, machine_of, workload_of
+from tuner.calibrate.interval import CAMPAIGN_SPREAD
 
 Machines = Mapping[str, Machine]
 
@@ -133,6 +135,7 @@ def figures_of(
             "intervals": judging.intervals(presets, asked),
             "intervals_left_out": judging.left_out_intervals(presets, asked),
         },
+        "campaign_spread": _campaign_spread(),
         "pairs": judging.pairs_by_testbed(pairs),
         "intervals": judging.intervals(machines, asked, seen) if corrected else {},
         "ranking": {choice: judging.ranking(pairs, choice) for choice in CHOICES},
@@ -144,6 +147,11 @@ def figures_of(
         "predicted_rows_that_do_not_fit": sum(not fits(predicted) for _, predicted in pairs),
         "rows": [_row(pair) for pair in pairs],
     }
+
+
+def _campaign_spread() -> dict[str, float]:
+    sigma, freedom = between_makers()
+    return {"shipped": CAMPAIGN_SPREAD, "between_makers": sigma, "degrees_of_freedom": freedom}
 
 
 def _calibration(calibrated: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from studies.bench.offload_runs import RunError, family_of, model_of, read_runs
 from studies.published_runs import command as published_runs
 from studies.published_runs import judging, left_out
 from studies.published_runs.left_out import cross_validation
+from studies.published_runs.makers import between_makers
 from studies.published_runs.shipped import (
     as_logged,
     as_seen,
@@ -24,7 +26,7 @@ from studies.published_runs.shipped import (
     workload_of,
 )
 from tuner.calibrate.calibration import MODEL_SPREAD
-from tuner.calibrate.interval import model_spread
+from tuner.calibrate.interval import CAMPAIGN_SPREAD, model_spread
 
 CSV = Path(published_runs.__file__).parents[1] / "data" / "published_offload_runs.csv"
 
@@ -319,6 +321,23 @@ def test_eighty_percent_intervals_hold_seven_to_nine_in_ten(runs):
     assert 70 <= held <= 90
     assert 70 <= found["a100"]["held_pct"] <= 90
     assert all(1.1 < one["median_high_over_low"] < 1.5 for one in found.values())
+
+
+def test_what_differs_between_campaigns_is_taken_from_nodes_of_other_makers():
+    """And from no row that intervals are judged by."""
+    sigma, freedom = between_makers()
+    assert round(sigma, 2) == CAMPAIGN_SPREAD
+    assert freedom >= 40
+
+
+def test_the_spread_between_two_nodes_by_hand(tmp_path):
+    """Two nodes 10% apart; a third has another batch."""
+    names = "gpus,benchmark,global_batch,maker,system,runs,s_per_epoch"
+    rows = ["8 SXM4,bert,448,A,a,5,1.0", "8 SXM4,bert,448,B,b,5,1.1", "8 SXM4,bert,512,C,c,5,9.0"]
+    path = tmp_path / "nodes.csv"
+    path.write_text("\n".join([names, *rows]))
+    sigma, freedom = between_makers(path)
+    assert (sigma, freedom) == (pytest.approx(math.log(1.1) / math.sqrt(2)), 1)
 
 
 def test_what_differs_between_campaigns_counts_for_a_preset_only():

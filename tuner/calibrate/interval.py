@@ -3,10 +3,9 @@
 Three things make a prediction uncertain: the spread of each rate (a preset's are wide, a profile's
 or a calibrated machine's narrow), what the model leaves out, and what an iteration's own noise is.
 The first is propagated rate by rate; the others are `MODEL_SPREAD`, or what a calibration left
-unexplained where that is more. It was chosen on the published
-runs in the repository, which are therefore no proof of it: after a calibration on three random
-ones, intervals of those left out hold seven to nine times in ten (`studies.published_runs
---triples`).
+unexplained where that is more. `MODEL_SPREAD` was chosen on the published runs in the repository,
+which are therefore no proof of it: after a calibration on three random ones, intervals of those
+left out hold seven to nine times in ten (`studies.published_runs --triples`).
 
 A preset describes nodes of a kind, and a user's is another one, with another build of the software
 and another training loop: `CAMPAIGN_SPREAD` is added there. A profile or a calibration was made
@@ -39,8 +38,11 @@ BESIDE = (
 # issue them are uncertain by as much, independently, and neither is the whole of it.
 ESTIMATE_PART = math.sqrt(0.5)
 # Standard deviation from one campaign of runs to another, of what all runs of a campaign share, in
-# log units. A variance component: the published A100 campaigns' mean errors scatter by 0.067, of
-# which 0.025 are the means' own; chosen for all presets, not by how often intervals hold.
+# log units: that of nodes of several makers with the same A100s in the same benchmarks with the
+# same batch, in MLPerf Training 2.0 (`studies.published_runs.makers`: 0.0615, of 40 degrees of
+# freedom; 0.03 of SXM4 nodes, 0.11 of PCIe nodes, pooled since an offloaded step goes over PCIe on
+# either). They share one maker's code: what other software makes is not in it. None of the
+# published runs that intervals are judged by is in it either.
 CAMPAIGN_SPREAD = 0.06
 STEP = 0.5  # of a rate's sigma: sensitivities are secants, as rates bind or do not
 

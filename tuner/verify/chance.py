@@ -23,7 +23,8 @@ class Chance:
 
     Attributes:
         where: what differs first, and where to look for its cause.
-        apart: how far the first update that differs is apart, over that update.
+        apart: how far the first update that differs is apart, over that update; 0: they begin from
+            other parameters, or no parameter differs.
         blind: they train so differently that another side cannot be compared with either.
     """
 
@@ -39,7 +40,9 @@ def chance_of(run: Run, other: Run) -> Chance | None:
     if not found:
         return None
     step, first = found[0]
-    apart = next((_apart(run, other, each) for _, each in found if _tensors(each)), 0.0)
+    apart = 0.0
+    if step:
+        apart = next((_apart(run, other, each) for _, each in found if _tensors(each)), 0.0)
     return Chance(_where(step, first[0]), apart, blind=step == 0 or apart > ANOTHER)
 
 
@@ -55,8 +58,6 @@ def _apart(run: Run, other: Run, found: Sequence[Difference]) -> float:
 
 
 def _moved(run: Run, other: Run, at: Difference) -> float:
-    if at.step == 0:
-        return at.ours
     return max(r.path(at.name, at.step) - r.path(at.name, at.step - 1) for r in (run, other))
 
 

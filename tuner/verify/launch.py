@@ -37,6 +37,11 @@ class Side:
             return f"{self.name}, with torch's deterministic algorithms"
         return f"{self.name}, with one bit flipped" if self.perturb else self.name
 
+    @property
+    def how(self) -> str:
+        """How it was run, in a sentence about the command."""
+        return "as it is" if self == Side("plan") else f"as {self.title}"
+
 
 @dataclass(frozen=True)
 class Launched:
@@ -97,7 +102,7 @@ def _environment(job: Mapping[str, object]) -> dict[str, str]:
 def _broken_off(side: Side, code: int, run: Run, steps: int, text: str) -> str:
     silent = f", and {run.silent} of its ranks took none" if run.silent else ""
     return (
-        f"the command must train for --steps {steps} or end by itself, but as {side.title} it "
+        f"the command must train for --steps {steps} or end by itself, but {side.how} it "
         f"failed with exit code {code} after {len(run.steps) - 1}{silent}:\n{_tail(text)}"
     )
 
@@ -108,7 +113,7 @@ def _tail(text: str) -> str:
 
 def _failure(side: Side, code: int, text: str) -> str:
     return (
-        f"the command must train with a DeepSpeed engine or an optimizer of torch's, but as "
-        f"{side.title} it ended with exit code {code} before an optimizer step (--against leaves "
+        f"the command must train with a DeepSpeed engine or an optimizer of torch's, but "
+        f"{side.how} it ended with exit code {code} before an optimizer step (--against leaves "
         f"sides out):\n{_tail(text)}"
     )

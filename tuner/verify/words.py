@@ -30,7 +30,7 @@ def _chance(chance: Chance, operations: Sequence[str]) -> Iterator[str]:
     named = ", ".join(operations) or "no operation"
     yield f"two runs of the same side differ; torch names {named}"
     yield f"  {chance.where}"
-    if chance.blind and chance.apart:
+    if chance.apart:
         yield f"  the first update that differs is {_share(chance.apart)} another one"
 
 

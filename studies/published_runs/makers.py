@@ -1,0 +1,30 @@
+"""How much nodes with the same GPUs differ from maker to maker, on benchmarks of others.
+
+It is what a preset leaves out, from a source that has none of the runs that its intervals are
+judged by (`tuner.calibrate.interval.CAMPAIGN_SPREAD`).
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections import defaultdict
+from collections.abc import Hashable
+from pathlib import Path
+from statistics import mean
+
+NODES = Path(__file__).parents[1] / "data" / "mlperf_a100_nodes.csv"
+
+
+def between_makers(path: Path = NODES) -> tuple[float, int]:
+    """Standard deviation of the logarithm of a benchmark's time from node to node, of nodes with
+    the same GPUs and the same batch, and its degrees of freedom: all benchmarks pooled.
+    """
+    groups: dict[Hashable, list[float]] = defaultdict(list)
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            key = (row["gpus"], row["benchmark"], row["global_batch"])
+            groups[key].append(math.log(float(row["s_per_epoch"])))
+    squares = sum((x - mean(logs)) ** 2 for logs in groups.values() for x in logs)
+    freedom = sum(len(logs) - 1 for logs in groups.values())
+    return math.sqrt(squares / freedom), freedom
