@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.devices.base import Device
+from runtime.devices.lane import Completion
 from runtime.execution.executor import Executor
 from runtime.execution.gradients import GradientHomes, ParameterSlice
 from runtime.execution.guesses import SubgroupJob, spares_of
@@ -221,3 +222,34 @@ def test_a_forgotten_wait_is_seen(forgotten, monkeypatch):
     assert executed(workload, plan)[0] == simulated(workload, plan)[0]
     monkeypatch.setitem(globals(), cut, without)
     assert executed(workload, plan)[0] != simulated(workload, plan)[0]
+
+
+def test_a_sum_that_is_set_apart_has_arrived(monkeypatch):
+    """After a step that was skipped, which has waited for no gradient; here each arrives when
+    somebody waits for it.
+    """
+    under_way, wait_host = {}, Completion.wait_host
+
+    def submit(self, body, waits, completion):
+        under_way[completion] = body
+        completion.issued.set()
+
+    def arrive(completion):
+        under_way.pop(completion, lambda: None)()
+        wait_host(completion)
+
+    monkeypatch.setattr(Recorded, "submit", submit)
+    monkeypatch.setattr(Completion, "wait_host", arrive)
+    size = 4
+    workload = Workload(name="one", layers=(Layer(params=size, forward_s=1.0, backward_s=1.0),),
+                        subgroups=(size,))  # fmt: skip
+    plan = Plan(subgroup_size=size, placement=Plan.runs(["host"]))
+    executor = executor_for(workload, plan)
+    executor.states[0].gradient.zero_()
+    piece = ParameterSlice(0, 0, size, real=True)
+    homes = GradientHomes(executor.device, executor.states, {0: piece}, executor.gradients)
+    homes.accept(piece, torch.ones(size), first=True, boundary=True)
+    assert under_way, "it is on its way home"
+    homes.close_window()
+    homes.accept(piece, torch.full((size,), 2.0), first=True, boundary=True, alone=True)
+    assert torch.equal(piece.apart, torch.ones(size))

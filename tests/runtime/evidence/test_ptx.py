@@ -57,13 +57,13 @@ def unequal(a, b):
     return int(((a.view(bits) != b.view(bits)) & ~(a.isnan() & b.isnan())).sum())
 
 
-def differing(function, form, n, tail):
+def differing(function, form, n, tail, rate=0.3):
     """Elements that the translated kernel leaves with other bits than the host kernel's."""
     generator = torch.Generator().manual_seed(n + tail)
     kind, settings, group = RULE_OF[form.kernel, form.variant]
     rule = kind(**settings)
     # So large that the decay's rounding shows.
-    group = {**group, "lr": 0.3, "weight_decay": 5 * group["weight_decay"]}
+    group = {**group, "lr": rate, "weight_decay": 5 * group["weight_decay"]}
     size = torch.randint(-44, 10, (n,), generator=generator)  # alike, so that sums round
     size[::3] = 0
     ours = [values(size, generator) for _ in range(1 + len(rule.moments))]
@@ -114,6 +114,15 @@ def test_ptx_has_the_host_kernels_bits(kernels, tmp_path, capsys):
         print(
             f"\nptx: {len(kernels)} forms, {len(sources)} different, {elements} elements, 0 differ"
         )
+
+
+def test_ptx_keeps_the_sign_of_zero_at_rate_zero(kernels, tmp_path):
+    """The first step of a warm-up: Lion adds minus the rate, which must be -0.0."""
+    forms = [form for form in FORMS if is_assembled(form)]
+    functions = [ptx_to_cpp.translate(kernels[form]["ptx"], form.name) for form in forms]
+    loaded = library(functions, tmp_path)
+    for form in forms:
+        assert not differing(getattr(loaded, form.name), form, 8192, 16, rate=0.0), form.name
 
 
 def test_ptx_is_all_ieee_and_asks_for_no_more(kernels):
