@@ -23,7 +23,8 @@ class Case:
 
     Attributes:
         round: in which the judge was tried on it.
-        judged: against the same ``bits``, or against another Adam's rounding, by ``size``.
+        judged: against the same ``bits``; against another Adam's rounding, by ``size``; or against
+            ``no-offload`` with the same Adam, by size or place.
         side: that has it.
         named: the step and tensor are those that it was put into, and the side is blamed.
     """
@@ -55,6 +56,7 @@ class Group:
         for name, defect in known:
             if defect.by_size and defect.name in self._expected:
                 yield self._by_size(name, defect)
+                yield self._without_offload(name, defect)
 
     def right(self) -> Iterator[tuple[str, Finding]]:
         """Of pairs in which nothing is wrong, with what they are."""
@@ -94,6 +96,15 @@ class Group:
         run = self._run(defect.folder, STOCK)
         finding = judge(run, noise.reference, noise, same_bits=False)
         return self._case(name, defect, "size", STOCK, finding, late=LATE)
+
+    def _without_offload(self, name: str, defect: Defect) -> Case:
+        """As the command compares them: the same Adam, which adds its norm up otherwise."""
+        wide = "fp32 " if defect.dtype == "fp32" else ""
+        last = self._run(f"{wide}no-offload", NO_OFFLOAD)
+        noise = Noise(last, (last, self._run(f"{wide}no-offload flipped", "flipped")))
+        run = self._run(defect.folder, STOCK)
+        finding = judge(run, last, noise, same_bits=False)
+        return self._case(name, defect, "no-offload", STOCK, finding, late=LATE)
 
     def _case(
         self, name: str, defect: Defect, judged: str, side: str, finding: Finding, late: int

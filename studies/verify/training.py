@@ -66,12 +66,15 @@ def right_runs(stage: int, out: Path) -> None:
     train(out / "again", stage)
     train(out / "plan", stage, attach=True)
     train(out / "no-offload", stage, offload=False)
+    train(out / "no-offload flipped", stage, offload=False, flipped=True)
     for dtype in ("bf16", "fp32"):
         for kind in ("torch", "torch again", "torch flipped"):
             train(out / f"{dtype} {kind}", stage, offload=False, torchs=True,
                   shape=Shape(dtype=dtype), flipped=kind.endswith("flipped"))  # fmt: skip
-    train(out / "fp32 stock", stage, shape=Shape(dtype="fp32"))
-    train(out / "fp32 no-offload", stage, shape=Shape(dtype="fp32"), offload=False)
+    wide = Shape(dtype="fp32")
+    train(out / "fp32 stock", stage, shape=wide)
+    train(out / "fp32 no-offload", stage, shape=wide, offload=False)
+    train(out / "fp32 no-offload flipped", stage, shape=wide, offload=False, flipped=True)
     for shape in shapes_of(stage):
         for kind in KINDS:
             torchs = kind.startswith("torch")

@@ -187,6 +187,56 @@ def test_a_side_that_is_wrong_is_seen_by_its_own_state(tmp_path, stock, noise, c
     assert any(says in line for line in finding.why)
 
 
+def lost_update(state, wire, old, facts):
+    state["head"].copy_(old["head"])
+
+
+def doubled_update(state, wire, old, facts):
+    state["head"].add_(state["head"] - old["head"])
+
+
+def few_flips(state, wire, old, facts):
+    """Of a sign or two, as a sum in another order makes them."""
+    state["head"][:8] += 2 * (old["head"] - state["head"])[:8]
+
+
+@pytest.mark.parametrize(
+    ("change", "rounds", "verdict"),
+    [
+        (lost_update, 0.0, "defect"),
+        (lost_update, 1e-3, "defect"),
+        (doubled_update, 0.0, "defect"),
+        (few_flips, 0.0, "rounding"),
+        (skipped, 1e-3, "rounding"),
+    ],
+)
+def test_an_update_of_one_tensor_that_goes_wrong_late_is_found_beside_loud_rounding(
+    tmp_path, stock, change, rounds, verdict
+):
+    """By then a flipped bit has grown to more: what has only begun to differ is not judged by it.
+    All is off by the last bits of a norm, or by another Adam's rounding. (A step that one side
+    alone skips may be an overflow on the edge.)
+    """
+
+    def norm(state, wire, old, facts):
+        facts["norm"] *= 1 + 1e-8
+
+    def changed(*given):
+        change(*given)
+        norm(*given)
+
+    wrong = Trained(tmp_path, "stock with it", noise=rounds)
+    for step in range(1, STEPS + 1):
+        wrong.change(step, changed if step == 4 else norm)
+    reference = replace(stock, name="no-offload")
+    loud = Noise(reference, (reference, Trained(tmp_path, "flipped", noise=0.2).run()))
+    finding = judge(wrong.run(), reference, loud, same_bits=False)
+    assert finding.verdict == verdict
+    if verdict == "defect":
+        assert (finding.first.step, finding.first.name) == (4, "head/fp32")
+        assert finding.first.relative < 10 * finding.explained, "its size alone would not tell"
+
+
 def test_who_agrees_with_a_third_is_not_blamed(tmp_path, stock, noise):
     plan = replace(stock, name="plan")
     apart = Trained(tmp_path, "wrong").change(5, flip("embed")).run()

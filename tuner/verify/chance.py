@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from tuner.verify.differences import Difference, common_steps, differences
+from tuner.verify.differences import Difference, common_steps, differences, moved
 from tuner.verify.run import MASTER, Run
 
 # Of what the first step that differs has moved a tensor by. Sums in another order flip the few
@@ -54,11 +54,7 @@ def _tensors(found: Sequence[Difference]) -> list[Difference]:
 
 def _apart(run: Run, other: Run, found: Sequence[Difference]) -> float:
     """The median over tensors, in the first step in which they differ."""
-    return median(d.distance / (_moved(run, other, d) or 1.0) for d in _tensors(found))
-
-
-def _moved(run: Run, other: Run, at: Difference) -> float:
-    return max(r.path(at.name, at.step) - r.path(at.name, at.step - 1) for r in (run, other))
+    return median(d.distance / (moved(run, other, d) or 1.0) for d in _tensors(found))
 
 
 def _where(step: int, first: Difference) -> str:

@@ -42,6 +42,11 @@ def differences(run: Run, other: Run, step: int) -> list[Difference]:
     return [*scalars, *tensors]
 
 
+def moved(run: Run, other: Run, at: Difference) -> float:
+    """How far its step has moved a tensor, in the side that it moved further."""
+    return max(r.path(at.name, at.step) - r.path(at.name, at.step - 1) for r in (run, other))
+
+
 def common_steps(run: Run, other: Run) -> range:
     return range(min(len(run.steps), len(other.steps)))
 

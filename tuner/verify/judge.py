@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Literal
 
-from tuner.verify.differences import Difference, common_steps, differences
+from tuner.verify.differences import Difference, common_steps, differences, moved
 from tuner.verify.evidence import Evidence, evidence
 from tuner.verify.run import MASTER, Run
 
@@ -26,6 +26,7 @@ FLOORS = {"bf16": 2.0**-8, "fp16": 2.0**-10, "fp32": 1e-5}
 # Losses and norms are sums over everything: what a flipped bit makes of them is known from all
 # steps and micro-batches together, and where so many tell it, they need less of a floor.
 LEAST_SAMPLES, SAMPLED_FLOOR = 4, 1 / 64
+ALONE = 0.25  # of a step's update, in a few tensors: more than sums in another order make of it
 ULPS = 16.0  # of a tensor's largest element: more than one update's rounding moves anything by
 
 
@@ -159,9 +160,7 @@ def _wrong(
         return large[0]
     if same_bits or noise is None:
         return None
-    if _in_one_place(run, other, step, found):
-        return found[0]
-    return _everywhere(other, found, noise)
+    return _in_one_place(run, other, step, found) or _everywhere(other, found, noise)
 
 
 def _is_large(difference: Difference, found: Sequence[Difference], noise: Noise | None) -> bool:
@@ -194,19 +193,29 @@ def _is_follower(difference: Difference, found: Sequence[Difference]) -> bool:
     return any(d.name.endswith(MASTER) for d in found)
 
 
-def _in_one_place(run: Run, other: Run, step: int, found: Sequence[Difference]) -> bool:
-    """All was equal so far, all else still is, and this is more than an update's rounding."""
-    if step < 2 or not found or not all(d.is_tensor for d in found):
-        return False
-    if any(differences(run, other, earlier) for earlier in range(step)):
-        return False
+def _in_one_place(
+    run: Run, other: Run, step: int, found: Sequence[Difference]
+) -> Difference | None:
+    """All tensors were equal so far, most still are, and this is more than rounding does: of an
+    update, where sums have had the same bits too; else of sums, which are an order apart.
+    """
+    tensors = [d for d in found if d.is_tensor]
+    earlier = [d for k in range(step) for d in differences(run, other, k)]
+    if step < 2 or not tensors or any(d.is_tensor for d in earlier):
+        return None
+    if len(tensors) >= len(other.steps[step].tensors) / 2:
+        return None
+    if earlier or len(tensors) < len(found):
+        large = [d for d in tensors if d.distance > ALONE * moved(run, other, d)]
+    else:
+        large = [d for d in tensors[:1] if d.distance > _update_rounding(other, step, tensors)]
+    return large[0] if large else None
+
+
+def _update_rounding(other: Run, step: int, found: Sequence[Difference]) -> float:
     tensors = other.steps[step].tensors
-    ulps = (
-        ULPS
-        * 2.0**-23
-        * max((tensors[d.name].largest for d in found if d.name in tensors), default=0.0)
-    )
-    return len(found) < len(tensors) / 2 and found[0].distance > ulps
+    largest = max((tensors[d.name].largest for d in found if d.name in tensors), default=0.0)
+    return ULPS * 2.0**-23 * largest
 
 
 def _of_evidence(run: Run, other: Run, found: Sequence[Difference], shown: Evidence) -> Difference:
