@@ -24,8 +24,8 @@ _PHASE = {
     OpKind.STEP_END: "step",
 }
 _UPDATES = {
-    OpKind.UPDATE_HOST, OpKind.UPDATE_DEVICE, OpKind.STATE_D2H, OpKind.PARAMETER_H2D,
-    OpKind.PARAMETER_D2H,
+    OpKind.UPDATE_HOST, OpKind.UPDATE_GUESSED, OpKind.UPDATE_DEVICE, OpKind.STATE_D2H,
+    OpKind.PARAMETER_H2D, OpKind.PARAMETER_D2H,
 }  # fmt: skip
 
 

@@ -86,6 +86,8 @@ class Workload(BaseModel):
         optimizer: of `simulator.update.optimizer.OPTIMIZERS`.
         clip: gradient clipping (or fp16's overflow check) is on, so that no update may start
             before the global norm is known.
+        clip_rate: the share of steps that clip or overflow, which makes their guesses wrong
+            (`Plan.speculate`); None: nobody knows, and no search guesses.
         device_base_bytes: device memory in use all through an iteration (parameters, buckets); a
             profile adds what the activations do not explain of the peak it saw.
         device_base_parts: what is known of it by kind; the rest are buckets. Empty: this rank's
@@ -132,6 +134,7 @@ class Workload(BaseModel):
     grad_bytes_per_param: int = Field(2, ge=2, le=4)
     optimizer: str = ADAM.name
     clip: bool = True
+    clip_rate: float | None = Field(None, ge=0, le=1)
     gradient_accumulation_steps: int = Field(1, ge=1)
     ranks_per_node: int = Field(1, ge=1)
     nodes: int = Field(1, ge=1)

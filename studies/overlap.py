@@ -7,7 +7,10 @@ Real DeepSpeed, real copies and arithmetic; how long each layer, copy and update
 time. The floor is ``backward + max(forward, U*)`` (`simulator.analysis.bound`) of the layers'
 given times, so that whatever DeepSpeed's own code costs counts against the plan. Stride k and
 Twin-Flow run on the same device with ebbtide's kernels and gradient path: just placement and
-timing are theirs. No figure from here is a GPU figure.
+timing are theirs. Then updates that begin before the norm, on the guess that the step does not
+clip: where all of them take 0.5, 1 and 2 times forward and backward, against the floor of plans
+that guess, against the best plan that waits, and with 5, 50 and 100% of the steps clipped. No
+figure from here is a GPU figure.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from studies.bench.console import study_parser, table_of
 from studies.bench.rank import become_only_rank
 from studies.bench.record import write_record
 from studies.trials.emulated_training import Bench, Measured, Setting, stock_state
+from studies.trials.guessed_overlap import RATIOS, measure_guesses
 
 STRIDES = (2, 3)
 RATIOS = (0.8, 0.7)  # of the state on the host: the device has memory for 0.3 of it
@@ -49,12 +53,18 @@ def main() -> None:
     """Entry point of ``python -m studies.overlap``."""
     parser = study_parser("overlap", __doc__)
     parser.add_argument("--steps", type=int, default=7, help="timed steps of each plan")
+    parser.add_argument(
+        "--clipped-steps", type=int, default=40, help="timed steps at each rate of clipping"
+    )
     parser.add_argument("--quick", action="store_true", help="small and fast, for tests")
     args = parser.parse_args()
     become_only_rank()
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     setting = Setting(layers=6, hidden=256).scaled(0.2) if args.quick else Setting()
     figures = measure(setting, args.steps, args.json.with_suffix(".trace.json"))
+    passes = Setting(layers=8, hidden=256).scaled(0.1) if args.quick else Setting().scaled(0.5)
+    ratios = (1.0,) if args.quick else RATIOS
+    figures |= measure_guesses(passes, args.steps, args.clipped_steps, ratios)
     write_record(args.json, "overlap", figures)
     show(figures)
 
@@ -136,6 +146,17 @@ def show(figures: dict[str, Any]) -> None:
         cells = [f"{row[key] * 1e3:.0f} ms" for key in times]
         table.add_row(row["name"], *cells, f"{row['over_floor']:.3f}")
     Console().print(table, f"bit-identical to stock: {figures['bit_identical']}")
+    guesses = table_of(
+        "updates before the norm", "updates / passes", "floor", "at the barrier", "before it",
+        "over floor", "gain", "slowdown where steps clip",
+    )  # fmt: skip
+    for row in figures["guessed_rows"]:
+        seconds = (f"{row[key] * 1e3:.0f} ms" for key in ("floor_s", "barrier_s", "guessed_s"))
+        slower = ", ".join(f"{rate}: {pct:.1f}%" for rate, pct in row["slowdown_pct"].items())
+        ratios = (f"{row[key]:.2f}" for key in ("iteration_over_floor", "gain_over_barrier"))
+        guesses.add_row(f"{row['ratio']:g}", *seconds, *ratios, slower)
+    same = figures["guessed_bit_identical"]
+    Console().print(guesses, f"bit-identical to stock, some steps clipped: {same}")
 
 
 if __name__ == "__main__":

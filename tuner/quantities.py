@@ -69,6 +69,15 @@ def duration_s(text: str) -> float:
     return value
 
 
+def chance(text: str) -> float:
+    """As `share`, up to 100%.
+
+    Raises:
+        ValueError: not a number, or not in [0%, 100%].
+    """
+    return 1.0 if text.strip() in ("100%", "1", "1.0") else share(text)
+
+
 def share(text: str) -> float:
     """``5%``, ``0.05``: a share.
 

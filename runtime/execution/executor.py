@@ -86,6 +86,10 @@ class Executor:
         self.host_slots = list(host_slots)
         self.guesses = guesses or Guesses(device, [])
         self._guessed = {t.op.subgroup: i for i, t in enumerate(template) if t.guessed}
+        self._anew = {
+            i: replace(template[i], op=template[i].op._replace(kind=OpKind.UPDATE_HOST))
+            for i in self._guessed.values()
+        }  # what a guess is where nobody has guessed, or wrong
         visitors = [s for s in states if RECIPES[s.placement].queue is Queue.DEVICE]
         if visitors:
             dtypes = visitors[0].gradient.dtype, visitors[0].wire.dtype
@@ -114,8 +118,9 @@ class Executor:
         self._bodies = self._body_by_kind()
         self._position = {(t.op.kind, t.op.subgroup): i for i, t in enumerate(template)}
         self._published = [self._position[published_by(s), s.index] for s in states]
-        # Copies of parameters for passes since the latest launch, for the measured timeline.
-        self._fetches: deque[tuple[Op, Completion]] = deque(maxlen=KEPT_FETCHES)
+        # Copies of parameters for passes, and dropped guesses, since the latest launch: for the
+        # measured timeline.
+        self._beside: deque[tuple[Op, Completion]] = deque(maxlen=KEPT_FETCHES)
         self._latest_fetch = Completion.done()
         self._begun = False
 
@@ -191,7 +196,10 @@ class Executor:
         """These subgroups' (None: all), which are wrong; whether there were any."""
         dropped = self.guesses.drop(self._guessed if subgroups is None else subgroups)
         for subgroup in dropped:
-            self._current[self._guessed[subgroup]] = None
+            position = self._guessed[subgroup]
+            begun, self._current[position] = self._current[position], None
+            assert begun is not None
+            self._beside.append((self.template[position].op, begun))
         return bool(dropped)
 
     def settle(self, jobs: list[SubgroupJob]) -> list[SubgroupState]:
@@ -214,18 +222,20 @@ class Executor:
         self._jobs = jobs
         self._version = self.store.tick() if self.store is not None and self._reads else 0
         barrier = Completion.done(self.device.current_event())
-        begun = [*self._fetches, *self.gradients.take_parts()]
+        begun = [*self._beside, *self.gradients.take_parts()]
         record = StepRecord(iteration, self.device.mark(barrier.event), begun)
-        self._fetches.clear()
+        self._beside.clear()
         # No parameter is written in host memory while a copy for a pass still reads it.
         barriers = [barrier, self._latest_fetch]
+        anew = {i: item for i, item in self._anew.items() if self._current[i] is None}
         for position, item in enumerate(self.template):
             if not item.guessed:
                 self._begin(position, item, barriers)
-        for item, completion in zip(self.template, self._current, strict=True):
+        for position, completion in enumerate(self._current):
             assert completion is not None
-            if not (self.device.unified and item.op.kind in WRITTEN_BY):
-                record.ops.append((item.op, completion))
+            op = anew.get(position, self.template[position]).op
+            if not (self.device.unified and op.kind in WRITTEN_BY):
+                record.ops.append((op, completion))
         self.history.append(record)
         self._previous = [c for c in self._current if c is not None]
         self._ended = 0
@@ -238,7 +248,7 @@ class Executor:
         """
         for i in item.now:
             if self._current[i] is None:
-                self._begin(i, self.template[i], barriers)
+                self._begin(i, self._anew.get(i, self.template[i]), barriers)
         if self._current[position] is None:
             waits = list(barriers) if item.needs_norm or item.guessed else []
             if item.needs_arrival:
@@ -386,7 +396,8 @@ class Executor:
         # What is written now was live a step ago: a checkpoint may still be reading it.
         self._ask_gate(subgroup)
         out = self._parameter_out(subgroup, number)
-        with self.device.host_update(out.numel()):
+        work = self.template[self._guessed[subgroup]].op.work  # that of more parameters in place
+        with self.device.host_update(round(work)):
             parts = [(part.start, part.end, part.gradient, part.scale) for part in job.segments]
             self.rule.update(guess.into, parts, out, job.step, self.threads, guess.source)
 
@@ -455,7 +466,7 @@ class Executor:
         lane = self.lanes[LaneName.H2D_FETCH]
         op = Op(-1, OpKind.PARAMETER_FETCH, LaneName.H2D_FETCH, to.nbytes)
         completion = self._latest_fetch = Completion(op.label)
-        self._fetches.append((op, completion))
+        self._beside.append((op, completion))
 
         def body() -> None:
             if self.before_op is not None:
@@ -467,7 +478,8 @@ class Executor:
 
     def wait_state(self, subgroup: int) -> None:
         """Blocks until the latest update of the subgroup is back where its state lives."""
-        kinds = (OpKind.STATE_D2H, OpKind.STATE_WRITE, OpKind.UPDATE_DEVICE, OpKind.UPDATE_HOST)
+        kinds = (OpKind.STATE_D2H, OpKind.STATE_WRITE, OpKind.UPDATE_DEVICE, OpKind.UPDATE_HOST,
+                 OpKind.UPDATE_GUESSED)  # fmt: skip
         self._completion(kinds, subgroup).wait_host()
 
     def wait_all(self) -> None:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from simulator.plan import Plan
 from simulator.schedule import Op, OpKind
 from simulator.schedules.ebbtide import build_schedule
-from simulator.update.recipes import Wait, recipe_of, ways
+from simulator.update.recipes import Wait, guessed_ways, recipe_of, ways
 from simulator.workload import Layer, Workload
 
 _STEPS = [step for way in ways() for step in recipe_of(*way).steps]
+_STEPS += [step for way in guessed_ways() for step in recipe_of(*way, guessed=True).steps]
 _EXECUTED = {step.kind for step in _STEPS}
 _EARLY = {step.kind for step in _STEPS if step.early}
 _READ_GRADIENTS = {step.kind for step in _STEPS if Wait.GRADIENT in step.waits}
@@ -88,7 +89,7 @@ def step_template(subgroups: tuple[int, ...], wire_dtype: str, plan: Plan) -> li
             needs_norm=bool(norms.intersection(op.after)),
             needs_gradient=op.kind in _READ_GRADIENTS,
             needs_arrival=any(schedule.ops[i].kind in _GRADIENTS for i in op.after),
-            guessed=op.kind in _READ_GRADIENTS and op.id < min(norms),
+            guessed=op.kind == OpKind.UPDATE_GUESSED,
         )
         for op in last
     ]

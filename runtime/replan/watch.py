@@ -13,7 +13,7 @@ from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.schedule import OpKind
 from simulator.timeline import Timeline
-from simulator.update.recipes import RECIPES, Bytes
+from simulator.update.recipes import RECIPES, Bytes, guessed_ways, recipe_of
 from simulator.workload import Workload
 
 logger = logging.getLogger("ebbtide")
@@ -23,7 +23,10 @@ WORTH_SWITCHING = 0.95  # of the current plan's predicted time
 
 Show = Callable[[Timeline, Plan], None]
 
-_RATED = (OpKind.UPDATE_HOST, OpKind.UPDATE_DEVICE, OpKind.STATE_H2D, OpKind.STATE_D2H)
+_RATED = (
+    OpKind.UPDATE_HOST, OpKind.UPDATE_GUESSED, OpKind.UPDATE_DEVICE, OpKind.STATE_H2D,
+    OpKind.STATE_D2H,
+)  # fmt: skip
 
 
 def measured_rates(timeline: Timeline, workload: Workload) -> dict[str, float]:
@@ -35,7 +38,10 @@ def measured_rates(timeline: Timeline, workload: Workload) -> dict[str, float]:
     amounts = Bytes.of(workload)
     per_param = {
         step.kind: (step.rate, step.work(amounts))
-        for recipe in RECIPES.values()
+        for recipe in (
+            *RECIPES.values(),
+            *(recipe_of(*way, guessed=True) for way in guessed_ways()),
+        )
         for step in recipe.steps
         if step.kind in _RATED
     }

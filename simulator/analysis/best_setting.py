@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from simulator.analysis.guessed import expected, guesses_worth
 from simulator.analysis.memory_kinds import peaks_by_kind
 from simulator.engines.compiled import CompiledSchedule, SimResult, compile_schedule, simulate_fast
 from simulator.limits import Limits
@@ -71,11 +72,37 @@ def simulated(
 ) -> Simulated:
     """One iteration, and whether it fits."""
     options = dict(setting)
-    if name == "ebbtide" and set(options) == {"resident_share", "device_share"}:
+    spread = name == "ebbtide" and set(options) == {"resident_share", "device_share"}
+    if spread:
         options = {"plan": _spread(workload, **options)}
     schedule = compile_(name, workload, options)
     result = simulate_fast(schedule, machine)
-    return Simulated(name, setting, schedule, result, limits.shortfall(result))
+    found = Simulated(name, setting, schedule, result, limits.shortfall(result))
+    if spread and workload.clip_rate is not None and not machine.unified_memory:
+        return _guessing(found, options["plan"], workload, machine, limits, compile_)
+    return found
+
+
+def _guessing(
+    plain: Simulated, plan: Plan, workload: Workload, machine: Machine, limits: Limits,
+    compile_: Compile,
+) -> Simulated:  # fmt: skip
+    """With as many updates before the norm as there is memory and time for, if that is faster where
+    some steps clip.
+    """
+    left = limits.host_bytes - plain.result.host_peak_bytes
+    every = plan.model_copy(update={"speculate": plan.subgroup_count}).guessed
+    sizes = [n for n, able in zip(workload.subgroups, every, strict=True) if able][::-1]
+    count = guesses_worth(workload, machine, sizes, left)
+    guesses = plan.model_copy(update={"speculate": count})
+    if workload.zero_stage < 3 or not any(guesses.guessed):
+        return plain
+    made = compile_("ebbtide", workload, {"plan": guesses})
+    right = simulate_fast(made, machine)
+    mean = expected(workload, machine, guesses, lambda p: right if p.speculate else plain.result)
+    if mean.iteration_s >= plain.result.iteration_s:
+        return plain
+    return Simulated(plain.strategy, plain.setting, made, mean, limits.shortfall(mean))
 
 
 def _spread(workload: Workload, device_share: float, resident_share: float) -> Plan:

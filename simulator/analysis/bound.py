@@ -35,7 +35,8 @@ class Bound:
 
     Attributes:
         iteration_s: no plan's steady iteration can be shorter.
-        update_s: from the norm barrier until the next (first micro-batch's) forward has ended.
+        update_s: from the norm barrier until the next (first micro-batch's) forward has ended,
+            what is done before it left out.
         params: the split of this rank's parameters.
         binding: the resources that are full where parameters are a fluid; ``(update)``: from the
             end of backward to the end of the next forward, else over the whole iteration.
@@ -52,39 +53,42 @@ class Bound:
 def bound(
     workload: Workload, machine: Machine, device_bytes: float | None = None,
     homes: Sequence[Memory] | None = (), host_bytes: float | None = None,
-    storage_bytes: float | None = None,
+    storage_bytes: float | None = None, guesses: bool = False,
 ) -> Bound:  # fmt: skip
-    """The bound for every plan that stays within so much memory and whose updates wait for the norm
-    (``plan.speculate`` 0). A plan that guesses may be faster, down to forward and backward alone.
+    """The bound for every plan that stays within so much memory.
 
     Between the norm barrier and the end of the next forward (of its first micro-batch) all
-    subgroups are updated and that forward's compute is done; overlap of the two is allowed, so the
-    bound holds for plans without it too. It is one of the steady state: a simulation of three
-    iterations can be shorter where the link falls behind from iteration to iteration.
+    subgroups that wait for the norm are updated, the others' parameters come home and that
+    forward's compute is done; overlap of the two is allowed, so the bound holds for plans without
+    it too. It is one of the steady state: a simulation of three iterations can be shorter where the
+    link falls behind from iteration to iteration.
 
     Args:
         device_bytes: the limit on device memory; None: the machine's.
         homes: of the subgroups' 16-bit parameters; empty: all on the device; None: anywhere.
         host_bytes, storage_bytes: the limits on host memory and storage; None: there is enough.
+        guesses: plans may update subgroups before the norm is known (``plan.speculate``), and each
+            guess is right; False: none does.
 
     Raises:
         ValueError: not even the workload alone fits into the device's memory.
     """
-    some = (workload, machine, device_bytes, homes, host_bytes, storage_bytes)
+    some = (workload, machine, device_bytes, homes, host_bytes, storage_bytes, guesses)
     return tightened(fluid_bound(*some), *some)
 
 
 def fluid_bound(
     workload: Workload, machine: Machine, device_bytes: float | None = None,
     homes: Sequence[Memory] | None = (), host_bytes: float | None = None,
-    storage_bytes: float | None = None,
+    storage_bytes: float | None = None, guesses: bool = False,
 ) -> Bound:  # fmt: skip
     """`bound` as if parameters were a fluid: no tighter, and there in milliseconds.
 
     Raises:
         ValueError: not even the workload alone fits into the device's memory.
     """
-    problem = _Problem(workload, machine, device_bytes, homes, host_bytes, storage_bytes, pieces=1)
+    some = (workload, machine, device_bytes, homes, host_bytes, storage_bytes)
+    problem = _Problem(*some, guesses=guesses, pieces=1)
     window = problem.window(None, fewest=0)
     solved = window.rows.lowest(window.seconds)
     if solved is None:
@@ -100,7 +104,7 @@ def fluid_bound(
 def tightened(
     fluid: Bound, workload: Workload, machine: Machine, device_bytes: float | None = None,
     homes: Sequence[Memory] | None = (), host_bytes: float | None = None,
-    storage_bytes: float | None = None, *, whole: bool = True,
+    storage_bytes: float | None = None, guesses: bool = False, *, whole: bool = True,
 ) -> Bound:  # fmt: skip
     """`bound`, where `fluid_bound` is known.
 
@@ -112,7 +116,7 @@ def tightened(
     count, sizes = len(workload.subgroups), len(set(workload.subgroups))
     pieces = count if count <= EACH else max(FEWEST_BLOCKS, BLOCKS // sizes)
     room = (device_bytes, homes, host_bytes, storage_bytes)
-    problem = _Problem(workload, machine, *room, pieces=pieces)
+    problem = _Problem(workload, machine, *room, guesses=guesses, pieces=pieces)
     return problem.tightened(fluid, _nodes(count) if whole else 0)
 
 
@@ -159,18 +163,20 @@ class _Problem:
     def __init__(
         self, workload: Workload, machine: Machine, device_bytes: float | None,
         homes: Sequence[Memory] | None, host_bytes: float | None, storage_bytes: float | None,
-        pieces: int,
+        pieces: int, *, guesses: bool = False,
     ) -> None:  # fmt: skip
         everywhere: tuple[Memory, ...] = ("device",)
         where = () if homes is None else homes or everywhere * len(workload.subgroups)
         some = [way for way in ways() if not where or way[1] in where]
-        most = max(Holding.of_workload(workload).per_param["host"]) * workload.params
+        held = Holding.of_workload(workload)
+        each = max(held.per_param["host"]) + (held.guess_bytes if guesses else 0)
+        most = each * workload.params
         if host_bytes is None or most <= host_bytes:
             # There is room: what is stored takes all the time that the host's takes, and more.
             host_bytes, storage_bytes = None, 0
         if storage_bytes == 0:
             some = [way for way in some if recipe_of(*way).state != "storage"]
-        self.model = Model(workload, machine, some, pieces, where)
+        self.model = Model(workload, machine, some, pieces, where, guesses=guesses)
         w = self.model.workload
         gone = moved_out(w, fetched_elements(w, where)) * w.wire_bytes if where else 0
         taken = max(0, w.device_base_bytes - gone) + sum(n.activation_bytes for n in w.layers)

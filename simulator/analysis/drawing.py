@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # Kinds that do the same sort of thing share a hue (Okabe & Ito's colours, safe for the colour
-# blind): compute blue, gradients orange and yellow, device updates green, host updates vermilion,
-# state copies purple and pink, storage black and grey.
+# blind): compute blue, gradients orange and yellow, device updates green, host updates vermilion
+# (guessed ones salmon), state copies purple and pink, storage black and grey.
 COLOURS: dict[OpKind, str] = {
     OpKind.FORWARD: "#8fc7ea",
     OpKind.BACKWARD: "#0072b2",
@@ -30,6 +30,7 @@ COLOURS: dict[OpKind, str] = {
     OpKind.UPDATE_DEVICE: "#009e73",
     OpKind.STATE_D2H: "#8e5ea2",
     OpKind.UPDATE_HOST: "#d55e00",
+    OpKind.UPDATE_GUESSED: "#ff9da7",
     OpKind.PARAMETER_CAST: "#f0a37c",
     OpKind.PARAMETER_H2D: "#f0e442",
     OpKind.PARAMETER_D2H: "#f0e442",

@@ -28,7 +28,7 @@ RETIMED_WORKLOAD = (
     "schema_version", "name", "layers", "subgroup_size", "parameters", "nodes",
     "tokens_per_iteration", "samples_per_iteration", "pipeline_idle_s", "device_base_bytes",
     "device_base_parts", "memory_curve", "model_checkpoint_bytes", "provenance", "phase_times",
-    "memory_peaks", "warnings",
+    "memory_peaks", "warnings", "clip_rate",
 )  # fmt: skip
 _LAYER_STRUCTURE = tuple(name for name in Layer.model_fields if name not in RETIMED_LAYER)
 _WORKLOAD_STRUCTURE = tuple(name for name in Workload.model_fields if name not in RETIMED_WORKLOAD)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 POINTS_PER_TASK = 16
 
 Strategy = str | tuple[str, Mapping[str, Any]]
-WORKLOAD_FIELDS = ("ranks_per_node", "gradient_accumulation_steps", "clip")
+WORKLOAD_FIELDS = ("ranks_per_node", "gradient_accumulation_steps", "clip", "clip_rate")
 _LAID_OUT = (
     "it changes what each rank holds and sends",
     "estimate a workload for each (workload_from_model(data_parallel=...)) or profile it there",
@@ -81,15 +81,16 @@ def what_if(
             the points go to that cluster.
         progress: a progress bar; None: from 50 points on.
         **changes: values to try for a field of the machine (``h2d_bytes_per_s=[...]``) or of the
-            workload (``ranks_per_node``, ``clip``, ``gradient_accumulation_steps``: so many
-            micro-batches of the same size, each with its forward and backward).
+            workload (``ranks_per_node``, ``clip``, ``clip_rate``: of steps that clip, where updates
+            may begin before the norm, ``gradient_accumulation_steps``: so many micro-batches of the
+            same size, each with its forward and backward).
 
     Returns:
         Columns: ``strategy``, ``setting``, ``gpu_memory_bytes``, one per change, ``fits`` and
         ``reason`` (what it does not fit into), ``iteration_s``, ``forward_s``, ``backward_s``,
         ``step_s``, ``update_s``, ``loop_s`` (outside the three phases), ``device_peak_bytes``,
-        ``host_peak_bytes``, ``lower_bound_s`` (no plan whose updates wait for the norm can be
-        faster), ``tokens_per_s``.
+        ``host_peak_bytes``, ``lower_bound_s`` (no plan can be faster; with a ``clip_rate``
+        none that updates before the norm either), ``tokens_per_s``.
         After Ctrl-C: the rows finished so far, with ``.attrs["interrupted"]`` set and a warning.
 
     A field whose values all give the same times and peaks is told by a warning.
@@ -334,6 +335,9 @@ def _rebuilt(workload: Workload, fields: Mapping[str, Any]) -> Workload:
 
 def _bound_s(work: Workload, machine: Machine, point: Point) -> float:
     try:
-        return fluid_bound(work, machine, point.gpu_memory_bytes).iteration_s
+        guesses = work.clip_rate is not None and work.zero_stage == 3
+        return fluid_bound(
+            work, machine, point.gpu_memory_bytes, guesses=guesses
+        ).iteration_s  # fmt: skip
     except ValueError:  # nothing fits
         return float("nan")

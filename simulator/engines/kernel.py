@@ -315,6 +315,7 @@ _UPDATE_KINDS = tuple(
     KINDS.index(kind)
     for kind in (
         OpKind.UPDATE_HOST,
+        OpKind.UPDATE_GUESSED,
         OpKind.UPDATE_DEVICE,
         OpKind.STATE_D2H,
         OpKind.PARAMETER_H2D,

@@ -220,7 +220,7 @@ class Holding:
         sent = sum(n for n, way in leaving if recipe_of(*way).gradient != "device")
         under_way = min(GRADIENTS_UNDER_WAY_BYTES, int(sent * self.gradient_bytes))
         taken["device"]["gradients"] += under_way
-        taken["host"]["staging"] += int(sum(early) * (self.optimizer.state_bytes + self.wire_bytes))
+        taken["host"]["staging"] += int(sum(early) * self.guess_bytes)
         for slot, limit in self.slots(counts, staging_slots, host_slots).items():
             if limit:
                 size = max(int(largest[user]) for user in self.users[slot])
@@ -237,6 +237,13 @@ class Holding:
             )
             for slot, users in self.users.items()
         }
+
+    @property
+    def guess_bytes(self) -> int:
+        """Of host memory, for each element that is updated before the norm: out of place, and its
+        new parameters wait for the norm too.
+        """
+        return self.optimizer.state_bytes + self.wire_bytes
 
     def slot_bytes(self, slot: Slot, elements: int) -> int:
         """Of a slot that holds any subgroup of up to so many elements."""

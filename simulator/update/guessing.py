@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
+from functools import cache
+from random import Random
+from typing import NamedTuple
 
 RECENT = 8  # steps with guesses that are remembered
 MOST_WRONG = 1  # of them; one more and guessing pauses
 PAUSE_STEPS, LONGEST_PAUSE_STEPS = 16, 256
+SAMPLED_STEPS = 20_000
 
 
 @dataclass
@@ -49,3 +53,24 @@ class Guessing:
         if again or self.outcomes.count(False) > MOST_WRONG:
             self.left = self.pause_steps
             self.outcomes.clear()
+
+
+class Shares(NamedTuple):
+    """Of many steps: those whose guesses were right, those whose were wrong, those without any."""
+
+    right: float
+    wrong: float
+    paused: float
+
+
+@cache
+def shares(clip_rate: float) -> Shares:
+    """Under the rule, where each step clips or overflows with this chance, whatever the others
+    did.
+    """
+    rule, rng, counts = Guessing(), Random(0), Counter[bool | None]()
+    for _ in range(SAMPLED_STEPS):
+        right = rng.random() >= clip_rate if rule.on else None
+        rule.stepped(right)
+        counts[right] += 1
+    return Shares(*(counts[outcome] / SAMPLED_STEPS for outcome in (True, False, None)))

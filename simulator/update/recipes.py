@@ -191,7 +191,7 @@ class Recipe:
         if update.kind != OpKind.UPDATE_HOST or not (update.overwrites and rest):
             return None
         guess = replace(
-            update, waits=update.waits & ~Wait.NORM, takes=None,
+            update, kind=OpKind.UPDATE_GUESSED, waits=update.waits & ~Wait.NORM, takes=None,
             work=lambda b: update.work(b) * (update.dram(b) + b.state) / update.dram(b),
             dram=lambda b: update.dram(b) + b.state,
         )  # fmt: skip

@@ -27,6 +27,7 @@ WARMUP = 2  # steps: DeepSpeed traces the first one; after a switch the slots fi
 RATES = (
     "host_adam_params_per_s", "device_adam_params_per_s", "h2d_bytes_per_s", "d2h_bytes_per_s",
 )  # fmt: skip
+ALWAYS_CLIPS, NEVER_CLIPS = 1e-9, 1e9  # norms
 ROWS = 4  # samples per batch: the real compute stays small beside the given times
 
 
@@ -195,7 +196,7 @@ class Measured:
     """Medians over the steps after the warm-up.
 
     Attributes:
-        iteration_s: between the ends of two backwards.
+        iteration_s: between the ends of two backwards; mean_s: their mean.
     """
 
     iteration_s: float
@@ -203,14 +204,19 @@ class Measured:
     backward_s: float
     step_s: float
     timeline: Timeline = field(repr=False)
+    mean_s: float = 0.0
 
 
 class Bench:
     """One engine that trains under one plan after the other, switching between two steps."""
 
-    def __init__(self, setting: Setting, **zero: Any) -> None:
-        """``zero``: further keys of ``zero_optimization``."""
-        self.setting = setting
+    def __init__(
+        self, setting: Setting, clips: Callable[[int], bool] | None = None, **zero: Any
+    ) -> None:
+        """``clips``: says which steps are clipped; None: as DeepSpeed's config has it. ``zero``:
+        further keys of ``zero_optimization``.
+        """
+        self.setting, self.clips = setting, clips
         self.engine = start(setting, **zero)
         self.steps = 0
         self._attached = False
@@ -233,7 +239,8 @@ class Bench:
         )
         own = getattr(self.engine.optimizer, "timeline", None)  # stock has none
         timeline = own() if own else Timeline((), "measured")
-        return Measured(statistics.median(periods), forward_s, backward_s, step_s, timeline)
+        mean_s = statistics.fmean(periods)
+        return Measured(statistics.median(periods), forward_s, backward_s, step_s, timeline, mean_s)
 
     def _apply(self, plan: Plan) -> None:
         from runtime.zero.attach import switch_plan
@@ -253,6 +260,7 @@ class Bench:
         forward = time.perf_counter()
         self.engine.backward(loss)
         backward = time.perf_counter()
+        set_clipping(self.engine, self.clips, self.steps - 1)
         self.engine.step()
         stepped = time.perf_counter()
         if settle:
@@ -286,13 +294,22 @@ def batch(setting: Setting, number: int) -> tuple[torch.Tensor, torch.Tensor]:
     return inputs, targets
 
 
-def stock_state(setting: Setting, steps: int, **zero: Any) -> dict[str, torch.Tensor]:
+def set_clipping(engine: Any, clips: Callable[[int], bool] | None, number: int) -> None:
+    """Between backward and step: nothing shows before that the step will be clipped."""
+    if clips is not None:
+        engine.optimizer.clip_grad = ALWAYS_CLIPS if clips(number) else NEVER_CLIPS
+
+
+def stock_state(
+    setting: Setting, steps: int, clips: Callable[[int], bool] | None = None, **zero: Any
+) -> dict[str, torch.Tensor]:
     """What stock DeepSpeed makes of the same model in so many steps, without any pacing."""
     from studies.bench.bits import state_of
 
     engine = start(setting, **zero)
     for number in range(steps):
         engine.backward(engine(*batch(setting, number)))
+        set_clipping(engine, clips, number)
         engine.step()
     state = state_of(engine)
     engine.destroy()

@@ -18,10 +18,11 @@ from runtime.execution.guesses import SubgroupJob, spares_of
 from runtime.execution.step_template import gradient_template, step_template
 from simulator import Layer, OpKind, Plan, Workload, build_schedule
 from simulator.update.order import order_of
-from simulator.update.recipes import recipe_of, ways
+from simulator.update.recipes import guessed_ways, recipe_of, ways
 
 STEPS = 4
 RECIPES = [recipe_of(*way) for way in ways()]
+RECIPES += [recipe_of(*way, guessed=True) for way in guessed_ways()]
 GRADIENTS = {step.kind for recipe in RECIPES for step in recipe.gradient_steps}
 EXECUTED = {step.kind for recipe in RECIPES for step in recipe.steps} | GRADIENTS
 REDUCED = {OpKind.GRADIENT_REDUCE, OpKind.BACKWARD}  # DeepSpeed's own ops

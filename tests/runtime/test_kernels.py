@@ -173,17 +173,24 @@ def test_segments_of_a_subgroup_have_the_bits_of_the_whole(op):
     assert same(v, stock.v)
 
 
-@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(
+    ("threads", "elements", "begin"), [(1, 100_003, 0), (3, 100_003, 0), (1, 2**20 + 203, 1)]
+)
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
-def test_out_of_place_the_bits_are_the_same_and_the_old_state_stays(rule, threads):
-    """With a tail, in several blocks of a thread's share."""
-    elements, tail = 100_003, 3
+def test_out_of_place_the_bits_are_the_same_and_the_old_state_stays(
+    rule, threads, elements, begin
+):
+    """With a tail, in several blocks of a thread's share; past the caches where it is long, of
+    which the first tensor does not lie on a border of their lines.
+    """
+    tail = 3
     settings, group = rule.trials[-1]
     step = rule(**settings).step(group, 1)
     old = [torch.rand(elements) for _ in range(1 + len(rule.moments))]
     grad = torch.randn(elements).bfloat16()
     kept, place = [t.clone() for t in old], [t.clone() for t in old]
-    new = [torch.full_like(t, float("nan")) for t in old]
+    new = [torch.full((elements + begin,), float("nan"))[begin:]]
+    new += [torch.full_like(t, float("nan")) for t in old[1:]]
     outs = [torch.empty(elements, dtype=torch.bfloat16) for _ in range(2)]
     host.host_update(place, grad, outs[0], step, 0.5, threads, tail)
     host.host_update(new, grad, outs[1], step, 0.5, threads, tail, old)

@@ -10,13 +10,13 @@ from simulator.analysis.bounds.modes import modes
 from simulator.analysis.bounds.sharing import Sharing
 from simulator.analysis.bounds.window import Window
 from simulator.analysis.many_plans import PlanSweep
-from simulator.engines.recipe_arrays import HOME_CODES, PLACEMENT_CODES
+from simulator.engines.recipe_arrays import GUESSED, HOME_CODES, PLACEMENT_CODES, totals
 from simulator.engines.reference import capacities
 from simulator.schedule import Lane, Op, OpKind
 from simulator.update.footprint import Holding, tally
 from simulator.update.optimizer import OPTIMIZERS
 from simulator.update.order import UpdateOrder
-from simulator.update.recipes import RECIPES, Slot, ways
+from simulator.update.recipes import RECIPES, Slot, guessed_ways, ways
 from tests.machines import node
 
 PLENTY = 2**45
@@ -343,3 +343,79 @@ def test_a_half_duplex_link_slows_both_directions_alike():
         # 0.6 * (20 + 10) GB/s: not even one way at 20
         ((Lane.H2D, Lane.D2H), [[0.0, 1.0], [0.6, 0.6], [0.9, 0.0]]),
     ]
+
+
+def test_no_plan_that_guesses_beats_the_bound_of_its_own_placements():
+    rng, near, below = np.random.default_rng(1), [], 0
+    for _ in range(16):
+        work, on = balanced(rng)
+        model = Model(work, on, ways(), len(work.subgroups), guesses=True)
+        for codes, slots, prefetch, threads, *rest in random_plans(rng, len(work.subgroups), 2):
+            chosen = codes if rng.random() < 0.5 else np.zeros_like(codes)  # all on the host
+            early = with_guesses(chosen, rng.random(codes.size) < rng.choice([0.5, 1.0]))
+            guess = len(ways()) + guessed_ways().index(("host", "device"))
+            named = [guess if code >= GUESSED else code for code in early.tolist()]
+            floor_s = floor_of_names(model, named, slots)
+            plan = (early, slots, prefetch, threads * int(rng.integers(2)), *rest)
+            seconds = steady_s(work, on, floor_s, *plan)
+            assert floor_s <= seconds * (1 + 1e-6), plan
+            near.append(seconds / floor_s)
+            below += seconds < floor_of_names(model, chosen.tolist(), slots) * (1 - 1e-3)
+    assert below, "no plan was faster than it would be if it waited for the norm"
+    assert min(near) < 1.1  # else the bound would say little
+
+
+def test_no_plan_that_guesses_beats_the_bound_of_its_own_memory():
+    rng = np.random.default_rng(6)
+    for _ in range(3):
+        work, on = balanced(rng)
+        for codes, slots, *rest in random_plans(rng, len(work.subgroups), 1):
+            plan = (with_guesses(codes, rng.random(codes.size) < 0.7), slots, *rest)
+            sizes = np.array(work.subgroups, float)
+            amounts, guessed = totals(plan[0], sizes, len(ways())).tolist()
+            held = Holding.of_workload(work).bytes(amounts, slots, guessed=guessed)
+            room = work.device_base_bytes + held["device"]
+            room += sum(layer.activation_bytes for layer in work.layers)
+            there = (work, on, room, (), held["host"], held["storage"])
+            floor_s = bound(*there, True).iteration_s
+            assert fluid_bound(*there, True).iteration_s <= floor_s
+            assert floor_s <= bound(*there).iteration_s * (1 + 1e-4)
+            seconds = steady_s(work, on, floor_s, *plan)
+            assert floor_s <= seconds * (1 + 1e-6), (floor_s, plan)
+
+
+def balanced(rng):
+    """A machine without latencies, and a backward that takes about as long as the host's updates,
+    which find room in it.
+    """
+    work, on = random_workload(rng, int(rng.integers(3, 9))), random_machine(rng)
+    on = on.model_copy(update={"copy_latency_s": 0.0, "launch_latency_s": 0.0})
+    update_s = work.params / on.rate("host_adam_params_per_s") * work.ranks_per_node
+    factor = update_s * rng.uniform(0.5, 2) / work.backward_s
+    layers = [
+        layer.model_copy(update={"backward_s": factor * layer.backward_s}) for layer in work.layers
+    ]
+    return work.model_copy(update={"layers": tuple(layers)}), on
+
+
+def with_guesses(codes, early):
+    able = np.isin(codes, [PLACEMENT_CODES[placement] for placement, _ in guessed_ways()])
+    return (codes + GUESSED * (able & early)).astype(np.int8)
+
+
+def test_all_on_the_host_guessed_is_a_chain_from_the_first_gradient_on():
+    work, have = workload(), machine()
+    plan = Plan(
+        subgroup_size=10**8, placement=Plan.runs(["host"] * 4), staging_slots=0, speculate=4
+    )
+    traffic = (28 + 12) / 28  # out of place
+    update_s = 0.1 * traffic
+    by_hand = 0.02 + 2e8 / 10e9 + 4 * update_s + 2e8 / 20e9 + 4 * 0.01
+    assert simulate(build_schedule(work, plan), have).iteration_s == pytest.approx(by_hand)
+    model = Model(work, have, [("host", "device")], 4, guesses=True)
+    assert model.guessed == (False, True)
+    # The bound lets the last layer's update be the last one, and waits for its forward alone.
+    assert floor_of_names(model, [1] * 4, 0) == pytest.approx(by_hand - 3 * 0.01, rel=2e-5)
+    quick = machine(host_adam_params_per_s=1e11, h2d_bytes_per_s=1e12, d2h_bytes_per_s=1e12)
+    model = Model(work, quick, [("host", "device")], 4, guesses=True)
+    assert 4 * 0.03 <= floor_of_names(model, [1] * 4, 0) < 4 * 0.03 * 1.02

@@ -46,13 +46,15 @@ def test_the_last_subgroups_begin_in_backward_and_nothing_is_new_before_the_norm
     work = workload(gradient_accumulation_steps=2)
     schedule = build_schedule(work, planned(2))
     norms = {op.iteration: op.id for op in schedule.of_kind(OpKind.NORM)}
-    early = {op.subgroup for op in schedule.of_kind(OpKind.UPDATE_HOST)
-             if op.id < norms[op.iteration]}  # fmt: skip
+    guesses = schedule.of_kind(OpKind.UPDATE_GUESSED)
+    early = {op.subgroup for op in guesses}
     assert early == {2, 3}
+    assert all(op.id < norms[op.iteration] for op in guesses)
     backwards = [op for op in schedule.of_kind(OpKind.BACKWARD) if op.iteration == 0]
-    for op in schedule.of_kind(OpKind.UPDATE_HOST):
-        if op.iteration == 0 and op.subgroup in early:
+    for op in guesses:
+        if op.iteration == 0:
             assert op.id > backwards[len(backwards) // 2].id, "not of the first micro-batch"
+    assert {op.subgroup for op in schedule.of_kind(OpKind.UPDATE_HOST)} == {0, 1}
     for op in schedule.of_kind(OpKind.PARAMETER_H2D):
         assert (norms[op.iteration] in op.after) == (op.subgroup in early)
 

@@ -27,6 +27,8 @@ from simulator import (
     workload_from_model,
 )
 from simulator.analysis.checkpoint_cost import CheckpointSimulation
+from simulator.analysis.guessed import expected
+from simulator.engines.compiled import simulate_fast
 from simulator.limits import Limits
 from simulator.schedule import OpKind
 from simulator.update.footprint import footprint_by_kind
@@ -80,11 +82,18 @@ def timed(work, on, plan, strategies):
         timeline = simulate(build_strategy(name, work, **options), on)
         yield timeline.iteration_s, timeline.device_peak_bytes, timeline.host_peak_bytes
     if work.zero_stage == 3:
+        yield expected_s(work, on, plan.placed(plan.placements, speculate=2))
         stored = plan.placed(["stored"] * len(MIX))
         yield simulate(build_schedule(work, stored), on).iteration_s
         for alone in (on, on.model_copy(update={"device_shares_host_cores": True})):
             simulation = CheckpointSimulation(work, plan, alone)
             yield simulation.cost(CheckpointPlan(copy_budget_bytes=8 * 2**20))
+
+
+def expected_s(work, on, plan):
+    """Where some steps clip."""
+    found = expected(work, on, plan, lambda p: simulate_fast(build_schedule(work, p), on))
+    return found.iteration_s
 
 
 def comes_in(work, plan):
@@ -187,6 +196,7 @@ WORKLOAD = {
     "grad_bytes_per_param": 4,
     "optimizer": "lion",
     "clip": False,
+    "clip_rate": 0.05,
     "gradient_accumulation_steps": 2,
     "ranks_per_node": 4,
     "nodes": 2,

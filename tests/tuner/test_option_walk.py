@@ -110,6 +110,7 @@ TABLE = {
         "offload_param": changes("--offload-param", beside=(
             "--machine", "rtx4090", "--model", "large.json", "--subgroup-size", "5e8")),
         "subgroup_size": changes("--subgroup-size", "1e6"),
+        "clip_rate": changes("--clip-rate", "5%"),
         "robust": changes("--robust"),
         "mtbf": changes("--mtbf", "4h"),
         "restart": changes("--restart", "600s", beside=("--mtbf", "4h")),

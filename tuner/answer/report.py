@@ -79,7 +79,8 @@ def show_workload(workload: Workload, console: Console) -> None:
     """Phases with their spread, the layers' times and memory, then the warnings."""
     w = workload
     shape = f"{w.params} parameters in {len(w.subgroups)} subgroups on this rank"
-    console.print(f"{w.name}: {shape}, {w.ranks_per_node * w.nodes} ranks, {_amount(w)}")
+    clips = "" if w.clip_rate is None else f", {w.clip_rate:.1%} of the steps clip"
+    console.print(f"{w.name}: {shape}, {w.ranks_per_node * w.nodes} ranks, {_amount(w)}{clips}")
     phases = Table(title="seconds per iteration")
     for column in ("phase", "median", "quartiles", "steps"):
         phases.add_column(column, justify="left" if column == "phase" else "right")
@@ -120,6 +121,7 @@ def show_plan(plan: Plan, console: Console) -> None:
         f"{plan.subgroup_count} subgroups: {placed}; {plan.staging_slots} staging slots, "
         f"{plan.prefetch} prefetched; overlap {'on' if plan.overlap_forward else 'off'}"
         + (f"; {plan.host_slots} host slots" if plan.stores else "")
+        + (f"; {sum(plan.guessed)} updated before the norm" if any(plan.guessed) else "")
     )
     if plan.checkpoint.interval_steps:
         console.print(f"a checkpoint every {plan.checkpoint.interval_steps} steps")

@@ -11,6 +11,7 @@ from click.core import ParameterSource
 
 from tuner.inputs import BadInputError
 from tuner.quantities import (
+    chance,
     directory_bytes,
     duration_s,
     endurance_bytes,
@@ -37,7 +38,7 @@ class Text(click.ParamType):  # type: ignore[type-arg]
 
 
 SIZE, DURATION = Text("size", size_bytes), Text("duration", duration_s)
-RATE, SHARE = Text("rate", rate_bytes_per_s), Text("share", share)
+RATE, SHARE, CHANCE = Text("rate", rate_bytes_per_s), Text("share", share), Text("share", chance)
 ENDURANCE = Text("terabytes", endurance_bytes)
 STORAGE = click.option(
     "--storage", type=Text("DIR:SIZE", directory_bytes), multiple=True,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from tuner.commands.options import (
+    CHANCE,
     DURATION,
     ENDURANCE,
     JSON,
@@ -71,6 +73,12 @@ if TYPE_CHECKING:
     help="keep the workload's (default), auto to search the best one (default with --model), or a "
     "number of elements.",
 )
+@click.option(
+    "--clip-rate", type=CHANCE,
+    help="Of steps that clip or overflow, e.g. 5%: updates may then begin before the norm is "
+    "known, on the guess that the step does not, where that is faster on the average. Without it "
+    "none does.",
+)  # fmt: skip
 @click.option("--robust", is_flag=True, help="Minimise the 90th percentile, not the median.")
 @click.option("--mtbf", type=DURATION, help="Mean time between failures, e.g. 4h.")
 @click.option("--restart", type=DURATION, default="60s", show_default=True)
@@ -95,6 +103,7 @@ def plan(
     memory_margin: float | None,
     offload_param: bool,
     subgroup_size: str | None,
+    clip_rate: float | None,
     robust: bool,
     mtbf: float | None,
     restart: float,
@@ -121,6 +130,7 @@ def plan(
     check_offloading(trained)
     tell_unread(trained)
     _tell_device(trained, emit_deepspeed)
+    trained = _clipping(trained, clip_rate)
     work, sizes = _recut(trained.workload, subgroup_size or automatic)
     options: dict[str, Any] = {
         "device_memory_bytes": gpu_memory, "host_memory_bytes": host_memory, "seed": seed,
@@ -129,6 +139,7 @@ def plan(
         "storage": stored_in(trained, storage), "endurance_bytes": endurance,
     }  # fmt: skip
     needs("with --storage", bool(options["storage"]), "endurance")
+    needs("under ZeRO-3", work.zero_stage == 3, "clip_rate")
     failures = {"mtbf_s": mtbf, "restart_s": restart, "checkpoint_dir": checkpoint_dir}
     result = _searched(work, measured, trained, failures, options)
     if why:
@@ -144,6 +155,12 @@ def plan(
     show_plan(result, console)
     console.print(f"written to {' and '.join(filter(None, [output, emit_deepspeed]))}")
     console.print(_next(emit_deepspeed, trained.workload), markup=False, soft_wrap=True)
+
+
+def _clipping(trained: Trained, clip_rate: float | None) -> Trained:
+    if clip_rate is None:
+        return trained
+    return replace(trained, workload=trained.workload.model_copy(update={"clip_rate": clip_rate}))
 
 
 def _writing_at(checkpoint_rate: float | None, machine: Machine) -> Machine:

@@ -114,6 +114,8 @@ class _Walk:
             base.placements, base.order, base.staging_slots, base.prefetch, search.choices,
             base.host_slots,
         )  # fmt: skip
+        if search.speculates and "speculate" not in search.fixed:
+            self.state = replace(self.state, guesses=search.ordered(base).speculate)
         self.state_s = self.best_s = search.score(base).iteration_s
 
     def cool(self, heat_s: float, evaluations: int, floor_s: float, rng: Random) -> None:
@@ -126,7 +128,8 @@ class _Walk:
     def try_(self, tried: Moved, heat_s: float, rng: Random) -> None:
         codes, issue = tried.arrays()
         options = (tried.slots, tried.prefetch, self.base.threads, self.base.overlap_forward)
-        seconds = self.search.seconds(codes, *options, issue, tried.host_slots)
+        guesses = self.base.speculate if tried.guesses is None else tried.guesses
+        seconds = self.search.seconds(codes, *options, issue, tried.host_slots, guesses or 0)
         worse_s = seconds - self.state_s
         if worse_s > 0 and (heat_s <= 0 or rng.random() >= math.exp(-worse_s / heat_s)):
             return
@@ -135,6 +138,7 @@ class _Walk:
             found = replace(
                 self.base, placements=tried.placements, order=tried.order,
                 staging_slots=tried.slots, prefetch=tried.prefetch, host_slots=tried.host_slots,
+                speculate=guesses or 0,
             )  # fmt: skip
             self.best_s = min(self.best_s, self.search.score(found).iteration_s)
 

@@ -74,7 +74,10 @@ def _at_home(
     numbers = {fewest, *(fewest + round(share * (count - fewest)) for share in SHARES)} - {0}
     best, best_s = whole, whole.best_s
     for homes in dict.fromkeys([*tried, *(spaced(count, n) for n in sorted(numbers))]):
-        search = Search(workload, machine, limits, seed, whole.fixed, homes, whole.storable)
+        search = Search(
+            workload, machine, limits, seed, whole.fixed, homes, whole.storable,
+            speculates=whole.speculates,
+        )  # fmt: skip
         if search.floor_s < best_s:  # else no plan of it can be better
             search.guess()
         if search.best_s < best_s:

@@ -55,6 +55,7 @@ class Moved:
     Attributes:
         codes: by subgroup, the number of its placement in PLACEMENTS.
         choices: what a subgroup may become.
+        guesses: updates that begin before the norm; None: their number stays.
     """
 
     codes: list[int]
@@ -63,6 +64,7 @@ class Moved:
     prefetch: int
     choices: tuple[Placement, ...] = CHOICES
     host_slots: int = HOST_SLOTS
+    guesses: int | None = None
 
     @classmethod
     def of(
@@ -83,6 +85,8 @@ class Moved:
         """Another one near it."""
         if not STORED.isdisjoint(self.choices) and rng.random() < 0.1:
             return replace(self, host_slots=max(1, self.host_slots + rng.choice((-1, 1))))
+        if self.guesses is not None and rng.random() < 0.15:
+            return replace(self, guesses=max(0, self.guesses + rng.choice((-1, 1))))
         kind = rng.random()
         if kind < 0.3:
             return self._with(lambda new: new._swap(rng))

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from simulator.analysis.guessed import expected
 from simulator.analysis.many_plans import PlanSweep
 from simulator.analysis.memory_kinds import peaks_by_kind
 from simulator.engines.compiled import compile_schedule, simulate_fast
@@ -24,12 +25,17 @@ from tuner.placements.homes import begun, brought
 from tuner.placements.memory import ImpossibleError
 from tuner.placements.moves import STORED
 from tuner.placements.search import Candidate, Search, seconds_of
+from tuner.placements.speculation import about_guesses, may_guess, with_guesses
 from tuner.placements.storage import about_storage, with_storage
 from tuner.placements.subgroup_size import best_cut, recuts
 
 FINALISTS = 8
 REORDERINGS = 400  # of each of the best guesses
 Progress = Callable[[float, str], object]
+
+
+def _silently(_share: float, _what: str) -> None:
+    """Nobody is told."""
 
 
 def plan(
@@ -48,14 +54,16 @@ def plan(
     offload_parameters: bool = False,
     storage: Mapping[str, int] | None = None,
     endurance_bytes: float | None = None,
-    progress: Progress = lambda _share, _what: None,
+    progress: Progress = _silently,
 ) -> Plan:
     """Searches the best plan for a workload on a machine.
 
     Guesses spread placements evenly, around the linear program's split too, with the order of the
     updates from a model of the host's queue (`tuner.placements.update_orders`); the best are
     reordered, their slots, prefetch, threads and overlap tried one by one, and what is still far
-    from the bound is annealed (`tuner.placements.annealing`). Deterministic under ``seed``.
+    from the bound is annealed (`tuner.placements.annealing`). Where the workload says how many
+    steps clip (``clip_rate``), all of that once more for plans that update before the norm is known
+    (`tuner.placements.speculation`). Deterministic under ``seed``.
 
     Args:
         device_memory_bytes, host_memory_bytes: per rank; None: the machine's (host: its share).
@@ -87,10 +95,15 @@ def plan(
     if not search.fits:
         raise ImpossibleError.explain(workload, limits, list(search.scores.values()))
     _improve(search, progress)
-    progress(0.9, "what the others would take")
     chosen = _robust_choice(search, seed) if robust else search.best()
-    why = about_storage(search, chosen, endurance_bytes)
-    result = _explained(_as_plan(search, chosen, folders), search, why)
+    plain_s = search.score(chosen).iteration_s
+    if may_guess(search):
+        progress(0.8, "updates before the norm")
+        search, chosen = with_guesses(search, chosen, lambda other: _improve(other, _silently))
+    progress(0.9, "what the others would take")
+    made = _as_plan(search, chosen, folders)
+    why = about_guesses(search, made, plain_s) + about_storage(search, chosen, endurance_bytes)
+    result = _explained(made, search, why)
     return with_checkpoints(result, workload, machine, limits, mtbf_s, restart_s, checkpoint_dir)
 
 
@@ -141,20 +154,26 @@ def predict(
     """
     schedule = compile_schedule(build_strategy("ebbtide", workload, plan=made))
     result = simulate_fast(schedule, machine)
+    mean_s = expected(
+        workload, machine, made,
+        lambda p: result if p == made else simulate_fast(
+            build_strategy("ebbtide", workload, plan=p), machine
+        ),
+    ).iteration_s  # fmt: skip
     low, high = workload_interval_s(
         lambda work: build_strategy("ebbtide", work, plan=made), workload, machine
     )
     return Prediction(
-        iteration_s=result.iteration_s,
-        iteration_low_s=min(low, result.iteration_s),
-        iteration_high_s=max(high, result.iteration_s),
+        iteration_s=mean_s,
+        iteration_low_s=min(low, mean_s),
+        iteration_high_s=max(high, mean_s),
         **result.phases,
         device_peak_bytes=result.device_peak_bytes,
         host_peak_bytes=result.host_peak_bytes,
         storage_bytes=result.storage_bytes,
         memory=peaks_by_kind(schedule, result),
         limits=limits.by_memory,
-        lower_bound_s=min(lower_bound_s(result.iteration_s), result.iteration_s),
+        lower_bound_s=min(lower_bound_s(mean_s), mean_s),
     )
 
 
@@ -165,7 +184,10 @@ def predicted_anew(made: Plan, workload: Workload, machine: Machine) -> Plan:
         PlanError: another number of subgroups.
     """
     homes = made.parameter_homes if "host" in made.parameter_homes else ()
-    search = Search(workload, machine, Limits.of(workload, machine), seed=0, homes=homes)
+    search = Search(
+        workload, machine, Limits.of(workload, machine), seed=0, homes=homes,
+        speculates=any(made.guessed),
+    )  # fmt: skip
     prediction = predict(workload, machine, made, search.limits, search.proven_s)
     return _explained(made.model_copy(update={"prediction": prediction}), search)
 

@@ -6,6 +6,7 @@ Needs neither optuna nor pandas nor matplotlib.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from simulator.limits import Limits
 from simulator.machine import Machine
@@ -59,10 +60,18 @@ def quick_plan(
         move_parameters: between device and host; else they live where they do under ``current``.
     """
     limits = _limits(workload, machine, current, device_bytes, host_bytes)
-    fixed = {"threads": current.threads, "overlap_forward": current.overlap_forward}
+    fixed: dict[str, int] = {
+        "threads": current.threads, "overlap_forward": current.overlap_forward,
+    }  # fmt: skip
     now = current.parameter_homes if "host" in current.parameter_homes else ()
     stored = [s for s, placement in enumerate(current.placements) if placement in STORED] or None
-    search = Search(workload, machine, limits, seed, fixed, homes=now, storable=stored)
+    if any(current.guessed):  # there is memory for as many
+        fixed["speculate"] = current.speculate
+    new = partial(
+        Search, workload, machine, limits, seed, fixed, storable=stored,
+        speculates=any(current.guessed),
+    )  # fmt: skip
+    search = new(homes=now)
     running = Candidate(
         current.placements, max(1, current.staging_slots), current.prefetch, order=current.order,
         host_slots=current.host_slots,
@@ -72,7 +81,7 @@ def quick_plan(
     if move_parameters:
         whole = search
         if now:
-            whole = Search(workload, machine, limits, seed, fixed, storable=stored)
+            whole = new()
         tried = (now,) if now else ()
         other = begun(workload, machine, limits, seed, freely=True, whole=whole, tried=tried)
         search = other if other.best_s < search.best_s else search

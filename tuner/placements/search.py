@@ -14,14 +14,15 @@ from numpy.typing import NDArray
 
 from simulator.analysis.bound import Bound, fluid_bound, tightened
 from simulator.analysis.bounds.window import NAMED
+from simulator.analysis.guessed import guess_s, guesses_worth, mean_s
 from simulator.analysis.many_plans import PlanSweep
-from simulator.engines.recipe_arrays import HOME_CODES
+from simulator.engines.recipe_arrays import GUESSED, HOME_CODES, PLACEMENT_CODES, totals
 from simulator.limits import Limits
 from simulator.machine import Machine
 from simulator.plan import ParameterHome, Placement, Plan
-from simulator.update.footprint import fetched_elements, moved_out, tally
+from simulator.update.footprint import fetched_elements, moved_out
 from simulator.update.order import FORWARD, UpdateOrder, issue_order
-from simulator.update.recipes import HOST_SLOTS, PARAMETER_SLOTS, RECIPES
+from simulator.update.recipes import HOST_SLOTS, PARAMETER_SLOTS, RECIPES, guessed_ways
 from simulator.workload import Workload
 from tuner.placements.moves import HOME, PLACEMENTS, STORED, VISITING, choices
 from tuner.placements.update_orders import UpdateOrders
@@ -34,6 +35,7 @@ SPILLED_POINTS = 91  # numbers of what is not on storage
 FEW_HOST_SLOTS, FEW_SLOTS = (1, 2, 3), 2
 MOST_AROUND = 3  # choices for the largest, around the bound's split
 _STORED_CODES = [PLACEMENTS.index(placement) for placement in STORED]
+_GUESSABLE = [PLACEMENT_CODES[placement] + HOME_CODES[home] for placement, home in guessed_ways()]
 OPEN = 0.01  # of a plan above the bound: less is told as a whole percent at the most
 SETTLED = (6, 12)  # iterations: the period is taken from the later ones
 
@@ -45,6 +47,7 @@ class Candidate:
     Attributes:
         order: None: the one that `UpdateOrders` guesses for the placements.
         homes: of the subgroups' parameters; empty: all on the device.
+        speculate: None: as many as there is memory and time for, where the search speculates.
     """
 
     placements: tuple[Placement, ...]
@@ -55,6 +58,7 @@ class Candidate:
     order: UpdateOrder | None = None
     homes: tuple[ParameterHome, ...] = ()
     host_slots: int = HOST_SLOTS
+    speculate: int | None = None
 
     def plan(self, workload: Workload, **fields: Any) -> Plan:
         """The plan that it stands for, with more of a plan's ``fields``."""
@@ -66,14 +70,15 @@ class Candidate:
             "order": self.order or FORWARD, "staging_slots": self.staging_slots if visits else 0,
             "prefetch": self.prefetch if visits else 0, "threads": self.threads,
             "overlap_forward": self.overlap_forward, "host_slots": self.host_slots,
-            "parameter_home": Plan.home_runs(self.homes),
+            "parameter_home": Plan.home_runs(self.homes), "speculate": self.speculate or 0,
         }  # fmt: skip
         return Plan.model_validate({**made, **fields})
 
     @cached_property
     def codes(self) -> np.ndarray:
-        codes = [PLACEMENTS.index(p) for p in self.placements]
-        return np.array(codes, dtype=np.int8) + home_codes(self.homes)
+        some = [PLACEMENTS.index(p) for p in self.placements]
+        codes = np.array(some, dtype=np.int8) + home_codes(self.homes)
+        return with_guesses(codes, self.speculate or 0)
 
     @cached_property
     def issue(self) -> np.ndarray | None:
@@ -104,11 +109,15 @@ class Search:
         fixed: Mapping[str, Any] | None = None,
         homes: tuple[ParameterHome, ...] = (),
         storable: Collection[int] | None = None,
+        *,
+        speculates: bool = False,
     ) -> None:
         """``fixed``: fields of every candidate that are not searched; below ZeRO-3 the overlap.
 
         ``homes``: of the parameters under every candidate; empty: all on the device.
         ``storable``: the subgroups whose state may be stored; None: any, where storage is given.
+        ``speculates``: updates may begin before the norm; times are then means over steps of which
+        `Workload.clip_rate` clip.
         """
         self.workload, self.machine, self.limits = workload, machine, limits
         stores = limits.storage_bytes is not None and workload.zero_stage == 3
@@ -116,7 +125,7 @@ class Search:
         self.storable = storable
         kept = None if storable is None else set(range(len(workload.subgroups))) - {*storable}
         self._kept_in_memory = sorted(kept or ())
-        self.seed = seed
+        self.seed, self.speculates = seed, speculates
         self.fixed = dict(fixed or {})
         if workload.zero_stage < 3:
             self.fixed["overlap_forward"] = False
@@ -150,21 +159,69 @@ class Search:
         """The same with an order of its updates, and with what is fixed."""
         if candidate.order is None:
             candidate = replace(candidate, order=self._orders.of(candidate.placements))
-        return replace(candidate, **self.fixed) if self.fixed else candidate
+        candidate = replace(candidate, **self.fixed) if self.fixed else candidate
+        if candidate.speculate is None:
+            candidate = replace(candidate, speculate=0)
+            if self.speculates:
+                slots = candidate.staging_slots, candidate.host_slots
+                candidate = replace(candidate, speculate=self._most_guesses(candidate.codes, slots))
+        return candidate
 
     def seconds_anyhow(self, candidate: Candidate) -> float:
         """What a candidate takes, whether it fits or not."""
         candidate = self.ordered(candidate)
-        return self._settled_s(candidate, seconds_of(self._sweep, candidate))
+        row = evaluated(self._sweep, candidate)
+        return self._settled_s(candidate, self._mean_s(row, candidate))
 
-    def seconds(self, codes: NDArray[np.int8], *options: Any) -> float:
+    def seconds(
+        self, codes: NDArray[np.int8], slots: int, prefetch: int, threads: int, overlap: bool,
+        issue: NDArray[np.int64] | None, host_slots: int = HOST_SLOTS, speculate: int = 0,
+    ) -> float:  # fmt: skip
         """What `PlanSweep.evaluate` gives for these arguments, not remembered; ``inf`` where it
         does not fit.
         """
         if not self._may_store(codes):
             return math.inf
-        elsewhere = codes + home_codes(self.homes)
-        return self._held(self._sweep.evaluate(elsewhere, *options)).iteration_s
+        codes = codes + home_codes(self.homes)
+        options = (slots, prefetch, threads, overlap, issue, host_slots)
+        early = with_guesses(codes, speculate)
+        row = self._sweep.evaluate(early, *options)
+        seconds = self._held(row).iteration_s
+        if not (speculate and self.workload.clip_rate) or math.isinf(seconds):
+            return seconds
+        return self._mean_of(row, early, self._sweep.evaluate(codes, *options), threads)
+
+    def _most_guesses(self, codes: NDArray[np.int8], slots: tuple[int, int]) -> int:
+        """How many subgroups, from the last one on, there is memory and time for."""
+        held = self._sweep.held
+        amounts = totals(codes, self._sweep.sizes, self._sweep.ways)[0].tolist()
+        left = self.limits.host_bytes - held.bytes(amounts, *slots)["host"]
+        sizes = self._sweep.sizes[_able(codes)][::-1].astype(int).tolist()
+        return guesses_worth(self.workload, self.machine, sizes, left)
+
+    def _mean_s(self, row: np.ndarray, c: Candidate) -> float:
+        """What a candidate takes on the average over steps that clip and steps that do not."""
+        from simulator.engines import kernel
+
+        if not (c.speculate and self.workload.clip_rate):
+            return float(row[kernel.ITERATION_S])
+        plain = evaluated(self._sweep, replace(c, speculate=0))
+        return self._mean_of(row, c.codes, plain, c.threads)
+
+    def _mean_of(
+        self, row: np.ndarray, codes: NDArray[np.int8], plain: np.ndarray, threads: int
+    ) -> float:
+        from simulator.engines import kernel
+
+        early = (codes // GUESSED) % 2 == 1
+        if not early.any():
+            return float(row[kernel.ITERATION_S])
+        columns = [kernel.ITERATION_S, kernel.BACKWARD_S]
+        longest_s = guess_s(
+            self.workload, self.machine, int(self._sweep.sizes[early].max()), threads
+        )
+        rate = self.workload.clip_rate or 0.0
+        return mean_s(tuple(row[columns]), tuple(plain[columns]), longest_s, rate)
 
     def peaks(self, candidate: Candidate, homes: tuple[ParameterHome, ...]) -> Score:
         """Of a candidate with its parameters elsewhere, not remembered."""
@@ -188,7 +245,10 @@ class Search:
         taken = self._taken(c, c.homes)
         if not self.limits.hold(*taken):
             return Score(math.inf, *taken)
-        score = self._held(evaluated(self._sweep, c))
+        row = evaluated(self._sweep, c)
+        score = self._held(row)
+        if not math.isinf(score.iteration_s):
+            score = replace(score, iteration_s=self._mean_s(row, c))
         placed = np.array([PLACEMENTS.index(p) for p in c.placements])
         return score if self._may_store(placed) else replace(score, iteration_s=math.inf)
 
@@ -274,8 +334,9 @@ class Search:
     def _taken(self, c: Candidate, homes: tuple[ParameterHome, ...]) -> tuple[int, int, int]:
         """Its peaks: all activations are there at the end of forward."""
         w = self.workload
-        amounts = tally(w.subgroups, c.placements, homes)
-        held = self._sweep.held.bytes(amounts, c.staging_slots, c.host_slots)
+        codes = c.codes if homes == c.homes else replace(c, homes=homes).codes
+        amounts, early = totals(codes, self._sweep.sizes, self._sweep.ways).tolist()
+        held = self._sweep.held.bytes(amounts, c.staging_slots, c.host_slots, early)
         device = held["device"] + max(0, w.device_base_bytes - self._gone_bytes(homes))
         return device + self._activation_bytes, held["host"], held["storage"]
 
@@ -360,10 +421,12 @@ class Search:
         return fluid_bound(*self._bounded)
 
     @property
-    def _bounded(self) -> tuple[Workload, Machine, int, tuple[ParameterHome, ...], int, int]:
+    def _bounded(self) -> tuple[Workload, Machine, int, tuple[ParameterHome, ...], int, int, bool]:
         some = self.limits
         room = (some.host_bytes, some.storage_bytes or 0)
-        return self.workload, self.machine, some.device_bytes, self.homes, *room
+        return (
+            self.workload, self.machine, some.device_bytes, self.homes, *room, self.speculates
+        )  # fmt: skip
 
     @property
     def floor_s(self) -> float:
@@ -372,6 +435,21 @@ class Search:
             return self.fluid.iteration_s
         except ValueError:
             return math.inf
+
+
+def with_guesses(codes: NDArray[np.int8], speculate: int) -> NDArray[np.int8]:
+    """Codes of subgroups of which the last so many that can be guessed are: `Plan.guessed`."""
+    if not speculate:
+        return codes
+    early = np.flatnonzero(_able(codes))[-speculate:]
+    codes = codes.copy()
+    codes[early] += GUESSED
+    return codes
+
+
+def _able(codes: NDArray[np.int8]) -> NDArray[np.bool_]:
+    """Which of them can be updated before the norm."""
+    return np.isin(codes, _GUESSABLE)
 
 
 def home_codes(homes: tuple[ParameterHome, ...]) -> NDArray[np.int8]:

@@ -20,7 +20,7 @@ from simulator.analysis.bounds.work import Work
 from simulator.engines.reference import alone_s
 from simulator.machine import Machine
 from simulator.schedule import Lane, Op, OpKind
-from simulator.update.recipes import Recipe, Slot, Step, Wait, Way, recipe_of
+from simulator.update.recipes import Recipe, Slot, Step, Wait, Way, can_be_guessed, recipe_of
 from simulator.update.tiers import Memory
 from simulator.workload import Workload
 
@@ -74,6 +74,7 @@ class Model:
     """A workload's passes, pieces and parts.
 
     Attributes:
+        ways: in which subgroups are updated; guessed: of each, whether before the norm is known.
         parts: of updates; gradients: of what brings gradients home.
         rest_s: an iteration without its window.
         first_s: of backward, until the first gradient is complete.
@@ -83,10 +84,15 @@ class Model:
 
     def __init__(
         self, workload: Workload, machine: Machine, ways: Sequence[Way], most_pieces: int,
-        homes: Sequence[Memory] = (),
+        homes: Sequence[Memory] = (), *, guesses: bool = False,
     ) -> None:  # fmt: skip
+        """``guesses``: those of the ``ways`` for which that is possible may begin before the norm;
+        they come once more, behind the others.
+        """
         self.workload = w = workload.serial
-        self.machine, self.ways = machine, tuple(ways)
+        early = [way for way in ways if guesses and can_be_guessed(*way)]
+        self.machine, self.ways = machine, (*ways, *early)
+        self.guessed = (*(False for _ in ways), *(True for _ in early))
         self.work, self.pieces = Work(w, machine), Pieces.of(w, most_pieces, homes)
         self.largest = max(w.subgroups)
         self.micro = w.gradient_accumulation_steps
@@ -95,7 +101,8 @@ class Model:
         self.rest_s = w.backward_s + w.forward_s - self.forward_s
         self.first_s, self.early_s = float(backward[-1]), float(backward[:-1].sum())
         self.fetching_s = float(backward.sum()) + self.forward_s + self.first_s
-        self.recipes = tuple(recipe_of(*way) for way in ways)
+        both = zip(self.ways, self.guessed, strict=True)
+        self.recipes = tuple(recipe_of(*way, guessed=early) for way, early in both)
         self.parts = [p for n, r in enumerate(self.recipes) for p in self._parts(n, r)]
         self.gradients = [
             self._part(n, step, times=self.micro - (Wait.SUM in step.waits))
@@ -115,6 +122,7 @@ class Model:
         new = next(i for i, step in enumerate(steps) if step.publishes)
         takes, gives = visit(recipe)
         begin = takes + 1 if takes >= 0 and steps[takes].early else 0  # what follows the norm
+        begin = 1 if recipe.begins_at_gradient else begin  # as backward goes on
         seconds = np.array([self._part(way, step).least_s for step in steps])
 
         def between(first: int, last: int) -> Floats:
@@ -123,7 +131,9 @@ class Model:
 
         parts = []
         for i, step in enumerate(steps):
-            if i < begin:
+            if i < begin and recipe.begins_at_gradient:
+                inside, head, tail = Inside.NONE, between(i, i), between(i + 1, new + 1)
+            elif i < begin:
                 inside, head, tail = (
                     Inside.TAKERS,
                     between(begin, gives + 1),
@@ -176,7 +186,8 @@ class Model:
         ops: dict[Lane, list[Op]] = {
             Lane.COMPUTE: [Op(0, OpKind.FORWARD, Lane.COMPUTE, 1.0, device_share=1.0)]
         }
-        for part in [*self.parts, *self.gradients]:
+        updates = (p for p in self.parts if p.inside != Inside.NONE)
+        for part in [*updates, *self.gradients]:
             lane, step = part.step.lane, part.step
             if lane in self.lanes:
                 some = [op for n in (sizes[-1:] if step.threads else sizes)

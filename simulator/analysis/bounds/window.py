@@ -193,6 +193,8 @@ class Window:
             terms: list[Term] = []
             for number, way in enumerate(m.ways):
                 per_param = float(held.per_param[memory][ways().index(way)])
+                if memory == "host" and m.guessed[number]:
+                    per_param += held.guess_bytes
                 if free and memory == "device" and way[1] == "host":
                     per_param -= m.workload.wire_bytes  # which are in the workload's base
                 terms.append((self.x[:, number], per_param * m.pieces.size / unit))
@@ -266,7 +268,8 @@ class Window:
 
     def _come_home(self) -> None:
         """Gradients come home in the order of backward, of all micro-batches one after the other:
-        behind the first of those that come last there are all of their updates.
+        behind the first of those that come last there are all of their updates, guessed or not.
+        None of them begins before the last layer is through the last micro-batch's backward.
         """
         m, pieces = self.model, self.model.pieces
         last_s = pieces.tail_s[-1]
@@ -279,6 +282,8 @@ class Window:
                 tail_s = min(float(q.tail_s[: p + 1].min()) for q in parts) + pieces.tail_s[p]
                 some = self._some({q.way for q in parts}, p)
                 self.within(m.rest_s - m.first_s - last_s, *before, *asked, (some, tail_s - last_s))
+                last = [(self.x[behind, g.way], g.seconds[behind]) for g in self.home]
+                self.within(m.early_s - last_s, *last, *asked, (some, tail_s - last_s))
 
     def _some(self, chosen: set[int], up_to: int) -> int:
         """1 where a subgroup up to a piece is updated in one of these ways."""
@@ -365,6 +370,9 @@ class Window:
         if count > NAMED or not (pieces.count == 1).all():
             return
         for parts in self.waiting.values():
+            parts = [q for q in parts if q.inside != Inside.NONE]  # no guess is in the window
+            if not parts:
+                continue
             here = sorted({q.way for q in parts})
             last = self.rows.new(count, whole=True)
             update_s = np.min([q.seconds for q in parts], axis=0)

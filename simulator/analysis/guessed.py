@@ -1,0 +1,72 @@
+"""What an iteration takes on the average, where some steps clip and make their guesses wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from itertools import accumulate
+
+from simulator.engines.compiled import SimResult
+from simulator.machine import Machine
+from simulator.plan import Plan
+from simulator.update.footprint import Holding
+from simulator.update.guessing import shares
+from simulator.update.recipes import Bytes, recipe_of
+from simulator.workload import Workload
+
+
+def expected(
+    workload: Workload, machine: Machine, plan: Plan, simulate: Callable[[Plan], SimResult]
+) -> SimResult:
+    """A plan's simulation, all guesses right, with ``iteration_s`` the mean over steps of which
+    `Workload.clip_rate` clip; None: none does.
+    """
+    right = simulate(plan)
+    if not any(plan.guessed) or not workload.clip_rate:
+        return right
+    plain = simulate(plan.model_copy(update={"speculate": 0}))
+    largest = max(n for n, early in zip(workload.subgroups, plan.guessed, strict=True) if early)
+    seconds = mean_s(
+        (right.iteration_s, right.backward_s), (plain.iteration_s, plain.backward_s),
+        guess_s(workload, machine, largest, plan.threads), workload.clip_rate,
+    )  # fmt: skip
+    return replace(right, iteration_s=seconds)
+
+
+def mean_s(
+    right: tuple[float, float], plain: tuple[float, float], longest_s: float, clip_rate: float
+) -> float:
+    """The mean iteration.
+
+    Args:
+        right, plain: iteration and backward of a step whose guesses are right, and without any. A
+            wrong one has backward's guesses beside it, and then all updates: behind the guess that
+            is under way at the barrier, since those that have not begun are dropped.
+        longest_s: of a guess.
+    """
+    share = shares(clip_rate)
+    wrong_s = plain[0] + max(0.0, right[1] - plain[1]) + longest_s
+    return share.right * right[0] + share.wrong * wrong_s + share.paused * plain[0]
+
+
+def guesses_worth(
+    workload: Workload, machine: Machine, sizes: Iterable[int], left_bytes: float
+) -> int:
+    """How many of these subgroups, which can be guessed, so much host memory holds twice and the
+    last backward has time for: behind the norm a guess takes longer than what it saves.
+
+    Args:
+        sizes: elements, of the last subgroup first.
+    """
+    each = Holding.of_workload(workload).guess_bytes
+    left_s = workload.backward_s / workload.gradient_accumulation_steps
+    taken = list(accumulate(sizes))
+    longest = guess_s(workload, machine, 1)
+    return sum(n * each <= left_bytes and n * longest <= left_s for n in taken)
+
+
+def guess_s(workload: Workload, machine: Machine, elements: int, threads: int = 0) -> float:
+    """A guessed update of so many elements, alone, with all cores or so many threads."""
+    steps = recipe_of("host", "device", guessed=True).steps
+    rate = machine.host_adam_rate(threads) if threads else machine.rate("host_adam_params_per_s")
+    return elements * steps[0].work(Bytes.of(workload)) / rate

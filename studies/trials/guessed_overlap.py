@@ -1,0 +1,118 @@
+"""What updates before the norm bring on the emulated device, and what steps that clip cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from random import Random
+from typing import Any
+
+import tuner
+from simulator import Plan
+from simulator.analysis.bound import bound
+from studies.bench.bits import differences
+from studies.trials.emulated_training import Bench, Setting, stock_state
+
+RATIOS = (0.5, 1.0, 2.0)  # of all updates on the host to forward and backward
+CLIP_RATES = (0.05, 0.5, 1.0)
+LINK = 10  # times the parameters, in bytes per forward and backward: gradients are home in time
+LONG = 1.0  # from this ratio on updates are as long as the passes
+
+
+@dataclass(frozen=True)
+class Guessed:
+    """One workload whose updates, all on the host, take ``ratio`` times forward and backward.
+
+    Attributes:
+        floor_s: of plans that guess; barrier_s, guessed_s: an iteration of the best plan without
+            guesses, and with.
+        slowdown_pct: of the mean iteration where that share of the steps clips, over the plan
+            without guesses.
+    """
+
+    ratio: float
+    floor_s: float
+    barrier_s: float
+    guessed_s: float
+    predicted_s: float
+    speculate: int
+    slowdown_pct: dict[str, float]
+    bit_identical: bool
+
+    @property
+    def over_floor(self) -> float:
+        return self.guessed_s / self.floor_s
+
+    @property
+    def gain(self) -> float:
+        return self.barrier_s / self.guessed_s
+
+
+def setting_of(base: Setting, ratio: float) -> Setting:
+    """The same passes with no room for state on the device."""
+    passes_s = sum(base.given_s)
+    link = LINK * base.params / passes_s
+    return replace(
+        base, memory_share=0.0, host_adam_params_per_s=base.params / (ratio * passes_s),
+        h2d_bytes_per_s=link, d2h_bytes_per_s=link,
+    )  # fmt: skip
+
+
+def measure_guesses(
+    base: Setting, steps: int, clipped_steps: int, ratios: Sequence[float] = RATIOS
+) -> dict[str, Any]:
+    """Each ratio on an engine of its own.
+
+    Args:
+        steps: timed, of each plan, none of which clips; clipped_steps: likewise at each rate.
+    """
+    rows = [_measured(setting_of(base, ratio), ratio, steps, clipped_steps) for ratio in ratios]
+    slowdowns = [pct for row in rows for pct in row.slowdown_pct.values()]
+    return {
+        "guessed_iteration_over_floor": max(row.over_floor for row in rows),
+        "gain_over_barrier": min(row.gain for row in rows if row.ratio >= LONG),
+        "worst_slowdown_pct": max(slowdowns),
+        "guessed_bit_identical": all(row.bit_identical for row in rows),
+        "guessed_rows": [
+            {**asdict(row), "iteration_over_floor": row.over_floor, "gain_over_barrier": row.gain}
+            for row in rows
+        ],
+    }  # fmt: skip
+
+
+def clipping(rate: float, seed: int = 0) -> Callable[[int], bool]:
+    """Which steps clip: each with this chance, the same ones under every plan."""
+    return lambda number: Random(f"{seed} {number}").random() < rate
+
+
+def _measured(setting: Setting, ratio: float, steps: int, clipped_steps: int) -> Guessed:
+    bench = Bench(setting, clips=lambda _: False)
+    history: list[Callable[[int], bool]] = []  # of every step so far, for stock
+
+    def mean_s(plan: Plan, rate: float, count: int) -> float:
+        first = bench.steps
+        bench.clips = lambda number: clipping(rate)(number - first)
+        found = bench.measure(plan, count)
+        history.extend(lambda n, begun=first: clipping(rate)(n - begun) for _ in range(first, bench.steps))
+        return found.mean_s if rate else found.iteration_s
+
+    work, machine = bench.workload(steps), setting.machine()
+    history += [lambda _: False] * bench.steps
+    plain = tuner.plan(work, machine, memory_margin=0)
+    guessed = tuner.plan(
+        work.model_copy(update={"clip_rate": 0.0}), machine, memory_margin=0
+    )
+    barrier_s, guessed_s = (mean_s(plan, 0.0, steps) for plan in (plain, guessed))
+    slower = {}
+    for rate in CLIP_RATES:
+        without_s, with_s = (mean_s(plan, rate, clipped_steps) for plan in (plain, guessed))
+        slower[f"{rate:.0%}"] = 100 * (with_s / without_s - 1)
+    total, clips = bench.steps, lambda number: history[number](number)
+    same = differences(bench.close(), stock_state(setting, total, clips)) == ()
+    assert guessed.prediction is not None
+    given = setting.workload(*setting.given_s)
+    floor_s = bound(given, machine, guesses=True).iteration_s
+    return Guessed(
+        ratio, floor_s, barrier_s, guessed_s, guessed.prediction.iteration_s, guessed.speculate,
+        slower, same,
+    )  # fmt: skip

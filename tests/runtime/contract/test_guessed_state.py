@@ -1,0 +1,104 @@
+"""Updates before the norm under an engine of plain torch: whose memory they may write, and when
+what they have made counts for nothing.
+"""
+
+import pytest
+import torch
+
+from runtime.checkpoint.protocol.inspect import verify
+from tests.runtime.contract.test_plain_engine import (
+    assert_same,
+    loss_of,
+    model,
+    planned,
+    torch_alone,
+    train,
+)
+from tests.runtime.contract.training import delays
+from tests.runtime.plain_engine import EmulatedTorch, PlainEngine
+
+STEPS = 5
+
+
+def guessing(speculate=99, **settings):
+    engine = PlainEngine(
+        model(), planned(["host"], speculate=speculate), EmulatedTorch(), **settings
+    )
+    engine.session.executor.before_op = delays(1, 0.001)
+    return engine
+
+
+def skip(engine):
+    """A step whose gradients are not finite."""
+    engine.session.begin_step()
+    engine.close_window()
+    engine.session.skip()
+    engine.session.recorder.step_ends()
+    engine.micro = 0
+
+
+def backward(engine, number):
+    """Returns the loss, and how many subgroups' updates have begun before the step."""
+    loss = loss_of(engine.model, number)
+    engine.backward(loss)
+    return loss, len(engine.session.executor.guesses.begun)
+
+
+def test_a_guess_waits_for_the_checkpoint_that_reads_what_it_writes(tmp_path):
+    """It writes to what was live a step ago, when the checkpoint was taken."""
+    engine = guessing()
+    losses = train(engine, 2)
+    job = engine.save(tmp_path, "two", bytes_per_s=100_000)
+    losses += train(engine, STEPS - 2, 2)
+    assert job.wait(60)
+    assert job.failure is None
+    assert_same(engine, losses, torch_alone(STEPS))
+    assert verify(tmp_path, "two") == []
+    resumed = guessing(0)
+    resumed.load(tmp_path / "two")
+    assert_same(resumed, train(resumed, STEPS - 2, 2), torch_alone(STEPS))
+
+
+def steps_with(engine, change):
+    """``change`` comes between backward and step, of which it makes another number its own."""
+    losses, begun = [], []
+    for number in range(STEPS):
+        loss, early = backward(engine, number)
+        losses.append(loss)
+        begun.append(early)
+        if not change(engine, number):
+            engine.step()
+    engine.publish()
+    state = [[t.clone() for t in engine.saved_state(i)] for i in range(len(engine.groups))]
+    engine.session.close()
+    return begun, state, torch.stack(losses)
+
+
+def written(engine, number):
+    """Somebody halves a moment and says so, of one subgroup in each step, when its guess has read
+    it.
+    """
+    executor, subgroup = engine.session.executor, number % len(engine.groups)
+    for completion in filter(None, executor._current):
+        completion.wait_host()
+    executor.states[subgroup].state[1].mul_(0.5)
+    executor.state_written([subgroup])
+
+
+def overflown(engine, number):
+    """Step 1 and 3 update nothing."""
+    if number % 2:
+        skip(engine)
+    return number % 2
+
+
+@pytest.mark.parametrize("change", [written, overflown])
+def test_a_guess_counts_for_nothing_once_state_is_written_or_the_step_is_skipped(change):
+    engine = guessing()
+    engine.session.guessing.stepped = lambda right: None  # never pauses
+    begun, state, losses = steps_with(engine, change)
+    assert begun == [len(state)] * STEPS, "each step guesses, whatever became of the last one"
+    _, others, theirs = steps_with(guessing(0), change)
+    assert all(torch.equal(a, b) for mine, other in zip(state, others, strict=True)
+               for a, b in zip(mine, other, strict=True))  # fmt: skip
+    assert torch.equal(losses, theirs)

@@ -1,0 +1,75 @@
+"""How many updates begin before the norm is known, on the guess that the step does not clip.
+
+Guesses take host memory, and a step that clips makes all of them wrong. So they are planned for
+where somebody says how many steps do (`Workload.clip_rate`), and where the mean iteration is
+shorter by more than nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from simulator.plan import Plan
+from simulator.update.guessing import shares
+from tuner.placements.search import Candidate, Search
+
+WORTH = 2e-3  # of an iteration: less is not worth the memory
+FEW = 8  # of the best plans without guesses, with which the search begins
+PARTS = 8  # of the best plan's guesses: how fine their number is chosen
+
+
+def may_guess(search: Search) -> bool:
+    """Whether plans of this search could do so: the runtime can, and somebody knows how many steps
+    clip.
+    """
+    work = search.workload
+    return work.clip_rate is not None and work.zero_stage == 3 and not search.machine.unified_memory
+
+
+def with_guesses(
+    plain: Search, chosen: Candidate, improve: Callable[[Search], object]
+) -> tuple[Search, Candidate]:
+    """The search whose plans guess, and its best with as few guesses as serve; or what is given,
+    where that is no worse.
+    """
+    search = Search(
+        plain.workload, plain.machine, plain.limits, plain.seed, plain.fixed, plain.homes,
+        plain.storable, speculates=True,
+    )  # fmt: skip
+    known = sorted(plain.scores, key=lambda c: plain.scores[c].iteration_s)
+    for candidate in (chosen, *known[:FEW]):
+        search.score(replace(candidate, speculate=None))
+    search.guess()
+    improve(search)
+    best = _fewest(search)
+    faster = search.score(best).iteration_s < (1 - WORTH) * plain.score(chosen).iteration_s
+    return (search, best) if faster else (plain, chosen)
+
+
+def _fewest(search: Search) -> Candidate:
+    """Of the best plan's guesses as few as cost next to nothing."""
+    best = search.best()
+    most = best.speculate or 0
+    tried = [replace(best, speculate=n) for n in sorted({most * i // PARTS for i in range(PARTS)})]
+    least_s = search.score(best).iteration_s
+    near = (c for c in tried if search.score(c).iteration_s <= (1 + WORTH / 2) * least_s)
+    return next(near, best)
+
+
+def about_guesses(search: Search, made: Plan, plain_s: float) -> list[str]:
+    """A sentence with figures; nothing where nobody says how many steps clip."""
+    count, rate = sum(made.guessed), search.workload.clip_rate
+    if rate is None or made.prediction is None:
+        return []
+    if not count:
+        return [
+            f"no subgroup is updated before the norm is known: where {rate:.1%} of the steps clip "
+            "(--clip-rate) that is no faster within this memory"
+        ]
+    share, saved_s = shares(rate), plain_s - made.prediction.iteration_s
+    return [
+        f"{count} of {made.subgroup_count} subgroups are updated before the norm is known, which "
+        f"saves {saved_s * 1e3:.1f} ms where {rate:.1%} of the steps clip (--clip-rate): "
+        f"{share.right:.0%} of the steps guess right, {share.wrong:.1%} wrong"
+    ]
