@@ -38,6 +38,8 @@ FIGURES: dict[str, dict[str, str]] = {
         "iteration_over_floor": "iteration / floor {:.2f}",
         "stride_over_floor": "best stride {:.2f}",
         "twin_flow_over_floor": "best Twin-Flow {:.2f}",
+        "guessed_iteration_over_floor": "with updates before the norm {:.2f} of their floor",
+        "gain_over_barrier": "{:.2f}x of waiting for it",
         "bit_identical": "bit-identical: {}",
     },
     "simulator_speed": {

@@ -209,7 +209,7 @@ void update_streaming(const Range<Rule, Grad, Out>& r, int64_t begin, int64_t en
 // Elements that a thread takes at a time: 16 bytes each of state, gradient and parameter make 1 MiB,
 // long enough for the prefetchers. Borders on multiples of 64 elements: no two threads share a cache line.
 constexpr int64_t kChunk = int64_t(1) << 16;
-constexpr int64_t kBrought = int64_t(1) << 11;  // that are brought and updated at once: 24 KiB of state
+constexpr int64_t kBrought = int64_t(1) << 13;  // that are brought and updated at once: 96 KiB of state
 
 // Cuts [0, n) into chunks that the team takes one after the other. Of equal shares, given out
 // beforehand, the thread whose core the training thread is on would still have half of its own when the
@@ -246,39 +246,6 @@ __attribute__((noinline)) void update_chunk(const Range<Rule, Grad, Out>& r, boo
     update_range<Rule, Grad, Out, variant, write, false>(r.p, r.m, r.v, r.g, r.out, begin, end, r.s);
 }
 
-// Past the caches where that can be.
-inline void place(float* to, const float* from, int64_t count, bool streams)
-{
-    const int64_t bytes = count * int64_t(sizeof(float));
-#if defined(__SSE2__)
-    if (streams && reinterpret_cast<uintptr_t>(to) % 64 == 0 && bytes % 64 == 0) {
-        stream_out(to, from, bytes);
-        _mm_sfence();
-        return;
-    }
-#endif
-    std::memcpy(to, from, size_t(bytes));
-}
-
-// Out of place: in a block that stays in the caches. What is written is not read first, so that no
-// byte more than in place goes to or from memory.
-template <class Rule, class Grad, class Out, int variant, bool write>
-__attribute__((noinline)) void update_from(const Range<Rule, Grad, Out>& r, bool streams, int64_t begin,
-                                           int64_t end)
-{
-    alignas(64) float block[3][kBrought];
-    float* const to[] = {r.p, r.m, r.v};
-    for (int64_t i = begin; i < end; i += kBrought) {
-        const int64_t count = std::min(kBrought, end - i);
-        for (int k = 0; k <= Rule::kMoments; ++k)
-            std::memcpy(block[k], r.from[k] + i, size_t(count) * sizeof(float));
-        const Range<Rule, Grad, Out> here{
-            block[0], block[1], block[2], r.g + i, write ? r.out + i : r.out, r.s, nullptr};
-        update_chunk<Rule, Grad, Out, variant, write>(here, streams, 0, count);
-        for (int k = 0; k <= Rule::kMoments; ++k) place(to[k] + i, block[k], count, streams);
-    }
-}
-
 template <class Rule, class Grad, class Out, int variant, bool write>
 void update(const Range<Rule, Grad, Out>& r, int64_t n, int64_t tail, int threads)
 {
@@ -290,7 +257,11 @@ void update(const Range<Rule, Grad, Out>& r, int64_t n, int64_t tail, int thread
     const bool streams = n / std::max(threads, 1) >= (int64_t(1) << 20);
     in_chunks(n, 64, kChunk, threads, [&](int64_t begin, int64_t end) {
         if (!r.from) return update_chunk<Rule, Grad, Out, variant, write>(r, streams, begin, end);
-        update_from<Rule, Grad, Out, variant, write>(r, streams, begin, end);
+        for (int64_t i = begin; i < end; i += kBrought) {  // in the caches when it is updated
+            const int64_t last = std::min(i + kBrought, end);
+            r.bring(i, last);
+            update_chunk<Rule, Grad, Out, variant, write>(r, streams, i, last);
+        }
     });
 }
 

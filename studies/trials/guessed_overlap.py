@@ -13,7 +13,7 @@ from simulator.analysis.bound import bound
 from studies.bench.bits import differences
 from studies.trials.emulated_training import Bench, Setting, stock_state
 
-RATIOS = (0.5, 1.0, 2.0)  # of all updates on the host to forward and backward
+UPDATE_RATIOS = (0.5, 1.0, 2.0)  # of all updates on the host to forward and backward
 CLIP_RATES = (0.05, 0.5, 1.0)
 LINK = 10  # times the parameters, in bytes per forward and backward: gradients are home in time
 LONG = 1.0  # from this ratio on updates are as long as the passes
@@ -59,7 +59,7 @@ def setting_of(base: Setting, ratio: float) -> Setting:
 
 
 def measure_guesses(
-    base: Setting, steps: int, clipped_steps: int, ratios: Sequence[float] = RATIOS
+    base: Setting, steps: int, clipped_steps: int, ratios: Sequence[float] = UPDATE_RATIOS
 ) -> dict[str, Any]:
     """Each ratio on an engine of its own.
 
@@ -86,29 +86,25 @@ def clipping(rate: float, seed: int = 0) -> Callable[[int], bool]:
 
 
 def _measured(setting: Setting, ratio: float, steps: int, clipped_steps: int) -> Guessed:
-    bench = Bench(setting, clips=lambda _: False)
-    history: list[Callable[[int], bool]] = []  # of every step so far, for stock
+    bench, clipped = Bench(setting, clips=lambda _: False), list[bool]()
 
     def mean_s(plan: Plan, rate: float, count: int) -> float:
-        first = bench.steps
-        bench.clips = lambda number: clipping(rate)(number - first)
+        first, clips = bench.steps, clipping(rate)
+        bench.clips = lambda number: clips(number - first)
         found = bench.measure(plan, count)
-        history.extend(lambda n, begun=first: clipping(rate)(n - begun) for _ in range(first, bench.steps))
+        clipped.extend(map(clips, range(bench.steps - first)))
         return found.mean_s if rate else found.iteration_s
 
     work, machine = bench.workload(steps), setting.machine()
-    history += [lambda _: False] * bench.steps
+    clipped += [False] * bench.steps
     plain = tuner.plan(work, machine, memory_margin=0)
-    guessed = tuner.plan(
-        work.model_copy(update={"clip_rate": 0.0}), machine, memory_margin=0
-    )
+    guessed = tuner.plan(work.model_copy(update={"clip_rate": 0.0}), machine, memory_margin=0)
     barrier_s, guessed_s = (mean_s(plan, 0.0, steps) for plan in (plain, guessed))
     slower = {}
     for rate in CLIP_RATES:
         without_s, with_s = (mean_s(plan, rate, clipped_steps) for plan in (plain, guessed))
         slower[f"{rate:.0%}"] = 100 * (with_s / without_s - 1)
-    total, clips = bench.steps, lambda number: history[number](number)
-    same = differences(bench.close(), stock_state(setting, total, clips)) == ()
+    same = differences(bench.close(), stock_state(setting, len(clipped), clipped.__getitem__)) == ()
     assert guessed.prediction is not None
     given = setting.workload(*setting.given_s)
     floor_s = bound(given, machine, guesses=True).iteration_s

@@ -177,9 +177,7 @@ def test_segments_of_a_subgroup_have_the_bits_of_the_whole(op):
     ("threads", "elements", "begin"), [(1, 100_003, 0), (3, 100_003, 0), (1, 2**20 + 203, 1)]
 )
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
-def test_out_of_place_the_bits_are_the_same_and_the_old_state_stays(
-    rule, threads, elements, begin
-):
+def test_out_of_place_the_bits_are_the_same_and_the_old_state_stays(rule, threads, elements, begin):
     """With a tail, in several blocks of a thread's share; past the caches where it is long, of
     which the first tensor does not lie on a border of their lines.
     """

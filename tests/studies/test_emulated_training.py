@@ -21,7 +21,7 @@ def run(only_rank, monkeypatch):
 
 @pytest.mark.slow
 def test_overlap(tmp_path, run):
-    found = run("overlap", tmp_path / "o.json", "--steps", "2")
+    found = run("overlap", tmp_path / "o.json", "--steps", "2", "--clipped-steps", "3")
     assert found["bit_identical"] is True
     assert found["device_kind"] == "emulated"
     names = {row["name"] for row in found["rows"]}
@@ -30,6 +30,12 @@ def test_overlap(tmp_path, run):
     assert all(row["over_floor"] >= 1 - 1e-6 for row in found["rows"])
     assert found["iteration_over_floor"] == found["rows"][0]["over_floor"]
     assert (tmp_path / "o.trace.json").exists()
+    [row] = found["guessed_rows"]
+    assert found["guessed_bit_identical"] is True
+    assert row["speculate"] > 0
+    assert row["iteration_over_floor"] == found["guessed_iteration_over_floor"] >= 1 - 1e-6
+    assert row["gain_over_barrier"] == found["gain_over_barrier"]
+    assert set(row["slowdown_pct"]) == {"5%", "50%", "100%"}
 
 
 @pytest.mark.slow
