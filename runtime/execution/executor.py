@@ -86,10 +86,7 @@ class Executor:
         self.host_slots = list(host_slots)
         self.guesses = guesses or Guesses(device, [])
         self._guessed = {t.op.subgroup: i for i, t in enumerate(template) if t.guessed}
-        self._anew = {
-            i: replace(template[i], op=template[i].op._replace(kind=OpKind.UPDATE_HOST))
-            for i in self._guessed.values()
-        }  # what a guess is where nobody has guessed, or wrong
+        self._anew = _redone(template)
         visitors = [s for s in states if RECIPES[s.placement].queue is Queue.DEVICE]
         if visitors:
             dtypes = visitors[0].gradient.dtype, visitors[0].wire.dtype
@@ -118,8 +115,7 @@ class Executor:
         self._bodies = self._body_by_kind()
         self._position = {(t.op.kind, t.op.subgroup): i for i, t in enumerate(template)}
         self._published = [self._position[published_by(s), s.index] for s in states]
-        # Copies of parameters for passes, and dropped guesses, since the latest launch: for the
-        # measured timeline.
+        # Copies for passes and dropped guesses since the latest launch, for the measured timeline.
         self._beside: deque[tuple[Op, Completion]] = deque(maxlen=KEPT_FETCHES)
         self._latest_fetch = Completion.done()
         self._begun = False
@@ -560,6 +556,14 @@ class Executor:
                 self.device.close()
                 # DeepSpeed never lets an engine go.
                 self.slots, self.parameter_slots, self.host_slots = [], [], []
+
+
+def _redone(template: list[TemplateOp]) -> dict[int, TemplateOp]:
+    """By its place, what a guess is where nobody has guessed, or wrong."""
+    return {
+        i: replace(item, op=item.op._replace(kind=OpKind.UPDATE_HOST))
+        for i, item in enumerate(template) if item.guessed
+    }  # fmt: skip
 
 
 def published_by(state: SubgroupState) -> OpKind:

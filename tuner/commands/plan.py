@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -130,8 +129,8 @@ def plan(
     check_offloading(trained)
     tell_unread(trained)
     _tell_device(trained, emit_deepspeed)
-    trained = _clipping(trained, clip_rate)
-    work, sizes = _recut(trained.workload, subgroup_size or automatic)
+    clipping = _clipping(trained.workload, clip_rate)
+    work, sizes = _recut(clipping, subgroup_size or automatic)
     options: dict[str, Any] = {
         "device_memory_bytes": gpu_memory, "host_memory_bytes": host_memory, "seed": seed,
         "robust": robust, "subgroup_sizes": sizes, "memory_margin": memory_margin,
@@ -139,15 +138,13 @@ def plan(
         "storage": stored_in(trained, storage), "endurance_bytes": endurance,
     }  # fmt: skip
     needs("with --storage", bool(options["storage"]), "endurance")
-    needs("under ZeRO-3", work.zero_stage == 3, "clip_rate")
     failures = {"mtbf_s": mtbf, "restart_s": restart, "checkpoint_dir": checkpoint_dir}
     result = _searched(work, measured, trained, failures, options)
     if why:
         result = _with_shadow_prices(result, work, measured, options)
     with written("--output", output):
         result.save(output)
-    if emit_deepspeed is not None:
-        _emit(emit_deepspeed, result, output, trained)
+    _emit(emit_deepspeed, result, output, trained)
     if as_json:
         click.echo(result.model_dump_json(indent=2))
         return
@@ -157,10 +154,11 @@ def plan(
     console.print(_next(emit_deepspeed, trained.workload), markup=False, soft_wrap=True)
 
 
-def _clipping(trained: Trained, clip_rate: float | None) -> Trained:
+def _clipping(workload: Workload, clip_rate: float | None) -> Workload:
+    needs("under ZeRO-3", workload.zero_stage == 3, "clip_rate")
     if clip_rate is None:
-        return trained
-    return replace(trained, workload=trained.workload.model_copy(update={"clip_rate": clip_rate}))
+        return workload
+    return workload.model_copy(update={"clip_rate": clip_rate})
 
 
 def _writing_at(checkpoint_rate: float | None, machine: Machine) -> Machine:
@@ -218,9 +216,12 @@ def _with_ways_out(
     return "\n".join([f"{error.fact}. {'These fit:' if lines else error.advice}", *lines])
 
 
-def _emit(path: str, found: Plan, plan_file: str, trained: Trained) -> None:
+def _emit(path: str | None, found: Plan, plan_file: str, trained: Trained) -> None:
+    """Nothing where no file is asked for."""
     from tuner.emitted_config import emitted_config, write_config
 
+    if path is None:
+        return
     work = trained.workload
     plan_path = str(Path(plan_file).resolve())  # a script may run in any folder
     config = emitted_config(found, plan_path, trained.config, work.wire_dtype, work.zero_stage)

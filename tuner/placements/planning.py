@@ -94,8 +94,17 @@ def plan(
     search = begun(workload, machine, limits, seed, freely=offload_parameters)
     if not search.fits:
         raise ImpossibleError.explain(workload, limits, list(search.scores.values()))
+    result = _best_of(search, robust, folders, endurance_bytes, progress)
+    return with_checkpoints(result, workload, machine, limits, mtbf_s, restart_s, checkpoint_dir)
+
+
+def _best_of(
+    search: Search, robust: bool, folders: Mapping[str, Any], endurance_bytes: float | None,
+    progress: Progress,
+) -> Plan:  # fmt: skip
+    """What a search that has begun comes to, with its prediction and its reasons."""
     _improve(search, progress)
-    chosen = _robust_choice(search, seed) if robust else search.best()
+    chosen = _robust_choice(search) if robust else search.best()
     plain_s = search.score(chosen).iteration_s
     if may_guess(search):
         progress(0.8, "updates before the norm")
@@ -103,8 +112,7 @@ def plan(
     progress(0.9, "what the others would take")
     made = _as_plan(search, chosen, folders)
     why = about_guesses(search, made, plain_s) + about_storage(search, chosen, endurance_bytes)
-    result = _explained(made, search, why)
-    return with_checkpoints(result, workload, machine, limits, mtbf_s, restart_s, checkpoint_dir)
+    return _explained(made, search, why)
 
 
 def _improve(search: Search, progress: Progress) -> None:
@@ -119,10 +127,10 @@ def _improve(search: Search, progress: Progress) -> None:
     anneal(search, progress=lambda share: progress(0.2 + 0.7 * share, "annealing"))
 
 
-def _robust_choice(search: Search, seed: int) -> Candidate:
+def _robust_choice(search: Search) -> Candidate:
     """Among the best in the expected case, the one with the lowest 90th percentile."""
     finalists = sorted(search.scores, key=lambda c: search.scores[c].iteration_s)[:FINALISTS]
-    machines = sampled_machines(search.machine, seed)
+    machines = sampled_machines(search.machine, search.seed)
     sweeps = [PlanSweep(search.workload, machine) for machine in machines]
 
     def ninth_decile(c: Candidate) -> float:

@@ -60,15 +60,10 @@ def quick_plan(
         move_parameters: between device and host; else they live where they do under ``current``.
     """
     limits = _limits(workload, machine, current, device_bytes, host_bytes)
-    fixed: dict[str, int] = {
-        "threads": current.threads, "overlap_forward": current.overlap_forward,
-    }  # fmt: skip
     now = current.parameter_homes if "host" in current.parameter_homes else ()
     stored = [s for s, placement in enumerate(current.placements) if placement in STORED] or None
-    if any(current.guessed):  # there is memory for as many
-        fixed["speculate"] = current.speculate
     new = partial(
-        Search, workload, machine, limits, seed, fixed, storable=stored,
+        Search, workload, machine, limits, seed, _fixed(current), storable=stored,
         speculates=any(current.guessed),
     )  # fmt: skip
     search = new(homes=now)
@@ -79,9 +74,7 @@ def quick_plan(
     current_s = search.seconds_anyhow(running)
     search.score(running)
     if move_parameters:
-        whole = search
-        if now:
-            whole = new()
+        whole = new() if now else search
         tried = (now,) if now else ()
         other = begun(workload, machine, limits, seed, freely=True, whole=whole, tried=tried)
         search = other if other.best_s < search.best_s else search
@@ -100,6 +93,12 @@ def quick_plan(
         parameter_home=Plan.home_runs(best.homes), host_slots=best.host_slots,
     )  # fmt: skip
     return QuickPlan(made, best_s, current_s)
+
+
+def _fixed(current: Plan) -> dict[str, int]:
+    """What stays as it is; of guesses, for which there is memory, as many."""
+    same = {"threads": current.threads, "overlap_forward": current.overlap_forward}
+    return {**same, "speculate": current.speculate} if any(current.guessed) else same
 
 
 def _limits(
