@@ -16,7 +16,7 @@ from runtime.execution.guesses import SubgroupJob, spares_of
 from runtime.execution.plan_check import check_plan
 from runtime.execution.recorder import Recorder
 from runtime.execution.step_template import gradient_template, step_template
-from runtime.execution.stored import check_store, host_slots, open_store, stored_sizes
+from runtime.execution.stored import grown_store, host_slots, open_store, stored_sizes
 from runtime.execution.subgroup_state import Buffers, SubgroupState, place, staging_slots
 from runtime.hardware.launcher import local_ranks
 from runtime.kernels.rule import UpdateRule
@@ -170,7 +170,6 @@ class Session:
         self.closed = False
         self._running: Executor | None = None  # while a switch moves its subgroups
         self._store: ExtentStore | None = None
-        self._stores: dict[int, int] | None = None  # elements of the subgroups it has room for
         self.stored = StoredSteps(
             lambda: self._store, lambda: frozenset(self._on_storage()), self._wait_all
         )  # fmt: skip
@@ -197,7 +196,7 @@ class Session:
         slots = staging_slots(self.device, plan.staging_slots, visiting, tensors)
         stored = stored_sizes(plan, sizes)
         if self._store is None and stored:
-            self._store, self._stores = open_store(plan, stored, tensors), stored
+            self._store = open_store(plan, stored, tensors)
         if self._running is None:
             self.engine.prepare(self.device)
         homes = plan.parameter_homes
@@ -364,6 +363,7 @@ class Session:
 
         Raises:
             PlanError: the plan is for other subgroups.
+            StorageError: there is no room for what it stores.
             BackgroundError, CheckpointError: something failed in the background before.
         """
         check_plan(
@@ -374,7 +374,9 @@ class Session:
                 "plan.placement must be host for every subgroup of an optimizer that runs its own "
                 f"step, but got {plan.count('host')} of {plan.subgroup_count}"
             )
-        check_store(plan, self._stores, self.engine.sizes())
+        stored = stored_sizes(plan, self.engine.sizes())
+        tensors = 1 + len(self.engine.update_rule().moments)
+        self._store = grown_store(self._store, plan, stored, tensors)
         self.executor.wait_all()
         for wait in self.before_switch:
             wait()

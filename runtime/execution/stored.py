@@ -11,6 +11,7 @@ import torch
 
 from runtime.execution.subgroup_state import StagingSlot
 from runtime.hardware.launcher import local_ranks
+from runtime.storage.errors import StorageError
 from runtime.storage.folder import Drive
 from runtime.storage.store import ExtentStore
 from runtime.storage.training import stands
@@ -65,18 +66,27 @@ def open_store(plan: Plan, stored: Mapping[int, int], tensors: int) -> ExtentSto
     )  # fmt: skip
 
 
-def check_store(plan: Plan, store_holds: Mapping[int, int] | None, sizes: tuple[int, ...]) -> None:
-    """A store has room for the subgroups that it was made for.
+def grown_store(
+    store: ExtentStore | None, plan: Plan, stored: Mapping[int, int], tensors: int
+) -> ExtentStore | None:
+    """The store of a running training with room for what another plan stores; nothing is moved.
 
     Raises:
-        PlanError: the plan stores others.
+        StorageError: there is no room; a folder that is new to this run is another's, or has
+            checkpoints that would be written over.
     """
-    more = sorted(set(stored_sizes(plan, sizes)) - set(store_holds or ()))
-    if store_holds is not None and more:
-        raise PlanError(
-            "plan.placement may not move further subgroups to storage while training runs, but got "
-            f"{more[:5]}: save a checkpoint, and resume from it under the new plan"
+    if store is not None:
+        store.grow({subgroup: [FP32_BYTES * n] * tensors for subgroup, n in stored.items()})
+        return store
+    opened = open_store(plan, stored, tensors)
+    if opened is not None and opened.unclaimed:
+        opened.close()
+        raise StorageError(
+            "a folder that state is moved to while training runs must hold no other run's "
+            f"checkpoints, but {plan.drives} have those of steps {opened.unclaimed}: set another "
+            "plan.storage_dir"
         )
+    return opened
 
 
 def host_slots(count: int, stored: Mapping[int, int], tensors: int) -> list[StagingSlot]:

@@ -44,14 +44,19 @@ class ExtentFile(OutputFile):
         except OSError as error:
             raise self._explain(error) from error
 
+    def grow(self, size_bytes: int) -> None:
+        """Likewise of what is behind the end; what is there stays."""
+        self._size = size_bytes
+        self.reserve()
+
     def check(self) -> None:
-        """That the file is there as it was reserved.
+        """That the file is there as it was reserved; it may have grown since.
 
         Raises:
             StorageError: it is not.
         """
         size = self.path.stat().st_size if self.path.exists() else 0
-        if size != self._size:
+        if size < self._size:
             raise self._cut_short(size)
 
     def read(self, data: memoryview, offset: int) -> None:

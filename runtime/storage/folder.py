@@ -7,7 +7,7 @@ import fcntl
 import json
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +46,7 @@ class Folders:
     def __init__(self, drives: Sequence[Drive], rank: int, files: Files) -> None:
         self._drives, self.rank, self._files = drives, rank, files
         self.directories = [drive.directory for drive in drives]
+        self._page: StorePage | None = None  # of the store that was claimed
         self._locks: list[int] = []
         try:
             for drive in drives:
@@ -71,9 +72,9 @@ class Folders:
     def _steps(self) -> Path:
         return self._path(self._drives[0], STEPS)
 
-    def claim(self, wanted: StorePage) -> tuple[str, list[StepRecord]]:
-        """The nonce and the steps of the store that is there; a new one's where there is none, or
-        one without a step.
+    def claim(self, wanted: StorePage) -> tuple[StorePage, list[StepRecord]]:
+        """The page and the steps of the store that is there, whose subgroups may be more, or fewer,
+        than are wanted; a new one's where there is none, or one without a step.
 
         Raises:
             StorageError: it holds steps, but is not what is wanted; its pages cannot be read.
@@ -83,11 +84,31 @@ class Folders:
         steps = self._read(self._steps, StepsPage)
         if steps is None or not steps.steps:
             self._check_world(wanted)
-            return self._make(wanted), []
+            self._page = wanted.model_copy(update={"nonce": uuid.uuid4().hex})
+            self._write(self._page)
+            return self._page, []
+        sizes = _widest(pages, wanted)
+        self._page = wanted.model_copy(update={"nonce": steps.nonce, "sizes": sizes})
         for number, page in enumerate(pages):
-            expected = wanted.model_copy(update={"nonce": steps.nonce, "drive": number})
+            # A kill may have come between the pages of a store that grew.
+            held = sizes[: len(page.sizes)] if page is not None else sizes
+            expected = self._page.model_copy(update={"drive": number, "sizes": held})
             _check_same(page, expected, self._drives[number].directory)
-        return steps.nonce, steps.steps
+        return self._page, steps.steps
+
+    def grow(self, sizes: Mapping[int, Sequence[int]]) -> None:
+        """The files have room for these subgroups too, behind the others."""
+        assert self._page is not None
+        more = [(subgroup, list(tensors)) for subgroup, tensors in sizes.items()]
+        page = self._page.model_copy(update={"sizes": [*self._page.sizes, *more]})
+        try:
+            self._write(page)
+        except OSError as error:
+            raise StorageError(
+                f"writing {self._path(self._drives[0], STORE)} failed: {error.strerror or error}; "
+                "what is stored already is intact: make room, or store no further subgroups"
+            ) from error
+        self._page = page
 
     def _check_order(self, pages: Sequence[StorePage | None]) -> None:
         """Drive 0 has the manifest: with another directory in its place there would be no step."""
@@ -101,12 +122,10 @@ class Folders:
                 "empty ones"
             )
 
-    def _make(self, wanted: StorePage) -> str:
-        nonce = uuid.uuid4().hex
+    def _write(self, page: StorePage) -> None:
         for number, drive in enumerate(self._drives):
-            page = wanted.model_copy(update={"nonce": nonce, "drive": number})
-            self._files.write_durably(self._path(drive, STORE), dump(page))
-        return nonce
+            content = dump(page.model_copy(update={"drive": number}))
+            self._files.write_durably(self._path(drive, STORE), content)
 
     def _check_world(self, wanted: StorePage) -> None:
         """A rank that has no steps here may still stand beside others' of another world size."""
@@ -163,6 +182,14 @@ def read_page(path: Path, kind: type[PageT], files: Files) -> PageT | None:
             f"{path} cannot be read: {error}; the state beside it is not touched: restore the "
             "file, or give another directory"
         ) from error
+
+
+def _widest(pages: Sequence[StorePage | None], wanted: StorePage) -> list[tuple[int, list[int]]]:
+    """The subgroups of the largest page, if none is wanted in another size."""
+    held = max((page.sizes for page in pages if page is not None), key=len, default=[])
+    there = dict(held)
+    fits = all(there.get(subgroup, tensors) == tensors for subgroup, tensors in wanted.sizes)
+    return held if fits else wanted.sizes
 
 
 def _check_same(page: StorePage | None, expected: StorePage, directory: Path) -> None:

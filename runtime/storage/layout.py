@@ -55,6 +55,10 @@ class Layout:
                 ends[drive] += share * extents
         self.file_bytes = tuple(ends)
 
+    def with_more(self, sizes: Mapping[int, Sequence[int]]) -> Layout:
+        """Further subgroups behind these, which stay where they are."""
+        return Layout({**self.sizes, **sizes}, self._weights, self.block_bytes, self.extents)
+
     def cuts(self, subgroup: int) -> list[int]:
         """Where in the subgroup's row each drive's part begins, and the end."""
         row = sum(map(padded, self.sizes[subgroup]))

@@ -54,6 +54,10 @@ class _Subgroup:
         return held[newest] if newest >= asked.due else None
 
 
+def _new(extents: int) -> _Subgroup:
+    return _Subgroup([None] * extents, [[]] * extents)
+
+
 @dataclass(frozen=True)
 class _Announced:
     """A version that is to be committed: of each subgroup the newest state up to it, which is not
@@ -92,9 +96,7 @@ class ExtentStore:
         self._verify_reads = verify_reads
         self._condition = threading.Condition()
         self._committing = threading.Lock()  # one at a time: a manifest names all kept steps
-        self._subgroups = {
-            s: _Subgroup([None] * layout.extents, [[]] * layout.extents) for s in layout.sizes
-        }
+        self._subgroups = {s: _new(layout.extents) for s in layout.sizes}
         self._steps = steps
         self._passed_over = set[str]()  # steps that were not restored although they are newer
         self._announced: dict[int, _Announced] = {}
@@ -115,7 +117,7 @@ class ExtentStore:
         verify_reads: bool = False, deadline_s: float = DEADLINE_S, files: Files | None = None,
         stands: Callable[[StepRecord], bool] = lambda _: True,
     ) -> ExtentStore:  # fmt: skip
-        """Reserves the space, or finds what an earlier run has left there.
+        """Reserves the space, or finds what an earlier run has left there, and grows it.
 
         Args:
             sizes: bytes of master and moments, by subgroup.
@@ -132,20 +134,20 @@ class ExtentStore:
                 another layout or world size.
         """
         files = files or Files()
-        layout = Layout(sizes, [d.weight for d in drives], block_bytes, keep + 1)
         wanted = StorePage(
             nonce="", rank=rank, world_size=world_size, drive=0, block_bytes=block_bytes,
             weights=[float(d.weight) for d in drives], extents=keep + 1,
-            sizes=[(s, list(tensors)) for s, tensors in layout.sizes.items()],
+            sizes=[(s, list(tensors)) for s, tensors in sizes.items()],
         )  # fmt: skip
         with contextlib.ExitStack() as undo:
             try:
                 folders = Folders(drives, rank, files)
                 undo.callback(folders.close)
-                nonce, steps = folders.claim(wanted)
+                page, steps = folders.claim(wanted)
+                layout = Layout(dict(page.sizes), page.weights, block_bytes, keep + 1)
                 if len(steps) > keep:  # killed between `prepare` and `settle`
                     steps = ([s for s in steps if stands(s)] or steps[1:])[:keep]
-                    folders.commit(nonce, steps)
+                    folders.commit(page.nonce, steps)
                 opened = [
                     ExtentFile(folders.extents(drive), size_bytes, files)
                     for drive, size_bytes in zip(drives, layout.file_bytes, strict=True)
@@ -162,17 +164,41 @@ class ExtentStore:
                     f"{[str(drive.directory) for drive in drives]} gave: {error}"
                 ) from error
             undo.pop_all()
-        return cls(
-            folders, layout, opened, nonce, steps, keep, depth, block_bytes, deadline_s,
+        made = cls(
+            folders, layout, opened, page.nonce, steps, keep, depth, block_bytes, deadline_s,
             verify_reads=verify_reads, unclaimed=[s.step for s in steps if stands(s)],
         )  # fmt: skip
+        try:
+            made.grow(sizes)
+        except BaseException:
+            made.close()
+            raise
+        return made
 
     # -- reading and writing, on the lanes' threads
 
     def adopt(self, subgroup: int, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Writes a subgroup's first state; returns `view`."""
-        self.write(subgroup, tensors, 0)
+        """Writes a subgroup's first state, that of the latest update; returns `view`."""
+        self.write(subgroup, tensors, self._due)
         return self.view(subgroup)
+
+    def grow(self, sizes: Mapping[int, Sequence[int]]) -> None:
+        """Makes room for further subgroups behind the others, while training runs.
+
+        Raises:
+            StorageError: there is none; what is stored is as it was.
+        """
+        more = {s: tuple(tensors) for s, tensors in sizes.items() if s not in self._layout.sizes}
+        if not more:
+            return
+        with self._committing:
+            layout = self._layout.with_more(more)
+            for file, size_bytes in zip(self._files, layout.file_bytes, strict=True):
+                file.grow(size_bytes)
+            self._folders.grow(more)
+            with self._condition:
+                self._layout = layout
+                self._subgroups |= {s: _new(layout.extents) for s in more}
 
     def view(self, subgroup: int) -> tuple[torch.Tensor, ...]:
         """fp32 tensors at a fixed address that show the subgroup's state on storage, whichever
@@ -472,6 +498,11 @@ class ExtentStore:
                 for s, e in found
                 if e is not None
             ]
+
+    @property
+    def unclaimed(self) -> tuple[int, ...]:
+        """Steps of an earlier run's checkpoints, of which none was restored."""
+        return tuple(self._unclaimed)
 
     @property
     def steps(self) -> list[StepRecord]:

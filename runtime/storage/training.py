@@ -74,11 +74,11 @@ class StoredSteps:
     def adopt(self, page: bytes) -> frozenset[int]:
         asked = self._parse(page)
         held = frozenset(tensor.subgroup for tensor in asked.tensors)
-        if self.store is None or asked.store != self.store.nonce or not held <= self.subgroups():
+        if self.store is None or asked.store != self.store.nonce:
             return frozenset()
         self.updated()  # what it wrote behind this would be the newest
         self.store.restore(name=asked.name)
-        return held
+        return held & self.subgroups()  # the plan may keep others in memory
 
     @contextmanager
     def read(

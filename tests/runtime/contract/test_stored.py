@@ -8,6 +8,7 @@ import torch
 import runtime
 from runtime.devices.lane import BackgroundError
 from runtime.execution.executor import Executor
+from runtime.storage.errors import StorageError
 from runtime.storage.export import export
 from runtime.storage.store import ExtentStore
 from runtime.zero.attach import switch_plan
@@ -72,12 +73,65 @@ def test_training_goes_on_as_plans_take_state_off_storage_and_leave_it_there():
     assert_same(ours, outcome(start()))
 
 
-def test_a_plan_that_stores_more_than_there_is_room_for_is_refused():
+@pytest.mark.parametrize("begin", [["host"], ["host", "device"], ["stored", "host"]])
+def test_training_goes_on_as_plans_take_state_to_storage(begin, tmp_path):
+    """A checkpoint after each step; a run under the first plan resumes from the last."""
+    later = {
+        1: ["host", "stored"], 2: ["host"], 3: ["stored", "stored", "host"], 4: ["stored"],
+    }  # fmt: skip
+
+    def between(engine, number):
+        engine.save_checkpoint(tmp_path / "ck")
+        if number in later:
+            plan = plan_for(engine, later[number])
+            switch_plan(engine, plan.model_copy(update={"storage_dir": str(tmp_path / "state")}))
+
+    def under(pattern):
+        return attached(start(), pattern, LAST, storage_dir=str(tmp_path / "state"))
+
+    stock = start()
+    ours = under(begin)
+    losses, norms = train(ours, 6, each=between)
+    ours.checkpoint_engine.wait()
+    ours.destroy()
+    expected = train(stock, 6)
+    assert torch.equal(torch.stack(losses), torch.stack(expected[0]))
+    assert norms == expected[1]
+    again = under(begin)
+    again.load_checkpoint(tmp_path / "ck")
+    assert_same(outcome(again, 2, first=6), outcome(stock, 2, first=6))
+
+
+def test_a_plan_that_stores_more_than_there_is_room_for_is_refused(monkeypatch):
     engine = attached(start(), ["stored", "host"], LAST)
-    with pytest.raises(PlanError, match="may not move further subgroups to storage"):
-        switch_plan(engine, plan_for(engine, ["stored"]))
-    train(engine, 1)  # goes on
-    engine.destroy()
+    plan = plan_for(engine, ["stored"])
+    train(engine, 1)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as without_room:
+        without_room.setattr("runtime.checkpoint.files.Files.allocate", full)
+        with pytest.raises(StorageError, match="No space left"):
+            switch_plan(engine, plan)
+    train(engine, 1, first=1)  # goes on
+    switch_plan(engine, plan)
+    stock = start()
+    train(stock, 2)
+    assert_same(outcome(engine, 2, first=2), outcome(stock, 2, first=2))
+
+
+def test_a_plan_that_would_write_over_another_runs_checkpoints_is_refused(tmp_path):
+    before = attached(start(), ["stored"], LAST, storage_dir=str(tmp_path / "state"))
+    train(before, 1)
+    before.save_checkpoint(tmp_path / "ck")
+    before.destroy()
+    engine = attached(start(), ["host"], LAST)
+    plan = plan_for(engine, ["stored"])
+    with pytest.raises(StorageError, match=r"another plan\.storage_dir"):
+        switch_plan(engine, plan.model_copy(update={"storage_dir": str(tmp_path / "state")}))
+    switch_plan(engine, plan)
+    assert_same(outcome(engine), outcome(start()))
 
 
 def test_a_plan_without_a_folder_and_zero_2_are_refused():

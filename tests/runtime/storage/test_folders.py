@@ -1,7 +1,9 @@
 """Directories that are moved, mixed up, shared, cut short or of another run."""
 
 import pytest
+import torch
 
+from runtime.checkpoint.files import Files
 from runtime.storage.errors import StorageError
 from tests.runtime.storage.conftest import ELEMENTS, SIZES, equal, read, state, step
 
@@ -39,7 +41,7 @@ def test_directories_may_move(stores):
         ({"world_size": 2}, "world_size = 1 and this run wants 2"),
         ({"keep": 2}, "extents = 2 and this run wants 3"),
         ({"weights": (2.0, 1.0)}, "weights"),
-        ({"sizes": SIZES | {3: (4, 4, 4)}}, "sizes"),
+        ({"sizes": SIZES | {2: (4, 4, 4)}}, "sizes"),
         ({"rank": 1, "world_size": 2}, "world_size = 1 and this run wants 2"),
     ],
 )
@@ -51,6 +53,44 @@ def test_another_layout_or_world_size_is_refused_and_nothing_lost(stores, option
     store = stores.open(TWO)
     store.restore()
     assert equal(read(store, 0), state(0, 1))
+
+
+def test_a_store_grows_behind_what_it_holds(stores):
+    """And is opened after that for as few as before, or for more."""
+    more = {7: (4_000, 8), 8: (12,)}
+    step(stores.open(TWO), 1)
+    store = stores.reopen(TWO, SIZES | {7: more[7]})
+    store.restore()
+    store.write(7, (torch.ones(1_000), torch.zeros(2)))
+    store.grow(more)
+    store.write(8, (torch.full((3,), 5.0),))
+    store.commit(store.announce(), 2)
+    store = stores.reopen(TWO)
+    store.restore()
+    for subgroup in ELEMENTS:
+        assert equal(read(store, subgroup), state(subgroup, 1))
+    into = (torch.empty(1_000), torch.empty(2))
+    store.read(7, into)
+    assert equal(into, (torch.ones(1_000), torch.zeros(2)))
+
+
+def test_a_store_that_cannot_grow_is_as_it_was(stores, monkeypatch):
+    store = stores.open(TWO)
+    step(store, 1)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    for call in ("allocate", "write_durably"):
+        with monkeypatch.context() as without_room:
+            without_room.setattr(Files, call, full)
+            with pytest.raises(StorageError, match="No space left"):
+                store.grow({7: (4_000,)})
+        step(store, store.steps[0].step + 1)
+    last = store.steps[0].step
+    store = stores.reopen(TWO)
+    store.restore()
+    assert equal(read(store, 0), state(0, last))
 
 
 def test_without_a_step_there_is_nothing_to_lose(stores):

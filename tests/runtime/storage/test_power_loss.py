@@ -13,6 +13,8 @@ from tests.runtime.storage.conftest import BLOCK
 
 ELEMENTS = {0: 1_500, 1: 700}  # two blocks, so that one of them may be missing
 SIZES = {subgroup: (4 * elements,) for subgroup, elements in ELEMENTS.items()}
+GROWN = 2  # a subgroup that comes later
+ELEMENTS[GROWN] = 1_100
 
 
 def state(subgroup, version):
@@ -27,11 +29,14 @@ def opened(root, files=None, keep=1):
 
 
 def run(files, keep):
-    """Three steps; the state of a fourth is half written."""
+    """Three steps, with a subgroup more from the second one on; a fourth is half written."""
     store = opened(files.root, files, keep)
     for version in (1, 2, 3):
-        store.announce(version)
-        for subgroup in ELEMENTS:
+        if version == 2:
+            store.grow({GROWN: (4 * ELEMENTS[GROWN],)})
+        there = [s for s in ELEMENTS if version > 1 or s != GROWN]
+        store.announce(version, there)
+        for subgroup in there:
             store.write(subgroup, state(subgroup, version), version)
         store.commit(version, version)
     store.write(0, state(0, 4), 4)
@@ -44,7 +49,9 @@ def check(root, commits, keep):
         assert max((s.step for s in store.steps), default=0) >= commits
         for record in store.steps:
             store.restore(record.step)
-            for subgroup in ELEMENTS:
+            held = {one.subgroup for one in record.extents}
+            assert held == set(ELEMENTS) - ({GROWN} if record.step == 1 else set())
+            for subgroup in held:
                 into = (torch.empty(ELEMENTS[subgroup]),)
                 store.read(subgroup, into)
                 assert torch.equal(into[0], state(subgroup, record.step)[0])
