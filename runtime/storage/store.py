@@ -148,16 +148,12 @@ class ExtentStore:
                 if len(steps) > keep:  # killed between `prepare` and `settle`
                     steps = ([s for s in steps if stands(s)] or steps[1:])[:keep]
                     folders.commit(page.nonce, steps)
-                opened = [
-                    ExtentFile(folders.extents(drive), size_bytes, files)
-                    for drive, size_bytes in zip(drives, layout.file_bytes, strict=True)
-                ]
+                opened = []
+                for drive, size_bytes in zip(drives, layout.file_bytes, strict=True):
+                    opened.append(ExtentFile(folders.extents(drive), size_bytes, files))
+                    undo.callback(opened[-1].close)
                 for file in opened:
-                    undo.callback(file.close)
-                    if steps:
-                        file.check()
-                    else:
-                        file.reserve()
+                    (file.check if steps else file.reserve)()
             except OSError as error:
                 raise StorageError(
                     f"directories for stored state must take files, but "
@@ -168,11 +164,10 @@ class ExtentStore:
             folders, layout, opened, page.nonce, steps, keep, depth, block_bytes, deadline_s,
             verify_reads=verify_reads, unclaimed=[s.step for s in steps if stands(s)],
         )  # fmt: skip
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(made.close)
             made.grow(sizes)
-        except BaseException:
-            made.close()
-            raise
+            undo.pop_all()
         return made
 
     # -- reading and writing, on the lanes' threads
