@@ -14,8 +14,8 @@ import torch
 from runtime.checkpoint.files import Files
 from runtime.execution.stored import free_host_bytes
 from runtime.kernels.rule import UpdateRule
-from runtime.storage.folder import STEPS, STORE, file_of, read_page
-from runtime.storage.pages import StepsPage, StorePage
+from runtime.storage.folder import STEPS, file_of, read_page
+from runtime.storage.pages import StepsPage
 from runtime.zero.checks import private
 from runtime.zero.host_memory import needed_bytes
 from simulator.limits import GIB
@@ -50,13 +50,12 @@ def storing_plan(engine: Any, rule: UpdateRule, sizes: tuple[int, ...], folder: 
 
 
 def stored_before(folder: Path) -> frozenset[int]:
-    """The subgroups of which this rank's folder holds steps."""
-    rank, files = int(os.environ.get("RANK") or 0), Files()
-    steps = read_page(file_of(folder, rank, STEPS), StepsPage, files)
-    page = read_page(file_of(folder, rank, STORE), StorePage, files)
-    if page is None or steps is None or not steps.steps:
+    """The subgroups of which this rank's folder holds the newest step's state."""
+    rank = int(os.environ.get("RANK") or 0)
+    steps = read_page(file_of(folder, rank, STEPS), StepsPage, Files())
+    if steps is None or not steps.steps:
         return frozenset()
-    return frozenset(subgroup for subgroup, _ in page.sizes)
+    return frozenset(extent.subgroup for extent in steps.steps[0].extents)
 
 
 def host_room_bytes(optimizer: Any) -> int:
