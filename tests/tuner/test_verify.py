@@ -237,6 +237,33 @@ def test_an_update_of_one_tensor_that_goes_wrong_late_is_found_beside_loud_round
         assert finding.first.relative < 10 * finding.explained, "its size alone would not tell"
 
 
+@pytest.mark.parametrize(
+    ("off", "sums", "verdict"), [(0.03, 1e-8, "defect"), (0.03, 1e-4, "rounding"),
+                                 (0.001, 1e-8, "rounding")])  # fmt: skip
+def test_equal_gradients_that_make_another_update_are_no_rounding(
+    tmp_path, stock, off, sums, verdict
+):
+    """A learning rate or a step count, 3% off, beside a flipped bit that explains more."""
+
+    def other_rate(state, wire, old, facts):
+        norm(state, wire, old, facts)
+        for name, values in state.items():
+            values += off * (values - old[name])
+
+    def norm(state, wire, old, facts):
+        facts["norm"] *= 1 + sums
+
+    wrong = Trained(tmp_path, "stock with it")
+    for step in range(1, STEPS + 1):
+        wrong.change(step, other_rate if step == 4 else norm)
+    reference = replace(stock, name="no-offload")
+    loud = Noise(reference, (reference, Trained(tmp_path, "flipped", noise=0.05).run()))
+    finding = judge(wrong.run(), reference, loud, same_bits=False)
+    assert finding.verdict == verdict
+    if verdict == "defect":
+        assert (finding.first.step, finding.first.name.endswith("/fp32")) == (4, True)
+
+
 def test_who_agrees_with_a_third_is_not_blamed(tmp_path, stock, noise):
     plan = replace(stock, name="plan")
     apart = Trained(tmp_path, "wrong").change(5, flip("embed")).run()

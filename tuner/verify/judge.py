@@ -26,6 +26,8 @@ FLOORS = {"bf16": 2.0**-8, "fp16": 2.0**-10, "fp32": 1e-5}
 # Losses and norms are sums over everything: what a flipped bit makes of them is known from all
 # steps and micro-batches together, and where so many tell it, they need less of a floor.
 LEAST_SAMPLES, SAMPLED_FLOOR = 4, 1 / 64
+SAME_SUM = 1e-6  # of fp32 numbers added up in another order
+ANOTHER = 0.01  # of a step's update, where its gradients are the same
 ALONE = 0.25  # of a step's update, in a few tensors: more than sums in another order make of it
 ULPS = 16.0  # of a tensor's largest element: more than one update's rounding moves anything by
 
@@ -160,7 +162,11 @@ def _wrong(
         return large[0]
     if same_bits or noise is None:
         return None
-    return _in_one_place(run, other, step, found) or _everywhere(other, found, noise)
+    return (
+        _in_one_place(run, other, step, found)
+        or _another_update(run, other, step, found)
+        or _everywhere(other, found, noise)
+    )
 
 
 def _is_large(difference: Difference, found: Sequence[Difference], noise: Noise | None) -> bool:
@@ -210,6 +216,23 @@ def _in_one_place(
     else:
         large = [d for d in tensors[:1] if d.distance > _update_rounding(other, step, tensors)]
     return large[0] if large else None
+
+
+def _another_update(
+    run: Run, other: Run, step: int, found: Sequence[Difference]
+) -> Difference | None:
+    """Equal tensors and losses, and a norm equal to fp32's last bits (so that gradients are, too),
+    have made an update that is another one in half of the masters: nothing has had time to grow.
+    """
+    earlier = [d for k in range(step) for d in differences(run, other, k)]
+    sums = [d for d in (*earlier, *found) if not d.is_tensor]
+    masters = [d for d in found if d.name.endswith(MASTER)]
+    if step < 2 or any(d.is_tensor for d in earlier) or any(d.relative > SAME_SUM for d in sums):
+        return None
+    shares = {d: d.distance / (moved(run, other, d) or 1.0) for d in masters}
+    if 2 * sum(share > ANOTHER for share in shares.values()) < len(other.masters) or not shares:
+        return None
+    return max(masters, key=lambda d: shares[d])
 
 
 def _update_rounding(other: Run, step: int, found: Sequence[Difference]) -> float:
