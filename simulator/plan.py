@@ -77,11 +77,13 @@ class CheckpointPlan(BaseModel):
         write_bytes_per_s: cap on storage traffic; None: as fast as it goes.
         keep: committed checkpoints left in ``dir``, newest first; 0: all.
         deadline_s: how long storage may make no progress, and ranks may wait for each other, before
-            a checkpoint is given up with an error.
+            a checkpoint is given up with an error. Of stored state's drives too, 300 at most.
         drain_dir: the durable tier: what is committed in ``dir`` is copied there in the background.
         drain_keep: committed checkpoints left in ``drain_dir``, newest first; 0: all.
         restore_random: ``load_checkpoint`` also restores the random states that every checkpoint
             holds (of Python, numpy, torch and each CUDA device). Stock restores none.
+        verify_reads: every read of state on storage is compared with the hash that was taken while
+            it was written; False: the first one after a resume. For drives that are not trusted.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -98,6 +100,7 @@ class CheckpointPlan(BaseModel):
     drain_dir: str | None = None
     drain_keep: int = Field(0, ge=0)
     restore_random: bool = False
+    verify_reads: bool = False
 
     @property
     def writer_threads(self) -> int:

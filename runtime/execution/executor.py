@@ -477,6 +477,8 @@ class Executor:
         kinds = (OpKind.STATE_D2H, OpKind.STATE_WRITE, OpKind.UPDATE_DEVICE, OpKind.UPDATE_HOST,
                  OpKind.UPDATE_GUESSED)  # fmt: skip
         self._completion(kinds, subgroup).wait_host()
+        if self.store is not None and subgroup in self._reads:
+            self.store.check_restored([subgroup])
 
     def wait_all(self) -> None:
         """Blocks until every op of the launched steps has ended; raises the first failure. What has

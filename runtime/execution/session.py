@@ -271,6 +271,7 @@ class Session:
             self.executor.wait_memory()
         else:
             self.executor.wait_all()
+            self.stored.check_restored()
 
     def _wait_all(self) -> None:
         self.executor.wait_all()  # of the plan that runs then

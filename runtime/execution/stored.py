@@ -13,7 +13,7 @@ from runtime.execution.subgroup_state import StagingSlot
 from runtime.hardware.launcher import local_ranks
 from runtime.storage.errors import StorageError
 from runtime.storage.folder import Drive
-from runtime.storage.store import ExtentStore
+from runtime.storage.store import DEADLINE_S, ExtentStore
 from runtime.storage.training import stands
 from runtime.storage.view import page_aligned
 from simulator.limits import UNKNOWN_MARGIN
@@ -62,7 +62,8 @@ def open_store(plan: Plan, stored: Mapping[int, int], tensors: int) -> ExtentSto
     return ExtentStore.open(
         drives, sizes, rank=int(os.environ.get("RANK") or 0),
         world_size=int(os.environ.get("WORLD_SIZE") or 1), keep=kept_steps(plan.checkpoint.keep),
-        stands=stands,
+        stands=stands, verify_reads=plan.checkpoint.verify_reads,
+        deadline_s=min(DEADLINE_S, plan.checkpoint.deadline_s),
     )  # fmt: skip
 
 

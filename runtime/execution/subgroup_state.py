@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -93,6 +93,10 @@ class StateStore(Protocol):
 
     def read(self, subgroup: int, into: Sequence[torch.Tensor]) -> None:
         """Blocks until the state is there."""
+        ...
+
+    def check_restored(self, subgroups: Collection[int] | None = None) -> None:
+        """Somebody is about to look at what was restored and never read since: it is whole."""
         ...
 
     def tick(self) -> int:

@@ -20,8 +20,8 @@ from runtime.storage.extent_file import ExtentFile
 from runtime.storage.folder import Drive, Folders
 from runtime.storage.layout import Block, Layout, padded
 from runtime.storage.pages import ExtentRecord, StepRecord, StorePage
-from runtime.storage.view import View
-from runtime.storage.workers import Bounce, Transfer, Workers
+from runtime.storage.view import View, page_aligned
+from runtime.storage.workers import Bounce, Telling, Transfer, Workers, told_late
 from simulator.plan import BLOCK_BYTES
 
 DEPTH = 4
@@ -36,7 +36,7 @@ class _Subgroup:
         versions: of the state in each extent; None: nothing, or something half written.
         hashes: of each extent's tensors.
         live: the extent that was written last; -1: none.
-        unchecked: its hash is to be compared at the next read.
+        unchecked: its hash is to be compared at the next read, or before a view is looked at.
         reads: that are under way.
     """
 
@@ -244,6 +244,25 @@ class ExtentStore:
                 held.unchecked = False
             self.read_bytes += sum(map(padded, self._layout.sizes[subgroup]))
 
+    def check_restored(self, subgroups: Collection[int] | None = None) -> None:
+        """Compares with its hash what was restored, or with ``verify_reads`` written, and nobody
+        has read since: views show it as it lies. Reads it; blocks.
+
+        Args:
+            subgroups: None: all.
+
+        Raises:
+            StorageError: as `read`.
+        """
+        with self._condition:
+            late = [
+                s for s in (self._subgroups if subgroups is None else subgroups)
+                if s in self._subgroups and self._subgroups[s].unchecked
+            ]  # fmt: skip
+        for s in late:
+            sizes = self._layout.sizes[s]
+            self.read(s, [page_aligned(n // torch.float32.itemsize) for n in sizes])
+
     def write(
         self, subgroup: int, source: Sequence[torch.Tensor], version: int | None = None
     ) -> None:
@@ -274,12 +293,13 @@ class ExtentStore:
             raise
         with self._condition:
             held.versions[extent], held.hashes[extent] = version, hashes
-            held.live, held.unchecked = extent, False
+            held.live, held.unchecked = extent, self._verify_reads
             self.written_bytes += sum(map(padded, self._layout.sizes[subgroup]))
             self._notify()
 
     def _free_extent(self, subgroup: int) -> int:
-        held, begin = self._subgroups[subgroup], time.monotonic()
+        held = self._subgroups[subgroup]
+        waiting = self._telling(f"a commit, for whose room subgroup {subgroup} waits,")
         while True:
             kept = {
                 record.extent
@@ -292,14 +312,19 @@ class ExtentStore:
             if free:
                 return next((extent for extent in free if extent != held.live), free[0])
             self._wait(
-                begin, f"a write of subgroup {subgroup} must find a free extent",
+                waiting, f"a write of subgroup {subgroup} must find a free extent",
                 f"versions {sorted(self._announced)} are still being committed",
             )  # fmt: skip
 
-    def _wait(self, begin_s: float, rule: str, fact: str) -> None:
+    def _telling(self, what: str) -> Telling:
+        return Telling(f"{what} in {self._where()}", self._deadline_s)
+
+    def _wait(self, waiting: Telling, rule: str, fact: str) -> None:
         """For a change; the caller holds the condition and asks again."""
         self._raise_failure()
-        if time.monotonic() - max(begin_s, self._progress_s) > self._deadline_s:
+        stuck_s = time.monotonic() - max(waiting.begin_s, self._progress_s)
+        waiting.stuck(stuck_s)
+        if stuck_s > self._deadline_s:
             raise StorageError(
                 f"{rule} within {self._deadline_s:g} s, but {fact}: a drive hangs, or what is "
                 "waited for was never begun"
@@ -455,7 +480,8 @@ class ExtentStore:
         try:
             extents = self._written(version)
             for file in self._files:
-                file.sync()
+                with told_late(f"syncing {file.path}"):
+                    file.sync()
         except BaseException as error:
             self._fail(error)
             raise
@@ -482,10 +508,10 @@ class ExtentStore:
                 raise StorageError(
                     f"a version must be announced before it is committed, but {version} was not"
                 )
-            begin, held = time.monotonic(), self._subgroups
+            held, waiting = self._subgroups, self._telling(f"the writing of version {version}")
             while late := [s for s in sorted(asked.subgroups) if held[s].of(asked) is None]:
                 self._wait(
-                    begin, f"version {version} must be written", f"subgroups {late[:5]} are not"
+                    waiting, f"version {version} must be written", f"subgroups {late[:5]} are not"
                 )
             found = [(s, held[s].of(asked)) for s in sorted(asked.subgroups)]
             return [
@@ -516,9 +542,9 @@ class ExtentStore:
             StorageError: there is no such step.
         """
         with self._condition:
-            begin = time.monotonic()
+            waiting = self._telling("what is being read")
             while any(held.reads for held in self._subgroups.values()):  # the next step's
-                self._wait(begin, "what is being read must arrive", "it did not")
+                self._wait(waiting, "what is being read must arrive", "it did not")
             found = [s for s in self._steps if (s.name == name if name else step in (None, s.step))]
             if not found:
                 raise StorageError(

@@ -29,12 +29,14 @@ class StoredSteps:
         subgroups: those whose state lives on storage now.
         updated: returns when no update that was launched writes any more.
         apart: inside `committed_apart`.
+        loading: what is restored is about to be looked at by nobody but a load.
     """
 
     opened: Callable[[], ExtentStore | None]
     subgroups: Callable[[], frozenset[int]]
     updated: Callable[[], None]
     apart: bool = False
+    loading: bool = False
 
     @property
     def store(self) -> ExtentStore | None:
@@ -53,11 +55,18 @@ class StoredSteps:
         version = self.store.announce(subgroups=self.subgroups())
         return StoredStep(self.store, version, target, nonce, step)
 
+    def check_restored(self) -> None:
+        """Somebody looks at state that was adopted, and that no step has read yet."""
+        if self.store is not None and not self.loading:
+            self.store.check_restored(self.subgroups())
+
     def problem(self, page: bytes) -> str:
         try:
-            reader = StepReader(self._parse(page))
+            asked = self._parse(page)
+            reader = StepReader(asked)
             try:
-                reader.verify(tensors=(0,))  # the others before they are used, in the next step
+                # Moments that are adopted: before they are used, in the next step.
+                reader.verify(masters_of=self._adoptable(asked))
             finally:
                 reader.close()
         except (StorageError, ManifestError, OSError) as error:
@@ -73,12 +82,20 @@ class StoredSteps:
 
     def adopt(self, page: bytes) -> frozenset[int]:
         asked = self._parse(page)
-        held = frozenset(tensor.subgroup for tensor in asked.tensors)
-        if self.store is None or asked.store != self.store.nonce:
+        if not self._ours(asked):
             return frozenset()
+        assert self.store is not None
         self.updated()  # what it wrote behind this would be the newest
         self.store.restore(name=asked.name)
-        return held & self.subgroups()  # the plan may keep others in memory
+        return self._adoptable(asked)
+
+    def _ours(self, asked: CheckpointPage) -> bool:
+        return self.store is not None and asked.store == self.store.nonce
+
+    def _adoptable(self, asked: CheckpointPage) -> frozenset[int]:
+        """The plan may keep others in memory."""
+        held = frozenset(tensor.subgroup for tensor in asked.tensors)
+        return held & self.subgroups() if self._ours(asked) else frozenset()
 
     @contextmanager
     def read(
@@ -86,6 +103,7 @@ class StoredSteps:
     ) -> Iterator[Mapping[tuple[Any, ...], torch.Tensor]]:
         asked = self._parse(page)
         wanted = [t for t in asked.tensors if t.subgroup not in adopted]
+        self.loading = True
         try:
             if not wanted:
                 yield {}
@@ -97,6 +115,7 @@ class StoredSteps:
             finally:
                 reader.close()
         finally:
+            self.loading = False
             if self.store is not None:  # of a load that failed
                 self.store.take_adopted()
 

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from runtime.checkpoint.format.memory import memory_at
 from runtime.storage.errors import StorageError
 
+logger = logging.getLogger("ebbtide")
+
 Job = Callable[["Bounce"], None]
+_STUCK = "ebbtide: waiting for storage: %s has stood still for %.1f s"
+TOLD_AFTER_S = 10.0  # without a block that arrives; then again after twice as long
 
 
 class Bounce:
@@ -29,6 +35,36 @@ class Bounce:
 
     def view(self, size_bytes: int) -> memoryview:
         return memoryview(memory_at(self.address(), size_bytes)).cast("B")
+
+
+class Telling:
+    """Says in the log what is waited for, when that takes long.
+
+    Attributes:
+        begin_s: when the waiting began.
+    """
+
+    def __init__(self, what: str, deadline_s: float) -> None:
+        self.begin_s = time.monotonic()
+        self._what, self._deadline_s = what, deadline_s
+        self._next_s = TOLD_AFTER_S
+
+    def stuck(self, stuck_s: float) -> None:
+        if stuck_s >= self._next_s:
+            logger.warning(_STUCK + "; %.0f s are an error", self._what, stuck_s, self._deadline_s)
+            self._next_s = 2 * stuck_s
+
+
+@contextmanager
+def told_late(what: str) -> Iterator[None]:
+    """Says in the log what is waited for inside, when that takes long; a call that cannot."""
+    timer = threading.Timer(TOLD_AFTER_S, logger.warning, (_STUCK, what, TOLD_AFTER_S))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class Transfer:
@@ -55,14 +91,16 @@ class Transfer:
             self._condition.notify_all()
 
     def wait(self, what: str, deadline_s: float) -> None:
-        """Until the last block has arrived.
+        """Until the last block has arrived; the log tells of a drive that stalls meanwhile.
 
         Raises:
             StorageError: a block failed, or none arrived for ``deadline_s``.
         """
+        telling = Telling(what, deadline_s)
         with self._condition:
             while self._left:
                 stuck_s = time.monotonic() - self._progress_s
+                telling.stuck(stuck_s)
                 if stuck_s > deadline_s:
                     self._error = StorageError(
                         f"{what} must go on within {deadline_s:g} s, but no block arrived for "
@@ -102,6 +140,7 @@ class Workers:
         """False: a thread is stuck."""
         for _ in self._threads:
             self._queue.put(None)
+        end_s = time.monotonic() + timeout_s
         for thread in self._threads:
-            thread.join(timeout_s)
+            thread.join(max(0.0, end_s - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)

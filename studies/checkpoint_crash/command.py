@@ -72,6 +72,7 @@ class Trial:
     fired: bool = False
     committed_step: int = -1
     resumed_step: int = -1
+    storing: bool = False  # every rank has state on storage
     lost: list[str] = field(default_factory=list)
     torn: list[str] = field(default_factory=list)
     differing: list[str] = field(default_factory=list)
@@ -156,6 +157,7 @@ def one_trial(
         Kill(rank=-1, one_tag=kill.one_tag, exchange=kill.exchange), homes=RESUMED_WITH[homes],
     )  # fmt: skip
     statuses = reap(start(resumed), RUN_LIMIT_S)
+    trial.storing = len(list(resumed.stored_in.glob("*.extents"))) == world_size
     release_shared_memory(resumed)
     for rank in range(world_size):
         if statuses[rank]:
@@ -285,6 +287,7 @@ def figures(trials: list[Trial], wall_s: float) -> dict[str, Any]:
         "kills_by_point": dict(sorted(by_point.items())),
         "kills_by_homes": dict(Counter(t.homes or "no plan" for t in trials)),
         "kills_by_ranks": dict(Counter(str(t.world_size) for t in trials)),
+        "kills_by_ranks_that_store": dict(Counter(str(t.world_size) for t in trials if t.storing)),
         "resumed_from_a_checkpoint": sum(t.resumed_step > 0 for t in trials),
         "steps_per_run": STEPS,
         "wall_s": round(wall_s, 1),

@@ -33,6 +33,10 @@ REFUSED = [
         config(**offload(device="nvme")),
         "offload_optimizer.device must be 'cpu', or 'nvme' with an nvme_path .* got 'nvme'",
     ),
+    (
+        config(stage=2, **offload(device="nvme", nvme_path="/nvme")),
+        "device must be 'cpu' under ZeRO-2, but got 'nvme': .* under ZeRO-3 alone",
+    ),
     ({**config(), "zero_optimization": {"stage": 3}}, "device must be 'cpu', .* but got 'none'"),
     ({**config(), "compile": {"deepcompile": True}}, "compile.deepcompile must be false"),
     (config(offload_optimizer=None, cpu_offload=False), "device must be 'cpu', .* but got 'none'"),

@@ -40,6 +40,13 @@ def check_config(config: Mapping[str, Any]) -> None:
     if stage not in (1, 2, 3):
         raise ConfigError(f"zero_optimization.stage must be 1, 2 or 3, but got {stage}")
     where = offloading_of(read).optimizer or "none"
+    if where == "nvme" and stage < 3:
+        raise ConfigError(
+            f"zero_optimization.offload_optimizer.device must be 'cpu' under ZeRO-{stage}, but got "
+            "'nvme': a drive holds state under ZeRO-3 alone. (DeepSpeed itself leaves it in device "
+            "memory there, and its CPU optimizer refuses that in the first step.) Set the device "
+            "to 'cpu', or zero_optimization.stage to 3"
+        )
     if where != "cpu" and stored_at(config) is None:
         raise ConfigError(
             "zero_optimization.offload_optimizer.device must be 'cpu', or 'nvme' with an nvme_path "

@@ -2,15 +2,19 @@
 
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 import torch
+from deepspeed.utils import safe_get_full_optimizer_state
 
 import runtime.storage.export
 from runtime.checkpoint.errors import CheckpointError
-from runtime.storage.errors import StorageError
+from runtime.devices.lane import BackgroundError
+from runtime.storage.errors import DamagedError, StorageError
 from runtime.storage.export import export
 from runtime.storage.reader import stored_problems
+from runtime.zero.attach import switch_plan
 from simulator import CheckpointPlan, OpKind
 from simulator.update.footprint import Holding, tally
 from simulator.update.optimizer import ADAM
@@ -21,6 +25,7 @@ from tests.runtime.contract.training import (
     assert_same,
     attached,
     outcome,
+    plan_for,
     start,
     train,
 )
@@ -96,6 +101,7 @@ def test_a_checkpoint_has_no_byte_of_what_is_stored_and_a_resume_writes_none(pat
     begun = store_of(again).written_bytes
     again.load_checkpoint(tmp_path / "ck")
     assert store_of(again).written_bytes == begun
+    assert store_of(again).read_bytes == 0  # moments are read, and checked, by the first step
     assert_same(outcome(again, 3, first=3), undisturbed(3, 3))
 
 
@@ -183,6 +189,84 @@ def test_a_flipped_bit_is_found_when_it_is_loaded(tmp_path):
     with pytest.raises(CheckpointError, match=r"subgroup 1 at step 2 .* bits have flipped"):
         engine.load_checkpoint(tmp_path / "ck")
     engine.destroy()
+
+
+@pytest.fixture
+def flipped_moment(tmp_path):
+    """A checkpoint; one bit of a moment is another one since."""
+    saved(tmp_path, 2)
+    engine = stored(tmp_path)
+    engine.load_checkpoint(tmp_path / "ck")
+    moment = engine.optimizer._ebbtide.executor.states[1].state[2].numpy().tobytes()
+    engine.destroy()
+    extents = tmp_path / "state/rank_00000.extents"
+    content = bytearray(extents.read_bytes())
+    content[content.index(moment) + 1000] ^= 4
+    extents.write_bytes(content)
+    return tmp_path
+
+
+def step_on(engine):
+    train(engine, 2, first=2)
+    engine.optimizer.wait()
+
+
+def look(engine):
+    parameters = engine.module.parameters()
+    assert all(safe_get_full_optimizer_state(p, "exp_avg_sq") is not None for p in parameters)
+
+
+def move(engine):
+    switch_plan(engine, plan_for(engine, ["host"]))
+
+
+@pytest.mark.parametrize("use", [step_on, look, all_state, move])
+def test_a_flipped_bit_of_a_moment_is_found_before_it_is_used(use, flipped_moment):
+    """A resume does not read moments: whoever uses them first does."""
+    engine = stored(flipped_moment)
+    engine.load_checkpoint(flipped_moment / "ck")
+    with pytest.raises((BackgroundError, DamagedError)) as caught:
+        use(engine)
+    assert "bits have flipped" in f"{caught.value} {caught.value.__cause__}"
+    with suppress(BackgroundError):
+        engine.destroy()
+
+
+def test_a_flipped_bit_of_a_moment_is_found_by_another_plan_when_it_is_loaded(flipped_moment):
+    engine = attached(start(), ["host"], LAST)
+    with pytest.raises(CheckpointError, match=r"subgroup 1 at step 2 .* bits have flipped"):
+        engine.load_checkpoint(flipped_moment / "ck")
+    engine.destroy()
+
+
+def test_a_folder_that_has_moved_is_resumed_from_and_one_that_is_missed_is_named(tmp_path):
+    saved(tmp_path, 2)
+    (tmp_path / "state").rename(tmp_path / "elsewhere")
+    lost = stored(tmp_path)  # makes a store of its own in the old place
+    with pytest.raises(CheckpointError, match=r"must lie in .*/state, .*bring the directory back"):
+        lost.load_checkpoint(tmp_path / "ck")
+    lost.destroy()
+    found = attached(
+        start(), ["stored"], LAST, storage_dir=str(tmp_path / "elsewhere"),
+        checkpoint=CheckpointPlan(keep=1),
+    )  # fmt: skip
+    found.load_checkpoint(tmp_path / "ck")
+    assert_same(outcome(found, 2, first=2), undisturbed(2, 2))
+
+
+def test_two_engines_store_in_folders_of_their_own_and_never_in_one(tmp_path):
+    one, other = (stored(tmp_path / name) for name in ("one", "other"))
+    third = start()
+    with pytest.raises(StorageError, match=r"belongs to one run at a time, .* is locked by"):
+        attached(third, ["stored"], LAST, storage_dir=str(tmp_path / "one/state"))
+    third.destroy()
+    for number in range(3):
+        for engine, name in ((one, "one"), (other, "other")):
+            train(engine, 1, first=number)
+            engine.save_checkpoint(tmp_path / name / "ck")
+    for engine, name in ((one, "one"), (other, "other")):
+        engine.load_checkpoint(tmp_path / name / "ck")
+        assert_same(outcome(engine, 2, first=3), undisturbed(2, 3))
 
 
 def test_another_plan_reads_what_is_stored_from_where_it_lies(tmp_path):

@@ -1,4 +1,6 @@
-"""Two ranks on one drive: stock's bits, each rank's own extents, and no other number of ranks."""
+"""Two ranks on one drive: stock's bits, also from and for stock's checkpoints, under other plans
+and an unchanged config; each rank's own extents, no other number of ranks, and a drive that fails.
+"""
 
 import json
 from pathlib import Path
@@ -8,8 +10,9 @@ import torch
 
 from runtime.storage.errors import StorageError
 from tests.runtime.contract.test_ranks import launch
-from tests.runtime.contract.training import DEVICES, attached, start
+from tests.runtime.contract.training import DEVICES, attached, start, train
 
+LAST = list(DEVICES)[-1]
 SCRIPT = Path(__file__).with_name("two_ranks_stored.py")
 
 
@@ -18,16 +21,22 @@ SCRIPT = Path(__file__).with_name("two_ranks_stored.py")
 def test_two_ranks_store_and_resume_with_stocks_bits(
     deepspeed_ops, tmp_path, child_environment, only_rank
 ):
+    alone = attached(start(), ["stored"], LAST, storage_dir=str(tmp_path / "one"))
+    train(alone, 1)
+    alone.save_checkpoint(tmp_path / "alone")
+    alone.destroy()
     done = launch(tmp_path, child_environment, SCRIPT)
     for rank in (0, 1):
         told = tmp_path / f"rank{rank}.json"
         assert told.exists(), done.stderr[-3000:]
         assert json.loads(told.read_text()) == {
             "trained": True, "adopted": True, "resumed": True, "gone back": True,
+            "imported": True, "exported": True, "replanned": True, "on a drive": True,
+            "refused": True, "failed": True, "went on": True,
         }  # fmt: skip
     names = {path.name for path in (tmp_path / "state").glob("*.extents")}
     assert names == {"rank_00000.extents", "rank_00001.extents"}
     before = {path: path.read_bytes() for path in (tmp_path / "state").glob("*.extents")}
     with pytest.raises(StorageError, match=r"world_size = 2 and this run wants 1"):
-        attached(start(), ["stored"], list(DEVICES)[-1], storage_dir=str(tmp_path / "state"))
+        attached(start(), ["stored"], LAST, storage_dir=str(tmp_path / "state"))
     assert all(path.read_bytes() == content for path, content in before.items())

@@ -1,5 +1,10 @@
-"""Run by torchrun: state of two ranks on one drive, a checkpoint after every step, a resume."""
+"""Run by torchrun: state of two ranks on one drive, a checkpoint after every step, a resume; what
+stock has saved, and what stock reads; other plans, an unchanged config, a drive of one rank's that
+fails.
+"""
 
+import contextlib
+import errno
 import json
 import os
 import sys
@@ -8,10 +13,26 @@ from pathlib import Path
 import deepspeed
 import torch
 
+import runtime
+import runtime.storage.store
+from runtime.checkpoint.errors import CheckpointError
+from runtime.devices.lane import BackgroundError
+from runtime.storage.errors import StorageError
+from runtime.storage.export import export
+from runtime.zero.attach import switch_plan
 from studies.bench.bits import differences
-from studies.bench.byte_gpt import SIZES, Batches
+from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config
 from studies.bench.many_engines import answer_once
-from tests.runtime.contract.training import DEVICES, all_state, attached, start, train
+from tests.runtime.contract.training import (
+    DEVICES,
+    SUBGROUP,
+    all_state,
+    attached,
+    plan_for,
+    start,
+    train,
+)
+from tests.runtime.storage.faulty_training import Drive, fails
 
 ACCUMULATION, STEPS, RESUMED = 3, 3, 2
 PATTERNS = (["stored", "host"], ["stored"])  # by rank
@@ -48,13 +69,7 @@ def alike(ours, stock):
     )  # fmt: skip
 
 
-def main():
-    deepspeed.init_distributed()
-    answer_once()
-    folder, rank = Path(sys.argv[1]), os.environ["RANK"]
-    stock = engine_on()
-    expected, later = steps(stock, 0, STEPS), steps(stock, STEPS, RESUMED)
-    stock.destroy()
+def trained_and_resumed(folder, expected, later):
     ours = engine_on(folder)
     found = {"trained": alike(steps(ours, 0, STEPS, folder), expected)}
     ours.destroy()
@@ -66,6 +81,122 @@ def main():
     again.load_checkpoint(str(folder / "ck"), tag=f"global_step{STEPS + RESUMED}")
     found["gone back"] = differences(all_state(again), later[2]) == ()
     again.destroy()
+    return found
+
+
+def exchanged_with_stock(stock, folder, later):
+    """A checkpoint of stock's, taken into storage; one of ours, taken out of it."""
+    ours = engine_on(folder)
+    ours.load_checkpoint(str(stock))
+    found = {"imported": alike(steps(ours, STEPS, RESUMED, folder), later)}
+    ours.checkpoint_engine.wait()
+    ours.destroy()
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        export(folder / "ck", f"global_step{STEPS + RESUMED}", folder / "exported")
+    torch.distributed.barrier()
+    back = engine_on()
+    back.load_checkpoint(str(folder / "exported"))
+    found["exported"] = differences(all_state(back), later[2]) == ()
+    back.destroy()
+    return found
+
+
+def replanned(folder, expected):
+    """Off storage for a step, and there again."""
+    ours, pattern = engine_on(folder), PATTERNS[torch.distributed.get_rank()]
+    parts = []
+    for number, placements in enumerate((pattern, ["host", "device"], pattern)):
+        if number:
+            there = {"storage_dir": str(folder / "state")} if "stored" in placements else {}
+            switch_plan(ours, plan_for(ours, placements, **there))
+        parts.append(steps(ours, number, 1))
+    ours.destroy()
+    losses, norms = torch.cat([p[0] for p in parts]), [n for p in parts for n in p[1]]
+    return {"replanned": alike((losses, norms, parts[-1][2]), expected)}
+
+
+def on_a_drive(folder, plan, expected):
+    """A config that was written for DeepSpeed's swapper."""
+    config = ds_config(2, SUBGROUP, accumulation=ACCUMULATION, clipping=0.01, learning_rate=1e-3)
+    config["zero_optimization"]["offload_optimizer"] = {
+        "device": "nvme", "nvme_path": str(folder), "pipeline_read": True, "pipeline_write": True,
+        "buffer_count": 5,
+    }  # fmt: skip
+    config["aio"] = {"block_size": 1048576, "queue_depth": 8, "overlap_events": True}
+    torch.manual_seed(0)
+    model = ByteGPT(SIZES["tiny"])
+    ours, *_ = runtime.initialize(
+        model=model, model_parameters=model.parameters(), config=config, device="emulated",
+        plan=plan.model_copy(update={"storage_dir": None}),
+    )  # fmt: skip
+    same = alike(steps(ours, 0, STEPS), expected)
+    rank = torch.distributed.get_rank()
+    stored = folder / f"ebbtide_state/rank_{rank:05d}.extents"
+    ours.destroy()
+    return {"on a drive": same and stored.stat().st_size > 0}
+
+
+def failing_commit(folder, later):
+    """Of the second step, on rank 1's drive: both ranks hear of it, and go on from the first."""
+    drive, rank = Drive(("fdatasync",), fails(errno.EIO)), torch.distributed.get_rank()
+    if rank:
+        vars(runtime.storage.store)["Files"] = lambda: drive
+    ours = engine_on(folder)
+    steps(ours, 0, 1, folder)
+    ours.checkpoint_engine.wait()
+    drive.armed = True
+    told = ""
+    try:
+        steps(ours, 1, 1, folder)
+        ours.checkpoint_engine.wait()
+    except (CheckpointError, BackgroundError) as error:
+        told = f"{error} {error.__cause__}"
+    with contextlib.suppress(CheckpointError, BackgroundError, StorageError):
+        ours.destroy()
+    drive.armed = False
+    again = engine_on(folder)
+    again.load_checkpoint(str(folder / "ck"))
+    resumed = again.global_steps == 1 and alike(steps(again, 1, STEPS - 1, folder), later)
+    again.destroy()
+    return {"failed": "EIO" in told and drive.fired == rank, "went on": resumed}
+
+
+def plan_of(pattern):
+    engine = engine_on()
+    made = plan_for(engine, pattern)
+    engine.destroy()
+    return made
+
+
+def refused(folder):
+    """State of one rank's run."""
+    engine = start()
+    try:
+        plan = plan_for(engine, ["stored"], storage_dir=str(folder))
+        runtime.attach(engine, plan, device="emulated")
+    except StorageError as error:
+        return {"refused": "world_size = 1 and this run wants 2" in str(error)}
+    return {"refused": False}
+
+
+def main():
+    deepspeed.init_distributed()
+    answer_once()
+    folder, rank = Path(sys.argv[1]), os.environ["RANK"]
+    stock = engine_on()
+    first, rest = steps(stock, 0, 1), steps(stock, 1, STEPS - 1)
+    expected = torch.cat([first[0], rest[0]]), first[1] + rest[1], rest[2]
+    stock.save_checkpoint(str(folder / "stock"))
+    later = steps(stock, STEPS, RESUMED)
+    stock.destroy()
+    found = trained_and_resumed(folder, expected, later)
+    found |= exchanged_with_stock(folder / "stock", folder / "exchanged", later)
+    found |= replanned(folder / "replanned", expected)
+    plan = plan_of(PATTERNS[int(rank)])
+    found |= on_a_drive(folder / "drive", plan, expected)
+    found |= refused(folder / "one")
+    found |= failing_commit(folder / "failing", rest)
     (folder / f"rank{rank}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
     sys.stdout.flush()
