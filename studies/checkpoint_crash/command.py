@@ -4,8 +4,8 @@ Each trial: a real training run (one or two ranks) that saves after every step i
 point of the commit protocol or at a random moment; then what is on disk is verified, the run
 resumes from it, and every later step is compared, bit by bit, with the uninterrupted run. A third
 of the runs are DeepSpeed's own updates, the others train under a plan with parameters in host
-memory, or some of them there: killed with one of these homes, resumed with another; or with a part
-of the state on storage, whose steps are committed there.
+memory, or some of them there: killed with one of these homes, resumed with another; with updates
+that begin before the norm; or with a part of the state on storage, whose steps are committed there.
 
     python -m studies.checkpoint_crash --kills 200 --json studies/results/checkpoint/crash.json
 """
@@ -39,6 +39,7 @@ from studies.bench.console import kill_parser
 from studies.bench.rank import become_only_rank
 from studies.bench.record import write_record
 from studies.checkpoints.run import (
+    GUESSED,
     STEPS,
     STORED,
     Kill,
@@ -82,9 +83,12 @@ class Trial:
         return self.fired and not (self.lost or self.torn or self.differing)
 
 
-RESUMED_WITH = {"": "", "host": "mixed", "mixed": "host", STORED: STORED}  # parameter homes
-# In turn, a kill of one rank and one of two each; those on storage have more points.
-TRAINED = (*RESUMED_WITH, STORED)
+RESUMED_WITH = {  # parameter homes
+    "": "", "host": "mixed", "mixed": "host", STORED: STORED, GUESSED: GUESSED,
+}  # fmt: skip
+# In turn, a kill of one rank and one of two each; those on storage have more points. Of an even
+# number every other one would never meet a random moment, which comes at each fourth kill.
+TRAINED = (*RESUMED_WITH, STORED, STORED)
 
 
 def kills(seed: int, trained: Sequence[str] = TRAINED) -> Iterator[tuple[Kill, int, str]]:

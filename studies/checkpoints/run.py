@@ -28,13 +28,15 @@ from simulator.update.recipes import RECIPES
 from studies.bench.forked import fork
 
 STEPS = 8
-STORED = "stored"
+STORED, GUESSED = "stored", "guessed"
 BUDGET_BYTES = 8 * 65536  # part of the state only, so that updates also wait for the disk
 BLOCK_BYTES = 65536
 SUBGROUP = 20_000
 HOMES: Mapping[str, tuple[ParameterHome, ...]] = {  # in turn over the subgroups
     "host": ("host",), "mixed": ("device", "host"), "device": ("device",), STORED: ("device",),
+    GUESSED: ("device",),
 }  # fmt: skip
+CLIPPING = 5.0  # under a plan: the first step is clipped, few of those behind it are
 WRITE_BYTES_PER_S = 30e6  # a checkpoint takes about two steps
 
 
@@ -86,8 +88,8 @@ class Run:
         folder: of the checkpoints; logs and notes go beside it.
         number: of the run in its folder: 0 is killed, 1 resumes.
         homes: of the parameters, one of `HOMES`: under a plan whose updates overlap the next
-            forward; `STORED`: a part of the state lies on storage, too; empty: DeepSpeed's own
-            updates.
+            forward; `STORED`: a part of the state lies on storage, too; `GUESSED`: all updates
+            begin before the norm, of which some steps clip; empty: DeepSpeed's own updates.
     """
 
     folder: Path
@@ -214,13 +216,16 @@ def _planned_engine(
     # This process is this run: whoever installs the checkpoint engine does so with these options.
     runtime.checkpoint.install = partial(runtime.checkpoint.install, **options)  # type: ignore[assignment]
     vars(runtime.storage.store)["Files"] = lambda: options["files"]
-    offload: dict[str, Any] = {} if run.homes == STORED else {"offload_param": {"device": "cpu"}}
-    config = ds_config(2, SUBGROUP, **offload)
+    here = run.homes in (STORED, GUESSED)
+    offload: dict[str, Any] = {} if here else {"offload_param": {"device": "cpu"}}
+    config = ds_config(2, SUBGROUP, clipping=CLIPPING, **offload)
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=config
     )
     count = len(engine.optimizer.fp16_groups)
     plan = _plan(count, HOMES[run.homes], run.stored_in if run.homes == STORED else None)
+    if run.homes == GUESSED:
+        plan = plan.placed(["host"] * count, speculate=count)
     runtime.attach(engine, plan, device="emulated", checkpoint=checkpoint)
     return engine, engine.checkpoint_engine
 

@@ -41,7 +41,7 @@ def test_every_named_point_comes_up():
     from runtime.storage.folder import POINTS as STEP_POINTS
     from studies.checkpoint_crash.command import TRAINED, kills
 
-    planned = list(islice(kills(0), 400))
+    planned = list(islice(kills(0), 600))
     for homes in TRAINED:
         stored = (*STORED_POINTS, *STEP_POINTS) if homes == "stored" else ()
         assert {1, 2} == {ranks for _, ranks, trained in planned if trained == homes}

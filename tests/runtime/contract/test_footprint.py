@@ -98,6 +98,22 @@ def test_the_footprint_is_what_is_allocated(pattern, gradients, stage):
     engine.destroy()
 
 
+@pytest.mark.parametrize("speculate", [1, 99])
+@pytest.mark.parametrize("pattern", [["host"], ["host", "device", "resident", "stored"]])
+def test_the_host_memory_of_guesses_is_predicted_to_the_byte(pattern, speculate):
+    engine = attached(start(), pattern, DEVICE, seed=None, speculate=speculate)
+    own = engine.optimizer._ebbtide
+    train(engine, 2)
+    sizes = tuple(s.elements for s in own.executor.states)
+    layers = tuple(Layer(params=n, forward_s=1.0, backward_s=1.0) for n in sizes)
+    work = Workload(name="w", layers=layers, subgroups=sizes, subgroup_size=SUBGROUP)
+    assert any(own.plan.guessed)
+    assert footprint(work, own.plan)["host"] == host_bytes(engine.optimizer)
+    named = own.plan.model_copy(update={"subgroups": sizes})
+    assert needed_bytes(named, 2) == host_bytes(engine.optimizer)
+    engine.destroy()
+
+
 def test_parameters_leave_no_flat_buffer_behind():
     """Where some of them move, each subgroup's partition has memory of its own, in its home."""
     for config in ({}, {"offload_param": {"device": "cpu"}}):
