@@ -65,7 +65,7 @@ def about_storage(search: Search, c: Candidate, endurance_bytes: float | None) -
     if STORED.isdisjoint(c.placements):
         return []
     seconds, plan = search.score(c).iteration_s, c.plan(work)
-    return [_in_memory(search, c, plan, seconds), _wear(work, plan, seconds, endurance_bytes)]
+    return [_in_memory(search, c, plan, seconds), wear(work, plan, seconds, endurance_bytes)]
 
 
 def _in_memory(search: Search, c: Candidate, plan: Plan, seconds: float) -> str:
@@ -86,7 +86,8 @@ def _in_memory(search: Search, c: Candidate, plan: Plan, seconds: float) -> str:
     )
 
 
-def _wear(work: Workload, plan: Plan, seconds: float, endurance_bytes: float | None) -> str:
+def wear(work: Workload, plan: Plan, seconds: float, endurance_bytes: float | None) -> str:
+    """What a plan that stores writes in a step and in a day, and how long the drives last."""
     step = written_bytes(work, plan)
     day = step * DAY_S / seconds
     told = (

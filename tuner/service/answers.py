@@ -35,7 +35,7 @@ from tuner.answer.verdict import verdict
 from tuner.answer.ways_out import Changes
 from tuner.answer.ways_out import ways_out as nearest_changes
 from tuner.placements.memory import ImpossibleError
-from tuner.placements.storage import with_storage
+from tuner.placements.storage import wear, with_storage
 from tuner.service.requests import (
     Answer,
     Goodput,
@@ -165,9 +165,13 @@ def _plan(
         away = offloads_parameters(request)
         return search(
             workload, machine, mtbf_s=request.mtbf_s, offload_parameters=away,
-            storage=storage_of(request),
+            storage=storage_of(request), endurance_bytes=request.endurance_bytes,
         )  # fmt: skip
-    return even_plan(workload, machine, limits)
+    quick = even_plan(workload, machine, limits)
+    if not quick.stores or quick.prediction is None:
+        return quick
+    told = wear(workload, quick, quick.prediction.iteration_s, request.endurance_bytes)
+    return quick.model_copy(update={"reasons": (*quick.reasons, told)})
 
 
 def _told(rows: list[Row], plan: Plan | None) -> list[tuple[Role, Prediction]]:
@@ -284,6 +288,7 @@ def plan_job(request: PlanJob, progress: Progress) -> dict[str, Any]:
         memory_margin=request.memory_margin,
         offload_parameters=offloads_parameters(request),
         storage=storage,
+        endurance_bytes=request.endurance_bytes,
         progress=lambda share, what: progress(0.2 + 0.8 * share, what),
     )
     return {"plan": result.model_dump(mode="json"), "quick_iteration_s": quick_s}

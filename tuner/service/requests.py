@@ -137,6 +137,7 @@ class Scenario(Request):
             many threads stock updates on the host.
         host_memory_bytes, storage_bytes: of a node; ``device_memory_bytes``: of a GPU. State that
             memory cannot hold may go to so much storage; None: none, or as ``ds_config`` says.
+        endurance_bytes: that a node's drives may be written with in their life.
         link_bytes_per_s: of each direction between host and device.
     """
 
@@ -150,6 +151,7 @@ class Scenario(Request):
     device_memory_bytes: Positive | None = None
     host_memory_bytes: Positive | None = None
     storage_bytes: Positive | None = None
+    endurance_bytes: Positive | None = None
     link_bytes_per_s: Positive | None = None
     micro_batch: Count | None = None
     sequence: Annotated[int, Field(ge=1, le=2**22)] = 2048

@@ -153,6 +153,10 @@ def test_storage_takes_what_memory_cannot_hold(server):
         assert plan.count("stored") > 0
         assert 0 < plan.prediction.storage_bytes <= answer["limits"]["storage_bytes"]
         assert "storage read" in str(answer["timelines"]["plan"])
+        assert "--endurance tells how long the drives last" in plan.reasons[-1]
+    rated = {**asked, "storage_bytes": size, "endurance_bytes": 3e15}
+    told = server.post("/answer", rated).json()["plan"]["reasons"][-1]
+    assert "drives rated for 3,000 TB last " in told
 
 
 def test_a_model_that_fits_is_not_offloaded(server):

@@ -287,7 +287,7 @@ def test_configurations_are_searched_and_shown(page, server):
 def test_failures_act_on_the_page(page, server):
     opened(page, server)
     assert page.locator(".tile", has_text="Useful time").count() == 0
-    page.click("text=Parallelism, launcher, failures")
+    page.click("text=Parallelism, launcher, storage, failures")
     answer = move(page, "mtbf_s", 3)
     shown = page.locator(".tile", has_text="Useful time").inner_text()
     assert answer["goodput"]["mtbf_s"] == 4 * 3600
@@ -295,6 +295,15 @@ def test_failures_act_on_the_page(page, server):
     assert f"{100 * plan['goodput']:.1f}%" in shown
     assert f"every {plan['interval_steps']:,} steps" in shown
     assert "failure every 4 h" in page.inner_text("#notes")
+
+
+def test_storage_for_state_is_asked_for_on_the_page(page, server):
+    opened(page, server, f"/?model=Llama+3+8B&machine=h100-node&host_memory_bytes={2**36}")
+    page.click("text=Parallelism, launcher, storage, failures")
+    answer = move(page, "storage_bytes", 3)
+    assert answer["limits"]["storage_bytes"] > 0.98 * 2**38
+    move(page, "endurance_bytes", 5)
+    assert "drives rated for 3,000 TB last" in page.inner_text("#notes")
 
 
 def test_a_style_sheet_that_fails_once_is_asked_for_again(page, server):
@@ -409,7 +418,7 @@ def test_a_deepspeed_config_is_pasted_and_the_launcher_chosen(page, server):
     assert [*values.values()] == ["4", "3", "2", "fp16"]
     page.select_option("#c-zero_stage", "3")
     page.select_option("#c-offload", "parameters")
-    page.click("text=Parallelism, launcher, failures")
+    page.click("text=Parallelism, launcher, storage, failures")
     with page.expect_request(lambda r: '"launcher":"torchrun"' in (r.post_data or "")) as asked:
         page.select_option("#c-launcher", "torchrun")
     sent = asked.value.post_data_json["ds_config"]

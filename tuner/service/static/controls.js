@@ -18,6 +18,8 @@ const SLIDERS = [
   { key: "host_memory_bytes", where: "machine", label: "Host memory of a node", steps: [16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096].map((n) => n * GIB), own: "host_memory_bytes", unit: "GiB", each: GIB, show: gib, brief: (v) => `${+(v / GIB).toFixed(1)}` },
   { key: "link_bytes_per_s", where: "machine", label: "Link, each way", steps: [2, 4, 6, 8, 10, 12, 16, 20, 25, 32, 40, 50, 64, 100, 200, 450].map((n) => n * 1e9), own: "link_bytes_per_s", unit: "GB/s", each: 1e9, show: (v) => `${(v / 1e9).toFixed(v < 1e10 ? 1 : 0)} GB/s`, brief: (v) => `${+(v / 1e9).toFixed(1)}` },
   { key: "omp_threads", where: "more-machine", label: "OMP_NUM_THREADS", steps: [null, 1, 2, 4, 8, 16, 32, 64], start: null, unit: "threads", each: 1, show: (v) => (v === null ? "not set" : `${v}`) },
+  { key: "storage_bytes", where: "more-machine", label: "Storage for state, of a node", steps: [null, ...[64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384].map((n) => n * GIB)], start: null, unit: "GiB", each: GIB, show: (v) => (v === null ? "none" : gib(v)) },
+  { key: "endurance_bytes", where: "more-machine", label: "The drives' rated endurance", steps: [null, ...[150, 300, 600, 1200, 3000, 7000, 14000, 28000].map((n) => n * 1e12)], start: null, unit: "TB", each: 1e12, show: (v) => (v === null ? "not known" : `${(v / 1e12).toLocaleString("en-US")} TB written`) },
   { key: "mtbf_s", where: "more-machine", label: "Time between failures", steps: [null, ...HOURS.map((h) => h * 3600)], start: null, unit: "hours", each: 3600, show: (v) => (v === null ? "never" : v < 86400 ? `${v / 3600} h` : `${v / 86400} days`) },
 ];
 // standard: what is not said to the service. from, into: what a DeepSpeed config says of it.
@@ -30,7 +32,7 @@ const CHOICES = [
   { key: "launcher", where: "more-machine", label: "Launcher", values: ["deepspeed", "torchrun", "accelerate", "srun", "python"].map((n) => [n, n]), standard: "deepspeed" },
 ];
 const SAID = CHOICES.filter((c) => !c.into);
-const FREE = ["device_memory_bytes", "host_memory_bytes", "link_bytes_per_s", "omp_threads", "mtbf_s", "launcher"]; // beside a profile too
+const FREE = ["device_memory_bytes", "host_memory_bytes", "link_bytes_per_s", "omp_threads", "mtbf_s", "storage_bytes", "endurance_bytes", "launcher"]; // beside a profile too
 const MOST_IN_ADDRESS = 6000; // characters of a DeepSpeed config; a longer one stays in this browser
 
 export class Controls {
