@@ -75,6 +75,15 @@ FIGURES: dict[str, dict[str, str]] = {
         "right": "over {} right runs",
         "overhead_pct": "{:.1f}% a step",
     },
+    "deepspeed_tests": {
+        "total.mix.stock_passes": "{} of DeepSpeed's own tests of checkpoints and ZeRO pass in stock",
+        "total.mix.attached": "{} of them with a plan live on what they build",
+        "total.mix.failed": "{} fail",
+        "total.mix.not_run": "{} not run",
+        "total.auto.attached": 'under plan "auto" {} of them',
+        "total.auto.failed": "{} fail",
+        "total.auto.not_run": "{} not run",
+    },
     "fidelity": {"median_abs_pct_error": "median prediction error {:.1f}%"},
     "interleaving": {
         "h100x4_stride_2_over_stock": "H100 node: stride 2 {:.1f}x stock of 2024",

@@ -30,7 +30,8 @@ PLANS = ((["host"], next(iter(DEVICES))), (MIX, DEVICE))
 AWAY = {"offload_param": {"device": "cpu"}}
 
 
-def run(pattern=None, device=DEVICE, fail=False, speculate=0, **config):
+def run(pattern=None, device=DEVICE, fail=False, speculate=0, away=(), **config):
+    """``away``: the micro-steps behind which states go away and come back."""
     rank = torch.distributed.get_rank()
     engine = start(subgroup_size=UNEVEN, **config)
     if pattern == "auto":
@@ -46,18 +47,26 @@ def run(pattern=None, device=DEVICE, fail=False, speculate=0, **config):
 
         engine.optimizer._ebbtide.executor.before_op = die
     batches = Batches(2, SIZES["tiny"].sequence, rank=rank)
-    losses, norms = train(engine, 5, batches=batches)
-    state = state_of(engine)
+    sums = {}
+
+    def each(engine, number):
+        shown = getattr(engine.optimizer, "accumulated_grads_in_cpu", {})
+        sums.update({f"sum {key}, {number}": shown[key].clone() for key in shown})
+        if number in away:
+            (engine.offload_states if number == away[0] else engine.reload_states)()
+
+    losses, norms = train(engine, 5, batches=batches, each=each)
+    state = state_of(engine) | sums
     engine.destroy()
     freeze_heap()
     return state, torch.stack(losses), norms
 
 
-def compare(name, tried=PLANS, speculate=0, **config):
+def compare(name, tried=PLANS, speculate=0, away=(), **config):
     stock = run(**config)
     found = {}
     for pattern, device in tried:
-        ours = run(pattern, device, speculate=speculate, **config)
+        ours = run(pattern, device, speculate=speculate, away=away, **config)
         found[f"{name}: {pattern} on {device}"] = (
             not differences(ours[0], stock[0])
             and torch.equal(ours[1], stock[1])
@@ -118,7 +127,7 @@ def main():
     for stage in (1, 2):
         found |= compare(
             f"round robin, stage {stage}", stage=stage, accumulation=stage,
-            round_robin_gradients=True,
+            round_robin_gradients=True, away=(1, 3),
         )  # fmt: skip
     for stage in (1, 2, 3):
         found |= compare(
