@@ -76,7 +76,7 @@ FIGURES: dict[str, dict[str, str]] = {
         "overhead_pct": "{:.1f}% a step",
     },
     "deepspeed_tests": {
-        "total.mix.stock_passes": "{} of DeepSpeed's own tests of checkpoints and ZeRO pass in stock",
+        "total.mix.stock_passes": "{} of DeepSpeed's own tests of checkpoints, ZeRO pass in stock",
         "total.mix.attached": "{} of them with a plan live on what they build",
         "total.mix.failed": "{} fail",
         "total.mix.not_run": "{} not run",

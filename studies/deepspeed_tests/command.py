@@ -106,6 +106,7 @@ def environment(options: argparse.Namespace, orders: Orders) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(str(path.resolve()) for path in paths if path),
         "DS_UNITTEST_TIMEOUT": str(HANGS_S),
         "DS_DISABLE_REUSE_DIST_ENV": "1",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no pool of processes to fork beside
     }
     if not Path("/proc/driver/nvidia").exists():
         made |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "0,1", "LOCAL_SIZE": "2"}

@@ -1,15 +1,22 @@
-"""Imported once by the process that the ranks of DeepSpeed's tests are forked from."""
+"""Imported once by the process that the ranks of DeepSpeed's tests are forked from: an engine's
+first imports and questions take longer than most of the tests.
+"""
 
 import contextlib
 
-import deepspeed
+import cpuinfo
+import deepspeed.runtime.zero.muon.muon_optimizer
+import torch._dynamo
 import unit.simple_model
 from deepspeed.ops.op_builder import CPUAdamBuilder
 
 import studies.deepspeed_tests.attaching
 from runtime.kernels import host
+from studies.bench.many_engines import answer_once
 
+answer_once()
+cpuinfo.get_cpu_info()
 with contextlib.suppress(RuntimeError):  # a machine that cannot build it says so in the tests
     CPUAdamBuilder().load()
 host.load()
-__all__ = ["deepspeed", "studies", "unit"]
+__all__ = ["deepspeed", "studies", "torch", "unit"]

@@ -42,11 +42,12 @@ from runtime.checkpoint.protocol.publishing import (
     publish_folder,
     recover_replaced,
 )
-from runtime.checkpoint.protocol.retention import committed
+from runtime.checkpoint.protocol.retention import committed, named_latest
 from runtime.checkpoint.protocol.rotation import Note
 
 OWNER_NAME = "owner.json"
 OUTCOME_GRACE_S = 10.0  # rank 0 gives up first, so that nobody else decides before it has
+LATEST_GRACE_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -259,10 +260,21 @@ class Commit:
         a = self._attempt
         for _ in self._polls(lambda: "rank 0's commit", extra_s=OUTCOME_GRACE_S):
             if self.is_committed():
+                self._await_latest()
                 return
             self._raise_aborts()
             if not a.staging.exists() and not self.is_committed():
                 raise CheckpointError(f"rank 0 gave up checkpoint {a.tag!r}")
+
+    def _await_latest(self) -> None:
+        """Rank 0 writes it last, and who goes on from here may read it, as behind stock's barrier.
+        Not for long: rank 0 may be dead, or another engine have saved to the folder since.
+        """
+        a, begin_s = self._attempt, time.monotonic()
+        while a.save_latest and named_latest(a.save_dir) != a.tag:
+            if time.monotonic() > grace.limit_s(begin_s, begin_s + LATEST_GRACE_S):
+                return
+            time.sleep(0.005)
 
     def is_committed(self) -> bool:
         """Whether this attempt's checkpoint has its name."""

@@ -18,7 +18,7 @@ from runtime.checkpoint.files import Files
 from runtime.checkpoint.protocol.inspect import list_checkpoints, prune, verify
 from runtime.checkpoint.protocol.publishing import publish_folder, recover_replaced
 from runtime.checkpoint.protocol.retention import being_read
-from tests.runtime.checkpoint.conftest import Bench, FaultyFiles, some_state
+from tests.runtime.checkpoint.conftest import Bench, FaultyFiles, Gate, some_state
 
 
 def visible(folder):
@@ -120,6 +120,21 @@ def test_two_ranks_commit_together(tmp_path):
     assert [j.failure for j in jobs] == [None, None]
     assert verify(folder, "t") == []
     assert len(verify(folder, "t", share=(1, 2))) == 0
+
+
+def test_no_rank_has_saved_before_latest_is_written(tmp_path):
+    """Stock's save ends in a barrier: what runs next on any rank may read the folder."""
+    gate = Gate("latest_written")
+    folder, jobs = two_ranks(tmp_path, gate, begin_only={0, 1})
+    for job in jobs:
+        job.start()
+    assert gate.reached.wait(30)
+    assert not jobs[1].wait(0.3)
+    gate.opened.set()
+    assert jobs[1].wait(30)
+    assert (folder / "latest").read_text() == "t"
+    assert jobs[0].wait(30)
+    assert [job.failure for job in jobs] == [None, None]
 
 
 @pytest.mark.parametrize("faulty_rank", [0, 1])
