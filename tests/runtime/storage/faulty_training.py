@@ -240,7 +240,7 @@ def lives(name, case, place):
         flip(place, case)
     if case.at is None:
         live(resume=True)
-    if live(resume=first["committed"] > 0, faulty=False)["error"]:
+    if live(resume=first.get("committed", 0) > 0, faulty=False).get("error"):
         live(resume=True, tag=f"global_step{_newest(place).step - 1}", faulty=False)
     return found
 
