@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,10 +21,12 @@ from simulator.workload import Workload
 
 Floats = NDArray[np.float64]
 Numbers = Mapping[Placement, int]  # of subgroups
+Visitor = tuple[int, int] | None
 EACH = 30  # subgroups that are looked at one by one
 BLOCKS = 24  # of neighbours, and of each size in them, where there are more
 FEWEST_BLOCKS = 6
 FEWEST_MANY = 4  # staging slots; fewer are looked at number by number
+MOST_VISITORS = 6  # ranges of sizes
 MANY = 128  # subgroups, of more of which no whole numbers are asked for
 NODES_OF_FEW, NODES_OF_EACH, NODES_OF_SOME = 3000, 100, 5  # of the search for whole numbers
 ROUNDING = 1e-5  # of the solver's tolerances, relative
@@ -187,8 +190,11 @@ class _Problem:
         if storage_bytes:
             self.room["storage"] = storage_bytes
 
-    def window(self, slots: int | None, fewest: int, numbers: Sequence[float] = ()) -> Window:
-        return Window(self.model, self.room, slots, fewest, numbers)
+    def window(
+        self, slots: int | None, fewest: int, numbers: Sequence[float] = (),
+        visitor: tuple[int, int] | None = None,
+    ) -> Window:  # fmt: skip
+        return Window(self.model, self.room, slots, fewest, numbers, visitor)
 
     def by_placement(self, x: Floats) -> dict[Placement, float]:
         """Sums over pieces and homes."""
@@ -201,10 +207,10 @@ class _Problem:
     def tightened(self, fluid: Bound, nodes: int) -> Bound:
         """The lowest of all numbers of slots, most promising first."""
         least_s, near = math.inf, []
-        for low_s, _, slots in sorted(self._fractions(), key=lambda case: case[:2]):
+        for low_s, _, slots, visitor in sorted(self._fractions(nodes), key=lambda case: case[:2]):
             if low_s >= least_s:
                 break
-            window = self.window(slots, FEWEST_MANY)
+            window = self.window(slots, FEWEST_MANY, visitor=visitor)
             Sharing(window, max(low_s, self.model.forward_s))
             solved = window.rows.lowest(window.seconds)
             if nodes and solved is not None and solved[0] < least_s:
@@ -224,12 +230,19 @@ class _Problem:
             promising=tuple((self._rounded(x), slots) for _, slots, x in near),
         )  # fmt: skip
 
-    def _fractions(self) -> Iterator[tuple[float, int, int | None]]:
-        for number, slots in enumerate((*range(FEWEST_MANY), None)):
-            window = self.window(slots, FEWEST_MANY)
+    def _fractions(self, nodes: int) -> Iterator[tuple[float, int, int | None, Visitor]]:
+        cases = product((*range(FEWEST_MANY), None), self._visitors() if nodes else (None,))
+        for number, (slots, visitor) in enumerate(cases):
+            window = self.window(slots, FEWEST_MANY, visitor=visitor)
             solved = window.rows.lowest(window.seconds)
             if solved is not None:
-                yield solved[0], number, slots
+                yield solved[0], number, slots, visitor
+
+    def _visitors(self) -> list[tuple[int, int]]:
+        """Ranges of sizes: the largest visitor is in one of them."""
+        sizes = np.unique(self.model.workload.subgroups)
+        some = np.array_split(sizes, min(len(sizes), MOST_VISITORS))
+        return [(int(each[0]), int(each[-1])) for each in some]
 
     def _rounded(self, x: Floats) -> dict[Placement, int]:
         """Numbers of subgroups that add up, by their shares of all elements."""

@@ -31,6 +31,9 @@ class Pieces:
         tail_s: forward that is left when the layers begin that hold the piece's last subgroup.
         fetches: how often an element comes in for passes, where it lives on the host.
         left_s: backward that is left when the gradient of that subgroup is complete.
+        first, last: subgroups.
+        end_s: backward that is left when all of its gradients are complete.
+        block: its number, of neighbours; passes: of backward that complete the block's gradients.
     """
 
     size: NDArray[np.int64]
@@ -41,6 +44,11 @@ class Pieces:
     tail_s: Floats
     left_s: Floats
     fetches: Floats
+    first: NDArray[np.int64]
+    last: NDArray[np.int64]
+    end_s: Floats
+    block: NDArray[np.int64]
+    passes: NDArray[np.int64]
 
     @classmethod
     def of(cls, w: Workload, most: int, homes: Sequence[Memory]) -> Self:
@@ -55,9 +63,12 @@ class Pieces:
         behind = np.cumsum(forward[::-1])[::-1]
         below = np.concatenate([[0.0], np.cumsum(backward)])
         first = [held[0] for held in w.layers_of_subgroups()]
-        parts = [part for block in _blocks(len(w.subgroups), most)
+        blocks = _blocks(first, most)
+        parts = [part for block in blocks
                  for part in _alike(w.subgroups, block, homes, fluid=most == 1)]  # fmt: skip
         parts.sort(key=lambda part: part[-1])
+        block = [next(b for b, some in enumerate(blocks) if part[0] in some) for part in parts]
+        passes = [len({first[s] for s in some}) for some in blocks]
         sizes = [[w.subgroups[s] for s in part] for part in parts]
         layer = [first[part[-1]] for part in parts]
         often = _fetches(w)
@@ -67,10 +78,19 @@ class Pieces:
             np.array([len(set(some)) == 1 for some in sizes]),
             tuple(homes[part[-1]] if homes else "" for part in parts), behind[layer], below[layer],
             np.array([min(often[s] for s in part) for part in parts]),
+            np.array([part[0] for part in parts]), np.array([part[-1] for part in parts]),
+            below[[first[part[0]] for part in parts]],
+            np.array(block), np.array([passes[b] for b in block]),
         )  # fmt: skip
 
     def __len__(self) -> int:
         return len(self.size)
+
+    def ahead(self, p: int) -> NDArray[np.bool_]:
+        """Whose gradients are all complete when the first one of a piece is, or are the piece."""
+        ahead: NDArray[np.bool_] = self.first > self.last[p]
+        ahead[p] = self.count[p] == 1
+        return ahead
 
 
 def _fetches(w: Workload) -> list[float]:
@@ -82,12 +102,19 @@ def _fetches(w: Workload) -> list[float]:
     return [n / size for n, size in zip(elements, w.subgroups, strict=True)]
 
 
-def _blocks(count: int, most: int) -> list[range]:
-    """The last ones by themselves: behind them least of forward is left."""
+def _blocks(layers: Sequence[int], most: int) -> list[range]:
+    """The last ones by themselves: behind them least of forward is left. Blocks of the others begin
+    where a layer does, of those in which each subgroup begins: one backward completes them.
+    """
+    count = len(layers)
     alone = min(LAST, count - 1) if most > 1 else 0
-    borders = (
-        np.linspace(0, count - alone, min(most, count - alone) + 1).round().astype(int).tolist()
-    )
+    blocks = min(most, count - alone)
+    borders = np.linspace(0, count - alone, blocks + 1).round().astype(int).tolist()
+    if 1 < blocks < count - alone:
+        begins = np.flatnonzero(np.diff(layers, prepend=-1))
+        inner = {int(begins[np.abs(begins - b).argmin()]) for b in borders[1:-1]}
+        borders = sorted({0, *inner, count - alone})
+        borders = [b for b in borders if b <= count - alone]
     borders += range(count - alone + 1, count + 1)
     return [range(first, end) for first, end in pairwise(borders)]
 

@@ -29,8 +29,9 @@ class Sharing:
     """
 
     def __init__(self, window: Window, known_s: float) -> None:
-        """``known_s``: no window is shorter."""
+        """``known_s``: no window is shorter, with what backward waits for."""
         self.window, self.rows, self.model = window, window.rows, window.model
+        known_s = window.least_inside_s(known_s)
         self.begins = [0.0, *(h for h in self._heads() if 0 < h < known_s / 2)]
         left_s = known_s - self.begins[-1]
         self.ends = [*(t for t in self._tails() if 0 < t <= left_s), 0.0]
@@ -77,7 +78,7 @@ class Sharing:
         for number, length in enumerate([*heads, None, *tails]):
             seconds = self.rows.new(len(speeds))
             if length is None:
-                self.window.within(-fixed_s, (seconds, 1.0))
+                self.window.behind_the_norm(fixed_s, (seconds, 1.0))
             else:
                 self.rows.at_most(float(length), (seconds, 1.0))
             for lane, now in enumerate(done[number]):
@@ -175,9 +176,9 @@ class Sharing:
             for p, left_s in enumerate(m.pieces.left_s):
                 up_to = slice(p + 1)
                 some = [(self.window.x[up_to, g.way], g.alone_s[up_to]) for g in home]
-                self.rows.at_most(float(left_s), (late[lane], -1.0), *some)
+                self._late_by(late[lane], float(left_s), *some)
             everything = [(self.window.x[:, g.way], m.micro * g.alone_s) for g in home]
-            self.rows.at_most(m.rest_s - m.first_s, (late[lane], -1.0), *everything)
+            self._late_by(late[lane], m.rest_s - m.first_s, *everything)
         return late
 
     def _late_coming(self) -> None:
@@ -195,13 +196,17 @@ class Sharing:
             fetched = [
                 (self.window.x[:, g.way], g.times * g.alone_s) for g in sums if g.step.lane == lane
             ]
-            self.rows.at_most(m.rest_s - m.fetching_s, (self._late[lane], -1.0), *fetched)
+            self._late_by(self._late[lane], m.rest_s - m.fetching_s, *fetched)
         for name in (n for n in m.work.limits if n not in PASSES_USE):
             coming = [(self.window.x[:, g.way], g.taken_s[name]) for g in sums]
             coming += [(self.window.early[p.way], p.taken_s[name]) for p in takers]
             share = max(float((p.taken_s[name] / np.maximum(p.alone_s, TINY_S)).max())
                         for p in [*sums, *takers])  # fmt: skip
-            self.rows.at_most(m.early_s, (late, -share), *coming)
+            self.rows.at_most(m.early_s, (late, -share), (self.window.waited, -1.0), *coming)
+
+    def _late_by(self, late: int, before_s: float, *terms: Term) -> None:
+        """What does not fit into so much of backward, and what that waits for."""
+        self.rows.at_most(before_s, (late, -1.0), (self.window.waited, -1.0), *terms)
 
 
 def _apart(modes: Modes, exclusive: Sequence[tuple[Lane, Lane]]) -> Floats:

@@ -12,14 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.analysis.bounds.model import Inside, Model, Part
+from simulator.analysis.bounds.room import wait_for_room
 from simulator.analysis.bounds.rows import Columns, Rows, Term
 from simulator.schedule import Lane
-from simulator.update.footprint import Holding
+from simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES, Holding
 from simulator.update.recipes import Slot, Wait, slot_limit, ways
 from simulator.update.tiers import Memory
 
 Floats = NDArray[np.float64]
 MANY = 2**20  # slots: as many as one likes
+CLOSE = 1e-6
 NAMED = 14  # subgroups: of so few each is placed whole, and it counts which one is the last
 NUMBERED = 5  # alike subgroups, of more of which only the number is whole
 FIRST = 3  # updates that are told apart by when they begin
@@ -36,6 +38,7 @@ class Window:
     """What a plan with so many staging slots has to do in the window, and around it.
 
     Attributes:
+        seconds: of the window, ``inside``, and of what backward waits for: what is asked for.
         x: how many subgroups of a piece are updated in a way: shape (pieces, ways).
         early, kept: of the ways that visit slots, those that come in before another visit has left,
             and those whose slot nobody takes again: by way, shape (pieces,).
@@ -44,14 +47,17 @@ class Window:
 
     def __init__(
         self, model: Model, room: Mapping[Memory, float], slots: int | None = None, fewest: int = 0,
-        numbers: Sequence[float] = (),
+        numbers: Sequence[float] = (), visitor: tuple[int, int] | None = None,
     ) -> None:  # fmt: skip
         """``room``: bytes of each memory for state, gradients and slots; ``slots``: for staging,
-        None: any number from ``fewest`` on; ``numbers``: of subgroups of each way, if given.
+        None: any number from ``fewest`` on; ``numbers``: of subgroups of each way, if given;
+        ``visitor``: between which sizes the largest is that visits staging slots.
         """
-        self.model, self.slots, self.fewest = model, slots, fewest
+        self.model, self.slots, self.fewest, self.visitor = model, slots, fewest, visitor
         self.rows, count = Rows(), len(model.pieces)
-        self.seconds = self.rows.one()
+        self.seconds, self.inside = self.rows.one(), self.rows.one()
+        self.waited = self.rows.one()
+        self.rows.equal(0.0, (self.seconds, 1.0), (self.inside, -1.0), (self.waited, -1.0))
         self.x = self.rows.new(count * len(model.ways)).reshape(count, -1)
         self.early = {way: self.rows.new(count) for way in self._ways(Inside.TAKERS)}
         self.kept = {way: self.rows.new(count) for way in self._ways(Inside.GIVERS)}
@@ -62,6 +68,7 @@ class Window:
         for slot in visited:
             self._visit(slot)
         self._fit(room)
+        wait_for_room(model, self.rows, self.x, self.waited)
         self._resources()
         self._iteration()
         self._come_home()
@@ -70,8 +77,19 @@ class Window:
         self._last_updates()
 
     def within(self, outside_s: float, *terms: Term, name: str = "") -> None:
-        """Seconds that must fit into the window and ``outside_s`` beside it."""
+        """Seconds that must fit into the window and ``outside_s`` of backward beside it."""
         self.rows.at_most(outside_s, (self.seconds, -1.0), *terms, name=name)
+
+    def behind_the_norm(self, behind_s: float, *terms: Term, name: str = "") -> None:
+        """Seconds that must fit into the window, with ``behind_s`` behind them."""
+        self.rows.at_most(-behind_s, (self.inside, -1.0), *terms, name=name)
+
+    def least_inside_s(self, known_s: float) -> float:
+        """No window is shorter; ``known_s``: with what backward waits for."""
+        if not self.rows.upper[self.waited]:
+            return known_s
+        solved = self.rows.lowest(self.inside)
+        return known_s if solved is None else solved[0] * (1 - CLOSE)
 
     def asked(self, part: Part, seconds: Floats, pieces: slice | NDArray[np.bool_]) -> list[Term]:
         """Of the chosen pieces, what a part asks of the window."""
@@ -157,6 +175,11 @@ class Window:
                 share = 1.0 / pieces.count[p]
                 self.rows.at_most(0.0, (self.x[p, users], share), (there, -1.0))
             self.rows.at_most(0.0, (there, each * one / m.largest), (size, -1.0))
+        if staged and self.visitor is not None:
+            least, most = self.visitor
+            self.rows.at_most(-each * least / m.largest, (size, -1.0))
+            for variable in self.x[pieces.least > most][:, users].ravel():
+                self.rows.upper[variable] = 0.0
         if 0 < limit < MANY:
             self._in_turn(slot, limit)
 
@@ -180,7 +203,7 @@ class Window:
                 inside.append((outside[part.way], -part.seconds / limit))
         self.within(m.rest_s, *((self.x[:, p.way], p.seconds / limit) for p in parts))
         if all(p.way in self.early for p in parts):
-            self.within(-m.pieces.tail_s[-1], *inside)
+            self.behind_the_norm(m.pieces.tail_s[-1], *inside)
 
     def _fit(self, room: Mapping[Memory, float]) -> None:
         """State, gradients, parameters and slots, in units of a large subgroup's state."""
@@ -201,7 +224,22 @@ class Window:
             for slot, size in self._size.items():
                 if slot.memory == memory:
                     terms.append((size, held.slot_bytes(slot, m.largest) / unit))
+            if memory == "device" and self.home:
+                terms.append((self._under_way(), GRADIENTS_UNDER_WAY_BYTES / unit))
             self.rows.at_most(size_bytes / unit, *terms, name=f"{memory} memory")
+
+    def _under_way(self) -> int:
+        """What the device keeps for gradients on their way, of the most: all of them, or that."""
+        pieces, kept = self.model.pieces, self.rows.one()
+        most = GRADIENTS_UNDER_WAY_BYTES / self.model.workload.grad_bytes_per_param
+        users = sorted({g.way for g in self.home})
+        each = pieces.size / max(most, float(pieces.size @ pieces.count))
+        self.rows.at_most(0.0, (kept, -1.0), *((self.x[:, way], each) for way in users))
+        for p, least in enumerate(pieces.least / most):
+            there = self.rows.one(1.0, whole=bool(pieces.whole[p]))
+            self.rows.at_most(0.0, (self.x[p, users], 1.0 / pieces.count[p]), (there, -1.0))
+            self.rows.at_most(0.0, (there, min(1.0, float(least))), (kept, -1.0))
+        return kept
 
     # -- resources ---------------------------------------------------------------------------
 
@@ -212,20 +250,20 @@ class Window:
         m, tails = self.model, self.model.pieces.tail_s
         last = len(tails) - 1
         # Updates go on in a pipeline's bubble, the training loop does not.
-        self.within(-m.forward_s - m.workload.pipeline_idle_s, name="training loop")
+        self.behind_the_norm(m.forward_s + m.workload.pipeline_idle_s, name="training loop")
         for lane in m.lanes:
             parts = m.on(lane)
             givers = any(p.inside == Inside.GIVERS for p in parts)  # no layer waits for them
             for p in range(last if givers else 0, last + 1):
                 asked = [t for q in parts for t in self.asked(q, q.seconds, slice(p + 1))]
                 name = f"{NAMES.get(lane, lane.value)} (update)" if p == last else ""
-                self.within(-tails[p], *asked, name=name)
+                self.behind_the_norm(tails[p], *asked, name=name)
         inside = [p for p in m.parts if p.inside != Inside.NONE]
         for name in m.work.limits:
             asked = [t for q in inside for t in self.asked(q, q.taken_s[name], slice(None))]
             computes = name == "device" or (name == "cores" and m.machine.device_shares_host_cores)
             behind_s = m.forward_s if computes else tails[last]
-            self.within(-behind_s, *asked, name=f"{NAMES.get(name, name)} (update)")
+            self.behind_the_norm(behind_s, *asked, name=f"{NAMES.get(name, name)} (update)")
 
     def _iteration(self) -> None:
         """What happens in an iteration fits into it. Of what comes in, nothing does before the last
@@ -275,14 +313,14 @@ class Window:
         last_s = pieces.tail_s[-1]
         for parts in self.waiting.values():
             for p in range(len(pieces)):
-                behind = slice(p if pieces.count[p] == 1 else p + 1, None)
+                ahead = pieces.ahead(p)
                 before = [(self.x[:, g.way], (m.micro - 1) * g.seconds) for g in self.home]
-                before += [(self.x[behind, g.way], g.seconds[behind]) for g in self.home]
+                before += [(self.x[ahead, g.way], g.seconds[ahead]) for g in self.home]
                 asked = [t for q in parts for t in self.asked(q, q.seconds, slice(p + 1))]
                 tail_s = min(float(q.tail_s[: p + 1].min()) for q in parts) + pieces.tail_s[p]
                 some = self._some({q.way for q in parts}, p)
                 self.within(m.rest_s - m.first_s - last_s, *before, *asked, (some, tail_s - last_s))
-                last = [(self.x[behind, g.way], g.seconds[behind]) for g in self.home]
+                last = [(self.x[ahead, g.way], g.seconds[ahead]) for g in self.home]
                 self.within(m.early_s - last_s, *last, *asked, (some, tail_s - last_s))
 
     def _some(self, chosen: set[int], up_to: int) -> int:
@@ -379,7 +417,7 @@ class Window:
             tail_s = np.min([q.tail_s for q in parts], axis=0) + pieces.tail_s
             home_s = np.min([g.seconds for g in self.home], axis=0) - pieces.left_s
             asked = [t for q in parts for t in self.asked(q, q.seconds, slice(None))]
-            self.within(0.0, *asked, (last, tail_s))
+            self.behind_the_norm(0.0, *asked, (last, tail_s))
             for p in range(count):
                 self.rows.at_most(0.0, (self.x[p, here], 1.0), (last, -1.0))
                 self.rows.at_most(0.0, (last[p], 1.0), (self.x[p, here], -1.0))
