@@ -142,6 +142,7 @@ def _of_the_disk(
         "floor_s": floor_s,
         "floor_of": max(parts, key=lambda name: parts[name]),
         "update_over_floor": ours["update_s"] / floor_s,
+        "update_over_mixed_floor": ours["update_s"] / _mixed_floor_s(disk, moved),
         "passes_s": passes_s,
         "iteration_over_floor": ours["iteration_s"] / max(passes_s, floor_s),
         "written_predicted_over_measured": moved / ours["write_bytes"],
@@ -175,12 +176,23 @@ def _compared(rows: Mapping[str, dict[str, Any]], predicted: Mapping[str, Any]) 
 
 
 def _floor_s(disk: StorageRates, moved: float) -> dict[str, float]:
-    """What the disk needs at least to read and to write so many bytes."""
-    read, write = disk.read_bytes_per_s.median, disk.write_bytes_per_s.median
-    return {
-        "read_s": moved / read, "write_s": moved / write,
-        "both_s": 2 * moved / (disk.duplex_factor.median * (read + write)),
-    }  # fmt: skip
+    """What the disk needs to read and to write so many bytes: alone, and as measured when it does
+    both at once; the longer of the two ends alone.
+    """
+    alone = {
+        "read_s": moved / disk.read_bytes_per_s.median,
+        "write_s": moved / disk.write_bytes_per_s.median,
+    }
+    shorter, longer = sorted(alone.values())
+    return {**alone, "both_s": longer - shorter + shorter / disk.duplex_factor.median}
+
+
+def _mixed_floor_s(disk: StorageRates, moved: float) -> float:
+    """A floor that no run reaches whose writes are done before its reads: all bytes at the rate
+    that the disk has while both go.
+    """
+    sum_of_rates = disk.read_bytes_per_s.median + disk.write_bytes_per_s.median
+    return 2 * moved / (disk.duplex_factor.median * sum_of_rates)
 
 
 def _pooled(disks: Sequence[StorageRates]) -> StorageRates:

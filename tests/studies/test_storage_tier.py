@@ -2,8 +2,18 @@
 
 import pytest
 
+from profiler.rates.storage import duplex_factor
 from simulator.plan import Plan
-from studies.storage_tier.command import DURABLE, _plan, _together, run
+from simulator.quantity import Quantity
+from simulator.storage import StorageRates
+from studies.storage_tier.command import (
+    DURABLE,
+    _floor_s,
+    _mixed_floor_s,
+    _plan,
+    _together,
+    run,
+)  # fmt: skip
 
 pytestmark = pytest.mark.usefixtures("only_rank")
 
@@ -49,6 +59,14 @@ def test_a_plan_that_the_tuner_has_made_is_trained(tmp_path):
     few = run("ebbtide, within stock's memory", "tiny", 1, tmp_path / "b", made.model_dump())
     assert few["state"] == share["state"]
     assert 0 < few["write_bytes"] < share["write_bytes"]
+
+
+def test_the_floor_is_what_was_measured_of_both_at_once():
+    """4 GB in 4 s read, in 1 s written, at once in 5 s: nothing is won by doing both."""
+    alone = {"read_bytes_per_s": Quantity.exact(1e9), "write_bytes_per_s": Quantity.exact(4e9)}
+    disk = StorageRates(**alone, duplex_factor=Quantity.exact(duplex_factor(5.0, [1.0], [4.0])))
+    assert _floor_s(disk, 4e9) == {"read_s": 4.0, "write_s": 1.0, "both_s": 5.0}
+    assert _mixed_floor_s(disk, 4e9) == pytest.approx(8 / 2.5)
 
 
 def test_runs_of_one_variant_are_told_by_their_medians_and_must_have_the_same_bits():
