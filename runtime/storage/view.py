@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
 import mmap
 import os
+import weakref
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from runtime.kernels import host
 from runtime.storage.extent_file import ExtentFile
 from runtime.storage.layout import Layout, padded
 
@@ -32,9 +38,13 @@ class View:
             tensors.append(_tensor(self._memory, at, size_bytes, dtype))
             at += padded(size_bytes)
         self.tensors = tuple(tensors)
+        self._explained = False
 
     def show(self, extent: int, files: Sequence[ExtentFile]) -> None:
         """From now on readers see this one."""
+        if not self._explained:
+            self._explained = True
+            _explain(self._memory, self._address, [str(file.path) for file in files])
         cuts = self._layout.cuts(self._subgroup)
         for drive, size_bytes in enumerate(self._layout.shares(self._subgroup)):
             if size_bytes:
@@ -53,6 +63,27 @@ def _tensor(memory: mmap.mmap, at: int, size_bytes: int, dtype: torch.dtype) -> 
         return torch.empty(0, dtype=dtype)
     count = size_bytes // dtype.itemsize
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=at)
+
+
+def _explain(memory: mmap.mmap, address: int, paths: Sequence[str]) -> None:
+    """A page that the drive does not deliver ends the process by SIGBUS; the last words say why."""
+    text = (
+        f"ebbtide: state on storage could not be read from {', '.join(paths)}: the drive failed "
+        "(dmesg says how), or the file was cut. This process ends by SIGBUS. The last checkpoint "
+        "is as it was: look at the drive, then resume from it or from another one.\n"
+    )
+    with contextlib.suppress(host.MissingCompilerError):  # who only reads steps needs none
+        number = _library().ebbtide_explain(address, len(memory), text.encode())
+        weakref.finalize(memory, _library().ebbtide_forget, number)
+
+
+@functools.cache
+def _library() -> Any:
+    library = ctypes.CDLL(str(host.build(Path(__file__).with_name("bus_error.cpp"))))
+    library.ebbtide_explain.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_char_p]
+    library.ebbtide_forget.argtypes = [ctypes.c_int]
+    library.ebbtide_forget.restype = None
+    return library
 
 
 def _map(address: int, size_bytes: int, descriptor: int, offset: int) -> None:

@@ -10,6 +10,7 @@ from studies.storage_tier.command import (
     DURABLE,
     _floor_s,
     _mixed_floor_s,
+    _of_the_disk,
     _plan,
     _together,
     run,
@@ -80,3 +81,28 @@ def test_runs_of_one_variant_are_told_by_their_medians_and_must_have_the_same_bi
     assert (row["host_peak_bytes"], row["resume_identical"]) == (7, False)
     with pytest.raises(RuntimeError, match="same state"):
         _together([first, {**first, "state": "b"}])
+
+
+def test_each_run_is_judged_by_the_disk_that_it_had():
+    """A disk that gets three times slower: 1.1 of its floor each time, 0.73 and 2.2 by medians."""
+
+    def disk(rate):
+        rates = {
+            "read_bytes_per_s": Quantity.exact(rate),
+            "write_bytes_per_s": Quantity.exact(rate),
+        }
+        return StorageRates(**rates, duplex_factor=Quantity.exact(1.0))
+
+    ours = {
+        "params": 1e9, "updates_s": 0.1, "update_s": 26.4, "iteration_s": 27.6,
+        "updates_of_runs_s": [13.2, 26.4, 39.6], "iterations_s": [14.4, 27.6, 40.8],
+        "write_bytes": 12e9,
+    }  # fmt: skip
+    told = _of_the_disk([disk(1e9), disk(0.5e9), disk(1e9 / 3)], ours, passes_s=1.0)
+    assert told["disk_floors_s"] == pytest.approx([12, 24, 36])
+    assert told["update_over_floor"] == pytest.approx(1.1)
+    assert told["iteration_over_floor"] == pytest.approx(27.6 / 24)
+    slow = _of_the_disk([disk(0.5e9)] * 3, ours, passes_s=1.0)
+    assert slow["update_over_floor"] == pytest.approx(1.1)
+    first = _of_the_disk([disk(1e9), disk(1e9), disk(0.5e9)], ours, passes_s=1.0)
+    assert first["update_over_floor"] == pytest.approx(39.6 / 24)

@@ -3,6 +3,10 @@
 import contextlib
 import errno
 import os
+import re
+import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -210,3 +214,37 @@ def test_versions_beside_a_failing_commit_stay(stores):
     number = store.steps[0].step
     for subgroup in ELEMENTS:
         assert equal(read(store, subgroup), state(subgroup, number))
+
+
+CUT = """
+import mmap, os, sys
+from pathlib import Path
+from tests.runtime.storage.conftest import Stores, write_all
+
+stores = Stores(Path(sys.argv[1]))
+store = stores.open()
+write_all(store, 1)
+shown = store.view(0)
+assert shown[0][-1] != 0
+(extents,) = stores.place.glob("**/*.extents")
+if sys.argv[2] == "ours":
+    os.truncate(extents, 0)
+    shown[0].sum()
+other = open(stores.place / "other", "w+b")
+other.truncate(4096)
+mapped = mmap.mmap(other.fileno(), 4096)
+other.truncate(0)
+mapped[0]
+"""
+
+
+@pytest.mark.parametrize("whose", ["ours", "somebody else's"])
+def test_a_page_that_does_not_come_has_a_last_word(tmp_path, whose):
+    """Reading a mapped page that the drive fails to deliver is no error but a signal."""
+    done = subprocess.run(
+        [sys.executable, "-c", CUT, str(tmp_path), whose], capture_output=True, text=True,
+        check=False, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == -signal.SIGBUS, done.stderr
+    told = re.findall("ebbtide: state on storage could not be read from (.*?): ", done.stderr)
+    assert told == ([str(next(tmp_path.glob("**/*.extents")))] if whose == "ours" else [])
