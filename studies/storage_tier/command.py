@@ -6,15 +6,16 @@ Real training on the CPU, a process for each; the page cache does not count as s
 O_DIRECT). Stock at its defaults, and with both pipelines and enough buffers; ebbtide with all state
 stored, with shares of it in host memory, and under the tuner's plan for the memory that stock's
 pipelines take: that one is compared with stock. What is compared runs more than once, in another
-order, since a disk's speed changes by the minute; the disk itself is measured between the rounds.
-The floor is the longest of what the disk needs to read, to write, and to do both at once, and of
-the updates alone.
+order, since a disk's speed changes by the minute: each of ebbtide's runs is judged by the disk as
+measured right before and after it. The floor is the longest of what the disk needs to read, to
+write, and to do both at once, and of the updates alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -59,11 +60,9 @@ STOCK: dict[str, dict[str, Any]] = {
         "device": "nvme", "pipeline_read": True, "pipeline_write": True, "buffer_count": 12,
     },
 }  # fmt: skip
-PREDICTION = "prediction"
-COMPARED = ("stock NVMe", PIPELINED, "ebbtide", LIMITED)
-ROUNDS = 2  # of those that are compared; the second one backwards
+PREDICTION, ALL_STORED = "prediction", "ebbtide"
 LEFT_FREE = 64 * 2**20  # of the memory that stock takes: two runs of one process differ by less
-SHARES = {"ebbtide": 0.0, "ebbtide, half in memory": 0.5, "ebbtide, 0.9 in memory": 0.9}
+SHARES = {ALL_STORED: 0.0, "ebbtide, half in memory": 0.5, "ebbtide, 0.9 in memory": 0.9}
 
 
 def main() -> None:
@@ -100,59 +99,85 @@ def measure(size: str, steps: int, folder: Path) -> dict[str, Any]:
     def once(name: str, **given: Any) -> dict[str, Any]:
         return _in_a_process(name, size, steps, folder, given)
 
-    disks = [_drive(folder)]
-    runs = {name: [once(name)] for name in (*STOCK, *SHARES)}
-    disks.append(_drive(folder))
+    runs = {name: [once(name)] for name in STOCK}
+    beside: dict[str, list[StorageRates]] = {ALL_STORED: [], LIMITED: []}
+
+    def beside_the_disk(*names: str, **given: Any) -> None:
+        """The disk is measured before and after each: its speed changes by the minute."""
+        before = _drive(folder)
+        for name in names:
+            runs.setdefault(name, []).append(once(name, **given))
+            after = _drive(folder)
+            beside[name].append(_pooled([before, after]))
+            before = after
+
+    beside_the_disk(ALL_STORED)
+    runs |= {name: [once(name)] for name in SHARES if name != ALL_STORED}
     limit = runs[PIPELINED][0]["host_peak_bytes"]
-    spare = max(0, limit - runs["ebbtide"][0]["host_peak_bytes"] - LEFT_FREE)
-    disk = _pooled(disks)
-    predicted = once(PREDICTION, drive=disk.model_dump(mode="json"), spare_bytes=spare)
-    plan = {LIMITED: {"plan": predicted["plan"]}}
-    runs[LIMITED] = [once(LIMITED, **plan[LIMITED])]
-    for number in range(1, ROUNDS):
-        for name in COMPARED[:: (-1) ** number]:
-            runs[name].append(once(name, **plan.get(name, {})))
-        disks.append(_drive(folder))
+    spare = max(0, limit - runs[ALL_STORED][0]["host_peak_bytes"] - LEFT_FREE)
+    plan = once(PREDICTION, drives=_json(beside[ALL_STORED]), spare_bytes=spare)["plan"]
+    beside_the_disk(LIMITED, LIMITED, plan=plan)
+    beside_the_disk(ALL_STORED, ALL_STORED)
+    for name in (PIPELINED, "stock NVMe"):
+        runs[name].append(once(name))
+    every = _json([*beside[ALL_STORED], *beside[LIMITED]])
+    predicted = once(PREDICTION, drives=every, spare_bytes=spare, plan=plan)
     rows = {name: _together(some) for name, some in runs.items()}
     return {
-        "size": size, "steps_of_each": steps, "rounds": ROUNDS,
-        **_of_the_disk(disks, rows["ebbtide"], predicted["passes_s"]),
+        "size": size, "steps_of_each": steps, "rounds": len(runs[PIPELINED]),
+        **_of_the_disk(beside[ALL_STORED], rows[ALL_STORED], predicted["passes_s"]),
         **_compared(rows, predicted),
         "rows": [{"name": name, **row} for name, row in rows.items()],
     }  # fmt: skip
 
 
+def _json(disks: Sequence[StorageRates]) -> list[dict[str, Any]]:
+    return [disk.model_dump(mode="json") for disk in disks]
+
+
 def _of_the_disk(
-    disks: Sequence[StorageRates], ours: Mapping[str, Any], passes_s: float
+    beside: Sequence[StorageRates], ours: Mapping[str, Any], passes_s: float
 ) -> dict[str, Any]:
-    """What it does, and how far all state stored is from that.
+    """What it does, and how far all state stored is from that: the median over its runs, each
+    against the disk as it was before and after it.
 
     Args:
+        beside: the disk, at each run.
         passes_s: forward and backward.
     """
-    disk, moved = _pooled(disks), STATE_BYTES * ours["params"]
+    disk, moved = _pooled(beside), STATE_BYTES * ours["params"]
     parts = _floor_s(disk, moved) | {"updates_s": ours["updates_s"]}
-    floor_s = max(parts.values())
+    floors_s = [max(*_floor_s(one, moved).values(), ours["updates_s"]) for one in beside]
+    runs = list(zip(floors_s, ours["updates_of_runs_s"], ours["iterations_s"], strict=True))
     return {
         "read_bytes_per_s": disk.read_bytes_per_s.median,
         "write_bytes_per_s": disk.write_bytes_per_s.median,
         "duplex_factor": disk.duplex_factor.median,
-        "disk_floors_s": [max(_floor_s(one, moved).values()) for one in disks],
+        "disk_floors_s": floors_s,
         "direct": "O_DIRECT" in (disk.read_bytes_per_s.detail or ""),
-        "floor_s": floor_s,
+        "floor_s": max(parts.values()),
         "floor_of": max(parts, key=lambda name: parts[name]),
-        "update_over_floor": ours["update_s"] / floor_s,
+        "update_over_floor": statistics.median(update / floor for floor, update, _ in runs),
+        "update_over_median_floor": ours["update_s"] / max(parts.values()),
         "update_over_mixed_floor": ours["update_s"] / _mixed_floor_s(disk, moved),
         "passes_s": passes_s,
-        "iteration_over_floor": ours["iteration_s"] / max(passes_s, floor_s),
+        "iteration_over_floor": statistics.median(
+            iteration / max(passes_s, floor) for floor, _, iteration in runs
+        ),
         "written_predicted_over_measured": moved / ours["write_bytes"],
     }
 
 
 def _compared(rows: Mapping[str, dict[str, Any]], predicted: Mapping[str, Any]) -> dict[str, Any]:
-    """With stock, and with what was predicted."""
-    ours, limited, expected = rows["ebbtide"], rows[LIMITED], rows["stock in memory"]
+    """With stock, and with what was predicted of each run by the disk that it had."""
+    ours, limited, expected = rows[ALL_STORED], rows[LIMITED], rows["stock in memory"]
     limit = rows[PIPELINED]["host_peak_bytes"]
+    runs = len(ours["iterations_s"])
+
+    def over_measured(told_s: Sequence[float], measured_s: Sequence[float]) -> float:
+        pairs = zip(told_s, measured_s, strict=True)
+        return statistics.median(told / measured for told, measured in pairs)
+
     return {
         "params": ours["params"],
         **_speedups("", rows, limited),
@@ -162,9 +187,12 @@ def _compared(rows: Mapping[str, dict[str, Any]], predicted: Mapping[str, Any]) 
         "share_within_limit": predicted["share_in_memory"],
         "plan_within_limit": predicted["plan"],
         "within_host_limit": limited["host_peak_bytes"] <= limit,
-        "predicted_over_measured": predicted["iteration_s"] / ours["iteration_s"],
-        "within_limit_predicted_over_measured": (
-            predicted["within_limit_s"] / limited["iteration_s"]
+        "predicted_s": predicted["iterations_s"][:runs],
+        "predicted_over_measured": over_measured(
+            predicted["iterations_s"][:runs], ours["iterations_s"]
+        ),
+        "within_limit_predicted_over_measured": over_measured(
+            predicted["within_limit_s"][runs:], limited["iterations_s"]
         ),
         "share_in_dram": list(SHARES.values()),
         **{key: ours[key] for key in DURABLE},
@@ -220,6 +248,7 @@ def _together(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {
         **measured, "host_peak_bytes": peak,
         "iterations_s": [run["iteration_s"] for run in runs],
+        "updates_of_runs_s": [run["update_s"] for run in runs if "update_s" in run],
     }  # fmt: skip
 
 
@@ -298,11 +327,10 @@ def _durable(
     plan: Mapping[str, Any] | None,
 ) -> dict[str, Any]:  # fmt: skip
     """Of what ebbtide stores: `DURABLE`."""
-    batches = Batches(1, SEQUENCE)
-    more = range(WARMUP + steps, WARMUP + 2 * steps)
+    batches, numbers = Batches(1, SEQUENCE), itertools.count(WARMUP + steps)
     found: dict[str, Any] = {**durability.host_bytes(engine)}
     found |= durability.saved_each_step(
-        engine, lambda e, number: train_step(e, batches.at(number)), more, plain_s, folder
+        engine, lambda e: train_step(e, batches.at(next(numbers))), steps, plain_s, folder
     )
     expected = _digest(engine)
     engine.destroy()
@@ -314,19 +342,22 @@ def _durable(
 
 
 def predict(
-    _: str, size: str, steps: int, folder: Path, drive: Mapping[str, Any], spare_bytes: float
-) -> dict[str, Any]:
-    """An iteration with all state stored, as the simulator expects it, and the tuner's plan where
-    memory has so much more room; trains nothing but stock.
+    _: str, size: str, steps: int, folder: Path, drives: Sequence[Any], spare_bytes: float,
+    plan: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """An iteration as the simulator expects it with each of the drives, all state stored and under
+    a plan, that of the tuner where memory has so much more room if None is given; trains nothing
+    but stock.
     """
     del steps
     become_only_rank()
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     engine = _engine("stock in memory", size, folder)
-    batches, plan = Batches(1, SEQUENCE), _plan(engine, 0.0, folder)
+    batches, stored = Batches(1, SEQUENCE), _plan(engine, 0.0, folder)
     train = lambda e, number: train_step(e, batches.at(number)).item()  # noqa: E731
-    rates = StorageRates.model_validate(drive)
-    return durability.predicted(engine, train, plan, folder, rates, spare_bytes)
+    rates = [StorageRates.model_validate(drive) for drive in drives]
+    made = None if plan is None else Plan.model_validate(plan)
+    return durability.predicted(engine, train, stored, folder, rates, spare_bytes, made)
 
 
 def _drive(folder: Path) -> StorageRates:

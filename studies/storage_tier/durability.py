@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,29 +14,48 @@ from simulator.storage import StorageRates
 
 
 def saved_each_step(
-    engine: Any, train: Callable[[Any, int], object], steps: range, plain_s: float, folder: Path
+    engine: Any, train: Callable[[Any], object], steps: int, plain_s: float, folder: Path
 ) -> dict[str, float]:
-    """Trains on, with a checkpoint behind every step.
+    """Trains on: with a checkpoint behind every step, without, and with again. A disk that grows
+    slower or quicker all the while does so with and without by as much.
 
     Args:
-        plain_s: of a step without one.
+        train: one step.
+        plain_s: of a step without a checkpoint, a moment ago.
+    """
+    saved_s, report, extra_bytes = _saved_s(engine, train, steps, folder)
+    begin = time.perf_counter()
+    for _ in range(steps):
+        train(engine)
+    engine.optimizer.wait()
+    again_s = (time.perf_counter() - begin) / steps
+    saved_again_s, _, _ = _saved_s(engine, train, steps, folder)
+    ratios = (2 * saved_s / (plain_s + again_s), (saved_s + saved_again_s) / (2 * again_s))
+    return {
+        "checkpoint_every_step_slowdown_pct": 100.0 * (math.sqrt(math.prod(ratios)) - 1.0),
+        "extra_state_bytes_per_checkpoint": extra_bytes,
+        "checkpoint_file_bytes": report.payload_bytes,
+    }
+
+
+def _saved_s(
+    engine: Any, train: Callable[[Any], object], steps: int, folder: Path
+) -> tuple[float, Any, float]:
+    """Seconds of a step with a checkpoint behind it, the last one's report, and what a step writes
+    beside the state.
     """
     store = engine.optimizer._ebbtide._store
     before, begin = store.written_bytes, time.perf_counter()
-    for number in steps:
-        train(engine, number)
+    for _ in range(steps):
+        train(engine)
         engine.save_checkpoint(folder / "checkpoints")
     engine.optimizer.wait()
     report = engine.checkpoint_engine.wait()
-    seconds = (time.perf_counter() - begin) / len(steps)
-    written = (store.written_bytes - before) / len(steps)
+    seconds = (time.perf_counter() - begin) / steps
+    written = (store.written_bytes - before) / steps
     stored = [s for s in engine.optimizer._ebbtide.executor.states if s.placement == "stored"]
     state = sum(-(-t.nbytes // 4096) * 4096 for s in stored for t in s.state)
-    return {
-        "checkpoint_every_step_slowdown_pct": 100.0 * (seconds / plain_s - 1.0),
-        "extra_state_bytes_per_checkpoint": written - state,
-        "checkpoint_file_bytes": report.payload_bytes,
-    }
+    return seconds, report, written - state
 
 
 def resumed(engine: Any, folder: Path, read_bytes: Callable[[], int]) -> int:
@@ -75,18 +95,18 @@ def host_bytes(engine: Any) -> dict[str, Any]:
 
 
 def predicted(
-    engine: Any, train: Callable[[Any, int], object], plan: Plan, folder: Path,
-    drive: StorageRates, spare_bytes: float,
+    engine: Any, train: Callable[[Any, int], object], stored: Plan, folder: Path,
+    drives: Sequence[StorageRates], spare_bytes: float, given: Plan | None,
 ) -> dict[str, Any]:  # fmt: skip
-    """What the simulator says of an iteration under a plan, and what the tuner makes of more
-    memory; machine and model as measured here.
+    """What the simulator says of an iteration under two plans, machine and model as measured here.
 
     Args:
         engine: stock's, with its state in memory.
-        plan: all stored.
-        drive: the disk, measured with more bytes than a profile's share of time allows: what it
-            writes and reads in a burst is not what it does all along.
-        spare_bytes: of host memory beside what the plan takes.
+        stored: all state on storage.
+        drives: the disk as measured at several times, with more bytes than a profile's share of
+            time allows: what it writes and reads in a burst is not what it does all along.
+        spare_bytes: of host memory beside what ``stored`` takes.
+        given: the second plan; None: what the tuner makes of that memory, by the first drive.
     """
     import itertools
 
@@ -96,22 +116,26 @@ def predicted(
     from tuner.placements.planning import plan as planned
 
     name = str(folder.absolute())
-    machine = measure_machine(folder, seconds=20.0, fresh=True)
-    machine = machine.model_copy(update={"drives": {name: drive}})
+    measured = measure_machine(folder, seconds=20.0, fresh=True)
+    machines = [measured.model_copy(update={"drives": {name: drive}}) for drive in drives]
     numbers = itertools.count()
     work = profile_engine(engine, lambda e: train(e, next(numbers)), 3)
-    taken = footprint(work, plan)
-    room = taken["host"] + (taken["device"] if machine.unified_memory else 0) + spare_bytes
-    better = planned(
-        work, machine, host_memory_bytes=int(room), memory_margin=0.0,
+    taken = footprint(work, stored)
+    room = taken["host"] + (taken["device"] if measured.unified_memory else 0) + spare_bytes
+    plan = given or planned(
+        work, machines[0], host_memory_bytes=int(room), memory_margin=0.0,
         storage={name: 2 * taken["storage"]},
     )  # fmt: skip
-    stored = sum(n for n, p in zip(work.subgroups, better.placements, strict=True) if p == "stored")
-    assert better.prediction is not None
+
+    def iterations_s(plan: Plan) -> list[float]:
+        schedule = build_schedule(work, plan)
+        return [simulate(schedule, m.storing_in([name])).iteration_s for m in machines]
+
+    kept = [n for n, p in zip(work.subgroups, plan.placements, strict=True) if p != "stored"]
     return {
-        "iteration_s": simulate(build_schedule(work, plan), machine.storing_in([name])).iteration_s,
-        "plan": better.model_dump(mode="json"),
-        "within_limit_s": better.prediction.iteration_s,
+        "iterations_s": iterations_s(stored),
+        "within_limit_s": iterations_s(plan),
+        "plan": plan.model_dump(mode="json"),
         "passes_s": sum(layer.forward_s + layer.backward_s for layer in work.layers),
-        "share_in_memory": 1 - stored / sum(work.subgroups),
+        "share_in_memory": sum(kept) / sum(work.subgroups),
     }
