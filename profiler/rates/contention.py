@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,7 +48,8 @@ def measure_contention(
 
     Host Adam beside copies each way, copies beside the device's own work, writing beside host
     Adam; each pair both ways. Without CUDA a copy is one in host memory, and the device's work
-    runs on a host core: those quantities say ``emulated``.
+    runs on a host core: those quantities say ``emulated``. Forward and backward (``passes``) run on
+    all cores then, and writing is measured beside them too.
     """
     buffers = AdamBuffers(elements)
     device: Source = "measured" if cuda else "emulated"
@@ -66,12 +67,22 @@ def measure_contention(
     for name, copy in _copies(cuda, elements).items():
         pairs.append(("host_adam", update, name, copy, device))
         pairs.append((name, copy, "compute", compute, device))
-    result = {}
-    share_s = budget_s / (2 * len(pairs))
+    on_all: list[tuple[str, Work, str, Work, Source]] = []
+    if not cuda:
+        on_all.append(("passes", compute, "storage_write", write, "measured"))
+    share_s = budget_s / (2 * len(pairs + on_all))
     with _one_thread():
-        for name, work, other, neighbour, source in pairs:
-            result[f"{name}_while_{other}"] = slowdown(work, neighbour, share_s, source)
-            result[f"{other}_while_{name}"] = slowdown(neighbour, work, share_s, source)
+        result = _both_ways(pairs, share_s)
+    return result | _both_ways(on_all, share_s)
+
+
+def _both_ways(
+    pairs: Sequence[tuple[str, Work, str, Work, Source]], share_s: float
+) -> dict[str, Quantity]:
+    result = {}
+    for name, work, other, neighbour, source in pairs:
+        result[f"{name}_while_{other}"] = slowdown(work, neighbour, share_s, source)
+        result[f"{other}_while_{name}"] = slowdown(neighbour, work, share_s, source)
     return result
 
 

@@ -11,7 +11,8 @@ from simulator.quantity import Quantity
 from simulator.schedule import Lane, Op, OpKind
 from simulator.schedules.checkpointed import WRITE_TRAFFIC, writer_cores
 
-_BESIDE = ("host_adam_while_storage_write", "storage_write_while_host_adam")
+_BESIDE_ADAM = ("host_adam_while_storage_write", "storage_write_while_host_adam")
+_BESIDE_PASSES = ("passes_while_storage_write", "storage_write_while_passes")
 TOLERANCE = 0.15  # of full speed
 _WORK = 1e9  # bytes or parameters: far above any latency
 
@@ -48,31 +49,50 @@ def with_writer_cost(machine: Machine) -> Machine:
     """The machine with the writers' cost that makes the simulator share the cores as measured.
 
     A writer's thread takes some CPU time, but what training loses beside it is more: the kernel and
-    the disk's driver work elsewhere. What host Adam loses tells of all of it. Never less than the
-    thread's own; and as it is where nothing was measured.
+    the disk's driver work elsewhere. What host Adam loses tells of all of it; where forward and
+    backward run on the host's cores, what they lose, which is most of what a checkpoint costs
+    there. Never less than the thread's own; and as it is where nothing was measured.
     """
-    thread, (adam, writing) = machine.writer_s_per_byte, map(machine.contention.get, _BESIDE)
-    if thread is None or adam is None or writing is None:
-        return machine
-    # Who runs first is the scheduler's choice; the simulator slows both alike. Nothing is faster
-    # beside another than alone: what was measured so is noise, and hides nothing of the other.
-    shares = [
-        (min(1.0, getattr(adam, q)) + min(1.0, getattr(writing, q))) / 2
-        for q in ("q1", "median", "q3")
-    ]
-    result = sorted(_cost_for(machine, thread.median, share) for share in shares)
-    detail = f"{thread.detail}; raised until it and host Adam have {shares[1]:.0%} of their speed"
-    cost = Quantity(
-        median=result[1], q1=result[0], q3=result[2], n=adam.n, source="measured",
-        detail=thread.detail if result[1] == thread.median else detail,
-    )  # fmt: skip
-    return machine.model_copy(update={"writer_s_per_byte": cost})
+    thread, find = machine.writer_s_per_byte, machine.contention.get
+    passes, adam = map(find, _BESIDE_PASSES), map(find, _BESIDE_ADAM)
+    for name, cost_for, (work, writing) in (
+        ("forward and backward have", _cost_of_cores, passes),
+        ("it and host Adam have", _cost_for, adam),
+    ):
+        if thread is None or work is None or writing is None:
+            continue
+        # Nothing is faster beside another than alone: what was measured so is noise, and hides
+        # nothing of the other.
+        shares = [
+            (min(1.0, getattr(work, q)), min(1.0, getattr(writing, q)))
+            for q in ("q1", "median", "q3")
+        ]
+        low, middle, high = sorted(cost_for(machine, thread.median, *share) for share in shares)
+        told = f"{thread.detail}; raised until {name} {shares[1][0]:.0%} of their speed"
+        cost = Quantity(
+            median=middle, q1=low, q3=high, n=work.n, source="measured",
+            detail=thread.detail if middle == thread.median else told,
+        )  # fmt: skip
+        return machine.model_copy(update={"writer_s_per_byte": cost})
+    return machine
 
 
-def _cost_for(machine: Machine, least: float, share: float) -> float:
-    """Between the thread's own and all that the writers' threads could take."""
-    most = CheckpointPlan().writers / machine.storage_write_bytes_per_s.median
-    low, high = least, max(least, most)
+def _most(machine: Machine) -> float:
+    """All that the writers' threads could take."""
+    return CheckpointPlan().writers / machine.storage_write_bytes_per_s.median
+
+
+def _cost_of_cores(machine: Machine, least: float, work: float, writing: float) -> float:
+    """The cores that were lost to a byte written meanwhile."""
+    written = machine.storage_write_bytes_per_s.median * writing
+    lost = machine.cpu_cores * (1 - work) / written if written else 0.0
+    return min(max(least, lost), max(least, _most(machine)))
+
+
+def _cost_for(machine: Machine, least: float, work: float, writing: float) -> float:
+    """Who runs first is the scheduler's choice; the simulator slows both alike."""
+    share = (work + writing) / 2
+    low, high = least, max(least, _most(machine))
     for _ in range(40):
         middle = (low + high) / 2
         tried = machine.model_copy(update={"writer_s_per_byte": Quantity.exact(middle)})

@@ -105,6 +105,7 @@ def test_contention_is_measured_both_ways_for_what_runs_side_by_side(tmp_path):
     assert set(matrix) == {
         "host_adam_while_copy", "copy_while_host_adam", "copy_while_compute",
         "compute_while_copy", "host_adam_while_storage_write", "storage_write_while_host_adam",
+        "passes_while_storage_write", "storage_write_while_passes",
     }  # fmt: skip
     assert matrix["host_adam_while_storage_write"].source == "measured"
     assert matrix["copy_while_compute"].source == "emulated", "no GPU computed or copied"

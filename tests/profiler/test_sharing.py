@@ -63,3 +63,23 @@ def test_a_writers_cost_is_never_less_than_its_thread_takes():
     assert found.writer_s_per_byte.median == 1e-10
     assert found.writer_s_per_byte.detail == "CPU time"
     assert with_writer_cost(machine()).writer_s_per_byte is None
+
+
+def test_where_passes_run_on_the_cores_their_loss_is_the_cost():
+    """Of 16 cores a quarter lost, while half of 2 GB/s were written; whatever host Adam lost."""
+    found = with_writer_cost(
+        machine(
+            passes_while_storage_write=0.75, storage_write_while_passes=0.5,
+            host_adam_while_storage_write=0.9, storage_write_while_host_adam=0.9,
+        ).model_copy(update={"writer_s_per_byte": Quantity.exact(1e-10, "measured", "CPU time")})
+    )  # fmt: skip
+    most = 2 / 2e9  # both writers, all the time
+    assert found.writer_s_per_byte.median == most
+    less = with_writer_cost(
+        found.model_copy(update={
+            "writer_s_per_byte": Quantity.exact(1e-10, "measured", "CPU time"),
+            "contention": found.contention | {"passes_while_storage_write": Quantity.exact(0.97)},
+        })
+    )  # fmt: skip
+    assert less.writer_s_per_byte.median == pytest.approx(16 * 0.03 / 1e9)
+    assert "forward and backward have 97%" in less.writer_s_per_byte.detail
