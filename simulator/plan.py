@@ -24,7 +24,7 @@ from pydantic import (
 from simulator.rules import RuleError, explain
 from simulator.schedule import Kind
 from simulator.update.order import UpdateOrder, issue_order, order_of
-from simulator.update.recipes import HOST_SLOTS, RECIPES, Slot, can_be_guessed
+from simulator.update.recipes import HOST_SLOTS, RECIPES, Slot, can_be_guessed, can_be_summed
 from simulator.update.recipes import Placement as Placement  # public here, defined there
 from simulator.update.tiers import Memory
 
@@ -169,6 +169,10 @@ class Plan(BaseModel):
             step neither clips nor overflows: the last ones, whose gradients come first, of those
             that are updated on the host and have their parameters on the device. A wrong guess is
             dropped and redone. Each takes host memory for its state and parameters once more.
+        device_sums: with gradient accumulation, how many subgroups' sums of micro-batches stay on
+            the device until the last one is added: the first ones, whose gradients come last, of
+            those whose gradients go to host memory. The other sums go there and come back with
+            each micro-batch. Each takes device memory for its gradient.
         storage_dir: the folder on whose storage ``stored`` state lives; each rank has a file there.
         storage_shares: several such folders in the place of ``storage_dir``, and how much of each
             subgroup's state lies in each, in any unit: their bandwidths.
@@ -191,6 +195,7 @@ class Plan(BaseModel):
     prefetch: int = Field(0, ge=0)
     host_slots: int = Field(HOST_SLOTS, ge=0)
     speculate: int = Field(0, ge=0)
+    device_sums: int = Field(0, ge=0)
     storage_dir: str | None = None
     storage_shares: dict[str, float] = Field(default_factory=dict)
     threads: int = Field(0, ge=0)
@@ -286,6 +291,8 @@ class Plan(BaseModel):
             fields.pop("parameter_home", None)
         if not self.speculate:
             fields.pop("speculate", None)
+        if not self.device_sums:
+            fields.pop("device_sums", None)
         if not self.stores:
             fields.pop("host_slots", None)
             fields.pop("storage_dir", None)
@@ -312,6 +319,13 @@ class Plan(BaseModel):
         both = zip(self.placements, self.parameter_homes, strict=True)
         able = [i for i, way in enumerate(both) if can_be_guessed(*way)]
         chosen = set(able[max(0, len(able) - self.speculate) :])
+        return tuple(i in chosen for i in range(self.subgroup_count))
+
+    @property
+    def summed_on_device(self) -> tuple[bool, ...]:
+        """Of each subgroup: its sum of micro-batches stays on the device (``device_sums``)."""
+        able = [i for i, placement in enumerate(self.placements) if can_be_summed(placement)]
+        chosen = set(able[: self.device_sums])
         return tuple(i in chosen for i in range(self.subgroup_count))
 
     @property

@@ -42,7 +42,8 @@ class GradientOps:
     def send(
         self, subgroup: int, home: torch.Tensor, source: torch.Tensor, *, summed: bool
     ) -> None:
-        """Starts the way home of a part; ``summed``: `fetch_sum` gave it.
+        """Starts the way home of a part; ``summed``: `fetch_sum` gave it, and each micro-batch's
+        goes home.
 
         ``source`` may be dropped at once, but written again only after `before_reuse`.
         """
@@ -81,8 +82,12 @@ class GradientOps:
             left -= n
 
     def fetch_sum(self, subgroup: int, base: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        """``base + gradient`` on the device, for the caller (on CUDA: its stream) to read."""
-        item = self._template[OpKind.GRADIENT_H2D, subgroup, True]
+        """``base + gradient`` on the device, for the caller (on CUDA: its stream) to read.
+
+        Of a sum that stays there no schedule has it: it was left at home by another plan, or is of
+        a parameter that the window's first micro-batch did not reach.
+        """
+        item = self._template.get((OpKind.GRADIENT_H2D, subgroup, True), _fetched_once(subgroup))
         stream = self._lanes[item.op.lane].stream
         total = self._device.empty_on(gradient.device, base)
         completion = self._submit(
@@ -129,3 +134,9 @@ class GradientOps:
         taken = list(self.parts)
         self.parts.clear()
         return taken
+
+
+def _fetched_once(subgroup: int) -> GradientOp:
+    """Behind what is on its way home."""
+    op = Op(-1, OpKind.GRADIENT_H2D, LaneName.H2D_GRADIENTS, 0, subgroup=subgroup)
+    return GradientOp(op, summed=True, reduced=True, after=(OpKind.GRADIENT_D2H,))

@@ -32,6 +32,8 @@ class ParameterSlice:
         summed: DeepSpeed has a sum to go on from; below ZeRO-3 there is none before the first.
         apart: that sum, where a gradient that does not belong to it has taken the home.
         copied: the gradient of the window before lies in the subgroup's spare.
+        held: the sum is in the subgroup's own device memory for it; at home too, but where
+        unsent: it has grown since it was sent there.
         empty: what is at home was looked at, and is zero: of a parameter that nobody uses, a look
             at every step would cost a pass, and on the device a synchronisation.
     """
@@ -47,6 +49,8 @@ class ParameterSlice:
     summed: bool = True
     apart: torch.Tensor | None = None
     copied: bool = False
+    held: bool = False
+    unsent: bool = False
     empty: bool = False
 
 
@@ -70,7 +74,8 @@ class GradientHomes:
 
     With accumulation a window's first micro-batches overwrite the gradient of the window before,
     which DeepSpeed applies again to a parameter that the last micro-batch does not reach. It stays
-    in a spare: a home on the host changes places with it, one on the device is copied to it.
+    in a spare: a home on the host changes places with it, one on the device is copied to it. Where
+    the sum has memory of its own on the device, what is at home stays there until the boundary.
     """
 
     device: Device
@@ -116,15 +121,19 @@ class GradientHomes:
         """
         self._open = True
         piece.empty = False
-        if not boundary and not piece.begun:
+        on_device = self.states[piece.subgroup].sum is not None
+        if not (boundary or piece.begun or on_device):
             self._keep_previous(piece)
-        if alone and piece.summed and piece.apart is None:
+        if alone and piece.summed and piece.apart is None and not piece.held:
             for arrival in self.arrived(piece.subgroup):  # one of a step that was skipped
                 arrival.wait_host()
             piece.apart = self._home(piece).clone()
         base = None if first else self._sum_so_far(piece, gradient.numel())
-        home = self._home(piece, gradient.numel())
-        total = self._store(piece.subgroup, home, gradient.view(home.shape), base)
+        if on_device:
+            total = self._hold(piece, gradient, base, boundary=boundary, alone=alone)
+        else:
+            home = self._home(piece, gradient.numel())
+            total = self._store(piece.subgroup, home, gradient.view(home.shape), base)
         if not alone:
             piece.summed, piece.apart = True, None
         if boundary:
@@ -155,6 +164,43 @@ class GradientHomes:
         self.ops.send(subgroup, home, gradient, summed=base is not None)
         return gradient
 
+    def _hold(
+        self, piece: ParameterSlice, gradient: torch.Tensor, base: torch.Tensor | None, *,
+        boundary: bool, alone: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        """As `_store`, where the sum stays on the device until the boundary."""
+        total = gradient
+        if not (alone or (boundary and base is None)):
+            total = self._sum_up(piece, gradient, base)
+        elif not alone:
+            piece.held = False  # the sum is what goes home
+        piece.unsent = piece.held and (alone or not boundary)
+        if boundary:
+            home = self._home(piece, gradient.numel())
+            self.ops.send(piece.subgroup, home, total, summed=False)
+        return total
+
+    def _sum_up(
+        self, piece: ParameterSlice, gradient: torch.Tensor, base: torch.Tensor | None
+    ) -> torch.Tensor:
+        """As DeepSpeed does, in the device memory for the subgroup's sum, which it returns."""
+        total = self._held(piece, gradient.numel())
+        if not piece.unsent:  # what is there may still be on its way home
+            self.device.training_waits(self.arrived(piece.subgroup))
+        if base is None:
+            total.copy_(gradient)
+        elif piece.held:
+            total.add_(gradient)
+        else:
+            total.copy_(self.ops.fetch_sum(piece.subgroup, base, gradient))
+        piece.held = True
+        return total
+
+    def _held(self, piece: ParameterSlice, elements: int | None = None) -> torch.Tensor:
+        held = self.states[piece.subgroup].sum
+        assert held is not None
+        return held.narrow(0, piece.offset, piece.elements if elements is None else elements)
+
     def _home(self, piece: ParameterSlice, elements: int | None = None) -> torch.Tensor:
         gradient = self.states[piece.subgroup].gradient
         return gradient.narrow(0, piece.offset, piece.elements if elements is None else elements)
@@ -164,6 +210,8 @@ class GradientHomes:
         home = self._home(piece, elements)
         if piece.apart is not None:
             return piece.apart.narrow(0, 0, elements)
+        if piece.held:
+            return self._held(piece, elements)
         if not piece.summed:
             return torch.zeros_like(home)
         if self._left_behind(piece):
@@ -226,8 +274,16 @@ class GradientHomes:
         return GradientHomes(self.device, states, self.slices, ops, self.last_scale, self.complete)
 
     def close(self) -> None:
-        """Gives the spares back, between two windows, once what is on its way has arrived."""
+        """Gives the spares and the device's sums back, between two windows, once what is on its way
+        has arrived.
+        """
         self.ops.wait()
+        for piece in self.slices.values():
+            if piece.unsent:  # the next window may go on from it
+                piece.apart = self._held(piece).to(self._home(piece).device, copy=True)
+            piece.held = piece.unsent = False
+        for state in self.states:
+            state.sum = None
         for spare in self._spares.values():
             self.device.host_release(spare)
         self._spares.clear()
@@ -246,6 +302,9 @@ class GradientHomes:
 
         For accumulation that ends at ``step()``, after its last backward.
         """
+        if piece.unsent:
+            self.ops.send(piece.subgroup, self._home(piece), self._held(piece), summed=False)
+            piece.unsent = False
         for arrival in self.arrived(piece.subgroup):
             arrival.wait_host()
         piece.touched = piece.used = True

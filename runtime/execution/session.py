@@ -17,7 +17,13 @@ from runtime.execution.plan_check import check_plan
 from runtime.execution.recorder import Recorder
 from runtime.execution.step_template import gradient_template, step_template
 from runtime.execution.stored import grown_store, host_slots, open_store, stored_sizes
-from runtime.execution.subgroup_state import Buffers, SubgroupState, place, staging_slots
+from runtime.execution.subgroup_state import (
+    Buffers,
+    SubgroupState,
+    place,
+    place_sums,
+    staging_slots,
+)
 from runtime.hardware.launcher import local_ranks
 from runtime.kernels.rule import UpdateRule
 from runtime.kernels.step import UpdateStep
@@ -26,6 +32,7 @@ from runtime.storage.training import StoredSteps
 from simulator.plan import ParameterHome, Placement, Plan, PlanError
 from simulator.schedules.gathers import Gathered
 from simulator.timeline import Timeline
+from simulator.update.footprint import keeps_window
 from simulator.update.guessing import Guessing
 from simulator.update.order import FORWARD, order_of
 from simulator.update.recipes import RECIPES
@@ -210,6 +217,7 @@ class Session:
         plan = as_allocated(plan, states, len(slots))
         if self.device.unified or rule.own_step:  # parameters would be new before the norm
             plan = plan.model_copy(update={"speculate": 0})
+        plan = plan.model_copy(update={"device_sums": self._place_sums(plan, states)})
         wire = self.engine.wire_dtype()
         template = step_template(sizes, wire, plan)
         gradients = gradient_template(sizes, wire, plan)
@@ -219,6 +227,15 @@ class Session:
             self._store, host_slots(plan.host_slots, stored, tensors),
             spares_of(self.device, states, plan.guessed),
         )  # fmt: skip
+
+    def _place_sums(self, plan: Plan, states: list[SubgroupState]) -> int:
+        """How many sums of micro-batches stay on the device: none where none would leave it."""
+        sizes = (states[0].gradient.element_size(), states[0].wire.element_size())
+        leave = keeps_window(self.engine.micro_batches(), *sizes, self.engine.zero_stage())
+        if self.device.unified or not leave:
+            return 0
+        stays = zip(states, plan.summed_on_device, strict=True)
+        return place_sums(self.device, [state for state, summed in stays if summed])
 
     def _in_order_of_use(self, plan: Plan) -> Plan:
         """Forward order means the order of first use. Subgroups lie group by group: where norms

@@ -50,7 +50,7 @@ class GradientOp:
     """One op of every micro-batch.
 
     Attributes:
-        summed: of every micro-batch but the first.
+        summed: of every micro-batch but the first; False where there is one in the last alone.
         reduced: it waits for the reduction.
         after: the ops of its subgroup's gradient that it waits for, the latest of each kind.
     """

@@ -31,6 +31,8 @@ class SubgroupState:
             framework's own buffer, or one in the memory that the plan wants it in.
         gradient: in accumulation precision; where the placement's recipe has it.
         parameter_home: the memory that ``wire`` is in.
+        sum: device memory in which micro-batches are added up, the last of which goes to
+            ``gradient``; None: they are added up in ``gradient``.
     """
 
     index: int
@@ -39,6 +41,7 @@ class SubgroupState:
     wire: torch.Tensor
     gradient: torch.Tensor
     parameter_home: ParameterHome
+    sum: torch.Tensor | None = None
 
     @property
     def elements(self) -> int:
@@ -218,6 +221,23 @@ def staging_slots(
             len(slots), wanted,
         )  # fmt: skip
     return slots
+
+
+def place_sums(device: Device, states: Sequence[SubgroupState]) -> int:
+    """Gives these subgroups memory of the device for their sums of micro-batches, one after the
+    other as far as there is some; returns how many have it.
+    """
+    for done, state in enumerate(states):
+        try:
+            made = device.device_empty(state.elements, state.gradient.dtype)
+        except torch.OutOfMemoryError:
+            logger.warning(
+                "the device has memory for %d of the plan's %d sums of micro-batches "
+                "(plan.device_sums): the others go to host memory and back", done, len(states),
+            )  # fmt: skip
+            return done
+        state.sum = made.zero_()
+    return len(states)
 
 
 def _warn_fallback(index: int, placement: Placement) -> None:

@@ -15,7 +15,7 @@ from runtime.kernels.rules import RULES, rule_class
 from runtime.zero.checks.guard import ConfigError
 from simulator.estimates.deepspeed_keys import at
 from simulator.plan import Placement, Plan
-from simulator.update.footprint import Holding, tallies
+from simulator.update.footprint import Holding, summed_elements, tallies
 from simulator.update.optimizer import ADAM, OPTIMIZERS, OptimizerState
 
 logger = logging.getLogger("ebbtide")
@@ -45,7 +45,8 @@ def needed_bytes(
         optimizer, gradient_bytes, wire_bytes, stage=stage, micro_batches=micro_batches
     )
     amounts, guessed = tallies(plan.subgroups, plan)
-    return held.bytes(amounts, plan.staging_slots, plan.host_slots, guessed)["host"]
+    summed = summed_elements(plan.subgroups, plan)
+    return held.bytes(amounts, plan.staging_slots, plan.host_slots, guessed, summed)["host"]
 
 
 def check_host_memory(

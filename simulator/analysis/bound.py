@@ -71,7 +71,7 @@ def bound(
         homes: of the subgroups' 16-bit parameters; empty: all on the device; None: anywhere.
         host_bytes, storage_bytes: the limits on host memory and storage; None: there is enough.
         guesses: plans may update subgroups before the norm is known (``plan.speculate``), and each
-            guess is right; False: none does.
+            guess is right; False: none does. Sums of micro-batches may stay on the device.
 
     Raises:
         ValueError: not even the workload alone fits into the device's memory.
@@ -152,7 +152,7 @@ class NumberedBounds:
     def iteration_s(self, numbers: Numbers, slots: int | None) -> float:
         """``inf`` where they do not fit; ``slots`` None: any number."""
         problem = self._problem
-        exact = [numbers.get(placement, 0) for placement, _ in problem.model.ways]
+        exact = [numbers.get(placement, 0) for placement, _ in dict.fromkeys(problem.model.ways)]
         window = problem.window(slots, fewest=0, numbers=exact)
         solved = window.rows.lowest(window.seconds)
         if solved is None:
@@ -179,7 +179,7 @@ class _Problem:
             host_bytes, storage_bytes = None, 0
         if storage_bytes == 0:
             some = [way for way in some if recipe_of(*way).state != "storage"]
-        self.model = Model(workload, machine, some, pieces, where, guesses=guesses)
+        self.model = Model(workload, machine, some, pieces, where, guesses=guesses, sums=held.sums)
         w = self.model.workload
         gone = moved_out(w, fetched_elements(w, where)) * w.wire_bytes if where else 0
         taken = max(0, w.device_base_bytes - gone) + sum(n.activation_bytes for n in w.layers)

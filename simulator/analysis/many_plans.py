@@ -20,6 +20,7 @@ from simulator.engines.recipe_arrays import (
     PLACEMENT_CODES,
     RATES,
     SLOTS,
+    SUMMED,
     Program,
     RecipeArrays,
     build,
@@ -104,7 +105,8 @@ class PlanSweep:
 
         Args:
             placement: shape (subgroups,), values of PLACEMENT_CODES, with those of HOME_CODES
-                added, and GUESSED where an update begins before the norm; the rest as in `Plan`.
+                added, GUESSED where an update begins before the norm, and SUMMED where a sum of
+                micro-batches stays on the device; the rest as in `Plan`.
             issue: `Plan.issue_order`; None: forward order.
 
         Raises:
@@ -134,20 +136,31 @@ class PlanSweep:
         )  # fmt: skip
         row = self._run(count, self._rates_with(threads))
         # On top of the activations' peak.
-        held = self.held.bytes(amounts, staging_slots, host_slots, guessed)
+        held = self.held.bytes(
+            amounts, staging_slots, host_slots, guessed, self.summed_elements(placement)
+        )
         base = max(0, self.workload.device_base_bytes - moved_out_bytes)
         row[kernel.DEVICE_PEAK] += base + held["device"]
         row[kernel.HOST_PEAK] += held["host"]
         row[kernel.STORED] = held["storage"]
         return row
 
+    def summed_elements(self, placement: NDArray[np.int8]) -> float:
+        """Of the subgroups whose sums stay on the device, where micro-batches are added up."""
+        if not self.held.sums:
+            return 0.0
+        return float(self.sizes[(placement // SUMMED) % 2 == 1].sum())
+
     def evaluate_plan(self, plan: Plan) -> Floats:
         """One row with `COLUMNS` for a plan."""
-        ways = zip(plan.placements, plan.parameter_homes, plan.guessed, strict=True)
-        codes = np.array(
-            [PLACEMENT_CODES[p] + HOME_CODES[home] + early * GUESSED for p, home, early in ways],
-            np.int8,
+        ways = zip(
+            plan.placements, plan.parameter_homes, plan.guessed, plan.summed_on_device, strict=True
         )
+        codes = np.array(
+            [PLACEMENT_CODES[p] + HOME_CODES[home] + early * GUESSED + summed * SUMMED
+             for p, home, early, summed in ways],
+            np.int8,
+        )  # fmt: skip
         return self.evaluate(
             codes, plan.staging_slots, plan.prefetch, plan.threads, plan.overlap_forward,
             np.array(plan.issue_order, dtype=np.int64), plan.host_slots,

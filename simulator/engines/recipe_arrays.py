@@ -27,6 +27,7 @@ from simulator.update.recipes import (
     Slot,
     Step,
     Wait,
+    can_be_summed,
     guessed_ways,
     recipe_of,
     ways,
@@ -38,6 +39,7 @@ PLACEMENT_CODES: dict[Placement, int] = {placement: i for i, placement in enumer
 PARAMETERS_ON_HOST = 64  # there are fewer placements
 HOME_CODES: dict[Memory, int] = {"device": 0, "host": PARAMETERS_ON_HOST}
 GUESSED = 32  # added where `can_be_guessed`, for an update before the norm
+SUMMED = 16  # added where `can_be_summed`, for sums that stay on the device
 SLOTS = list(Slot)
 RATES: tuple[RateName, ...] = (
     "wall_s", "h2d_bytes_per_s", "d2h_bytes_per_s", "host_adam_params_per_s",
@@ -46,11 +48,10 @@ RATES: tuple[RateName, ...] = (
 )  # fmt: skip
 HOST_UPDATE = RATES.index("host_adam_params_per_s")
 
-_WAIT_NORM, _WAIT_HOME, _WAIT_PREVIOUS, _WAIT_SUM = (
-    int(w) for w in (Wait.NORM, Wait.GRADIENT | Wait.SUM, Wait.PREVIOUS, Wait.SUM)
+_WAIT_NORM, _WAIT_HOME, _WAIT_PREVIOUS, _WAIT_SUM, _WAIT_LAST = (
+    int(w) for w in (Wait.NORM, Wait.GRADIENT | Wait.SUM, Wait.PREVIOUS, Wait.SUM, Wait.LAST)
 )
 _WAIT_GRADIENT, _WAIT_BEGIN = int(Wait.GRADIENT), int(Wait.GRADIENT | Wait.NORM)
-_SENT = kernel.KINDS.index(OpKind.GRADIENT_D2H)
 _ISSUED = tuple(kernel.KINDS.index(k) for k in (OpKind.FORWARD, OpKind.BACKWARD, OpKind.NORM))
 _OP, _GRADIENT, _PREFETCH = int(What.OP), int(What.GRADIENT), int(What.PREFETCH)
 
@@ -65,15 +66,15 @@ P_EARLY = P_SLOTS + len(SLOTS)
 P_AHEAD = P_EARLY + len(SLOTS)
 M_ROW, M_SUBGROUP, M_ITERATION = range(3)  # of an op that is made; subgroup -1: a pass
 # Entries of the notes: ops and waits so far, and what the next op must know of earlier ones.
-_N_OPS, _N_AFTER, _N_ITERATION, _N_NORM, _N_ADDED_TO, _N_PLACES, _N_NEW = range(7)
+_N_OPS, _N_AFTER, _N_ITERATION, _N_NORM, _N_ADDED_TO, _N_COMPLETES, _N_PLACES, _N_NEW = range(8)
 # Behind them, for each kind of buffer: how many there are, uses begun, uses ended, and where the
 # ops that ended them are noted. In one array, as each array costs every inlined step two counts
 # of its references.
-_N_SLOTS, _N_TAKEN, _N_GIVEN, _N_GIVERS = (7 + i * len(SLOTS) for i in range(4))
+_N_SLOTS, _N_TAKEN, _N_GIVEN, _N_GIVERS = (8 + i * len(SLOTS) for i in range(4))
 # Then gradients' ways home: how many were begun, how many of them something waits for that comes
 # behind, and the latest such one.
-_N_SENT, _N_WAITED, _N_ROOM = range(7 + 4 * len(SLOTS), 10 + 4 * len(SLOTS))
-_N_HOME = 10 + 4 * len(SLOTS)  # of each subgroup, the op that brought its gradient home
+_N_SENT, _N_WAITED, _N_ROOM = range(8 + 4 * len(SLOTS), 11 + 4 * len(SLOTS))
+_N_HOME = 11 + 4 * len(SLOTS)  # of each subgroup, the op that brought its gradient home
 
 
 @dataclass(frozen=True)
@@ -98,9 +99,12 @@ class RecipeArrays:
         steps: list[Step] = []
         table = np.zeros((2 * PARAMETERS_ON_HOST, 4), np.int64)
         both = [(*way, False) for way in ways()] + [(*way, True) for way in guessed_ways()]
-        for placement, home, guessed in both:
-            recipe = recipe_of(placement, home, guessed=guessed)
-            code = PLACEMENT_CODES[placement] + HOME_CODES[home] + guessed * GUESSED
+        every = [(*way, False) for way in both]
+        every += [(*way, True) for way in both if can_be_summed(way[0])]
+        for placement, home, guessed, summed in every:
+            recipe = recipe_of(placement, home, guessed=guessed, summed=summed)
+            code = PLACEMENT_CODES[placement] + HOME_CODES[home]
+            code += guessed * GUESSED + summed * SUMMED
             middle = len(steps) + len(recipe.steps)
             table[code] = len(steps), middle, middle, middle + len(recipe.gradient_steps)
             steps += [*recipe.steps, *recipe.gradient_steps]
@@ -182,6 +186,7 @@ def totals(placement: Any, sizes: Floats, kinds: int) -> Floats:
         code = placement[s]
         guessed = (code // GUESSED) % 2
         code -= guessed * GUESSED
+        code -= ((code // SUMMED) % 2) * SUMMED
         result = both[guessed]
         if code >= PARAMETERS_ON_HOST:
             code = code - PARAMETERS_ON_HOST + kinds // 2
@@ -225,6 +230,8 @@ def _add_steps(
     for row in range(first, last):
         waits = int(rows[row, T_WAITS])
         if waits & _WAIT_SUM and n[_N_ADDED_TO] == 0:
+            continue
+        if waits & _WAIT_LAST and n[_N_COMPLETES] == 0:
             continue
         at = n[_N_AFTER]
         if waits & _WAIT_NORM:
@@ -393,16 +400,16 @@ def build(
             behind = n[base + refs[places[place, X_REFS]]]
             if what == _GRADIENT:
                 n[_N_ADDED_TO] = places[place, X_ADDED_TO]
-                way = placement[s]
+                n[_N_COMPLETES] = places[place, X_COMPLETES]
+                way, ops_before = placement[s], n[_N_OPS]
                 n[_N_HOME + s] = _add_steps(
                     n, made, after_first, after, rows, ways[way, W_GRADIENT_FIRST],
                     ways[way, W_GRADIENT_LAST], s, behind,
                 )  # fmt: skip
                 if places[place, X_COMPLETES]:
                     _guess(n, made, after_first, after, rows, firsts[s], s, early)
-                last = ways[way, W_GRADIENT_LAST] - 1
-                if last >= ways[way, W_GRADIENT_FIRST] and rows[last, kernel.KIND] == _SENT:
-                    size = sizes[s] * rows[last, kernel.WORK]
+                if n[_N_HOME + s] >= ops_before:  # the last step sends it home
+                    size = sizes[s] * rows[ways[way, W_GRADIENT_LAST] - 1, kernel.WORK]
                     left = _make_room(n, sent, sent_bytes, n[_N_HOME + s], size, left)
             elif what == _PREFETCH:
                 free = plan[P_EARLY:P_AHEAD].copy()

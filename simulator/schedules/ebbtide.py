@@ -88,8 +88,8 @@ class EbbtideLoop(PlannedLoop):
         self.plan, self.placements = plan, plan.placements
         ways = tuple(zip(self.placements, self.homes, strict=True))
         self.recipes = [
-            recipe_of(*way, fused=fused, guessed=guessed)
-            for way, guessed in zip(ways, plan.guessed, strict=True)
+            recipe_of(*way, fused=fused, guessed=guessed, summed=summed)
+            for way, guessed, summed in zip(ways, plan.guessed, plan.summed_on_device, strict=True)
         ]
         self.order = plan.issue_order
         self.bytes = Bytes.of(workload)
@@ -114,10 +114,12 @@ class EbbtideLoop(PlannedLoop):
         )
 
     def gradient_reduced(self, subgroup: int, micro_batch: int, after: int) -> None:
-        steps = self.recipes[subgroup].gradient_steps
-        if micro_batch == 0:
-            steps = tuple(step for step in steps if Wait.SUM not in step.waits)
-        for step in steps:
+        left_out = Wait.SUM if micro_batch == 0 else Wait(0)
+        if micro_batch != self.boundary:
+            left_out |= Wait.LAST
+        for step in self.recipes[subgroup].gradient_steps:
+            if step.waits & left_out:
+                continue
             after = self._add(step, subgroup, self._waits(step, subgroup, after))
             if step.kind == OpKind.GRADIENT_D2H:
                 self._make_room(after)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Self
 
 from simulator.plan import Plan
@@ -58,7 +59,8 @@ def footprint_by_kind(workload: Workload, plan: Plan) -> ByKind:
     homes = plan.parameter_homes
     amounts, guessed = tallies(workload.subgroups, plan)
     gone = moved_out(workload, fetched_elements(workload, homes)) * workload.wire_bytes
-    taken = held.by_kind(amounts, plan.staging_slots, plan.host_slots, guessed)
+    summed = summed_elements(workload.subgroups, plan)
+    taken = held.by_kind(amounts, plan.staging_slots, plan.host_slots, guessed, summed)
     taken["device"] = with_base(workload, taken["device"], gone)
     return taken
 
@@ -132,6 +134,7 @@ class Holding:
             the parameters is in the workload's base.
         users: the ways that use each kind of slot, as positions in `ways`.
         gradient_bytes: of a parameter, where micro-batches are added up.
+        sums: micro-batches are added up at home: see `keeps_window`.
     """
 
     optimizer: OptimizerState
@@ -139,6 +142,7 @@ class Holding:
     rows: Mapping[tuple[Memory, Kind], tuple[int, ...]]
     users: Mapping[Slot, tuple[int, ...]]
     gradient_bytes: int
+    sums: bool = False
 
     @classmethod
     def of(
@@ -172,7 +176,7 @@ class Holding:
             optimizer, wire_bytes,
             {key: tuple(row[key] for row in rows) for key in sorted(set().union(*rows))},
             {s: tuple(i for i, r in enumerate(recipes) if s in r.slots) for s in Slot},
-            gradient_bytes,
+            gradient_bytes, keeps,
         )  # fmt: skip
 
     @classmethod
@@ -194,14 +198,14 @@ class Holding:
 
     def bytes(
         self, amounts: Amounts, staging_slots: int, host_slots: int = HOST_SLOTS,
-        guessed: Amounts | None = None,
+        guessed: Amounts | None = None, summed: float = 0,
     ) -> Footprint:  # fmt: skip
         """As `by_kind`, all kinds together."""
-        return totals(self.by_kind(amounts, staging_slots, host_slots, guessed))
+        return totals(self.by_kind(amounts, staging_slots, host_slots, guessed, summed))
 
     def by_kind(
         self, amounts: Amounts, staging_slots: int, host_slots: int = HOST_SLOTS,
-        guessed: Amounts | None = None,
+        guessed: Amounts | None = None, summed: float = 0,
     ) -> ByKind:  # fmt: skip
         """Without the workload's base.
 
@@ -209,6 +213,8 @@ class Holding:
             amounts: as `tally` gives them.
             guessed: of the subgroups that are updated out of place before the norm, which take no
                 slots; ``amounts`` are then of the others.
+            summed: elements whose sums of micro-batches stay on the device. They leave from there,
+                and the gradients of the window before stay at home meanwhile.
         """
         counts, elements, largest = amounts
         early = guessed[1] if guessed else [0] * len(elements)
@@ -218,8 +224,9 @@ class Holding:
             taken[memory][kind] = int(sum(n * each for n, each in zip(elements, row, strict=True)))
         leaving = zip(elements, ways(), strict=True)
         sent = sum(n for n, way in leaving if recipe_of(*way).gradient != "device")
-        under_way = min(GRADIENTS_UNDER_WAY_BYTES, int(sent * self.gradient_bytes))
-        taken["device"]["gradients"] += under_way
+        stay = int(summed) if self.sums else 0
+        taken["device"]["gradients"] += int(self.sending_bytes(sent, stay))
+        taken["host"]["gradients"] -= stay * self.gradient_bytes
         taken["host"]["staging"] += int(sum(early) * self.guess_bytes)
         for slot, limit in self.slots(counts, staging_slots, host_slots).items():
             if limit:
@@ -237,6 +244,26 @@ class Holding:
             )
             for slot, users in self.users.items()
         }
+
+    def sending_bytes(self, sent: float, summed: float) -> float:
+        """Of device memory, for ``sent`` elements whose gradients go to host memory: those under
+        way, and the sums of ``summed`` of them.
+        """
+        under_way = min(GRADIENTS_UNDER_WAY_BYTES, (sent - summed) * self.gradient_bytes)
+        return under_way + summed * self.gradient_bytes
+
+    def most_sums(self, sizes: Sequence[int], left_bytes: float) -> int:
+        """How many of these subgroups' sums, the first ones', the device has memory for.
+
+        Args:
+            sizes: elements of those whose gradients go to host memory.
+            left_bytes: of device memory, beside what is taken where no sum stays.
+        """
+        if not self.sums:
+            return 0
+        sent = sum(sizes)
+        most = left_bytes + self.sending_bytes(sent, 0)
+        return sum(self.sending_bytes(sent, stay) <= most for stay in accumulate(sizes))
 
     @property
     def guess_bytes(self) -> int:
@@ -260,6 +287,11 @@ def tallies(sizes: Sequence[int], plan: Plan) -> tuple[Amounts, Amounts]:
         for some in ([e[:3] for e in every if e[3] is guessed] for guessed in (False, True))
     )
     return first, second
+
+
+def summed_elements(sizes: Sequence[int], plan: Plan) -> int:
+    """Of the subgroups whose sums of micro-batches stay on the device."""
+    return sum(n for n, stays in zip(sizes, plan.summed_on_device, strict=True) if stays)
 
 
 def tally(
@@ -287,7 +319,8 @@ def kept_steps(keep: int) -> int:
 
 
 def keeps_window(micro_batches: int, gradient_bytes: int, wire_bytes: int, stage: int) -> bool:
-    """The gradients of the window before are kept while the next ones arrive.
+    """Micro-batches are added up at home, and the gradients of the window before are kept while the
+    next ones arrive.
 
     DeepSpeed applies them again to a parameter that the window's last micro-batch does not reach.
     Below ZeRO-3 it adds up itself, on the device, what accumulates wider than it travels.

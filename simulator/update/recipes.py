@@ -64,6 +64,7 @@ class Wait(IntFlag):
     PREVIOUS = 4  # the recipe's step before; a gradient's first one: what reduces it
     GATE = 8  # a checkpoint that still reads the live state
     SUM = 16  # of the micro-batches before, at home: there is one from the second on
+    LAST = 32  # micro-batch: in the others there is no such step
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +199,17 @@ class Recipe:
         after, *others = rest
         published = replace(after, waits=after.waits | Wait.NORM, gives_back=None)
         return replace(self, steps=(guess, published, *others))
+
+    @cached_property
+    def summed_on_device(self) -> Recipe | None:
+        """The same with a gradient whose sum of micro-batches stays on the device until the last
+        one is added, and then goes home. None: no sum ever leaves the device.
+        """
+        home = [step for step in self.gradient_steps if Wait.SUM not in step.waits]
+        if len(home) == len(self.gradient_steps):
+            return None
+        once = tuple(replace(step, waits=step.waits | Wait.LAST) for step in home)
+        return replace(self, gradient_steps=once)
 
     @property
     def begins_at_gradient(self) -> bool:
@@ -335,17 +347,20 @@ def ways() -> list[Way]:
 
 
 def recipe_of(
-    placement: Placement, home: Memory, *, fused: bool = True, guessed: bool = False
-) -> Recipe:
+    placement: Placement, home: Memory, *, fused: bool = True, guessed: bool = False,
+    summed: bool = False,
+) -> Recipe:  # fmt: skip
     """Of a subgroup's update; ``home`` is where its parameters live.
 
     Args:
         fused: False: `UNFUSED_HOST` in the place of the host's kernel.
         guessed: before the norm, where `can_be_guessed`.
+        summed: on the device, micro-batch by micro-batch, where `can_be_summed`.
     """
     recipe = RECIPES[placement] if fused or placement != "host" else UNFUSED_HOST
     recipe = recipe if home == "device" else recipe.parameters_on_host
-    return (recipe.guessed or recipe) if guessed else recipe
+    recipe = (recipe.guessed or recipe) if guessed else recipe
+    return (recipe.summed_on_device or recipe) if summed else recipe
 
 
 def can_be_guessed(placement: Placement, home: Memory) -> bool:
@@ -356,6 +371,13 @@ def can_be_guessed(placement: Placement, home: Memory) -> bool:
 def guessed_ways() -> list[Way]:
     """Of all `ways` those."""
     return [way for way in ways() if can_be_guessed(*way)]
+
+
+def can_be_summed(placement: Placement, home: Memory = "device") -> bool:
+    """Such a subgroup's gradient goes to host memory, where its sum need not go before the last
+    micro-batch; wherever its parameters live.
+    """
+    return recipe_of(placement, home).summed_on_device is not None
 
 
 def slot_limits(

@@ -141,7 +141,7 @@ def attached(engine: Any, pattern: list[str], emulated: bool, seed: str = "") ->
     """Under a plan that repeats the placements, each op put off by a random while."""
     import runtime
 
-    plan = plan_of(engine, pattern)
+    plan = plan_of(engine, pattern, device_sums=1)  # with accumulation; the others cross
     runtime.attach(engine, plan, device="emulated" if emulated else "cuda")
     rng = random.Random(seed)
     engine.optimizer._ebbtide.executor.before_op = lambda _: time.sleep(

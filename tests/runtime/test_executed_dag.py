@@ -59,10 +59,11 @@ def executor_for(workload, plan):
     states = [
         SimpleNamespace(
             index=i, placement=p, parameter_home=home, elements=n, wire=torch.empty(1),
-            gradient=torch.empty(n), state=(),
+            gradient=torch.empty(n), state=(), sum=torch.empty(n) if summed else None,
         )
-        for i, (n, p, home) in enumerate(
-            zip(workload.subgroups, plan.placements, plan.parameter_homes, strict=True)
+        for i, (n, p, home, summed) in enumerate(
+            zip(workload.subgroups, plan.placements, plan.parameter_homes, plan.summed_on_device,
+                strict=True)
         )
     ]  # fmt: skip
     template, gradients = (
@@ -169,6 +170,7 @@ def random_case(rng):
         prefetch=rng.randint(0, slots), overlap_forward=rng.random() < 0.7,
         order=order_of(rng.sample(range(len(sizes)), len(sizes)), placements),
         host_slots=rng.randint(1, 4), speculate=rng.choice([0, rng.randint(0, len(sizes))]),
+        device_sums=rng.choice([0, rng.randint(0, len(sizes))]),
     )  # fmt: skip
     return workload, plan
 

@@ -10,13 +10,19 @@ from simulator.analysis.bounds.modes import modes
 from simulator.analysis.bounds.sharing import Sharing
 from simulator.analysis.bounds.window import Window
 from simulator.analysis.many_plans import PlanSweep
-from simulator.engines.recipe_arrays import GUESSED, HOME_CODES, PLACEMENT_CODES, totals
+from simulator.engines.recipe_arrays import (
+    GUESSED,
+    HOME_CODES,
+    PLACEMENT_CODES,
+    SUMMED,
+    totals,
+)
 from simulator.engines.reference import capacities
 from simulator.schedule import Lane, Op, OpKind
 from simulator.update.footprint import Holding, tally
 from simulator.update.optimizer import OPTIMIZERS
 from simulator.update.order import UpdateOrder
-from simulator.update.recipes import RECIPES, Slot, guessed_ways, ways
+from simulator.update.recipes import RECIPES, Slot, can_be_summed, guessed_ways, ways
 from tests.machines import node
 
 PLENTY = 2**45
@@ -212,6 +218,9 @@ def test_no_plan_beats_the_bound_where_backward_waits_for_gradients(most, micro)
             seconds = steady_s(work, on, floor_s, *plan)
             assert floor_s <= seconds * (1 + 1e-6), (floor_s, plan)
         floor_s = NumberedBounds(work, on, PLENTY).iteration_s({"host": count}, 0)
+        if micro > 1:  # there is room for sums
+            stay = with_sums(np.zeros(count, np.int8), np.ones(count, bool))
+            seconds = steady_s(work, on, floor_s, stay, 0, 0, 0, True)
         assert floor_s <= seconds * (1 + 1e-6)
         near.append(seconds / floor_s)
     assert min(near) < (1.1 if micro == 1 else 1.4)  # else the bound would say little
@@ -476,3 +485,60 @@ def test_all_on_the_host_guessed_is_a_chain_from_the_first_gradient_on():
     quick = machine(host_adam_params_per_s=1e11, h2d_bytes_per_s=1e12, d2h_bytes_per_s=1e12)
     model = Model(work, quick, [("host", "device")], 4, guesses=True)
     assert 4 * 0.03 <= floor_of_names(model, [1] * 4, 0) < 4 * 0.03 * 1.02
+
+
+def accumulating(rng):
+    """Several micro-batches over a link that is slow for their sums."""
+    work, on = random_workload(rng, int(rng.integers(2, 9))), random_machine(rng)
+    crossing_s = 2 * work.params * work.grad_bytes_per_param / work.backward_s
+    slow = crossing_s * 10 ** rng.uniform(-0.7, 0.5)
+    on = on.with_rates(h2d_bytes_per_s=slow, d2h_bytes_per_s=slow)
+    return work.model_copy(update={"gradient_accumulation_steps": int(rng.integers(2, 5))}), on
+
+
+def with_sums(codes, stay):
+    able = np.isin(codes, [PLACEMENT_CODES[p] for p in RECIPES if can_be_summed(p)])
+    return (codes + SUMMED * (able & stay)).astype(np.int8)
+
+
+def test_no_plan_whose_sums_stay_beats_the_bound_of_its_own_placements():
+    rng, near, below = np.random.default_rng(2), [], 0
+    for _ in range(12):
+        work, on = accumulating(rng)
+        model = Model(work, on, ways(), len(work.subgroups), sums=True)
+        named = {(way[0], s): n for n, (way, s) in enumerate(zip(model.ways, model.summed,
+                 strict=True)) if way[1] == "device"}  # fmt: skip
+        for codes, slots, *rest in random_plans(rng, len(work.subgroups), 2):
+            codes = codes if rng.random() < 0.5 else np.zeros_like(codes)  # all on the host
+            stay = with_sums(codes, rng.random(codes.size) < rng.choice([0.5, 1.0]))
+            names = [named[PLACEMENTS[code % SUMMED], code >= SUMMED] for code in stay.tolist()]
+            floor_s = floor_of_names(model, names, slots)
+            plan = (stay, slots, *rest)
+            seconds = steady_s(work, on, floor_s, *plan)
+            assert floor_s <= seconds * (1 + 1e-6), plan
+            near.append(seconds / floor_s)
+            crossing = [named[PLACEMENTS[code % SUMMED], False] for code in stay.tolist()]
+            below += seconds < floor_of_names(model, crossing, slots) * (1 - 1e-3)
+    assert below, "no plan was faster than it would be if its sums crossed"
+    assert min(near) < 1.1  # else the bound would say little
+
+
+def test_no_plan_whose_sums_stay_beats_the_bound_of_its_own_memory():
+    rng, below = np.random.default_rng(7), 0
+    for _ in range(4):
+        work, on = accumulating(rng)
+        for codes, slots, *rest in random_plans(rng, len(work.subgroups), 1):
+            stay = with_sums(codes, rng.random(codes.size) < 0.7)
+            sizes, plan = np.array(work.subgroups, float), (stay, slots, *rest)
+            amounts, _ = totals(stay, sizes, len(ways())).tolist()
+            summed = float(sizes[stay >= SUMMED].sum())
+            held = Holding.of_workload(work).bytes(amounts, slots, summed=summed)
+            room = work.device_base_bytes + held["device"]
+            room += sum(layer.activation_bytes for layer in work.layers)
+            there = (work, on, room, (), held["host"], held["storage"])
+            floor_s = bound(*there).iteration_s
+            assert fluid_bound(*there).iteration_s <= floor_s
+            seconds = steady_s(work, on, floor_s, *plan)
+            assert floor_s <= seconds * (1 + 1e-6), (floor_s, plan)
+            below += floor_s < seconds
+    assert below

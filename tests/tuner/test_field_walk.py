@@ -245,6 +245,7 @@ PLAN = {
     "prefetch": 1,
     "host_slots": 1,
     "speculate": 1,
+    "device_sums": 1,
     "storage_dir": "/local",
     "storage_shares": {"/a": 1.0, "/b": 2.0},
     "threads": 0,

@@ -64,3 +64,15 @@ def test_parameters_move_where_that_is_asked_for():
     assert moved.iteration_s < stay.iteration_s
     again = quick_plan(workload, machine, moved.plan)
     assert again.plan.parameter_homes == moved.plan.parameter_homes
+
+
+def test_sums_of_micro_batches_stay_where_device_memory_is_given():
+    """And none does where the plan that runs has no room for it."""
+    workload, machine = random_pair(np.random.default_rng(7), counts=(8, 8))
+    slow = machine.with_rates(h2d_bytes_per_s=4e9, d2h_bytes_per_s=4e9)
+    workload = workload.model_copy(update={"gradient_accumulation_steps": 4})
+    current = on_the_host(workload)
+    found = quick_plan(workload, slow, current, device_bytes=machine.device_memory_bytes)
+    assert found.plan.device_sums > 0
+    again = quick_plan(workload, slow, found.plan)
+    assert again.plan.device_sums == found.plan.device_sums

@@ -116,12 +116,14 @@ def show_plan(plan: Plan, console: Console) -> None:
     """The answer in one sentence, placement, the table of strategies, and the reasons."""
     console.print(headline(plan), style="bold")
     counts = [(p, plan.count(p)) for p in get_args(Placement) if plan.count(p)]
+    staying = sum(plan.summed_on_device)
     placed = ", ".join(f"{n} {p}" for p, n in counts)
     console.print(
         f"{plan.subgroup_count} subgroups: {placed}; {plan.staging_slots} staging slots, "
         f"{plan.prefetch} prefetched; overlap {'on' if plan.overlap_forward else 'off'}"
         + (f"; {plan.host_slots} host slots" if plan.stores else "")
         + (f"; {sum(plan.guessed)} updated before the norm" if any(plan.guessed) else "")
+        + (f"; {staying} sums of micro-batches stay on the device" if staying else "")
     )
     if plan.checkpoint.interval_steps:
         console.print(f"a checkpoint every {plan.checkpoint.interval_steps} steps")

@@ -102,7 +102,7 @@ def options(search: Search) -> None:
         best = search.best()
         for value in some:
             if name != "prefetch" or value <= best.staging_slots:
-                search.score(replace(best, **{name: value}))
+                search.score(replace(best, **{name: value}, device_sums=None))
 
 
 class _Walk:
@@ -138,7 +138,7 @@ class _Walk:
             found = replace(
                 self.base, placements=tried.placements, order=tried.order,
                 staging_slots=tried.slots, prefetch=tried.prefetch, host_slots=tried.host_slots,
-                speculate=guesses or 0,
+                speculate=guesses or 0, device_sums=None,
             )  # fmt: skip
             self.best_s = min(self.best_s, self.search.score(found).iteration_s)
 

@@ -102,5 +102,5 @@ def _variants(
         for prefetch in range(slots, -1, -1):
             yield replace(
                 base, placements=order, order=None, staging_slots=max(1, slots), prefetch=prefetch,
-                threads=threads, overlap_forward=True,
+                threads=threads, overlap_forward=True, device_sums=None,
             )  # fmt: skip

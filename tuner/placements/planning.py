@@ -28,6 +28,7 @@ from tuner.placements.search import Candidate, Search, seconds_of
 from tuner.placements.speculation import about_guesses, may_guess, with_guesses
 from tuner.placements.storage import about_storage, with_storage
 from tuner.placements.subgroup_size import best_cut, recuts
+from tuner.placements.sums import about_sums, with_fewest_sums
 
 FINALISTS = 8
 REORDERINGS = 400  # of each of the best guesses
@@ -63,7 +64,8 @@ def plan(
     reordered, their slots, prefetch, threads and overlap tried one by one, and what is still far
     from the bound is annealed (`tuner.placements.annealing`). Where the workload says how many
     steps clip (``clip_rate``), all of that once more for plans that update before the norm is known
-    (`tuner.placements.speculation`). Deterministic under ``seed``.
+    (`tuner.placements.speculation`). With gradient accumulation sums stay on the device as far as
+    it has memory left (`tuner.placements.sums`). Deterministic under ``seed``.
 
     Args:
         device_memory_bytes, host_memory_bytes: per rank; None: the machine's (host: its share).
@@ -109,9 +111,11 @@ def _best_of(
     if may_guess(search):
         progress(0.8, "updates before the norm")
         search, chosen = with_guesses(search, chosen, lambda other: _improve(other, _silently))
+    chosen = with_fewest_sums(search, chosen)
     progress(0.9, "what the others would take")
     made = _as_plan(search, chosen, folders)
-    why = about_guesses(search, made, plain_s) + about_storage(search, chosen, endurance_bytes)
+    why = about_guesses(search, made, plain_s) + about_sums(search, chosen)
+    why += about_storage(search, chosen, endurance_bytes)
     return _explained(made, search, why)
 
 

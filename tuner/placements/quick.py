@@ -69,7 +69,7 @@ def quick_plan(
     search = new(homes=now)
     running = Candidate(
         current.placements, max(1, current.staging_slots), current.prefetch, order=current.order,
-        host_slots=current.host_slots,
+        host_slots=current.host_slots, device_sums=current.device_sums,
     )  # fmt: skip
     current_s = search.seconds_anyhow(running)
     search.score(running)
@@ -91,6 +91,7 @@ def quick_plan(
         best.placements, order=best.order, staging_slots=best.staging_slots if visits else 0,
         prefetch=best.prefetch if visits else 0, prediction=None, alternatives=(), reasons=(),
         parameter_home=Plan.home_runs(best.homes), host_slots=best.host_slots,
+        device_sums=best.device_sums or 0,
     )  # fmt: skip
     return QuickPlan(made, best_s, current_s)
 

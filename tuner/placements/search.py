@@ -16,13 +16,25 @@ from simulator.analysis.bound import Bound, fluid_bound, tightened
 from simulator.analysis.bounds.window import NAMED
 from simulator.analysis.guessed import guess_s, guesses_worth, mean_s
 from simulator.analysis.many_plans import PlanSweep
-from simulator.engines.recipe_arrays import GUESSED, HOME_CODES, PLACEMENT_CODES, totals
+from simulator.engines.recipe_arrays import (
+    GUESSED,
+    HOME_CODES,
+    PLACEMENT_CODES,
+    SUMMED,
+    totals,
+)
 from simulator.limits import Limits
 from simulator.machine import Machine
 from simulator.plan import ParameterHome, Placement, Plan
 from simulator.update.footprint import fetched_elements, moved_out
 from simulator.update.order import FORWARD, UpdateOrder, issue_order
-from simulator.update.recipes import HOST_SLOTS, PARAMETER_SLOTS, RECIPES, guessed_ways
+from simulator.update.recipes import (
+    HOST_SLOTS,
+    PARAMETER_SLOTS,
+    RECIPES,
+    can_be_summed,
+    guessed_ways,
+)
 from simulator.workload import Workload
 from tuner.placements.moves import HOME, PLACEMENTS, STORED, VISITING, choices
 from tuner.placements.update_orders import UpdateOrders
@@ -36,6 +48,7 @@ FEW_HOST_SLOTS, FEW_SLOTS = (1, 2, 3), 2
 MOST_AROUND = 3  # choices for the largest, around the bound's split
 _STORED_CODES = [PLACEMENTS.index(placement) for placement in STORED]
 _GUESSABLE = [PLACEMENT_CODES[placement] + HOME_CODES[home] for placement, home in guessed_ways()]
+_SUMMABLE = [PLACEMENT_CODES[placement] for placement in RECIPES if can_be_summed(placement)]
 OPEN = 0.01  # of a plan above the bound: less is told as a whole percent at the most
 SETTLED = (6, 12)  # iterations: the period is taken from the later ones
 
@@ -48,6 +61,7 @@ class Candidate:
         order: None: the one that `UpdateOrders` guesses for the placements.
         homes: of the subgroups' parameters; empty: all on the device.
         speculate: None: as many as there is memory and time for, where the search speculates.
+        device_sums: None: as many as the device has memory left for.
     """
 
     placements: tuple[Placement, ...]
@@ -59,6 +73,7 @@ class Candidate:
     homes: tuple[ParameterHome, ...] = ()
     host_slots: int = HOST_SLOTS
     speculate: int | None = None
+    device_sums: int | None = None
 
     def plan(self, workload: Workload, **fields: Any) -> Plan:
         """The plan that it stands for, with more of a plan's ``fields``."""
@@ -71,6 +86,7 @@ class Candidate:
             "prefetch": self.prefetch if visits else 0, "threads": self.threads,
             "overlap_forward": self.overlap_forward, "host_slots": self.host_slots,
             "parameter_home": Plan.home_runs(self.homes), "speculate": self.speculate or 0,
+            "device_sums": self.device_sums or 0,
         }  # fmt: skip
         return Plan.model_validate({**made, **fields})
 
@@ -78,7 +94,7 @@ class Candidate:
     def codes(self) -> np.ndarray:
         some = [PLACEMENTS.index(p) for p in self.placements]
         codes = np.array(some, dtype=np.int8) + home_codes(self.homes)
-        return with_guesses(codes, self.speculate or 0)
+        return with_sums(with_guesses(codes, self.speculate or 0), self.device_sums or 0)
 
     @cached_property
     def issue(self) -> np.ndarray | None:
@@ -165,6 +181,10 @@ class Search:
             if self.speculates:
                 slots = candidate.staging_slots, candidate.host_slots
                 candidate = replace(candidate, speculate=self._most_guesses(candidate.codes, slots))
+        if candidate.device_sums is None:
+            slots = candidate.staging_slots, candidate.host_slots
+            most = self._most_sums(candidate.codes, slots)
+            candidate = replace(candidate, device_sums=most)
         return candidate
 
     def seconds_anyhow(self, candidate: Candidate) -> float:
@@ -177,12 +197,13 @@ class Search:
         self, codes: NDArray[np.int8], slots: int, prefetch: int, threads: int, overlap: bool,
         issue: NDArray[np.int64] | None, host_slots: int = HOST_SLOTS, speculate: int = 0,
     ) -> float:  # fmt: skip
-        """What `PlanSweep.evaluate` gives for these arguments, not remembered; ``inf`` where it
-        does not fit.
+        """What `PlanSweep.evaluate` gives for these arguments, not remembered, with as many sums on
+        the device as fit; ``inf`` where it does not fit.
         """
         if not self._may_store(codes):
             return math.inf
         codes = codes + home_codes(self.homes)
+        codes = with_sums(codes, self._most_sums(codes, (slots, host_slots)))
         options = (slots, prefetch, threads, overlap, issue, host_slots)
         early = with_guesses(codes, speculate)
         row = self._sweep.evaluate(early, *options)
@@ -198,6 +219,23 @@ class Search:
         left = self.limits.host_bytes - held.bytes(amounts, *slots)["host"]
         sizes = self._sweep.sizes[_able(codes)][::-1].astype(int).tolist()
         return guesses_worth(self.workload, self.machine, sizes, left)
+
+    def _most_sums(self, codes: NDArray[np.int8], slots: tuple[int, int]) -> int:
+        """How many sums of micro-batches the device has memory left for."""
+        if not self.sums:
+            return 0
+        sizes = self._sweep.sizes[_sends(codes)].astype(int).tolist()
+        if "device_sums" in self.fixed:
+            return min(len(sizes), int(self.fixed["device_sums"]))
+        held = self._sweep.held
+        amounts, early = totals(codes, self._sweep.sizes, self._sweep.ways).tolist()
+        taken = held.bytes(amounts, *slots, early)["device"] + self._device_base_bytes(self.homes)
+        return held.most_sums(sizes, self.limits.device_bytes - taken)
+
+    @property
+    def sums(self) -> bool:
+        """Whether sums of micro-batches may stay on the device, or leave it."""
+        return self._sweep.held.sums and not self.machine.unified_memory
 
     def _mean_s(self, row: np.ndarray, c: Candidate) -> float:
         """What a candidate takes on the average over steps that clip and steps that do not."""
@@ -333,12 +371,17 @@ class Search:
 
     def _taken(self, c: Candidate, homes: tuple[ParameterHome, ...]) -> tuple[int, int, int]:
         """Its peaks: all activations are there at the end of forward."""
-        w = self.workload
         codes = c.codes if homes == c.homes else replace(c, homes=homes).codes
         amounts, early = totals(codes, self._sweep.sizes, self._sweep.ways).tolist()
-        held = self._sweep.held.bytes(amounts, c.staging_slots, c.host_slots, early)
-        device = held["device"] + max(0, w.device_base_bytes - self._gone_bytes(homes))
-        return device + self._activation_bytes, held["host"], held["storage"]
+        summed = self._sweep.summed_elements(codes)
+        held = self._sweep.held.bytes(amounts, c.staging_slots, c.host_slots, early, summed)
+        device = held["device"] + self._device_base_bytes(homes)
+        return device, held["host"], held["storage"]
+
+    def _device_base_bytes(self, homes: tuple[ParameterHome, ...]) -> int:
+        """Of the workload alone, at its peak."""
+        base = max(0, self.workload.device_base_bytes - self._gone_bytes(homes))
+        return base + self._activation_bytes
 
     @cached_property
     def _activation_bytes(self) -> int:
@@ -447,9 +490,26 @@ def with_guesses(codes: NDArray[np.int8], speculate: int) -> NDArray[np.int8]:
     return codes
 
 
+def with_sums(codes: NDArray[np.int8], device_sums: int) -> NDArray[np.int8]:
+    """Codes of subgroups of which the first so many sums stay on the device:
+    `Plan.summed_on_device`.
+    """
+    if not device_sums:
+        return codes
+    stay = np.flatnonzero(_sends(codes))[:device_sums]
+    codes = codes.copy()
+    codes[stay] += SUMMED
+    return codes
+
+
+def _sends(codes: NDArray[np.int8]) -> NDArray[np.bool_]:
+    """Whose gradients go to host memory."""
+    return np.isin(codes % SUMMED, _SUMMABLE)
+
+
 def _able(codes: NDArray[np.int8]) -> NDArray[np.bool_]:
     """Which of them can be updated before the norm."""
-    return np.isin(codes, _GUESSABLE)
+    return np.isin(codes & ~SUMMED, _GUESSABLE)
 
 
 def home_codes(homes: tuple[ParameterHome, ...]) -> NDArray[np.int8]:

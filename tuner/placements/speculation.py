@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from simulator.plan import Plan
 from simulator.update.guessing import shares
@@ -16,7 +17,7 @@ from tuner.placements.search import Candidate, Search
 
 WORTH = 2e-3  # of an iteration: less is not worth the memory
 FEW = 8  # of the best plans without guesses, with which the search begins
-PARTS = 8  # of the best plan's guesses: how fine their number is chosen
+PARTS = 8  # of the best plan's guesses, or sums: how fine their number is chosen
 
 
 def may_guess(search: Search) -> bool:
@@ -42,16 +43,16 @@ def with_guesses(
         search.score(replace(candidate, speculate=None))
     search.guess()
     improve(search)
-    best = _fewest(search)
+    best = fewest(search, search.best(), "speculate")
     faster = search.score(best).iteration_s < (1 - WORTH) * plain.score(chosen).iteration_s
     return (search, best) if faster else (plain, chosen)
 
 
-def _fewest(search: Search) -> Candidate:
-    """Of the best plan's guesses as few as cost next to nothing."""
-    best = search.best()
-    most = best.speculate or 0
-    tried = [replace(best, speculate=n) for n in sorted({most * i // PARTS for i in range(PARTS)})]
+def fewest(search: Search, best: Candidate, name: str) -> Candidate:
+    """With as few guesses, or what else has this ``name``, as cost next to nothing."""
+    most = getattr(best, name) or 0
+    numbers: list[Any] = sorted({most * i // PARTS for i in range(PARTS)})
+    tried = [replace(best, **{name: n}) for n in numbers]
     least_s = search.score(best).iteration_s
     near = (c for c in tried if search.score(c).iteration_s <= (1 + WORTH / 2) * least_s)
     return next(near, best)

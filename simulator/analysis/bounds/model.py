@@ -20,7 +20,16 @@ from simulator.analysis.bounds.work import Work
 from simulator.engines.reference import alone_s
 from simulator.machine import Machine
 from simulator.schedule import Lane, Op, OpKind
-from simulator.update.recipes import Recipe, Slot, Step, Wait, Way, can_be_guessed, recipe_of
+from simulator.update.recipes import (
+    Recipe,
+    Slot,
+    Step,
+    Wait,
+    Way,
+    can_be_guessed,
+    can_be_summed,
+    recipe_of,
+)
 from simulator.update.tiers import Memory
 from simulator.workload import Workload
 
@@ -74,7 +83,8 @@ class Model:
     """A workload's passes, pieces and parts.
 
     Attributes:
-        ways: in which subgroups are updated; guessed: of each, whether before the norm is known.
+        ways: in which subgroups are updated; guessed: of each, whether before the norm is known;
+            summed: whether with a sum of micro-batches that stays on the device.
         parts: of updates; gradients: of what brings gradients home.
         rest_s: an iteration without its window.
         first_s: of backward, until the first gradient is complete.
@@ -84,15 +94,17 @@ class Model:
 
     def __init__(
         self, workload: Workload, machine: Machine, ways: Sequence[Way], most_pieces: int,
-        homes: Sequence[Memory] = (), *, guesses: bool = False,
+        homes: Sequence[Memory] = (), *, guesses: bool = False, sums: bool = False,
     ) -> None:  # fmt: skip
         """``guesses``: those of the ``ways`` for which that is possible may begin before the norm;
-        they come once more, behind the others.
+        they come once more, behind the others. ``sums``: likewise sums may stay on the device.
         """
         self.workload = w = workload.serial
-        early = [way for way in ways if guesses and can_be_guessed(*way)]
-        self.machine, self.ways = machine, (*ways, *early)
-        self.guessed = (*(False for _ in ways), *(True for _ in early))
+        some = [(*way, False, False) for way in ways]
+        some += [(*way, True, False) for way in ways if guesses and can_be_guessed(*way)]
+        some += [(*way[:3], True) for way in some if sums and can_be_summed(*way[:2])]
+        self.machine, self.ways = machine, tuple(way[:2] for way in some)
+        self.guessed, self.summed = (tuple(way[i] for way in some) for i in (2, 3))
         self.work, self.pieces = Work(w, machine), Pieces.of(w, most_pieces, homes)
         self.largest = max(w.subgroups)
         self.micro = w.gradient_accumulation_steps
@@ -101,11 +113,10 @@ class Model:
         self.rest_s = w.backward_s + w.forward_s - self.forward_s
         self.first_s, self.early_s = float(backward[-1]), float(backward[:-1].sum())
         self.fetching_s = float(backward.sum()) + self.forward_s + self.first_s
-        both = zip(self.ways, self.guessed, strict=True)
-        self.recipes = tuple(recipe_of(*way, guessed=early) for way, early in both)
+        self.recipes = tuple(recipe_of(*way[:2], guessed=way[2], summed=way[3]) for way in some)
         self.parts = [p for n, r in enumerate(self.recipes) for p in self._parts(n, r)]
         self.gradients = [
-            self._part(n, step, times=self.micro - (Wait.SUM in step.waits))
+            self._part(n, step, times=self._times(step))
             for n, recipe in enumerate(self.recipes) for step in recipe.gradient_steps
         ]  # fmt: skip
 
@@ -116,6 +127,10 @@ class Model:
         """
         sizes = sorted(self.workload.subgroups)
         return min(n for n in sizes if n >= TINY * sizes[len(sizes) // 2])
+
+    def _times(self, step: Step) -> int:
+        """Of a gradient's step, in an iteration."""
+        return 1 if Wait.LAST in step.waits else self.micro - (Wait.SUM in step.waits)
 
     def _parts(self, way: int, recipe: Recipe) -> list[Part]:
         steps = recipe.steps

@@ -19,14 +19,15 @@ Floats = NDArray[np.float64]
 
 def wait_for_room(m: Model, rows: Rows, every: Columns, waited: int) -> None:
     """Adds that when gradients are complete all but so many bytes go home before the next pass
-    begins (`EbbtideLoop`): in each micro-batch, and of all micro-batches one after the other.
+    begins (`EbbtideLoop`): in each micro-batch, and of all micro-batches one after the other. Sums
+    that stay on the device until the last one are left out: they only make the others wait.
 
     Args:
         every: how many subgroups of a piece are updated in a way: shape (pieces, ways).
         waited: what backward waits for, in seconds.
     """
     rows.upper[waited] = 0.0
-    home = [g for g in m.gradients if Wait.SUM not in g.step.waits]
+    home = [g for g in m.gradients if not g.step.waits & (Wait.SUM | Wait.LAST)]
     if not home:
         return
     sent = m.pieces.size.astype(np.float64) * home[0].step.work(m.work.bytes)

@@ -177,7 +177,7 @@ class Sharing:
                 up_to = slice(p + 1)
                 some = [(self.window.x[up_to, g.way], g.alone_s[up_to]) for g in home]
                 self._late_by(late[lane], float(left_s), *some)
-            everything = [(self.window.x[:, g.way], m.micro * g.alone_s) for g in home]
+            everything = [(self.window.x[:, g.way], g.times * g.alone_s) for g in home]
             self._late_by(late[lane], m.rest_s - m.first_s, *everything)
         return late
 

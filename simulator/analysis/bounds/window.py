@@ -50,8 +50,9 @@ class Window:
         numbers: Sequence[float] = (), visitor: tuple[int, int] | None = None,
     ) -> None:  # fmt: skip
         """``room``: bytes of each memory for state, gradients and slots; ``slots``: for staging,
-        None: any number from ``fewest`` on; ``numbers``: of subgroups of each way, if given;
-        ``visitor``: between which sizes the largest is that visits staging slots.
+        None: any number from ``fewest`` on; ``numbers``: of subgroups of each way, however they
+        are guessed and summed, if given; ``visitor``: between which sizes the largest is that
+        visits staging slots.
         """
         self.model, self.slots, self.fewest, self.visitor = model, slots, fewest, visitor
         self.rows, count = Rows(), len(model.pieces)
@@ -105,6 +106,13 @@ class Window:
         return [p for p in self.model.gradients if Wait.SUM not in p.step.waits]
 
     @property
+    def sending(self) -> list[Part]:
+        """Those of them for which the device keeps memory while they are under way: sums leave from
+        where they stay.
+        """
+        return [p for p in self.home if not self.model.summed[p.way]]
+
+    @property
     def waiting(self) -> dict[Lane, list[Part]]:
         """Updates that wait for gradients to come home, by lane."""
         lanes: dict[Lane, list[Part]] = {}
@@ -127,7 +135,8 @@ class Window:
                 if home and home != other:
                     self.rows.upper[self.x[p, way]] = 0.0
         for way, number in enumerate(numbers):
-            self.rows.equal(number, (self.x[:, way], 1.0))
+            same = [n for n, other in enumerate(self.model.ways) if other == self.model.ways[way]]
+            self.rows.equal(number, (self.x[:, same].ravel(), 1.0))
         for size in () if len(numbers) else np.unique(pieces.size):
             alike = np.flatnonzero(pieces.size == size)
             if pieces.whole[alike].all():
@@ -218,13 +227,15 @@ class Window:
                 per_param = float(held.per_param[memory][ways().index(way)])
                 if memory == "host" and m.guessed[number]:
                     per_param += held.guess_bytes
+                if m.summed[number]:
+                    per_param += {"device": 1, "host": -1}.get(memory, 0) * held.gradient_bytes
                 if free and memory == "device" and way[1] == "host":
                     per_param -= m.workload.wire_bytes  # which are in the workload's base
                 terms.append((self.x[:, number], per_param * m.pieces.size / unit))
             for slot, size in self._size.items():
                 if slot.memory == memory:
                     terms.append((size, held.slot_bytes(slot, m.largest) / unit))
-            if memory == "device" and self.home:
+            if memory == "device" and self.sending:
                 terms.append((self._under_way(), GRADIENTS_UNDER_WAY_BYTES / unit))
             self.rows.at_most(size_bytes / unit, *terms, name=f"{memory} memory")
 
@@ -232,7 +243,7 @@ class Window:
         """What the device keeps for gradients on their way, of the most: all of them, or that."""
         pieces, kept = self.model.pieces, self.rows.one()
         most = GRADIENTS_UNDER_WAY_BYTES / self.model.workload.grad_bytes_per_param
-        users = sorted({g.way for g in self.home})
+        users = sorted({g.way for g in self.sending})
         each = pieces.size / max(most, float(pieces.size @ pieces.count))
         self.rows.at_most(0.0, (kept, -1.0), *((self.x[:, way], each) for way in users))
         for p, least in enumerate(pieces.least / most):
@@ -314,7 +325,7 @@ class Window:
         for parts in self.waiting.values():
             for p in range(len(pieces)):
                 ahead = pieces.ahead(p)
-                before = [(self.x[:, g.way], (m.micro - 1) * g.seconds) for g in self.home]
+                before = [(self.x[:, g.way], (g.times - 1) * g.seconds) for g in self.home]
                 before += [(self.x[ahead, g.way], g.seconds[ahead]) for g in self.home]
                 asked = [t for q in parts for t in self.asked(q, q.seconds, slice(p + 1))]
                 tail_s = min(float(q.tail_s[: p + 1].min()) for q in parts) + pieces.tail_s[p]
@@ -337,7 +348,7 @@ class Window:
         """
         m, last_s = self.model, self.model.pieces.tail_s[-1]
         for give in (p for p in m.parts if p.inside == Inside.GIVERS and p.way in self.early):
-            before = [(self.x[:, g.way], m.micro * g.seconds) for g in self.home
+            before = [(self.x[:, g.way], g.times * g.seconds) for g in self.home
                       if g.step.lane == give.step.lane]  # fmt: skip
             take, slot = m.taker(give), give.slot
             assert slot is not None

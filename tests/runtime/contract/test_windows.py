@@ -19,6 +19,13 @@ DEVICE = list(DEVICES)[-1]
 
 def follow(engine, actions):
     """State, losses and norms of a loop of backwards (b), zero_grads (z) and steps (s)."""
+    losses, norms = loop_of(engine, actions)
+    result = state_of(engine), torch.stack(losses), norms
+    engine.destroy()
+    return result
+
+
+def loop_of(engine, actions):
     batches = Batches(2, SIZES["tiny"].sequence)
     losses, norms, number = [], [], 0
     for action in actions.replace(" ", ""):
@@ -33,9 +40,7 @@ def follow(engine, actions):
         else:
             engine.step()
             norms.append(float(engine.get_global_grad_norm() or 0.0))
-    result = state_of(engine), torch.stack(losses), norms
-    engine.destroy()
-    return result
+    return losses, norms
 
 
 def reads_in_a_window():
@@ -61,7 +66,7 @@ def test_loops_that_drop_or_repeat_a_backward(accumulation, stage, device):
         with pytest.raises(RuntimeError, match="Cannot free a ZeRO-3 parameter"):
             follow(new(), loop)
         loop += " bs"
-    assert_same(follow(attached(new(), MIX, device), loop), follow(new(), loop))
+    assert_same(follow(attached(new(), MIX, device, device_sums=2), loop), follow(new(), loop))
 
 
 def sums_of(engine, micro_batches=8):
@@ -84,7 +89,7 @@ def sums_of(engine, micro_batches=8):
 @pytest.mark.parametrize(("stage", "device"), [w for w in WHERE if w[0] < 3])
 def test_sums_of_micro_batches_can_be_read_as_stocks_can(stage, device):
     stock = sums_of(start(stage=stage, accumulation=3))
-    ours = sums_of(attached(start(stage=stage, accumulation=3), MIX, device))
+    ours = sums_of(attached(start(stage=stage, accumulation=3), MIX, device, device_sums=2))
     assert [set(sums) for sums in ours] == [set(sums) for sums in stock]
     pairs = list(zip(ours, stock, strict=True))
     assert all(torch.equal(mine[k], its[k]) for mine, its in pairs for k in its)
@@ -97,17 +102,22 @@ def test_sums_of_micro_batches_can_be_read_as_stocks_can(stage, device):
 UNMANAGED = "bs bbs bz bbz bbs"
 
 
-@pytest.mark.parametrize(("stage", "device"), WHERE[:3])
-def test_accumulation_that_the_loop_manages(stage, device):
+@pytest.mark.parametrize(
+    ("stage", "device", "micro"),
+    [(s, d, 1) for s, d in WHERE[:3]] + [(s, d, 2) for s, d in WHERE[1:3]],
+)
+def test_accumulation_that_the_loop_manages(stage, device, micro):
     from deepspeed.runtime import constants
 
     if not hasattr(constants, "MANAGED_GRADIENT_ACCUMULATION"):
         pytest.skip("this DeepSpeed does not know managed_gradient_accumulation")
 
     def new():
-        return start(stage=stage, extra={"managed_gradient_accumulation": False})
+        unmanaged = {"managed_gradient_accumulation": False}
+        return start(stage=stage, accumulation=micro, extra=unmanaged)
 
-    assert_same(follow(attached(new(), MIX, device), UNMANAGED), follow(new(), UNMANAGED))
+    ours = follow(attached(new(), MIX, device, device_sums=2), UNMANAGED)
+    assert_same(ours, follow(new(), UNMANAGED))
 
 
 class Experts(torch.nn.Module):
@@ -154,7 +164,8 @@ def test_the_gradient_of_what_nobody_uses_is_looked_at_once(monkeypatch):
 @pytest.mark.parametrize(("stage", "device"), WHERE[1:])
 @pytest.mark.parametrize("grad_dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("routes", [ROUTES, RARE], ids=["often", "rare"])
-def test_experts_that_some_micro_batches_skip(routes, grad_dtype, stage, device):
+@pytest.mark.parametrize("sums", [0, 99])
+def test_experts_that_some_micro_batches_skip(routes, grad_dtype, stage, device, sums):
     """Stock applies an expert's gradient of an earlier step again, and so does a plan."""
 
     def new():
@@ -164,5 +175,5 @@ def test_experts_that_some_micro_batches_skip(routes, grad_dtype, stage, device)
         )  # fmt: skip
 
     actions = "bs" * len(routes.split())
-    ours = follow(attached(new(), MIX, device, subgroup=5_000), actions)
+    ours = follow(attached(new(), MIX, device, subgroup=5_000, device_sums=sums), actions)
     assert_same(ours, follow(new(), actions))

@@ -39,7 +39,8 @@ def run(pattern=None, device=DEVICE, fail=False, speculate=0, away=(), **config)
     elif pattern:
         own = pattern[rank:] + pattern[:rank]
         homes = config.get("offload_param") and [["host"], ["device", "host"]][len(pattern) > 1]
-        attached(engine, own, device, seed=rank, subgroup=UNEVEN, homes=homes, speculate=speculate)
+        attached(engine, own, device, seed=rank, subgroup=UNEVEN, homes=homes, speculate=speculate,
+                 device_sums=2)  # fmt: skip
     if fail and rank == 1:
 
         def die(op):

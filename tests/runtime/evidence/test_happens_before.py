@@ -14,11 +14,13 @@ from runtime.devices.cuda import CudaDevice
 from runtime.devices.lane import Completion
 from runtime.execution.executor import Executor
 from runtime.execution.gradient_ops import GradientOps
+from runtime.execution.gradients import GradientHomes
 from runtime.execution.step_template import GradientOp, TemplateOp
 from runtime.zero.fetches import Partitions
 from studies.bench.bits import state_of
 from tests.runtime.contract.test_bits import MIX, Switching, engine_for
 from tests.runtime.contract.test_ranks import launch
+from tests.runtime.contract.test_windows import loop_of
 from tests.runtime.contract.training import plan_for, start, train
 from tests.runtime.evidence.happens_before import Order
 
@@ -28,7 +30,7 @@ pytestmark = [
 ]
 
 
-def checked(fake, patch, engine, loop=None, steps=4, pattern=MIX):
+def checked(fake, patch, engine, loop=None, steps=4, pattern=MIX, sums=0):
     """Trains under a plan; what was accessed in which order."""
     fake.latest_s = (
         30.0  # nothing runs, and no event is seen to be reached, before it is waited for
@@ -36,15 +38,26 @@ def checked(fake, patch, engine, loop=None, steps=4, pattern=MIX):
     order = Order(fake)
     order.install(patch)
     with order.watching():
-        runtime.attach(engine, plan_for(engine, pattern), device=CudaDevice())
+        plan = plan_for(engine, pattern, device_sums=sums)
+        runtime.attach(engine, plan, device=CudaDevice())
         (loop or train)(engine, steps * engine.gradient_accumulation_steps())
     engine.destroy()
     fake.violations.clear()  # what a missing wait brings about is not the subject here
     return order
 
 
+def run_case(fake, patch, case):
+    make, loop = CASES[case]
+    return checked(fake, patch, make(), loop, sums=99 if loop is repeat_backward else 0)
+
+
 def read_between(engine, steps):
     train(engine, steps, each=lambda live, number: state_of(live))
+
+
+def repeat_backward(engine, steps):
+    """A second backward adds to what has gone home, before any update has waited for it."""
+    loop_of(engine, "bs bbs" * (steps // 2))
 
 
 CASES = {
@@ -52,6 +65,8 @@ CASES = {
         "clipping", "accumulation", "small_buckets", "no_persistent_parameters",
         "parameter_groups", "no_overlap", "offloaded_parameters")},
     "readers": (lambda: engine_for("clipping"), read_between),
+    "sums on the device": (
+        lambda: start(accumulation=2, reduce_bucket_size=50), repeat_backward),
     "unused parameters": (lambda: start(model=Switching(), subgroup_size=9000), None),
     **{f"ZeRO-2, {case}": (lambda case=case: engine_for(case, stage=2), None)
        for case in ("clipping", "accumulation", "fp32_accumulation")},
@@ -63,8 +78,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", list(CASES))
 def test_happens_before_orders_every_access(late_deepspeed, monkeypatch, capsys, case):
-    make, loop = CASES[case]
-    order = checked(late_deepspeed, monkeypatch, make(), loop)
+    order = run_case(late_deepspeed, monkeypatch, case)
     assert order.accesses > 500
     assert not order.races
     with capsys.disabled():
@@ -142,6 +156,8 @@ MUTANTS = {
     "ops do not wait for those of the step before": ("ZeRO-3, clipping", without(before=())),
     "a sum is read before it is there": (
         "ZeRO-3, accumulation", deaf(GradientOps, "fetch_sum", "training_waits")),
+    "a sum is added to while it leaves": (
+        "sums on the device", deaf(GradientHomes, "_sum_up", "training_waits")),
     "a parameter is read before it is copied": (
         "ZeRO-3, offloaded_parameters", (Partitions, "bring", brought_at_once)),
     "a parameter is copied to where another is still read": (
@@ -183,6 +199,7 @@ WAITERS = {
     "devices/cuda.py: before_reuse": "gradients' memory is reduced into again",
     "execution/executor.py: launch": "a parameter is written while it is copied",
     "execution/executor.py: wait_parameters": "readers wait for nothing",
+    "execution/gradients.py: _sum_up": "a sum is added to while it leaves",
     "execution/gradient_ops.py: fetch_sum": "a sum is read before it is there",
     "execution/gradient_ops.py: _submit": "a gradient is copied before it is there",
     "zero/gathers.py: before": "readers wait for nothing",
@@ -217,7 +234,7 @@ def test_every_wait_in_the_code_has_its_mutant():
 def test_happens_before_shows_each_missing_wait(late_deepspeed, monkeypatch, capsys, mutant):
     case, broken = (MUTANTS | SPARE)[mutant]
     monkeypatch.setattr(*broken)
-    order = checked(late_deepspeed, monkeypatch, CASES[case][0]())
+    order = run_case(late_deepspeed, monkeypatch, case)
     assert bool(order.races) == (mutant in MUTANTS), "of what is spare, the reason no longer holds"
     with capsys.disabled():
         print(f"\nhappens_before: mutant: {mutant}: {order.races.total()} races")

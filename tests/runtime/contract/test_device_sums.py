@@ -1,0 +1,274 @@
+"""Sums of micro-batches that stay on the device until the last: stock's bits, fewer crossings."""
+
+import functools
+import logging
+
+import pytest
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
+
+import runtime
+from simulator.schedule import OpKind
+from simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES, Holding, footprint, tally
+from simulator.update.optimizer import ADAM
+from simulator.workload import Layer, Workload
+from studies.bench.byte_gpt import SIZES, Batches
+from tests.runtime.contract.test_windows import Experts, follow
+from tests.runtime.contract.training import (
+    DEVICES,
+    SUBGROUP,
+    all_state,
+    assert_same,
+    attached,
+    outcome,
+    plan_for,
+    start,
+    train,
+)
+
+pytestmark = pytest.mark.usefixtures("only_rank")
+DEVICE = list(DEVICES)[-1]
+MIX = ["host", "device", "stored", "resident", "host"]
+FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
+
+
+@functools.cache
+def stock(steps, **options):
+    return outcome(start(**options), steps * options["accumulation"])
+
+
+def crossings(engine):
+    """Kinds and subgroups of what crosses, as it is submitted."""
+    seen, ops = [], engine.optimizer._ebbtide.executor.gradients
+    submit = ops._submit
+
+    def noted(item, size_bytes, copy):
+        seen.append((item.op.kind, item.op.subgroup))
+        return submit(item, size_bytes, copy)
+
+    ops._submit = noted
+    return seen
+
+
+def chosen(engine):
+    return {i for i, s in enumerate(engine.optimizer._ebbtide.plan.summed_on_device) if s}
+
+
+@pytest.mark.parametrize("sums", [1, 99])
+@pytest.mark.parametrize(("stage", "accumulation"), [(3, 2), (3, 3), (3, 8), (2, 3), (1, 2)])
+def test_no_sum_crosses_before_the_last_micro_batch(stage, accumulation, sums):
+    options = {"stage": stage, "accumulation": accumulation, "clipping": 0.05}
+    engine = attached(start(**options), MIX, DEVICE, device_sums=sums)
+    seen, stay = crossings(engine), chosen(engine)
+    pieces = engine.optimizer._ebbtide.homes.by_subgroup
+    assert len(stay) == 1 if sums == 1 else len(stay) > 1
+    assert_same(outcome(engine, 3 * accumulation), stock(3, **options))
+    if stage > 1:  # ZeRO-1 brings a window's gradients home with its last micro-batch
+        assert not [s for kind, s in seen if kind is OpKind.GRADIENT_H2D and s in stay]
+    home = [s for kind, s in seen if kind is OpKind.GRADIENT_D2H and s in stay]
+    assert len(home) == 3 * sum(len(pieces[s]) for s in stay)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_precisions(precision, monkeypatch):
+    """fp16 overflows in its first steps: what was on its way then is nobody's."""
+    monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
+    fp16 = {"fp16": {"enabled": True, "initial_scale_power": 32, "hysteresis": 1}}
+
+    def new():
+        extra = fp16 if precision == "fp16" else FP32_SUMS
+        dtype = "fp16" if precision == "fp16" else "bf16"
+        return start(precision=dtype, accumulation=2, extra=extra)
+
+    steps = 40 if precision == "fp16" else 6
+    ours = outcome(attached(new(), MIX, DEVICE, device_sums=99), steps)
+    assert_same(ours, outcome(new(), steps))
+    if precision == "fp16":
+        assert ours[2][1] != ours[2][-1], "some steps overflow, others do not"
+
+
+def micro_steps(engine, change, count=9):
+    """``change`` is called behind each backward and behind each step."""
+    batches, losses = Batches(2, SIZES["tiny"].sequence), []
+    for number in range(count):
+        loss = engine(*batches.at(number, engine.device))
+        engine.backward(loss)
+        change(engine, number)
+        engine.step()
+        losses.append(loss.detach())
+    state = all_state(engine)
+    engine.destroy()
+    return state, torch.stack(losses), None
+
+
+@pytest.mark.parametrize("stage", [3, 2])
+def test_gradients_are_read_and_written_between_micro_batches(stage):
+    shown = {}
+
+    def change(engine, number):
+        for position, param in enumerate(engine.module.parameters()):
+            gradient = safe_get_full_grad(param)
+            if gradient is not None:
+                shown.setdefault(id(engine), []).append(gradient.clone())
+                if position % 3 == number % 3:
+                    safe_set_full_grad(param, gradient * 0.5)
+
+    def new():
+        return start(stage=stage, accumulation=3, clipping=0.05)
+
+    assert_same(
+        micro_steps(attached(new(), MIX, DEVICE, device_sums=2), change),
+        micro_steps(new(), change),
+    )
+    ours, theirs = shown.values()
+    assert len(ours) == len(theirs) > 0
+    assert all(torch.equal(mine, its) for mine, its in zip(ours, theirs, strict=True))
+
+
+ROUTES = "012 01 02 1 012 0 1 12 2 01 0 2"
+
+
+@pytest.mark.parametrize("stage", [3, 2])
+def test_plans_change_between_windows(stage):
+    """Also where a sum has not gone home, and a window goes on from it that begins elsewhere."""
+
+    def new():
+        return start(model=Experts(ROUTES), accumulation=2, subgroup_size=9000, stage=stage)
+
+    engine = attached(new(), MIX, DEVICE, subgroup=5_000, device_sums=99)
+    session = engine.optimizer._ebbtide
+    numbers, apart = iter([0, 99, 3, 99, 0, 2]), []
+
+    def switch():
+        if engine.micro_steps % 2 == 0:
+            session.switch(session.plan.model_copy(update={"device_sums": next(numbers)}))
+            apart.extend(
+                piece for piece in session.homes.slices.values() if piece.apart is not None
+            )
+
+    step = engine.step
+    engine.step = lambda: (step(), switch())
+    actions = "bs" * len(ROUTES.split())
+    assert_same(follow(engine, actions), follow(new(), actions))
+    assert apart, "some expert's sum stayed behind"
+
+
+def windows(engine, lengths, behind=lambda: None):
+    """Windows of so many micro-batches, by hand; state and losses at the end."""
+    batches, losses = Batches(2, SIZES["tiny"].sequence), []
+    for length in lengths:
+        for number in range(length):
+            engine.set_gradient_accumulation_boundary(number == length - 1)
+            loss = engine(*batches.at(len(losses), engine.device))
+            engine.backward(loss)
+            losses.append(loss.detach())
+            engine.step()
+        behind()
+    state = all_state(engine)
+    engine.destroy()
+    return state, torch.stack(losses), None
+
+
+@pytest.mark.parametrize("switches", [False, True])
+def test_a_lone_gradient_leaves_the_sum_alone(switches):
+    """Below ZeRO-3 a window of one micro-batch does not touch the sums. One whose first micro-batch
+    does not reach a parameter goes on from the sum before that, under another plan too.
+    """
+
+    def new():
+        model = Experts("012 01 012 01 12 012 012")
+        return start(model=model, accumulation=2, subgroup_size=9000, stage=2)
+
+    engine = attached(new(), ["host"], DEVICE, subgroup=5_000, device_sums=99)
+    session = engine.optimizer._ebbtide
+    switch = (lambda: session.switch(session.plan)) if switches else (lambda: None)
+    lengths = (2, 1, 2, 2)
+    assert_same(windows(engine, lengths, switch), windows(new(), lengths))
+
+
+def held_bytes(engine):
+    states = engine.optimizer._ebbtide.executor.states
+    return sum(state.sum.nbytes for state in states if state.sum is not None)
+
+
+@pytest.mark.parametrize("stage", [3, 2])
+def test_states_that_go_away_take_the_sums_along(stage):
+    def new():
+        return start(stage=stage, accumulation=2)
+
+    engine = attached(new(), MIX, DEVICE, device_sums=99)
+    whole = held_bytes(engine)
+
+    def change(engine, number):
+        if number == 4 and hasattr(engine.optimizer, "_ebbtide"):
+            engine.optimizer.reload_states()
+            assert held_bytes(engine) == whole > 0
+        if number == 2 and hasattr(engine.optimizer, "_ebbtide"):
+            engine.optimizer.offload_states()
+            assert held_bytes(engine) == 0
+
+    step = engine.step
+    engine.step = lambda: (step(), change(engine, engine.micro_steps))
+    assert_same(micro_steps(engine, lambda *_: None, 8), micro_steps(new(), lambda *_: None, 8))
+
+
+@pytest.mark.parametrize("stage", [3, 2])
+@pytest.mark.parametrize("sums", [0, 2, 99])
+def test_what_sums_take_is_told_to_the_byte(stage, sums):
+    engine = attached(start(stage=stage, accumulation=2), MIX, DEVICE, seed=None, device_sums=sums)
+    own = engine.optimizer._ebbtide
+    sizes = engine.optimizer.sizes()
+    held = Holding.of(ADAM, 2, 2, stage=stage, micro_batches=2)
+    plan, amounts = own.plan, tally(sizes, own.plan.placements)
+    stay = sum(sizes[s] for s in chosen(engine))
+    before, told = (
+        held.bytes(amounts, plan.staging_slots, plan.host_slots, summed=n) for n in (0, stay)
+    )
+    # They leave from where they are: the room for gradients under way is that of the others.
+    assert sum(sizes) * 2 < GRADIENTS_UNDER_WAY_BYTES
+    assert told["device"] == before["device"]
+    assert held_bytes(engine) == 2 * stay
+    train(engine, 4)
+    assert told["host"] == own.host_bytes()
+    layers = tuple(Layer(params=n, forward_s=1.0, backward_s=1.0) for n in sizes)
+    work = Workload(
+        name="w", layers=layers, subgroups=sizes, subgroup_size=SUBGROUP, zero_stage=stage,
+        gradient_accumulation_steps=2,
+    )  # fmt: skip
+    assert footprint(work, plan)["host"] == told["host"]
+    engine.destroy()
+
+
+def test_a_device_that_is_full_keeps_as_many_as_it_can_and_says_so_once(caplog):
+    class Full(DEVICES[DEVICE]):
+        left = 2
+
+        def device_empty(self, elements, dtype):
+            if dtype is torch.bfloat16:
+                self.left -= 1
+                if self.left < 0:
+                    raise torch.OutOfMemoryError
+            return super().device_empty(elements, dtype)
+
+    options = {"stage": 3, "accumulation": 2, "clipping": 0.05}
+    engine, device = start(**options), Full()
+    with caplog.at_level(logging.WARNING, "ebbtide"):
+        plan = plan_for(engine, ["host", "stored"], device_sums=99)
+        device.left = 2
+        runtime.attach(engine, plan, device=device)
+    said = [r.getMessage() for r in caplog.records if "plan.device_sums" in r.getMessage()]
+    assert len(said) == 1
+    assert "memory for 0 of" not in said[0]
+    assert engine.optimizer._ebbtide.plan.device_sums == len(chosen(engine)) < plan.subgroup_count
+    assert_same(outcome(engine, 6), stock(3, **options))
+
+
+@pytest.mark.parametrize(("device", "accumulation"), [("unified", 2), (DEVICE, 1)])
+def test_where_no_sum_would_leave_the_device_none_is_kept(device, accumulation):
+    if device not in DEVICES:
+        pytest.skip("this device's memory is not the host's")
+    engine = attached(start(accumulation=accumulation), ["host"], device, device_sums=99)
+    assert engine.optimizer._ebbtide.plan.device_sums == 0
+    assert held_bytes(engine) == 0
+    engine.destroy()

@@ -1,0 +1,49 @@
+"""Sums of micro-batches stay on the device where there is memory for them and that is faster."""
+
+import tuner
+from simulator import build_schedule, simulate
+from tests.machines import node
+from tests.tuner.test_search import workload
+
+GIB = 2**30
+
+
+def machine(link=4e9, device_gib=4.0):
+    return node(
+        h2d_bytes_per_s=link, d2h_bytes_per_s=link, device_memory_bytes=int(device_gib * GIB)
+    )
+
+
+def accumulating(micro_batches=4):
+    return workload(8, size=5 * 10**7, forward_s=0.02, gradient_accumulation_steps=micro_batches)
+
+
+def planned(micro_batches=4, **facts):
+    return tuner.plan(accumulating(micro_batches), machine(**facts), memory_margin=0)
+
+
+def test_sums_stay_and_the_plan_is_faster():
+    found = planned()
+    assert found.device_sums > 0
+    timeline = simulate(build_schedule(accumulating(), found), machine())
+    told = found.prediction
+    assert abs(told.iteration_s - timeline.iteration_s) <= 1e-9 * timeline.iteration_s
+    crossing = found.model_copy(update={"device_sums": 0})
+    crossing_s = simulate(build_schedule(accumulating(), crossing), machine()).iteration_s
+    assert told.iteration_s < 0.97 * crossing_s
+    assert told.lower_bound_s <= told.iteration_s
+    assert told.device_peak_bytes <= machine().device_memory_bytes
+    assert any("sums of micro-batches stay on the device" in reason for reason in found.reasons)
+
+
+def test_with_less_memory_fewer_stay():
+    more, less = planned(), planned(device_gib=3.1)
+    assert less.prediction.device_peak_bytes <= 3.1 * GIB
+    assert sum(less.summed_on_device) < sum(more.summed_on_device)
+    assert less.prediction.iteration_s > more.prediction.iteration_s
+
+
+def test_none_stay_where_there_is_nothing_to_add_up_or_to_save():
+    assert planned(1).device_sums == 0
+    assert not any("sums of micro-batches" in reason for reason in planned(1).reasons)
+    assert planned(link=2e12, device_gib=3.1).device_sums == 0

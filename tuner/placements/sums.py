@@ -1,0 +1,25 @@
+"""How many sums of micro-batches stay on the device: as few as serve, of what there is room for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tuner.placements.search import Candidate, Search
+from tuner.placements.speculation import fewest
+
+
+def with_fewest_sums(search: Search, chosen: Candidate) -> Candidate:
+    """Every candidate has as many as fit; what they do not bring is left to others."""
+    return fewest(search, chosen, "device_sums")
+
+
+def about_sums(search: Search, chosen: Candidate) -> list[str]:
+    """A sentence with figures; nothing where none stays."""
+    if not chosen.device_sums:
+        return []
+    crossing_s = search.seconds_anyhow(replace(chosen, device_sums=0))
+    saved_s = crossing_s - search.score(chosen).iteration_s
+    return [
+        f"{chosen.device_sums} of {len(chosen.placements)} subgroups' sums of micro-batches stay "
+        f"on the device until the last one, which saves {saved_s * 1e3:.1f} ms"
+    ]
