@@ -19,7 +19,7 @@ from simulator.engines.recipe_arrays import (
 )
 from simulator.engines.reference import capacities
 from simulator.schedule import Lane, Op, OpKind
-from simulator.update.footprint import Holding, tally
+from simulator.update.footprint import Holding, footprint, tally
 from simulator.update.optimizer import OPTIMIZERS
 from simulator.update.order import UpdateOrder
 from simulator.update.recipes import RECIPES, Slot, can_be_summed, guessed_ways, ways
@@ -542,3 +542,16 @@ def test_no_plan_whose_sums_stay_beats_the_bound_of_its_own_memory():
             assert floor_s <= seconds * (1 + 1e-6), (floor_s, plan)
             below += floor_s < seconds
     assert below
+
+
+def test_the_bound_knows_what_sums_take_of_the_device():
+    """As much as the plan takes with all of them there, and less: then they cross."""
+    work, have = workload(gradient_accumulation_steps=4), machine(h2d_bytes_per_s=1e9)
+    plan = Plan(
+        subgroup_size=10**8, placement=Plan.runs(["host"] * 4), staging_slots=0, device_sums=4
+    )
+    seconds = simulate(build_schedule(work, plan), have).iteration_s
+    room = footprint(work, plan)["device"] + sum(layer.activation_bytes for layer in work.layers)
+    floor_s = bound(work, have, room).iteration_s
+    assert 0.8 * seconds < floor_s <= seconds * (1 + 1e-6)
+    assert bound(work, have, room - 4 * 10**8).iteration_s > seconds
