@@ -127,6 +127,7 @@ class Search:
         storable: Collection[int] | None = None,
         *,
         speculates: bool = False,
+        most_waiting_s: float = math.inf,
     ) -> None:
         """``fixed``: fields of every candidate that are not searched; below ZeRO-3 the overlap.
 
@@ -134,6 +135,7 @@ class Search:
         ``storable``: the subgroups whose state may be stored; None: any, where storage is given.
         ``speculates``: updates may begin before the norm; times are then means over steps of which
         `Workload.clip_rate` clip.
+        ``most_waiting_s``: what an iteration of such a plan may take when it does not guess.
         """
         self.workload, self.machine, self.limits = workload, machine, limits
         stores = limits.storage_bytes is not None and workload.zero_stage == 3
@@ -141,7 +143,7 @@ class Search:
         self.storable = storable
         kept = None if storable is None else set(range(len(workload.subgroups))) - {*storable}
         self._kept_in_memory = sorted(kept or ())
-        self.seed, self.speculates = seed, speculates
+        self.seed, self.speculates, self.most_waiting_s = seed, speculates, most_waiting_s
         self.fixed = dict(fixed or {})
         if workload.zero_stage < 3:
             self.fixed["overlap_forward"] = False
@@ -208,7 +210,7 @@ class Search:
         early = with_guesses(codes, speculate)
         row = self._sweep.evaluate(early, *options)
         seconds = self._held(row).iteration_s
-        if not (speculate and self.workload.clip_rate) or math.isinf(seconds):
+        if not speculate or math.isinf(seconds):
             return seconds
         return self._mean_of(row, early, self._sweep.evaluate(codes, *options), threads)
 
@@ -241,7 +243,7 @@ class Search:
         """What a candidate takes on the average over steps that clip and steps that do not."""
         from simulator.engines import kernel
 
-        if not (c.speculate and self.workload.clip_rate):
+        if not c.speculate:
             return float(row[kernel.ITERATION_S])
         plain = evaluated(self._sweep, replace(c, speculate=0))
         return self._mean_of(row, c.codes, plain, c.threads)
@@ -254,6 +256,8 @@ class Search:
         early = (codes // GUESSED) % 2 == 1
         if not early.any():
             return float(row[kernel.ITERATION_S])
+        if plain[kernel.ITERATION_S] > self.most_waiting_s:
+            return math.inf
         columns = [kernel.ITERATION_S, kernel.BACKWARD_S]
         longest_s = guess_s(
             self.workload, self.machine, int(self._sweep.sizes[early].max()), threads

@@ -2,7 +2,8 @@
 
 Guesses take host memory, and a step that clips makes all of them wrong. So they are planned for
 where somebody says how many steps do (`Workload.clip_rate`), and where the mean iteration is
-shorter by more than nothing.
+shorter by more than nothing. What was said may be wrong: while its guesses pause, such a plan is
+nearly as quick as the best one without.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from simulator.update.guessing import shares
 from tuner.placements.search import Candidate, Search
 
 WORTH = 2e-3  # of an iteration: less is not worth the memory
+PAUSED = 0.01  # of an iteration that such a plan may lose while it does not guess
 FEW = 8  # of the best plans without guesses, with which the search begins
 PARTS = 8  # of the best plan's guesses, or sums: how fine their number is chosen
 
@@ -37,6 +39,7 @@ def with_guesses(
     search = Search(
         plain.workload, plain.machine, plain.limits, plain.seed, plain.fixed, plain.homes,
         plain.storable, speculates=True,
+        most_waiting_s=(1 + PAUSED) * plain.score(chosen).iteration_s,
     )  # fmt: skip
     known = sorted(plain.scores, key=lambda c: plain.scores[c].iteration_s)
     for candidate in (chosen, *known[:FEW]):
