@@ -15,7 +15,8 @@ from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.schedules.settings import settings
 from simulator.schedules.strategies import build_strategy, shared_plan
-from simulator.update.footprint import ByKind
+from simulator.update.footprint import ByKind, Holding, footprint
+from simulator.update.recipes import can_be_summed
 from simulator.workload import Workload
 
 SLOTS = 2  # of an evenly spread plan
@@ -74,7 +75,8 @@ def simulated(
     options = dict(setting)
     spread = name == "ebbtide" and set(options) == {"resident_share", "device_share"}
     if spread:
-        options = {"plan": _spread(workload, **options)}
+        plan = _spread(workload, **options)
+        options = {"plan": plan if machine.unified_memory else _summing(plan, workload, limits)}
     schedule = compile_(name, workload, options)
     result = simulate_fast(schedule, machine)
     found = Simulated(name, setting, schedule, result, limits.shortfall(result))
@@ -110,6 +112,19 @@ def _spread(workload: Workload, device_share: float, resident_share: float) -> P
     plan = shared_plan(workload, device_share, resident_share)
     slots = min(SLOTS, plan.count("device"))
     return plan.model_copy(update={"staging_slots": slots, "prefetch": slots})
+
+
+def _summing(plan: Plan, workload: Workload, limits: Limits) -> Plan:
+    """With as many sums of micro-batches on the device as it has memory left for."""
+    held = Holding.of_workload(workload)
+    if not held.sums:
+        return plan
+    pairs = zip(workload.subgroups, plan.placements, strict=True)
+    sizes = [size for size, placement in pairs if can_be_summed(placement)]
+    taken = footprint(workload, plan)["device"]
+    taken += sum(layer.activation_bytes for layer in workload.layers)
+    count = held.most_sums(sizes, limits.device_bytes - taken)
+    return plan.model_copy(update={"device_sums": count})
 
 
 def best_setting(

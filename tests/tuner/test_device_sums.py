@@ -1,7 +1,7 @@
 """Sums of micro-batches stay on the device where there is memory for them and that is faster."""
 
 import tuner
-from simulator import build_schedule, simulate
+from simulator import build_schedule, build_strategy, simulate, what_if
 from tests.machines import node
 from tests.tuner.test_search import workload
 
@@ -47,3 +47,16 @@ def test_none_stay_where_there_is_nothing_to_add_up_or_to_save():
     assert planned(1).device_sums == 0
     assert not any("sums of micro-batches" in reason for reason in planned(1).reasons)
     assert planned(link=2e12, device_gib=3.1).device_sums == 0
+
+
+def test_evenly_spread_plans_have_sums_on_the_device_too():
+    """As many as fit: what the page's sliders say of a plan that nobody has searched for."""
+    hosted = {"device_share": 0.0, "resident_share": 0.0}
+    crossing = build_strategy("ebbtide", accumulating(), **hosted)
+    table = what_if(
+        accumulating(), machine(), [("ebbtide", hosted)], gpu_memory_bytes=[3.0 * GIB, 4.0 * GIB]
+    )
+    few_s, many_s = table.iteration_s
+    assert few_s == simulate(crossing, machine()).iteration_s
+    assert many_s < 0.9 * few_s
+    assert (table.iteration_s >= table.lower_bound_s * (1 - 1e-9)).all()
