@@ -20,14 +20,15 @@ Floats = NDArray[np.float64]
 def wait_for_room(m: Model, rows: Rows, every: Columns, waited: int) -> None:
     """Adds that when gradients are complete all but so many bytes go home before the next pass
     begins (`EbbtideLoop`): in each micro-batch, and of all micro-batches one after the other. Sums
-    that stay on the device until the last one are left out: they only make the others wait.
+    that stay on the device go home in the last one.
 
     Args:
         every: how many subgroups of a piece are updated in a way: shape (pieces, ways).
         waited: what backward waits for, in seconds.
     """
     rows.upper[waited] = 0.0
-    home = [g for g in m.gradients if not g.step.waits & (Wait.SUM | Wait.LAST)]
+    every_home = [g for g in m.gradients if Wait.SUM not in g.step.waits]
+    home = [g for g in every_home if Wait.LAST not in g.step.waits]
     if not home:
         return
     sent = m.pieces.size.astype(np.float64) * home[0].step.work(m.work.bytes)
@@ -40,8 +41,13 @@ def wait_for_room(m: Model, rows: Rows, every: Columns, waited: int) -> None:
     if all_s @ m.pieces.count <= before_s and not any(chain.waits for chain in chains):
         return
     rows.upper[waited] = np.inf
-    each = zip((chain.add(rows, x) for chain in chains), (1.0, m.micro - 1.0), strict=False)
-    rows.at_most(0.0, (waited, -1.0), *each)
+    each = [chain.add(rows, x) for chain in chains]
+    rows.at_most(0.0, (waited, -1.0), *zip(each, (1.0, m.micro - 1.0), strict=False))
+    if len(every_home) > len(home):  # in the last one all of them go home, on the same ways
+        last = chains[0].add(rows, every[:, sorted({g.way for g in every_home})])
+        rows.at_most(
+            0.0, (waited, -1.0), *zip((*each, last), (1.0, m.micro - 2.0, 1.0), strict=True)
+        )
     rows.at_most(before_s, (waited, -1.0), *((column, all_s) for column in x.T))
 
 
