@@ -7,6 +7,7 @@ import codecs
 import collections
 import datetime as dt
 import decimal
+import enum
 import fractions
 import pathlib
 import pickle
@@ -53,6 +54,20 @@ def _library_classes() -> Iterator[Allowed]:
         names = (f"{m}.{builtin.__name__}" for m in ("builtins", "__builtin__"))
         yield from _under(names, builtin)
     yield (range, "__builtin__.xrange")
+    # Python 3.11.0 to 3.11.3, Debian 12's among them, pickles a member of an enum as `getattr`.
+    yield from _under((f"{m}.getattr" for m in ("builtins", "__builtin__")), enum_member)
+
+
+def enum_member(kind: Any, name: Any) -> enum.Enum:
+    """What stands for `getattr` in a file: it gives members of enums, which are allowed like other
+    classes, and nothing else.
+
+    Raises:
+        TypeError: anything else was asked for.
+    """
+    if isinstance(kind, enum.EnumMeta) and name in kind.__members__:
+        return kind.__members__[name]
+    raise TypeError(f"getattr may give a member of an enum alone, not {kind}.{name}")
 
 
 def _numpy_classes() -> Iterator[Allowed]:

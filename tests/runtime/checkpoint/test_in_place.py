@@ -1,10 +1,14 @@
-"""A load reads straight to where state and weights live, where nobody would notice."""
+"""A load reads straight to where state and weights live, where nobody would notice; and what it
+reads at all.
+"""
 
 import pytest
 import torch
 
 from runtime.checkpoint.deepspeed.loading import weights_in_place
+from runtime.checkpoint.errors import CheckpointError
 from runtime.checkpoint.format import safe_load
+from runtime.checkpoint.format.safe_load import load_file
 from studies.bench.bits import state_of
 from studies.bench.byte_gpt import SIZES, ByteGPT
 from tests.runtime.contract.training import DEVICES, attached, start, train
@@ -81,3 +85,25 @@ def test_what_is_not_host_memory_is_filled_through_some(tmp_path, monkeypatch):
     assert found["module"]["w"] is target
     assert torch.equal(target, tree["module"]["w"])
     assert found["module"]["step"] == 3
+
+
+class _AsPython311:
+    """Pickled as Python 3.11.0 to 3.11.3 does a member of an enum: `getattr` of its class."""
+
+    def __init__(self, kind, name):
+        self.kind, self.name = kind, name
+
+    def __reduce__(self):
+        return getattr, (self.kind, self.name)
+
+
+def test_members_of_enums_are_read_however_python_has_pickled_them(tmp_path):
+    """Debian 12's Python writes `zero_stage` so: nothing could be resumed there."""
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    torch.save({"zero_stage": _AsPython311(ZeroStageEnum, "weights")}, tmp_path / "enum.pt")
+    assert load_file(tmp_path / "enum.pt") == {"zero_stage": ZeroStageEnum.weights}
+    for kind, name in ((dict, "clear"), (ZeroStageEnum, "__class__"), (ZeroStageEnum, "mro")):
+        torch.save(_AsPython311(kind, name), tmp_path / "other.pt")
+        with pytest.raises(CheckpointError, match="getattr may give a member of an enum alone"):
+            load_file(tmp_path / "other.pt")
