@@ -28,7 +28,8 @@ def wait_for_room(m: Model, rows: Rows, every: Columns, waited: int) -> None:
     """
     rows.upper[waited] = 0.0
     every_home = [g for g in m.gradients if Wait.SUM not in g.step.waits]
-    home = [g for g in every_home if Wait.LAST not in g.step.waits]
+    # Below ZeRO-3 all may come in one micro-batch, which is the last one too (`Workload.serial`).
+    home = [g for g in every_home if m.micro == 1 or Wait.LAST not in g.step.waits]
     if not home:
         return
     sent = m.pieces.size.astype(np.float64) * home[0].step.work(m.work.bytes)
