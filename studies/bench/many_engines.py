@@ -30,7 +30,14 @@ def freeze_heap() -> None:
     prepares one: 1.5 s to look at what was imported, and more with each engine before, which its
     own hooks keep. Nobody looks at what is there by now again.
     """
-    if not gc.get_freeze_count():
-        atexit.register(gc.unfreeze)  # else Triton calls its own types leaked
+    _unfreeze_at_exit()
     gc.collect()
     gc.freeze()
+
+
+@functools.cache
+def _unfreeze_at_exit() -> None:
+    """Else Triton calls its own types leaked. Asked of gc, whether anything is frozen takes 0.1 s:
+    it counts all of it.
+    """
+    atexit.register(gc.unfreeze)
