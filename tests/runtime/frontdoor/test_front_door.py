@@ -111,7 +111,9 @@ def test_where_nothing_is_offloaded_stock_trains_and_checkpoints_may_still_be_as
     front_door, plan, caplog
 ):
     for key in ({"plan": "auto"}, {"plan": plan}, {"plan": "auto", "checkpoint": {"keep": 1}}):
-        engine = initialize(config_with(key, offload=False))
+        config = config_with(key, offload=False)
+        config["optimizer"]["params"]["torch_adam"] = True  # a fused one is a minute to compile
+        engine = initialize(config)
         assert type(engine.optimizer).__name__ == "DeepSpeedZeroOptimizer_Stage3"
         lazy = type(engine.checkpoint_engine).__name__ == "LazyCheckpointEngine"
         assert lazy == ("checkpoint" in key)
