@@ -36,19 +36,11 @@ def fork(work: Callable[[], None], log: Path) -> int:
         os._exit(status)
 
 
-class Child:
-    """A forked process, the only rank of its own job; its output goes to ``log``."""
+class Forked:
+    """A forked process; its output goes to ``log``."""
 
     def __init__(self, work: Callable[[], None], log: Path) -> None:
-        self.log, self._port = log, free_port()
-        self.pid = fork(lambda: self._train(work), log)
-
-    def _train(self, work: Callable[[], None]) -> None:
-        os.environ.update(
-            RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_SIZE="1",
-            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self._port),
-        )  # fmt: skip
-        work()
+        self.log, self.pid = log, fork(work, log)
 
     def ended(self, within_s: float) -> int:
         """Its exit status, negative for the signal that ended it: SIGKILL when the time is over."""
@@ -59,9 +51,33 @@ class Child:
                 os.kill(self.pid, signal.SIGKILL)
                 done, status = os.waitpid(self.pid, 0)
             if done:
-                remove_shared_buffers(self._port)
                 return os.waitstatus_to_exitcode(status)
-            time.sleep(0.01)
+            time.sleep(0.002)
+
+    @property
+    def output(self) -> str:
+        """The end of what it printed."""
+        return self.log.read_text()[-3000:] if self.log.exists() else "(no output)"
+
+
+class Child(Forked):
+    """The only rank of its own job."""
+
+    def __init__(self, work: Callable[[], None], log: Path) -> None:
+        self._port = free_port()
+        super().__init__(lambda: self._train(work), log)
+
+    def _train(self, work: Callable[[], None]) -> None:
+        os.environ.update(
+            RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_SIZE="1",
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self._port),
+        )  # fmt: skip
+        work()
+
+    def ended(self, within_s: float) -> int:
+        status = super().ended(within_s)
+        remove_shared_buffers(self._port)
+        return status
 
     def wait(self, limit_s: float = LIMIT_S) -> None:
         """Until it has ended by itself.
@@ -86,8 +102,3 @@ class Child:
         status = self.ended(LIMIT_S)
         if status != -signal.SIGKILL:
             raise RuntimeError(f"the run was dead before its kill ({status}): {self.output}")
-
-    @property
-    def output(self) -> str:
-        """The end of what it printed."""
-        return self.log.read_text()[-3000:] if self.log.exists() else "(no output)"

@@ -15,19 +15,17 @@ from __future__ import annotations
 import functools
 import os
 import random
-import shutil
 import signal
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from runtime.checkpoint.deepspeed.restore import newest_valid
 from runtime.checkpoint.files import POINTS, RARE_POINTS, STORED_POINTS
@@ -35,19 +33,18 @@ from runtime.checkpoint.protocol.inspect import list_checkpoints, verify
 from runtime.hardware.launcher import free_port, remove_shared_buffers
 from runtime.storage.folder import POINTS as STEP_POINTS
 from runtime.storage.reader import stored_problems
-from studies.bench.console import kill_parser
+from studies.bench import killed
+from studies.bench.console import kill_parser, table_of
+from studies.bench.killed import campaign, concluded, counted, until_fired
 from studies.bench.rank import become_only_rank
-from studies.bench.record import write_record
 from studies.checkpoints.run import (
     GUESSED,
     STEPS,
     STORED,
     Kill,
     Run,
-    as_dict,
     reap,
     recorded,
-    release_shared_memory,
     start,
     warm_up,
 )
@@ -58,29 +55,19 @@ RANK_0_ONLY = {
 }  # fmt: skip
 RUN_LIMIT_S = 120.0
 GRACE_S = 0.3  # what a launcher leaves the other ranks before it kills them too
-ATTEMPTS = 4
 
 Reference = dict[tuple[int, int], tuple[str, str]]  # (rank, step) -> state hash, random numbers
 
 
 @dataclass
-class Trial:
-    """What one kill did."""
+class Trial(killed.Trial):
+    """``storing``: every rank has state on storage."""
 
     kill: Kill
-    world_size: int
+    world_size: int = 1
     homes: str = ""
-    fired: bool = False
     committed_step: int = -1
-    resumed_step: int = -1
-    storing: bool = False  # every rank has state on storage
-    lost: list[str] = field(default_factory=list)
-    torn: list[str] = field(default_factory=list)
-    differing: list[str] = field(default_factory=list)
-
-    @property
-    def sound(self) -> bool:
-        return self.fired and not (self.lost or self.torn or self.differing)
+    storing: bool = False
 
 
 RESUMED_WITH = {  # parameter homes
@@ -129,8 +116,8 @@ def reference(world_size: int, planned: bool, scratch: Path) -> tuple[Reference,
         folder = scratch / f"reference{world_size}{planned}_{attempt}/ck"
         run = Run(folder, world_size, 0, free_port(), homes=homes)
         begin = time.monotonic()
-        _require_success(run, reap(start(run), RUN_LIMIT_S))
-        release_shared_memory(run)
+        _require_success(run)
+        remove_shared_buffers(run.port)
         length_s = time.monotonic() - begin
         runs.append(
             {(r, step): (h, c) for r in range(world_size) for step, h, c in recorded(run, r)}
@@ -140,49 +127,51 @@ def reference(world_size: int, planned: bool, scratch: Path) -> tuple[Reference,
     return runs[0], length_s
 
 
-def _require_success(run: Run, statuses: list[int]) -> None:
+def _require_success(run: Run) -> None:
+    ranks = start(run)
+    statuses = reap(ranks, RUN_LIMIT_S)
     if any(statuses):
-        logs = "\n".join(run.note("log", r).read_text()[-2000:] for r in range(run.world_size))
+        logs = "\n".join(rank.output for rank in ranks)
         raise RuntimeError(f"a run that nobody killed ended with {statuses}:\n{logs}")
 
 
 def one_trial(
-    kill: Kill, world_size: int, homes: str, truth: Reference, length_s: float, folder: Path
+    kill: Kill, folder: Path, world_size: int, homes: str, truth: Reference, length_s: float
 ) -> Trial:
     """Kill, verify, resume, compare."""
-    trial = Trial(kill, world_size, homes)
-    killed = Run(folder / "ck", world_size, 0, free_port(), kill, homes=homes)
-    trial.fired = _run_and_kill(killed, length_s)
-    release_shared_memory(killed)
-    trial.committed_step = max(_number(killed.note("committed", r)) for r in range(world_size))
-    _check_disk(trial, killed.folder)
+    trial = Trial(kill, world_size=world_size, homes=homes)
+    killed_run = Run(folder / "ck", world_size, 0, free_port(), kill, homes=homes)
+    trial.fired = _run_and_kill(killed_run, length_s)
+    remove_shared_buffers(killed_run.port)
+    trial.committed_step = max(_number(killed_run.note("committed", r)) for r in range(world_size))
+    _check_disk(trial, killed_run.folder)
     resumed = Run(
-        killed.folder, world_size, 1, free_port(),
+        killed_run.folder, world_size, 1, free_port(),
         Kill(rank=-1, one_tag=kill.one_tag, exchange=kill.exchange), homes=RESUMED_WITH[homes],
     )  # fmt: skip
-    statuses = reap(start(resumed), RUN_LIMIT_S)
+    ranks = start(resumed)
+    statuses = reap(ranks, RUN_LIMIT_S)
     trial.storing = len(list(resumed.stored_in.glob("*.extents"))) == world_size
-    release_shared_memory(resumed)
+    remove_shared_buffers(resumed.port)
     for rank in range(world_size):
         if statuses[rank]:
-            trial.differing.append(f"rank {rank} did not resume: {_tail(resumed, rank)}")
+            trial.differing.append(f"rank {rank} did not resume: {ranks[rank].output[-600:]}")
         _compare(trial, resumed, rank, truth)
-    _check_disk(trial, killed.folder)
-    for run in (killed, resumed):
-        remove_shared_buffers(run.port)
+    _check_disk(trial, killed_run.folder)
     return trial
 
 
 def _run_and_kill(run: Run, length_s: float) -> bool:
     """Whether the victim died of our SIGKILL, where it was meant to."""
-    pids = start(run)
-    victim = pids[run.kill.rank]
+    ranks = start(run)
+    victim = ranks[run.kill.rank]
     if not run.kill.point:
-        _wait_for(run.note("ready", run.kill.rank), victim)
+        _wait_for(run.note("ready", run.kill.rank), victim.pid)
         time.sleep(run.kill.delay_s * 0.6 * length_s)
-        os.kill(victim, signal.SIGKILL)
-    statuses = _reap_after_kill(pids, run.kill.rank)
-    died = os.WIFSIGNALED(statuses[run.kill.rank])
+        os.kill(victim.pid, signal.SIGKILL)
+    died = victim.ended(RUN_LIMIT_S) == -signal.SIGKILL
+    others = [rank for rank in ranks if rank is not victim]
+    reap(others, GRACE_S if died else RUN_LIMIT_S)
     reached = run.note("reached", run.kill.rank)
     return died and (not run.kill.point or reached.read_text() == run.kill.point)
 
@@ -191,14 +180,6 @@ def _wait_for(note: Path, pid: int) -> None:
     end = time.monotonic() + RUN_LIMIT_S
     while not note.exists() and time.monotonic() < end and Path(f"/proc/{pid}/exe").exists():
         time.sleep(0.002)
-
-
-def _reap_after_kill(pids: list[int], victim: int) -> list[int]:
-    first = reap([pids[victim]], RUN_LIMIT_S)
-    others = [pid for number, pid in enumerate(pids) if number != victim]
-    rest = reap(others, GRACE_S if os.WIFSIGNALED(first[0]) else RUN_LIMIT_S)
-    rest.insert(victim, first[0])
-    return rest
 
 
 def _number(note: Path) -> int:
@@ -235,79 +216,40 @@ def _compare(trial: Trial, run: Run, rank: int, truth: Reference) -> None:
     )
 
 
-def _tail(run: Run, rank: int) -> str:
-    note = run.note("log", rank)
-    return note.read_text()[-600:] if note.exists() else "no log"
-
-
-def campaign(
-    count: int, seed: int, limit_s: float, scratch: Path, console: Console,
-    trained: Sequence[str] = TRAINED,
-) -> list[Trial]:  # fmt: skip
-    """The trials, one after the other; none starts after ``limit_s``."""
+def trials(
+    count: int, seed: int, limit_s: float, scratch: Path, trained: Sequence[str] = TRAINED
+) -> Iterator[Trial]:
+    """One after the other; none starts after ``limit_s``."""
     begin = time.monotonic()
     truth_of = functools.cache(functools.partial(reference, scratch=scratch))
-    trials = []
     for number, (kill, world_size, homes) in enumerate(islice(kills(seed, trained), count)):
         if time.monotonic() - begin > limit_s:
             break
         truth, length_s = truth_of(world_size, bool(homes))
-        folder = scratch / f"trial{number}"
-        trial = _until_fired(kill, world_size, homes, truth, length_s, folder)
-        trials.append(trial)
-        if not trial.sound:
-            console.print(number, as_dict(kill), trial.lost, trial.torn, trial.differing)
-        elif (number + 1) % 10 == 0:
-            console.print(f"{number + 1} of {count} kills")
-    return trials
-
-
-def _until_fired(
-    kill: Kill, world_size: int, homes: str, truth: Reference, length_s: float, folder: Path
-) -> Trial:
-    """A random moment may come after the end, an occurrence may not come up: try an earlier one."""
-    for attempt in range(ATTEMPTS):
-        trial = one_trial(kill, world_size, homes, truth, length_s, folder / str(attempt))
-        if trial.fired or trial.lost or trial.torn or trial.differing:
-            break
-        kill = Kill(
-            kill.point, 1 + kill.occurrence // 2 if kill.occurrence > 1 else 1,
-            kill.delay_s / 2, kill.rank, kill.one_tag, kill.exchange,
-        )  # fmt: skip
-    if trial.sound:
-        shutil.rmtree(folder)
-    return trial
+        attempt = functools.partial(
+            one_trial, world_size=world_size, homes=homes, truth=truth, length_s=length_s
+        )
+        yield until_fired(kill, attempt, scratch / f"trial{number}")
 
 
 def figures(trials: list[Trial], wall_s: float) -> dict[str, Any]:
     """What the record shows."""
-    by_point = Counter(t.kill.point or "random moment" for t in trials if t.fired)
     return {
-        "kills": len(trials),
-        "fired": sum(t.fired for t in trials),
+        **counted(trials),
         "lost_committed": sum(bool(t.lost) for t in trials),
         "torn_visible": sum(bool(t.torn) for t in trials),
-        "not_bit_identical": sum(bool(t.differing) for t in trials),
-        "kills_by_point": dict(sorted(by_point.items())),
         "kills_by_homes": dict(Counter(t.homes or "no plan" for t in trials)),
         "kills_by_ranks": dict(Counter(str(t.world_size) for t in trials)),
         "kills_by_ranks_that_store": dict(Counter(str(t.world_size) for t in trials if t.storing)),
         "resumed_from_a_checkpoint": sum(t.resumed_step > 0 for t in trials),
         "steps_per_run": STEPS,
         "wall_s": round(wall_s, 1),
-        "failures": [
-            {**as_dict(t.kill), "homes": t.homes, "lost": t.lost, "torn": t.torn,
-             "differing": t.differing}
-            for t in trials if not t.sound
-        ],
-    }  # fmt: skip
+    }
 
 
 def show(found: dict[str, Any], console: Console) -> None:
-    table = Table(title="SIGKILL during checkpointing")
     names = ("kills", "fired", "lost_committed", "torn_visible", "not_bit_identical")
-    for name in names:
-        table.add_column(name, justify="right")
+    table = table_of("SIGKILL during checkpointing", *names)
     table.add_row(*(str(found[name]) for name in names))
     console.print(table)
 
@@ -325,13 +267,8 @@ def main(arguments: list[str] | None = None) -> int:
     begin = time.monotonic()
     scratch = Path(tempfile.mkdtemp(prefix="ebbtide-crash-"))
     trained = TRAINED if options.homes is None else (options.homes,)
-    trials = campaign(options.kills, options.seed, options.limit_s, scratch, console, trained)
-    result = figures(trials, time.monotonic() - begin)
+    planned = trials(options.kills, options.seed, options.limit_s, scratch, trained)
+    done = campaign(planned, options.kills, console)
+    result = figures(done, time.monotonic() - begin)
     show(result, console)
-    if options.json:
-        write_record(options.json, "checkpoint_crash", result)
-    if result["failures"]:
-        console.print(f"what is left of the failed trials: {scratch}")
-        return 1
-    shutil.rmtree(scratch)
-    return 0
+    return concluded("checkpoint_crash", options.json, result, scratch, console)

@@ -10,10 +10,9 @@ import importlib
 import json
 import os
 import random
-import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
@@ -21,11 +20,11 @@ from typing import Any, get_args
 
 import xxhash
 
-from runtime.checkpoint.files import Files
 from simulator import CheckpointPlan, Plan
 from simulator.plan import ParameterHome, Placement
 from simulator.update.recipes import RECIPES
-from studies.bench.forked import fork
+from studies.bench import killed
+from studies.bench.forked import Forked
 
 STEPS = 8
 STORED, GUESSED = "stored", "guessed"
@@ -41,43 +40,35 @@ WRITE_BYTES_PER_S = 30e6  # a checkpoint takes about two steps
 
 
 @dataclass(frozen=True)
-class Kill:
+class Kill(killed.Kill):
     """When one rank gets SIGKILL.
 
     Attributes:
-        point: of the commit protocol, at its ``occurrence``-th time; empty: after ``delay_s``.
         rank: the victim.
         one_tag: every checkpoint is saved under the same tag, so that it replaces the last one.
         exchange: the filesystem can swap two names in one step.
     """
 
-    point: str = ""
-    occurrence: int = 1
-    delay_s: float = 0.0
     rank: int = 0
     one_tag: bool = False
     exchange: bool = True
 
 
-class KillingFiles(Files):
-    """Ends its process with SIGKILL at a named point, having said so on disk."""
+class KillingFiles(killed.KillingFiles):
+    """Says on disk that the point was reached."""
 
     def __init__(self, kill: Kill, rank: int, mark: Path) -> None:
-        self._kill = kill
-        self._mine = rank == kill.rank
-        self._left = kill.occurrence
-        self._mark = mark
+        super().__init__(kill if rank == kill.rank else replace(kill, point=""))
+        self._exchanges, self._mark = kill.exchange, mark
 
     def exchange(self, one: Path, other: Path) -> bool:
-        return self._kill.exchange and super().exchange(one, other)
+        return self._exchanges and super().exchange(one, other)
 
-    def point(self, name: str) -> None:
-        if not self._mine or name != self._kill.point:
-            return
-        self._left -= 1
-        if self._left == 0:
-            self._mark.write_text(name)
-            os.kill(os.getpid(), signal.SIGKILL)
+    def hit(self, name: str) -> bool:
+        if not super().hit(name):
+            return False
+        self._mark.write_text(name)
+        return True
 
 
 @dataclass(frozen=True)
@@ -130,11 +121,11 @@ def warm_up() -> None:
     importlib.import_module(runtime.checkpoint.deepspeed.engine.__name__)
 
 
-def start(run: Run) -> list[int]:
-    """Forks the ranks; returns their process ids."""
+def start(run: Run) -> list[Forked]:
+    """Forks the ranks."""
     run.folder.parent.mkdir(parents=True, exist_ok=True)
     return [
-        fork(partial(train, run, rank), run.note("log", rank)) for rank in range(run.world_size)
+        Forked(partial(train, run, rank), run.note("log", rank)) for rank in range(run.world_size)
     ]
 
 
@@ -286,28 +277,7 @@ def recorded(run: Run, rank: int) -> Iterator[tuple[int, str, str]]:
         yield step, digest, chain
 
 
-def reap(pids: list[int], timeout_s: float) -> list[int]:
-    """Waits for the processes, kills what is left at the end; the wait statuses."""
-    statuses: dict[int, int] = {}
+def reap(ranks: Sequence[Forked], timeout_s: float) -> list[int]:
+    """Waits for the processes, kills what is left at the end; exit codes, negative for signals."""
     end = time.monotonic() + timeout_s
-    while len(statuses) < len(pids):
-        for pid in set(pids) - set(statuses):
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
-                statuses[pid] = status
-        if time.monotonic() > end:
-            for pid in set(pids) - set(statuses):
-                os.kill(pid, signal.SIGKILL)
-            end = float("inf")
-        time.sleep(0.005)
-    return [statuses[pid] for pid in pids]
-
-
-def release_shared_memory(run: Run) -> None:
-    """DeepSpeed's collectives leave 66 MiB per rank in /dev/shm when their process is killed."""
-    for left in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{run.port}_*"):
-        left.unlink(missing_ok=True)
-
-
-def as_dict(kill: Kill) -> dict[str, Any]:
-    return asdict(kill)
+    return [rank.ended(end - time.monotonic()) for rank in ranks]

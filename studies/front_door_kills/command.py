@@ -25,8 +25,8 @@ from rich.console import Console
 
 from studies.bench.console import kill_parser
 from studies.bench.forked import Child
+from studies.bench.killed import campaign, concluded
 from studies.bench.many_engines import freeze_heap
-from studies.bench.record import write_record
 from studies.checkpoints.run import warm_up
 from studies.front_door_kills.scripts import SAVE_EVERY, SCRIPTS, STEPS, Kill, Script, train
 
@@ -81,8 +81,15 @@ def trials(number: int, seed: int, names: list[str]) -> list[Trial]:
     return made
 
 
-def run(trial: Trial, truth: dict[str, Any], length_s: float, scratch: Path) -> None:
-    """Kill, look, resume, compare."""
+def run(trial: Trial, truth: dict[str, Any], length_s: float, scratch: Path) -> Trial:
+    """Kill, look, resume, compare. The folder of a sound trial is removed."""
+    _run(trial, truth, length_s, scratch)
+    if trial.sound:
+        shutil.rmtree(scratch)
+    return trial
+
+
+def _run(trial: Trial, truth: dict[str, Any], length_s: float, scratch: Path) -> None:
     folder, result = scratch / "out", scratch / "result.json"
     delay_s = trial.kill.delay_s * length_s if trial.kill.where == "random" else None
     for _ in range(4):
@@ -161,20 +168,14 @@ def main(arguments: list[str] | None = None) -> int:
         name = trial.script.name
         if name not in truth:
             truth[name] = reference(trial.script, scratch / f"reference_{name}")
-    for number, trial in enumerate(planned):
+    tried = (
         run(trial, *truth[trial.script.name], scratch / f"trial_{number}")
-        if not trial.sound:
-            console.print(number, asdict(trial))
-        else:
-            shutil.rmtree(scratch / f"trial_{number}")
-    result = figures(planned, time.monotonic() - begin)
+        for number, trial in enumerate(planned)
+    )
+    done = campaign(tried, len(planned), console)
+    result = figures(done, time.monotonic() - begin)
     names = ("kills", "fired", "resumed", "lost", "older_than_stock", "not_bit_identical")
     console.print("  ".join(f"{name} {result[name]}" for name in names))
-    if options.json:
-        write_record(options.json, "front_door_kills", result)
     if result["failures"]:
         console.print_json(json.dumps(result["failures"]))
-        console.print(f"what is left of the failed trials: {scratch}")
-        return 1
-    shutil.rmtree(scratch)
-    return 0
+    return concluded("front_door_kills", options.json, result, scratch, console)

@@ -18,11 +18,9 @@ import signal
 import struct
 import tempfile
 import threading
-import time
-import traceback
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,49 +35,26 @@ from runtime.storage.errors import StorageError
 from runtime.storage.folder import POINTS, Drive
 from runtime.storage.store import ExtentStore
 from runtime.storage.view import page_aligned
+from studies.bench import killed
 from studies.bench.console import kill_parser
-from studies.bench.record import write_record
+from studies.bench.forked import Forked
+from studies.bench.killed import Kill, campaign, concluded, counted, until_fired
 
 STEPS = 8
 ELEMENTS = (300_000, 200_001, 5)  # of the subgroups
 GROUP = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
 BLOCK_BYTES = 256 * 2**10
-ATTEMPTS = 4
 LENGTH_S = 0.4  # random moments come within this
 LIMIT_S = 60.0
 
 State = tuple[torch.Tensor, ...]
 
 
-@dataclass(frozen=True)
-class Kill:
-    """When the process gets SIGKILL.
-
-    Attributes:
-        point: of the commit, or ``write``: half of a block is written; at its ``occurrence``-th
-            time; empty: after ``delay_s``.
-    """
-
-    point: str = ""
-    occurrence: int = 1
-    delay_s: float = 0.0
-
-
 @dataclass
-class Trial:
-    """What one kill did; ``steps_lost``: finished, and not there afterwards."""
+class Trial(killed.Trial):
+    """``steps_lost``: finished, and not there afterwards."""
 
-    kill: Kill
-    fired: bool = False
-    lost: list[str] = field(default_factory=list)
-    torn: list[str] = field(default_factory=list)
-    differing: list[str] = field(default_factory=list)
     steps_lost: int = 0
-    resumed_step: int = 0
-
-    @property
-    def sound(self) -> bool:
-        return self.fired and not (self.lost or self.torn or self.differing)
 
 
 class Progress:
@@ -100,24 +75,11 @@ class Progress:
         return int(struct.unpack_from("q", self._memory, 8)[0])
 
 
-class KillingFiles(Files):
-    """Ends its process at a named point, or with half of a block written."""
-
-    def __init__(self, kill: Kill) -> None:
-        self._kill, self._left = kill, kill.occurrence
-        self._lock = threading.Lock()
-
-    def _hit(self, name: str) -> bool:
-        with self._lock:
-            self._left -= name == self._kill.point
-            return name == self._kill.point and self._left == 0
-
-    def point(self, name: str) -> None:
-        if self._hit(name):
-            os.kill(os.getpid(), signal.SIGKILL)
+class KillingFiles(killed.KillingFiles):
+    """Or at ``write``: with half of a block written."""
 
     def call(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
-        if name == "pwrite" and len(args[1]) >= BLOCK_BYTES and self._hit("write"):
+        if name == "pwrite" and len(args[1]) >= BLOCK_BYTES and self.hit("write"):
             os.pwrite(args[0], args[1][: BLOCK_BYTES // 2], args[2])
             os.kill(os.getpid(), signal.SIGKILL)
         return function(*args)
@@ -190,27 +152,12 @@ def _commit(store: ExtentStore, version: int, step: int, progress: Progress) -> 
 
 def run_killed(kill: Kill, folder: Path, progress: Progress) -> bool:
     """Trains in a child; False: it came to its end."""
-    child = os.fork()
-    if not child:
-        try:
-            train(folder, KillingFiles(kill), progress)
-        except BaseException:  # noqa: BLE001 - a child ends here, whatever it met
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    begin = time.monotonic()
-    limit_s = LIMIT_S if kill.point else kill.delay_s
-    while True:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            break
-        if time.monotonic() - begin > limit_s:
-            os.kill(child, signal.SIGKILL)
-            limit_s = LIMIT_S
-        time.sleep(0.001)
-    if not os.WIFSIGNALED(status) and os.WEXITSTATUS(status):
-        raise RuntimeError("the run that was to be killed failed by itself: see above")
-    return os.WIFSIGNALED(status)
+    folder.mkdir(parents=True, exist_ok=True)
+    child = Forked(lambda: train(folder, KillingFiles(kill), progress), folder / "log")
+    status = child.ended(LIMIT_S if kill.point else kill.delay_s)
+    if status > 0:
+        raise RuntimeError(f"the run that was to be killed failed by itself: {child.output}")
+    return status < 0
 
 
 def inspect(trial: Trial, folder: Path, progress: Progress, expected: dict[int, list[str]]) -> None:
@@ -243,8 +190,8 @@ def one_trial(kill: Kill, folder: Path, expected: dict[int, list[str]]) -> Trial
     trial.fired = run_killed(kill, folder, progress)
     inspect(trial, folder, progress, expected)
     if trial.sound:
-        after = Trial(kill)
         run_killed(Kill("never"), folder, progress)
+        after = Trial(kill)
         inspect(after, folder, progress, expected)
         trial.lost += after.lost
         trial.torn += after.torn
@@ -263,48 +210,30 @@ def kill_of(number: int, rng: random.Random) -> Kill:
     return Kill(point, rng.randint(1, 40 if point == "write" else STEPS))
 
 
-def campaign(count: int, seed: int, scratch: Path, console: Console) -> list[Trial]:
-    expected, rng, trials = truth(), random.Random(seed), list[Trial]()
+def trials(count: int, seed: int, scratch: Path) -> Iterator[Trial]:
+    rng, attempt = random.Random(seed), partial(one_trial, expected=truth())
     for number in range(count):
-        kill = kill_of(number, rng)
-        for attempt in range(ATTEMPTS):  # what came after the end is tried earlier
-            trial = one_trial(kill, scratch / f"{number}.{attempt}", expected)
-            if trial.fired or trial.lost or trial.torn or trial.differing:
-                break
-            kill = Kill(kill.point, (1 + kill.occurrence) // 2, kill.delay_s / 2)
-        trials.append(trial)
-        if not trial.sound:
-            console.print(number, asdict(trial))
-        Files().remove_tree(scratch / f"{number}.{attempt}")
-    return trials
+        yield until_fired(kill_of(number, rng), attempt, scratch / str(number))
 
 
-def figures(trials: list[Trial]) -> dict[str, Any]:
+def figures(done: list[Trial]) -> dict[str, Any]:
     """What the record shows."""
-    by_point = Counter(t.kill.point or "random moment" for t in trials if t.fired)
     return {
-        "kills": len(trials),
-        "fired": sum(t.fired for t in trials),
-        "lost": sum(bool(t.lost) for t in trials),
-        "torn": sum(bool(t.torn) for t in trials),
-        "not_bit_identical": sum(bool(t.differing) for t in trials),
-        "steps_lost_max": max(t.steps_lost for t in trials),
-        "kills_by_point": dict(sorted(by_point.items())),
-        "resumed_from_a_step": sum(t.resumed_step > 0 for t in trials),
+        **counted(done),
+        "lost": sum(bool(t.lost) for t in done),
+        "torn": sum(bool(t.torn) for t in done),
+        "steps_lost_max": max(t.steps_lost for t in done),
+        "resumed_from_a_step": sum(t.resumed_step > 0 for t in done),
         "steps_per_run": STEPS,
-        "failures": [asdict(t) for t in trials if not t.sound],
     }
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = kill_parser("storage_kills", __doc__, 100)
-    options = parser.parse_args(arguments)
+    options = kill_parser("storage_kills", __doc__, 100).parse_args(arguments)
     torch.set_num_threads(1)  # what forks may have no threads of its own
-    console = Console()
-    with tempfile.TemporaryDirectory(prefix="ebbtide-kills-", dir=Path.cwd()) as scratch:
-        found = figures(campaign(options.kills, options.seed, Path(scratch), console))
+    console, scratch = Console(), Path(tempfile.mkdtemp(prefix="ebbtide-kills-", dir=Path.cwd()))
+    planned = trials(options.kills, options.seed, scratch)
+    found = figures(campaign(planned, options.kills, console))
     console.print(found)
-    if options.json:
-        write_record(options.json, "storage_kills", found)
-    sound = found["fired"] == found["kills"] and not found["failures"]
-    return 0 if sound and found["steps_lost_max"] <= 1 else 1
+    failed = concluded("storage_kills", options.json, found, scratch, console)
+    return failed or int(found["steps_lost_max"] > 1)

@@ -11,6 +11,8 @@ import torch
 from runtime.verify.lines import Piece
 from runtime.zero.pieces import pieces
 
+Arm = Callable[[Any], None]
+Updated = list[torch.Tensor]  # fp32 masters of one call of the inner optimizer, with gradients
 AT, FLIPPED_AT = 3, 5  # optimizer steps
 TENSOR = "blocks.1.widen.weight"
 
@@ -28,7 +30,7 @@ class Defect:
     """
 
     name: str
-    arm: Callable[[Any], None]
+    arm: Arm
     step: int
     names: Callable[[Any], Collection[str]]
     by_size: bool = True
@@ -49,83 +51,151 @@ def masters(engine: Any) -> list[str]:
     return [f"{name}/fp32" for name, _ in engine.module.named_parameters()]
 
 
+# -- where a defect comes in ---------------------------------------------------------------------
+
+
+def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    """``wrapper`` gets what it stands for, and its arguments."""
+    original = getattr(owner, name)
+    setattr(owner, name, lambda *args, **kwargs: wrapper(original, *args, **kwargs))
+
+
 def around_step(engine: Any, before: Callable[[], Any], after: Callable[[Any], None]) -> None:
     """Calls both around every optimizer step; ``after`` with what ``before`` gave."""
-    step = engine.step
 
-    def stepped(*args: Any, **kwargs: Any) -> Any:
+    def stepped(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         taken, kept = engine.global_steps, before()
         result = step(*args, **kwargs)
         if engine.global_steps != taken:
             after(kept)
         return result
 
-    engine.step = stepped
+    wrap(engine, "step", stepped)
 
 
-def before(engine: Any, change: Callable[[Any], None]) -> None:
+def around_updates(
+    engine: Any,
+    before: Callable[[int, Updated], object] = lambda *_: None,
+    after: Callable[[int, Updated], object] = lambda *_: None,
+) -> None:
+    """Calls both around each call of the inner optimizer (one a subgroup or parameter group) with
+    its number in the step, from 1, and its masters. Where ``before`` returns True it is left out.
+    """
+    inner, calls = engine.optimizer.optimizer, [0, -1]  # calls in this step, which step
+
+    def stepped(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if calls[1] != engine.global_steps:
+            calls[:] = [0, engine.global_steps]
+        calls[0] += 1
+        updated = [p for group in inner.param_groups for p in group["params"]]
+        if before(calls[0], updated) is True:
+            return None
+        result = step(*args, **kwargs)
+        after(calls[0], updated)
+        return result
+
+    wrap(inner, "step", stepped)
+
+
+def before(change: Callable[[Any], object]) -> Arm:
     """Calls ``change`` with DeepSpeed's inner optimizer once, before step `AT`."""
-    done: list[bool] = []
 
-    def once() -> None:
-        if engine.global_steps == AT - 1 and engine.is_gradient_accumulation_boundary():
-            if not done:
-                change(engine.optimizer.optimizer)
-            done.append(True)
+    def arm(engine: Any) -> None:
+        done: list[bool] = []
 
-    around_step(engine, once, lambda _: None)
+        def once() -> None:
+            if engine.global_steps == AT - 1 and engine.is_gradient_accumulation_boundary():
+                if not done:
+                    change(engine.optimizer.optimizer)
+                done.append(True)
+
+        around_step(engine, once, lambda _: None)
+
+    return arm
+
+
+def of_states(change: Callable[[dict[str, Any]], object]) -> Arm:
+    """The same with each subgroup's state."""
+    return before(lambda inner: [change(state) for state in inner.state.values()])
+
+
+def after_step(change: Callable[[Any], object], steps: Collection[int] = (AT,)) -> Arm:
+    def arm(engine: Any) -> None:
+        def changed(_: None) -> None:
+            if engine.global_steps in steps:
+                change(engine)
+
+        around_step(engine, lambda: None, changed)
+
+    return arm
+
+
+def in_tensor(
+    name: str, change: Callable[[torch.Tensor], object], steps: Collection[int] = (AT,), *,
+    first: bool = False,
+) -> Arm:  # fmt: skip
+    """Changes the values of one tensor after a step; ``first``: on the rank that has its start."""
+
+    def changed(engine: Any) -> None:
+        piece = piece_of(engine, name)
+        if piece is not None and (piece.start == 0 or not first):
+            change(piece.values)
+
+    return after_step(changed, steps)
+
+
+def flipped(name: str, bit: int, kind: torch.dtype, step: int = AT) -> Arm:
+    return in_tensor(name, lambda v: v.view(kind)[7].bitwise_xor_(1 << bit), (step,), first=True)
+
+
+def narrow(values: torch.Tensor) -> None:
+    values.copy_(values.bfloat16().float())
+
+
+def scaled_loss(engine: Any, factor: Callable[[int], float]) -> None:
+    """By ``factor`` of the micro-batch's number, from 1."""
+    seen = [0]
+
+    def scaled(backward: Callable[..., Any], loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen[0] += 1
+        by = factor(seen[0])
+        return backward(loss if by == 1.0 else by * loss, *args, **kwargs)
+
+    wrap(engine, "backward", scaled)
+
+
+# -- the defects ---------------------------------------------------------------------------------
 
 
 def dropped_micro_batch(engine: Any) -> None:
     """The second one's gradients are lost on the last rank."""
-    backward, seen = engine.backward, [0]
     last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+    number = (AT - 1) * engine.gradient_accumulation_steps() + 2
+    scaled_loss(engine, lambda seen: 0.0 if last and seen == number else 1.0)
 
-    def lossy(loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        seen[0] += 1
-        number = (AT - 1) * engine.gradient_accumulation_steps() + 2
-        return backward(loss * 0.0 if last and seen[0] == number else loss, *args, **kwargs)
 
-    engine.backward = lossy
+def values_of(engine: Any) -> torch.Tensor | None:
+    """A copy of the tensor, as far as this rank has it."""
+    piece = piece_of(engine, TENSOR)
+    return None if piece is None else piece.values.clone()
 
 
 def stale_parameter(engine: Any) -> None:
     """One step's update does not reach what the model computes with."""
-
-    def old() -> torch.Tensor | None:
-        piece = piece_of(engine, TENSOR)
-        return None if piece is None else piece.values.clone()
 
     def restore(kept: torch.Tensor | None) -> None:
         piece = piece_of(engine, TENSOR)
         if engine.global_steps == AT and piece is not None and kept is not None:
             piece.values.copy_(kept)
 
-    around_step(engine, old, restore)
+    around_step(engine, lambda: values_of(engine), restore)
 
 
-def _skip(engine: Any, skipped: Callable[[int], bool]) -> None:
-    """Leaves out calls of the inner optimizer in step `AT`: one a subgroup or parameter group."""
-    inner = engine.optimizer.optimizer
-    step, calls = inner.step, [0, -1]  # calls in this step, which step
-
-    def stepped(*args: Any, **kwargs: Any) -> Any:
-        if calls[1] != engine.global_steps:
-            calls[:] = [0, engine.global_steps]
-        calls[0] += 1
-        if engine.global_steps == AT - 1 and skipped(calls[0]):
-            return None
-        return step(*args, **kwargs)
-
-    inner.step = stepped
-
-
-def skipped_update(engine: Any) -> None:
-    _skip(engine, lambda _: True)
-
-
-def lost_subgroup(engine: Any) -> None:
-    _skip(engine, lambda call: call == 2)
+def skipped(some: Callable[[int], bool]) -> Arm:
+    """Leaves out calls of the inner optimizer in step `AT`."""
+    return lambda engine: around_updates(
+        engine, lambda call, _: engine.global_steps == AT - 1 and some(call)
+    )
 
 
 def lost_names(engine: Any) -> list[str]:
@@ -141,47 +211,24 @@ def lost_names(engine: Any) -> list[str]:
     return [f"{name}/fp32" for name, parameter in named if is_inside(parameter)]
 
 
-def wrong_step_count(engine: Any) -> None:
-    def ahead(inner: Any) -> None:
-        for state in inner.state.values():
-            state["step"] += 1
-
-    before(engine, ahead)
+def ahead(state: dict[str, Any]) -> None:
+    state["step"] += 1
 
 
-def swapped_betas(engine: Any) -> None:
-    def swap(inner: Any) -> None:
-        for group in inner.param_groups:
-            group["betas"] = tuple(reversed(group["betas"]))
-
-    before(engine, swap)
+def swap_betas(inner: Any) -> None:
+    for group in inner.param_groups:
+        group["betas"] = tuple(reversed(group["betas"]))
 
 
-def narrow_master(engine: Any) -> None:
-    def narrowed(_: None) -> None:
-        piece = piece_of(engine, f"{TENSOR}/fp32")
-        if engine.global_steps >= AT and piece is not None:
-            piece.values.copy_(piece.values.bfloat16().float())
-
-    around_step(engine, lambda: None, narrowed)
-
-
-def flipped_bit(engine: Any) -> None:
-    def flip(_: None) -> None:
-        piece = piece_of(engine, f"{TENSOR}/fp32")
-        if engine.global_steps == FLIPPED_AT and piece is not None and piece.start == 0:
-            piece.values.view(torch.int32)[7] ^= 1 << 20
-
-    around_step(engine, lambda: None, flip)
-
-
+MASTER = f"{TENSOR}/fp32"
 DEFECTS = (
     Defect("dropped micro-batch", dropped_micro_batch, AT, lambda _: ["gradient norm"]),
     Defect("stale parameter", stale_parameter, AT, lambda _: [TENSOR]),
-    Defect("skipped update", skipped_update, AT, masters),
-    Defect("wrong step count", wrong_step_count, AT, masters),
-    Defect("bf16 master", narrow_master, AT, lambda _: [f"{TENSOR}/fp32"]),
-    Defect("lost subgroup", lost_subgroup, AT, lost_names),
-    Defect("swapped betas", swapped_betas, AT, masters),
-    Defect("flipped bit", flipped_bit, FLIPPED_AT, lambda _: [f"{TENSOR}/fp32"], by_size=False),
-)
+    Defect("skipped update", skipped(lambda _: True), AT, masters),
+    Defect("wrong step count", of_states(ahead), AT, masters),
+    Defect("bf16 master", in_tensor(MASTER, narrow, range(AT, 10**9)), AT, lambda _: [MASTER]),
+    Defect("lost subgroup", skipped(lambda call: call == 2), AT, lost_names),
+    Defect("swapped betas", before(swap_betas), AT, masters),
+    Defect("flipped bit", flipped(MASTER, 20, torch.int32, FLIPPED_AT), FLIPPED_AT,
+           lambda _: [MASTER], by_size=False),
+)  # fmt: skip

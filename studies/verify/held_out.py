@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,59 +10,58 @@ import torch
 from runtime.zero.pieces import pieces
 from studies.verify.defects import (
     AT,
+    MASTER,
     TENSOR,
+    Arm,
     Defect,
+    after_step,
     around_step,
-    before,
+    around_updates,
+    flipped,
+    in_tensor,
     masters,
+    narrow,
+    of_states,
     piece_of,
+    scaled_loss,
+    values_of,
+    wrap,
 )
 
-MASTER = f"{TENSOR}/fp32"
 
-
-def _wrong_settings(**wrong: Any) -> Callable[[Any], None]:
+def wrong_settings(**wrong: Any) -> Arm:
     """The inner optimizer's groups have other settings in step `AT`; a callable changes one."""
 
     def arm(engine: Any) -> None:
-        inner = engine.optimizer.optimizer
-        step = inner.step
+        right: list[dict[str, Any]] = []
+        groups = engine.optimizer.optimizer.param_groups
 
-        def stepped(*args: Any, **kwargs: Any) -> Any:
+        def change(*_: Any) -> None:
             if engine.global_steps != AT - 1:
-                return step(*args, **kwargs)
-            right = [{key: group.get(key) for key in wrong} for group in inner.param_groups]
-            for group in inner.param_groups:
-                group.update(_changed(group, wrong))
-            try:
-                return step(*args, **kwargs)
-            finally:
-                for group, settings in zip(inner.param_groups, right, strict=True):
-                    group.update(settings)
+                return
+            right[:] = [{key: group.get(key) for key in wrong} for group in groups]
+            for group in groups:
+                group.update({k: new(group[k]) if callable(new) else new
+                              for k, new in wrong.items()})  # fmt: skip
 
-        inner.step = stepped
+        def back(*_: Any) -> None:
+            for group, settings in zip(groups, right, strict=False):
+                group.update(settings)
+            right.clear()
+
+        around_updates(engine, change, back)
 
     return arm
 
 
-def _changed(group: Mapping[str, Any], wrong: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: new(group[key]) if callable(new) else new for key, new in wrong.items()}
-
-
 def loss_scaled_twice(engine: Any) -> None:
-    backward, seen = engine.backward, [0]
-
-    def scaled(loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        seen[0] += 1
-        step = (seen[0] - 1) // engine.gradient_accumulation_steps() + 1
-        return backward(4.0 * loss if step == AT else loss, *args, **kwargs)
-
-    engine.backward = scaled
+    micro_batches = engine.gradient_accumulation_steps()
+    scaled_loss(engine, lambda seen: 4.0 if (seen - 1) // micro_batches + 1 == AT else 1.0)
 
 
 def _wrong_gradient(
     change: Callable[[torch.Tensor, list[torch.Tensor]], torch.Tensor],
-) -> Callable[[Any], None]:
+) -> Arm:
     """One tensor's gradients of step `AT` are changed, with those that came before at hand."""
 
     def arm(engine: Any) -> None:
@@ -77,95 +76,60 @@ def _wrong_gradient(
     return arm
 
 
-def _after_step(change: Callable[[Any], None], step: int = AT) -> Callable[[Any], None]:
-    def arm(engine: Any) -> None:
-        around_step(
-            engine, lambda: None, lambda _: change(engine) if engine.global_steps == step else None
-        )
-
-    return arm
-
-
-def _swap_halves(engine: Any) -> None:
-    piece = piece_of(engine, MASTER)
-    if piece is not None:
-        half = piece.values.numel() // 2
-        first = piece.values[:half].clone()
-        piece.values[:half] = piece.values[half : 2 * half]
-        piece.values[half : 2 * half] = first
+def _swap_halves(values: torch.Tensor) -> None:
+    half = values.numel() // 2
+    first = values[:half].clone()
+    values[:half] = values[half : 2 * half]
+    values[half : 2 * half] = first
 
 
 def _narrow_masters(engine: Any) -> None:
     for piece in pieces(engine, frozen=False):
         if piece.name.endswith("/fp32"):
-            piece.values.copy_(piece.values.bfloat16().float())
+            narrow(piece.values)
 
 
-def _not_a_number(engine: Any) -> None:
-    piece = piece_of(engine, MASTER)
-    if piece is not None and piece.start == 0:
-        piece.values[3] = float("nan")
-
-
-def _low_bit(name: str, kind: torch.dtype) -> Callable[[Any], None]:
-    def flip(engine: Any) -> None:
-        piece = piece_of(engine, name)
-        if piece is not None and piece.start == 0:
-            piece.values.view(kind)[7] ^= 1
-
-    return flip
+def norm_name(engine: Any) -> str:
+    """Of the optimizer's method that sums the norm up."""
+    name = "_get_norm_groups"
+    return name if hasattr(engine.optimizer, name) else "scaled_global_norm"
 
 
 def norm_of_less(engine: Any) -> None:
     """The clipping factor comes from a norm that lacks some gradients."""
-    optimizer, factor = engine.optimizer, 0.6
-    share = lambda: factor if engine.global_steps == AT - 1 else 1.0  # noqa: E731
-    if hasattr(optimizer, "_get_norm_groups"):
-        groups = optimizer._get_norm_groups
-        optimizer._get_norm_groups = lambda *a, **k: [share() * norm for norm in groups(*a, **k)]
-    else:
-        whole = optimizer.scaled_global_norm
-        optimizer.scaled_global_norm = lambda *a, **k: share() * whole(*a, **k)
+
+    def less(whole: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        share, norms = 0.6 if engine.global_steps == AT - 1 else 1.0, whole(*args, **kwargs)
+        return [share * norm for norm in norms] if isinstance(norms, list) else share * norms
+
+    wrap(engine.optimizer, norm_name(engine), less)
 
 
 def not_clipped(engine: Any) -> None:
-    optimizer, unscale = engine.optimizer, engine.optimizer.unscale_and_clip_grads
+    optimizer = engine.optimizer
 
-    def without(*args: Any, **kwargs: Any) -> Any:
+    def without(clip: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         limit = optimizer.clip_grad
         optimizer.clip_grad = 0.0 if engine.global_steps == AT - 1 else limit
         try:
-            return unscale(*args, **kwargs)
+            return clip(*args, **kwargs)
         finally:
             optimizer.clip_grad = limit
 
-    optimizer.unscale_and_clip_grads = without
-
-
-def lost_momentum(engine: Any) -> None:
-    def lose(inner: Any) -> None:
-        for state in inner.state.values():
-            state["exp_avg"].zero_()
-
-    before(engine, lose)
+    wrap(optimizer, "unscale_and_clip_grads", without)
 
 
 def stale_in_one_forward(engine: Any) -> None:
     """The passes behind step `AT` read one tensor as it was; afterwards it is right again."""
     kept: list[torch.Tensor | None] = [None]
 
-    def old() -> torch.Tensor | None:
-        piece = piece_of(engine, TENSOR)
-        return None if piece is None else piece.values.clone()
-
     def keep(values: torch.Tensor | None) -> None:
         if engine.global_steps == AT:
             kept[0] = values
 
-    around_step(engine, old, keep)
-    forward = engine.forward
+    around_step(engine, lambda: values_of(engine), keep)
 
-    def passed(*args: Any, **kwargs: Any) -> Any:
+    def passed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         piece = piece_of(engine, TENSOR) if engine.global_steps == AT else None
         if piece is None or kept[0] is None:
             return forward(*args, **kwargs)
@@ -176,7 +140,7 @@ def stale_in_one_forward(engine: Any) -> None:
         finally:
             piece.values.data.copy_(new)
 
-    engine.forward = passed
+    wrap(engine, "forward", passed)
 
 
 def _sums(_: Any) -> list[str]:
@@ -193,22 +157,22 @@ def _of_tensor(_: Any) -> list[str]:
 
 
 HELD_OUT = (
-    Defect("wrong eps", _wrong_settings(eps=1e-5), AT, masters, by_size=False),
-    Defect("decay twice", _wrong_settings(weight_decay=lambda decay: 2 * decay), AT, masters,
+    Defect("wrong eps", wrong_settings(eps=1e-5), AT, masters, by_size=False),
+    Defect("decay twice", wrong_settings(weight_decay=lambda decay: 2 * decay), AT, masters,
            by_size=False),
-    Defect("wrong learning rate", _wrong_settings(lr=lambda rate: 1.1 * rate), AT, masters),
-    Defect("no bias correction", _wrong_settings(bias_correction=False), AT, masters),
+    Defect("wrong learning rate", wrong_settings(lr=lambda rate: 1.1 * rate), AT, masters),
+    Defect("no bias correction", wrong_settings(bias_correction=False), AT, masters),
     Defect("loss scaled twice", loss_scaled_twice, AT, _sums),
     Defect("lost gradient", _wrong_gradient(lambda new, _: 0 * new), AT, _norm_or_master),
     Defect("stale gradient", _wrong_gradient(lambda _, seen: seen[-3]), AT, _norm_or_master),
-    Defect("swapped halves", _after_step(_swap_halves), AT, _of_tensor),
-    Defect("bf16 masters", _after_step(_narrow_masters), AT, masters),
-    Defect("not a number", _after_step(_not_a_number), AT, _of_tensor),
-    Defect("low bit of a master", _after_step(_low_bit(MASTER, torch.int32)), AT, _of_tensor,
-           by_size=False),
-    Defect("low bit of a parameter", _after_step(_low_bit(TENSOR, torch.int16)), AT, _of_tensor),
+    Defect("swapped halves", in_tensor(MASTER, _swap_halves), AT, _of_tensor),
+    Defect("bf16 masters", after_step(_narrow_masters), AT, masters),
+    Defect("not a number", in_tensor(MASTER, lambda v: v[3].fill_(float("nan")), first=True), AT,
+           _of_tensor),
+    Defect("low bit of a master", flipped(MASTER, 0, torch.int32), AT, _of_tensor, by_size=False),
+    Defect("low bit of a parameter", flipped(TENSOR, 0, torch.int16), AT, _of_tensor),
     Defect("norm of less", norm_of_less, AT, lambda _: ["gradient norm"]),
     Defect("not clipped", not_clipped, AT, masters),
-    Defect("lost momentum", lost_momentum, AT, masters),
+    Defect("lost momentum", of_states(lambda state: state["exp_avg"].zero_()), AT, masters),
     Defect("stale in one forward", stale_in_one_forward, AT + 1, _sums),
 )  # fmt: skip

@@ -6,38 +6,25 @@ or parameter group, as an offload that mixes up its buffers would make them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 
-from studies.verify.defects import AT, Defect, before, lost_names, masters
+from studies.verify.defects import (
+    AT,
+    Defect,
+    Updated,
+    around_updates,
+    lost_names,
+    masters,
+    narrow,
+    of_states,
+    wrap,
+)
+from studies.verify.held_out import norm_name, wrong_settings
 
-Updated = list[torch.Tensor]  # fp32 masters of one call of the inner optimizer, with gradients
 BOTH = 2  # the second subgroup or parameter group is the one that is wrong
-
-
-def around_updates(
-    engine: Any,
-    before: Callable[[int, Updated], None] = lambda *_: None,
-    after: Callable[[int, Updated], None] = lambda *_: None,
-) -> None:
-    """Calls both around each call of the inner optimizer with its number in the step, from 1."""
-    inner = engine.optimizer.optimizer
-    step, calls = inner.step, [0, -1]  # calls in this step, which step
-
-    def stepped(*args: Any, **kwargs: Any) -> Any:
-        if calls[1] != engine.global_steps:
-            calls[:] = [0, engine.global_steps]
-        calls[0] += 1
-        updated = [p for group in inner.param_groups for p in group["params"]]
-        before(calls[0], updated)
-        result = step(*args, **kwargs)
-        after(calls[0], updated)
-        return result
-
-    inner.step = stepped
 
 
 def scaled_gradient(engine: Any) -> None:
@@ -53,30 +40,14 @@ def scaled_gradient(engine: Any) -> None:
 
 def decay_in_another_group(engine: Any) -> None:
     """The group that must not decay does, in step `AT`."""
-    groups = engine.optimizer.optimizer.param_groups
-    decay = max(group["weight_decay"] for group in groups)
-    free = [group for group in groups if group["weight_decay"] == 0.0]
-
-    def changed(to: float) -> Callable[[int, Updated], None]:
-        def change(*_: Any) -> None:
-            if engine.global_steps == AT - 1:
-                for group in free:
-                    group["weight_decay"] = to
-
-        return change
-
-    around_updates(engine, changed(decay), changed(0.0))
+    decay = max(group["weight_decay"] for group in engine.optimizer.optimizer.param_groups)
+    wrong_settings(weight_decay=lambda own: own or decay)(engine)
 
 
-def moments_not_loaded(engine: Any) -> None:
+def _lose_moments(state: dict[str, Any]) -> None:
     """A resume that brought masters and step count back, and neither moment."""
-
-    def lose(inner: Any) -> None:
-        for state in inner.state.values():
-            state["exp_avg"].zero_()
-            state["exp_avg_sq"].zero_()
-
-    before(engine, lose)
+    state["exp_avg"].zero_()
+    state["exp_avg_sq"].zero_()
 
 
 def stale_master(engine: Any) -> None:
@@ -105,16 +76,15 @@ def _masters_of(optimizer: Any) -> Updated:
 
 def _behind_the_norm(engine: Any, change: Callable[[Updated], None]) -> None:
     """Changes all masters' gradients in step `AT`, before the first of them is clipped."""
-    optimizer, clip = engine.optimizer, engine.optimizer.unscale_and_clip_grads
     done: list[bool] = []
 
-    def clipped(*args: Any, **kwargs: Any) -> Any:
+    def clipped(clip: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if engine.global_steps == AT - 1 and not done:
             done.append(True)
-            change(_masters_of(optimizer))
+            change(_masters_of(engine.optimizer))
         return clip(*args, **kwargs)
 
-    optimizer.unscale_and_clip_grads = clipped
+    wrap(engine.optimizer, "unscale_and_clip_grads", clipped)
 
 
 def exchanged_updates(engine: Any) -> None:
@@ -146,44 +116,34 @@ def exchanged_names(engine: Any) -> Collection[str]:
 def narrow_sums(engine: Any) -> None:
     """What micro-batches add up to is kept in bf16, where it was fp32."""
 
-    def narrow(flat: Updated) -> None:
+    def narrowed(flat: Updated) -> None:
         for master in flat:
             assert master.grad is not None
-            master.grad.copy_(master.grad.bfloat16().float())
+            narrow(master.grad)
 
-    _behind_the_norm(engine, narrow)
+    _behind_the_norm(engine, narrowed)
 
 
 def norm_without_a_rank(engine: Any) -> None:
     """The last rank's gradients are missing in the sum over ranks."""
     import deepspeed.comm as dist
 
-    optimizer = engine.optimizer
-    name = "_get_norm_groups" if hasattr(optimizer, "_get_norm_groups") else "scaled_global_norm"
-    whole = getattr(optimizer, name)
+    def without(reduce: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kw: Any) -> Any:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            tensor.zero_()
+        return reduce(tensor, *args, **kw)
 
-    @contextmanager
-    def alone() -> Iterator[None]:
+    def normed(whole: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if engine.global_steps != AT - 1:
+            return whole(*args, **kwargs)
         reduce = dist.all_reduce
-
-        def without(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if dist.get_rank() == dist.get_world_size() - 1:
-                tensor.zero_()
-            return reduce(tensor, *args, **kwargs)
-
-        dist.all_reduce = without
+        wrap(dist, "all_reduce", without)
         try:
-            yield
+            return whole(*args, **kwargs)
         finally:
             dist.all_reduce = reduce
 
-    def normed(*args: Any, **kwargs: Any) -> Any:
-        if engine.global_steps != AT - 1:
-            return whole(*args, **kwargs)
-        with alone():
-            return whole(*args, **kwargs)
-
-    setattr(optimizer, name, normed)
+    wrap(engine.optimizer, norm_name(engine), normed)
 
 
 def eps_inside(engine: Any) -> None:
@@ -240,7 +200,7 @@ def _vectors(engine: Any) -> list[str]:
 UPDATES = (
     Defect("scaled gradient", scaled_gradient, AT, lost_names, dtype="fp32"),
     Defect("decay in another group", decay_in_another_group, AT, _vectors, dtype="fp32"),
-    Defect("moments not loaded", moments_not_loaded, AT, masters),
+    Defect("moments not loaded", of_states(_lose_moments), AT, masters),
     Defect("stale master", stale_master, AT, lost_names),
     Defect("exchanged updates", exchanged_updates, AT, exchanged_names),
     Defect("bf16 sums", narrow_sums, AT, masters, dtype="fp32"),

@@ -1,0 +1,129 @@
+"""What the studies that kill training with SIGKILL have in common: kills, trials, campaigns."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from rich.console import Console
+
+from runtime.checkpoint.files import Files
+from studies.bench.record import write_record
+
+ATTEMPTS = 4
+
+
+@dataclass(frozen=True)
+class Kill:
+    """When a process gets SIGKILL.
+
+    Attributes:
+        point: a named one, at its ``occurrence``-th time; empty: after ``delay_s``.
+    """
+
+    point: str = ""
+    occurrence: int = 1
+    delay_s: float = 0.0
+
+    def earlier(self) -> Self:
+        return replace(self, occurrence=(1 + self.occurrence) // 2, delay_s=self.delay_s / 2)
+
+
+class KillingFiles(Files):
+    """Ends its process with SIGKILL at a named point of the protocol."""
+
+    def __init__(self, kill: Kill) -> None:
+        self._kill, self._left = kill, kill.occurrence
+        self._lock = threading.Lock()
+
+    def hit(self, name: str) -> bool:
+        """Whether this is the point, and its time."""
+        with self._lock:
+            self._left -= name == self._kill.point
+            return name == self._kill.point and self._left == 0
+
+    def point(self, name: str) -> None:
+        if self.hit(name):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@dataclass
+class Trial:
+    """What one kill did."""
+
+    kill: Kill
+    fired: bool = False
+    resumed_step: int = -1
+    lost: list[str] = field(default_factory=list)
+    torn: list[str] = field(default_factory=list)
+    differing: list[str] = field(default_factory=list)
+
+    @property
+    def wrong(self) -> bool:
+        return bool(self.lost or self.torn or self.differing)
+
+    @property
+    def sound(self) -> bool:
+        return self.fired and not self.wrong
+
+
+T = TypeVar("T")
+OneTrial = TypeVar("OneTrial", bound=Trial)
+
+
+def until_fired(kill: Kill, attempt: Callable[[Any, Path], OneTrial], folder: Path) -> OneTrial:
+    """A random moment may come after the end, an occurrence may not come up: then an earlier one is
+    tried. The folder of a sound trial is removed.
+    """
+    for number in range(ATTEMPTS):
+        trial = attempt(kill, folder / str(number))
+        if trial.fired or trial.wrong:
+            break
+        kill = kill.earlier()
+    if trial.sound:
+        shutil.rmtree(folder)
+    return trial
+
+
+def campaign(trials: Iterable[T], count: int, console: Console) -> list[T]:
+    """All of them, one after the other; tells how far it is, and what is not ``sound``."""
+    done = []
+    for number, trial in enumerate(trials, start=1):
+        done.append(trial)
+        if not trial.sound:  # type: ignore[attr-defined]
+            console.print(number, asdict(trial))  # type: ignore[call-overload]
+        elif number % 10 == 0:
+            console.print(f"{number} of {count} kills")
+    return done
+
+
+def counted(trials: Sequence[Trial]) -> dict[str, Any]:
+    """What a record shows of its kills."""
+    by_point = Counter(t.kill.point or "random moment" for t in trials if t.fired)
+    return {
+        "kills": len(trials),
+        "fired": sum(t.fired for t in trials),
+        "not_bit_identical": sum(bool(t.differing) for t in trials),
+        "kills_by_point": dict(sorted(by_point.items())),
+        "failures": [asdict(t) for t in trials if not t.sound],
+    }
+
+
+def concluded(
+    study: str, path: Path | None, figures: dict[str, Any], scratch: Path, console: Console
+) -> int:
+    """Writes the record; the exit code. What failed stays where it is."""
+    if path:
+        write_record(path, study, figures)
+    if figures["failures"]:
+        console.print(f"what is left of the failed trials: {scratch}")
+        return 1
+    shutil.rmtree(scratch)
+    return 0
