@@ -22,6 +22,17 @@ def host_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
 
 
+def reset_host_peak() -> None:
+    """From here on `host_peak_bytes` counts anew."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def host_peak_bytes() -> int:
+    """The most that the resident set of this process has taken."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
+
+
 def reset_peak() -> None:
     """From here on `peak_device_bytes` counts anew."""
     if torch.cuda.is_available():

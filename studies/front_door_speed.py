@@ -40,9 +40,7 @@ FIGURES = ("forward_s", "backward_s", "step_s", "iteration_s", "stall_s", "itera
 def train(door: str, size: str, overlap: bool, folder: Path, orders: Iterable[str],
           answers: TextIO) -> None:  # fmt: skip
     """Does what each line of ``orders`` says (``step``, ``save`` or ``state``) and answers it."""
-    import xxhash
-
-    from studies.bench.bits import state_of
+    from studies.bench.bits import digest, state_of
     from studies.bench.byte_gpt import Batches
 
     engine, number = engine_through(door, size, overlap), 0
@@ -50,10 +48,7 @@ def train(door: str, size: str, overlap: bool, folder: Path, orders: Iterable[st
     for order in orders:
         answer: dict[str, Any] = {}
         if order.strip() == "state":
-            digest = xxhash.xxh3_128()
-            for tensor in state_of(engine).values():
-                digest.update(tensor.float().numpy().tobytes())
-            answer = {"state": digest.hexdigest()}
+            answer = {"state": digest(state_of(engine).values())}
         else:
             batch = batches.at(number, engine.device)
             answer = timed(engine, batch, folder if order.strip() == "save" else None)
@@ -67,7 +62,7 @@ def engine_through(door: str, size: str, overlap: bool) -> Any:
     """An engine under a plan that updates everything on the host, and one checkpoint kept."""
     from simulator import CheckpointPlan, Plan
     from simulator.workload import cut
-    from studies.bench.byte_gpt import SIZES, ByteGPT, ds_config
+    from studies.bench.byte_gpt import SIZES, ByteGPT, ds_config, stock_engine
 
     model = ByteGPT(SIZES[size].with_sequence(1))
     parameters = [p.numel() for p in model.parameters()]
@@ -81,10 +76,7 @@ def engine_through(door: str, size: str, overlap: bool) -> Any:
         import runtime
 
         return runtime.initialize(model=model, config=config, plan=plan)[0]
-    import deepspeed
-
-    config["ebbtide"] = {"plan": plan.model_dump(mode="json")}
-    return deepspeed.initialize(model=model, config=config)[0]
+    return stock_engine(model, {**config, "ebbtide": {"plan": plan.model_dump(mode="json")}})
 
 
 def timed(engine: Any, batch: Any, folder: Path | None) -> dict[str, float]:

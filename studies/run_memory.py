@@ -20,13 +20,13 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
 
 import runtime
+from profiler.memory import host_bytes, host_peak_bytes, reset_host_peak
 from runtime.devices.base import Device
 from runtime.devices.emulated import EmulatedDevice
 from runtime.execution.session import Session
@@ -35,7 +35,7 @@ from runtime.zero.attach import switch_plan
 from runtime.zero.cuts import subgroups_of
 from simulator import Machine, Plan, preset
 from simulator.plan import Placement
-from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config, train_step
+from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config, stock_engine, train_step
 from studies.bench.console import study_parser
 from studies.bench.rank import become_only_rank
 from studies.bench.record import write_record
@@ -185,11 +185,9 @@ def _device(params: int) -> Device:
 
 
 def _engine(size: str, config: dict[str, Any]) -> Any:
-    import deepspeed
-
     model = ByteGPT(SIZES[size].with_sequence(32))
     config["zero_optimization"]["offload_optimizer"]["pin_memory"] = False
-    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    return stock_engine(model, config)
 
 
 def _plan(subgroup: int, sizes: list[int], pattern: tuple[Placement, ...]) -> Plan:
@@ -210,12 +208,12 @@ def _machine() -> Machine:
 def _peak(engine: Any, peaks: dict[str, Peak], name: str) -> Iterator[None]:
     """Notes the highest resident set of the block: what it has above the session's own memory."""
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # forgets the high-water mark so far
+    reset_host_peak()
     yield
-    highest = _status_bytes("VmHWM")
+    highest = host_peak_bytes()
     gc.collect()
     session = engine.optimizer._ebbtide
-    held = session.host_bytes() + highest - _status_bytes("VmRSS")
+    held = session.host_bytes() + highest - host_bytes()
     peaks[name] = Peak(held, _device_bytes(session))
 
 
@@ -225,13 +223,6 @@ def _device_bytes(session: Session) -> int:
     resident = sum(t.nbytes for s in states if s.placement == "resident" for t in s.state)
     gradients = sum(s.gradient.nbytes for s in states if s.placement != "host")
     return resident + gradients + sum(slot.nbytes for slot in session.executor.slots)
-
-
-def _status_bytes(key: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{key}:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status must have {key}, but has not")
 
 
 if __name__ == "__main__":

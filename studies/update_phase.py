@@ -24,7 +24,7 @@ from rich.progress import track
 
 from simulator import Plan
 from studies.bench.bits import differences, state_of
-from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config
+from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config, stock_engine
 from studies.bench.console import study_parser, table_of
 from studies.bench.phase_clock import PhaseClock, medians, timed_step
 from studies.bench.rank import become_only_rank
@@ -96,14 +96,7 @@ def measure(size: str, steps: int, sequence: int, subgroup: int) -> dict[str, An
 
 
 def _engine(size: str, sequence: int, subgroup: int) -> Any:
-    import deepspeed
-
-    model = ByteGPT(SIZES[size].with_sequence(sequence))
-    config = ds_config(1, subgroup)
-    engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), config=config
-    )
-    return engine
+    return stock_engine(ByteGPT(SIZES[size].with_sequence(sequence)), ds_config(1, subgroup))
 
 
 def _attach(engine: Any, subgroup: int) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+import xxhash
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -39,6 +40,23 @@ def state_of(engine: Any) -> dict[str, torch.Tensor]:
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
     # clone(): on a machine without a GPU .cpu() would hand out the live tensor itself.
     return tensor.detach().cpu().clone()
+
+
+def optimizer_state(optimizer: Any) -> Iterator[torch.Tensor]:
+    """All masters and moments of a ZeRO-3 optimizer, as they lie, in DeepSpeed's order."""
+    for master in optimizer.fp32_partitioned_groups_flat:
+        yield master
+        state = optimizer.optimizer.state.get(master, {})
+        yield from (state[key] for key in MOMENTS if key in state)
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> str:
+    """xxh3-128 of their bytes."""
+    whole = xxhash.xxh3_128()
+    for tensor in tensors:
+        flat = tensor.detach().cpu().contiguous().view(-1)
+        whole.update(flat.view(torch.uint8).numpy().data)
+    return whole.hexdigest()
 
 
 def differences(

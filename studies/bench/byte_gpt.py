@@ -235,6 +235,13 @@ def ds_config(
     return config
 
 
+def stock_engine(model: nn.Module, config: dict[str, Any]) -> Any:
+    """Of DeepSpeed's, for all of the model's parameters."""
+    import deepspeed
+
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+
+
 def train_step(engine: Any, batch: Batch) -> torch.Tensor:
     """Forward, backward, step on one batch; returns the loss, detached."""
     loss: torch.Tensor = engine(*batch)

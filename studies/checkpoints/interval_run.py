@@ -29,9 +29,9 @@ class Training:
         return runtime.initialize(**self._parts(), plan=plan)[0]
 
     def stock_engine(self) -> Any:
-        import deepspeed
+        from studies.bench.byte_gpt import stock_engine
 
-        return deepspeed.initialize(**self._parts())[0]
+        return stock_engine(**self._parts())
 
     def _parts(self) -> dict[str, Any]:
         import torch

@@ -198,11 +198,9 @@ def _planned_engine(
     model: Any, checkpoint: CheckpointPlan, run: Run, options: dict[str, Any]
 ) -> tuple[Any, Any]:
     """Under a plan with every placement, on the emulated device."""
-    import deepspeed
-
     import runtime.checkpoint
     import runtime.storage.store
-    from studies.bench.byte_gpt import ds_config
+    from studies.bench.byte_gpt import ds_config, stock_engine
 
     # This process is this run: whoever installs the checkpoint engine does so with these options.
     runtime.checkpoint.install = partial(runtime.checkpoint.install, **options)  # type: ignore[assignment]
@@ -210,9 +208,7 @@ def _planned_engine(
     here = run.homes in (STORED, GUESSED)
     offload: dict[str, Any] = {} if here else {"offload_param": {"device": "cpu"}}
     config = ds_config(2, SUBGROUP, clipping=CLIPPING, **offload)
-    engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), config=config
-    )
+    engine = stock_engine(model, config)
     count = len(engine.optimizer.fp16_groups)
     plan = _plan(count, HOMES[run.homes], run.stored_in if run.homes == STORED else None)
     if run.homes == GUESSED:
@@ -257,13 +253,13 @@ def state_hash(engine: Any) -> str:
     """Of every bit that training depends on: masters, moments, wire parameters."""
     import torch
 
-    optimizer, digest = engine.optimizer, xxhash.xxh3_128()
+    from studies.bench.bits import digest
+
+    optimizer = engine.optimizer
     tensors = [*optimizer.fp32_partitioned_groups_flat, *optimizer.fp16_partitioned_groups_flat]
     for state in optimizer.optimizer.state.values():
         tensors.extend(value for _, value in sorted(state.items()) if torch.is_tensor(value))
-    for tensor in tensors:
-        digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+    return digest(tensors)
 
 
 def recorded(run: Run, rank: int) -> Iterator[tuple[int, str, str]]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from profiler.memory import host_peak_bytes
 from simulator.plan import BLOCK_BYTES
 
 WARM_STEPS = 3
@@ -182,7 +183,7 @@ def run_writer(name: str, workload: Workload, folder: Path) -> dict[str, Any]:
         "every_10": session.train(max(10, workload.steps), every=10),
         "write_bytes_per_s": None if name == "none" else _write_rate(session, folder),
         "restore_s": _restore(writer, folder, session.last_tag) if name != "none" else 0.0,
-        "host_peak_bytes": _peak_bytes(),
+        "host_peak_bytes": host_peak_bytes(),
     }
     if isinstance(writer, Ebbtide):
         result["in_turn"] = rates_in_turn(session, writer, workload)
@@ -192,9 +193,7 @@ def run_writer(name: str, workload: Workload, folder: Path) -> dict[str, Any]:
 
 
 def _engine(workload: Workload, config: dict[str, Any]) -> tuple[Any, Any]:
-    import deepspeed
-
-    from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config
+    from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config, stock_engine
     from studies.bench.deepspeed_ops import build_host_ops
     from studies.bench.rank import become_only_rank
 
@@ -202,9 +201,7 @@ def _engine(workload: Workload, config: dict[str, Any]) -> tuple[Any, Any]:
     os.environ.update(CROSS_RANK="0", CROSS_SIZE="1", LOCAL_SIZE="1")  # FastPersist reads these
     build_host_ops()
     size = SIZES[workload.model].with_sequence(workload.sequence)
-    engine, *_ = deepspeed.initialize(
-        model=ByteGPT(size), config={**ds_config(1, 5_000_000), **config}
-    )
+    engine = stock_engine(ByteGPT(size), {**ds_config(1, 5_000_000), **config})
     return engine, Batches(1, workload.sequence)
 
 
@@ -326,13 +323,6 @@ def _restore(writer: Writer, folder: Path, tag: str) -> float:
     begin = time.perf_counter()
     writer.load(folder, tag)
     return time.perf_counter() - begin
-
-
-def _peak_bytes() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 def raw_write_bytes_per_s(

@@ -17,7 +17,7 @@ import torch
 from profiler import SampledProfile
 from simulator import Machine, Plan, Timeline, Workload, build_schedule, simulate
 from studies.bench.bits import state_of
-from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config, train_step
+from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config, stock_engine, train_step
 from studies.bench.phase_clock import PhaseClock, timed_step
 from studies.bench.rank import become_only_rank
 from studies.demo.measure import predict_anew
@@ -58,9 +58,7 @@ class DemoModel:
         model = ByteGPT(SIZES[self.size].with_sequence(self.sequence))
         config = ds_config(self.batch, self.subgroup_size)
         if plan is None:
-            import deepspeed
-
-            return deepspeed.initialize(model=model, config=config)[0]
+            return stock_engine(model, config)
         import runtime
 
         return runtime.initialize(model=model, config=config, plan=str(plan))[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -51,6 +50,7 @@ class Script:
 def train(script: Script, folder: Path, kill: Kill, result: Path) -> None:
     """Trains to the end, from the newest checkpoint if there is one; writes what came out."""
     import runtime
+    from studies.bench.bits import digest, optimizer_state
 
     runtime.enable()
     progress = Progress(kill)
@@ -58,12 +58,7 @@ def train(script: Script, folder: Path, kill: Kill, result: Path) -> None:
     resumed, losses, optimizer = _SCRIPTS[script.name](script, folder, progress)
     if hasattr(optimizer, "wait"):
         optimizer.wait()
-    digest = hashlib.sha256()
-    for master in optimizer.fp32_partitioned_groups_flat:
-        state = optimizer.optimizer.state[master]
-        for tensor in (master, state["exp_avg"], state["exp_avg_sq"]):
-            digest.update(tensor.detach().contiguous().numpy().tobytes())
-    page = {"resumed": resumed, "losses": losses, "state": digest.hexdigest()}
+    page = {"resumed": resumed, "losses": losses, "state": digest(optimizer_state(optimizer))}
     result.write_text(json.dumps(page))
 
 

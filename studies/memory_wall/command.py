@@ -24,7 +24,7 @@ from rich.progress import track
 from rich.table import Table
 
 from profiler.memory import host_bytes
-from studies.bench.byte_gpt import SIZES, Batch, Batches, ByteGPT, ds_config
+from studies.bench.byte_gpt import SIZES, Batch, Batches, ByteGPT, ds_config, stock_engine
 from studies.bench.console import study_parser
 from studies.bench.phase_clock import PHASES
 from studies.bench.pictures import picture
@@ -150,7 +150,8 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
 def measure(size: str, steps: int, sequence: int, batch: int, subgroup: int) -> dict[str, Any]:
     """Trains a few steps under stock ZeRO-3 offload and describes their phases."""
     cuda = torch.cuda.is_available()
-    engine = _engine(size, sequence, batch, subgroup)
+    model = ByteGPT(SIZES[size].with_sequence(sequence))
+    engine = stock_engine(model, ds_config(batch, subgroup))
     params = sum(engine.optimizer.fp16_partitioned_groups_flat_numel)
     batches = Batches(batch, sequence)
     for number in range(WARMUP):
@@ -190,16 +191,6 @@ def _trained(
     with Sampler(counters.read, 0.0) as sampler:  # each read itself takes NVML's 20 ms windows
         train()
     return sampler.found
-
-
-def _engine(size: str, sequence: int, batch: int, subgroup: int) -> Any:
-    import deepspeed
-
-    model = ByteGPT(SIZES[size].with_sequence(sequence))
-    engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), config=ds_config(batch, subgroup)
-    )
-    return engine
 
 
 def _step(engine: Any, batch: Batch, borders: PhaseBorders) -> None:

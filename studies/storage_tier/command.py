@@ -14,7 +14,6 @@ write, and to do both at once, and of the updates alone.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import itertools
 import json
 import logging
@@ -31,12 +30,14 @@ from typing import Any
 import torch
 from rich.console import Console
 
+import runtime
+from profiler.memory import host_peak_bytes, reset_host_peak
 from profiler.rates.storage import measure_drive
 from simulator.plan import Plan
 from simulator.quantity import Quantity
 from simulator.storage import StorageRates
-from studies.bench.bits import state_of
-from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config, train_step
+from studies.bench.bits import digest, state_of
+from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config, stock_engine, train_step
 from studies.bench.console import study_parser, table_of
 from studies.bench.rank import become_only_rank
 from studies.bench.record import write_record
@@ -299,7 +300,7 @@ def run(
     batches, losses = Batches(1, SEQUENCE), []
     losses += [train_step(engine, batches.at(step)).item() for step in range(WARMUP)]
     _settle(engine)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak from here on
+    reset_host_peak()
     before, begin = _moved(), time.perf_counter()
     numbers = range(WARMUP, WARMUP + steps)
     losses += [train_step(engine, batches.at(step)).item() for step in numbers]
@@ -309,7 +310,8 @@ def run(
     ours = _of_updates(engine) if _is_ours(name) else {}
     stored = STOCK.get(name, {}).get("device") == "nvme"
     found = {
-        "iteration_s": seconds, "host_peak_bytes": _peak_bytes(), **moved, **ours, "losses": losses,
+        "iteration_s": seconds, "host_peak_bytes": host_peak_bytes(), **moved, **ours,
+        "losses": losses,
         "params": sum(p.ds_numel for p in engine.module.parameters()),
         "state": None if stored else _digest(engine),
     }  # fmt: skip
@@ -366,8 +368,6 @@ def _drive(folder: Path) -> StorageRates:
 
 
 def _engine(name: str, size: str, folder: Path, plan: Mapping[str, Any] | None = None) -> Any:
-    import deepspeed
-
     torch.manual_seed(0)
     model = ByteGPT(SIZES[size].with_sequence(SEQUENCE))
     subgroup = max(20_000, model.config.params // 12)
@@ -375,18 +375,12 @@ def _engine(name: str, size: str, folder: Path, plan: Mapping[str, Any] | None =
     if offload["device"] == "nvme":
         offload["nvme_path"] = str(folder)
     config = ds_config(subgroup_size=subgroup, offload_optimizer=offload)
-    made = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine = stock_engine(model, config)
     if plan is not None:
-        _attach(made[0], Plan.model_validate({**plan, "storage_dir": str(folder)}))
+        runtime.attach(engine, Plan.model_validate({**plan, "storage_dir": str(folder)}))
     elif name in SHARES:
-        _attach(made[0], _plan(made[0], SHARES[name], folder))
-    return made[0]
-
-
-def _attach(engine: Any, plan: Plan) -> None:
-    import runtime
-
-    runtime.attach(engine, plan)
+        runtime.attach(engine, _plan(engine, SHARES[name], folder))
+    return engine
 
 
 def _plan(engine: Any, share: float, folder: Path) -> Plan:
@@ -416,12 +410,6 @@ def _moved() -> dict[str, int]:
     return {key: counted[key] for key in ("read_bytes", "write_bytes")}
 
 
-def _peak_bytes() -> int:
-    """Of this process's resident memory."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
-
-
 def _of_updates(engine: Any) -> dict[str, float]:
     """Of a step: how long some of its reads, updates and writes went on, and the host updates'
     sum. What is read for the next step while none of these is left counts too.
@@ -443,10 +431,7 @@ def _of_updates(engine: Any) -> dict[str, float]:
 
 def _digest(engine: Any) -> str:
     """Of parameters, masters and moments."""
-    whole = hashlib.sha256()
-    for name, tensor in sorted(state_of(engine).items()):
-        whole.update(name.encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes())
-    return whole.hexdigest()
+    return digest(tensor for _, tensor in sorted(state_of(engine).items()))
 
 
 def show(figures: dict[str, Any]) -> None:

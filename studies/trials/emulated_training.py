@@ -169,16 +169,11 @@ def start(setting: Setting, **zero: Any) -> Any:
 
     ``zero``: further keys of ``zero_optimization``.
     """
-    import deepspeed
-
-    from studies.bench.byte_gpt import ds_config
+    from studies.bench.byte_gpt import ds_config, stock_engine
 
     torch.manual_seed(0)
-    model = PacedModel(setting)
     config = ds_config(ROWS, setting.subgroup, reduce_bucket_size=setting.subgroup, **zero)
-    return deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), config=config
-    )[0]  # fmt: skip
+    return stock_engine(PacedModel(setting), config)
 
 
 def attach(engine: Any, setting: Setting, plan: Plan) -> None:

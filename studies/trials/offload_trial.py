@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import argparse
 import resource
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 
 from simulator import Plan
 from simulator.limits import GIB
 from simulator.plan import ParameterHome
-from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config
+from studies.bench.bits import digest, optimizer_state
+from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config, stock_engine
 from studies.bench.phase_clock import PhaseClock, medians, timed_step
 from studies.bench.rank import become_only_rank
 from studies.bench.record import write_record
@@ -129,7 +128,7 @@ def trial(args: argparse.Namespace) -> dict[str, Any]:
         **{f"{name}_s": value for name, value in times.items()},
         "tokens_per_s": tokens / times["iteration"],
         "loss": float(loss),
-        "hash": state_hash(engine.optimizer),
+        "hash": digest(optimizer_state(engine.optimizer)),
         "device": str(engine.device),
         "cap_gib": None if args.variant in UNCAPPED else args.cap_gib,
         "threads": torch.get_num_threads(),
@@ -143,8 +142,6 @@ def trial(args: argparse.Namespace) -> dict[str, Any]:
 
 def make_engine(args: argparse.Namespace) -> Any:
     """The variant's engine, with a model that has the same weights for all."""
-    import deepspeed
-
     import runtime
 
     name, _, setting = args.variant.partition(":")
@@ -173,9 +170,7 @@ def make_engine(args: argparse.Namespace) -> Any:
     if name == "deepcompile":
         config["compile"] = {"deepcompile": True, "offload_opt_states": True}
     model = _model(args.size)
-    engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), config=config
-    )
+    engine = stock_engine(model, config)
     if name == "deepcompile":
         engine.compile()
     if name == "ebbtide":
@@ -221,23 +216,6 @@ def _profile(engine: Any, batches: Batches, args: argparse.Namespace) -> dict[st
     engine.destroy()
     return {"variant": "profile", "iteration_s": 0.0, "loss": 0.0, "hash": "",
             "forward_s": workload.forward_s, "backward_s": workload.backward_s}  # fmt: skip
-
-
-def state_hash(optimizer: Any) -> str:
-    """xxh3-128 of all masters and moments, in DeepSpeed's order."""
-    digest = xxhash.xxh3_128()
-    for tensor in _state(optimizer):
-        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
-
-
-def _state(optimizer: Any) -> Iterable[torch.Tensor]:
-    for master in optimizer.fp32_partitioned_groups_flat:
-        yield master
-        state = optimizer.optimizer.state.get(master, {})
-        for key in ("exp_avg", "exp_avg_sq"):
-            if key in state:
-                yield state[key]
 
 
 if __name__ == "__main__":
