@@ -6,7 +6,6 @@ import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 BUSY_SHARE = 0.10  # of all cores, used by others
@@ -39,13 +38,7 @@ class HostWatch:
         self._before = self._read()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        del kind, error, trace
+    def __exit__(self, *_: object) -> None:
         self._judge(self._before, self._read())
 
     def _judge(self, before: _Counters, after: _Counters) -> None:

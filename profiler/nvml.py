@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Self
 
 SAMPLE_EVERY_S = 0.25
@@ -43,7 +42,7 @@ class GpuWatch:
             import pynvml
 
             pynvml.nvmlInit()
-            self._nvml, self._handle = pynvml, _handle(pynvml, self.index)
+            self._nvml, self._handle = pynvml, handle_of(pynvml, self.index)
             self._look_for_neighbours()
             self._replays = pynvml.nvmlDeviceGetPcieReplayCounter(self._handle)
             self._sample()
@@ -54,13 +53,7 @@ class GpuWatch:
         self._sampler.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        del kind, error, trace
+    def __exit__(self, *_: object) -> None:
         if self._sampler is None:
             return
         self._done.set()
@@ -132,7 +125,7 @@ class GpuWatch:
             self.warnings.append(f"the PCIe link repeated {replays} packets: it is not sound")
 
 
-def _handle(nvml: Any, index: int) -> Any:
+def handle_of(nvml: Any, index: int) -> Any:
     """By UUID: CUDA_VISIBLE_DEVICES renumbers torch's devices, not NVML's."""
     import torch
 

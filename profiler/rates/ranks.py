@@ -18,7 +18,7 @@ import torch
 from profiler.rates import copies, storage
 from profiler.rates.adam import AdamBuffers
 from profiler.rates.dram import TRIAD_BYTES_PER_ELEMENT
-from profiler.rates.sampling import LEAST_REPEATS, MOST_REPEATS, doubts, noise, timed_s
+from profiler.rates.sampling import LEAST_REPEATS, MOST_REPEATS, doubts, noise, repeat_s, timed_s
 from runtime.kernels import host
 from simulator.machine import ShareName
 from simulator.quantity import Quantity, Source
@@ -231,7 +231,7 @@ def _measure(job: Job, rank: int, barrier: Any, enough: Any, sender: Connection)
                 work(job.own_threads)
                 barrier.wait(PATIENCE_S)
                 if rank == 0:
-                    alone = _alone(lambda: work(job.cores), job.budget_s, clock)
+                    alone = repeat_s(lambda: work(job.cores), job.budget_s, clock)
                 barrier.wait(PATIENCE_S + job.budget_s)
                 together = _together(
                     lambda: work(job.own_threads), job, clock, enough, number
@@ -242,17 +242,6 @@ def _measure(job: Job, rank: int, barrier: Any, enough: Any, sender: Connection)
     except Exception as error:  # noqa: BLE001 - goes to the parent, which raises it
         barrier.abort()
         sender.send(f"{type(error).__name__}: {error}")
-
-
-def _alone(work: Callable[[], object], budget_s: float, clock: Clock) -> list[float]:
-    work()  # warm-up: with all the cores, as nobody has run it yet
-    began_s = time.perf_counter()
-    durations: list[float] = []
-    while len(durations) < LEAST_REPEATS or (
-        len(durations) < MOST_REPEATS and time.perf_counter() - began_s < budget_s
-    ):
-        durations.append(clock(work))
-    return durations
 
 
 def _together(

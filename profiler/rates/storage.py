@@ -9,7 +9,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -71,7 +71,9 @@ def measure_storage(folder: Path, size_bytes: int, budget_s: float) -> StorageRa
         detail = f"{file.size_bytes} bytes, fsync, {file.mode}, {folder}"
         seconds = {n: repeat_s(lambda n=n: file.write(n), share_s) for n in WRITERS}  # type: ignore[misc]
         reads = repeat_s(file.read, share_s)
-        at_once = repeat_s(lambda: _at_once(file), share_s)
+        at_once = repeat_s(
+            lambda: _at_once(file.read, lambda: file.write(PLANNED_WRITERS)), share_s
+        )
         fsyncs = repeat_s(file.touch_and_sync, share_s)
         buffered = _buffered(file, share_s) if file.direct else None
         cpu_s = _cpu_seconds(file, share_s)
@@ -149,21 +151,17 @@ class _Parts:
         self._read += 1
 
     def both(self) -> None:
-        with ThreadPoolExecutor(1) as pool:
-            reading = pool.submit(self.read)
-            self.write()
-            reading.result()
+        _at_once(self.read, self.write)
 
     def _part(self, number: int) -> range:
         first = number % self._count * self._blocks
         return range(first, first + self._blocks)
 
 
-def _at_once(file: FileToWrite) -> None:
-    """One thread reads all of it while others write all of it."""
+def _at_once(read: Callable[[], None], write: Callable[[], None]) -> None:
     with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(file.read)
-        file.write(PLANNED_WRITERS)
+        reading = pool.submit(read)
+        write()
         reading.result()
 
 

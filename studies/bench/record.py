@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from profiler.nvml import handle_of
 from runtime.hardware.cores import cpu_name
 from simulator.versions import versions
 
@@ -70,10 +71,10 @@ def gpu_facts() -> dict[str, Any]:
         "numa_nodes": len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))),
         "cuda": torch.version.cuda,
     }
-    return facts | _nvml_facts(str(getattr(properties, "uuid", "")))
+    return facts | _nvml_facts(index)
 
 
-def _nvml_facts(uuid: str) -> dict[str, Any]:
+def _nvml_facts(index: int) -> dict[str, Any]:
     try:
         import pynvml
     except ImportError:
@@ -88,8 +89,7 @@ def _nvml_facts(uuid: str) -> dict[str, Any]:
     }
     try:
         pynvml.nvmlInit()
-        # NVML numbers all GPUs, torch those that CUDA_VISIBLE_DEVICES shows.
-        gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+        gpu = handle_of(pynvml, index)
         facts["driver"] = _text(pynvml.nvmlSystemGetDriverVersion())
         for name, ask in requested.items():
             with contextlib.suppress(pynvml.NVMLError):

@@ -6,6 +6,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from profiler.nvml import handle_of
+
 # Bytes/s of one lane and direction, after the line code (8b/10b, 128b/130b, FLIT).
 LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 
@@ -35,7 +37,7 @@ class LinkCounters:
         self._nvml: Any = pynvml
         try:
             pynvml.nvmlInit()
-            self._gpu = _handle(pynvml, index)
+            self._gpu = handle_of(pynvml, index)
             self.capacity_bytes_per_s = self._capacity()
             self.read()
         except pynvml.NVMLError as error:
@@ -59,10 +61,3 @@ class LinkCounters:
         busy = nvml.nvmlDeviceGetUtilizationRates(self._gpu).gpu / 100
         middle_s = (begun_s + time.perf_counter()) / 2
         return LinkSample(middle_s, received * 1e3, sent * 1e3, busy)
-
-
-def _handle(nvml: Any, index: int) -> Any:
-    import torch
-
-    uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
-    return nvml.nvmlDeviceGetHandleByUUID(uuid)
