@@ -6,6 +6,7 @@ import os
 import resource
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from runtime.hardware.cores import cpu_name, parse_cpulist
 from runtime.hardware.pci import address_of
@@ -24,6 +25,19 @@ class Hardware:
     device_memory_bytes: int
     facts: dict[str, str]
     warnings: tuple[str, ...]
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Of a `Machine`: what its fingerprint is taken of."""
+        return {
+            "device_kind": "cuda" if self.gpu_name else "emulated",
+            "device_name": self.gpu_name or self.cpu_name,
+            "unified_memory": not self.gpu_name,
+            "gpus_per_node": self.gpus,
+            "cpu_cores": self.cores,
+            "host_memory_bytes": self.host_memory_bytes,
+            "device_memory_bytes": self.device_memory_bytes,
+        }
 
 
 def look(cuda: bool) -> Hardware:

@@ -195,15 +195,9 @@ def _measure(wanted: _Wanted) -> Machine:
     wanted.progress(len(STAGES), len(STAGES), "")
     machine = Machine(
         name=wanted.name or platform.node() or "this machine",
-        device_kind="cuda" if cuda else "emulated",
-        device_name=facts.gpu_name or facts.cpu_name,
-        unified_memory=not cuda,
         device_shares_host_cores=not cuda,
-        gpus_per_node=facts.gpus,
-        cpu_cores=facts.cores,
         numa_nodes=facts.numa_nodes,
-        host_memory_bytes=facts.host_memory_bytes,
-        device_memory_bytes=facts.device_memory_bytes,
+        **facts.fields,
         **rates,
         rank_shares=shares,
         other_rates=others,

@@ -124,8 +124,7 @@ def draw(writers: dict[str, dict[str, Any]], path: Path) -> None:
         ax.set_xlim(min(stalls) / 2, max(stalls) * 3)
         ax.invert_yaxis()
         ax.set_xlabel("time that training waits per checkpoint (ms, log scale)")
-        for side in ("top", "right", "left"):
-            ax.spines[side].set_visible(False)
+        ax.spines[["top", "right", "left"]].set_visible(False)
         ax.tick_params(axis="y", length=0)
 
 

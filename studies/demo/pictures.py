@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from simulator import Machine, MemoryPoint, OpKind, Timeline, Workload
 from studies.bench.phase_clock import PHASES
+from studies.bench.pictures import picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,18 +36,15 @@ def draw_timelines(
     predicted: Timeline, measured: Timeline, path: Path, label: str, iterations: int = 2
 ) -> None:
     """The last iterations predicted, above the last measured ones on the same time axis."""
-    import matplotlib.pyplot as plt
-
     pair = [last_iterations(timeline, iterations) for timeline in (predicted, measured)]
-    figure, axes = plt.subplots(2, 1, figsize=(13, 6), sharex=False, layout="constrained")
     longest = max(timeline.makespan_s for timeline in pair)
     scale = 1e3 if longest < 2 else 1.0
-    for ax, timeline in zip(axes, pair, strict=True):
-        timeline.plot(ax)
-        ax.set_xlim(0, longest * scale)
-        ax.set_xlabel("time (ms)" if longest < 2 else "time (s)")
-    figure.suptitle(f"{iterations} training iterations under the plan: {label}", fontsize=12)
-    _save(figure, path)
+    with picture(path, 2, 1, dpi=140, figsize=(13, 6)) as (figure, axes):
+        for ax, timeline in zip(axes, pair, strict=True):
+            timeline.plot(ax)
+            ax.set_xlim(0, longest * scale)
+            ax.set_xlabel("time (ms)" if longest < 2 else "time (s)")
+        figure.suptitle(f"{iterations} training iterations under the plan: {label}", fontsize=12)
 
 
 def last_iterations(timeline: Timeline, count: int) -> Timeline:
@@ -72,9 +70,11 @@ def _cut(timeline: Timeline, iterations: list[int]) -> Timeline:
 
 def draw_memory(workload: Workload, machine: Machine, path: Path) -> None:
     """Memory over one profiled iteration, the phases shaded."""
-    import matplotlib.pyplot as plt
+    with picture(path, dpi=140, figsize=(9, 4.2)) as (_, ax):
+        _draw_memory(ax, workload, machine)
 
-    figure, ax = plt.subplots(figsize=(9, 4.2), layout="constrained")
+
+def _draw_memory(ax: Axes, workload: Workload, machine: Machine) -> None:
     curve = workload.memory_curve
     times = [point.t_s * 1e3 for point in curve]
     for start, end, phase in _stretches(curve):
@@ -94,7 +94,6 @@ def draw_memory(workload: Workload, machine: Machine, path: Path) -> None:
     ax.margins(x=0, y=0.25)
     ax.legend(frameon=False, loc="lower right")
     ax.set_title(f"memory under stock DeepSpeed: {machine_label(machine)}", loc="left", fontsize=11)
-    _save(figure, path)
 
 
 def _stretches(curve: Sequence[MemoryPoint]) -> list[tuple[float, float, str]]:
@@ -117,9 +116,12 @@ def draw_comparison(
         bars: name to seconds of ``forward``, ``backward`` and ``step``.
         verdict: what the bit comparison found.
     """
-    import matplotlib.pyplot as plt
+    with picture(path, dpi=140, figsize=(9, 0.8 * len(bars) + 1.9)) as (_, ax):
+        _draw_bars(ax, bars)
+        ax.set_title(f"{verdict}\n{label}", loc="left", fontsize=10)
 
-    figure, ax = plt.subplots(figsize=(9, 0.8 * len(bars) + 1.9), layout="constrained")
+
+def _draw_bars(ax: Axes, bars: Mapping[str, Mapping[str, float]]) -> None:
     totals = {name: sum(row[phase] for phase in PHASES) for name, row in bars.items()}
     longest = max(totals.values())
     for position, (name, row) in enumerate(bars.items()):
@@ -138,11 +140,8 @@ def draw_comparison(
         handles=_phase_handles(), frameon=False, ncols=3, loc="lower right",
         bbox_to_anchor=(1, 1), fontsize=9,
     )  # fmt: skip
-    ax.set_title(f"{verdict}\n{label}", loc="left", fontsize=10)
-    for side in ("top", "right", "left"):
-        ax.spines[side].set_visible(False)
+    ax.spines[["top", "right", "left"]].set_visible(False)
     ax.tick_params(axis="y", length=0)
-    _save(figure, path)
 
 
 def _bar(
@@ -163,10 +162,3 @@ def _phase_handles() -> list[Any]:
     from matplotlib.patches import Patch
 
     return [Patch(facecolor=_PHASE_COLOURS[phase], label=phase) for phase in PHASES]
-
-
-def _save(figure: Any, path: Path) -> None:
-    import matplotlib.pyplot as plt
-
-    figure.savefig(path, dpi=140)
-    plt.close(figure)

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -179,29 +180,38 @@ def _newest(script: Script, folder: Path) -> int:
     return max((s for s in range(STEPS + 1) if pattern.format(s) in names), default=0)
 
 
-def _loop(script: Script, folder: Path, progress: Progress) -> tuple[int, list[float], Any]:
+def _trained(
+    script: Script, folder: Path, progress: Progress, engine: Any, load: Callable[[str], object],
+    save: Callable[[str], object],
+) -> tuple[int, list[float], Any]:  # fmt: skip
     """A folder per checkpoint, the oldest removed right after each save."""
-    engine, examples, losses = _engine(script), _examples(), []
+    examples, losses, pattern = _examples(), list[float](), FOLDER[script.name]
     first = _newest(script, folder)
     if first:
-        engine.load_checkpoint(str(folder / FOLDER[script.name].format(first)))
+        load(str(folder / pattern.format(first)))
     for step in range(first, STEPS):
         losses.append(_step(engine, examples, step))
         if (step + 1) % SAVE_EVERY:
             continue
-        place = folder / FOLDER[script.name].format(step + 1)
-        engine.save_checkpoint(str(place))
+        place = folder / pattern.format(step + 1)
+        save(str(place))
         (place / "done").write_text("")
-        older = sorted(folder.glob("checkpoint-*"), key=lambda p: int(p.name.split("-")[1]))
-        for gone in older[: -script.limit]:
+        numbered = ((int(p.name[len(pattern) - 2 :]), p) for p in folder.glob(pattern.format("*")))
+        for _, gone in sorted(numbered)[: -script.limit]:
             shutil.rmtree(gone)
         progress.at("on_save")
     engine.checkpoint_engine.wait()
     return first, losses, engine.optimizer
 
 
+def _loop(script: Script, folder: Path, progress: Progress) -> tuple[int, list[float], Any]:
+    engine = _engine(script)
+    return _trained(script, folder, progress, engine, engine.load_checkpoint,
+                    engine.save_checkpoint)  # fmt: skip
+
+
 def _accelerate(script: Script, folder: Path, progress: Progress) -> tuple[int, list[float], Any]:
-    """``save_state`` and ``load_state``, the oldest folder removed after each save."""
+    """``save_state`` and ``load_state``."""
     import torch
     from accelerate import Accelerator
     from accelerate.utils import DeepSpeedPlugin
@@ -212,23 +222,8 @@ def _accelerate(script: Script, folder: Path, progress: Progress) -> tuple[int, 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     loader: Any = torch.utils.data.DataLoader(_examples(), batch_size=2)  # type: ignore[arg-type]
     engine, _, _ = accelerator.prepare(model, optimizer, loader)
-    examples, losses = _examples(), []
-    first = _newest(script, folder)
-    if first:
-        accelerator.load_state(str(folder / FOLDER[script.name].format(first)))
-    for step in range(first, STEPS):
-        losses.append(_step(engine, examples, step))
-        if (step + 1) % SAVE_EVERY:
-            continue
-        place = folder / FOLDER[script.name].format(step + 1)
-        accelerator.save_state(str(place))
-        (place / "done").write_text("")
-        older = sorted(folder.glob("checkpoint_*"), key=lambda p: int(p.name.split("_")[1]))
-        for gone in older[: -script.limit]:
-            shutil.rmtree(gone)
-        progress.at("on_save")
-    engine.checkpoint_engine.wait()
-    return first, losses, engine.optimizer
+    return _trained(script, folder, progress, engine, accelerator.load_state,
+                    accelerator.save_state)  # fmt: skip
 
 
 _SCRIPTS = {"trainer": _trainer, "accelerate": _accelerate, "loop": _loop}

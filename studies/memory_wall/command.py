@@ -321,8 +321,7 @@ def _shade(ax: Any, passages: list[dict[str, Any]], begun_s: float) -> None:
         ax.axvspan(start, end, color=COLOURS[passage["phase"]], alpha=0.18, linewidth=0)
         ax.text((start + end) / 2, 1.02, passage["phase"], ha="center", fontsize=8,
                 transform=ax.get_xaxis_transform())  # fmt: skip
-    for side in ("top", "right"):
-        ax.spines[side].set_visible(False)
+    ax.spines[["top", "right"]].set_visible(False)
 
 
 def _draw_memory(ax: Any, memory: list[dict[str, Any]], begun_s: float, ended_s: float) -> None:

@@ -21,17 +21,7 @@ def fingerprint(sizes, wire="bf16", width=2):
 
 
 def this_machine():
-    cuda = "cuda" in DEVICES
-    facts = look(cuda)
-    fields = machine().model_dump() | {
-        "device_kind": "cuda" if cuda else "emulated",
-        "device_name": facts.gpu_name or facts.cpu_name,
-        "unified_memory": not cuda,
-        "gpus_per_node": facts.gpus,
-        "cpu_cores": facts.cores,
-        "host_memory_bytes": facts.host_memory_bytes,
-        "device_memory_bytes": facts.device_memory_bytes,
-    }
+    fields = machine().model_dump() | look("cuda" in DEVICES).fields
     return Machine.model_validate(fields)
 
 

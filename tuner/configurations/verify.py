@@ -109,21 +109,12 @@ def other_machine(machine: Machine) -> str:
     import torch
 
     cuda = torch.cuda.is_available()
-    here = look(cuda)
-    facts = {
-        "device_kind": "cuda" if cuda else "emulated",
-        "device_name": here.gpu_name or here.cpu_name,
-        "unified_memory": not cuda,
-        "gpus_per_node": here.gpus,
-        "cpu_cores": here.cores,
-        "host_memory_bytes": here.host_memory_bytes,
-        "device_memory_bytes": here.device_memory_bytes,
-    }
+    facts = look(cuda).fields
     if Machine.fingerprint_of(facts) == machine.fingerprint:
         return ""
     return (
         f"predictions are for {machine.name} ({machine.device_name}, {machine.cpu_cores} cores), "
-        f"but this machine is another one ({facts['device_name']}, {here.cores} cores"
+        f"but this machine is another one ({facts['device_name']}, {facts['cpu_cores']} cores"
         f"{'' if cuda else ', no GPU'}): what is measured here is no error of theirs. "
         "`tune profile` measures this one (--machine)"
     )

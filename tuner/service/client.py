@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
@@ -101,18 +102,11 @@ def run_body(
     name: str, timeline: Timeline, plan: Plan | None = None, measured_on: str = ""
 ) -> dict[str, Any]:
     """A run in the form in which it is posted."""
-    spans = [
-        {"kind": s.kind.value, "lane": s.lane.value, "start_s": s.start_s, "end_s": s.end_s,
-         "subgroup": s.subgroup, "layer": s.layer, "iteration": s.iteration}
-        for s in timeline.spans
-    ]  # fmt: skip
-    memory = [
-        {"t_s": m.t_s, "device_bytes": m.device_bytes, "host_bytes": m.host_bytes}
-        for m in timeline.memory
-    ]
     return {
         "name": name, "source": timeline.source, "strategy": timeline.strategy,
-        "measured_on": measured_on, "spans": spans, "memory": memory,
+        "measured_on": measured_on,
+        "spans": [asdict(span) for span in timeline.spans],
+        "memory": [asdict(sample) for sample in timeline.memory],
         "plan": None if plan is None else plan.model_dump(mode="json"),
     }  # fmt: skip
 

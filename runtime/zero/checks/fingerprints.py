@@ -82,16 +82,7 @@ def _machine_difference(plan: Plan, cuda: bool, machine: Machine | None) -> str:
         return ""
     from profiler.hardware import look  # reads what the system says; measures nothing
 
-    facts = look(cuda)
-    here = {
-        "device_kind": "cuda" if cuda else "emulated",
-        "device_name": facts.gpu_name or facts.cpu_name,
-        "unified_memory": not cuda,
-        "gpus_per_node": facts.gpus,
-        "cpu_cores": facts.cores,
-        "host_memory_bytes": facts.host_memory_bytes,
-        "device_memory_bytes": facts.device_memory_bytes,
-    }
+    here = look(cuda).fields
     if Machine.fingerprint_of(here) == plan.machine_fingerprint:
         return ""
     if machine is None or machine.fingerprint != plan.machine_fingerprint:
