@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import click
 from pydantic import BaseModel
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tuner.answer.report import show_machine, show_workload, wide_console
+from tuner.commands.progress import told_after
 
 if TYPE_CHECKING:
     from profiler.launch import Launcher
@@ -29,10 +29,11 @@ def machine_profile(
     from profiler import measure_machine
 
     # DeepSpeed logs to standard output as it is imported; that is the result's alone.
-    with _bar("measuring") as tell, redirect_stdout(sys.stderr):
+    with told_after(0.0) as tell, redirect_stdout(sys.stderr):
         machine = measure_machine(
-            storage_dir, seconds=seconds, ranks=ranks, fresh=fresh, progress=tell, drives=drives
-        )
+            storage_dir, seconds=seconds, ranks=ranks, fresh=fresh, drives=drives,
+            progress=lambda done, total, stage: tell(done / total, f"{stage} {done}/{total}"),
+        )  # fmt: skip
     machine.save(output)
     _tell(machine, show_machine, output, as_json)
 
@@ -65,10 +66,11 @@ def script_profile(
         shown=go_on and not as_json,
     )
     try:
-        with _bar("optimizer steps") as tell:
+        with told_after(0.0) as tell:
             workload = profile_script(
-                run, Path(output), lambda done, total: tell(done, total, "optimizer steps")
-            )
+                run, Path(output),
+                lambda done, total: tell(done / total, f"optimizer steps {done}/{total}"),
+            )  # fmt: skip
     except LaunchError as error:
         if error.output:
             click.echo(error.output, err=True)
@@ -83,16 +85,3 @@ def _tell(made: T, show: Callable[[T, Console], None], output: str, as_json: boo
     console = wide_console()
     show(made, console)
     console.print(f"written to {output}")
-
-
-@contextmanager
-def _bar(label: str) -> Iterator[Callable[[int, int, str], None]]:
-    count = TextColumn("{task.completed:.0f}/{task.total:.0f}")
-    columns = TextColumn("{task.description}"), BarColumn(), count, TimeElapsedColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(label, total=1)
-
-        def tell(done: int, total: int, stage: str) -> None:
-            bar.update(task, completed=done, total=total, description=stage or label)
-
-        yield tell

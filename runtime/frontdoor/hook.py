@@ -98,30 +98,39 @@ def _has_leftovers(folder: str | os.PathLike[str]) -> bool:
 def disable() -> None:
     """Undoes `enable`: ``deepspeed.initialize`` is DeepSpeed's own again."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not _is_ours(finder)]
-    for name, unwrap in _UNWRAPPED.items():
-        if name in sys.modules:
-            unwrap(sys.modules[name])
+    modules = sys.modules.get
+    _unwrap(modules("deepspeed"), "initialize")
+    _unwrap(_plugin_of(modules("accelerate.utils.dataclasses")), "fill_match")
 
 
 def _is_ours(finder: Any) -> bool:
     return getattr(finder, "is_ebbtides", False)
 
 
-def _wrap_initialize(deepspeed: Any) -> None:
-    original = getattr(deepspeed, "initialize", None)  # a stand-in of somebody's may have none
-    if original is not None and not hasattr(original, ORIGINAL):
-        deepspeed.initialize = _with_key(original)
+def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    """``wrapper`` gets what it stands for first; a stand-in of somebody's may have none."""
+    original = getattr(owner, name, None)
+    if original is None or hasattr(original, ORIGINAL):
+        return
 
-
-def _with_key(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def initialize(*args: Any, **kwargs: Any) -> Any:
-        if not _may_have_key(args, kwargs):
-            return original(*args, **kwargs)
-        return own(_door).initialize(original, args, kwargs)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
 
-    setattr(initialize, ORIGINAL, original)
-    return initialize
+    setattr(wrapped, ORIGINAL, original)
+    setattr(owner, name, wrapped)
+
+
+def _unwrap(owner: Any, name: str) -> None:
+    wrapped = getattr(owner, name, None)
+    if hasattr(wrapped, ORIGINAL):
+        setattr(owner, name, getattr(wrapped, ORIGINAL))
+
+
+def _initialize(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    if not _may_have_key(args, kwargs):
+        return original(*args, **kwargs)
+    return own(_door).initialize(original, args, kwargs)
 
 
 def _may_have_key(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -188,42 +197,23 @@ def shadow_of(package: str) -> str | None:
     return None if Path(place).resolve().is_relative_to(ROOT / package) else place
 
 
-def _unwrap_initialize(deepspeed: Any) -> None:
-    wrapped = getattr(deepspeed, "initialize", None)
-    if hasattr(wrapped, ORIGINAL):
-        deepspeed.initialize = getattr(wrapped, ORIGINAL)
+def _plugin_of(accelerate: Any) -> Any:
+    return getattr(accelerate, "DeepSpeedPlugin", None)
 
 
-def _wrap_fill_match(accelerate: Any) -> None:
+def _fill_match(
+    original: Callable[..., Any], plugin: Any, key: str, /, *args: Any, **kwargs: Any
+) -> None:
     """Accelerate takes every ``"auto"`` in the config for a value that it should fill in."""
-    plugin = getattr(accelerate, "DeepSpeedPlugin", None)
-    original = getattr(plugin, "fill_match", None)
-    if plugin is None or original is None or hasattr(original, ORIGINAL):
-        return
-
-    @functools.wraps(original)
-    def fill_match(self: Any, ds_key_long: str, *args: Any, **kwargs: Any) -> None:
-        if ds_key_long.split(".")[0] != KEY:
-            original(self, ds_key_long, *args, **kwargs)
-
-    setattr(fill_match, ORIGINAL, original)
-    plugin.fill_match = fill_match
-
-
-def _unwrap_fill_match(accelerate: Any) -> None:
-    plugin = getattr(accelerate, "DeepSpeedPlugin", None)
-    wrapped = getattr(plugin, "fill_match", None)
-    if plugin is not None and hasattr(wrapped, ORIGINAL):
-        plugin.fill_match = getattr(wrapped, ORIGINAL)
+    if key.split(".")[0] != KEY:
+        original(plugin, key, *args, **kwargs)
 
 
 _WRAPPED: dict[str, Callable[[Any], None]] = {
-    "deepspeed": _wrap_initialize,
-    "accelerate.utils.dataclasses": _wrap_fill_match,
-}
-_UNWRAPPED: dict[str, Callable[[Any], None]] = {
-    "deepspeed": _unwrap_initialize,
-    "accelerate.utils.dataclasses": _unwrap_fill_match,
+    "deepspeed": lambda module: _wrap(module, "initialize", _initialize),
+    "accelerate.utils.dataclasses": lambda module: _wrap(
+        _plugin_of(module), "fill_match", _fill_match
+    ),
 }
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from profiler.memory import reset_peak
 from simulator import Plan
 from simulator.limits import GIB
 from simulator.plan import ParameterHome
@@ -107,17 +108,7 @@ def trial(args: argparse.Namespace) -> dict[str, Any]:
     batches = Batches(args.micro_batch, size.sequence)
     if args.workload:
         return _profile(engine, batches, args)
-    clock = PhaseClock(cuda)
-    loss = torch.zeros(())
-    # Made before: time between two steps is nobody's phase, and updates would run on in it.
-    made = [batches.at(number, engine.device) for number in range(WARMUP + args.steps)]
-    for number, batch in enumerate(made):
-        if cuda and number == WARMUP:
-            torch.cuda.reset_peak_memory_stats()  # of training, not of making the model
-        loss = timed_step(engine, batch, clock)
-    times = medians(clock.iterations(), WARMUP)
-    if hasattr(engine.optimizer, "wait"):
-        engine.optimizer.wait()
+    times, loss = timed(engine, batches, 0, args.steps)
     if args.timeline and hasattr(engine.optimizer, "timeline"):
         engine.optimizer.timeline().to_perfetto(args.timeline)
     tokens = args.micro_batch * size.sequence
@@ -125,9 +116,9 @@ def trial(args: argparse.Namespace) -> dict[str, Any]:
         "variant": args.variant,
         "exact": args.variant.split(":")[0] not in INEXACT,
         "params": size.params,
-        **{f"{name}_s": value for name, value in times.items()},
-        "tokens_per_s": tokens / times["iteration"],
-        "loss": float(loss),
+        **times,
+        "tokens_per_s": tokens / times["iteration_s"],
+        "loss": loss,
         "hash": digest(optimizer_state(engine.optimizer)),
         "device": str(engine.device),
         "cap_gib": None if args.variant in UNCAPPED else args.cap_gib,
@@ -138,6 +129,21 @@ def trial(args: argparse.Namespace) -> dict[str, Any]:
     }
     engine.destroy()
     return figures
+
+
+def timed(engine: Any, batches: Batches, first: int, steps: int) -> tuple[dict[str, float], float]:
+    """Medians of the phases after the warm-up, as ``PHASE_s``, and the last loss."""
+    clock, loss = PhaseClock(torch.cuda.is_available()), torch.zeros(())
+    # Made before: time between two steps is nobody's phase, and updates would run on in it.
+    made = [batches.at(first + number, engine.device) for number in range(WARMUP + steps)]
+    for number, batch in enumerate(made):
+        if number == WARMUP:
+            reset_peak()  # of training, not of making the model
+        loss = timed_step(engine, batch, clock)
+    if hasattr(engine.optimizer, "wait"):
+        engine.optimizer.wait()
+    times = medians(clock.iterations(), WARMUP)
+    return {f"{name}_s": value for name, value in times.items()}, float(loss)
 
 
 def make_engine(args: argparse.Namespace) -> Any:

@@ -11,16 +11,11 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from simulator import Plan
 from studies.bench.byte_gpt import SIZES, Batches
-from studies.bench.phase_clock import PhaseClock, medians, timed_step
 from studies.bench.rank import become_only_rank
 from studies.bench.record import write_record
-from studies.trials.offload_trial import arguments, make_engine, settle
-
-WARMUP = 3
+from studies.trials.offload_trial import WARMUP, arguments, make_engine, settle, timed
 
 
 def main() -> None:
@@ -48,20 +43,14 @@ def trials(args: argparse.Namespace) -> Any:
     batches, number = Batches(args.micro_batch, SIZES[args.size].sequence), 0
     for name, plan in plans.items():
         switch_plan(engine, plan)
-        clock = PhaseClock(torch.cuda.is_available())
-        loss = torch.zeros(())
-        made = [batches.at(number + i, engine.device) for i in range(WARMUP + args.steps)]
-        number += len(made)
-        for batch in made:
-            loss = timed_step(engine, batch, clock)
-        engine.optimizer.wait()
-        times = medians(clock.iterations(), WARMUP)
+        times, loss = timed(engine, batches, number, args.steps)
+        number += WARMUP + args.steps
         yield {
             "name": name.removesuffix(".plan.json").split("_", 1)[1],
             "variant": "ebbtide",
             "exact": True,
-            **{f"{phase}_s": value for phase, value in times.items()},
-            "loss": float(loss),
+            **times,
+            "loss": loss,
             "steps": args.steps,
         }
     engine.destroy()
