@@ -17,12 +17,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich.console import Console
-
-from studies.bench.console import table_of
+from studies.bench.console import publish, study_parser
 from studies.bench.forked import Child
 from studies.bench.pictures import picture
-from studies.bench.record import write_record
 from studies.checkpoints.interval_run import warm_up
 from studies.checkpoints.writers import WRITERS, Workload, raw_write_bytes_per_s, run_writer
 
@@ -86,34 +83,9 @@ def compare(writers: dict[str, dict[str, Any]], raw_bytes_per_s: float) -> dict[
     return result
 
 
-def show(writers: dict[str, dict[str, Any]], raw: float, console: Console) -> None:
-    table = table_of(
-        "A checkpoint after every step; medians", "writer", "stall ms", "slowdown", "every 10th",
-        "write MB/s", "restore s", "extra memory MB"
-    )  # fmt: skip
-    for name, f in writers.items():
-        if "failed" in f:
-            table.add_row(name, f"did not run: {f['failed'][:60]}")
-            continue
-        one, ten = f["every_1"], f["every_10"]
-        table.add_row(
-            name, f"{one['stall_s'] * 1e3:.1f}", f"{one.get('slowdown', 0):.1%}",
-            f"{ten.get('slowdown', 0):.1%}", f"{(f['write_bytes_per_s'] or 0) / 1e6:.0f}",
-            f"{f['restore_s']:.2f}", f"{f.get('extra_host_peak_bytes', 0) / 1e6:.0f}",
-        )  # fmt: skip
-    console.print(table)
-    console.print(f"a plain O_DIRECT writer on this disk: {raw / 1e6:.0f} MB/s")
-    if "in_turn" in writers.get("ebbtide", {}):
-        share, cached = (writers["ebbtide"]["in_turn"][key] for key in RATES)
-        console.print(
-            f"ebbtide's writers, in turn with it: {share:.3f} of its rate; {cached:.3f} of the "
-            "rate at which it writes the same two blocks again and again"
-        )
-
-
-def draw(writers: dict[str, dict[str, Any]], path: Path) -> None:
+def draw(figures: dict[str, Any], path: Path) -> None:
     """Stall per checkpoint, one bar per writer, on a logarithmic axis."""
-    shown = {n: f for n, f in writers.items() if "failed" not in f and n != "none"}
+    shown = {n: f for n, f in figures["writers"].items() if "failed" not in f and n != "none"}
     names, stalls = list(shown), [f["every_1"]["stall_s"] * 1e3 for f in shown.values()]
     with picture(path, figsize=(7, 0.7 + 0.5 * len(names)), dpi=150) as (_, ax):
         colours = ["#0072b2" if n == "ebbtide" else "#999999" for n in names]
@@ -129,14 +101,13 @@ def draw(writers: dict[str, dict[str, Any]], path: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = study_parser("checkpoint_stall", __doc__, required=False, drawn=True)
     parser.add_argument("--model", default="40m")
     parser.add_argument("--sequence", type=int, default=64)
     parser.add_argument("--steps", type=int, default=12, help="with a checkpoint after each")
     parser.add_argument("--writers", nargs="*", default=list(WRITERS), choices=list(WRITERS))
     parser.add_argument("--quick", action="store_true", help="a tiny model: shows that it runs")
     parser.add_argument("--folder", type=Path, help="where checkpoints go; default: TMPDIR")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     if options.quick:
         options.model, options.steps = "tiny", 3
@@ -144,7 +115,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _study(options: argparse.Namespace) -> int:
-    console = Console()
     workload = Workload(options.model, options.sequence, options.steps)
     scratch = Path(tempfile.mkdtemp(prefix="ebbtide-stall-", dir=options.folder))
     warm_up()
@@ -159,11 +129,8 @@ def _study(options: argparse.Namespace) -> int:
         "raw_write_bytes_per_s": raw,
         "writers": writers,
     }
-    show(writers, raw, console)
-    if options.json:
-        write_record(options.json, "checkpoint_stall", result)
-        if any("failed" not in f for n, f in writers.items() if n != "none"):
-            draw(writers, options.json.with_suffix(".png"))
+    ran = any("failed" not in f for n, f in writers.items() if n != "none")
+    publish("checkpoint_stall", options.json, result, draw if ran else None)
     return (
         0 if all("failed" not in f for n, f in writers.items() if n in ("none", "ebbtide")) else 1
     )

@@ -16,13 +16,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from simulator import CheckpointPlan, preset, workload_from_model
 from simulator.analysis.checkpoint_cost import CheckpointSimulation
-from studies.bench.console import study_parser, table_of
+from studies.bench.console import publish, study_parser
 from studies.bench.pictures import picture
-from studies.bench.record import write_record
 from studies.checkpoint_stall import measure as measure_writer
 from studies.checkpoints.interval_run import warm_up
 from studies.checkpoints.writers import Workload
@@ -62,9 +59,7 @@ def main() -> None:
         "simulated": simulated(("3 B",) if args.quick else tuple(SIMULATED)),
     }
     figures |= largest(figures["measured"])
-    write_record(args.json, "checkpointing", figures)
-    draw(figures, args.json.with_suffix(".png"))
-    show(figures)
+    publish("checkpointing", args.json, figures, draw)
 
 
 def largest(rows: list[dict[str, Any]]) -> dict[str, float]:
@@ -170,38 +165,6 @@ def draw(figures: dict[str, Any], path: Path) -> None:
                   ylabel="longer training (%, log)",
                   title="simulated on an A100 node; dotted: blocking writer")  # fmt: skip
         right.legend(frameon=False, fontsize=8)
-
-
-def show(figures: dict[str, Any]) -> None:
-    """Prints both tables and what the paper says."""
-    console = Console()
-    table = table_of(
-        "measured: a checkpoint after every step", "model", "writer", "stall ms",
-        "GB/s of waiting", "slowdown", "every 10th"
-    )  # fmt: skip
-    for row in figures["measured"]:
-        if "failed" in row:
-            table.add_row(row["model"], row["writer"], f"failed: {row['failed']}"[:40])
-            continue
-        table.add_row(
-            row["model"], row["writer"], f"{1e3 * row['stall_s']:.1f}",
-            f"{row['bytes_per_s'] / 1e9:.1f}", f"{row['slowdown_every_1']:.0%}",
-            f"{row['slowdown_every_10']:.0%}",
-        )  # fmt: skip
-    console.print(table)
-    table = table_of(
-        "simulated: A100 node, four ranks, offloaded state, one NVMe drive", "model", "every",
-        "stall", "persist", "slowdown", "blocking"
-    )  # fmt: skip
-    for row in figures["simulated"]:
-        table.add_row(
-            row["model"], str(row["interval"]), f"{row['stall_s']:.2f} s",
-            f"{row['persist_s']:.0f} s", f"{row['slowdown']:.1%}",
-            f"{row['blocking_slowdown']:.0%}",
-        )  # fmt: skip
-    console.print(table)
-    rates = ", ".join(f"{k} {v / 1e9:.0f} GB/s" for k, v in PAPER["aggregate_bytes_per_s"].items())  # type: ignore[attr-defined]
-    console.print(f"paper, {PAPER['of']}: {rates}")
 
 
 if __name__ == "__main__":

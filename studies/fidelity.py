@@ -21,16 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.progress import track
 
 from runtime.replan.watch import measured_rates
 from simulator import Machine, Placement, Plan, Workload, build_schedule, simulate
 from studies.bench.bits import differences
-from studies.bench.console import study_parser, table_of
+from studies.bench.console import publish, study_parser
 from studies.bench.pictures import picture
 from studies.bench.rank import become_only_rank
-from studies.bench.record import write_record
 from studies.trials.emulated_training import RATES, Bench, Setting, stock_state
 
 PLANS_PER_MACHINE = 5
@@ -49,9 +47,7 @@ def main() -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     base = Setting(hidden=256).scaled(0.08) if args.quick else Setting().scaled(0.4)
     figures = measure(base, args.plans, args.steps, args.seed)
-    write_record(args.json, "fidelity", figures)
-    draw(figures, args.json.with_suffix(".png"))
-    show(figures)
+    publish("fidelity", args.json, figures, draw)
 
 
 def measure(base: Setting, plans: int, steps: int, seed: int) -> dict[str, Any]:
@@ -189,29 +185,6 @@ def draw(figures: dict[str, Any], path: Path) -> None:
             f"median error {figures['median_abs_pct_error']:.1f}%",
         )  # fmt: skip
         axes.legend(loc="upper left", frameon=False)
-
-
-def show(figures: dict[str, Any]) -> None:
-    """Prints the table."""
-    table = table_of(
-        "random plans on emulated devices", "machine", "host", "device", "resident", "slots",
-        "prefetch", "overlap", "predicted", "executed", "error"
-    )  # fmt: skip
-    for row in figures["rows"]:
-        table.add_row(
-            str(row["machine"]), str(row["host"]), str(row["device"]), str(row["resident"]),
-            str(row["staging_slots"]), str(row["prefetch"]),
-            "yes" if row["overlap_forward"] else "no",
-            f"{row['predicted_s'] * 1e3:.0f} ms", f"{row['executed_s'] * 1e3:.0f} ms",
-            f"{row['error_pct']:+.1f}%",
-        )  # fmt: skip
-    Console().print(
-        table,
-        f"median error {figures['median_abs_pct_error']:.2f}%, 90% within "
-        f"{figures['p90_abs_pct_error']:.2f}%; from the rates as given "
-        f"{figures['median_abs_pct_error_given_rates']:.2f}%; bit-identical: "
-        f"{figures['bit_identical']}",
-    )
 
 
 if __name__ == "__main__":

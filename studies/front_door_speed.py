@@ -24,10 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TextIO
 
-from rich.console import Console
-from rich.table import Table
-
-from studies.bench.record import write_record
+from studies.bench.console import publish, study_parser
 
 WARMUP = 2
 DOORS = ("library", "tune run")
@@ -185,29 +182,11 @@ def over_pairs(pairs: list[dict[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def show(name: str, result: dict[str, Any], console: Console) -> None:
-    table = Table(title=f"{name}: milliseconds, medians")
-    for column in ("", *DOORS, "ratio", "from .. to"):
-        table.add_column(column, justify="right")
-    for figure in FIGURES:
-        values = [result[door][figure] * 1e3 for door in DOORS]
-        ratio = result["front_door_over_library"][figure]
-        low, high = result["lowest_and_highest"][figure]
-        table.add_row(
-            figure,
-            *(f"{value:.2f}" for value in values),
-            f"{ratio:.3f}",
-            f"{low:.2f} .. {high:.2f}",
-        )
-    console.print(table, f"bit-identical: {result['bit_identical']}")
-
-
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = study_parser("front_door_speed", __doc__, required=False)
     parser.add_argument("--size", default="40m", help="of studies.bench.byte_gpt")
     parser.add_argument("--rounds", type=int, default=15, help="timed, after 2 of warm-up")
     parser.add_argument("--pairs", type=int, default=4, help="of processes, one after the other")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--train", choices=DOORS, help=argparse.SUPPRESS)
     parser.add_argument("--overlap", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -218,7 +197,7 @@ def main(arguments: list[str] | None = None) -> int:
         become_only_rank()
         train(options.train, options.size, options.overlap, options.folder, sys.stdin, sys.stdout)
         return 0
-    console, figures = Console(), {}
+    figures = {}
     for name, overlap in (("step_holds_the_update", False), ("update_overlaps_forward", True)):
         pairs = []
         for pair in range(options.pairs):
@@ -226,10 +205,8 @@ def main(arguments: list[str] | None = None) -> int:
             with both(options.size, overlap, order) as doors:
                 pairs.append(measure(doors, options.rounds))
         figures[name] = over_pairs(pairs)
-        show(name, figures[name], console)
-    if options.json:
-        result = {"size": options.size, "rounds": options.rounds, "pairs": options.pairs, **figures}
-        write_record(options.json, "front_door_speed", result)
+    result = {"size": options.size, "rounds": options.rounds, "pairs": options.pairs, **figures}
+    publish("front_door_speed", options.json, result)
     return 0 if all(figure["bit_identical"] for figure in figures.values()) else 1
 
 

@@ -10,14 +10,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.console import Console
-
 import tuner
 from simulator.estimates.job import Job
 from simulator.estimates.presets import preset
 from simulator.limits import Limits
-from studies.bench.console import study_parser
-from studies.bench.record import write_record
+from studies.bench.console import publish, study_parser
 from tuner.answer.rows import compare
 from tuner.service.scenario import MODELS
 
@@ -39,9 +36,7 @@ def main() -> None:
     parser = study_parser("gains", __doc__)
     path = parser.parse_args().json
     cases = [gain(*case, steps) for case in CASES for steps in ACCUMULATIONS]
-    write_record(path, "gains", {"cases": cases, "device_kind": "simulated"})
-    for case in cases:
-        Console().print(case)
+    publish("gains", path, {"cases": cases, "device_kind": "simulated"})
 
 
 def gain(model: str, machine: str, gpus: int, sequence: int, accumulation: int) -> dict[str, Any]:

@@ -9,7 +9,6 @@ here, and against training that gets killed in `studies.checkpoint_interval`.
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -30,8 +29,8 @@ from simulator.analysis.goodput import (
     expected_goodput,
     young_interval,
 )
+from studies.bench.console import publish, study_parser
 from studies.bench.pictures import picture
-from studies.bench.record import write_record
 
 # Llama 3 405B (arXiv 2407.21783): 419 unexpected interruptions in 54 days on 16,384 GPUs.
 GPUS, GPUS_PER_NODE, INTERRUPTIONS, DAYS = 16_384, 8, 419, 54
@@ -81,8 +80,7 @@ class Cluster:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m studies.goodput", description=__doc__)
-    parser.add_argument("--json", required=True, metavar="PATH")
+    parser = study_parser("goodput", __doc__, drawn=True)
     parser.add_argument("--quick", action="store_true", help="a shorter Monte Carlo")
     args = parser.parse_args(arguments)
     figures = {
@@ -94,9 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "scales": [at_scale(gpus) for gpus in SCALES],
         "intervals": intervals(cluster(GPUS)),
     }
-    print_table(figures)
-    write_record(args.json, "goodput", figures)
-    draw(figures, Path(args.json).with_suffix(".png"))
+    publish("goodput", args.json, figures, draw)
     return 0
 
 
@@ -219,27 +215,6 @@ def simulated_goodput(
         while failure_s - now_s < restart_s:  # the restart fails too and begins anew
             now_s, failure_s = failure_s, failure_s + gap_s()
         now_s += restart_s
-
-
-def print_table(figures: dict[str, Any]) -> None:
-    """Sizes, then the rules, then the published case."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("GPUs", "MTBF, h", "interval, steps", "goodput", box=None)
-    for row in figures["scales"]:
-        hours = f"{row['mtbf_s'] / 3600:.2f}"
-        table.add_row(str(row["gpus"]), hours, str(row["interval_steps"]), f"{row['goodput']:.2%}")
-    console = Console(width=120)
-    console.print(table)
-    for name, rule in figures["intervals"]["rules"].items():
-        print(f"{name}: every {rule['interval_steps']} steps, goodput {rule['goodput']:.2%}")
-    case = figures["llama3_405b"]
-    print(
-        f"Llama 3 405B with an assumed restart of {ASSUMED['restart_s']:.0f} s: "
-        f"{case['goodput']:.2%} (Monte Carlo {case['monte_carlo']:.2%}); the published over 90% "
-        f"says that restarts took at most {case['slowest_restart_for_90_pct_s']:.0f} s"
-    )
 
 
 def draw(figures: dict[str, Any], path: Path) -> None:

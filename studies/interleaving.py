@@ -24,17 +24,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.progress import track
 
 from simulator import Machine, build_strategy
 from simulator.engines.compiled import simulate_fast
 from simulator.limits import UNKNOWN_MARGIN
 from simulator.quantity import EIGHTY_PERCENT, QUARTILE
-from studies.bench.console import study_parser, table_of
+from studies.bench.console import publish, study_parser
 from studies.bench.offload_runs import SHAPES, Run, read_runs
 from studies.bench.pictures import picture
-from studies.bench.record import write_record
 from studies.published_runs.shipped import HARNESS_S, machine_of, predict, schedule_of, workload_of
 from tuner.calibrate.calibration import knobs_of, turned
 from tuner.placements.planning import plan
@@ -71,9 +69,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two models only, for tests")
     args = parser.parse_args()
     figures = measure([7, 13] if args.quick else list(SIZES))
-    write_record(args.json, "interleaving", figures)
-    draw(figures, args.json.with_suffix(".png"))
-    show(figures)
+    publish("interleaving", args.json, figures, draw)
 
 
 def measure(models: list[int]) -> dict[str, Any]:
@@ -279,30 +275,6 @@ def _draw_models(ax: Any, rows: list[dict[str, Any]]) -> None:
             ax.plot(*zip(*shown, strict=True), "x", color="black", markersize=8)
     ax.set_xlabel("billion parameters")
     ax.set_ylim(0, 1.1 * ax.dataLim.y1)
-
-
-def show(figures: dict[str, Any]) -> None:
-    """Prints the model sizes of each testbed."""
-    console = Console()
-    for name, bed in figures["testbeds"].items():
-        table = table_of(
-            f"{name}: seconds per iteration", "model", "updates", "simulated",
-            "as ranks are bound", "published", words=["updates"]
-        )  # fmt: skip
-        for row in bed["models"]:
-            for number, key in enumerate(COLOURS):
-                model = "" if number else f"{row['params_b']} B"
-                table.add_row(model, key, f"{row[key]:.2f}", *_beside(row, key))
-        console.print(table)
-    console.print(f"paper: {figures['paper']}")
-
-
-def _beside(row: dict[str, Any], key: str) -> tuple[str, str]:
-    """What stands beside a simulated figure, where there is something to say."""
-    published = row.get(f"{key}, published")
-    slow, fast = row.get(f"{key}, as bound", (row[key], row[key]))
-    span = f"{fast:.2f} to {slow:.2f}" if slow > 1.05 * fast else ""
-    return span, "" if published is None else f"{published:.2f}"
 
 
 if __name__ == "__main__":

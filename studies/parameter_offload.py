@@ -18,7 +18,6 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from runtime.devices.emulated import EmulatedDevice
 from runtime.devices.lane import Completion, Lane
@@ -27,9 +26,8 @@ from runtime.zero.fetches import Fetch, Fetches
 from simulator import Machine, Plan, Workload, build_schedule, simulate
 from simulator.schedule import Lane as LaneName
 from studies.bench.bits import differences
-from studies.bench.console import study_parser, table_of
+from studies.bench.console import publish, study_parser
 from studies.bench.rank import become_only_rank
-from studies.bench.record import write_record
 from studies.trials.emulated_training import WARMUP, Bench, Measured, Setting
 
 HEADROOM_SHARE = 0.5  # of all parameters: device memory beside activations and buffers
@@ -44,9 +42,7 @@ def main() -> None:
     become_only_rank()
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     setting = Setting(layers=6, hidden=256).scaled(0.2) if args.quick else Setting()
-    figures = measure(setting, args.steps)
-    write_record(args.json, "parameter_offload", figures)
-    show(figures)
+    publish("parameter_offload", args.json, measure(setting, args.steps))
 
 
 def measure(setting: Setting, steps: int) -> dict[str, Any]:
@@ -170,19 +166,6 @@ def _row(name: str, found: Measured, predicted_s: float | None) -> dict[str, Any
         "name": name, "iteration_s": found.iteration_s, "predicted_s": predicted_s,
         "forward_s": found.forward_s, "backward_s": found.backward_s, "step_s": found.step_s,
     }  # fmt: skip
-
-
-def show(figures: dict[str, Any]) -> None:
-    """Prints the table."""
-    table = table_of(
-        "parameters in host memory, emulated device", "plan", "iteration", "predicted", "forward",
-        "backward", "step"
-    )  # fmt: skip
-    for row in figures["rows"]:
-        times = (row[f"{key}_s"] for key in ("iteration", "predicted", "forward", "backward",
-                                             "step"))  # fmt: skip
-        table.add_row(row["name"], *("" if s is None else f"{s * 1e3:.0f} ms" for s in times))
-    Console().print(table, f"bit-identical to stock: {figures['bit_identical']}")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
 
 import runtime
 from profiler.memory import host_bytes, host_peak_bytes, reset_host_peak
@@ -36,9 +35,8 @@ from runtime.zero.cuts import subgroups_of
 from simulator import Machine, Plan, preset
 from simulator.plan import Placement
 from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config, stock_engine, train_step
-from studies.bench.console import study_parser
+from studies.bench.console import publish, study_parser
 from studies.bench.rank import become_only_rank
-from studies.bench.record import write_record
 
 HOST: tuple[Placement, ...] = ("host",)
 MIX: tuple[Placement, ...] = ("host", "device", "resident")
@@ -98,10 +96,7 @@ def main() -> None:
         os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
         os.execv(sys.executable, [sys.executable, "-m", "studies.run_memory", *sys.argv[1:]])
     become_only_rank()
-    figures = measure(args.size, args.subgroup)
-    write_record(args.json, "run_memory", figures)
-    for name, value in figures.items():
-        Console().print(f"{name}: {value}")
+    publish("run_memory", args.json, measure(args.size, args.subgroup))
 
 
 def _arguments() -> argparse.Namespace:

@@ -18,7 +18,6 @@ started anew on the same database. ``lost_jobs`` were acknowledged and did not e
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import math
@@ -35,10 +34,8 @@ from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
-from rich.console import Console
-
+from studies.bench.console import publish, study_parser
 from studies.bench.page_moves import page_moves
-from studies.bench.record import write_record
 
 MODEL, MACHINE = "Llama 3 8B", "h100-node"
 STRATEGIES = ("zero3_offload", "zero3_offload_async", "twin_flow", "deep_optimizer_states",
@@ -253,25 +250,16 @@ def measure(clients: int, seconds: float) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of ``python -m studies.service_load``."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = study_parser("service_load", __doc__)
     parser.add_argument("--clients", type=int, default=50, help="at once (50)")
     parser.add_argument("--seconds", type=float, default=60.0, help="of load (60)")
-    parser.add_argument("--json", type=Path, required=True, help="where the figures go")
     args = parser.parse_args(argv)
     if args.clients < 1 or args.seconds <= 0:
         parser.error(
             f"--clients must be >= 1 and --seconds > 0, but got {args.clients} and {args.seconds}"
         )
     figures = measure(args.clients, args.seconds)
-    write_record(args.json, "service_load", figures)
-    Console().print(
-        f"{args.clients} clients: {figures['requests_per_s']:.0f} simulations per second, p50 "
-        f"{figures['p50_ms']:.0f} ms, p95 {figures['p95_ms']:.0f} ms, p99 {figures['p99_ms']:.0f} "
-        f"ms, {figures['errors']} errors; {figures['kills']} kills during {JOBS} jobs: "
-        f"{figures['lost_jobs']} lost, {figures['interrupted_attempts']} interrupted and run again"
-    )
+    publish("service_load", args.json, figures)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
 from simulator import Layer, Machine, Plan, Workload, build_schedule, simulate
 from simulator.analysis.many_plans import PlanSweep
@@ -25,8 +24,7 @@ from simulator.engines.kernel import ITERATION_S
 from simulator.engines.recipe_arrays import PLACEMENT_CODES
 from simulator.plan import Placement
 from simulator.update.order import order_of
-from studies.bench.console import study_parser
-from studies.bench.record import write_record
+from studies.bench.console import publish, study_parser
 from studies.optimality.command import random_pair
 
 SIZES = (10, 30, 100, 300, 1000, 3000, 10_000)
@@ -42,14 +40,7 @@ def main() -> None:
     parser = study_parser("simulator_speed", __doc__)
     parser.add_argument("--quick", action="store_true", help="small sizes only")
     args = parser.parse_args()
-    figures = measure(SIZES[:3] if args.quick else SIZES)
-    write_record(args.json, "simulator_speed", figures)
-    Console().print(
-        f"{figures['iterations_per_s']:,.0f} iterations of 100 subgroups per second of one core "
-        f"({figures['iterations_per_wall_s']:,.0f} per second of wall time); cost grows with "
-        f"exponent {figures['scaling_exponent']:.2f}; differs from the reference by at most "
-        f"{figures['max_relative_difference']:.1e}"
-    )
+    publish("simulator_speed", args.json, measure(SIZES[:3] if args.quick else SIZES))
 
 
 def measure(sizes: Sequence[int]) -> dict[str, Any]:

@@ -19,16 +19,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.progress import track
 
 from simulator import Plan
 from studies.bench.bits import differences, state_of
 from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config, stock_engine
-from studies.bench.console import study_parser, table_of
+from studies.bench.console import publish, study_parser
 from studies.bench.phase_clock import PhaseClock, medians, timed_step
 from studies.bench.rank import become_only_rank
-from studies.bench.record import write_record
 
 WARMUP = 2
 KERNEL_BYTES_PER_PARAM = 28  # p, m, v both ways, gradient in, parameter out past the caches
@@ -41,8 +39,7 @@ def main() -> None:
     become_only_rank()
     figures = measure(args.size, args.steps, args.sequence, args.subgroup)
     figures |= kernel_dram_fraction(args.kernel_elements)
-    write_record(args.json, "update_phase", figures)
-    _show(figures)
+    publish("update_phase", args.json, figures)
 
 
 def _arguments() -> argparse.Namespace:
@@ -146,23 +143,6 @@ def _timed(work: Callable[[], None]) -> float:
     begun = time.perf_counter()
     work()
     return time.perf_counter() - begun
-
-
-def _show(figures: dict[str, Any]) -> None:
-    table = table_of(
-        f"{figures['params'] / 1e6:.0f} M parameters, medians of {figures['steps']}", "phase",
-        "stock", "ebbtide", "ratio"
-    )  # fmt: skip
-    for phase in ("forward", "backward", "step", "iteration"):
-        theirs, mine = figures[f"stock_{phase}_s"], figures[f"ebbtide_{phase}_s"]
-        table.add_row(phase, f"{theirs:.3f} s", f"{mine:.3f} s", f"{theirs / mine:.2f}x")
-    Console().print(
-        table,
-        f"bit-identical: {figures['bit_identical']}; host bytes per parameter "
-        f"{figures['stock_host_bytes_per_param']:.1f} -> "
-        f"{figures['ebbtide_host_bytes_per_param']:.1f}; kernel at "
-        f"{figures['kernel_dram_fraction']:.0%} of triad",
-    )
 
 
 if __name__ == "__main__":

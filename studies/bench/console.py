@@ -1,12 +1,23 @@
-"""What studies say and ask on a terminal: their flags and their tables."""
+"""What studies ask and say on a terminal: their flags, and their figures."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+from rich.console import Console
 from rich.table import Table
+
+from studies.bench.record import write_record
+
+# By what a figure's name ends in: times what it is shown, and the unit.
+UNITS = {
+    "_bytes_per_s": (1e-9, "GB/s"), "_per_s": (1.0, "per s"), "_bytes": (1e-9, "GB"),
+    "_pct": (1.0, "%"), "_ms": (1.0, "ms"), "_s": (1.0, "s"),
+}  # fmt: skip
+MOST_ROWS = 40  # of a table; longer ones are in the record alone
 
 
 def study_parser(
@@ -47,3 +58,81 @@ def table_of(title: str, *columns: str, words: Collection[str] = ()) -> Table:
         text = number == 0 or column in words
         table.add_column(column, justify="left" if text else "right")
     return table
+
+
+def publish(
+    study: str, path: Path | None, figures: dict[str, Any],
+    draw: Callable[[dict[str, Any], Path], None] | None = None,
+) -> None:  # fmt: skip
+    """Writes the record where there is a path, and the picture beside it; shows what is in it."""
+    if path is not None:
+        write_record(path, study, figures)
+        if draw is not None:
+            draw(figures, path.with_suffix(".png"))
+    Console().print(*tables(study, figures))
+
+
+def tables(title: str, figures: Mapping[str, Any]) -> Iterator[Table]:
+    """Of a record: its figures under their names, and a table for all rows in it. Plans are left
+    out, and so are more rows than a screen has.
+    """
+    yield from _table(title, [_flat(figures)])
+    yield from _tables_in(title, figures)
+
+
+def _tables_in(title: str, value: Any) -> Iterator[Table]:
+    if isinstance(value, list) and 0 < len(value) <= MOST_ROWS and isinstance(value[0], Mapping):
+        yield from _table(title, [_flat(row) for row in value])
+    if not isinstance(value, Mapping) or _is_plan(value):
+        return
+    if _is_named(value) and any(_flat(row) for row in value.values()):
+        yield from _table(title, [{"": key, **_flat(row)} for key, row in value.items()])
+    for key, inner in value.items():
+        yield from _tables_in(f"{title}, {key.replace('_', ' ')}", inner)
+
+
+def _is_plan(value: Mapping[str, Any]) -> bool:
+    return "schema_version" in value
+
+
+def _is_named(value: Any) -> bool:
+    """Rows by name."""
+    return isinstance(value, Mapping) and all(isinstance(v, Mapping) for v in value.values())
+
+
+def _flat(row: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """With what is nested in it under dotted names; lists, rows and plans are left out."""
+    made: dict[str, Any] = {}
+    for key, value in row.items():
+        if isinstance(value, Mapping):
+            made |= {} if _is_plan(value) or _is_named(value) else _flat(value, f"{before}{key}.")
+        elif not isinstance(value, list | tuple):
+            made[before + key] = value
+    return made
+
+
+def _table(title: str, rows: list[dict[str, Any]]) -> Iterator[Table]:
+    """Of more names than rows the names stand one below the other; none where nothing is named."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    if not names:
+        return
+    columns = [[*_shown(name, [row.get(name) for row in rows])] for name in names]
+    lines = columns if len(names) > len(rows) else list(zip(*columns, strict=True))
+    table = table_of(title, *lines[0])
+    for line in lines[1:]:
+        table.add_row(*line)
+    yield table
+
+
+def _shown(name: str, values: list[Any]) -> Iterator[str]:
+    """The name with its unit, and each value in it."""
+    end = next((end for end in UNITS if name.endswith(end)), "")
+    factor, unit = UNITS.get(end, (1.0, ""))
+    yield " ".join([name.removesuffix(end).replace("_", " "), unit]).strip()
+    for value in values:
+        if isinstance(value, bool):
+            yield "yes" if value else "no"
+        elif isinstance(value, float) or (unit and isinstance(value, int)):
+            yield f"{value * factor:,.4g}"
+        else:
+            yield "" if value is None else f"{value:,}" if isinstance(value, int) else str(value)

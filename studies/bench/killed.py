@@ -15,7 +15,7 @@ from typing import Any, Self, TypeVar
 from rich.console import Console
 
 from runtime.checkpoint.files import Files
-from studies.bench.record import write_record
+from studies.bench.console import publish
 
 ATTEMPTS = 4
 
@@ -119,9 +119,8 @@ def counted(trials: Sequence[Trial]) -> dict[str, Any]:
 def concluded(
     study: str, path: Path | None, figures: dict[str, Any], scratch: Path, console: Console
 ) -> int:
-    """Writes the record; the exit code. What failed stays where it is."""
-    if path:
-        write_record(path, study, figures)
+    """Writes and shows the record; the exit code. What failed stays where it is."""
+    publish(study, path, figures)
     if figures["failures"]:
         console.print(f"what is left of the failed trials: {scratch}")
         return 1

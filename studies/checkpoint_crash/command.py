@@ -34,7 +34,7 @@ from runtime.hardware.launcher import free_port, remove_shared_buffers
 from runtime.storage.folder import POINTS as STEP_POINTS
 from runtime.storage.reader import stored_problems
 from studies.bench import killed
-from studies.bench.console import kill_parser, table_of
+from studies.bench.console import kill_parser
 from studies.bench.killed import campaign, concluded, counted, until_fired
 from studies.bench.rank import become_only_rank
 from studies.checkpoints.run import (
@@ -247,13 +247,6 @@ def figures(trials: list[Trial], wall_s: float) -> dict[str, Any]:
     }
 
 
-def show(found: dict[str, Any], console: Console) -> None:
-    names = ("kills", "fired", "lost_committed", "torn_visible", "not_bit_identical")
-    table = table_of("SIGKILL during checkpointing", *names)
-    table.add_row(*(str(found[name]) for name in names))
-    console.print(table)
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = kill_parser("checkpoint_crash", __doc__, 200)
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="starts no more then")
@@ -270,5 +263,4 @@ def main(arguments: list[str] | None = None) -> int:
     planned = trials(options.kills, options.seed, options.limit_s, scratch, trained)
     done = campaign(planned, options.kills, console)
     result = figures(done, time.monotonic() - begin)
-    show(result, console)
     return concluded("checkpoint_crash", options.json, result, scratch, console)

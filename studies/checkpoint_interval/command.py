@@ -28,8 +28,8 @@ import numpy as np
 from simulator import Machine, Plan, Workload
 from simulator.analysis.checkpoint_cost import CheckpointSimulation
 from simulator.analysis.goodput import CheckpointCost, Failures
+from studies.bench.console import publish, study_parser
 from studies.bench.forked import Child
-from studies.bench.record import write_record
 from studies.checkpoint_interval.kills import (
     campaign,
     compare,
@@ -37,7 +37,7 @@ from studies.checkpoint_interval.kills import (
     goodput_at,
     with_speed,
 )
-from studies.checkpoint_interval.pictures import draw, print_table
+from studies.checkpoint_interval.pictures import draw
 from studies.checkpoints.interval_run import (
     Training,
     profile,
@@ -261,10 +261,7 @@ def judged_rules(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m studies.checkpoint_interval", description=__doc__
-    )
-    parser.add_argument("--json", required=True, metavar="PATH")
+    parser = study_parser("checkpoint_interval", __doc__, drawn=True)
     parser.add_argument("--mtbf", type=float, default=25.0, help="seconds between failures")
     parser.add_argument("--failures", type=int, default=5, help="kills per interval")
     parser.add_argument("--folder", help="where checkpoints go; a temporary folder")
@@ -280,9 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         figures = study(args, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    print_table(figures)
-    write_record(args.json, "checkpoint_interval", figures)
-    draw(figures, Path(args.json).with_suffix(".png"))
+    publish("checkpoint_interval", args.json, figures, draw)
     return 0
 
 

@@ -10,34 +10,6 @@ import numpy as np
 from studies.bench.pictures import picture
 
 
-def print_table(figures: dict[str, Any]) -> None:
-    """Costs, rules, then interval by interval."""
-    from rich.console import Console
-    from rich.table import Table
-
-    seen, predicted = figures["measured_cost"], figures["predicted"]
-    for name in ("stall_s", "interference_s", "persist_s"):
-        print(f"{name}: predicted {predicted['cost'][name] * 1e3:.1f} ms, "
-              f"measured {seen[name] * 1e3:.1f} ms")  # fmt: skip
-    for name, rule in predicted["rules"].items():
-        print(f"{name}: every {rule['interval_steps']} steps, goodput {rule['goodput']:.1%}")
-    table = Table(
-        "every", "kills", "measured", "predicted, same kills", "in the long run", box=None
-    )
-    for row in figures["measured"]:
-        values = (row["goodput"], row["predicted_goodput_same_failures"], row["predicted_goodput"])
-        table.add_row(str(row["interval_steps"]), str(row["kills"]), *(f"{v:.1%}" for v in values))
-    Console(width=100).print(table)
-    judged = figures["rules"]
-    for name, rule in judged["measured"].items():
-        print(f"{name}: every {rule['interval_steps']} steps, measured {rule['goodput']:.1%}")
-    print(
-        f"pairs of rules ranked as measured: {judged['pairs_ranked_as_predicted']} of "
-        f"{judged['pairs']}; at most {judged['most_points_apart']:.1f} points apart"
-    )
-    print(f"apart: median {figures['median_abs_error_points']:.1f} points of goodput")
-
-
 def draw(figures: dict[str, Any], path: Path) -> None:
     """Predicted with the rules, measured beside it."""
     with picture(path, 1, 2, figsize=(11, 4.2), sharex=True, sharey=True) as (_, (left, right)):

@@ -174,8 +174,4 @@ def main(arguments: list[str] | None = None) -> int:
     )
     done = campaign(tried, len(planned), console)
     result = figures(done, time.monotonic() - begin)
-    names = ("kills", "fired", "resumed", "lost", "older_than_stock", "not_bit_identical")
-    console.print("  ".join(f"{name} {result[name]}" for name in names))
-    if result["failures"]:
-        console.print_json(json.dumps(result["failures"]))
     return concluded("front_door_kills", options.json, result, scratch, console)

@@ -19,17 +19,14 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
-from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from profiler.memory import host_bytes
 from studies.bench.byte_gpt import SIZES, Batch, Batches, ByteGPT, ds_config, stock_engine
-from studies.bench.console import study_parser
+from studies.bench.console import publish, study_parser
 from studies.bench.phase_clock import PHASES
 from studies.bench.pictures import picture
 from studies.bench.rank import become_only_rank
-from studies.bench.record import write_record
 from studies.memory_wall.link_counters import LinkCounters, LinkSample
 
 T = TypeVar("T")
@@ -127,9 +124,7 @@ def main(arguments: list[str] | None = None) -> None:
     become_only_rank()
     size = "tiny" if args.quick else args.size
     figures = measure(size, args.steps, args.sequence, args.batch, args.subgroup)
-    write_record(args.json, "memory_wall", figures)
-    draw(figures, args.json.with_suffix(".png"))
-    _show(figures)
+    publish("memory_wall", args.json, figures, draw)
 
 
 def _arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -345,37 +340,3 @@ def _draw_traffic(ax: Any, links: list[dict[str, Any]], begun_s: float) -> None:
         ax.plot(times, [s[key] / 1e9 for s in links], color=colour, label=name, marker=".")
     ax.set_ylabel("PCIe traffic (GB/s)")
     ax.legend(frameon=False, fontsize=8)
-
-
-def _show(figures: dict[str, Any]) -> None:
-    console = Console()
-    table = Table(title=f"stock ZeRO-3 offload; memory: {figures['memory_source']}")
-    table.add_column("phase")
-    columns = {
-        "seconds": ("time ms", 1e-3), "cpu_cores_busy": ("cores busy", 1),
-        "host_peak_bytes": ("host MiB", 2**20), "device_peak_bytes": ("device MiB", 2**20),
-        "gpu_utilisation": ("GPU busy", 1), "to_device_bytes_per_s": ("H2D GB/s", 1e9),
-        "from_device_bytes_per_s": ("D2H GB/s", 1e9),
-    }  # fmt: skip
-    for title, _ in columns.values():
-        table.add_column(title, justify="right")
-    for phase, row in figures["phases"].items():
-        table.add_row(phase, *(_cell(row[k], unit) for k, (_, unit) in columns.items()))
-    console.print(table)
-    for claim in figures["claims"]:
-        console.print(
-            f"paper (abstract): {claim['paper']}\n  here, {claim['measure']}: {_as_text(claim)}"
-        )
-
-
-def _cell(value: float | None, unit: float) -> str:
-    return "no GPU" if value is None else f"{value / unit:.1f}"
-
-
-def _as_text(claim: dict[str, Any]) -> str:
-    result = claim["measured"]
-    if not isinstance(result, dict):
-        return "needs a GPU" if result is None else f"{result:.0%}"
-    if None in result.values():
-        return "needs a GPU"
-    return ", ".join(f"{phase} {share:.0%}" for phase, share in result.items())

@@ -234,6 +234,5 @@ def main(arguments: list[str] | None = None) -> int:
     console, scratch = Console(), Path(tempfile.mkdtemp(prefix="ebbtide-kills-", dir=Path.cwd()))
     planned = trials(options.kills, options.seed, scratch)
     found = figures(campaign(planned, options.kills, console))
-    console.print(found)
     failed = concluded("storage_kills", options.json, found, scratch, console)
     return failed or int(found["steps_lost_max"] > 1)

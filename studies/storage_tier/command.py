@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 import runtime
 from profiler.memory import host_peak_bytes, reset_host_peak
@@ -38,9 +37,8 @@ from simulator.quantity import Quantity
 from simulator.storage import StorageRates
 from studies.bench.bits import digest, state_of
 from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config, stock_engine, train_step
-from studies.bench.console import study_parser, table_of
+from studies.bench.console import publish, study_parser
 from studies.bench.rank import become_only_rank
-from studies.bench.record import write_record
 from studies.storage_tier import durability
 
 # What is said of all state stored.
@@ -83,8 +81,7 @@ def main() -> None:
         sys.stdout.flush()
         os._exit(0)  # threads of DeepSpeed's op for drives now and then abort an orderly end
     figures = measure(args.size, args.steps, args.folder or args.json.parent)
-    write_record(args.json, "storage_tier", figures)
-    show(figures)
+    publish("storage_tier", args.json, figures)
 
 
 def measure(size: str, steps: int, folder: Path) -> dict[str, Any]:
@@ -432,23 +429,3 @@ def _of_updates(engine: Any) -> dict[str, float]:
 def _digest(engine: Any) -> str:
     """Of parameters, masters and moments."""
     return digest(tensor for _, tensor in sorted(state_of(engine).items()))
-
-
-def show(figures: dict[str, Any]) -> None:
-    """Prints the table."""
-    table = table_of(
-        "state on storage, on the CPU", "", "iteration", "read a step", "written a step",
-        "host memory",
-    )  # fmt: skip
-    for row in figures["rows"]:
-        keys = ("read_bytes", "write_bytes", "host_peak_bytes")
-        moved = (f"{row[key] / 1e9:.2f} GB" for key in keys)
-        table.add_row(row["name"], f"{row['iteration_s']:.2f} s", *moved)
-    Console().print(
-        table,
-        f"within the memory of stock's pipelines {figures['speedup_over_stock_default']:.2f}x "
-        f"stock, {figures['speedup_over_stock_pipelined']:.2f}x stock pipelined; all stored "
-        f"{figures['all_stored_speedup_over_stock_default']:.2f}x, "
-        f"{figures['all_stored_speedup_over_stock_pipelined']:.2f}x; update / floor "
-        f"{figures['update_over_floor']:.2f}; bit-identical: {figures['bit_identical']}",
-    )

@@ -98,7 +98,7 @@ class FakeNvml(SimpleNamespace):
 def test_counters_are_turned_into_bytes_and_directions(monkeypatch):
     nvml = FakeNvml()
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    monkeypatch.setattr(link_counters, "_handle", lambda nvml, index: "gpu 0")
+    monkeypatch.setattr(link_counters, "handle_of", lambda nvml, index: "gpu 0")
     counters = LinkCounters(0)
     sample = counters.read()
     assert (sample.to_device_bytes_per_s, sample.from_device_bytes_per_s) == (3e9, 1e9)

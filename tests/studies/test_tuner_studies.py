@@ -75,3 +75,24 @@ def test_interleaving(tmp_path, run, monkeypatch):
         strides = [row["iteration_s"] for row in bed["strides"]]
         assert strides == sorted(strides), "the published best stride is 2"
     assert (tmp_path / "i.png").stat().st_size > 10_000
+
+
+def test_a_record_is_shown_with_units_rows_by_name_and_without_plans():
+    from rich.console import Console
+
+    from studies.bench.console import tables
+
+    figures = {
+        "stall_s": 0.25, "taken_bytes": 2 * 10**9, "same": True, "told": {"share": 0.5},
+        "writers": {"torch": {"failed": "no"}, "ours": {"cost_pct": 3.0}},
+        "rows": [{"a": 1, "b": 2}, {"a": 3, "c": None}], "many": [{"a": 7777}] * 41,
+        "plan": {"schema_version": 2, "prefetch": 4321}, "none": {}, "numbers": [1, 2],
+    }  # fmt: skip
+    console = Console(width=100)
+    with console.capture() as shown:
+        console.print(*tables("study", figures))
+    lines = [" ".join(line.replace("\u2502", " ").replace("\u2503", " ").split())
+             for line in shown.get().splitlines()]  # fmt: skip
+    assert {"stall s 0.25", "taken GB 2", "same yes", "told.share 0.5", "torch ours"} <= {*lines}
+    assert {"failed no", "cost % 3", "a 1 3", "b 2", "c"} <= {*lines}
+    assert not any("7777" in line or "4,321" in line for line in lines)
