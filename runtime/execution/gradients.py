@@ -30,7 +30,7 @@ class ParameterSlice:
         kept: the fp32 gradient as DeepSpeed would hold it, once somebody read or wrote it or the
             parameter went unused; it then takes the place of the home's elements.
         summed: DeepSpeed has a sum to go on from; below ZeRO-3 there is none before the first.
-        apart: that sum, where a gradient that does not belong to it has taken the home.
+        apart: that sum, where what is at home does not belong to it.
         copied: the gradient of the window before lies in the subgroup's spare.
         held: the sum is in the subgroup's own device memory for it; at home too, but where
         unsent: it has grown since it was sent there.
@@ -91,7 +91,9 @@ class GradientHomes:
         self.by_subgroup: list[list[ParameterSlice]] = [[] for _ in self.states]
         for piece in self.slices.values():
             self.by_subgroup[piece.subgroup].append(piece)
-        self._missing = self._real()  # by subgroup, parameters without a gradient of the boundary
+        self._missing = (
+            self._awaited()
+        )  # by subgroup, parameters without a gradient of the boundary
         unified = self.device.unified
         on_host = [RECIPES[s.placement].gradient == "host" for s in self.states]
         self._crosses = [there and not unified for there in on_host]
@@ -122,7 +124,7 @@ class GradientHomes:
         self._open = True
         piece.empty = False
         on_device = self.states[piece.subgroup].sum is not None
-        if not (boundary or piece.begun or on_device):
+        if not (boundary or on_device):
             self._keep_previous(piece)
         if alone and piece.summed and piece.apart is None and not piece.held:
             for arrival in self.arrived(piece.subgroup):  # one of a step that was skipped
@@ -146,8 +148,8 @@ class GradientHomes:
             piece.begun = True
         return total
 
-    def _real(self) -> list[int]:
-        return [sum(piece.real for piece in pieces) for pieces in self.by_subgroup]
+    def _awaited(self) -> list[int]:
+        return [sum(p.real and not p.touched for p in pieces) for pieces in self.by_subgroup]
 
     def _store(
         self,
@@ -238,7 +240,7 @@ class GradientHomes:
                 spare = self._spare(subgroup)
                 self._spares[subgroup], state.gradient = state.gradient, spare
                 self._turned.add(subgroup)
-        elif piece.used and piece.kept is None and not piece.touched:
+        elif piece.used and piece.kept is None and not (piece.touched or piece.copied):
             spare = self._spare(subgroup).narrow(0, piece.offset, piece.elements)
             if self.device.unified:
                 spare.copy_(self._home(piece))
@@ -259,6 +261,12 @@ class GradientHomes:
         """Home and spare changed places, and nothing of this parameter has arrived since."""
         return piece.subgroup in self._turned and not piece.begun and not piece.touched
 
+    def _previous(self, piece: ParameterSlice) -> torch.Tensor | None:
+        """What the window before left of it, where that is in the spare; None: it is at home."""
+        if piece.touched or not (piece.subgroup in self._turned or piece.copied):
+            return None
+        return self._spares[piece.subgroup].narrow(0, piece.offset, piece.elements)
+
     def spare_bytes(self) -> int:
         """Host memory of the spares."""
         return sum(spare.nbytes for spare in self._spares.values())
@@ -271,17 +279,26 @@ class GradientHomes:
                 piece.kept = piece.kept.to(device)
             if piece.apart is not None:
                 piece.apart = piece.apart.to(device)
-        return GradientHomes(self.device, states, self.slices, ops, self.last_scale, self.complete)
+        homes = GradientHomes(self.device, states, self.slices, ops, self.last_scale, self.complete)
+        homes._open = self._open
+        return homes
 
     def close(self) -> None:
-        """Gives the spares and the device's sums back, between two windows, once what is on its way
-        has arrived.
+        """Gives the spares and the device's sums back, once what is on its way has arrived. What the
+        window before left is at home then, and apart what was added up since, also in mid-window.
         """
         self.ops.wait()
         for piece in self.slices.values():
+            home = self._home(piece)
             if piece.unsent:  # the next window may go on from it
-                piece.apart = self._held(piece).to(self._home(piece).device, copy=True)
-            piece.held = piece.unsent = False
+                piece.apart = self._held(piece).to(home.device, copy=True)
+            elif piece.begun and not piece.touched and piece.apart is None:
+                piece.apart = home.clone()
+            previous = self._previous(piece)
+            if previous is not None:
+                home.copy_(previous)
+            piece.held = piece.unsent = piece.copied = False
+        self._turned.clear()
         for state in self.states:
             state.sum = None
         for spare in self._spares.values():
@@ -307,6 +324,9 @@ class GradientHomes:
             piece.unsent = False
         for arrival in self.arrived(piece.subgroup):
             arrival.wait_host()
+        if piece.apart is not None:  # another plan has been since
+            self._home(piece).copy_(piece.apart)
+            piece.apart = None
         piece.touched = piece.used = True
         piece.kept, piece.empty = None, False
         return self._home(piece)
@@ -326,7 +346,7 @@ class GradientHomes:
                 self._home(piece).copy_(spare.narrow(0, piece.offset, piece.elements))
         for piece in self.slices.values():
             piece.touched = piece.begun = piece.copied = False
-        self._missing = self._real()
+        self._missing = self._awaited()
         self._turned.clear()
         self._open = False
 
@@ -355,11 +375,8 @@ class GradientHomes:
         dtype = self.states[piece.subgroup].p.dtype
         for arrival in self.arrived(piece.subgroup):
             arrival.wait_host()
-        home = self._home(piece)
-        if not piece.touched and (piece.subgroup in self._turned or piece.copied):
-            spare = self._spares[piece.subgroup].narrow(0, piece.offset, piece.elements)
-            return spare.to(home.device, dtype, copy=True)
-        return home.to(dtype, copy=True)
+        home, previous = self._home(piece), self._previous(piece)
+        return (home if previous is None else previous).to(home.device, dtype, copy=True)
 
     def keep(self, piece: ParameterSlice) -> torch.Tensor:
         """The fp32 gradient as DeepSpeed shows it; writes to it count at the next update.

@@ -376,8 +376,9 @@ class Session:
     def switch(self, plan: Plan) -> None:
         """Moves every subgroup to where ``plan`` wants it; no bit of training changes.
 
-        To be called by the training thread between `step()` and the next backward. Waits for
-        running updates and for a running checkpoint, whose bytes are still in the old buffers.
+        To be called by the training thread outside of forward and backward: between two steps, or
+        in the midst of a step's micro-batches. Waits for running updates and for a running
+        checkpoint, whose bytes are still in the old buffers.
 
         Raises:
             PlanError: the plan is for other subgroups.

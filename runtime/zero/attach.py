@@ -266,7 +266,7 @@ def session_of(engine: Any) -> Session:
 
 
 def switch_plan(engine: Any, plan: Plan) -> None:
-    """Changes the plan of an attached engine between two steps: `Session.switch`."""
+    """Changes the plan of an attached engine: `Session.switch`."""
     session_of(engine).switch(plan)
 
 

@@ -127,31 +127,42 @@ def test_gradients_are_read_and_written_between_micro_batches(stage):
 
 
 ROUTES = "012 01 02 1 012 0 1 12 2 01 0 2"
+WAYS = [["host"], ["device", "host"], ["resident"], ["host", "stored", "device"]]
 
 
 @pytest.mark.parametrize("stage", [3, 2])
-def test_plans_change_between_windows(stage):
-    """Also where a sum has not gone home, and a window goes on from it that begins elsewhere."""
+@pytest.mark.parametrize("accumulation", [2, 3])
+def test_plans_change_at_any_micro_batch(stage, accumulation):
+    """Also where a sum has not gone home, where home and spare have changed places, and where a
+    window goes on from a sum that begins elsewhere.
+    """
 
     def new():
-        return start(model=Experts(ROUTES), accumulation=2, subgroup_size=9000, stage=stage)
+        return start(
+            model=Experts(ROUTES), accumulation=accumulation, subgroup_size=9000, stage=stage,
+            clipping=4.0,
+        )  # fmt: skip
 
     engine = attached(new(), MIX, DEVICE, subgroup=5_000, device_sums=99)
-    session = engine.optimizer._ebbtide
-    numbers, apart = iter([0, 99, 3, 99, 0, 2]), []
+    session, apart = engine.optimizer._ebbtide, []
 
-    def switch():
-        if engine.micro_steps % 2 == 0:
-            session.switch(session.plan.model_copy(update={"device_sums": next(numbers)}))
-            apart.extend(
-                piece for piece in session.homes.slices.values() if piece.apart is not None
-            )
+    def switch(number):
+        if number in (5, 6):  # states go away for a micro-batch
+            (engine.offload_states if number == 5 else engine.reload_states)()
+            return
+        fields = {"device_sums": [0, 99, 3][number % 3]}
+        if stage == 3:
+            homes = [["device"], ["host", "device"]][number % 2]
+            fields |= {"speculate": [99, 0, 2][number // 2 % 3], "homes": homes}
+        session.switch(plan_for(engine, WAYS[number % len(WAYS)], 5_000, **fields))
+        pieces = session.homes.slices.values()
+        apart.extend(piece for piece in pieces if piece.begun and piece.apart is not None)
 
     step = engine.step
-    engine.step = lambda: (step(), switch())
+    engine.step = lambda: (step(), switch(engine.micro_steps))
     actions = "bs" * len(ROUTES.split())
     assert_same(follow(engine, actions), follow(new(), actions))
-    assert apart, "some expert's sum stayed behind"
+    assert apart, "some sum was under way"
 
 
 def windows(engine, lengths, behind=lambda number: None):
@@ -198,8 +209,10 @@ def held_bytes(engine):
 
 @pytest.mark.parametrize("stage", [3, 2])
 def test_states_that_go_away_take_the_sums_along(stage):
+    """In the midst of a step's micro-batches."""
+
     def new():
-        return start(stage=stage, accumulation=2)
+        return start(stage=stage, accumulation=3)
 
     engine = attached(new(), MIX, DEVICE, device_sums=99)
     whole = held_bytes(engine)
@@ -214,7 +227,7 @@ def test_states_that_go_away_take_the_sums_along(stage):
 
     step = engine.step
     engine.step = lambda: (step(), change(engine, engine.micro_steps))
-    assert_same(micro_steps(engine, lambda *_: None, 8), micro_steps(new(), lambda *_: None, 8))
+    assert_same(micro_steps(engine, lambda *_: None, 9), micro_steps(new(), lambda *_: None, 9))
 
 
 @pytest.mark.parametrize("stage", [3, 2])
