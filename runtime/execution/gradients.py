@@ -284,8 +284,8 @@ class GradientHomes:
         return homes
 
     def close(self) -> None:
-        """Gives the spares and the device's sums back, once what is on its way has arrived. What the
-        window before left is at home then, and apart what was added up since, also in mid-window.
+        """Gives the spares and the device's sums back, once what is on its way has arrived. At home
+        is then what the window before left, and apart what was added up since, if it is begun.
         """
         self.ops.wait()
         for piece in self.slices.values():
