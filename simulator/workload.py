@@ -209,6 +209,11 @@ class Workload(BaseModel):
             )
 
     @property
+    def activation_bytes(self) -> int:
+        """Of all layers together: device memory at the end of a micro-batch's forward."""
+        return sum(layer.activation_bytes for layer in self.layers)
+
+    @property
     def params(self) -> int:
         """Trainable elements of this rank's partition."""
         return sum(self.subgroups)

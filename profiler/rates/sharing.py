@@ -56,8 +56,8 @@ def with_writer_cost(machine: Machine) -> Machine:
     thread, find = machine.writer_s_per_byte, machine.contention.get
     passes, adam = map(find, _BESIDE_PASSES), map(find, _BESIDE_ADAM)
     for name, cost_for, (work, writing) in (
-        ("forward and backward have", _cost_of_cores, passes),
-        ("it and host Adam have", _cost_for, adam),
+        ("forward and backward have {passes:.0%}", _cost_of_cores, passes),
+        ("it and host Adam have {both:.0%}", _cost_for, adam),
     ):
         if thread is None or work is None or writing is None:
             continue
@@ -68,10 +68,12 @@ def with_writer_cost(machine: Machine) -> Machine:
             for q in ("q1", "median", "q3")
         ]
         low, middle, high = sorted(cost_for(machine, thread.median, *share) for share in shares)
-        told = f"{thread.detail}; raised until {name} {shares[1][0]:.0%} of their speed"
+        told = name.format(passes=shares[1][0], both=sum(shares[1]) / 2)
         cost = Quantity(
             median=middle, q1=low, q3=high, n=work.n, source="measured",
-            detail=thread.detail if middle == thread.median else told,
+            detail=thread.detail
+            if middle == thread.median
+            else f"{thread.detail}; raised until {told} of their speed",
         )  # fmt: skip
         return machine.model_copy(update={"writer_s_per_byte": cost})
     return machine

@@ -122,7 +122,7 @@ def _summing(plan: Plan, workload: Workload, limits: Limits) -> Plan:
     pairs = zip(workload.subgroups, plan.placements, strict=True)
     sizes = [size for size, placement in pairs if can_be_summed(placement)]
     taken = footprint(workload, plan)["device"]
-    taken += sum(layer.activation_bytes for layer in workload.layers)
+    taken += workload.activation_bytes
     count = held.most_sums(sizes, limits.device_bytes - taken)
     return plan.model_copy(update={"device_sums": count})
 

@@ -182,7 +182,7 @@ class _Problem:
         self.model = Model(workload, machine, some, pieces, where, guesses=guesses, sums=held.sums)
         w = self.model.workload
         gone = moved_out(w, fetched_elements(w, where)) * w.wire_bytes if where else 0
-        taken = max(0, w.device_base_bytes - gone) + sum(n.activation_bytes for n in w.layers)
+        taken = max(0, w.device_base_bytes - gone) + w.activation_bytes
         there = device_bytes or machine.device_memory_bytes
         self.room: dict[Memory, float] = {"device": there - taken}
         if host_bytes is not None:

@@ -145,6 +145,7 @@ def _of_the_disk(
     """
     disk, moved = _pooled(beside), STATE_BYTES * ours["params"]
     parts = _floor_s(disk, moved) | {"updates_s": ours["updates_s"]}
+    floor_s = max(parts.values())
     floors_s = [max(*_floor_s(one, moved).values(), ours["updates_s"]) for one in beside]
     runs = list(zip(floors_s, ours["updates_of_runs_s"], ours["iterations_s"], strict=True))
     return {
@@ -153,10 +154,10 @@ def _of_the_disk(
         "duplex_factor": disk.duplex_factor.median,
         "disk_floors_s": floors_s,
         "direct": "O_DIRECT" in (disk.read_bytes_per_s.detail or ""),
-        "floor_s": max(parts.values()),
+        "floor_s": floor_s,
         "floor_of": max(parts, key=lambda name: parts[name]),
         "update_over_floor": statistics.median(update / floor for floor, update, _ in runs),
-        "update_over_median_floor": ours["update_s"] / max(parts.values()),
+        "update_over_median_floor": ours["update_s"] / floor_s,
         "update_over_mixed_floor": ours["update_s"] / _mixed_floor_s(disk, moved),
         "passes_s": passes_s,
         "iteration_over_floor": statistics.median(

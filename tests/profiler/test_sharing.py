@@ -56,6 +56,7 @@ def test_noise_that_makes_one_of_them_faster_hides_nothing_of_the_other():
     )
     found = with_writer_cost(noisy)
     assert simulated_share("host_adam", "storage_write", found) == pytest.approx(0.9, 1e-6)
+    assert "it and host Adam have 90%" in found.writer_s_per_byte.detail
 
 
 def test_a_writers_cost_is_never_less_than_its_thread_takes():

@@ -253,9 +253,4 @@ def _leanest(work: Workload, start: Plan, limits: Limits) -> Plan:
 def _peaks(work: Workload, plan: Plan) -> tuple[int, int]:
     """Device and host bytes: all activations are there at the end of forward."""
     held = footprint(work, plan)
-    return held["device"] + activation_bytes(work), held["host"]
-
-
-def activation_bytes(work: Workload) -> int:
-    """Of a micro-batch, all layers together."""
-    return sum(layer.activation_bytes for layer in work.layers)
+    return held["device"] + work.activation_bytes, held["host"]

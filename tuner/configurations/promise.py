@@ -15,7 +15,7 @@ from simulator.update.footprint import Holding, moved_out
 from simulator.update.optimizer import FP32_BYTES
 from simulator.update.recipes import Bytes, ways
 from simulator.update.tiers import TIERS
-from tuner.configurations.outcome import Question, activation_bytes
+from tuner.configurations.outcome import Question
 from tuner.configurations.space import Configuration
 from tuner.placements.moves import STORED
 
@@ -85,7 +85,7 @@ def _bytes(
 ) -> tuple[int, int]:
     """Of the device's peak, and of what is missing in both memories."""
     state = work.params * work.optimizer_state.state_bytes
-    kept = 0 if options.get("activations") == "cpu" else activation_bytes(work)
+    kept = 0 if options.get("activations") == "cpu" else work.activation_bytes
     device, host = work.device_base_bytes + kept, 0
     away = moved_out(work, [layer.params for layer in work.layers]) * work.wire_bytes
     if name == "ebbtide":  # state, gradients and perhaps parameters are here or there, whole

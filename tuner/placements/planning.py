@@ -25,10 +25,10 @@ from tuner.placements.homes import begun, brought
 from tuner.placements.memory import ImpossibleError
 from tuner.placements.moves import STORED
 from tuner.placements.search import Candidate, Search, seconds_of
-from tuner.placements.speculation import about_guesses, may_guess, with_guesses
+from tuner.placements.speculation import about_guesses, fewest, may_guess, with_guesses
 from tuner.placements.storage import about_storage, with_storage
 from tuner.placements.subgroup_size import best_cut, recuts
-from tuner.placements.sums import about_sums, with_fewest_sums
+from tuner.placements.sums import about_sums
 
 FINALISTS = 8
 REORDERINGS = 400  # of each of the best guesses
@@ -111,7 +111,8 @@ def _best_of(
     if may_guess(search):
         progress(0.8, "updates before the norm")
         search, chosen = with_guesses(search, chosen, lambda other: _improve(other, _silently))
-    chosen = with_fewest_sums(search, chosen)
+    # Every candidate has as many sums as fit; what they do not bring is left to others.
+    chosen = fewest(search, chosen, "device_sums")
     progress(0.9, "what the others would take")
     made = _as_plan(search, chosen, folders)
     why = about_guesses(search, made, plain_s) + about_sums(search, chosen)

@@ -108,9 +108,8 @@ def _limits(
 ) -> Limits:  # fmt: skip
     """Of storage what ``current`` takes: its files have that room."""
     held = footprint(workload, current)
-    activations = sum(layer.activation_bytes for layer in workload.layers)
     return Limits(
-        held["device"] + activations if device_bytes is None else device_bytes,
+        held["device"] + workload.activation_bytes if device_bytes is None else device_bytes,
         max(machine.host_memory_bytes // workload.ranks_per_node, held["host"])
         if host_bytes is None else host_bytes,
         storage_bytes=held["storage"] or None,

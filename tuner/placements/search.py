@@ -389,7 +389,7 @@ class Search:
 
     @cached_property
     def _activation_bytes(self) -> int:
-        return sum(layer.activation_bytes for layer in self.workload.layers)
+        return self.workload.activation_bytes
 
     def _gone_bytes(self, homes: tuple[ParameterHome, ...]) -> int:
         """Of parameters that live elsewhere."""

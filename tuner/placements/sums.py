@@ -5,12 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tuner.placements.search import Candidate, Search
-from tuner.placements.speculation import fewest
-
-
-def with_fewest_sums(search: Search, chosen: Candidate) -> Candidate:
-    """Every candidate has as many as fit; what they do not bring is left to others."""
-    return fewest(search, chosen, "device_sums")
 
 
 def about_sums(search: Search, chosen: Candidate) -> list[str]:
