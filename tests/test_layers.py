@@ -39,6 +39,7 @@ NOT_AT_LOAD = {
 }
 
 
+@cache
 def modules() -> dict[str, Path]:
     found = {}
     for package in PACKAGES:
@@ -47,6 +48,11 @@ def modules() -> dict[str, Path]:
             name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
             found[name] = path
     return found
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def _is_type_checking(node: ast.AST) -> bool:
@@ -83,14 +89,14 @@ def names(node: ast.Import | ast.ImportFrom, module: str, is_package: bool) -> l
 def imports(module: str, lazily: bool) -> frozenset[str]:
     path = modules()[module]
     found = set()
-    for node in statements(ast.parse(path.read_text()), lazily):
+    for node in statements(parsed(path), lazily):
         found.update(names(node, module, path.name == "__init__.py"))
     return frozenset(found)
 
 
 def _all_imports(module: str) -> set[str]:
     path = modules()[module]
-    nodes = list(ast.walk(ast.parse(path.read_text())))
+    nodes = list(ast.walk(parsed(path)))
     found = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
     is_package = path.name == "__init__.py"
     return {name for node in found for name in names(node, module, is_package)} | {
@@ -132,6 +138,7 @@ def test_light_packages_load_nothing_heavy(module):
     assert not heavy, f"{module} must import {heavy} inside the functions that need it"
 
 
+@cache
 def graph_of_imports() -> dict[str, set[str]]:
     """Module to the modules of ours that it imports, at load, in functions or for types alone."""
     known = modules()
@@ -208,7 +215,7 @@ def test_functions_can_be_read_at_once():
     long = {
         f"{module}.{node.name}"
         for module, path in modules().items()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and node.end_lineno is not None
         and node.end_lineno - node.lineno >= MOST_LINES
