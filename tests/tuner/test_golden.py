@@ -68,8 +68,9 @@ def test_a_recorded_plan_takes_what_was_recorded(number):
     limits = Limits.of(workload, machine)
     fits = limits.hold(found.device_peak_bytes, found.host_peak_bytes)
     assert fits == (number not in CROWDED)
-    floor_s = bound(workload, machine, limits.device_bytes).iteration_s
-    assert not fits or floor_s <= found.iteration_s * (1 + 1e-6)
+    if fits:  # the bound is of plans that do
+        floor_s = bound(workload, machine, limits.device_bytes).iteration_s
+        assert floor_s <= found.iteration_s * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("number", PLANNED_AGAIN)
