@@ -46,7 +46,7 @@ class Rows:
         for some, factor in terms:
             column = np.atleast_1d(some)
             columns.append(column)
-            values.append(np.broadcast_to(np.asarray(factor, dtype=np.float64), column.shape))
+            values.append(np.full(column.shape, factor, dtype=np.float64))
         self._terms.append((np.concatenate(columns), np.concatenate(values)))
         self.names.append(name)
         self.most.append(limit)
