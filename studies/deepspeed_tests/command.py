@@ -22,10 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from studies.bench.record import write_record
+from studies.bench.console import publish, study_parser
 from studies.deepspeed_tests.plugin import Orders, lines
 
 FOLDERS = ("unit/checkpoint", "unit/runtime/zero")
@@ -36,16 +33,13 @@ OURS = Path(__file__).resolve().parents[2]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m studies.deepspeed_tests", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = study_parser("deepspeed_tests", __doc__, required=False)
     parser.add_argument("--deepspeed-source", type=Path, required=True)
     parser.add_argument("--pytest", type=Path, help="folder with a pytest that its tests know")
     parser.add_argument("--folder", type=Path, required=True, help="what has run, kept")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
     parser.add_argument("--for-s", type=float, default=1e9, help="begin no test after so long")
     parser.add_argument("-k", default="", help="as pytest's")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("files", nargs="*", default=FOLDERS, help="under tests/ of the source")
     options = parser.parse_args(arguments)
     options.folder.mkdir(parents=True, exist_ok=True)
@@ -57,9 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     figures = summary(
         lines(options.folder / "results.jsonl"), lines(options.folder / "notes.jsonl")
     )
-    show(figures)
-    if options.json:
-        write_record(options.json, "deepspeed_tests", figures)
+    publish("deepspeed_tests", options.json, figures)
     return int(any(row["failed"] for row in figures["files"] if row["arm"] in UNDER_A_PLAN))
 
 
@@ -184,16 +176,3 @@ def failures(passed: list[str], ended: dict[Any, Any]) -> list[dict[str, str]]:
         if arm in UNDER_A_PLAN and case in passed and result["outcome"] == "failed":
             found.append({"arm": arm, "case": case, "why": result["why"][-300:]})
     return found
-
-
-def show(figures: dict[str, Any]) -> None:
-    table = Table("arm", "file", "stock passes", "passed", "attached", "stepped", "failed",
-                  "not run", "without a plan")  # fmt: skip
-    for line in figures["files"]:
-        keys = ("stock_passes", "passed", "attached", "stepped", "failed", "not_run")
-        reasons = "; ".join(f"{n} {why}" for why, n in line["without_a_plan"].items())
-        table.add_row(line["arm"], line["file"], *(str(line[key]) for key in keys), reasons)
-    Console().print(table)
-    for failure in figures["failures"]:
-        Console().print(f"{failure['arm']} {failure['case']}: {failure['why']}", markup=False)
-    Console().print(figures["total"])

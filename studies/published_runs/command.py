@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from simulator import Machine
+from studies.bench.console import study_parser
 from studies.bench.offload_runs import Run, RunError, read_runs, testbeds
 from studies.bench.record import write_record
 from studies.published_runs import judging
@@ -53,17 +54,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print_tables(figures)
     write_record(args.json, "published_runs", figures)
     machines = {name: c.machine for name, c in corrected.items()} or presets
-    draw(judging.predictions(machines, asked, seen), Path(args.json).with_suffix(".png"))
+    draw(judging.predictions(machines, asked, seen), args.json.with_suffix(".png"))
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m studies.published_runs", description=__doc__)
+    parser = study_parser("published_runs", __doc__, drawn=True)
     parser.add_argument(
         "--calibrate", metavar="CSV", help="runs to correct the presets by; none: nothing is fitted"
     )
     parser.add_argument("--predict", required=True, metavar="CSV", help="runs to predict")
-    parser.add_argument("--json", required=True, metavar="PATH", help="figures; a PNG goes beside")
     parser.add_argument("--quick", action="store_true", help="no cross-validation")
     parser.add_argument(
         "--triples",

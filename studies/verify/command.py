@@ -11,7 +11,6 @@ checked by the command itself, where `scripts/compat.sh` has made a venv for the
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -22,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from runtime.hardware.launcher import free_port, remove_shared_buffers
+from studies.bench.console import study_parser, tables
 from studies.bench.record import write_record
 from studies.verify.judging import Case, Group, plain
 from studies.verify.rounds import ROUNDS
@@ -35,10 +34,7 @@ STAGES, RANKS = (2, 3), (1, 2)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m studies.verify", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--json", type=Path)
+    parser = study_parser("verify", __doc__, required=False)
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
     parser.add_argument("--stages", type=int, nargs="+", default=STAGES)
     parser.add_argument(
@@ -152,20 +148,7 @@ def _round(cases: Sequence[Case], name: str) -> dict[str, int]:
 
 
 def show(figures: dict[str, Any], console: Console) -> None:
-    columns = ("defect", "stage", "ranks", "judged", "side", "found", "said")
-    table = Table(*columns, title="defects that were not found, or not named rightly")
-    for case in figures["cases"]:
-        if not case["named"]:
-            table.add_row(*(str(case[column]) for column in columns))
-    if table.row_count:
-        console.print(table)
-    for row in figures["right_pairs"]:
-        if row["verdict"] == "defect":
-            console.print(f"false alarm: {row}")
-    for row in figures["versions"]:
-        console.print(f"deepspeed {row['version']}: {row.get('skipped') or row['said']}")
-    console.print(
-        f"{figures['found']} of {figures['seeded']} found, {figures['named_rightly']:.1%} named "
-        f"rightly, {figures['false_alarms']} false alarms over {figures['right']} right ones, "
-        f"{figures['overhead_pct']:.1f}% a step"
-    )
+    """Of the runs those that were not judged rightly."""
+    missed = [case for case in figures["cases"] if not case["named"]]
+    alarms = [row for row in figures["right_pairs"] if row["verdict"] == "defect"]
+    console.print(*tables("verify", {**figures, "cases": missed, "right_pairs": alarms}))
