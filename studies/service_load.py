@@ -32,10 +32,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.request import Request, urlopen
 
 from studies.bench.console import publish, study_parser
 from studies.bench.page_moves import page_moves
+from tuner.service.client import Client as ServiceClient
 
 MODEL, MACHINE = "Llama 3 8B", "h100-node"
 STRATEGIES = ("zero3_offload", "zero3_offload_async", "twin_flow", "deep_optimizer_states",
@@ -87,11 +87,7 @@ class Server:
 
     def call(self, path: str, body: Any = None) -> Any:
         """GET, or POST with a body."""
-        data = None if body is None else json.dumps(body).encode()
-        headers = {"content-type": "application/json"}
-        request = Request(f"http://{self.address}/api/v1{path}", data, headers)
-        with urlopen(request, timeout=600) as response:
-            return json.loads(response.read())
+        return ServiceClient(f"http://{self.address}", timeout_s=600).call(path, body)
 
 
 class Client:

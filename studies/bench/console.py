@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +51,11 @@ def whole_number(text: str) -> int:
     return count
 
 
-def table_of(title: str, *columns: str, words: Collection[str] = ()) -> Table:
-    """Columns of figures, to the right; the first one and ``words`` are text."""
+def table_of(title: str, *columns: str) -> Table:
+    """The first column is text, the others are figures, to the right."""
     table = Table(title=title)
     for number, column in enumerate(columns):
-        text = number == 0 or column in words
-        table.add_column(column, justify="left" if text else "right")
+        table.add_column(column, justify="right" if number else "left")
     return table
 
 
@@ -85,7 +84,7 @@ def _tables_in(title: str, value: Any) -> Iterator[Table]:
         yield from _table(title, [_flat(row) for row in value])
     if not isinstance(value, Mapping) or _is_plan(value):
         return
-    if _is_named(value) and any(_flat(row) for row in value.values()):
+    if _is_named(value) and not all(_is_named(row) for row in value.values()):
         yield from _table(title, [{"": key, **_flat(row)} for key, row in value.items()])
     for key, inner in value.items():
         yield from _tables_in(f"{title}, {key.replace('_', ' ')}", inner)

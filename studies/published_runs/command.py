@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from simulator import Machine
-from studies.bench.console import study_parser
+from studies.bench.console import study_parser, tables
 from studies.bench.offload_runs import Run, RunError, read_runs, testbeds
 from studies.bench.record import write_record
 from studies.published_runs import judging
-from studies.published_runs.judging import CHOICES, NEAR_BEST_PCT, QUANTITIES
+from studies.published_runs.judging import CHOICES, QUANTITIES
 from studies.published_runs.left_out import cross_validation, random_triples
 from studies.published_runs.makers import between_makers
 from studies.published_runs.pictures import draw
@@ -197,8 +197,9 @@ def print_tables(figures: dict[str, Any]) -> None:
             table.add_row(label, bed, str(found["rows"]), *cells)
     console = Console(width=120)
     console.print(table)
-    _print_pairs(console, figures)
-    _print_triples(console, figures["random_triples"])
+    beside = {name: figures["nothing_fitted"][name] for name in ("pairs", "intervals")}
+    told = {name: figures[name] for name in ("ranking", "random_triples")}
+    console.print(*tables("published_runs", {"nothing_fitted": beside, **told}))
     repeated = figures["predicted_rows_that_were_fitted"]
     if repeated:
         console.print(
@@ -217,40 +218,6 @@ def _print_unfit(console: Any, figures: dict[str, Any]) -> None:
                 f"micro-batch {row['micro_batch']} would need {missing['missing_gb']:.1f} GiB more "
                 f"GPU memory and {missing['missing_host_gb']:.1f} GiB more host memory"
             )
-
-
-def _print_pairs(console: Any, figures: dict[str, Any]) -> None:
-    for bed, found in figures["nothing_fitted"]["pairs"].items():
-        if found["pairs"]:
-            console.print(
-                f"{bed}, nothing fitted: {found['ranked_rightly_pct']:.1f}% of {found['pairs']} "
-                f"pairs that differ in the strategy alone ranked rightly, ratio off by "
-                f"{found['median_ratio_error_pct']:.1f}% (median)"
-            )
-    for bed, found in figures["nothing_fitted"]["intervals"].items():
-        console.print(f"{bed}: {found['held_pct']:.0f}% of {found['n']} within their 80% interval")
-    for choice, found in figures["ranking"].items():
-        if found["groups"]:
-            console.print(
-                f"best {choice}: regret {found['regret_pct']:.1f}% (worst "
-                f"{found['max_regret_pct']:.1f}%), within {NEAR_BEST_PCT:g}% of the best in "
-                f"{found['within_3_pct_share']:.0%} of {found['groups']} groups"
-            )
-
-
-def _print_triples(console: Any, triples: Mapping[str, Any]) -> None:
-    for whence, beds in triples.items():
-        for bed, found in beds.items():
-            if found["triples"]:
-                each, pooled = found["over_triples"], found["runs_left_out"]
-                console.print(
-                    f"{bed}, {found['triples']} random triples, {whence}: iteration "
-                    f"{pooled['median_abs_pct_error']:.1f}/{pooled['p90_abs_pct_error']:.1f}%; of "
-                    f"nine triples in ten the median is at most "
-                    f"{each['median_abs_pct_error']['p90']:.1f}%, the 90th percentile "
-                    f"{each['p90_abs_pct_error']['p90']:.1f}%; "
-                    f"{found['intervals_held_pct']:.0f}% within their 80% interval"
-                )
 
 
 def _cell(found: dict[str, float] | None) -> str:

@@ -274,7 +274,6 @@ class Cache:
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes, self._bytes = most_bytes, 0
         self._held: OrderedDict[bytes, Result] = OrderedDict()
-        self.hits = 0
 
     @staticmethod
     def key(name: str, body: bytes) -> bytes:
@@ -284,7 +283,6 @@ class Cache:
         held = self._held.get(key)
         if held is not None:
             self._held.move_to_end(key)
-            self.hits += 1
         return held
 
     def put(self, key: bytes, result: Result) -> None:

@@ -30,7 +30,7 @@ S = TypeVar("S", bound=ask.Scenario)
 MACHINE_NAME = re.compile(r"[\w .,:()+-]{1,80}")  # it is part of a path
 Id = Annotated[str, Path(pattern=r"^[0-9a-f]{32}$")]
 PEERS_TRIED = 24  # simulations behind an answer's table: settings of every system
-QUICK_COST, FULL_COST = 40, 1500  # what the search for a plan costs, in simulations
+FULL_COST = 1500  # what the search for a plan costs, in simulations
 
 
 class Broken(BaseModel):
