@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from simulator.page import write_whole
 
 FAILED = "profiler.script: error:"  # begins the line that a failing rank prints
 
@@ -30,9 +31,8 @@ class ProgressFile:
     def tell(self, steps: int, needed: int, error: str = "") -> None:
         if self._path is None:
             return
-        fresh = self._path.with_suffix(f".{os.getpid()}")
-        fresh.write_text(json.dumps(asdict(RankProgress(steps, needed, error, time.time()))))
-        fresh.replace(self._path)
+        progress = RankProgress(steps, needed, error, time.time())
+        write_whole(self._path, json.dumps(asdict(progress)))
 
 
 def read_progress(folder: Path) -> list[RankProgress]:

@@ -7,11 +7,11 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from simulator.page import Page
 from simulator.quantity import Quantity
 from simulator.rules import RuleError
 from simulator.storage import StorageRates
@@ -80,7 +80,7 @@ _ABSURD_OTHERS: dict[str, float] = {
 }
 
 
-class Machine(BaseModel):
+class Machine(Page):
     """One node as the simulator sees it. Rates are those of one rank alone on the node.
 
     Shared capacities (`dram_bytes_per_s`, `cpu_cores`, `storage_write_bytes_per_s`) belong to the
@@ -122,8 +122,6 @@ class Machine(BaseModel):
         unexplained_spread: standard deviation, in log units, of what the rates leave unexplained
             of the runs that they were calibrated on, beyond their own noise. None: none was.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     schema_version: int = SCHEMA_VERSION
     name: str
@@ -397,19 +395,6 @@ class Machine(BaseModel):
         facts = {name: values[name] for name in names}
         facts |= {f"{s.removesuffix('_bytes')}_gib": round(values[s] / 2**30) for s in sizes}
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-
-    def save(self, path: str | Path) -> None:
-        """Writes the machine as one JSON page."""
-        Path(path).write_text(self.model_dump_json(indent=2) + "\n")
-
-    @classmethod
-    def load(cls, path: str | Path) -> Machine:
-        """Reads what `save` wrote.
-
-        Raises:
-            pydantic.ValidationError: a field is missing, unknown or out of its range.
-        """
-        return cls.model_validate_json(Path(path).read_text())
 
 
 def _last_pace(known: Mapping[int, float], counts: Sequence[int]) -> float:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     NonNegativeInt,
     SerializerFunctionWrapHandler,
@@ -21,6 +18,7 @@ from pydantic import (
     model_validator,
 )
 
+from simulator.page import Page
 from simulator.rules import RuleError, explain
 from simulator.schedule import Kind
 from simulator.update.order import UpdateOrder, issue_order, order_of
@@ -41,27 +39,23 @@ class PlanError(RuleError):
     """A plan that cannot be read or does not fit; the message says what to change."""
 
 
-class PlacementRun(BaseModel):
+class PlacementRun(Page):
     """``count`` neighbouring subgroups, in forward order, that share a placement."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     placement: Placement
     count: int = Field(ge=1)
 
 
-class HomeRun(BaseModel):
+class HomeRun(Page):
     """``count`` neighbouring subgroups, in forward order, whose 16-bit parameters live in ``home``
     between their uses.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     home: ParameterHome
     count: int = Field(ge=1)
 
 
-class CheckpointPlan(BaseModel):
+class CheckpointPlan(Page):
     """How often and how to checkpoint.
 
     Attributes:
@@ -85,8 +79,6 @@ class CheckpointPlan(BaseModel):
         verify_reads: every read of state on storage is compared with the hash that was taken while
             it was written; False: the first one after a resume. For drives that are not trusted.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     interval_steps: int = Field(0, ge=0)
     mode: Literal["auto", "lazy", "in_place", "sync"] = "auto"
@@ -118,7 +110,7 @@ class CheckpointPlan(BaseModel):
         return self
 
 
-class Prediction(BaseModel):
+class Prediction(Page):
     """What the simulator expects of a plan. Times in seconds of one iteration, one rank.
 
     Attributes:
@@ -127,8 +119,6 @@ class Prediction(BaseModel):
         limits: bytes that may be taken of each memory; one that nobody limits is not there. Where
             device and host memory are one, it is the host's.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     strategy: str = "ebbtide"
     iteration_s: float = Field(gt=0)
@@ -149,7 +139,7 @@ class Prediction(BaseModel):
     note: str = ""
 
 
-class Plan(BaseModel):
+class Plan(Page):
     """Everything the runtime needs, one human-readable JSON page.
 
     Attributes:
@@ -179,8 +169,6 @@ class Plan(BaseModel):
         threads: of the host update; 0 lets the runtime choose (all cores but one on CUDA).
         overlap_forward: `step()` returns while updates still run.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     schema_version: int = SCHEMA_VERSION
     versions: dict[str, str] = Field(default_factory=dict)
@@ -393,15 +381,8 @@ class Plan(BaseModel):
         )
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
 
-    def save(self, path: str | Path) -> None:
-        """Writes the plan, whole or not at all: to a sibling file first, then renamed."""
-        path = Path(path)
-        temporary = path.with_name(path.name + f".tmp{os.getpid()}")
-        temporary.write_text(self.model_dump_json(indent=2) + "\n")
-        temporary.replace(path)
-
     @classmethod
-    def load(cls, path: str | Path) -> Plan:
+    def load(cls, path: str | Path) -> Self:
         """Reads what `save` wrote.
 
         Raises:

@@ -5,22 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict
-
+from simulator.page import Page
 from simulator.quantity import Quantity
 
 ANY_BYTES = 10**18  # where nobody says how much there is
 
 
-class StorageRates(BaseModel):
+class StorageRates(Page):
     """Of one directory, with the data on the medium, past the page cache.
 
     Attributes:
         write_bytes_per_s, read_bytes_per_s: alone, with as many blocks under way as the store has.
         duplex_factor: see `Machine.storage_duplex_factor`.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     write_bytes_per_s: Quantity
     read_bytes_per_s: Quantity

@@ -6,11 +6,11 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validator
+from pydantic import Field, NonNegativeInt, model_validator
 
+from simulator.page import Page
 from simulator.quantity import Quantity
 from simulator.rules import RuleError
 from simulator.update.optimizer import ADAM, OPTIMIZERS, OptimizerState
@@ -22,7 +22,7 @@ BaseKind = Literal["parameters", "gradients", "activations"]
 WIRE_BYTES: dict[WireDtype, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
-class Layer(BaseModel):
+class Layer(Page):
     """One unit of forward and backward: usually a transformer block.
 
     Attributes:
@@ -38,8 +38,6 @@ class Layer(BaseModel):
         regathered_params: elements that one micro-batch's backward gathers again, some of them
             perhaps twice; None: all ``params`` once. See `simulator.schedules.gathers`.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     name: str = ""
     params: int = Field(ge=0)
@@ -62,10 +60,8 @@ class Layer(BaseModel):
         return self
 
 
-class MemoryPoint(BaseModel):
+class MemoryPoint(Page):
     """Memory in use at one moment of a profiled iteration; ``layer`` is the one that ran."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     t_s: float = Field(ge=0)
     phase: Literal["forward", "backward", "step", "other"]
@@ -74,7 +70,7 @@ class MemoryPoint(BaseModel):
     layer: str = ""
 
 
-class Workload(BaseModel):
+class Workload(Page):
     """One rank's share of one training iteration, in forward order.
 
     Attributes:
@@ -121,8 +117,6 @@ class Workload(BaseModel):
         live_params: the most elements of ``params`` that are gathered at once, where a gathered
             parameter is this rank's partition (one data-parallel rank); None: those of two layers.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     schema_version: int = SCHEMA_VERSION
     name: str
@@ -342,19 +336,6 @@ class Workload(BaseModel):
         if self.zero_stage != 3:  # likewise
             facts["zero_stage"] = self.zero_stage
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-
-    def save(self, path: str | Path) -> None:
-        """Writes the workload as one JSON page."""
-        Path(path).write_text(self.model_dump_json(indent=2) + "\n")
-
-    @classmethod
-    def load(cls, path: str | Path) -> Workload:
-        """Reads what `save` wrote.
-
-        Raises:
-            pydantic.ValidationError: a field is missing, unknown or out of its range.
-        """
-        return cls.model_validate_json(Path(path).read_text())
 
 
 def cut(partitions: Iterable[int], subgroup_size: int) -> list[int]:

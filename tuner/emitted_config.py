@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
+from simulator.page import write_whole
 from simulator.plan import Plan
 
 # What transformers and Accelerate fill in from their own arguments.
@@ -59,9 +58,7 @@ def emitted_config(
 
 def write_config(config: dict[str, Any], path: str) -> None:
     """Writes the config, whole or not at all."""
-    temporary = Path(path).with_name(f"{Path(path).name}.tmp{os.getpid()}")
-    temporary.write_text(json.dumps(config, indent=2) + "\n")
-    temporary.replace(path)
+    write_whole(path, json.dumps(config, indent=2) + "\n")
 
 
 def _base(wire_dtype: str, zero_stage: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from profiler.nvml import handle_of
 from runtime.hardware.cores import cpu_name
+from simulator.page import write_whole
 from simulator.versions import versions
 
 _PACKAGES = ("ebbtide", "torch", "deepspeed", "triton", "numpy", "scipy", "optuna")
@@ -28,9 +29,7 @@ def write_record(path: str | Path, study: str, figures: dict[str, Any]) -> Path:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     document = {"study": study, **provenance(), **figures}
-    temporary = path.with_name(path.name + f".tmp{os.getpid()}")
-    temporary.write_text(json.dumps(document, indent=2, default=str) + "\n")
-    temporary.replace(path)
+    write_whole(path, json.dumps(document, indent=2, default=str) + "\n")
     return path
 
 

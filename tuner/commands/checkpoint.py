@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -120,11 +121,8 @@ def _folder(path: str) -> Path:
 
 
 def _row(item: Any) -> dict[str, Any]:
-    from dataclasses import asdict, is_dataclass
-
-    fields = asdict(item) if is_dataclass(item) and not isinstance(item, type) else vars(item)
     return {name: value if isinstance(value, (int, float)) else str(value)
-            for name, value in fields.items()}  # fmt: skip
+            for name, value in asdict(item).items()}  # fmt: skip
 
 
 def _print_rows(rows: list[dict[str, Any]], as_json: bool) -> None:

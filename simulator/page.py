@@ -1,0 +1,36 @@
+"""What is kept in a file: a frozen model, as one page of JSON."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Page(BaseModel):
+    """Unknown fields are refused, and so are infinities."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    def save(self, path: str | Path) -> None:
+        """Writes it, whole or not at all."""
+        write_whole(path, self.model_dump_json(indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Reads what `save` wrote.
+
+        Raises:
+            pydantic.ValidationError: a field is missing, unknown or out of its range.
+        """
+        return cls.model_validate_json(Path(path).read_text())
+
+
+def write_whole(path: str | Path, text: str) -> None:
+    """To a sibling file first, then renamed."""
+    path = Path(path)
+    temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
+    temporary.write_text(text)
+    temporary.replace(path)
