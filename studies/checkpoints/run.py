@@ -27,6 +27,7 @@ from studies.bench import killed
 from studies.bench.forked import Forked
 
 STEPS = 8
+MICRO_BATCHES = 2  # of a step under a plan: their sums stay on the device until the last one
 STORED, GUESSED = "stored", "guessed"
 BUDGET_BYTES = 8 * 65536  # part of the state only, so that updates also wait for the disk
 BLOCK_BYTES = 65536
@@ -141,9 +142,12 @@ def train(run: Run, rank: int) -> None:
     run.note("ready", rank).touch()
     with run.note("steps", rank).open("a", buffering=1) as steps:
         for step in range(begin, run.steps):
-            batch = _batch(rank, step, engine.device)
-            loss = engine(*batch)
-            engine.backward(loss)
+            for micro_batch in range(engine.gradient_accumulation_steps()):
+                if micro_batch:
+                    engine.step()
+                batch = _batch(rank, step + micro_batch * run.steps, engine.device)
+                loss = engine(*batch)
+                engine.backward(loss)
             drawn = f"{chain}{random.random()}{torch.rand(1).item()}"
             chain = xxhash.xxh3_64_hexdigest(drawn.encode())
             engine.step()
@@ -207,7 +211,7 @@ def _planned_engine(
     vars(runtime.storage.store)["Files"] = lambda: options["files"]
     here = run.homes in (STORED, GUESSED)
     offload: dict[str, Any] = {} if here else {"offload_param": {"device": "cpu"}}
-    config = ds_config(2, SUBGROUP, clipping=CLIPPING, **offload)
+    config = ds_config(2, SUBGROUP, clipping=CLIPPING, accumulation=MICRO_BATCHES, **offload)
     engine = stock_engine(model, config)
     count = len(engine.optimizer.fp16_groups)
     plan = _plan(count, HOMES[run.homes], run.stored_in if run.homes == STORED else None)
@@ -224,6 +228,7 @@ def _plan(count: int, homes: Sequence[ParameterHome], storage: Path | None) -> P
     placements = list(islice(cycle(used), count))
     return Plan(
         subgroup_size=SUBGROUP, placement=Plan.runs(placements), staging_slots=2, prefetch=1,
+        device_sums=count,
         storage_dir=None if storage is None else str(storage),
         parameter_home=Plan.home_runs(list(islice(cycle(homes), count))),
     )  # fmt: skip

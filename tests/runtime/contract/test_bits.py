@@ -165,8 +165,8 @@ STEPS = 20
 
 
 @functools.cache
-def stock_for_long():
-    return outcome(engine_for("clipping"), STEPS)
+def stock_for_long(accumulation):
+    return outcome(start(accumulation=accumulation), STEPS)
 
 
 @st.composite
@@ -180,28 +180,39 @@ def plans(draw):
         "overlap_forward": draw(st.booleans()),
         "order_seed": draw(st.none() | st.integers(0, 10**6)),
         "homes": draw(st.lists(st.sampled_from(["device", "host"]), min_size=1, max_size=3)),
+        "speculate": draw(st.integers(0, 6)),
+        "device_sums": draw(st.integers(0, 6)),
     }
 
 
 @settings(
     max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-@given(before=plans(), after=plans(), saved_at=st.integers(1, STEPS - 1))
-def test_any_placement_and_timing_with_a_resume_in_between(before, after, saved_at):
+@given(
+    before=plans(), after=plans(), accumulation=st.sampled_from([1, 2]),
+    saved=st.integers(1, STEPS // 2 - 1),
+)  # fmt: skip
+def test_any_placement_and_timing_with_a_resume_in_between(before, after, accumulation, saved):
     """Every step's loss and norm, and all state at the end; the checkpoint goes on being written
     while one more step trains, which is lost.
     """
-    device = DEVICE
-    expected = stock_for_long()
-    ours = attached(engine_for("clipping"), before[0], device, **before[1])
+    device, saved_at = DEVICE, 2 * saved
+    expected = stock_for_long(accumulation)
+
+    def under(plan):
+        return attached(start(accumulation=accumulation), plan[0], device, **plan[1])
+
+    ours = under(before)
     losses, norms = train(ours, saved_at)
     with tempfile.TemporaryDirectory() as folder:
         ours.save_checkpoint(folder)
-        train(ours, 1, first=saved_at)
+        train(ours, accumulation, first=saved_at)
         ours.destroy()
-        ours = attached(engine_for("clipping"), after[0], device, **after[1])
+        ours = under(after)
         ours.load_checkpoint(folder)
     state, more, more_norms = outcome(ours, STEPS - saved_at, first=saved_at)
+    if accumulation > 1:  # the norm of the step before is not in a checkpoint
+        more_norms[0] = norms[-1]
     assert_same((state, torch.cat([torch.stack(losses), more]), norms + more_norms), expected)
 
 

@@ -120,7 +120,7 @@ def main():
     found = compare("default") | compare(
         "no persistent", stage3_param_persistence_threshold=0, **AWAY
     )  # fmt: skip
-    found |= compare("gathered ahead", accumulation=2, **AWAY, **EVERY_PASS)
+    found |= compare("gathered ahead", speculate=9, accumulation=2, **AWAY, **EVERY_PASS)
     found |= compare("guessed", [(["host"], DEVICE)], speculate=9, accumulation=2, clipping=4.0)
     found["nobody is held up"] = a_gather_ahead_holds_nobody_up()
     found["a life"] = DEVICE == "cuda" or alive_as_stock(folder, rank=int(rank)) == []
