@@ -37,8 +37,8 @@ def attached(engine, pattern, **fields):
 
 @pytest.mark.parametrize(
     "case",
-    ["clipping", "no_clipping", "accumulation", "fp32_accumulation", "small_buckets", "no_persistent_parameters",
-     "offloaded_parameters", "offloaded_and_frozen"],
+    ["clipping", "no_clipping", "accumulation", "fp32_accumulation", "small_buckets",
+     "no_persistent_parameters", "offloaded_parameters", "offloaded_and_frozen"],
 )  # fmt: skip
 def test_stocks_bits(fake, case):
     ours = attached(engine_for(case), MIX, homes=HOMES if "offloaded" in case else None, **AHEAD)
