@@ -3,6 +3,8 @@ MAKEFLAGS += --no-print-directory
 BIN := $(CURDIR)/.venv/bin
 # DeepSpeed looks for ninja on PATH when it compiles its ops.
 export PATH := $(BIN):$(PATH)
+# Else each of a hundred processes compiles our sources anew, and pytest rewrites every test again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup demo serve test lint compat results schema clean
 .DEFAULT_GOAL := help
