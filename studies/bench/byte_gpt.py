@@ -6,6 +6,7 @@ the step's number, so that a resumed run sees what the uninterrupted one saw.
 
 from __future__ import annotations
 
+import os
 import sysconfig
 from dataclasses import dataclass, replace
 from functools import cache
@@ -161,12 +162,12 @@ def python_sources() -> np.ndarray:
         RuntimeError: this Python comes without its library's sources.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    files = sorted(
-        (path.relative_to(root).as_posix(), path)
-        for path in root.rglob("*.py")
-        if not _SKIPPED_FOLDERS.intersection(path.relative_to(root).parts)
-    )
-    text = b"".join(path.read_bytes() for _, path in files)
+    files = []
+    for folder, below, names in os.walk(root):
+        below[:] = set(below) - _SKIPPED_FOLDERS  # not looked through
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    files.sort(key=lambda path: path.relative_to(root).as_posix())
+    text = b"".join(path.read_bytes() for path in files)
     if len(text) < 1_000_000:
         raise RuntimeError(
             "the studies train on the .py files of Python's own library, >= 1 MB of them, but "
