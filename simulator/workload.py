@@ -236,17 +236,22 @@ class Workload(Page):
         return Workload.model_validate({**self.model_dump(), **fields})
 
     @property
+    def adds_on_device(self) -> bool:
+        """`adds_on_device` of its training."""
+        return adds_on_device(self.zero_stage, self.grad_bytes_per_param, self.wire_bytes)
+
+    @property
     def serial(self) -> Workload:
         """A ZeRO-3 workload whose iterations under any plan last no longer than this one's: for
         bounds, and for orders of updates.
 
         Where steps wait for their updates nothing runs beside forward: so forward, a pipeline's
-        bubble and the exchange of parameters are moved in front of the backward. ZeRO-1's gradients
-        come once per step: what precedes its last micro-batch's backward is moved there too.
+        bubble and the exchange of parameters are moved in front of the backward. Where gradients
+        leave the device once per step, what precedes its last micro-batch's backward is too.
         """
         if self.zero_stage == 3:
             return self
-        micro = self.gradient_accumulation_steps if self.zero_stage == 1 else 1
+        micro = self.gradient_accumulation_steps if self.adds_on_device else 1
         moved_s = self.forward_s + self.pipeline_idle_s + self.step_gather_s
         moved_s += (micro - 1) / micro * self.backward_s
         fields = {"forward_s": 0.0, "network_reduce_bytes": 0}
@@ -336,6 +341,13 @@ class Workload(Page):
         if self.zero_stage != 3:  # likewise
             facts["zero_stage"] = self.zero_stage
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def adds_on_device(zero_stage: int, gradient_bytes: int, wire_bytes: int) -> bool:
+    """DeepSpeed adds micro-batches up on the device itself: under ZeRO-1, which reduces once per
+    step, and under ZeRO-2 where they accumulate wider than they travel.
+    """
+    return zero_stage == 1 or (zero_stage == 2 and gradient_bytes > wire_bytes)
 
 
 def cut(partitions: Iterable[int], subgroup_size: int) -> list[int]:

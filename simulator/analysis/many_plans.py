@@ -30,7 +30,7 @@ from simulator.machine import Machine
 from simulator.plan import Plan, PlanError
 from simulator.schedules.tape import record
 from simulator.update.footprint import Holding, fetched_elements, moved_out
-from simulator.update.recipes import HOST_SLOTS, Bytes, Slot, early_limits, recipe_of, ways
+from simulator.update.recipes import HOST_SLOTS, Slot, early_limits, recipe_of, ways
 from simulator.update.tiers import Memory
 from simulator.workload import Workload
 
@@ -53,7 +53,7 @@ class PlanSweep:
         self.sizes = np.array(workload.subgroups, dtype=np.float64)
         self.capacity = capacity_vector(machine, workload.ranks_per_node)
         self.machine_facts = machine_vector(machine)
-        self.recipes = RecipeArrays.of(Bytes.of(workload))
+        self.recipes = RecipeArrays.of(workload)
         self.rates = self._rates()
         self._by_threads: dict[int, Floats] = {}
         self.ways = len(ways())

@@ -33,6 +33,7 @@ from simulator.update.recipes import (
     ways,
 )
 from simulator.update.tiers import Memory
+from simulator.workload import Workload
 
 # Of a subgroup whose parameters live on the device, and what is added for the host.
 PLACEMENT_CODES: dict[Placement, int] = {placement: i for i, placement in enumerate(RECIPES)}
@@ -95,14 +96,15 @@ class RecipeArrays:
     by_threads: dict[int, Floats] = field(default_factory=dict, compare=False)
 
     @classmethod
-    def of(cls, amounts: Bytes) -> Self:
+    def of(cls, workload: Workload) -> Self:
+        amounts, once = Bytes.of(workload), workload.adds_on_device
         steps: list[Step] = []
         table = np.zeros((2 * PARAMETERS_ON_HOST, 4), np.int64)
         both = [(*way, False) for way in ways()] + [(*way, True) for way in guessed_ways()]
         every = [(*way, False) for way in both]
         every += [(*way, True) for way in both if can_be_summed(way[0])]
         for placement, home, guessed, summed in every:
-            recipe = recipe_of(placement, home, guessed=guessed, summed=summed)
+            recipe = recipe_of(placement, home, guessed=guessed, summed=summed or once)
             code = PLACEMENT_CODES[placement] + HOME_CODES[home]
             code += guessed * GUESSED + summed * SUMMED
             middle = len(steps) + len(recipe.steps)

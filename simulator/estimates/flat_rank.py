@@ -115,15 +115,17 @@ class FlatRank(Rank):
         return 2 * self.wire * min(self.job.reduce_bucket_elements, held)
 
     def waiting_bytes(self, made: Workload) -> int:
-        """Gradients that ZeRO-1 keeps whole until the step's only reduction, and a buffer as large
-        as the largest parameter, in which DeepSpeed adds up micro-batches.
+        """Gradients that ZeRO-1 keeps whole until the step's only reduction, those of a slice that
+        ZeRO-2 adds up wider than they travel, and a buffer as large as the largest parameter, in
+        which DeepSpeed adds up micro-batches otherwise.
 
         Gradients are made while activations are freed: what they add to the peak counts.
         """
         largest = max(n for block in self.stage_blocks for n in self.partitions(block))
         buffer = self.wire * largest
         if self.job.zero_stage > 1:
-            return buffer
+            added = self.job.gradient_bytes if self.job.gradient_bytes > self.wire else 0
+            return buffer + added * self.slice_elements(made.params)
         gradients = [self.wire * self.whole_elements(block) for block in self.stage_blocks]
         if self.job.accumulation > 1:
             return buffer + sum(gradients)

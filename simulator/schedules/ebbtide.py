@@ -87,8 +87,9 @@ class EbbtideLoop(PlannedLoop):
         super().__init__(workload, plan.parameter_homes, overlaps=plan.overlap_forward)
         self.plan, self.placements = plan, plan.placements
         ways = tuple(zip(self.placements, self.homes, strict=True))
+        once = workload.adds_on_device
         self.recipes = [
-            recipe_of(*way, fused=fused, guessed=guessed, summed=summed)
+            recipe_of(*way, fused=fused, guessed=guessed, summed=summed or once)
             for way, guessed, summed in zip(ways, plan.guessed, plan.summed_on_device, strict=True)
         ]
         self.order = plan.issue_order

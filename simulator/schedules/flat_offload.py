@@ -27,7 +27,8 @@ class FlatOffloadLoop(StockLoop):
         of the micro-batches where there are several.
         """
         w = self.workload
-        summed = w.grad_bytes_per_param if w.gradient_accumulation_steps > 1 else 0
+        crosses = w.gradient_accumulation_steps > 1 and not w.adds_on_device
+        summed = w.grad_bytes_per_param if crosses else 0
         host: dict[Kind, int] = {
             "state": w.params * self.state_bytes, "gradients": w.params * (FP32_BYTES + summed),
             "staging": w.params * w.wire_bytes,
@@ -36,17 +37,17 @@ class FlatOffloadLoop(StockLoop):
         return replace(made, held={**made.held, "host": host})
 
     def _send_home(self, layer: int, micro_batch: int, after: int) -> int:
-        """The sum so far comes in and goes home; behind the last micro-batch it also goes home in
-        fp32. The copies are queued on backward's own stream.
+        """The sum so far comes in and goes home, unless it stays on the device; behind the last
+        micro-batch it also goes home in fp32. The copies are queued on backward's own stream.
         """
         elements = self.workload.layers[layer].params
         if not elements:
             return after
         size_bytes = elements * self.workload.grad_bytes_per_param
-        moved = after
-        if micro_batch > 0:
+        moved, crosses = after, not self.workload.adds_on_device
+        if crosses and micro_batch > 0:
             moved = self._move(OpKind.GRADIENT_H2D, size_bytes, layer, moved)
-        if self.boundary > 0:
+        if crosses and self.boundary > 0:
             moved = self._move(OpKind.GRADIENT_D2H, size_bytes, layer, moved)
         if micro_batch == self.boundary:
             moved = self._move(OpKind.GRADIENT_D2H, elements * FP32_BYTES, layer, moved)

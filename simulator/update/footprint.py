@@ -23,7 +23,7 @@ from simulator.update.recipes import (
     ways,
 )
 from simulator.update.tiers import TIERS, Memory
-from simulator.workload import BaseKind, Layer, Workload
+from simulator.workload import BaseKind, Layer, Workload, adds_on_device
 
 # Layers whose parameters are on the device at once, where nobody says: this one and the next.
 PARAMETER_BUFFERS = 2
@@ -323,9 +323,8 @@ def keeps_window(micro_batches: int, gradient_bytes: int, wire_bytes: int, stage
     next ones arrive.
 
     DeepSpeed applies them again to a parameter that the window's last micro-batch does not reach.
-    Below ZeRO-3 it adds up itself, on the device, what accumulates wider than it travels.
     """
-    return micro_batches > 1 and (stage == 3 or gradient_bytes <= wire_bytes)
+    return micro_batches > 1 and not adds_on_device(stage, gradient_bytes, wire_bytes)
 
 
 def slot_elements(largest: int) -> int:

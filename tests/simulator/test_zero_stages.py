@@ -67,6 +67,23 @@ def test_zero_1_sends_gradients_home_once_behind_all_of_backward():
     assert len(again) == 6
 
 
+@pytest.mark.parametrize("strategy", ["ebbtide", "zero_offload"])
+@pytest.mark.parametrize(("stage", "gradient_bytes"), [(1, 2), (1, 4), (2, 2), (2, 4)])
+def test_what_deepspeed_adds_up_on_the_device_goes_home_once(stage, gradient_bytes, strategy):
+    work = workload((10, 10), zero_stage=stage, grad_bytes_per_param=gradient_bytes,
+                    gradient_accumulation_steps=3)  # fmt: skip
+    crosses = (stage, gradient_bytes) == (2, 2)
+    if strategy == "ebbtide":
+        made, sent = build_schedule(work, host_plan(work), iterations=1), 3 if crosses else 1
+    else:  # behind the last micro-batch also in fp32
+        made, sent = build_strategy(strategy, work, iterations=1), 4 if crosses else 1
+    assert len(made.of_kind(OpKind.GRADIENT_D2H)) == 2 * sent
+    assert len(made.of_kind(OpKind.GRADIENT_H2D)) == 2 * (2 if crosses else 0)
+    held = {g: footprint(work.model_copy(update={"gradient_accumulation_steps": g}),
+                         host_plan(work))["host"] for g in (1, 3)}  # fmt: skip
+    assert held[3] - held[1] == (20 * gradient_bytes if crosses else 0)
+
+
 def test_resident_state_takes_its_room_on_the_host_too():
     work = workload((10, 10), zero_stage=2)
     plan = Plan(subgroup_size=10, placement=Plan.runs(["resident"] * 2), staging_slots=0,
@@ -136,6 +153,8 @@ def test_memory_by_stage():
     assert one - two == pytest.approx(whole, rel=0.15)
     more = estimated(1, data_parallel=4, gradient_accumulation_steps=4)
     assert more.device_base_bytes > one
+    wider = estimated(2, data_parallel=4, gradient_bytes=4)
+    assert wider.device_base_bytes - two == 4 * wider.params  # in which ZeRO-2 adds up
 
 
 def test_what_crosses_between_ranks_by_stage():

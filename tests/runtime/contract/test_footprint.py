@@ -1,5 +1,6 @@
 """The footprint is what the runtime allocates, to the byte, and what it refuses a plan for."""
 
+import itertools
 import json
 import mmap
 import subprocess
@@ -58,9 +59,10 @@ def allocated_device_bytes(executor):
     return sum(t.nbytes for t in held)
 
 
-@pytest.mark.parametrize("stage", [3, 2])
-@pytest.mark.parametrize("gradients", list(GRADIENTS))
-@pytest.mark.parametrize("pattern", list(PATTERNS))
+@pytest.mark.parametrize(
+    ("pattern", "gradients", "stage"),
+    [*itertools.product(PATTERNS, GRADIENTS, (3, 2)), ("one of each", "accumulated in bf16", 1)],
+)
 def test_the_footprint_is_what_is_allocated(pattern, gradients, stage):
     options = GRADIENTS[gradients]
     micro_batches = options.get("accumulation", 1)
