@@ -6,8 +6,10 @@
 Stock runs twice, pinned and bound to cores near the GPU; the second run is the control, without
 which no bit is compared. Twin-Flow is run at several ratios, its best one that fits counts. ZenFlow
 trains with stale updates, torchao with 16-bit masters, DeepCompile with other kernels: they are
-marked as not exact. A peer that fails is a row that says how. Without a GPU every device is host
-memory: no figure of such a run is a GPU figure.
+marked as not exact. A peer that fails is a row that says how. The rows of ``features`` are ebbtide
+with all that a plan may have, and without one of it at a time: in steps of several micro-batches
+none of which is clipped, against stock's. Without a GPU every device is host memory: no figure of
+such a run is a GPU figure.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -30,7 +32,18 @@ from studies.gpu.suite import Figures, Suite
 
 RATIOS = (0.8, 0.6, 0.9, 0.7, 0.5)
 UNCLIPPED = "_no_clipping"
-PEERS = ("superoffload", "twin_flow", "zenflow", "torchao", "no_offload", "deepcompile")
+PEERS = (
+    "superoffload", "twin_flow", "zenflow", "torchao", "no_offload", "deepcompile", "features",
+)  # fmt: skip
+# Of a plan that has all of it, what each row is without.
+WITHOUT: Mapping[str, Figures] = {
+    "all_on": {},
+    "without_speculation": {"speculate": 0},
+    "without_device_sums": {"device_sums": 0},
+}
+ACCUMULATING = "stock_accumulating"
+MICRO_BATCHES = 4
+HIGH_BOUND = 1e4  # on the norm: none of the steps is clipped, though each waits to know it
 EXACT = ("stock", "superoffload", "twin_flow")
 
 
@@ -86,17 +99,37 @@ def compare(suite: Suite, only: Sequence[str] = PEERS) -> Figures:
         (None: one of them failed, or stock's differ from its own).
     """
     suite.plan()
-    rows = suite.trials(_trials(suite, only))
+    features = _features(suite) if "features" in only else {}
+    rows = suite.trials({**_trials(suite, only), **features})
     stock, control, ours = (rows[name] for name in ("stock", "stock_again", "ebbtide"))
     _mark_best(rows)
     for name, row in rows.items():
-        unclipped = name.endswith(UNCLIPPED)
-        _compared(row, rows.get(f"stock{UNCLIPPED}", {"failed": "not run"}) if unclipped else stock)
+        _compared(row, rows.get(_reference(name), {"failed": "not run"}))
+    figures = against_control(stock, control, ours)
+    if figures["correct"] and any(rows[n].get("bit_identical") is False for n in features):
+        figures["correct"] = False
     return {
         "rows": list(rows.values()),
-        **against_control(stock, control, ours),
-        "speedup_over_best_exact_peer": _over_best(list(rows.values()), ours),
+        **figures,
+        "speedup_over_best_exact_peer": _over_best(rows, ours),
     }
+
+
+def _reference(name: str) -> str:
+    """The row of stock that did the same."""
+    if name in WITHOUT or name == ACCUMULATING:
+        return ACCUMULATING
+    return f"stock{UNCLIPPED}" if name.endswith(UNCLIPPED) else "stock"
+
+
+def _features(suite: Suite) -> dict[str, list[str]]:
+    """Names and arguments of the rows of `WITHOUT` and their stock."""
+    own = ["--accumulation", str(MICRO_BATCHES), "--clipping", str(HIGH_BOUND)]
+    trials, plan = {ACCUMULATING: ["--variant", "stock", *own]}, suite.plan_all_on(MICRO_BATCHES)
+    for name, fields in WITHOUT.items():
+        path = suite.save_plan(name, plan.model_copy(update=fields))
+        trials[name] = ["--variant", "ebbtide", "--plan", str(path), *own]
+    return trials
 
 
 def _trials(suite: Suite, only: Sequence[str]) -> dict[str, list[str]]:
@@ -131,16 +164,16 @@ def _mark_best(rows: dict[str, Figures]) -> None:
         min(ran, key=lambda row: row["iteration_s"])["best"] = True
 
 
-def _over_best(rows: list[Figures], ours: Figures) -> float | None:
+def _over_best(rows: Mapping[str, Figures], ours: Figures) -> float | None:
     """Against the fastest exact peer that offloads as clipping demands, stock among them."""
     if "failed" in ours:
         return None
     others = [
         row["iteration_s"]
-        for row in rows
+        for name, row in rows.items()
         if "failed" not in row
         and row["variant"].split(":")[0] in EXACT
-        and not row["name"].endswith(UNCLIPPED)
+        and _reference(name) == "stock"
     ]
     return min(others) / ours["iteration_s"] if others else None
 

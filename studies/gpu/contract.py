@@ -141,7 +141,9 @@ def attached(engine: Any, pattern: list[str], emulated: bool, seed: str = "") ->
     """Under a plan that repeats the placements, each op put off by a random while."""
     import runtime
 
-    plan = plan_of(engine, pattern, device_sums=1)  # with accumulation; the others cross
+    # One sum stays where there is accumulation, one update begins before the norm.
+    early = int(engine.zero_optimization_stage() == 3)
+    plan = plan_of(engine, pattern, device_sums=1, speculate=early)
     runtime.attach(engine, plan, device="emulated" if emulated else "cuda")
     rng = random.Random(seed)
     engine.optimizer._ebbtide.executor.before_op = lambda _: time.sleep(

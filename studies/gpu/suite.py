@@ -207,13 +207,39 @@ class Suite:
 
     def plan(self) -> Plan:
         """The tuner's, within the cap."""
+        if not self.plan_path.exists():
+            self._plan_for(self.workload()).save(self.plan_path)
+        return Plan.load(self.plan_path)
+
+    def _plan_for(self, workload: Workload) -> Plan:
         import tuner
 
-        path = self.plan_path
-        if not path.exists():
-            limit = None if self.emulated else int(self.cap_gib * 2**30)
-            tuner.plan(self.workload(), self.machine(), device_memory_bytes=limit).save(path)
-        return Plan.load(path)
+        limit = None if self.emulated else int(self.cap_gib * 2**30)
+        return tuner.plan(workload, self.machine(), device_memory_bytes=limit)
+
+    def plan_all_on(self, micro_batches: int) -> Plan:
+        """The tuner's for steps of so many micro-batches none of which clips, so that it may choose
+        whatever a plan can have; a rehearsal's has all of it, whether it pays or not.
+        """
+        known = self.workload()
+        layers = tuple(
+            layer.model_copy(update={
+                "forward_s": micro_batches * layer.forward_s,
+                "backward_s": micro_batches * layer.backward_s,
+            }) for layer in known.layers
+        )  # fmt: skip
+        accumulating = {"layers": layers, "gradient_accumulation_steps": micro_batches}
+        plan = self._plan_for(known.model_copy(update={**accumulating, "clip_rate": 0.0}))
+        count = plan.subgroup_count
+        most = {"speculate": count, "device_sums": count}
+        return plan.model_copy(update=most if self.emulated else {})
+
+    def save_plan(self, name: str, plan: Plan) -> Path:
+        """For a trial of this name."""
+        path = self._of_this_size(f"{name}.plan.json")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        plan.save(path)
+        return path
 
     @property
     def plan_path(self) -> Path:

@@ -55,6 +55,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--size", default="tiny", choices=sorted(SIZES))
     parser.add_argument("--steps", type=int, default=8, help="timed steps, after 3 of warm-up")
     parser.add_argument("--micro-batch", type=int, default=1)
+    parser.add_argument("--accumulation", type=int, default=1, help="micro-batches of a step")
     parser.add_argument("--subgroup", type=int, default=100_000_000)
     parser.add_argument("--clipping", type=float, default=1.0)
     parser.add_argument("--offload-param", action="store_true", help="parameters in host memory")
@@ -108,10 +109,10 @@ def trial(args: argparse.Namespace) -> dict[str, Any]:
     batches = Batches(args.micro_batch, size.sequence)
     if args.workload:
         return _profile(engine, batches, args)
-    times, loss = timed(engine, batches, 0, args.steps)
+    times, loss = timed(engine, batches, 0, args.steps, args.accumulation)
     if args.timeline and hasattr(engine.optimizer, "timeline"):
         engine.optimizer.timeline().to_perfetto(args.timeline)
-    tokens = args.micro_batch * size.sequence
+    tokens = args.micro_batch * args.accumulation * size.sequence
     figures = {
         "variant": args.variant,
         "exact": args.variant.split(":")[0] not in INEXACT,
@@ -131,18 +132,30 @@ def trial(args: argparse.Namespace) -> dict[str, Any]:
     return figures
 
 
-def timed(engine: Any, batches: Batches, first: int, steps: int) -> tuple[dict[str, float], float]:
-    """Medians of the phases after the warm-up, as ``PHASE_s``, and the last loss."""
+def timed(
+    engine: Any, batches: Batches, first: int, steps: int, accumulation: int = 1
+) -> tuple[dict[str, float], float]:
+    """Medians of the phases after the warm-up, as ``PHASE_s``, and the last loss.
+
+    Args:
+        first: batch; a step takes ``accumulation`` of them.
+    """
     clock, loss = PhaseClock(torch.cuda.is_available()), torch.zeros(())
     # Made before: time between two steps is nobody's phase, and updates would run on in it.
-    made = [batches.at(first + number, engine.device) for number in range(WARMUP + steps)]
+    numbers = range(first, first + (WARMUP + steps) * accumulation)
+    made = [batches.at(number, engine.device) for number in numbers]
     for number, batch in enumerate(made):
-        if number == WARMUP:
+        if number == WARMUP * accumulation:
             reset_peak()  # of training, not of making the model
         loss = timed_step(engine, batch, clock)
     if hasattr(engine.optimizer, "wait"):
         engine.optimizer.wait()
-    times = medians(clock.iterations(), WARMUP)
+    rows = clock.iterations()
+    whole = [
+        {phase: sum(row[phase] for row in rows[at : at + accumulation]) for phase in rows[at]}
+        for at in range(0, len(rows), accumulation)
+    ]
+    times = medians(whole, WARMUP)
     return {f"{name}_s": value for name, value in times.items()}, float(loss)
 
 
@@ -171,8 +184,9 @@ def make_engine(args: argparse.Namespace) -> Any:
     # Stock's bucket as large as what a plan gets where a config leaves it open.
     zero.setdefault("reduce_bucket_size", REDUCE_BUCKET)
     config = ds_config(
-        args.micro_batch, args.subgroup, clipping=args.clipping, offload=not resident, **zero
-    )
+        args.micro_batch, args.subgroup, clipping=args.clipping, offload=not resident,
+        accumulation=args.accumulation, **zero,
+    )  # fmt: skip
     if name == "deepcompile":
         config["compile"] = {"deepcompile": True, "offload_opt_states": True}
     model = _model(args.size)

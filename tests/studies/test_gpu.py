@@ -108,7 +108,7 @@ def test_a_plans_trial_begins_without_memory_that_torch_has_pinned(monkeypatch, 
 
     monkeypatch.setattr("deepspeed.initialize", initialize)
     args = argparse.Namespace(
-        variant=variant, size="tiny", micro_batch=1, subgroup=1000, clipping=1.0,
+        variant=variant, size="tiny", micro_batch=1, accumulation=1, subgroup=1000, clipping=1.0,
         offload_param=False, plan=None, keep=0, device=None,
     )  # fmt: skip
     with pytest.raises(InterruptedError):

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from simulator import Plan
 from studies import peers
 from studies.gpu.suite import Suite
 from studies.peers import compare
@@ -31,6 +32,10 @@ RAN = {
     "torchao": {"variant": "torchao", "failed": "No module named 'torchao'"},
     **{f"twin_flow_{r}": row(f"twin_flow_{r}", 4.5) for r in (0.9, 0.7, 0.5)},
     "no_offload": row("no_offload", 0.5),
+    "stock_accumulating": {**row("stock_accumulating", 9.0, "c"), "variant": "stock"},
+    "all_on": {**row("all_on", 3.0, "c"), "variant": "ebbtide"},
+    "without_speculation": {**row("without_speculation", 4.5, "c"), "variant": "ebbtide"},
+    "without_device_sums": {**row("without_device_sums", 6.0, "c"), "variant": "ebbtide"},
 }  # fmt: skip
 
 
@@ -38,6 +43,8 @@ RAN = {
 def suite(tmp_path, monkeypatch):
     monkeypatch.setattr(Suite, "trial", lambda self, name, *a: dict(RAN[name]))
     monkeypatch.setattr(Suite, "plan", lambda self: None)
+    plan = Plan(subgroup_size=1, placement=Plan.runs(["host"] * 4), speculate=4, device_sums=4)
+    monkeypatch.setattr(Suite, "plan_all_on", lambda self, micro_batches: plan)
     return Suite(tmp_path, "tiny", 1.0, 20_000, emulated=False)
 
 
@@ -60,8 +67,19 @@ def test_without_clipping_bits_are_compared_with_stock_without_clipping(suite):
     assert rows["superoffload_no_clipping"]["speedup"] == 3.0
 
 
-def test_wrong_bits_are_not_correct(suite, monkeypatch):
-    monkeypatch.setitem(RAN, "ebbtide", row("ebbtide", 1.5, "wrong"))
+def test_features_are_compared_with_stock_of_as_many_micro_batches(suite):
+    rows = {r.get("name", r["variant"]): r for r in compare(suite)["rows"]}
+    assert [rows[name]["speedup"] for name in peers.WITHOUT] == [3.0, 2.0, 1.5]
+    assert all(rows[name]["bit_identical"] for name in peers.WITHOUT)
+    for name in peers.WITHOUT:
+        plan = Plan.load(suite.out / "tiny" / f"{name}.plan.json")
+        assert plan.speculate == (0 if name == "without_speculation" else 4)
+        assert plan.device_sums == (0 if name == "without_device_sums" else 4)
+
+
+@pytest.mark.parametrize("name", ["ebbtide", "without_speculation"])
+def test_wrong_bits_are_not_correct(suite, monkeypatch, name):
+    monkeypatch.setitem(RAN, name, {**RAN[name], "hash": "wrong"})
     assert compare(suite)["correct"] is False
 
 
@@ -104,10 +122,12 @@ def test_stock_and_ebbtide_for_real(tmp_path, only_rank, monkeypatch):
     """The trials as processes are `tests/studies/test_gpu.py`'s."""
     path = tmp_path / "peers.json"
     in_this_process(monkeypatch)
-    arguments = ["--json", str(path), "--device", "emulated", "--only"]
+    arguments = ["--json", str(path), "--device", "emulated", "--only", "features"]
     monkeypatch.setattr(sys, "argv", ["peers", *arguments])
     peers.main()
     found = json.loads(path.read_text())
     assert found["device_kind"] == "emulated"
-    assert [r["name"] for r in found["rows"]] == ["stock", "ebbtide", "stock_again"]
+    names = ["stock", "ebbtide", "stock_again", "stock_accumulating", *peers.WITHOUT]
+    assert [r["name"] for r in found["rows"]] == names
+    assert all(row["bit_identical"] for row in found["rows"])
     assert found["correct"] is True
