@@ -34,10 +34,10 @@ class Optimum:
 def optimum(search: Search) -> Optimum:
     """Branch and bound: numbers of placements by their bound, then all their orders.
 
-    Exact over placements, staging slots, prefetch (as early as backward allows) and the measured
-    numbers of threads, with updates that overlap forward; each queue in the order that
-    `tuner.placements.update_orders` guesses, not in all. The best so far prunes, so a search that
-    has been run before is quicker.
+    Exact over placements, staging slots, prefetch (as early as backward allows), sums of
+    micro-batches on the device and the measured numbers of threads, with updates that overlap
+    forward; each queue in the order that `tuner.placements.update_orders` guesses, not in all. The
+    best so far prunes, so a search that has been run before is quicker.
 
     Raises:
         ValueError: more than MOST_SUBGROUPS subgroups, or nothing fits.
@@ -100,7 +100,9 @@ def _variants(
 ) -> Iterator[Candidate]:
     for threads in (0, *sorted(search.machine.host_adam_by_threads)):
         for prefetch in range(slots, -1, -1):
-            yield replace(
+            candidate = replace(
                 base, placements=order, order=None, staging_slots=max(1, slots), prefetch=prefetch,
                 threads=threads, overlap_forward=True, device_sums=None,
             )  # fmt: skip
+            most = search.ordered(candidate).device_sums or 0
+            yield from (replace(candidate, device_sums=n) for n in range(most, -1, -1))
