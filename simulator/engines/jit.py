@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 Function = TypeVar("Function", bound=Callable[..., object])
 Names = dict[str, Any]  # of a module
@@ -16,8 +16,11 @@ Names = dict[str, Any]  # of a module
 try:
     from numba import config
     from numba import njit as _njit
+    from numba.core.options import DefaultOptions
 
     HAS_NUMBA = True
+    # numba's own name for it; where a later numba has another, references are counted again.
+    _UNCOUNTED = {"_nrt": False, "forceinline": True} if hasattr(DefaultOptions, "_nrt") else {}
 except ImportError:  # pragma: no cover - numba is a dependency; this is the way without it
     HAS_NUMBA = False
 
@@ -27,26 +30,28 @@ def compiled(function: Function) -> Function:
 
     No fast maths: the results must be those of the reference engine.
     """
-    return _compiled(function, inline="never")
+    return _compiled(function)
 
 
-def inlined(function: Function) -> Function:
-    """Becomes part of its caller: a call would count references of every array it is given."""
-    return _compiled(function, inline="always")
+def uncounted(function: Function) -> Function:
+    """As `compiled`, for what allocates no array: references of arrays are not counted, which in a
+    loop takes longer than its arithmetic. Its caller holds them.
+    """
+    return _compiled(function, **_UNCOUNTED)
 
 
-def _compiled(function: Function, inline: Literal["never", "always"]) -> Function:
+def _compiled(function: Function, **options: Any) -> Function:
     if not HAS_NUMBA:
         return function
-    decorate = _njit(cache=True, nogil=True, error_model="numpy", inline=inline)
+    decorate = _njit(cache=True, nogil=True, error_model="numpy", **options)
     with _cached_below(_built_in(function)):
         return cast("Function", decorate(function))
 
 
 def _built_in(function: Callable[..., object]) -> str:
     """A digest of what is compiled into a function beside its own file: constants, which other
-    modules may have given, and functions of other files. numba looks at the function's file alone,
-    and would run an old compilation on arrays of another shape.
+    modules may have given, functions of other files, and how this file has them compiled. numba
+    looks at the function's file alone, and would run an old compilation on arrays of another shape.
     """
     spaces = _reached(function.__globals__, {})
     texts = [
@@ -55,7 +60,8 @@ def _built_in(function: Callable[..., object]) -> str:
         for name, value in known.items()
         if isinstance(value, int | float | str | tuple) and not name.startswith("__")
     ]
-    texts += [Path(file).read_text() for file in spaces if file != function.__code__.co_filename]
+    beside = {*spaces, __file__} - {function.__code__.co_filename}
+    texts += [Path(file).read_text() for file in beside]
     return sha256("\0".join(sorted(texts)).encode()).hexdigest()[:16]
 
 

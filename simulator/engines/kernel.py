@@ -1,18 +1,19 @@
 """The arithmetic of `simulator.engines.reference` on arrays, for sweeps.
 
 One row of ``ops`` per op; the columns are the constants below. Everything here is compiled by
-numba where it is installed, so it sticks to loops over arrays. Sums run over lanes in the order of
+numba where it is installed, so it sticks to loops over arrays; what runs for each event allocates
+none. Sums run over lanes in the order of
 `Lane`, as the reference's do: the two engines agree to the last bits.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.engines.jit import compiled, inlined
+from simulator.engines.jit import compiled, uncounted
 from simulator.schedule import D2H_LANES, H2D_LANES, Lane, OpKind
 
 Floats = NDArray[np.float64]
@@ -61,14 +62,46 @@ _CLASSES = 15
 _CACHE = 512
 _HASH = 0x9E3779B1
 _NEVER = -1
+R_LEFT, R_LOAD, R_FULL = range(3)  # of each capacity, while it is shared out
 
 
-@inlined
+class _Notes(NamedTuple):
+    """What a run writes down.
+
+    Attributes:
+        queue: ops by lane, in issue order; of an op how many waits were ``met``, and if it ended.
+        head, queue_end: a lane's next op and last one's end in the queue.
+        busy, running, bits, left: whether a lane has an op, which, its class where that stands in
+            a key, and its time left at full speed.
+        growing, room: of `_max_min`; ``classes`` are counted in ``known``.
+    """
+
+    queue: Ints
+    met: Ints
+    ended: Any
+    head: Ints
+    queue_end: Ints
+    busy: Ints
+    running: Ints
+    bits: Ints
+    classes: Ints
+    growing: Ints
+    left: Floats
+    speed: Floats
+    inverse: Floats
+    demand: Floats
+    room: Floats
+    known: Floats
+    cache_key: Ints
+    cache_speed: Floats
+
+
+@uncounted
 def _is_copy(lane: int) -> bool:
     return lane in _IN or lane in _OUT
 
 
-@inlined
+@uncounted
 def _alone_s(ops: Floats, i: int, rates: Floats, machine: Floats) -> float:
     kind, lane = int(ops[i, KIND]), int(ops[i, LANE])
     if machine[M_UNIFIED] and kind in (
@@ -85,7 +118,7 @@ def _alone_s(ops: Floats, i: int, rates: Floats, machine: Floats) -> float:
     return float(latency + ops[i, WORK] / rates[int(ops[i, RATE])])
 
 
-@inlined
+@uncounted
 def _fill_demand(ops: Floats, i: int, duration_s: float, machine: Floats, demand: Floats) -> None:
     """What op i takes of each capacity at full speed, into its lane's row of ``demand``."""
     lane = int(ops[i, LANE])
@@ -114,53 +147,63 @@ def _fill_demand(ops: Floats, i: int, duration_s: float, machine: Floats, demand
         demand[lane, C_STORAGE_BOTH] = (duration_s - ops[i, LATENCY]) / duration_s
 
 
-@compiled
-def _max_min(busy: Ints, demand: Floats, capacity: Floats, speed: Floats) -> None:
-    """`simulator.engines.sharing.max_min_speeds` on arrays; see there."""
-    growing = busy > 0
-    left = capacity.copy()
-    load = np.zeros(CAPACITY_COUNT)
-    full = np.zeros(CAPACITY_COUNT, dtype=np.bool_)
-    speed[:] = 0.0
-    while growing.any():
-        step = _fill_step(growing, demand, left, speed, load)
-        for c in range(CAPACITY_COUNT):
-            full[c] = False
-            if load[c] > 0.0 and capacity[c] < np.inf:
-                left[c] -= load[c] * step
-                full[c] = left[c] <= 1e-12 * capacity[c]
-        for i in range(LANE_COUNT):
-            if growing[i]:
-                speed[i] += step
-                if speed[i] >= 1.0 - 1e-12 or _stops(i, demand, full):
-                    growing[i] = False
+@uncounted
+def _max_min(
+    busy: Ints, demand: Floats, capacity: Floats, speed: Floats, growing: Ints, room: Floats
+) -> None:
+    """`simulator.engines.sharing.max_min_speeds` on arrays; see there.
 
-
-@compiled
-def _fill_step(growing: Any, demand: Floats, left: Floats, speed: Floats, load: Floats) -> float:
-    """How far all growing ops can speed up together; leaves their sums in ``load``."""
-    step = np.inf
-    load[:] = 0.0
+    Args:
+        growing, room: written; of ``room`` a row for each of R_*.
+    """
+    count = 0
     for i in range(LANE_COUNT):
-        if growing[i]:
+        growing[i] = busy[i]
+        count += busy[i]
+        speed[i] = 0.0
+    for c in range(CAPACITY_COUNT):
+        room[R_LEFT, c] = capacity[c]
+    while count > 0:
+        step = _fill_step(growing, demand, speed, room)
+        for c in range(CAPACITY_COUNT):
+            room[R_FULL, c] = 0.0
+            if room[R_LOAD, c] > 0.0 and capacity[c] < np.inf:
+                room[R_LEFT, c] -= room[R_LOAD, c] * step
+                room[R_FULL, c] = room[R_LEFT, c] <= 1e-12 * capacity[c]
+        for i in range(LANE_COUNT):
+            if growing[i] > 0:
+                speed[i] += step
+                if speed[i] >= 1.0 - 1e-12 or _stops(i, demand, room):
+                    growing[i] = 0
+                    count -= 1
+
+
+@uncounted
+def _fill_step(growing: Ints, demand: Floats, speed: Floats, room: Floats) -> float:
+    """How far all growing ops can speed up together; leaves their sums in ``room``."""
+    step = np.inf
+    for c in range(CAPACITY_COUNT):
+        room[R_LOAD, c] = 0.0
+    for i in range(LANE_COUNT):
+        if growing[i] > 0:
             step = min(step, 1.0 - speed[i])
             for c in range(CAPACITY_COUNT):
-                load[c] += demand[i, c]
+                room[R_LOAD, c] += demand[i, c]
     for c in range(CAPACITY_COUNT):
-        if load[c] > 0.0:
-            step = min(step, left[c] / load[c])
+        if room[R_LOAD, c] > 0.0:
+            step = min(step, room[R_LEFT, c] / room[R_LOAD, c])
     return float(step)
 
 
-@compiled
-def _stops(i: int, demand: Floats, full: Any) -> bool:
+@uncounted
+def _stops(i: int, demand: Floats, room: Floats) -> bool:
     stops = False
     for c in range(CAPACITY_COUNT):
-        stops |= full[c] and demand[i, c] > 0.0
+        stops |= room[R_FULL, c] > 0.0 and demand[i, c] > 0.0
     return stops
 
 
-@inlined
+@uncounted
 def _class_of(lane: int, demand: Floats, known: Floats, classes: Ints) -> int:
     """Number of the lane's class with exactly these demands, from 1; 0 if there are too many."""
     count = classes[lane]
@@ -178,7 +221,7 @@ def _class_of(lane: int, demand: Floats, known: Floats, classes: Ints) -> int:
     return int(count) + 1
 
 
-@inlined
+@uncounted
 def _ready(i: int, after_first: Ints, after: Ints, met: Ints, ended: Any) -> bool:
     """Remembers how far it looked, so that an op that waits for all stays cheap."""
     first, last = met[i], after_first[i + 1]
@@ -188,39 +231,36 @@ def _ready(i: int, after_first: Ints, after: Ints, met: Ints, ended: Any) -> boo
     return bool(first == last)
 
 
-@compiled
-def _set_speeds(
-    key: int, busy: Ints, demand: Floats, capacity: Floats, cache_key: Ints, cache_speed: Floats,
-    speed: Floats, inverse: Floats,
-) -> None:  # fmt: skip
+@uncounted
+def _set_speeds(key: int, capacity: Floats, notes: _Notes) -> None:
     """Speeds of what runs now: by the lanes' classes if they ran together before."""
     slot = ((key * _HASH) >> 16) & (_CACHE - 1)
-    if key == _NEVER or cache_key[slot] != key:
-        _max_min(busy, demand, capacity, speed)
-        cache_key[slot] = key
+    speed, known = notes.speed, notes.cache_speed
+    if key == _NEVER or notes.cache_key[slot] != key:
+        _max_min(notes.busy, notes.demand, capacity, speed, notes.growing, notes.room)
+        notes.cache_key[slot] = key
         for lane in range(LANE_COUNT):
-            cache_speed[slot, lane] = speed[lane]
+            known[slot, lane] = speed[lane]
     for lane in range(LANE_COUNT):
-        speed[lane] = cache_speed[slot, lane]
-        inverse[lane] = 1.0 / speed[lane] if speed[lane] > 0 else np.inf
+        speed[lane] = known[slot, lane]
+        notes.inverse[lane] = 1.0 / speed[lane] if speed[lane] > 0 else np.inf
 
 
-@compiled
-def _lane_queues(ops: Floats, head: Ints, queue_end: Ints) -> Ints:
-    """Ops by lane in issue order; writes where each lane's part begins and ends."""
+@uncounted
+def _fill_queues(ops: Floats, notes: _Notes) -> None:
+    """Ops by lane in issue order, and where each lane's part begins and ends."""
+    head, end = notes.head, notes.queue_end
     for i in range(ops.shape[0]):
-        queue_end[int(ops[i, LANE])] += 1
+        end[int(ops[i, LANE])] += 1
     first = 0
     for lane in range(LANE_COUNT):
         head[lane] = first
-        first += queue_end[lane]
-        queue_end[lane] = head[lane]
-    queue = np.empty(ops.shape[0], dtype=np.int64)
+        first += end[lane]
+        end[lane] = head[lane]
     for i in range(ops.shape[0]):
         lane = int(ops[i, LANE])
-        queue[queue_end[lane]] = i
-        queue_end[lane] += 1
-    return queue
+        notes.queue[end[lane]] = i
+        end[lane] += 1
 
 
 @compiled
@@ -230,36 +270,44 @@ def run(
 ) -> tuple[float, float]:  # fmt: skip
     """Fills in when each op starts and ends; returns the peaks over the base of device and host.
 
-    One function, as this is where a sweep spends its time: a call per event would cost as much as
-    the event.
-
     Args:
         ops: shape (n, OP_COLUMNS); op i waits for after[after_first[i]:after_first[i + 1]].
         rates: full speeds, indexed by an op's RATE; capacity: see CAPACITIES; machine: see M_*.
         start_s, end_s: shape (n,), written.
     """
-    head, queue_end = np.zeros(LANE_COUNT, np.int64), np.zeros(LANE_COUNT, np.int64)
-    queue = _lane_queues(ops, head, queue_end)
-    busy, classes = np.zeros(LANE_COUNT, np.int64), np.zeros(LANE_COUNT, np.int64)
-    bits, running = np.zeros(LANE_COUNT, np.int64), np.zeros(LANE_COUNT, np.int64)
-    left, speed, inverse = np.zeros(LANE_COUNT), np.ones(LANE_COUNT), np.ones(LANE_COUNT)
-    demand = np.zeros((LANE_COUNT, CAPACITY_COUNT))
-    known = np.zeros((LANE_COUNT, _CLASSES, CAPACITY_COUNT))
-    cache_key = np.full(_CACHE, _NEVER, dtype=np.int64)
-    cache_speed = np.zeros((_CACHE, LANE_COUNT))
-    met = after_first[:-1].copy()
-    ended = np.zeros(ops.shape[0], dtype=np.bool_)
+    count, lanes = ops.shape[0], LANE_COUNT
+    notes = _Notes(
+        np.empty(count, np.int64), after_first[:-1].copy(), np.zeros(count, np.bool_),
+        np.zeros(lanes, np.int64), np.zeros(lanes, np.int64), np.zeros(lanes, np.int64),
+        np.zeros(lanes, np.int64), np.zeros(lanes, np.int64), np.zeros(lanes, np.int64),
+        np.zeros(lanes, np.int64), np.zeros(lanes), np.ones(lanes), np.ones(lanes),
+        np.zeros((lanes, CAPACITY_COUNT)), np.zeros((3, CAPACITY_COUNT)),
+        np.empty((lanes, _CLASSES, CAPACITY_COUNT)), np.full(_CACHE, _NEVER, np.int64),
+        np.empty((_CACHE, lanes)),
+    )  # fmt: skip
+    _fill_queues(ops, notes)
+    return _events(ops, after_first, after, rates, capacity, machine, start_s, end_s, notes)
+
+
+@uncounted
+def _events(
+    ops: Floats, after_first: Ints, after: Ints, rates: Floats, capacity: Floats, machine: Floats,
+    start_s: Floats, end_s: Floats, notes: _Notes,
+) -> tuple[float, float]:  # fmt: skip
+    """`run`, with what it notes."""
+    queue, head, queue_end, busy = notes.queue, notes.head, notes.queue_end, notes.busy
+    running, bits, left, speed = notes.running, notes.bits, notes.left, notes.speed
     now = device = host = device_top = host_top = 0.0
     key, unknown, speeds_of, count = 0, 0, _NEVER, 0
     while True:
         for lane in range(LANE_COUNT):
             if busy[lane] == 0 and head[lane] < queue_end[lane]:
                 i = queue[head[lane]]
-                if _ready(i, after_first, after, met, ended):
+                if _ready(i, after_first, after, notes.met, notes.ended):
                     start_s[i] = now
                     left[lane] = _alone_s(ops, i, rates, machine)
-                    _fill_demand(ops, i, left[lane], machine, demand)
-                    number = _class_of(lane, demand, known, classes)
+                    _fill_demand(ops, i, left[lane], machine, notes.demand)
+                    number = _class_of(lane, notes.demand, notes.known, notes.classes)
                     busy[lane], running[lane], bits[lane] = 1, i, number << (4 * lane)
                     key |= bits[lane]
                     unknown += number == 0
@@ -271,11 +319,11 @@ def run(
             return device_top, host_top
         if key != speeds_of or unknown > 0:
             speeds_of = key if unknown == 0 else _NEVER
-            _set_speeds(speeds_of, busy, demand, capacity, cache_key, cache_speed, speed, inverse)
+            _set_speeds(speeds_of, capacity, notes)
         step = np.inf
         for lane in range(LANE_COUNT):
             if busy[lane] > 0:
-                step = min(step, left[lane] * inverse[lane] if left[lane] > 0 else 0.0)
+                step = min(step, left[lane] * notes.inverse[lane] if left[lane] > 0 else 0.0)
         now += step
         tiny = 1e-12 * (1.0 + step)
         for lane in range(LANE_COUNT):
@@ -288,7 +336,7 @@ def run(
                     key ^= bits[lane]
                     unknown -= bits[lane] == 0
                     count -= 1
-                    ended[i] = True
+                    notes.ended[i] = True
                     end_s[i] = now
                     device -= ops[i, DEVICE_FREE]
                     host -= ops[i, HOST_FREE]

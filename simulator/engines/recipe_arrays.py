@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from simulator.engines import kernel
-from simulator.engines.jit import compiled, inlined
+from simulator.engines.jit import compiled, uncounted
 from simulator.engines.kernel import Floats, Ints
 from simulator.machine import RateName
 from simulator.schedule import Op, OpKind
@@ -53,6 +53,7 @@ _WAIT_NORM, _WAIT_HOME, _WAIT_PREVIOUS, _WAIT_SUM, _WAIT_LAST = (
     int(w) for w in (Wait.NORM, Wait.GRADIENT | Wait.SUM, Wait.PREVIOUS, Wait.SUM, Wait.LAST)
 )
 _WAIT_GRADIENT, _WAIT_BEGIN = int(Wait.GRADIENT), int(Wait.GRADIENT | Wait.NORM)
+_SENT = kernel.KINDS.index(OpKind.GRADIENT_D2H)
 _ISSUED = tuple(kernel.KINDS.index(k) for k in (OpKind.FORWARD, OpKind.BACKWARD, OpKind.NORM))
 _OP, _GRADIENT, _PREFETCH = int(What.OP), int(What.GRADIENT), int(What.PREFETCH)
 
@@ -65,17 +66,11 @@ X_WHAT, X_SUBGROUP, X_ADDED_TO, X_COMPLETES, X_REFS = range(5)
 P_ITERATIONS, P_SLOTS = range(2)
 P_EARLY = P_SLOTS + len(SLOTS)
 P_AHEAD = P_EARLY + len(SLOTS)
-M_ROW, M_SUBGROUP, M_ITERATION = range(3)  # of an op that is made; subgroup -1: a pass
-# Entries of the notes: ops and waits so far, and what the next op must know of earlier ones.
-_N_OPS, _N_AFTER, _N_ITERATION, _N_NORM, _N_ADDED_TO, _N_COMPLETES, _N_PLACES, _N_NEW = range(8)
-# Behind them, for each kind of buffer: how many there are, uses begun, uses ended, and where the
-# ops that ended them are noted. In one array, as each array costs every inlined step two counts
-# of its references.
-_N_SLOTS, _N_TAKEN, _N_GIVEN, _N_GIVERS = (8 + i * len(SLOTS) for i in range(4))
-# Then gradients' ways home: how many were begun, how many of them something waits for that comes
-# behind, and the latest such one.
-_N_SENT, _N_WAITED, _N_ROOM = range(8 + 4 * len(SLOTS), 11 + 4 * len(SLOTS))
-_N_HOME = 11 + 4 * len(SLOTS)  # of each subgroup, the op that brought its gradient home
+# Entries of what is counted: ops and waits so far, what the next op must know of earlier ones, and
+# gradients' ways home: how many were begun, how many of them something waits for that comes behind,
+# and the latest such one.
+_N_OPS, _N_AFTER, _N_ITERATION, _N_NORM, _N_ADDED_TO, _N_COMPLETES = range(6)
+_N_SENT, _N_WAITED, _N_ROOM = range(6, 9)
 
 
 @dataclass(frozen=True)
@@ -198,175 +193,207 @@ def totals(placement: Any, sizes: Floats, kinds: int) -> Floats:
     return both
 
 
-@inlined
-def _add(
-    n: Ints, made: Ints, after_first: Ints, after: Ints, rows: Floats, row: int, s: int
-) -> int:
-    """A subgroup's op, behind the waits noted so far and the op that frees its buffer."""
-    slot = int(rows[row, T_TAKES])
-    if slot >= 0:
-        use = n[_N_TAKEN + slot] - n[_N_SLOTS + slot]
-        n[_N_TAKEN + slot] += 1
-        if use >= 0:
-            after[n[_N_AFTER]] = n[n[_N_GIVERS + slot] + use]
-            n[_N_AFTER] += 1
-    i = n[_N_OPS]
-    made[i, M_ROW] = row
-    made[i, M_SUBGROUP] = s
-    made[i, M_ITERATION] = n[_N_ITERATION]
-    n[_N_OPS] = i + 1
-    after_first[i + 1] = n[_N_AFTER]
-    slot = int(rows[row, T_GIVES])
-    if slot >= 0:
-        n[n[_N_GIVERS + slot] + n[_N_GIVEN + slot]] = i
-        n[_N_GIVEN + slot] += 1
+class _Given(NamedTuple):
+    """What is built: the arguments of `build`."""
+
+    rows: Floats
+    ways: Ints
+    sizes: Floats
+    placement: Any
+    issue: Ints
+    plan: Ints
+
+
+class _Made(NamedTuple):
+    """What was built so far.
+
+    Attributes:
+        ops, after_first, after: see `simulator.engines.kernel.run`.
+        n: see _N_*.
+        done: the latest op of each place, then those that places refer to (`Place.refs`); -1: none.
+        home, early: by subgroup, the op that brought its gradient home, and the first of its update
+            where that began before the norm.
+        sent: gradients' ways home.
+        taken, given, free: by kind of buffer, uses begun and ended, and what `_prefetch` has left.
+        givers: by kind, the ops that ended a use.
+    """
+
+    ops: Floats
+    after_first: Ints
+    after: Ints
+    n: Ints
+    done: Ints
+    home: Ints
+    early: Ints
+    sent: Ints
+    taken: Ints
+    given: Ints
+    free: Ints
+    givers: Ints
+
+
+@uncounted
+def _wait(made: _Made, op: int) -> None:
+    """The next op waits for this one, if there is such a one."""
+    if op >= 0:
+        made.after[made.n[_N_AFTER]] = op
+        made.n[_N_AFTER] += 1
+
+
+@uncounted
+def _append(made: _Made, rows: Floats, row: int, size: float) -> int:
+    """An op behind the waits noted so far."""
+    i = made.n[_N_OPS]
+    for column in range(kernel.OP_COLUMNS):
+        made.ops[i, column] = rows[row, column]
+    made.ops[i, kernel.ITERATION] = made.n[_N_ITERATION]
+    made.ops[i, kernel.WORK] *= size
+    made.ops[i, kernel.DRAM] *= size
+    made.n[_N_OPS] = i + 1
+    made.after_first[i + 1] = made.n[_N_AFTER]
     return int(i)
 
 
-@compiled
-def _add_steps(
-    n: Ints, made: Ints, after_first: Ints, after: Ints, rows: Floats, first: int, last: int,
-    s: int, previous: int,
-) -> int:  # fmt: skip
+@uncounted
+def _add(made: _Made, given: _Given, row: int, s: int) -> int:
+    """A subgroup's op, behind the op that frees its buffer too."""
+    slot = int(given.rows[row, T_TAKES])
+    if slot >= 0:
+        use = made.taken[slot] - given.plan[P_SLOTS + slot]
+        made.taken[slot] += 1
+        if use >= 0:
+            _wait(made, made.givers[slot, use])
+    i = _append(made, given.rows, row, given.sizes[s])
+    slot = int(given.rows[row, T_GIVES])
+    if slot >= 0:
+        made.givers[slot, made.given[slot]] = i
+        made.given[slot] += 1
+    return int(i)
+
+
+@uncounted
+def _add_steps(made: _Made, given: _Given, first: int, last: int, s: int, previous: int) -> int:
     """Steps of a subgroup, one behind the other and behind ``previous``; returns the last op."""
+    n = made.n
     for row in range(first, last):
-        waits = int(rows[row, T_WAITS])
+        waits = int(given.rows[row, T_WAITS])
         if waits & _WAIT_SUM and n[_N_ADDED_TO] == 0:
             continue
         if waits & _WAIT_LAST and n[_N_COMPLETES] == 0:
             continue
-        at = n[_N_AFTER]
         if waits & _WAIT_NORM:
-            after[at] = n[_N_NORM]
-            at += 1
-        if waits & _WAIT_HOME and n[_N_HOME + s] >= 0:
-            after[at] = n[_N_HOME + s]
-            at += 1
+            _wait(made, n[_N_NORM])
+        if waits & _WAIT_HOME:
+            _wait(made, made.home[s])
         if waits & _WAIT_PREVIOUS:
-            after[at] = previous
-            at += 1
-        n[_N_AFTER] = at
-        previous = _add(n, made, after_first, after, rows, row, s)
-        if rows[row, T_PUBLISHES] > 0:
-            n[n[_N_NEW] + s] = previous
+            _wait(made, previous)
+        previous = _add(made, given, row, s)
+        if given.rows[row, T_PUBLISHES] > 0:
+            made.done[made.done.size - 2 * made.home.size + s] = previous
     return int(previous)
 
 
-@inlined
-def _make_room(n: Ints, sent: Ints, sent_bytes: Floats, op: int, size: float, left: float) -> float:
+@uncounted
+def _make_room(made: _Made, op: int, left: float) -> float:
     """`EbbtideLoop._make_room`; ``left`` are the bytes under way, before and after."""
+    n, sent = made.n, made.sent
     sent[n[_N_SENT]] = op
-    sent_bytes[n[_N_SENT]] = size
     n[_N_SENT] += 1
-    left += size
+    left += made.ops[op, kernel.WORK]
     while n[_N_SENT] - n[_N_WAITED] > 1:
-        oldest = sent_bytes[n[_N_WAITED]]
+        oldest = made.ops[sent[n[_N_WAITED]], kernel.WORK]
         if left - oldest / 2 <= GRADIENTS_UNDER_WAY_BYTES:
             break
         left -= oldest
         n[_N_ROOM] = sent[n[_N_WAITED]]
         n[_N_WAITED] += 1
+    return float(left)
+
+
+@uncounted
+def _add_pass(made: _Made, program: Program, place: int) -> None:
+    """An op of the tape itself, behind those of its refs that there are."""
+    if int(program.rows[place, kernel.KIND]) in _ISSUED:
+        _wait(made, made.n[_N_ROOM])
+        made.n[_N_ROOM] = -1
+    for j in range(program.places[place, X_REFS], program.places[place + 1, X_REFS]):
+        _wait(made, made.done[program.refs[j]])
+    made.done[place] = _append(made, program.rows, place, 1.0)
+
+
+@uncounted
+def _add_gradient(made: _Made, given: _Given, s: int, behind: int, left: float) -> float:
+    """A subgroup's gradient of one micro-batch; its update's first step, if it does not wait for
+    the norm. Returns the bytes under way.
+    """
+    way, before = given.placement[s], made.n[_N_OPS]
+    first, last = given.ways[way, W_GRADIENT_FIRST], given.ways[way, W_GRADIENT_LAST]
+    op = made.home[s] = _add_steps(made, given, first, last, s, behind)
+    begin = given.ways[way, W_FIRST]
+    if made.n[_N_COMPLETES] and int(given.rows[begin, T_WAITS]) & _WAIT_BEGIN == _WAIT_GRADIENT:
+        made.early[s] = _add_steps(made, given, begin, begin + 1, s, -1)
+    if op >= before and int(made.ops[op, kernel.KIND]) == _SENT:
+        left = _make_room(made, op, left)
     return left
 
 
-@inlined
-def _add_pass(
-    n: Ints, made: Ints, after_first: Ints, after: Ints, places: Ints, refs: Ints, place: int,
-    kind: int,
-) -> None:  # fmt: skip
-    """An op of the tape itself, behind those of its refs that there are."""
-    base, at, i = n[_N_PLACES], n[_N_AFTER], n[_N_OPS]
-    if n[_N_ROOM] >= 0 and kind in _ISSUED:
-        after[at] = n[_N_ROOM]
-        at += 1
-        n[_N_ROOM] = -1
-    for j in range(places[place, X_REFS], places[place + 1, X_REFS]):
-        if n[base + refs[j]] >= 0:
-            after[at] = n[base + refs[j]]
-            at += 1
-    n[_N_AFTER] = at
-    made[i, M_ROW] = place
-    made[i, M_SUBGROUP] = -1
-    made[i, M_ITERATION] = n[_N_ITERATION]
-    n[base + place] = i
-    n[_N_OPS] = i + 1
-    after_first[i + 1] = at
-
-
-@compiled
-def _fill(ops: Floats, count: int, made: Ints, passes: Floats, rows: Floats, sizes: Floats) -> None:
-    """Writes the rows of the ops that were made. In one loop without a call or a slice, either of
-    which would count references, which costs more than the copy.
+@uncounted
+def _prefetch(made: _Made, given: _Given, first: int, behind: int) -> None:
+    """First steps of subgroups before the norm, into as many buffers as the plan says from
+    ``first`` on.
     """
-    for i in range(count):
-        row, s = made[i, M_ROW], made[i, M_SUBGROUP]
-        ops[i, kernel.ITERATION] = made[i, M_ITERATION]
-        if s < 0:
-            ops[i, kernel.LANE] = passes[row, kernel.LANE]
-            ops[i, kernel.KIND] = passes[row, kernel.KIND]
-            ops[i, kernel.WORK] = passes[row, kernel.WORK]
-            ops[i, kernel.RATE] = passes[row, kernel.RATE]
-            ops[i, kernel.DRAM] = passes[row, kernel.DRAM]
-            ops[i, kernel.CORES] = 0.0
-            ops[i, kernel.DEVICE_SHARE] = passes[row, kernel.DEVICE_SHARE]
-            ops[i, kernel.DEVICE_ALLOC] = passes[row, kernel.DEVICE_ALLOC]
-            ops[i, kernel.DEVICE_FREE] = passes[row, kernel.DEVICE_FREE]
-        else:
-            ops[i, kernel.LANE] = rows[row, kernel.LANE]
-            ops[i, kernel.KIND] = rows[row, kernel.KIND]
-            ops[i, kernel.WORK] = sizes[s] * rows[row, kernel.WORK]
-            ops[i, kernel.RATE] = rows[row, kernel.RATE]
-            ops[i, kernel.DRAM] = sizes[s] * rows[row, kernel.DRAM]
-            ops[i, kernel.CORES] = rows[row, kernel.CORES]
-            ops[i, kernel.DEVICE_SHARE] = rows[row, kernel.DEVICE_SHARE]
-            ops[i, kernel.DEVICE_ALLOC] = 0.0
-            ops[i, kernel.DEVICE_FREE] = 0.0
-
-
-@compiled
-def _notes(places: int, subgroups: int, plan: Ints) -> Ints:
-    """Nothing has happened yet: see _N_*."""
-    uses = subgroups * plan[P_ITERATIONS]
-    kinds = P_EARLY - P_SLOTS
-    new = _N_HOME + subgroups + places
-    givers = new + 2 * subgroups
-    n = np.full(givers + kinds * uses, -1, dtype=np.int64)
-    n[_N_OPS] = n[_N_AFTER] = n[_N_SENT] = n[_N_WAITED] = 0
-    n[_N_PLACES], n[_N_NEW] = _N_HOME + subgroups, new
-    for kind in range(kinds):
-        n[_N_SLOTS + kind] = plan[P_SLOTS + kind]
-        n[_N_TAKEN + kind] = n[_N_GIVEN + kind] = 0
-        n[_N_GIVERS + kind] = givers + kind * uses
-    return n
-
-
-@compiled
-def _prefetch(
-    n: Ints, made: Ints, after_first: Ints, after: Ints, rows: Floats, firsts: Ints, issue: Ints,
-    free: Ints, behind: int, early: Ints,
-) -> None:  # fmt: skip
-    """First steps of subgroups before the norm, into ``free`` buffers; their ops into ``early``."""
-    for k in range(issue.size):
-        if free.sum() == 0:
+    left = 0
+    for kind in range(made.free.size):
+        made.free[kind] = given.plan[first + kind]
+        left += made.free[kind]
+    for k in range(given.issue.size):
+        if left == 0:
             break
-        s = issue[k]
-        row = firsts[s]
-        if rows[row, T_EARLY] > 0 and free[int(rows[row, T_TAKES])] > 0:
-            free[int(rows[row, T_TAKES])] -= 1
-            if behind >= 0:
-                after[n[_N_AFTER]] = behind
-                n[_N_AFTER] += 1
-            early[s] = _add(n, made, after_first, after, rows, row, s)
+        s = given.issue[k]
+        row = given.ways[given.placement[s], W_FIRST]
+        slot = int(given.rows[row, T_TAKES])
+        if given.rows[row, T_EARLY] > 0 and made.free[slot] > 0:
+            made.free[slot] -= 1
+            left -= 1
+            _wait(made, behind)
+            made.early[s] = _add(made, given, row, s)
 
 
-@compiled
-def _guess(
-    n: Ints, made: Ints, after_first: Ints, after: Ints, rows: Floats, first: int, s: int,
-    early: Ints,
-) -> None:  # fmt: skip
-    """An update's first step at its gradient, if it does not wait for the norm; into ``early``."""
-    if int(rows[first, T_WAITS]) & _WAIT_BEGIN == _WAIT_GRADIENT:
-        early[s] = _add_steps(n, made, after_first, after, rows, first, first + 1, s, -1)
+@uncounted
+def _add_updates(made: _Made, given: _Given, norm: int) -> None:
+    """What is left of them at the norm, and what begins ahead of the next."""
+    made.n[_N_NORM] = norm
+    ends = made.done.size - made.home.size
+    for k in range(given.issue.size):
+        s = given.issue[k]
+        way, early = given.placement[s], made.early[s]
+        first = given.ways[way, W_FIRST] + (early >= 0)
+        made.done[ends + s] = _add_steps(made, given, first, given.ways[way, W_LAST], s, early)
+        made.early[s] = -1
+    _prefetch(made, given, P_AHEAD, norm)
+
+
+@uncounted
+def _build(made: _Made, given: _Given, program: Program) -> int:
+    places, n, left = program.places, made.n, 0.0
+    _prefetch(made, given, P_AHEAD, -1)
+    for iteration in range(given.plan[P_ITERATIONS]):
+        n[_N_ITERATION] = iteration
+        for place in range(places.shape[0] - 1):
+            what = places[place, X_WHAT]
+            if what == _OP:
+                _add_pass(made, program, place)
+                continue
+            behind = made.done[program.refs[places[place, X_REFS]]]
+            if what == _GRADIENT:
+                n[_N_ADDED_TO] = places[place, X_ADDED_TO]
+                n[_N_COMPLETES] = places[place, X_COMPLETES]
+                left = _add_gradient(made, given, places[place, X_SUBGROUP], behind, left)
+            elif what == _PREFETCH:
+                _prefetch(made, given, P_EARLY, behind)
+            else:
+                _add_updates(made, given, behind)
+    return int(n[_N_OPS])
 
 
 @compiled
@@ -381,52 +408,15 @@ def build(
         sizes, placement: of the subgroups; issue: all of them, in the plan's order.
         plan: see P_*; ops, after_first, after: written.
     """
-    places, refs, passes = program
-    count, subgroups = passes.shape[0], sizes.size
-    n = _notes(count, subgroups, plan)
-    early = np.full(subgroups, -1, dtype=np.int64)
-    made = np.empty((ops.shape[0], 3), dtype=np.int64)
-    sent, sent_bytes, left = np.empty_like(after_first), np.empty(after_first.size), 0.0
-    base, ends = n[_N_PLACES], n[_N_NEW] + subgroups
+    places, subgroups, kinds = program.rows.shape[0], sizes.size, P_EARLY - P_SLOTS
+    iterations = plan[P_ITERATIONS]
+    counts = np.zeros(9, np.int64)
+    counts[_N_ROOM] = -1
     after_first[0] = 0
-    firsts = ways[placement, W_FIRST]
-    _prefetch(n, made, after_first, after, rows, firsts, issue, plan[P_AHEAD:].copy(), -1, early)
-    for iteration in range(plan[P_ITERATIONS]):
-        n[_N_ITERATION] = iteration
-        for place in range(count):
-            what, s = places[place, X_WHAT], places[place, X_SUBGROUP]
-            if what == _OP:
-                kind = int(passes[place, kernel.KIND])
-                _add_pass(n, made, after_first, after, places, refs, place, kind)
-                continue
-            behind = n[base + refs[places[place, X_REFS]]]
-            if what == _GRADIENT:
-                n[_N_ADDED_TO] = places[place, X_ADDED_TO]
-                n[_N_COMPLETES] = places[place, X_COMPLETES]
-                way, ops_before = placement[s], n[_N_OPS]
-                n[_N_HOME + s] = _add_steps(
-                    n, made, after_first, after, rows, ways[way, W_GRADIENT_FIRST],
-                    ways[way, W_GRADIENT_LAST], s, behind,
-                )  # fmt: skip
-                if places[place, X_COMPLETES]:
-                    _guess(n, made, after_first, after, rows, firsts[s], s, early)
-                if n[_N_HOME + s] >= ops_before:  # the last step sends it home
-                    size = sizes[s] * rows[ways[way, W_GRADIENT_LAST] - 1, kernel.WORK]
-                    left = _make_room(n, sent, sent_bytes, n[_N_HOME + s], size, left)
-            elif what == _PREFETCH:
-                free = plan[P_EARLY:P_AHEAD].copy()
-                _prefetch(n, made, after_first, after, rows, firsts, issue, free, behind, early)
-            else:
-                n[_N_NORM] = behind
-                for k in range(subgroups):
-                    s = issue[k]
-                    first = ways[placement[s], W_FIRST] + (early[s] >= 0)
-                    n[ends + s] = _add_steps(
-                        n, made, after_first, after, rows, first, ways[placement[s], W_LAST], s,
-                        early[s],
-                    )  # fmt: skip
-                    early[s] = -1
-                free = plan[P_AHEAD:].copy()
-                _prefetch(n, made, after_first, after, rows, firsts, issue, free, behind, early)
-    _fill(ops, n[_N_OPS], made, passes, rows, sizes)
-    return int(n[_N_OPS])
+    made = _Made(
+        ops, after_first, after, counts, np.full(places + 2 * subgroups, -1),
+        np.full(subgroups, -1), np.full(subgroups, -1), np.empty(places * iterations, np.int64),
+        np.zeros(kinds, np.int64), np.zeros(kinds, np.int64), np.zeros(kinds, np.int64),
+        np.empty((kinds, subgroups * iterations), np.int64),
+    )  # fmt: skip
+    return _build(made, _Given(rows, ways, sizes, placement, issue, plan), program)
