@@ -29,7 +29,7 @@ FEWEST_MANY = 4  # staging slots; fewer are looked at number by number
 MOST_VISITORS = 6  # ranges of sizes
 MANY = 128  # subgroups, of more of which no whole numbers are asked for
 NODES_OF_FEW, NODES_OF_EACH, NODES_OF_SOME = 3000, 100, 5  # of the search for whole numbers
-ROUNDING = 1e-5  # of the solver's tolerances, relative
+ROUNDING, ROUNDING_S = 1e-5, 1e-6  # of the solver's tolerances: relative, and in seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ def fluid_bound(
             "the workload alone must fit into device memory, but nothing does within "
             f"{device_bytes or machine.device_memory_bytes:.0f} bytes"
         )
-    least_s, x = solved[0] * (1 - ROUNDING), solved[1]
+    least_s, x = _rounded_down(solved[0]), solved[1]
     split = problem.by_placement(x[window.x] * problem.model.pieces.size[:, None])
     return Bound(problem.model.rest_s + least_s, least_s, split, window.rows.full(x))
 
@@ -123,6 +123,10 @@ def tightened(
     return problem.tightened(fluid, _nodes(count) if whole else 0)
 
 
+def _rounded_down(seconds: float) -> float:
+    return max(0.0, seconds * (1 - ROUNDING) - ROUNDING_S)
+
+
 def _nodes(count: int) -> int:
     if count <= NAMED:
         return NODES_OF_FEW
@@ -138,7 +142,9 @@ def _in_whole_numbers(
     window.rows.upper[window.seconds] = least_s
     solved = window.rows.lowest(window.seconds, nodes)
     if solved is None:
-        return None if math.isinf(least_s) else (least_s / (1 - ROUNDING), fractions[1])
+        if math.isinf(least_s):
+            return None
+        return (least_s + ROUNDING_S) / (1 - ROUNDING), fractions[1]
     return max(fractions[0], solved[0]), solved[1] if solved[1].any() else fractions[1]
 
 
@@ -159,7 +165,7 @@ class NumberedBounds:
             return math.inf
         Sharing(window, max(solved[0], problem.model.forward_s))
         solved = window.rows.lowest(window.seconds) or solved
-        return float(problem.model.rest_s + solved[0] * (1 - ROUNDING))
+        return float(problem.model.rest_s + _rounded_down(solved[0]))
 
 
 class _Problem:
@@ -217,7 +223,7 @@ class _Problem:
                 solved = _in_whole_numbers(window, nodes, solved, least_s)
             if solved is None:
                 continue
-            seconds = max(low_s, solved[0]) * (1 - ROUNDING)
+            seconds = _rounded_down(max(low_s, solved[0]))
             near.append((seconds, window.slots or FEWEST_MANY, solved[1][window.x]))
             least_s = min(least_s, seconds)
         if not near:  # no whole numbers of subgroups fit

@@ -1,5 +1,7 @@
 """No plan beats the bound: not under its own placements, not within its own memory."""
 
+from itertools import permutations
+
 import numpy as np
 import pytest
 
@@ -38,6 +40,9 @@ def random_workload(rng, most, zero_stage=3):
     sizes = [int(size * rng.uniform(0.3, 1.5)) if rng.random() < 0.5 else size] * count
     if rng.random() < 0.5:
         sizes = [int(size * rng.uniform(0.3, 1.5)) for _ in range(count)]
+    if rng.random() < 0.4:  # such as an embedding's, or that of a head too
+        for i in {0, -int(rng.integers(2))}:
+            sizes[i] = int(sizes[i] * rng.uniform(2, 6))
     cuts = sorted(rng.integers(1, sum(sizes), size=int(rng.integers(0, 14))).tolist())
     forward_s = float(10 ** rng.uniform(-1.5, 0.7)) * sum(sizes) / 7e9
     layers = tuple(
@@ -114,8 +119,10 @@ def random_plans(rng, count, plans=10):
     for _ in range(plans):
         shares = rng.dirichlet([0.7] * len(PLACEMENTS))
         codes = rng.choice(len(PLACEMENTS), size=count, p=shares).astype(np.int8)
+        if rng.random() < 0.1:  # the embedding's host update among others
+            codes[:] = PLACEMENTS.index("host")
         visits = int(np.isin(codes, VISITING).sum())
-        slots = int(rng.integers(1, min(visits, 4) + 1)) if visits else 0
+        slots = int(rng.integers(1, min(visits, 8) + 1)) if visits else 0
         yield codes, slots, *random_rest(rng, slots, count)
 
 
@@ -205,7 +212,7 @@ def alternating(rng, count, micro):
 @pytest.mark.parametrize("most", [4, 40])
 def test_no_plan_beats_the_bound_where_backward_waits_for_gradients(most, micro):
     rng, near = np.random.default_rng([most, micro]), []
-    for _ in range(2):
+    for _ in range(3):
         work, on = alternating(rng, int(rng.integers(2, most + 1)), micro)
         count = len(work.subgroups)
         for codes, slots, *rest in [
@@ -280,6 +287,25 @@ def test_backward_waits_until_the_gradient_before_is_home():
     # Backward ends when three are home.
     assert window.rows.lowest(window.waited)[0] == pytest.approx(0.02 + 3 * 0.4 - 4 * 0.02)
     assert floor_of(work, have, 4, 0, 0, 0) == pytest.approx(by_hand, rel=2e-5)
+
+
+def test_a_large_subgroups_way_home_holds_one_of_the_two_buffers():
+    layer = Layer(params=9 * 10**8, forward_s=0.04, backward_s=0.08)
+    sizes = (6 * 10**8, 10**8, 10**8, 10**8)
+    work = workload().model_copy(update={"layers": (layer,), "subgroups": sizes})
+    have, found = machine(h2d_bytes_per_s=4e9), []
+    for order in permutations(range(4)):
+        plan = Plan(subgroup_size=6 * 10**8, placement=Plan.runs(["host"] * 4), staging_slots=0,
+                    order=UpdateOrder.from_sequences(order, []))  # fmt: skip
+        found.append(simulate(build_schedule(work, plan), have).iteration_s)
+    # Beside the large one's way home only one small update runs.
+    floor_s = floor_of(work, have, 4, 0, 0, 0)
+    assert floor_s <= min(found)
+    window = Window(Model(work, have, ways(), 4), {})
+    for x in window.x[:, ways().index(("host", "device"))]:
+        window.rows.equal(1.0, (int(x), 1.0))
+    at_least_s = 0.9 + (0.3 - 0.1) + 0.04
+    assert window.rows.lowest(window.inside)[0] >= at_least_s * (1 - 1e-5)
 
 
 def test_visits_beyond_the_slots_wait_for_a_write_back():

@@ -12,6 +12,7 @@ Floats = NDArray[np.float64]
 Columns = NDArray[np.int64]
 Term = tuple[Columns | int, Floats | float]  # variables and what they are multiplied by
 RELATIVE_GAP = 1e-3  # at which whole numbers are good enough
+LONGEST_S = 60.0  # of a search that takes a second: some never end, whatever their nodes
 
 
 @dataclass
@@ -69,7 +70,13 @@ class Rows:
             integrality=np.array(self.whole) if nodes else None,
             bounds=Bounds(0.0, np.array(self.upper)),
             constraints=LinearConstraint(self._matrix(), self.least, self.most),
-            options={"node_limit": nodes, "mip_rel_gap": RELATIVE_GAP} if nodes else {},
+            options={
+                "node_limit": nodes,
+                "mip_rel_gap": RELATIVE_GAP,
+                "time_limit": LONGEST_S,
+            }
+            if nodes
+            else {},
         )
         if solved.status == 2:
             return None

@@ -24,6 +24,7 @@ MANY = 2**20  # slots: as many as one likes
 CLOSE = 1e-6
 NAMED = 14  # subgroups: of so few each is placed whole, and it counts which one is the last
 NUMBERED = 5  # alike subgroups, of more of which only the number is whole
+MOST_LARGE = 2  # subgroups that may be far larger than the others
 FIRST = 3  # updates that are told apart by when they begin
 PASSES_USE = ("device", "cores")
 NAMES = {
@@ -75,6 +76,7 @@ class Window:
         self._come_home()
         self._write_back()
         self._fetch_sums()
+        self._large_way_home()
         self._last_updates()
 
     def within(self, outside_s: float, *terms: Term, name: str = "") -> None:
@@ -168,7 +170,8 @@ class Window:
         each = limit if limit < MANY else max(1, self.fewest if staged else 1)
         if limit == MANY:
             number = self.rows.one(whole=True)
-            self.rows.at_most(0.0, (number, min(m.workload.subgroups) / m.largest), (size, -1.0))
+            least = self.visitor[0] if staged and self.visitor else min(m.workload.subgroups)
+            self.rows.at_most(0.0, (number, least / m.largest), (size, -1.0))
         for outside in (self.early, self.kept):
             some = [outside[way] for way in users if way in outside]
             for way in users if some else ():
@@ -410,6 +413,41 @@ class Window:
                 outside_s - m.pieces.tail_s[-1], *before, everything, *less, *ways_home,
                 (others, float(give.least_s.min())),
             )  # fmt: skip
+
+    def _large_way_home(self) -> None:
+        """Of two buffers one is a large subgroup's until its parameters are home, which takes
+        longer than the next update. So beside the ways home of the largest only those updates run
+        that follow them, of which at least one is none of them.
+        """
+        m = self.model
+        gives = [p for p in m.parts if p.inside == Inside.ALL and p.step.gives_back is not None]
+        for slot in {p.step.gives_back for p in gives if p.step.gives_back is not None}:
+            if self.limit(slot) == 2:
+                mine = [p for p in gives if p.step.gives_back == slot]
+                self._beside_large(
+                    mine, [p for g in mine for p in m.parts
+                           if p.way == g.way and p.step.takes == slot]
+                )  # fmt: skip
+
+    def _beside_large(self, gives: Sequence[Part], takes: Sequence[Part]) -> None:
+        pieces, users = self.model.pieces, [g.way for g in gives]
+        home_s = np.min([p.seconds for p in gives], axis=0)
+        longest_s = np.max([p.seconds for p in takes], axis=0)
+        asked = [t for q in takes for t in self.asked(q, q.seconds, slice(None))]
+        order = np.argsort(-pieces.size)
+        for number in range(1, min(MOST_LARGE, len(order) - 1) + 1):
+            large, other_s = order[:number], float(longest_s[order[number:]].max())
+            more_s = home_s[large] - longest_s[large]
+            if (pieces.count[large] > 1).any() or more_s.sum() + longest_s[large].min() <= other_s:
+                continue
+            some = self.rows.one(1.0)
+            for p in large:
+                self.rows.at_most(0.0, (self.x[p, users], 1.0), (some, -1.0))
+            each = [
+                (self.x[p, users], more) for p, more in zip(large, more_s.tolist(), strict=True)
+            ]
+            one = (some, float(longest_s[large].min()) - other_s)
+            self.behind_the_norm(pieces.tail_s[-1], *asked, *each, one)
 
     def _last_updates(self) -> None:
         """Of few subgroups one is the last on a lane, and its own forward is behind it; any other

@@ -69,7 +69,9 @@ def test_a_fault_is_told_and_costs_no_bit_and_no_committed_step(name, found):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "what"), [("stalls", r"subgroup \d"), ("stall of a sync", "sync")])
+@pytest.mark.parametrize(
+    ("name", "what"), [("stalls", r"subgroup \d"), ("stall of a sync", "sync")]
+)
 def test_a_stall_is_told_while_it_is_waited_for(name, what, found):
     """Which subgroup's block meets the stall is a race between the ways in and out."""
     log = found[name][0]["log"]
