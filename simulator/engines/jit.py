@@ -22,7 +22,7 @@ try:
     # numba's own name for it; where a later numba has another, references are counted again.
     _UNCOUNTED = {"_nrt": False, "forceinline": True} if hasattr(DefaultOptions, "_nrt") else {}
 except ImportError:  # pragma: no cover - numba is a dependency; this is the way without it
-    HAS_NUMBA = False
+    HAS_NUMBA, _UNCOUNTED = False, {}
 
 
 def compiled(function: Function) -> Function:
