@@ -4,9 +4,11 @@ import json
 import re
 import subprocess
 import sys
+from threading import Event
 
 import pytest
 from click.testing import CliRunner
+from rich.progress import Progress
 
 from simulator import Plan
 from tests.tuner.test_search import machine, workload
@@ -175,3 +177,15 @@ def test_a_bar_appears_once_it_takes_long_and_goes(monkeypatch, capsys):
         with told_after(quiet_s) as progress:
             progress(0.5, "annealing")
         assert ("annealing" in capsys.readouterr().err) == shown
+
+
+def test_a_bar_appears_while_one_part_of_the_work_takes_long(monkeypatch, capsys):
+    from tuner.commands.progress import told_after
+
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    begun, start = Event(), Progress.start
+    monkeypatch.setattr(Progress, "start", lambda bar: (start(bar), begun.set()))
+    with told_after(0.1) as progress:
+        progress(0.0, "subgroup sizes")
+        assert begun.wait(60), "nobody called again"
+    assert "subgroup sizes" in capsys.readouterr().err

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import Timer
 
 
 @contextmanager
 def told_after(quiet_s: float) -> Iterator[Callable[[float, str], None]]:
     """Gives what is to be called with the share that is done, and with what is: a bar on stderr
-    that appears after so many seconds, if somebody looks.
+    that appears after so many seconds, if somebody looks: whether it is called then or not.
     """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -24,8 +25,15 @@ def told_after(quiet_s: float) -> Iterator[Callable[[float, str], None]]:
             bar.start()
         bar.update(task, completed=share, description=what)
 
+    later = Timer(quiet_s, bar.start)
+    later.daemon = True
+    if bar.console.is_terminal and quiet_s > 0:
+        later.start()
     try:
         yield tell
     finally:
+        later.cancel()
+        if later.ident is not None:  # it may be about to start the bar
+            later.join()
         if bar.live.is_started:  # else it would leave an empty line
             bar.stop()

@@ -91,6 +91,7 @@ def plan(
         host_memory_bytes=host_memory_bytes, margin=memory_margin,
     )  # fmt: skip
     if subgroup_sizes is not None and not machine.unified_memory:
+        progress(0.0, "subgroup sizes")
         workload = best_cut(recuts(workload, subgroup_sizes), machine, limits, seed)
     progress(0.0, "first guesses")
     search = begun(workload, machine, limits, seed, freely=offload_parameters)
