@@ -29,8 +29,14 @@ class Page(BaseModel):
 
 
 def write_whole(path: str | Path, text: str) -> None:
-    """To a sibling file first, then renamed."""
+    """To a sibling file first, then renamed: a link to a file stays one. What is no file, such as
+    a pipe or a terminal (``/dev/stdout``), is written to.
+    """
     path = Path(path)
+    if path.exists() and not path.is_file():
+        path.write_text(text)
+        return
+    path = path.resolve()
     temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
     temporary.write_text(text)
     temporary.replace(path)

@@ -91,9 +91,8 @@ class GradientHomes:
         self.by_subgroup: list[list[ParameterSlice]] = [[] for _ in self.states]
         for piece in self.slices.values():
             self.by_subgroup[piece.subgroup].append(piece)
-        self._missing = (
-            self._awaited()
-        )  # by subgroup, parameters without a gradient of the boundary
+        # By subgroup, parameters without a gradient of the boundary.
+        self._missing = self._awaited()
         unified = self.device.unified
         on_host = [RECIPES[s.placement].gradient == "host" for s in self.states]
         self._crosses = [there and not unified for there in on_host]

@@ -2,8 +2,8 @@
 
 One row of ``ops`` per op; the columns are the constants below. Everything here is compiled by
 numba where it is installed, so it sticks to loops over arrays; what runs for each event allocates
-none. Sums run over lanes in the order of
-`Lane`, as the reference's do: the two engines agree to the last bits.
+none. Sums run over lanes in the order of `Lane`, as the reference's do: the two engines agree to
+the last bits.
 """
 
 from __future__ import annotations

@@ -71,6 +71,7 @@ P_AHEAD = P_EARLY + len(SLOTS)
 # and the latest such one.
 _N_OPS, _N_AFTER, _N_ITERATION, _N_NORM, _N_ADDED_TO, _N_COMPLETES = range(6)
 _N_SENT, _N_WAITED, _N_ROOM = range(6, 9)
+_N_COUNTS = 9
 
 
 @dataclass(frozen=True)
@@ -410,7 +411,7 @@ def build(
     """
     places, subgroups, kinds = program.rows.shape[0], sizes.size, P_EARLY - P_SLOTS
     iterations = plan[P_ITERATIONS]
-    counts = np.zeros(9, np.int64)
+    counts = np.zeros(_N_COUNTS, np.int64)
     counts[_N_ROOM] = -1
     after_first[0] = 0
     made = _Made(

@@ -1,6 +1,7 @@
 """Machines, workloads, plans, timelines: what they refuse and keep, and how they are saved."""
 
 import json
+import os
 
 import pytest
 from hypothesis import given
@@ -141,6 +142,23 @@ def test_plans_that_cannot_be(fields, message):
     good = {"subgroup_size": 10, "placement": [{"placement": "device", "count": 2}]}
     with pytest.raises(PlanError, match=message):
         Plan.from_fields({**good, **fields})
+
+
+def test_a_page_goes_through_a_link_and_into_a_pipe(tmp_path):
+    """``-o /dev/stdout`` is one: it must not be replaced by a file."""
+    made, path, link, pipe = machine(), *(tmp_path / name for name in ("real", "link", "pipe"))
+    path.write_text("old")
+    link.symlink_to(path)
+    made.save(link)
+    assert link.is_symlink()
+    assert Machine.load(path) == made
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    made.save(pipe)
+    assert pipe.is_fifo()
+    assert Machine.model_validate_json(os.read(reader, 2**16)) == made
+    os.close(reader)
+    assert len(list(tmp_path.iterdir())) == 3, "nothing is left beside them"
 
 
 def test_a_plan_survives_its_file_and_is_a_readable_page(tmp_path):

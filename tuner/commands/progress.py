@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Timer
@@ -18,17 +17,17 @@ def told_after(quiet_s: float) -> Iterator[Callable[[float, str], None]]:
 
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     bar = Progress(*columns, console=Console(stderr=True), transient=True)
-    task, begun_s = bar.add_task("", total=1.0), time.monotonic()
+    task = bar.add_task("", total=1.0)
 
     def tell(share: float, what: str) -> None:
-        if bar.console.is_terminal and time.monotonic() - begun_s >= quiet_s:
-            bar.start()
         bar.update(task, completed=share, description=what)
 
     later = Timer(quiet_s, bar.start)
     later.daemon = True
     if bar.console.is_terminal and quiet_s > 0:
         later.start()
+    elif bar.console.is_terminal:
+        bar.start()
     try:
         yield tell
     finally:

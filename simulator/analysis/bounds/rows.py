@@ -71,13 +71,9 @@ class Rows:
             bounds=Bounds(0.0, np.array(self.upper)),
             constraints=LinearConstraint(self._matrix(), self.least, self.most),
             options={
-                "node_limit": nodes,
-                "mip_rel_gap": RELATIVE_GAP,
-                "time_limit": LONGEST_S,
-            }
-            if nodes
-            else {},
-        )
+                "node_limit": nodes, "mip_rel_gap": RELATIVE_GAP, "time_limit": LONGEST_S,
+            } if nodes else {},
+        )  # fmt: skip
         if solved.status == 2:
             return None
         low: Any = solved.mip_dual_bound if nodes else solved.fun

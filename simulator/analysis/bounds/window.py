@@ -421,7 +421,8 @@ class Window:
         """
         m = self.model
         gives = [p for p in m.parts if p.inside == Inside.ALL and p.step.gives_back is not None]
-        for slot in {p.step.gives_back for p in gives if p.step.gives_back is not None}:
+        # In an order of its own, not that of hashes: of equal solutions rows decide which is found.
+        for slot in sorted({p.step.gives_back for p in gives if p.step.gives_back is not None}):
             if self.limit(slot) == 2:
                 mine = [p for p in gives if p.step.gives_back == slot]
                 self._beside_large(
