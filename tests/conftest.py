@@ -63,6 +63,17 @@ def pytest_collection_modifyitems(items):
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", *LOCAL_SIZES)
 
 
+@pytest.fixture(autouse=True)
+def as_many_threads():
+    """Which bits a product has depends on torch's threads: who changes them leaves them as they
+    were for the next test of this process.
+    """
+    yield
+    torch, threads = sys.modules.get("torch"), int(os.environ["OMP_NUM_THREADS"])
+    if torch is not None and torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session")
 def deepspeed_ops():
     """DeepSpeed's host ops, compiled once (about a minute on a fresh machine)."""

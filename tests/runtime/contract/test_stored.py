@@ -192,7 +192,8 @@ def test_a_config_that_offloads_to_a_drive_takes_a_plan(tmp_path):
     engine = on_a_drive(tmp_path, plan.model_copy(update={"storage_dir": None}))
     assert engine.optimizer._ebbtide.plan.count("stored") > 0
     assert [p.name for p in tmp_path.iterdir()] == ["ebbtide_state"]
-    assert_same(outcome(engine), outcome(start()))
+    # Stock adds its norm up by subgroup: of other subgroups its last bit may be another.
+    assert_same(outcome(engine), outcome(start(subgroup_size=30_000)))
 
 
 def test_of_a_config_for_a_drive_what_memory_holds_stays_there(
