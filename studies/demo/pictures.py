@@ -135,7 +135,7 @@ def _draw_bars(ax: Axes, bars: Mapping[str, Mapping[str, float]]) -> None:
     ax.set_yticks(range(len(bars)), list(bars))
     ax.invert_yaxis()
     ax.set_xlim(0, longest * 1e3 * 1.12)
-    ax.set_xlabel("median time of one iteration (ms)")
+    ax.set_xlabel("median time of each phase of an iteration (ms)")
     ax.legend(
         handles=_phase_handles(), frameon=False, ncols=3, loc="lower right",
         bbox_to_anchor=(1, 1), fontsize=9,
