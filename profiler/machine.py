@@ -167,6 +167,7 @@ def _with_notes(machine: Machine, facts: dict[str, str], warnings: list[str]) ->
 def _unstable(machine: Machine) -> list[str]:
     """Of the rates whose own measurement has not told yet."""
     quantities = {
+        "host Adam out of place": machine.host_adam_out_of_place,
         "stock host Adam": machine.stock_host_adam_params_per_s,
         "device Adam": machine.device_adam_params_per_s,
         "matrix products": machine.device_flops_per_s,
@@ -235,7 +236,8 @@ def _host_rates(wanted: _Wanted, tell: Callable[[], None]) -> _Part:
     """The update on the host, ebbtide's and stock's, and host memory."""
     cores, elements, share_s = wanted.facts.cores, wanted.elements, wanted.share_s
     tell()
-    by_threads, notes = adam.host_adam_by_threads(elements, _threads(cores), share_s * 0.7)
+    by_threads, notes = adam.host_adam_by_threads(elements, _threads(cores), share_s * 0.6)
+    apart = adam.host_adam_out_of_place(elements, cores, share_s * 0.1)
     others = adam.host_adam_by_sizes(_sizes(elements), cores, share_s * 0.3)
     tell()
     stock = adam.stock_host_adam(elements, share_s * 0.5, cores)
@@ -247,6 +249,7 @@ def _host_rates(wanted: _Wanted, tell: Callable[[], None]) -> _Part:
         "dram_bytes_per_s": _dram_capacity(triad, by_threads[max(by_threads)]),
         "host_copy_bytes_per_s": dram.host_copy(elements, cores, share_s * 0.2),
         "host_adam_params_per_s": by_threads[max(by_threads)],
+        "host_adam_out_of_place": apart,
         "stock_host_adam_params_per_s": stock,
         "stock_host_adam_thread_params_per_s": one_thread,
         "host_adam_by_threads": by_threads,

@@ -117,7 +117,7 @@ def calibrated(bench: Bench, work: Workload, given: Machine, steps: int) -> Mach
     rates: dict[str, float] = {}
     for plan in (hosted, visiting):
         timeline = bench.measure(plan, steps, settle=True).timeline
-        rates |= measured_rates(timeline, work)
+        rates |= measured_rates(timeline, work, given)
     machine = given.with_rates(**rates, duplex_factor=1.0)
     both = _waiting(work, "device", min(4, count))
     measured_s = bench.measure(both, steps, settle=True).iteration_s

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from profiler.rates.sampling import doubts, noise, rate, repeat_s
+from profiler.rates.sampling import doubts, noise, rate, repeat_s, timed_s
 from runtime.kernels import host
 from runtime.kernels.adam import AdamStep
 from simulator.quantity import Quantity
@@ -24,8 +24,10 @@ class AdamBuffers:
         self.gradient = noise(elements, device).sub_(0.5).bfloat16()
         self.wire = torch.zeros(elements, dtype=torch.bfloat16, device=device)
 
-    def host_update(self, threads: int) -> None:
-        host.host_update(self.state, self.gradient, self.wire, STEP, 0.5, threads)
+    def host_update(self, threads: int, source: Sequence[torch.Tensor] | None = None) -> None:
+        host.host_update(
+            self.state, self.gradient, self.wire, STEP, 0.5, threads, source=source
+        )  # fmt: skip
 
 
 def host_adam_by_threads(
@@ -45,6 +47,19 @@ def host_adam_by_threads(
         rates[threads] = rate(elements, durations, "measured", detail)
         notes += doubts(f"host Adam with {threads} threads", durations)
     return rates, notes
+
+
+def host_adam_out_of_place(elements: int, threads: int, budget_s: float) -> Quantity:
+    """Speed of the fused kernel where it writes elsewhere than it reads, over in place; in turn."""
+    buffers, spare = AdamBuffers(elements), AdamBuffers(elements)
+    ratios: list[float] = []
+
+    def both() -> None:
+        in_place_s = timed_s(lambda: buffers.host_update(threads))
+        ratios.append(in_place_s / timed_s(lambda: spare.host_update(threads, buffers.state)))
+
+    repeat_s(both, budget_s)
+    return Quantity.from_samples(ratios[1:], "measured", f"{elements} elements, {threads} threads")
 
 
 def host_adam_by_sizes(sizes: list[int], threads: int, budget_s: float) -> dict[str, Quantity]:

@@ -109,9 +109,11 @@ class Device:
             for stream in streams:
                 end.wait_on(stream)
 
-    def host_update(self, elements: int) -> AbstractContextManager[None]:
+    def host_update(
+        self, elements: int, *, out_of_place: bool = False
+    ) -> AbstractContextManager[None]:
         """Entered around the host kernel's update of so many parameters."""
-        del elements
+        del elements, out_of_place
         return nullcontext()
 
     def leaving(self, source: torch.Tensor, stream: Any) -> torch.Tensor:

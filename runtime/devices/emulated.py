@@ -13,6 +13,7 @@ from runtime.devices.base import Device
 from runtime.devices.pacing import FluidPacer
 from runtime.kernels import host
 from runtime.kernels.step import UpdateStep
+from simulator.machine import OUT_OF_PLACE
 from simulator.schedule import D2H_LANES
 from simulator.schedule import Lane as LaneName
 
@@ -28,6 +29,7 @@ class EmulatedRates:
     d2h_bytes_per_s: float | None = None
     device_adam_params_per_s: float | None = None
     host_adam_params_per_s: float | None = None
+    host_adam_out_of_place: float = OUT_OF_PLACE
     duplex_factor: float = 1.0
 
 
@@ -75,9 +77,14 @@ class EmulatedDevice(Device):
         with nullcontext() if rate is None else self.compute(grad.numel() / rate):
             super().update(state, grad, out, step, scale, tail, stream)
 
-    def host_update(self, elements: int) -> AbstractContextManager[None]:
+    def host_update(
+        self, elements: int, *, out_of_place: bool = False
+    ) -> AbstractContextManager[None]:
         rate = self.rates.host_adam_params_per_s
-        return nullcontext() if rate is None else self._pacer.work(elements / rate, {})
+        if rate is None:
+            return nullcontext()
+        slower = self.rates.host_adam_out_of_place if out_of_place else 1.0
+        return self._pacer.work(elements / (slower * rate), {})
 
     def leaving(self, source: torch.Tensor, stream: Any) -> torch.Tensor:
         del stream

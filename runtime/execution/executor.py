@@ -392,8 +392,7 @@ class Executor:
         # What is written now was live a step ago: a checkpoint may still be reading it.
         self._ask_gate(subgroup)
         out = self._parameter_out(subgroup, number)
-        work = self.template[self._guessed[subgroup]].op.work  # that of more parameters in place
-        with self.device.host_update(round(work)):
+        with self.device.host_update(self.states[subgroup].elements, out_of_place=True):
             parts = [(part.start, part.end, part.gradient, part.scale) for part in job.segments]
             self.rule.update(guess.into, parts, out, job.step, self.threads, guess.source)
 

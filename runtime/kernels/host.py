@@ -99,8 +99,8 @@ def load() -> Any:
     library = ctypes.CDLL(str(_build()))
     pointer, integer, count = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
     library.ebbtide_update.argtypes = [
-        ctypes.c_char_p, pointer, pointer, pointer, pointer, pointer, integer, pointer, integer,
-        count, pointer, integer, count, integer,
+        ctypes.c_char_p, pointer, pointer, pointer, integer, pointer, integer, count, pointer,
+        integer, count, integer,
     ]  # fmt: skip
     library.ebbtide_norm.argtypes = [pointer, integer, count, integer]
     library.ebbtide_norm.restype = ctypes.c_double
@@ -140,19 +140,20 @@ def host_update(
     _check(state, grad, out)
     if source is not None:
         _check(source, grad, None)
-    addresses = [t.data_ptr() for t in source or ()]
-    p, first, *others = state
-    second = others[0].data_ptr() if others else None
     scalars = step.scalars(scale)
     error = load().ebbtide_update(
-        step.kernel.encode(), p.data_ptr(), first.data_ptr(),
-        second, (ctypes.c_void_p * len(addresses))(*addresses) if addresses else None,
+        step.kernel.encode(), _addresses(source or state), _addresses(state),
         grad.data_ptr(), _DTYPES[grad.dtype],
         out.data_ptr() if out is not None else None,
         _DTYPES[out.dtype] if out is not None else -1,
-        p.numel(), scalars.ctypes.data, step.variant, tail, threads,
+        grad.numel(), scalars.ctypes.data, step.variant, tail, threads,
     )  # fmt: skip
     assert error == 0, f"host_update.cpp must have {step.kernel}, variant {step.variant}"
+
+
+def _addresses(state: Sequence[torch.Tensor]) -> Any:
+    """Of the master and two moments; null where there is no second."""
+    return (ctypes.c_void_p * 3)(*(tensor.data_ptr() for tensor in state))
 
 
 def _check(state: Sequence[torch.Tensor], grad: torch.Tensor, out: torch.Tensor | None) -> None:

@@ -134,35 +134,36 @@ struct Adagrad {
     }
 };
 
-// What is fixed while a range is updated. `v` is null where there is one moment. `from`: where the state
-// is read, if not where it is written.
+// Master and moments from one element on; `v` is null where there is one moment.
+struct State {
+    float *p, *m, *v;
+    State at(int64_t i) const { return {p + i, m + i, v ? v + i : v}; }
+};
+
+// What an update reads and writes. `from` and `to` are the same, or share no memory.
 template <class Rule, class Grad, class Out>
 struct Range {
-    float *p, *m, *v;
+    State from, to;
     const typename Grad::storage* g;
     typename Out::storage* out;
     typename Rule::Scalars s;
-    const float* const* from;
-
-    void bring(int64_t begin, int64_t end) const
-    {
-        float* const to[] = {p, m, v};
-        for (int k = 0; k <= Rule::kMoments; ++k)
-            std::memcpy(to[k] + begin, from[k] + begin, size_t(end - begin) * sizeof(float));
-    }
+    Range at(int64_t i) const { return {from.at(i), to.at(i), g + i, out ? out + i : out, s}; }
 };
 
 template <class Rule, class Grad, class Out, int variant, bool write, bool tail>
-void update_range(float* __restrict p, float* __restrict m, float* __restrict v,
-                  const typename Grad::storage* __restrict g, typename Out::storage* __restrict out,
-                  int64_t begin, int64_t end, const typename Rule::Scalars s)
+void update_range(const Range<Rule, Grad, Out>& r, int64_t n)
 {
+    const float *p0 = r.from.p, *m0 = r.from.m, *v0 = r.from.v;
+    float *p = r.to.p, *m = r.to.m, *v = r.to.v;
+    const typename Grad::storage* g = r.g;
+    typename Out::storage* out = r.out;
+    const typename Rule::Scalars s = r.s;
 #pragma GCC ivdep
-    for (int64_t i = begin; i < end; ++i) {
-        float first = m[i], second = 0.0f;
-        if constexpr (Rule::kMoments > 1) second = v[i];
+    for (int64_t i = 0; i < n; ++i) {
+        float first = m0[i], second = 0.0f;
+        if constexpr (Rule::kMoments > 1) second = v0[i];
         const float grad = Grad::load(g[i]) * s.scale;
-        const float param = Rule::template update<variant, tail>(p[i], grad, first, second, s);
+        const float param = Rule::template update<variant, tail>(p0[i], grad, first, second, s);
         p[i] = param;
         m[i] = first;
         if constexpr (Rule::kMoments > 1) v[i] = second;
@@ -171,10 +172,14 @@ void update_range(float* __restrict p, float* __restrict m, float* __restrict v,
 }
 
 #if defined(__SSE2__)
-// Writes `bytes` (a multiple of 64) past the caches: the parameters are not read again before they
-// would leave them, and a plain store first reads the line it overwrites.
+// Writes `bytes` (a multiple of 64) past the caches, if `to` begins a line of theirs: what is written is
+// not read again before it would leave them, and a plain store first reads the line it overwrites.
 inline void stream_out(void* to, const void* from, int64_t bytes)
 {
+    if (reinterpret_cast<uintptr_t>(to) % 64 != 0) {
+        std::memcpy(to, from, size_t(bytes));
+        return;
+    }
 #if defined(__AVX512F__)
     for (int64_t k = 0; k < bytes / 64; ++k)
         _mm512_stream_si512(static_cast<__m512i*>(to) + k,
@@ -186,22 +191,34 @@ inline void stream_out(void* to, const void* from, int64_t bytes)
 #endif
 }
 
+// Elements between two turns of streaming. Out of place four streams take turns: up to 256 elements at
+// a time an update takes 1.2 times what it takes in place, 1,024 at a time 1.7 times, and 1.6 times
+// with plain stores (40 M parameters, Zen 5).
+constexpr int64_t kBlock = 64;
+
 template <class Rule, class Grad, class Out, int variant>
-void update_streaming(const Range<Rule, Grad, Out>& r, int64_t begin, int64_t end)
+void update_streaming(const Range<Rule, Grad, Out>& r, int64_t n)
 {
     using T = typename Out::storage;
-    constexpr int64_t kBlock = 256;
     constexpr auto run = update_range<Rule, Grad, Out, variant, true, false>;
-    alignas(64) T block[kBlock];
-    int64_t i = begin;
-    while (i < end && reinterpret_cast<uintptr_t>(r.out + i) % 64 != 0) ++i;
-    run(r.p, r.m, r.v, r.g, r.out, begin, i, r.s);
-    for (; i + kBlock <= end; i += kBlock) {
-        float* v = Rule::kMoments > 1 ? r.v + i : nullptr;
-        run(r.p + i, r.m + i, v, r.g + i, block, 0, kBlock, r.s);
-        stream_out(r.out + i, block, kBlock * int64_t(sizeof(T)));
+    alignas(64) T out[kBlock];
+    alignas(64) float state[3][kBlock];
+    const State block{state[0], state[1], state[2]};
+    const bool apart = r.from.p != r.to.p;
+    int64_t i = 0;
+    while (i < n && reinterpret_cast<uintptr_t>(r.out + i) % 64 != 0) ++i;
+    run(r, i);
+    for (; i + kBlock <= n; i += kBlock) {
+        const Range<Rule, Grad, Out> next = r.at(i);
+        run({next.from, apart ? block : next.to, next.g, out, r.s}, kBlock);
+        if (apart) {
+            stream_out(next.to.p, state[0], sizeof(state[0]));
+            stream_out(next.to.m, state[1], sizeof(state[1]));
+            if (Rule::kMoments > 1) stream_out(next.to.v, state[2], sizeof(state[2]));
+        }
+        stream_out(next.out, out, sizeof(out));
     }
-    run(r.p, r.m, r.v, r.g, r.out, i, end, r.s);
+    run(r.at(i), n - i);
     _mm_sfence();
 }
 #endif
@@ -209,7 +226,6 @@ void update_streaming(const Range<Rule, Grad, Out>& r, int64_t begin, int64_t en
 // Elements that a thread takes at a time: 16 bytes each of state, gradient and parameter make 1 MiB,
 // long enough for the prefetchers. Borders on multiples of 64 elements: no two threads share a cache line.
 constexpr int64_t kChunk = int64_t(1) << 16;
-constexpr int64_t kBrought = int64_t(1) << 13;  // that are brought and updated at once: 96 KiB of state
 
 // Cuts [0, n) into chunks that the team takes one after the other. Of equal shares, given out
 // beforehand, the thread whose core the training thread is on would still have half of its own when the
@@ -235,40 +251,32 @@ void in_chunks(int64_t n, int64_t unit, int64_t longest, int threads, const Body
 
 // Not inlined: of all these forms each is compiled once.
 template <class Rule, class Grad, class Out, int variant, bool write>
-__attribute__((noinline)) void update_chunk(const Range<Rule, Grad, Out>& r, bool streams,
-                                            int64_t begin, int64_t end)
+__attribute__((noinline)) void update_chunk(const Range<Rule, Grad, Out>& r, bool streams, int64_t n)
 {
 #if defined(__SSE2__)
     if constexpr (write) {
-        if (streams) return update_streaming<Rule, Grad, Out, variant>(r, begin, end);
+        if (streams) return update_streaming<Rule, Grad, Out, variant>(r, n);
     }
 #endif
-    update_range<Rule, Grad, Out, variant, write, false>(r.p, r.m, r.v, r.g, r.out, begin, end, r.s);
+    update_range<Rule, Grad, Out, variant, write, false>(r, n);
 }
 
 template <class Rule, class Grad, class Out, int variant, bool write>
 void update(const Range<Rule, Grad, Out>& r, int64_t n, int64_t tail, int threads)
 {
-    if (r.from) r.bring(n - tail, n);
-    update_range<Rule, Grad, Out, variant, write, true>(r.p, r.m, r.v, r.g, r.out, n - tail, n, r.s);
     n -= tail;
+    update_range<Rule, Grad, Out, variant, write, true>(r.at(n), tail);
     if (n < (1 << 15)) threads = 1;
     // A small subgroup's parameters may still be in the caches when they are read.
     const bool streams = n / std::max(threads, 1) >= (int64_t(1) << 20);
     in_chunks(n, 64, kChunk, threads, [&](int64_t begin, int64_t end) {
-        if (!r.from) return update_chunk<Rule, Grad, Out, variant, write>(r, streams, begin, end);
-        for (int64_t i = begin; i < end; i += kBrought) {  // in the caches when it is updated
-            const int64_t last = std::min(i + kBrought, end);
-            r.bring(i, last);
-            update_chunk<Rule, Grad, Out, variant, write>(r, streams, i, last);
-        }
+        update_chunk<Rule, Grad, Out, variant, write>(r.at(begin), streams, end - begin);
     });
 }
 
 // What the caller of the library handed in; dtypes and variant are looked up one after the other.
 struct Call {
-    float *p, *m, *v;
-    const float* const* from;
+    State from, to;
     const void* g;
     int grad_dtype;
     void* out;
@@ -287,8 +295,8 @@ int with_variant(const Call& c)
         return 2;
     } else {
         if (c.variant != variant) return with_variant<Rule, Grad, Out, write, variant + 1>(c);
-        Range<Rule, Grad, Out> r{c.p, c.m, c.v, static_cast<const typename Grad::storage*>(c.g),
-                                 static_cast<typename Out::storage*>(c.out), {}, c.from};
+        Range<Rule, Grad, Out> r{c.from, c.to, static_cast<const typename Grad::storage*>(c.g),
+                                 static_cast<typename Out::storage*>(c.out), {}};
         std::memcpy(&r.s, c.scalars, sizeof(r.s));
         update<Rule, Grad, Out, variant, write>(r, c.n, c.tail, c.threads);
         return 0;
@@ -354,13 +362,14 @@ extern "C" {
 
 // Returns 0, or 1 for an unknown dtype, 2 for an unknown variant, 3 for an unknown rule. `scalars` are
 // the floats of the rule's Scalars in order; the last `tail` elements are updated as DeepSpeed's scalar
-// loop does. `m` and `v` are the rule's moments; `v` is not read where it has one. `from`: the old
-// master and moments, where they are not to be overwritten; null: they are in `p`, `m` and `v`.
-int ebbtide_update(const char* rule, float* p, float* m, float* v, const float* const* from,
-                   const void* g, int grad_dtype, void* out, int out_dtype, int64_t n, const float* scalars, int variant,
-                   int64_t tail, int threads)
+// loop does. `from` and `to`: the old and the new master and moments, which may be the same memory;
+// a rule with one moment reads no third.
+int ebbtide_update(const char* rule, float* const* from, float* const* to, const void* g,
+                   int grad_dtype, void* out, int out_dtype, int64_t n, const float* scalars,
+                   int variant, int64_t tail, int threads)
 {
-    const Call c{p, m, v, from, g, grad_dtype, out, out_dtype, n, scalars, variant, tail, threads};
+    const Call c{{from[0], from[1], from[2]}, {to[0], to[1], to[2]}, g, grad_dtype, out, out_dtype, n,
+                 scalars, variant, tail, threads};
     if (std::strcmp(rule, "adam") == 0) return with_gradient<Adam>(c);
     if (std::strcmp(rule, "lion") == 0) return with_gradient<Lion>(c);
     if (std::strcmp(rule, "adagrad") == 0) return with_gradient<Adagrad>(c);

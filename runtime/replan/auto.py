@@ -79,7 +79,7 @@ class _Automatic:
         own = self.session
         timeline = own.timeline()
         workload = observed_workload(own.engine, timeline)
-        machine = self.machine.with_rates(**measured_rates(timeline, workload))
+        machine = self.machine.with_rates(**measured_rates(timeline, workload, self.machine))
         from tuner.placements.quick import quick_plan
 
         current = own.plan.model_copy(update={"overlap_forward": own.overlaps})

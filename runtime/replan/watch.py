@@ -29,11 +29,12 @@ _RATED = (
 )  # fmt: skip
 
 
-def measured_rates(timeline: Timeline, workload: Workload) -> dict[str, float]:
+def measured_rates(timeline: Timeline, workload: Workload, machine: Machine) -> dict[str, float]:
     """Median rate of each kind of op in a measured timeline, by the machine's field name.
 
     Ops that ran beside others are slower than alone: the rates found are those under the present
-    plan's contention, which is what a neighbouring plan will meet too.
+    plan's contention, which is what a neighbouring plan will meet too. Guessed updates tell of host
+    updates, less what ``machine`` loses out of place.
     """
     amounts = Bytes.of(workload)
     per_param = {
@@ -49,8 +50,10 @@ def measured_rates(timeline: Timeline, workload: Workload) -> dict[str, float]:
     for span in timeline.spans:
         if span.kind in per_param and span.end_s > span.start_s:
             name, work = per_param[span.kind]
-            elements = workload.subgroups[span.subgroup]
-            samples[name].append(elements * work / (span.end_s - span.start_s))
+            work *= workload.subgroups[span.subgroup]
+            if span.kind == OpKind.UPDATE_GUESSED:
+                name, work = "host_adam_params_per_s", work / machine.out_of_place
+            samples[name].append(work / (span.end_s - span.start_s))
     return {name: statistics.median(values) for name, values in samples.items()}
 
 
@@ -81,7 +84,7 @@ class Watch:
         own = self.session
         # Without the step just launched: waiting for its updates would take its overlap away.
         timeline = own.timeline(wait=False)
-        rates = measured_rates(timeline, self.workload)
+        rates = measured_rates(timeline, self.workload, self.machine)
         machine = self.machine.with_rates(**rates) if rates else self.machine
         self.show(timeline, own.plan)
         if not self.replan:

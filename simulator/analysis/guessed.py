@@ -67,6 +67,5 @@ def guesses_worth(
 
 def guess_s(workload: Workload, machine: Machine, elements: int, threads: int = 0) -> float:
     """A guessed update of so many elements, alone, with all cores or so many threads."""
-    steps = recipe_of("host", "device", guessed=True).steps
-    rate = machine.host_adam_rate(threads) if threads else machine.rate("host_adam_params_per_s")
-    return elements * steps[0].work(Bytes.of(workload)) / rate
+    step = recipe_of("host", "device", guessed=True).steps[0]
+    return elements * step.work(Bytes.of(workload)) / machine.op_rate(step.rate, threads)

@@ -15,7 +15,7 @@ from simulator.engines.kernel import Floats, Ints
 from simulator.engines.recipe_arrays import (
     GUESSED,
     HOME_CODES,
-    HOST_UPDATE,
+    HOST_UPDATES,
     PARAMETERS_ON_HOST,
     PLACEMENT_CODES,
     RATES,
@@ -207,8 +207,8 @@ class PlanSweep:
         if not 0 < threads < self.machine.cpu_cores:
             return self.rates
         if threads not in self._by_threads:
-            self._by_threads[threads] = self.rates.copy()
-            self._by_threads[threads][HOST_UPDATE] = self.machine.host_adam_rate(threads)
+            slower = self._by_threads[threads] = self.rates.copy()
+            slower[HOST_UPDATES] = [self.machine.op_rate(RATES[i], threads) for i in HOST_UPDATES]
         return self._by_threads[threads]
 
     def _run(self, count: int, rates: Floats) -> Floats:

@@ -16,7 +16,7 @@ import numpy as np
 from simulator.engines import kernel
 from simulator.engines.jit import compiled, uncounted
 from simulator.engines.kernel import Floats, Ints
-from simulator.machine import RateName
+from simulator.machine import THREADED, RateName
 from simulator.schedule import Op, OpKind
 from simulator.schedules.tape import Place, What
 from simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES
@@ -44,10 +44,10 @@ SUMMED = 16  # added where `can_be_summed`, for sums that stay on the device
 SLOTS = list(Slot)
 RATES: tuple[RateName, ...] = (
     "wall_s", "h2d_bytes_per_s", "d2h_bytes_per_s", "host_adam_params_per_s",
-    "device_adam_params_per_s", "network_bytes_per_s", "storage_write_bytes_per_s",
-    "storage_read_bytes_per_s",
+    "host_adam_out_of_place_params_per_s", "device_adam_params_per_s",
+    "network_bytes_per_s", "storage_write_bytes_per_s", "storage_read_bytes_per_s",
 )  # fmt: skip
-HOST_UPDATE = RATES.index("host_adam_params_per_s")
+HOST_UPDATES = [RATES.index(name) for name in THREADED if name in RATES]
 
 _WAIT_NORM, _WAIT_HOME, _WAIT_PREVIOUS, _WAIT_SUM, _WAIT_LAST = (
     int(w) for w in (Wait.NORM, Wait.GRADIENT | Wait.SUM, Wait.PREVIOUS, Wait.SUM, Wait.LAST)

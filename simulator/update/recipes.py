@@ -191,10 +191,10 @@ class Recipe:
         update, *rest = self.steps
         if update.kind != OpKind.UPDATE_HOST or not (update.overwrites and rest):
             return None
+        # As many bytes as in place: what is written goes past the caches, and is not read first.
         guess = replace(
-            update, kind=OpKind.UPDATE_GUESSED, waits=update.waits & ~Wait.NORM, takes=None,
-            work=lambda b: update.work(b) * (update.dram(b) + b.state) / update.dram(b),
-            dram=lambda b: update.dram(b) + b.state,
+            update, kind=OpKind.UPDATE_GUESSED, rate="host_adam_out_of_place_params_per_s",
+            waits=update.waits & ~Wait.NORM, takes=None,
         )  # fmt: skip
         after, *others = rest
         published = replace(after, waits=after.waits | Wait.NORM, gives_back=None)

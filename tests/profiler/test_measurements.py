@@ -87,6 +87,9 @@ def test_copies_without_a_gpu_say_that_they_are_emulated():
 
 def test_adam_rates(deepspeed_ops):
     by_threads, _ = adam.host_adam_by_threads(TINY, [1, 2], 0.01)
+    apart = adam.host_adam_out_of_place(TINY, 2, 0.01)
+    assert apart.n >= 5
+    assert 0.05 < apart.median < 5
     assert sorted(by_threads) == [1, 2]
     assert {q.source for q in by_threads.values()} == {"measured"}
     assert adam.stock_host_adam(TINY, 0.01).source == "measured"

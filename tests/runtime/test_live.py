@@ -2,6 +2,7 @@
 
 import functools
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import runtime
 from runtime.replan.watch import measured_rates
 from runtime.zero.attach import switch_plan
 from runtime.zero.cuts import subgroups_of
-from simulator import Layer, Plan, PlanError, Workload
+from simulator import Layer, Plan, PlanError, Quantity, Workload
 from simulator.schedule import Lane, OpKind
 from simulator.span import Span
 from simulator.timeline import Timeline
@@ -184,16 +185,20 @@ def test_rates_come_from_the_spans():
         Span(OpKind.STATE_H2D, Lane.H2D, 0.0, 4.0, subgroup=1),
         Span(OpKind.FORWARD, Lane.COMPUTE, 0.0, 1.0),
     ]
+    on = machine(host_adam_out_of_place=Quantity.exact(0.5))
     timeline, layers = (
         Timeline(tuple(spans), "measured"),
         [Layer(params=300, forward_s=1.0, backward_s=1.0)],
     )
     work = Workload(name="w", layers=layers, subgroups=(100, 200))
-    rates = measured_rates(timeline, work)
+    rates = measured_rates(timeline, work, on)
     assert rates == {"host_adam_params_per_s": 125.0, "h2d_bytes_per_s": 200 * 12 / 4.0}
-    lion = measured_rates(timeline, work.model_copy(update={"optimizer": "lion"}))
+    lion = measured_rates(timeline, work.model_copy(update={"optimizer": "lion"}), on)
     assert lion["h2d_bytes_per_s"] == 200 * 8 / 4.0, "Lion's visits carry 8 bytes"
     assert lion["host_adam_params_per_s"] == pytest.approx(125.0 * 20 / 28), "of Adam's parameters"
+    guessed = [replace(span, kind=OpKind.UPDATE_GUESSED) for span in spans]
+    timeline = Timeline(tuple(guessed), "measured")
+    assert measured_rates(timeline, work, on) == {"host_adam_params_per_s": 250.0}, "in place"
 
 
 def test_predicted_and_measured_times_go_to_deepspeeds_monitor(only_rank, tmp_path):

@@ -523,10 +523,12 @@ def test_all_on_the_host_guessed_is_a_chain_from_the_first_gradient_on():
     plan = Plan(
         subgroup_size=10**8, placement=Plan.runs(["host"] * 4), staging_slots=0, speculate=4
     )
-    traffic = (28 + 12) / 28  # out of place
-    update_s = 0.1 * traffic
+    update_s = 0.1 / 0.8  # out of place
     by_hand = 0.02 + 2e8 / 10e9 + 4 * update_s + 2e8 / 20e9 + 4 * 0.01
     assert simulate(build_schedule(work, plan), have).iteration_s == pytest.approx(by_hand)
+    slow = have.model_copy(update={"host_adam_out_of_place": Quantity.exact(0.5)})
+    slower_s = simulate(build_schedule(work, plan), slow).iteration_s
+    assert slower_s == pytest.approx(by_hand + 4 * (0.2 - update_s)), "as the profile says"
     model = Model(work, have, [("host", "device")], 4, guesses=True)
     assert model.guessed == (False, True)
     # The bound lets the last layer's update be the last one, and waits for its forward alone.
