@@ -159,6 +159,8 @@ class Plan(Page):
             step neither clips nor overflows: the last ones, whose gradients come first, of those
             that are updated on the host and have their parameters on the device. A wrong guess is
             dropped and redone. Each takes host memory for its state and parameters once more.
+        speculate_skips: how many of the very last ones wait for the norm all the same: the next
+            forward reads them last, so that its other layers need not wait for the last updates.
         device_sums: with gradient accumulation, how many subgroups' sums of micro-batches stay on
             the device until the last one is added: the first ones, whose gradients come last, of
             those whose gradients go to host memory. The other sums go there and come back with
@@ -183,6 +185,7 @@ class Plan(Page):
     prefetch: int = Field(0, ge=0)
     host_slots: int = Field(HOST_SLOTS, ge=0)
     speculate: int = Field(0, ge=0)
+    speculate_skips: int = Field(0, ge=0)
     device_sums: int = Field(0, ge=0)
     storage_dir: str | None = None
     storage_shares: dict[str, float] = Field(default_factory=dict)
@@ -279,6 +282,8 @@ class Plan(Page):
             fields.pop("parameter_home", None)
         if not self.speculate:
             fields.pop("speculate", None)
+        if not self.speculate or not self.speculate_skips:
+            fields.pop("speculate_skips", None)
         if not self.device_sums:
             fields.pop("device_sums", None)
         if not self.stores:
@@ -303,10 +308,13 @@ class Plan(Page):
 
     @property
     def guessed(self) -> tuple[bool, ...]:
-        """Of each subgroup: it is updated before the norm is known (``speculate``)."""
+        """Of each subgroup: it is updated before the norm is known (``speculate``, and which of
+        them ``speculate_skips``).
+        """
         both = zip(self.placements, self.parameter_homes, strict=True)
         able = [i for i, way in enumerate(both) if can_be_guessed(*way)]
-        chosen = set(able[max(0, len(able) - self.speculate) :])
+        last = max(0, len(able) - self.speculate_skips)
+        chosen = set(able[max(0, last - self.speculate) : last])
         return tuple(i in chosen for i in range(self.subgroup_count))
 
     @property

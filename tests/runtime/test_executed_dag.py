@@ -170,6 +170,7 @@ def random_case(rng):
         prefetch=rng.randint(0, slots), overlap_forward=rng.random() < 0.7,
         order=order_of(rng.sample(range(len(sizes)), len(sizes)), placements),
         host_slots=rng.randint(1, 4), speculate=rng.choice([0, rng.randint(0, len(sizes))]),
+        speculate_skips=rng.choice([0, 1, 2]),
         device_sums=rng.choice([0, rng.randint(0, len(sizes))]),
     )  # fmt: skip
     return workload, plan

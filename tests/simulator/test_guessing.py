@@ -81,4 +81,7 @@ def test_what_cannot_be_guessed_is_not():
     homes = Plan.home_runs(["host"] * 4)
     assert not any(planned(4, parameter_home=homes).guessed)
     assert planned(9).guessed == (True,) * 4
-    assert "speculate" not in planned(0).model_dump()
+    assert planned(2, speculate_skips=1).guessed == (False, True, True, False)
+    assert not any(planned(2, speculate_skips=4).guessed)
+    assert not {"speculate", "speculate_skips"} & set(planned(0, speculate_skips=1).model_dump())
+    assert "speculate_skips" not in planned(2).model_dump()

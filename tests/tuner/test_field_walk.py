@@ -156,6 +156,7 @@ MACHINE = {
     "dram_bytes_per_s": q(30e9),
     "host_copy_bytes_per_s": q(1e9),
     "host_adam_params_per_s": q(1e9),
+    "host_adam_out_of_place": q(0.5),
     "stock_host_adam_params_per_s": q(1e9),
     "stock_host_adam_thread_params_per_s": q(1e8),
     "device_adam_params_per_s": q(1e9),
@@ -245,6 +246,7 @@ PLAN = {
     "prefetch": 1,
     "host_slots": 1,
     "speculate": 1,
+    "speculate_skips": 1,
     "device_sums": 1,
     "storage_dir": "/local",
     "storage_shares": {"/a": 1.0, "/b": 2.0},
@@ -273,6 +275,7 @@ IN_TRAINING = {
     "versions": "tuner/service/static/report.js",
     "staging_slots": "",
     "host_slots": "tests/runtime/contract/test_stored.py",
+    "speculate_skips": "tests/runtime/contract/test_guesses.py",
     "storage_dir": "tests/runtime/contract/test_stored.py",
     "storage_shares": "tests/runtime/contract/test_stored.py",
 }

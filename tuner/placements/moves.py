@@ -55,7 +55,8 @@ class Moved:
     Attributes:
         codes: by subgroup, the number of its placement in PLACEMENTS.
         choices: what a subgroup may become.
-        guesses: updates that begin before the norm; None: their number stays.
+        guesses: updates that begin before the norm; None: their number stays. ``skips``: see
+            `Plan.speculate_skips`.
     """
 
     codes: list[int]
@@ -65,6 +66,7 @@ class Moved:
     choices: tuple[Placement, ...] = CHOICES
     host_slots: int = HOST_SLOTS
     guesses: int | None = None
+    skips: int = 0
 
     @classmethod
     def of(
@@ -86,7 +88,8 @@ class Moved:
         if not STORED.isdisjoint(self.choices) and rng.random() < 0.1:
             return replace(self, host_slots=max(1, self.host_slots + rng.choice((-1, 1))))
         if self.guesses is not None and rng.random() < 0.15:
-            return replace(self, guesses=max(0, self.guesses + rng.choice((-1, 1))))
+            name = rng.choice(("guesses", "skips"))
+            return replace(self, **{name: max(0, getattr(self, name) + rng.choice((-1, 1)))})
         kind = rng.random()
         if kind < 0.3:
             return self._with(lambda new: new._swap(rng))

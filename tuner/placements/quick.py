@@ -99,7 +99,9 @@ def quick_plan(
 def _fixed(current: Plan) -> dict[str, int]:
     """What stays as it is; of guesses, for which there is memory, as many."""
     same = {"threads": current.threads, "overlap_forward": current.overlap_forward}
-    return {**same, "speculate": current.speculate} if any(current.guessed) else same
+    if any(current.guessed):
+        same |= {"speculate": current.speculate, "speculate_skips": current.speculate_skips}
+    return same
 
 
 def _limits(

@@ -73,6 +73,7 @@ class Candidate:
     homes: tuple[ParameterHome, ...] = ()
     host_slots: int = HOST_SLOTS
     speculate: int | None = None
+    speculate_skips: int = 0
     device_sums: int | None = None
 
     def plan(self, workload: Workload, **fields: Any) -> Plan:
@@ -86,7 +87,7 @@ class Candidate:
             "prefetch": self.prefetch if visits else 0, "threads": self.threads,
             "overlap_forward": self.overlap_forward, "host_slots": self.host_slots,
             "parameter_home": Plan.home_runs(self.homes), "speculate": self.speculate or 0,
-            "device_sums": self.device_sums or 0,
+            "speculate_skips": self.speculate_skips, "device_sums": self.device_sums or 0,
         }  # fmt: skip
         return Plan.model_validate({**made, **fields})
 
@@ -94,7 +95,8 @@ class Candidate:
     def codes(self) -> np.ndarray:
         some = [PLACEMENTS.index(p) for p in self.placements]
         codes = np.array(some, dtype=np.int8) + home_codes(self.homes)
-        return with_sums(with_guesses(codes, self.speculate or 0), self.device_sums or 0)
+        early = with_guesses(codes, self.speculate or 0, self.speculate_skips)
+        return with_sums(early, self.device_sums or 0)
 
     @cached_property
     def issue(self) -> np.ndarray | None:
@@ -198,6 +200,7 @@ class Search:
     def seconds(
         self, codes: NDArray[np.int8], slots: int, prefetch: int, threads: int, overlap: bool,
         issue: NDArray[np.int64] | None, host_slots: int = HOST_SLOTS, speculate: int = 0,
+        skips: int = 0,
     ) -> float:  # fmt: skip
         """What `PlanSweep.evaluate` gives for these arguments, not remembered, with as many sums on
         the device as fit; ``inf`` where it does not fit.
@@ -207,7 +210,7 @@ class Search:
         codes = codes + home_codes(self.homes)
         codes = with_sums(codes, self._most_sums(codes, (slots, host_slots)))
         options = (slots, prefetch, threads, overlap, issue, host_slots)
-        early = with_guesses(codes, speculate)
+        early = with_guesses(codes, speculate, skips)
         row = self._sweep.evaluate(early, *options)
         seconds = self._held(row).iteration_s
         if not speculate or math.isinf(seconds):
@@ -484,11 +487,15 @@ class Search:
             return math.inf
 
 
-def with_guesses(codes: NDArray[np.int8], speculate: int) -> NDArray[np.int8]:
-    """Codes of subgroups of which the last so many that can be guessed are: `Plan.guessed`."""
+def with_guesses(codes: NDArray[np.int8], speculate: int, skips: int = 0) -> NDArray[np.int8]:
+    """Codes of subgroups of which the last so many that can be guessed are, but for the very last
+    ``skips``: `Plan.guessed`.
+    """
     if not speculate:
         return codes
-    early = np.flatnonzero(_able(codes))[-speculate:]
+    able = np.flatnonzero(_able(codes))
+    last = max(0, len(able) - skips)
+    early = able[max(0, last - speculate) : last]
     codes = codes.copy()
     codes[early] += GUESSED
     return codes

@@ -45,10 +45,23 @@ def with_guesses(
     for candidate in (chosen, *known[:FEW]):
         search.score(replace(candidate, speculate=None))
     search.guess()
+    _in_the_middle(search)
     improve(search)
+    _in_the_middle(search)
     best = fewest(search, search.best(), "speculate")
     faster = search.score(best).iteration_s < (1 - WORTH) * plain.score(chosen).iteration_s
     return (search, best) if faster else (plain, chosen)
+
+
+def _in_the_middle(search: Search) -> None:
+    """As many as the best guesses, and fewer, of which the very last wait: while those are updated
+    behind the norm, the next forward's layers before them need not.
+    """
+    best = search.ordered(search.best())
+    numbers = {(best.speculate or 0) * i // PARTS for i in range(1, PARTS + 1)}
+    for many in sorted(numbers - {0}):
+        for skips in sorted({best.speculate_skips, *(n // 2 for n in numbers)}):
+            search.score(replace(best, speculate=many, speculate_skips=skips))
 
 
 def fewest(search: Search, best: Candidate, name: str) -> Candidate:

@@ -181,6 +181,7 @@ def plans(draw):
         "order_seed": draw(st.none() | st.integers(0, 10**6)),
         "homes": draw(st.lists(st.sampled_from(["device", "host"]), min_size=1, max_size=3)),
         "speculate": draw(st.integers(0, 6)),
+        "speculate_skips": draw(st.integers(0, 2)),
         "device_sums": draw(st.integers(0, 6)),
     }
 

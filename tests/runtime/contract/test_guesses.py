@@ -204,8 +204,10 @@ def test_another_plan_gives_the_memory_back_and_takes_it_again():
 
     def switch(engine, number):
         held = session.executor.guesses.nbytes
-        session.switch(session.plan.model_copy(update={"speculate": number % 3}))
-        sizes = engine.optimizer.sizes()[len(engine.optimizer.sizes()) - number % 3 :]
+        fields = {"speculate": number % 3, "speculate_skips": number // 2}
+        session.switch(session.plan.model_copy(update=fields))
+        last = len(engine.optimizer.sizes()) - number // 2
+        sizes = engine.optimizer.sizes()[last - number % 3 : last]
         assert session.executor.guesses.nbytes == 14 * sum(sizes) != held
 
     assert_same(
