@@ -112,24 +112,32 @@ class FlatRank(Rank):
 
     def bucket_bytes(self, held: int) -> int:
         """The bucket, and its copy that the all-reduce flattens."""
-        return 2 * self.wire * min(self.job.reduce_bucket_elements, held)
+        return 2 * self._made_bytes * min(self.job.reduce_bucket_elements, held)
+
+    @property
+    def _made_bytes(self) -> int:
+        """Of a gradient in the bucket: ZeRO-1 widens them before they are reduced."""
+        return max(self.wire, self.job.gradient_bytes) if self.job.zero_stage == 1 else self.wire
 
     def waiting_bytes(self, made: Workload) -> int:
         """Gradients that ZeRO-1 keeps whole until the step's only reduction, those of a slice that
         ZeRO-2 adds up wider than they travel, and a buffer as large as the largest parameter, in
-        which DeepSpeed adds up micro-batches otherwise.
+        which DeepSpeed adds up micro-batches otherwise. Where ZeRO-1 adds up wider, it does so
+        behind each backward, with all gradients there in both widths.
 
         Gradients are made while activations are freed: what they add to the peak counts.
         """
         largest = max(n for block in self.stage_blocks for n in self.partitions(block))
-        buffer = self.wire * largest
+        buffer = self._made_bytes * largest
         if self.job.zero_stage > 1:
             added = self.job.gradient_bytes if self.job.gradient_bytes > self.wire else 0
             return buffer + added * self.slice_elements(made.params)
-        gradients = [self.wire * self.whole_elements(block) for block in self.stage_blocks]
+        whole = [self.whole_elements(block) for block in self.stage_blocks]
+        gradients = [self.wire * n for n in whole]
+        wider = self._made_bytes * sum(whole) if self._made_bytes > self.wire else 0
         if self.job.accumulation > 1:
-            return buffer + sum(gradients)
+            return buffer + sum(gradients) + wider
         held = [0, *accumulate(layer.activation_bytes for layer in made.layers)]
         behind = [0, *accumulate(reversed(gradients))]
         peak = max(before + done for before, done in zip(held, reversed(behind), strict=True))
-        return buffer + peak - held[-1]
+        return buffer + max(peak, wider) - held[-1]

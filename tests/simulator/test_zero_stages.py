@@ -155,6 +155,8 @@ def test_memory_by_stage():
     assert more.device_base_bytes > one
     wider = estimated(2, data_parallel=4, gradient_bytes=4)
     assert wider.device_base_bytes - two == 4 * wider.params  # in which ZeRO-2 adds up
+    wider = estimated(1, data_parallel=4, gradient_accumulation_steps=4, gradient_bytes=4)
+    assert wider.device_base_bytes - more.device_base_bytes >= 2 * whole  # and ZeRO-1, in all
 
 
 def test_what_crosses_between_ranks_by_stage():
