@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -22,7 +22,14 @@ from simulator.page import Page
 from simulator.rules import RuleError, explain
 from simulator.schedule import Kind
 from simulator.update.order import UpdateOrder, issue_order, order_of
-from simulator.update.recipes import HOST_SLOTS, RECIPES, Slot, can_be_guessed, can_be_summed
+from simulator.update.recipes import (
+    HOST_SLOTS,
+    RECIPES,
+    Queue,
+    Slot,
+    can_be_guessed,
+    can_be_summed,
+)
 from simulator.update.recipes import Placement as Placement  # public here, defined there
 from simulator.update.tiers import Memory
 
@@ -159,7 +166,11 @@ class Plan(Page):
             step neither clips nor overflows: the last ones, whose gradients come first, of those
             that are updated on the host and have their parameters on the device. A wrong guess is
             dropped and redone. Each takes host memory for its state and parameters once more.
-        speculate_skips: how many of the very last ones wait for the norm all the same: the next
+        speculate_visits: how many subgroups that visit the device are updated before the norm is
+            known, likewise: the last ones. Their state comes in during backward as slots are free,
+            ahead of those that ``prefetch`` counts.
+        speculate_skips: how many of the very last ones that are updated on the host wait for the
+            norm all the same: the next
             forward reads them last, so that its other layers need not wait for the last updates.
         device_sums: with gradient accumulation, how many subgroups' sums of micro-batches stay on
             the device until the last one is added: the first ones, whose gradients come last, of
@@ -185,6 +196,7 @@ class Plan(Page):
     prefetch: int = Field(0, ge=0)
     host_slots: int = Field(HOST_SLOTS, ge=0)
     speculate: int = Field(0, ge=0)
+    speculate_visits: int = Field(0, ge=0)
     speculate_skips: int = Field(0, ge=0)
     device_sums: int = Field(0, ge=0)
     storage_dir: str | None = None
@@ -280,12 +292,11 @@ class Plan(Page):
         fields: dict[str, Any] = handler(self)
         if "host" not in self.parameter_homes:
             fields.pop("parameter_home", None)
-        if not self.speculate:
-            fields.pop("speculate", None)
+        for name in ("speculate", "speculate_visits", "device_sums"):
+            if not getattr(self, name):
+                fields.pop(name, None)
         if not self.speculate or not self.speculate_skips:
             fields.pop("speculate_skips", None)
-        if not self.device_sums:
-            fields.pop("device_sums", None)
         if not self.stores:
             fields.pop("host_slots", None)
             fields.pop("storage_dir", None)
@@ -309,12 +320,16 @@ class Plan(Page):
     @property
     def guessed(self) -> tuple[bool, ...]:
         """Of each subgroup: it is updated before the norm is known (``speculate``, and which of
-        them ``speculate_skips``).
+        them ``speculate_skips``; ``speculate_visits``).
         """
-        both = zip(self.placements, self.parameter_homes, strict=True)
-        able = [i for i, way in enumerate(both) if can_be_guessed(*way)]
-        last = max(0, len(able) - self.speculate_skips)
-        chosen = set(able[max(0, last - self.speculate) : last])
+        able: dict[Queue, list[int]] = {queue: [] for queue in Queue}
+        for i, way in enumerate(zip(self.placements, self.parameter_homes, strict=True)):
+            if can_be_guessed(*way):
+                able[RECIPES[way[0]].queue].append(i)
+        chosen = {
+            *able[Queue.HOST][last_but(able[Queue.HOST], self.speculate, self.speculate_skips)],
+            *able[Queue.DEVICE][last_but(able[Queue.DEVICE], self.speculate_visits)],
+        }
         return tuple(i in chosen for i in range(self.subgroup_count))
 
     @property
@@ -418,6 +433,12 @@ class Plan(Page):
             return cls.model_validate(fields)
         except ValidationError as error:
             raise PlanError(f"not a plan this ebbtide can use: {explain(error)}") from None
+
+
+def last_but(able: Sized, count: int, skips: int = 0) -> slice:
+    """The last so many of these, but for the very last ``skips``."""
+    last = max(0, len(able) - skips)
+    return slice(max(0, last - count), last)
 
 
 def json_schema() -> dict[str, Any]:

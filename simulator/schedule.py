@@ -26,6 +26,7 @@ class OpKind(StrEnum):
     STATE_D2H = "state D2H"
     UPDATE_HOST = "update host"
     UPDATE_GUESSED = "update host, guessed"  # before the norm, on the guess that nothing is clipped
+    VISIT_GUESSED = "update device, guessed"
     PARAMETER_CAST = "parameter cast"  # stock: a pass of its own from fp32 to the wire precision
     PARAMETER_H2D = "parameter H2D"
     PARAMETER_D2H = "parameter D2H"  # new ones that live in host memory

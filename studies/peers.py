@@ -38,7 +38,8 @@ PEERS = (
 # Of a plan that has all of it, what each row is without.
 WITHOUT: Mapping[str, Figures] = {
     "all_on": {},
-    "without_speculation": {"speculate": 0},
+    "without_speculation": {"speculate": 0, "speculate_visits": 0},
+    "without_growing_slots": {"speculate_visits": 0},
     "without_device_sums": {"device_sums": 0},
 }
 ACCUMULATING = "stock_accumulating"

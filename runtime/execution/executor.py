@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
@@ -18,6 +18,7 @@ from runtime.execution.gradient_ops import GradientOps
 from runtime.execution.guesses import Guess, Guesses, SubgroupJob
 from runtime.execution.step_template import GradientOp, TemplateOp
 from runtime.execution.subgroup_state import StagingSlot, StateStore, SubgroupState
+from runtime.execution.visits import Visit, Visits
 from runtime.kernels.rule import UpdateRule
 from simulator.schedule import Lane as LaneName
 from simulator.schedule import Op, OpKind
@@ -29,6 +30,7 @@ KEPT_FETCHES = 4096
 WRITTEN_BY = {
     OpKind.PARAMETER_H2D: OpKind.UPDATE_HOST, OpKind.PARAMETER_D2H: OpKind.UPDATE_DEVICE,
 }  # fmt: skip
+VISITS = {OpKind.STATE_H2D, OpKind.UPDATE_DEVICE, OpKind.VISIT_GUESSED, OpKind.STATE_D2H}
 
 
 Body = Callable[[int, int, SubgroupJob | None], None]  # of a subgroup, in a step; its job
@@ -72,9 +74,12 @@ class Executor:
         store: StateStore | None = None,
         host_slots: Sequence[StagingSlot] = (),
         guesses: Guesses | None = None,
+        prefetch: int = 0,
+        arrival: Sequence[int] | None = None,
     ) -> None:
         """``store``: of the stored subgroups, whose state passes through ``host_slots``;
-        ``guesses``: memory of the ``template``'s guessed ones.
+        ``guesses``: memory of the ``template``'s guessed ones; ``prefetch``: the plan's;
+        ``arrival``: in which order gradients come; None: the last subgroup's first.
         """
         self.device = device
         self.states = states
@@ -85,12 +90,8 @@ class Executor:
         self.store = store
         self.host_slots = list(host_slots)
         self.guesses = guesses or Guesses(device, [])
-        self._guessed = {t.op.subgroup: i for i, t in enumerate(template) if t.guessed}
-        self._anew = _redone(template)
-        visitors = [s for s in states if RECIPES[s.placement].queue is Queue.DEVICE]
-        if visitors:
-            dtypes = visitors[0].gradient.dtype, visitors[0].wire.dtype
-            device.prepare(rule.forms(), 1 + len(rule.moments), *dtypes)
+        self._anew = _redone(template, states)
+        self._prepare()
         self.gate: UpdateGate | None = None
         self.lanes: dict[LaneName, Lane] = device.lanes()
         self.gradients = GradientOps(device, self.lanes, gradients)
@@ -104,32 +105,45 @@ class Executor:
         self._own = sum(not item.ahead for item in template)  # behind them what is the next step's
         self._stale = set[int]()  # subgroups whose state was written behind the prefetch
         self._stale_lock = threading.Lock()
+        self._guessed = _before_norm(template)
         # In the order of the plan, in which all take their slots.
-        self._visits = _of_kind(template, OpKind.STATE_H2D)
         self._reads = _of_kind(template, OpKind.STATE_READ)
-        slotted = [t for t in template if t.op.subgroup not in self._guessed]
-        self._incoming = _of_kind(slotted, OpKind.PARAMETER_H2D)
+        self._incoming = _of_kind(template, OpKind.PARAMETER_H2D, but=self._guessed)
         self._outgoing = _of_kind(template, OpKind.PARAMETER_D2H)
         self.parameter_slots = self._slots_for(self._incoming, device.host_empty)
         self.outgoing_slots = self._slots_for(self._outgoing, device.device_empty)
         self._bodies = self._body_by_kind()
         self._position = {(t.op.kind, t.op.subgroup): i for i, t in enumerate(template)}
-        self._published = [self._position[published_by(s), s.index] for s in states]
-        # Copies for passes and dropped guesses since the latest launch, for the measured timeline.
+        published = (published_by(s, guessed=s.index in self._guessed) for s in states)
+        self._published = [self._position[kind, i] for i, kind in enumerate(published)]
+        self.visits = self._visits_of(prefetch, arrival)
+        self._late = set[int]()  # of the latest step, visits that nobody guessed, or wrong
+        # Since the latest launch, for the timeline: copies for passes and dropped guesses.
         self._beside: deque[tuple[Op, Completion]] = deque(maxlen=KEPT_FETCHES)
         self._latest_fetch = Completion.done()
         self._begun = False
 
     def _body_by_kind(self) -> dict[OpKind, Body]:
         return {
-            OpKind.STATE_H2D: self._state_h2d,
-            OpKind.UPDATE_DEVICE: self._update_device,
-            OpKind.STATE_D2H: self._state_d2h,
+            OpKind.UPDATE_DEVICE: self._update_resident,
             OpKind.UPDATE_HOST: self._update_host,
             OpKind.STATE_READ: self._state_read,
             OpKind.PARAMETER_H2D: self._parameter_h2d,
             OpKind.PARAMETER_D2H: self._parameter_d2h,
         }
+
+    def _prepare(self) -> None:
+        updated = [s for s in self.states if RECIPES[s.placement].queue is Queue.DEVICE]
+        if updated:
+            dtypes = updated[0].gradient.dtype, updated[0].wire.dtype
+            self.device.prepare(self.rule.forms(), 1 + len(self.rule.moments), *dtypes)
+
+    def _visits_of(self, prefetch: int, arrival: Sequence[int] | None) -> Visits:
+        visiting = _of_kind(self.template, OpKind.STATE_H2D)
+        order = sorted(visiting, key=self._published.__getitem__)
+        coming = arrival or range(len(self.states))[::-1]
+        guessed = [s for s in coming if s in visiting and s in self._guessed]
+        return Visits(self.slots, order, guessed, prefetch)
 
     def _begin_ahead(self) -> None:
         """Of the first step what else the step before would have begun: not before training does,
@@ -168,35 +182,64 @@ class Executor:
 
     # -- launching ---------------------------------------------------------------------------
 
-    def prefetch(self) -> None:
-        """Starts the copies that need no norm but the activations' room: the first visiting
-        subgroups' state.
+    def prefetch(self, *, guesses: bool = True) -> None:
+        """Starts the copies that need no norm but the activations' room: visiting subgroups'
+        state, of those that are guessed in this step first.
         """
         self._begin_ahead()
-        for position, item in enumerate(self.template):
-            if item.early and self._current[position] is None:
-                self._submit(position, item, [])
+        self.visits.begin(guesses=guesses)
+        self._come_in()
+
+    def _come_in(self) -> None:
+        """As `EbbtideLoop._come_in`."""
+        while (subgroup := self.visits.next()) is not None:
+            position = self._position[OpKind.STATE_H2D, subgroup]
+            self._submit(position, self.template[position], [])
+            self._guess_visit(subgroup)
 
     def guess(self, subgroup: int, job: SubgroupJob) -> None:
-        """Starts a subgroup's update in backward, out of place, behind its gradient's arrival;
-        `settle` says whether ``job`` was right.
+        """Starts a subgroup's update in backward, out of place, behind its gradient's arrival; that
+        of a visit when it is in a slot. `settle` says whether ``job`` was right.
         """
-        position = self._guessed[subgroup]
+        if subgroup in self.visits.guessed:
+            complete = Completion.done(self.device.current_event())
+            self.visits.ready[subgroup] = job, complete
+            self._guess_visit(subgroup)
+            self._come_in()
+            return
+        (position,) = self._guessed[subgroup]
         guess = self.guesses.begin(self.states[subgroup], job)
         self._submit(
             position, self.template[position], self.gradients.arrived(subgroup),
             body=partial(self._update_guessed, guess), job=job,
         )  # fmt: skip
 
+    def _guess_visit(self, subgroup: int) -> None:
+        """On to its way home, if its gradient is complete and a slot has been taken."""
+        if subgroup not in self.visits.ready or subgroup not in self.visits.inside:
+            return
+        job, complete = self.visits.ready.pop(subgroup)
+        self.visits.inside[subgroup].guess = self.guesses.begin(self.states[subgroup], job)
+        _, update, leave = self._guessed[subgroup]
+        self._submit(update, self.template[update], [complete], job=job)
+        self._submit(leave, self.template[leave], [])
+
     def drop_guesses(self, subgroups: Iterable[int] | None = None) -> bool:
         """These subgroups' (None: all), which are wrong; whether there were any."""
-        dropped = self.guesses.drop(self._guessed if subgroups is None else subgroups)
-        for subgroup in dropped:
-            position = self._guessed[subgroup]
+        some = list(self._guessed if subgroups is None else subgroups)
+        waiting = [s for s in some if self.visits.ready.pop(s, None)]
+        dropped = self.guesses.drop(some)
+        for position in (i for subgroup in dropped for i in self._guessed[subgroup]):
             begun, self._current[position] = self._current[position], None
             assert begun is not None
             self._beside.append((self.template[position].op, begun))
-        return bool(dropped)
+        return bool(dropped or waiting)
+
+    def skip(self) -> bool:
+        """This step updates nothing; whether there were guesses."""
+        dropped = self.drop_guesses()
+        self.visits.end()
+        return dropped
 
     def settle(self, jobs: list[SubgroupJob]) -> list[SubgroupState]:
         """Before `launch` of ``jobs``: wrong guesses are dropped, the others' state and spare
@@ -215,6 +258,7 @@ class Executor:
         ``iteration`` is the training loop's number, for the measured timeline.
         """
         self._begin_ahead()
+        self.visits.end()
         self._jobs = jobs
         self._version = self.store.tick() if self.store is not None and self._reads else 0
         barrier = Completion.done(self.device.current_event())
@@ -224,19 +268,29 @@ class Executor:
         # No parameter is written in host memory while a copy for a pass still reads it.
         barriers = [barrier, self._latest_fetch]
         anew = {i: item for i, item in self._anew.items() if self._current[i] is None}
+        self._late = {self.template[i].op.subgroup for i in anew} & {*self.visits.guessed}
+        if self._late:
+            self._leave(barriers)
         for position, item in enumerate(self.template):
-            if not item.guessed:
+            # Who visits comes in ahead of its update: by then there is a slot.
+            if not (item.guessed or item.op.kind == OpKind.STATE_H2D):
                 self._begin(position, item, barriers)
         for position, completion in enumerate(self._current):
             assert completion is not None
             op = anew.get(position, self.template[position]).op
-            if not (self.device.unified and op.kind in WRITTEN_BY):
+            if self._written_by(op) is None:
                 record.ops.append((op, completion))
         self.history.append(record)
         self._previous = [c for c in self._current if c is not None]
         self._ended = 0
         self._current = [None] * len(self.template)
         self._steps += 1
+
+    def _leave(self, barriers: list[Completion]) -> None:
+        """Who has a slot is updated first, in the plan's order: the others need it."""
+        for subgroup in [s for s in self.visits.order if s in self.visits.inside]:
+            end = self._position[OpKind.STATE_D2H, subgroup]
+            self._begin(end, self._anew.get(end, self.template[end]), barriers)
 
     def _begin(self, position: int, item: TemplateOp, barriers: list[Completion]) -> None:
         """Behind the norm, what has not begun before; a subgroup that nobody has guessed, or that
@@ -257,9 +311,8 @@ class Executor:
     ) -> None:  # fmt: skip
         """``body``, ``job``: None: those of the op and of the step."""
         op = item.op
-        if self.device.unified and op.kind in WRITTEN_BY:
-            # The kernel wrote the parameters where they are read.
-            written = self._position[WRITTEN_BY[op.kind], op.subgroup]
+        written = self._written_by(op)
+        if written is not None:  # the kernel wrote the parameters where they are read
             self._current[position] = self._current[written]
             return
         waits = waits + [c for i in item.now if (c := self._current[i]) is not None]
@@ -267,10 +320,33 @@ class Executor:
         completion = Completion(op.label)
         self._current[position] = completion
         number, jobs = self._steps + item.ahead, self._jobs
+        if op.subgroup in self.visits and op.kind in VISITS:
+            body, waits = self._visit(op, waits, completion)
         body = body or self._bodies.get(op.kind) or partial(self._state_write, self._version)
         job = job or (jobs[op.subgroup] if item.needs_gradient else None)
         lane = self.lanes[op.lane]
         lane.submit(lambda: self._run(body, op, number, job), waits, completion)
+
+    def _written_by(self, op: Op) -> int | None:
+        """The op, by position, behind which nothing is left to be done for this one."""
+        if self.device.unified and op.kind in WRITTEN_BY:
+            return self._position[WRITTEN_BY[op.kind], op.subgroup]
+        if op.kind == OpKind.PARAMETER_H2D and op.subgroup in self._late:
+            return self._position[OpKind.VISIT_GUESSED, op.subgroup]
+        return None
+
+    def _visit(
+        self, op: Op, waits: list[Completion], end: Completion
+    ) -> tuple[Body, list[Completion]]:
+        """What an op of a visit does, in its slot, and what it waits for beside ``waits``."""
+        if op.kind == OpKind.STATE_H2D:
+            visit, free = self.visits.come(self.states[op.subgroup])
+            return partial(self._state_h2d, visit), [*waits, free]
+        visit = self.visits.inside[op.subgroup]
+        if op.kind == OpKind.STATE_D2H:
+            self.visits.leaves(op.subgroup, end)
+            return partial(self._state_d2h, visit), waits
+        return partial(self._update_visit, visit), waits
 
     def _run(
         self,
@@ -285,21 +361,12 @@ class Executor:
 
     # -- bodies, on the lanes' threads -------------------------------------------------------
 
-    def _slot(self, subgroup: int, number: int) -> tuple[torch.Tensor, ...]:
-        """Visit v, of all steps, uses slot v mod slots; the template's waits keep two visits apart:
-        a visit waits for the write-back of visit v - slots.
-        """
-        return self._in_turn(self._visits, self.slots, subgroup, number)
-
     def _host_slot(self, subgroup: int, number: int) -> tuple[torch.Tensor, ...]:
-        """Likewise of the stored ones: a read waits for the write of read r - slots."""
-        return self._in_turn(self._reads, self.host_slots, subgroup, number)
-
-    def _in_turn(
-        self, users: dict[int, int], slots: list[StagingSlot], subgroup: int, number: int
-    ) -> tuple[torch.Tensor, ...]:
-        use = number * len(users) + users[subgroup]
-        return slots[use % len(slots)].views(self.states[subgroup].elements)
+        """Read r, of all steps, uses slot r mod slots; the template's waits keep two apart: a read
+        waits for the write of read r - slots.
+        """
+        use = number * len(self._reads) + self._reads[subgroup]
+        return self.host_slots[use % len(self.host_slots)].views(self.states[subgroup].elements)
 
     def _stream(self, lane: LaneName) -> object | None:
         return self.lanes[lane].stream
@@ -318,39 +385,44 @@ class Executor:
         assert self.store is not None
         self.store.write(subgroup, self._host_slot(subgroup, number), version)
 
-    def _state_h2d(self, subgroup: int, number: int, job: SubgroupJob | None) -> None:
-        del job
+    def _state_h2d(self, visit: Visit, subgroup: int, number: int, job: SubgroupJob | None) -> None:
+        del number, job
+        if visit.dropped:
+            return
         self._was_stale(subgroup)
         stream = self._stream(LaneName.H2D)
-        for to, source in zip(
-            self._slot(subgroup, number), self.states[subgroup].state, strict=True
-        ):
+        for to, source in zip(visit.into, visit.home, strict=True):
             self.device.copy(to, source, LaneName.H2D, stream)
 
-    def _update_device(self, subgroup: int, number: int, job: SubgroupJob | None) -> None:
-        assert job is not None
-        state = self.states[subgroup]
-        stream = self._stream(LaneName.DEVICE_UPDATE)
-        if state.placement == "resident":
-            self._ask_gate(subgroup)
-            target: tuple[torch.Tensor, ...] = state.state
-        else:
-            target = self._slot(subgroup, number)
-            self._refresh_if_stale(subgroup, target, stream)
+    def _update_resident(self, subgroup: int, number: int, job: SubgroupJob | None) -> None:
+        self._ask_gate(subgroup)
         out = self._parameter_out(subgroup, number)
+        self._update_device(subgroup, self.states[subgroup].state, out, job)
+
+    def _update_visit(
+        self, visit: Visit, subgroup: int, number: int, job: SubgroupJob | None
+    ) -> None:
+        if visit.dropped:
+            return
+        if self._was_stale(subgroup):
+            for to, source in zip(visit.into, visit.home, strict=True):
+                self.device.copy(to, source, LaneName.H2D, self._stream(LaneName.DEVICE_UPDATE))
+        out = self._parameter_out(subgroup, number) if visit.guess is None else visit.wire
+        assert out is not None
+        self._update_device(subgroup, visit.into, out, job)
+
+    def _update_device(
+        self, subgroup: int, target: tuple[torch.Tensor, ...], out: torch.Tensor,
+        job: SubgroupJob | None,
+    ) -> None:  # fmt: skip
+        assert job is not None
+        state, stream = self.states[subgroup], self._stream(LaneName.DEVICE_UPDATE)
         for part in job.segments:
             span = slice(part.start, part.end)
             self.device.update(
                 [t[span] for t in target], part.gradient, out[span], job.step,
                 part.scale, self.rule.tail(state.elements, part.start, part.end), stream,
             )  # fmt: skip
-
-    def _refresh_if_stale(
-        self, subgroup: int, target: tuple[torch.Tensor, ...], stream: object | None
-    ) -> None:
-        if self._was_stale(subgroup):
-            for to, source in zip(target, self.states[subgroup].state, strict=True):
-                self.device.copy(to, source, LaneName.H2D, stream)
 
     def _was_stale(self, subgroup: int) -> bool:
         """Whether it was; from now on it is not."""
@@ -359,13 +431,17 @@ class Executor:
             self._stale.discard(subgroup)
         return stale
 
-    def _state_d2h(self, subgroup: int, number: int, job: SubgroupJob | None) -> None:
-        del job
-        self._ask_gate(subgroup)
-        stream = self._stream(LaneName.D2H)
-        for to, source in zip(
-            self.states[subgroup].state, self._slot(subgroup, number), strict=True
-        ):
+    def _state_d2h(self, visit: Visit, subgroup: int, number: int, job: SubgroupJob | None) -> None:
+        del number, job
+        if visit.dropped:
+            return
+        self._ask_gate(subgroup)  # of a guess too: what is written now was live a step ago
+        stream, home, leaving = self._stream(LaneName.D2H), visit.home, visit.into
+        if visit.guess is not None:
+            assert visit.wire is not None
+            home = (*visit.guess.into, self.guesses.wires[subgroup])
+            leaving = (*leaving, visit.wire)
+        for to, source in zip(home, leaving, strict=True):
             self.device.copy(to, source, LaneName.D2H, stream)
 
     def _update_host(self, subgroup: int, number: int, job: SubgroupJob | None) -> None:
@@ -397,10 +473,10 @@ class Executor:
             self.rule.update(guess.into, parts, out, job.step, self.threads, guess.source)
 
     def _parameter_out(self, subgroup: int, number: int) -> torch.Tensor:
-        """Where the kernel writes: in place, or to a slot; as `_slot`, in turn over all steps.
-        Where updates are guessed, to a buffer of the subgroup's own.
+        """Where the kernel writes: in place, or to a slot; as `_host_slot`, in turn over all steps.
+        On the host, where updates are guessed, to a buffer of the subgroup's own.
         """
-        if subgroup in self._guessed:
+        if subgroup in self._guessed and subgroup not in self.visits.guessed:
             return self.guesses.wires[subgroup]
         state = self.states[subgroup]
         users, slots = self._incoming, self.parameter_slots
@@ -414,7 +490,9 @@ class Executor:
     def _parameter_h2d(self, subgroup: int, number: int, job: SubgroupJob | None) -> None:
         del job
         lane = LaneName.H2D_PARAMETERS
-        source = self._parameter_out(subgroup, number)
+        source = self.guesses.wires.get(subgroup)
+        if source is None:
+            source = self._parameter_out(subgroup, number)
         self.device.copy(self.states[subgroup].wire, source, lane, self._stream(lane))
 
     def _parameter_d2h(self, subgroup: int, number: int, job: SubgroupJob | None) -> None:
@@ -544,7 +622,7 @@ class Executor:
         host memory, that are given back after this: it is waited for.
         """
         try:
-            for completion in self._current:
+            for completion in (*self._current, *(end for _, end in self._beside)):
                 if completion is not None:
                     completion.wait_host()
             self.gradients.wait()
@@ -552,6 +630,7 @@ class Executor:
             for lane in self.lanes.values():
                 lane.close()
             self._jobs = []  # they hold gradients, which a successor moves
+            self.visits.close()  # and slots
             self.guesses.close()
             if with_device:
                 self.device.close()
@@ -559,24 +638,43 @@ class Executor:
                 self.slots, self.parameter_slots, self.host_slots = [], [], []
 
 
-def _redone(template: list[TemplateOp]) -> dict[int, TemplateOp]:
+def _before_norm(template: Sequence[TemplateOp]) -> dict[int, list[int]]:
+    """By subgroup, the positions of what needs no norm, of those that are guessed."""
+    found: dict[int, list[int]] = {}
+    for position, item in enumerate(template):
+        if item.guessed:
+            found.setdefault(item.op.subgroup, []).append(position)
+    return found
+
+
+def _redone(
+    template: Sequence[TemplateOp], states: Sequence[SubgroupState]
+) -> dict[int, TemplateOp]:
     """By its place, what a guess is where nobody has guessed, or wrong."""
-    return {
-        i: replace(item, op=item.op._replace(kind=OpKind.UPDATE_HOST))
-        for i, item in enumerate(template) if item.guessed
+    kinds = {
+        OpKind.UPDATE_GUESSED: OpKind.UPDATE_HOST, OpKind.VISIT_GUESSED: OpKind.UPDATE_DEVICE,
     }  # fmt: skip
 
+    def ordinary(op: Op) -> Op:
+        if op.kind == OpKind.STATE_D2H:  # without the parameters
+            return op._replace(work=sum(t.nbytes for t in states[op.subgroup].state))
+        return op._replace(kind=kinds.get(op.kind, op.kind))
 
-def published_by(state: SubgroupState) -> OpKind:
+    return {
+        i: replace(item, op=ordinary(item.op)) for i, item in enumerate(template) if item.guessed
+    }
+
+
+def published_by(state: SubgroupState, *, guessed: bool = False) -> OpKind:
     """The op after whose end the subgroup's parameters may be read."""
-    steps = recipe_of(state.placement, state.parameter_home).steps
+    steps = recipe_of(state.placement, state.parameter_home, guessed=guessed).steps
     return next(step.kind for step in steps if step.publishes)
 
 
-def _of_kind(template: list[TemplateOp], kind: OpKind) -> dict[int, int]:
+def _of_kind(template: list[TemplateOp], kind: OpKind, but: Container[int] = ()) -> dict[int, int]:
     """Subgroup -> its place among those with such an op, in the order in which their lane runs
     a step's: what begins ahead is first.
     """
     items = sorted((i for i in template if i.op.kind == kind), key=lambda i: not i.ahead)
-    subgroups = (item.op.subgroup for item in items)
+    subgroups = (item.op.subgroup for item in items if item.op.subgroup not in but)
     return {subgroup: place for place, subgroup in enumerate(subgroups)}

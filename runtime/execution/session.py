@@ -38,6 +38,10 @@ from simulator.update.order import FORWARD, order_of
 from simulator.update.recipes import RECIPES
 from simulator.workload import WireDtype, ZeroStage
 
+DTYPES: dict[WireDtype, torch.dtype] = {
+    "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
+}  # fmt: skip
+
 
 class TrainingEngine(Protocol):
     """What a session needs of a training framework's optimizer.
@@ -200,7 +204,11 @@ class Session:
         visiting = [n for n, p in zip(sizes, placements, strict=True) if p == "device"]
         rule = self.engine.update_rule()
         tensors = 1 + len(rule.moments)
-        slots = staging_slots(self.device, plan.staging_slots, visiting, tensors)
+        wire = self.engine.wire_dtype()
+        waits = plan.speculate_visits and not self.device.unified
+        slots = staging_slots(
+            self.device, plan.staging_slots, visiting, tensors, DTYPES[wire] if waits else None
+        )
         stored = stored_sizes(plan, sizes)
         if self._store is None and stored:
             self._store = open_store(plan, stored, tensors)
@@ -216,16 +224,15 @@ class Session:
         self.engine.settle()
         plan = as_allocated(plan, states, len(slots))
         if self.device.unified or rule.own_step:  # parameters would be new before the norm
-            plan = plan.model_copy(update={"speculate": 0})
+            plan = plan.model_copy(update={"speculate": 0, "speculate_visits": 0})
         plan = plan.model_copy(update={"device_sums": self._place_sums(plan, states)})
-        wire = self.engine.wire_dtype()
         template = step_template(sizes, wire, plan)
         gradients = gradient_template(sizes, wire, plan)
         threads = threads_of(plan, self.device)
         return plan, Executor(
             self.device, states, slots, template, threads, rule, gradients,
             self._store, host_slots(plan.host_slots, stored, tensors),
-            spares_of(self.device, states, plan.guessed),
+            spares_of(self.device, states, plan.guessed), plan.prefetch, self._arrival(plan),
         )  # fmt: skip
 
     def _place_sums(self, plan: Plan, states: list[SubgroupState]) -> int:
@@ -248,6 +255,13 @@ class Session:
         if used == list(range(len(needed))):
             return plan
         return plan.placed(plan.placements, order=order_of(used, plan.placements))
+
+    def _arrival(self, plan: Plan) -> list[int] | None:
+        """In which order gradients come, where that counts; None: the last subgroup's first."""
+        if not plan.speculate_visits:
+            return None
+        needed = self.engine.first_use()
+        return sorted(range(len(needed)), key=lambda s: (needed[s], s), reverse=True)
 
     def _homes_now(self, count: int) -> tuple[ParameterHome, ...]:
         if self._running is None:
@@ -304,6 +318,10 @@ class Session:
         self.executor.raise_if_failed()
         self.recorder.step_begins()
 
+    def prefetch(self) -> None:
+        """The first gradient of the last micro-batch is about to arrive; may be called again."""
+        self.executor.prefetch(guesses=self.guessing.on)
+
     def _complete(self, subgroup: int) -> None:
         """Its gradient is: the update may begin, if the plan guesses it. Another gradient for the
         same window makes the guess void.
@@ -352,7 +370,7 @@ class Session:
         """This step updates nothing: a gradient was not finite."""
         self.homes.last_scale = None
         self._guessed = None
-        self.guessing.stepped(False if self.executor.drop_guesses() else None)
+        self.guessing.stepped(False if self.executor.skip() else None)
 
     def stepped(self) -> None:
         """The framework's step is done."""

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from simulator.plan import Plan
 from simulator.schedule import Op, OpKind
 from simulator.schedules.ebbtide import build_schedule
-from simulator.update.recipes import Wait, guessed_ways, recipe_of, ways
+from simulator.update.recipes import Slot, Wait, guessed_ways, recipe_of, ways
 from simulator.workload import Layer, Workload
 
 _STEPS = [step for way in ways() for step in recipe_of(*way).steps]
 _STEPS += [step for way in guessed_ways() for step in recipe_of(*way, guessed=True).steps]
 _EXECUTED = {step.kind for step in _STEPS}
-_EARLY = {step.kind for step in _STEPS if step.early}
+_AHEAD = {step.kind for step in _STEPS if step.early}
+_VISITS = {step.kind for step in _STEPS if step.takes == Slot.STAGING}
 _READ_GRADIENTS = {step.kind for step in _STEPS if Wait.GRADIENT in step.waits}
 _GRADIENTS = {step.kind for way in ways() for step in recipe_of(*way).gradient_steps}
 
@@ -24,20 +25,19 @@ class TemplateOp:
 
     Attributes:
         now: positions, in the template, of ops of the same step it waits for.
-        before: positions of ops of the previous step it waits for.
-        early: it starts in backward, before the norm is known.
+        before: positions of ops of the previous step it waits for. Who takes a staging slot waits
+            for who gave it back: `Visits` knows.
         ahead: it starts behind the rest, and is the next step's.
         needs_norm: it waits for the norm barrier itself, not only for an op that does.
         needs_gradient: it reads its subgroup's gradient.
         needs_arrival: which is complete when its way home has ended; else the norm is behind it.
-        guessed: it starts in backward, when its gradient is complete, if anybody guesses; else
+        guessed: it starts in backward, as far as its gradient is complete, if anybody guesses; else
             ahead of the op that reads its result, behind the norm.
     """
 
     op: Op
     now: tuple[int, ...]
     before: tuple[int, ...]
-    early: bool
     ahead: bool
     needs_norm: bool
     needs_gradient: bool
@@ -78,18 +78,18 @@ def step_template(subgroups: tuple[int, ...], wire_dtype: str, plan: Plan) -> li
     keys = {(op.kind, op.subgroup): position for position, op in enumerate(last)}
     before = {op.id: keys[op.kind, op.subgroup] for op in twins}
     updates = {op.subgroup: op.id for op in last if op.kind in _READ_GRADIENTS}
-    norms = {op.id for op in schedule.of_kind(OpKind.NORM, iteration=2)}
+    norm = schedule.of_kind(OpKind.NORM, iteration=2)[0].id
+    guessed = {s for s, early in enumerate(plan.guessed) if early}
     return [
         TemplateOp(
             op=op,
-            now=tuple(now[i] for i in op.after if i in now),
-            before=tuple(before[i] for i in op.after if i in before),
-            early=op.kind in _EARLY and not norms.intersection(op.after),
-            ahead=op.kind in _EARLY and op.id > updates[op.subgroup],
-            needs_norm=bool(norms.intersection(op.after)),
+            now=tuple(now[i] for i in op.after if i in now and op.kind not in _VISITS),
+            before=tuple(before[i] for i in op.after if i in before and op.kind not in _VISITS),
+            ahead=op.kind in _AHEAD and op.id > updates[op.subgroup],
+            needs_norm=norm in op.after,
             needs_gradient=op.kind in _READ_GRADIENTS,
             needs_arrival=any(schedule.ops[i].kind in _GRADIENTS for i in op.after),
-            guessed=op.kind == OpKind.UPDATE_GUESSED,
+            guessed=op.subgroup in guessed and op.id < norm,
         )
         for op in last
     ]

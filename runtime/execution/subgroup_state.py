@@ -77,6 +77,7 @@ class StagingSlot:
     """
 
     parts: tuple[torch.Tensor, ...]  # one for each of the state, as long as the largest one's, fp32
+    wire: torch.Tensor | None = None  # where visits are guessed, for new parameters
 
     def views(self, elements: int) -> tuple[torch.Tensor, ...]:
         """Where the master and the moments of a subgroup of this size go."""
@@ -84,7 +85,7 @@ class StagingSlot:
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
+        return sum(part.nbytes for part in (*self.parts, self.wire) if part is not None)
 
 
 class StateStore(Protocol):
@@ -201,10 +202,13 @@ def _to_device(
 
 
 def staging_slots(
-    device: Device, count: int, visiting: list[int], tensors: int
+    device: Device, count: int, visiting: list[int], tensors: int, wire: torch.dtype | None = None
 ) -> list[StagingSlot]:
     """Up to ``count`` slots, each for the ``tensors`` of the largest of the visiting subgroups
     (elements); fewer if device memory is short.
+
+    Args:
+        wire: of new parameters that wait for the norm there; None: none do.
     """
     slots: list[StagingSlot] = []
     wanted = min(count, len(visiting))
@@ -212,7 +216,8 @@ def staging_slots(
         try:
             each = slot_elements(max(visiting))
             buffer = device.device_empty(tensors * each, torch.float32)
-            slots.append(StagingSlot(buffer.view(tensors, each).unbind()))
+            new = None if wire is None else device.device_empty(each, wire)
+            slots.append(StagingSlot(buffer.view(tensors, each).unbind(), new))
         except torch.OutOfMemoryError:
             break
     if len(slots) < wanted:

@@ -24,9 +24,10 @@ WORTH_SWITCHING = 0.95  # of the current plan's predicted time
 Show = Callable[[Timeline, Plan], None]
 
 _RATED = (
-    OpKind.UPDATE_HOST, OpKind.UPDATE_GUESSED, OpKind.UPDATE_DEVICE, OpKind.STATE_H2D,
-    OpKind.STATE_D2H,
+    OpKind.UPDATE_HOST, OpKind.UPDATE_GUESSED, OpKind.UPDATE_DEVICE, OpKind.VISIT_GUESSED,
+    OpKind.STATE_H2D, OpKind.STATE_D2H,
 )  # fmt: skip
+_GUESSES = (OpKind.UPDATE_GUESSED, OpKind.VISIT_GUESSED)
 
 
 def measured_rates(timeline: Timeline, workload: Workload, machine: Machine) -> dict[str, float]:
@@ -37,19 +38,20 @@ def measured_rates(timeline: Timeline, workload: Workload, machine: Machine) -> 
     updates, less what ``machine`` loses out of place.
     """
     amounts = Bytes.of(workload)
+    recipes = {False: RECIPES.values(), True: [recipe_of(*w, guessed=True) for w in guessed_ways()]}
     per_param = {
-        step.kind: (step.rate, step.work(amounts))
-        for recipe in (
-            *RECIPES.values(),
-            *(recipe_of(*way, guessed=True) for way in guessed_ways()),
-        )
+        (guessed, step.kind): (step.rate, step.work(amounts))
+        for guessed, some in recipes.items()
+        for recipe in some
         for step in recipe.steps
         if step.kind in _RATED
     }
+    guesses = {(s.subgroup, s.iteration) for s in timeline.spans if s.kind in _GUESSES}
     samples: dict[str, list[float]] = defaultdict(list)
     for span in timeline.spans:
-        if span.kind in per_param and span.end_s > span.start_s:
-            name, work = per_param[span.kind]
+        key = ((span.subgroup, span.iteration) in guesses, span.kind)
+        if key in per_param and span.end_s > span.start_s:
+            name, work = per_param[key]
             work *= workload.subgroups[span.subgroup]
             if span.kind == OpKind.UPDATE_GUESSED:
                 name, work = "host_adam_params_per_s", work / machine.out_of_place

@@ -56,7 +56,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):  # type: ignore[misc]
         group = self._get_param_group_idx(param) if group_idx is None else group_idx
         boundary = self.is_gradient_accumulation_boundary()
         if boundary:
-            self._ebbtide.executor.prefetch()
+            self._ebbtide.prefetch()
         if self._use_compact_grad_partition_buffer(group):
             self._take_compact(param, group, boundary)
         else:

@@ -46,7 +46,7 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         own = self._ebbtide
         boundary = private.at_boundary(self)
         if boundary:
-            own.executor.prefetch()
+            own.prefetch()
         for param, partition in zip(params_to_release, grad_partitions, strict=True):
             piece = self._piece(param)
             if piece.real:

@@ -31,6 +31,7 @@ COLOURS: dict[OpKind, str] = {
     OpKind.STATE_D2H: "#8e5ea2",
     OpKind.UPDATE_HOST: "#d55e00",
     OpKind.UPDATE_GUESSED: "#ff9da7",
+    OpKind.VISIT_GUESSED: "#ff9da7",
     OpKind.PARAMETER_CAST: "#f0a37c",
     OpKind.PARAMETER_H2D: "#f0e442",
     OpKind.PARAMETER_D2H: "#f0e442",

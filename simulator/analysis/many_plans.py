@@ -30,6 +30,7 @@ from simulator.machine import Machine
 from simulator.plan import Plan, PlanError
 from simulator.schedules.tape import record
 from simulator.update.footprint import Holding, fetched_elements, moved_out
+from simulator.update.order import arrival_order
 from simulator.update.recipes import HOST_SLOTS, Slot, early_limits, recipe_of, ways
 from simulator.update.tiers import Memory
 from simulator.workload import Workload
@@ -59,6 +60,7 @@ class PlanSweep:
         self.ways = len(ways())
         self.held = Holding.of_workload(workload)
         self._forward_order = np.arange(len(self.sizes))
+        self._arrival = np.array(arrival_order(workload.layers_of_subgroups()), dtype=np.int64)
         self._programs: dict[tuple[bytes, bool], tuple[Program, int]] = {}
         self._allocate()
 
@@ -119,7 +121,7 @@ class PlanSweep:
                 f"for ZeRO-{self.workload.zero_stage}"
             )
         amounts, guessed = totals(placement, self.sizes, self.ways).tolist()
-        slots = self.held.slots(amounts[0], staging_slots, host_slots)
+        slots = self.held.slots((amounts, guessed), staging_slots, host_slots)
         limits = early_limits(prefetch, slots)
         early, ahead = (
             [limits.get(slot, 0) if slot.ahead is when else 0 for slot in SLOTS]
@@ -131,7 +133,7 @@ class PlanSweep:
         )
         count = build(
             program, self.recipes.with_threads(threads), self.recipes.ways, self.sizes, placement,
-            self._forward_order if issue is None else issue, plan,
+            self._forward_order if issue is None else issue, self._arrival, plan,
             self.ops, self.after_first, self.after,
         )  # fmt: skip
         row = self._run(count, self._rates_with(threads))
@@ -200,8 +202,9 @@ class PlanSweep:
             )
 
     def _takes(self, slot: Slot, placement: NDArray[np.int8]) -> bool:
-        counts = totals(placement, self.sizes, self.ways)[0, 0].tolist()
-        return any(counts[user] for user in self.held.users[slot])
+        both = totals(placement, self.sizes, self.ways)[:, 0].tolist()
+        pairs = zip(both, self.held.users[slot], strict=True)
+        return any(counts[user] for counts, users in pairs for user in users)
 
     def _rates_with(self, threads: int) -> Floats:
         if not 0 < threads < self.machine.cpu_cores:

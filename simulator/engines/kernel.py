@@ -364,6 +364,7 @@ _UPDATE_KINDS = tuple(
     for kind in (
         OpKind.UPDATE_HOST,
         OpKind.UPDATE_GUESSED,
+        OpKind.VISIT_GUESSED,
         OpKind.UPDATE_DEVICE,
         OpKind.STATE_D2H,
         OpKind.PARAMETER_H2D,

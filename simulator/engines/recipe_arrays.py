@@ -52,14 +52,13 @@ HOST_UPDATES = [RATES.index(name) for name in THREADED if name in RATES]
 _WAIT_NORM, _WAIT_HOME, _WAIT_PREVIOUS, _WAIT_SUM, _WAIT_LAST = (
     int(w) for w in (Wait.NORM, Wait.GRADIENT | Wait.SUM, Wait.PREVIOUS, Wait.SUM, Wait.LAST)
 )
-_WAIT_GRADIENT, _WAIT_BEGIN = int(Wait.GRADIENT), int(Wait.GRADIENT | Wait.NORM)
 _SENT = kernel.KINDS.index(OpKind.GRADIENT_D2H)
 _ISSUED = tuple(kernel.KINDS.index(k) for k in (OpKind.FORWARD, OpKind.BACKWARD, OpKind.NORM))
 _OP, _GRADIENT, _PREFETCH = int(What.OP), int(What.GRADIENT), int(What.PREFETCH)
 
 # Columns of a step's row behind those of an op, of a placement's row, and of a place of the tape.
 T_WAITS, T_TAKES, T_GIVES, T_EARLY, T_PUBLISHES = range(kernel.OP_COLUMNS, kernel.OP_COLUMNS + 5)
-W_FIRST, W_LAST, W_GRADIENT_FIRST, W_GRADIENT_LAST = range(4)
+W_FIRST, W_BEFORE, W_LAST, W_GRADIENT_FIRST, W_GRADIENT_LAST = range(5)
 X_WHAT, X_SUBGROUP, X_ADDED_TO, X_COMPLETES, X_REFS = range(5)
 # Entries of the plan: behind P_SLOTS the buffers of each kind, then how many are taken early, in
 # backward and from the step before on.
@@ -71,7 +70,9 @@ P_AHEAD = P_EARLY + len(SLOTS)
 # and the latest such one.
 _N_OPS, _N_AFTER, _N_ITERATION, _N_NORM, _N_ADDED_TO, _N_COMPLETES = range(6)
 _N_SENT, _N_WAITED, _N_ROOM = range(6, 9)
-_N_COUNTS = 9
+# Those that are to take a slot before the norm: how many there are, how many did, and behind what.
+_N_COMING, _N_CAME, _N_BEGIN = range(9, 12)
+_N_COUNTS = 12
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,8 @@ class RecipeArrays:
     Attributes:
         rows: as in ``ops``, with WORK and DRAM per parameter, then what a step waits for, takes and
             gives back (see T_*): shape (steps, OP_COLUMNS + 5).
-        ways: by the sum of PLACEMENT_CODES' and HOME_CODES', which rows are the update's steps and
-            the gradient's (see W_*): shape (2 * PARAMETERS_ON_HOST, 4).
+        ways: by the sum of PLACEMENT_CODES' and HOME_CODES', which rows are the update's steps, up
+            to the norm and behind it, and the gradient's: shape (2 * PARAMETERS_ON_HOST, 5), W_*.
         threaded: rows whose CORES are the plan's threads.
     """
 
@@ -95,7 +96,7 @@ class RecipeArrays:
     def of(cls, workload: Workload) -> Self:
         amounts, once = Bytes.of(workload), workload.adds_on_device
         steps: list[Step] = []
-        table = np.zeros((2 * PARAMETERS_ON_HOST, 4), np.int64)
+        table = np.zeros((2 * PARAMETERS_ON_HOST, 5), np.int64)
         both = [(*way, False) for way in ways()] + [(*way, True) for way in guessed_ways()]
         every = [(*way, False) for way in both]
         every += [(*way, True) for way in both if can_be_summed(way[0])]
@@ -103,8 +104,9 @@ class RecipeArrays:
             recipe = recipe_of(placement, home, guessed=guessed, summed=summed or once)
             code = PLACEMENT_CODES[placement] + HOME_CODES[home]
             code += guessed * GUESSED + summed * SUMMED
-            middle = len(steps) + len(recipe.steps)
-            table[code] = len(steps), middle, middle, middle + len(recipe.gradient_steps)
+            first, middle = len(steps), len(steps) + len(recipe.steps)
+            gradient_last = middle + len(recipe.gradient_steps)
+            table[code] = first, first + recipe.before_norm, middle, middle, gradient_last
             steps += [*recipe.steps, *recipe.gradient_steps]
         return cls(
             rows=np.array([[*_row(step, amounts), *_waits(step)] for step in steps]),
@@ -202,6 +204,7 @@ class _Given(NamedTuple):
     sizes: Floats
     placement: Any
     issue: Ints
+    arrival: Ints
     plan: Ints
 
 
@@ -212,10 +215,12 @@ class _Made(NamedTuple):
         ops, after_first, after: see `simulator.engines.kernel.run`.
         n: see _N_*.
         done: the latest op of each place, then those that places refer to (`Place.refs`); -1: none.
-        home, early: by subgroup, the op that brought its gradient home, and the first of its update
-            where that began before the norm.
+        home, early, begun: by subgroup, the op that brought its gradient home, the latest one of
+            its update and how many there are, where that began before the norm.
+        complete: whether its gradient of this step is at home.
+        coming: those that are to take a slot before the norm, in order.
         sent: gradients' ways home.
-        taken, given, free: by kind of buffer, uses begun and ended, and what `_prefetch` has left.
+        taken, given, free: by kind of buffer, uses begun and ended, and what `_add_first` has left.
         givers: by kind, the ops that ended a use.
     """
 
@@ -226,6 +231,9 @@ class _Made(NamedTuple):
     done: Ints
     home: Ints
     early: Ints
+    begun: Ints
+    complete: Ints
+    coming: Ints
     sent: Ints
     taken: Ints
     given: Ints
@@ -324,24 +332,86 @@ def _add_pass(made: _Made, program: Program, place: int) -> None:
 
 @uncounted
 def _add_gradient(made: _Made, given: _Given, s: int, behind: int, left: float) -> float:
-    """A subgroup's gradient of one micro-batch; its update's first step, if it does not wait for
-    the norm. Returns the bytes under way.
+    """A subgroup's gradient of one micro-batch, and what needs no norm behind the last one's.
+    Returns the bytes under way.
     """
     way, before = given.placement[s], made.n[_N_OPS]
     first, last = given.ways[way, W_GRADIENT_FIRST], given.ways[way, W_GRADIENT_LAST]
     op = made.home[s] = _add_steps(made, given, first, last, s, behind)
-    begin = given.ways[way, W_FIRST]
-    if made.n[_N_COMPLETES] and int(given.rows[begin, T_WAITS]) & _WAIT_BEGIN == _WAIT_GRADIENT:
-        made.early[s] = _add_steps(made, given, begin, begin + 1, s, -1)
     if op >= before and int(made.ops[op, kernel.KIND]) == _SENT:
         left = _make_room(made, op, left)
+    if made.n[_N_COMPLETES]:
+        made.complete[s] = 1
+        _guess(made, given, s)
+        _come_in(made, given)
     return left
 
 
 @uncounted
-def _prefetch(made: _Made, given: _Given, first: int, behind: int) -> None:
-    """First steps of subgroups before the norm, into as many buffers as the plan says from
-    ``first`` on.
+def _guess(made: _Made, given: _Given, s: int) -> None:
+    """`EbbtideLoop._guess`."""
+    way = given.placement[s]
+    first, before = given.ways[way, W_FIRST], given.ways[way, W_BEFORE]
+    begun = made.begun[s]
+    if made.complete[s] == 0 or (begun == 0 and given.rows[first, T_TAKES] >= 0):
+        return
+    if first + begun < before:
+        made.early[s] = _add_steps(made, given, first + begun, before, s, made.early[s])
+        made.begun[s] = before - first
+
+
+@uncounted
+def _come_in(made: _Made, given: _Given) -> None:
+    """`EbbtideLoop._come_in`."""
+    n = made.n
+    while n[_N_CAME] < n[_N_COMING]:
+        s = made.coming[n[_N_CAME]]
+        slot = int(given.rows[given.ways[given.placement[s], W_FIRST], T_TAKES])
+        if made.taken[slot] - made.given[slot] >= given.plan[P_SLOTS + slot]:
+            return
+        n[_N_CAME] += 1
+        _begin_early(made, given, s, n[_N_BEGIN])
+        _guess(made, given, s)
+
+
+@uncounted
+def _begin_early(made: _Made, given: _Given, s: int, behind: int) -> None:
+    _wait(made, behind)
+    made.early[s] = _add(made, given, given.ways[given.placement[s], W_FIRST], s)
+    made.begun[s] = 1
+
+
+@uncounted
+def _prefetch(made: _Made, given: _Given, behind: int) -> None:
+    """`EbbtideLoop.prefetch`."""
+    n = made.n
+    n[_N_COMING] = n[_N_CAME] = 0
+    n[_N_BEGIN] = behind
+    for k in range(given.arrival.size):
+        s = given.arrival[k]
+        first = given.ways[given.placement[s], W_FIRST]
+        if given.ways[given.placement[s], W_BEFORE] > first and given.rows[first, T_EARLY] > 0:
+            made.coming[n[_N_COMING]] = s
+            n[_N_COMING] += 1
+    _add_first(made, given, P_EARLY)
+    _come_in(made, given)
+
+
+@uncounted
+def _begin_ahead(made: _Made, given: _Given, behind: int) -> None:
+    """What begins ahead of the next step."""
+    n = made.n
+    n[_N_COMING] = n[_N_CAME] = 0
+    _add_first(made, given, P_AHEAD)
+    for k in range(n[_N_COMING]):
+        _begin_early(made, given, made.coming[k], behind)
+    n[_N_COMING] = 0
+
+
+@uncounted
+def _add_first(made: _Made, given: _Given, first: int) -> None:
+    """Those that wait for the norm and begin early, in as many buffers as the plan says from
+    ``first`` on, are coming too.
     """
     left = 0
     for kind in range(made.free.size):
@@ -353,11 +423,12 @@ def _prefetch(made: _Made, given: _Given, first: int, behind: int) -> None:
         s = given.issue[k]
         row = given.ways[given.placement[s], W_FIRST]
         slot = int(given.rows[row, T_TAKES])
-        if given.rows[row, T_EARLY] > 0 and made.free[slot] > 0:
+        guesses = given.ways[given.placement[s], W_BEFORE] > row
+        if given.rows[row, T_EARLY] > 0 and not guesses and made.free[slot] > 0:
             made.free[slot] -= 1
             left -= 1
-            _wait(made, behind)
-            made.early[s] = _add(made, given, row, s)
+            made.coming[made.n[_N_COMING]] = s
+            made.n[_N_COMING] += 1
 
 
 @uncounted
@@ -368,16 +439,17 @@ def _add_updates(made: _Made, given: _Given, norm: int) -> None:
     for k in range(given.issue.size):
         s = given.issue[k]
         way, early = given.placement[s], made.early[s]
-        first = given.ways[way, W_FIRST] + (early >= 0)
+        first = given.ways[way, W_FIRST] + made.begun[s]
         made.done[ends + s] = _add_steps(made, given, first, given.ways[way, W_LAST], s, early)
         made.early[s] = -1
-    _prefetch(made, given, P_AHEAD, norm)
+        made.begun[s] = made.complete[s] = 0
+    _begin_ahead(made, given, norm)
 
 
 @uncounted
 def _build(made: _Made, given: _Given, program: Program) -> int:
     places, n, left = program.places, made.n, 0.0
-    _prefetch(made, given, P_AHEAD, -1)
+    _begin_ahead(made, given, -1)
     for iteration in range(given.plan[P_ITERATIONS]):
         n[_N_ITERATION] = iteration
         for place in range(places.shape[0] - 1):
@@ -391,7 +463,7 @@ def _build(made: _Made, given: _Given, program: Program) -> int:
                 n[_N_COMPLETES] = places[place, X_COMPLETES]
                 left = _add_gradient(made, given, places[place, X_SUBGROUP], behind, left)
             elif what == _PREFETCH:
-                _prefetch(made, given, P_EARLY, behind)
+                _prefetch(made, given, behind)
             else:
                 _add_updates(made, given, behind)
     return int(n[_N_OPS])
@@ -400,13 +472,14 @@ def _build(made: _Made, given: _Given, program: Program) -> int:
 @compiled
 def build(
     program: Program, rows: Floats, ways: Ints, sizes: Floats, placement: Any, issue: Ints,
-    plan: Ints, ops: Floats, after_first: Ints, after: Ints,
+    arrival: Ints, plan: Ints, ops: Floats, after_first: Ints, after: Ints,
 ) -> int:  # fmt: skip
     """Writes the schedule of `build_schedule` into the arrays; returns how many ops it has.
 
     Args:
         rows, ways: of `RecipeArrays`.
-        sizes, placement: of the subgroups; issue: all of them, in the plan's order.
+        sizes, placement: of the subgroups; issue: all of them, in the plan's order;
+            arrival: in the order in which gradients are complete.
         plan: see P_*; ops, after_first, after: written.
     """
     places, subgroups, kinds = program.rows.shape[0], sizes.size, P_EARLY - P_SLOTS
@@ -416,8 +489,10 @@ def build(
     after_first[0] = 0
     made = _Made(
         ops, after_first, after, counts, np.full(places + 2 * subgroups, -1),
-        np.full(subgroups, -1), np.full(subgroups, -1), np.empty(places * iterations, np.int64),
+        np.full(subgroups, -1), np.full(subgroups, -1), np.zeros(subgroups, np.int64),
+        np.zeros(subgroups, np.int64), np.empty(subgroups, np.int64),
+        np.empty(places * iterations, np.int64),
         np.zeros(kinds, np.int64), np.zeros(kinds, np.int64), np.zeros(kinds, np.int64),
         np.empty((kinds, subgroups * iterations), np.int64),
     )  # fmt: skip
-    return _build(made, _Given(rows, ways, sizes, placement, issue, plan), program)
+    return _build(made, _Given(rows, ways, sizes, placement, issue, arrival, plan), program)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
+from collections.abc import Iterator
 
 from simulator.plan import Plan, PlanError
 from simulator.schedule import OpKind, Schedule
 from simulator.schedules.loop import ALL_CORES
 from simulator.schedules.planned_loop import PlannedLoop
 from simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES, footprint_by_kind
+from simulator.update.order import arrival_order
 from simulator.update.recipes import (
     Bytes,
     Slot,
@@ -45,12 +47,13 @@ def check_homes(plan: Plan, zero_stage: int) -> None:
     """Raises PlanError: parameters live on the host where DeepSpeed keeps them whole, or state on
     storage where it keeps all of it in one piece, or in buffers that change places.
     """
-    if zero_stage < 3 and plan.speculate:
-        raise PlanError(
-            f"plan.speculate must be 0 under ZeRO-{zero_stage}, whose flat partitions keep state "
-            f"where it is, but got {plan.speculate}: train with zero_optimization.stage 3",
-            key="plan.speculate",
-        )
+    for key in ("speculate", "speculate_visits"):
+        if zero_stage < 3 and getattr(plan, key):
+            raise PlanError(
+                f"plan.{key} must be 0 under ZeRO-{zero_stage}, whose flat partitions keep state "
+                f"where it is, but got {getattr(plan, key)}: train with zero_optimization.stage 3",
+                key=f"plan.{key}",
+            )
     if zero_stage < 3 and "host" in plan.parameter_homes:
         raise PlanError(
             f"plan.parameter_home must be absent under ZeRO-{zero_stage}, which keeps parameters "
@@ -94,15 +97,18 @@ class EbbtideLoop(PlannedLoop):
         ]
         self.order = plan.issue_order
         self.bytes = Bytes.of(workload)
-        slotted = (w for w, guessed in zip(ways, plan.guessed, strict=True) if not guessed)
-        self.slots = slot_limits(plan.staging_slots, Counter(slotted), plan.host_slots)
-        self.norm = -1
+        self.slots = slot_limits(plan.staging_slots, self.recipes, plan.host_slots)
+        self.arrival = arrival_order(self.layers_of)
+        self.norm = self.begin = -1  # begin: before it no visit comes in
         self.at_home: dict[int, int] = {}  # subgroup -> the op that brought its gradient there
         self.taken: dict[Slot, int] = dict.fromkeys(Slot, 0)  # in all iterations so far
         self.given_back: dict[Slot, list[int]] = {slot: [] for slot in Slot}  # the ops that did
         self.under_way: deque[tuple[int, float]] = deque()  # gradients' ways home, with their bytes
         self.waited_for = -1  # the latest of them before which nothing more is issued
-        self.early: dict[int, int] = {}  # subgroup -> the step of it that began before the norm
+        # Subgroup -> how many of its steps began before the norm, and the latest.
+        self.early: dict[int, tuple[int, int]] = {}
+        self.complete: set[int] = set()  # subgroups whose gradient of this step is at home
+        self.coming: deque[int] = deque()  # those to take a slot before the norm, in this order
 
     def schedule(self, iterations: int) -> Schedule:
         """What was appended so far, with the memory that is in use throughout."""
@@ -125,10 +131,32 @@ class EbbtideLoop(PlannedLoop):
             if step.kind == OpKind.GRADIENT_D2H:
                 self._make_room(after)
         self.at_home[subgroup] = after
+        if micro_batch == self.boundary:
+            self.complete.add(subgroup)
+            self._guess(subgroup)
+            self._come_in()
+
+    def _guess(self, subgroup: int) -> None:
+        """What needs no norm, where the gradient is complete and a slot has been taken."""
         recipe = self.recipes[subgroup]
-        if micro_batch == self.boundary and recipe.begins_at_gradient:
-            guess = recipe.steps[0]
-            self.early[subgroup] = self._add(guess, subgroup, self._waits(guess, subgroup, after))
+        begun, previous = self.early.get(subgroup, (0, -1))
+        if subgroup not in self.complete or not (begun or recipe.steps[0].takes is None):
+            return
+        for step in recipe.steps[begun : recipe.before_norm]:
+            previous = self._add(step, subgroup, self._waits(step, subgroup, previous))
+            begun += 1
+            self.early[subgroup] = begun, previous
+
+    def _come_in(self) -> None:
+        """The next ones, as far as slots are free: a guess gives its slot back."""
+        while self.coming and self._is_free(self.recipes[self.coming[0]].steps[0].takes):
+            subgroup = self.coming.popleft()
+            self._begin_early(subgroup, self.begin)
+            self._guess(subgroup)
+
+    def _is_free(self, slot: Slot | None) -> bool:
+        assert slot is not None
+        return self.taken[slot] - len(self.given_back[slot]) < self.slots[slot]
 
     def _make_room(self, op: int) -> None:
         """What is under way stays within `GRADIENTS_UNDER_WAY_BYTES`, to the nearest subgroup: the
@@ -149,33 +177,47 @@ class EbbtideLoop(PlannedLoop):
         return waits
 
     def run(self, iterations: int) -> None:
-        self._begin_early(-1, ahead=True)
+        for subgroup in self._first(ahead=True):
+            self._begin_early(subgroup, -1)
         super().run(iterations)
 
     def prefetch(self) -> None:
-        self._begin_early(self.backward_done, ahead=False)
+        """Guesses come in as gradients do, before what waits for the norm in its slot."""
+        guessed = (s for s in self.arrival if self.recipes[s].before_norm)
+        visits = (s for s in guessed if self.recipes[s].steps[0].early)
+        self.coming = deque([*visits, *self._first(ahead=False)])
+        self.begin = self.backward_done
+        self._come_in()
 
-    def _begin_early(self, behind: int, *, ahead: bool) -> None:
+    def _first(self, *, ahead: bool) -> Iterator[int]:
+        """Subgroups that wait for the norm, but begin early."""
         left = early_limits(self.plan.prefetch, self.slots)
         for subgroup in self.order:
-            step = self.recipes[subgroup].steps[0]
-            slot = step.takes
-            if step.early and slot is not None and slot.ahead == ahead and left[slot] > 0:
+            recipe = self.recipes[subgroup]
+            slot = recipe.steps[0].takes if recipe.steps[0].early else None
+            if slot is not None and slot.ahead == ahead and not recipe.before_norm and left[slot]:
                 left[slot] -= 1
-                self.early[subgroup] = self._add(step, subgroup, [behind] if behind >= 0 else [])
+                yield subgroup
+
+    def _begin_early(self, subgroup: int, behind: int) -> None:
+        waits = [behind] if behind >= 0 else []
+        self.early[subgroup] = 1, self._add(self.recipes[subgroup].steps[0], subgroup, waits)
 
     def updates(self, norm: int) -> tuple[dict[int, int], list[int]]:
         self.norm = norm
+        self.complete.clear()
+        self.coming.clear()
         new: dict[int, int] = {}
         ends = []
         for subgroup in self.order:
-            previous = self.early.pop(subgroup, -1)
-            for step in self.recipes[subgroup].steps[previous >= 0 :]:
+            begun, previous = self.early.pop(subgroup, (0, -1))
+            for step in self.recipes[subgroup].steps[begun:]:
                 previous = self._add(step, subgroup, self._waits(step, subgroup, previous))
                 if step.publishes:
                     new[subgroup] = previous
             ends.append(previous)
-        self._begin_early(norm, ahead=True)
+        for subgroup in self._first(ahead=True):
+            self._begin_early(subgroup, norm)
         return new, ends
 
     def _waits(self, step: Step, subgroup: int, previous: int) -> list[int]:

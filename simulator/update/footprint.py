@@ -16,6 +16,7 @@ from simulator.update.optimizer import FP32_BYTES, OptimizerState
 from simulator.update.recipes import (
     HOST_SLOTS,
     Placement,
+    Recipe,
     Slot,
     Way,
     recipe_of,
@@ -132,7 +133,8 @@ class Holding:
     Attributes:
         rows: by memory and kind, bytes of a parameter of each of `ways`; what the device holds of
             the parameters is in the workload's base.
-        users: the ways that use each kind of slot, as positions in `ways`.
+        users: the ways that use each kind of slot, as positions in `ways`: of subgroups that wait
+            for the norm, and of those that are guessed.
         gradient_bytes: of a parameter, where micro-batches are added up.
         sums: micro-batches are added up at home: see `keeps_window`.
     """
@@ -140,7 +142,7 @@ class Holding:
     optimizer: OptimizerState
     wire_bytes: int
     rows: Mapping[tuple[Memory, Kind], tuple[int, ...]]
-    users: Mapping[Slot, tuple[int, ...]]
+    users: Mapping[Slot, tuple[tuple[int, ...], tuple[int, ...]]]
     gradient_bytes: int
     sums: bool = False
 
@@ -175,7 +177,7 @@ class Holding:
         return cls(
             optimizer, wire_bytes,
             {key: tuple(row[key] for row in rows) for key in sorted(set().union(*rows))},
-            {s: tuple(i for i, r in enumerate(recipes) if s in r.slots) for s in Slot},
+            {s: (_users(s, recipes), _users(s, [r.guessed for r in recipes])) for s in Slot},
             gradient_bytes, keeps,
         )  # fmt: skip
 
@@ -211,14 +213,14 @@ class Holding:
 
         Args:
             amounts: as `tally` gives them.
-            guessed: of the subgroups that are updated out of place before the norm, which take no
-                slots; ``amounts`` are then of the others.
+            guessed: of the subgroups that are updated out of place before the norm; ``amounts`` are
+                then of the others.
             summed: elements whose sums of micro-batches stay on the device. They leave from there,
                 and the gradients of the window before stay at home meanwhile.
         """
-        counts, elements, largest = amounts
-        early = guessed[1] if guessed else [0] * len(elements)
-        elements = [n + more for n, more in zip(elements, early, strict=True)]
+        both = amounts, guessed or [[0] * len(amounts[0])] * 3
+        early = both[1][1]
+        elements = [n + more for n, more in zip(amounts[1], early, strict=True)]
         taken: ByKind = {memory: dict.fromkeys(KINDS, 0) for memory in TIERS}
         for (memory, kind), row in self.rows.items():
             taken[memory][kind] = int(sum(n * each for n, each in zip(elements, row, strict=True)))
@@ -228,22 +230,32 @@ class Holding:
         taken["device"]["gradients"] += int(self.sending_bytes(sent, stay))
         taken["host"]["gradients"] -= stay * self.gradient_bytes
         taken["host"]["staging"] += int(sum(early) * self.guess_bytes)
-        for slot, limit in self.slots(counts, staging_slots, host_slots).items():
+        for slot, limit in self.slots(both, staging_slots, host_slots).items():
             if limit:
-                size = max(int(largest[user]) for user in self.users[slot])
-                taken[slot.memory]["staging"] += limit * self.slot_bytes(slot, size)
+                waiting, guesses = ([int(n) for n in self._of(slot, both, 2)[i]] for i in (0, 1))
+                size = max(*waiting, *guesses, 0)
+                taken[slot.memory]["staging"] += limit * self.slot_bytes(
+                    slot, size, guesses=any(guesses)
+                )
         return taken
 
     def slots(
-        self, counts: Sequence[float], staging_slots: int, host_slots: int = HOST_SLOTS
+        self, both: Sequence[Amounts], staging_slots: int, host_slots: int = HOST_SLOTS
     ) -> dict[Slot, int]:
-        """`slot_limits` of so many subgroups of each of `ways`."""
+        """`slot_limits` of subgroups that wait for the norm, and of those that are guessed."""
         return {
             slot: slot_limit(
-                slot, staging_slots, int(sum(counts[user] for user in users)), host_slots
+                slot, staging_slots, int(sum(map(sum, self._of(slot, both, 0)))), host_slots
             )
-            for slot, users in self.users.items()
+            for slot in self.users
         }
+
+    def _of(self, slot: Slot, both: Sequence[Amounts], row: int) -> tuple[list[float], ...]:
+        """A row of both amounts, of those that use a slot."""
+        return tuple(
+            [amounts[row][user] for user in users]
+            for amounts, users in zip(both, self.users[slot], strict=True)
+        )
 
     def sending_bytes(self, sent: float, summed: float) -> float:
         """Of device memory, for ``sent`` elements whose gradients go to host memory: those under
@@ -272,11 +284,20 @@ class Holding:
         """
         return self.optimizer.state_bytes + self.wire_bytes
 
-    def slot_bytes(self, slot: Slot, elements: int) -> int:
-        """Of a slot that holds any subgroup of up to so many elements."""
+    def slot_bytes(self, slot: Slot, elements: int, *, guesses: bool = False) -> int:
+        """Of a slot that holds any subgroup of up to so many elements.
+
+        Args:
+            guesses: of some that wait for the norm there, with their new parameters.
+        """
         if slot.holds_state:
-            return slot_elements(elements) * self.optimizer.tensor_count * FP32_BYTES
+            state_bytes = self.optimizer.tensor_count * FP32_BYTES
+            return slot_elements(elements) * (state_bytes + guesses * self.wire_bytes)
         return elements * self.wire_bytes
+
+
+def _users(slot: Slot, recipes: Sequence[Recipe | None]) -> tuple[int, ...]:
+    return tuple(i for i, r in enumerate(recipes) if r is not None and slot in r.slots)
 
 
 def tallies(sizes: Sequence[int], plan: Plan) -> tuple[Amounts, Amounts]:

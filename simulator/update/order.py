@@ -84,6 +84,16 @@ def compact(sequence: Sequence[int]) -> Direction | Spans:
     return tuple(spans)
 
 
+def arrival_order(layers_of_subgroups: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """All subgroups in the order in which backward completes their gradients.
+
+    Args:
+        layers_of_subgroups: of each, in forward order, the layers that it has parameters of.
+    """
+    first = [layers[0] if layers else -1 for layers in layers_of_subgroups]
+    return tuple(sorted(range(len(first)), key=lambda s: (first[s], s), reverse=True))
+
+
 def issue_order(placements: Sequence[Placement], order: UpdateOrder) -> tuple[int, ...]:
     """All subgroups, each queue in its order, the queues' turns as in forward order.
 

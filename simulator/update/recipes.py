@@ -6,7 +6,8 @@ the schedule the executor. The bounds read its names and `Bytes`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import IntFlag, StrEnum
 from functools import cached_property
@@ -189,6 +190,8 @@ class Recipe:
         for the norm in a buffer of their own. None: nothing of it can be done before the norm.
         """
         update, *rest = self.steps
+        if update.takes == Slot.STAGING and rest[0].publishes:
+            return replace(self, steps=_guessed_visit(update, *rest))
         if update.kind != OpKind.UPDATE_HOST or not (update.overwrites and rest):
             return None
         # As many bytes as in place: what is written goes past the caches, and is not read first.
@@ -211,11 +214,10 @@ class Recipe:
         once = tuple(replace(step, waits=step.waits | Wait.LAST) for step in home)
         return replace(self, gradient_steps=once)
 
-    @property
-    def begins_at_gradient(self) -> bool:
-        """Its first step does not wait for the norm, but for its gradient alone."""
-        waits = self.steps[0].waits
-        return Wait.GRADIENT in waits and Wait.NORM not in waits
+    @cached_property
+    def before_norm(self) -> int:
+        """So many of its first steps never wait for the norm, but for the gradient and slots."""
+        return next(i for i, step in enumerate(self.steps) if Wait.NORM in step.waits)
 
 
 def into(
@@ -264,6 +266,25 @@ _PARAMETERS_OUT = out_of(
     "device", OpKind.PARAMETER_D2H, lambda b: b.wire, Wait.PREVIOUS,
     gives_back=Slot.OUTGOING, publishes=True,
 )  # fmt: skip
+
+
+def _guessed_visit(come: Step, update: Step, leave: Step) -> tuple[Step, ...]:
+    """The new state goes home to where the old one is not, and takes the new parameters along: they
+    wait there for the norm.
+    """
+
+    def home(b: Bytes) -> float:
+        return b.visit + b.wire
+
+    return (
+        replace(come, waits=come.waits & ~Wait.NORM),
+        replace(
+            update, kind=OpKind.VISIT_GUESSED, waits=update.waits & ~Wait.NORM, publishes=False
+        ),
+        replace(leave, work=home, dram=home),
+        replace(_PARAMETERS_HOME, waits=Wait.PREVIOUS | Wait.NORM, gives_back=None),
+    )  # fmt: skip
+
 
 # A gradient that goes to host memory; from the second micro-batch on the sum so far is fetched
 # first: micro-batches are added on the device, as stock adds them.
@@ -381,17 +402,15 @@ def can_be_summed(placement: Placement, home: Memory = "device") -> bool:
 
 
 def slot_limits(
-    staging_slots: int, ways: Mapping[Way, int], host_slots: int = HOST_SLOTS
+    staging_slots: int, recipes: Iterable[Recipe], host_slots: int = HOST_SLOTS
 ) -> dict[Slot, int]:
     """How many buffers there are of each kind: never more than subgroups that use them.
 
     Args:
-        ways: how many subgroups there are of each.
+        recipes: of all subgroups.
     """
-    users = {
-        slot: sum(n for way, n in ways.items() if slot in recipe_of(*way).slots) for slot in Slot
-    }
-    return {slot: slot_limit(slot, staging_slots, n, host_slots) for slot, n in users.items()}
+    users = Counter(slot for recipe in recipes for slot in recipe.slots)
+    return {slot: slot_limit(slot, staging_slots, users[slot], host_slots) for slot in Slot}
 
 
 def slot_limit(slot: Slot, staging_slots: int, users: int, host_slots: int = HOST_SLOTS) -> int:
@@ -401,7 +420,7 @@ def slot_limit(slot: Slot, staging_slots: int, users: int, host_slots: int = HOS
 
 
 def early_limits(prefetch: int, slots: Mapping[Slot, int]) -> dict[Slot, int]:
-    """How many subgroups may take each kind of slot before the norm is known.
+    """How many subgroups that wait for the norm may take each kind of slot before it is known.
 
     Staging memory is the activations' too, so that the plan says how much; host slots are there.
 

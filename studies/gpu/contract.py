@@ -141,9 +141,9 @@ def attached(engine: Any, pattern: list[str], emulated: bool, seed: str = "") ->
     """Under a plan that repeats the placements, each op put off by a random while."""
     import runtime
 
-    # One sum stays where there is accumulation, one update begins before the norm.
+    # One sum stays where there is accumulation, one update of each queue begins before the norm.
     early = int(engine.zero_optimization_stage() == 3)
-    plan = plan_of(engine, pattern, device_sums=1, speculate=early)
+    plan = plan_of(engine, pattern, device_sums=1, speculate=early, speculate_visits=early)
     runtime.attach(engine, plan, device="emulated" if emulated else "cuda")
     rng = random.Random(seed)
     engine.optimizer._ebbtide.executor.before_op = lambda _: time.sleep(

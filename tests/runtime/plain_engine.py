@@ -135,7 +135,7 @@ class PlainEngine:
 
     def backward(self, loss):
         if self.micro == self.accumulation - 1:
-            self.session.executor.prefetch()
+            self.session.prefetch()
         loss.backward()
         self.micro += 1
 

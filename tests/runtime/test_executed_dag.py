@@ -16,9 +16,11 @@ from runtime.execution.executor import Executor
 from runtime.execution.gradients import GradientHomes, ParameterSlice
 from runtime.execution.guesses import SubgroupJob, spares_of
 from runtime.execution.step_template import gradient_template, step_template
+from runtime.execution.subgroup_state import StagingSlot
 from simulator import Layer, OpKind, Plan, Workload, build_schedule
 from simulator.update.order import order_of
 from simulator.update.recipes import guessed_ways, recipe_of, ways
+from tuner.placements.moves import VISITING
 
 STEPS = 4
 RECIPES = [recipe_of(*way) for way in ways()]
@@ -73,7 +75,11 @@ def executor_for(workload, plan):
     rule = SimpleNamespace(forms=list, moments=())
     device = Recording()
     guesses = spares_of(device, states, plan.guessed)
-    return Executor(device, states, [], template, 1, rule, gradients, guesses=guesses)
+    count = sum(p in VISITING for p in plan.placements)
+    slots = [StagingSlot(()) for _ in range(min(plan.staging_slots, count))]
+    return Executor(
+        device, states, slots, template, 1, rule, gradients, guesses=guesses, prefetch=plan.prefetch
+    )
 
 
 def executed(workload, plan):
@@ -86,8 +92,6 @@ def executed(workload, plan):
         executor.device.notes.clear()
         backward(executor, workload)
         gradients = len(executor.device.notes)
-        executor.prefetch()
-        early = len(executor.device.notes)
         executor.launch([None] * len(executor.states))
         kinds = {op.label: (op.kind, op.subgroup) for op in ops_of(executor)}
         seen = Counter()
@@ -96,7 +100,8 @@ def executed(workload, plan):
             name = names[completion] = (step, *kind, seen[kind])
             seen[kind] += 1
             lanes.setdefault(lane, []).append(name)
-            waits[name] = {"prefetch"} if gradients <= number < early else set()
+            early = number < gradients and kind[0] in (OpKind.STATE_H2D, OpKind.STATE_READ)
+            waits[name] = {"prefetch"} if early else set()
             # The training stream's event: of the reduction, or of the norm.
             event = "reduced" if number < gradients else "norm"
             for wait in given_waits:
@@ -116,11 +121,17 @@ def backward(executor, workload):
         executor.device, executor.states, slices, executor.gradients, complete=complete
     )
     last = workload.gradient_accumulation_steps - 1
+    # What is complete behind the last layer's backward is before anything comes in.
+    behind = min((s for s, _ in workload.shares()[-1]), default=len(workload.subgroups))
     for micro_batch in range(last + 1):
+        if micro_batch == last and behind == len(workload.subgroups):
+            executor.prefetch()
         for i, n in reversed(list(enumerate(workload.subgroups))):
             homes.accept(
                 slices[i], torch.zeros(n), first=micro_batch == 0, boundary=micro_batch == last
             )
+            if micro_batch == last and i >= behind:
+                executor.prefetch()
 
 
 def ops_of(executor):
@@ -170,6 +181,7 @@ def random_case(rng):
         prefetch=rng.randint(0, slots), overlap_forward=rng.random() < 0.7,
         order=order_of(rng.sample(range(len(sizes)), len(sizes)), placements),
         host_slots=rng.randint(1, 4), speculate=rng.choice([0, rng.randint(0, len(sizes))]),
+        speculate_visits=rng.choice([0, rng.randint(0, len(sizes))]),
         speculate_skips=rng.choice([0, 1, 2]),
         device_sums=rng.choice([0, rng.randint(0, len(sizes))]),
     )  # fmt: skip

@@ -24,20 +24,21 @@ def named(template):
     }
 
 
-def test_a_visit_waits_for_its_slots_write_back():
-    waits = named(template_of(["device", "device", "host", "host"], slots=1))
-    h2d, d2h = OpKind.STATE_H2D, OpKind.STATE_D2H
-    assert (d2h, 0) in waits[h2d, 1][0], "the second visit takes the first one's slot"
-    assert (d2h, 1) in waits[h2d, 0][1], "the first one takes the slot of the last step's second"
-
-
-def test_with_two_slots_a_visit_waits_for_the_one_before_the_last():
+def test_who_takes_a_slot_waits_for_whom_visits_know_of():
     waits = named(template_of(["device"] * 4, slots=2))
-    h2d, d2h = OpKind.STATE_H2D, OpKind.STATE_D2H
-    assert (d2h, 0) in waits[h2d, 2][0]
-    assert (d2h, 1) in waits[h2d, 3][0]
-    assert (d2h, 2) in waits[h2d, 0][1]
-    assert (d2h, 0) not in waits[h2d, 1][0]
+    assert all(waits[OpKind.STATE_H2D, s] == (set(), set()) for s in range(4))
+
+
+def test_what_is_guessed_is_all_that_comes_before_the_norm():
+    template = template_of(["device", "device", "host", "host"], speculate=1, speculate_visits=1)
+    guessed = [(t.op.kind, t.op.subgroup) for t in template if t.guessed]
+    assert set(guessed) == {
+        (OpKind.STATE_H2D, 1), (OpKind.VISIT_GUESSED, 1), (OpKind.STATE_D2H, 1),
+        (OpKind.UPDATE_GUESSED, 3),
+    }  # fmt: skip
+    assert guessed.index((OpKind.STATE_H2D, 1)) < guessed.index((OpKind.VISIT_GUESSED, 1))
+    assert named(template)[OpKind.PARAMETER_H2D, 1][0] == {(OpKind.STATE_D2H, 1)}
+    assert not any(t.needs_norm for t in template if t.guessed)
 
 
 def test_updates_wait_for_their_state_and_copies_for_their_updates():
@@ -50,9 +51,9 @@ def test_updates_wait_for_their_state_and_copies_for_their_updates():
 
 def test_only_prefetched_visits_may_start_before_the_norm():
     template = template_of(["device"] * 3 + ["host"], slots=3, prefetch=2)
-    assert [t.op.subgroup for t in template if t.early] == [0, 1]
-    assert all(t.op.kind == OpKind.STATE_H2D and not t.needs_norm for t in template if t.early)
-    late = [t for t in template if not t.early and not t.now]
+    fetches = [t for t in template if t.op.kind == OpKind.STATE_H2D]
+    assert [t.op.subgroup for t in fetches if not t.needs_norm] == [0, 1]
+    late = [t for t in template if t not in fetches and not t.now]
     assert late
     assert all(t.needs_norm for t in late)
 

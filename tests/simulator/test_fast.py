@@ -87,6 +87,8 @@ def random_plan(work, rng):
         host_slots=rng.randint(1, 4),
         speculate=rng.randint(0, len(placements)) if work.zero_stage == 3 else 0,
         speculate_skips=rng.choice([0, 1, 2]),
+        speculate_visits=rng.choice([0, rng.randint(0, len(placements))])
+        if work.zero_stage == 3 else 0,
         device_sums=rng.choice([0, rng.randint(0, len(placements))]),
         overlap_forward=work.zero_stage == 3 and rng.random() < 0.7,
         order=random_order(placements, rng),

@@ -2,6 +2,8 @@
 
 from itertools import pairwise
 
+import pytest
+
 from simulator import Plan, simulate
 from simulator.schedule import OpKind
 from simulator.schedules.ebbtide import build_schedule
@@ -75,11 +77,57 @@ def test_state_and_parameters_are_there_twice():
     assert held[4] - held[0] == 4 * 10 * (12 + 2) - slots  # nobody waits for a slot
 
 
+def test_guessed_visits_come_as_gradients_do_and_go_home_with_their_parameters():
+    """One slot, and a second each way: of the last one the norm is known while it comes in."""
+    work, on = workload(), machine(h2d_bytes_per_s=120, d2h_bytes_per_s=140,
+                                   device_adam_params_per_s=1e9)  # fmt: skip
+    plan = planned(0, "device", staging_slots=1, prefetch=1, speculate_visits=4)
+    schedule = build_schedule(work, plan)
+    timeline = simulate(schedule, on)
+    spans = [s for s in timeline.spans if s.iteration == 0]
+    norm = next(s for s in spans if s.kind == OpKind.NORM)
+
+    def begins(kind):
+        """Of each subgroup, in seconds from the begin of backward."""
+        return {s.subgroup: s.start_s - norm.end_s + 8 for s in spans if s.kind == kind}
+
+    assert begins(OpKind.STATE_H2D) == pytest.approx({3: 2, 2: 4, 1: 6, 0: 8}, abs=1e-6)
+    assert begins(OpKind.STATE_D2H) == pytest.approx({3: 3, 2: 5, 1: 7, 0: 9}, abs=1e-6)
+    assert {op.work for op in schedule.of_kind(OpKind.STATE_D2H)} == {10 * (12 + 2)}
+    assert not schedule.of_kind(OpKind.UPDATE_DEVICE)
+    assert begins(OpKind.PARAMETER_H2D)[0] == pytest.approx(10, abs=1e-6)
+    assert timeline.iteration_s == pytest.approx(8 + 2 + 20 / 120 + 4, abs=1e-6)
+    waits = plan.model_copy(update={"speculate_visits": 0})
+    assert simulate(build_schedule(work, waits), on).iteration_s > timeline.iteration_s + 0.4
+
+
+def test_what_waits_for_the_norm_comes_in_behind_the_guesses():
+    plan = planned(0, "device", staging_slots=2, prefetch=2, speculate_visits=2)
+    schedule = build_schedule(workload(), plan, iterations=1)
+    norm = schedule.of_kind(OpKind.NORM)[0].id
+    fetches = schedule.of_kind(OpKind.STATE_H2D)
+    assert [op.subgroup for op in fetches] == [3, 2, 0, 1]
+    assert all(op.id < norm for op in fetches)
+    home = {op.subgroup: op.id for op in schedule.of_kind(OpKind.STATE_D2H)}
+    assert [home[3] in fetches[2].after, home[2] in fetches[3].after] == [True, True]
+
+
+def test_what_a_guessed_visit_takes_of_each_memory():
+    work = workload((64, 64, 64, 64))
+    held = [footprint(work, planned(0, "device", speculate_visits=n)) for n in range(3)]
+    assert [b["host"] - a["host"] for a, b in pairwise(held)] == [64 * (12 + 2)] * 2
+    assert [b["device"] - a["device"] for a, b in pairwise(held)] == [2 * 64 * 2, 0]
+
+
 def test_what_cannot_be_guessed_is_not():
     for placement in ("device", "resident", "stored"):
         assert not any(planned(4, placement).guessed)
+    for placement in ("host", "resident", "stored"):
+        assert not any(planned(0, placement, speculate_visits=4).guessed)
     homes = Plan.home_runs(["host"] * 4)
     assert not any(planned(4, parameter_home=homes).guessed)
+    assert not any(planned(0, "device", parameter_home=homes, speculate_visits=4).guessed)
+    assert planned(0, "device", speculate_visits=3).guessed == (False, True, True, True)
     assert planned(9).guessed == (True,) * 4
     assert planned(2, speculate_skips=1).guessed == (False, True, True, False)
     assert not any(planned(2, speculate_skips=4).guessed)

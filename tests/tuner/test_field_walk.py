@@ -247,6 +247,7 @@ PLAN = {
     "host_slots": 1,
     "speculate": 1,
     "speculate_skips": 1,
+    "speculate_visits": 1,
     "device_sums": 1,
     "storage_dir": "/local",
     "storage_shares": {"/a": 1.0, "/b": 2.0},

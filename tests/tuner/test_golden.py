@@ -15,8 +15,6 @@ Recorded before the update had one source. What differs since then, and why:
 - The bound holds for every order of the updates, and counts gradients that arrive late.
 """
 
-from collections import Counter
-
 import pytest
 
 from simulator.analysis.bound import bound
@@ -24,7 +22,7 @@ from simulator.engines.compiled import simulate_fast
 from simulator.limits import Limits
 from simulator.schedules.strategies import build_strategy
 from simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES
-from simulator.update.recipes import Slot, slot_limits
+from simulator.update.recipes import Slot, recipe_of, slot_limits
 from tests.tuner.golden import CASES, case, planned, recorded
 
 ROWS = recorded()
@@ -53,7 +51,8 @@ def test_a_recorded_plan_takes_what_was_recorded(number):
     assert found.iteration_s <= row.iteration_s * (1 + SLOWER.get(number, 0) + 1e-9)
     sizes = list(zip(workload.subgroups, plan.placements, strict=True))
     slots = slot_limits(
-        plan.staging_slots, Counter(zip(plan.placements, plan.parameter_homes, strict=True))
+        plan.staging_slots,
+        [recipe_of(*way) for way in zip(plan.placements, plan.parameter_homes, strict=True)],
     )
     hosted = max((n for n, p in sizes if p == "host"), default=0)
     waiting = slots[Slot.PARAMETER] * hosted * workload.wire_bytes

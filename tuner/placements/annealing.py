@@ -115,8 +115,7 @@ class _Walk:
             base.host_slots,
         )  # fmt: skip
         if search.speculates and "speculate" not in search.fixed:
-            guesses = search.ordered(base).speculate
-            self.state = replace(self.state, guesses=guesses, skips=base.speculate_skips)
+            self.state = replace(self.state, guesses=search.ordered(base).guesses)
         self.state_s = self.best_s = search.score(base).iteration_s
 
     def cool(self, heat_s: float, evaluations: int, floor_s: float, rng: Random) -> None:
@@ -129,10 +128,8 @@ class _Walk:
     def try_(self, tried: Moved, heat_s: float, rng: Random) -> None:
         codes, issue = tried.arrays()
         options = (tried.slots, tried.prefetch, self.base.threads, self.base.overlap_forward)
-        guesses = self.base.speculate if tried.guesses is None else tried.guesses
-        skips = self.base.speculate_skips if tried.guesses is None else tried.skips
-        early = (guesses or 0, skips)
-        seconds = self.search.seconds(codes, *options, issue, tried.host_slots, *early)
+        guesses = self.base.guesses if tried.guesses is None else tried.guesses
+        seconds = self.search.seconds(codes, *options, issue, tried.host_slots, guesses)
         worse_s = seconds - self.state_s
         if worse_s > 0 and (heat_s <= 0 or rng.random() >= math.exp(-worse_s / heat_s)):
             return
@@ -141,7 +138,8 @@ class _Walk:
             found = replace(
                 self.base, placements=tried.placements, order=tried.order,
                 staging_slots=tried.slots, prefetch=tried.prefetch, host_slots=tried.host_slots,
-                speculate=guesses or 0, speculate_skips=skips, device_sums=None,
+                speculate=guesses[0], speculate_skips=guesses[1], speculate_visits=guesses[2],
+                device_sums=None,
             )  # fmt: skip
             self.best_s = min(self.best_s, self.search.score(found).iteration_s)
 

@@ -55,8 +55,7 @@ class Moved:
     Attributes:
         codes: by subgroup, the number of its placement in PLACEMENTS.
         choices: what a subgroup may become.
-        guesses: updates that begin before the norm; None: their number stays. ``skips``: see
-            `Plan.speculate_skips`.
+        guesses: `Plan.speculate`, ``speculate_skips`` and ``speculate_visits``; None: they stay.
     """
 
     codes: list[int]
@@ -65,8 +64,7 @@ class Moved:
     prefetch: int
     choices: tuple[Placement, ...] = CHOICES
     host_slots: int = HOST_SLOTS
-    guesses: int | None = None
-    skips: int = 0
+    guesses: tuple[int, ...] | None = None
 
     @classmethod
     def of(
@@ -88,8 +86,9 @@ class Moved:
         if not STORED.isdisjoint(self.choices) and rng.random() < 0.1:
             return replace(self, host_slots=max(1, self.host_slots + rng.choice((-1, 1))))
         if self.guesses is not None and rng.random() < 0.15:
-            name = rng.choice(("guesses", "skips"))
-            return replace(self, **{name: max(0, getattr(self, name) + rng.choice((-1, 1)))})
+            new, which = list(self.guesses), rng.randrange(3 if self.visiting else 2)
+            new[which] = max(0, new[which] + rng.choice((-1, 1)))
+            return replace(self, guesses=tuple(new))
         kind = rng.random()
         if kind < 0.3:
             return self._with(lambda new: new._swap(rng))
@@ -101,6 +100,11 @@ class Moved:
         if kind < 0.95:
             return replace(self, slots=self.slots + step)._limited()
         return replace(self, prefetch=self.prefetch + step)._limited()
+
+    @property
+    def visiting(self) -> int:
+        """Subgroups whose state comes to a staging slot."""
+        return sum(self.codes.count(code) for code in _VISITING_CODES)
 
     def reordered(self, rng: Random) -> Self:
         """The same placements with other sequences."""
@@ -114,8 +118,7 @@ class Moved:
 
     def _limited(self) -> Self:
         """No more slots than visits, no more prefetched than slots."""
-        visiting = sum(self.codes.count(code) for code in _VISITING_CODES)
-        self.slots = max(1, min(self.slots, visiting))
+        self.slots = max(1, min(self.slots, self.visiting))
         self.prefetch = max(0, min(self.prefetch, self.slots))
         return self
 

@@ -100,7 +100,10 @@ def _fixed(current: Plan) -> dict[str, int]:
     """What stays as it is; of guesses, for which there is memory, as many."""
     same = {"threads": current.threads, "overlap_forward": current.overlap_forward}
     if any(current.guessed):
-        same |= {"speculate": current.speculate, "speculate_skips": current.speculate_skips}
+        same |= {
+            "speculate": current.speculate, "speculate_skips": current.speculate_skips,
+            "speculate_visits": current.speculate_visits,
+        }  # fmt: skip
     return same
 
 

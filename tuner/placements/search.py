@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from simulator.analysis.bound import Bound, fluid_bound, tightened
 from simulator.analysis.bounds.window import NAMED
-from simulator.analysis.guessed import guess_s, guesses_worth, mean_s
+from simulator.analysis.guessed import guesses_worth, late_s, mean_s
 from simulator.analysis.many_plans import PlanSweep
 from simulator.engines.recipe_arrays import (
     GUESSED,
@@ -25,13 +25,14 @@ from simulator.engines.recipe_arrays import (
 )
 from simulator.limits import Limits
 from simulator.machine import Machine
-from simulator.plan import ParameterHome, Placement, Plan
+from simulator.plan import ParameterHome, Placement, Plan, last_but
 from simulator.update.footprint import fetched_elements, moved_out
 from simulator.update.order import FORWARD, UpdateOrder, issue_order
 from simulator.update.recipes import (
     HOST_SLOTS,
     PARAMETER_SLOTS,
     RECIPES,
+    Queue,
     can_be_summed,
     guessed_ways,
 )
@@ -47,8 +48,13 @@ SPILLED_POINTS = 91  # numbers of what is not on storage
 FEW_HOST_SLOTS, FEW_SLOTS = (1, 2, 3), 2
 MOST_AROUND = 3  # choices for the largest, around the bound's split
 _STORED_CODES = [PLACEMENTS.index(placement) for placement in STORED]
-_GUESSABLE = [PLACEMENT_CODES[placement] + HOME_CODES[home] for placement, home in guessed_ways()]
+_GUESSABLE = {
+    queue: [PLACEMENT_CODES[placement] + HOME_CODES[home] for placement, home in guessed_ways()
+            if RECIPES[placement].queue == queue]
+    for queue in Queue
+}  # fmt: skip
 _SUMMABLE = [PLACEMENT_CODES[placement] for placement in RECIPES if can_be_summed(placement)]
+SPECULATES = {Queue.HOST: "speculate", Queue.DEVICE: "speculate_visits"}  # fields, by queue
 OPEN = 0.01  # of a plan above the bound: less is told as a whole percent at the most
 SETTLED = (6, 12)  # iterations: the period is taken from the later ones
 
@@ -60,7 +66,8 @@ class Candidate:
     Attributes:
         order: None: the one that `UpdateOrders` guesses for the placements.
         homes: of the subgroups' parameters; empty: all on the device.
-        speculate: None: as many as there is memory and time for, where the search speculates.
+        speculate, speculate_visits: None: as many as there is memory and time for, where the search
+            speculates.
         device_sums: None: as many as the device has memory left for.
     """
 
@@ -73,6 +80,7 @@ class Candidate:
     homes: tuple[ParameterHome, ...] = ()
     host_slots: int = HOST_SLOTS
     speculate: int | None = None
+    speculate_visits: int | None = None
     speculate_skips: int = 0
     device_sums: int | None = None
 
@@ -87,6 +95,7 @@ class Candidate:
             "prefetch": self.prefetch if visits else 0, "threads": self.threads,
             "overlap_forward": self.overlap_forward, "host_slots": self.host_slots,
             "parameter_home": Plan.home_runs(self.homes), "speculate": self.speculate or 0,
+            "speculate_visits": self.speculate_visits or 0,
             "speculate_skips": self.speculate_skips, "device_sums": self.device_sums or 0,
         }  # fmt: skip
         return Plan.model_validate({**made, **fields})
@@ -95,8 +104,13 @@ class Candidate:
     def codes(self) -> np.ndarray:
         some = [PLACEMENTS.index(p) for p in self.placements]
         codes = np.array(some, dtype=np.int8) + home_codes(self.homes)
-        early = with_guesses(codes, self.speculate or 0, self.speculate_skips)
+        early = with_guesses(codes, *self.guesses)
         return with_sums(early, self.device_sums or 0)
+
+    @property
+    def guesses(self) -> tuple[int, ...]:
+        """As `with_guesses` takes them."""
+        return self.speculate or 0, self.speculate_skips, self.speculate_visits or 0
 
     @cached_property
     def issue(self) -> np.ndarray | None:
@@ -180,11 +194,11 @@ class Search:
         if candidate.order is None:
             candidate = replace(candidate, order=self._orders.of(candidate.placements))
         candidate = replace(candidate, **self.fixed) if self.fixed else candidate
-        if candidate.speculate is None:
-            candidate = replace(candidate, speculate=0)
-            if self.speculates:
-                slots = candidate.staging_slots, candidate.host_slots
-                candidate = replace(candidate, speculate=self._most_guesses(candidate.codes, slots))
+        for queue, name in SPECULATES.items():
+            if getattr(candidate, name) is None:
+                most = self._most_guesses(candidate, queue) if self.speculates else 0
+                changed: dict[str, Any] = {name: most}
+                candidate = replace(candidate, **changed)
         if candidate.device_sums is None:
             slots = candidate.staging_slots, candidate.host_slots
             most = self._most_sums(candidate.codes, slots)
@@ -199,31 +213,41 @@ class Search:
 
     def seconds(
         self, codes: NDArray[np.int8], slots: int, prefetch: int, threads: int, overlap: bool,
-        issue: NDArray[np.int64] | None, host_slots: int = HOST_SLOTS, speculate: int = 0,
-        skips: int = 0,
+        issue: NDArray[np.int64] | None, host_slots: int = HOST_SLOTS,
+        guesses: Sequence[int] = (0,),
     ) -> float:  # fmt: skip
         """What `PlanSweep.evaluate` gives for these arguments, not remembered, with as many sums on
         the device as fit; ``inf`` where it does not fit.
+
+        Args:
+            guesses: as `with_guesses` takes them.
         """
         if not self._may_store(codes):
             return math.inf
         codes = codes + home_codes(self.homes)
-        codes = with_sums(codes, self._most_sums(codes, (slots, host_slots)))
+        most = self._most_sums(with_guesses(codes, *guesses), (slots, host_slots))
+        codes = with_sums(codes, most)
         options = (slots, prefetch, threads, overlap, issue, host_slots)
-        early = with_guesses(codes, speculate, skips)
+        early = with_guesses(codes, *guesses)
         row = self._sweep.evaluate(early, *options)
         seconds = self._held(row).iteration_s
-        if not speculate or math.isinf(seconds):
+        if not any(guesses) or math.isinf(seconds):
             return seconds
-        return self._mean_of(row, early, self._sweep.evaluate(codes, *options), threads)
+        plain = self._sweep.evaluate(codes, *options)
+        return self._mean_of(row, early, plain, threads, prefetch)
 
-    def _most_guesses(self, codes: NDArray[np.int8], slots: tuple[int, int]) -> int:
-        """How many subgroups, from the last one on, there is memory and time for."""
+    def _most_guesses(self, c: Candidate, queue: Queue) -> int:
+        """How many subgroups of a queue, from the last one on, there is memory and time for."""
         held = self._sweep.held
-        amounts = totals(codes, self._sweep.sizes, self._sweep.ways)[0].tolist()
-        left = self.limits.host_bytes - held.bytes(amounts, *slots)["host"]
-        sizes = self._sweep.sizes[_able(codes)][::-1].astype(int).tolist()
-        return guesses_worth(self.workload, self.machine, sizes, left)
+        amounts, early = totals(c.codes, self._sweep.sizes, self._sweep.ways).tolist()
+        taken = held.bytes(amounts, c.staging_slots, c.host_slots, early)["host"]
+        sizes = self._sweep.sizes[_able(c.codes, queue)][::-1].astype(int).tolist()
+        left = self.limits.host_bytes - taken
+        most = guesses_worth(self.workload, self.machine, sizes, left, queue)
+        if queue is Queue.DEVICE and most:  # slots with room for new parameters fit too
+            device_bytes, *_ = self._taken(replace(c, speculate_visits=1), c.homes)
+            return most if device_bytes <= self.limits.device_bytes else 0
+        return most
 
     def _most_sums(self, codes: NDArray[np.int8], slots: tuple[int, int]) -> int:
         """How many sums of micro-batches the device has memory left for."""
@@ -246,14 +270,15 @@ class Search:
         """What a candidate takes on the average over steps that clip and steps that do not."""
         from simulator.engines import kernel
 
-        if not c.speculate:
+        if not any(c.guesses):
             return float(row[kernel.ITERATION_S])
-        plain = evaluated(self._sweep, replace(c, speculate=0))
-        return self._mean_of(row, c.codes, plain, c.threads)
+        plain = evaluated(self._sweep, replace(c, speculate=0, speculate_visits=0))
+        return self._mean_of(row, c.codes, plain, c.threads, c.prefetch)
 
     def _mean_of(
-        self, row: np.ndarray, codes: NDArray[np.int8], plain: np.ndarray, threads: int
-    ) -> float:
+        self, row: np.ndarray, codes: NDArray[np.int8], plain: np.ndarray, threads: int,
+        prefetch: int,
+    ) -> float:  # fmt: skip
         from simulator.engines import kernel
 
         early = (codes // GUESSED) % 2 == 1
@@ -262,11 +287,13 @@ class Search:
         if plain[kernel.ITERATION_S] > self.most_waiting_s:
             return math.inf
         columns = [kernel.ITERATION_S, kernel.BACKWARD_S]
-        longest_s = guess_s(
-            self.workload, self.machine, int(self._sweep.sizes[early].max()), threads
-        )
+        largest = {
+            queue: int(self._sweep.sizes[early & _able(codes & ~GUESSED, queue)].max(initial=0))
+            for queue in Queue
+        }
+        late = late_s(self.workload, self.machine, largest, threads, prefetch)
         rate = self.workload.clip_rate or 0.0
-        return mean_s(tuple(row[columns]), tuple(plain[columns]), longest_s, rate)
+        return mean_s(tuple(row[columns]), tuple(plain[columns]), late, rate)
 
     def peaks(self, candidate: Candidate, homes: tuple[ParameterHome, ...]) -> Score:
         """Of a candidate with its parameters elsewhere, not remembered."""
@@ -487,18 +514,19 @@ class Search:
             return math.inf
 
 
-def with_guesses(codes: NDArray[np.int8], speculate: int, skips: int = 0) -> NDArray[np.int8]:
+def with_guesses(
+    codes: NDArray[np.int8], speculate: int, skips: int = 0, visits: int = 0
+) -> NDArray[np.int8]:
     """Codes of subgroups of which the last so many that can be guessed are, but for the very last
-    ``skips``: `Plan.guessed`.
+    ``skips``, and so many ``visits``: `Plan.guessed`.
     """
-    if not speculate:
+    if not (speculate or visits):
         return codes
-    able = np.flatnonzero(_able(codes))
-    last = max(0, len(able) - skips)
-    early = able[max(0, last - speculate) : last]
-    codes = codes.copy()
-    codes[early] += GUESSED
-    return codes
+    numbers, early = {Queue.HOST: (speculate, skips), Queue.DEVICE: (visits, 0)}, codes.copy()
+    for queue, some in numbers.items():
+        able = np.flatnonzero(_able(codes, queue))
+        early[able[last_but(able, *some)]] += GUESSED
+    return early
 
 
 def with_sums(codes: NDArray[np.int8], device_sums: int) -> NDArray[np.int8]:
@@ -518,9 +546,9 @@ def _sends(codes: NDArray[np.int8]) -> NDArray[np.bool_]:
     return np.isin(codes % SUMMED, _SUMMABLE)
 
 
-def _able(codes: NDArray[np.int8]) -> NDArray[np.bool_]:
-    """Which of them can be updated before the norm."""
-    return np.isin(codes & ~SUMMED, _GUESSABLE)
+def _able(codes: NDArray[np.int8], queue: Queue) -> NDArray[np.bool_]:
+    """Which of a queue's can be updated before the norm."""
+    return np.isin(codes & ~SUMMED, _GUESSABLE[queue])
 
 
 def home_codes(homes: tuple[ParameterHome, ...]) -> NDArray[np.int8]:

@@ -8,17 +8,20 @@ nearly as quick as the best one without.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from simulator.plan import Plan
 from simulator.update.guessing import shares
-from tuner.placements.search import Candidate, Search
+from simulator.update.recipes import RECIPES
+from tuner.placements.moves import VISITING
+from tuner.placements.search import SPECULATES, Candidate, Search
 
 WORTH = 2e-3  # of an iteration: less is not worth the memory
 PAUSED = 0.01  # of an iteration that such a plan may lose while it does not guess
 FEW = 8  # of the best plans without guesses, with which the search begins
+ROOM = 3  # subgroups that no longer stay on the device, at the most, for visits that are guessed
 PARTS = 8  # of the best plan's guesses, or sums: how fine their number is chosen
 
 
@@ -41,16 +44,37 @@ def with_guesses(
         plain.storable, speculates=True,
         most_waiting_s=(1 + PAUSED) * plain.score(chosen).iteration_s,
     )  # fmt: skip
+    most: dict[str, Any] = dict.fromkeys(SPECULATES.values())
     known = sorted(plain.scores, key=lambda c: plain.scores[c].iteration_s)
     for candidate in (chosen, *known[:FEW]):
-        search.score(replace(candidate, speculate=None))
+        for roomier in _with_room(candidate):
+            search.score(replace(roomier, **most))
     search.guess()
     _in_the_middle(search)
     improve(search)
     _in_the_middle(search)
-    best = fewest(search, search.best(), "speculate")
+    best = search.best()
+    for name in SPECULATES.values():
+        best = fewest(search, best, name)
     faster = search.score(best).iteration_s < (1 - WORTH) * plain.score(chosen).iteration_s
     return (search, best) if faster else (plain, chosen)
+
+
+def _with_room(candidate: Candidate) -> Iterator[Candidate]:
+    """As it is, and with device memory left for the new parameters of guessed visits: with the last
+    ones that stay there visiting it, or fewer slots.
+    """
+    yield candidate
+    placements = list(candidate.placements)
+    if VISITING.isdisjoint(placements):
+        return
+    slots = range(1, candidate.staging_slots)
+    yield from (replace(candidate, staging_slots=n, prefetch=min(n, candidate.prefetch))
+                for n in slots)  # fmt: skip
+    stay = [i for i, p in enumerate(placements) if RECIPES[p].state == "device"]
+    for subgroup in stay[: -ROOM - 1 : -1]:
+        placements[subgroup] = next(p for p in placements if p in VISITING)
+        yield replace(candidate, placements=tuple(placements))
 
 
 def _in_the_middle(search: Search) -> None:

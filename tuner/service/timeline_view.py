@@ -28,6 +28,7 @@ GROUPS: dict[OpKind, str] = {
     OpKind.UPDATE_DEVICE: "device update",
     OpKind.UPDATE_HOST: "host update",
     OpKind.UPDATE_GUESSED: "guessed update",
+    OpKind.VISIT_GUESSED: "guessed update",
     OpKind.PARAMETER_CAST: "parameters",
     OpKind.PARAMETER_H2D: "parameters",
     OpKind.PARAMETER_D2H: "parameters",

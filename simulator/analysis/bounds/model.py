@@ -137,7 +137,7 @@ class Model:
         new = next(i for i, step in enumerate(steps) if step.publishes)
         takes, gives = visit(recipe)
         begin = takes + 1 if takes >= 0 and steps[takes].early else 0  # what follows the norm
-        begin = 1 if recipe.begins_at_gradient else begin  # as backward goes on
+        begin = recipe.before_norm or begin  # as backward goes on
         seconds = np.array([self._part(way, step).least_s for step in steps])
 
         def between(first: int, last: int) -> Floats:
@@ -146,7 +146,7 @@ class Model:
 
         parts = []
         for i, step in enumerate(steps):
-            if i < begin and recipe.begins_at_gradient:
+            if i < recipe.before_norm:
                 inside, head, tail = Inside.NONE, between(i, i), between(i + 1, new + 1)
             elif i < begin:
                 inside, head, tail = (
@@ -161,7 +161,8 @@ class Model:
                 tail = between(takes, new + 1)
             else:
                 inside, head, tail = Inside.NONE, between(begin, i), between(i, i)
-            slot = steps[takes].takes if takes >= 0 else None
+            # Guesses take slots in backward, of which nothing is said.
+            slot = steps[takes].takes if takes >= 0 and not recipe.before_norm else None
             parts.append(self._part(way, step, inside, head, tail, slot=slot))
         return parts
 

@@ -8,6 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from simulator.schedule import Lane, OpKind
 from simulator.update.order import UpdateOrder
 from studies.bench.bits import differences, state_of
 from studies.bench.byte_gpt import SIZES, ByteGPT
@@ -181,6 +182,7 @@ def plans(draw):
         "order_seed": draw(st.none() | st.integers(0, 10**6)),
         "homes": draw(st.lists(st.sampled_from(["device", "host"]), min_size=1, max_size=3)),
         "speculate": draw(st.integers(0, 6)),
+        "speculate_visits": draw(st.integers(0, 3)),
         "speculate_skips": draw(st.integers(0, 2)),
         "device_sums": draw(st.integers(0, 6)),
     }
@@ -334,10 +336,10 @@ def test_the_order_of_the_updates_changes_no_bit(case):
     assert_same(outcome(ours), stock(case))
 
 
-PLANTS = {
-    "slot reused before its write-back": lambda t: t.op.kind.value == "state H2D",
-    "update before its state has come": lambda t: t.op.kind.value == "update device",
-    "write-back before the update": lambda t: t.op.kind.value == "state D2H",
+PLANTS = {  # the lane that waits for nothing, and who is late
+    "slot reused before its write-back": (Lane.H2D, OpKind.STATE_D2H),
+    "update before its state has come": (Lane.DEVICE_UPDATE, OpKind.STATE_H2D),
+    "write-back before the update": (Lane.D2H, OpKind.UPDATE_DEVICE),
 }
 
 
@@ -346,23 +348,19 @@ PLANTS = {
 )
 def test_a_planted_race_is_caught(plant, stage):
     """One wait removed and the op before it delayed: the comparison must see it."""
-    import dataclasses
     import time
 
     ours = attached(
         engine_for("clipping", stage), ["device"], DEVICE, seed=None, staging_slots=1, prefetch=1
     )
     executor = ours.optimizer._ebbtide.executor
-    victim = PLANTS[plant]
-    executor.template[:] = [
-        dataclasses.replace(t, now=(), before=()) if victim(t) else t for t in executor.template
-    ]
-    slow = {"slot reused before its write-back": "state D2H",
-            "update before its state has come": "state H2D",
-            "write-back before the update": "update device"}[plant]  # fmt: skip
+    name, slow = PLANTS[plant]
+    lane = executor.lanes[name]
+    submit = lane.submit
+    lane.submit = lambda body, waits, completion: submit(body, [], completion)
 
     def delay(op):
-        if op.kind.value == slow:
+        if op.kind == slow:
             time.sleep(0.02)
 
     executor.before_op = delay

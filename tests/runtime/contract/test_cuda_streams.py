@@ -28,7 +28,11 @@ pytestmark = [
 ]
 
 
-AHEAD = {"speculate": 2, "device_sums": 2}  # updates before the norm, sums that do not cross
+AHEAD = {
+    "speculate": 2,
+    "speculate_visits": 2,
+    "device_sums": 2,
+}  # updates before the norm, sums that do not cross
 
 
 def attached(engine, pattern, **fields):

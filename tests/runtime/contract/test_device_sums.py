@@ -178,7 +178,8 @@ def test_plans_change_at_any_micro_batch(stage, accumulation):
         fields = {"device_sums": [0, 99, 3][number % 3]}
         if stage == 3:
             homes = [["device"], ["host", "device"]][number % 2]
-            fields |= {"speculate": [99, 0, 2][number // 2 % 3], "homes": homes}
+            early = [99, 0, 2][number // 2 % 3]
+            fields |= {"speculate": early, "speculate_visits": early, "homes": homes}
         session.switch(plan_for(engine, WAYS[number % len(WAYS)], 5_000, **fields))
         pieces = session.homes.slices.values()
         apart.extend(piece for piece in pieces if piece.begun and piece.apart is not None)

@@ -101,16 +101,24 @@ def test_the_footprint_is_what_is_allocated(pattern, gradients, stage):
 
 
 @pytest.mark.parametrize("speculate", [1, 99])
-@pytest.mark.parametrize("pattern", [["host"], ["host", "device", "resident", "stored"]])
-def test_the_host_memory_of_guesses_is_predicted_to_the_byte(pattern, speculate):
-    engine = attached(start(), pattern, DEVICE, seed=None, speculate=speculate)
+@pytest.mark.parametrize(
+    "pattern", [["host"], ["host", "device", "resident", "stored"], ["device"]]
+)
+def test_the_memory_of_guesses_is_predicted_to_the_byte(pattern, speculate):
+    engine = attached(
+        start(), pattern, DEVICE, seed=None, speculate=speculate, speculate_visits=speculate
+    )
     own = engine.optimizer._ebbtide
     train(engine, 2)
     sizes = tuple(s.elements for s in own.executor.states)
     layers = tuple(Layer(params=n, forward_s=1.0, backward_s=1.0) for n in sizes)
     work = Workload(name="w", layers=layers, subgroups=sizes, subgroup_size=SUBGROUP)
     assert any(own.plan.guessed)
-    assert footprint(work, own.plan)["host"] == host_bytes(engine.optimizer)
+    told = footprint(work, own.plan)
+    assert told["host"] == host_bytes(engine.optimizer)
+    sent = sum(n for n, p in zip(sizes, own.plan.placements, strict=True)
+               if RECIPES[p].gradient == "host")  # fmt: skip
+    assert told["device"] == allocated_device_bytes(own.executor) + 2 * sent
     named = own.plan.model_copy(update={"subgroups": sizes})
     assert needed_bytes(named, 2) == host_bytes(engine.optimizer)
     engine.destroy()

@@ -20,10 +20,14 @@ from tests.runtime.plain_engine import EmulatedTorch, PlainEngine
 STEPS = 5
 
 
-def guessing(speculate=99, **settings):
-    engine = PlainEngine(
-        model(), planned(["host"], speculate=speculate), EmulatedTorch(), **settings
-    )
+@pytest.fixture(params=["host", "device"])
+def placement(request):
+    return request.param
+
+
+def guessing(placement, speculate=99, **settings):
+    plan = planned([placement], speculate=speculate, speculate_visits=speculate)
+    engine = PlainEngine(model(), plan, EmulatedTorch(), **settings)
     engine.session.executor.before_op = delays(1, 0.001)
     return engine
 
@@ -44,9 +48,9 @@ def backward(engine, number):
     return loss, len(engine.session.executor.guesses.begun)
 
 
-def test_a_guess_waits_for_the_checkpoint_that_reads_what_it_writes(tmp_path):
+def test_a_guess_waits_for_the_checkpoint_that_reads_what_it_writes(tmp_path, placement):
     """It writes to what was live a step ago, when the checkpoint was taken."""
-    engine = guessing()
+    engine = guessing(placement)
     losses = train(engine, 2)
     job = engine.save(tmp_path, "two", bytes_per_s=100_000)
     losses += train(engine, STEPS - 2, 2)
@@ -54,7 +58,7 @@ def test_a_guess_waits_for_the_checkpoint_that_reads_what_it_writes(tmp_path):
     assert job.failure is None
     assert_same(engine, losses, torch_alone(STEPS))
     assert verify(tmp_path, "two") == []
-    resumed = guessing(0)
+    resumed = guessing(placement, 0)
     resumed.load(tmp_path / "two")
     assert_same(resumed, train(resumed, STEPS - 2, 2), torch_alone(STEPS))
 
@@ -93,12 +97,12 @@ def overflown(engine, number):
 
 
 @pytest.mark.parametrize("change", [written, overflown])
-def test_a_guess_counts_for_nothing_once_state_is_written_or_the_step_is_skipped(change):
-    engine = guessing()
+def test_a_guess_counts_for_nothing_once_state_is_written_or_the_step_is_skipped(change, placement):
+    engine = guessing(placement)
     engine.session.guessing.stepped = lambda right: None  # never pauses
     begun, state, losses = steps_with(engine, change)
     assert begun == [len(state)] * STEPS, "each step guesses, whatever became of the last one"
-    _, others, theirs = steps_with(guessing(0), change)
+    _, others, theirs = steps_with(guessing(placement, 0), change)
     assert all(torch.equal(a, b) for mine, other in zip(state, others, strict=True)
                for a, b in zip(mine, other, strict=True))  # fmt: skip
     assert torch.equal(losses, theirs)

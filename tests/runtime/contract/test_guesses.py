@@ -29,9 +29,22 @@ DEVICE = "emulated"
 OVERFLOWS = {"enabled": True, "initial_scale_power": 32, "hysteresis": 1}
 
 
-def guessing(engine, pattern=("host",), speculate=99, **fields):
+ALL = {"speculate": 99, "speculate_visits": 99}
+PATTERNS = {
+    "host": ["host"],
+    "visits": ["device"],
+    "both": ["host", "device", "resident", "device"],
+}
+
+
+@pytest.fixture(params=PATTERNS)
+def pattern(request):
+    return PATTERNS[request.param]
+
+
+def guessing(engine, pattern=("host",), **fields):
     """The engine under a plan that guesses, and for each step the guesses begun and right."""
-    attached(engine, list(pattern), DEVICE, speculate=speculate, **fields)
+    attached(engine, list(pattern), DEVICE, **(ALL | fields))
     session, counts = engine.optimizer._ebbtide, []
     settle = session.executor.settle
 
@@ -48,29 +61,29 @@ def never_pause(engine):
     engine.optimizer._ebbtide.guessing.stepped = lambda right: None
 
 
-def subgroups(engine):
-    return len(engine.optimizer._ebbtide.executor.states)
+def guessed(engine):
+    return sum(engine.optimizer._ebbtide.plan.guessed)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize(
     "case", ["no_clipping", "accumulation", "fp32", "parameter_groups", "learning_rate_schedule"]
 )
-def test_right_guesses(case, overlap):
-    engine, counts = guessing(engine_for(case), overlap_forward=overlap)
-    count = subgroups(engine)
+def test_right_guesses(case, overlap, pattern):
+    engine, counts = guessing(engine_for(case), pattern, overlap_forward=overlap)
+    count = guessed(engine)
     right = [(count, count)] * (6 // CASES[case].get("accumulation", 1))
     assert_same(outcome(engine), stock(case))
     assert case != "no_clipping" or counts == right
 
 
 @pytest.mark.parametrize("proved", [True, False])
-def test_wrong_guesses_are_redone_and_then_left_out(proved):
+def test_wrong_guesses_are_redone_and_then_left_out(proved, pattern):
     """Every step clips, which the first parameters' norms prove; where nobody can look at them,
     guesses stop behind the second wrong step.
     """
-    engine, counts = guessing(engine_for("clips_hard"))
-    count = subgroups(engine)
+    engine, counts = guessing(engine_for("clips_hard"), pattern)
+    count = guessed(engine)
     if not proved:
         engine.optimizer.guess_holds = lambda: True
     assert_same(outcome(engine), stock("clips_hard"))
@@ -84,19 +97,23 @@ def at_a_bound_that_some_steps_reach():
     return (norms[2] + norms[3]) / 2
 
 
-@pytest.mark.parametrize("pattern", [["host"], ["host", "device", "resident", "host", "stored"]])
-def test_some_steps_clip(pattern):
+@pytest.mark.parametrize("fields", [{}, {"staging_slots": 1}, {"staging_slots": 9, "prefetch": 9},
+                                    {"order_seed": 3}, {"speculate_visits": 2}])  # fmt: skip
+@pytest.mark.parametrize(
+    "mixed", [["host"], ["device"], ["host", "device", "resident", "device", "stored"]]
+)
+def test_some_steps_clip(mixed, fields):
     clipping = at_a_bound_that_some_steps_reach()
-    engine, counts = guessing(start(clipping=clipping), pattern)
+    engine, counts = guessing(start(clipping=clipping), mixed, **fields)
     never_pause(engine)
     assert_same(outcome(engine), outcome(start(clipping=clipping)))
     assert {right > 0 for begun, right in counts if begun} == {True, False}
 
 
-def test_overflows(monkeypatch):
+def test_overflows(monkeypatch, pattern):
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
     options = {"precision": "fp16", "clipping": 0.0, "extra": {"fp16": OVERFLOWS}}
-    engine, counts = guessing(start(**options))
+    engine, counts = guessing(start(**options), pattern)
     never_pause(engine)
     ours, theirs = outcome(engine, 24), outcome(start(**options), 24)
     assert_same(ours, theirs)
@@ -149,27 +166,27 @@ def another_moment_in_place(engine, number):
     [another_rate, another_gradient, another_master, another_master_in_place,
      another_moment_in_place],
 )  # fmt: skip
-def test_what_changes_between_backward_and_step(change):
+def test_what_changes_between_backward_and_step(change, pattern):
     options = {"clipping": 0.0}
-    engine, counts = guessing(start(**options))
+    engine, counts = guessing(start(**options), pattern)
     assert_same(steps(engine, change), steps(start(**options), change))
     assert any(right < subgroups_begun for subgroups_begun, right in counts) or any(
         begun == 0 for begun, _ in counts
     )
 
 
-def test_a_second_backward_before_the_step():
+def test_a_second_backward_before_the_step(pattern):
     """Its gradients come on top: what was guessed of the first alone is void."""
 
     def again(engine, number):
         engine.backward(engine(*Batches(2, SIZES["tiny"].sequence).at(90 + number, engine.device)))
 
     options = {"clipping": 0.0}
-    engine, _ = guessing(start(**options))
+    engine, _ = guessing(start(**options), pattern)
     assert_same(steps(engine, again), steps(start(**options), again))
 
 
-def test_a_checkpoint_in_flight(tmp_path):
+def test_a_checkpoint_in_flight(tmp_path, pattern):
     """What is written to is what was live a step ago, and the files still read that."""
 
     def save(engine, number):
@@ -177,7 +194,7 @@ def test_a_checkpoint_in_flight(tmp_path):
             engine.save_checkpoint(str(tmp_path), tag=f"{number}")
 
     slow = {"checkpoint": {"write_bytes_per_s": 4e5, "dir": str(tmp_path)}}
-    engine, counts = guessing(start(clipping=0.0), **slow)
+    engine, counts = guessing(start(clipping=0.0), pattern, **slow)
     steps(engine, lambda *_: None, 6, save)
     assert all(begun == right > 0 for begun, right in counts)
     for number in (1, 3):
@@ -198,15 +215,19 @@ def steps_kept(engine, count):
     return state_of(engine)
 
 
-def test_another_plan_gives_the_memory_back_and_takes_it_again():
-    engine, _ = guessing(start(clipping=0.0), speculate=2)
+@pytest.mark.parametrize(
+    ("placement", "name"), [("host", "speculate"), ("device", "speculate_visits")]
+)
+def test_another_plan_gives_the_memory_back_and_takes_it_again(placement, name):
+    engine, _ = guessing(start(clipping=0.0), [placement], **{name: 2})
     session = engine.optimizer._ebbtide
 
     def switch(engine, number):
         held = session.executor.guesses.nbytes
-        fields = {"speculate": number % 3, "speculate_skips": number // 2}
+        skips = number // 2 if placement == "host" else 0
+        fields = {name: number % 3, "speculate_skips": skips}
         session.switch(session.plan.model_copy(update=fields))
-        last = len(engine.optimizer.sizes()) - number // 2
+        last = len(engine.optimizer.sizes()) - skips
         sizes = engine.optimizer.sizes()[last - number % 3 : last]
         assert session.executor.guesses.nbytes == 14 * sum(sizes) != held
 
@@ -215,10 +236,11 @@ def test_another_plan_gives_the_memory_back_and_takes_it_again():
     )
 
 
-def test_flat_partitions_are_refused():
+@pytest.mark.parametrize("name", ["speculate", "speculate_visits"])
+def test_flat_partitions_are_refused(name):
     engine = start(stage=2)
-    with pytest.raises(PlanError, match=r"plan\.speculate must be 0 under ZeRO-2"):
+    with pytest.raises(PlanError, match=rf"plan\.{name} must be 0 under ZeRO-2"):
         runtime.attach(
-            engine, plan_for(engine, ["host"], speculate=1, overlap_forward=False), device="cpu"
+            engine, plan_for(engine, ["host"], **{name: 1}, overlap_forward=False), device="cpu"
         )
     engine.destroy()

@@ -16,9 +16,11 @@ from runtime.execution.executor import Executor
 from runtime.execution.gradient_ops import GradientOps
 from runtime.execution.gradients import GradientHomes
 from runtime.execution.step_template import GradientOp, TemplateOp
+from runtime.execution.visits import Visits
 from runtime.zero.fetches import Partitions
 from studies.bench.bits import state_of
 from tests.runtime.contract.test_bits import MIX, Switching, engine_for
+from tests.runtime.contract.test_guesses import at_a_bound_that_some_steps_reach
 from tests.runtime.contract.test_ranks import launch
 from tests.runtime.contract.test_windows import loop_of
 from tests.runtime.contract.training import plan_for, start, train
@@ -30,7 +32,7 @@ pytestmark = [
 ]
 
 
-def checked(fake, patch, engine, loop=None, steps=4, pattern=MIX, sums=0):
+def checked(fake, patch, engine, loop=None, steps=4, pattern=MIX, **fields):
     """Trains under a plan; what was accessed in which order."""
     fake.latest_s = (
         30.0  # nothing runs, and no event is seen to be reached, before it is waited for
@@ -38,7 +40,7 @@ def checked(fake, patch, engine, loop=None, steps=4, pattern=MIX, sums=0):
     order = Order(fake)
     order.install(patch)
     with order.watching():
-        plan = plan_for(engine, pattern, device_sums=sums)
+        plan = plan_for(engine, pattern, **fields)
         runtime.attach(engine, plan, device=CudaDevice())
         (loop or train)(engine, steps * engine.gradient_accumulation_steps())
     engine.destroy()
@@ -47,8 +49,8 @@ def checked(fake, patch, engine, loop=None, steps=4, pattern=MIX, sums=0):
 
 
 def run_case(fake, patch, case):
-    make, loop = CASES[case]
-    return checked(fake, patch, make(), loop, sums=99 if loop is repeat_backward else 0)
+    make, loop, *fields = CASES[case]
+    return checked(fake, patch, make(), loop, **dict(*fields))
 
 
 def read_between(engine, steps):
@@ -60,13 +62,24 @@ def repeat_backward(engine, steps):
     loop_of(engine, "bs bbs" * (steps // 2))
 
 
+def never_paused(engine, steps):
+    engine.optimizer._ebbtide.guessing.stepped = lambda right: None
+    train(engine, steps)
+
+
+GUESSES = {"speculate": 99, "speculate_visits": 99, "pattern": ["device", "host", "device"]}
 CASES = {
     **{f"ZeRO-3, {case}": (lambda case=case: engine_for(case), None) for case in (
         "clipping", "accumulation", "small_buckets", "no_persistent_parameters",
         "parameter_groups", "no_overlap", "offloaded_parameters")},
     "readers": (lambda: engine_for("clipping"), read_between),
     "sums on the device": (
-        lambda: start(accumulation=2, reduce_bucket_size=50), repeat_backward),
+        lambda: start(accumulation=2, reduce_bucket_size=50), repeat_backward,
+        {"device_sums": 99}),
+    "guesses": (lambda: start(clipping=0.0), None, GUESSES),
+    "guesses of which some are wrong": (
+        lambda: start(clipping=at_a_bound_that_some_steps_reach()), never_paused, GUESSES),
+    "guesses, accumulation": (lambda: start(clipping=1e3, accumulation=2), None, GUESSES),
     "unused parameters": (lambda: start(model=Switching(), subgroup_size=9000), None),
     **{f"ZeRO-2, {case}": (lambda case=case: engine_for(case, stage=2), None)
        for case in ("clipping", "accumulation", "fp32_accumulation")},
@@ -142,6 +155,11 @@ def brought_at_once(self, params, executor, bring=Partitions.bring):
     return {p: (tensor, []) for p, (tensor, _) in bring(self, params, executor).items()}
 
 
+def come_at_once(self, state, come=Visits.come):
+    """Into a slot that somebody may be in."""
+    return come(self, state)[0], Completion.done()
+
+
 MUTANTS = {
     "a gradient is copied before it is there": (
         "ZeRO-3, accumulation", with_gradients(reduced=False)),
@@ -153,7 +171,8 @@ MUTANTS = {
         "ZeRO-2, full buckets", (CudaDevice, "before_reuse", nothing)),
     "readers wait for nothing": ("ZeRO-3, clipping", (Executor, "updates_of", lambda *_: [])),
     "ops do not wait for those of their step": ("ZeRO-3, clipping", without(now=())),
-    "ops do not wait for those of the step before": ("ZeRO-3, clipping", without(before=())),
+    "a guess does not wait for its gradient": ("guesses", deaf(Executor, "guess", "current_event")),
+    "a visit comes while another leaves": ("ZeRO-3, clipping", (Visits, "come", come_at_once)),
     "a sum is read before it is there": (
         "ZeRO-3, accumulation", deaf(GradientOps, "fetch_sum", "training_waits")),
     "a sum is added to while it leaves": (
@@ -165,6 +184,8 @@ MUTANTS = {
 }  # fmt: skip
 # Nothing notices these, as DeepSpeed is today; each costs an event per step or less.
 SPARE = {
+    # Of the step before, parameters have come home: its forward has waited for them, and the norm.
+    "ops do not wait for those of the step before": ("ZeRO-3, clipping", without(before=())),
     # Attaching ends with copies between host and device that hold the host up until all is there.
     "lanes begin before their memory is theirs": (
         "ZeRO-3, clipping", (CudaDevice, "lanes", unordered_lanes)),
@@ -186,7 +207,7 @@ TEMPLATES = {
     "reduced": "a gradient is copied before it is there",
     "after": "the next sum is fetched before the last is home",
 }
-NO_WAITS = {"op", "early", "ahead", "needs_gradient", "guessed", "summed"}  # which, and when
+NO_WAITS = {"op", "ahead", "needs_gradient", "guessed", "summed"}  # which, and when
 STREAMS = {"wait_event", "wait_stream", "wait_on", "training_waits", "wait_parameters",
            "updates_of", "current_event"}  # fmt: skip
 # Who makes a stream wait: the mutant that takes it away; "": its waits are in other rows.
@@ -197,6 +218,7 @@ WAITERS = {
     "devices/cuda.py: lanes": "lanes begin before their memory is theirs",
     "devices/cuda.py: moment": "",  # the clock's
     "devices/cuda.py: before_reuse": "gradients' memory is reduced into again",
+    "execution/executor.py: guess": "a guess does not wait for its gradient",
     "execution/executor.py: launch": "a parameter is written while it is copied",
     "execution/executor.py: wait_parameters": "readers wait for nothing",
     "execution/gradients.py: _sum_up": "a sum is added to while it leaves",
@@ -227,6 +249,7 @@ def test_every_wait_in_the_code_has_its_mutant():
     assert fields == TEMPLATES.keys() | NO_WAITS
     assert set(waiters()) == WAITERS.keys()
     named = {*TEMPLATES.values(), *filter(None, WAITERS.values())}
+    named.add("a visit comes while another leaves")  # in the order in which slots are given back
     assert named == MUTANTS.keys() | SPARE.keys()
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from runtime.devices.cuda import CudaDevice
 from runtime.execution.executor import Executor
+from runtime.execution.visits import Visits
 from studies.bench.many_engines import answer_once, freeze_heap
 from tests.runtime import fake_cuda
 from tests.runtime.contract.training import start
@@ -18,6 +19,7 @@ from tests.runtime.evidence.test_happens_before import (
     Partitions,
     brought_at_once,
     checked,
+    come_at_once,
     nothing,
     with_gradients,
     without,
@@ -43,7 +45,7 @@ MUTANTS = {
         "ZeRO-3, accumulation", with_gradients(after=())),
     "an update does not wait for its gradient": ("ZeRO-3", without(needs_arrival=False)),
     "ops do not wait for those of their step": ("ZeRO-3", without(now=())),
-    "ops do not wait for those of the step before": ("ZeRO-3", without(before=())),
+    "a visit comes while another leaves": ("ZeRO-3", (Visits, "come", come_at_once)),
     "gradients' memory is reduced into again": (
         "ZeRO-2, full buckets", (CudaDevice, "before_reuse", nothing)),
     "a parameter is read before it is copied": (
@@ -61,7 +63,8 @@ def races(case, mutant=None):
             patch.setattr(*mutant)
         pattern = MIX[rank:] + MIX[:rank]
         engine = start(**CASES[case])
-        order = checked(fake, patch, engine, steps=2 if mutant else 3, pattern=pattern)
+        fields = {"speculate": 1, "speculate_visits": 1} if "ZeRO-3" in case else {}
+        order = checked(fake, patch, engine, steps=2 if mutant else 3, pattern=pattern, **fields)
         fake.close()
     freeze_heap()
     return order.accesses, dict(order.races)
