@@ -21,7 +21,7 @@ from simulator.engines.recipe_arrays import (
 )
 from simulator.engines.reference import capacities
 from simulator.schedule import Lane, Op, OpKind
-from simulator.update.footprint import Holding, footprint, tally
+from simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES, Holding, footprint, tally
 from simulator.update.optimizer import OPTIMIZERS
 from simulator.update.order import UpdateOrder
 from simulator.update.recipes import RECIPES, Slot, can_be_summed, guessed_ways, ways
@@ -287,6 +287,43 @@ def test_backward_waits_until_the_gradient_before_is_home():
     # Backward ends when three are home.
     assert window.rows.lowest(window.waited)[0] == pytest.approx(0.02 + 3 * 0.4 - 4 * 0.02)
     assert floor_of(work, have, 4, 0, 0, 0) == pytest.approx(by_hand, rel=2e-5)
+
+
+def test_a_tiny_gradient_lets_no_more_be_under_way_than_itself():
+    """As above, with a last layer of next to nothing, whose gradient comes first."""
+    large, tiny = 12 * 10**7, 1000
+    sizes = (*[large] * 4, tiny)
+    layers = tuple(Layer(params=n, forward_s=0.01, backward_s=0.02) for n in sizes)
+    work = workload().model_copy(update={"layers": layers, "subgroups": sizes})
+    have = machine(d2h_bytes_per_s=1e9, host_adam_params_per_s=1e12)
+    window = Window(Model(work, have, ways(), 5), {})
+    for x in window.x[:, ways().index(("host", "device"))]:
+        window.rows.equal(1.0, (int(x), 1.0))
+    # The first large gradient is complete behind two passes; backward ends when three are home.
+    by_hand = 2 * 0.02 + 3 * 0.24 - 5 * 0.02
+    # To the bound the tiny one may be the oldest: beside it there is room for a bit more.
+    least_s = by_hand - (GRADIENTS_UNDER_WAY_BYTES - 2 * large) / 1e9 - 1e-4
+    assert least_s <= window.rows.lowest(window.waited)[0] <= by_hand
+    plan = Plan(subgroup_size=large, placement=Plan.runs(["host"] * 5), staging_slots=0,
+                order=UpdateOrder(host="arrival"))  # fmt: skip
+    spans = simulate(build_schedule(work, plan), have).spans
+    passes = [s for s in spans if s.kind == OpKind.BACKWARD and s.iteration == 1]
+    norm = next(s for s in spans if s.kind == OpKind.NORM and s.iteration == 1)
+    assert norm.end_s - passes[0].start_s - 5 * 0.02 == pytest.approx(by_hand, rel=1e-4)
+
+
+def test_gradients_under_way_take_their_room_whatever_their_number():
+    """Three of 100 MB fill it; beside them the device holds what is left, and not a byte more."""
+    work, have = workload(20, size=5 * 10**7), machine()
+    placements = ["host"] * 3 + ["resident"] * 17
+    plan = Plan(subgroup_size=5 * 10**7, placement=Plan.runs(placements), staging_slots=0)
+    room = footprint(work, plan)["device"] - work.device_base_bytes
+    for size, fits in ((room, True), (room - 10**6, False)):
+        window = Window(Model(work, have, ways(), 20), {"device": size})
+        for subgroup, placement in enumerate(placements):
+            way = ways().index((placement, "device"))
+            window.rows.equal(1.0, (window.x[subgroup, way], 1.0))
+        assert (window.rows.lowest(window.seconds, 100) is not None) == fits
 
 
 def test_a_large_subgroups_way_home_holds_one_of_the_two_buffers():

@@ -36,7 +36,8 @@ def wait_for_room(m: Model, rows: Rows, every: Columns, waited: int) -> None:
     x = every[:, sorted({g.way for g in home})]
     sums = [g for g in m.gradients if Wait.SUM in g.step.waits]
     paces = [_pace(m, some, sent) for some in (home, [*home, *sums])]
-    chains = [_Chain(m.pieces, sent, pace) for pace in paces][: m.micro]
+    together = _together(m, sent)
+    chains = [_Chain(m.pieces, sent, pace, together) for pace in paces][: m.micro]
     all_s = sent * (paces[0] + (m.micro - 1) * paces[1])
     before_s = m.rest_s - m.first_s + chains[-1].left_s
     if all_s @ m.pieces.count <= before_s and not any(chain.waits for chain in chains):
@@ -67,30 +68,32 @@ def _pace(m: Model, parts: Sequence[Part], sent: Floats) -> float:
     return max(found)
 
 
-def _together(sizes: Floats) -> float:
+def _together(m: Model, sent: Floats) -> float:
     """Bytes of several gradients that may be under way when a pass begins: with half of the oldest
-    one no more than the room.
+    one no more than the room. Beside it are others, each as often as there are micro-batches.
     """
+    each = float(sent[0] / m.pieces.size[0])
+    sizes = each * np.sort(np.array(m.workload.subgroups, dtype=np.float64))
+    before = m.micro * np.cumsum(sizes)
     most = 0.0
-    for oldest in sizes[sizes <= 2 * ROOM]:
+    for oldest in np.unique(sizes[sizes <= 2 * ROOM]):
         beside = ROOM - oldest / 2
-        others = sizes[sizes <= beside]
-        if len(others):
-            whole = beside // others.min() * others.max()
-            most = max(most, oldest + min(beside, whole))
+        fitting = int(np.searchsorted(sizes, beside, side="right"))
+        if fitting:
+            most = max(most, oldest + min(beside, before[fitting - 1]))
     return most
 
 
 class _Chain:
     """A backward: its pieces in the order in which the last gradient of each is complete."""
 
-    def __init__(self, pieces: Pieces, sent: Floats, pace: float) -> None:
+    def __init__(self, pieces: Pieces, sent: Floats, pace: float, together: float) -> None:
         """``pace``: seconds of a byte, of all its ways."""
         self.pieces = pieces
         self.order = np.argsort(-self.pieces.first)
         self.each_s = sent * pace
         # One gradient is left alone: of a piece, if any of it has been sent.
-        self.alone_s = pace * np.maximum(sent, _together(sent))
+        self.alone_s = pace * np.maximum(sent, together)
         self.left_s = float(self.alone_s.max())
         # Of a piece and those behind it none is complete before so much of backward is left.
         left = self.pieces.left_s[self.order]

@@ -26,6 +26,7 @@ NAMED = 14  # subgroups: of so few each is placed whole, and it counts which one
 NUMBERED = 5  # alike subgroups, of more of which only the number is whole
 MOST_LARGE = 2  # subgroups that may be far larger than the others
 FIRST = 3  # updates that are told apart by when they begin
+MOST_NUMBERS = 8  # of gradients on their way that are asked for
 PASSES_USE = ("device", "cores")
 NAMES = {
     "dram": "DRAM", "h2d": "H2D link", "d2h": "D2H link", "link": "both ways of the link",
@@ -243,16 +244,21 @@ class Window:
             self.rows.at_most(size_bytes / unit, *terms, name=f"{memory} memory")
 
     def _under_way(self) -> int:
-        """What the device keeps for gradients on their way, of the most: all of them, or that."""
-        pieces, kept = self.model.pieces, self.rows.one()
-        most = GRADIENTS_UNDER_WAY_BYTES / self.model.workload.grad_bytes_per_param
-        users = sorted({g.way for g in self.sending})
-        each = pieces.size / max(most, float(pieces.size @ pieces.count))
+        """What the device keeps for gradients on their way, of the most: all of them, or that. So
+        many of them are at least as large together as the smallest ones.
+        """
+        m, pieces, kept = self.model, self.model.pieces, self.rows.one()
+        most = GRADIENTS_UNDER_WAY_BYTES / m.workload.grad_bytes_per_param
+        users, count = sorted({g.way for g in self.sending}), len(m.workload.subgroups)
+        each = pieces.size / max(most, float(m.workload.params))
         self.rows.at_most(0.0, (kept, -1.0), *((self.x[:, way], each) for way in users))
-        for p, least in enumerate(pieces.least / most):
-            there = self.rows.one(1.0, whole=bool(pieces.whole[p]))
-            self.rows.at_most(0.0, (self.x[p, users], 1.0 / pieces.count[p]), (there, -1.0))
-            self.rows.at_most(0.0, (there, min(1.0, float(least))), (kept, -1.0))
+        together = np.minimum(1.0, np.cumsum(np.sort(m.workload.subgroups)) / most)
+        enough = int(np.searchsorted(together, 1.0)) + 1
+        for number in np.unique(np.linspace(1, min(enough, count), MOST_NUMBERS).astype(int)):
+            there, others = self.rows.one(1.0, whole=True), float(number - 1)
+            sent = (self.x[:, users].ravel(), 1.0)
+            self.rows.at_most(others, sent, (there, others - count))
+            self.rows.at_most(0.0, (there, float(together[number - 1])), (kept, -1.0))
         return kept
 
     # -- resources ---------------------------------------------------------------------------
