@@ -111,6 +111,16 @@ def without(**changes):
     return runtime.execution.session, "step_template", template
 
 
+def submitted_without(**changes):
+    """Ops that are begun in their order, but do not wait for some of the others."""
+    whole = Executor._submit
+
+    def submit(self, position, item, waits, **options):
+        whole(self, position, dataclasses.replace(item, **changes), waits, **options)
+
+    return Executor, "_submit", submit
+
+
 def unordered_lanes(self, lanes=CudaDevice.lanes):
     with pytest.MonkeyPatch.context() as patch:
         for stream in self._streams.values():
@@ -170,7 +180,8 @@ MUTANTS = {
     "gradients' memory is reduced into again": (
         "ZeRO-2, full buckets", (CudaDevice, "before_reuse", nothing)),
     "readers wait for nothing": ("ZeRO-3, clipping", (Executor, "updates_of", lambda *_: [])),
-    "ops do not wait for those of their step": ("ZeRO-3, clipping", without(now=())),
+    "ops do not wait for those of their step": (
+        "ZeRO-3, clipping", submitted_without(now=())),
     "a guess does not wait for its gradient": ("guesses", deaf(Executor, "guess", "current_event")),
     "a visit comes while another leaves": ("ZeRO-3, clipping", (Visits, "come", come_at_once)),
     "a sum is read before it is there": (
@@ -185,7 +196,8 @@ MUTANTS = {
 # Nothing notices these, as DeepSpeed is today; each costs an event per step or less.
 SPARE = {
     # Of the step before, parameters have come home: its forward has waited for them, and the norm.
-    "ops do not wait for those of the step before": ("ZeRO-3, clipping", without(before=())),
+    "ops do not wait for those of the step before": (
+        "ZeRO-3, clipping", submitted_without(before=())),
     # Attaching ends with copies between host and device that hold the host up until all is there.
     "lanes begin before their memory is theirs": (
         "ZeRO-3, clipping", (CudaDevice, "lanes", unordered_lanes)),

@@ -21,6 +21,7 @@ from tests.runtime.evidence.test_happens_before import (
     checked,
     come_at_once,
     nothing,
+    submitted_without,
     with_gradients,
     without,
 )
@@ -44,7 +45,7 @@ MUTANTS = {
     "the next sum is fetched before the last is home": (
         "ZeRO-3, accumulation", with_gradients(after=())),
     "an update does not wait for its gradient": ("ZeRO-3", without(needs_arrival=False)),
-    "ops do not wait for those of their step": ("ZeRO-3", without(now=())),
+    "ops do not wait for those of their step": ("ZeRO-3", submitted_without(now=())),
     "a visit comes while another leaves": ("ZeRO-3", (Visits, "come", come_at_once)),
     "gradients' memory is reduced into again": (
         "ZeRO-2, full buckets", (CudaDevice, "before_reuse", nothing)),
