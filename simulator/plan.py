@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -169,9 +169,10 @@ class Plan(Page):
         speculate_visits: how many subgroups that visit the device are updated before the norm is
             known, likewise: the last ones. Their state comes in during backward as slots are free,
             ahead of those that ``prefetch`` counts.
-        speculate_skips: how many of the very last ones that are updated on the host wait for the
-            norm all the same: the next
-            forward reads them last, so that its other layers need not wait for the last updates.
+        speculate_among: of how many of the last ones that are updated on the host those are, evenly
+            spread; they are the very last ones where that is no more than ``speculate``. Behind the
+            norm the next forward then meets updated subgroups between those that it has to wait
+            for.
         device_sums: with gradient accumulation, how many subgroups' sums of micro-batches stay on
             the device until the last one is added: the first ones, whose gradients come last, of
             those whose gradients go to host memory. The other sums go there and come back with
@@ -197,7 +198,7 @@ class Plan(Page):
     host_slots: int = Field(HOST_SLOTS, ge=0)
     speculate: int = Field(0, ge=0)
     speculate_visits: int = Field(0, ge=0)
-    speculate_skips: int = Field(0, ge=0)
+    speculate_among: int = Field(0, ge=0)
     device_sums: int = Field(0, ge=0)
     storage_dir: str | None = None
     storage_shares: dict[str, float] = Field(default_factory=dict)
@@ -295,8 +296,8 @@ class Plan(Page):
         for name in ("speculate", "speculate_visits", "device_sums"):
             if not getattr(self, name):
                 fields.pop(name, None)
-        if not self.speculate or not self.speculate_skips:
-            fields.pop("speculate_skips", None)
+        if not self.speculate or not self.speculate_among:
+            fields.pop("speculate_among", None)
         if not self.stores:
             fields.pop("host_slots", None)
             fields.pop("storage_dir", None)
@@ -320,16 +321,15 @@ class Plan(Page):
     @property
     def guessed(self) -> tuple[bool, ...]:
         """Of each subgroup: it is updated before the norm is known (``speculate``, and which of
-        them ``speculate_skips``; ``speculate_visits``).
+        them ``speculate_among``; ``speculate_visits``).
         """
         able: dict[Queue, list[int]] = {queue: [] for queue in Queue}
         for i, way in enumerate(zip(self.placements, self.parameter_homes, strict=True)):
             if can_be_guessed(*way):
                 able[RECIPES[way[0]].queue].append(i)
-        chosen = {
-            *able[Queue.HOST][last_but(able[Queue.HOST], self.speculate, self.speculate_skips)],
-            *able[Queue.DEVICE][last_but(able[Queue.DEVICE], self.speculate_visits)],
-        }
+        numbers = {Queue.HOST: (self.speculate, self.speculate_among),
+                   Queue.DEVICE: (self.speculate_visits, 0)}  # fmt: skip
+        chosen = {able[q][i] for q, some in numbers.items() for i in spread(len(able[q]), *some)}
         return tuple(i in chosen for i in range(self.subgroup_count))
 
     @property
@@ -435,10 +435,11 @@ class Plan(Page):
             raise PlanError(f"not a plan this ebbtide can use: {explain(error)}") from None
 
 
-def last_but(able: Sized, count: int, skips: int = 0) -> slice:
-    """The last so many of these, but for the very last ``skips``."""
-    last = max(0, len(able) - skips)
-    return slice(max(0, last - count), last)
+def spread(able: int, count: int, among: int = 0) -> list[int]:
+    """``count`` positions of ``able``, evenly among the last ``among``, the very last one first."""
+    count = min(able, count)
+    among = min(able, max(count, among))
+    return [able - 1 - i * among // count for i in range(count)]
 
 
 def json_schema() -> dict[str, Any]:

@@ -182,7 +182,7 @@ def random_case(rng):
         order=order_of(rng.sample(range(len(sizes)), len(sizes)), placements),
         host_slots=rng.randint(1, 4), speculate=rng.choice([0, rng.randint(0, len(sizes))]),
         speculate_visits=rng.choice([0, rng.randint(0, len(sizes))]),
-        speculate_skips=rng.choice([0, 1, 2]),
+        speculate_among=rng.choice([0, rng.randint(0, len(sizes))]),
         device_sums=rng.choice([0, rng.randint(0, len(sizes))]),
     )  # fmt: skip
     return workload, plan

@@ -86,7 +86,7 @@ def random_plan(work, rng):
         prefetch=rng.randint(0, slots), threads=rng.choice([0, 1, 2]),
         host_slots=rng.randint(1, 4),
         speculate=rng.randint(0, len(placements)) if work.zero_stage == 3 else 0,
-        speculate_skips=rng.choice([0, 1, 2]),
+        speculate_among=rng.randint(0, len(placements)),
         speculate_visits=rng.choice([0, rng.randint(0, len(placements))])
         if work.zero_stage == 3 else 0,
         device_sums=rng.choice([0, rng.randint(0, len(placements))]),

@@ -129,7 +129,8 @@ def test_what_cannot_be_guessed_is_not():
     assert not any(planned(0, "device", parameter_home=homes, speculate_visits=4).guessed)
     assert planned(0, "device", speculate_visits=3).guessed == (False, True, True, True)
     assert planned(9).guessed == (True,) * 4
-    assert planned(2, speculate_skips=1).guessed == (False, True, True, False)
-    assert not any(planned(2, speculate_skips=4).guessed)
-    assert not {"speculate", "speculate_skips"} & set(planned(0, speculate_skips=1).model_dump())
-    assert "speculate_skips" not in planned(2).model_dump()
+    assert planned(2, speculate_among=3).guessed == (False, False, True, True)
+    assert planned(2, speculate_among=4).guessed == planned(2, speculate_among=9).guessed
+    assert planned(2, speculate_among=4).guessed == (False, True, False, True)
+    assert not {"speculate", "speculate_among"} & set(planned(0, speculate_among=1).model_dump())
+    assert "speculate_among" not in planned(2).model_dump()

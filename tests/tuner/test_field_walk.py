@@ -246,7 +246,7 @@ PLAN = {
     "prefetch": 1,
     "host_slots": 1,
     "speculate": 1,
-    "speculate_skips": 1,
+    "speculate_among": 3,
     "speculate_visits": 1,
     "device_sums": 1,
     "storage_dir": "/local",
@@ -276,7 +276,7 @@ IN_TRAINING = {
     "versions": "tuner/service/static/report.js",
     "staging_slots": "",
     "host_slots": "tests/runtime/contract/test_stored.py",
-    "speculate_skips": "tests/runtime/contract/test_guesses.py",
+    "speculate_among": "tests/runtime/contract/test_guesses.py",
     "storage_dir": "tests/runtime/contract/test_stored.py",
     "storage_shares": "tests/runtime/contract/test_stored.py",
 }

@@ -138,7 +138,7 @@ class _Walk:
             found = replace(
                 self.base, placements=tried.placements, order=tried.order,
                 staging_slots=tried.slots, prefetch=tried.prefetch, host_slots=tried.host_slots,
-                speculate=guesses[0], speculate_skips=guesses[1], speculate_visits=guesses[2],
+                speculate=guesses[0], speculate_among=guesses[1], speculate_visits=guesses[2],
                 device_sums=None,
             )  # fmt: skip
             self.best_s = min(self.best_s, self.search.score(found).iteration_s)

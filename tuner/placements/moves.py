@@ -55,7 +55,7 @@ class Moved:
     Attributes:
         codes: by subgroup, the number of its placement in PLACEMENTS.
         choices: what a subgroup may become.
-        guesses: `Plan.speculate`, ``speculate_skips`` and ``speculate_visits``; None: they stay.
+        guesses: `Plan.speculate`, ``speculate_among`` and ``speculate_visits``; None: they stay.
     """
 
     codes: list[int]

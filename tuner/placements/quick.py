@@ -101,7 +101,7 @@ def _fixed(current: Plan) -> dict[str, int]:
     same = {"threads": current.threads, "overlap_forward": current.overlap_forward}
     if any(current.guessed):
         same |= {
-            "speculate": current.speculate, "speculate_skips": current.speculate_skips,
+            "speculate": current.speculate, "speculate_among": current.speculate_among,
             "speculate_visits": current.speculate_visits,
         }  # fmt: skip
     return same

@@ -25,7 +25,7 @@ from simulator.engines.recipe_arrays import (
 )
 from simulator.limits import Limits
 from simulator.machine import Machine
-from simulator.plan import ParameterHome, Placement, Plan, last_but
+from simulator.plan import ParameterHome, Placement, Plan, spread
 from simulator.update.footprint import fetched_elements, moved_out
 from simulator.update.order import FORWARD, UpdateOrder, issue_order
 from simulator.update.recipes import (
@@ -81,7 +81,7 @@ class Candidate:
     host_slots: int = HOST_SLOTS
     speculate: int | None = None
     speculate_visits: int | None = None
-    speculate_skips: int = 0
+    speculate_among: int = 0
     device_sums: int | None = None
 
     def plan(self, workload: Workload, **fields: Any) -> Plan:
@@ -96,7 +96,7 @@ class Candidate:
             "overlap_forward": self.overlap_forward, "host_slots": self.host_slots,
             "parameter_home": Plan.home_runs(self.homes), "speculate": self.speculate or 0,
             "speculate_visits": self.speculate_visits or 0,
-            "speculate_skips": self.speculate_skips, "device_sums": self.device_sums or 0,
+            "speculate_among": self.speculate_among, "device_sums": self.device_sums or 0,
         }  # fmt: skip
         return Plan.model_validate({**made, **fields})
 
@@ -110,7 +110,7 @@ class Candidate:
     @property
     def guesses(self) -> tuple[int, ...]:
         """As `with_guesses` takes them."""
-        return self.speculate or 0, self.speculate_skips, self.speculate_visits or 0
+        return self.speculate or 0, self.speculate_among, self.speculate_visits or 0
 
     @cached_property
     def issue(self) -> np.ndarray | None:
@@ -515,17 +515,17 @@ class Search:
 
 
 def with_guesses(
-    codes: NDArray[np.int8], speculate: int, skips: int = 0, visits: int = 0
+    codes: NDArray[np.int8], speculate: int, among: int = 0, visits: int = 0
 ) -> NDArray[np.int8]:
-    """Codes of subgroups of which the last so many that can be guessed are, but for the very last
-    ``skips``, and so many ``visits``: `Plan.guessed`.
+    """Codes of subgroups of which so many are guessed, spread among the last ``among`` that can be
+    on the host, and so many ``visits``: `Plan.guessed`.
     """
     if not (speculate or visits):
         return codes
-    numbers, early = {Queue.HOST: (speculate, skips), Queue.DEVICE: (visits, 0)}, codes.copy()
+    numbers, early = {Queue.HOST: (speculate, among), Queue.DEVICE: (visits, 0)}, codes.copy()
     for queue, some in numbers.items():
         able = np.flatnonzero(_able(codes, queue))
-        early[able[last_but(able, *some)]] += GUESSED
+        early[able[spread(len(able), *some)]] += GUESSED
     return early
 
 

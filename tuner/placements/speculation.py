@@ -23,6 +23,7 @@ PAUSED = 0.01  # of an iteration that such a plan may lose while it does not gue
 FEW = 8  # of the best plans without guesses, with which the search begins
 ROOM = 3  # subgroups that no longer stay on the device, at the most, for visits that are guessed
 PARTS = 8  # of the best plan's guesses, or sums: how fine their number is chosen
+SPREADS = 4  # likewise of how far apart they are
 
 
 def may_guess(search: Search) -> bool:
@@ -50,9 +51,9 @@ def with_guesses(
         for roomier in _with_room(candidate):
             search.score(replace(roomier, **most))
     search.guess()
-    _in_the_middle(search)
+    _spread(search)
     improve(search)
-    _in_the_middle(search)
+    _spread(search)
     best = search.best()
     for name in SPECULATES.values():
         best = fewest(search, best, name)
@@ -77,15 +78,13 @@ def _with_room(candidate: Candidate) -> Iterator[Candidate]:
         yield replace(candidate, placements=tuple(placements))
 
 
-def _in_the_middle(search: Search) -> None:
-    """As many as the best guesses, and fewer, of which the very last wait: while those are updated
-    behind the norm, the next forward's layers before them need not.
-    """
+def _spread(search: Search) -> None:
+    """As many guesses as the best has, and fewer, closer together and less close."""
     best = search.ordered(search.best())
-    numbers = {(best.speculate or 0) * i // PARTS for i in range(1, PARTS + 1)}
-    for many in sorted(numbers - {0}):
-        for skips in sorted({best.speculate_skips, *(n // 2 for n in numbers)}):
-            search.score(replace(best, speculate=many, speculate_skips=skips))
+    count = len(best.placements)
+    for many in sorted({(best.speculate or 0) * i // PARTS for i in range(1, PARTS + 1)} - {0}):
+        for among in sorted({many + (count - many) * i // SPREADS for i in range(SPREADS + 1)}):
+            search.score(replace(best, speculate=many, speculate_among=among))
 
 
 def fewest(search: Search, best: Candidate, name: str) -> Candidate:

@@ -183,7 +183,7 @@ def plans(draw):
         "homes": draw(st.lists(st.sampled_from(["device", "host"]), min_size=1, max_size=3)),
         "speculate": draw(st.integers(0, 6)),
         "speculate_visits": draw(st.integers(0, 3)),
-        "speculate_skips": draw(st.integers(0, 2)),
+        "speculate_among": draw(st.integers(0, 6)),
         "device_sums": draw(st.integers(0, 6)),
     }
 

@@ -224,11 +224,11 @@ def test_another_plan_gives_the_memory_back_and_takes_it_again(placement, name):
 
     def switch(engine, number):
         held = session.executor.guesses.nbytes
-        skips = number // 2 if placement == "host" else 0
-        fields = {name: number % 3, "speculate_skips": skips}
+        fields = {name: number % 3, "speculate_among": number}
         session.switch(session.plan.model_copy(update=fields))
-        last = len(engine.optimizer.sizes()) - skips
-        sizes = engine.optimizer.sizes()[last - number % 3 : last]
+        both = zip(engine.optimizer.sizes(), session.plan.guessed, strict=True)
+        sizes = [size for size, guessed in both if guessed]
+        assert len(sizes) == number % 3
         assert session.executor.guesses.nbytes == 14 * sum(sizes) != held
 
     assert_same(

@@ -17,6 +17,7 @@ AXE = Path(__file__).parent / "axe" / "axe.min.js"
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
          "--disable-component-update", "--disable-sync", "--no-first-run"]  # fmt: skip
 KINDS = ("parameters", "gradients", "state", "activations", "buckets", "staging")
+PATIENCE_MS = 120_000  # a browser among other tests; playwright's own is 30 s
 ASKED = "/?model=Llama+3+8B&machine=h100-node"
 
 
@@ -37,6 +38,7 @@ def browser():
 @pytest.fixture
 def page(browser):
     opened = browser.new_page(viewport={"width": 1440, "height": 900})
+    opened.set_default_timeout(PATIENCE_MS)
     problems = []
     opened.on("console", lambda m: problems.append(m.text) if m.type == "error" else None)
     opened.on("pageerror", lambda error: problems.append(str(error)))
@@ -135,6 +137,7 @@ def test_reload_and_shared_link_give_the_same_view(page, server, browser):
     settled(page)
     assert page.inner_text("#sentence") == sentence
     other = browser.new_page()
+    other.set_default_timeout(PATIENCE_MS)
     other.goto(link)
     settled(other)
     assert other.inner_text("#sentence") == sentence
@@ -374,6 +377,7 @@ def test_the_report_draws_itself_without_a_network(browser, tmp_path):
     path = tmp_path / "report.html"
     path.write_text(report_html(plan.model_copy(update={"prediction": predicted}), timelines))
     context = browser.new_context(offline=True, viewport={"width": 900, "height": 900})
+    context.set_default_timeout(PATIENCE_MS)
     page, problems = context.new_page(), []
     page.on("console", lambda m: problems.append(m.text) if m.type == "error" else None)
     page.goto(path.as_uri())
@@ -491,6 +495,7 @@ def test_a_plan_comes_with_what_to_type(page, server):
 @pytest.mark.parametrize("width", [390, 820, 1440])
 def test_no_serious_fault_of_access_and_no_sideways_scrolling(browser, server, width):
     context = browser.new_context(viewport={"width": width, "height": 900}, bypass_csp=True)
+    context.set_default_timeout(PATIENCE_MS)
     page, missing = context.new_page(), []
     page.on("requestfailed", lambda request: missing.append((request.url, request.failure)))
     page.on("response", lambda r: missing.append((r.url, r.status)) if r.status >= 400 else None)
