@@ -54,7 +54,7 @@ def main() -> None:
     parser = study_parser("overlap", __doc__)
     parser.add_argument("--steps", type=int, default=7, help="timed steps of each plan")
     parser.add_argument(
-        "--clipped-steps", type=int, default=24, help="timed steps at each rate of clipping"
+        "--clipped-steps", type=int, default=16, help="timed steps at each rate of clipping"
     )
     parser.add_argument("--quick", action="store_true", help="small and fast, for tests")
     args = parser.parse_args()
@@ -62,7 +62,7 @@ def main() -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     setting = Setting(layers=6, hidden=256).scaled(0.2) if args.quick else Setting()
     figures = measure(setting, args.steps, args.json.with_suffix(".trace.json"))
-    passes = Setting(layers=8, hidden=256).scaled(0.1) if args.quick else Setting().scaled(0.4)
+    passes = Setting(layers=8, hidden=256).scaled(0.1) if args.quick else Setting().scaled(0.7)
     ratios = (1.0,) if args.quick else UPDATE_RATIOS
     figures |= measure_guesses(passes, args.steps, args.clipped_steps, ratios)
     write_record(args.json, "overlap", figures)
