@@ -61,6 +61,9 @@ FIGURES: dict[str, dict[str, str]] = {
         "real_models.pairs": "{} real models, links and settings",
         "real_models.median_gap_pct": "{:.2f}%",
         "real_models.max_gap_pct": "largest {:.2f}%",
+        "further_models.pairs": "{} further ones",
+        "further_models.median_gap_pct": "{:.2f}%",
+        "further_models.max_gap_pct": "largest {:.2f}%",
     },
     "parameter_offload": {
         "speedup_over_stock": "parameters in host memory {:.2f}x stock with them there",
