@@ -25,6 +25,8 @@ from simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES, Holding, footp
 from simulator.update.optimizer import OPTIMIZERS
 from simulator.update.order import UpdateOrder
 from simulator.update.recipes import RECIPES, Slot, can_be_summed, guessed_ways, ways
+from studies.trials.emulated_training import Setting
+from studies.trials.guessed_overlap import setting_of
 from tests.machines import node
 
 PLENTY = 2**45
@@ -576,6 +578,13 @@ def test_all_on_the_host_guessed_is_a_chain_from_the_first_gradient_on():
     quick = machine(host_adam_params_per_s=1e11, h2d_bytes_per_s=1e12, d2h_bytes_per_s=1e12)
     model = Model(work, quick, [("host", "device")], 4, guesses=True)
     assert 4 * 0.03 <= floor_of_names(model, [1] * 4, 0) < 4 * 0.03 * 1.02
+
+
+def test_where_no_slot_fits_no_visit_is_guessed():
+    setting = setting_of(Setting(), 2.0)  # updates on the host take twice as long as the passes
+    work = setting.workload(*setting.given_s)
+    floor_s = bound(work, setting.machine(), guesses=True).iteration_s
+    assert floor_s >= 2 * (work.forward_s + work.backward_s)
 
 
 def accumulating(rng):

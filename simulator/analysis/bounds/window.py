@@ -161,12 +161,15 @@ class Window:
 
     def _visit(self, slot: Slot) -> None:
         """Of a slot's visits as many come before another has left as there are slots, and as many
-        need not leave. The slots together are as large as those, and each as the largest visit.
+        need not leave. The slots together are as large as those, and each as the largest visit:
+        a guessed one too, of which nothing else is said.
         """
         m, pieces, size = self.model, self.model.pieces, self._size[slot]
         users, limit = sorted({p.way for p in m.parts if p.slot == slot}), self.limit(slot)
+        early = [n for n, r in enumerate(m.recipes) if m.guessed[n] and slot in r.slots]
+        visitors = [*users, *early]
         if not limit:
-            self.rows.at_most(0.0, (self.x[:, users].ravel(), 1.0))
+            self.rows.at_most(0.0, (self.x[:, visitors].ravel(), 1.0))
         staged = slot_limit(slot, 0, MANY, host_slots=MANY) == 0
         each = limit if limit < MANY else max(1, self.fewest if staged else 1)
         if limit == MANY:
@@ -186,12 +189,12 @@ class Window:
             there = self.rows.one(1.0, whole=bool(pieces.whole.all()))
             for p in np.flatnonzero(pieces.least == one):
                 share = 1.0 / pieces.count[p]
-                self.rows.at_most(0.0, (self.x[p, users], share), (there, -1.0))
+                self.rows.at_most(0.0, (self.x[p, visitors], share), (there, -1.0))
             self.rows.at_most(0.0, (there, each * one / m.largest), (size, -1.0))
         if staged and self.visitor is not None:
             least, most = self.visitor
             self.rows.at_most(-each * least / m.largest, (size, -1.0))
-            for variable in self.x[pieces.least > most][:, users].ravel():
+            for variable in self.x[pieces.least > most][:, visitors].ravel():
                 self.rows.upper[variable] = 0.0
         if 0 < limit < MANY:
             self._in_turn(slot, limit)
