@@ -314,6 +314,30 @@ def test_a_tiny_gradient_lets_no_more_be_under_way_than_itself():
     assert norm.end_s - passes[0].start_s - 5 * 0.02 == pytest.approx(by_hand, rel=1e-4)
 
 
+def test_a_large_gradient_between_small_ones_may_be_the_one_that_is_left():
+    """Those of one size are a piece: not all of it is sent, and the large one is sent last."""
+    small, large = 14 * 10**7, 6 * 10**8
+    sizes = (small, large, *[small] * 7)
+    layers = tuple(Layer(params=n, forward_s=0.01, backward_s=0.02) for n in sizes)
+    work = workload().model_copy(update={"layers": layers, "subgroups": sizes})
+    have = machine(d2h_bytes_per_s=1e9, host_adam_params_per_s=1e12)
+    model = Model(work, have, ways(), 2)
+    window = Window(model, {})
+    sent, stays = (ways().index((name, "device")) for name in ("host", "resident"))
+    count, (first, lone) = model.pieces.count, np.flatnonzero(model.pieces.first < 2)
+    for p, many in enumerate(count):
+        here = {first: 1.0, lone: 1.0}.get(p, 0.0)
+        window.rows.equal(here, (window.x[p, sent], 1.0))
+        window.rows.equal(many - here, (window.x[p, stays], 1.0))
+    placements = ["resident", "host", "host", *["resident"] * 6]
+    plan = Plan(subgroup_size=large, placement=Plan.runs(placements), staging_slots=0)
+    spans = simulate(build_schedule(work, plan), have).spans
+    begun = min(s.start_s for s in spans if s.kind == OpKind.BACKWARD and s.iteration == 1)
+    norm = next(s for s in spans if s.kind == OpKind.NORM and s.iteration == 1)
+    waited_s = norm.end_s - begun - work.backward_s
+    assert 0 < window.rows.lowest(window.waited)[0] <= waited_s * (1 + 1e-6)
+
+
 def test_gradients_under_way_take_their_room_whatever_their_number():
     """Three of 100 MB fill it; beside them the device holds what is left, and not a byte more."""
     work, have = workload(20, size=5 * 10**7), machine()

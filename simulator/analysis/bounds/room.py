@@ -92,8 +92,11 @@ class _Chain:
         self.pieces = pieces
         self.order = np.argsort(-self.pieces.first)
         self.each_s = sent * pace
-        # One gradient is left alone: of a piece, if any of it has been sent.
-        self.alone_s = pace * np.maximum(sent, together)
+        # One gradient is left alone: of a piece, if any of it has been sent, or of what lies
+        # between its subgroups, if not all of it has.
+        own, first, last = np.maximum(sent, together), pieces.first, pieces.last
+        between = (first > first[:, None]) & (first < last[:, None])
+        self.alone_s = pace * np.where(between, own, own[:, None]).max(axis=1)
         self.left_s = float(self.alone_s.max())
         # Of a piece and those behind it none is complete before so much of backward is left.
         left = self.pieces.left_s[self.order]
