@@ -1,7 +1,5 @@
 """How much device memory each unit's forward leaves behind for its backward."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """What the machine is: cores, memory, NUMA, limits, and the GPU's link."""
 
-from __future__ import annotations
-
 import os
 import resource
 from dataclasses import dataclass

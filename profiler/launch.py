@@ -1,7 +1,5 @@
 """Profiles a training script under its launcher, in processes of its own."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Measures a machine, all in all in at most a minute, and remembers the result."""
 
-from __future__ import annotations
-
 import platform
 import shlex
 import sys

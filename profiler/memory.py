@@ -1,7 +1,5 @@
 """Memory in use by this process, on the device and on the host."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Who else uses the host while it is measured, and what holds its cores back."""
 
-from __future__ import annotations
-
 import os
 import time
 from dataclasses import dataclass, field

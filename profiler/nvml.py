@@ -1,7 +1,5 @@
 """What NVML says of a GPU: its link, its clocks, and who else uses it."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import dataclass, field
 from typing import Any, Self

@@ -1,7 +1,5 @@
 """How far the ranks of a profiled script are, told through files in a folder that all see."""
 
-from __future__ import annotations
-
 import json
 import time
 from dataclasses import asdict, dataclass

@@ -8,8 +8,6 @@ profiler.script ...`` or ``deepspeed --num_gpus 2 --module profiler.script ...``
 then rank 0 writes the workload and the script is stopped.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import runpy

@@ -1,7 +1,5 @@
 """Tokens of a forward pass, told from the shapes of its inputs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Hooks that note times and memory of a live engine's steps."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import defaultdict

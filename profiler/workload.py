@@ -1,7 +1,5 @@
 """Makes a workload of what was noted during some steps of a DeepSpeed ZeRO-3 engine."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections import defaultdict

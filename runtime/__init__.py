@@ -6,8 +6,6 @@
 Names are resolved on first use, so that importing a leaf such as ``runtime.kernels`` stays light.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:

@@ -1,7 +1,5 @@
 """What is kept in a file: a frozen model, as one page of JSON."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Self

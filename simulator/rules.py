@@ -1,7 +1,5 @@
 """Broken rules: what a caller gave, named as the caller names it, and what must hold of it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

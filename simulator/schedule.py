@@ -1,7 +1,5 @@
 """The schedule: a DAG of ops on lanes, run by the simulator and by the runtime alike."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum

@@ -1,7 +1,5 @@
 """One op's time on its lane: what timelines are made of."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """What is installed, for records."""
 
-from __future__ import annotations
-
 from functools import cache
 from importlib import metadata
 

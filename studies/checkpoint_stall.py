@@ -6,8 +6,6 @@ every step, then after every tenth.
     python -m studies.checkpoint_stall --json studies/results/checkpoint/stall.json
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

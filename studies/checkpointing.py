@@ -9,8 +9,6 @@ paper's (`simulator.estimates.presets`, four ranks), where offloaded state is st
 memory.
 """
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from pathlib import Path

@@ -11,8 +11,6 @@ The emulated device shares link and device as the simulator does; what is tested
 that the runtime runs the schedule that was simulated. No figure from here is a GPU figure.
 """
 
-from __future__ import annotations
-
 import logging
 import random
 import statistics

@@ -9,8 +9,6 @@ Where a process lies in memory makes it a few percent faster or slower for good,
 pairs of processes are compared.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

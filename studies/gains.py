@@ -6,8 +6,6 @@ Nothing is measured here: presets (data sheets and published figures), nothing f
 search per row, stock with offload of the optimizer state beside it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import tuner

@@ -7,8 +7,6 @@ interval and goodput move with the number of GPUs; the formula itself is tried a
 here, and against training that gets killed in `studies.checkpoint_interval`.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable, Sequence

@@ -14,8 +14,6 @@ their middle is simulated and what both of them give stands beside it. Nothing h
 us: that waits for a GPU (`python -m studies.gpu`).
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterable

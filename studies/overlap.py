@@ -13,8 +13,6 @@ that guess, against the best plan that waits, and with 5, 50 and 100% of the ste
 figure from here is a GPU figure.
 """
 
-from __future__ import annotations
-
 import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path

@@ -11,8 +11,6 @@ headroom holds, evenly spaced, as the tuner's search has them (`tuner.placements
 from here is a GPU figure.
 """
 
-from __future__ import annotations
-
 import logging
 from dataclasses import asdict
 from typing import Any

@@ -12,8 +12,6 @@ none of which is clipped, against stock's. Without a GPU every device is host me
 such a run is a GPU figure.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import sys

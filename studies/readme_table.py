@@ -5,8 +5,6 @@ python -m studies.readme_table          # or: make results
 python -m studies.readme_table --check  # exit code 1 if one is not up to date
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -10,8 +10,6 @@ the session holds in host memory after it, plus how much higher the resident set
 flat buffers: what a plan keeps on the device takes room on both sides.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import mmap

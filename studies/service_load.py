@@ -16,8 +16,6 @@ started anew on the same database. ``lost_jobs`` were acknowledged and did not e
 ``unseen_attempts`` were started without being counted.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

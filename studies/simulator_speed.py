@@ -9,8 +9,6 @@ beside it. Some plans of each size are run by the reference engine too, and the 
 is told.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Sequence

@@ -10,8 +10,6 @@ both engines share, are as small as they can be. On a CPU without bf16 instructi
 most of the time otherwise; `--sequence` makes them larger.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import time

@@ -1,7 +1,5 @@
 """Searches the best plan; the ``tune`` command."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:

@@ -1,7 +1,5 @@
 """The ``tune`` command. Each of its commands lives in a file of its own under tuner/commands/."""
 
-from __future__ import annotations
-
 import click
 
 from tuner.lazy_group import LazyGroup

@@ -1,7 +1,5 @@
 """``tune plan --emit-deepspeed``: a DeepSpeed config that trains under the plan."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

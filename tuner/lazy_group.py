@@ -1,7 +1,5 @@
 """A click group that imports a command when it is needed."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any

@@ -1,7 +1,5 @@
 """Shadow prices: what a little more of a resource would bring."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from simulator.limits import GIB

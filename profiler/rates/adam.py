@@ -1,7 +1,5 @@
 """Adam throughput: the fused host kernel, stock DeepSpeed's passes, and the device kernel."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How much slower one thing is beside another: measured, not assumed."""
 
-from __future__ import annotations
-
 import statistics
 import threading
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Copy bandwidth between host and device: each way, both at once, pinned and pageable."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

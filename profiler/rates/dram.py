@@ -1,7 +1,5 @@
 """Host memory bandwidth."""
 
-from __future__ import annotations
-
 import torch
 
 from profiler.rates.sampling import doubts, noise, rate, repeat_s

@@ -1,7 +1,5 @@
 """What a model's forward and backward are made of: matrix products and device memory traffic."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Several ranks of a node measuring at once: what each is left with of what it has alone."""
 
-from __future__ import annotations
-
 import multiprocessing
 import statistics
 import tempfile

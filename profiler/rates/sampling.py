@@ -1,7 +1,5 @@
 """Repeats a measurement within a time budget and says whether it can be trusted."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

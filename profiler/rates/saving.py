@@ -4,8 +4,6 @@ The runtime lets ``torch.save`` write a file without its tensors' bytes, which s
 reads what it wrote once with tensors that hold nothing, to see that loading will take it.
 """
 
-from __future__ import annotations
-
 import os
 
 import torch

@@ -1,7 +1,5 @@
 """Whether the simulator shares the node as it was measured to be shared."""
 
-from __future__ import annotations
-
 from profiler.rates.ranks import HOST_ADAM_BYTES
 from simulator.engines.reference import alone_s, capacities, demands
 from simulator.engines.sharing import max_min_speeds

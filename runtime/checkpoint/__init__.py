@@ -5,8 +5,6 @@ placements; under a plan ``runtime.initialize`` does so itself. The name is reso
 so that the leaves of this package stay light.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:

@@ -3,8 +3,6 @@
 So that tests can record the calls, make each of them fail, or end the process between two of them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno

@@ -1,7 +1,5 @@
 """Which memory holds which subgroup's state, and when it may be overwritten."""
 
-from __future__ import annotations
-
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -1,7 +1,5 @@
 """What the executor asks of a device; as it stands, one whose memory is the host's."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext

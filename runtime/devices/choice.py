@@ -1,7 +1,5 @@
 """Which device a plan runs on."""
 
-from __future__ import annotations
-
 import torch
 
 from runtime.devices.base import Device

@@ -1,7 +1,5 @@
 """A CUDA GPU: a stream per lane, page-locked host buffers of exact size."""
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 import time

@@ -1,7 +1,5 @@
 """A device that is not there: real copies and real arithmetic on threads, at given rates."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Real time, shared among emulated ops as the simulator shares it."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator, Mapping

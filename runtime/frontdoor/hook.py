@@ -6,8 +6,6 @@ key ``"ebbtide"`` turns up, so that a script's own module called ``runtime`` or 
 nobody's way until then.
 """
 
-from __future__ import annotations
-
 import base64
 import functools
 import importlib

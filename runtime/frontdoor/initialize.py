@@ -1,7 +1,5 @@
 """``deepspeed.initialize`` for a config that may have the key ``"ebbtide"``."""
 
-from __future__ import annotations
-
 import base64
 import copy
 import inspect

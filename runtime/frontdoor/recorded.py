@@ -1,7 +1,5 @@
 """A DeepSpeed engine whose steps are recorded for `tune verify`: on one of its sides."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import json

@@ -1,7 +1,5 @@
 """What stands under the key ``"ebbtide"`` of a DeepSpeed config."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal

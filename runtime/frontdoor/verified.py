@@ -3,8 +3,6 @@
 Python's own library only, as `hook`, beside which `sitecustomize` loads it.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

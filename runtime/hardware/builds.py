@@ -4,8 +4,6 @@ A process that is killed while an op of DeepSpeed's compiles leaves the file, an
 waits for ever, without a word.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

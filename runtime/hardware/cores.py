@@ -1,7 +1,5 @@
 """This host's cores, and which of them host updates run on: near the GPU, not the trainer's."""
 
-from __future__ import annotations
-
 import os
 import platform
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What launchers and DeepSpeed's jobs leave on a host: ranks, ports, shared memory."""
 
-from __future__ import annotations
-
 import os
 import socket
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Host memory page by page."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import mmap

@@ -1,7 +1,5 @@
 """Where a GPU is plugged in, as sysfs names it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

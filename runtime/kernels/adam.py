@@ -1,7 +1,5 @@
 """The scalars of one Adam step, computed exactly as DeepSpeedCPUAdam computes them."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import ClassVar

@@ -4,8 +4,6 @@ Every operation is an IEEE one (fma, round-to-nearest sqrt and division, no flus
 automatic fusion is off, so that the bits are those of ``host_update``.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections.abc import Sequence

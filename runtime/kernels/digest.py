@@ -4,8 +4,6 @@
 torch, where they are: hashes are the same.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import struct

@@ -1,7 +1,5 @@
 """The host update kernels: compiled once per machine, called without the GIL."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import hashlib

@@ -7,8 +7,6 @@ the same code on the same tensors, with as many of torch's threads, since torch 
 among them and rounds the last elements of each share otherwise.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections import defaultdict
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """The optimizers that a plan can run: DeepSpeed's CPU ones, bit for bit."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass

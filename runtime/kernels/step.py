@@ -1,7 +1,5 @@
 """What a kernel of any optimizer is given for one step."""
 
-from __future__ import annotations
-
 from typing import ClassVar, Protocol
 
 import numpy as np

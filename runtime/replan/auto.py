@@ -5,8 +5,6 @@ No stock step is needed: the host plan has stock's bits already, and its steps t
 forward and backward.
 """
 
-from __future__ import annotations
-
 import logging
 import statistics
 from dataclasses import dataclass

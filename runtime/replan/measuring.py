@@ -1,7 +1,5 @@
 """The machine that ``plan="auto"`` plans for: measured once per node."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Sequence
 from datetime import timedelta

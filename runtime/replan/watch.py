@@ -1,7 +1,5 @@
 """Watches a running plan: predicted against measured, and a better plan when rates have moved."""
 
-from __future__ import annotations
-
 import logging
 import statistics
 from collections import defaultdict

@@ -4,8 +4,6 @@ The first line is about the run, the second (step 0) about the state before the 
 tensor is ``[start, count, total, digest]``, `runtime.kernels.digest.Digest.packed`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Applies a plan to a DeepSpeed engine."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import logging

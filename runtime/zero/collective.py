@@ -1,7 +1,5 @@
 """Gathers of several ranks: all launch the same ones in the same order, whenever updates end."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Where DeepSpeed's flat partitions are cut into subgroups."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from simulator.workload import cut_flat

@@ -1,7 +1,5 @@
 """DeepSpeed's flat partitions of ZeRO-1 and ZeRO-2, cut into subgroups."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 

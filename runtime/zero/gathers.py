@@ -1,7 +1,5 @@
 """Whoever reads a partitioned parameter of ZeRO-3 waits for just its update."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Host memory that a plan will take, told before any of it is allocated."""
 
-from __future__ import annotations
-
 import logging
 import os
 from typing import Any

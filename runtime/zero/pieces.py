@@ -1,7 +1,5 @@
 """What each rank holds of an engine's parameters and masters: views, by name, nothing gathered."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -4,8 +4,6 @@ Model parameters are plain tensors here, which anybody may read without asking; 
 waits for its updates. Within it all lanes of the plan work at once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Container, Iterable
 from typing import Any
 

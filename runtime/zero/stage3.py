@@ -1,7 +1,5 @@
 """DeepSpeed's ZeRO-3 optimizer under a plan: the same bits, other places and times."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """DeepSpeed's buffers of ZeRO-3, as a session takes them and hands them back."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

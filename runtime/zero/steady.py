@@ -1,7 +1,5 @@
 """What DeepSpeed does in every step that makes the host wait for the whole device."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

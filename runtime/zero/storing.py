@@ -1,7 +1,5 @@
 """What a config that offloads state to a drive stores: what host memory does not hold."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Sequence

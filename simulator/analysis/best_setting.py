@@ -1,7 +1,5 @@
 """A strategy at the setting that serves best within the memory that there is."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property

@@ -1,7 +1,5 @@
 """How fast any plan could be, by the rules of `simulator.analysis.bounds`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """What a checkpoint costs: training simulated with one and without, and what is lost between."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

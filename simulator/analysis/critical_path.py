@@ -1,7 +1,5 @@
 """Which ops an iteration waits for: the chain that has to get shorter for it to get shorter."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 
 from simulator.schedule import Lane, Schedule

@@ -1,7 +1,5 @@
 """What an iteration takes on the average, where some steps clip and make their guesses wrong."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from itertools import accumulate

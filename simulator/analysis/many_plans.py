@@ -4,8 +4,6 @@
 `Op` object in between. It is what the tuner's search calls.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -1,7 +1,5 @@
 """What memory is for at the moment when most of it is in use."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

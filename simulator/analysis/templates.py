@@ -5,8 +5,6 @@ workload's sizes. A layer's times and activations, the pipeline's idle time and 
 throughout are written into the arrays of an earlier schedule of the same structure.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace

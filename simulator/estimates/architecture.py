@@ -1,7 +1,5 @@
 """Reads models: Hugging Face configs, or plain descriptions by a few numbers. Offline."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

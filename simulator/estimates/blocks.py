@@ -3,8 +3,6 @@
 The order counts: DeepSpeed cuts subgroups at the borders of parameters, one after the other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter

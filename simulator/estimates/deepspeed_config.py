@@ -1,7 +1,5 @@
 """What a DeepSpeed config says about a workload, with ``"auto"`` resolved as Hugging Face does."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A DeepSpeed config as it is read: which keys DeepSpeed knows, and what values may be."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ Layouts are those of the newest stable transformers (its modules' order of regis
 a mixture of experts keeps each kind of matrix of all experts in one parameter.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

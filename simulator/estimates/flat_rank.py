@@ -5,8 +5,6 @@ rank's is looked at: its layers' gradients are the last that backward delivers, 
 for it at the norm. Source: ``deepspeed/runtime/zero/stage_1_and_2.py``, DeepSpeedZeroOptimizer.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import accumulate

@@ -1,7 +1,5 @@
 """What is trained and how: parsed once, read by everybody who asks what it takes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path

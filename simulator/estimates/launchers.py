@@ -7,8 +7,6 @@ starts, does the same (``num_cpu_threads_per_process``). DeepSpeed's launcher, `
 interpreter leave it alone. ebbtide's own updates do not depend on it.
 """
 
-from __future__ import annotations
-
 from typing import Literal, get_args
 
 from simulator.workload import Workload

@@ -1,7 +1,5 @@
 """What DeepSpeed's config offloads, the strategy that simulates it, and whether a plan can."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -5,8 +5,6 @@ Estimates for what-if questions. A plan to train by comes from a machine that wa
 value here was fitted to iteration times.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """One rank's share of a model under ZeRO-3: its parameters, times, activations and bytes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

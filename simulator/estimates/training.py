@@ -1,7 +1,5 @@
 """A training job in numbers, as one rank of it sees it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Self
 

@@ -1,7 +1,5 @@
 """A workload from a model's config, without running it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args

@@ -4,8 +4,6 @@ Copies come before the updates that are due too early (copy on update). All of i
 DRAM, cores, the link and storage like every other op.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Sequence

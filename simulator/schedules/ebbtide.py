@@ -1,7 +1,5 @@
 """Builds the schedule of ebbtide's iteration from a workload and a plan, by the recipes."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator
 

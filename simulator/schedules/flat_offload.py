@@ -5,8 +5,6 @@ the link once, widened on the device; each rank's partition is updated in one pi
 device, and gathered by all ranks.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from simulator.schedule import Kind, OpKind, Schedule

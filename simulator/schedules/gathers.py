@@ -5,8 +5,6 @@ Between two uses it keeps what comes up again soon, and it asks ahead for what m
 and its backward, or once for each use.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence

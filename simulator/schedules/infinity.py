@@ -7,8 +7,6 @@ storage (placement ``stored``); activations are left to DeepSpeed, with stock's 
 (tests/runtime/contract/test_activation_offload.py), but no plan's times are predicted with them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 

@@ -1,7 +1,5 @@
 """Forward and backward of a training loop: what every strategy's iteration has in common."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 

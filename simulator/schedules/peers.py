@@ -1,7 +1,5 @@
 """Schedules of the optimizers that ebbtide is compared with, as DeepSpeed 0.19.8 runs them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal

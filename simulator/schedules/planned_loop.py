@@ -5,8 +5,6 @@ of schedules op by op (`simulator.schedules.ebbtide`), the compiled sweep from a
 (`simulator.schedules.tape`). So the passes are written once.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Sequence
 

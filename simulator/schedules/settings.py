@@ -1,7 +1,5 @@
 """The settings that a strategy is tried at where nobody names one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Strategies by name: what a user would get from each of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import cache
 from numbers import Integral, Real

@@ -4,8 +4,6 @@ The training loop is run for two iterations without a plan: the second shows eac
 ops of its own iteration and of the one before. Where a plan's ops belong, there is a marker.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum

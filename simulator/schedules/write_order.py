@@ -5,8 +5,6 @@ take the live bytes in the order of the plan's updates; an update that comes due
 is left of its subgroup into the reserved budget, and waits for the rest to be written.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections import deque

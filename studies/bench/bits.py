@@ -1,7 +1,5 @@
 """Are two training results the same, bit for bit?"""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 

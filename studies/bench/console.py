@@ -1,7 +1,5 @@
 """What studies ask and say on a terminal: their flags, and their figures."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path

@@ -3,8 +3,6 @@
 python -m studies.bench.deepspeed_ops cpu_adam    # one of them; both without a name
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import shutil

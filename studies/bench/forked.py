@@ -1,7 +1,5 @@
 """Processes forked from a warm parent: importing DeepSpeed takes longer than what they do."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

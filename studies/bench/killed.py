@@ -1,7 +1,5 @@
 """What the studies that kill training with SIGKILL have in common: kills, trials, campaigns."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

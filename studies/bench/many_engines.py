@@ -1,7 +1,5 @@
 """What DeepSpeed does again for every engine, and a process that makes many need not."""
 
-from __future__ import annotations
-
 import atexit
 import functools
 import gc

@@ -1,7 +1,5 @@
 """Published runs of offloaded training, row by row: what was run and what was measured."""
 
-from __future__ import annotations
-
 import csv
 import math
 import re

@@ -1,7 +1,5 @@
 """How long the service's page takes from a slider's move to the new picture, in a real browser."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from typing import Any

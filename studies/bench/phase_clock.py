@@ -1,7 +1,5 @@
 """Times forward, backward and step of a training loop without slowing it down."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Sequence

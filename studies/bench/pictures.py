@@ -1,7 +1,5 @@
 """Pictures of studies: drawn without a display, written, closed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

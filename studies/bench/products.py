@@ -1,7 +1,5 @@
 """16-bit matrix products on CPUs with and without instructions for them."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

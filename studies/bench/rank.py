@@ -1,7 +1,5 @@
 """Makes a study that nobody launched with torchrun the only rank of its own job."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import warnings

@@ -1,7 +1,5 @@
 """How every study writes its figures: with machine, versions and command."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -10,8 +10,6 @@ that begin before the norm; or with a part of the state on storage, whose steps 
     python -m studies.checkpoint_crash --kills 200 --json studies/results/checkpoint/crash.json
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import random

@@ -8,8 +8,6 @@ the newest checkpoint, useful steps counted.
     python -m studies.checkpoint_interval --json studies/results/checkpoint/interval.json
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

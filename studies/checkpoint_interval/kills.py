@@ -1,7 +1,5 @@
 """Training that is killed at exponential moments: what it committed, and what was predicted."""
 
-from __future__ import annotations
-
 import math
 import random
 import time

@@ -1,7 +1,5 @@
 """What the interval study prints and draws."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Training that checkpoints under a plan and is killed, in processes forked from a warm parent."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ Importing DeepSpeed takes seconds, so the study imports it once and forks its ru
 process of its own, with its own process group, engine, threads and files.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """One way to save each: DeepSpeed's writers, torch DCP, ebbtide; timed inside real training."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import shutil

@@ -9,8 +9,6 @@ CPU where the config has ZeRO, and, under a plan, attaches one. An engine that c
 is refused fails its test. Hours; begun again with the same --folder it goes on.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

@@ -3,8 +3,6 @@
 Loaded by ``-p studies.deepspeed_tests.plugin``; `Orders` come in the environment.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

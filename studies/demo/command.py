@@ -7,8 +7,6 @@ Leaves runs/demo/: machine.json, workload.json, plan.json, trace.json (open it i
 ui.perfetto.dev), summary.json and three pictures. Exit code 1 if a bit differs.
 """
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """The demo's crash: a training run killed with SIGKILL while a checkpoint is being written."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator

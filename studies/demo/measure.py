@@ -1,7 +1,5 @@
 """The demo's measuring phases: the machine, and the plan made of it and of stock's profile."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from simulator import Machine, Plan, Workload

@@ -1,7 +1,5 @@
 """The tables that the demo prints."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

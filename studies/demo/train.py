@@ -4,8 +4,6 @@ Each runs in a process of its own and writes what the demo compares: phase times
 JSON, every parameter and moment as a torch file.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass

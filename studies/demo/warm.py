@@ -5,8 +5,6 @@ OpenMP's, which would not survive a fork. What cannot be had is left to the phas
 which has a log to say so in.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import logging

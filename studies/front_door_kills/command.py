@@ -9,8 +9,6 @@ had on disk at that point of the script, its final state with the uninterrupted 
     python -m studies.front_door_kills --kills 30 --json studies/results/checkpoint/front_door.json
 """
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -1,7 +1,5 @@
 """Unchanged training scripts under the front door, as functions that a forked child runs."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

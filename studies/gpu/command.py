@@ -10,8 +10,6 @@ as it ends, what it printed is in DIR/logs/, and a failure stops no other. Calle
 goes on where it was; DIR/results.tar.gz holds all of it.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

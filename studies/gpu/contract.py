@@ -5,8 +5,6 @@ any order), no conclusion is drawn from a difference of ebbtide's, and the row s
 own contract is wider, but it lives in ``tests/``, above the studies; this needs the package alone.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 import tempfile

@@ -1,7 +1,5 @@
 """The parts of the GPU suite and the sections they are made of."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from studies.gpu import contract, smoke, speed

@@ -1,7 +1,5 @@
 """Pictures of the GPU suite's parts, drawn from their JSON on any machine."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the suite measures at the size of one GPU: the machine, stock, a plan and its parts."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

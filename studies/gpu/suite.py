@@ -1,7 +1,5 @@
 """What all sections of the GPU suite share: the folder, the sizes, and processes with a limit."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -1,7 +1,5 @@
 """PCIe traffic and utilisation of a GPU, as NVML counts them."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from typing import Any

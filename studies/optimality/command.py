@@ -9,8 +9,6 @@ subgroups are searched through (`tuner.placements.optimum`), so that there the d
 known.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Iterable

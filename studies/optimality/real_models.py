@@ -1,7 +1,5 @@
 """Models that people train, over links from fast to slow: pairs for `studies.optimality`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from itertools import product
 from typing import Any

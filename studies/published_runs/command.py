@@ -7,8 +7,6 @@ before training (`studies.published_runs.shipped`). ``--calibrate`` corrects the
 with the machinery of `tune calibrate`; both are printed, side by side.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """Judges predictions of published runs: errors, pairs of strategies, choices, intervals."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import combinations

@@ -1,7 +1,5 @@
 """Calibrated on three runs: errors on those left out, by what is left out and by chance."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any

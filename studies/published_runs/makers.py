@@ -4,8 +4,6 @@ It is what a preset leaves out, from a source that has none of the runs that its
 judged by (`tuner.calibrate.interval.CAMPAIGN_SPREAD`).
 """
 
-from __future__ import annotations
-
 import csv
 import math
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Predicted over measured, a panel per quantity."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Nothing here is fitted. `predict` goes the way of a user who plans before traini
 the same preset after `tune calibrate`), `workload_from_model`, `build_strategy`, the simulator.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Hashable, Mapping, Sequence

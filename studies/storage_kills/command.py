@@ -9,8 +9,6 @@ run is resumed to its end and compared again. The store alone, without DeepSpeed
     python -m studies.storage_kills --kills 100 --json studies/results/checkpoint/storage_kills.json
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import random

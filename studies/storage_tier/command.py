@@ -11,8 +11,6 @@ measured right before and after it. The floor is the longest of what the disk ne
 write, and to do both at once, and of the updates alone.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

@@ -1,7 +1,5 @@
 """What a checkpoint of every step costs where state is stored, and what a resume reads."""
 
-from __future__ import annotations
-
 import math
 import os
 import time

@@ -1,7 +1,5 @@
 """What updates before the norm bring on the emulated device, and what steps that clip cost."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from random import Random

@@ -7,8 +7,6 @@ Variants: stock, twin_flow:RATIO, superoffload, zenflow, no_offload, deepcompile
 GPU everybody runs deterministic algorithms, since flash attention's backward sums in any order.
 """
 
-from __future__ import annotations
-
 import argparse
 import resource
 from pathlib import Path

@@ -5,8 +5,6 @@
 A row per plan with the medians of its steps; the file is written again after each plan.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ It keeps the parameters in the model's own precision, so that its masters have 1
 numerics of stock DeepSpeed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

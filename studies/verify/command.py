@@ -9,8 +9,6 @@ which nothing is wrong must be left alone. Versions of DeepSpeed that are known 
 checked by the command itself, where `scripts/compat.sh` has made a venv for them. Under 10 minutes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Defects that are put into a stock engine, each with where it shows first."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any

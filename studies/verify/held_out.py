@@ -1,7 +1,5 @@
 """Defects that the judge of `tune verify` was not written beside: tried on it afterwards."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

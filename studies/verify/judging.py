@@ -1,7 +1,5 @@
 """What `tune verify` says of the study's runs, beside what is known of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path

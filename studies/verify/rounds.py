@@ -4,8 +4,6 @@ The judge was written beside the first. The others were written down before they
 mends that they asked for came after.
 """
 
-from __future__ import annotations
-
 from studies.verify.defects import DEFECTS, Defect
 from studies.verify.held_out import HELD_OUT
 from studies.verify.updates import UPDATES

@@ -1,7 +1,5 @@
 """What is trained: the shape that defects are put into, and right ones to leave alone."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from studies.bench.byte_gpt import SIZES, ByteGPTConfig

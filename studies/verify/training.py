@@ -3,8 +3,6 @@
 In one process, since most of a run as `tune verify` makes it is the start of Python.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -4,8 +4,6 @@ Written down before the judge of `tune verify` was tried on them. Most are of on
 or parameter group, as an offload that mixes up its buffers would make them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from typing import Any
 

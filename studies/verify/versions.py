@@ -1,7 +1,5 @@
 """`tune verify` itself, on versions of DeepSpeed that are known to be wrong, or right."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

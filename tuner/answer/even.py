@@ -1,7 +1,5 @@
 """A plan while somebody waits: the best guess, evenly spread, without the local search."""
 
-from __future__ import annotations
-
 from simulator.limits import Limits
 from simulator.machine import Machine
 from simulator.plan import Plan

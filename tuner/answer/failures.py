@@ -1,7 +1,5 @@
 """What failures make of an answer: how much of the time is useful, and how often to checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Why a plan looks as it does: what binds, and what each feature brought."""
 
-from __future__ import annotations
-
 from simulator.analysis.bound import Bound
 from simulator.engines.compiled import simulate_fast
 from simulator.machine import Machine

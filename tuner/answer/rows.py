@@ -1,7 +1,5 @@
 """The table that every answer is read from: a plan, and the same for what was not chosen."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """From an answer to training: DeepSpeed's config, the command, the Trainer's line."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Whether to offload, in one sentence: the same rule for a plan's file, a service and a search."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass

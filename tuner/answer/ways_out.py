@@ -1,7 +1,5 @@
 """What to change where nothing fits: the nearest changes that do, each simulated."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any

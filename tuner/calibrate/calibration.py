@@ -5,8 +5,6 @@ sought (Gauss-Newton on logarithms): runs pull them, and the machine's own sprea
 runs do not show. So three runs are enough to correct what three runs tell, and no more.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

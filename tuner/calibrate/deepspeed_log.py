@@ -12,8 +12,6 @@ does after a step is in neither. They show how many samples an iteration had, an
 from DeepSpeed 0.18.6 to 0.19.8.
 """
 
-from __future__ import annotations
-
 import re
 import statistics
 from collections.abc import Mapping, Sequence

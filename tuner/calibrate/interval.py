@@ -12,8 +12,6 @@ and another training loop: `CAMPAIGN_SPREAD` is added there. A profile or a cali
 where the runs are, and needs none.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Literal

@@ -1,7 +1,5 @@
 """What no calibration may exceed."""
 
-from __future__ import annotations
-
 from simulator.estimates.presets import FUSED_UPDATE_BYTES, STOCK_UPDATE_BYTES, sheet_limits
 from simulator.machine import Machine
 

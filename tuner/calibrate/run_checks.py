@@ -1,7 +1,5 @@
 """What measured runs must hold, or are warned about, before a machine is calibrated on them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from simulator.machine import Machine

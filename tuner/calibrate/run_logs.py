@@ -1,7 +1,5 @@
 """Measured runs as users have them: DeepSpeed's log, a profile of ours, a CSV."""
 
-from __future__ import annotations
-
 import csv
 import math
 import statistics

@@ -1,7 +1,5 @@
 """Machines as the spread of the measured rates allows them."""
 
-from __future__ import annotations
-
 import random
 
 from simulator.machine import Machine

@@ -1,7 +1,5 @@
 """``tune checkpoint``: lists, verifies, prunes and exports checkpoints."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """What several commands have in common: kinds of values, ``--json``, how errors end."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar

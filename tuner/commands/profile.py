@@ -1,7 +1,5 @@
 """``tune profile``: what a machine can do, and what a training script asks of it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import click

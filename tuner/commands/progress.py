@@ -1,7 +1,5 @@
 """How far a command is, where it takes longer than one waits without asking."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Timer

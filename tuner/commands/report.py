@@ -1,7 +1,5 @@
 """``tune report``: a plan as a page for people who never ran the tool."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

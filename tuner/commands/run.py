@@ -1,7 +1,5 @@
 """``tune run``: a launcher and an unchanged script, with the front door open in every process."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``tune search``: which configuration trains fastest on a machine."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``tune serve``: the what-if service and its page."""
 
-from __future__ import annotations
-
 import os
 import secrets
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``tune show``: a plan as a page."""
 
-from __future__ import annotations
-
 import click
 
 from tuner.commands.options import JSON, guarded

@@ -1,7 +1,5 @@
 """``tune verify``: a script under its plan, stock and without offload, compared bit by bit."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """What a search found, and what that means in words."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """What flags and DeepSpeed's config fix of a search: a knob that is fixed is not free."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

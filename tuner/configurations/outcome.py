@@ -1,7 +1,5 @@
 """What the simulator says of one configuration."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property

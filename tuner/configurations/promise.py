@@ -1,7 +1,5 @@
 """What a configuration can give at best, in microseconds: what cannot win is never simulated."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """One rank of one configuration, trained for a few steps on random tokens (`verify` starts it)."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Runs configurations for real on this machine: measurement beside prediction."""
 
-from __future__ import annotations
-
 import json
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """Which checks are made, in which order."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Mapping

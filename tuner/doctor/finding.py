@@ -1,7 +1,5 @@
 """What the doctor says about one thing."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """NUMA nodes, the GPU's link, threads, and what may be page-locked."""
 
-from __future__ import annotations
-
 import os
 import resource
 from typing import Any

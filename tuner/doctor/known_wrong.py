@@ -4,8 +4,6 @@ Each row was read in DeepSpeed's tracker, or (those without a number) seen here;
 sources.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

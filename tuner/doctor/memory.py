@@ -1,7 +1,5 @@
 """Host memory and cores: what the machine has, what this process may use, what a plan needs."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

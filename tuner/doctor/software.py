@@ -1,7 +1,5 @@
 """Compiler, versions, DeepSpeed's private names, and packages that hide ours."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sysconfig

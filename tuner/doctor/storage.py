@@ -1,7 +1,5 @@
 """The checkpoint folder: may it be written, and does a file that was synced stay?"""
 
-from __future__ import annotations
-
 import os
 import statistics
 import tempfile

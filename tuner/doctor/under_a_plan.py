@@ -1,7 +1,5 @@
 """Whether and how a DeepSpeed config would train under a plan, without training."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

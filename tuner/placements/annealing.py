@@ -4,8 +4,6 @@ Placements and orders move together in the annealing (`tuner.placements.moves`):
 plans there is often none but worse ones.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -4,8 +4,6 @@ Interval, bandwidth cap and copy budget are searched together: a slower write di
 less, but takes longer to commit, which costs work at each failure and forbids short intervals.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache

@@ -5,8 +5,6 @@ all, or for state and slots where the link is idle while passes compute. No bit 
 number of subgroups those evenly spaced go: each fetch then has the passes between for itself.
 """
 
-from __future__ import annotations
-
 import math
 
 from simulator.limits import GIB, Limits

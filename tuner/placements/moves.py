@@ -1,7 +1,5 @@
 """A plan as the search moves it: the one set of moves, which knows recipes and queues only."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from random import Random

@@ -1,7 +1,5 @@
 """The true optimum of few subgroups: every order of every number of placements that can be best."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The plan with the shortest predicted iteration, or the best goodput, that fits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 Needs neither optuna nor pandas nor matplotlib.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 

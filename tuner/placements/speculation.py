@@ -6,8 +6,6 @@ shorter by more than nothing. What was said may be wrong: while its guesses paus
 nearly as quick as the best one without.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any

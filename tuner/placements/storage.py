@@ -1,7 +1,5 @@
 """State on storage: how much may be there, what its files are called, and what it costs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

@@ -2,8 +2,6 @@
 less per op.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from simulator.limits import Limits

@@ -1,7 +1,5 @@
 """How many sums of micro-batches stay on the device: as few as serve, of what there is room for."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from tuner.placements.search import Candidate, Search

@@ -9,8 +9,6 @@ compared on a model of the host, the copies home and the forward behind them:
 - as gradients arrive, except for the last layers, which are updated first or at the end.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Iterator, Sequence
 from itertools import accumulate

@@ -1,7 +1,5 @@
 """What a worker computes: one function per question, from a checked request to plain JSON."""
 
-from __future__ import annotations
-
 import csv
 import io
 import math

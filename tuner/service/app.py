@@ -1,7 +1,5 @@
 """The application: who may ask, how much, and how a refusal reads."""
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import json

@@ -1,7 +1,5 @@
 """A `tune serve` from Python: ask, submit, wait, post. Needs the standard library only."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """Jobs: a line on disk, worked off by the pool's low-priority lane, watched by event streams."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """A plan, and a run under it, as one self-contained page; runs as the service keeps them."""
 
-from __future__ import annotations
-
 import base64
 import html
 import json

@@ -1,7 +1,5 @@
 """What may be asked, and how much: every field bounded, nothing unknown accepted, no path."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What all requests share: the store, the worker processes, the jobs and the limits."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any

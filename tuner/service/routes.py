@@ -1,7 +1,5 @@
 """The routes under /api/v1."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

@@ -1,7 +1,5 @@
 """From a scenario to a Machine and a Workload; the names that stand for them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The job that searches a configuration: what `tune search` does, for a scenario."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The HTTP server around the application: patience with slow clients, a clean end."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from importlib.resources import files

@@ -6,8 +6,6 @@ write wait for the disk and are called in threads, one after the other under a l
 of their own, so that readers see nothing that is not yet committed.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,7 +1,5 @@
 """A timeline as the page and the report draw it: one steady iteration, lanes of merged spans."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any

@@ -7,8 +7,6 @@ tag, a length and so many bytes. The server stops a worker by killing it; a work
 when its server has ended (stdin is closed), also in the middle of a computation.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -2,8 +2,6 @@
 training, beside which nothing can be compared.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median

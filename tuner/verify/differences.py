@@ -1,7 +1,5 @@
 """Where two runs part, and by how much."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

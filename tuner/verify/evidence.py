@@ -1,7 +1,5 @@
 """What one run shows about itself: states that no order of sums explains."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ that explains, tensor by tensor and step by step; what lies far outside is a def
 must have the same bits (a plan and stock) are not judged by size.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

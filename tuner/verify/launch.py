@@ -1,7 +1,5 @@
 """Runs a training command on one side, recorded, in a process of its own."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

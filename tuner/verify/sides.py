@@ -1,7 +1,5 @@
 """Which runs are made, and what is compared with what."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise

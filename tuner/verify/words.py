@@ -1,7 +1,5 @@
 """A verification on one screen, and as JSON."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict

@@ -4,8 +4,6 @@ Lazy: a checkpoint copies nothing up front; writers stream from the live buffers
 goes on, and only what an update is about to overwrite is copied (copy on update).
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import logging

@@ -1,7 +1,5 @@
 """Makes a DeepSpeed engine save and load through ebbtide."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from functools import wraps

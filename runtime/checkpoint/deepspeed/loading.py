@@ -1,7 +1,5 @@
 """Loads a checkpoint into a DeepSpeed engine: verified first, straight into the live buffers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path

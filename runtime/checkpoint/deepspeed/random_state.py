@@ -1,7 +1,5 @@
 """The random number generators' states, as tensors and plain data that load without code."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Standalone use: DeepSpeed's own optimizer, copied on update as a whole."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Cuts files into blocks: the unit that is copied, hashed and written."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

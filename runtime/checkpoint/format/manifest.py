@@ -4,8 +4,6 @@ One manifest per rank lists the files that the rank wrote; the global one lists 
 seals them. Both are JSON with one way to write them, so that every altered byte is found.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Self, TypeVar

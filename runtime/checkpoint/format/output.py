@@ -1,7 +1,5 @@
 """One file of a checkpoint on its way to disk, and the pace at which bytes go there."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading

@@ -1,7 +1,5 @@
 """Which classes a checkpoint may hold besides tensors: data that runs no code when it is read."""
 
-from __future__ import annotations
-
 import argparse
 import codecs
 import collections

@@ -1,7 +1,5 @@
 """Loads checkpoint files without executing them, in parallel, in place where possible."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pickle

@@ -4,8 +4,6 @@
 filled later, from any thread, straight from the live buffers.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import threading

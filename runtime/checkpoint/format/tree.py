@@ -1,7 +1,5 @@
 """State as nested dicts, lists and tuples with tensors in them."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any

@@ -7,8 +7,6 @@ collective of the training is used, every wait has a deadline, and what is not c
 the name of a checkpoint.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

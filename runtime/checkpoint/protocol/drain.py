@@ -5,8 +5,6 @@ compared with its manifest and written, fsync, one rename, then `latest`. A kill
 leaves the fast tier untouched and the durable one with or without the whole checkpoint.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

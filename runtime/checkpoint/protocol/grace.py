@@ -1,7 +1,5 @@
 """How long a checkpoint may still wait for other ranks once the process was told to end."""
 
-from __future__ import annotations
-
 import threading
 import time
 

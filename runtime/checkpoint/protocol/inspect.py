@@ -3,8 +3,6 @@
 Imports neither torch nor DeepSpeed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass

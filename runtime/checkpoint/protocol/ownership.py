@@ -1,7 +1,5 @@
 """Whose a note on a checkpoint's folder is, and whether its writer is still at work."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

@@ -1,7 +1,5 @@
 """What ranks tell each other in the foreground, on a process group of their own."""
 
-from __future__ import annotations
-
 import secrets
 from dataclasses import dataclass
 from datetime import timedelta

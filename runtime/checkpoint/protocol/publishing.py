@@ -1,7 +1,5 @@
 """How a finished folder gets its name, in one step or in two that a crash can be undone between."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from pathlib import Path

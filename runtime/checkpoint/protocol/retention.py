@@ -1,7 +1,5 @@
 """Which checkpoints a folder holds, and which of them may go."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

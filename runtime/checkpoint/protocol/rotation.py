@@ -6,8 +6,6 @@ and hard links to whatever checkpoint was deleted meanwhile. Both go with the co
 the folder of the one that never came is moved out of the sight of whoever takes the highest number.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

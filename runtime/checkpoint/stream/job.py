@@ -1,7 +1,5 @@
 """One checkpoint in the background, from the written skeletons to the commit."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading

@@ -1,7 +1,5 @@
 """Writes the blocks of one checkpoint from several threads while training goes on."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

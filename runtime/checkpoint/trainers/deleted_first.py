@@ -7,8 +7,6 @@ beside the folder it lay in, until the next commit. After a crash `rotation.rest
 it back.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets

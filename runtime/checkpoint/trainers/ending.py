@@ -1,7 +1,5 @@
 """A process that is told to end first commits the checkpoint it is writing."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import os

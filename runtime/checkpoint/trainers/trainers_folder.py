@@ -6,8 +6,6 @@ its newest checkpoint, and cannot resume from. A note from the first moment on t
 that the folder never became one; see `rotation.settle`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets

@@ -1,7 +1,5 @@
 """Is the plan for this machine and this training? Compared at attach, told once if not."""
 
-from __future__ import annotations
-
 import logging
 from itertools import product
 from typing import get_args

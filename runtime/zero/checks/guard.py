@@ -1,7 +1,5 @@
 """Refuses, before training starts, what a plan cannot be applied to."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from pathlib import Path

@@ -5,8 +5,6 @@ the tested range is refused, and so is one in it that lacks a member its version
 Name-mangled members are used by DeepSpeed's own subclasses too (SuperOffload, ZenFlow).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace

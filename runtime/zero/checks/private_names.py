@@ -1,7 +1,5 @@
 """Whether the installed DeepSpeed has the private names in use, before there is an engine."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import sys
