@@ -152,12 +152,7 @@ def _with_notes(machine: Machine, facts: dict[str, str], warnings: list[str]) ->
     return machine.model_copy(
         update={
             "facts": {**machine.facts, **facts},
-            "warnings": (
-                *machine.warnings,
-                *warnings,
-                *_unstable(machine),
-                *differences(machine),
-            ),
+            "warnings": (*machine.warnings, *warnings, *_unstable(machine), *differences(machine)),
         }
     )
 

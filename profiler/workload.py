@@ -190,11 +190,7 @@ def _gradients_home_s(optimizer: Any) -> float:
 
 
 def _layers(
-    engine: Any,
-    traces: list[Trace],
-    forward_s: float,
-    backward_s: float,
-    gathers: Gathered | None,
+    engine: Any, traces: list[Trace], forward_s: float, backward_s: float, gathers: Gathered | None
 ) -> tuple[Layer, ...]:
     """Runs of parameters, in DeepSpeed's order, that belong to one unit."""
     names = {param: name for name, param in engine.module.named_parameters()}

@@ -22,14 +22,7 @@ from simulator.page import Page
 from simulator.rules import RuleError, explain
 from simulator.schedule import Kind
 from simulator.update.order import UpdateOrder, issue_order, order_of
-from simulator.update.recipes import (
-    HOST_SLOTS,
-    RECIPES,
-    Queue,
-    Slot,
-    can_be_guessed,
-    can_be_summed,
-)
+from simulator.update.recipes import HOST_SLOTS, RECIPES, Queue, Slot, can_be_guessed, can_be_summed
 from simulator.update.recipes import Placement as Placement  # public here, defined there
 from simulator.update.tiers import Memory
 

@@ -248,11 +248,7 @@ class Executor:
         self.drop_guesses(self.guesses.wrong(jobs))
         return self.guesses.take(self.states)
 
-    def launch(
-        self,
-        jobs: list[SubgroupJob],
-        iteration: int = 0,
-    ) -> None:
+    def launch(self, jobs: list[SubgroupJob], iteration: int = 0) -> None:
         """Starts this step's updates: ``jobs`` by subgroup, of whose gradients all were sent home.
 
         ``iteration`` is the training loop's number, for the measured timeline.
@@ -348,13 +344,7 @@ class Executor:
             return partial(self._state_d2h, visit), waits
         return partial(self._update_visit, visit), waits
 
-    def _run(
-        self,
-        body: Body,
-        op: Op,
-        number: int,
-        job: SubgroupJob | None,
-    ) -> None:
+    def _run(self, body: Body, op: Op, number: int, job: SubgroupJob | None) -> None:
         if self.before_op is not None:
             self.before_op(op)
         body(op.subgroup, number, job)

@@ -151,11 +151,7 @@ class GradientHomes:
         return [sum(p.real and not p.touched for p in pieces) for pieces in self.by_subgroup]
 
     def _store(
-        self,
-        subgroup: int,
-        home: torch.Tensor,
-        gradient: torch.Tensor,
-        base: torch.Tensor | None,
+        self, subgroup: int, home: torch.Tensor, gradient: torch.Tensor, base: torch.Tensor | None
     ) -> torch.Tensor:
         """Brings ``base + gradient`` home, summed on the device, as DeepSpeed does."""
         if not self._crosses[subgroup]:

@@ -182,10 +182,7 @@ def _parameters(
 
 
 def _to_device(
-    device: Device,
-    placement: Placement,
-    state: tuple[torch.Tensor, ...],
-    gradient: torch.Tensor,
+    device: Device, placement: Placement, state: tuple[torch.Tensor, ...], gradient: torch.Tensor
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor] | None:
     try:
         on_device = device.device_empty(gradient.numel(), gradient.dtype)

@@ -114,10 +114,7 @@ class LionRule(UpdateRule):
     unused = ("exp_avg_sq",)
     stock = "DeepSpeedCPULion"
     types = ("lion",)
-    trials = (
-        ({}, {**_BETAS, "weight_decay": 0.0}),
-        ({}, {**_BETAS, "weight_decay": 0.3}),
-    )
+    trials = (({}, {**_BETAS, "weight_decay": 0.0}), ({}, {**_BETAS, "weight_decay": 0.3}))
 
     def step(self, group: Group, number: int) -> LionStep:
         del number

@@ -43,9 +43,7 @@ class Gathers:
         return first
 
     def gate(
-        self,
-        wait: Callable[[Iterable[Any]], None],
-        fetch: private.Fetch,
+        self, wait: Callable[[Iterable[Any]], None], fetch: private.Fetch
     ) -> Callable[[], None]:
         """``wait`` is called before every gather, with the parameters; returns an undo.
 

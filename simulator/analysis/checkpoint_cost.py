@@ -12,11 +12,7 @@ from simulator.engines.reference import capacities
 from simulator.machine import Machine
 from simulator.plan import BLOCK_BYTES, CheckpointPlan, Plan
 from simulator.schedule import Lane, Op, OpKind, Schedule
-from simulator.schedules.checkpointed import (
-    CheckpointedLoop,
-    copy_rate,
-    reserved_bytes,
-)
+from simulator.schedules.checkpointed import CheckpointedLoop, copy_rate, reserved_bytes
 from simulator.schedules.write_order import Due, Pace, Writing, order_writing
 from simulator.update.recipes import RECIPES
 from simulator.workload import Workload

@@ -226,11 +226,7 @@ def _listed(given: Any) -> list[Any]:
 
 
 def _run(
-    workload: Workload,
-    machine: Machine,
-    points: Sequence[Point],
-    n_jobs: int | None,
-    shown: bool,
+    workload: Workload, machine: Machine, points: Sequence[Point], n_jobs: int | None, shown: bool
 ) -> tuple[list[dict[str, Any]], bool]:
     """Task by task, so that what is finished is kept whatever backend runs it."""
     from joblib import Parallel, delayed

@@ -41,13 +41,7 @@ KINDS = list(OpKind)
 LANE_COUNT = len(LANES)
 _COMPUTE, _UPDATE, _STORAGE, _NETWORK, _STORAGE_READ = (
     LANES.index(lane)
-    for lane in (
-        Lane.COMPUTE,
-        Lane.DEVICE_UPDATE,
-        Lane.STORAGE,
-        Lane.NETWORK,
-        Lane.STORAGE_READ,
-    )
+    for lane in (Lane.COMPUTE, Lane.DEVICE_UPDATE, Lane.STORAGE, Lane.NETWORK, Lane.STORAGE_READ)
 )
 _OUT = tuple(LANES.index(lane) for lane in sorted(D2H_LANES))
 _IN = tuple(LANES.index(lane) for lane in sorted(H2D_LANES))

@@ -9,15 +9,7 @@ from simulator.schedules.loop import ALL_CORES
 from simulator.schedules.planned_loop import PlannedLoop
 from simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES, footprint_by_kind
 from simulator.update.order import arrival_order
-from simulator.update.recipes import (
-    Bytes,
-    Slot,
-    Step,
-    Wait,
-    early_limits,
-    recipe_of,
-    slot_limits,
-)
+from simulator.update.recipes import Bytes, Slot, Step, Wait, early_limits, recipe_of, slot_limits
 from simulator.workload import Workload
 
 

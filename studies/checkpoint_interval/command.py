@@ -127,10 +127,7 @@ def as_fast_as_measured(
 def predict(simulation: CheckpointSimulation, choice: Choice, failures: Failures) -> dict[str, Any]:
     """The curve, and the rules on it."""
     iteration_s, cost = simulation.iteration_s, choice.cost
-    marks = {
-        "ebbtide": choice.saving.interval_steps,
-        **rules_of_thumb(iteration_s, cost, failures),
-    }
+    marks = {"ebbtide": choice.saving.interval_steps, **rules_of_thumb(iteration_s, cost, failures)}
     most = 40 * max(marks.values())
     steps = sorted({round(k) for k in np.geomspace(1, most, 80)} | set(marks.values()))
     return {

@@ -108,10 +108,7 @@ class Demo:
         self.console.print(demo_tables.times(times, machine_label(self.machine)))
         self._quiet(demo_tables.predictions(times, self.first_prediction))
         tensors = Run.load(self.folder, "stock").tensors
-        self._verdict(
-            same,
-            f"{tensors} parameters, masters and moments, {self.model.steps} losses",
-        )
+        self._verdict(same, f"{tensors} parameters, masters and moments, {self.model.steps} losses")
         return same
 
     def crash(self) -> bool:
@@ -128,8 +125,7 @@ class Demo:
         same = self._compare("plan", "resumed")  # plan was never killed
         resumed = Run.load(self.folder, "resumed")
         self._verdict(
-            same,
-            f"resumed at step {resumed.first_step}, against the run that was never killed",
+            same, f"resumed at step {resumed.first_step}, against the run that was never killed"
         )
         return same
 

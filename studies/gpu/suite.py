@@ -73,13 +73,7 @@ class Suite:
         What a run before has measured with the same arguments is taken as it is.
         """
         path = self._of_this_size("trials", f"{name}.json")
-        command = [
-            "studies.trials.offload_trial",
-            "--json",
-            str(path),
-            *self._sizes(),
-            *arguments,
-        ]
+        command = ["studies.trials.offload_trial", "--json", str(path), *self._sizes(), *arguments]
         row = self._measured(path, command)
         return {**row, "name": name} if "failed" not in row else {"variant": name, **row}
 

@@ -57,9 +57,7 @@ def loss_scaled_twice(engine: Any) -> None:
     scaled_loss(engine, lambda seen: 4.0 if (seen - 1) // micro_batches + 1 == AT else 1.0)
 
 
-def _wrong_gradient(
-    change: Callable[[torch.Tensor, list[torch.Tensor]], torch.Tensor],
-) -> Arm:
+def _wrong_gradient(change: Callable[[torch.Tensor, list[torch.Tensor]], torch.Tensor]) -> Arm:
     """One tensor's gradients of step `AT` are changed, with those that came before at hand."""
 
     def arm(engine: Any) -> None:

@@ -8,11 +8,7 @@ from studies.verify.defects import DEFECTS, Defect
 from studies.verify.held_out import HELD_OUT
 from studies.verify.updates import UPDATES
 
-ROUNDS: dict[str, tuple[Defect, ...]] = {
-    "first": DEFECTS,
-    "held out": HELD_OUT,
-    "updates": UPDATES,
-}
+ROUNDS: dict[str, tuple[Defect, ...]] = {"first": DEFECTS, "held out": HELD_OUT, "updates": UPDATES}
 
 
 def defects_of(rounds: tuple[str, ...], ranks: int) -> list[Defect]:

@@ -12,13 +12,7 @@ from simulator.analysis.bounds.modes import modes
 from simulator.analysis.bounds.sharing import Sharing
 from simulator.analysis.bounds.window import Window
 from simulator.analysis.many_plans import PlanSweep
-from simulator.engines.recipe_arrays import (
-    GUESSED,
-    HOME_CODES,
-    PLACEMENT_CODES,
-    SUMMED,
-    totals,
-)
+from simulator.engines.recipe_arrays import GUESSED, HOME_CODES, PLACEMENT_CODES, SUMMED, totals
 from simulator.engines.reference import capacities
 from simulator.schedule import Lane, Op, OpKind
 from simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES, Holding, footprint, tally

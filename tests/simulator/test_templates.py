@@ -6,12 +6,7 @@ import numpy as np
 import pytest
 
 from simulator import Layer, Plan, Workload, build_strategy, preset
-from simulator.analysis.templates import (
-    RETIMED_LAYER,
-    RETIMED_WORKLOAD,
-    Template,
-    Templates,
-)
+from simulator.analysis.templates import RETIMED_LAYER, RETIMED_WORKLOAD, Template, Templates
 from simulator.engines.compiled import compile_schedule, simulate_fast
 from simulator.schedule import OpKind
 from simulator.schedules.strategies import STRATEGIES

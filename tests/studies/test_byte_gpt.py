@@ -3,14 +3,7 @@ import pytest
 import torch
 
 from studies.bench import products
-from studies.bench.byte_gpt import (
-    SIZES,
-    Batches,
-    ByteGPT,
-    ByteGPTConfig,
-    ds_config,
-    python_sources,
-)
+from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ByteGPTConfig, ds_config, python_sources
 
 TINY = SIZES["tiny"]
 
@@ -103,8 +96,7 @@ def test_a_step_has_its_own_data_whenever_it_is_asked_for():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "message"),
-    [((2, 65, 2, 32), "hidden=65, heads=2"), ((0, 64, 2, 32), "layers=0")],
+    ("sizes", "message"), [((2, 65, 2, 32), "hidden=65, heads=2"), ((0, 64, 2, 32), "layers=0")]
 )
 def test_impossible_sizes_are_refused(sizes, message):
     with pytest.raises(ValueError, match=message):

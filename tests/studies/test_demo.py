@@ -9,17 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from simulator import (
-    Lane,
-    Layer,
-    MemoryPoint,
-    OpKind,
-    Plan,
-    Prediction,
-    Span,
-    Timeline,
-    Workload,
-)
+from simulator import Lane, Layer, MemoryPoint, OpKind, Plan, Prediction, Span, Timeline, Workload
 from studies.demo import command as demo
 from studies.demo import tables as demo_tables
 from studies.demo.crash import CrashError, checkpointed_plan, disk_bytes, kill_in_the_middle

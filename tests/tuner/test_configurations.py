@@ -379,10 +379,7 @@ def searched(tmp_path, config, *words):
         ({"train_micro_batch_size_per_gpu": "4"}, "train_micro_batch_size_per_gpu must be"),
         ({"train_batch_size": "32"}, "train_batch_size must be"),
         ({"train_batch_size": 32.0}, "train_batch_size must be"),
-        (
-            {"zero_optimization": {"offload_param": {"device": "cpu"}}},
-            "offload_param.*simulated",
-        ),
+        ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "offload_param.*simulated"),
     ],
 )
 def test_a_bad_config_is_an_error_and_never_a_verdict(tmp_path, config, rule):

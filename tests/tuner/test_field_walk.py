@@ -440,7 +440,7 @@ DS = {
 
 
 DS_BESIDE = {  # a bucket that sees all of a small model keeps all of it
-    "zero_optimization.stage3_max_reuse_distance": {"stage3_prefetch_bucket_size": 0},
+    "zero_optimization.stage3_max_reuse_distance": {"stage3_prefetch_bucket_size": 0}
 }
 
 

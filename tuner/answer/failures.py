@@ -16,13 +16,7 @@ from simulator.machine import Machine
 from simulator.plan import CheckpointPlan, Plan, Prediction
 from simulator.workload import Workload
 from tuner.answer.rows import Role
-from tuner.placements.checkpointing import (
-    LEAST_BUDGET_BYTES,
-    Choice,
-    blocks,
-    rated,
-    thriftiest,
-)
+from tuner.placements.checkpointing import LEAST_BUDGET_BYTES, Choice, blocks, rated, thriftiest
 
 RESTART_S = 60.0  # as `tune plan --restart` has it
 

@@ -4,13 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from simulator.analysis.best_setting import (
-    Compile,
-    Simulated,
-    best_setting,
-    compiled,
-    simulated,
-)
+from simulator.analysis.best_setting import Compile, Simulated, best_setting, compiled, simulated
 from simulator.engines.compiled import SimResult
 from simulator.limits import Limits
 from simulator.machine import Machine

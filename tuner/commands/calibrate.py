@@ -9,13 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tuner.commands.options import JSON, guarded, needs
-from tuner.inputs import (
-    BadInputError,
-    model_shape,
-    read_machine,
-    workload_options,
-    written,
-)
+from tuner.inputs import BadInputError, model_shape, read_machine, workload_options, written
 
 if TYPE_CHECKING:
     from simulator.machine import Machine

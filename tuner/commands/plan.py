@@ -51,8 +51,7 @@ if TYPE_CHECKING:
 @workload_options
 @click.option("-o", "--output", default="plan.json", show_default=True, help="Where it goes.")
 @click.option(
-    "--emit-deepspeed",
-    help="Write a DeepSpeed config that trains under the plan, for `tune run`.",
+    "--emit-deepspeed", help="Write a DeepSpeed config that trains under the plan, for `tune run`."
 )
 @click.option("--gpu-memory", type=SIZE, help="Device memory per rank, e.g. 24GiB.")
 @click.option("--host-memory", type=SIZE, help="Host memory per rank, e.g. 100GiB.")

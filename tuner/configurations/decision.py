@@ -112,10 +112,7 @@ class Front:
         return cls(may[::-1])
 
     def next(
-        self,
-        promises: Promises,
-        outcomes: dict[Configuration, Outcome],
-        fastest: float,
+        self, promises: Promises, outcomes: dict[Configuration, Outcome], fastest: float
     ) -> Configuration | None:
         """As `Contest.next`."""
         while self.open:

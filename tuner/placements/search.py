@@ -16,13 +16,7 @@ from simulator.analysis.bound import Bound, fluid_bound, tightened
 from simulator.analysis.bounds.window import NAMED
 from simulator.analysis.guessed import guesses_worth, late_s, mean_s
 from simulator.analysis.many_plans import PlanSweep
-from simulator.engines.recipe_arrays import (
-    GUESSED,
-    HOME_CODES,
-    PLACEMENT_CODES,
-    SUMMED,
-    totals,
-)
+from simulator.engines.recipe_arrays import GUESSED, HOME_CODES, PLACEMENT_CODES, SUMMED, totals
 from simulator.limits import Limits
 from simulator.machine import Machine
 from simulator.plan import ParameterHome, Placement, Plan, spread

@@ -34,15 +34,7 @@ from tuner.answer.ways_out import Changes
 from tuner.answer.ways_out import ways_out as nearest_changes
 from tuner.placements.memory import ImpossibleError
 from tuner.placements.storage import wear, with_storage
-from tuner.service.requests import (
-    Answer,
-    Goodput,
-    PlanJob,
-    Scenario,
-    Simulate,
-    WhatIf,
-    WhatIfJob,
-)
+from tuner.service.requests import Answer, Goodput, PlanJob, Scenario, Simulate, WhatIf, WhatIfJob
 from tuner.service.scenario import (
     check_plannable,
     job_of,

@@ -231,8 +231,7 @@ class WhatIf(Scenario):
     )
     gpu_memory_bytes: Annotated[list[Positive], Field(min_length=1, max_length=256)] | None = None
     changes: Annotated[
-        dict[Name, Annotated[list[float], Field(min_length=1, max_length=256)]],
-        Field(max_length=6),
+        dict[Name, Annotated[list[float], Field(min_length=1, max_length=256)]], Field(max_length=6)
     ] = Field(default_factory=dict, description="field of the machine or the workload -> values")
     format: Literal["json", "csv"] = "json"
 

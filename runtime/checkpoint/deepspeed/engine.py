@@ -377,11 +377,7 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     # -- loading: around engine.load_checkpoint
 
     def load_checkpoint(
-        self,
-        original: Callable[..., Any],
-        load_dir: str,
-        tag: str | None = None,
-        **options: Any,
+        self, original: Callable[..., Any], load_dir: str, tag: str | None = None, **options: Any
     ) -> Any:
         """Stands for ``engine.load_checkpoint``; see `Loading.load`."""
         self.wait_for_drain()

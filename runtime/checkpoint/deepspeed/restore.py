@@ -52,8 +52,7 @@ class Choice:
 
 
 def newest_valid(
-    directory: str | Path,
-    check: Callable[[str], list[Problem]] | None = None,
+    directory: str | Path, check: Callable[[str], list[Problem]] | None = None
 ) -> Choice:
     """The newest committed checkpoint of a folder whose every byte matches its manifest.
 

@@ -47,9 +47,7 @@ def only_weights() -> Iterator[None]:
 
 
 def load_file(
-    path: str | Path,
-    into: dict[tuple[Any, ...], torch.Tensor] | None = None,
-    readers: int = 4,
+    path: str | Path, into: dict[tuple[Any, ...], torch.Tensor] | None = None, readers: int = 4
 ) -> Any:
     """What ``torch.load(path, map_location="cpu", weights_only=True)`` returns.
 

@@ -143,8 +143,7 @@ def test_gradients_are_read_and_written_between_micro_batches(stage):
         return start(stage=stage, accumulation=3, clipping=0.05)
 
     assert_same(
-        micro_steps(attached(new(), MIX, DEVICE, device_sums=2), change),
-        micro_steps(new(), change),
+        micro_steps(attached(new(), MIX, DEVICE, device_sums=2), change), micro_steps(new(), change)
     )
     ours, theirs = shown.values()
     assert len(ours) == len(theirs) > 0

@@ -13,14 +13,7 @@ from simulator.schedule import OpKind
 from studies.bench.bits import differences, state_of
 from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config
 from tests.runtime.contract.test_bits import EVERY_PASS, ReadsAnothersParameter
-from tests.runtime.contract.training import (
-    EMULATED,
-    SUBGROUP,
-    attached,
-    plan_for,
-    start,
-    train,
-)
+from tests.runtime.contract.training import EMULATED, SUBGROUP, attached, plan_for, start, train
 
 pytestmark = [
     pytest.mark.usefixtures("only_rank"),

@@ -12,14 +12,7 @@ from simulator import PlanError
 from studies.bench.bits import state_of
 from studies.bench.byte_gpt import SIZES, Batches
 from tests.runtime.contract.test_bits import CASES, engine_for, stock
-from tests.runtime.contract.training import (
-    DEVICES,
-    assert_same,
-    attached,
-    outcome,
-    plan_for,
-    start,
-)
+from tests.runtime.contract.training import DEVICES, assert_same, attached, outcome, plan_for, start
 
 pytestmark = [
     pytest.mark.usefixtures("only_rank"),

@@ -52,10 +52,7 @@ def test_deepspeed_loads_what_was_saved_under_a_plan(tmp_path):
 
 def set_state(engine):
     """Through DeepSpeed's setters, from outside."""
-    from deepspeed.utils import (
-        safe_set_full_fp32_param,
-        safe_set_full_optimizer_state,
-    )
+    from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
     for parameter in list(engine.module.parameters())[:3]:
         value = torch.full(parameter.shape, 0.01)

@@ -13,14 +13,7 @@ from runtime.zero.checks.guard import ConfigError
 from runtime.zero.host_memory import check_host_memory
 from simulator import Plan
 from simulator.plan import PlanError
-from tests.runtime.contract.training import (
-    assert_same,
-    attached,
-    outcome,
-    plan_for,
-    start,
-    train,
-)
+from tests.runtime.contract.training import assert_same, attached, outcome, plan_for, start, train
 from tests.runtime.zoo.configs import as_trained
 from tests.runtime.zoo.training import plannable, trained
 
