@@ -2,8 +2,10 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 # Before torch is imported anywhere: tests share the machine with each other and with people.
@@ -12,7 +14,7 @@ for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
 # A thread that spins for its team keeps from its core what the team waits for: half of the time.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("MPLBACKEND", "Agg")
-if "TESTS_CPU_INFO" not in os.environ:  # the workers and their children have it from the first
+if "TESTS_CPU_INFO" not in os.environ:  # workers and children inherit it
     import cpuinfo
 
     os.environ["TESTS_CPU_INFO"] = json.dumps(cpuinfo.get_cpu_info())
@@ -22,6 +24,39 @@ sys.path.insert(0, _PROCESSOR)
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [_PROCESSOR, str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")])
 )
+
+
+def own_extensions(cache, prefix):
+    """The folder of compiled ops that belongs to the environment at ``prefix``; None: torch's own.
+
+    torch keeps a build under its op's name, whichever environment compiled it: of two that are
+    tested on one machine each compiled anew, in the middle of its tests, what the other had
+    compiled. What this one has there is copied with its times, so that ninja finds it done.
+    """
+    own = cache / "ebbtide" / f"test-ops-{zlib.crc32(str(prefix).encode()):08x}"
+    builds = list((cache / "torch_extensions").glob("*/*/build.ninja"))
+    mine = [file for file in builds if f"{prefix}/" in file.read_text()]
+    if own.exists() or not builds:
+        return own if own.exists() else None
+    complete = [file for file in mine if list(file.parent.glob("*.so"))]
+    if mine and not complete:
+        return None  # it is being compiled there
+    made = own.with_name(f"{own.name}-{os.getpid()}")
+    made.mkdir(parents=True)
+    for file in complete:
+        locks = shutil.ignore_patterns("lock", "ebbtide-*")
+        shutil.copytree(file.parent, made / file.parent.name, ignore=locks)
+    try:
+        made.rename(own)
+    except OSError:  # another run was first
+        shutil.rmtree(made)
+    return own
+
+
+if "TORCH_EXTENSIONS_DIR" not in os.environ:  # workers and children inherit it
+    _cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    if _folder := own_extensions(_cache, sys.prefix):
+        os.environ["TORCH_EXTENSIONS_DIR"] = str(_folder)
 # DeepSpeed calls ninja by name, also where .venv was not activated.
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 

@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from studies.bench.deepspeed_ops import _own_lock, build_host_ops
+from tests.conftest import own_extensions
 
 # Takes torch's lock inside ours, says so, and waits to be killed.
 _BUILDER = """
@@ -41,3 +42,21 @@ def test_missing_ninja_is_a_clear_error(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(RuntimeError, match=r"put \.venv/bin on PATH"):
         build_host_ops()
+
+
+def test_an_environment_keeps_what_it_compiled_when_another_compiles(tmp_path):
+    build = tmp_path / "torch_extensions" / "py311_cpu" / "op"
+    build.mkdir(parents=True)
+    assert own_extensions(tmp_path, "/one/.venv") is None  # nobody has compiled
+    (build / "build.ninja").write_text("cflags = -I/one/.venv/lib")
+    assert own_extensions(tmp_path, "/one/.venv") is None  # it is being compiled there
+    for name in ("op.so", "lock"):
+        (build / name).touch()
+    one = own_extensions(tmp_path, "/one/.venv")
+    assert sorted(path.name for path in (one / "op").iterdir()) == ["build.ninja", "op.so"]
+    assert (one / "op/op.so").stat().st_mtime_ns == (build / "op.so").stat().st_mtime_ns
+    (build / "build.ninja").write_text("cflags = -I/other/.venv/lib")
+    assert own_extensions(tmp_path, "/one/.venv") == one
+    third = own_extensions(tmp_path, "/third/.venv")
+    assert third != one
+    assert not list(third.iterdir())
