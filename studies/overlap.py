@@ -28,7 +28,7 @@ from studies.bench.console import study_parser, table_of
 from studies.bench.rank import become_only_rank
 from studies.bench.record import write_record
 from studies.trials.emulated_training import Bench, Measured, Setting, stock_state
-from studies.trials.guessed_overlap import UPDATE_RATIOS, measure_guesses
+from studies.trials.guessed_overlap import UPDATE_RATIOS, many_layers, measure_guesses
 
 STRIDES = (2, 3)
 RATIOS = (0.8, 0.7)  # of the state on the host: the device has memory for 0.3 of it
@@ -60,7 +60,7 @@ def main() -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     setting = Setting(layers=6, hidden=256).scaled(0.2) if args.quick else Setting()
     figures = measure(setting, args.steps, args.json.with_suffix(".trace.json"))
-    passes = Setting(layers=8, hidden=256).scaled(0.1) if args.quick else Setting().scaled(0.7)
+    passes = Setting(layers=8, hidden=256).scaled(0.1) if args.quick else many_layers()
     ratios = (1.0,) if args.quick else UPDATE_RATIOS
     figures |= measure_guesses(passes, args.steps, args.clipped_steps, ratios)
     write_record(args.json, "overlap", figures)

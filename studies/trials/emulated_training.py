@@ -19,6 +19,7 @@ from torch import nn
 
 from runtime.devices.emulated import EmulatedDevice, EmulatedRates
 from simulator import Layer, Machine, Plan, Quantity, Workload
+from simulator.machine import OUT_OF_PLACE
 from simulator.timeline import Timeline
 from simulator.update.optimizer import ADAM
 from studies.bench.products import product
@@ -41,6 +42,7 @@ class Setting:
     Attributes:
         forward_s, backward_s: of one layer.
         memory_share: device memory beyond parameters and gradients, over the size of all state.
+        host_adam_out_of_place: speed of updates that write elsewhere than they read, over in place.
     """
 
     layers: int = 16
@@ -53,6 +55,7 @@ class Setting:
     d2h_bytes_per_s: float = 130e6
     memory_share: float = 0.3
     duplex_factor: float = 1.0
+    host_adam_out_of_place: float = OUT_OF_PLACE
 
     def scaled(self, factor: float) -> Setting:
         """The same balance with a model of another size, in ``factor`` times the time."""
@@ -84,6 +87,7 @@ class Setting:
             "stock_host_adam_params_per_s": self.host_adam_params_per_s,
             "device_adam_params_per_s": self.device_adam_params_per_s,
             "duplex_factor": self.duplex_factor,
+            "host_adam_out_of_place": self.host_adam_out_of_place,
             "dram_bytes_per_s": 1e13, "storage_write_bytes_per_s": 1e9,
         }  # fmt: skip
         always = 4 * self.params  # wire parameters and, at most, all gradients
@@ -99,7 +103,7 @@ class Setting:
         """The same, for the emulated device."""
         return EmulatedRates(
             self.h2d_bytes_per_s, self.d2h_bytes_per_s, self.device_adam_params_per_s,
-            self.host_adam_params_per_s, self.duplex_factor,
+            self.host_adam_params_per_s, self.host_adam_out_of_place, self.duplex_factor,
         )  # fmt: skip
 
     def workload(self, forward_s: float, backward_s: float) -> Workload:

@@ -1,11 +1,13 @@
 """What updates before the norm bring on the emulated device, and what steps that clip cost."""
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from random import Random
 from typing import Any
 
 import tuner
+from profiler.rates.adam import host_adam_out_of_place
 from simulator import Plan
 from simulator.analysis.bound import bound
 from studies.bench.bits import differences
@@ -14,6 +16,8 @@ from studies.trials.emulated_training import Bench, Setting, stock_state
 UPDATE_RATIOS = (0.5, 1.0, 2.0)  # of all updates on the host to forward and backward
 CLIP_RATES = (0.05, 0.5, 1.0)
 LINK = 10  # times the parameters, in bytes per forward and backward: gradients are home in time
+LAYERS = 32
+ELEMENTS, BUDGET_S = 40_000_000, 10.0  # of a measured update: far more than the caches hold
 LONG = 1.0  # from this ratio on updates are as long as the passes
 
 
@@ -46,6 +50,16 @@ class Guessed:
         return self.barrier_s / self.guessed_s
 
 
+def many_layers() -> Setting:
+    """As many layers as models of 8 B parameters have, and as small that real arithmetic, which a
+    GPU would not leave to the host, takes little of the given times. Updates out of place are as
+    much slower as this machine's own are, measured here.
+    """
+    layers = Setting(layers=LAYERS, hidden=512, forward_s=0.8 / LAYERS, backward_s=1.6 / LAYERS)
+    apart = host_adam_out_of_place(ELEMENTS, os.cpu_count() or 1, BUDGET_S).median
+    return replace(layers.scaled(0.7), host_adam_out_of_place=min(1.0, apart))
+
+
 def setting_of(base: Setting, ratio: float) -> Setting:
     """The same passes with no room for state on the device."""
     passes_s = sum(base.given_s)
@@ -70,6 +84,7 @@ def measure_guesses(
         "guessed_iteration_over_floor": max(row.over_floor for row in rows),
         "gain_over_barrier": min(row.gain for row in rows if row.ratio >= LONG),
         "worst_slowdown_pct": max(slowdowns),
+        "guessed_host_adam_out_of_place": base.host_adam_out_of_place,
         "guessed_bit_identical": all(row.bit_identical for row in rows),
         "guessed_rows": [
             {**asdict(row), "iteration_over_floor": row.over_floor, "gain_over_barrier": row.gain}
