@@ -74,14 +74,13 @@ install() { # twice quiet: pip still prints its errors
         $pip $constraints 'torch>=2.10'
     fi
     if [ -n "$extra" ]; then
-        [ "$extra" != dev ] || compile_ops cpu_lion cpu_adagrad # the tests' other optimizers
         echo "setup: the extra [$extra] ..."
         $pip $constraints -e ".[$extra]"
     else
         echo "setup: DeepSpeed ..."
         # What the ops below import comes at once, so that pip replaces nothing under their feet.
         $pip $constraints 'deepspeed>=0.18.6,<0.20' ninja numba psutil pydantic
-        compile_ops cpu_adam deepspeed_shm_comm
+        compile_ops
         echo "setup: ebbtide ..."
         $pip $constraints -e '.[tune]'
     fi
@@ -89,8 +88,8 @@ install() { # twice quiet: pip still prints its errors
 
 # A minute for two cores, of which pip leaves one idle: in the background, each op by itself. Nobody
 # waits here: who needs them first waits for them, or compiles what failed and says why.
-compile_ops() { # names
-    for op in "$@"; do
+compile_ops() {
+    for op in cpu_adam deepspeed_shm_comm; do
         PATH="$PWD/$venv/bin:$PATH" nice -n 5 "$venv/bin/python" -m studies.bench.deepspeed_ops "$op" \
             >/dev/null 2>&1 </dev/null &
     done

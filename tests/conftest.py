@@ -38,11 +38,12 @@ def own_extensions(cache, prefix):
     mine = [file for file in builds if f"{prefix}/" in file.read_text()]
     if own.exists() or not builds:
         return own if own.exists() else None
-    if not all(list(file.parent.glob("*.so")) for file in mine):
-        return None  # one is being compiled there
+    complete = [file for file in mine if list(file.parent.glob("*.so"))]
+    if mine and not complete:
+        return None  # it is being compiled there
     made = own.with_name(f"{own.name}-{os.getpid()}")
     made.mkdir(parents=True)
-    for file in mine:
+    for file in complete:
         locks = shutil.ignore_patterns("lock", "ebbtide-*")
         shutil.copytree(file.parent, made / file.parent.name, ignore=locks)
     try:

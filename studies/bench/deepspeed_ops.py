@@ -1,6 +1,6 @@
 """Compiles DeepSpeed's host ops ahead of the first engine, and survives an interrupted compile.
 
-python -m studies.bench.deepspeed_ops cpu_adam    # one of them; without a name the usual two
+python -m studies.bench.deepspeed_ops cpu_adam    # one of them; both without a name
 """
 
 import contextlib
@@ -11,15 +11,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-BUILDERS = {
-    "cpu_adam": "CPUAdamBuilder", "deepspeed_shm_comm": "ShareMemCommBuilder",
-    "cpu_lion": "CPULionBuilder", "cpu_adagrad": "CPUAdagradBuilder",
-}  # fmt: skip
-USUAL = ("cpu_adam", "deepspeed_shm_comm")
+BUILDERS = {"cpu_adam": "CPUAdamBuilder", "deepspeed_shm_comm": "ShareMemCommBuilder"}
 
 
-def build_host_ops(ops: Iterable[str] = USUAL) -> None:
-    """Builds CPU Adam and, without a GPU, the shared-memory collectives; or others of `BUILDERS`.
+def build_host_ops(ops: Iterable[str] = BUILDERS) -> None:
+    """Builds CPU Adam and, without a GPU, the shared-memory collectives.
 
     About a minute on two cores the first time, cached in torch's extensions folder after that.
     What another process is building is waited for.
@@ -68,4 +64,4 @@ def _own_lock(folder: Path) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    build_host_ops(sys.argv[1:] or USUAL)
+    build_host_ops(sys.argv[1:] or BUILDERS)
