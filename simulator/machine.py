@@ -6,8 +6,9 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -46,42 +47,24 @@ OUT_OF_PLACE = 0.8  # of the speed in place: 0.81 to 0.98 on two cores of Zen 5,
 _OF_THE_NODE = ("dram", "storage")  # what all ranks draw from; the other shares are of links
 DEVICE_UPDATE_BYTES = 32  # p, m, v both ways; a fp32 gradient, or a 16-bit one with its parameter
 
-# Far above anything built so far: beyond it a unit was mistaken.
-_ABSURD: dict[str, float] = {
-    "h2d_bytes_per_s": 1e14,
-    "d2h_bytes_per_s": 1e14,
-    "pageable_h2d_bytes_per_s": 1e14,
-    "pageable_d2h_bytes_per_s": 1e14,
-    "dram_bytes_per_s": 1e15,
-    "host_copy_bytes_per_s": 1e15,
-    "host_adam_params_per_s": 1e14,
-    "stock_host_adam_params_per_s": 1e14,
-    "stock_host_adam_thread_params_per_s": 1e14,
-    "device_adam_params_per_s": 1e15,
-    "device_flops_per_s": 1e19,
-    "storage_write_bytes_per_s": 1e14,
-    "storage_read_bytes_per_s": 1e14,
-    "network_bytes_per_s": 1e14,
-    "device_memory_bytes_per_s": 1e15,
-}
-_COUNTED = ("device_memory_bytes", "host_memory_bytes", "cpu_cores", "gpus_per_node")
-CHANGEABLE = (*_ABSURD, "duplex_factor", *_COUNTED)  # by `Machine.with_rates`
-# Likewise of what a what-if does not change, or changes as a count.
-_ABSURD_OTHERS: dict[str, float] = {
-    "host_memory_bytes": 1e16,
-    "device_memory_bytes": 1e16,
-    "device_reserved_bytes": 1e12,
-    "cpu_cores": 1e5,
-    "numa_nodes": 1e4,
-    "gpus_per_node": 1e4,
-    "copy_latency_s": 1.0,
-    "launch_latency_s": 1.0,
-    "layer_issue_s": 10.0,
-    "loop_s": 1e5,
-    "storage_fsync_s": 1e3,
-    "writer_s_per_byte": 1e-3,
-    "save_s_per_tensor": 1e2,
-}
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """What holds of a field of the machine, whatever its value.
+
+    Attributes:
+        most: far above anything built so far: beyond it a unit was mistaken.
+        instead: where it was not measured, another field and by what that is multiplied.
+        changeable: by `Machine.with_rates`.
+        label: in tables of a machine; empty: it is not in them.
+        scatters: a robust plan allows for its spread.
+    """
+
+    most: float
+    instead: tuple[str, float] | None = None
+    changeable: bool = True
+    label: str = ""
+    scatters: bool = False
 
 
 class Machine(Page):
@@ -135,42 +118,54 @@ class Machine(Page):
     device_name: str = ""
     unified_memory: bool = False
     device_shares_host_cores: bool = False
-    gpus_per_node: int = Field(1, ge=1)
-    cpu_cores: int = Field(ge=1)
-    numa_nodes: int = Field(1, ge=1)
-    host_memory_bytes: int = Field(gt=0)
-    device_memory_bytes: int = Field(gt=0)
+    gpus_per_node: Annotated[int, Rate(1e4)] = Field(1, ge=1)
+    cpu_cores: Annotated[int, Rate(1e5)] = Field(ge=1)
+    numa_nodes: Annotated[int, Rate(1e4, changeable=False)] = Field(1, ge=1)
+    host_memory_bytes: Annotated[int, Rate(1e16)] = Field(gt=0)
+    device_memory_bytes: Annotated[int, Rate(1e16)] = Field(gt=0)
 
-    h2d_bytes_per_s: Quantity
-    d2h_bytes_per_s: Quantity
+    h2d_bytes_per_s: Annotated[Quantity, Rate(1e14, label="copy host to device", scatters=True)]
+    d2h_bytes_per_s: Annotated[Quantity, Rate(1e14, label="copy device to host", scatters=True)]
     duplex_factor: Quantity = Quantity.exact(1.0)
-    pageable_h2d_bytes_per_s: Quantity | None = None
-    pageable_d2h_bytes_per_s: Quantity | None = None
-    copy_latency_s: float = Field(1e-5, ge=0)
-    launch_latency_s: float = Field(5e-6, ge=0)
+    pageable_h2d_bytes_per_s: Annotated[Quantity | None, Rate(1e14, ("h2d_bytes_per_s", 1 / 4))] = (
+        None
+    )
+    pageable_d2h_bytes_per_s: Annotated[Quantity | None, Rate(1e14, ("d2h_bytes_per_s", 1 / 4))] = (
+        None
+    )
+    copy_latency_s: Annotated[float, Rate(1.0, changeable=False)] = Field(1e-5, ge=0)
+    launch_latency_s: Annotated[float, Rate(1.0, changeable=False)] = Field(5e-6, ge=0)
 
-    dram_bytes_per_s: Quantity
-    host_copy_bytes_per_s: Quantity | None = None
-    host_adam_params_per_s: Quantity
+    dram_bytes_per_s: Annotated[Quantity, Rate(1e15, label="host memory", scatters=True)]
+    host_copy_bytes_per_s: Annotated[Quantity | None, Rate(1e15, ("dram_bytes_per_s", 1 / 3))] = (
+        None
+    )
+    host_adam_params_per_s: Annotated[
+        Quantity, Rate(1e14, label="host Adam, ebbtide", scatters=True)
+    ]
     host_adam_out_of_place: Quantity | None = None
-    stock_host_adam_params_per_s: Quantity
-    stock_host_adam_thread_params_per_s: Quantity | None = None
-    device_adam_params_per_s: Quantity
+    stock_host_adam_params_per_s: Annotated[Quantity, Rate(1e14, label="host Adam, stock")]
+    stock_host_adam_thread_params_per_s: Annotated[Quantity | None, Rate(1e14)] = None
+    device_adam_params_per_s: Annotated[Quantity, Rate(1e15, label="device Adam", scatters=True)]
     host_adam_by_threads: dict[int, Quantity] = Field(default_factory=dict)
-    device_flops_per_s: Quantity | None = None
-    device_memory_bytes_per_s: Quantity | None = None
-    device_reserved_bytes: int = Field(0, ge=0)
-    layer_issue_s: Quantity | None = None
-    loop_s: Quantity | None = None
+    device_flops_per_s: Annotated[Quantity | None, Rate(1e19)] = None
+    device_memory_bytes_per_s: Annotated[
+        Quantity | None, Rate(1e15, ("device_adam_params_per_s", DEVICE_UPDATE_BYTES))
+    ] = None
+    device_reserved_bytes: Annotated[int, Rate(1e12, changeable=False)] = Field(0, ge=0)
+    layer_issue_s: Annotated[Quantity | None, Rate(10.0, changeable=False)] = None
+    loop_s: Annotated[Quantity | None, Rate(1e5, changeable=False)] = None
     unexplained_spread: float | None = Field(None, gt=0)
-    storage_write_bytes_per_s: Quantity
-    storage_read_bytes_per_s: Quantity | None = None
+    storage_write_bytes_per_s: Annotated[Quantity, Rate(1e14, label="storage write with fsync")]
+    storage_read_bytes_per_s: Annotated[
+        Quantity | None, Rate(1e14, ("storage_write_bytes_per_s", 1.0))
+    ] = None
     storage_duplex_factor: Quantity | None = None
     drives: dict[str, StorageRates] = Field(default_factory=dict)
-    storage_fsync_s: float = Field(1e-3, ge=0)
-    writer_s_per_byte: Quantity | None = None
-    save_s_per_tensor: Quantity | None = None
-    network_bytes_per_s: Quantity | None = None
+    storage_fsync_s: Annotated[float, Rate(1e3, changeable=False)] = Field(1e-3, ge=0)
+    writer_s_per_byte: Annotated[Quantity | None, Rate(1e-3, changeable=False)] = None
+    save_s_per_tensor: Annotated[Quantity | None, Rate(1e2, changeable=False)] = None
+    network_bytes_per_s: Annotated[Quantity | None, Rate(1e14)] = None
     contention: dict[str, Quantity] = Field(
         default_factory=dict,
         description="measured slow-downs, e.g. 'host_adam_while_h2d': speed then over speed alone",
@@ -184,13 +179,13 @@ class Machine(Page):
 
     @model_validator(mode="after")
     def _check_rates(self) -> Self:
-        for name, limit in (_ABSURD | _ABSURD_OTHERS).items():
+        for name, known in RATES.items():
             value: Quantity | float | None = getattr(self, name)
             number = value.median if isinstance(value, Quantity) else value
-            if number is not None and number > limit:
+            if number is not None and number > known.most:
                 raise RuleError(
-                    f"machine.{name} must be at most {limit:g} (no machine is beyond it), but got "
-                    f"{number:g}: check its unit",
+                    f"machine.{name} must be at most {known.most:g} (no machine is beyond it), but "
+                    f"got {number:g}: check its unit",
                     key=name,
                 )
         return self
@@ -274,21 +269,19 @@ class Machine(Page):
         quantity: Quantity | None = getattr(self, name)
         if quantity is not None:
             return quantity.median
-        if name == "pageable_h2d_bytes_per_s":
-            return self.h2d_bytes_per_s.median / 4
-        if name == "pageable_d2h_bytes_per_s":
-            return self.d2h_bytes_per_s.median / 4
-        if name == "host_copy_bytes_per_s":
-            return self.dram_bytes_per_s.median / 3
-        if name == "storage_read_bytes_per_s":  # which is at least as fast
-            return self.storage_write_bytes_per_s.median
-        if name == "device_memory_bytes_per_s":
-            return self.device_adam_params_per_s.median * DEVICE_UPDATE_BYTES
+        if (instead := RATES[name].instead) is not None:
+            other: Quantity = getattr(self, instead[0])
+            return other.median * instead[1]
         raise RuleError(
             f"machine.{name} is needed by this workload, but machine {self.name!r} does not "
             f"give it: add {name} to the machine file",
             key=f"machine.{name}",
         )
+
+    def has(self, name: RateName) -> bool:
+        """Whether `rate` has something to say."""
+        known = RATES.get(name)
+        return known is None or known.instead is not None or getattr(self, name) is not None
 
     def op_rate(self, name: RateName, cores: float) -> float:
         """`rate` of an op on so many cores: that of host updates depends on their threads.
@@ -391,7 +384,7 @@ class Machine(Page):
                 f"{reference:g}, but got {value:g}: check its unit",
                 key=name,
             )
-        if name in _COUNTED:
+        if isinstance(own, int):
             return int(value)
         return Quantity.exact(float(value), "assumed", "what-if")
 
@@ -412,6 +405,16 @@ class Machine(Page):
         facts = {name: values[name] for name in names}
         facts |= {f"{s.removesuffix('_bytes')}_gib": round(values[s] / 2**30) for s in sizes}
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+RATES: Mapping[str, Rate] = {
+    name: known
+    for name, field in Machine.model_fields.items()
+    for known in field.metadata
+    if isinstance(known, Rate)
+}
+# By `Machine.with_rates`.
+CHANGEABLE = (*(name for name, known in RATES.items() if known.changeable), "duplex_factor")
 
 
 def _last_pace(known: Mapping[int, float], counts: Sequence[int]) -> float:

@@ -63,16 +63,9 @@ class PlanSweep:
         self._allocate()
 
     def _rates(self) -> Floats:
-        w = self.workload
-        networked = w.network_step_gather_bytes or any(
-            layer.network_gather_bytes or layer.network_reduce_bytes for layer in w.layers
-        )
-        return np.array(
-            [
-                1.0 if name == "network_bytes_per_s" and not networked else self.machine.rate(name)
-                for name in RATES
-            ]
-        )
+        """``nan`` where the machine lacks one."""
+        has = self.machine.has
+        return np.array([self.machine.rate(n) if has(n) else np.nan for n in RATES])
 
     def _allocate(self) -> None:
         layers, subgroups = len(self.workload.layers), len(self.sizes)
@@ -179,7 +172,10 @@ class PlanSweep:
             tape = record(self.workload, homes, overlaps=overlaps)
             if len(self._programs) == MOST_PROGRAMS:
                 self._programs.pop(next(iter(self._programs)))
-            self._programs[key] = Program.of(tape), gone_bytes
+            program = Program.of(tape)
+            for rate in np.unique(program.rows[:, kernel.RATE]).astype(int):
+                self.machine.rate(RATES[rate])  # tells which one is missing
+            self._programs[key] = program, gone_bytes
         return self._programs[key]
 
     def _check(

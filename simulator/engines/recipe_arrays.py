@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, get_args
 
 import numpy as np
 
@@ -42,12 +42,8 @@ HOME_CODES: dict[Memory, int] = {"device": 0, "host": PARAMETERS_ON_HOST}
 GUESSED = 32  # added where `can_be_guessed`, for an update before the norm
 SUMMED = 16  # added where `can_be_summed`, for sums that stay on the device
 SLOTS = list(Slot)
-RATES: tuple[RateName, ...] = (
-    "wall_s", "h2d_bytes_per_s", "d2h_bytes_per_s", "host_adam_params_per_s",
-    "host_adam_out_of_place_params_per_s", "device_adam_params_per_s",
-    "network_bytes_per_s", "storage_write_bytes_per_s", "storage_read_bytes_per_s",
-)  # fmt: skip
-HOST_UPDATES = [RATES.index(name) for name in THREADED if name in RATES]
+RATES: tuple[RateName, ...] = get_args(RateName)
+HOST_UPDATES = [RATES.index(name) for name in THREADED]
 
 _WAIT_NORM, _WAIT_HOME, _WAIT_PREVIOUS, _WAIT_SUM, _WAIT_LAST = (
     int(w) for w in (Wait.NORM, Wait.GRADIENT | Wait.SUM, Wait.PREVIOUS, Wait.SUM, Wait.LAST)

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from simulator.limits import GIB
+from simulator.machine import RATES
 from simulator.plan import Placement
 from simulator.schedule import KINDS
 from simulator.update.tiers import Memory
@@ -24,15 +25,7 @@ if TYPE_CHECKING:
 
 MEMORIES: tuple[Memory, ...] = get_args(Memory)
 LONG_S = 10.0  # iterations from here on are told in seconds
-_RATES = {
-    "h2d_bytes_per_s": ("copy host to device", 1e9, "GB/s"),
-    "d2h_bytes_per_s": ("copy device to host", 1e9, "GB/s"),
-    "dram_bytes_per_s": ("host memory", 1e9, "GB/s"),
-    "host_adam_params_per_s": ("host Adam, ebbtide", 1e9, "G params/s"),
-    "stock_host_adam_params_per_s": ("host Adam, stock", 1e9, "G params/s"),
-    "device_adam_params_per_s": ("device Adam", 1e9, "G params/s"),
-    "storage_write_bytes_per_s": ("storage write with fsync", 1e9, "GB/s"),
-}
+UNITS = {"bytes": "GB/s", "params": "G params/s"}  # of a billion a second
 
 
 def wide_console() -> Console:
@@ -47,11 +40,12 @@ def show_machine(machine: Machine, console: Console) -> None:
     table = Table(title=f"{machine.name}: {machine.device_name}, {machine.cpu_cores} cores{nodes}")
     for column in ("rate", "median", "quartiles", "unit", "stable", "source"):
         table.add_column(column, justify="right" if column in ("median", "quartiles") else "left")
-    for field, (name, unit, label) in _RATES.items():
-        q = getattr(machine, field)
-        spread = f"{q.q1 / unit:.2f} to {q.q3 / unit:.2f}"
-        stable = "yes" if q.stable else "no"
-        table.add_row(name, f"{q.median / unit:.2f}", spread, label, stable, q.source)
+    for field, known in RATES.items():
+        if known.label:
+            q, unit = getattr(machine, field), UNITS[field.split("_")[-3]]
+            spread = f"{q.q1 / 1e9:.2f} to {q.q3 / 1e9:.2f}"
+            stable = "yes" if q.stable else "no"
+            table.add_row(known.label, f"{q.median / 1e9:.2f}", spread, unit, stable, q.source)
     console.print(table)
     for ranks, shares in machine.rank_shares.items():
         shares_text = ", ".join(f"{name} {q.median:.2f}" for name, q in shares.items())

@@ -2,14 +2,11 @@
 
 import random
 
-from simulator.machine import Machine
+from simulator.machine import RATES, Machine
 from simulator.quantity import Quantity
 
 SAMPLES = 16
-_SPREAD = (
-    "h2d_bytes_per_s", "d2h_bytes_per_s", "dram_bytes_per_s",
-    "host_adam_params_per_s", "device_adam_params_per_s",
-)  # fmt: skip
+_SPREAD = tuple(name for name, known in RATES.items() if known.scatters)
 
 
 def sampled_machines(machine: Machine, seed: int, samples: int = SAMPLES) -> list[Machine]:
