@@ -38,7 +38,7 @@ FIGURES: dict[str, dict[str, str]] = {
         "twin_flow_over_floor": "best Twin-Flow {:.2f}",
         "guessed_iteration_over_floor": "with updates before the norm {:.2f} of their floor",
         "gain_over_barrier": "{:.2f}x of waiting for it",
-        "worst_slowdown_pct": "up to {:.0f}% slower where steps clip",
+        "worst_slowdown_pct": "up to {:z.0f}% slower where steps clip",
         "bit_identical": "bit-identical: {}",
     },
     "simulator_speed": {

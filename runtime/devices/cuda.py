@@ -1,7 +1,5 @@
 """A CUDA GPU: a stream per lane, page-locked host buffers of exact size."""
 
-import contextlib
-import mmap
 import time
 import weakref
 from collections.abc import Sequence
@@ -13,7 +11,7 @@ from runtime.devices.base import DEVICE_LANES, HOST_LANES, Device
 from runtime.devices.clock import DeviceClock, Mark, Moment
 from runtime.devices.lane import Completion, Event, Lane
 from runtime.hardware.cores import bind, update_cores
-from runtime.hardware.pages import back, lock, unlock
+from runtime.hardware.pages import back, lock, own_pages, unlock
 from runtime.hardware.pci import address_of
 from runtime.kernels.step import UpdateStep
 from simulator.schedule import Lane as LaneName
@@ -78,7 +76,7 @@ class CudaDevice(Device):
     def host_empty(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
         if not elements:
             return torch.empty(0, dtype=dtype)
-        tensor = _on_own_pages(elements, dtype)
+        tensor = own_pages(elements, dtype)
         self._register(tensor)
         return tensor
 
@@ -176,22 +174,6 @@ def _unlock_all(index: int, registered: dict[int, torch.Tensor]) -> None:
         torch.cuda.synchronize(index)
     while registered:
         unlock(registered.popitem()[0])
-
-
-def _on_own_pages(elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """Host memory that shares no page with anything else: page locks reach no neighbour, and
-    O_DIRECT writes of a checkpoint take it as it is.
-
-    A forked process (a dataloader's worker) does not get these pages: it would copy each one that
-    either side writes to, and the GPU would go on with the one that is no longer ours. So a child
-    must not touch the optimizer's state or what is made of it: it gets a SIGSEGV. Workers that
-    save or read state are to be started by ``spawn``, or to be threads.
-    """
-    memory = mmap.mmap(-1, elements * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):  # large pages only make locking quicker
-        with contextlib.suppress(AttributeError, OSError):  # a kernel that lacks it
-            memory.madvise(getattr(mmap, advice))
-    return torch.frombuffer(memory, dtype=dtype, count=elements)
 
 
 def _pci_address(index: int) -> str | None:

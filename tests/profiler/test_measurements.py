@@ -1,6 +1,7 @@
 """Every measurement at a tiny size: structure, provenance, clean-up. Never a time."""
 
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -241,3 +242,29 @@ def test_saving_goes_by_the_tensor():
     found = saving.measure_save(0.01)
     assert 0 < found.median < 0.1
     assert found.source == "measured"
+
+
+def test_beside_a_gpu_updates_are_measured_in_the_runtimes_kind_of_memory(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    addresses = []
+    monkeypatch.setattr(
+        adam.host, "host_update", lambda state, *_, **__: addresses.extend(map(_advised, state))
+    )
+
+    adam.host_adam_by_threads(2**20, [1], 0.0)
+
+    assert addresses
+    assert all(addresses)
+
+
+def _advised(tensor: torch.Tensor) -> bool:
+    """The kernel was asked for large pages where it lies."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name = line.split()[0]
+        if "-" in name and not name.endswith(":"):
+            begin, end = (int(part, 16) for part in name.split("-"))
+            inside = begin <= tensor.data_ptr() < end
+        elif inside and name == "VmFlags:":
+            return "hg" in line.split()
+    return False
