@@ -40,7 +40,6 @@ RANKS = 4
 
 
 def main() -> None:
-    """Entry point of ``python -m studies.checkpointing``."""
     parser = study_parser("checkpointing", __doc__, drawn=True)
     parser.add_argument("--models", nargs="*", default=["4m", "40m", "110m"], help="measured")
     parser.add_argument("--steps", type=int, default=8, help="with a checkpoint after each")

@@ -34,7 +34,6 @@ LEAST_DUPLEX = 0.3
 
 
 def main() -> None:
-    """Entry point of ``python -m studies.fidelity``."""
     parser = study_parser("fidelity", __doc__)
     parser.add_argument("--plans", type=int, default=20)
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each plan")

@@ -30,7 +30,6 @@ ACCUMULATIONS = (1, 16)  # micro-batches of an optimizer step: the more, the les
 
 
 def main() -> None:
-    """Entry point of ``python -m studies.gains``."""
     parser = study_parser("gains", __doc__)
     path = parser.parse_args().json
     cases = [gain(*case, steps) for case in CASES for steps in ACCUMULATIONS]

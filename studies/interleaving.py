@@ -62,7 +62,6 @@ INTERLEAVED = Way("stride 2", prefetch=True, async_grads=True)
 
 
 def main() -> None:
-    """Entry point of ``python -m studies.interleaving``."""
     parser = study_parser("interleaving", __doc__, drawn=True)
     parser.add_argument("--quick", action="store_true", help="two models only, for tests")
     args = parser.parse_args()

@@ -18,15 +18,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.progress import track
 
 from simulator import Machine, Plan, Workload, build_schedule, simulate
 from simulator.analysis.bound import bound
 from studies.bench.bits import differences
-from studies.bench.console import study_parser, table_of
+from studies.bench.console import publish, study_parser
 from studies.bench.rank import become_only_rank
-from studies.bench.record import write_record
 from studies.trials.emulated_training import Bench, Measured, Setting, stock_state
 from studies.trials.guessed_overlap import UPDATE_RATIOS, many_layers, measure_guesses
 
@@ -48,7 +46,6 @@ class Row:
 
 
 def main() -> None:
-    """Entry point of ``python -m studies.overlap``."""
     parser = study_parser("overlap", __doc__)
     parser.add_argument("--steps", type=int, default=7, help="timed steps of each plan")
     parser.add_argument(
@@ -63,8 +60,7 @@ def main() -> None:
     passes = Setting(layers=8, hidden=256).scaled(0.1) if args.quick else many_layers()
     ratios = (1.0,) if args.quick else UPDATE_RATIOS
     figures |= measure_guesses(passes, args.steps, args.clipped_steps, ratios)
-    write_record(args.json, "overlap", figures)
-    show(figures)
+    publish("overlap", args.json, figures)
 
 
 def measure(setting: Setting, steps: int, trace: Path | None = None) -> dict[str, Any]:
@@ -131,30 +127,6 @@ def _row(
         name, found.iteration_s, predicted_s, found.forward_s, found.backward_s, found.step_s,
         found.iteration_s / floor_s,
     )  # fmt: skip
-
-
-def show(figures: dict[str, Any]) -> None:
-    """Prints the table."""
-    table = table_of(
-        f"emulated device; floor {figures['floor_s'] * 1e3:.0f} ms per iteration", "plan",
-        "iteration", "predicted", "forward", "backward", "step", "over floor"
-    )  # fmt: skip
-    for row in figures["rows"]:
-        times = ("iteration_s", "predicted_s", "forward_s", "backward_s", "step_s")
-        cells = [f"{row[key] * 1e3:.0f} ms" for key in times]
-        table.add_row(row["name"], *cells, f"{row['over_floor']:.3f}")
-    Console().print(table, f"bit-identical to stock: {figures['bit_identical']}")
-    guesses = table_of(
-        "updates before the norm", "updates / passes", "floor", "at the barrier", "before it",
-        "over floor", "gain", "slowdown where steps clip",
-    )  # fmt: skip
-    for row in figures["guessed_rows"]:
-        seconds = (f"{row[key] * 1e3:.0f} ms" for key in ("floor_s", "barrier_s", "guessed_s"))
-        slower = ", ".join(f"{rate}: {pct:.1f}%" for rate, pct in row["slowdown_pct"].items())
-        ratios = (f"{row[key]:.2f}" for key in ("iteration_over_floor", "gain_over_barrier"))
-        guesses.add_row(f"{row['ratio']:g}", *seconds, *ratios, slower)
-    same = figures["guessed_bit_identical"]
-    Console().print(guesses, f"bit-identical to stock, some steps clipped: {same}")
 
 
 if __name__ == "__main__":

@@ -32,7 +32,6 @@ HEADROOM_SHARE = 0.5  # of all parameters: device memory beside activations and 
 
 
 def main() -> None:
-    """Entry point of ``python -m studies.parameter_offload``."""
     parser = study_parser("parameter_offload", __doc__)
     parser.add_argument("--steps", type=int, default=7, help="timed steps of each")
     parser.add_argument("--quick", action="store_true", help="small and fast, for tests")

@@ -47,7 +47,6 @@ EXACT = ("stock", "superoffload", "twin_flow")
 
 
 def main() -> None:
-    """Entry point of ``python -m studies.peers``."""
     args = _arguments()
     import torch
 

@@ -87,7 +87,6 @@ class PageLocking(EmulatedDevice):
 
 
 def main() -> None:
-    """Entry point of ``python -m studies.run_memory``."""
     args = _arguments()
     # Freed buffers go back to the system at once, so that the resident set tells what is in use.
     if os.environ.get("MALLOC_MMAP_THRESHOLD_") is None:

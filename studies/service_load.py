@@ -243,7 +243,6 @@ def measure(clients: int, seconds: float) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point of ``python -m studies.service_load``."""
     parser = study_parser("service_load", __doc__)
     parser.add_argument("--clients", type=int, default=50, help="at once (50)")
     parser.add_argument("--seconds", type=float, default=60.0, help="of load (60)")

@@ -34,7 +34,6 @@ PLACEMENTS: tuple[Placement, ...] = ("host", "device", "resident")
 
 
 def main() -> None:
-    """Entry point of ``python -m studies.simulator_speed``."""
     parser = study_parser("simulator_speed", __doc__)
     parser.add_argument("--quick", action="store_true", help="small sizes only")
     args = parser.parse_args()

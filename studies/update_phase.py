@@ -32,7 +32,6 @@ TRIAD_BYTES_PER_ELEMENT = 16  # two reads, one write and its line read first
 
 
 def main() -> None:
-    """Entry point of ``python -m studies.update_phase``."""
     args = _arguments()
     become_only_rank()
     figures = measure(args.size, args.steps, args.sequence, args.subgroup)

@@ -13,7 +13,6 @@ import itertools
 import json
 import math
 import shutil
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -274,7 +273,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shutil.rmtree(folder, ignore_errors=True)
     publish("checkpoint_interval", args.json, figures, draw)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

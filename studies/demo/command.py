@@ -9,7 +9,6 @@ ui.perfetto.dev), summary.json and three pictures. Exit code 1 if a bit differs.
 
 import argparse
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -275,7 +274,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.print(f"[red]the demo stopped:[/red] {error}", markup=True)
         return 2
     return 0 if same else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -211,7 +211,3 @@ def _show(results: dict[str, dict[str, Any]], emulated: bool) -> None:
         words = [f"{key}: {figures[key]}" for key in shown if figures.get(key) not in (None, [])]
         table.add_row(name, "; ".join(words)[:200] or "done", str(figures.get("seconds", "")))
     Console(width=140).print(table)
-
-
-if __name__ == "__main__":
-    main()

@@ -119,7 +119,6 @@ class PhaseBorders:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point of ``python -m studies.memory_wall``."""
     args = _arguments(arguments)
     become_only_rank()
     size = "tiny" if args.quick else args.size

@@ -15,15 +15,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from simulator import Layer, Machine, Placement, Quantity, Workload
 from simulator.analysis.bound import bound
 from simulator.limits import GIB, Limits
-from studies.bench.console import study_parser
-from studies.bench.record import write_record
+from studies.bench.console import publish, study_parser
 from studies.optimality.real_models import further_pairs, real_pairs
 from tuner.placements.optimum import optimum
 from tuner.placements.planning import plan
@@ -34,7 +31,6 @@ PROVEN_PCT = 0.01  # closer to the bound than that, nothing better is left to fi
 
 
 def main() -> None:
-    """Entry point of ``python -m studies.optimality``."""
     parser = study_parser("optimality", __doc__)
     parser.add_argument("--pairs", type=int, default=200)
     parser.add_argument("--few", type=int, default=20, help="pairs with few subgroups")
@@ -49,22 +45,7 @@ def main() -> None:
     if args.real_models:
         figures["real_models"] = real_models(real_pairs(args.machine), args.machine)
         figures["further_models"] = real_models(further_pairs())
-    write_record(args.json, "optimality", figures)
-    Console().print(_table(figures))
-
-
-def _table(figures: dict[str, Any]) -> Table:
-    table = Table("figure", "value", title="plans against the best there can be")
-    for name in (
-        "pairs", "median_gap_pct", "p90_gap_pct", "max_gap_pct", "pairs_within_2_pct",
-        "pairs_proven_optimal", "seconds_per_plan_median", "seconds_per_plan_max",
-    ):  # fmt: skip
-        table.add_row(name, f"{figures[name]:.4g}")
-    for part in ("few_subgroups", "real_models", "further_models"):
-        for name, value in figures.get(part, {}).items():
-            if name not in ("rows", "machine"):
-                table.add_row(f"{part.replace('_', ' ')}: {name}", f"{value:.4g}")
-    return table
+    publish("optimality", args.json, figures)
 
 
 def measure(pairs: int, few: int, seed: int) -> dict[str, Any]:

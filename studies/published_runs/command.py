@@ -222,7 +222,3 @@ def _cell(found: dict[str, float] | None) -> str:
     if found is None:
         return "-"
     return f"{found['median_abs_pct_error']:.1f}/{found['p90_abs_pct_error']:.1f}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

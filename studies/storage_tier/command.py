@@ -63,7 +63,6 @@ SHARES = {ALL_STORED: 0.0, "ebbtide, half in memory": 0.5, "ebbtide, 0.9 in memo
 
 
 def main() -> None:
-    """Entry point of ``python -m studies.storage_tier``."""
     parser = study_parser("storage_tier", __doc__)
     parser.add_argument("--folder", type=Path, help="on the disk; its own folder by default")
     parser.add_argument("--size", default="200m", choices=sorted(SIZES), help="of the model")

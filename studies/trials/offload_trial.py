@@ -31,7 +31,6 @@ REDUCE_BUCKET = 50_000_000  # elements
 
 
 def main() -> None:
-    """Entry point of ``python -m studies.trials.offload_trial``."""
     args = arguments().parse_args()
     settle(args)
     become_only_rank()

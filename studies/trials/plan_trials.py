@@ -17,7 +17,6 @@ from studies.trials.offload_trial import WARMUP, arguments, make_engine, settle,
 
 
 def main() -> None:
-    """Entry point of ``python -m studies.trials.plan_trials``."""
     parser = arguments()
     parser.add_argument("--plans", type=Path, nargs="+", required=True)
     args = parser.parse_args()
