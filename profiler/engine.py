@@ -1,7 +1,5 @@
 """Profiles a live engine: driven by us, or by whoever trains it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -109,7 +107,7 @@ class PassiveProfile:
         self,
         engine: Any,
         iterations: int,
-        after_step: Callable[[PassiveProfile], None] | None = None,
+        after_step: "Callable[[PassiveProfile], None] | None" = None,
     ) -> None:
         check_iterations(iterations)
         check_engine(engine)

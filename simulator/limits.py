@@ -1,7 +1,5 @@
 """What one rank may take of each memory, and whether something fits."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -66,7 +64,7 @@ class Limits:
         host_memory_bytes: int | None = None,
         margin: float | None = None,
         storage_bytes: int | None = None,
-    ) -> Limits:
+    ) -> "Limits":
         """The machine's memory, or what is given.
 
         Args:
@@ -122,7 +120,7 @@ class Limits:
         return memory + (self.storage_bytes or 0)
 
     @property
-    def in_memory(self) -> Limits:
+    def in_memory(self) -> "Limits":
         """The same for plans that store nothing."""
         return replace(self, storage_bytes=None)
 

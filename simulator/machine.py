@@ -1,7 +1,5 @@
 """What one node can do: rates, capacities and how they share."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -331,7 +329,7 @@ class Machine(Page):
                 return rate0 + (rate1 - rate0) * (threads - n0) / (n1 - n0)
         return known[-1][1]
 
-    def with_rates(self, **rates: float) -> Machine:
+    def with_rates(self, **rates: float) -> "Machine":
         """This machine with other rates, for what-ifs: ``with_rates(h2d_bytes_per_s=5e10)``.
 
         Also takes ``duplex_factor``, ``device_memory_bytes``, ``host_memory_bytes`` and
@@ -356,7 +354,7 @@ class Machine(Page):
             duplex_factor=both or Quantity.exact(1.0),
         )  # fmt: skip
 
-    def storing_in(self, directories: Sequence[str]) -> Machine:
+    def storing_in(self, directories: Sequence[str]) -> "Machine":
         """This machine with the storage of these directories, by which state is shared out."""
         together = StorageRates.together({name: self.storage_of(name) for name in directories})
         return self.model_copy(
@@ -394,7 +392,7 @@ class Machine(Page):
         return self.fingerprint_of(self)
 
     @staticmethod
-    def fingerprint_of(hardware: Machine | Mapping[str, Any]) -> str:
+    def fingerprint_of(hardware: "Machine | Mapping[str, Any]") -> str:
         """`fingerprint` of a machine, or of the fields that it is made of."""
         names = ("device_kind", "device_name", "unified_memory", "gpus_per_node", "cpu_cores")
         sizes = ("host_memory_bytes", "device_memory_bytes")

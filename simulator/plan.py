@@ -1,7 +1,5 @@
 """The plan: where and when every subgroup is updated, and how often to checkpoint."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence
@@ -337,7 +335,7 @@ class Plan(Page):
         """All subgroups in the order of their updates; each queue's order is its part of it."""
         return issue_order(self.placements, self.order)
 
-    def placed(self, placements: Sequence[Placement], **changes: Any) -> Plan:
+    def placed(self, placements: Sequence[Placement], **changes: Any) -> "Plan":
         """The plan with other placements; the same subgroups are updated in the same order, and
         their parameters live where they did.
 
@@ -416,7 +414,7 @@ class Plan(Page):
             ) from None
 
     @classmethod
-    def from_fields(cls, fields: dict[str, Any]) -> Plan:
+    def from_fields(cls, fields: dict[str, Any]) -> "Plan":
         """A plan from its JSON fields.
 
         Raises:

@@ -1,7 +1,5 @@
 """A number that knows how it was obtained."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence
@@ -58,14 +56,14 @@ class Quantity(BaseModel):
         return self
 
     @classmethod
-    def exact(cls, value: float, source: Source = "assumed", detail: str = "") -> Quantity:
+    def exact(cls, value: float, source: Source = "assumed", detail: str = "") -> "Quantity":
         """One value without a spread."""
         return cls(median=value, q1=value, q3=value, n=1, source=source, detail=detail)
 
     @classmethod
     def from_samples(
         cls, samples: Sequence[float], source: Source = "measured", detail: str = ""
-    ) -> Quantity:
+    ) -> "Quantity":
         """Median and quartiles of repeated measurements.
 
         Raises:
@@ -78,7 +76,7 @@ class Quantity(BaseModel):
         q1, median, q3 = statistics.quantiles(samples, n=4, method="inclusive")
         return cls(median=median, q1=q1, q3=q3, n=len(samples), source=source, detail=detail)
 
-    def scaled(self, factor: float, detail: str = "") -> Quantity:
+    def scaled(self, factor: float, detail: str = "") -> "Quantity":
         """In another unit: median and quartiles times ``factor``, as often repeated."""
         values = {name: getattr(self, name) * factor for name in ("median", "q1", "q3")}
         return self.model_copy(update={**values, "detail": detail or self.detail})

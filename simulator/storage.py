@@ -1,7 +1,5 @@
 """The directories that state may be stored in: how fast each is, and several as one."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Self
 
@@ -30,7 +28,7 @@ class StorageRates(Page):
         return max(*alone, sum(alone) / max(1.0, 2 * self.duplex_factor.median))
 
     @classmethod
-    def together(cls, drives: Mapping[str, StorageRates]) -> Self:
+    def together(cls, drives: "Mapping[str, StorageRates]") -> Self:
         """Of subgroups that are cut by `shares`: each op ends with the last of its parts."""
         part = shares(drives)
         each = [(drives[name], part[name]) for name in drives]

@@ -1,7 +1,5 @@
 """What one rank has to do in one iteration."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
@@ -212,7 +210,7 @@ class Workload(Page):
         """Trainable elements of this rank's partition."""
         return sum(self.subgroups)
 
-    def recut(self, subgroup_size: int) -> Workload:
+    def recut(self, subgroup_size: int) -> "Workload":
         """The same with the subgroups that DeepSpeed cuts for another ``sub_group_size``.
 
         Raises:
@@ -241,7 +239,7 @@ class Workload(Page):
         return adds_on_device(self.zero_stage, self.grad_bytes_per_param, self.wire_bytes)
 
     @property
-    def serial(self) -> Workload:
+    def serial(self) -> "Workload":
         """A ZeRO-3 workload whose iterations under any plan last no longer than this one's: for
         bounds, and for orders of updates.
 
@@ -270,7 +268,7 @@ class Workload(Page):
         )  # fmt: skip
 
     @property
-    def one_subgroup(self) -> Workload:
+    def one_subgroup(self) -> "Workload":
         """The same with all of the state in a single subgroup: stock ZeRO-1 and 2 do not cut."""
         return Workload.model_validate({**self.model_dump(), "subgroups": (self.params,)})
 

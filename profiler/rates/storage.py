@@ -1,7 +1,5 @@
 """Write and read bandwidth of the folders that checkpoints and stored state go to."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os
@@ -135,7 +133,7 @@ def measure_drive(folder: Path, size_bytes: int, budget_s: float) -> drives.Stor
 class _Parts:
     """A file part after part; what is read is half a file away from what is written."""
 
-    def __init__(self, file: FileToWrite) -> None:
+    def __init__(self, file: "FileToWrite") -> None:
         blocks = file.size_bytes // BLOCK_BYTES
         self._file, self._blocks = file, max(1, blocks // PARTS)
         self._count = blocks // self._blocks
@@ -180,13 +178,13 @@ def affordable_bytes(path: Path, size_bytes: int, share_s: float) -> int:
     return max(1, blocks) * BLOCK_BYTES
 
 
-def _buffered(file: FileToWrite, share_s: float) -> Quantity:
+def _buffered(file: "FileToWrite", share_s: float) -> Quantity:
     durations = repeat_s(lambda: file.write(PLANNED_WRITERS, buffered=True), share_s)
     detail = f"{PLANNED_WRITERS} writers, {file.size_bytes} bytes, fsync, buffered"
     return rate(file.size_bytes, durations, "measured", detail)
 
 
-def _cpu_seconds(file: FileToWrite, share_s: float) -> list[float]:
+def _cpu_seconds(file: "FileToWrite", share_s: float) -> list[float]:
     """Of one writer's thread, whole files over and over: what it takes from training's threads."""
     result: list[float] = []
     end = time.perf_counter() + share_s

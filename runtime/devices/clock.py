@@ -1,7 +1,5 @@
 """The device's clock, in seconds of the host's, however long the training runs."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable
@@ -15,7 +13,7 @@ class Mark:
     __slots__ = ("_before", "_host", "_reached_s", "_recorded_s", "event")
 
     def __init__(
-        self, event: Any, reached_s: float | None, before: Mark | None, host: Callable[[], float]
+        self, event: Any, reached_s: float | None, before: "Mark | None", host: Callable[[], float]
     ) -> None:
         self.event = event
         self._reached_s = reached_s

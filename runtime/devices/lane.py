@@ -1,7 +1,5 @@
 """Lanes: in-order workers that run ops, and the completions they wait for."""
 
-from __future__ import annotations
-
 import queue
 import threading
 import time
@@ -42,7 +40,7 @@ class Completion:
         self.end_s = 0.0
 
     @classmethod
-    def done(cls, event: Event | None = None) -> Completion:
+    def done(cls, event: Event | None = None) -> "Completion":
         """One that has been issued already."""
         completion = cls()
         completion.event = event

@@ -7,8 +7,6 @@ build has no vector loop at all), which need not be the widest that this machine
 have been built elsewhere, by another compiler or for another CPU. So the loaded op itself is asked.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from abc import ABC, abstractmethod
@@ -62,7 +60,7 @@ class UpdateRule(ABC):
     own_step: ClassVar[bool] = False
 
     @classmethod
-    def of(cls, optimizer: Any) -> UpdateRule:
+    def of(cls, optimizer: Any) -> "UpdateRule":
         """The rule of a live optimizer, for the op that it has loaded.
 
         Raises:

@@ -4,8 +4,6 @@ Parameters have no names here, and a sharded one (FSDP2) is what its rank holds 
 are compared shard alike.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ import torch
 
 from runtime.verify.lines import Job, Lines, Piece, current_job, flip_one_bit, number
 
-_watching: list[_Watch] = []
+_watching: "list[_Watch]" = []
 
 
 def watch(done: Callable[[], None]) -> None:

@@ -1,7 +1,5 @@
 """Partitions of parameters on their way to the device: what one rank does in a gather's place."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -69,7 +67,7 @@ class Partitions:
             return held
         return executor.device.device_empty(held.numel(), held.dtype)
 
-    def fetch(self, params: list[Any], executor: Executor) -> Fetches | None:
+    def fetch(self, params: list[Any], executor: Executor) -> "Fetches | None":
         """On one rank: brings parameters in without a wait; None: DeepSpeed has to gather them.
 
         So DeepSpeed may ask for those of modules to come while their updates still run, and only

@@ -152,6 +152,10 @@ class PlannedZero:
         """Until DeepSpeed's own references show what the latest step has made."""
         raise NotImplementedError
 
+    def state_dict(self) -> dict[str, Any]:
+        self.publish()
+        return super().state_dict()  # type: ignore[misc, no-any-return]
+
     def timeline(self) -> Timeline:
         """What the latest steps did, op by op, in the simulator's own type."""
         return self._ebbtide.timeline()
@@ -210,6 +214,23 @@ def gated(name: str, read: Callable[[Any], Any] | None = None) -> property:
         self.__dict__[name] = value
 
     return property(get, None if read is not None else set_)
+
+
+def published(name: str, then: str = "") -> Callable[..., Any]:
+    """DeepSpeed's method of this name, once what is under way is published.
+
+    Args:
+        then: the method that takes over what it has loaded.
+    """
+
+    def method(self: PlannedZero, *args: Any, **kwargs: Any) -> Any:
+        self.publish()
+        result = getattr(super(PlannedZero, self), name)(*args, **kwargs)
+        if then:
+            getattr(self, then)()
+        return result
+
+    return method
 
 
 def float64_norm(part: torch.Tensor) -> torch.Tensor:

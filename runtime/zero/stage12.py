@@ -23,7 +23,7 @@ from runtime.execution.subgroup_state import Buffers, SubgroupState
 from runtime.kernels.rule import UpdateRule
 from runtime.kernels.step import UpdateStep
 from runtime.zero.flat_partitions import FlatPartitions, HomeSums, hand_back
-from runtime.zero.planned import PlannedZero, bring_home, float64_norm, gated
+from runtime.zero.planned import PlannedZero, bring_home, float64_norm, gated, published
 from simulator.plan import ParameterHome, Plan
 from simulator.workload import ZeroStage
 
@@ -326,23 +326,9 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):  # type: ignore[misc]
 
     # -- checkpoints -------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        self.publish()
-        return super().state_dict()  # type: ignore[no-any-return]
-
-    def update_lp_params(self) -> None:
-        self.publish()
-        super().update_lp_params()
-
-    def _restore_from_bit16_weights(self) -> None:
-        self.publish()
-        super()._restore_from_bit16_weights()
-        self._take_back()
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self.publish()
-        super().load_state_dict(*args, **kwargs)
-        self._adopt_loaded()
+    update_lp_params = published("update_lp_params")
+    _restore_from_bit16_weights = published("_restore_from_bit16_weights", "_take_back")
+    load_state_dict = published("load_state_dict", "_adopt_loaded")
 
     def _take_back(self) -> None:
         self._flat.take_back(self._ebbtide)

@@ -15,7 +15,7 @@ from runtime.kernels.step import UpdateStep
 from runtime.zero import stage3_buffers
 from runtime.zero.checks import private
 from runtime.zero.gathers import Gathers
-from runtime.zero.planned import PlannedZero, bring_home, float64_norm, gated
+from runtime.zero.planned import PlannedZero, bring_home, float64_norm, gated, published
 from simulator.plan import ParameterHome, Plan, PlanError
 from simulator.schedules.gathers import Gathered
 from simulator.workload import ZeroStage
@@ -245,31 +245,10 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         else:
             super().checkpoint_event_epilogue()
 
-    def state_dict(self) -> dict[str, Any]:
-        self.publish()
-        return super().state_dict()  # type: ignore[no-any-return]
-
-    def _rigid_load_state_dict(
-        self, state_dict: dict[str, Any], load_optimizer_states: bool = True
-    ) -> None:
-        self.publish()
-        super()._rigid_load_state_dict(state_dict, load_optimizer_states)
-        self._adopt_loaded()
-
-    def _load_universal_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        self.publish()
-        super()._load_universal_checkpoint(*args, **kwargs)
-        self._adopt_loaded()
-
-    def _restore_from_bit16_weights(self) -> None:
-        self.publish()
-        super()._restore_from_bit16_weights()
-        self._adopt_loaded()
-
-    def _restore_from_fp32_weights(self, all_state_dict: Any) -> None:
-        self.publish()
-        super()._restore_from_fp32_weights(all_state_dict)
-        self._adopt_loaded()
+    _rigid_load_state_dict = published("_rigid_load_state_dict", "_adopt_loaded")
+    _load_universal_checkpoint = published("_load_universal_checkpoint", "_adopt_loaded")
+    _restore_from_bit16_weights = published("_restore_from_bit16_weights", "_adopt_loaded")
+    _restore_from_fp32_weights = published("_restore_from_fp32_weights", "_adopt_loaded")
 
     def _adopt_loaded(self) -> None:
         executor = self._ebbtide.executor

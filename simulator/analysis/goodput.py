@@ -5,8 +5,6 @@ and a failure throws the job back to the last checkpoint that had reached it. Fa
 exponential (rate = nodes / MTBF of one node) and hit restarts too.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 
@@ -68,7 +66,9 @@ class CheckpointCost:
     def cost_s(self) -> float:
         return self.stall_s + self.interference_s
 
-    def at_interval(self, steps: int, iteration_s: float, busy: str) -> tuple[int, CheckpointCost]:
+    def at_interval(
+        self, steps: int, iteration_s: float, busy: str
+    ) -> "tuple[int, CheckpointCost]":
         """(steps between two commits, cost) of a save every ``steps``, whether or not it is done.
 
         A checkpoint that is still being written when the next one is due makes it wait, be skipped,

@@ -6,8 +6,6 @@ optimal all-reduce algorithms, 2009; NCCL tests, PERFORMANCE.md). A ring is as s
 hop. NCCL's trees for all-reduces between nodes bring no less into the busiest node.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -27,7 +25,7 @@ class Links:
     pair_bytes_per_s: float | None = None
 
     @classmethod
-    def of(cls, machine: Machine) -> Links:
+    def of(cls, machine: Machine) -> "Links":
         """NVLink where the machine has it, else through host memory over PCIe."""
         port, pair = (machine.other_rates.get(name) for name in (LINK, PAIR))
         if port is None:

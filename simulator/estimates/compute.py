@@ -6,8 +6,6 @@ slower per flop than large ones. What lies between the products (norms, activati
 residuals, rotary embedding, the loss) is bound by device memory alone.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -33,7 +31,7 @@ class Device:
     flash: bool = True
 
     @classmethod
-    def of(cls, machine: Machine, wire_bytes: int, tensor_parallel: int, flash: bool) -> Device:
+    def of(cls, machine: Machine, wire_bytes: int, tensor_parallel: int, flash: bool) -> "Device":
         return cls(
             machine.rate("device_flops_per_s"), machine.rate("device_memory_bytes_per_s"),
             wire_bytes, tensor_parallel, flash,

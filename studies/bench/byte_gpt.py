@@ -4,8 +4,6 @@ Real text that is on every machine, no tokenizer, no download. The data of a ste
 the step's number, so that a resumed run sees what the uninterrupted one saw.
 """
 
-from __future__ import annotations
-
 import os
 import sysconfig
 from dataclasses import dataclass, replace
@@ -57,7 +55,7 @@ class ByteGPTConfig:
         block = 12 * self.hidden**2 + 13 * self.hidden
         return self.layers * block + (2 * VOCABULARY + self.sequence + 2) * self.hidden
 
-    def with_sequence(self, sequence: int) -> ByteGPTConfig:
+    def with_sequence(self, sequence: int) -> "ByteGPTConfig":
         return replace(self, sequence=sequence)
 
 

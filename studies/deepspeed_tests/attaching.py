@@ -3,8 +3,6 @@
 An engine that could take a plan and does not get one fails its test with ebbtide's message.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import json
@@ -52,7 +50,7 @@ class Case:
     arm: str
     notes: Path
 
-    def __reduce__(self) -> tuple[Callable[..., Case], tuple[str, str, str]]:
+    def __reduce__(self) -> "tuple[Callable[..., Case], tuple[str, str, str]]":
         return begin, (self.name, self.arm, str(self.notes))
 
     def note(self, **what: Any) -> None:

@@ -1,7 +1,5 @@
 """What the demo's training runs left, read back and compared."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +31,7 @@ class Run:
     tensors: int
 
     @classmethod
-    def load(cls, folder: Path, name: str) -> Run:
+    def load(cls, folder: Path, name: str) -> "Run":
         facts = json.loads((folder / "runs" / f"{name}.json").read_text())
         return cls(
             name, facts["first_step"], tuple(facts["losses"]), tuple(facts["phases"]),

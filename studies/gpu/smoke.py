@@ -1,7 +1,5 @@
 """What fails first on a new machine: compilers, the device kernel, one step, overlap at all."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import shutil
@@ -158,7 +156,7 @@ class Synchronisations:
         self.places: Counter[str] = Counter()
         self._undo: list[tuple[Any, Any]] = []
 
-    def __enter__(self) -> Synchronisations:
+    def __enter__(self) -> "Synchronisations":
         for name in self.NAMES:
             path, _, member = name.rpartition(".")
             owner = getattr(torch.cuda, path) if path else torch.cuda

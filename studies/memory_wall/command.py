@@ -7,8 +7,6 @@ With a CUDA GPU: torch's allocator, and NVML's counters. Without one there is ne
 nor a link: the record then holds the process's memory and CPU use, and nulls for the device.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import threading
@@ -73,7 +71,7 @@ class Sampler(Generic[T]):
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def __enter__(self) -> Sampler[T]:
+    def __enter__(self) -> "Sampler[T]":
         self._thread.start()
         return self
 

@@ -4,8 +4,6 @@ Copies, updates, gradients and DeepSpeed are real; how long each copy, update an
 given: the rest of its time is slept. No figure from here is a GPU figure.
 """
 
-from __future__ import annotations
-
 import itertools
 import statistics
 import time
@@ -57,7 +55,7 @@ class Setting:
     duplex_factor: float = 1.0
     host_adam_out_of_place: float = OUT_OF_PLACE
 
-    def scaled(self, factor: float) -> Setting:
+    def scaled(self, factor: float) -> "Setting":
         """The same balance with a model of another size, in ``factor`` times the time."""
         quicker = self.params / (Setting.layers * Setting.hidden**2) / factor
         return replace(
@@ -124,7 +122,9 @@ class _PacedLinear(torch.autograd.Function):
     """A matrix product that takes a given time each way."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: PacedLayer) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: "PacedLayer"
+    ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.layer = layer
         with layer.compute(layer.forward_s):

@@ -4,8 +4,6 @@ Engines of different kinds never share a process: what one leaves behind (pinned
 a warm allocator) would be in the other's figures.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import warnings
@@ -78,7 +76,7 @@ class PhaseProcess:
         self._process.start()
         theirs.close()  # else the end of the child would not be the end of the pipe
 
-    def __enter__(self) -> PhaseProcess:
+    def __enter__(self) -> "PhaseProcess":
         return self
 
     def __exit__(self, *_: object) -> None:

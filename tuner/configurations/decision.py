@@ -5,8 +5,6 @@ the fastest? Bounds say what a configuration can give at best, so a contest is o
 is left that could still beat its leader.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -52,7 +50,7 @@ class Contest:
     at: int = 0
 
     @classmethod
-    def of(cls, some: Sequence[Configuration], promises: Promises, needs: bool) -> Contest:
+    def of(cls, some: Sequence[Configuration], promises: Promises, needs: bool) -> "Contest":
         may = [c for c in some if not promises.of(c).refused]
         fit = [c for c in may if not promises.of(c).missing_bytes]
         fit.sort(key=lambda c: -promises.of(c).tokens_per_s)
@@ -103,7 +101,7 @@ class Front:
     open: list[Configuration]
 
     @classmethod
-    def of(cls, every: Sequence[Configuration], promises: Promises) -> Front:
+    def of(cls, every: Sequence[Configuration], promises: Promises) -> "Front":
         may = _least_and_most_accumulated(
             [c for c in every if not (promises.of(c).refused or promises.of(c).missing_bytes)]
         )

@@ -1,7 +1,5 @@
 """What a user may set, and which combinations of it are worth asking about."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -62,7 +60,7 @@ class Configuration:
             )
         return ""
 
-    def changed(self, **knobs: Any) -> Configuration:
+    def changed(self, **knobs: Any) -> "Configuration":
         """The same with other values; without offload ``sub_group_size`` is the default one, so
         that configurations that are the same compare equal.
         """
@@ -107,7 +105,9 @@ class Space:
     global_batch: int | None = None
 
     @classmethod
-    def of(cls, base: Configuration, free: Sequence[str], global_batch: int | None = None) -> Space:
+    def of(
+        cls, base: Configuration, free: Sequence[str], global_batch: int | None = None
+    ) -> "Space":
         """The usual values of each free knob, and the base's own.
 
         Raises:

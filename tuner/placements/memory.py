@@ -1,7 +1,5 @@
 """What is said where no plan fits into memory."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from simulator.limits import GIB, Limits, Peaks
@@ -24,7 +22,7 @@ class ImpossibleError(RuleError):
     @classmethod
     def explain(
         cls, workload: Workload, limits: Limits, scores: Sequence[Peaks]
-    ) -> ImpossibleError:
+    ) -> "ImpossibleError":
         """From the peaks of everything that was tried."""
         if limits.unified:
             return cls._of_one_memory(limits, scores)
@@ -56,7 +54,7 @@ class ImpossibleError(RuleError):
         )
 
     @classmethod
-    def _of_one_memory(cls, limits: Limits, scores: Sequence[Peaks]) -> ImpossibleError:
+    def _of_one_memory(cls, limits: Limits, scores: Sequence[Peaks]) -> "ImpossibleError":
         least = min(scores, key=limits.missing_bytes)
         needed = least.device_peak_bytes + least.host_peak_bytes
         if limits.storage_bytes is not None and least.storage_bytes > limits.storage_bytes:

@@ -34,7 +34,16 @@ from tuner.answer.ways_out import Changes
 from tuner.answer.ways_out import ways_out as nearest_changes
 from tuner.placements.memory import ImpossibleError
 from tuner.placements.storage import wear, with_storage
-from tuner.service.requests import Answer, Goodput, PlanJob, Scenario, Simulate, WhatIf, WhatIfJob
+from tuner.service.requests import (
+    MACHINE_FACTS,
+    Answer,
+    Goodput,
+    PlanJob,
+    Scenario,
+    Simulate,
+    WhatIf,
+    WhatIfJob,
+)
 from tuner.service.scenario import (
     check_plannable,
     job_of,
@@ -47,6 +56,11 @@ from tuner.service.scenario import (
 from tuner.service.timeline_view import view
 
 Progress = Callable[[float, str], None]
+# What of a workload and of limits is told as it is.
+WORKLOAD_FACTS = (
+    "name", "params", "ranks_per_node", "nodes", "tokens_per_iteration", "provenance",
+)  # fmt: skip
+LIMITS = ("device_bytes", "host_bytes", "storage_bytes", "unified")
 TEMPLATES = Templates(build_strategy)  # a worker answers one request after the other
 
 
@@ -100,15 +114,11 @@ def answer(request: Answer, progress: Progress) -> dict[str, Any]:
         "plan": None if plan is None else plan.model_dump(mode="json"),
         "use": None if plan is None else use(plan, workload, request.ds_config),
         "limits": {
-            "device_bytes": limits.device_bytes,
-            "host_bytes": limits.host_bytes,
-            "storage_bytes": limits.storage_bytes,
-            "unified": limits.unified,
-            "notes": list(limits.explained),
+            **{name: getattr(limits, name) for name in LIMITS}, "notes": list(limits.explained),
         },
         "machine": _about_machine(machine),
         "workload": _about_workload(workload, request),
-    }
+    }  # fmt: skip
 
 
 def ways_out(request: Scenario, progress: Progress) -> dict[str, Any]:  # noqa: ARG001
@@ -121,16 +131,14 @@ def ways_out(request: Scenario, progress: Progress) -> dict[str, Any]:  # noqa: 
     return {
         "ways": [
             {
-                "label": way.label,
-                "changes": _of_scenario(way.changes),
-                "iteration_s": way.iteration_s,
-                "tokens_per_s": way.tokens_per_s,
+                "label": way.label, "changes": _of_scenario(way.changes),
+                "iteration_s": way.iteration_s, "tokens_per_s": way.tokens_per_s,
             }
             for way in nearest_changes(
                 job_of(request), machine_of(request), storage=storage_of(request) or None
             )
         ]
-    }
+    }  # fmt: skip
 
 
 def _of_scenario(changes: Changes) -> dict[str, Any]:
@@ -191,33 +199,21 @@ def _timelines(machine: Machine, workload: Workload, plan: Plan | None) -> dict[
 
 
 def _about_machine(machine: Machine) -> dict[str, Any]:
+    link, shown = machine.h2d_bytes_per_s, (*MACHINE_FACTS, "measured_with")
     return {
-        "name": machine.name,
-        "device_name": machine.device_name,
-        "device_kind": machine.device_kind,
-        "measured_with": machine.measured_with,
-        "gpus_per_node": machine.gpus_per_node,
-        "device_memory_bytes": machine.device_memory_bytes,
-        "host_memory_bytes": machine.host_memory_bytes,
-        "link_bytes_per_s": machine.h2d_bytes_per_s.median,
-        "link_source": machine.h2d_bytes_per_s.source,
-        "unified_memory": machine.unified_memory,
-    }
+        **{name: getattr(machine, name) for name in shown},
+        "link_bytes_per_s": link.median, "link_source": link.source,
+    }  # fmt: skip
 
 
 def _about_workload(workload: Workload, request: Scenario) -> dict[str, Any]:
     """With layers and parameters as the model's makers count them; a profile knows its rank's."""
     arch = job_of(request).architecture if request.workload is None else None
     return {
-        "name": workload.name,
-        "params": workload.params,
+        **{name: getattr(workload, name) for name in WORKLOAD_FACTS},
         "model_params": arch and sum(block.elements for block in arch.blocks()),
         "layers": arch.layers if arch else len(workload.layers),
         "subgroups": len(workload.subgroups),
-        "ranks_per_node": workload.ranks_per_node,
-        "nodes": workload.nodes,
-        "tokens_per_iteration": workload.tokens_per_iteration,
-        "provenance": workload.provenance,
     }
 
 
@@ -269,18 +265,12 @@ def plan_job(request: PlanJob, progress: Progress) -> dict[str, Any]:
     quick_s = quick.prediction.iteration_s
     progress(0.2, f"quick plan: {quick_s:.4g} s per iteration; searching a better one")
     result = search(
-        workload,
-        machine,
-        seed=request.seed,
-        robust=request.robust,
-        mtbf_s=request.mtbf_s,
-        restart_s=request.restart_s,
-        memory_margin=request.memory_margin,
-        offload_parameters=offloads_parameters(request),
-        storage=storage,
+        workload, machine, seed=request.seed, robust=request.robust, mtbf_s=request.mtbf_s,
+        restart_s=request.restart_s, memory_margin=request.memory_margin,
+        offload_parameters=offloads_parameters(request), storage=storage,
         endurance_bytes=request.endurance_bytes,
         progress=lambda share, what: progress(0.2 + 0.8 * share, what),
-    )
+    )  # fmt: skip
     return {"plan": result.model_dump(mode="json"), "quick_iteration_s": quick_s}
 
 

@@ -1,7 +1,5 @@
 """Worker processes by lane: light answers never wait behind heavy ones."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -66,7 +64,7 @@ class Worker:
         self._killed = False
 
     @classmethod
-    async def start(cls, niceness: int, quota: Quota) -> Worker:
+    async def start(cls, niceness: int, quota: Quota) -> "Worker":
         """Returns when it is warm.
 
         Raises:

@@ -26,6 +26,11 @@ Knob = Literal[
 KNOBS: tuple[Knob, ...] = get_args(Knob)
 MIB = 2**20
 MOST_ITERATIONS = 12
+# What of a machine is told as it is.
+MACHINE_FACTS = (
+    "name", "device_name", "device_kind", "gpus_per_node", "device_memory_bytes",
+    "host_memory_bytes", "unified_memory",
+)  # fmt: skip
 MOST_LAYERS, MOST_SUBGROUPS, MOST_BLOCKS = 1024, 4096, 200_000
 
 

@@ -156,15 +156,10 @@ def _machines(router: APIRouter, service: Service, names: _Names) -> None:
         return {
             "machines": [
                 {
+                    **{fact: getattr(m, fact) for fact in ask.MACHINE_FACTS},
                     "name": name,
-                    "device_name": m.device_name,
-                    "device_kind": m.device_kind,
                     "preset": name in presets,
-                    "gpus_per_node": m.gpus_per_node,
                     "multi_node": m.network_bytes_per_s is not None,
-                    "device_memory_bytes": m.device_memory_bytes,
-                    "host_memory_bytes": m.host_memory_bytes,
-                    "unified_memory": m.unified_memory,
                     "estimates": m.device_flops_per_s is not None,
                     "link_bytes_per_s": m.h2d_bytes_per_s.median,
                 }
@@ -206,18 +201,11 @@ def _models(router: APIRouter, service: Service) -> None:
     async def models() -> dict[str, Any]:
         """Known models, and the workload that the server was started with."""
         workload = service.examples.get("workload")
-        measured = (
-            []
-            if workload is None
-            else [
-                {
-                    "name": workload.name,
-                    "params": workload.params,
-                    "machine": service.examples["machine"].name,
-                    "label": service.examples.get("label", ""),
-                }
-            ]
-        )
+        measured = [] if workload is None else [{
+            "name": workload.name, "params": workload.params,
+            "machine": service.examples["machine"].name,
+            "label": service.examples.get("label", ""),
+        }]  # fmt: skip
         return {"models": list(MODELS), "workloads": measured, "strategies": list(STRATEGIES)}
 
 

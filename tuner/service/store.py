@@ -177,14 +177,10 @@ class Store:
                 again = row["attempts"] < most_attempts
                 note = f"the server ended during attempt {row['attempts']}"
                 note += "; it runs again" if again else f", of {most_attempts} at most"
+                state, ended_s = ("queued", None) if again else ("failed", time.time())
                 db.execute(
                     "UPDATE jobs SET state = ?, note = ?, finished_s = ? WHERE id = ?",
-                    (
-                        "queued" if again else "failed",
-                        note,
-                        None if again else time.time(),
-                        row["id"],
-                    ),
+                    (state, note, ended_s, row["id"]),
                 )
                 db.execute(
                     "UPDATE attempts SET ended_s = ?, outcome = 'the server ended' "
@@ -250,15 +246,8 @@ class Store:
             "SELECT id, name, created_s, summary FROM runs ORDER BY created_s DESC LIMIT ?",
             (limit,),
         )
-        return [
-            {
-                "id": row["id"],
-                "name": row["name"],
-                "created_s": row["created_s"],
-                **json.loads(row["summary"]),
-            }
-            for row in rows
-        ]
+        kept = ("id", "name", "created_s")
+        return [{k: row[k] for k in kept} | json.loads(row["summary"]) for row in rows]
 
     def run(self, run: str) -> str | None:
         row = self._db.execute("SELECT run FROM runs WHERE id = ?", (run,)).fetchone()

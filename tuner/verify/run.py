@@ -1,7 +1,5 @@
 """What a run's ranks have written, put together: numbers that do not depend on the partitioning."""
 
-from __future__ import annotations
-
 import json
 import math
 import struct
@@ -42,7 +40,7 @@ class Tensor:
     elements: int
     copies_agree: bool = True
 
-    def distance(self, other: Tensor) -> float:
+    def distance(self, other: "Tensor") -> float:
         """About the Euclidean distance: right to a factor of two."""
         return math.dist(self.sketch, other.sketch)
 

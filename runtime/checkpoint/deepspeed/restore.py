@@ -1,7 +1,5 @@
 """Picks the checkpoint to resume from: the one that DeepSpeed would load, if it is whole."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -164,7 +162,7 @@ class Resumption:
         tiers = [self._tiers.fast, self._tiers.durable]
         return sorted(tiers, key=lambda tier: tier.resolve() != load_dir.resolve())
 
-    def _whole(self, target: Candidate, directories: Sequence[Path]) -> Choice:
+    def _whole(self, target: "Candidate", directories: Sequence[Path]) -> Choice:
         copies = [target, *(Candidate.of(d, target.tag) for d in directories)]
         passed_over: dict[str, str] = {}
         for copy in copies:
@@ -179,7 +177,7 @@ class Resumption:
             f"{next(iter(passed_over.values()))}. {self._advice(directories)}"
         )
 
-    def _problem(self, copy: Candidate) -> str:
+    def _problem(self, copy: "Candidate") -> str:
         if copy.ours:
             problems = self._problems(copy.directory, copy.tag)
             more = f" and {len(problems) - 1} problems more" if len(problems) > 1 else ""
@@ -222,7 +220,7 @@ class Candidate:
     sequence: int = 0
 
     @classmethod
-    def of(cls, directory: Path, tag: str) -> Candidate:
+    def of(cls, directory: Path, tag: str) -> "Candidate":
         try:
             data = (directory / tag / GLOBAL_NAME).read_bytes()
             page = parse(data, GlobalManifest, GLOBAL_NAME)

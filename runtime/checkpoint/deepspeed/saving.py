@@ -1,7 +1,5 @@
 """One call of ``engine.save_checkpoint`` in the foreground: from its attempt to its job."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -48,7 +46,7 @@ class Means:
     @classmethod
     def reserve(
         cls, plan: CheckpointPlan, live: LiveState, files: Files, block_bytes: int, *, drains: bool
-    ) -> Means:
+    ) -> "Means":
         """``drains``: this rank copies what is committed to the durable tier, if there is one."""
         pace, tiers = Pace(plan.write_bytes_per_s), _tiers(plan)
         return cls(

@@ -1,7 +1,5 @@
 """Where the bytes of a checkpoint come from, and the buffers they pass through."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import mmap
@@ -52,12 +50,12 @@ class HostBytes:
         ctypes.memmove(destination, self.start + offset, size_bytes)  # releases the GIL
 
     @classmethod
-    def of_tensor(cls, tensor: torch.Tensor, subgroup: int | None = None) -> HostBytes:
+    def of_tensor(cls, tensor: torch.Tensor, subgroup: int | None = None) -> "HostBytes":
         """The bytes of a contiguous host tensor, without a copy."""
         return cls(tensor.data_ptr(), tensor.numel() * tensor.element_size(), tensor, subgroup)
 
     @classmethod
-    def of_bytes(cls, data: bytes) -> HostBytes:
+    def of_bytes(cls, data: bytes) -> "HostBytes":
         buffer = ctypes.create_string_buffer(data, len(data))
         return cls(ctypes.addressof(buffer), len(data), buffer)
 
