@@ -44,9 +44,8 @@ def main(argv: list[str] | None = None) -> None:
     # The deepspeed launcher says so to the program it starts, and the script may count on it.
     own = [f"--local_rank={args.local_rank}"] if args.local_rank is not None else []
     profiled = ProfiledScript(
-        args.out.resolve(), args.iterations, rank, ProgressFile(args.report, rank),
-        go_on=args.go_on,
-    )  # fmt: skip
+        args.out.resolve(), args.iterations, rank, ProgressFile(args.report, rank), go_on=args.go_on
+    )
     try:
         profiled.run(Path(words[0]), [*own, *words[1:]])
         _leave_job()

@@ -30,9 +30,7 @@ from studies.gpu.suite import Figures, Suite
 
 RATIOS = (0.8, 0.6, 0.9, 0.7, 0.5)
 UNCLIPPED = "_no_clipping"
-PEERS = (
-    "superoffload", "twin_flow", "zenflow", "torchao", "no_offload", "deepcompile", "features",
-)  # fmt: skip
+PEERS = ("superoffload", "twin_flow", "zenflow", "torchao", "no_offload", "deepcompile", "features")
 # Of a plan that has all of it, what each row is without.
 WITHOUT: Mapping[str, Figures] = {
     "all_on": {},

@@ -126,8 +126,8 @@ def _call(sweep: PlanSweep, plan: Plan) -> Callable[[], object]:
     codes = np.array([PLACEMENT_CODES[p] for p in plan.placements], dtype=np.int8)
     issue = np.array(plan.issue_order, dtype=np.int64)
     return lambda: sweep.evaluate(
-        codes, plan.staging_slots, plan.prefetch, plan.threads, plan.overlap_forward, issue,
-    )  # fmt: skip
+        codes, plan.staging_slots, plan.prefetch, plan.threads, plan.overlap_forward, issue
+    )
 
 
 if __name__ == "__main__":

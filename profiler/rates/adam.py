@@ -24,9 +24,7 @@ class AdamBuffers:
         self.wire = torch.zeros(elements, dtype=torch.bfloat16, device=device)
 
     def host_update(self, threads: int, source: Sequence[torch.Tensor] | None = None) -> None:
-        host.host_update(
-            self.state, self.gradient, self.wire, STEP, 0.5, threads, source=source
-        )  # fmt: skip
+        host.host_update(self.state, self.gradient, self.wire, STEP, 0.5, threads, source=source)
 
 
 def _as_the_runtime_has_them(elements: int) -> AdamBuffers:
@@ -116,10 +114,7 @@ def stock_host_adam(elements: int, budget_s: float, threads: int | None = None) 
 
     def update() -> None:
         gradient.mul_(0.999)
-        ops.adam_update(
-            _STOCK_OPTIMIZER, 1, 1e-4, 0.9, 0.999, 1e-8, 0.1, True,
-            p, gradient, m, v,
-        )  # fmt: skip
+        ops.adam_update(_STOCK_OPTIMIZER, 1, 1e-4, 0.9, 0.999, 1e-8, 0.1, True, p, gradient, m, v)
         buffers.wire.copy_(p)
 
     own = torch.get_num_threads()

@@ -231,9 +231,7 @@ def _measure(job: Job, rank: int, barrier: Any, enough: Any, sender: Connection)
                 if rank == 0:
                     alone = repeat_s(lambda: work(job.cores), job.budget_s, clock)
                 barrier.wait(PATIENCE_S + job.budget_s)
-                together = _together(
-                    lambda: work(job.own_threads), job, clock, enough, number
-                )  # fmt: skip
+                together = _together(lambda: work(job.own_threads), job, clock, enough, number)
                 result.append(([amount / s for s in alone], [amount / s for s in together]))
                 barrier.wait(PATIENCE_S)
         sender.send(result)

@@ -91,9 +91,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):  # type: ignore[misc]
                 self.update_offload_overflow_tracker(gradient)
             own_part = gradient.view(-1).narrow(0, start, elements)
             first = self.micro_step_id <= 0 or sums_all
-            self._bring_home(
-                key, own_part, first=first, boundary=boundary, alone=not accumulates
-            )  # fmt: skip
+            self._bring_home(key, own_part, first=first, boundary=boundary, alone=not accumulates)
         if boundary:
             self._drop_gradient(param)
 

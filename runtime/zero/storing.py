@@ -107,9 +107,7 @@ def _spaced(count: int, stored: int) -> frozenset[int]:
     return frozenset(i for i in range(count) if (i + 1) * stored // count > i * stored // count)
 
 
-def _plan(
-    engine: Any, sizes: tuple[int, ...], stored: frozenset[int], host_slots: int
-) -> Plan:  # fmt: skip
+def _plan(engine: Any, sizes: tuple[int, ...], stored: frozenset[int], host_slots: int) -> Plan:
     placements: list[Placement] = ["stored" if i in stored else "host" for i in range(len(sizes))]
     home = private.parameter_home(engine.optimizer)
     return Plan(

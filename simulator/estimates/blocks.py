@@ -121,9 +121,7 @@ class Architecture:
             Block(f"layer {i}", layer.params, layer.split, layer.flops_per_token, attention)
             for i in range(self.layers)
         ]
-        return [
-            self._block("embedding", self.embedding), *numbered, self._block("head", self.head)
-        ]  # fmt: skip
+        return [self._block("embedding", self.embedding), *numbered, self._block("head", self.head)]
 
     def _block(self, name: str, layout: tuple[str, ...], attention: int = 0) -> Block:
         parts = [PARTS[part](self) for part in layout]

@@ -11,9 +11,7 @@ from simulator.schedules.gathers import GatherRules
 from simulator.update.optimizer import ADAM, OPTIMIZERS
 from simulator.workload import WIRE_BYTES, WireDtype, ZeroStage
 
-BATCHES = (
-    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
-)  # fmt: skip
+BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 # Keys that a simulation reads; notes name the others.
 _READ = frozenset(
     {*BATCHES, "gradient_clipping", "data_types", "optimizer", "ebbtide"}

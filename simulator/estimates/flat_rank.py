@@ -62,9 +62,7 @@ class FlatRank(Rank):
             found = [parameter for rank in range(ranks) for parameter in found[rank::ranks]]
         if self.job.aligned:
             step = ALIGNMENT_BYTES // self.wire
-            found = [
-                *((layer, math.ceil(n / step) * step) for layer, n in found[:-1]), found[-1]
-            ]  # fmt: skip
+            found = [*((layer, math.ceil(n / step) * step) for layer, n in found[:-1]), found[-1]]
         return found
 
     def slice_elements(self, elements: int) -> int:

@@ -178,9 +178,7 @@ class Rank:
 
     def forward_s(self, block: Block) -> float:
         """Of one micro-batch: the device computes, the node gathers, the host issues."""
-        return overlapped_s(
-            self.device_s(block), self.issue_s(block), self.parameters_s(block)
-        )  # fmt: skip
+        return overlapped_s(self.device_s(block), self.issue_s(block), self.parameters_s(block))
 
     def backward_s(self, block: Block) -> float:
         """Two products per weight, one more where the forward is computed again."""

@@ -170,9 +170,7 @@ class TrainingLoop(ABC):
             gathers.append(
                 self.out.add(OpKind.PARAMETER_GATHER, Lane.COMPUTE, w.step_gather_s, after=waits)
             )
-        self.step_end = self.out.add(
-            OpKind.STEP_END, Lane.COMPUTE, 0.0, after=[*waits, *gathers]
-        )  # fmt: skip
+        self.step_end = self.out.add(OpKind.STEP_END, Lane.COMPUTE, 0.0, after=[*waits, *gathers])
 
     def _reduced(self, layer: int, after: int) -> tuple[int, int]:
         """Behind which op the next backward begins, and a layer's gradients are reduced."""

@@ -233,7 +233,7 @@ class _Session:
             "stall_mean_s": sum(stalls) / saves,
             "iteration_s": median(iterations) if every == 1 else length_s / steps,
             "checkpoints": steps // every if every else 0,
-        }  # fmt: skip
+        }
 
     def _save(self) -> float:
         begin = time.perf_counter()

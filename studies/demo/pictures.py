@@ -147,9 +147,7 @@ def _draw_bars(ax: Axes, bars: Mapping[str, Mapping[str, float]]) -> None:
 def _bar(
     ax: Axes, row: int, left: float, seconds: float, phase: str, longest: float, opacity: float
 ) -> None:
-    ax.barh(
-        row, seconds * 1e3, left=left, height=0.66, color=_PHASE_COLOURS[phase], alpha=opacity
-    )  # fmt: skip
+    ax.barh(row, seconds * 1e3, left=left, height=0.66, color=_PHASE_COLOURS[phase], alpha=opacity)
     if seconds > 0.06 * longest:
         white = phase in _WHITE_TEXT and opacity == 1.0
         ax.text(

@@ -170,9 +170,7 @@ def _row(pair: judging.Pair) -> dict[str, Any]:
     }  # fmt: skip
     for name in run.unknown:
         facts[name] = None
-    return {
-        **facts, "fits": fits(predicted), "predicted": predicted, "measured": run.measured,
-    }  # fmt: skip
+    return {**facts, "fits": fits(predicted), "predicted": predicted, "measured": run.measured}
 
 
 def print_tables(figures: dict[str, Any]) -> None:

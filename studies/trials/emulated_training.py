@@ -23,9 +23,7 @@ from simulator.update.optimizer import ADAM
 from studies.bench.products import product
 
 WARMUP = 2  # steps: DeepSpeed traces the first one; after a switch the slots fill in one
-RATES = (
-    "host_adam_params_per_s", "device_adam_params_per_s", "h2d_bytes_per_s", "d2h_bytes_per_s",
-)  # fmt: skip
+RATES = ("host_adam_params_per_s", "device_adam_params_per_s", "h2d_bytes_per_s", "d2h_bytes_per_s")
 ALWAYS_CLIPS, NEVER_CLIPS = 1e-9, 1e9  # norms
 ROWS = 4  # samples per batch: the real compute stays small beside the given times
 
@@ -272,7 +270,7 @@ class Bench:
             subgroup_size=self.setting.subgroup,
             placement=Plan.runs(["host"] * self.setting.layers),
             overlap_forward=False,
-        )  # fmt: skip
+        )
         result = self.measure(plan, steps, settle=True)
         return self.setting.workload(result.forward_s, result.backward_s)
 

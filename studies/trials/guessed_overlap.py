@@ -90,7 +90,7 @@ def measure_guesses(
             {**asdict(row), "iteration_over_floor": row.over_floor, "gain_over_barrier": row.gain}
             for row in rows
         ],
-    }  # fmt: skip
+    }
 
 
 def clipping(rate: float, seed: int = 0) -> Callable[[int], bool]:

@@ -83,9 +83,7 @@ extern "C" void adagrad_update(int id, int64_t step, float lr, float eps, float 
     ds_adagrad_step(id, step, lr, eps, wd, params, grads, sum);
 }
 """
-_F, _I, _P, _L, _B = (
-    ctypes.c_float, ctypes.c_int, ctypes.c_void_p, ctypes.c_int64, ctypes.c_bool,
-)  # fmt: skip
+_F, _I, _P, _L, _B = (ctypes.c_float, ctypes.c_int, ctypes.c_void_p, ctypes.c_int64, ctypes.c_bool)
 # DeepSpeed's source, the wrapper, what create and update take but for the first and last.
 _OPS = {
     "adam": ("adam/cpu_adam_impl.cpp", _ADAM, [*[_F] * 5, _B], [*[_F] * 5, _B, *[_P] * 4]),

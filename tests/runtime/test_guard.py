@@ -70,7 +70,7 @@ def test_the_key_of_old_is_taken(only_rank):
     model = ByteGPT(SIZES["tiny"])
     engine, *_ = runtime.initialize(
         model=model, model_parameters=model.parameters(), config=made, plan=plan
-    )  # fmt: skip
+    )
     assert engine.optimizer._ebbtide.plan.placements == ("host",)
     engine.destroy()
 
@@ -90,7 +90,7 @@ def test_a_plan_takes_the_place_of_other_ways_to_offload_and_says_so(name, only_
     plan = Plan(subgroup_size=10**9, placement=Plan.runs(["host"]))
     engine, *_ = runtime.initialize(
         model=model, model_parameters=model.parameters(), config=made, plan=plan
-    )  # fmt: skip
+    )
     assert engine.optimizer._ebbtide.plan.placements == ("host",)
     assert made == before
     assert (says is None) == ("is left to the plan" not in caplog.text)
@@ -114,7 +114,7 @@ def test_where_nothing_is_offloaded_deepspeed_is_left_alone(only_rank, caplog):
     model = ByteGPT(SIZES["tiny"])
     engine, *_ = runtime.initialize(
         model=model, model_parameters=model.parameters(), config=made, plan="auto"
-    )  # fmt: skip
+    )
     assert not hasattr(engine.optimizer, "_ebbtide")
     assert caplog.text.count("this engine is left to DeepSpeed, without a plan") == 1
     engine.destroy()
@@ -264,9 +264,9 @@ def test_accumulation_counts_against_free_memory(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "given", "expected"), [("2", {}, 50_000_000), ("2", {"reduce_bucket_size": 7}, 7),
-                                     ("4", {}, None)],
-)  # fmt: skip
+    ("ranks", "given", "expected"),
+    [("2", {}, 50_000_000), ("2", {"reduce_bucket_size": 7}, 7), ("4", {}, None)],
+)
 def test_gradients_set_out_early_where_the_config_leaves_it_open(
     monkeypatch, ranks, given, expected
 ):

@@ -44,9 +44,7 @@ def new_engine(stage=3, **zero):
     torch.manual_seed(0)
     model = ByteGPT(SIZES["tiny"])
     config = ds_config(2, SUBGROUP, learning_rate=1e-3, stage=stage, **zero)
-    return deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), config=config
-    )[0]  # fmt: skip
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 
 
 def train(engine, steps=STEPS, after_step=lambda number: None):
@@ -89,9 +87,8 @@ def test_switching_between_steps_changes_no_bit(only_rank, stage, device):
 
     def switch(number):
         plan = plan_of(
-            patterns[(number + 1) % 3], count, slots=3, prefetch=2,
-            homes=homes[number % len(homes)],
-        )  # fmt: skip
+            patterns[(number + 1) % 3], count, slots=3, prefetch=2, homes=homes[number % len(homes)]
+        )
         switch_plan(engine, plan)
         now = engine.optimizer._ebbtide.plan
         same_homes = now.parameter_homes == plan.parameter_homes
@@ -211,9 +208,9 @@ def test_predicted_and_measured_times_go_to_deepspeeds_monitor(only_rank, tmp_pa
     model = ByteGPT(SIZES["tiny"])
     config = ds_config(2, SUBGROUP, learning_rate=1e-3)
     config["csv_monitor"] = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
-    engine = deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), config=config
-    )[0]  # fmt: skip
+    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[
+        0
+    ]
     sizes = tuple(int(n) for n in engine.optimizer.fp16_partitioned_groups_flat_numel)
     layers = tuple(Layer(params=n, forward_s=0.01, backward_s=0.02) for n in sizes)
     workload = Workload(name="w", layers=layers, subgroups=sizes, subgroup_size=SUBGROUP)

@@ -55,9 +55,7 @@ def test_bits_of_deepspeeds_op(kind, settings, group, build, n):
         grad = (torch.randn(n, generator=generator) * 10.0**size).bfloat16()
         host_update(ours, grad, out, rule.step(group, number), 0.37, 2, tail)
         p, *moments = theirs
-        getattr(op, f"{kind.name}_update")(
-            7, number, *updated, p, grad.float() * 0.37, *moments
-        )  # fmt: skip
+        getattr(op, f"{kind.name}_update")(7, number, *updated, p, grad.float() * 0.37, *moments)
     getattr(op, f"destroy_{kind.name}")(7)
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
     assert torch.equal(out, theirs[0].bfloat16())

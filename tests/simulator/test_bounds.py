@@ -371,8 +371,8 @@ def test_visits_beyond_the_slots_wait_for_a_write_back():
     update_s, in_s, out_s = 1e8 / 50e9, 12e8 / 20e9, 12e8 / 10e9
     by_hand = 2 * 0.5 + update_s + out_s + in_s + update_s + 0.01
     plan = Plan(
-        subgroup_size=10**8, placement=Plan.runs(["device"] * 2), staging_slots=1, prefetch=1,
-    )  # fmt: skip
+        subgroup_size=10**8, placement=Plan.runs(["device"] * 2), staging_slots=1, prefetch=1
+    )
     assert simulate(build_schedule(work, plan), have).iteration_s == pytest.approx(by_hand)
     assert floor_of(work, have, 0, 2, 0, 1) == pytest.approx(by_hand, rel=2e-5)
     both_s = 2 * 0.5 + 2 * update_s + 2 * 0.01
@@ -384,8 +384,8 @@ def test_a_slot_holds_its_visits_one_after_the_other():
     work, have = workload(2), machine()
     by_hand = 2 * (1e8 / 50e9 + 12e8 / 20e9 + 12e8 / 10e9)
     plan = Plan(
-        subgroup_size=10**8, placement=Plan.runs(["device"] * 2), staging_slots=1, prefetch=1,
-    )  # fmt: skip
+        subgroup_size=10**8, placement=Plan.runs(["device"] * 2), staging_slots=1, prefetch=1
+    )
     steady = simulate(build_schedule(work, plan, 12), have).iteration_s
     assert steady == pytest.approx(by_hand)
     assert floor_of(work, have, 0, 2, 0, 1) == pytest.approx(by_hand, rel=2e-5)
@@ -400,8 +400,8 @@ def test_the_last_visit_shares_the_link_with_the_one_before():
     alone_s = 12e8 / 20e9
     by_hand = 3 * 0.5 + alone_s + 2 * alone_s + 0.01
     plan = Plan(
-        subgroup_size=10**8, placement=Plan.runs(["device"] * 3), staging_slots=2, prefetch=2,
-    )  # fmt: skip
+        subgroup_size=10**8, placement=Plan.runs(["device"] * 3), staging_slots=2, prefetch=2
+    )
     steady = simulate(build_schedule(work, plan, 6), have).iteration_s
     assert steady == pytest.approx(by_hand, rel=1e-3)
     # The bound lets the one between leave at another time.

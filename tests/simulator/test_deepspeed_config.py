@@ -197,7 +197,7 @@ def test_a_number_that_json_reads_as_infinite_is_refused(tmp_path):
         ({"zero_optimization": True}, {"zero_optimization": {"stage": 1}}),
         ({"fp16": {"enabled": "true"}}, {"fp16": {"enabled": True}}),
     ],
-)  # fmt: skip
+)
 def test_values_are_taken_for_what_deepspeed_takes_them(given, read):
     assert loaded(given) == read
 

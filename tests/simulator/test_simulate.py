@@ -91,9 +91,8 @@ def test_a_device_update_slows_the_forward_beside_it():
     out = ScheduleBuilder()
     out.add(OpKind.FORWARD, Lane.COMPUTE, 4.0, device_share=1.0)
     out.add(
-        OpKind.UPDATE_DEVICE, Lane.DEVICE_UPDATE, 1.0, "device_adam_params_per_s",
-        device_share=1.0,
-    )  # fmt: skip
+        OpKind.UPDATE_DEVICE, Lane.DEVICE_UPDATE, 1.0, "device_adam_params_per_s", device_share=1.0
+    )
     timeline = simulate(Schedule(ops=tuple(out.ops)), machine())
     assert spans(timeline, OpKind.UPDATE_DEVICE) == [(0, 2)]
     assert spans(timeline, OpKind.FORWARD) == [(0, 5)]

@@ -44,8 +44,7 @@ def test_a_step_waits_for_its_updates_and_then_gathers():
     work = workload((10, 10), zero_stage=2, step_gather_s=3.0, network_step_gather_bytes=5)
     timeline = simulate(build_schedule(work, host_plan(work)), machine())
     spans = {s.kind: s for s in timeline.spans if s.iteration == 2}
-    gathers = [s for s in timeline.spans if s.iteration == 2
-               and s.kind == OpKind.PARAMETER_GATHER]  # fmt: skip
+    gathers = [s for s in timeline.spans if s.iteration == 2 and s.kind == OpKind.PARAMETER_GATHER]
     assert {g.lane for g in gathers} == {Lane.COMPUTE, Lane.NETWORK}
     last_copy = max(s.end_s for s in timeline.spans if s.kind == OpKind.PARAMETER_H2D)
     assert {g.start_s for g in gathers} == {last_copy}
@@ -55,10 +54,8 @@ def test_a_step_waits_for_its_updates_and_then_gathers():
 def test_zero_1_sends_gradients_home_once_behind_all_of_backward():
     first, second = (
         simulate(build_schedule(w, host_plan(w)), machine())
-        for w in (
-            workload((10, 10), zero_stage=s, gradient_accumulation_steps=3) for s in (1, 2)
-        )
-    )  # fmt: skip
+        for w in (workload((10, 10), zero_stage=s, gradient_accumulation_steps=3) for s in (1, 2))
+    )
     homes = [s for s in first.spans if s.iteration == 2 and s.kind == OpKind.GRADIENT_D2H]
     behind = max(s.end_s for s in first.spans if s.iteration == 2 and s.kind == OpKind.BACKWARD)
     assert len(homes) == 2
@@ -217,7 +214,7 @@ def test_round_robin_deals_whole_parameters_out_to_the_ranks():
     def layers(**zero):
         made = workload_from_model(
             LLAMA, preset("h200"), {"zero_optimization": {"stage": 2, **zero}}, data_parallel=4
-        )  # fmt: skip
+        )
         return [layer.params for layer in made.layers], made
 
     plain, before = layers()

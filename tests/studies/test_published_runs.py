@@ -403,9 +403,9 @@ def blanked(tmp_path, **values):
 
 
 @pytest.mark.parametrize(
-    "column", ["layers", "hidden", "seq", "micro_batch", "offload_ratio", "subgroup", "stride",
-               "prefetch"]
-)  # fmt: skip
+    "column",
+    ["layers", "hidden", "seq", "micro_batch", "offload_ratio", "subgroup", "stride", "prefetch"],
+)
 def test_a_blank_is_the_usual_setting_and_is_named(tmp_path, column):
     run = blanked(tmp_path, **{column: "", "global_batch": ""})
     assert column in run.unknown

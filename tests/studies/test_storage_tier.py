@@ -14,7 +14,7 @@ from studies.storage_tier.command import (
     _plan,
     _together,
     run,
-)  # fmt: skip
+)
 
 pytestmark = pytest.mark.usefixtures("only_rank")
 

@@ -159,11 +159,11 @@ def test_no_color_is_obeyed(files):
     assert planned.exit_code == 0
     terminal = {"FORCE_COLOR": "1", "TERM": "xterm-256color", "NO_COLOR": None}
     shown = {
-        no_color: CliRunner().invoke(
-            main, ["show", str(files / "plan.json")], env=terminal | {"NO_COLOR": no_color}
-        ).output
+        no_color: CliRunner()
+        .invoke(main, ["show", str(files / "plan.json")], env=terminal | {"NO_COLOR": no_color})
+        .output
         for no_color in (None, "1")
-    }  # fmt: skip
+    }
     colour = re.compile(r"\x1b\[(\d+;)*[349]\d")
     assert colour.search(shown[None])
     assert not colour.search(shown["1"])

@@ -60,8 +60,7 @@ def base_machine(**changes):
 
 
 def base_workload(**changes):
-    fields = {"subgroup_size": 4_000_000, "ranks_per_node": 2, "clip": True,
-              "parameters": (SIZES,)}  # fmt: skip
+    fields = {"subgroup_size": 4_000_000, "ranks_per_node": 2, "clip": True, "parameters": (SIZES,)}
     return workload(SIZES, 0.002, 0.004, **{**fields, **changes})
 
 

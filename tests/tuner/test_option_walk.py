@@ -412,7 +412,7 @@ ALONE = [
     ("PLAN --pipeline-parallel 2", "pipeline_parallel must"),
     ("PLAN --ds-config nvme.json", "nvme_path must name a folder"),
     ("plan --machine rtx4090 --model m.json -o p.json --data-parallel 4", "network_bytes_per_s"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("line", "says"), ALONE)

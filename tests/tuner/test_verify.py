@@ -491,7 +491,7 @@ def test_fewer_steps_than_asked_for_are_said(tmp_path):
     assert "2 steps (of 4 asked for: the command ended)" in result.output
 
 
-SCRIPT = '''
+SCRIPT = """
 import json, sys
 import deepspeed, torch
 from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, train_step
@@ -504,7 +504,7 @@ engine = deepspeed.initialize(model=model, model_parameters=model.parameters(),
 batches = Batches(2, 32)
 for step in range(100):
     train_step(engine, batches.at(step, engine.device))
-'''  # fmt: skip
+"""
 
 
 @pytest.mark.slow

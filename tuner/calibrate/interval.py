@@ -88,11 +88,11 @@ def workload_interval_s(
 def _with_passes(workload: Workload, times: float) -> Workload:
     """The same with every layer's passes so many times as long."""
     layers = tuple(
-        layer.model_copy(update={
-            "forward_s": times * layer.forward_s, "backward_s": times * layer.backward_s,
-        })
+        layer.model_copy(
+            update={"forward_s": times * layer.forward_s, "backward_s": times * layer.backward_s}
+        )
         for layer in workload.layers
-    )  # fmt: skip
+    )
     return workload.model_copy(update={"layers": layers})
 
 

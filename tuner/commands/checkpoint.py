@@ -29,10 +29,8 @@ def list_(folders: tuple[str, ...], as_json: bool) -> None:
     from runtime.checkpoint.protocol.inspect import list_checkpoints
 
     rows = [
-        {**tier, **_row(item)}
-        for root, tier in _tiers(folders)
-        for item in list_checkpoints(root)
-    ]  # fmt: skip
+        {**tier, **_row(item)} for root, tier in _tiers(folders) for item in list_checkpoints(root)
+    ]
     _print_rows(rows, as_json)
 
 
@@ -77,7 +75,7 @@ def prune(folders: tuple[str, ...], keep: int, as_json: bool) -> None:
         {**tier, "removed": str(item)}
         for root, tier in _tiers(folders)
         for item in delete(root, keep)
-    ]  # fmt: skip
+    ]
     _print_rows(rows, as_json)
 
 

@@ -57,9 +57,7 @@ from tuner.service.timeline_view import view
 
 Progress = Callable[[float, str], None]
 # What of a workload and of limits is told as it is.
-WORKLOAD_FACTS = (
-    "name", "params", "ranks_per_node", "nodes", "tokens_per_iteration", "provenance",
-)  # fmt: skip
+WORKLOAD_FACTS = ("name", "params", "ranks_per_node", "nodes", "tokens_per_iteration", "provenance")
 LIMITS = ("device_bytes", "host_bytes", "storage_bytes", "unified")
 TEMPLATES = Templates(build_strategy)  # a worker answers one request after the other
 

@@ -56,9 +56,9 @@ def verify(
 
     runs = _sides(against, made)
     if all(_same(run, other) for run, other in pairwise(runs)):
-        return Verification(runs, tuple(
-            judge(run, other, None, same_bits=True) for run, other in pairwise(runs)
-        ))  # fmt: skip
+        return Verification(
+            runs, tuple(judge(run, other, None, same_bits=True) for run, other in pairwise(runs))
+        )
     repeated = _repeated(runs, made)
     reference = runs[-1]
     side = reference.name if reference.name != AGAIN else runs[0].name

@@ -256,9 +256,7 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._saved = state
         return True
 
-    def _save_in_background(
-        self, attempt: Attempt, write: Callable[[], Any], begin: float
-    ) -> Note:  # fmt: skip
+    def _save_in_background(self, attempt: Attempt, write: Callable[[], Any], begin: float) -> Note:
         in_place = self._returns_in_place()
         save = Save(attempt, self._means, in_place=in_place)
         if foreign_trainer() == "transformers":
@@ -321,9 +319,7 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             self._reap()
         except CheckpointError as error:
             failure = error
-        verdict = self._peers.agree(
-            running=self.running, failure=str(failure or ""), target=target
-        )  # fmt: skip
+        verdict = self._peers.agree(running=self.running, failure=str(failure or ""), target=target)
         if failure is not None:
             raise failure
         if verdict.failure:

@@ -127,11 +127,11 @@ class Loading:
         return {
             path: tensor
             for path, tensor in tensors_of(tree)
-            if tensor.device.type == "cpu" and tensor.is_contiguous()
-            and self._live.runs(
-                tensor.data_ptr(), tensor.numel() * tensor.element_size()
-            ) is not None
-        }  # fmt: skip
+            if tensor.device.type == "cpu"
+            and tensor.is_contiguous()
+            and self._live.runs(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+            is not None
+        }
 
     def _restore_random(self, folder: Path) -> None:
         path = folder / random_file(self._rank)

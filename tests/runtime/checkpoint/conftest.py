@@ -100,7 +100,7 @@ class Bench:
         )  # fmt: skip
         return Job(
             attempt, commit, writer, self.live, files, keep, durably=durably, stored=announced
-        )  # fmt: skip
+        )
 
     def save(self, state, tag=None, **options):
         """Saves and waits; raises what went wrong."""

@@ -76,9 +76,7 @@ def test_what_is_not_host_memory_is_filled_through_some(tmp_path, monkeypatch):
     monkeypatch.setattr(safe_load, "CHUNK_BYTES", 1000)
     target = torch.zeros(7, 500, dtype=torch.bfloat16)
     there = target.untyped_storage().data_ptr()
-    monkeypatch.setattr(
-        safe_load, "on_host", lambda t: t.untyped_storage().data_ptr() != there
-    )  # fmt: skip
+    monkeypatch.setattr(safe_load, "on_host", lambda t: t.untyped_storage().data_ptr() != there)
     tree = {"module": {"w": torch.randn(7, 500).bfloat16(), "step": torch.tensor(3)}}
     torch.save(tree, tmp_path / "file.pt")
     found = safe_load.load_file(tmp_path / "file.pt", {("module", "w"): target})

@@ -42,9 +42,7 @@ def rank_1(folder, point, log):
         bench.save(some_state(1), "a", rank=1, world_size=2, nonce="first", step=1)
         say("saved")
         files = Stops(point, say)
-        bench.save(
-            some_state(2), "b", rank=1, world_size=2, nonce="second", step=2, files=files
-        )  # fmt: skip
+        bench.save(some_state(2), "b", rank=1, world_size=2, nonce="second", step=2, files=files)
     except BaseException as error:  # noqa: BLE001 - the parent reads it
         say(f"told: {error}")
     finally:

@@ -69,7 +69,7 @@ def test_the_footprint_is_what_is_allocated(pattern, gradients, stage):
     homes = ["device", "host"] if stage == 3 else ["device"]
     engine = attached(
         start(stage=stage, **options), PATTERNS[pattern], DEVICE, seed=None, homes=homes
-    )  # fmt: skip
+    )
     own = engine.optimizer._ebbtide
     if micro_batches > 1:  # what is kept from one window to the next is there from the second on
         train(engine, 2 * micro_batches)
@@ -234,7 +234,7 @@ def test_both_memories_are_within_3_percent_of_what_a_process_takes(
     command = [sys.executable, "-m", "tests.runtime.measured_memory", case, str(page)]
     done = subprocess.run(
         command, env=child_environment, capture_output=True, text=True, check=False
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     for memory, (told, taken) in json.loads(page.read_text()).items():
         assert taken == pytest.approx(told, rel=0.03), memory

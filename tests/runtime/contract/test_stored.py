@@ -76,9 +76,7 @@ def test_training_goes_on_as_plans_take_state_off_storage_and_leave_it_there():
 @pytest.mark.parametrize("begin", [["host"], ["host", "device"], ["stored", "host"]])
 def test_training_goes_on_as_plans_take_state_to_storage(begin, tmp_path):
     """A checkpoint after each step; a run under the first plan resumes from the last."""
-    later = {
-        1: ["host", "stored"], 2: ["host"], 3: ["stored", "stored", "host"], 4: ["stored"],
-    }  # fmt: skip
+    later = {1: ["host", "stored"], 2: ["host"], 3: ["stored", "stored", "host"], 4: ["stored"]}
 
     def between(engine, number):
         engine.save_checkpoint(tmp_path / "ck")

@@ -119,7 +119,7 @@ def main():
     folder, rank = Path(sys.argv[1]), os.environ["RANK"]
     found = compare("default") | compare(
         "no persistent", stage3_param_persistence_threshold=0, **AWAY
-    )  # fmt: skip
+    )
     found |= compare("gathered ahead", speculate=9, accumulation=2, **AWAY, **EVERY_PASS)
     found |= compare(
         "guessed", [(["host", "device"], DEVICE)], speculate=9, accumulation=2, clipping=4.0,

@@ -158,9 +158,7 @@ def mutable(opcodes):
     after the other: eight of them, or four pairs.
     """
     places = {op: [i for i, o in enumerate(opcodes) if o == op] for op in ptx_to_cpp.MUTATED}
-    return {
-        i: op for op, found in places.items() for i in found[:: 4 if op.count("x2") else 8]
-    }  # fmt: skip
+    return {i: op for op, found in places.items() for i in found[:: 4 if op.count("x2") else 8]}
 
 
 def test_ptx_is_assembled_without_another_fusion(kernels, tmp_path):

@@ -99,9 +99,8 @@ def with_trainer(key: dict[str, Any] | None, **options: Any) -> tuple[Any, list[
     net = wrap(model())
     data = samples()
     trainer = transformers.Trainer(
-        model=net, args=made, train_dataset=data, eval_dataset=data[:3],
-        callbacks=callbacks,
-    )  # fmt: skip
+        model=net, args=made, train_dataset=data, eval_dataset=data[:3], callbacks=callbacks
+    )
     trainer.train()
     return trainer.deepspeed, logged(trainer) + saved_models(Path(made.output_dir))
 

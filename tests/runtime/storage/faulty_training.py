@@ -121,7 +121,7 @@ def cases():
         "torn at the end": Case(Drive(write, torn, 4), at=STEPS - 1),
         "flipped master": Case(flip_tensor=0),
         "read at resume": Case(Drive(read, fails(errno.EIO), 4), at=None),
-    }  # fmt: skip
+    }
 
 
 def engine_on(place, drive, case):

@@ -18,9 +18,7 @@ from tests.runtime.zoo.configs import as_trained
 from tests.runtime.zoo.training import plannable, trained
 
 PARAMS = {"lr": 1e-3, "weight_decay": 0.1}
-STATES_16 = {
-    "enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True,
-}  # fmt: skip
+STATES_16 = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 SGD = {
     "optimizer": {"type": "SGD", "params": {"lr": 1e-3, "momentum": 0.9}},
     "zero_allow_untested_optimizer": True,
@@ -142,9 +140,9 @@ def test_a_step_has_the_settings_of_its_launch():
 
 
 @pytest.mark.parametrize("home", ["device", "host"])
-@pytest.mark.parametrize("extra", [
-    TORCH_ADAM, {"bf16": STATES_16}, SGD,
-], ids=["torch_adam", "states_16", "sgd"])  # fmt: skip
+@pytest.mark.parametrize(
+    "extra", [TORCH_ADAM, {"bf16": STATES_16}, SGD], ids=["torch_adam", "states_16", "sgd"]
+)
 def test_all_of_its_memory_is_told(extra, home):
     """Before anything is allocated, after, and once the first step has made the moments."""
     away = {"offload_param": {"device": "cpu"}} if home == "host" else {}
