@@ -255,8 +255,11 @@ def preset_names() -> tuple[str, ...]:
     return tuple(sorted(SHEETS))
 
 
-def _value(median: float, source: Source, detail: str) -> Quantity:
-    low, high = _SPREAD[source]
+def _value(
+    median: float, source: Source, detail: str, spread: tuple[float, float] | None = None
+) -> Quantity:
+    """``spread``: of its quartiles over it; None: that of its source."""
+    low, high = spread or _SPREAD[source]
     return Quantity(
         median=median, q1=low * median, q3=high * median, n=1, source=source, detail=detail
     )
@@ -313,12 +316,9 @@ def _host_rates(sheet: Sheet) -> dict[str, Quantity]:
 def _one_thread(sheet: Sheet, drawn_bytes_per_s: float) -> Quantity:
     """Stock's passes on one core, which draws no more than all of them."""
     core, whose = sheet.core
-    low, high = _CORE_SPREAD
+    said = f"{core / 1e9:g} GB/s of DRAM for {whose}, {STOCK_UPDATE_BYTES} bytes a parameter"
     rate = min(core, drawn_bytes_per_s) / STOCK_UPDATE_BYTES
-    return Quantity(
-        median=rate, q1=low * rate, q3=high * rate, n=1, source="assumed",
-        detail=f"{core / 1e9:g} GB/s of DRAM for {whose}, {STOCK_UPDATE_BYTES} bytes a parameter",
-    )  # fmt: skip
+    return _value(rate, "assumed", said, _CORE_SPREAD)
 
 
 def _passes_bytes_per_s(rate: float) -> float:

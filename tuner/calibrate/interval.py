@@ -14,7 +14,6 @@ where the runs are, and needs none.
 
 import math
 from collections.abc import Callable
-from typing import Literal
 
 import numpy as np
 
@@ -26,7 +25,6 @@ from simulator.schedule import Schedule
 from simulator.workload import Workload
 from tuner.calibrate.calibration import MODEL_SPREAD, Knob, knobs_of, predicted_s, turned
 
-Phase = Literal["forward", "backward", "step", "iteration"]
 # Rates that no run of offloaded training tells, and that predictions depend on all the same.
 BESIDE = (
     Knob("DRAM", ("dram_bytes_per_s",), 0.1),
@@ -45,9 +43,7 @@ CAMPAIGN_SPREAD = 0.06
 STEP = 0.5  # of a rate's sigma: sensitivities are secants, as rates bind or do not
 
 
-def interval_s(
-    build: Callable[[Machine], Schedule], machine: Machine, phase: Phase = "iteration"
-) -> tuple[float, float]:
+def interval_s(build: Callable[[Machine], Schedule], machine: Machine) -> tuple[float, float]:
     """(low, high) seconds that hold eight measurements in ten, around the simulator's prediction.
 
     Args:
@@ -55,7 +51,7 @@ def interval_s(
     """
 
     def seconds(turned_machine: Machine) -> float:
-        return predicted_s(build(turned_machine), turned_machine)[phase]
+        return predicted_s(build(turned_machine), turned_machine)["iteration"]
 
     return _around(seconds(machine), machine, rates_sigma(seconds, machine))
 

@@ -1,11 +1,10 @@
 """Runs configurations for real on this machine: measurement beside prediction."""
 
 import json
-import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from simulator.estimates.deepspeed_keys import AUTO
 from tuner.configurations.outcome import Outcome, Question
 
 STEPS = 8  # timed, after those of warm-up
+TIMEOUT_S = 1800.0  # of one configuration
 _TAIL_LINES = 3
 
 
@@ -38,29 +38,14 @@ class Verified:
         return self.outcome.iteration_s / self.iteration_s - 1
 
 
-def verify(
-    question: Question,
-    outcomes: Sequence[Outcome],
-    *,
-    steps: int = STEPS,
-    timeout_s: float = 1800.0,
-    progress: Callable[[int, int], None] | None = None,
-) -> list[Verified]:
+def verify(question: Question, outcomes: Sequence[Outcome]) -> list[Verified]:
     """Trains each configuration for a few steps in processes of its own, on random tokens.
-
-    Args:
-        progress: called with (configurations run, how many there are).
 
     Raises:
         ValueError: the model is no Hugging Face config that can be built here.
     """
     model = _buildable(question.model)
-    results: list[Verified] = []
-    for number, outcome in enumerate(outcomes):
-        if progress is not None:
-            progress(number, len(outcomes))
-        results.append(_run(question, model, outcome, steps, timeout_s))
-    return results
+    return [_run(question, model, outcome) for outcome in outcomes]
 
 
 def _buildable(model: Any) -> Path:
@@ -80,21 +65,19 @@ def _buildable(model: Any) -> Path:
     return path.resolve()
 
 
-def _run(
-    question: Question, model: Path, outcome: Outcome, steps: int, timeout_s: float
-) -> Verified:
+def _run(question: Question, model: Path, outcome: Outcome) -> Verified:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         (folder / "ds.json").write_text(json.dumps(_config(question, outcome)))
         if outcome.plan is not None:
             outcome.plan.save(folder / "plan.json")
-        command = _command(folder, model, question.sequence, outcome, steps)
+        command = _command(folder, model, question.sequence, outcome)
         try:
             done = subprocess.run(
-                command, capture_output=True, text=True, check=False, timeout=timeout_s
+                command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S
             )
         except subprocess.TimeoutExpired:
-            return Verified(outcome, failure=f"no end after {timeout_s:.0f} s")
+            return Verified(outcome, failure=f"no end after {TIMEOUT_S:.0f} s")
         times = [json.loads(p.read_text())["iteration_s"] for p in folder.glob("rank*.json")]
         if done.returncode != 0 or len(times) != outcome.configuration.gpus:
             tail = (done.stderr or done.stdout).strip().splitlines()[-_TAIL_LINES:]
@@ -150,14 +133,13 @@ def _without_automatic(value: Any) -> Any:
     return value
 
 
-def _command(folder: Path, model: Path, sequence: int, outcome: Outcome, steps: int) -> list[str]:
+def _command(folder: Path, model: Path, sequence: int, outcome: Outcome) -> list[str]:
+    from runtime.hardware.launcher import free_port
+
     c = outcome.configuration
     worker = [
         "tuner.configurations.trial", "--model", str(model), "--folder", str(folder),
-        "--sequence", str(sequence), "--steps", str(steps), *(["--recompute"] * c.recompute),
+        "--sequence", str(sequence), "--steps", str(STEPS), *(["--recompute"] * c.recompute),
     ]  # fmt: skip
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    launcher = [f"--nproc-per-node={c.gpus}", f"--master-port={port}"]
+    launcher = [f"--nproc-per-node={c.gpus}", f"--master-port={free_port()}"]
     return [sys.executable, "-m", "torch.distributed.run", *launcher, "-m", *worker]
