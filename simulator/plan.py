@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -20,7 +20,14 @@ from simulator.page import Page
 from simulator.rules import RuleError, explain
 from simulator.schedule import Kind
 from simulator.update.order import UpdateOrder, issue_order, order_of
-from simulator.update.recipes import HOST_SLOTS, RECIPES, Queue, Slot, can_be_guessed, can_be_summed
+from simulator.update.recipes import (
+    HOST_SLOTS,
+    RECIPES,
+    SPECULATES,
+    Slot,
+    can_be_guessed,
+    can_be_summed,
+)
 from simulator.update.recipes import Placement as Placement  # public here, defined there
 from simulator.update.tiers import Memory
 
@@ -155,11 +162,14 @@ class Plan(Page):
             back; that many are read before the norm is known.
         speculate: how many subgroups are updated before the norm is known, on the guess that the
             step neither clips nor overflows: the last ones, whose gradients come first, of those
-            that are updated on the host and have their parameters on the device. A wrong guess is
+            that live on the host and have their parameters on the device. A wrong guess is
             dropped and redone. Each takes host memory for its state and parameters once more.
         speculate_visits: how many subgroups that visit the device are updated before the norm is
             known, likewise: the last ones. Their state comes in during backward as slots are free,
             ahead of those that ``prefetch`` counts.
+        speculate_stored: how many ``stored`` subgroups are updated before the norm is known,
+            likewise: evenly spread among them, in their host slots, and written behind the norm. A
+            wrong guess is read again. At most ``host_slots``.
         speculate_among: of how many of the last ones that are updated on the host those are, evenly
             spread; they are the very last ones where that is no more than ``speculate``. Behind the
             norm the next forward then meets updated subgroups between those that it has to wait
@@ -189,6 +199,7 @@ class Plan(Page):
     host_slots: int = Field(HOST_SLOTS, ge=0)
     speculate: int = Field(0, ge=0)
     speculate_visits: int = Field(0, ge=0)
+    speculate_stored: int = Field(0, ge=0)
     speculate_among: int = Field(0, ge=0)
     device_sums: int = Field(0, ge=0)
     storage_dir: str | None = None
@@ -230,6 +241,13 @@ class Plan(Page):
                 "plan.host_slots must be >= 1 where a subgroup has placement 'stored', but got "
                 f"host_slots={self.host_slots}",
                 key="host_slots",
+            )
+        if Slot.STATE in taken and self.speculate_stored > self.host_slots:
+            raise RuleError(
+                "plan.speculate_stored must be at most plan.host_slots, in which those subgroups "
+                f"wait for the norm, but got speculate_stored={self.speculate_stored}, "
+                f"host_slots={self.host_slots}",
+                key="speculate_stored",
             )
         if Slot.STAGING in taken and self.staging_slots < 1:
             raise RuleError(
@@ -284,13 +302,14 @@ class Plan(Page):
         fields: dict[str, Any] = handler(self)
         if "host" not in self.parameter_homes:
             fields.pop("parameter_home", None)
-        for name in ("speculate", "speculate_visits", "device_sums"):
+        for name in (*SPECULATES.values(), "device_sums"):
             if not getattr(self, name):
                 fields.pop(name, None)
         if not self.speculate or not self.speculate_among:
             fields.pop("speculate_among", None)
         if not self.stores:
             fields.pop("host_slots", None)
+            fields.pop("speculate_stored", None)
             fields.pop("storage_dir", None)
         if not self.stores or not self.storage_shares:
             fields.pop("storage_shares", None)
@@ -312,15 +331,15 @@ class Plan(Page):
     @property
     def guessed(self) -> tuple[bool, ...]:
         """Of each subgroup: it is updated before the norm is known (``speculate``, and which of
-        them ``speculate_among``; ``speculate_visits``).
+        them ``speculate_among``; ``speculate_visits``; ``speculate_stored``).
         """
-        able: dict[Queue, list[int]] = {queue: [] for queue in Queue}
+        able: dict[Placement, list[int]] = {placement: [] for placement in SPECULATES}
         for i, way in enumerate(zip(self.placements, self.parameter_homes, strict=True)):
             if can_be_guessed(*way):
-                able[RECIPES[way[0]].queue].append(i)
-        numbers = {Queue.HOST: (self.speculate, self.speculate_among),
-                   Queue.DEVICE: (self.speculate_visits, 0)}  # fmt: skip
-        chosen = {able[q][i] for q, some in numbers.items() for i in spread(len(able[q]), *some)}
+                able[way[0]].append(i)
+        chosen = guesses_among(
+            able, self.speculate, self.speculate_among, self.speculate_visits, self.speculate_stored
+        )
         return tuple(i in chosen for i in range(self.subgroup_count))
 
     @property
@@ -431,6 +450,19 @@ def spread(able: int, count: int, among: int = 0) -> list[int]:
     count = min(able, count)
     among = min(able, max(count, among))
     return [able - 1 - i * among // count for i in range(count)]
+
+
+def guesses_among(
+    able: Mapping[Placement, Sequence[int]], speculate: int, among: int = 0, visits: int = 0,
+    stored: int = 0,
+) -> set[int]:  # fmt: skip
+    """Those that a plan with these fields updates before the norm, of those that can be, by
+    placement.
+    """
+    numbers: dict[Placement, tuple[int, int]] = {
+        "host": (speculate, among), "device": (visits, 0), "stored": (stored, len(able["stored"])),
+    }  # fmt: skip
+    return {able[p][i] for p, some in numbers.items() for i in spread(len(able[p]), *some)}
 
 
 def json_schema() -> dict[str, Any]:

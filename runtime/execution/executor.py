@@ -198,9 +198,11 @@ class Executor:
             self._guess_visit(subgroup)
 
     def guess(self, subgroup: int, job: SubgroupJob) -> None:
-        """Starts a subgroup's update in backward, out of place, behind its gradient's arrival; that
-        of a visit when it is in a slot. `settle` says whether ``job`` was right.
+        """Starts a subgroup's update in backward, behind its gradient's arrival: out of place, or
+        in its slot where state is stored; that of a visit when it is in a slot. `settle` says
+        whether ``job`` was right.
         """
+        self._begin_ahead()
         if subgroup in self.visits.guessed:
             complete = Completion.done(self.device.current_event())
             self.visits.ready[subgroup] = job, complete
@@ -229,11 +231,31 @@ class Executor:
         some = list(self._guessed if subgroups is None else subgroups)
         waiting = [s for s in some if self.visits.ready.pop(s, None)]
         dropped = self.guesses.drop(some)
-        for position in (i for subgroup in dropped for i in self._guessed[subgroup]):
-            begun, self._current[position] = self._current[position], None
-            assert begun is not None
-            self._beside.append((self.template[position].op, begun))
+        for subgroup, guess in dropped.items():
+            for position in self._guessed[subgroup]:
+                begun, self._current[position] = self._current[position], None
+                assert begun is not None
+                self._beside.append((self.template[position].op, begun))
+                if subgroup in self._reads:
+                    self._read_again(subgroup, guess, begun)
         return bool(dropped or waiting)
+
+    def _read_again(self, subgroup: int, guess: Guess, behind: Completion) -> None:
+        """What a wrong guess has written over in its slot: whoever waits for the read waits for
+        this one.
+        """
+        position = self._position[OpKind.STATE_READ, subgroup]
+        op, number = self.template[position].op, self._steps
+        completion = self._previous[position] = Completion(op.label)
+        self._beside.append((op, completion))
+
+        def body(subgroup: int, number: int, job: SubgroupJob | None) -> None:
+            if guess.written:
+                self._state_read(subgroup, number, job)
+
+        self.lanes[op.lane].submit(
+            lambda: self._run(body, op, number, None), [behind], completion
+        )  # fmt: skip
 
     def skip(self) -> bool:
         """This step updates nothing; whether there were guesses."""
@@ -455,6 +477,10 @@ class Executor:
         assert job is not None
         if guess.dropped:
             return
+        if subgroup in self._reads:
+            guess.written = True
+            self._update_host(subgroup, number, job)
+            return
         # What is written now was live a step ago: a checkpoint may still be reading it.
         self._ask_gate(subgroup)
         out = self._parameter_out(subgroup, number)
@@ -597,6 +623,7 @@ class Executor:
 
     def state_loaded(self) -> None:
         """`state_written` of all subgroups, but for those whose state was adopted on storage."""
+        self.drop_guesses()
         adopted = set() if self.store is None else self.store.take_adopted()
         self.state_written(state.index for state in self.states if state.index not in adopted)
         self._outdate(adopted)

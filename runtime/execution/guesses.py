@@ -11,6 +11,7 @@ from runtime.devices.base import Device
 from runtime.execution.gradients import Segment
 from runtime.execution.subgroup_state import SubgroupState
 from runtime.kernels.step import UpdateStep
+from simulator.update.recipes import RECIPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,7 @@ class SubgroupJob:
 @dataclass(slots=True)
 class Guess:
     """An update out of place: ``source`` stays, ``into`` is the subgroup's state if it was right.
+    Both are empty where it is in place, in a slot: what it has ``written`` over storage still has.
 
     ``dropped`` is set by the training thread; what has not begun by then does nothing.
     """
@@ -36,6 +38,7 @@ class Guess:
     source: tuple[torch.Tensor, ...]
     into: tuple[torch.Tensor, ...]
     dropped: bool = False
+    written: bool = False
 
 
 class Guesses:
@@ -50,8 +53,9 @@ class Guesses:
         """``states``: of the subgroups that are guessed."""
         self._device = device
         self._spares = {
-            s.index: tuple(device.host_empty(t.numel(), t.dtype) for t in s.state) for s in states
-        }
+            s.index: tuple(device.host_empty(t.numel(), t.dtype) for t in s.state)
+            for s in states if RECIPES[s.placement].state == "host"
+        }  # fmt: skip
         self.wires = {s.index: device.host_empty(s.elements, s.wire.dtype) for s in states}
         self.begun: dict[int, Guess] = {}
 
@@ -63,15 +67,16 @@ class Guesses:
 
     def begin(self, state: SubgroupState, job: SubgroupJob) -> Guess:
         """To be submitted by who calls."""
-        guess = Guess(job, state.state, self._spares[state.index])
+        spare = self._spares.get(state.index, ())
+        guess = Guess(job, state.state if spare else (), spare)
         self.begun[state.index] = guess
         return guess
 
-    def drop(self, subgroups: Iterable[int]) -> list[int]:
+    def drop(self, subgroups: Iterable[int]) -> dict[int, Guess]:
         """Those of them that had begun."""
-        dropped = [s for s in subgroups if s in self.begun]
-        for subgroup in dropped:
-            self.begun.pop(subgroup).dropped = True
+        dropped = {s: self.begun.pop(s) for s in list(subgroups) if s in self.begun}
+        for guess in dropped.values():
+            guess.dropped = True
         return dropped
 
     def wrong(self, jobs: Sequence[SubgroupJob]) -> list[int]:
@@ -79,11 +84,14 @@ class Guesses:
         return [s for s, guess in self.begun.items() if not guess.job.equals(jobs[s])]
 
     def take(self, states: Sequence[SubgroupState]) -> list[SubgroupState]:
-        """What is left was right: state and spare change places; those subgroups, in order."""
+        """What is left was right: state and spare, if there is one, change places; those subgroups,
+        in order.
+        """
         taken = [states[subgroup] for subgroup in sorted(self.begun)]
         for state in taken:
             guess = self.begun.pop(state.index)
-            state.state, self._spares[state.index] = guess.into, guess.source
+            if guess.into:
+                state.state, self._spares[state.index] = guess.into, guess.source
         return taken
 
     def close(self) -> None:

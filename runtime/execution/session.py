@@ -35,7 +35,7 @@ from simulator.timeline import Timeline
 from simulator.update.footprint import keeps_window
 from simulator.update.guessing import Guessing
 from simulator.update.order import FORWARD, order_of
-from simulator.update.recipes import RECIPES
+from simulator.update.recipes import RECIPES, SPECULATES
 from simulator.workload import WireDtype, ZeroStage
 
 DTYPES: dict[WireDtype, torch.dtype] = {
@@ -224,15 +224,16 @@ class Session:
         self.engine.settle()
         plan = as_allocated(plan, states, len(slots))
         if self.device.unified or rule.own_step:  # parameters would be new before the norm
-            plan = plan.model_copy(update={"speculate": 0, "speculate_visits": 0})
+            plan = plan.model_copy(update=dict.fromkeys(SPECULATES.values(), 0))
         plan = plan.model_copy(update={"device_sums": self._place_sums(plan, states)})
-        template = step_template(sizes, wire, plan)
+        arrival = self._arrival(plan)
+        template = step_template(sizes, wire, plan, arrival)
         gradients = gradient_template(sizes, wire, plan)
         threads = threads_of(plan, self.device)
         return plan, Executor(
             self.device, states, slots, template, threads, rule, gradients,
             self._store, host_slots(plan.host_slots, stored, tensors),
-            spares_of(self.device, states, plan.guessed), plan.prefetch, self._arrival(plan),
+            spares_of(self.device, states, plan.guessed), plan.prefetch, arrival,
         )  # fmt: skip
 
     def _place_sums(self, plan: Plan, states: list[SubgroupState]) -> int:
@@ -258,7 +259,7 @@ class Session:
 
     def _arrival(self, plan: Plan) -> list[int] | None:
         """In which order gradients come, where that counts; None: the last subgroup's first."""
-        if not plan.speculate_visits:
+        if not (plan.speculate_visits or plan.speculate_stored):
             return None
         needed = self.engine.first_use()
         return sorted(range(len(needed)), key=lambda s: (needed[s], s), reverse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from simulator.plan import Plan
@@ -61,17 +62,22 @@ class GradientOp:
     after: tuple[OpKind, ...]
 
 
-def step_template(subgroups: tuple[int, ...], wire_dtype: str, plan: Plan) -> list[TemplateOp]:
+def step_template(
+    subgroups: tuple[int, ...], wire_dtype: str, plan: Plan, arrival: Sequence[int] | None = None
+) -> list[TemplateOp]:
     """The update ops of one steady-state iteration of ``build_schedule``, in issue order.
 
     The third iteration is taken: by then every slot has been used, so that all waits for the
     previous iteration are there. In the first step they are trivially satisfied.
 
+    Args:
+        arrival: in which order gradients are complete; None: the last subgroup's first.
+
     Raises:
         PlanError: the plan is for another number of subgroups.
     """
     workload = _skeleton(subgroups, wire_dtype)
-    schedule = build_schedule(workload, plan, iterations=3)
+    schedule = build_schedule(workload, plan, iterations=3, arrival=arrival)
     last = [op for op in schedule.ops if op.iteration == 2 and op.kind in _EXECUTED]
     now = {op.id: position for position, op in enumerate(last)}
     twins = [op for op in schedule.ops if op.iteration == 1 and op.kind in _EXECUTED]

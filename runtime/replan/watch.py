@@ -33,7 +33,7 @@ def measured_rates(timeline: Timeline, workload: Workload, machine: Machine) -> 
 
     Ops that ran beside others are slower than alone: the rates found are those under the present
     plan's contention, which is what a neighbouring plan will meet too. Guessed updates tell of host
-    updates, less what ``machine`` loses out of place.
+    updates, less what ``machine`` loses out of place: where state is not in a slot of storage's.
     """
     amounts = Bytes.of(workload)
     recipes = {False: RECIPES.values(), True: [recipe_of(*w, guessed=True) for w in guessed_ways()]}
@@ -45,6 +45,7 @@ def measured_rates(timeline: Timeline, workload: Workload, machine: Machine) -> 
         if step.kind in _RATED
     }
     guesses = {(s.subgroup, s.iteration) for s in timeline.spans if s.kind in _GUESSES}
+    in_place = {s.subgroup for s in timeline.spans if s.kind == OpKind.STATE_WRITE}
     samples: dict[str, list[float]] = defaultdict(list)
     for span in timeline.spans:
         key = ((span.subgroup, span.iteration) in guesses, span.kind)
@@ -52,7 +53,8 @@ def measured_rates(timeline: Timeline, workload: Workload, machine: Machine) -> 
             name, work = per_param[key]
             work *= workload.subgroups[span.subgroup]
             if span.kind == OpKind.UPDATE_GUESSED:
-                name, work = "host_adam_params_per_s", work / machine.out_of_place
+                name = "host_adam_params_per_s"
+                work /= 1.0 if span.subgroup in in_place else machine.out_of_place
             samples[name].append(work / (span.end_s - span.start_s))
     return {name: statistics.median(values) for name, values in samples.items()}
 

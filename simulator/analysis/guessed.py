@@ -1,6 +1,6 @@
 """What an iteration takes on the average, where some steps clip and make their guesses wrong."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -9,7 +9,7 @@ from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.update.footprint import Holding
 from simulator.update.guessing import shares
-from simulator.update.recipes import RECIPES, Bytes, Queue, recipe_of
+from simulator.update.recipes import SPECULATES, Bytes, Placement, Wait, recipe_of
 from simulator.workload import Workload
 
 
@@ -22,16 +22,16 @@ def expected(
     right = simulate(plan)
     if not any(plan.guessed) or not workload.clip_rate:
         return right
-    plain = simulate(plan.model_copy(update={"speculate": 0, "speculate_visits": 0}))
-    largest = dict.fromkeys(Queue, 0)
+    plain = simulate(plan.model_copy(update=dict.fromkeys(SPECULATES.values(), 0)))
+    sizes: dict[Placement, list[int]] = {placement: [] for placement in SPECULATES}
     for size, placement, early in zip(
         workload.subgroups, plan.placements, plan.guessed, strict=True
     ):
-        queue = RECIPES[placement].queue
-        largest[queue] = max(largest[queue], size * early)
+        if early:
+            sizes[placement].append(size)
     seconds = mean_s(
         (right.iteration_s, right.backward_s), (plain.iteration_s, plain.backward_s),
-        late_s(workload, machine, largest, plan.threads, plan.prefetch), workload.clip_rate,
+        late_s(workload, machine, sizes, plan.threads, plan.prefetch), workload.clip_rate,
     )  # fmt: skip
     return replace(right, iteration_s=seconds)
 
@@ -53,7 +53,7 @@ def mean_s(
 
 def guesses_worth(
     workload: Workload, machine: Machine, sizes: Iterable[int], left_bytes: float,
-    queue: Queue = Queue.HOST,
+    placement: Placement = "host",
 ) -> int:  # fmt: skip
     """How many of these subgroups, which can be guessed, so much host memory holds twice and the
     last backward has time for: behind the norm a guess takes longer than what it saves.
@@ -61,36 +61,47 @@ def guesses_worth(
     Args:
         sizes: elements, of the last subgroup first.
     """
-    each = Holding.of_workload(workload).guess_bytes
+    each = Holding.of_workload(workload).guess_bytes(placement)
     left_s = workload.backward_s / workload.gradient_accumulation_steps
     taken = list(accumulate(sizes))
-    longest = (guess_s if queue is Queue.HOST else visit_s)(workload, machine, 1)
+    longest = guess_s(workload, machine, 1, placement=placement)
     return sum(n * each <= left_bytes and n * longest <= left_s for n in taken)
 
 
 def late_s(
-    workload: Workload, machine: Machine, largest: Mapping[Queue, int], threads: int = 0,
-    prefetch: int = 0,
+    workload: Workload, machine: Machine, sizes: Mapping[Placement, Sequence[int]],
+    threads: int = 0, prefetch: int = 0,
 ) -> float:  # fmt: skip
     """How much later updates begin behind wrong guesses than where nobody guessed, at the most:
-    behind what is under way at the barrier, since what has not begun is dropped, and without the
-    visits that would have come in meanwhile.
+    behind what is under way at the barrier, since what has not begun is dropped; without the visits
+    that would have come in meanwhile; and behind what is read from storage again.
 
     Args:
-        largest: of each queue, the elements of the largest subgroup that is guessed.
+        sizes: of each placement, the elements of the subgroups that are guessed.
     """
-    visits_s = (1 + prefetch) * visit_s(workload, machine, largest[Queue.DEVICE])
-    return max(guess_s(workload, machine, largest[Queue.HOST], threads), visits_s)
+    late = {
+        placement: guess_s(workload, machine, max(some, default=0), threads, placement=placement)
+        for placement, some in sizes.items()
+    }
+    late["device"] *= 1 + prefetch
+    late["stored"] += sum(sizes["stored"]) * _again_s(workload, machine)
+    return max(late.values())
 
 
-def visit_s(workload: Workload, machine: Machine, elements: int) -> float:
-    """The longest step of a guessed visit of so many elements, alone."""
-    recipe, amounts = recipe_of("device", "device", guessed=True), Bytes.of(workload)
-    steps = recipe.steps[: recipe.before_norm]
-    return elements * max(step.work(amounts) / machine.rate(step.rate) for step in steps)
+def _again_s(workload: Workload, machine: Machine) -> float:
+    """To read an element's state again."""
+    read = recipe_of("stored", "device", guessed=True).steps[0]
+    return read.work(Bytes.of(workload)) / machine.rate(read.rate)
 
 
-def guess_s(workload: Workload, machine: Machine, elements: int, threads: int = 0) -> float:
-    """A guessed update of so many elements, alone, with all cores or so many threads."""
-    step = recipe_of("host", "device", guessed=True).steps[0]
-    return elements * step.work(Bytes.of(workload)) / machine.op_rate(step.rate, threads)
+def guess_s(
+    workload: Workload, machine: Machine, elements: int, threads: int = 0,
+    placement: Placement = "host",
+) -> float:  # fmt: skip
+    """The longest step of a guess of so many elements that its gradient comes before, alone, with
+    all cores or so many threads.
+    """
+    recipe, amounts = recipe_of(placement, "device", guessed=True), Bytes.of(workload)
+    early = [step for step in recipe.steps[: recipe.before_norm]
+             if not recipe.keeps_slot or Wait.GRADIENT in step.waits]  # fmt: skip
+    return elements * max(s.work(amounts) / machine.op_rate(s.rate, threads) for s in early)

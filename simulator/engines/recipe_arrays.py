@@ -386,7 +386,8 @@ def _prefetch(made: _Made, given: _Given, behind: int) -> None:
     for k in range(given.arrival.size):
         s = given.arrival[k]
         first = given.ways[given.placement[s], W_FIRST]
-        if given.ways[given.placement[s], W_BEFORE] > first and given.rows[first, T_EARLY] > 0:
+        guesses = given.ways[given.placement[s], W_BEFORE] > first
+        if guesses and given.rows[first, T_EARLY] > 0 and not _keeps_slot(given, s):
             made.coming[n[_N_COMING]] = s
             n[_N_COMING] += 1
     _add_first(made, given, P_EARLY)
@@ -406,13 +407,21 @@ def _begin_ahead(made: _Made, given: _Given, behind: int) -> None:
 
 @uncounted
 def _add_first(made: _Made, given: _Given, first: int) -> None:
-    """Those that wait for the norm and begin early, in as many buffers as the plan says from
-    ``first`` on, are coming too.
+    """`EbbtideLoop._first`: in as many buffers as the plan says from ``first`` on they are coming
+    too.
     """
     left = 0
     for kind in range(made.free.size):
         made.free[kind] = given.plan[first + kind]
         left += made.free[kind]
+    for k in range(given.arrival.size if first == P_AHEAD and left > 0 else 0):
+        s = given.arrival[k]
+        slot = int(given.rows[given.ways[given.placement[s], W_FIRST], T_TAKES])
+        if _keeps_slot(given, s) and made.free[slot] > 0:
+            made.free[slot] -= 1
+            left -= 1
+            made.coming[made.n[_N_COMING]] = s
+            made.n[_N_COMING] += 1
     for k in range(given.issue.size):
         if left == 0:
             break
@@ -428,18 +437,36 @@ def _add_first(made: _Made, given: _Given, first: int) -> None:
 
 
 @uncounted
+def _keeps_slot(given: _Given, s: int) -> bool:
+    """`Recipe.keeps_slot`."""
+    row = given.ways[given.placement[s], W_FIRST]
+    slot = int(given.rows[row, T_TAKES])
+    ahead = slot >= 0 and given.plan[P_AHEAD + slot] > 0
+    return bool(ahead and given.ways[given.placement[s], W_BEFORE] > row)
+
+
+@uncounted
 def _add_updates(made: _Made, given: _Given, norm: int) -> None:
     """What is left of them at the norm, and what begins ahead of the next."""
     made.n[_N_NORM] = norm
-    ends = made.done.size - made.home.size
+    for k in range(given.arrival.size):
+        if _keeps_slot(given, given.arrival[k]):
+            _add_update(made, given, given.arrival[k])
     for k in range(given.issue.size):
-        s = given.issue[k]
-        way, early = given.placement[s], made.early[s]
-        first = given.ways[way, W_FIRST] + made.begun[s]
-        made.done[ends + s] = _add_steps(made, given, first, given.ways[way, W_LAST], s, early)
-        made.early[s] = -1
-        made.begun[s] = made.complete[s] = 0
+        if not _keeps_slot(given, given.issue[k]):
+            _add_update(made, given, given.issue[k])
     _begin_ahead(made, given, norm)
+
+
+@uncounted
+def _add_update(made: _Made, given: _Given, s: int) -> None:
+    """What is left of a subgroup's."""
+    way, early = given.placement[s], made.early[s]
+    first = given.ways[way, W_FIRST] + made.begun[s]
+    end = _add_steps(made, given, first, given.ways[way, W_LAST], s, early)
+    made.done[made.done.size - made.home.size + s] = end
+    made.early[s] = -1
+    made.begun[s] = made.complete[s] = 0
 
 
 @uncounted

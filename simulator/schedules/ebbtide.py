@@ -1,7 +1,7 @@
 """Builds the schedule of ebbtide's iteration from a workload and a plan, by the recipes."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from simulator.plan import Plan, PlanError
 from simulator.schedule import OpKind, Schedule
@@ -9,13 +9,23 @@ from simulator.schedules.loop import ALL_CORES
 from simulator.schedules.planned_loop import PlannedLoop
 from simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES, footprint_by_kind
 from simulator.update.order import arrival_order
-from simulator.update.recipes import Bytes, Slot, Step, Wait, early_limits, recipe_of, slot_limits
+from simulator.update.recipes import (
+    SPECULATES,
+    Bytes,
+    Slot,
+    Step,
+    Wait,
+    early_limits,
+    recipe_of,
+    slot_limits,
+)
 from simulator.workload import Workload
 
 
 def build_schedule(
-    workload: Workload, plan: Plan, iterations: int = 3, *, fused: bool = True
-) -> Schedule:
+    workload: Workload, plan: Plan, iterations: int = 3, *, fused: bool = True,
+    arrival: Sequence[int] | None = None,
+) -> Schedule:  # fmt: skip
     """The schedule that the runtime executes under ``plan``, for some iterations in a row.
 
     Three iterations are enough to see the steady state: the first one starts with nothing to wait
@@ -24,11 +34,12 @@ def build_schedule(
     Args:
         fused: the host kernel reads wire gradients, scales, updates and writes wire parameters in
             one pass; False shows what stock's separate passes would cost in the same schedule.
+        arrival: in which order gradients are complete; None: by the workload's layers.
 
     Raises:
         PlanError: the plan covers another number of subgroups than the workload has.
     """
-    loop = EbbtideLoop(workload, plan, fused=fused)
+    loop = EbbtideLoop(workload, plan, fused=fused, arrival=arrival)
     loop.run(iterations)
     return loop.schedule(iterations)
 
@@ -37,7 +48,7 @@ def check_homes(plan: Plan, zero_stage: int) -> None:
     """Raises PlanError: parameters live on the host where DeepSpeed keeps them whole, or state on
     storage where it keeps all of it in one piece, or in buffers that change places.
     """
-    for key in ("speculate", "speculate_visits"):
+    for key in SPECULATES.values():
         if zero_stage < 3 and getattr(plan, key):
             raise PlanError(
                 f"plan.{key} must be 0 under ZeRO-{zero_stage}, whose flat partitions keep state "
@@ -62,7 +73,10 @@ def check_homes(plan: Plan, zero_stage: int) -> None:
 class EbbtideLoop(PlannedLoop):
     """ebbtide's iteration: interprets the recipe of each subgroup's placement."""
 
-    def __init__(self, workload: Workload, plan: Plan, *, fused: bool = True) -> None:
+    def __init__(
+        self, workload: Workload, plan: Plan, *, fused: bool = True,
+        arrival: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
         if plan.subgroup_count != len(workload.subgroups):
             raise PlanError(
                 "plan.placement must cover each subgroup of the workload once, but got "
@@ -88,7 +102,9 @@ class EbbtideLoop(PlannedLoop):
         self.order = plan.issue_order
         self.bytes = Bytes.of(workload)
         self.slots = slot_limits(plan.staging_slots, self.recipes, plan.host_slots)
-        self.arrival = arrival_order(self.layers_of)
+        self.arrival = arrival or arrival_order(self.layers_of)
+        # Guesses that wait for the norm in their slots have them first, and give them back first.
+        self.kept = [s for s in self.arrival if self.recipes[s].keeps_slot]
         self.norm = self.begin = -1  # begin: before it no visit comes in
         self.at_home: dict[int, int] = {}  # subgroup -> the op that brought its gradient there
         self.taken: dict[Slot, int] = dict.fromkeys(Slot, 0)  # in all iterations so far
@@ -174,18 +190,21 @@ class EbbtideLoop(PlannedLoop):
     def prefetch(self) -> None:
         """Guesses come in as gradients do, before what waits for the norm in its slot."""
         guessed = (s for s in self.arrival if self.recipes[s].before_norm)
-        visits = (s for s in guessed if self.recipes[s].steps[0].early)
+        visits = (s for s in guessed if self.recipes[s].steps[0].early and s not in self.kept)
         self.coming = deque([*visits, *self._first(ahead=False)])
         self.begin = self.backward_done
         self._come_in()
 
     def _first(self, *, ahead: bool) -> Iterator[int]:
-        """Subgroups that wait for the norm, but begin early."""
+        """Subgroups that take a slot early and keep it until the norm is known, or begin behind
+        it.
+        """
         left = early_limits(self.plan.prefetch, self.slots)
-        for subgroup in self.order:
+        waiting = (s for s in self.order if not self.recipes[s].before_norm)
+        for subgroup in (*self.kept, *waiting):
             recipe = self.recipes[subgroup]
             slot = recipe.steps[0].takes if recipe.steps[0].early else None
-            if slot is not None and slot.ahead == ahead and not recipe.before_norm and left[slot]:
+            if slot is not None and slot.ahead == ahead and left[slot]:
                 left[slot] -= 1
                 yield subgroup
 
@@ -199,7 +218,7 @@ class EbbtideLoop(PlannedLoop):
         self.coming.clear()
         new: dict[int, int] = {}
         ends = []
-        for subgroup in self.order:
+        for subgroup in (*self.kept, *(s for s in self.order if s not in self.kept)):
             begun, previous = self.early.pop(subgroup, (0, -1))
             for step in self.recipes[subgroup].steps[begun:]:
                 previous = self._add(step, subgroup, self._waits(step, subgroup, previous))

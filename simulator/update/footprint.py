@@ -15,6 +15,7 @@ from simulator.schedule import KINDS, Kind
 from simulator.update.optimizer import FP32_BYTES, OptimizerState
 from simulator.update.recipes import (
     HOST_SLOTS,
+    RECIPES,
     Placement,
     Recipe,
     Slot,
@@ -229,13 +230,14 @@ class Holding:
         stay = int(summed) if self.sums else 0
         taken["device"]["gradients"] += int(self.sending_bytes(sent, stay))
         taken["host"]["gradients"] -= stay * self.gradient_bytes
-        taken["host"]["staging"] += int(sum(early) * self.guess_bytes)
+        guesses = zip(early, ways(), strict=True)
+        taken["host"]["staging"] += int(sum(n * self.guess_bytes(way[0]) for n, way in guesses))
         for slot, limit in self.slots(both, staging_slots, host_slots).items():
             if limit:
-                waiting, guesses = ([int(n) for n in self._of(slot, both, 2)[i]] for i in (0, 1))
-                size = max(*waiting, *guesses, 0)
+                waiting, guessing = ([int(n) for n in self._of(slot, both, 2)[i]] for i in (0, 1))
+                size = max(*waiting, *guessing, 0)
                 taken[slot.memory]["staging"] += limit * self.slot_bytes(
-                    slot, size, guesses=any(guesses)
+                    slot, size, guesses=any(guessing)
                 )
         return taken
 
@@ -277,22 +279,23 @@ class Holding:
         most = left_bytes + self.sending_bytes(sent, 0)
         return sum(self.sending_bytes(sent, stay) <= most for stay in accumulate(sizes))
 
-    @property
-    def guess_bytes(self) -> int:
-        """Of host memory, for each element that is updated before the norm: out of place, and its
-        new parameters wait for the norm too.
+    def guess_bytes(self, placement: Placement) -> int:
+        """Of host memory, for each element that is updated before the norm: its new parameters wait
+        there, and new state beside the old one, but for that which storage still has.
         """
-        return self.optimizer.state_bytes + self.wire_bytes
+        twice = RECIPES[placement].state == "host"
+        return self.optimizer.state_bytes * twice + self.wire_bytes
 
     def slot_bytes(self, slot: Slot, elements: int, *, guesses: bool = False) -> int:
         """Of a slot that holds any subgroup of up to so many elements.
 
         Args:
-            guesses: of some that wait for the norm there, with their new parameters.
+            guesses: of some too, whose new parameters leave a slot of the device with the state.
         """
         if slot.holds_state:
-            state_bytes = self.optimizer.tensor_count * FP32_BYTES
-            return slot_elements(elements) * (state_bytes + guesses * self.wire_bytes)
+            each = self.optimizer.tensor_count * FP32_BYTES
+            each += self.wire_bytes * (guesses and slot.memory == "device")
+            return slot_elements(elements) * each
         return elements * self.wire_bytes
 
 

@@ -174,13 +174,14 @@ def random_case(rng):
     )  # fmt: skip
     chosen = rng.choices(ways(), k=len(sizes))
     placements = [placement for placement, _ in chosen]
-    slots = rng.randint(1, 4)
+    slots, host_slots = rng.randint(1, 4), rng.randint(1, 4)
     plan = Plan(
         subgroup_size=90, placement=Plan.runs(placements), staging_slots=slots,
         parameter_home=Plan.home_runs([home for _, home in chosen]),
         prefetch=rng.randint(0, slots), overlap_forward=rng.random() < 0.7,
         order=order_of(rng.sample(range(len(sizes)), len(sizes)), placements),
-        host_slots=rng.randint(1, 4), speculate=rng.choice([0, rng.randint(0, len(sizes))]),
+        host_slots=host_slots, speculate_stored=rng.randint(0, host_slots),
+        speculate=rng.choice([0, rng.randint(0, len(sizes))]),
         speculate_visits=rng.choice([0, rng.randint(0, len(sizes))]),
         speculate_among=rng.choice([0, rng.randint(0, len(sizes))]),
         device_sums=rng.choice([0, rng.randint(0, len(sizes))]),

@@ -76,7 +76,7 @@ def enlarged(work, on, rng):
 def random_plan(work, rng):
     known = list(RECIPES) if work.zero_stage == 3 else ["host", "device", "resident"]
     placements = rng.choices(known, k=len(work.subgroups))
-    slots = rng.randint(1, 4)
+    slots, host_slots = rng.randint(1, 4), rng.randint(1, 4)
     homes = ["device"] * len(placements)
     if work.zero_stage == 3:
         homes = rng.choices(rng.choice([["device"], ["host"], ["device", "host"]]), k=len(homes))
@@ -84,7 +84,8 @@ def random_plan(work, rng):
         subgroup_size=max(work.subgroups), placement=Plan.runs(placements), staging_slots=slots,
         parameter_home=Plan.home_runs(homes),
         prefetch=rng.randint(0, slots), threads=rng.choice([0, 1, 2]),
-        host_slots=rng.randint(1, 4),
+        host_slots=host_slots,
+        speculate_stored=rng.randint(0, host_slots) if work.zero_stage == 3 else 0,
         speculate=rng.randint(0, len(placements)) if work.zero_stage == 3 else 0,
         speculate_among=rng.randint(0, len(placements)),
         speculate_visits=rng.choice([0, rng.randint(0, len(placements))])

@@ -247,6 +247,7 @@ PLAN = {
     "speculate": 1,
     "speculate_among": 3,
     "speculate_visits": 1,
+    "speculate_stored": 1,
     "device_sums": 1,
     "storage_dir": "/local",
     "storage_shares": {"/a": 1.0, "/b": 2.0},

@@ -98,9 +98,12 @@ def options(search: Search) -> None:
     }
     for name, some in values.items():
         best = search.best()
+        others: dict[str, Any] = {"device_sums": None}
+        if name == "host_slots":
+            others["speculate_stored"] = None
         for value in some:
             if name != "prefetch" or value <= best.staging_slots:
-                search.score(replace(best, **{name: value}, device_sums=None))
+                search.score(replace(best, **{name: value}, **others))
 
 
 class _Walk:
@@ -137,7 +140,7 @@ class _Walk:
                 self.base, placements=tried.placements, order=tried.order,
                 staging_slots=tried.slots, prefetch=tried.prefetch, host_slots=tried.host_slots,
                 speculate=guesses[0], speculate_among=guesses[1], speculate_visits=guesses[2],
-                device_sums=None,
+                speculate_stored=guesses[3], device_sums=None,
             )  # fmt: skip
             self.best_s = min(self.best_s, self.search.score(found).iteration_s)
 

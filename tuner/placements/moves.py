@@ -43,6 +43,7 @@ VISITING = frozenset(placement for placement, recipe in RECIPES.items() if visit
 AWAITED = frozenset(p for p, r in RECIPES.items() if any(slot.holds_state for slot in r.slots))
 STORED = frozenset(p for p, recipe in RECIPES.items() if recipe.state == "storage")
 HOME = next(p for p, recipe in RECIPES.items() if recipe.queue == Queue.HOST)  # nothing moves
+_STORED_CODES = [code for code, placement in enumerate(PLACEMENTS) if placement in STORED]
 _VISITING_CODES = [code for code, placement in enumerate(PLACEMENTS) if placement in VISITING]
 
 
@@ -53,7 +54,8 @@ class Moved:
     Attributes:
         codes: by subgroup, the number of its placement in PLACEMENTS.
         choices: what a subgroup may become.
-        guesses: `Plan.speculate`, ``speculate_among`` and ``speculate_visits``; None: they stay.
+        guesses: `Plan.speculate`, ``speculate_among``, ``speculate_visits`` and
+            ``speculate_stored``; None: they stay.
     """
 
     codes: list[int]
@@ -84,7 +86,7 @@ class Moved:
         if not STORED.isdisjoint(self.choices) and rng.random() < 0.1:
             return replace(self, host_slots=max(1, self.host_slots + rng.choice((-1, 1))))
         if self.guesses is not None and rng.random() < 0.15:
-            new, which = list(self.guesses), rng.randrange(3 if self.visiting else 2)
+            new, which = list(self.guesses), rng.choice(self._guessing)
             new[which] = max(0, new[which] + rng.choice((-1, 1)))
             return replace(self, guesses=tuple(new))
         kind = rng.random()
@@ -98,6 +100,12 @@ class Moved:
         if kind < 0.95:
             return replace(self, slots=self.slots + step)._limited()
         return replace(self, prefetch=self.prefetch + step)._limited()
+
+    @property
+    def _guessing(self) -> list[int]:
+        """Which of ``guesses`` count."""
+        stored = [3] if any(code in _STORED_CODES for code in self.codes) else []
+        return [0, 1, *([2] if self.visiting else []), *stored]
 
     @property
     def visiting(self) -> int:

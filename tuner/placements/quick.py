@@ -10,6 +10,7 @@ from simulator.limits import Limits
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.update.footprint import footprint
+from simulator.update.recipes import SPECULATES
 from simulator.workload import Workload
 from tuner.placements.annealing import anneal
 from tuner.placements.homes import begun
@@ -89,7 +90,7 @@ def quick_plan(
         best.placements, order=best.order, staging_slots=best.staging_slots if visits else 0,
         prefetch=best.prefetch if visits else 0, prediction=None, alternatives=(), reasons=(),
         parameter_home=Plan.home_runs(best.homes), host_slots=best.host_slots,
-        device_sums=best.device_sums or 0,
+        device_sums=best.device_sums or 0, speculate_stored=best.speculate_stored or 0,
     )  # fmt: skip
     return QuickPlan(made, best_s, current_s)
 
@@ -98,10 +99,8 @@ def _fixed(current: Plan) -> dict[str, int]:
     """What stays as it is; of guesses, for which there is memory, as many."""
     same = {"threads": current.threads, "overlap_forward": current.overlap_forward}
     if any(current.guessed):
-        same |= {
-            "speculate": current.speculate, "speculate_among": current.speculate_among,
-            "speculate_visits": current.speculate_visits,
-        }  # fmt: skip
+        names = (*SPECULATES.values(), "speculate_among")
+        same |= {name: getattr(current, name) for name in names}
     return same
 
 

@@ -19,14 +19,14 @@ from simulator.analysis.many_plans import PlanSweep
 from simulator.engines.recipe_arrays import GUESSED, HOME_CODES, PLACEMENT_CODES, SUMMED, totals
 from simulator.limits import Limits
 from simulator.machine import Machine
-from simulator.plan import ParameterHome, Placement, Plan, spread
+from simulator.plan import ParameterHome, Placement, Plan, guesses_among
 from simulator.update.footprint import fetched_elements, moved_out
 from simulator.update.order import FORWARD, UpdateOrder, issue_order
 from simulator.update.recipes import (
     HOST_SLOTS,
     PARAMETER_SLOTS,
     RECIPES,
-    Queue,
+    SPECULATES,
     can_be_summed,
     guessed_ways,
 )
@@ -43,12 +43,11 @@ FEW_HOST_SLOTS, FEW_SLOTS = (1, 2, 3), 2
 MOST_AROUND = 3  # choices for the largest, around the bound's split
 _STORED_CODES = [PLACEMENTS.index(placement) for placement in STORED]
 _GUESSABLE = {
-    queue: [PLACEMENT_CODES[placement] + HOME_CODES[home] for placement, home in guessed_ways()
-            if RECIPES[placement].queue == queue]
-    for queue in Queue
+    placement: [PLACEMENT_CODES[p] + HOME_CODES[home] for p, home in guessed_ways()
+                if p == placement]
+    for placement in SPECULATES
 }  # fmt: skip
 _SUMMABLE = [PLACEMENT_CODES[placement] for placement in RECIPES if can_be_summed(placement)]
-SPECULATES = {Queue.HOST: "speculate", Queue.DEVICE: "speculate_visits"}  # fields, by queue
 OPEN = 0.01  # of a plan above the bound: less is told as a whole percent at the most
 SETTLED = (6, 12)  # iterations: the period is taken from the later ones
 
@@ -60,8 +59,8 @@ class Candidate:
     Attributes:
         order: None: the one that `UpdateOrders` guesses for the placements.
         homes: of the subgroups' parameters; empty: all on the device.
-        speculate, speculate_visits: None: as many as there is memory and time for, where the search
-            speculates.
+        speculate, speculate_visits, speculate_stored: None: as many as there is memory and time
+            for, where the search speculates.
         device_sums: None: as many as the device has memory left for.
     """
 
@@ -75,6 +74,7 @@ class Candidate:
     host_slots: int = HOST_SLOTS
     speculate: int | None = None
     speculate_visits: int | None = None
+    speculate_stored: int | None = None
     speculate_among: int = 0
     device_sums: int | None = None
 
@@ -90,6 +90,7 @@ class Candidate:
             "overlap_forward": self.overlap_forward, "host_slots": self.host_slots,
             "parameter_home": Plan.home_runs(self.homes), "speculate": self.speculate or 0,
             "speculate_visits": self.speculate_visits or 0,
+            "speculate_stored": self.speculate_stored or 0,
             "speculate_among": self.speculate_among, "device_sums": self.device_sums or 0,
         }  # fmt: skip
         return Plan.model_validate({**made, **fields})
@@ -104,7 +105,8 @@ class Candidate:
     @property
     def guesses(self) -> tuple[int, ...]:
         """As `with_guesses` takes them."""
-        return self.speculate or 0, self.speculate_among, self.speculate_visits or 0
+        visits, stored = self.speculate_visits or 0, self.speculate_stored or 0
+        return self.speculate or 0, self.speculate_among, visits, min(stored, self.host_slots)
 
     @cached_property
     def issue(self) -> np.ndarray | None:
@@ -188,11 +190,14 @@ class Search:
         if candidate.order is None:
             candidate = replace(candidate, order=self._orders.of(candidate.placements))
         candidate = replace(candidate, **self.fixed) if self.fixed else candidate
-        for queue, name in SPECULATES.items():
-            if getattr(candidate, name) is None:
-                most = self._most_guesses(candidate, queue) if self.speculates else 0
-                changed: dict[str, Any] = {name: most}
-                candidate = replace(candidate, **changed)
+        for placement, name in SPECULATES.items():
+            number = getattr(candidate, name)
+            if number is None:
+                number = self._most_guesses(candidate, placement) if self.speculates else 0
+            if placement in STORED:
+                number = min(number, candidate.host_slots)
+            changed: dict[str, Any] = {name: number}
+            candidate = replace(candidate, **changed)
         if candidate.device_sums is None:
             slots = candidate.staging_slots, candidate.host_slots
             most = self._most_sums(candidate.codes, slots)
@@ -219,6 +224,7 @@ class Search:
         if not self._may_store(codes):
             return math.inf
         codes = codes + home_codes(self.homes)
+        guesses = (*guesses[:3], *(min(n, host_slots) for n in guesses[3:]))
         most = self._most_sums(with_guesses(codes, *guesses), (slots, host_slots))
         codes = with_sums(codes, most)
         options = (slots, prefetch, threads, overlap, issue, host_slots)
@@ -230,15 +236,15 @@ class Search:
         plain = self._sweep.evaluate(codes, *options)
         return self._mean_of(row, early, plain, threads, prefetch)
 
-    def _most_guesses(self, c: Candidate, queue: Queue) -> int:
-        """How many subgroups of a queue, from the last one on, there is memory and time for."""
+    def _most_guesses(self, c: Candidate, placement: Placement) -> int:
+        """How many subgroups of a placement, from the last one on, there is memory and time for."""
         held = self._sweep.held
         amounts, early = totals(c.codes, self._sweep.sizes, self._sweep.ways).tolist()
         taken = held.bytes(amounts, c.staging_slots, c.host_slots, early)["host"]
-        sizes = self._sweep.sizes[_able(c.codes, queue)][::-1].astype(int).tolist()
+        sizes = self._sweep.sizes[_able(c.codes, placement)][::-1].astype(int).tolist()
         left = self.limits.host_bytes - taken
-        most = guesses_worth(self.workload, self.machine, sizes, left, queue)
-        if queue is Queue.DEVICE and most:  # slots with room for new parameters fit too
+        most = guesses_worth(self.workload, self.machine, sizes, left, placement)
+        if placement in VISITING and most:  # slots with room for new parameters fit too
             device_bytes, *_ = self._taken(replace(c, speculate_visits=1), c.homes)
             return most if device_bytes <= self.limits.device_bytes else 0
         return most
@@ -266,7 +272,8 @@ class Search:
 
         if not any(c.guesses):
             return float(row[kernel.ITERATION_S])
-        plain = evaluated(self._sweep, replace(c, speculate=0, speculate_visits=0))
+        none: dict[str, Any] = dict.fromkeys(SPECULATES.values(), 0)
+        plain = evaluated(self._sweep, replace(c, **none))
         return self._mean_of(row, c.codes, plain, c.threads, c.prefetch)
 
     def _mean_of(
@@ -281,11 +288,11 @@ class Search:
         if plain[kernel.ITERATION_S] > self.most_waiting_s:
             return math.inf
         columns = [kernel.ITERATION_S, kernel.BACKWARD_S]
-        largest = {
-            queue: int(self._sweep.sizes[early & _able(codes & ~GUESSED, queue)].max(initial=0))
-            for queue in Queue
+        sizes = {
+            placement: self._sweep.sizes[early & _able(codes & ~GUESSED, placement)].tolist()
+            for placement in SPECULATES
         }
-        late = late_s(self.workload, self.machine, largest, threads, prefetch)
+        late = late_s(self.workload, self.machine, sizes, threads, prefetch)
         rate = self.workload.clip_rate or 0.0
         return mean_s(tuple(row[columns]), tuple(plain[columns]), late, rate)
 
@@ -509,17 +516,14 @@ class Search:
 
 
 def with_guesses(
-    codes: NDArray[np.int8], speculate: int, among: int = 0, visits: int = 0
+    codes: NDArray[np.int8], speculate: int, among: int = 0, visits: int = 0, stored: int = 0
 ) -> NDArray[np.int8]:
-    """Codes of subgroups of which so many are guessed, spread among the last ``among`` that can be
-    on the host, and so many ``visits``: `Plan.guessed`.
-    """
-    if not (speculate or visits):
+    """Codes of subgroups that are guessed as `guesses_among` takes it: `Plan.guessed`."""
+    if not (speculate or visits or stored):
         return codes
-    numbers, early = {Queue.HOST: (speculate, among), Queue.DEVICE: (visits, 0)}, codes.copy()
-    for queue, some in numbers.items():
-        able = np.flatnonzero(_able(codes, queue))
-        early[able[spread(len(able), *some)]] += GUESSED
+    able = {p: np.flatnonzero(_able(codes, p)).tolist() for p in SPECULATES}
+    early = codes.copy()
+    early[sorted(guesses_among(able, speculate, among, visits, stored))] += GUESSED
     return early
 
 
@@ -540,9 +544,9 @@ def _sends(codes: NDArray[np.int8]) -> NDArray[np.bool_]:
     return np.isin(codes % SUMMED, _SUMMABLE)
 
 
-def _able(codes: NDArray[np.int8], queue: Queue) -> NDArray[np.bool_]:
-    """Which of a queue's can be updated before the norm."""
-    return np.isin(codes & ~SUMMED, _GUESSABLE[queue])
+def _able(codes: NDArray[np.int8], placement: Placement) -> NDArray[np.bool_]:
+    """Which of a placement's can be updated before the norm."""
+    return np.isin(codes & ~SUMMED, _GUESSABLE[placement])
 
 
 def home_codes(homes: tuple[ParameterHome, ...]) -> NDArray[np.int8]:

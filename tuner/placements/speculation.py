@@ -12,9 +12,9 @@ from typing import Any
 
 from simulator.plan import Plan
 from simulator.update.guessing import shares
-from simulator.update.recipes import RECIPES
+from simulator.update.recipes import RECIPES, SPECULATES
 from tuner.placements.moves import VISITING
-from tuner.placements.search import SPECULATES, Candidate, Search
+from tuner.placements.search import Candidate, Search
 
 WORTH = 2e-3  # of an iteration: less is not worth the memory
 PAUSED = 0.01  # of an iteration that such a plan may lose while it does not guess
@@ -83,6 +83,9 @@ def _spread(search: Search) -> None:
     for many in sorted({(best.speculate or 0) * i // PARTS for i in range(1, PARTS + 1)} - {0}):
         for among in sorted({many + (count - many) * i // SPREADS for i in range(SPREADS + 1)}):
             search.score(replace(best, speculate=many, speculate_among=among))
+    best = search.ordered(search.best())
+    for many in range(best.speculate_stored or 0):
+        search.score(replace(best, speculate_stored=many))
 
 
 def fewest(search: Search, best: Candidate, name: str) -> Candidate:

@@ -114,6 +114,8 @@ class Model:
         self.first_s, self.early_s = float(backward[-1]), float(backward[:-1].sum())
         self.fetching_s = float(backward.sum()) + self.forward_s + self.first_s
         self.recipes = tuple(recipe_of(*way[:2], guessed=way[2], summed=way[3]) for way in some)
+        # Slots that some have until the norm is known, and give back then, whoever waits for them.
+        self.kept = frozenset(slot for r in self.recipes if r.keeps_slot for slot in r.slots)
         self.parts = [p for n, r in enumerate(self.recipes) for p in self._parts(n, r)]
         self.gradients = [
             self._part(n, step, times=self._times(step))
@@ -156,7 +158,7 @@ class Model:
                 )
             elif i <= new:
                 inside, head, tail = Inside.ALL, between(begin, i), between(i + 1, new + 1)
-            elif i <= gives:
+            elif i <= gives and not recipe.before_norm:
                 inside, head = Inside.GIVERS, between(begin, i)
                 tail = between(takes, new + 1)
             else:

@@ -106,7 +106,8 @@ class Sharing:
 
     def _between(self, part: Part, begin_s: float, end_s: float) -> Iterator[Term]:
         """What lies between two moments, at the least. Visits come behind the first that has left,
-        which was there early; the last that leave do so for others, which then come in.
+        which was there early, or behind a guess at any time; the last that leave do so for others,
+        which then come in.
         """
         window, tails = self.window, self.model.pieces.tail_s
         begun = part.head_s >= begin_s * (1 - CLOSE)
@@ -114,6 +115,8 @@ class Sharing:
         chosen = begun & ended
         if part.inside == Inside.TAKERS:
             chosen = ended
+            if begin_s and part.slot in self.model.kept:
+                return
             if begin_s:
                 yield window.early[part.way][~begun], -begin_s
         if part.inside == Inside.GIVERS:
@@ -158,7 +161,8 @@ class Sharing:
         same = [p for p in self.model.parts if p.way == part.way]
         number = same.index(part)
         if part.inside == Inside.TAKERS:
-            return next(p for p in same if p.inside == Inside.GIVERS)
+            gives = next(p for p in same if p.inside == Inside.GIVERS)
+            return None if part.slot in self.model.kept else gives
         follows = part.inside == Inside.ALL and number and same[number - 1].inside == Inside.ALL
         return same[number - 1] if follows else None
 

@@ -233,7 +233,7 @@ class Window:
             for number, way in enumerate(m.ways):
                 per_param = float(held.per_param[memory][ways().index(way)])
                 if memory == "host" and m.guessed[number]:
-                    per_param += held.guess_bytes
+                    per_param += held.guess_bytes(way[0])
                 if m.summed[number]:
                     per_param += {"device": 1, "host": -1}.get(memory, 0) * held.gradient_bytes
                 if free and memory == "device" and way[1] == "host":

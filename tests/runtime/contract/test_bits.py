@@ -173,7 +173,7 @@ def stock_for_long(accumulation):
 @st.composite
 def plans(draw):
     pattern = draw(st.lists(st.sampled_from(MIX), min_size=1, max_size=5))
-    slots = draw(st.integers(1, 4))
+    slots, host_slots = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     return pattern, {
         "seed": draw(st.integers(0, 10**6)),
         "staging_slots": slots,
@@ -184,6 +184,8 @@ def plans(draw):
         "speculate": draw(st.integers(0, 6)),
         "speculate_visits": draw(st.integers(0, 3)),
         "speculate_among": draw(st.integers(0, 6)),
+        "speculate_stored": draw(st.integers(0, host_slots)),
+        "host_slots": host_slots,
         "device_sums": draw(st.integers(0, 6)),
     }
 

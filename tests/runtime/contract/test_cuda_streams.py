@@ -31,6 +31,7 @@ pytestmark = [
 AHEAD = {
     "speculate": 2,
     "speculate_visits": 2,
+    "speculate_stored": 2,
     "device_sums": 2,
 }  # updates before the norm, sums that do not cross
 

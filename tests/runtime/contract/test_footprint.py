@@ -102,12 +102,13 @@ def test_the_footprint_is_what_is_allocated(pattern, gradients, stage):
 
 @pytest.mark.parametrize("speculate", [1, 99])
 @pytest.mark.parametrize(
-    "pattern", [["host"], ["host", "device", "resident", "stored"], ["device"]]
+    "pattern", [["host"], ["host", "device", "resident", "stored"], ["device"], ["stored"]]
 )
 def test_the_memory_of_guesses_is_predicted_to_the_byte(pattern, speculate):
     engine = attached(
-        start(), pattern, DEVICE, seed=None, speculate=speculate, speculate_visits=speculate
-    )
+        start(), pattern, DEVICE, seed=None, speculate=speculate, speculate_visits=speculate,
+        speculate_stored=min(speculate, 2), host_slots=2,
+    )  # fmt: skip
     own = engine.optimizer._ebbtide
     train(engine, 2)
     sizes = tuple(s.elements for s in own.executor.states)

@@ -2,6 +2,10 @@
 what they have made counts for nothing.
 """
 
+import atexit
+import shutil
+import tempfile
+
 import pytest
 import torch
 
@@ -20,13 +24,17 @@ from tests.runtime.plain_engine import EmulatedTorch, PlainEngine
 STEPS = 5
 
 
-@pytest.fixture(params=["host", "device"])
+@pytest.fixture(params=["host", "device", "stored"])
 def placement(request):
     return request.param
 
 
 def guessing(placement, speculate=99, **settings):
-    plan = planned([placement], speculate=speculate, speculate_visits=speculate)
+    fields = {"speculate_stored": min(9, speculate), "host_slots": 9}
+    if placement == "stored":
+        fields["storage_dir"] = tempfile.mkdtemp(prefix="ebbtide-guessed-")
+        atexit.register(shutil.rmtree, fields["storage_dir"], ignore_errors=True)
+    plan = planned([placement], speculate=speculate, speculate_visits=speculate, **fields)
     engine = PlainEngine(model(), plan, EmulatedTorch(), **settings)
     engine.session.executor.before_op = delays(1, 0.001)
     return engine

@@ -40,7 +40,8 @@ def run(pattern=None, device=DEVICE, fail=False, speculate=0, away=(), **config)
         own = pattern[rank:] + pattern[:rank]
         homes = config.get("offload_param") and [["host"], ["device", "host"]][len(pattern) > 1]
         attached(engine, own, device, seed=rank, subgroup=UNEVEN, homes=homes, speculate=speculate,
-                 speculate_visits=speculate, device_sums=2)  # fmt: skip
+                 speculate_visits=speculate, speculate_stored=speculate, host_slots=9,
+                 device_sums=2)  # fmt: skip
     if fail and rank == 1:
 
         def die(op):
@@ -122,8 +123,8 @@ def main():
     )
     found |= compare("gathered ahead", speculate=9, accumulation=2, **AWAY, **EVERY_PASS)
     found |= compare(
-        "guessed", [(["host", "device"], DEVICE)], speculate=9, accumulation=2, clipping=4.0,
-        away=(0, 2),
+        "guessed", [(["host", "device", "stored"], DEVICE)], speculate=9, accumulation=2,
+        clipping=4.0, away=(0, 2),
     )  # fmt: skip
     found["nobody is held up"] = a_gather_ahead_holds_nobody_up()
     found["a life"] = DEVICE == "cuda" or alive_as_stock(folder, rank=int(rank)) == []

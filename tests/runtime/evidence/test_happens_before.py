@@ -67,7 +67,10 @@ def never_paused(engine, steps):
     train(engine, steps)
 
 
-GUESSES = {"speculate": 99, "speculate_visits": 99, "pattern": ["device", "host", "device"]}
+GUESSES = {
+    "speculate": 99, "speculate_visits": 99, "speculate_stored": 2, "host_slots": 2,
+    "pattern": ["device", "host", "stored", "device"],
+}  # fmt: skip
 CASES = {
     **{f"ZeRO-3, {case}": (lambda case=case: engine_for(case), None) for case in (
         "clipping", "accumulation", "small_buckets", "no_persistent_parameters",

@@ -11,6 +11,7 @@ import pytest
 from runtime.devices.cuda import CudaDevice
 from runtime.execution.executor import Executor
 from runtime.execution.visits import Visits
+from simulator.update.recipes import SPECULATES
 from studies.bench.many_engines import answer_once, freeze_heap
 from tests.runtime import fake_cuda
 from tests.runtime.contract.training import start
@@ -64,7 +65,7 @@ def races(case, mutant=None):
             patch.setattr(*mutant)
         pattern = MIX[rank:] + MIX[:rank]
         engine = start(**CASES[case])
-        fields = {"speculate": 1, "speculate_visits": 1} if "ZeRO-3" in case else {}
+        fields = dict.fromkeys(SPECULATES.values(), 1) if "ZeRO-3" in case else {}
         order = checked(fake, patch, engine, steps=2 if mutant else 3, pattern=pattern, **fields)
         fake.close()
     freeze_heap()
