@@ -196,6 +196,9 @@ def test_rates_come_from_the_spans():
     guessed = [replace(span, kind=OpKind.UPDATE_GUESSED) for span in spans]
     timeline = Timeline(tuple(guessed), "measured")
     assert measured_rates(timeline, work, on) == {"host_adam_params_per_s": 250.0}, "in place"
+    writes = [Span(OpKind.STATE_WRITE, Lane.STORAGE, 3.0, 4.0, subgroup=s) for s in (0, 1)]
+    timeline = Timeline((*guessed, *writes), "measured")
+    assert measured_rates(timeline, work, on) == {"host_adam_params_per_s": 125.0}, "in a slot"
 
 
 def test_predicted_and_measured_times_go_to_deepspeeds_monitor(only_rank, tmp_path):

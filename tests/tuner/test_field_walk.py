@@ -277,6 +277,7 @@ IN_TRAINING = {
     "staging_slots": "",
     "host_slots": "tests/runtime/contract/test_stored.py",
     "speculate_among": "tests/runtime/contract/test_guesses.py",
+    "speculate_stored": "tests/runtime/contract/test_guesses.py",
     "storage_dir": "tests/runtime/contract/test_stored.py",
     "storage_shares": "tests/runtime/contract/test_stored.py",
 }
