@@ -1,8 +1,10 @@
 """Loads a checkpoint into a DeepSpeed engine: verified first, straight into the live buffers."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,6 +16,8 @@ from runtime.checkpoint.format.safe_load import load_file, only_weights
 from runtime.checkpoint.format.tree import tensors_of
 from runtime.checkpoint.live_state import LiveState
 from runtime.checkpoint.protocol.retention import being_read
+
+_RANK_OF_FILE = re.compile(r"zero_pp_rank_(\d+)_.*optim_states\.pt$")
 
 
 class Loading:
@@ -63,7 +67,11 @@ class Loading:
         with only_weights():
             if folder is None or not (folder / GLOBAL_NAME).exists():
                 return original(str(choice.directory), tag=choice.tag, **options)
-            with being_read(folder), self._stored(folder, options) as stored:
+            with (
+                being_read(folder),
+                self._stored(folder, options) as stored,
+                self._masters_for_weights(options),
+            ):
                 self.into = self._targets()
                 if options.get("custom_load_fn") is None:
                     self.into |= weights_in_place(self._engine)
@@ -92,6 +100,32 @@ class Loading:
         adopted = stored.adopt(page) if whole else ()
         with stored.read(page, adopted) as tensors:
             yield tensors
+
+    @contextmanager
+    def _masters_for_weights(self, options: Mapping[str, Any]) -> Iterator[None]:
+        """Without the optimizer's states DeepSpeed makes ZeRO-3's weights of the masters of all
+        ranks, whose files it reads by itself: what is on storage is not in them.
+        """
+        stored = self._live.stored
+        if stored is None or options.get("load_optimizer_states", True):
+            yield
+            return
+        from deepspeed.utils import zero_to_fp32
+
+        with ExitStack() as opened:
+
+            def load(path: str, **how: Any) -> Any:
+                rank = _RANK_OF_FILE.search(Path(path).name)
+                page = Path(path).parent / stored_name(int(rank[1])) if rank else None
+                if page is None or not page.exists():
+                    return torch.load(path, **how)
+                return load_file(path, {**opened.enter_context(stored.read(page.read_bytes(), ()))})
+
+            zero_to_fp32.torch = SimpleNamespace(**{**vars(torch), "load": load})
+            try:
+                yield
+            finally:
+                zero_to_fp32.torch = torch
 
     def stored_page(self, folder: Path) -> bytes | None:
         """Of this rank; None: all of the checkpoint is in its files."""

@@ -352,3 +352,19 @@ def test_weights_load_where_the_optimizers_files_were_deleted(stage, tmp_path):
         seen.append(shown_by(engine))
         engine.destroy()
     assert_equal(seen[1], seen[0])
+
+
+@pytest.mark.parametrize("pattern", [["host", "resident"], ["stored"], MIX])
+def test_weights_load_without_the_optimizers_states(pattern, tmp_path):
+    """DeepSpeed makes them of the masters of all ranks, by a script of its own under ZeRO-3."""
+    seen = []
+    for name, attach in (("stock", lambda e: e), ("ours", lambda e: attached(e, pattern, LAST))):
+        engine = attach(start())
+        train(engine, 2)
+        engine.save_checkpoint(str(tmp_path / name))
+        train(engine, 1, first=2)
+        engine.load_checkpoint(str(tmp_path / name), load_optimizer_states=False)
+        seen.append((shown_by(engine), outcome(engine, 3, first=2)))
+    assert_equal(seen[1][0], seen[0][0])
+    assert_equal(seen[1][1][0], seen[0][1][0])
+    assert torch.equal(seen[1][1][1], seen[0][1][1])
