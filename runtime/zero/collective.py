@@ -28,11 +28,14 @@ class CollectiveGathers:
     Attributes:
         awaited: subgroups of which nothing was gathered since their latest update was launched.
             Alike on all ranks, as is everything here but copies.
+        own_precision: stock would have gathered the small parameters behind a step or a checkpoint,
+            in their own precision, and not by their module's forward.
     """
 
     def __init__(self, partitions: Partitions) -> None:
         self._partitions = partitions
         self.awaited = set[int]()
+        self.own_precision = False
         self._due = frozenset[int]()  # ds_ids of the module that begins
         self._asks: list[_Ask] = []  # with a gather that is not launched, in the order of asking
         self._lock = threading.RLock()
@@ -56,7 +59,7 @@ class CollectiveGathers:
         Args:
             gather: DeepSpeed's own, of some of them.
         """
-        ask = _Ask(self._partitions, gather, executor)
+        ask = _Ask(self._partitions, self._as_stock(gather), executor)
         with self._lock:
             in_order = sorted(params, key=lambda p: p.ds_id)
             put_off = {p: self._put_off(p, executor) for p in in_order}
@@ -69,6 +72,14 @@ class CollectiveGathers:
                 ask.launch(now)
                 self.gathered(now)
         return Fetches({p: _Gathering(p, ask, self._launch_all) for p in in_order})
+
+    def _as_stock(self, gather: Gather) -> Gather:
+        def gather_as_stock(params: list[Any]) -> private.Handle:
+            stays = [p for p in params if self.own_precision and p.ds_persist]
+            with private.in_own_precision(stays):
+                return gather(params)
+
+        return gather_as_stock
 
     def _put_off(self, param: Any, executor: Executor) -> bool:
         if param.ds_id in self._due:

@@ -133,6 +133,10 @@ class Gathers:
         if small:
             small[0].all_gather(small)
 
+    def stay_gathered(self, stay: bool) -> None:
+        """Whether stock would keep the small parameters gathered from here to the next forward."""
+        self._together.own_precision = stay
+
     def before(self, params: Iterable[Any], executor: Executor) -> None:
         """Waits for the subgroups of these parameters, which are about to be gathered."""
         params = [param for param in params if hasattr(param, "ds_id")]

@@ -107,7 +107,7 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         own.homes.close_window()
         if scaled_norm is None:
             own.skip()
-            self._gathers.show_persistent()
+            self._gathers.show_at_rest()  # stock leaves them partitioned here
         else:
             self._global_grad_norm = scaled_norm / self.loss_scale
             own.update(self._gradient_scale(scaled_norm))
@@ -119,6 +119,14 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
                 self._swap_out()
             self._post_step(set())
         own.recorder.step_ends()
+
+    def _partition_all_parameters(self) -> None:
+        self._gathers.stay_gathered(False)
+        super()._partition_all_parameters()
+
+    def empty_partition_cache(self) -> None:
+        super().empty_partition_cache()
+        self._gathers.stay_gathered(False)
 
     def _swap_out(self) -> None:
         """New parameters go to where DeepSpeed's swapper keeps them: to a drive, or where they are
@@ -133,6 +141,7 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         """
         self.reset_cpu_buffers()
         self.invalidate_secondary_tensor()
+        self._gathers.stay_gathered(True)
         self.timers.log(timer_names)
         if not self._ebbtide.plan.overlap_forward:
             self._gathers.show_persistent()
@@ -236,6 +245,7 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         module (``self.embedding.weight``) would be traced differently in its second forward.
         """
         self._gathers.shows = True
+        self._gathers.stay_gathered(True)
         if self._ebbtide.plan.overlap_forward:
             self.invalidate_secondary_tensor()
             if self._ebbtide.saves_in_flight:

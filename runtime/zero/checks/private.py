@@ -358,6 +358,21 @@ def partitions_at(tensors: Mapping[Any, torch.Tensor]) -> Iterator[None]:
             param.ds_tensor = home
 
 
+@contextmanager
+def in_own_precision(params: Iterable[Any]) -> Iterator[None]:
+    """Under ``torch_autocast`` several ranks gather what forward asks for in the precision of its
+    computation; inside, these are gathered as their partitions are.
+    """
+    named = {p: p.comm_dtype for p in params if hasattr(p, "comm_dtype")}
+    for param in named:
+        del param.comm_dtype
+    try:
+        yield
+    finally:
+        for param, dtype in named.items():
+            param.comm_dtype = dtype
+
+
 def empty_cache() -> None:
     """Device memory that nobody uses goes back from PyTorch to the driver."""
     from deepspeed.accelerator import get_accelerator

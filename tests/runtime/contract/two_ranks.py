@@ -126,6 +126,11 @@ def main():
         "guessed", [(["host", "device", "stored"], DEVICE)], speculate=9, accumulation=2,
         clipping=4.0, away=(0, 2),
     )  # fmt: skip
+    # Its linear layers add a bias as it was gathered: in fp32 behind a step, else in bf16.
+    lower = {"lower_precision_safe_modules": ["studies.bench.byte_gpt.Linear"]}
+    autocast = {"torch_autocast": {"enabled": True, "dtype": "bfloat16", **lower}}
+    found |= compare("autocast", precision="fp32", extra=autocast)
+    found |= compare("autocast, partitioned", precision="fp32", extra=autocast, **EVERY_PASS)
     found["nobody is held up"] = a_gather_ahead_holds_nobody_up()
     found["a life"] = DEVICE == "cuda" or alive_as_stock(folder, rank=int(rank)) == []
     found |= compare("stage 2", stage=2) | compare("stage 1", stage=1, accumulation=2)
