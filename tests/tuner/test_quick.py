@@ -76,3 +76,11 @@ def test_sums_of_micro_batches_stay_where_device_memory_is_given():
     assert found.plan.device_sums > 0
     again = quick_plan(workload, slow, found.plan)
     assert again.plan.device_sums == found.plan.device_sums
+
+
+def test_ranks_can_vote_on_what_it_says_of_plans_that_guess():
+    """By a tensor of the comparison, of which torch takes no bool of numpy's."""
+    workload, machine = random_pair(np.random.default_rng(1), counts=(8, 8))
+    current = on_the_host(workload, speculate=3)
+    found = quick_plan(workload, machine, current, device_bytes=machine.device_memory_bytes)
+    assert type(found.iteration_s < found.current_s) is bool

@@ -287,14 +287,15 @@ class Search:
             return float(row[kernel.ITERATION_S])
         if plain[kernel.ITERATION_S] > self.most_waiting_s:
             return math.inf
-        columns = [kernel.ITERATION_S, kernel.BACKWARD_S]
+        a, b = kernel.ITERATION_S, kernel.BACKWARD_S
         sizes = {
             placement: self._sweep.sizes[early & _able(codes & ~GUESSED, placement)].tolist()
             for placement in SPECULATES
         }
         late = late_s(self.workload, self.machine, sizes, threads, prefetch)
         rate = self.workload.clip_rate or 0.0
-        return mean_s(tuple(row[columns]), tuple(plain[columns]), late, rate)
+        right, waiting = ((float(r[a]), float(r[b])) for r in (row, plain))
+        return mean_s(right, waiting, late, rate)
 
     def peaks(self, candidate: Candidate, homes: tuple[ParameterHome, ...]) -> Score:
         """Of a candidate with its parameters elsewhere, not remembered."""
