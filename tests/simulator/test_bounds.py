@@ -285,6 +285,40 @@ def test_backward_waits_until_the_gradient_before_is_home():
     assert floor_of(work, have, 4, 0, 0, 0) == pytest.approx(by_hand, rel=2e-5)
 
 
+def test_a_sum_that_comes_back_is_under_way_longer_than_its_way_home_takes():
+    """Gradients of which no two may be under way while a pass runs: in the second micro-batch each
+    is fetched and goes home, 0.4 s, and while backward waits two are under way.
+    """
+    layer = Layer(params=10**8, forward_s=0.02, backward_s=0.2)  # of two micro-batches
+    work = workload(8, layers=(layer,) * 8).model_copy(update={"gradient_accumulation_steps": 2})
+    have = machine(h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e9, host_adam_params_per_s=1e12)
+    window = Window(Model(work, have, ways(), 8), {})
+    for x in window.x[:, ways().index(("host", "device"))]:
+        window.rows.equal(1.0, (int(x), 1.0))
+    first_s, second_s = 8 * 0.2 - 0.7 - 0.2, (8 * 0.4 - 0.7 - 0.4) / 2
+    found_s = window.rows.lowest(window.waited)[0]
+    assert found_s >= (first_s + second_s) * (1 - 1e-6)
+    plan = Plan(subgroup_size=10**8, placement=Plan.runs(["host"] * 8), staging_slots=0)
+    spans = simulate(build_schedule(work, plan), have).spans
+    passes = [s for s in spans if s.iteration == 1 and s.kind in (OpKind.FORWARD, OpKind.BACKWARD)]
+    norm = next(s for s in spans if s.iteration == 1 and s.kind == OpKind.NORM)
+    begun_s = min(s.start_s for s in passes if s.kind == OpKind.BACKWARD)
+    behind = [s for s in passes if s.start_s >= begun_s]
+    waited_s = norm.end_s - begun_s - sum(s.end_s - s.start_s for s in behind)
+    assert found_s <= waited_s * (1 + 1e-6)
+
+
+def test_the_first_sums_stay_on_the_device():
+    """None stays behind one that crosses."""
+    work = workload(3).model_copy(update={"gradient_accumulation_steps": 2})
+    model = Model(work, machine(), [("host", "device")], 3, sums=True)
+    for stays, can_be in (([1, 1, 0], True), ([0, 0, 0], True), ([1, 0, 1], False)):
+        window = Window(model, {})
+        for x, stay in zip(window.x, stays, strict=True):
+            window.rows.equal(1.0, (int(x[stay]), 1.0))
+        assert (window.rows.lowest(window.seconds) is not None) == can_be
+
+
 def test_a_tiny_gradient_lets_no_more_be_under_way_than_itself():
     """As above, with a last layer of next to nothing, whose gradient comes first."""
     large, tiny = 12 * 10**7, 1000
@@ -628,7 +662,8 @@ def test_no_plan_whose_sums_stay_beats_the_bound_of_its_own_placements():
                  strict=True)) if way[1] == "device"}  # fmt: skip
         for codes, slots, *rest in random_plans(rng, len(work.subgroups), 2):
             codes = codes if rng.random() < 0.5 else np.zeros_like(codes)  # all on the host
-            stay = with_sums(codes, rng.random(codes.size) < rng.choice([0.5, 1.0]))
+            first = rng.choice([rng.integers(codes.size + 1), codes.size])
+            stay = with_sums(codes, np.arange(codes.size) < first)
             names = [named[PLACEMENTS[code % SUMMED], code >= SUMMED] for code in stay.tolist()]
             floor_s = floor_of_names(model, names, slots)
             plan = (stay, slots, *rest)

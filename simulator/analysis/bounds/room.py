@@ -3,69 +3,57 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from simulator.analysis.bounds.model import Model, Part
-from simulator.analysis.bounds.pieces import Pieces
 from simulator.analysis.bounds.rows import Columns, Rows
 from simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES as ROOM
 from simulator.update.recipes import Wait
 
 Floats = NDArray[np.float64]
+ByWay = Mapping[int, Floats]  # of a gradient of each piece
+CLOSE = 1e-9
+MOST_BESIDE = 3  # gradients under way; where there is room for more, they hide one another's ways
 
 
 def wait_for_room(m: Model, rows: Rows, every: Columns, waited: int) -> None:
     """Adds that when gradients are complete all but so many bytes go home before the next pass
-    begins (`EbbtideLoop`): in each micro-batch, and of all micro-batches one after the other. Sums
-    that stay on the device go home in the last one.
+    begins (`EbbtideLoop`): in each micro-batch, and of all micro-batches one after the other.
 
     Args:
         every: how many subgroups of a piece are updated in a way: shape (pieces, ways).
         waited: what backward waits for, in seconds.
     """
     rows.upper[waited] = 0.0
-    every_home = [g for g in m.gradients if Wait.SUM not in g.step.waits]
-    # Below ZeRO-3 all may come in one micro-batch, which is the last one too (`Workload.serial`).
-    home = [g for g in every_home if m.micro == 1 or Wait.LAST not in g.step.waits]
-    if not home:
+    chains = [(times, _Chain(m, some)) for times, some in _micro_batches(m) if some]
+    if not chains:
         return
-    sent = m.pieces.size.astype(np.float64) * home[0].step.work(m.work.bytes)
-    x = every[:, sorted({g.way for g in home})]
-    sums = [g for g in m.gradients if Wait.SUM in g.step.waits]
-    paces = [_pace(m, some, sent) for some in (home, [*home, *sums])]
-    together = _together(m, sent)
-    chains = [_Chain(m.pieces, sent, pace, together) for pace in paces][: m.micro]
-    all_s = sent * (paces[0] + (m.micro - 1) * paces[1])
-    before_s = m.rest_s - m.first_s + chains[-1].left_s
-    if all_s @ m.pieces.count <= before_s and not any(chain.waits for chain in chains):
+    home = [g for g in m.gradients if Wait.SUM not in g.step.waits]
+    before_s = m.rest_s - m.first_s + chains[-1][1].left_s
+    most_s = np.max([g.times * g.seconds for g in home], axis=0) @ m.pieces.count
+    if most_s <= before_s and not any(chain.waits for _, chain in chains):
         return
     rows.upper[waited] = np.inf
-    each = [chain.add(rows, x) for chain in chains]
-    rows.at_most(0.0, (waited, -1.0), *zip(each, (1.0, m.micro - 1.0), strict=False))
-    if len(every_home) > len(home):  # in the last one all of them go home, on the same ways
-        last = chains[0].add(rows, every[:, sorted({g.way for g in every_home})])
-        rows.at_most(
-            0.0, (waited, -1.0), *zip((*each, last), (1.0, m.micro - 2.0, 1.0), strict=True)
-        )
-    rows.at_most(before_s, (waited, -1.0), *((column, all_s) for column in x.T))
+    rows.at_most(0.0, (waited, -1.0), *((chain.add(rows, every), times) for times, chain in chains))
+    rows.at_most(before_s, (waited, -1.0), *((every[:, g.way], g.times * g.seconds) for g in home))
 
 
-def _pace(m: Model, parts: Sequence[Part], sent: Floats) -> float:
-    """Seconds of a byte that goes these ways, at the least, of whatever has least room for it."""
-    found = [
-        min(float((p.seconds / sent).min()) for p in parts if p.step.lane == lane)
-        for lane in {p.step.lane for p in parts}
-    ]
-    for name in m.work.limits:
-        taken = [
-            np.sum([p.taken_s[name] for p in parts if p.way == way], axis=0) / sent
-            for way in {p.way for p in parts}
-        ]
-        found.append(float(np.min(taken)))
-    return max(found)
+def _micro_batches(m: Model) -> Iterator[tuple[float, list[Part]]]:
+    """How often there are such, and what happens to gradients in them."""
+    kinds = (
+        [(1, Wait.SUM)]
+        if m.micro == 1  # below ZeRO-3 it is the last one too (`Workload.serial`)
+        else [(1, Wait.SUM | Wait.LAST), (m.micro - 2, Wait.LAST), (1, Wait(0))]
+    )
+    for times, left_out in kinds:
+        if times:
+            yield float(times), [g for g in m.gradients if not g.step.waits & left_out]
 
 
 def _together(m: Model, sent: Floats) -> float:
@@ -85,23 +73,31 @@ def _together(m: Model, sent: Floats) -> float:
 
 
 class _Chain:
-    """A backward: its pieces in the order in which the last gradient of each is complete."""
+    """A backward: its pieces in the order in which the last gradient of each is complete.
 
-    def __init__(self, pieces: Pieces, sent: Floats, pace: float, together: float) -> None:
-        """``pace``: seconds of a byte, of all its ways."""
-        self.pieces = pieces
-        self.order = np.argsort(-self.pieces.first)
-        self.each_s = sent * pace
+    Attributes:
+        work: by resource, its seconds.
+    """
+
+    def __init__(self, m: Model, parts: Sequence[Part]) -> None:
+        """``parts``: what happens to gradients in it."""
+        self.pieces = pieces = m.pieces
+        sent = pieces.size.astype(np.float64) * m.work.bytes.gradient
+        self.ways = sorted({p.way for p in parts})
+        paces = _paces(m, parts, self.ways, sent)
+        self.work = [{way: sent * pace for way, pace in some.items()} for some in paces]
+        self.order = np.argsort(-pieces.first)
         # One gradient is left alone: of a piece, if any of it has been sent, or of what lies
         # between its subgroups, if not all of it has.
-        own, first, last = np.maximum(sent, together), pieces.first, pieces.last
+        own, first, last = np.maximum(sent, _together(m, sent)), pieces.first, pieces.last
         between = (first > first[:, None]) & (first < last[:, None])
-        self.alone_s = pace * np.where(between, own, own[:, None]).max(axis=1)
-        self.left_s = float(self.alone_s.max())
+        alone = np.where(between, own, own[:, None]).max(axis=1)
+        self.alone_s = [max(some.values()) * alone for some in paces]
+        self.left_s = float(max(each.max() for each in self.alone_s))
         # Of a piece and those behind it none is complete before so much of backward is left.
-        left = self.pieces.left_s[self.order]
+        left = pieces.left_s[self.order]
         self.begin_s = np.maximum.accumulate(left[::-1])[::-1]
-        self.end_s = self.pieces.end_s[self.order]
+        self.end_s = pieces.end_s[self.order]
         # The last one whose wait precedes a piece's first gradient.
         self.before = [
             max(np.flatnonzero(self.end_s[:k] > begin), default=-1)
@@ -110,6 +106,8 @@ class _Chain:
 
         # Each pass's gradients come home behind it, but for one that may be left: of a whole block.
         self.bursts = list(self._bursts())
+        some = (_Beside.of(m, parts, most) for most in range(1, MOST_BESIDE + 1))
+        self.beside = [each for each in some if each is not None]
 
     def _bursts(self) -> Iterator[tuple[int, int, list[int]]]:
         """Of each block: its first and its last position, and its pieces."""
@@ -123,39 +121,134 @@ class _Chain:
     @property
     def waits(self) -> bool:
         """Whether it does where all gradients go home."""
-        much_s = (self.each_s * self.pieces.count)[self.order]
+        some = zip(self.work, self.alone_s, strict=True)
+        return any(self._waits(*each) for each in some) or any(b.waits(self) for b in self.beside)
+
+    def _waits(self, work: ByWay, alone_s: Floats) -> bool:
+        much_s = np.max(list(work.values()), axis=0) * self.pieces.count
         for _, _, pieces in self.bursts:
-            if (self.each_s * self.pieces.count)[pieces].sum() > self._left_of(pieces):
+            if much_s[pieces].sum() > self._left_of(pieces, alone_s):
                 return True
         home_s = -math.inf
-        for begin_s, end_s, alone_s, much in zip(
-            self.begin_s, self.end_s, self.alone_s[self.order], much_s, strict=True
+        for begin_s, end_s, left_s, much in zip(
+            self.begin_s, self.end_s, alone_s[self.order], much_s[self.order], strict=True
         ):
             home_s = max(home_s, -begin_s) + much
-            if home_s + end_s > alone_s:
+            if home_s + end_s > left_s:
                 return True
         return False
 
-    def _left_of(self, pieces: Sequence[int]) -> float:
-        return float(self.pieces.passes[pieces[0]] * self.alone_s[pieces].max())
+    def _left_of(self, pieces: Sequence[int], alone_s: Floats) -> float:
+        return float(self.pieces.passes[pieces[0]] * alone_s[pieces].max())
 
-    def add(self, rows: Rows, x: Columns) -> int:
+    def add(self, rows: Rows, every: Columns) -> int:
         """The variable that is what it waits for."""
-        count = self.pieces.count
-        waited, home = rows.new(len(count)), rows.new(len(count))  # home: since the first begins
+        waited = rows.new(len(self.order))
+        for k in range(1, len(waited)):
+            rows.at_most(0.0, (int(waited[k - 1]), 1.0), (int(waited[k]), -1.0))
+        for work, alone_s in zip(self.work, self.alone_s, strict=True):
+            self._come_home(rows, every, waited, work, alone_s)
+        for beside in self.beside:
+            beside.add(self, rows, every, waited)
+        return int(waited[-1])
+
+    def _come_home(
+        self, rows: Rows, every: Columns, waited: Columns, work: ByWay,
+        alone_s: Floats,
+    ) -> None:  # fmt: skip
+        """On a resource, one after the other."""
+        count, left_s = self.pieces.count, float(alone_s.max())
+        home = rows.new(len(count))  # since the first begins
         for k, p in enumerate(self.order):
-            mine = (x[p], self.each_s[p])
+            mine = [(every[p, way], float(each[p])) for way, each in work.items()]
             before = [(int(waited[self.before[k]]), 1.0)] if self.before[k] >= 0 else []
             late_s = float(self.begin_s[0] - self.begin_s[k])
-            rows.at_most(-late_s, (int(home[k]), -1.0), mine, *before)
-            less = (x[p], (self.left_s - self.alone_s[p]) / count[p])
+            rows.at_most(-late_s, (int(home[k]), -1.0), *mine, *before)
+            less = (every[p, self.ways], (left_s - alone_s[p]) / count[p])
             end_s = float(self.begin_s[0] - self.end_s[k])
-            rows.at_most(self.left_s + end_s, (int(home[k]), 1.0), (int(waited[k]), -1.0), less)
+            rows.at_most(left_s + end_s, (int(home[k]), 1.0), (int(waited[k]), -1.0), less)
             if k:
-                rows.at_most(0.0, (int(home[k]), -1.0), (int(home[k - 1]), 1.0), mine)
-                rows.at_most(0.0, (int(waited[k - 1]), 1.0), (int(waited[k]), -1.0))
+                rows.at_most(0.0, (int(home[k]), -1.0), (int(home[k - 1]), 1.0), *mine)
         for first, last, pieces in self.bursts:
-            asked = [(x[p], self.each_s[p]) for p in pieces]
+            asked = [(every[pieces, way], each[pieces]) for way, each in work.items()]
             before = [(int(waited[first - 1]), 1.0)] if first else []
-            rows.at_most(self._left_of(pieces), (int(waited[last]), -1.0), *asked, *before)
-        return int(waited[-1])
+            limit_s = self._left_of(pieces, alone_s)
+            rows.at_most(limit_s, (int(waited[last]), -1.0), *asked, *before)
+
+
+def _paces(
+    m: Model, parts: Sequence[Part], ways: Sequence[int], sent: Floats
+) -> list[dict[int, float]]:  # fmt: skip
+    """By lane and by capacity, and by way, seconds of a byte at the least; without those of which
+    another one is asked for as much.
+    """
+    some = [{p.way: float((p.seconds / sent).min()) for p in parts if p.step.lane == lane}
+            for lane in dict.fromkeys(p.step.lane for p in parts)]  # fmt: skip
+    some += [
+        {way: float((_taken(parts, way, name) / sent).min()) for way in ways}
+        for name in m.work.limits
+    ]
+    kept: list[dict[int, float]] = []
+    for one in sorted(some, key=lambda each: -sum(each.values())):
+        if not any(
+            all(pace <= other.get(way, 0.0) * (1 + CLOSE) for way, pace in one.items())
+            for other in kept
+        ):
+            kept.append(one)
+    return kept
+
+
+def _taken(parts: Sequence[Part], way: int, capacity: str) -> Floats:
+    total: Floats = np.sum([p.taken_s[capacity] for p in parts if p.way == way], axis=0)
+    return total
+
+
+@dataclass(frozen=True)
+class _Beside:
+    """Gradients so large that no more than ``most`` are under way when a pass begins: one more
+    would be above the room even with half of the oldest left out.
+
+    Each is under way for as long as its own ways take. While passes run, so many are at once; while
+    backward waits, those too that the pass before has completed, together ``waiting``.
+    """
+
+    most: int
+    large: NDArray[np.bool_]
+    waiting: int
+    takes: ByWay
+    longest_s: float  # of them is counted
+
+    @classmethod
+    def of(cls, m: Model, parts: Sequence[Part], most: int) -> Self | None:
+        """None: there are no such gradients."""
+        least = ROOM / (most + 0.5) / m.work.bytes.gradient
+        large = m.pieces.least > least
+        if not large.any():
+            return None
+        first = [held[0] for held in m.workload.layers_of_subgroups()]
+        sizes = zip(first, m.workload.subgroups, strict=True)
+        ends = Counter(layer for layer, size in sizes if size > least)
+        takes = {}
+        for way in {p.way for p in parts}:
+            takes[way] = np.sum([p.seconds for p in parts if p.way == way], axis=0)
+        longest_s = float(np.median(np.max(list(takes.values()), axis=0)[large]))
+        return cls(most, large, most + max(ends.values()), takes, longest_s)
+
+    def add(self, chain: _Chain, rows: Rows, every: Columns, waited: Columns) -> None:
+        """Of all that are complete at a position, but for those that may be left then."""
+        there = np.flatnonzero(self.large[chain.order])
+        for k in there:
+            some = chain.order[there[there <= k]]
+            asked = [(every[some, w], np.minimum(s[some], self.longest_s))
+                     for w, s in self.takes.items()]  # fmt: skip
+            run_s = float(chain.begin_s[there[0]] - chain.end_s[k])
+            left_s = self.most * (run_s + self.longest_s)
+            rows.at_most(left_s, (int(waited[k]), -float(self.waiting)), *asked)
+
+    def waits(self, chain: _Chain) -> bool:
+        """Whether backward does, where all of them go home."""
+        takes = np.minimum(np.max(list(self.takes.values()), axis=0), self.longest_s)
+        there = np.flatnonzero(self.large[chain.order])
+        run_s = float(chain.begin_s[there[0]] - chain.end_s[there[-1]])
+        all_s = float((takes * chain.pieces.count)[self.large].sum())
+        return all_s > self.most * (run_s + self.longest_s)

@@ -71,6 +71,8 @@ class Window:
         for slot in visited:
             self._visit(slot)
         self._fit(room)
+        self._crosses = np.zeros(0, dtype=np.int64)
+        self._stay()
         wait_for_room(model, self.rows, self.x, self.waited)
         self._resources()
         self._iteration()
@@ -145,6 +147,26 @@ class Window:
             if pieces.whole[alike].all():
                 self._place_whole(alike)
 
+    def _stay(self) -> None:
+        """The sums that stay on the device are the first ones' (`Plan.summed_on_device`): behind a
+        gradient that crosses with each micro-batch none stays.
+        """
+        m, pieces = self.model, self.model.pieces
+        crossing = sorted({g.way for g in m.gradients if Wait.SUM in g.step.waits})
+        staying = sorted({way for way, summed in enumerate(m.summed) if summed})
+        if not (crossing and staying):
+            return
+        order = np.argsort(pieces.last)
+        crosses = self._crosses = self.rows.new(len(pieces), 1.0)  # up to there
+        for k, p in enumerate(order):
+            here = (self.x[p, crossing], 1.0 / pieces.count[p])
+            self.rows.at_most(0.0, here, (int(crosses[k]), -1.0))
+            if k:
+                self.rows.at_most(0.0, (int(crosses[k - 1]), 1.0), (int(crosses[k]), -1.0))
+            for before in np.flatnonzero(pieces.last[order] < pieces.first[p])[-1:]:
+                behind = (self.x[p, staying], 1.0 / pieces.count[p])
+                self.rows.at_most(1.0, behind, (int(crosses[before]), 1.0))
+
     def _place_whole(self, alike: Columns) -> None:
         pieces = self.model.pieces
         if len(pieces) <= NAMED or pieces.count[alike].sum() < NUMBERED:
@@ -153,6 +175,11 @@ class Window:
             return
         for way, number in enumerate(self.rows.new(len(self.model.ways), whole=True)):
             self.rows.equal(0.0, (self.x[alike, way], 1.0), (number, -1.0))
+
+    def place_each(self) -> None:
+        """Only whole subgroups of a piece are updated in a way, where they are alike."""
+        for variable in (*self.x[self.model.pieces.whole].ravel(), *self._crosses):
+            self.rows.whole[variable] = True
 
     def limit(self, slot: Slot) -> int:
         """Buffers of a kind, at the most."""
