@@ -22,6 +22,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from simulator.update.recipes import SPECULATES
 from studies.bench.byte_gpt import SIZES
 from studies.bench.console import study_parser
 from studies.bench.record import write_record
@@ -34,7 +35,7 @@ PEERS = ("superoffload", "twin_flow", "zenflow", "torchao", "no_offload", "deepc
 # Of a plan that has all of it, what each row is without.
 WITHOUT: Mapping[str, Figures] = {
     "all_on": {},
-    "without_speculation": {"speculate": 0, "speculate_visits": 0},
+    "without_speculation": dict.fromkeys(SPECULATES.values(), 0),
     "without_growing_slots": {"speculate_visits": 0},
     "without_device_sums": {"device_sums": 0},
 }

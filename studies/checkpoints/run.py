@@ -226,7 +226,7 @@ def _plan(count: int, homes: Sequence[ParameterHome], storage: Path | None) -> P
     placements = list(islice(cycle(used), count))
     return Plan(
         subgroup_size=SUBGROUP, placement=Plan.runs(placements), staging_slots=2, prefetch=1,
-        device_sums=count,
+        device_sums=count, speculate_stored=min(1, placements.count("stored")),
         storage_dir=None if storage is None else str(storage),
         parameter_home=Plan.home_runs(list(islice(cycle(homes), count))),
     )  # fmt: skip

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from simulator import Plan
+from simulator.update.recipes import SPECULATES
 from studies.bench.bits import differences, state_of
 from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config, train_step
 from studies.bench.many_engines import answer_once
@@ -141,7 +142,8 @@ def attached(engine: Any, pattern: list[str], emulated: bool, seed: str = "") ->
 
     # One sum stays where there is accumulation, one update of each queue begins before the norm.
     early = int(engine.zero_optimization_stage() == 3)
-    plan = plan_of(engine, pattern, device_sums=1, speculate=early, speculate_visits=early)
+    guesses = dict.fromkeys(SPECULATES.values(), early)
+    plan = plan_of(engine, pattern, device_sums=1, **guesses)
     runtime.attach(engine, plan, device="emulated" if emulated else "cuda")
     rng = random.Random(seed)
     engine.optimizer._ebbtide.executor.before_op = lambda _: time.sleep(

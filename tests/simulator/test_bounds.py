@@ -18,7 +18,7 @@ from simulator.schedule import Lane, Op, OpKind
 from simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES, Holding, footprint, tally
 from simulator.update.optimizer import OPTIMIZERS
 from simulator.update.order import UpdateOrder
-from simulator.update.recipes import RECIPES, Slot, can_be_summed, guessed_ways, ways
+from simulator.update.recipes import HOST_SLOTS, RECIPES, Slot, can_be_summed, guessed_ways, ways
 from studies.trials.emulated_training import Setting
 from studies.trials.guessed_overlap import setting_of
 from tests.machines import node
@@ -608,7 +608,10 @@ def balanced(rng):
 
 
 def with_guesses(codes, early):
+    """Of stored subgroups as many as there are slots for them."""
     able = np.isin(codes, [PLACEMENT_CODES[placement] for placement, _ in guessed_ways()])
+    stored = (codes == PLACEMENT_CODES["stored"]) & early
+    early = early & ~(stored & (np.cumsum(stored) > HOST_SLOTS))
     return (codes + GUESSED * (able & early)).astype(np.int8)
 
 

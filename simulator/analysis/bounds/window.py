@@ -207,6 +207,8 @@ class Window:
             some = [outside[way] for way in users if way in outside]
             for way in users if some else ():
                 self._apart(outside[way], way, self.beyond[slot])
+            if outside is self.early:  # guesses keep theirs beside those that come early
+                some += [self.x[:, way] for way in early if m.recipes[way].keeps_slot]
             if some:
                 fewer = [(number, -1.0)] if limit == MANY else []
                 self.rows.at_most(limit % MANY, *((columns, 1.0) for columns in some), *fewer)
