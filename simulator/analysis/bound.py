@@ -27,6 +27,7 @@ FEWEST_MANY = 4  # staging slots; fewer are looked at number by number
 MOST_VISITORS = 6  # ranges of sizes
 MANY = 128  # subgroups, of more of which no whole numbers are asked for
 NODES_OF_FEW, NODES_OF_EACH, NODES_OF_SOME = 3000, 100, 5  # of the search for whole numbers
+NODES_OF_PROOF = 500  # where more is asked for than planning can wait for: seconds
 ROUNDING, ROUNDING_S = 1e-5, 1e-6  # of the solver's tolerances: relative, and in seconds
 
 
@@ -54,7 +55,7 @@ class Bound:
 def bound(
     workload: Workload, machine: Machine, device_bytes: float | None = None,
     homes: Sequence[Memory] | None = (), host_bytes: float | None = None,
-    storage_bytes: float | None = None, guesses: bool = False,
+    storage_bytes: float | None = None, guesses: bool = False, *, enough_s: float | None = None,
 ) -> Bound:  # fmt: skip
     """The bound for every plan that stays within so much memory.
 
@@ -70,12 +71,14 @@ def bound(
         host_bytes, storage_bytes: the limits on host memory and storage; None: there is enough.
         guesses: plans may update subgroups before the norm is known (``plan.speculate``), and each
             guess is right; False: none does. Sums of micro-batches may stay on the device.
+        enough_s: an iteration; no bound is higher, and the search for whole subgroups goes on far
+            longer until it has proven that much. None: as long as planning can wait.
 
     Raises:
         ValueError: not even the workload alone fits into the device's memory.
     """
     some = (workload, machine, device_bytes, homes, host_bytes, storage_bytes, guesses)
-    return tightened(fluid_bound(*some), *some)
+    return tightened(fluid_bound(*some), *some, enough_s=enough_s)
 
 
 def fluid_bound(
@@ -106,6 +109,7 @@ def tightened(
     fluid: Bound, workload: Workload, machine: Machine, device_bytes: float | None = None,
     homes: Sequence[Memory] | None = (), host_bytes: float | None = None,
     storage_bytes: float | None = None, guesses: bool = False, *, whole: bool = True,
+    enough_s: float | None = None,
 ) -> Bound:  # fmt: skip
     """`bound`, where `fluid_bound` is known.
 
@@ -118,7 +122,7 @@ def tightened(
     pieces = count if count <= EACH else max(FEWEST_BLOCKS, BLOCKS // sizes)
     room = (device_bytes, homes, host_bytes, storage_bytes)
     problem = _Problem(workload, machine, *room, guesses=guesses, pieces=pieces)
-    return problem.tightened(fluid, _nodes(count) if whole else 0)
+    return problem.tightened(fluid, _nodes(count) if whole else 0, enough_s)
 
 
 def _rounded_down(seconds: float) -> float:
@@ -209,9 +213,11 @@ class _Problem:
             split[placement] += each
         return split
 
-    def tightened(self, fluid: Bound, nodes: int) -> Bound:
+    def tightened(self, fluid: Bound, nodes: int, enough_s: float | None = None) -> Bound:
         """The lowest of all numbers of slots, most promising first."""
         least_s, near = math.inf, []
+        if enough_s is not None:
+            least_s, nodes = enough_s - self.model.rest_s, NODES_OF_PROOF
         for low_s, _, slots, visitor in sorted(self._fractions(nodes), key=lambda case: case[:2]):
             if low_s >= least_s:
                 break
@@ -219,25 +225,27 @@ class _Problem:
             Sharing(window, max(low_s, self.model.forward_s))
             solved = window.rows.lowest(window.seconds)
             if nodes and solved is not None and solved[0] < least_s:
+                if enough_s is not None:
+                    window.place_each()
                 solved = _in_whole_numbers(window, nodes, solved, least_s)
             if solved is None:
                 continue
             seconds = _rounded_down(max(low_s, solved[0]))
             near.append((seconds, window.slots or FEWEST_MANY, solved[1][window.x]))
             least_s = min(least_s, seconds)
-        if not near:  # no whole numbers of subgroups fit
+        if math.isinf(least_s):  # no whole numbers of subgroups fit
             return fluid
         near.sort(key=lambda case: case[0])
-        split = self.by_placement(near[0][2] * self.model.pieces.size[:, None])
-        update_s = max(fluid.update_s, least_s)
+        sizes, update_s = self.model.pieces.size[:, None], max(fluid.update_s, least_s)
+        split = self.by_placement(near[0][2] * sizes) if near else fluid.params
         return replace(
             fluid, iteration_s=self.model.rest_s + update_s, update_s=update_s, params=split,
             promising=tuple((self._rounded(x), slots) for _, slots, x in near),
         )  # fmt: skip
 
     def _fractions(self, nodes: int) -> Iterator[tuple[float, int, int | None, Visitor]]:
-        cases = product((*range(FEWEST_MANY), None), self._visitors() if nodes else (None,))
-        for number, (slots, visitor) in enumerate(cases):
+        cases = product((*range(1, FEWEST_MANY), None), self._visitors() if nodes else (None,))
+        for number, (slots, visitor) in enumerate([(0, None), *cases]):
             window = self.window(slots, FEWEST_MANY, visitor=visitor)
             solved = window.rows.lowest(window.seconds)
             if solved is not None:

@@ -186,6 +186,22 @@ def test_no_plan_beats_the_bound_of_its_own_memory(most):
             assert fluid_bound(work, on, room, None).iteration_s <= floor_s * (1 + 1e-4)
             seconds = steady_s(work, on, floor_s, *plan)
             assert floor_s <= seconds * (1 + 1e-6), (floor_s, plan)
+            if most < 40:  # whole subgroups, however long that takes
+                floor_s = bound(work, on, room, enough_s=2 * seconds).iteration_s
+                assert floor_s <= seconds * (1 + 1e-6), (floor_s, plan)
+
+
+def test_more_work_proves_more_where_subgroups_are_whole_and_stops_at_what_is_enough():
+    """Of two sizes in turn, each of which has a whole number in a way, not each subgroup."""
+    sizes = (10**8, 17 * 10**7) * 8
+    layers = tuple(Layer(params=n, forward_s=0.01, backward_s=0.02) for n in sizes)
+    work = workload(16).model_copy(update={"layers": layers, "subgroups": sizes})
+    on = machine(host_adam_params_per_s=1e9, h2d_bytes_per_s=3e9, d2h_bytes_per_s=3e9)
+    room = work.device_base_bytes + 19 * 10**8
+    low, high = bound(work, on, room), bound(work, on, room, enough_s=100.0)
+    assert high.iteration_s > low.iteration_s * 1.003
+    between_s = (low.iteration_s + high.iteration_s) / 2
+    assert bound(work, on, room, enough_s=between_s).iteration_s == pytest.approx(between_s)
 
 
 def alternating(rng, count, micro):
