@@ -27,7 +27,7 @@ FEWEST_MANY = 4  # staging slots; fewer are looked at number by number
 MOST_VISITORS = 6  # ranges of sizes
 MANY = 128  # subgroups, of more of which no whole numbers are asked for
 NODES_OF_FEW, NODES_OF_EACH, NODES_OF_SOME = 3000, 100, 5  # of the search for whole numbers
-NODES_OF_PROOF = 500  # where more is asked for than planning can wait for: seconds
+NODES_OF_PROOF = 200  # where more is asked for than planning can wait for: seconds
 ROUNDING, ROUNDING_S = 1e-5, 1e-6  # of the solver's tolerances: relative, and in seconds
 
 
