@@ -155,9 +155,12 @@ class Plan(Page):
             come in for each forward and backward (DeepSpeed's ``offload_param``; ZeRO-3 only).
         order: in which the subgroups of each queue are updated; see `UpdateOrder`.
         staging_slots: device buffers for visiting (``device``) subgroups.
+        growing_slots: further ones, in memory that activations leave: one for each subgroup named
+            here, from when its gradient is complete until the next forward is about to read its
+            parameters. No more than there are visits for.
         prefetch: how many visiting subgroups may come in during backward, before the norm is
             known: from the first gradient of the last micro-batch on, as far as slots are free. At
-            most ``staging_slots``; 0 starts at the norm barrier.
+            most as many as there are slots; 0 starts at the norm barrier.
         host_slots: host buffers for the state of ``stored`` subgroups on its way from storage and
             back; that many are read before the norm is known.
         speculate: how many subgroups are updated before the norm is known, on the guess that the
@@ -195,6 +198,7 @@ class Plan(Page):
     parameter_home: tuple[HomeRun, ...] = ()
     order: UpdateOrder = UpdateOrder()
     staging_slots: int = Field(2, ge=0)
+    growing_slots: tuple[NonNegativeInt, ...] = ()
     prefetch: int = Field(0, ge=0)
     host_slots: int = Field(HOST_SLOTS, ge=0)
     speculate: int = Field(0, ge=0)
@@ -249,17 +253,25 @@ class Plan(Page):
                 f"host_slots={self.host_slots}",
                 key="speculate_stored",
             )
-        if Slot.STAGING in taken and self.staging_slots < 1:
+        slots = self.staging_slots + len(self.growing_slots)
+        if Slot.STAGING in taken and not slots:
             raise RuleError(
                 "plan.staging_slots must be >= 1 where a subgroup has placement 'device', but "
                 f"got staging_slots={self.staging_slots}",
                 key="staging_slots",
             )
-        if self.prefetch > self.staging_slots:
+        if self.prefetch > slots:
+            more = f" and {len(self.growing_slots)} growing_slots" if self.growing_slots else ""
             raise RuleError(
                 "plan.prefetch must be at most plan.staging_slots, but got "
-                f"prefetch={self.prefetch}, staging_slots={self.staging_slots}",
+                f"prefetch={self.prefetch}, staging_slots={self.staging_slots}{more}",
                 key="prefetch",
+            )
+        if max(self.growing_slots, default=0) >= self.subgroup_count:
+            raise RuleError(
+                f"plan.growing_slots must name subgroups, 0 to {self.subgroup_count - 1}, but got "
+                f"{max(self.growing_slots)}",
+                key="growing_slots",
             )
         if self.subgroups and len(self.subgroups) != self.subgroup_count:
             raise RuleError(
@@ -302,7 +314,7 @@ class Plan(Page):
         fields: dict[str, Any] = handler(self)
         if "host" not in self.parameter_homes:
             fields.pop("parameter_home", None)
-        for name in (*SPECULATES.values(), "device_sums"):
+        for name in (*SPECULATES.values(), "device_sums", "growing_slots"):
             if not getattr(self, name):
                 fields.pop(name, None)
         if not self.speculate or not self.speculate_among:
@@ -341,6 +353,11 @@ class Plan(Page):
             able, self.speculate, self.speculate_among, self.speculate_visits, self.speculate_stored
         )
         return tuple(i in chosen for i in range(self.subgroup_count))
+
+    @property
+    def grown(self) -> tuple[int, ...]:
+        """``growing_slots``, as far as there are visits for them beside ``staging_slots``."""
+        return self.growing_slots[: max(0, self.count("device") - self.staging_slots)]
 
     @property
     def summed_on_device(self) -> tuple[bool, ...]:

@@ -22,6 +22,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from simulator import Plan
 from simulator.update.recipes import SPECULATES
 from studies.bench.byte_gpt import SIZES
 from studies.bench.console import study_parser
@@ -36,7 +37,7 @@ PEERS = ("superoffload", "twin_flow", "zenflow", "torchao", "no_offload", "deepc
 WITHOUT: Mapping[str, Figures] = {
     "all_on": {},
     "without_speculation": dict.fromkeys(SPECULATES.values(), 0),
-    "without_growing_slots": {"speculate_visits": 0},
+    "without_growing_slots": {"growing_slots": ()},
     "without_device_sums": {"device_sums": 0},
 }
 ACCUMULATING = "stock_accumulating"
@@ -124,9 +125,17 @@ def _features(suite: Suite) -> dict[str, list[str]]:
     own = ["--accumulation", str(MICRO_BATCHES), "--clipping", str(HIGH_BOUND)]
     trials, plan = {ACCUMULATING: ["--variant", "stock", *own]}, suite.plan_all_on(MICRO_BATCHES)
     for name, fields in WITHOUT.items():
-        path = suite.save_plan(name, plan.model_copy(update=fields))
+        path = suite.save_plan(name, _with_slots(plan.model_copy(update=fields)))
         trials[name] = ["--variant", "ebbtide", "--plan", str(path), *own]
     return trials
+
+
+def _with_slots(plan: Plan) -> Plan:
+    """With one that is always there, where visits have none that grow."""
+    if plan.growing_slots or not plan.count("device"):
+        return plan
+    slots = max(1, plan.staging_slots)
+    return plan.model_copy(update={"staging_slots": slots, "prefetch": min(plan.prefetch, slots)})
 
 
 def _trials(suite: Suite, only: Sequence[str]) -> dict[str, list[str]]:

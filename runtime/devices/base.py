@@ -107,6 +107,19 @@ class Device:
             for stream in streams:
                 end.wait_on(stream)
 
+    def training_memory(self) -> AbstractContextManager[Any]:
+        """Inside, memory and events are of the stream that computes."""
+        return nullcontext()
+
+    def take_back(self, end: Completion) -> None:
+        """What was allocated in `training_memory` has just been dropped, and others use it until
+        ``end``: the stream that computes waits, and with it whom the memory is given to next.
+
+        Raises:
+            BackgroundError: that failed.
+        """
+        end.wait_host()
+
     def host_update(
         self, elements: int, *, out_of_place: bool = False
     ) -> AbstractContextManager[None]:

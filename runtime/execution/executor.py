@@ -18,7 +18,7 @@ from runtime.execution.gradient_ops import GradientOps
 from runtime.execution.guesses import Guess, Guesses, SubgroupJob
 from runtime.execution.step_template import GradientOp, TemplateOp
 from runtime.execution.subgroup_state import StagingSlot, StateStore, SubgroupState
-from runtime.execution.visits import Visit, Visits
+from runtime.execution.visits import Growing, Visit, Visits
 from runtime.kernels.rule import UpdateRule
 from simulator.schedule import Lane as LaneName
 from simulator.schedule import Op, OpKind
@@ -76,14 +76,14 @@ class Executor:
         guesses: Guesses | None = None,
         prefetch: int = 0,
         arrival: Sequence[int] | None = None,
+        growing: Growing | None = None,
     ) -> None:
         """``store``: of the stored subgroups, whose state passes through ``host_slots``;
         ``guesses``: memory of the ``template``'s guessed ones; ``prefetch``: the plan's;
-        ``arrival``: in which order gradients come; None: the last subgroup's first.
+        ``arrival``: in which order gradients come; None: the last subgroup's first; ``growing``:
+        further slots, beside ``slots``.
         """
-        self.device = device
-        self.states = states
-        self.slots = slots
+        self.device, self.states, self.slots = device, states, slots
         self.template = template
         self.threads = threads
         self.rule = rule
@@ -116,7 +116,7 @@ class Executor:
         self._position = {(t.op.kind, t.op.subgroup): i for i, t in enumerate(template)}
         published = (published_by(s, guessed=s.index in self._guessed) for s in states)
         self._published = [self._position[kind, i] for i, kind in enumerate(published)]
-        self.visits = self._visits_of(prefetch, arrival)
+        self.visits = self._visits_of(prefetch, arrival, growing)
         self._late = set[int]()  # of the latest step, visits that nobody guessed, or wrong
         # Since the latest launch, for the timeline: copies for passes and dropped guesses.
         self._beside: deque[tuple[Op, Completion]] = deque(maxlen=KEPT_FETCHES)
@@ -138,12 +138,14 @@ class Executor:
             dtypes = updated[0].gradient.dtype, updated[0].wire.dtype
             self.device.prepare(self.rule.forms(), 1 + len(self.rule.moments), *dtypes)
 
-    def _visits_of(self, prefetch: int, arrival: Sequence[int] | None) -> Visits:
+    def _visits_of(
+        self, prefetch: int, arrival: Sequence[int] | None, growing: Growing | None
+    ) -> Visits:  # fmt: skip
         visiting = _of_kind(self.template, OpKind.STATE_H2D)
         order = sorted(visiting, key=self._published.__getitem__)
         coming = arrival or range(len(self.states))[::-1]
         guessed = [s for s in coming if s in visiting and s in self._guessed]
-        return Visits(self.slots, order, guessed, prefetch)
+        return Visits(self.slots, order, guessed, prefetch, growing)
 
     def _begin_ahead(self) -> None:
         """Of the first step what else the step before would have begun: not before training does,
@@ -188,9 +190,13 @@ class Executor:
         """
         self._begin_ahead()
         self.visits.begin(guesses=guesses)
-        self._come_in()
+        self.come_in()
 
-    def _come_in(self) -> None:
+    def grow(self, subgroup: int) -> None:
+        """Its gradient is complete: slots may grow behind it. `come_in` fills them."""
+        self.visits.grow(subgroup, self.device)
+
+    def come_in(self) -> None:
         """As `EbbtideLoop._come_in`."""
         while (subgroup := self.visits.next()) is not None:
             position = self._position[OpKind.STATE_H2D, subgroup]
@@ -207,7 +213,7 @@ class Executor:
             complete = Completion.done(self.device.current_event())
             self.visits.ready[subgroup] = job, complete
             self._guess_visit(subgroup)
-            self._come_in()
+            self.come_in()
             return
         (position,) = self._guessed[subgroup]
         guess = self.guesses.begin(self.states[subgroup], job)
@@ -261,6 +267,13 @@ class Executor:
         """This step updates nothing; whether there were guesses."""
         dropped = self.drop_guesses()
         self.visits.end()
+        if self.visits.growing.wanted:  # the next forward needs the memory of who came in vain
+            for subgroup in list(self.visits.inside):
+                position = self._position[OpKind.STATE_H2D, subgroup]
+                begun, self._current[position] = self._current[position], None
+                assert begun is not None
+                self._beside.append((self.template[position].op, begun))
+                self.visits.leaves(subgroup, begun)
         return dropped
 
     def settle(self, jobs: list[SubgroupJob]) -> list[SubgroupState]:
@@ -277,6 +290,7 @@ class Executor:
         """
         self._begin_ahead()
         self.visits.end()
+        self.visits.grow_all(self.device)
         self._jobs = jobs
         self._version = self.store.tick() if self.store is not None and self._reads else 0
         barrier = Completion.done(self.device.current_event())
@@ -359,7 +373,7 @@ class Executor:
         """What an op of a visit does, in its slot, and what it waits for beside ``waits``."""
         if op.kind == OpKind.STATE_H2D:
             visit, free = self.visits.come(self.states[op.subgroup])
-            return partial(self._state_h2d, visit), [*waits, free]
+            return partial(self._state_h2d, visit), [*waits, *free]
         visit = self.visits.inside[op.subgroup]
         if op.kind == OpKind.STATE_D2H:
             self.visits.leaves(op.subgroup, end)
@@ -536,15 +550,25 @@ class Executor:
         Raises:
             BackgroundError: the update failed.
         """
+        subgroups = list(subgroups)
+        self._make_room(subgroups)
         if not self.busy:
             return  # the rest of the iteration reads without a word to the device
         self.device.training_waits(self._previous[self._published[s]] for s in subgroups)
 
     def updates_of(self, subgroups: Iterable[int]) -> list[Completion]:
         """What has to end before these subgroups' parameters are new; empty: they are."""
+        subgroups = list(subgroups)
+        self._make_room(subgroups)
         if not self.busy:
             return []
         return [self._previous[self._published[subgroup]] for subgroup in subgroups]
+
+    def _make_room(self, subgroups: Iterable[int]) -> None:
+        """Slots that grew behind them go: what the training stream does next has their memory."""
+        for subgroup in subgroups:
+            for slot in self.visits.make_room(subgroup):
+                self.device.take_back(slot.free)
 
     def fetch(self, to: torch.Tensor, source: torch.Tensor, waits: list[Completion]) -> Completion:
         """Starts a copy of parameters from host to device memory, behind ``waits``.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -22,8 +24,10 @@ from runtime.execution.subgroup_state import (
     SubgroupState,
     place,
     place_sums,
+    staging_slot,
     staging_slots,
 )
+from runtime.execution.visits import Growing
 from runtime.hardware.launcher import local_ranks
 from runtime.kernels.rule import UpdateRule
 from runtime.kernels.step import UpdateStep
@@ -206,9 +210,9 @@ class Session:
         tensors = 1 + len(rule.moments)
         wire = self.engine.wire_dtype()
         waits = plan.speculate_visits and not self.device.unified
-        slots = staging_slots(
-            self.device, plan.staging_slots, visiting, tensors, DTYPES[wire] if waits else None
-        )
+        room = (visiting, tensors, DTYPES[wire] if waits else None)
+        slots = staging_slots(self.device, plan.staging_slots, *room)
+        placed = bool(slots or plan.grown)
         stored = stored_sizes(plan, sizes)
         if self._store is None and stored:
             self._store = open_store(plan, stored, tensors)
@@ -217,7 +221,7 @@ class Session:
         homes = plan.parameter_homes
         apart = homes != self._homes_now(len(homes))
         states = [
-            self._move(index, "host" if placement == "device" and not slots else placement, home,
+            self._move(index, "host" if placement == "device" and not placed else placement, home,
                        apart)
             for index, (placement, home) in enumerate(zip(placements, homes, strict=True))
         ]  # fmt: skip
@@ -234,6 +238,7 @@ class Session:
             self.device, states, slots, template, threads, rule, gradients,
             self._store, host_slots(plan.host_slots, stored, tensors),
             spares_of(self.device, states, plan.guessed), plan.prefetch, arrival,
+            Growing(Counter(plan.grown), partial(staging_slot, self.device, *room)),
         )  # fmt: skip
 
     def _place_sums(self, plan: Plan, states: list[SubgroupState]) -> int:
@@ -324,9 +329,14 @@ class Session:
         self.executor.prefetch(guesses=self.guessing.on)
 
     def _complete(self, subgroup: int) -> None:
-        """Its gradient is: the update may begin, if the plan guesses it. Another gradient for the
-        same window makes the guess void.
+        """Its gradient is: the update may begin, if the plan guesses it, and slots grow. Another
+        gradient for the same window makes the guess void.
         """
+        self.executor.grow(subgroup)
+        self._guess(subgroup)
+        self.executor.come_in()
+
+    def _guess(self, subgroup: int) -> None:
         again = self.executor.drop_guesses([subgroup])
         if again or subgroup not in self.executor.guesses.wires or not self.guessing.on:
             return
@@ -484,7 +494,8 @@ class Session:
 def as_allocated(plan: Plan, states: list[SubgroupState], slots: int) -> Plan:
     """The plan with the placements, homes and slots that memory allowed."""
     return plan.placed(
-        [s.placement for s in states], staging_slots=slots, prefetch=min(plan.prefetch, slots),
+        [s.placement for s in states], staging_slots=slots,
+        prefetch=min(plan.prefetch, slots + len(plan.growing_slots)),
         parameter_home=Plan.home_runs([s.parameter_home for s in states]),
     )  # fmt: skip
 

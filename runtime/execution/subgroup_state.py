@@ -211,10 +211,7 @@ def staging_slots(
     wanted = min(count, len(visiting))
     for _ in range(wanted):
         try:
-            each = slot_elements(max(visiting))
-            buffer = device.device_empty(tensors * each, torch.float32)
-            new = None if wire is None else device.device_empty(each, wire)
-            slots.append(StagingSlot(buffer.view(tensors, each).unbind(), new))
+            slots.append(staging_slot(device, visiting, tensors, wire))
         except torch.OutOfMemoryError:
             break
     if len(slots) < wanted:
@@ -223,6 +220,20 @@ def staging_slots(
             len(slots), wanted,
         )  # fmt: skip
     return slots
+
+
+def staging_slot(
+    device: Device, visiting: list[int], tensors: int, wire: torch.dtype | None
+) -> StagingSlot:
+    """One of `staging_slots`.
+
+    Raises:
+        torch.OutOfMemoryError: there is no memory for it.
+    """
+    each = slot_elements(max(visiting))
+    buffer = device.device_empty(tensors * each, torch.float32)
+    new = None if wire is None else device.device_empty(each, wire)
+    return StagingSlot(buffer.view(tensors, each).unbind(), new)
 
 
 def place_sums(device: Device, states: Sequence[SubgroupState]) -> int:

@@ -4,6 +4,8 @@
 `Op` object in between. It is what the tuner's search calls.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -27,7 +29,7 @@ from simulator.engines.recipe_arrays import (
 from simulator.machine import Machine
 from simulator.plan import Plan, PlanError
 from simulator.schedules.tape import record
-from simulator.update.footprint import Holding, fetched_elements, moved_out
+from simulator.update.footprint import Activations, Holding, fetched_elements, moved_out
 from simulator.update.order import arrival_order
 from simulator.update.recipes import HOST_SLOTS, Slot, early_limits, recipe_of, ways
 from simulator.update.tiers import Memory
@@ -57,6 +59,7 @@ class PlanSweep:
         self._by_threads: dict[int, Floats] = {}
         self.ways = len(ways())
         self.held = Holding.of_workload(workload)
+        self.activations = Activations.of(workload)
         self._forward_order = np.arange(len(self.sizes))
         self._arrival = np.array(arrival_order(workload.layers_of_subgroups()), dtype=np.int64)
         self._programs: dict[tuple[bytes, bool], tuple[Program, int]] = {}
@@ -93,6 +96,7 @@ class PlanSweep:
         overlap_forward: bool = True,
         issue: Ints | None = None,
         host_slots: int = HOST_SLOTS,
+        growing: Sequence[int] = (),
     ) -> Floats:
         """One row with `COLUMNS` for one plan.
 
@@ -101,10 +105,12 @@ class PlanSweep:
                 added, GUESSED where an update begins before the norm, and SUMMED where a sum of
                 micro-batches stays on the device; the rest as in `Plan`.
             issue: `Plan.issue_order`; None: forward order.
+            growing: `Plan.growing_slots`, beside ``staging_slots``.
 
         Raises:
             PlanError: another number of placements than subgroups, or prefetch without slots.
         """
+        staging_slots += len(growing)
         self._check(placement, staging_slots, prefetch, host_slots)
         if overlap_forward and self.workload.zero_stage < 3:
             raise PlanError(
@@ -112,7 +118,10 @@ class PlanSweep:
                 f"for ZeRO-{self.workload.zero_stage}"
             )
         amounts, guessed = totals(placement, self.sizes, self.ways).tolist()
-        slots = self.held.slots((amounts, guessed), staging_slots, host_slots)
+        both = amounts, guessed
+        slots = self.held.slots(both, staging_slots, host_slots)
+        grown = growing[: max(0, slots[Slot.STAGING] - staging_slots + len(growing))]
+        slot_bytes = self.held.each_bytes(Slot.STAGING, both) if grown else 0
         limits = early_limits(prefetch, slots)
         early, ahead = (
             [limits.get(slot, 0) if slot.ahead is when else 0 for slot in SLOTS]
@@ -120,15 +129,16 @@ class PlanSweep:
         )
         program, moved_out_bytes = self._program(placement, overlap_forward)
         plan = np.array(
-            [self.iterations, *(slots[s] for s in SLOTS), *early, *ahead], dtype=np.int64
+            [self.iterations, *(slots[s] for s in SLOTS), *early, *ahead, slot_bytes],
+            dtype=np.int64,
         )
         count = build(
             program, self.recipes.with_threads(threads), self.recipes.ways, self.sizes, placement,
             self._forward_order if issue is None else issue, self._arrival, plan,
-            self.ops, self.after_first, self.after,
+            *self._grown(program, grown), self.ops, self.after_first, self.after,
         )  # fmt: skip
         row = self._run(count, self._rates_with(threads))
-        # On top of the activations' peak.
+        # On top of the activations' peak, for which slots may make room.
         held = self.held.bytes(
             amounts, staging_slots, host_slots, guessed, self.summed_elements(placement)
         )
@@ -137,6 +147,21 @@ class PlanSweep:
         row[kernel.HOST_PEAK] += held["host"]
         row[kernel.STORED] = held["storage"]
         return row
+
+    def _grown(self, program: Program, grown: Sequence[int]) -> tuple[Ints, Ints]:
+        """How many slots there are behind each subgroup's gradient, and what that means for each
+        place of the tape (see `build`).
+        """
+        behind, room = np.zeros(len(self.sizes), np.int64), program.no_room
+        if not grown:
+            return behind, room
+        first, last = program.passes(len(self.workload.layers))
+        room = room.copy()
+        for subgroup in grown:
+            behind[subgroup] += 1
+            room[first[self.activations.before_forward(subgroup)]] += 1
+            room[last[self.activations.lowest[subgroup]]] -= 1
+        return behind, room
 
     def summed_elements(self, placement: NDArray[np.int8]) -> float:
         """Of the subgroups whose sums stay on the device, where micro-batches are added up."""
@@ -156,7 +181,7 @@ class PlanSweep:
         )  # fmt: skip
         return self.evaluate(
             codes, plan.staging_slots, plan.prefetch, plan.threads, plan.overlap_forward,
-            np.array(plan.issue_order, dtype=np.int64), plan.host_slots,
+            np.array(plan.issue_order, dtype=np.int64), plan.host_slots, plan.growing_slots,
         )  # fmt: skip
 
     def _program(self, placement: NDArray[np.int8], overlaps: bool) -> tuple[Program, int]:

@@ -42,6 +42,7 @@ HOME_CODES: dict[Memory, int] = {"device": 0, "host": PARAMETERS_ON_HOST}
 GUESSED = 32  # added where `can_be_guessed`, for an update before the norm
 SUMMED = 16  # added where `can_be_summed`, for sums that stay on the device
 SLOTS = list(Slot)
+_STAGING = SLOTS.index(Slot.STAGING)
 RATES: tuple[RateName, ...] = get_args(RateName)
 HOST_UPDATES = [RATES.index(name) for name in THREADED]
 
@@ -61,6 +62,7 @@ X_WHAT, X_SUBGROUP, X_ADDED_TO, X_COMPLETES, X_REFS = range(5)
 P_ITERATIONS, P_SLOTS = range(2)
 P_EARLY = P_SLOTS + len(SLOTS)
 P_AHEAD = P_EARLY + len(SLOTS)
+P_SLOT_BYTES = P_AHEAD + len(SLOTS)
 # Entries of what is counted: ops and waits so far, what the next op must know of earlier ones, and
 # gradients' ways home: how many were begun, how many of them something waits for that comes behind,
 # and the latest such one.
@@ -141,11 +143,13 @@ class Program(NamedTuple):
         places: shape (places + 1, 5), see X_*; the refs of place p are
             refs[places[p, X_REFS]:places[p + 1, X_REFS]].
         rows: of the ops: shape (places, OP_COLUMNS).
+        no_room: zeros, shape (places,).
     """
 
     places: Ints
     refs: Ints
     rows: Floats
+    no_room: Ints
 
     @classmethod
     def of(cls, tape: Sequence[Place]) -> Self:
@@ -159,7 +163,16 @@ class Program(NamedTuple):
             if place.op is not None:
                 rows[number] = _op_row(place.op)
         refs = [ref for place in tape for ref in place.refs]
-        return cls(places, np.array(refs, dtype=np.int64), rows)
+        none = np.zeros(len(tape), np.int64)
+        return cls(places, np.array(refs, dtype=np.int64), rows, none)
+
+    def passes(self, layers: int) -> tuple[Ints, Ints]:
+        """The places of each layer's first forward, and of its last backward."""
+        kinds = self.rows[:, kernel.KIND].astype(int)
+        kinds[self.places[:-1, X_WHAT] != _OP] = -1
+        first, last = (np.flatnonzero(kinds == kernel.KINDS.index(kind))
+                       for kind in (OpKind.FORWARD, OpKind.BACKWARD))  # fmt: skip
+        return first[:layers], last[: -layers - 1 : -1]
 
 
 def _op_row(op: Op) -> Floats:
@@ -202,6 +215,8 @@ class _Given(NamedTuple):
     issue: Ints
     arrival: Ints
     plan: Ints
+    grown: Ints
+    room: Ints
 
 
 class _Made(NamedTuple):
@@ -216,8 +231,9 @@ class _Made(NamedTuple):
         complete: whether its gradient of this step is at home.
         coming: those that are to take a slot before the norm, in order.
         sent: gradients' ways home.
-        taken, given, free: by kind of buffer, uses begun and ended, and what `_add_first` has left.
-        givers: by kind, the ops that ended a use.
+        head, tail, left: by kind of buffer, where those that are free begin and end in ``free``,
+            and what `_add_first` has left.
+        free: by kind, the ops behind which they are: who takes one, takes the first.
     """
 
     ops: Floats
@@ -231,10 +247,10 @@ class _Made(NamedTuple):
     complete: Ints
     coming: Ints
     sent: Ints
-    taken: Ints
-    given: Ints
+    head: Ints
+    tail: Ints
+    left: Ints
     free: Ints
-    givers: Ints
 
 
 @uncounted
@@ -264,15 +280,13 @@ def _add(made: _Made, given: _Given, row: int, s: int) -> int:
     """A subgroup's op, behind the op that frees its buffer too."""
     slot = int(given.rows[row, T_TAKES])
     if slot >= 0:
-        use = made.taken[slot] - given.plan[P_SLOTS + slot]
-        made.taken[slot] += 1
-        if use >= 0:
-            _wait(made, made.givers[slot, use])
+        _wait(made, made.free[slot, made.head[slot]])
+        made.head[slot] += 1
     i = _append(made, given.rows, row, given.sizes[s])
     slot = int(given.rows[row, T_GIVES])
     if slot >= 0:
-        made.givers[slot, made.given[slot]] = i
-        made.given[slot] += 1
+        made.free[slot, made.tail[slot]] = i
+        made.tail[slot] += 1
     return int(i)
 
 
@@ -316,14 +330,22 @@ def _make_room(made: _Made, op: int, left: float) -> float:
 
 
 @uncounted
-def _add_pass(made: _Made, program: Program, place: int) -> None:
-    """An op of the tape itself, behind those of its refs that there are."""
+def _add_pass(made: _Made, given: _Given, program: Program, place: int) -> None:
+    """An op of the tape itself, behind those of its refs that there are; in a forward also behind
+    the slots that make room for it.
+    """
     if int(program.rows[place, kernel.KIND]) in _ISSUED:
         _wait(made, made.n[_N_ROOM])
         made.n[_N_ROOM] = -1
     for j in range(program.places[place, X_REFS], program.places[place + 1, X_REFS]):
         _wait(made, made.done[program.refs[j]])
-    made.done[place] = _append(made, program.rows, place, 1.0)
+    room = given.room[place]
+    for _ in range(room):
+        _wait(made, made.free[_STAGING, made.head[_STAGING]])
+        made.head[_STAGING] += 1
+    op = made.done[place] = _append(made, program.rows, place, 1.0)
+    made.ops[op, kernel.DEVICE_ALLOC] -= max(0, room) * given.plan[P_SLOT_BYTES]
+    made.ops[op, kernel.DEVICE_FREE] -= max(0, -room) * given.plan[P_SLOT_BYTES]
 
 
 @uncounted
@@ -338,6 +360,9 @@ def _add_gradient(made: _Made, given: _Given, s: int, behind: int, left: float) 
         left = _make_room(made, op, left)
     if made.n[_N_COMPLETES]:
         made.complete[s] = 1
+        for _ in range(given.grown[s]):
+            made.free[_STAGING, made.tail[_STAGING]] = made.n[_N_BEGIN] = behind
+            made.tail[_STAGING] += 1
         _guess(made, given, s)
         _come_in(made, given)
     return left
@@ -363,7 +388,7 @@ def _come_in(made: _Made, given: _Given) -> None:
     while n[_N_CAME] < n[_N_COMING]:
         s = made.coming[n[_N_CAME]]
         slot = int(given.rows[given.ways[given.placement[s], W_FIRST], T_TAKES])
-        if made.taken[slot] - made.given[slot] >= given.plan[P_SLOTS + slot]:
+        if made.head[slot] >= made.tail[slot]:
             return
         n[_N_CAME] += 1
         _begin_early(made, given, s, n[_N_BEGIN])
@@ -411,14 +436,14 @@ def _add_first(made: _Made, given: _Given, first: int) -> None:
     too.
     """
     left = 0
-    for kind in range(made.free.size):
-        made.free[kind] = given.plan[first + kind]
-        left += made.free[kind]
+    for kind in range(made.left.size):
+        made.left[kind] = given.plan[first + kind]
+        left += made.left[kind]
     for k in range(given.arrival.size if first == P_AHEAD and left > 0 else 0):
         s = given.arrival[k]
         slot = int(given.rows[given.ways[given.placement[s], W_FIRST], T_TAKES])
-        if _keeps_slot(given, s) and made.free[slot] > 0:
-            made.free[slot] -= 1
+        if _keeps_slot(given, s) and made.left[slot] > 0:
+            made.left[slot] -= 1
             left -= 1
             made.coming[made.n[_N_COMING]] = s
             made.n[_N_COMING] += 1
@@ -429,8 +454,8 @@ def _add_first(made: _Made, given: _Given, first: int) -> None:
         row = given.ways[given.placement[s], W_FIRST]
         slot = int(given.rows[row, T_TAKES])
         guesses = given.ways[given.placement[s], W_BEFORE] > row
-        if given.rows[row, T_EARLY] > 0 and not guesses and made.free[slot] > 0:
-            made.free[slot] -= 1
+        if given.rows[row, T_EARLY] > 0 and not guesses and made.left[slot] > 0:
+            made.left[slot] -= 1
             left -= 1
             made.coming[made.n[_N_COMING]] = s
             made.n[_N_COMING] += 1
@@ -478,7 +503,7 @@ def _build(made: _Made, given: _Given, program: Program) -> int:
         for place in range(places.shape[0] - 1):
             what = places[place, X_WHAT]
             if what == _OP:
-                _add_pass(made, program, place)
+                _add_pass(made, given, program, place)
                 continue
             behind = made.done[program.refs[places[place, X_REFS]]]
             if what == _GRADIENT:
@@ -495,7 +520,8 @@ def _build(made: _Made, given: _Given, program: Program) -> int:
 @compiled
 def build(
     program: Program, rows: Floats, ways: Ints, sizes: Floats, placement: Any, issue: Ints,
-    arrival: Ints, plan: Ints, ops: Floats, after_first: Ints, after: Ints,
+    arrival: Ints, plan: Ints, grown: Ints, room: Ints, ops: Floats, after_first: Ints,
+    after: Ints,
 ) -> int:  # fmt: skip
     """Writes the schedule of `build_schedule` into the arrays; returns how many ops it has.
 
@@ -503,10 +529,13 @@ def build(
         rows, ways: of `RecipeArrays`.
         sizes, placement: of the subgroups; issue: all of them, in the plan's order;
             arrival: in the order in which gradients are complete.
-        plan: see P_*; ops, after_first, after: written.
+        plan: see P_*; grown: by subgroup, how many slots there are behind its gradient;
+        room: by place of the tape, how many are given back there, or if less than 0 grow;
+        ops, after_first, after: written.
     """
     places, subgroups, kinds = program.rows.shape[0], sizes.size, P_EARLY - P_SLOTS
     iterations = plan[P_ITERATIONS]
+    growths = grown.sum() * iterations
     counts = np.zeros(_N_COUNTS, np.int64)
     counts[_N_ROOM] = -1
     after_first[0] = 0
@@ -515,7 +544,8 @@ def build(
         np.full(subgroups, -1), np.full(subgroups, -1), np.zeros(subgroups, np.int64),
         np.zeros(subgroups, np.int64), np.empty(subgroups, np.int64),
         np.empty(places * iterations, np.int64),
-        np.zeros(kinds, np.int64), np.zeros(kinds, np.int64), np.zeros(kinds, np.int64),
-        np.empty((kinds, subgroups * iterations), np.int64),
+        np.zeros(kinds, np.int64), plan[P_SLOTS:P_EARLY].copy(), np.zeros(kinds, np.int64),
+        np.full((kinds, growths + subgroups * (iterations + 1)), -1),
     )  # fmt: skip
-    return _build(made, _Given(rows, ways, sizes, placement, issue, arrival, plan), program)
+    given = _Given(rows, ways, sizes, placement, issue, arrival, plan, grown, room)
+    return _build(made, given, program)

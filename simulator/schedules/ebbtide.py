@@ -1,13 +1,18 @@
 """Builds the schedule of ebbtide's iteration from a workload and a plan, by the recipes."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 
 from simulator.plan import Plan, PlanError
 from simulator.schedule import OpKind, Schedule
 from simulator.schedules.loop import ALL_CORES
 from simulator.schedules.planned_loop import PlannedLoop
-from simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES, footprint_by_kind
+from simulator.update.footprint import (
+    GRADIENTS_UNDER_WAY_BYTES,
+    Activations,
+    footprint_by_kind,
+    slot_bytes,
+)
 from simulator.update.order import arrival_order
 from simulator.update.recipes import (
     SPECULATES,
@@ -55,6 +60,13 @@ def check_homes(plan: Plan, zero_stage: int) -> None:
                 f"where it is, but got {getattr(plan, key)}: train with zero_optimization.stage 3",
                 key=f"plan.{key}",
             )
+    if zero_stage < 3 and plan.growing_slots:
+        raise PlanError(
+            f"plan.growing_slots must be absent under ZeRO-{zero_stage}, where nobody is asked "
+            f"before a forward reads parameters, but got {list(plan.growing_slots)}: plan again "
+            "with `tune plan`, or train with zero_optimization.stage 3",
+            key="plan.growing_slots",
+        )
     if zero_stage < 3 and "host" in plan.parameter_homes:
         raise PlanError(
             f"plan.parameter_home must be absent under ZeRO-{zero_stage}, which keeps parameters "
@@ -101,14 +113,20 @@ class EbbtideLoop(PlannedLoop):
         ]
         self.order = plan.issue_order
         self.bytes = Bytes.of(workload)
-        self.slots = slot_limits(plan.staging_slots, self.recipes, plan.host_slots)
+        slots = plan.staging_slots + len(plan.grown)
+        self.slots = slot_limits(slots, self.recipes, plan.host_slots)
         self.arrival = arrival or arrival_order(self.layers_of)
         # Guesses that wait for the norm in their slots have them first, and give them back first.
         self.kept = [s for s in self.arrival if self.recipes[s].keeps_slot]
         self.norm = self.begin = -1  # begin: before it no visit comes in
         self.at_home: dict[int, int] = {}  # subgroup -> the op that brought its gradient there
-        self.taken: dict[Slot, int] = dict.fromkeys(Slot, 0)  # in all iterations so far
-        self.given_back: dict[Slot, list[int]] = {slot: [] for slot in Slot}  # the ops that did
+        # Of each slot that is free, the op behind which it is: who takes one, takes the first.
+        self.free = {slot: deque([-1] * count) for slot, count in self.slots.items()}
+        self.activations = Activations.of(workload)
+        self.grown, self.slot_bytes = Counter(plan.grown), 0  # slots behind each subgroup
+        if plan.grown:
+            self.slot_bytes = slot_bytes(workload, plan)
+        self.room: dict[int, int] = {}  # op -> bytes of slots that it gives back, or that grow
         self.under_way: deque[tuple[int, float]] = deque()  # gradients' ways home, with their bytes
         self.waited_for = -1  # the latest of them before which nothing more is issued
         # Subgroup -> how many of its steps began before the norm, and the latest.
@@ -124,10 +142,11 @@ class EbbtideLoop(PlannedLoop):
             ranks_per_node=self.workload.ranks_per_node,
             strategy="ebbtide",
             held=footprint_by_kind(self.workload, self.plan),
+            slots=self.room,
         )
 
     def gradient_reduced(self, subgroup: int, micro_batch: int, after: int) -> None:
-        left_out = Wait.SUM if micro_batch == 0 else Wait(0)
+        left_out, behind = Wait.SUM if micro_batch == 0 else Wait(0), after
         if micro_batch != self.boundary:
             left_out |= Wait.LAST
         for step in self.recipes[subgroup].gradient_steps:
@@ -139,6 +158,9 @@ class EbbtideLoop(PlannedLoop):
         self.at_home[subgroup] = after
         if micro_batch == self.boundary:
             self.complete.add(subgroup)
+            if subgroup in self.grown:
+                self.free[Slot.STAGING].extend([behind] * self.grown[subgroup])
+                self.begin = behind
             self._guess(subgroup)
             self._come_in()
 
@@ -162,7 +184,7 @@ class EbbtideLoop(PlannedLoop):
 
     def _is_free(self, slot: Slot | None) -> bool:
         assert slot is not None
-        return self.taken[slot] - len(self.given_back[slot]) < self.slots[slot]
+        return bool(self.free[slot])
 
     def _make_room(self, op: int) -> None:
         """What is under way stays within `GRADIENTS_UNDER_WAY_BYTES`, to the nearest subgroup: the
@@ -244,9 +266,8 @@ class EbbtideLoop(PlannedLoop):
         """One op; it takes its buffer from the op that gave it back longest ago."""
         size = self.sizes[subgroup]
         if step.takes is not None:
-            use = self.taken[step.takes] - self.slots[step.takes]
-            self.taken[step.takes] += 1
-            waits = [*waits, self.given_back[step.takes][use]] if use >= 0 else waits
+            behind = self.free[step.takes].popleft()
+            waits = [*waits, behind] if behind >= 0 else waits
         op = self.out.add(
             step.kind, step.lane, size * step.work(self.bytes), step.rate, waits,
             dram_bytes=size * step.dram(self.bytes),
@@ -254,8 +275,24 @@ class EbbtideLoop(PlannedLoop):
             device_share=step.device_share, subgroup=subgroup,
         )  # fmt: skip
         if step.gives_back is not None:
-            self.given_back[step.gives_back].append(op)
+            self.free[step.gives_back].append(op)
         return op
+
+    def slots_left(self, layer: int) -> tuple[int, list[int]]:
+        """Those that grew make room for the activations of a forward, and it waits for them."""
+        some = [s for s in self.grown if self.activations.before_forward(s) == layer]
+        count = sum(self.grown[s] for s in some)
+        waits = [self.free[Slot.STAGING].popleft() for _ in range(count)]
+        return count * self.slot_bytes, [op for op in waits if op >= 0]
+
+    def slots_grown(self, layer: int) -> int:
+        """Bytes of those that take the place of a layer's activations."""
+        some = (n for s, n in self.grown.items() if self.activations.lowest[s] == layer)
+        return sum(some) * self.slot_bytes
+
+    def room_changed(self, op: int, room: int) -> None:
+        if room:
+            self.room[op] = room
 
     def may_overwrite(self, subgroup: int) -> list[int]:  # noqa: ARG002
         """The ops that must have ended before a subgroup's state changes where it lives: a

@@ -82,12 +82,12 @@ class PlannedLoop(TrainingLoop):
         super().backward(micro_batch)
 
     def gradients(self, layer: int, micro_batch: int, after: int) -> None:
+        if layer == len(self.workload.layers) - 1 and micro_batch == self.boundary:
+            self.prefetch()
         for subgroup, _ in reversed(self.shares[layer]):
             self.missing[subgroup] -= 1
             if self.missing[subgroup] == 0:
                 self.gradient_reduced(subgroup, micro_batch, after)
-        if layer == len(self.workload.layers) - 1 and micro_batch == self.boundary:
-            self.prefetch()
 
     def step(self) -> None:
         """Norm barrier, then all queues at once, each in the plan's order."""

@@ -223,7 +223,10 @@ class Suite:
         accumulating = {"layers": layers, "gradient_accumulation_steps": micro_batches}
         plan = self._plan_for(known.model_copy(update={**accumulating, "clip_rate": 0.0}))
         count = plan.subgroup_count
-        most = {"speculate": count, "speculate_visits": count, "device_sums": count}
+        most = {
+            "speculate": count, "speculate_visits": count, "device_sums": count,
+            "growing_slots": (count - 1, count // 2),
+        }  # fmt: skip
         return plan.model_copy(update=most if self.emulated else {})
 
     def save_plan(self, name: str, plan: Plan) -> Path:

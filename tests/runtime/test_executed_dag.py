@@ -17,6 +17,7 @@ from runtime.execution.gradients import GradientHomes, ParameterSlice
 from runtime.execution.guesses import SubgroupJob, spares_of
 from runtime.execution.step_template import gradient_template, step_template
 from runtime.execution.subgroup_state import StagingSlot
+from runtime.execution.visits import Growing
 from simulator import Layer, OpKind, Plan, Workload, build_schedule
 from simulator.update.order import order_of
 from simulator.update.recipes import guessed_ways, recipe_of, ways
@@ -77,9 +78,11 @@ def executor_for(workload, plan):
     guesses = spares_of(device, states, plan.guessed)
     count = sum(p in VISITING for p in plan.placements)
     slots = [StagingSlot(()) for _ in range(min(plan.staging_slots, count))]
+    growing = Growing(Counter(plan.grown), lambda: StagingSlot(()))
     return Executor(
-        device, states, slots, template, 1, rule, gradients, guesses=guesses, prefetch=plan.prefetch
-    )
+        device, states, slots, template, 1, rule, gradients, guesses=guesses,
+        prefetch=plan.prefetch, growing=growing,
+    )  # fmt: skip
 
 
 def executed(workload, plan):
@@ -102,10 +105,13 @@ def executed(workload, plan):
             lanes.setdefault(lane, []).append(name)
             early = number < gradients and kind[0] in (OpKind.STATE_H2D, OpKind.STATE_READ)
             waits[name] = {"prefetch"} if early else set()
-            # The training stream's event: of the reduction, or of the norm.
-            event = "reduced" if number < gradients else "norm"
+            # The training stream's event: of the reduction, or of the norm; what comes in early
+            # waits for a backward, in which its slot may have grown.
+            event = "prefetch" if early else "reduced" if number < gradients else "norm"
             for wait in given_waits:
                 waits[name] |= {names.get(wait, event if wait.event else "")} - {""}
+        for subgroup in range(len(executor.states)):
+            executor.wait_parameters([subgroup])
     return waits, lanes
 
 
@@ -114,24 +120,22 @@ def backward(executor, workload):
     slices = {i: ParameterSlice(i, 0, n, real=True) for i, n in enumerate(workload.subgroups)}
 
     def complete(subgroup):
+        executor.grow(subgroup)
         if subgroup in executor.guesses.wires:
             executor.guess(subgroup, SubgroupJob(None, []))
+        executor.come_in()
 
     homes = GradientHomes(
         executor.device, executor.states, slices, executor.gradients, complete=complete
     )
     last = workload.gradient_accumulation_steps - 1
-    # What is complete behind the last layer's backward is before anything comes in.
-    behind = min((s for s, _ in workload.shares()[-1]), default=len(workload.subgroups))
     for micro_batch in range(last + 1):
-        if micro_batch == last and behind == len(workload.subgroups):
+        if micro_batch == last:
             executor.prefetch()
         for i, n in reversed(list(enumerate(workload.subgroups))):
             homes.accept(
                 slices[i], torch.zeros(n), first=micro_batch == 0, boundary=micro_batch == last
             )
-            if micro_batch == last and i >= behind:
-                executor.prefetch()
 
 
 def ops_of(executor):
@@ -151,8 +155,8 @@ def simulated(workload, plan):
             waits[name] = {names[i] if i in names else named(ops[i], op) for i in op.after}
             if not op.after:  # the first step's early reads
                 waits[name] = {"prefetch"}
-            if "norm" in waits[name]:  # which comes behind all reductions
-                waits[name].discard("reduced")
+            if "norm" in waits[name]:  # which comes behind all of backward
+                waits[name] -= {"reduced", "prefetch"}
     return waits, lanes
 
 
@@ -175,10 +179,15 @@ def random_case(rng):
     chosen = rng.choices(ways(), k=len(sizes))
     placements = [placement for placement, _ in chosen]
     slots, host_slots = rng.randint(1, 4), rng.randint(1, 4)
+    grown = rng.choice([0, rng.randint(1, 4)])
+    if grown:
+        slots = rng.randint(0, 2)
+    growing = rng.choices(range(len(sizes)), k=grown)
     plan = Plan(
         subgroup_size=90, placement=Plan.runs(placements), staging_slots=slots,
+        growing_slots=growing,
         parameter_home=Plan.home_runs([home for _, home in chosen]),
-        prefetch=rng.randint(0, slots), overlap_forward=rng.random() < 0.7,
+        prefetch=rng.randint(0, slots + grown), overlap_forward=rng.random() < 0.7,
         order=order_of(rng.sample(range(len(sizes)), len(sizes)), placements),
         host_slots=host_slots, speculate_stored=rng.randint(0, host_slots),
         speculate=rng.choice([0, rng.randint(0, len(sizes))]),

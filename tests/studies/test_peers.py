@@ -46,7 +46,7 @@ def suite(tmp_path, monkeypatch):
     monkeypatch.setattr(Suite, "plan", lambda self: None)
     plan = Plan(
         subgroup_size=1, placement=Plan.runs(["host"] * 4), speculate=4, speculate_visits=4,
-        device_sums=4,
+        growing_slots=(3, 2), device_sums=4,
     )  # fmt: skip
     monkeypatch.setattr(Suite, "plan_all_on", lambda self, micro_batches: plan)
     return Suite(tmp_path, "tiny", 1.0, 20_000, emulated=False)
@@ -78,8 +78,8 @@ def test_features_are_compared_with_stock_of_as_many_micro_batches(suite):
     for name in peers.WITHOUT:
         plan = Plan.load(suite.out / "tiny" / f"{name}.plan.json")
         assert plan.speculate == (0 if name == "without_speculation" else 4)
-        visits = name in ("without_speculation", "without_growing_slots")
-        assert plan.speculate_visits == (0 if visits else 4)
+        assert plan.speculate_visits == (0 if name == "without_speculation" else 4)
+        assert plan.growing_slots == (() if name == "without_growing_slots" else (3, 2))
         assert plan.device_sums == (0 if name == "without_device_sums" else 4)
 
 

@@ -98,7 +98,7 @@ def options(search: Search) -> None:
     }
     for name, some in values.items():
         best = search.best()
-        others: dict[str, Any] = {"device_sums": None}
+        others: dict[str, Any] = {"device_sums": None, "growing": None}
         if name == "host_slots":
             others["speculate_stored"] = None
         for value in some:
@@ -140,7 +140,7 @@ class _Walk:
                 self.base, placements=tried.placements, order=tried.order,
                 staging_slots=tried.slots, prefetch=tried.prefetch, host_slots=tried.host_slots,
                 speculate=guesses[0], speculate_among=guesses[1], speculate_visits=guesses[2],
-                speculate_stored=guesses[3], device_sums=None,
+                speculate_stored=guesses[3], device_sums=None, growing=None,
             )  # fmt: skip
             self.best_s = min(self.best_s, self.search.score(found).iteration_s)
 

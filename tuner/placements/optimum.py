@@ -100,7 +100,7 @@ def _variants(
         for prefetch in range(slots, -1, -1):
             candidate = replace(
                 base, placements=order, order=None, staging_slots=max(1, slots), prefetch=prefetch,
-                threads=threads, overlap_forward=True, device_sums=None,
+                threads=threads, overlap_forward=True, device_sums=None, growing=None,
             )  # fmt: skip
             most = search.ordered(candidate).device_sums or 0
             yield from (replace(candidate, device_sums=n) for n in range(most, -1, -1))

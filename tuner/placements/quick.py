@@ -9,7 +9,7 @@ from functools import partial
 from simulator.limits import Limits
 from simulator.machine import Machine
 from simulator.plan import Plan
-from simulator.update.footprint import footprint
+from simulator.update.footprint import Activations, footprint, slot_bytes
 from simulator.update.recipes import SPECULATES
 from simulator.workload import Workload
 from tuner.placements.annealing import anneal
@@ -66,10 +66,7 @@ def quick_plan(
         speculates=any(current.guessed),
     )  # fmt: skip
     search = new(homes=now)
-    running = Candidate(
-        current.placements, max(1, current.staging_slots), current.prefetch, order=current.order,
-        host_slots=current.host_slots, device_sums=current.device_sums,
-    )  # fmt: skip
+    running = _running(current)
     current_s = search.seconds_anyhow(running)
     search.score(running)
     if move_parameters:
@@ -87,12 +84,22 @@ def quick_plan(
         return QuickPlan(current, current_s, current_s)
     visits = not VISITING.isdisjoint(best.placements)
     made = current.placed(
-        best.placements, order=best.order, staging_slots=best.staging_slots if visits else 0,
+        best.placements, order=best.order, staging_slots=best.always if visits else 0,
+        growing_slots=best.growing or () if visits else (),
         prefetch=best.prefetch if visits else 0, prediction=None, alternatives=(), reasons=(),
         parameter_home=Plan.home_runs(best.homes), host_slots=best.host_slots,
         device_sums=best.device_sums or 0, speculate_stored=best.speculate_stored or 0,
     )  # fmt: skip
     return QuickPlan(made, best_s, current_s)
+
+
+def _running(current: Plan) -> Candidate:
+    """As the search sees it."""
+    return Candidate(
+        current.placements, max(1, current.staging_slots + len(current.grown)), current.prefetch,
+        order=current.order, host_slots=current.host_slots, device_sums=current.device_sums,
+        growing=current.grown,
+    )  # fmt: skip
 
 
 def _fixed(current: Plan) -> dict[str, int]:
@@ -110,8 +117,10 @@ def _limits(
 ) -> Limits:  # fmt: skip
     """Of storage what ``current`` takes: its files have that room."""
     held = footprint(workload, current)
+    each = slot_bytes(workload, current) if current.grown else 0
+    beside = Activations.of(workload).most_bytes(current.grown, each)
     return Limits(
-        held["device"] + workload.activation_bytes if device_bytes is None else device_bytes,
+        held["device"] + beside if device_bytes is None else device_bytes,
         max(machine.host_memory_bytes // workload.ranks_per_node, held["host"])
         if host_bytes is None else host_bytes,
         storage_bytes=held["storage"] or None,

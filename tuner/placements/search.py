@@ -20,13 +20,14 @@ from simulator.engines.recipe_arrays import GUESSED, HOME_CODES, PLACEMENT_CODES
 from simulator.limits import Limits
 from simulator.machine import Machine
 from simulator.plan import ParameterHome, Placement, Plan, guesses_among
-from simulator.update.footprint import fetched_elements, moved_out
+from simulator.update.footprint import Amounts, fetched_elements, moved_out
 from simulator.update.order import FORWARD, UpdateOrder, issue_order
 from simulator.update.recipes import (
     HOST_SLOTS,
     PARAMETER_SLOTS,
     RECIPES,
     SPECULATES,
+    Slot,
     can_be_summed,
     guessed_ways,
 )
@@ -57,6 +58,9 @@ class Candidate:
     """One point of the search: what `PlanSweep.evaluate` takes.
 
     Attributes:
+        staging_slots: in all.
+        growing: `Plan.growing_slots` of them; None: those that there is no memory for beside
+            activations; where there is none without them either, there are fewer slots.
         order: None: the one that `UpdateOrders` guesses for the placements.
         homes: of the subgroups' parameters; empty: all on the device.
         speculate, speculate_visits, speculate_stored: None: as many as there is memory and time
@@ -77,6 +81,7 @@ class Candidate:
     speculate_stored: int | None = None
     speculate_among: int = 0
     device_sums: int | None = None
+    growing: tuple[int, ...] | None = None
 
     def plan(self, workload: Workload, **fields: Any) -> Plan:
         """The plan that it stands for, with more of a plan's ``fields``."""
@@ -85,7 +90,8 @@ class Candidate:
             "workload_fingerprint": workload.fingerprint,
             "subgroup_size": workload.subgroup_size or max(workload.subgroups),
             "subgroups": workload.subgroups, "placement": Plan.runs(self.placements),
-            "order": self.order or FORWARD, "staging_slots": self.staging_slots if visits else 0,
+            "order": self.order or FORWARD, "staging_slots": self.always if visits else 0,
+            "growing_slots": (self.growing or ()) if visits else (),
             "prefetch": self.prefetch if visits else 0, "threads": self.threads,
             "overlap_forward": self.overlap_forward, "host_slots": self.host_slots,
             "parameter_home": Plan.home_runs(self.homes), "speculate": self.speculate or 0,
@@ -101,6 +107,11 @@ class Candidate:
         codes = np.array(some, dtype=np.int8) + home_codes(self.homes)
         early = with_guesses(codes, *self.guesses)
         return with_sums(early, self.device_sums or 0)
+
+    @property
+    def always(self) -> int:
+        """Slots that are there all through an iteration."""
+        return self.staging_slots - len(self.growing or ())
 
     @property
     def guesses(self) -> tuple[int, ...]:
@@ -198,11 +209,34 @@ class Search:
                 number = min(number, candidate.host_slots)
             changed: dict[str, Any] = {name: number}
             candidate = replace(candidate, **changed)
+        if candidate.growing is None:
+            candidate = self._fitted(candidate)
         if candidate.device_sums is None:
             slots = candidate.staging_slots, candidate.host_slots
-            most = self._most_sums(candidate.codes, slots)
+            most = self._most_sums(candidate.codes, slots, candidate.growing or ())
             candidate = replace(candidate, device_sums=most)
         return candidate
+
+    def _fitted(self, c: Candidate) -> Candidate:
+        """With slots that grow where memory does not hold them beside activations."""
+        slots, grown = self._slots(c.codes, c.staging_slots, c.host_slots)
+        return replace(c, staging_slots=slots, growing=grown, prefetch=min(c.prefetch, slots))
+
+    def _slots(
+        self, codes: NDArray[np.int8], wanted: int, host_slots: int
+    ) -> tuple[int, tuple[int, ...]]:  # fmt: skip
+        """How many slots memory holds, of so many, and which of them grow."""
+        sweep = self._sweep
+        both = totals(codes, sweep.sizes, sweep.ways).tolist()
+        users = sweep.held.slots(both, wanted)[Slot.STAGING]
+        if not users or self.workload.zero_stage < 3 or self.machine.unified_memory:
+            return wanted, ()
+        summed = sweep.summed_elements(codes)
+        taken = sweep.held.bytes(both[0], 0, host_slots, both[1], summed)["device"]
+        left = self.limits.device_bytes - taken - self._base_bytes(self.homes)
+        each = sweep.held.each_bytes(Slot.STAGING, both)
+        always, grown = sweep.activations.slots(left, users, each)
+        return (always + len(grown), grown) if grown or always < users else (wanted, ())
 
     def seconds_anyhow(self, candidate: Candidate) -> float:
         """What a candidate takes, whether it fits or not."""
@@ -225,9 +259,12 @@ class Search:
             return math.inf
         codes = codes + home_codes(self.homes)
         guesses = (*guesses[:3], *(min(n, host_slots) for n in guesses[3:]))
-        most = self._most_sums(with_guesses(codes, *guesses), (slots, host_slots))
-        codes = with_sums(codes, most)
-        options = (slots, prefetch, threads, overlap, issue, host_slots)
+        early = with_guesses(codes, *guesses)
+        slots, grown = self._slots(early, slots, host_slots)
+        codes = with_sums(codes, self._most_sums(early, (slots, host_slots), grown))
+        prefetch = min(prefetch, slots)
+        always = slots - len(grown)
+        options = (always, prefetch, threads, overlap, issue, host_slots, grown)
         early = with_guesses(codes, *guesses)
         row = self._sweep.evaluate(early, *options)
         seconds = self._held(row).iteration_s
@@ -245,11 +282,14 @@ class Search:
         left = self.limits.host_bytes - taken
         most = guesses_worth(self.workload, self.machine, sizes, left, placement)
         if placement in VISITING and most:  # slots with room for new parameters fit too
-            device_bytes, *_ = self._taken(replace(c, speculate_visits=1), c.homes)
+            some = self._fitted(replace(c, speculate_visits=1))
+            device_bytes, *_ = self._taken(some, c.homes)
             return most if device_bytes <= self.limits.device_bytes else 0
         return most
 
-    def _most_sums(self, codes: NDArray[np.int8], slots: tuple[int, int]) -> int:
+    def _most_sums(
+        self, codes: NDArray[np.int8], slots: tuple[int, int], grown: tuple[int, ...]
+    ) -> int:  # fmt: skip
         """How many sums of micro-batches the device has memory left for."""
         if not self.sums:
             return 0
@@ -258,7 +298,8 @@ class Search:
             return min(len(sizes), int(self.fixed["device_sums"]))
         held = self._sweep.held
         amounts, early = totals(codes, self._sweep.sizes, self._sweep.ways).tolist()
-        taken = held.bytes(amounts, *slots, early)["device"] + self._device_base_bytes(self.homes)
+        taken = held.bytes(amounts, *slots, early)["device"] + self._base_bytes(self.homes)
+        taken += self._beside_bytes((amounts, early), grown)
         return held.most_sums(sizes, self.limits.device_bytes - taken)
 
     @property
@@ -406,22 +447,23 @@ class Search:
         return self.limits.hold(*self._taken(c, self.homes))
 
     def _taken(self, c: Candidate, homes: tuple[ParameterHome, ...]) -> tuple[int, int, int]:
-        """Its peaks: all activations are there at the end of forward."""
+        """Its peaks: all activations are there at the end of forward, when slots have made room."""
         codes = c.codes if homes == c.homes else replace(c, homes=homes).codes
         amounts, early = totals(codes, self._sweep.sizes, self._sweep.ways).tolist()
         summed = self._sweep.summed_elements(codes)
         held = self._sweep.held.bytes(amounts, c.staging_slots, c.host_slots, early, summed)
-        device = held["device"] + self._device_base_bytes(homes)
+        device = held["device"] + self._base_bytes(homes)
+        device += self._beside_bytes((amounts, early), c.growing or ())
         return device, held["host"], held["storage"]
 
-    def _device_base_bytes(self, homes: tuple[ParameterHome, ...]) -> int:
-        """Of the workload alone, at its peak."""
-        base = max(0, self.workload.device_base_bytes - self._gone_bytes(homes))
-        return base + self._activation_bytes
+    def _base_bytes(self, homes: tuple[ParameterHome, ...]) -> int:
+        """Of the workload alone, all through an iteration."""
+        return max(0, self.workload.device_base_bytes - self._gone_bytes(homes))
 
-    @cached_property
-    def _activation_bytes(self) -> int:
-        return self.workload.activation_bytes
+    def _beside_bytes(self, both: Sequence[Amounts], grown: tuple[int, ...]) -> int:
+        """Of activations, beside all slots."""
+        each = self._sweep.held.each_bytes(Slot.STAGING, both) if grown else 0
+        return self._sweep.activations.most_bytes(grown, each)
 
     def _gone_bytes(self, homes: tuple[ParameterHome, ...]) -> int:
         """Of parameters that live elsewhere."""
@@ -601,5 +643,6 @@ def seconds_of(sweep: PlanSweep, c: Candidate) -> float:
 def evaluated(sweep: PlanSweep, c: Candidate) -> np.ndarray:
     """The row of a candidate."""
     return sweep.evaluate(
-        c.codes, c.staging_slots, c.prefetch, c.threads, c.overlap_forward, c.issue, c.host_slots
-    )
+        c.codes, c.always, c.prefetch, c.threads, c.overlap_forward, c.issue, c.host_slots,
+        c.growing or (),
+    )  # fmt: skip

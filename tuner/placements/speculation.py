@@ -3,9 +3,10 @@
 Guesses take host memory, and a step that clips makes all of them wrong. So they are planned for
 where somebody says how many steps do (`Workload.clip_rate`), and where the mean iteration is
 shorter by more than nothing. What was said may be wrong: while its guesses pause, such a plan is
-nearly as quick as the best one without.
+nearly as quick as the best one without, and without slots that grow.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,8 @@ from tuner.placements.moves import VISITING
 from tuner.placements.search import Candidate, Search
 
 WORTH = 2e-3  # of an iteration: less is not worth the memory
-PAUSED = 0.01  # of an iteration that such a plan may lose while it does not guess
+# Of an iteration without guesses and slots that grow: what a plan may lose while it does not guess.
+PAUSED = 0.01
 FEW = 8  # of the best plans without guesses, with which the search begins
 ROOM = 3  # subgroups that no longer stay on the device, at the most, for visits that are guessed
 PARTS = 8  # of the best plan's guesses, or sums: how fine their number is chosen
@@ -41,14 +43,20 @@ def with_guesses(
     search = Search(
         plain.workload, plain.machine, plain.limits, plain.seed, plain.fixed, plain.homes,
         plain.storable, speculates=True,
-        most_waiting_s=(1 + PAUSED) * plain.score(chosen).iteration_s,
+        most_waiting_s=(1 + PAUSED) * min(
+            (score.iteration_s for c, score in plain.scores.items() if not c.growing),
+            default=math.inf,
+        ),
     )  # fmt: skip
     most: dict[str, Any] = dict.fromkeys(SPECULATES.values())
     known = sorted(plain.scores, key=lambda c: plain.scores[c].iteration_s)
     for candidate in (chosen, *known[:FEW]):
+        search.score(replace(candidate, speculate=None, speculate_visits=0))
         for roomier in _with_room(candidate):
-            search.score(replace(roomier, **most))
+            search.score(replace(roomier, growing=None, **most))
     search.guess()
+    if not search.fits:
+        return plain, chosen
     _spread(search)
     improve(search)
     _spread(search)

@@ -251,7 +251,9 @@ class Window:
             self.behind_the_norm(m.pieces.tail_s[-1], *inside)
 
     def _fit(self, room: Mapping[Memory, float]) -> None:
-        """State, gradients, parameters and slots, in units of a large subgroup's state."""
+        """State, gradients, parameters and slots, in units of a large subgroup's state. Staging
+        slots may grow: then there are none beside all activations, but all without any.
+        """
         m = self.model
         if m.machine.unified_memory:
             return
@@ -268,12 +270,17 @@ class Window:
                 if free and memory == "device" and way[1] == "host":
                     per_param -= m.workload.wire_bytes  # which are in the workload's base
                 terms.append((self.x[:, number], per_param * m.pieces.size / unit))
-            for slot, size in self._size.items():
-                if slot.memory == memory:
-                    terms.append((size, held.slot_bytes(slot, m.largest) / unit))
             if memory == "device" and self.sending:
                 terms.append((self._under_way(), GRADIENTS_UNDER_WAY_BYTES / unit))
-            self.rows.at_most(size_bytes / unit, *terms, name=f"{memory} memory")
+            slots = {
+                slot: (size, held.slot_bytes(slot, m.largest) / unit)
+                for slot, size in self._size.items() if slot.memory == memory
+            }  # fmt: skip
+            if Slot.STAGING in slots and m.workload.zero_stage == 3:
+                without = (size_bytes + m.workload.activation_bytes) / unit
+                self.rows.at_most(without, *terms, *slots.values(), name=f"{memory} without them")
+                del slots[Slot.STAGING]
+            self.rows.at_most(size_bytes / unit, *terms, *slots.values(), name=f"{memory} memory")
 
     def _under_way(self) -> int:
         """What the device keeps for gradients on their way, of the most: all of them, or that. So

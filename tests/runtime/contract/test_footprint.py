@@ -1,5 +1,6 @@
 """The footprint is what the runtime allocates, to the byte, and what it refuses a plan for."""
 
+import gc
 import itertools
 import json
 import mmap
@@ -15,13 +16,15 @@ import runtime
 from runtime.devices.emulated import EmulatedDevice, EmulatedRates
 from runtime.execution import gradient_ops
 from runtime.execution.gradient_ops import GradientOps
+from runtime.execution.subgroup_state import staging_slot
 from runtime.zero.attach import host_bytes
 from runtime.zero.host_memory import needed_bytes
 from runtime.zero.stage3_buffers import gradient_of, split_gradients
-from simulator.update.footprint import Holding, footprint, moved_out, tally
+from simulator.update.footprint import Holding, footprint, moved_out, slot_bytes, tally
 from simulator.update.optimizer import ADAM
 from simulator.update.recipes import RECIPES
 from simulator.workload import Layer, Workload
+from studies.bench.byte_gpt import SIZES, Batches
 from tests.runtime.contract.test_bits import two_groups
 from tests.runtime.contract.training import (
     DEVICES,
@@ -97,6 +100,44 @@ def test_the_footprint_is_what_is_allocated(pattern, gradients, stage):
     gone = moved_out(work, [n * (home == "host") for n, home in zip(sizes, homes, strict=True)])
     base = max(0, work.device_base_bytes - 2 * gone)
     assert (whole["host"], whole["device"] - base) == (told["host"], told["device"])
+    engine.destroy()
+
+
+@pytest.mark.parametrize("speculate", [0, 99])
+def test_slots_that_grow_are_there_between_backward_and_the_next_forward(speculate, monkeypatch):
+    """To the byte, and not while activations are."""
+    made, fields = [], {"staging_slots": 1, "growing": 2, "speculate_visits": speculate}
+
+    def make(*args):
+        made.append(slot := staging_slot(*args))
+        return slot
+
+    monkeypatch.setattr(runtime.execution.session, "staging_slot", make)
+    engine = attached(start(), ["device", "device", "host"], DEVICE, seed=None, **fields)
+    own = engine.optimizer._ebbtide
+    sizes = tuple(state.elements for state in own.executor.states)
+    layers = tuple(Layer(params=n, forward_s=1.0, backward_s=1.0) for n in sizes)
+    work = Workload(name="w", layers=layers, subgroups=sizes, subgroup_size=SUBGROUP)
+    batches, there = Batches(2, SIZES["tiny"].sequence), []
+
+    def look():
+        gc.collect()
+        free = [*own.executor.visits._free, *own.executor.visits._taken.values()]
+        there.append(sum(slot.buffer.nbytes for slot in free))
+
+    for number in range(3):
+        loss = engine(*batches.at(number, engine.device))
+        look()
+        engine.backward(loss)
+        look()
+        engine.step()
+        look()
+    each = slot_bytes(work, own.plan)
+    assert there == [each, 3 * each, 3 * each] * 3
+    assert len(made) == 3 * 2, "each step takes two anew"
+    held = [footprint(work, own.plan.model_copy(update={"growing_slots": grown}))["device"]
+            for grown in (own.plan.growing_slots, ())]  # fmt: skip
+    assert held[0] - held[1] == 2 * each
     engine.destroy()
 
 

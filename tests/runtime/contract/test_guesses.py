@@ -95,7 +95,8 @@ def at_a_bound_that_some_steps_reach():
 @pytest.mark.parametrize("fields", [{}, {"staging_slots": 1}, {"staging_slots": 9, "prefetch": 9},
                                     {"order_seed": 3}, {"speculate_visits": 2},
                                     {"speculate_stored": 1, "host_slots": 1},
-                                    {"speculate_stored": 1, "host_slots": 2}])  # fmt: skip
+                                    {"speculate_stored": 1, "host_slots": 2},
+                                    {"growing": 3, "prefetch": 2}])  # fmt: skip
 @pytest.mark.parametrize(
     "mixed", [["host"], ["device"], ["stored"], ["host", "device", "resident", "device", "stored"]]
 )
@@ -107,10 +108,11 @@ def test_some_steps_clip(mixed, fields):
     assert {right > 0 for begun, right in counts if begun} == {True, False}
 
 
-def test_overflows(monkeypatch, pattern):
+@pytest.mark.parametrize("growing", [0, 2])
+def test_overflows(growing, monkeypatch, pattern):
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
     options = {"precision": "fp16", "clipping": 0.0, "extra": {"fp16": OVERFLOWS}}
-    engine, counts = guessing(start(**options), pattern)
+    engine, counts = guessing(start(**options), pattern, growing=growing)
     never_pause(engine)
     ours, theirs = outcome(engine, 24), outcome(start(**options), 24)
     assert_same(ours, theirs)

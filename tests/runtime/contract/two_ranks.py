@@ -41,7 +41,7 @@ def run(pattern=None, device=DEVICE, fail=False, speculate=0, away=(), **config)
         homes = config.get("offload_param") and [["host"], ["device", "host"]][len(pattern) > 1]
         attached(engine, own, device, seed=rank, subgroup=UNEVEN, homes=homes, speculate=speculate,
                  speculate_visits=speculate, speculate_stored=speculate, host_slots=9,
-                 device_sums=2)  # fmt: skip
+                 device_sums=2, growing=speculate and 2)  # fmt: skip
     if fail and rank == 1:
 
         def die(op):

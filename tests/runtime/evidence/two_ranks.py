@@ -65,7 +65,8 @@ def races(case, mutant=None):
             patch.setattr(*mutant)
         pattern = MIX[rank:] + MIX[:rank]
         engine = start(**CASES[case])
-        fields = dict.fromkeys(SPECULATES.values(), 1) if "ZeRO-3" in case else {}
+        early = {**dict.fromkeys(SPECULATES.values(), 1), "growing": 2}
+        fields = early if "ZeRO-3" in case else {}
         order = checked(fake, patch, engine, steps=2 if mutant else 3, pattern=pattern, **fields)
         fake.close()
     freeze_heap()

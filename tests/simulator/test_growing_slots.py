@@ -1,0 +1,108 @@
+"""Staging slots in memory that activations leave: when they are there, and what they change."""
+
+import pytest
+
+from simulator import Layer, OpKind, Plan, PlanError, Workload, build_schedule
+from simulator.analysis.bound import bound
+from simulator.analysis.memory_kinds import peaks_by_kind
+from simulator.engines.compiled import compile_schedule, simulate_fast
+from simulator.update.footprint import Activations, footprint, slot_bytes
+from tests.machines import node as machine
+
+SIZE = 64_000_000
+EACH = 12 * SIZE  # bytes of a slot
+ACTIVATIONS = 10**9  # of each layer
+
+
+def work(layers=4, **fields):
+    layer = Layer(params=SIZE, forward_s=0.05, backward_s=0.1, activation_bytes=ACTIVATIONS)
+    return Workload(name="w", layers=(layer,) * layers, subgroups=(SIZE,) * layers, **fields)
+
+
+def planned(*growing, slots=0, **fields):
+    return Plan(
+        subgroup_size=SIZE, placement=Plan.runs(["device"] * 4), staging_slots=slots,
+        growing_slots=growing, prefetch=slots + len(growing), **fields,
+    )  # fmt: skip
+
+
+def ops(schedule, kind, iteration=1):
+    return {op.subgroup if op.subgroup >= 0 else op.layer: op
+            for op in schedule.of_kind(kind, iteration)}  # fmt: skip
+
+
+def test_a_slot_grows_behind_its_subgroups_backward_and_goes_a_layer_before_its_forward():
+    schedule = build_schedule(work(), planned(2, 1))
+    backward, fetch = ops(schedule, OpKind.BACKWARD), ops(schedule, OpKind.STATE_H2D)
+    assert backward[2].id in fetch[0].after, "the first one that comes in"
+    assert backward[1].id in fetch[1].after
+    forward = ops(schedule, OpKind.FORWARD, 2)
+    left = ops(schedule, OpKind.STATE_D2H)
+    waits = {layer: {s for s, op in left.items() if op.id in forward[layer].after}
+             for layer in range(4)}  # fmt: skip
+    # Visits leave in the order 0 to 3, and the two slots are free when the last two have left.
+    assert waits == {0: {2}, 1: {3}, 2: set(), 3: set()}
+
+
+def test_the_peak_has_slots_or_activations_but_not_both():
+    peaks = {}
+    for plan in (planned(slots=2), planned(3, slots=1), planned(2, 1), planned(0, 0)):
+        result = simulate_fast(
+            compiled := compile_schedule(build_schedule(work(), plan)), machine()
+        )
+        held, beside = footprint(work(), plan)["device"], Activations.of(work())
+        assert result.device_peak_bytes == held + beside.most_bytes(plan.grown, EACH)
+        peaks[plan.staging_slots, plan.growing_slots] = result.device_peak_bytes
+        kinds = peaks_by_kind(compiled, result)["device"]
+        assert sum(kinds.values()) == result.device_peak_bytes
+        assert kinds.get("staging", 0) == plan.staging_slots * EACH
+        assert kinds["activations"] == 4 * ACTIVATIONS
+    assert peaks[2, ()] == peaks[1, (3,)] + EACH == peaks[0, (2, 1)] + 2 * EACH
+    assert slot_bytes(work(), planned(2, 1)) == EACH
+
+
+@pytest.mark.parametrize(
+    ("left", "wanted", "expected"),
+    [
+        (4 * ACTIVATIONS + 3 * EACH, 3, (3, ())),
+        (4 * ACTIVATIONS + EACH, 3, (1, (3, 2))),  # 1e9 bytes less are more than a slot
+        (4 * ACTIVATIONS, 2, (0, (3, 2))),
+        (4 * ACTIVATIONS, 6, (0, (3, 2, 1, 0, 0))),  # 5.2 slots in all
+        (ACTIVATIONS // 2, 1, (1, ())),  # not even without activations: does not fit
+    ],
+)
+def test_slots_grow_as_soon_as_there_is_room(left, wanted, expected):
+    assert Activations.of(work()).slots(left, wanted, EACH) == expected
+
+
+def test_subgroups_without_parameters_and_far_too_many_slots():
+    assert planned(3, 2, 1, 0, 0, 0, slots=1).grown == (3, 2, 1), "there are four visits"
+
+
+def test_what_a_plan_may_say():
+    with pytest.raises(ValueError, match=r"growing_slots must name subgroups, 0 to 3, but got 4"):
+        planned(4)
+    with pytest.raises(ValueError, match=r"prefetch=2, staging_slots=0 and 1 growing_slots"):
+        Plan(subgroup_size=1, placement=Plan.runs(["device"]), staging_slots=0,
+             growing_slots=(0,), prefetch=2)  # fmt: skip
+    with pytest.raises(PlanError, match="growing_slots must be absent under ZeRO-2"):
+        build_schedule(work(zero_stage=2), planned(3, overlap_forward=False))
+    assert "growing_slots" not in planned(slots=2).model_dump(mode="json")
+
+
+@pytest.mark.parametrize("guessed", [0, 2])
+def test_no_plan_whose_slots_grow_beats_the_bound_of_its_memory(guessed):
+    for grown in ((3,), (3, 2), (3, 2, 1), (0, 0)):
+        plan = planned(*grown, speculate_visits=guessed)
+        result = simulate_fast(build_schedule(work(), plan), machine())
+        found = bound(work(), machine(), result.device_peak_bytes, guesses=bool(guessed))
+        assert found.iteration_s <= result.iteration_s * (1 + 1e-9)
+
+
+def test_the_bound_without_slots_that_grow_would_be_none():
+    """With memory for no slot beside all activations they visit all the same."""
+    plan = planned(3, 2, 1)
+    result = simulate_fast(build_schedule(work(), plan), machine())
+    room = result.device_peak_bytes
+    assert room < footprint(work(), planned(slots=1))["device"] + 4 * ACTIVATIONS
+    assert bound(work(), machine(), room).params["device"] > 0
