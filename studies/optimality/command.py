@@ -28,6 +28,7 @@ from tuner.placements.search import Candidate, Search
 
 FEW = (4, 8)
 WANTED_PCT, WANTED_REAL_PCT = 2.0, 3.0  # of a gap
+NEAR = 1.01  # times the bound: whole subgroups seldom make it higher than that
 PROVEN_PCT = 0.01  # closer to the bound than that, nothing better is left to find
 
 
@@ -130,9 +131,9 @@ def gap(
 ) -> dict[str, float]:  # fmt: skip
     """The chosen plan against the bound with all the device memory that is allowed.
 
-    A gap above ``wanted_pct`` may be the bound's: it is asked for once more, with far more work,
-    until it has proven that much. ``proof_s`` is what that took; the gap is then what was wanted,
-    or what was left.
+    A gap little above ``wanted_pct`` may be the bound's: it is asked for once more, with far more
+    work, until it has proven that much. ``proof_s`` is what that took; the gap is
+    then what was wanted, or what was left.
     """
     began_s = time.perf_counter()
     result = plan(workload, machine)
@@ -142,7 +143,7 @@ def gap(
     floor_s = bound(workload, machine, room).iteration_s
     seconds = result.prediction.iteration_s
     enough_s, began_s = seconds / (1 + 0.999 * wanted_pct / 100), time.perf_counter()
-    if floor_s < enough_s:
+    if floor_s < enough_s <= NEAR * floor_s:
         floor_s = max(floor_s, bound(workload, machine, room, enough_s=enough_s).iteration_s)
     return {
         "iteration_s": seconds,
