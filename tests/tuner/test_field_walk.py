@@ -242,6 +242,7 @@ PLAN = {
     "parameter_home": Plan.home_runs(("host",) * len(MIX)),
     "order": UpdateOrder(host="arrival"),
     "staging_slots": 2,
+    "growing_slots": (1,),
     "prefetch": 1,
     "host_slots": 1,
     "speculate": 1,
@@ -275,6 +276,8 @@ IN_TRAINING = {
     "subgroup_size": "tests/runtime/test_guard.py",
     "versions": "tuner/service/static/report.js",
     "staging_slots": "",
+    # One visit has its slot; of plans with more: tests/simulator/test_growing_slots.py.
+    "growing_slots": "tests/simulator/test_growing_slots.py",
     "host_slots": "tests/runtime/contract/test_stored.py",
     "speculate_among": "tests/runtime/contract/test_guesses.py",
     "speculate_stored": "tests/runtime/contract/test_guesses.py",
