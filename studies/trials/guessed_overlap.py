@@ -120,7 +120,7 @@ def _measured(setting: Setting, ratio: float, steps: int, clipped_steps: int) ->
     same = differences(bench.close(), stock_state(setting, len(clipped), clipped.__getitem__)) == ()
     assert guessed.prediction is not None
     given = setting.workload(*setting.given_s)
-    floor_s = bound(given, machine, guesses=True).iteration_s
+    floor_s = bound(given, machine, storage_bytes=0, guesses=True).iteration_s
     return Guessed(
         ratio, floor_s, barrier_s, guessed_s, guessed.prediction.iteration_s, guessed.speculate,
         slower, same,
