@@ -16,6 +16,7 @@ from runtime.devices import cuda
 from runtime.devices.clock import DeviceClock
 from runtime.devices.cuda import CudaDevice
 from runtime.devices.lane import Completion
+from runtime.hardware.pages import own_pages
 from simulator.schedule import Lane
 from tests.runtime import fake_cuda
 
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the real one 
 
 def locked(fake, *, filled_with=0.0, elements=64):
     """Page-locked host memory, without which no copy is asynchronous."""
-    tensor = cuda._on_own_pages(elements, torch.float32)
+    tensor = own_pages(elements, torch.float32)
     assert fake.runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0) == 0
     return tensor.fill_(filled_with)
 

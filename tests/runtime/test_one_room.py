@@ -6,9 +6,13 @@ from pathlib import Path
 from runtime.zero.checks import private
 
 RUNTIME = Path(private.__file__).parents[2]
-# A checkpoint engine must have DeepSpeed's base class, and a checkpoint holds objects of its
-# classes, which a safe loader must name.
-MAY_IMPORT = {"checkpoint/deepspeed/engine.py", "checkpoint/format/plain_data.py"}
+# A checkpoint engine must have DeepSpeed's base class, a load without the optimizer's states goes
+# through DeepSpeed's own script, and a checkpoint holds objects of its classes, which a safe loader
+# must name.
+MAY_IMPORT = {
+    "checkpoint/deepspeed/engine.py", "checkpoint/deepspeed/loading.py",
+    "checkpoint/format/plain_data.py",
+}  # fmt: skip
 HIDDEN = {
     member.name for member in (*private.STAGE3, *private.STAGE12) if member.name.startswith("_")
 }

@@ -47,8 +47,7 @@ def test_a_plan_of_tune_plan_that_stores_trains_with_stocks_bits(front_door, tmp
     folders = [tmp_path / "a", tmp_path / "b"]
     storage = [word for folder in folders for word in ("--storage", f"{folder}:1GB")]
     made, said = planned(tmp_path, *storage, "--endurance", "600")
-    assert made.count("stored") > 0
-    assert made.count("host") > 0
+    assert 0 < made.count("stored") < made.subgroup_count  # memory keeps what it can
     assert made.storage_shares == {str(folder): 0.5 for folder in folders}
     assert "drives rated for 600 TB last" in said
     engine = initialize(config_with({"plan": str(tmp_path / "plan.json"), "device": "emulated"}))

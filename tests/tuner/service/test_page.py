@@ -149,7 +149,7 @@ def test_a_job_is_watched_to_its_end_and_its_result_opens_in_what_if(page, serve
     opened(page, server, "/?model=Llama+3.2+1B&machine=rtx4090&gpus=1&micro_batch=2")
     page.click("#search")
     download = page.get_by_role("button", name="Download result")
-    download.wait_for(timeout=60_000)
+    download.wait_for(timeout=PATIENCE_MS)
     with page.expect_download() as saved:
         download.click()
     plan = json.loads(Path(saved.value.path()).read_text())
@@ -269,7 +269,7 @@ def test_configurations_are_searched_and_shown(page, server):
     opened(page, server, "/?model=Llama+3.2+1B&machine=rtx4090&micro_batch=2")
     page.click("#search-configurations")
     card = page.locator("#jobs .card").first
-    card.locator(".state.done").wait_for(timeout=60_000)
+    card.locator(".state.done").wait_for(timeout=PATIENCE_MS)
     assert card.inner_text().startswith("Search")
     page.wait_for_selector("#opened tbody tr")
     job = card.get_attribute("data-job")
