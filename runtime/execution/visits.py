@@ -175,7 +175,8 @@ class Visits:
         """
         if self._coming is not None or not self._grown[subgroup]:
             return []
-        count = min(self._grown.pop(subgroup), len(self._free))
+        count = min(self._grown[subgroup], len(self._free))
+        self._grown[subgroup] -= count  # one in use goes next time
         left = [self._free.popleft() for _ in range(count)]
         self._met = max([self._met, *(slot.number for slot in left)])
         return left

@@ -122,6 +122,20 @@ def test_slots_grow_behind_their_subgroups_and_go_before_the_next_forward_reads_
     assert left(some, 3) == home[3:]
 
 
+def test_a_slot_that_is_in_use_stays_and_none_grows_in_its_place():
+    (some, made), device = grown(), Device()
+    some.begin(guesses=True)
+    some.grow(3, device)
+    some.grow(1, device)
+    some.end()
+    come(some, 0)
+    come(some, 1)
+    assert (len(made), len(left(some, 1))) == (3, 1), "two grew behind it, one slot is free"
+    some.begin(guesses=True)
+    some.grow(1, device)
+    assert len(made) == 4
+
+
 def test_each_step_takes_as_many_as_the_last_one():
     (some, made), device = grown(), Device()
     for number in range(1, 4):
