@@ -20,6 +20,7 @@ from runtime.execution.step_template import GradientOp, TemplateOp
 from runtime.execution.subgroup_state import StagingSlot, StateStore, SubgroupState
 from runtime.execution.visits import Growing, Visit, Visits
 from runtime.kernels.rule import UpdateRule
+from runtime.kernels.step import UpdateStep
 from simulator.schedule import Lane as LaneName
 from simulator.schedule import Op, OpKind
 from simulator.update.recipes import PARAMETER_SLOTS, RECIPES, Queue, recipe_of
@@ -33,6 +34,8 @@ WRITTEN_BY = {
 VISITS = {OpKind.STATE_H2D, OpKind.UPDATE_DEVICE, OpKind.VISIT_GUESSED, OpKind.STATE_D2H}
 
 
+# The last elements of master and moments in host memory, before the update; its step.
+Spent = tuple[list[torch.Tensor], UpdateStep]
 Body = Callable[[int, int, SubgroupJob | None], None]  # of a subgroup, in a step; its job
 
 
@@ -103,6 +106,8 @@ class Executor:
         self._version = 0  # of what the latest launch writes to storage
         self._ended = 0  # of the latest step's ops, in order: seen to have ended
         self._own = sum(not item.ahead for item in template)  # behind them what is the next step's
+        # By subgroup, what the latest update read of the elements whose gradient stock spends.
+        self.spent = dict[int, Spent]()
         self._stale = set[int]()  # subgroups whose state was written behind the prefetch
         self._stale_lock = threading.Lock()
         self._guessed = _before_norm(template)
@@ -131,6 +136,24 @@ class Executor:
             OpKind.PARAMETER_H2D: self._parameter_h2d,
             OpKind.PARAMETER_D2H: self._parameter_d2h,
         }
+
+    def _keep_spent(
+        self, subgroup: int, source: Sequence[torch.Tensor], job: SubgroupJob,
+        stream: object = None,
+    ) -> None:  # fmt: skip
+        elements = self.states[subgroup].elements
+        begin = self.rule.tail_begin(elements) if self.rule.spends else elements
+        if begin < elements:
+            last = [tensor[begin:elements] for tensor in source]
+            kept, _ = self.spent.get(subgroup) or (
+                [self.device.host_empty(len(tensor), tensor.dtype) for tensor in last], None
+            )  # fmt: skip
+            self.spent[subgroup] = kept, job.step
+            for to, tensor in zip(kept, last, strict=True):
+                if stream is None:
+                    to.copy_(tensor)
+                else:
+                    self.device.copy(to, tensor, LaneName.D2H, stream)
 
     def _prepare(self) -> None:
         updated = [s for s in self.states if RECIPES[s.placement].queue is Queue.DEVICE]
@@ -443,6 +466,7 @@ class Executor:
     ) -> None:  # fmt: skip
         assert job is not None
         state, stream = self.states[subgroup], self._stream(LaneName.DEVICE_UPDATE)
+        self._keep_spent(subgroup, target, job, stream)
         for part in job.segments:
             span = slice(part.start, part.end)
             self.device.update(
@@ -481,6 +505,7 @@ class Executor:
         else:
             self._ask_gate(subgroup)
         out = self._parameter_out(subgroup, number)
+        self._keep_spent(subgroup, target, job)
         with self.device.host_update(state.elements):
             parts = [(part.start, part.end, part.gradient, part.scale) for part in job.segments]
             self.rule.update(target, parts, out, job.step, self.threads)
@@ -498,6 +523,7 @@ class Executor:
         # What is written now was live a step ago: a checkpoint may still be reading it.
         self._ask_gate(subgroup)
         out = self._parameter_out(subgroup, number)
+        self._keep_spent(subgroup, guess.source, job)
         with self.device.host_update(self.states[subgroup].elements, out_of_place=True):
             parts = [(part.start, part.end, part.gradient, part.scale) for part in job.segments]
             self.rule.update(guess.into, parts, out, job.step, self.threads, guess.source)

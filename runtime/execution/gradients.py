@@ -36,6 +36,7 @@ class ParameterSlice:
         unsent: it has grown since it was sent there.
         empty: what is at home was looked at, and is zero: of a parameter that nobody uses, a look
             at every step would cost a pass, and on the device a synchronisation.
+        applied: what is kept has been, by the latest step.
     """
 
     subgroup: int
@@ -52,6 +53,7 @@ class ParameterSlice:
     held: bool = False
     unsent: bool = False
     empty: bool = False
+    applied: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,9 @@ class GradientHomes:
     # Called when all of a subgroup's parameters have a gradient of the window's last micro-batch,
     # and again if another one comes for any of them.
     complete: Callable[[int], None] | None = None
+    # Of a subgroup, from an element on: the latest update's gradient becomes what stock's optimizer
+    # has left in its place; None: it leaves the gradient.
+    spend: Callable[[int, int, torch.Tensor], None] | None = None
 
     def __post_init__(self) -> None:
         self.by_subgroup: list[list[ParameterSlice]] = [[] for _ in self.states]
@@ -274,7 +279,9 @@ class GradientHomes:
                 piece.kept = piece.kept.to(device)
             if piece.apart is not None:
                 piece.apart = piece.apart.to(device)
-        homes = GradientHomes(self.device, states, self.slices, ops, self.last_scale, self.complete)
+        homes = GradientHomes(
+            self.device, states, self.slices, ops, self.last_scale, self.complete, self.spend
+        )
         homes._open = self._open
         return homes
 
@@ -335,7 +342,8 @@ class GradientHomes:
         for piece in self.slices.values():
             if piece.real and not (piece.touched or piece.empty) and piece.kept is None:
                 piece.kept = self._leftover(piece)
-                piece.empty = piece.kept is None
+                piece.empty = piece.kept is None and self.spend is None
+            self._spend_kept(piece)
             if self._left_behind(piece):
                 spare = self._spares[piece.subgroup]
                 self._home(piece).copy_(spare.narrow(0, piece.offset, piece.elements))
@@ -359,11 +367,23 @@ class GradientHomes:
         """
         if piece.begun and not piece.used:
             where = self.states[piece.subgroup]
-            return torch.zeros(piece.elements, dtype=where.p.dtype, device=where.gradient.device)
-        kept = self._widen(piece)
+            kept = torch.zeros(piece.elements, dtype=where.p.dtype, device=where.gradient.device)
+        else:
+            kept = self._widen(piece)
+        self._apply(piece, kept)
+        return kept if piece.begun or bool(kept.count_nonzero()) else None
+
+    def _apply(self, piece: ParameterSlice, kept: torch.Tensor) -> None:
+        """What the latest step has done to its gradient, if there was one."""
         if self.last_scale is not None:
             kept.mul_(self.last_scale)
-        return kept if piece.begun or bool(kept.count_nonzero()) else None
+            if self.spend is not None:
+                self.spend(piece.subgroup, piece.offset, kept)
+
+    def _spend_kept(self, piece: ParameterSlice) -> None:
+        if piece.kept is not None and piece.applied and self.spend is not None:
+            self.spend(piece.subgroup, piece.offset, piece.kept)
+        piece.applied = False
 
     def _widen(self, piece: ParameterSlice) -> torch.Tensor:
         """A copy of what the latest boundary brought, unscaled, in the master's precision."""
@@ -384,9 +404,10 @@ class GradientHomes:
                 assert piece.kept is not None
                 return piece.kept
             kept = self._widen(piece)
-            if not piece.touched and self.last_scale is not None:
-                kept.mul_(self.last_scale)
+            if not piece.touched:
+                self._apply(piece, kept)
             piece.kept = kept
+        self._spend_kept(piece)
         return piece.kept
 
     def scale_kept(self, scale: float) -> None:
@@ -397,7 +418,7 @@ class GradientHomes:
         """
         for piece in self.slices.values():
             if piece.kept is not None:
-                piece.kept = piece.kept * scale
+                piece.kept, piece.applied = piece.kept * scale, True
 
     def segments(self, subgroup: int, scale: float) -> list[Segment]:
         """Runs that cover the subgroup; a single one, unless something was kept."""

@@ -193,7 +193,7 @@ class Session:
         self.plan, self.executor = self._build(plan)
         self.homes = GradientHomes(
             device, self.executor.states, engine.slices(), self.executor.gradients,
-            complete=self._complete,
+            complete=self._complete, spend=self._spend if engine.update_rule().spends else None,
         )  # fmt: skip
 
     def _build(self, plan: Plan) -> tuple[Plan, Executor]:
@@ -347,6 +347,18 @@ class Session:
         job = SubgroupJob(steps[subgroup], self.homes.segments(subgroup, scale))
         self.executor.guess(subgroup, job)
 
+    def _spend(self, subgroup: int, start: int, gradient: torch.Tensor) -> None:
+        """As `GradientHomes.spend`; waits for the subgroup's update."""
+        rule, elements = self.engine.update_rule(), self.executor.states[subgroup].elements
+        count = rule.tail(elements, start, start + len(gradient))
+        if count:
+            self.executor.wait_state(subgroup)
+            begin = start + len(gradient) - count - rule.tail_begin(elements)
+            tensors, step = self.executor.spent[subgroup]
+            last = gradient[len(gradient) - count :]
+            state = [tensor[begin : begin + count] for tensor in tensors]
+            last.copy_(rule.spent(state, last.cpu(), step))
+
     def void_guesses(self) -> None:
         """Somebody may change state or gradients between backward and step."""
         self.executor.drop_guesses()
@@ -442,6 +454,7 @@ class Session:
         self.plan, executor = self._build(plan)
         self._running = None
         executor.gate, executor.before_op = old.gate, old.before_op
+        executor.spent = old.spent
         self.executor = executor
         self.homes = self.homes.moved(executor.states, executor.gradients)
         self._register({i: self.engine.saved_state(i) for i in self.plan.issue_order})

@@ -51,8 +51,10 @@ class Growing:
             self.warned = True
             logger.warning(
                 "the device has memory for %d of the plan's %d staging slots that grow behind "
-                "subgroup %d (plan.growing_slots): training goes on with fewer. Plan again with a "
-                "smaller --gpu-memory if this stays so.", got, wanted, subgroup,
+                "subgroup %d (plan.growing_slots): training goes on with fewer. If this stays so, "
+                "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, so that free memory in many "
+                "pieces serves too, or plan again with a smaller --gpu-memory.",
+                got, wanted, subgroup,
             )  # fmt: skip
 
 

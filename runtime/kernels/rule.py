@@ -47,6 +47,7 @@ class UpdateRule(ABC):
         types: what it is called in the config's ``optimizer.type``, in lower case.
         trials: (arguments of the rule, a parameter group): what the loaded op is asked with.
         own_step: the optimizer runs its own code, on the host only, and keeps its moments itself.
+        spends: stock's scalar loop leaves something else in the place of a gradient (`spent`).
         vector_width: of the loaded op.
     """
 
@@ -58,6 +59,7 @@ class UpdateRule(ABC):
     trials: ClassVar[tuple[tuple[dict[str, Any], Group], ...]]
     vector_width: int = 1
     own_step: ClassVar[bool] = False
+    spends: ClassVar[bool] = False
 
     @classmethod
     def of(cls, optimizer: Any) -> "UpdateRule":
@@ -120,6 +122,14 @@ class UpdateRule(ABC):
         del sizes, master
         return 0
 
+    def spent(
+        self, state: Sequence[torch.Tensor], gradient: torch.Tensor, step: UpdateStep
+    ) -> torch.Tensor:
+        """What stock's scalar loop has left in the place of the fp32 ``gradient``, which it applied
+        to ``state`` as that was before. Of rules that spend.
+        """
+        raise NotImplementedError
+
     @abstractmethod
     def step(self, group: Group, number: int) -> UpdateStep:
         """Step ``number`` (from 1) of a group; to be called in the order of the subgroups."""
@@ -140,8 +150,10 @@ class UpdateRule(ABC):
         """How many of the last elements of ``begin:end`` stock's scalar loop updates, where stock
         updates ``elements`` elements as one tensor.
         """
-        tail_begin = elements - elements % self.vector_width
-        return max(0, end - max(begin, tail_begin))
+        return max(0, end - max(begin, self.tail_begin(elements)))
+
+    def tail_begin(self, elements: int) -> int:
+        return elements - elements % self.vector_width
 
 
 @functools.cache

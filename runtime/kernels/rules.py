@@ -2,14 +2,17 @@
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 
 from runtime.kernels.adam import AdamStep, BiasCorrection
+from runtime.kernels.host import host_update
 from runtime.kernels.rule import Group, UnknownRoundingError, UpdateRule, same_bits, vector_width
+from runtime.kernels.step import UpdateStep
 
 _BETAS = {"lr": 1e-3, "betas": (0.9, 0.99)}
 _STEPS = 12  # by then pow and the running product of these betas have differed
@@ -150,6 +153,7 @@ class AdagradRule(UpdateRule):
     moments = ("exp_avg_sq",)
     stock = "DeepSpeedCPUAdagrad"
     types = ("adagrad",)
+    spends = True
     trials = (
         ({}, {"lr": 0.1, "eps": 1e-10, "weight_decay": 0.0}),
         ({}, {"lr": 0.1, "eps": 1e-10, "weight_decay": 0.1}),
@@ -158,6 +162,21 @@ class AdagradRule(UpdateRule):
     def step(self, group: Group, number: int) -> AdagradStep:
         del number
         return AdagradStep(float(group["lr"]), group["eps"], group["weight_decay"])
+
+    def spent(
+        self, state: Sequence[torch.Tensor], gradient: torch.Tensor, step: UpdateStep
+    ) -> torch.Tensor:
+        """The update term, -lr * g / (sqrt(sum) + eps), with decay in the gradient g."""
+        assert isinstance(step, AdagradStep)
+        master, total = (tensor.clone() for tensor in state)
+        decayed, unread = torch.zeros_like(master), torch.zeros_like(master)
+        # Adam's average of that gradient alone is the gradient, decay added in one fused operation.
+        decays = AdamStep(0.0, 0.0, 0.0, 1.0, step.weight_decay, 1.0, 1.0, adamw=False)
+        host_update([master, decayed, unread], gradient, None, decays, tail=len(gradient))
+        term = torch.full_like(master, -0.0)  # what the term is added to keeps a zero's sign
+        undecayed = replace(step, weight_decay=0.0)
+        host_update([term, total], decayed, None, undecayed, tail=len(gradient))
+        return term
 
     def stock_arguments(self, group: Group) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         values = (group["lr"], group["eps"], group["weight_decay"])

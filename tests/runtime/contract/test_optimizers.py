@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from runtime.devices.base import Device
-from tests.runtime.contract.test_bits import MIX
+from tests.runtime.contract.test_bits import MIX, Switching
 from tests.runtime.contract.test_builds import Odd
 from tests.runtime.contract.training import (
     DEVICES,
@@ -116,3 +116,31 @@ def test_stock_goes_on_from_a_checkpoint_of_a_plan(monkeypatch, tmp_path):
     last = train(resumed, 2, first=3)
     losses, norms = (a + b for a, b in zip(first, last, strict=True))
     assert_same(outcome_of(resumed, losses, norms), expected)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("name", ["adagrad", "adagrad_without_decay"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_unused_parameters_under_a_rule_that_spends_its_gradient(name, stage, device):
+    """Stock's scalar loop leaves the update term where the gradient was, and applies that to who
+    gets none: here to the last elements of a subgroup, a branch's bias, while it is not used.
+    """
+
+    def new():
+        kind, params = OPTIMIZERS[name]
+        extra = {"optimizer": {"type": kind, "params": params}}
+        return start(model=Switching(), stage=stage, extra=extra, subgroup_size=9_003)
+
+    def shown(engine):
+        train(engine, 9)
+        grads = [safe_get_full_grad(param) for param in engine.module.parameters()]
+        return outcome(engine, 9), grads
+
+    from deepspeed.utils import safe_get_full_grad
+
+    expected, wanted = shown(new())
+    switching = attached(new(), MIX, device, subgroup=5_003)
+    found, grads = shown(switching)
+    assert_same(found, expected)
+    for grad, want in zip(grads, wanted, strict=True):
+        assert torch.equal(grad, want)
