@@ -16,7 +16,8 @@ def become_only_rank() -> None:
     warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
     if "RANK" in os.environ:
         return
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    # LOCAL_SIZE as of DeepSpeed's launcher: on a CPU it would start numactl at every reduction.
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_SIZE="1")
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", str(free_port()))
     atexit.register(remove_shared_buffers, int(os.environ["MASTER_PORT"]))
