@@ -5,6 +5,7 @@
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +30,7 @@ from simulator.engines.recipe_arrays import (
 from simulator.machine import Machine
 from simulator.plan import Plan, PlanError
 from simulator.schedules.tape import record
-from simulator.update.footprint import Activations, Holding, fetched_elements, moved_out
+from simulator.update.footprint import Activations, Amounts, Holding, fetched_elements, moved_out
 from simulator.update.order import arrival_order
 from simulator.update.recipes import HOST_SLOTS, Slot, early_limits, recipe_of, ways
 from simulator.update.tiers import Memory
@@ -40,6 +41,7 @@ COLUMNS = (
     "device_peak_bytes", "host_peak_bytes", "loop_s", "storage_bytes",
 )  # fmt: skip
 MOST_PROGRAMS = 64  # recordings that are kept: one for each set of parameter homes
+MOST_AMOUNTS = 1024  # likewise: most plans of a search differ in the order of updates only
 
 
 class PlanSweep:
@@ -59,10 +61,13 @@ class PlanSweep:
         self._by_threads: dict[int, Floats] = {}
         self.ways = len(ways())
         self.held = Holding.of_workload(workload)
+        remember = lru_cache(MOST_AMOUNTS)
+        self.held_bytes, self.slots = remember(self.held.bytes), remember(self.held.slots)
+        self.each_bytes = remember(self.held.each_bytes)
         self.activations = Activations.of(workload)
         self._forward_order = np.arange(len(self.sizes))
         self._arrival = np.array(arrival_order(workload.layers_of_subgroups()), dtype=np.int64)
-        self._programs: dict[tuple[bytes, bool], tuple[Program, int]] = {}
+        self._programs: dict[tuple[bytes, bool], tuple[Program, int, tuple[Ints, Ints]]] = {}
         self._allocate()
 
     def _rates(self) -> Floats:
@@ -117,17 +122,16 @@ class PlanSweep:
                 "overlap_forward must be false where steps wait for their updates, but got true "
                 f"for ZeRO-{self.workload.zero_stage}"
             )
-        amounts, guessed = totals(placement, self.sizes, self.ways).tolist()
-        both = amounts, guessed
-        slots = self.held.slots(both, staging_slots, host_slots)
+        both = amounts, guessed = self.amounts(placement)
+        slots = self.slots(both, staging_slots, host_slots)
         grown = growing[: max(0, slots[Slot.STAGING] - staging_slots + len(growing))]
-        slot_bytes = self.held.each_bytes(Slot.STAGING, both) if grown else 0
+        slot_bytes = self.each_bytes(Slot.STAGING, both) if grown else 0
         limits = early_limits(prefetch, slots)
         early, ahead = (
             [limits.get(slot, 0) if slot.ahead is when else 0 for slot in SLOTS]
             for when in (False, True)
         )
-        program, moved_out_bytes = self._program(placement, overlap_forward)
+        program, moved_out_bytes, passes = self._program(placement, overlap_forward)
         plan = np.array(
             [self.iterations, *(slots[s] for s in SLOTS), *early, *ahead, slot_bytes],
             dtype=np.int64,
@@ -135,11 +139,11 @@ class PlanSweep:
         count = build(
             program, self.recipes.with_threads(threads), self.recipes.ways, self.sizes, placement,
             self._forward_order if issue is None else issue, self._arrival, plan,
-            *self._grown(program, grown), self.ops, self.after_first, self.after,
+            *self._grown(program, passes, grown), self.ops, self.after_first, self.after,
         )  # fmt: skip
         row = self._run(count, self._rates_with(threads))
         # On top of the activations' peak, for which slots may make room.
-        held = self.held.bytes(
+        held = self.held_bytes(
             amounts, staging_slots, host_slots, guessed, self.summed_elements(placement)
         )
         base = max(0, self.workload.device_base_bytes - moved_out_bytes)
@@ -148,14 +152,21 @@ class PlanSweep:
         row[kernel.STORED] = held["storage"]
         return row
 
-    def _grown(self, program: Program, grown: Sequence[int]) -> tuple[Ints, Ints]:
+    def amounts(self, placement: NDArray[np.int8]) -> tuple[Amounts, Amounts]:
+        """`tally` of the subgroups that wait for the norm, and of those that are guessed."""
+        waiting, guessed = totals(placement, self.sizes, self.ways).tolist()
+        return tuple(map(tuple, waiting)), tuple(map(tuple, guessed))
+
+    def _grown(
+        self, program: Program, passes: tuple[Ints, Ints], grown: Sequence[int]
+    ) -> tuple[Ints, Ints]:  # fmt: skip
         """How many slots there are behind each subgroup's gradient, and what that means for each
         place of the tape (see `build`).
         """
         behind, room = np.zeros(len(self.sizes), np.int64), program.no_room
         if not grown:
             return behind, room
-        first, last = program.passes(len(self.workload.layers))
+        first, last = passes
         room = room.copy()
         for subgroup in grown:
             behind[subgroup] += 1
@@ -184,9 +195,11 @@ class PlanSweep:
             np.array(plan.issue_order, dtype=np.int64), plan.host_slots, plan.growing_slots,
         )  # fmt: skip
 
-    def _program(self, placement: NDArray[np.int8], overlaps: bool) -> tuple[Program, int]:
-        """The passes, recorded once for each set of parameter homes; and the bytes of parameters
-        that the device does not hold.
+    def _program(
+        self, placement: NDArray[np.int8], overlaps: bool
+    ) -> tuple[Program, int, tuple[Ints, Ints]]:  # fmt: skip
+        """The passes, recorded once for each set of parameter homes; the bytes of parameters that
+        the device does not hold; and `Program.passes`.
         """
         away = placement >= PARAMETERS_ON_HOST
         key = (away.tobytes(), overlaps)
@@ -200,7 +213,8 @@ class PlanSweep:
             program = Program.of(tape)
             for rate in np.unique(program.rows[:, kernel.RATE]).astype(int):
                 self.machine.rate(RATES[rate])  # tells which one is missing
-            self._programs[key] = program, gone_bytes
+            passes = program.passes(len(self.workload.layers))
+            self._programs[key] = program, gone_bytes, passes
         return self._programs[key]
 
     def _check(

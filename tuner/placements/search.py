@@ -16,7 +16,7 @@ from simulator.analysis.bound import Bound, fluid_bound, tightened
 from simulator.analysis.bounds.window import NAMED
 from simulator.analysis.guessed import guesses_worth, late_s, mean_s
 from simulator.analysis.many_plans import PlanSweep
-from simulator.engines.recipe_arrays import GUESSED, HOME_CODES, PLACEMENT_CODES, SUMMED, totals
+from simulator.engines.recipe_arrays import GUESSED, HOME_CODES, PLACEMENT_CODES, SUMMED
 from simulator.limits import Limits
 from simulator.machine import Machine
 from simulator.plan import ParameterHome, Placement, Plan, guesses_among
@@ -227,14 +227,14 @@ class Search:
     ) -> tuple[int, tuple[int, ...]]:  # fmt: skip
         """How many slots memory holds, of so many, and which of them grow."""
         sweep = self._sweep
-        both = totals(codes, sweep.sizes, sweep.ways).tolist()
-        users = sweep.held.slots(both, wanted)[Slot.STAGING]
+        both = sweep.amounts(codes)
+        users = sweep.slots(both, wanted)[Slot.STAGING]
         if not users or self.workload.zero_stage < 3 or self.machine.unified_memory:
             return wanted, ()
         summed = sweep.summed_elements(codes)
-        taken = sweep.held.bytes(both[0], 0, host_slots, both[1], summed)["device"]
+        taken = sweep.held_bytes(both[0], 0, host_slots, both[1], summed)["device"]
         left = self.limits.device_bytes - taken - self._base_bytes(self.homes)
-        each = sweep.held.each_bytes(Slot.STAGING, both)
+        each = sweep.each_bytes(Slot.STAGING, both)
         always, grown = sweep.activations.slots(left, users, each)
         return (always + len(grown), grown) if grown or always < users else (wanted, ())
 
@@ -275,9 +275,8 @@ class Search:
 
     def _most_guesses(self, c: Candidate, placement: Placement) -> int:
         """How many subgroups of a placement, from the last one on, there is memory and time for."""
-        held = self._sweep.held
-        amounts, early = totals(c.codes, self._sweep.sizes, self._sweep.ways).tolist()
-        taken = held.bytes(amounts, c.staging_slots, c.host_slots, early)["host"]
+        amounts, early = self._sweep.amounts(c.codes)
+        taken = self._sweep.held_bytes(amounts, c.staging_slots, c.host_slots, early)["host"]
         sizes = self._sweep.sizes[_able(c.codes, placement)][::-1].astype(int).tolist()
         left = self.limits.host_bytes - taken
         most = guesses_worth(self.workload, self.machine, sizes, left, placement)
@@ -296,11 +295,11 @@ class Search:
         sizes = self._sweep.sizes[_sends(codes)].astype(int).tolist()
         if "device_sums" in self.fixed:
             return min(len(sizes), int(self.fixed["device_sums"]))
-        held = self._sweep.held
-        amounts, early = totals(codes, self._sweep.sizes, self._sweep.ways).tolist()
-        taken = held.bytes(amounts, *slots, early)["device"] + self._base_bytes(self.homes)
+        amounts, early = self._sweep.amounts(codes)
+        taken = self._sweep.held_bytes(amounts, *slots, early)["device"]
+        taken += self._base_bytes(self.homes)
         taken += self._beside_bytes((amounts, early), grown)
-        return held.most_sums(sizes, self.limits.device_bytes - taken)
+        return self._sweep.held.most_sums(sizes, self.limits.device_bytes - taken)
 
     @property
     def sums(self) -> bool:
@@ -449,9 +448,9 @@ class Search:
     def _taken(self, c: Candidate, homes: tuple[ParameterHome, ...]) -> tuple[int, int, int]:
         """Its peaks: all activations are there at the end of forward, when slots have made room."""
         codes = c.codes if homes == c.homes else replace(c, homes=homes).codes
-        amounts, early = totals(codes, self._sweep.sizes, self._sweep.ways).tolist()
+        amounts, early = self._sweep.amounts(codes)
         summed = self._sweep.summed_elements(codes)
-        held = self._sweep.held.bytes(amounts, c.staging_slots, c.host_slots, early, summed)
+        held = self._sweep.held_bytes(amounts, c.staging_slots, c.host_slots, early, summed)
         device = held["device"] + self._base_bytes(homes)
         device += self._beside_bytes((amounts, early), c.growing or ())
         return device, held["host"], held["storage"]
@@ -462,7 +461,7 @@ class Search:
 
     def _beside_bytes(self, both: Sequence[Amounts], grown: tuple[int, ...]) -> int:
         """Of activations, beside all slots."""
-        each = self._sweep.held.each_bytes(Slot.STAGING, both) if grown else 0
+        each = self._sweep.each_bytes(Slot.STAGING, both) if grown else 0
         return self._sweep.activations.most_bytes(grown, each)
 
     def _gone_bytes(self, homes: tuple[ParameterHome, ...]) -> int:
