@@ -73,7 +73,8 @@ def workload_of(engine: Any, traces: list[Trace], name: str) -> Workload:
     backward_s = max(0.0, _median(t.phases["backward"] - t.gradient_path_s for t in traces))
     stock_extra_s = max(0.0, _median(t.phases["backward"] for t in traces) - backward_s)
     gathers = private.gathers(optimizer)
-    layers = _layers(engine, traces, forward_s, backward_s + own_s, gathers)
+    micro = int(engine.gradient_accumulation_steps())
+    layers = _layers(engine, traces, forward_s / micro, (backward_s + own_s) / micro, gathers)
     # The fullest of the steps: what is planned into the headroom must fit in each of them.
     fullest = max(traces, key=lambda trace: trace.device_peak_bytes)
     times, notes = _phase_times(traces)
@@ -87,7 +88,7 @@ def workload_of(engine: Any, traces: list[Trace], name: str) -> Workload:
         wire_dtype=_WIRE.get(optimizer.dtype, "fp32"),
         grad_bytes_per_param=optimizer.gradient_accumulation_dtype.itemsize,
         clip=optimizer.clip_grad > 0,
-        gradient_accumulation_steps=int(engine.gradient_accumulation_steps()),
+        gradient_accumulation_steps=micro,
         ranks_per_node=ranks,
         nodes=max(1, _world_size() // ranks),
         stock_threads=_fewer_threads(),

@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, NonNegativeInt, model_validator
 
@@ -13,7 +13,7 @@ from simulator.quantity import Quantity
 from simulator.rules import RuleError
 from simulator.update.optimizer import ADAM, OPTIMIZERS, OptimizerState
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 WireDtype = Literal["bf16", "fp16", "fp32"]
 ZeroStage = Literal[1, 2, 3]
 BaseKind = Literal["parameters", "gradients", "activations"]
@@ -25,7 +25,7 @@ class Layer(Page):
 
     Attributes:
         params: elements of this rank's partition whose gradients this layer's backward yields.
-        forward_s, backward_s: compute time of all micro-batches together on this rank.
+        forward_s, backward_s: compute time of one pass, of one micro-batch, on this rank.
         activation_bytes: device memory held from this layer's forward until its backward.
         network_gather_bytes: what this rank receives from other nodes to gather the layer's
             parameters for one pass of one micro-batch, with what keeps the network from it
@@ -150,6 +150,19 @@ class Workload(Page):
     memory_peaks: dict[str, Quantity] = Field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _read_schema_1(cls, fields: Any) -> Any:
+        """Its layers had the times of all micro-batches together."""
+        if not isinstance(fields, dict) or fields.get("schema_version") != 1:
+            return fields
+        micro, passes = fields.get("gradient_accumulation_steps") or 1, ("forward_s", "backward_s")
+        layers = [
+            {k: v / micro if k in passes else v for k, v in dict(layer).items()}
+            for layer in fields.get("layers", ())
+        ]
+        return {**fields, "layers": layers, "schema_version": SCHEMA_VERSION}
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.optimizer not in OPTIMIZERS:
@@ -249,21 +262,19 @@ class Workload(Page):
         """
         if self.zero_stage == 3:
             return self
-        micro = self.gradient_accumulation_steps if self.adds_on_device else 1
+        steps = 1 if self.adds_on_device else self.gradient_accumulation_steps
+        left_s = steps * sum(layer.backward_s for layer in self.layers)
         moved_s = self.forward_s + self.pipeline_idle_s + self.step_gather_s
-        moved_s += (micro - 1) / micro * self.backward_s
+        moved_s += self.backward_s - left_s
         fields = {"forward_s": 0.0, "network_reduce_bytes": 0}
-        layers = [
-            layer.model_copy(update={**fields, "backward_s": layer.backward_s / micro})
-            for layer in self.layers
-        ]
+        layers = [layer.model_copy(update=fields) for layer in self.layers]
         first = layers[-1]
-        layers[-1] = first.model_copy(update={"backward_s": first.backward_s + moved_s})
+        layers[-1] = first.model_copy(update={"backward_s": first.backward_s + moved_s / steps})
         return self.model_copy(
             update={
                 "layers": tuple(layers), "zero_stage": 3, "step_gather_s": 0.0,
                 "network_step_gather_bytes": 0, "pipeline_idle_s": 0.0,
-                "gradient_accumulation_steps": self.gradient_accumulation_steps // micro,
+                "gradient_accumulation_steps": steps,
             }
         )  # fmt: skip
 
@@ -283,11 +294,13 @@ class Workload(Page):
 
     @property
     def forward_s(self) -> float:
-        return sum(layer.forward_s for layer in self.layers)
+        """Of all layers and micro-batches of a step."""
+        return self.gradient_accumulation_steps * sum(layer.forward_s for layer in self.layers)
 
     @property
     def backward_s(self) -> float:
-        return sum(layer.backward_s for layer in self.layers)
+        """Likewise."""
+        return self.gradient_accumulation_steps * sum(layer.backward_s for layer in self.layers)
 
     @property
     def checkpoint_bytes(self) -> int:

@@ -108,12 +108,11 @@ def _folders(plan: Plan) -> list[str]:
 def observed_workload(engine: TrainingEngine, timeline: Timeline) -> Workload:
     """The workload as the watched steps show it, a layer for each subgroup.
 
-    A step has micro-batches, each with its own spans; a layer's times are those of a step.
     Forward and backward are the medians of the training thread's spans, on the device's clock.
     """
     sizes, micro_batches = engine.sizes(), engine.micro_batches()
-    forward_s = micro_batches * _median_s(timeline, OpKind.FORWARD)
-    backward_s = micro_batches * _median_s(timeline, OpKind.BACKWARD)
+    forward_s = _median_s(timeline, OpKind.FORWARD)
+    backward_s = _median_s(timeline, OpKind.BACKWARD)
     total = sum(sizes)
     gathers = engine.gathers()
     kept = [{}] * len(sizes) if gathers is None else _kept(engine, gathers)

@@ -106,9 +106,8 @@ class Template:
 
     def retimed(self, workload: Workload) -> CompiledSchedule:
         """The same ops and waits with this workload's times."""
-        micro = workload.gradient_accumulation_steps
-        forward_s = np.array([layer.forward_s / micro for layer in workload.layers])
-        backward_s = np.array([layer.backward_s / micro for layer in workload.layers])
+        forward_s = np.array([layer.forward_s for layer in workload.layers])
+        backward_s = np.array([layer.backward_s for layer in workload.layers])
         kept = np.array([layer.activation_bytes for layer in workload.layers], dtype=np.float64)
         ops = self.compiled.ops.copy()
         for name, column, values in (

@@ -309,12 +309,6 @@ def _rebuilt(workload: Workload, fields: Mapping[str, Any]) -> Workload:
     more = changed.gradient_accumulation_steps / workload.gradient_accumulation_steps
     if more == 1:
         return changed
-    layers = [
-        layer.model_copy(
-            update={"forward_s": layer.forward_s * more, "backward_s": layer.backward_s * more}
-        )
-        for layer in changed.layers
-    ]
     amounts = {
         name: None if value is None else round(value * more)
         for name in ("tokens_per_iteration", "samples_per_iteration")
@@ -323,7 +317,7 @@ def _rebuilt(workload: Workload, fields: Mapping[str, Any]) -> Workload:
     extra = workload.stock_backward_extra_s
     return changed.model_copy(
         update={
-            "layers": tuple(layers), **amounts,
+            **amounts,
             "stock_backward_extra_s": None if extra is None else extra * more,
         }
     )  # fmt: skip

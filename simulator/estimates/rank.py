@@ -61,7 +61,7 @@ class Rank:
             tokens_per_iteration=self.tokens * micro * p.data_parallel,
             samples_per_iteration=self.job.micro_batch * micro * p.data_parallel,
             # Each of the p - 1 other stages is one micro-batch ahead or behind (GPipe and 1F1B).
-            pipeline_idle_s=(p.pipeline_parallel - 1) / micro * busy_s + self.loop_s,
+            pipeline_idle_s=(p.pipeline_parallel - 1) * busy_s + self.loop_s,
             device_base_bytes=self.base_bytes(blocks),
             device_base_parts=self.base_parts(blocks),
             module_issue_s=self.module_issue_s,
@@ -154,13 +154,12 @@ class Rank:
         return self.gathers(blocks).live
 
     def layer(self, block: Block) -> Layer:
-        micro = self.job.accumulation
         gathered, reduced = self.network_bytes(block)
         return Layer(
             name=block.name,
             params=sum(self.partitions(block)),
-            forward_s=micro * self.forward_s(block),
-            backward_s=micro * self.backward_s(block),
+            forward_s=self.forward_s(block),
+            backward_s=self.backward_s(block),
             activation_bytes=self.activation_bytes(block),
             network_gather_bytes=gathered,
             network_reduce_bytes=reduced,

@@ -75,8 +75,8 @@ class CheckpointedLoop(EbbtideLoop):
         self._pass_begins()
         return super()._parameter_waits(layer)
 
-    def gradients(self, layer: int, micro_batch: int, after: int) -> None:
-        super().gradients(layer, micro_batch, after)
+    def gradients(self, layer: int, micro_step: int, after: int) -> None:
+        super().gradients(layer, micro_step, after)
         self._pass_begins()
 
     def step(self) -> None:

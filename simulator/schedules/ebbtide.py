@@ -145,9 +145,9 @@ class EbbtideLoop(PlannedLoop):
             slots=self.room,
         )
 
-    def gradient_reduced(self, subgroup: int, micro_batch: int, after: int) -> None:
-        left_out, behind = Wait.SUM if micro_batch == 0 else Wait(0), after
-        if micro_batch != self.boundary:
+    def gradient_reduced(self, subgroup: int, micro_step: int, after: int) -> None:
+        left_out, behind = Wait.SUM if micro_step == 0 else Wait(0), after
+        if micro_step != self.boundary:
             left_out |= Wait.LAST
         for step in self.recipes[subgroup].gradient_steps:
             if step.waits & left_out:
@@ -156,7 +156,7 @@ class EbbtideLoop(PlannedLoop):
             if step.kind == OpKind.GRADIENT_D2H:
                 self._make_room(after)
         self.at_home[subgroup] = after
-        if micro_batch == self.boundary:
+        if micro_step == self.boundary:
             self.complete.add(subgroup)
             if subgroup in self.grown:
                 self.free[Slot.STAGING].extend([behind] * self.grown[subgroup])

@@ -34,7 +34,7 @@ class FlatOffloadLoop(StockLoop):
         made = super().schedule(iterations, name)
         return replace(made, held={**made.held, "host": host})
 
-    def _send_home(self, layer: int, micro_batch: int, after: int) -> int:
+    def _send_home(self, layer: int, micro_step: int, after: int) -> int:
         """The sum so far comes in and goes home, unless it stays on the device; behind the last
         micro-batch it also goes home in fp32. The copies are queued on backward's own stream.
         """
@@ -43,10 +43,10 @@ class FlatOffloadLoop(StockLoop):
             return after
         size_bytes = elements * self.workload.grad_bytes_per_param
         moved, crosses = after, not self.workload.adds_on_device
-        if crosses and micro_batch > 0:
+        if crosses and micro_step > 0:
             moved = self._move(OpKind.GRADIENT_H2D, size_bytes, layer, moved)
         if crosses and self.boundary > 0:
             moved = self._move(OpKind.GRADIENT_D2H, size_bytes, layer, moved)
-        if micro_batch == self.boundary:
+        if micro_step == self.boundary:
             moved = self._move(OpKind.GRADIENT_D2H, elements * FP32_BYTES, layer, moved)
         return self._waited_for(layer, moved)

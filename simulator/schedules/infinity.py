@@ -92,7 +92,7 @@ class InfinityLoop(StockLoop):
     def before_pass(self, layer: int, waits: list[int], *, backward: bool = False) -> list[int]:
         ahead = self.passes[-2:-1]
         of = self.workload.layers[layer]
-        fetched = fetched_for(of, of.params, self.micro_batch, backward=backward)
+        fetched = fetched_for(of, of.params, self.micro_step, backward=backward)
         if self.homes.parameters == "cpu" and fetched:
             size = fetched * self.workload.wire_bytes
             waits = [self._come_in(OpKind.PARAMETER_FETCH, size, layer, [*waits, *ahead])]
@@ -122,10 +122,10 @@ class InfinityLoop(StockLoop):
 
     # -- gradients and step ------------------------------------------------------------------
 
-    def gradients(self, layer: int, micro_batch: int, after: int) -> None:
-        super().gradients(layer, micro_batch, after)
+    def gradients(self, layer: int, micro_step: int, after: int) -> None:
+        super().gradients(layer, micro_step, after)
         size = self.workload.layers[layer].params * FP32_BYTES
-        if self.homes.optimizer == "nvme" and micro_batch == self.boundary and size:
+        if self.homes.optimizer == "nvme" and micro_step == self.boundary and size:
             home = self.gradients_home[layer]  # the norm waits for what is here
             self.gradients_home[layer] = self._write(size, home, layer=layer)
 

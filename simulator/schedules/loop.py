@@ -36,7 +36,7 @@ class TrainingLoop(ABC):
         self.backward_done = -1
         self.reduce_done: int | None = None
         self.passes: list[int] = []  # every forward and backward so far
-        self.micro_batch = 0
+        self.micro_step = 0
 
     def run(self, iterations: int) -> None:
         """Appends so many iterations.
@@ -59,21 +59,21 @@ class TrainingLoop(ABC):
             self.out.iteration = iteration
             if self.workload.pipeline_idle_s:
                 self.out.add(OpKind.IDLE, Lane.COMPUTE, self.workload.pipeline_idle_s)
-            for micro_batch in range(self.workload.gradient_accumulation_steps):
-                self.micro_batch = micro_batch
-                self.forward(micro_batch)
-                self.backward(micro_batch)
+            for micro_step in range(self.workload.gradient_accumulation_steps):
+                self.micro_step = micro_step
+                self.forward(micro_step)
+                self.backward(micro_step)
             self.step()
 
     @abstractmethod
-    def gradients(self, layer: int, micro_batch: int, after: int) -> None:
+    def gradients(self, layer: int, micro_step: int, after: int) -> None:
         """Called when a layer's reduced gradients are there, last layer first."""
 
     @abstractmethod
     def step(self) -> None:
         """Appends the norm, the updates and STEP_END; sets step_end and parameters_new."""
 
-    def gradient_alloc_bytes(self, layer: int, micro_batch: int) -> int:  # noqa: ARG002
+    def gradient_alloc_bytes(self, layer: int, micro_step: int) -> int:  # noqa: ARG002
         """Device memory that a layer's backward takes for gradients that stay there."""
         return 0
 
@@ -87,15 +87,15 @@ class TrainingLoop(ABC):
         """The norm waits for these: backward, and the last exchange between nodes."""
         return [self.backward_done, *([] if self.reduce_done is None else [self.reduce_done])]
 
-    def forward(self, micro_batch: int) -> None:
+    def forward(self, micro_step: int) -> None:
         """Each layer waits for just the subgroups that hold its parameters."""
         w = self.workload
         for number, layer in enumerate(w.layers):
-            waits = self._parameter_waits(number) if micro_batch == 0 else []
+            waits = self._parameter_waits(number) if micro_step == 0 else []
             waits = [*self.before_pass(number, waits), *self.issued_behind()]
-            room, behind = self.slots_left(number) if micro_batch == 0 else (0, [])
+            room, behind = self.slots_left(number) if micro_step == 0 else (0, [])
             op = self.out.add(
-                OpKind.FORWARD, Lane.COMPUTE, layer.forward_s / w.gradient_accumulation_steps,
+                OpKind.FORWARD, Lane.COMPUTE, layer.forward_s,
                 after=[*waits, *behind], device_share=1.0,
                 device_alloc_bytes=layer.activation_bytes - room, layer=number,
             )  # fmt: skip
@@ -142,17 +142,17 @@ class TrainingLoop(ABC):
             [*waits, *ahead], layer=layer,
         )  # fmt: skip
 
-    def backward(self, micro_batch: int) -> None:
+    def backward(self, micro_step: int) -> None:
         """Last layer first."""
         w = self.workload
         waits = self.before_pass(len(w.layers) - 1, [], backward=True)
         for number in reversed(range(len(w.layers))):
             layer = w.layers[number]
-            room = self.slots_grown(number) if micro_batch == self.boundary else 0
+            room = self.slots_grown(number) if micro_step == self.boundary else 0
             op = self.out.add(
-                OpKind.BACKWARD, Lane.COMPUTE, layer.backward_s / w.gradient_accumulation_steps,
+                OpKind.BACKWARD, Lane.COMPUTE, layer.backward_s,
                 after=[*waits, *self.issued_behind()], device_share=1.0,
-                device_alloc_bytes=self.gradient_alloc_bytes(number, micro_batch),
+                device_alloc_bytes=self.gradient_alloc_bytes(number, micro_step),
                 device_free_bytes=layer.activation_bytes - room, layer=number,
             )  # fmt: skip
             self.room_changed(op, room)
@@ -163,14 +163,14 @@ class TrainingLoop(ABC):
             waits = self.before_pass(number - 1, [], backward=True) if number else []
             if w.zero_stage > 1:
                 waited_for, reduced = self._reduced(number, op)
-                self.gradients(number, micro_batch, reduced)
+                self.gradients(number, micro_step, reduced)
                 if waited_for != op:
                     waits = [*waits, waited_for]
-        if w.zero_stage == 1 and micro_batch == self.boundary:
+        if w.zero_stage == 1 and micro_step == self.boundary:
             # ZeRO-1 reduces once per step, in hooks that come behind the whole backward.
             for number in reversed(range(len(w.layers))):
                 _, reduced = self._reduced(number, self.backward_done)
-                self.gradients(number, micro_batch, reduced)
+                self.gradients(number, micro_step, reduced)
 
     def step_ends(self, waits: list[int]) -> None:
         """Appends STEP_END, behind the exchange of updated parameters that ZeRO-1 and 2 need."""

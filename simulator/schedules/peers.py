@@ -146,28 +146,28 @@ class StockLoop(TrainingLoop):
 
     # -- gradients ---------------------------------------------------------------------------
 
-    def gradients(self, layer: int, micro_batch: int, after: int) -> None:
+    def gradients(self, layer: int, micro_step: int, after: int) -> None:
         """Sends a layer's gradients home; what is complete may be updated at once."""
-        home = self._send_home(layer, micro_batch, after)
+        home = self._send_home(layer, micro_step, after)
         self.gradients_home[layer] = home
         self.stream = [home]  # of the reductions: the next layer's copies queue behind these
         for subgroup, _ in reversed(self.shares[layer]):
             self.missing[subgroup] -= 1
-            complete = self.missing[subgroup] == 0 and micro_batch == self.boundary
+            complete = self.missing[subgroup] == 0 and micro_step == self.boundary
             early = self.options.updates == "with_backward" and subgroup >= self.resident
             if complete and early:
                 self.updated[subgroup] = self._update_host(subgroup, [home])
 
-    def backward(self, micro_batch: int) -> None:
+    def backward(self, micro_step: int) -> None:
         """It ends when the gradients' stream has run dry: DeepSpeed synchronises with it."""
         self.missing = [len(layers) for layers in self.layers_of]
-        super().backward(micro_batch)
+        super().backward(micro_step)
         homes = list(self.gradients_home.values())
         self.out.add(OpKind.GRADIENT_PASS, Lane.COMPUTE, 0.0, after=homes)
 
-    def _send_home(self, layer: int, micro_batch: int, after: int) -> int:
+    def _send_home(self, layer: int, micro_step: int, after: int) -> int:
         hosted = sum(n for s, n in self.shares[layer] if self._goes_home(s))
-        hosted *= micro_batch == self.boundary  # earlier ones stop in the buffer
+        hosted *= micro_step == self.boundary  # earlier ones stop in the buffer
         elements = self.workload.layers[layer].params
         if not elements:
             return after
@@ -176,7 +176,7 @@ class StockLoop(TrainingLoop):
         size_bytes = elements * self.workload.grad_bytes_per_param
         after = self._gradient_kernels(elements, layer, [after, *self.stream])
         first, then = OpKind.GRADIENT_D2H, OpKind.GRADIENT_H2D
-        if micro_batch:  # what is there comes first, to be added to
+        if micro_step:  # what is there comes first, to be added to
             first, then = then, first
         moved = self._move(then, size_bytes, layer, self._move(first, size_bytes, layer, after))
         if self.options.gradients == "widened_on_host" and hosted:
@@ -192,9 +192,9 @@ class StockLoop(TrainingLoop):
     def _waits_on_device(self, subgroup: int) -> bool:
         return self.options.updates == "interleaved" and subgroup in self.visits
 
-    def gradient_alloc_bytes(self, layer: int, micro_batch: int) -> int:
+    def gradient_alloc_bytes(self, layer: int, micro_step: int) -> int:
         """Of visiting subgroups, each whole when the first of its gradients arrives."""
-        if micro_batch > 0:
+        if micro_step > 0:
             return 0
         waits = sum(
             self.sizes[s] for s, _ in self.shares[layer]
@@ -228,7 +228,7 @@ class StockLoop(TrainingLoop):
     def _gradient_kernels(self, elements: int, layer: int, waits: list[int]) -> int:
         """They share the device with the backward of the layers below, once they get at it."""
         w = self.workload
-        waited_s = w.layers[layer].backward_s / w.gradient_accumulation_steps * PRODUCTS_WAITED_FOR
+        waited_s = w.layers[layer].backward_s * PRODUCTS_WAITED_FOR
         if self.options.gradients in ("asynchronous", "stock"):
             waits = [
                 self.out.add(
@@ -340,13 +340,13 @@ class StockLoop(TrainingLoop):
 class DeviceLoop(TrainingLoop):
     """No offload: all optimizer state in device memory."""
 
-    def gradient_alloc_bytes(self, layer: int, micro_batch: int) -> int:
+    def gradient_alloc_bytes(self, layer: int, micro_step: int) -> int:
         """Reduced gradients stay on the device until the step."""
-        if micro_batch > 0:
+        if micro_step > 0:
             return 0
         return self.workload.layers[layer].params * self.workload.grad_bytes_per_param
 
-    def gradients(self, layer: int, micro_batch: int, after: int) -> None:
+    def gradients(self, layer: int, micro_step: int, after: int) -> None:
         """They are home already."""
 
     def step(self) -> None:

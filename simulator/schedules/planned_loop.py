@@ -32,7 +32,7 @@ class PlannedLoop(TrainingLoop):
         self.ends: list[int] = []
 
     @abstractmethod
-    def gradient_reduced(self, subgroup: int, micro_batch: int, after: int) -> None:
+    def gradient_reduced(self, subgroup: int, micro_step: int, after: int) -> None:
         """All layers of a subgroup are through a micro-batch's backward, at the op ``after``."""
 
     @abstractmethod
@@ -53,7 +53,7 @@ class PlannedLoop(TrainingLoop):
         is still there from an earlier pass does not come in again.
         """
         elements, of = self.fetched[layer], self.workload.layers[layer]
-        size = fetched_for(of, elements, self.micro_batch, backward=backward)
+        size = fetched_for(of, elements, self.micro_step, backward=backward)
         size *= self.workload.wire_bytes
         if size:
             new, homes = self.parameters_new, self.homes
@@ -64,7 +64,7 @@ class PlannedLoop(TrainingLoop):
                 dram_bytes=size, layer=layer,
             )  # fmt: skip
             waits = [fetch, *(op for op in waits if op in others)]
-        updated = self.overlaps and not backward and self.micro_batch == 0 and self.shares[layer]
+        updated = self.overlaps and not backward and self.micro_step == 0 and self.shares[layer]
         if self.workload.module_issue_s and (size or updated):
             waits = [self._issued(layer, waits)]
         return super().before_pass(layer, waits, backward=backward)
@@ -77,17 +77,17 @@ class PlannedLoop(TrainingLoop):
             OpKind.ISSUE, Lane.ISSUE, self.workload.module_issue_s, after=waits, layer=layer
         )
 
-    def backward(self, micro_batch: int) -> None:
+    def backward(self, micro_step: int) -> None:
         self.missing = [len(layers) for layers in self.layers_of]
-        super().backward(micro_batch)
+        super().backward(micro_step)
 
-    def gradients(self, layer: int, micro_batch: int, after: int) -> None:
-        if layer == len(self.workload.layers) - 1 and micro_batch == self.boundary:
+    def gradients(self, layer: int, micro_step: int, after: int) -> None:
+        if layer == len(self.workload.layers) - 1 and micro_step == self.boundary:
             self.prefetch()
         for subgroup, _ in reversed(self.shares[layer]):
             self.missing[subgroup] -= 1
             if self.missing[subgroup] == 0:
-                self.gradient_reduced(subgroup, micro_batch, after)
+                self.gradient_reduced(subgroup, micro_step, after)
 
     def step(self) -> None:
         """Norm barrier, then all queues at once, each in the plan's order."""

@@ -63,8 +63,8 @@ class _Recorder(PlannedLoop):
         super().__init__(workload, homes, overlaps=overlaps)
         self.marks: dict[int, tuple[What, int, int]] = {}
 
-    def gradient_reduced(self, subgroup: int, micro_batch: int, after: int) -> None:
-        self._mark(What.GRADIENT, [after], subgroup, micro_batch)
+    def gradient_reduced(self, subgroup: int, micro_step: int, after: int) -> None:
+        self._mark(What.GRADIENT, [after], subgroup, micro_step)
 
     def prefetch(self) -> None:
         self._mark(What.PREFETCH, [self.backward_done])
@@ -76,10 +76,10 @@ class _Recorder(PlannedLoop):
         return new, [self._mark(What.END, [], subgroup) for subgroup in subgroups]
 
     def _mark(
-        self, what: What, after: Sequence[int], subgroup: int = -1, micro_batch: int = -1
+        self, what: What, after: Sequence[int], subgroup: int = -1, micro_step: int = -1
     ) -> int:
         op = self.out.add(OpKind.NORM, Lane.COMPUTE, 0.0, after=after)
-        self.marks[op] = (what, subgroup, micro_batch)
+        self.marks[op] = (what, subgroup, micro_step)
         return op
 
     def places(self) -> list[Place]:
@@ -99,10 +99,10 @@ class _Recorder(PlannedLoop):
             op = ops[count + i]
             # The interpreter remembers each place's latest op.
             assert all(place.get(b, number) >= number for b in op.after if b < count)
-            what, subgroup, micro_batch = self.marks.get(count + i, (What.OP, -1, -1))
+            what, subgroup, micro_step = self.marks.get(count + i, (What.OP, -1, -1))
             refs = tuple(ref(b) for b in op.after)
-            shown, completes = op if what is What.OP else None, micro_batch == self.boundary
-            result.append(Place(what, shown, refs, subgroup, micro_batch > 0, completes))
+            shown, completes = op if what is What.OP else None, micro_step == self.boundary
+            result.append(Place(what, shown, refs, subgroup, micro_step > 0, completes))
         return result
 
     def _what(self, op: int) -> What:

@@ -110,12 +110,12 @@ def moved_out(workload: Workload, fetched: Sequence[int]) -> int:
     return max(0, sum(fetched) - live)
 
 
-def fetched_for(layer: Layer, elements: int, micro_batch: int, *, backward: bool) -> int:
+def fetched_for(layer: Layer, elements: int, micro_step: int, *, backward: bool) -> int:
     """Of ``elements`` of the layer that live on the host, how many come in for a pass."""
     gathered = layer.params
     if backward:
         gathered = layer.params if layer.regathered_params is None else layer.regathered_params
-    elif micro_batch:
+    elif micro_step:
         gathered -= layer.persistent_params
     return elements * gathered // layer.params if elements else 0
 

@@ -140,10 +140,10 @@ def train(run: Run, rank: int) -> None:
     run.note("ready", rank).touch()
     with run.note("steps", rank).open("a", buffering=1) as steps:
         for step in range(begin, run.steps):
-            for micro_batch in range(engine.gradient_accumulation_steps()):
-                if micro_batch:
+            for micro_step in range(engine.gradient_accumulation_steps()):
+                if micro_step:
                     engine.step()
-                batch = _batch(rank, step + micro_batch * run.steps, engine.device)
+                batch = _batch(rank, step + micro_step * run.steps, engine.device)
                 loss = engine(*batch)
                 engine.backward(loss)
             drawn = f"{chain}{random.random()}{torch.rand(1).item()}"

@@ -213,15 +213,8 @@ class Suite:
         """The tuner's for steps of so many micro-batches none of which clips, so that it may choose
         whatever a plan can have; a rehearsal's has all of it, whether it pays or not.
         """
-        known = self.workload()
-        layers = tuple(
-            layer.model_copy(update={
-                "forward_s": micro_batches * layer.forward_s,
-                "backward_s": micro_batches * layer.backward_s,
-            }) for layer in known.layers
-        )  # fmt: skip
-        accumulating = {"layers": layers, "gradient_accumulation_steps": micro_batches}
-        plan = self._plan_for(known.model_copy(update={**accumulating, "clip_rate": 0.0}))
+        accumulating = {"gradient_accumulation_steps": micro_batches, "clip_rate": 0.0}
+        plan = self._plan_for(self.workload().model_copy(update=accumulating))
         count = plan.subgroup_count
         most = {
             "speculate": count, "speculate_visits": count, "device_sums": count,

@@ -134,6 +134,6 @@ def predicted(
         "iterations_s": iterations_s(stored),
         "within_limit_s": iterations_s(plan),
         "plan": plan.model_dump(mode="json"),
-        "passes_s": sum(layer.forward_s + layer.backward_s for layer in work.layers),
+        "passes_s": work.forward_s + work.backward_s,
         "share_in_memory": sum(kept) / sum(work.subgroups),
     }

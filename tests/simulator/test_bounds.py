@@ -305,7 +305,7 @@ def test_a_sum_that_comes_back_is_under_way_longer_than_its_way_home_takes():
     """Gradients of which no two may be under way while a pass runs: in the second micro-batch each
     is fetched and goes home, 0.4 s, and while backward waits two are under way.
     """
-    layer = Layer(params=10**8, forward_s=0.02, backward_s=0.2)  # of two micro-batches
+    layer = Layer(params=10**8, forward_s=0.01, backward_s=0.1)
     work = workload(8, layers=(layer,) * 8).model_copy(update={"gradient_accumulation_steps": 2})
     have = machine(h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e9, host_adam_params_per_s=1e12)
     window = Window(Model(work, have, ways(), 8), {})

@@ -47,7 +47,7 @@ def test_over_a_slow_link_an_iteration_is_shorter_by_the_crossings():
     """Six micro-batches' gradients of 80 bytes at 2 bytes per second: 40 s each way, and as long
     for each sum that comes back on the same link's other direction; 3 s of passes.
     """
-    work = workload(gradient_accumulation_steps=6)
+    work = workload(forward_s=1 / 6, backward_s=1 / 3, gradient_accumulation_steps=6)
     on = machine(h2d_bytes_per_s=2.0, d2h_bytes_per_s=2.0, host_adam_params_per_s=1e9)
     crosses, stays = (
         simulate(build_schedule(work, planned(n, ["host"] * 4)), on).iteration_s for n in (0, 4)

@@ -232,3 +232,13 @@ def test_predicted_and_other_timelines_open_side_by_side(tmp_path):
     first = min((e for e in spans if e["pid"] == 1), key=lambda e: e["ts"])
     assert (first["name"], first["dur"]) == ("forward l0", 1e6)
     assert any(e["ph"] == "C" for e in events), "memory is a counter"
+
+
+def test_layers_of_the_first_schema_had_the_times_of_all_micro_batches():
+    """A file of then reads as what it meant."""
+    work = workload(gradient_accumulation_steps=4, forward_s=0.5, backward_s=1.5)
+    fields = work.model_dump(mode="json")
+    before = [{**layer, "forward_s": 2.0, "backward_s": 6.0} for layer in fields["layers"]]
+    old = json.dumps({**fields, "schema_version": 1, "layers": before})
+    assert Workload.model_validate_json(old) == work
+    assert (work.forward_s, work.backward_s) == (4 * 4 * 0.5, 4 * 4 * 1.5)

@@ -203,9 +203,9 @@ def test_prefetch_starts_behind_its_layer_and_only_for_so_many():
 
 
 def test_a_second_micro_batch_fetches_the_sum_and_sends_it_home_again():
-    work = workload((10, 10), gradient_accumulation_steps=2)
+    work = workload((10, 10), forward_s=0.5, backward_s=1.0, gradient_accumulation_steps=2)
     found = simulate(build_schedule(work, plan_of(["host"] * 2)), machine())
-    # Half the passes' times each. Layer 1, layer 0, then both again with the sums coming back.
+    # Layer 1, layer 0, then both again with the sums coming back.
     assert spans(found, OpKind.BACKWARD) == [(1, 2), (2, 3), (4, 5), (5, 6)]
     assert spans(found, OpKind.GRADIENT_H2D) == [(22, 42), (42, 62)]
     assert spans(found, OpKind.GRADIENT_D2H) == [(2, 22), (22, 42), (42, 62), (62, 82)]

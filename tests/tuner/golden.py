@@ -67,7 +67,8 @@ def _workload(rng, number):
     sizes = [size if number % 3 else int(size * rng.uniform(0.4, 1)) for _ in range(count)]
     total = sum(sizes)
     layers = count if number % 2 else rng.randint(3, 50)
-    forward_s = rng.uniform(0.2, 3.0) * total / 7e9
+    micro_batches = (1, 1, 2, 4)[number % 4]
+    forward_s = rng.uniform(0.2, 3.0) * total / 7e9 / micro_batches
     share, left, made = total // layers, total, []
     for position in range(layers):
         params = left if position == layers - 1 else share
@@ -85,9 +86,9 @@ def _workload(rng, number):
         name=f"golden {number}", layers=tuple(made), subgroups=tuple(sizes),
         wire_dtype="fp32" if number % 10 == 4 else "bf16",
         grad_bytes_per_param=4 if number % 5 == 4 else 2, clip=number % 4 != 1,
-        gradient_accumulation_steps=(1, 1, 2, 4)[number % 4],
+        gradient_accumulation_steps=micro_batches,
         ranks_per_node=(1, 1, 4, 1, 8)[number % 5], device_base_bytes=2 * total,
-        pipeline_idle_s=0.2 * forward_s if number % 9 == 7 else 0.0,
+        pipeline_idle_s=0.2 * micro_batches * forward_s if number % 9 == 7 else 0.0,
     )  # fmt: skip
 
 

@@ -81,7 +81,7 @@ def show_workload(workload: Workload, console: Console) -> None:
     for name, q in w.phase_times.items():
         phases.add_row(name, f"{q.median:.4f}", f"{q.q1:.4f} to {q.q3:.4f}", str(q.n))
     console.print(phases)
-    layers = Table(title="layers")
+    layers = Table(title="layers, in one micro-batch")
     for column in ("layer", "parameters", "forward", "backward", "activations"):
         layers.add_column(column, justify="left" if column == "layer" else "right")
     for layer in w.layers:

@@ -43,7 +43,7 @@ def promise(question: Question, c: Configuration) -> Promise:
         name, options = question.strategy(c)
     except ModelError as error:
         return Promise(refused=str(error))
-    busy_s = work.pipeline_idle_s + sum(x.forward_s + x.backward_s for x in work.layers)
+    busy_s = work.pipeline_idle_s + work.forward_s + work.backward_s
     if name == "zero_infinity":  # stock: beside the update nothing is computed
         adams = Bytes.of(work).adams
         busy_s += work.params * adams / question.machine.rate("host_adam_params_per_s")

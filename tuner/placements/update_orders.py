@@ -38,12 +38,11 @@ class UpdateOrders:
 
     def _passes(self, w: Workload) -> None:
         """When each gradient is complete, from the begin of a micro-batch's backward on."""
-        micro = self.micro_batches
-        left = [0.0, *accumulate(layer.backward_s / micro for layer in w.layers)]
-        self.backward_s, self.forward_s = left[-1], w.forward_s / micro
+        left = [0.0, *accumulate(layer.backward_s for layer in w.layers)]
+        self.backward_s, self.forward_s = left[-1], w.forward_s / self.micro_batches
         first = [layers[0] if layers else 0 for layers in w.layers_of_subgroups()]
         self.complete_s = [self.backward_s - left[layer] for layer in first]
-        before = [0.0, *accumulate(layer.forward_s / micro for layer in w.layers)]
+        before = [0.0, *accumulate(layer.forward_s for layer in w.layers)]
         self.behind_s = [self.forward_s - before[layer] for layer in first]
 
     def of(self, placements: Sequence[Placement]) -> UpdateOrder:
@@ -89,8 +88,8 @@ class UpdateOrders:
     def arrivals(self, hosted: Sequence[int]) -> dict[int, float]:
         """Subgroup -> when its gradient is home, in seconds behind the norm barrier; in order."""
         free_s, arrived = 0.0, {}
-        for micro_batch in range(self.micro_batches):
-            begin_s = micro_batch * (self.forward_s + self.backward_s)
+        for micro_step in range(self.micro_batches):
+            begin_s = micro_step * (self.forward_s + self.backward_s)
             for subgroup in reversed(hosted):
                 free_s = max(free_s, begin_s + self.complete_s[subgroup]) + self.home_s[subgroup]
                 arrived[subgroup] = free_s

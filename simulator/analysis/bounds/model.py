@@ -108,7 +108,7 @@ class Model:
         self.work, self.pieces = Work(w, machine), Pieces.of(w, most_pieces, homes)
         self.largest = max(w.subgroups)
         self.micro = w.gradient_accumulation_steps
-        backward = np.array([layer.backward_s for layer in w.layers]) / self.micro
+        backward = np.array([layer.backward_s for layer in w.layers])
         self.forward_s = w.forward_s / self.micro
         self.rest_s = w.backward_s + w.forward_s - self.forward_s
         self.first_s, self.early_s = float(backward[-1]), float(backward[:-1].sum())

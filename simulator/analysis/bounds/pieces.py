@@ -57,9 +57,8 @@ class Pieces:
         Args:
             homes: of each subgroup's parameters; empty: anywhere.
         """
-        micro = w.gradient_accumulation_steps
-        forward = np.array([layer.forward_s for layer in w.layers]) / micro
-        backward = np.array([layer.backward_s for layer in w.layers]) / micro
+        forward = np.array([layer.forward_s for layer in w.layers])
+        backward = np.array([layer.backward_s for layer in w.layers])
         behind = np.cumsum(forward[::-1])[::-1]
         below = np.concatenate([[0.0], np.cumsum(backward)])
         first = [held[0] for held in w.layers_of_subgroups()]
