@@ -166,8 +166,8 @@ class NumberedBounds:
         if solved is None:
             return math.inf
         Sharing(window, max(solved[0], problem.model.forward_s))
-        solved = window.rows.lowest(window.seconds) or solved
-        return float(problem.model.rest_s + _rounded_down(solved[0]))
+        whole = window.rows.lowest(window.seconds, nodes=1) or solved
+        return float(problem.model.rest_s + _rounded_down(max(solved[0], whole[0])))
 
 
 class _Problem:

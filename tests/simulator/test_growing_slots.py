@@ -1,13 +1,18 @@
 """Staging slots in memory that activations leave: when they are there, and what they change."""
 
+import numpy as np
 import pytest
 
 from simulator import Layer, OpKind, Plan, PlanError, Workload, build_schedule
 from simulator.analysis.bound import bound
+from simulator.analysis.many_plans import PlanSweep
 from simulator.analysis.memory_kinds import peaks_by_kind
+from simulator.engines import kernel
 from simulator.engines.compiled import compile_schedule, simulate_fast
 from simulator.update.footprint import Activations, footprint, slot_bytes
+from simulator.update.recipes import HOST_SLOTS
 from tests.machines import node as machine
+from tests.simulator.test_bounds import random_machine, random_plans, random_workload, steady_s
 
 SIZE = 64_000_000
 EACH = 12 * SIZE  # bytes of a slot
@@ -106,3 +111,53 @@ def test_the_bound_without_slots_that_grow_would_be_none():
     room = result.device_peak_bytes
     assert room < footprint(work(), planned(slots=1))["device"] + 4 * ACTIVATIONS
     assert bound(work(), machine(), room).params["device"] > 0
+
+
+def test_slots_that_grew_are_left_before_activations_need_their_room():
+    """There is room for slots in the place of activations, and for none beside them: all four
+    visits have left before the third layer's forward, over 10 GB/s.
+    """
+    slow = machine(d2h_bytes_per_s=10e9, host_adam_params_per_s=1e6)
+    room = footprint(work(), planned(slots=1))["device"] - EACH + 4 * ACTIVATIONS
+    floor_s = bound(work(), slow, room).iteration_s
+    assert floor_s >= (4 * 0.1 + 4 * EACH / 10e9 + 2 * 0.05) * (1 - 1e-3)
+    result = simulate_fast(compile_schedule(build_schedule(work(), planned(3, 2, 1, 0))), slow)
+    assert result.device_peak_bytes <= room
+    assert floor_s <= result.iteration_s
+
+
+def test_slots_that_grow_are_filled_behind_the_backward_that_makes_room_for_them():
+    """The first layer has all activations: no visit comes in before the end of backward."""
+    first = work().layers[0].model_copy(update={"activation_bytes": 4 * ACTIVATIONS})
+    others = work().layers[0].model_copy(update={"activation_bytes": 0})
+    late = work().model_copy(update={"layers": (first, *[others] * 3)})
+    slow = machine(h2d_bytes_per_s=10e9, host_adam_params_per_s=1e6)
+    room = footprint(late, planned(slots=1))["device"] - EACH + 4 * ACTIVATIONS
+    floor_s = bound(late, slow, room).iteration_s
+    assert floor_s >= (4 * 0.1 + 4 * EACH / 10e9 + 0.05) * (1 - 1e-3)
+    result = simulate_fast(compile_schedule(build_schedule(late, planned(0, 0, 0, 0))), slow)
+    assert result.device_peak_bytes <= room
+    assert floor_s <= result.iteration_s
+
+
+@pytest.mark.parametrize("most", [4, 9, 30])
+def test_no_random_plan_whose_slots_grow_beats_the_bound_of_its_memory(most):
+    rng, grew = np.random.default_rng(most), 0
+    for _ in range(6):
+        work, on = random_workload(rng, most), random_machine(rng)
+        layers = tuple(
+            n.model_copy(update={"activation_bytes": int(12 * n.params * rng.uniform(0, 2))})
+            for n in work.layers
+        )  # fmt: skip
+        work = work.model_copy(update={"layers": layers})
+        able = [s for s, held in enumerate(work.layers_of_subgroups()) if held]
+        sweep = PlanSweep(work, on)
+        for codes, slots, *rest in random_plans(rng, len(work.subgroups), 3):
+            grown = rng.choice(able, size=int(rng.integers(0, slots + 1))).tolist()
+            plan = (codes, slots - len(grown), *rest, HOST_SLOTS, grown)
+            room = float(sweep.evaluate(*plan)[kernel.DEVICE_PEAK])
+            floor_s = bound(work, on, room).iteration_s
+            seconds = steady_s(work, on, floor_s, *plan)
+            assert floor_s <= seconds * (1 + 1e-6), plan
+            grew += bool(grown)
+    assert grew

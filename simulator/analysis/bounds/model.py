@@ -89,6 +89,7 @@ class Model:
         rest_s: an iteration without its window.
         first_s: of backward, until the first gradient is complete.
         early_s: the end of the last backward, in which visits may come in.
+        below_s: of each layer, backward of those below it; behind_s: forward from it on.
         fetching_s: from the end of the first forward until the first sum can be fetched.
     """
 
@@ -112,6 +113,8 @@ class Model:
         self.forward_s = w.forward_s / self.micro
         self.rest_s = w.backward_s + w.forward_s - self.forward_s
         self.first_s, self.early_s = float(backward[-1]), float(backward[:-1].sum())
+        forward = np.array([layer.forward_s for layer in w.layers]) / self.micro
+        self.below_s, self.behind_s = np.cumsum([0.0, *backward]), np.cumsum(forward[::-1])[::-1]
         self.fetching_s = float(backward.sum()) + self.forward_s + self.first_s
         self.recipes = tuple(recipe_of(*way[:2], guessed=way[2], summed=way[3]) for way in some)
         # Slots that some have until the norm is known, and give back then, whoever waits for them.

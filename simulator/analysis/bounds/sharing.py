@@ -12,7 +12,7 @@ from simulator.analysis.bounds.modes import Modes
 from simulator.analysis.bounds.rows import Columns, Term
 from simulator.analysis.bounds.window import PASSES_USE, Window
 from simulator.schedule import Lane
-from simulator.update.recipes import Wait
+from simulator.update.recipes import Slot, Wait
 
 Floats = NDArray[np.float64]
 TAILS, NEXT_TAILS = 8, 6  # moments before the window's end
@@ -48,6 +48,7 @@ class Sharing:
                 for end in range(len(self.ends)):
                     self._do(lane, begin, end)
             self._follow(lane)
+        self._leave_for_activations()
 
     def _heads(self) -> list[float]:
         """Moments behind the begin: of each step the lowest, the next and the median."""
@@ -129,6 +130,20 @@ class Sharing:
         chosen = chosen & (self.model.pieces.size >= self.model.least_size)
         if chosen.any():
             yield from window.asked(part, part.alone_s, chosen)
+
+    def _leave_for_activations(self) -> None:
+        """Before a layer's first forward slots that grew are given back, and with them all visits
+        have left but for the last ones, which fit into the others: the slots are taken, and given
+        back, in the order of the updates.
+        """
+        givers = [p for p in self.model.parts if p.slot == p.step.gives_back == Slot.STAGING]
+        for end, end_s in enumerate(self.ends if givers and self.window.growing else []):
+            begun = np.flatnonzero(self.model.behind_s >= end_s * (1 - CLOSE))
+            if len(begun):  # the last of them, whose slots went a layer ahead
+                last = min(int(begun[-1]) + 2, len(self.model.behind_s))
+                left = self.window.beyond_slots(givers, [p.alone_s for p in givers], last)
+                done = self.done[givers[0].step.lane][len(self.begins) - 1 + end]
+                self.rows.at_most(0.0, *left, (int(done), -1.0))
 
     def _follow(self, lane: Lane) -> None:
         """A lane has done no more than what it follows lets it: the steps before, or, of visits

@@ -26,6 +26,7 @@ NAMED = 14  # subgroups: of so few each is placed whole, and it counts which one
 NUMBERED = 5  # alike subgroups, of more of which only the number is whole
 MOST_LARGE = 2  # subgroups that may be far larger than the others
 FIRST = 3  # updates that are told apart by when they begin
+GROWTHS = 6  # moments of backward at which slots that grow are counted
 MOST_NUMBERS = 8  # of gradients on their way that are asked for
 PASSES_USE = ("device", "cores")
 NAMES = {
@@ -67,6 +68,8 @@ class Window:
         visited = sorted({p.slot for p in model.parts if p.slot is not None})
         self.beyond = {slot: self.rows.one(1.0, whole=True) for slot in visited}
         self._size = {slot: self.rows.one() for slot in visited}  # in units of the largest subgroup
+        self.growing: tuple[float, list[Term], float, float] | None = None  # bytes beside slots
+        self._beside: dict[int, int] = {}
         self._place(numbers)
         for slot in visited:
             self._visit(slot)
@@ -278,9 +281,42 @@ class Window:
             }  # fmt: skip
             if Slot.STAGING in slots and m.workload.zero_stage == 3:
                 without = (size_bytes + m.workload.activation_bytes) / unit
-                self.rows.at_most(without, *terms, *slots.values(), name=f"{memory} without them")
-                del slots[Slot.STAGING]
+                self.rows.at_most(
+                    without, *terms, *slots.values(), name="memory without activations"
+                )
+                _, each = slots.pop(Slot.STAGING)
+                self.growing = without, [*terms, *slots.values()], each, unit
             self.rows.at_most(size_bytes / unit, *terms, *slots.values(), name=f"{memory} memory")
+
+    def beyond_slots(
+        self, parts: Sequence[Part], seconds: Sequence[Floats], layers: int
+    ) -> list[Term]:  # fmt: skip
+        """What a step of all visits asks for, less what it does of those that fit into the slots
+        which are there while the first so many layers have activations. Of tiny ones nothing.
+        """
+        pieces = self.model.pieces
+        sizes = pieces.size / self.model.largest * (pieces.size >= self.model.least_size)
+        paces = [float((s * self.model.largest / pieces.size).min()) for s in seconds]
+        asked = [(self.x[:, p.way], pace * sizes) for p, pace in zip(parts, paces, strict=True)]
+        return [*asked, (self._slots_beside(layers), -max(paces))]
+
+    def _slots_beside(self, layers: int) -> int:
+        """How much is in slots, as `_size`: those that grow in the place of activations are not
+        there beside them (`Activations`), and a slot is there as a whole.
+        """
+        if not layers or self.growing is None:
+            return self._size[Slot.STAGING]
+        if layers not in self._beside:
+            m, (without, others, each, unit) = self.model, self.growing
+            held, number = self.rows.one(), self.rows.one(whole=True)
+            least, most = self.visitor or (min(m.workload.subgroups), m.largest)
+            below = sum(n.activation_bytes for n in m.workload.layers[:layers])
+            for size in ((held, each), (number, each * least / m.largest)):
+                self.rows.at_most(without - below / unit, *others, size)
+            self.rows.at_most(0.0, (held, 1.0), (self._size[Slot.STAGING], -1.0))
+            self.rows.at_most(0.0, (held, 1.0), (number, -most / m.largest))
+            self._beside[layers] = held
+        return self._beside[layers]
 
     def _under_way(self) -> int:
         """What the device keeps for gradients on their way, of the most: all of them, or that. So
@@ -336,13 +372,19 @@ class Window:
                          if p.step.lane == lane]  # fmt: skip
                 self.within(m.rest_s, *asked, name=NAMES.get(lane, lane.value))
         coming = self._coming()
+        takers = [p for p in coming if p.inside == Inside.TAKERS]
+        moments = np.linspace(0, len(m.workload.layers) - 1, GROWTHS, endpoint=False).astype(int)
+        grows = sorted(set(moments.tolist())) if takers and self.growing else []
         for name in (n for n in m.work.limits if n not in PASSES_USE):
             asked = [(self.x[:, p.way], p.times * p.taken_s[name]) for p in everything]
             self.within(m.rest_s, *asked, *self._fetched(name), name=NAMES.get(name, name))
-            self.within(
-                m.early_s - tails[-1], *((self.x[:, p.way], p.taken_s[name]) for p in coming)
-            )
-        for part in (p for p in coming if p.inside == Inside.TAKERS):
+            others = [(self.x[:, p.way], p.taken_s[name]) for p in coming if p not in takers]
+            visits = [(self.x[:, p.way], p.taken_s[name]) for p in takers]
+            self.within(m.early_s - tails[-1], *others, *visits)
+            for layer in grows:  # slots that are not there before its backward
+                late = self.beyond_slots(takers, [p.taken_s[name] for p in takers], layer + 1)
+                self.within(float(m.below_s[layer]) - tails[-1], *others, *late)
+        for part in takers:
             for p, tail_s in enumerate(tails):
                 up_to = slice(p + 1)
                 self.within(m.early_s - tail_s, (self.x[up_to, part.way], part.seconds[up_to]))
