@@ -113,7 +113,7 @@ class Model:
         self.forward_s = w.forward_s / self.micro
         self.rest_s = w.backward_s + w.forward_s - self.forward_s
         self.first_s, self.early_s = float(backward[-1]), float(backward[:-1].sum())
-        forward = np.array([layer.forward_s for layer in w.layers]) / self.micro
+        forward = np.array([layer.forward_s for layer in w.layers])
         self.below_s, self.behind_s = np.cumsum([0.0, *backward]), np.cumsum(forward[::-1])[::-1]
         self.fetching_s = float(backward.sum()) + self.forward_s + self.first_s
         self.recipes = tuple(recipe_of(*way[:2], guessed=way[2], summed=way[3]) for way in some)
