@@ -102,14 +102,12 @@ class Executor:
         self._previous: list[Completion] = [Completion.done() for _ in template]
         self._current: list[Completion | None] = [None] * len(template)
         self._jobs: list[SubgroupJob] = []
-        self._steps = 0
-        self._version = 0  # of what the latest launch writes to storage
+        self._steps = self._version = 0  # launched; of what the latest writes to storage
         self._ended = 0  # of the latest step's ops, in order: seen to have ended
         self._own = sum(not item.ahead for item in template)  # behind them what is the next step's
-        # By subgroup, what the latest update read of the elements whose gradient stock spends.
-        self.spent = dict[int, Spent]()
-        self._stale = set[int]()  # subgroups whose state was written behind the prefetch
-        self._stale_lock = threading.Lock()
+        self.spent = dict[int, Spent]()  # by subgroup, of its latest update: `_keep_spent`
+        # Subgroups whose state was written behind the prefetch.
+        self._stale, self._stale_lock = set[int](), threading.Lock()
         self._guessed = _before_norm(template)
         # In the order of the plan, in which all take their slots.
         self._reads = _of_kind(template, OpKind.STATE_READ)
@@ -141,6 +139,7 @@ class Executor:
         self, subgroup: int, source: Sequence[torch.Tensor], job: SubgroupJob,
         stream: object = None,
     ) -> None:  # fmt: skip
+        """Of the elements whose gradient stock spends, what an update is about to overwrite."""
         elements = self.states[subgroup].elements
         begin = self.rule.tail_begin(elements) if self.rule.spends else elements
         if begin < elements:
@@ -701,7 +700,7 @@ class Executor:
             self.guesses.close()
             if with_device:
                 self.device.close()
-                # DeepSpeed never lets an engine go.
+                # A framework may never let its engine go.
                 self.slots, self.parameter_slots, self.host_slots = [], [], []
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -13,6 +13,7 @@ import torch
 
 from runtime.devices.base import Device
 from runtime.execution.executor import Executor
+from runtime.execution.gradient_ops import GradientOps
 from runtime.execution.gradients import GradientHomes, ParameterSlice
 from runtime.execution.guesses import SubgroupJob, spares_of
 from runtime.execution.plan_check import check_plan
@@ -91,8 +92,15 @@ class TrainingEngine(Protocol):
         """Of the optimizer whose bits the plan's updates have."""
         ...
 
-    def slices(self) -> dict[int, ParameterSlice]:
+    def slices(self) -> Mapping[int, ParameterSlice]:
         """Where each parameter's part lies, by a number of the framework's own."""
+        ...
+
+    def gradient_homes(
+        self, device: Device, states: list[SubgroupState], ops: GradientOps,
+        complete: Callable[[int], None],
+    ) -> GradientHomes[Any]:  # fmt: skip
+        """The way home of all parameters' gradients, of the session's first plan."""
         ...
 
     def prepare(self, device: Device) -> None:
@@ -191,10 +199,9 @@ class Session:
         self.guessing = Guessing()
         self._guessed: tuple[list[UpdateStep], float] | None = None  # of the coming step
         self.plan, self.executor = self._build(plan)
-        self.homes = GradientHomes(
-            device, self.executor.states, engine.slices(), self.executor.gradients,
-            complete=self._complete, spend=self._spend if engine.update_rule().spends else None,
-        )  # fmt: skip
+        self.homes = engine.gradient_homes(
+            device, self.executor.states, self.executor.gradients, self._complete
+        )
 
     def _build(self, plan: Plan) -> tuple[Plan, Executor]:
         """The plan that memory allowed, and its executor. One subgroup moves after the other, so
@@ -347,18 +354,6 @@ class Session:
         job = SubgroupJob(steps[subgroup], self.homes.segments(subgroup, scale))
         self.executor.guess(subgroup, job)
 
-    def _spend(self, subgroup: int, start: int, gradient: torch.Tensor) -> None:
-        """As `GradientHomes.spend`; waits for the subgroup's update."""
-        rule, elements = self.engine.update_rule(), self.executor.states[subgroup].elements
-        count = rule.tail(elements, start, start + len(gradient))
-        if count:
-            self.executor.wait_state(subgroup)
-            begin = start + len(gradient) - count - rule.tail_begin(elements)
-            tensors, step = self.executor.spent[subgroup]
-            last = gradient[len(gradient) - count :]
-            state = [tensor[begin : begin + count] for tensor in tensors]
-            last.copy_(rule.spent(state, last.cpu(), step))
-
     def void_guesses(self) -> None:
         """Somebody may change state or gradients between backward and step."""
         self.executor.drop_guesses()
@@ -380,8 +375,7 @@ class Session:
             RuntimeError: the engine has not closed the window of its gradients.
         """
         self.homes.check_closed()
-        self.homes.last_scale = scale
-        self.homes.scale_kept(scale)
+        self.homes.stepped(scale)
         steps = self.engine.hyperparameters()
         jobs = [
             SubgroupJob(step, self.homes.segments(index, scale)) for index, step in enumerate(steps)
@@ -391,7 +385,7 @@ class Session:
 
     def skip(self) -> None:
         """This step updates nothing: a gradient was not finite."""
-        self.homes.last_scale = None
+        self.homes.stepped(None)
         self._guessed = None
         self.guessing.stepped(False if self.executor.skip() else None)
 

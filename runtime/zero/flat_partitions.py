@@ -6,10 +6,10 @@ from typing import Any
 import torch
 
 from runtime.devices.base import Device
-from runtime.execution.gradients import ParameterSlice
 from runtime.execution.session import Session
 from runtime.execution.subgroup_state import Buffers, SubgroupState
 from runtime.zero.cuts import Cut, cuts
+from runtime.zero.windows import ZeroSlice
 
 State = tuple[torch.Tensor, ...]  # master and moments
 
@@ -185,13 +185,13 @@ def _gradient_dtype(optimizer: Any, group: int) -> torch.dtype:
     return torch.float32 if compact else optimizer.dtype
 
 
-def _slices(optimizer: Any, pieces: list[Cut]) -> dict[int, list[ParameterSlice]]:
+def _slices(optimizer: Any, pieces: list[Cut]) -> dict[int, list[ZeroSlice]]:
     """Parameter id -> its part of this rank's partition, cut at the subgroups' borders."""
     first: dict[int, int] = {}
     for subgroup, (group, _, _) in enumerate(pieces):
         first.setdefault(group, subgroup)
     size = max((elements for _, _, elements in pieces), default=1)
-    slices: dict[int, list[ParameterSlice]] = {}
+    slices: dict[int, list[ZeroSlice]] = {}
     for key, (group, _, begin, elements) in optimizer.grad_position.items():
         slices[key] = []
         subgroup = first[group] + begin // size
@@ -200,7 +200,7 @@ def _slices(optimizer: Any, pieces: list[Cut]) -> dict[int, list[ParameterSlice]
             _, offset, length = pieces[subgroup]
             end = min(begin + elements, offset + length)
             slices[key].append(
-                ParameterSlice(subgroup, position - offset, end - position, real=True, summed=False)
+                ZeroSlice(subgroup, position - offset, end - position, real=True, summed=False)
             )
             position, subgroup = end, subgroup + 1
     return slices

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Container
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from runtime.devices.base import Device
+from runtime.execution.gradient_ops import GradientOps
+from runtime.execution.subgroup_state import SubgroupState
 from runtime.kernels import host
 from runtime.kernels.rule import UpdateRule
 from runtime.kernels.step import UpdateStep
 from runtime.zero.checks import private
+from runtime.zero.windows import Windows, ZeroSlice
 from simulator.plan import Plan
 from simulator.timeline import Timeline
 from simulator.update.recipes import RECIPES, Queue
@@ -85,6 +89,33 @@ class PlannedZero:
         raise NotImplementedError
 
     # -- what the session asks ---------------------------------------------------------------
+
+    def gradient_homes(
+        self, device: Device, states: list[SubgroupState], ops: GradientOps,
+        complete: Callable[[int], None],
+    ) -> Windows:  # fmt: skip
+        spend = self._spend if self._rule.spends else None
+        return Windows(device, states, self.slices(), ops, complete, spend=spend)
+
+    def slices(self) -> dict[int, ZeroSlice]:
+        raise NotImplementedError
+
+    @property
+    def _windows(self) -> Windows:
+        return cast("Windows", self._ebbtide.homes)
+
+    def _spend(self, subgroup: int, start: int, gradient: torch.Tensor) -> None:
+        """As `Windows.spend`; waits for the subgroup's update."""
+        executor = self._ebbtide.executor
+        elements = executor.states[subgroup].elements
+        count = self._rule.tail(elements, start, start + len(gradient))
+        if count:
+            executor.wait_state(subgroup)
+            begin = start + len(gradient) - count - self._rule.tail_begin(elements)
+            tensors, step = executor.spent[subgroup]
+            last = gradient[len(gradient) - count :]
+            state = [tensor[begin : begin + count] for tensor in tensors]
+            last.copy_(self._rule.spent(state, last.cpu(), step))
 
     def wire_dtype(self) -> WireDtype:
         return _WIRE.get(self.dtype, "fp32")

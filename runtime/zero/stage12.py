@@ -17,13 +17,13 @@ from deepspeed.runtime.zero.stage_1_and_2 import (
 )
 
 from runtime.devices.base import Device
-from runtime.execution.gradients import ParameterSlice
 from runtime.execution.session import Session
 from runtime.execution.subgroup_state import Buffers, SubgroupState
 from runtime.kernels.rule import UpdateRule
 from runtime.kernels.step import UpdateStep
 from runtime.zero.flat_partitions import FlatPartitions, HomeSums, hand_back
 from runtime.zero.planned import PlannedZero, bring_home, float64_norm, gated, published
+from runtime.zero.windows import ZeroSlice
 from simulator.plan import ParameterHome, Plan
 from simulator.workload import ZeroStage
 
@@ -59,7 +59,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):  # type: ignore[misc]
             self._take_compact(param, group, boundary)
         else:
             self._take_reduced(param, boundary)
-        self._ebbtide.homes.before_reuse()
+        self._windows.before_reuse()
 
     def _take_compact(self, param: Any, group: int, boundary: bool) -> None:
         """Gradients accumulated in fp32 add up in a device buffer of DeepSpeed's own."""
@@ -114,12 +114,11 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):  # type: ignore[misc]
         """``alone``: as stock does with a step's only backward, outside of its sums, which a
         later window may go on from (after `zero_grad`, or a second backward before the step).
         """
-        own = self._ebbtide
         totals, position = [], 0
         for piece in self._flat.slices[key]:
             part = gradient.narrow(0, position, piece.elements)
             totals.append(
-                own.homes.accept(piece, part, first=first, boundary=boundary, alone=alone)
+                self._windows.accept(piece, part, first=first, boundary=boundary, alone=alone)
             )
             position += piece.elements
         if boundary:
@@ -127,7 +126,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):  # type: ignore[misc]
             self.norm_for_param_grads[key] = float64_norm(total)
 
     def _sum_at_home(self, key: int) -> torch.Tensor:
-        homes = self._ebbtide.homes
+        homes = self._windows
         return torch.cat([homes.sum_so_far(piece).cpu() for piece in self._flat.slices[key]])
 
     def _finalize_cpu_offload_gradient_accumulation(self) -> None:
@@ -143,7 +142,6 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):  # type: ignore[misc]
 
     def _close_param(self, param: Any, key: int) -> None:
         _, start, _, elements = self.grad_position[key]
-        own = self._ebbtide
         if self._sums_all(param, elements):
             self._wait_for_offload_copies()
             total = self.accumulated_grads_in_cpu[key]
@@ -151,7 +149,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):  # type: ignore[misc]
             total = total.view(-1).narrow(0, start, elements)
             self._bring_home(key, total.to(param.device), first=True, boundary=True)
             return
-        homes = [own.homes.finish(piece).to(param.device) for piece in self._flat.slices[key]]
+        homes = [self._windows.finish(piece).to(param.device) for piece in self._flat.slices[key]]
         self.norm_for_param_grads[key] = float64_norm(torch.cat(homes))
 
     # -- step --------------------------------------------------------------------------------
@@ -183,7 +181,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):  # type: ignore[misc]
         self._wait_for_offload_copies()
         self._offload_accumulated_param_ids = set()
         norm = self._checked_norm()
-        own.homes.close_window()
+        self._windows.close_window()
         scale_before = self.loss_scale
         self._update_scale(self.overflow)
         if self.overflow:
@@ -303,9 +301,9 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):  # type: ignore[misc]
         def gated(*args: Any, **kwargs: Any) -> Any:
             if param._hp_mapping is None:
                 return call(*args, **kwargs)
-            own = self._ebbtide
-            own.executor.wait_all()
-            kept = [own.homes.keep(piece) for piece in self._flat.slices[self.get_param_id(param)]]
+            self._ebbtide.executor.wait_all()
+            pieces = self._flat.slices[self.get_param_id(param)]
+            kept = [self._windows.keep(piece) for piece in pieces]
             fragment = torch.cat([part.cpu() for part in kept])
             group = self.offload_gradient_dict[param._hp_mapping.param_group_index]
             group[param._index_in_param_group] = fragment
@@ -374,7 +372,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):  # type: ignore[misc]
     def first_use(self) -> list[int]:
         return list(range(len(self._flat.cuts)))  # steps wait for all of them
 
-    def slices(self) -> dict[int, ParameterSlice]:
+    def slices(self) -> dict[int, ZeroSlice]:
         return dict(enumerate(piece for pieces in self._flat.slices.values() for piece in pieces))
 
     def prepare(self, device: Device) -> None:

@@ -7,7 +7,6 @@ import torch
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from runtime.devices.base import Device
-from runtime.execution.gradients import ParameterSlice
 from runtime.execution.session import Session
 from runtime.execution.subgroup_state import Buffers, SubgroupState
 from runtime.kernels.rule import UpdateRule
@@ -16,6 +15,7 @@ from runtime.zero import stage3_buffers
 from runtime.zero.checks import private
 from runtime.zero.gathers import Gathers
 from runtime.zero.planned import PlannedZero, bring_home, float64_norm, gated, published
+from runtime.zero.windows import ZeroSlice
 from simulator.plan import ParameterHome, Plan, PlanError
 from simulator.schedules.gathers import Gathered
 from simulator.workload import ZeroStage
@@ -51,7 +51,7 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
                 private.note_active(self, param)
                 # Older DeepSpeeds widen a gradient only where they add it up.
                 arrived = partition.view(-1).to(self.gradient_accumulation_dtype)
-                total = own.homes.accept(
+                total = self._windows.accept(
                     piece, arrived, first=self.micro_step_id == 0, boundary=boundary
                 )
                 if boundary:
@@ -61,14 +61,14 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
                 own.executor.device.let_go(param.grad)
             param.grad = None
         if private.in_bucket(self, grad_partitions):
-            own.homes.before_reuse()
+            self._windows.before_reuse()
         return []
 
     def _offload_grad_partition_at_boundary(
         self, param: Any, grad_buffer: torch.Tensor, *_: Any
     ) -> None:
         """Unmanaged accumulation ends its window here, at step()."""
-        total = self._ebbtide.homes.finish(self._piece(param))
+        total = self._windows.finish(self._piece(param))
         self.norm_for_param_grads[self.get_param_id(param)] = _norm(total.to(grad_buffer.device))
 
     # -- step --------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         self._pre_step()
         self._partition_all_parameters()
         scaled_norm = private.checked_norm(self)
-        own.homes.close_window()
+        self._windows.close_window()
         if scaled_norm is None:
             own.skip()
             self._gathers.show_at_rest()  # stock leaves them partitioned here
@@ -199,8 +199,8 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         if param.requires_grad:
             self._ebbtide.executor.state_written([self.grad_position[self.get_param_id(param)][0]])
 
-    def _piece(self, param: Any) -> ParameterSlice:
-        return self._ebbtide.homes.slices[self.get_param_id(param)]
+    def _piece(self, param: Any) -> ZeroSlice:
+        return self._windows.slices[self.get_param_id(param)]
 
     def _get_fp32_grad_state_partition(
         self, param: Any, release_swap_buffers: bool
@@ -208,7 +208,7 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         del release_swap_buffers
         self._ebbtide.executor.wait_all()  # an update may be reading this gradient
         piece = self._piece(param)
-        return self._ebbtide.homes.keep(piece), piece.subgroup
+        return self._windows.keep(piece), piece.subgroup
 
     def get_fp32_grad_partitions(self) -> dict[int, dict[int, torch.Tensor]]:
         """Group index -> parameter index -> fp32 gradient partition."""
@@ -276,7 +276,7 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
     def first_use(self) -> list[int]:
         return self._gathers.first_use()
 
-    def slices(self) -> dict[int, ParameterSlice]:
+    def slices(self) -> dict[int, ZeroSlice]:
         return stage3_buffers.slices(self)
 
     def prepare(self, device: Device) -> None:

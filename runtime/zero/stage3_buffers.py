@@ -5,10 +5,10 @@ from typing import Any
 import torch
 
 from runtime.devices.base import Device
-from runtime.execution.gradients import ParameterSlice
 from runtime.execution.subgroup_state import Buffers, SubgroupState
 from runtime.hardware.pages import discard
 from runtime.zero.checks import private
+from runtime.zero.windows import ZeroSlice
 
 
 def stock_buffers(optimizer: Any, masters: list[torch.nn.Parameter], subgroup: int) -> Buffers:
@@ -151,7 +151,7 @@ def drop_flat_parameters(optimizer: Any) -> None:
             groups[i] = flat.new_empty(0)
 
 
-def slices(optimizer: Any) -> dict[int, ParameterSlice]:
+def slices(optimizer: Any) -> dict[int, ZeroSlice]:
     """Parameter id -> its part of its subgroup on this rank."""
     found = {}
     for group in optimizer.fp16_groups:
@@ -160,5 +160,5 @@ def slices(optimizer: Any) -> dict[int, ParameterSlice]:
             subgroup, offset, elements = optimizer.grad_position[key]
             rank = private.partition_rank(optimizer, param)
             real = param.partition_numel() * rank < param.ds_numel
-            found[key] = ParameterSlice(subgroup, offset, elements, real)
+            found[key] = ZeroSlice(subgroup, offset, elements, real)
     return found

@@ -27,7 +27,7 @@ from runtime.checkpoint.stream.job import Job
 from runtime.checkpoint.stream.persist import BlockWriter
 from runtime.devices.base import Device
 from runtime.devices.emulated import EmulatedDevice
-from runtime.execution.gradients import ParameterSlice
+from runtime.execution.gradients import GradientHomes, ParameterSlice
 from runtime.execution.session import Session
 from runtime.execution.subgroup_state import Buffers
 from runtime.kernels.rule import UpdateRule
@@ -211,6 +211,9 @@ class PlainEngine:
                 pieces[len(pieces)] = ParameterSlice(subgroup, offset, param.numel(), real=True)
                 offset += param.numel()
         return pieces
+
+    def gradient_homes(self, device, states, ops, complete):
+        return GradientHomes(device, states, self.slices(), ops, complete)
 
     def prepare(self, device):
         """Nothing is in one piece."""

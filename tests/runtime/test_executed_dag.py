@@ -18,6 +18,7 @@ from runtime.execution.guesses import SubgroupJob, spares_of
 from runtime.execution.step_template import gradient_template, step_template
 from runtime.execution.subgroup_state import StagingSlot
 from runtime.execution.visits import Growing
+from runtime.zero.windows import Windows, ZeroSlice
 from simulator import Layer, OpKind, Plan, Workload, build_schedule
 from simulator.update.order import order_of
 from simulator.update.recipes import guessed_ways, recipe_of, ways
@@ -272,8 +273,8 @@ def test_a_sum_that_is_set_apart_has_arrived(monkeypatch):
     plan = Plan(subgroup_size=size, placement=Plan.runs(["host"]))
     executor = executor_for(workload, plan)
     executor.states[0].gradient.zero_()
-    piece = ParameterSlice(0, 0, size, real=True)
-    homes = GradientHomes(executor.device, executor.states, {0: piece}, executor.gradients)
+    piece = ZeroSlice(0, 0, size, real=True)
+    homes = Windows(executor.device, executor.states, {0: piece}, executor.gradients)
     homes.accept(piece, torch.ones(size), first=True, boundary=True)
     assert under_way, "it is on its way home"
     homes.close_window()

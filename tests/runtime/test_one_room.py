@@ -75,3 +75,12 @@ def test_every_private_member_in_use_is_in_the_table():
         and node.attr not in (HIDDEN if ast.unparse(node.value) == "super()" else HIDDEN | ours)
     }
     assert unlisted == set()
+
+
+def test_what_executes_a_plan_does_not_know_whose_gradients_it_takes():
+    """Not by import, and not by a rule that is only DeepSpeed's: those are in ``runtime/zero``."""
+    told = {
+        path.name: [line for line in path.read_text().splitlines() if "deepspeed" in line.lower()]
+        for path in (RUNTIME / "execution").glob("*.py")
+    }
+    assert {name: lines for name, lines in told.items() if lines} == {}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from runtime.execution.gradients import GradientHomes
+from runtime.zero.windows import Windows
 from studies.bench.bits import state_of
 from studies.bench.byte_gpt import SIZES, Batches
 from tests.runtime.contract.training import DEVICES, assert_same, attached, start
@@ -149,13 +149,13 @@ RARE = "0 01 1 0 02 1 012 0 1 0 2 1"
 
 def test_the_gradient_of_what_nobody_uses_is_looked_at_once(monkeypatch):
     looks = []
-    before = GradientHomes._leftover
+    before = Windows._leftover
 
     def counted(self, piece):
         looks.append(id(piece))
         return before(self, piece)
 
-    monkeypatch.setattr(GradientHomes, "_leftover", counted)
+    monkeypatch.setattr(Windows, "_leftover", counted)
     follow(attached(start(model=Experts("0")), ["host"], DEVICE), "bs" * 4)
     assert looks
     assert len(looks) == len(set(looks))

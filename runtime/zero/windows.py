@@ -1,0 +1,289 @@
+"""What DeepSpeed keeps of its gradients from one window of micro-batches to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Self
+
+import torch
+
+from runtime.execution.gradient_ops import GradientOps
+from runtime.execution.gradients import GradientHomes, ParameterSlice, Segment
+from runtime.execution.subgroup_state import SubgroupState
+
+
+@dataclass(slots=True)
+class ZeroSlice(ParameterSlice):
+    """A parameter's part of its subgroup on this rank, whose gradient DeepSpeed keeps.
+
+    DeepSpeed keeps two things per parameter: the sum of the window's micro-batches, and the fp32
+    gradient that updates apply, which only a boundary's backward renews. Both are at home as long
+    as they are the same; the fields say where the one is that is not.
+
+    Attributes:
+        begun: a gradient arrived in an earlier micro-batch of this window.
+        used: one arrived at the boundary of some window.
+        kept: the fp32 gradient as DeepSpeed would hold it, once somebody read or wrote it or the
+            parameter went unused; it then takes the place of the home's elements.
+        summed: DeepSpeed has a sum to go on from; below ZeRO-3 there is none before the first.
+        apart: that sum, where what is at home does not belong to it.
+        copied: the gradient of the window before lies in the subgroup's spare.
+        empty: what is at home was looked at, and is zero: of a parameter that nobody uses, a look
+            at every step would cost a pass, and on the device a synchronisation.
+        applied: what is kept has been, by the latest step.
+    """
+
+    begun: bool = False
+    used: bool = False
+    kept: torch.Tensor | None = None
+    summed: bool = True
+    apart: torch.Tensor | None = None
+    copied: bool = False
+    empty: bool = False
+    applied: bool = False
+
+
+@dataclass
+class Windows(GradientHomes[ZeroSlice]):
+    """The bits of stock training include gradients that are applied again.
+
+    With accumulation a window's first micro-batches overwrite the gradient of the window before,
+    which DeepSpeed applies again to a parameter that the last micro-batch does not reach. It stays
+    in a spare: a home on the host changes places with it, one on the device is copied to it.
+    """
+
+    last_scale: float | None = None  # what the latest step multiplied gradients by; None: skipped
+    # Of a subgroup, from an element on: the latest update's gradient becomes what stock's optimizer
+    # has left in its place; None: it leaves the gradient.
+    spend: Callable[[int, int, torch.Tensor], None] | None = None
+    _spares: dict[int, torch.Tensor] = field(default_factory=dict, init=False)  # host memory
+    # Subgroups whose home and spare changed places in this window.
+    _turned: set[int] = field(default_factory=set, init=False)
+
+    def accept(
+        self, piece: ZeroSlice, gradient: torch.Tensor, *, first: bool, boundary: bool,
+        alone: bool = False,
+    ) -> torch.Tensor:  # fmt: skip
+        """``alone``: DeepSpeed does not take this gradient into its sum of micro-batches."""
+        piece.empty = False
+        if not (boundary or self.states[piece.subgroup].sum is not None):
+            self._keep_previous(piece)
+        if alone and piece.summed and piece.apart is None and not piece.held:
+            for arrival in self.arrived(piece.subgroup):  # one of a step that was skipped
+                arrival.wait_host()
+            piece.apart = self._home(piece).clone()
+        total = self._take(piece, gradient, first=first, boundary=boundary, alone=alone)
+        if not alone:
+            piece.summed, piece.apart = True, None
+        if boundary:
+            piece.used, piece.kept = True, None
+            self._reached(piece)
+        else:
+            piece.begun = True
+        return total
+
+    def _sum_so_far(self, piece: ZeroSlice, elements: int) -> torch.Tensor:
+        if piece.apart is not None:
+            return piece.apart.narrow(0, 0, elements)
+        if not (piece.held or piece.summed):
+            return torch.zeros_like(self._home(piece, elements))
+        if not piece.held and self._left_behind(piece):
+            return self._spares[piece.subgroup].narrow(0, piece.offset, elements)
+        return super()._sum_so_far(piece, elements)
+
+    def sum_so_far(self, piece: ZeroSlice) -> torch.Tensor:
+        """What the next micro-batch is added to, once it is there; not to be written."""
+        for arrival in self.arrived(piece.subgroup):
+            arrival.wait_host()
+        return self._sum_so_far(piece, piece.elements)
+
+    # -- what the window before left ---------------------------------------------------------
+
+    def _keep_previous(self, piece: ZeroSlice) -> None:
+        """A gradient is about to come home that no update may ever apply."""
+        subgroup = piece.subgroup
+        if self._on_host[subgroup]:
+            # All of the subgroup at once, by reference: what has not arrived yet is left behind.
+            if subgroup not in self._turned and not any(
+                p.touched for p in self.by_subgroup[subgroup]
+            ):
+                state = self.states[subgroup]
+                spare = self._spare(subgroup)
+                self._spares[subgroup], state.gradient = state.gradient, spare
+                self._turned.add(subgroup)
+        elif piece.used and piece.kept is None and not (piece.touched or piece.copied):
+            spare = self._spare(subgroup).narrow(0, piece.offset, piece.elements)
+            if self.device.unified:
+                spare.copy_(self._home(piece))
+            else:
+                self.ops.set_aside(subgroup, spare, self._home(piece))
+            self.before_reuse()
+            piece.copied = True
+
+    def _spare(self, subgroup: int) -> torch.Tensor:
+        spare = self._spares.get(subgroup)
+        if spare is None:
+            gradient = self.states[subgroup].gradient
+            spare = self.device.host_empty(gradient.numel(), gradient.dtype).zero_()
+            self._spares[subgroup] = spare
+        return spare
+
+    def _left_behind(self, piece: ZeroSlice) -> bool:
+        """Home and spare changed places, and nothing of this parameter has arrived since."""
+        return piece.subgroup in self._turned and not piece.begun and not piece.touched
+
+    def _previous(self, piece: ZeroSlice) -> torch.Tensor | None:
+        """What the window before left of it, where that is in the spare; None: it is at home."""
+        if piece.touched or not (piece.subgroup in self._turned or piece.copied):
+            return None
+        return self._spares[piece.subgroup].narrow(0, piece.offset, piece.elements)
+
+    def spare_bytes(self) -> int:
+        return sum(spare.nbytes for spare in self._spares.values())
+
+    def moved(self, states: list[SubgroupState], ops: GradientOps) -> Self:
+        """Kept gradients too."""
+        for piece in self.slices.values():
+            device = states[piece.subgroup].gradient.device
+            if piece.kept is not None:
+                piece.kept = piece.kept.to(device)
+            if piece.apart is not None:
+                piece.apart = piece.apart.to(device)
+        return super().moved(states, ops)
+
+    def close(self) -> None:
+        """The spares go too. At home is then what the window before left, and apart what was added
+        up since, if it is begun.
+        """
+        self.ops.wait()
+        for piece in self.slices.values():
+            home = self._home(piece)
+            if piece.unsent:  # the next window may go on from it
+                piece.apart = self._held(piece).to(home.device, copy=True)
+            elif piece.begun and not piece.touched and piece.apart is None:
+                piece.apart = home.clone()
+            previous = self._previous(piece)
+            if previous is not None:
+                home.copy_(previous)
+            piece.unsent = piece.copied = False
+        self._turned.clear()
+        for spare in self._spares.values():
+            self.device.host_release(spare)
+        self._spares.clear()
+        super().close()
+
+    # -- stepping ----------------------------------------------------------------------------
+
+    def finish(self, piece: ZeroSlice) -> torch.Tensor:
+        """The sum at home becomes what the next update applies; returns it, once it is there.
+
+        For accumulation that ends at ``step()``, after its last backward.
+        """
+        if piece.unsent:
+            self.ops.send(piece.subgroup, self._home(piece), self._held(piece), summed=False)
+            piece.unsent = False
+        for arrival in self.arrived(piece.subgroup):
+            arrival.wait_host()
+        if piece.apart is not None:  # another plan has been since
+            self._home(piece).copy_(piece.apart)
+            piece.apart = None
+        piece.touched = piece.used = True
+        piece.kept, piece.empty = None, False
+        return self._home(piece)
+
+    def close_window(self) -> None:
+        """Parameters without a gradient keep what DeepSpeed would reuse: it leaves their fp32
+        gradient where it was, scaled by the previous step, and applies it again.
+        """
+        for piece in self.slices.values():
+            if piece.real and not (piece.touched or piece.empty) and piece.kept is None:
+                piece.kept = self._leftover(piece)
+                piece.empty = piece.kept is None and self.spend is None
+            self._spend_kept(piece)
+            if self._left_behind(piece):
+                spare = self._spares[piece.subgroup]
+                self._home(piece).copy_(spare.narrow(0, piece.offset, piece.elements))
+        for piece in self.slices.values():
+            piece.begun = piece.copied = False
+        self._turned.clear()
+        super().close_window()
+
+    def _leftover(self, piece: ZeroSlice) -> torch.Tensor | None:
+        """What DeepSpeed's fp32 gradient still holds of a parameter that this window's boundary
+        did not reach; None: the same as what is at home.
+        """
+        if piece.begun and not piece.used:
+            where = self.states[piece.subgroup]
+            kept = torch.zeros(piece.elements, dtype=where.p.dtype, device=where.gradient.device)
+        else:
+            kept = self._widen(piece)
+        self._apply(piece, kept)
+        return kept if piece.begun or bool(kept.count_nonzero()) else None
+
+    def _apply(self, piece: ZeroSlice, kept: torch.Tensor) -> None:
+        """What the latest step has done to its gradient, if there was one."""
+        if self.last_scale is not None:
+            kept.mul_(self.last_scale)
+            if self.spend is not None:
+                self.spend(piece.subgroup, piece.offset, kept)
+
+    def _spend_kept(self, piece: ZeroSlice) -> None:
+        if piece.kept is not None and piece.applied and self.spend is not None:
+            self.spend(piece.subgroup, piece.offset, piece.kept)
+        piece.applied = False
+
+    def _widen(self, piece: ZeroSlice) -> torch.Tensor:
+        """A copy of what the latest boundary brought, unscaled, in the master's precision."""
+        dtype = self.states[piece.subgroup].p.dtype
+        for arrival in self.arrived(piece.subgroup):
+            arrival.wait_host()
+        home, previous = self._home(piece), self._previous(piece)
+        return (home if previous is None else previous).to(home.device, dtype, copy=True)
+
+    def keep(self, piece: ZeroSlice) -> torch.Tensor:
+        """The fp32 gradient as DeepSpeed shows it; writes to it count at the next update.
+
+        After a step, and until the next gradient, that is the unscaled and clipped one.
+        """
+        if piece.kept is None:
+            if piece.begun and not piece.touched:
+                piece.kept = self._leftover(piece)
+                assert piece.kept is not None
+                return piece.kept
+            kept = self._widen(piece)
+            if not piece.touched:
+                self._apply(piece, kept)
+            piece.kept = kept
+        self._spend_kept(piece)
+        return piece.kept
+
+    def stepped(self, scale: float | None) -> None:
+        """DeepSpeed scales its fp32 gradients in place; the kept ones stand for them.
+
+        Not in place here: nobody has gathered an unused parameter, so that its latest update may
+        still be reading what was kept.
+        """
+        self.last_scale = scale
+        if scale is None:
+            return
+        for piece in self.slices.values():
+            if piece.kept is not None:
+                piece.kept, piece.applied = piece.kept * scale, True
+
+    def segments(self, subgroup: int, scale: float) -> list[Segment]:
+        """A single one, unless something was kept."""
+        state = self.states[subgroup]
+        kept = (p for p in self.by_subgroup[subgroup] if p.kept is not None)
+        runs: list[Segment] = []
+        position = 0
+        for piece in sorted(kept, key=lambda p: p.offset):
+            assert piece.kept is not None
+            if piece.offset > position:
+                home = state.gradient[position : piece.offset]
+                runs.append(Segment(position, piece.offset, home, scale))
+            position = piece.offset + piece.elements
+            runs.append(Segment(piece.offset, position, piece.kept, 1.0))
+        if position < state.elements:
+            runs.append(Segment(position, state.elements, state.gradient[position:], scale))
+        return runs
