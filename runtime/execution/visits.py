@@ -134,15 +134,13 @@ class Visits:
         if self._coming is None:
             first = self.guessed if guesses else ()
             waiting = [s for s in self.order if s not in first]
-            self._coming = deque([*first, *waiting[: self._prefetch]])
+            coming = [*first, *waiting[: self._prefetch]]
+            # Of a step that was skipped some may be there; behind their way home they stay out too.
+            self._coming = deque(s for s in coming if s not in self.inside)
 
     def next(self) -> int | None:
         """Who may come before the norm, into a slot that is free or will be."""
-        while self._coming and self._free:
-            subgroup = self._coming.popleft()
-            if subgroup not in self.inside:  # of a step that was skipped it may be
-                return subgroup
-        return None
+        return self._coming.popleft() if self._coming and self._free else None
 
     def end(self) -> None:
         """The step goes on behind the norm, or not at all: nobody comes before it any more."""

@@ -74,6 +74,18 @@ def test_who_is_there_since_a_step_that_was_skipped_does_not_come_again():
     assert some.next() == 2
 
 
+def test_nor_behind_its_own_way_home():
+    """There was no slot for anybody before; a second visit would bring the old state for the next
+    step.
+    """
+    some = visits(slots=1)
+    come(some, 3)
+    some.begin(guesses=True)
+    assert some.next() is None
+    leave(some, 3)
+    assert some.next() == 2
+
+
 def grown(short_of=99, slots=0):
     """With slots that grow behind subgroups 3, 1 and 1; memory is short of the last so many."""
     made = []

@@ -135,6 +135,28 @@ def steps(engine, change, count=4, behind=lambda engine, number: None):
     return state, torch.stack(losses), None
 
 
+def test_visits_of_a_skipped_step_that_nobody_guessed(pattern):
+    """Its norm was known to be none: their state stays in the slots, for the next step."""
+
+    def trained(engine):
+        losses = []
+        for number in range(5):
+            loss = engine(*Batches(2, SIZES["tiny"].sequence).at(number, engine.device))
+            engine.backward(loss * float("nan" if number == 1 else "1"))
+            engine.step()
+            losses.append(loss.detach())
+        assert engine.skipped_steps == 1
+        state = state_of(engine)
+        engine.destroy()
+        return state, torch.stack(losses), None
+
+    options = {"clipping": 50.0}
+    engine, counts = guessing(start(**options), pattern, staging_slots=1, prefetch=1)
+    count = guessed(engine)
+    assert_same(trained(engine), trained(start(**options)))
+    assert counts == [(count, count)] * 4
+
+
 def another_rate(engine, number):
     if number != 1:
         engine.optimizer.param_groups[0]["lr"] = 1e-3 / (1 + number)
