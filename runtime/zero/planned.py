@@ -65,10 +65,13 @@ class PlannedZero:
     def _training_device(self) -> torch.device:
         raise NotImplementedError
 
-    def _norms_finite(self) -> bool:
-        """A gradient with an infinity or NaN shows in its float64 norm, without another pass."""
+    def _finite_norms(self) -> dict[int, bool]:
+        """By parameter: a gradient with an infinity or NaN shows in its float64 norm, without
+        another pass.
+        """
         self._norms_to_host()
-        return all(bool(torch.isfinite(norm)) for norm in self.norm_for_param_grads.values())
+        norms = self.norm_for_param_grads.items()
+        return {key: bool(torch.isfinite(norm)) for key, norm in norms}
 
     def _norms_to_host(self) -> None:
         """All norms in one copy; DeepSpeed then adds them up as ever."""

@@ -122,6 +122,8 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):  # type: ignore[misc]
             )
             position += piece.elements
         if boundary:
+            if key in self.norm_for_param_grads:  # of a backward before, whose overflow counts too
+                self._overflows.append(~torch.isfinite(self.norm_for_param_grads[key]))
             total = gradient if first else torch.cat(totals) if len(totals) > 1 else totals[0]
             self.norm_for_param_grads[key] = float64_norm(total)
 
@@ -164,7 +166,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):  # type: ignore[misc]
     def has_overflow(self, partition_gradients: bool = True) -> bool:
         """Some gradient is infinite or NaN: its float64 norm tells, without another pass."""
         shared = bool(self._overflows) and bool(torch.stack(self._overflows).any())
-        if shared or not self._norms_finite():
+        if shared or not all(self._finite_norms().values()):
             self.local_overflow = True
         return super().has_overflow(partition_gradients)  # type: ignore[no-any-return]
 

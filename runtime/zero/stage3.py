@@ -27,6 +27,7 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
     _gathers: Gathers
     _swapped: list[int]  # subgroups whose parameters DeepSpeed's swapper has
     _unread: torch.Tensor  # what their updates write: the swapper reads the master
+    _infinite: set[int]  # parameters whose sum of micro-batches is infinite or NaN
     shares_state = False
     overlaps_forward = True
     # What DeepSpeed keeps them in is public: read from outside, they wait for the updates.
@@ -78,11 +79,23 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         del partition_gradients
         import deepspeed.comm as dist
 
-        bad = [not self._norms_finite()]
+        bad = [not self._sums_finite()]
         flag = torch.tensor(bad, dtype=torch.uint8, device=self._training_device())
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.dp_process_group)
         self._model_parallel_all_reduce(tensor=flag, op=dist.ReduceOp.MAX)
         return bool(flag.item())
+
+    def _sums_finite(self) -> bool:
+        """Stock looks at the sums of all parameters: one that the last micro-batch does not reach
+        counts with what it has, of this step or of an earlier one.
+        """
+        homes, finite = self._ebbtide.homes, self._finite_norms()
+        for key, piece in homes.slices.items():
+            if piece.begun and not piece.touched:
+                finite[key] = bool(torch.isfinite(homes.sum_so_far(piece)).all())
+        bad = {key for key, well in finite.items() if not well}
+        self._infinite = (self._infinite - finite.keys()) | bad
+        return not self._infinite
 
     def _training_device(self) -> torch.device:
         return private.training_device()
@@ -344,7 +357,7 @@ def take_over(
     for master in optimizer.fp32_partitioned_groups_flat:
         master.grad = None  # 4 bytes per parameter
     optimizer._gathers = Gathers(optimizer, module)
-    optimizer._rule = rule
+    optimizer._rule, optimizer._infinite = rule, set()
     optimizer._swapped = stage3_buffers.swapped(optimizer)
     if optimizer._swapped:
         overlap_forward = False  # the swapper reads a master that no update writes any more

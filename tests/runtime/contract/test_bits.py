@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from simulator.schedule import Lane, OpKind
 from simulator.update.order import UpdateOrder
 from studies.bench.bits import differences, state_of
-from studies.bench.byte_gpt import SIZES, ByteGPT
+from studies.bench.byte_gpt import SIZES, Batches, ByteGPT
 from tests.runtime.contract.training import (
     DEVICES,
+    all_state,
     assert_same,
     attached,
     outcome,
@@ -272,6 +273,57 @@ def test_unused_parameters_get_what_stock_gives_them(stage, device, clipping):
 
     expected = outcome(new(), 9)
     assert_same(outcome(attached(new(), MIX, device, subgroup=5_000), 9), expected)
+
+
+def overflowing(engine, boundaries=1):
+    """State, losses and skipped steps where some overflow; ``boundaries``: backwards for each
+    step. Stock applies an infinity that is left of a step which it has skipped: its NaN count too.
+    """
+    batches, losses = Batches(2, SIZES["tiny"].sequence), []
+    for number in range(12):
+        for again in range(boundaries):
+            loss = engine(*batches.at(number + 100 * again, engine.device))
+            engine.backward(loss * (1e30 if number == 5 and not again else 1.0))
+            losses.append(loss.detach())
+        engine.step()
+    state = {name: value.nan_to_num(7.0) for name, value in all_state(engine).items()}
+    skipped = engine.skipped_steps
+    engine.destroy()
+    return state, torch.stack(losses).nan_to_num(7.0), skipped
+
+
+FP16 = {"precision": "fp16", "clipping": 0.0,
+        "extra": {"fp16": {"enabled": True, "loss_scale": 16}}}  # fmt: skip
+
+
+@pytest.mark.parametrize(("stage", "device"), STAGES)
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_an_overflow_of_what_the_next_batches_do_not_reach(
+    stage, device, accumulation, monkeypatch
+):
+    """In ZeRO-3's sums it stays until their next gradient, and counts in every step until then."""
+    from deepspeed.accelerator import get_accelerator
+
+    monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
+
+    def new():
+        return start(model=Switching(), stage=stage, accumulation=accumulation,
+                     subgroup_size=9000, **FP16)  # fmt: skip
+
+    expected = overflowing(new())
+    assert expected[2] > 1
+    assert_same(overflowing(attached(new(), MIX, device, subgroup=5_000)), expected)
+
+
+@pytest.mark.parametrize(("stage", "device"), STAGES)
+def test_an_overflow_of_the_first_of_two_backwards(stage, device, monkeypatch):
+    """Below ZeRO-3 the second one's gradients take its place; the step is skipped nevertheless."""
+    from deepspeed.accelerator import get_accelerator
+
+    monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
+    expected = overflowing(start(stage=stage, **FP16), 2)
+    assert expected[2] == 1
+    assert_same(overflowing(attached(start(stage=stage, **FP16), MIX, device), 2), expected)
 
 
 @pytest.mark.parametrize(("stage", "device"), STAGES)
