@@ -29,7 +29,9 @@ PATTERNS = {
     "visits": ["device"],
     "stored": ["stored"],
     "both": ["host", "device", "resident", "device"],
+    "grown": ["device", "host", "device"],
 }
+GROWN = {"growing": 3, "prefetch": 2}  # of the last one: no slot is there all the time
 
 
 @pytest.fixture(params=PATTERNS)
@@ -39,7 +41,8 @@ def pattern(request):
 
 def guessing(engine, pattern=("host",), **fields):
     """The engine under a plan that guesses, and for each step the guesses begun and right."""
-    attached(engine, list(pattern), DEVICE, **(ALL | fields))
+    grown = GROWN if list(pattern) == PATTERNS["grown"] else {}
+    attached(engine, list(pattern), DEVICE, **(ALL | grown | fields))
     session, counts = engine.optimizer._ebbtide, []
     settle = session.executor.settle
 
