@@ -161,3 +161,17 @@ def test_no_random_plan_whose_slots_grow_beats_the_bound_of_its_memory(most):
             assert floor_s <= seconds * (1 + 1e-6), plan
             grew += bool(grown)
     assert grew
+
+
+def test_a_forward_before_which_no_slot_goes_waits_for_no_visit():
+    """All activations are the last layer's, so that the slots that grew go before the forward of
+    the layer below: visits come in and leave while the others run.
+    """
+    layers = [n.model_copy(update={"activation_bytes": 0}) for n in work(16).layers]
+    layers[-1] = layers[-1].model_copy(update={"activation_bytes": 3 * ACTIVATIONS})
+    late = work(16).model_copy(update={"layers": tuple(layers)})
+    slow = machine(d2h_bytes_per_s=12e9, h2d_bytes_per_s=12e9, host_adam_params_per_s=1e6)
+    plan = Plan(subgroup_size=SIZE, placement=Plan.runs(["device"] * 16), staging_slots=1,
+                growing_slots=(15, 15, 15), prefetch=4)  # fmt: skip
+    result = simulate_fast(compile_schedule(build_schedule(late, plan, 8)), slow)
+    assert bound(late, slow, result.device_peak_bytes).iteration_s <= result.iteration_s

@@ -89,6 +89,7 @@ class Model:
         rest_s: an iteration without its window.
         first_s: of backward, until the first gradient is complete.
         early_s: the end of the last backward, in which visits may come in.
+        lowest: the layers behind whose backward a subgroup's gradient is complete.
         below_s: of each layer, backward of those below it; behind_s: forward from it on.
         fetching_s: from the end of the first forward until the first sum can be fetched.
     """
@@ -115,6 +116,7 @@ class Model:
         self.first_s, self.early_s = float(backward[-1]), float(backward[:-1].sum())
         forward = np.array([layer.forward_s for layer in w.layers])
         self.below_s, self.behind_s = np.cumsum([0.0, *backward]), np.cumsum(forward[::-1])[::-1]
+        self.lowest = sorted({held[0] for held in w.layers_of_subgroups() if held})
         self.fetching_s = float(backward.sum()) + self.forward_s + self.first_s
         self.recipes = tuple(recipe_of(*way[:2], guessed=way[2], summed=way[3]) for way in some)
         # Slots that some have until the norm is known, and give back then, whoever waits for them.
@@ -132,6 +134,12 @@ class Model:
         """
         sizes = sorted(self.workload.subgroups)
         return min(n for n in sizes if n >= TINY * sizes[len(sizes) // 2])
+
+    def grown_behind(self, layer: int) -> int:
+        """Behind whose backward the last slots have grown that are there before the one of the
+        layer below: they grow behind subgroups (`Activations`). The number of layers: none has.
+        """
+        return min((n for n in self.lowest if n >= layer), default=len(self.below_s) - 1)
 
     def _times(self, step: Step) -> int:
         """Of a gradient's step, in an iteration."""

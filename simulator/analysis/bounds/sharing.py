@@ -132,18 +132,27 @@ class Sharing:
             yield from window.asked(part, part.alone_s, chosen)
 
     def _leave_for_activations(self) -> None:
-        """Before a layer's first forward slots that grew are given back, and with them all visits
-        have left but for the last ones, which fit into the others: the slots are taken, and given
-        back, in the order of the updates.
+        """Before a layer's first forward slots that grew are given back: what has come in and not
+        left fits into the others.
         """
         givers = [p for p in self.model.parts if p.slot == p.step.gives_back == Slot.STAGING]
-        for end, end_s in enumerate(self.ends if givers and self.window.growing else []):
+        takers = [self.model.taker(p) for p in givers]
+        if not (givers and self.window.growing):
+            return
+        lanes = givers[0].step.lane, takers[0].step.lane
+        sizes, seconds = self.model.pieces.size, [p.alone_s for p in givers]
+        ratio = max(float((g.alone_s / sizes).max()) for g in givers) / min(
+            float((t.alone_s / sizes).min()) for t in takers
+        )
+        coming = [t for p in takers for t in self.window.asked(p, p.alone_s, slice(None))]
+        coming += [(self._late[lanes[1]], 1.0)] if lanes[1] in self._late else []
+        for end, end_s in enumerate(self.ends):
             begun = np.flatnonzero(self.model.behind_s >= end_s * (1 - CLOSE))
             if len(begun):  # the last of them, whose slots went a layer ahead
-                last = min(int(begun[-1]) + 2, len(self.model.behind_s))
-                left = self.window.beyond_slots(givers, [p.alone_s for p in givers], last)
-                done = self.done[givers[0].step.lane][len(self.begins) - 1 + end]
-                self.rows.at_most(0.0, *left, (int(done), -1.0))
+                gone, come = (int(self.done[n][len(self.begins) - 1 + end]) for n in lanes)
+                left = self.window.beyond_slots(givers, seconds, int(begun[-1]) + 2)
+                behind = [(columns, -ratio * np.asarray(s)) for columns, s in coming]
+                self.rows.at_most(0.0, *left, *behind, (come, ratio), (gone, -1.0))
 
     def _follow(self, lane: Lane) -> None:
         """A lane has done no more than what it follows lets it: the steps before, or, of visits

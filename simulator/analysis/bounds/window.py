@@ -304,8 +304,9 @@ class Window:
         """How much is in slots, as `_size`: those that grow in the place of activations are not
         there beside them (`Activations`), and a slot is there as a whole.
         """
-        if not layers or self.growing is None:
+        if self.growing is None:
             return self._size[Slot.STAGING]
+        layers = self.model.grown_behind(layers)
         if layers not in self._beside:
             m, (without, others, each, unit) = self.model, self.growing
             held, number = self.rows.one(), self.rows.one(whole=True)
@@ -373,8 +374,8 @@ class Window:
                 self.within(m.rest_s, *asked, name=NAMES.get(lane, lane.value))
         coming = self._coming()
         takers = [p for p in coming if p.inside == Inside.TAKERS]
-        moments = np.linspace(0, len(m.workload.layers) - 1, GROWTHS, endpoint=False).astype(int)
-        grows = sorted(set(moments.tolist())) if takers and self.growing else []
+        some = np.linspace(0, len(m.lowest) - 1, min(GROWTHS, len(m.lowest))).astype(int)
+        grows = [m.lowest[i] for i in some] if takers and self.growing else []
         for name in (n for n in m.work.limits if n not in PASSES_USE):
             asked = [(self.x[:, p.way], p.times * p.taken_s[name]) for p in everything]
             self.within(m.rest_s, *asked, *self._fetched(name), name=NAMES.get(name, name))
@@ -384,10 +385,36 @@ class Window:
             for layer in grows:  # slots that are not there before its backward
                 late = self.beyond_slots(takers, [p.taken_s[name] for p in takers], layer + 1)
                 self.within(float(m.below_s[layer]) - tails[-1], *others, *late)
+        self._come_and_leave(takers, grows)
         for part in takers:
             for p, tail_s in enumerate(tails):
                 up_to = slice(p + 1)
                 self.within(m.early_s - tail_s, (self.x[up_to, part.way], part.seconds[up_to]))
+
+    def _come_and_leave(self, takers: Sequence[Part], grows: Sequence[int]) -> None:
+        """Visits leave in the order in which they came in, and a forward that needs a slot's room
+        waits for all but as many as there are other slots: behind all ways in of those that have
+        left there is the last one's way out. Of few subgroups, since whether a slot goes is whole,
+        and not beside guesses, which may have had it.
+        """
+        m, ways = self.model, [p.way for p in takers]
+        count = float(len(m.workload.subgroups))
+        if count > NAMED or any(m.guessed):
+            return
+        givers = [p for p in m.parts if p.way in ways and p.step.gives_back == Slot.STAGING]
+        out_s = min(float(p.least_s.min()) for p in givers)
+        come_s, leave_s = ([p.seconds for p in parts] for parts in (takers, givers))
+        all_s = out_s + max(float(s @ m.pieces.count) for s in (*come_s, *leave_s))
+        for layer in (max(0, lowest - 1) for lowest in grows):
+            *come, stay = self.beyond_slots(takers, come_s, layer + 2)
+            goes, behind_s = self.rows.one(1.0, whole=True), float(m.behind_s[layer])
+            self.rows.at_most(0.0, (self._size[Slot.STAGING], 1.0), (stay[0], -1.0), (goes, -count))
+            leave = self.beyond_slots(givers, leave_s, layer + 2)
+            self.behind_the_norm(behind_s - all_s, *leave, (goes, all_s))
+            for begin in grows:
+                early = self.beyond_slots(takers, come_s, begin + 1)[-1]
+                before_s = float(m.below_s[begin]) - behind_s + all_s
+                self.within(before_s, *come, stay, early, (goes, out_s + all_s))
 
     def _coming(self) -> list[Part]:
         """What comes in for an update, and not before the end of the last backward begins."""
