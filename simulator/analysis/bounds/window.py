@@ -385,7 +385,8 @@ class Window:
             for layer in grows:  # slots that are not there before its backward
                 late = self.beyond_slots(takers, [p.taken_s[name] for p in takers], layer + 1)
                 self.within(float(m.below_s[layer]) - tails[-1], *others, *late)
-        self._come_and_leave(takers, grows)
+        if grows:
+            self._come_and_leave(takers, grows)
         for part in takers:
             for p, tail_s in enumerate(tails):
                 up_to = slice(p + 1)
