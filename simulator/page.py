@@ -36,5 +36,9 @@ def write_whole(path: str | Path, text: str) -> None:
         return
     path = path.resolve()
     temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
-    temporary.write_text(text)
-    temporary.replace(path)
+    try:
+        temporary.write_text(text)
+        temporary.replace(path)
+    except OSError:  # a full disk would stay the fuller for it
+        temporary.unlink(missing_ok=True)
+        raise

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from tuner.answer.report import show_machine, show_workload, wide_console
 from tuner.commands.progress import told_after
+from tuner.inputs import written
 
 if TYPE_CHECKING:
     from profiler.launch import Launcher
@@ -34,7 +35,8 @@ def machine_profile(
             storage_dir, seconds=seconds, ranks=ranks, fresh=fresh, drives=drives,
             progress=lambda done, total, stage: tell(done / total, f"{stage} {done}/{total}"),
         )  # fmt: skip
-    machine.save(output)
+    with written("--output", output):
+        machine.save(output)
     _tell(machine, show_machine, output, as_json)
 
 

@@ -89,10 +89,10 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         """Stock looks at the sums of all parameters: one that the last micro-batch does not reach
         counts with what it has, of this step or of an earlier one.
         """
-        homes, finite = self._ebbtide.homes, self._finite_norms()
-        for key, piece in homes.slices.items():
+        windows, finite = self._windows, self._finite_norms()
+        for key, piece in windows.slices.items():
             if piece.begun and not piece.touched:
-                finite[key] = bool(torch.isfinite(homes.sum_so_far(piece)).all())
+                finite[key] = bool(torch.isfinite(windows.sum_so_far(piece)).all())
         bad = {key for key, well in finite.items() if not well}
         self._infinite = (self._infinite - finite.keys()) | bad
         return not self._infinite

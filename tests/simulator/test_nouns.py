@@ -1,7 +1,9 @@
 """Machines, workloads, plans, timelines: what they refuse and keep, and how they are saved."""
 
+import errno
 import json
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -242,3 +244,14 @@ def test_layers_of_the_first_schema_had_the_times_of_all_micro_batches():
     old = json.dumps({**fields, "schema_version": 1, "layers": before})
     assert Workload.model_validate_json(old) == work
     assert (work.forward_s, work.backward_s) == (4 * 4 * 0.5, 4 * 4 * 1.5)
+
+
+def test_nothing_is_left_of_a_page_that_a_full_disk_does_not_take(tmp_path, monkeypatch):
+    def full(path, text):
+        path.write_bytes(text[:9].encode())
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space left"):
+        machine().save(tmp_path / "machine.json")
+    assert list(tmp_path.iterdir()) == []

@@ -3,9 +3,11 @@
 import asyncio
 import contextlib
 import json
+import logging
+import sqlite3
 from collections import deque
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeVar
 
 from tuner.service.pool import BusyError, InvalidError, Pool, WorkerError
 from tuner.service.requests import Quota
@@ -13,7 +15,10 @@ from tuner.service.store import Store
 
 # Kind of job -> the worker's call (`tuner.service.worker.calls`); a new kind is one line in each.
 KINDS = {"plan": "job/plan", "what-if": "job/what-if", "search": "job/search"}
+T = TypeVar("T")
+LOG = logging.getLogger("uvicorn.error")
 KEEP_ALIVE_S = 15.0
+RETRY_S = 5.0
 EXPIRE_EVERY_S = 600.0
 REMEMBERED = 512  # events for streams that fell behind
 
@@ -121,7 +126,7 @@ class Jobs:
     async def _dispatch(self) -> None:
         while True:
             self._wake.clear()  # before looking: what is added from here on wakes again
-            job = await asyncio.to_thread(self._store.claim)
+            job = await _kept(self._store.claim)
             if job is None:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._wake.wait(), EXPIRE_EVERY_S)
@@ -147,7 +152,7 @@ class Jobs:
         except KeyError:
             note = f"a job must be one of {', '.join(KINDS)}, but this one is {job['kind']!r}"
         body, is_json = (result.body, result.is_json) if result else (None, True)
-        await asyncio.to_thread(self._store.finish, name, state, note, body, is_json)
+        await _kept(self._store.finish, name, state, note, body, is_json)
         await self._tell(name)
 
     def _progressed(self, job: dict[str, Any], step: dict[str, Any]) -> None:
@@ -161,5 +166,17 @@ class Jobs:
     async def _expire(self) -> None:
         q = self._quota
         while True:
-            await asyncio.to_thread(self._store.expire, q.keep_s, q.run_keep_s, q.kept_rows)
+            await _kept(self._store.expire, q.keep_s, q.run_keep_s, q.kept_rows)
             await asyncio.sleep(EXPIRE_EVERY_S)
+
+
+async def _kept(write: Callable[..., T], *arguments: Any) -> T:
+    """What the store makes of it; while its disk takes nothing (it may be full) it is tried again,
+    so that no job is lost to that.
+    """
+    while True:
+        try:
+            return await asyncio.to_thread(write, *arguments)
+        except sqlite3.OperationalError as error:
+            LOG.warning("the database must be writable, but: %s; again in %g s", error, RETRY_S)
+            await asyncio.sleep(RETRY_S)

@@ -64,10 +64,10 @@ class Store:
             self._writer.executescript(_TABLES)
             self._writer.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
             self._db = self._connected(path)
-        except (sqlite3.Error, OSError):
+        except (sqlite3.Error, OSError) as error:
             raise StoreError(
-                f"--db must be a database of tune serve, whole and readable, but {path} is not: "
-                "give another file, or a copy from before"
+                "--db must be a database of tune serve, whole and readable, on a disk that takes "
+                f"more, but got {path}: {error}: give another file, or a copy from before"
             ) from None
 
     @staticmethod
@@ -111,10 +111,11 @@ class Store:
             self._writer.execute("BEGIN IMMEDIATE")
             try:
                 yield self._writer
+                self._writer.execute("COMMIT")
             except BaseException:
-                self._writer.execute("ROLLBACK")
+                if self._writer.in_transaction:  # a full disk has ended it in most cases
+                    self._writer.execute("ROLLBACK")
                 raise
-            self._writer.execute("COMMIT")
 
     # -- jobs --------------------------------------------------------------------------------
 

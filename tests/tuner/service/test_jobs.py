@@ -1,7 +1,10 @@
 """Jobs over HTTP: watched, cancelled, killed, never lost."""
 
+import asyncio
+import sqlite3
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,7 +13,11 @@ from tests.tuner.service.conftest import Server
 from tests.tuner.service.test_hostile import children
 from tuner.configurations.outcome import Question
 from tuner.configurations.space import Configuration
+from tuner.service import jobs
+from tuner.service.pool import Result
+from tuner.service.requests import Quota
 from tuner.service.scenario import MODELS
+from tuner.service.store import Store
 
 SMALL = {"machine": "rtx4090", "model": "Llama 3.2 1B"}
 GRID = {**SMALL, "strategies": ["zero3_offload"],
@@ -25,6 +32,40 @@ def ended(server, job, limit_s=60):
             return state
         assert time.monotonic() < deadline
     raise AssertionError("the stream ended before the job")
+
+
+@pytest.mark.parametrize("name", ["claim", "finish", "expire"])
+def test_no_job_is_lost_to_a_disk_that_is_full_for_a_while(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(jobs, "RETRY_S", 0.01)
+    store, left = Store(tmp_path / "s.db"), [3]
+    write = getattr(store, name)
+
+    def full(*arguments):
+        left[0] -= 1
+        if left[0] >= 0:
+            raise sqlite3.OperationalError("database or disk is full")
+        return write(*arguments)
+
+    monkeypatch.setattr(store, name, full)
+
+    async def call(*_):
+        return Result(b"{}")
+
+    async def served():
+        pool = SimpleNamespace(jobs=SimpleNamespace(size=1, call=call))
+        line = jobs.Jobs(store, pool, Quota(), jobs.Feed())
+        line.start()
+        job = (await line.submit("plan", {}, "one"))["id"]
+        for _ in range(500):
+            await asyncio.sleep(0.01)
+            if line.state(job)["state"] == "done" and left[0] < 0:
+                break
+        await line.stop()
+        return line.state(job)["state"]
+
+    assert asyncio.run(served()) == "done"
+    assert left[0] < 0
+    store.close()
 
 
 def test_a_plan_job_is_watched_to_its_end(server):

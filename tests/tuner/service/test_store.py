@@ -1,5 +1,7 @@
 """The store: claims, recovery, expiry."""
 
+import sqlite3
+
 import pytest
 
 from tuner.service.store import Store, StoreError
@@ -44,6 +46,29 @@ def test_what_ran_when_the_server_ended_runs_again_and_is_counted(tmp_path):
     assert second.job(job)["state"] == "failed"
     assert second.job(job)["attempts"] == 2
     second.close()
+
+
+def test_what_could_not_be_committed_is_not_in_the_way_of_what_comes(store):
+    class Full:
+        """Its disk takes the second commit only."""
+
+        def __init__(self, db):
+            self.db, self.told = db, False
+
+        def __getattr__(self, name):
+            return getattr(self.db, name)
+
+        def execute(self, sql, *arguments):
+            if sql == "COMMIT" and not self.told:
+                self.told = True
+                raise sqlite3.OperationalError("database or disk is full")
+            return self.db.execute(sql, *arguments)
+
+    store._writer = Full(store._writer)
+    with pytest.raises(sqlite3.OperationalError):
+        store.add_job("plan", "{}")
+    job = store.add_job("plan", "{}")["id"]
+    assert store.claim()["id"] == job
 
 
 def test_two_servers_cannot_share_a_database(store, tmp_path):
