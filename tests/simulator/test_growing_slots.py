@@ -140,10 +140,10 @@ def test_slots_that_grow_are_filled_behind_the_backward_that_makes_room_for_them
     assert floor_s <= result.iteration_s
 
 
-@pytest.mark.parametrize("most", [4, 9, 30])
+@pytest.mark.parametrize("most", [4, 8, 20])
 def test_no_random_plan_whose_slots_grow_beats_the_bound_of_its_memory(most):
     rng, grew = np.random.default_rng(most), 0
-    for _ in range(6):
+    for _ in range(3):
         work, on = random_workload(rng, most), random_machine(rng)
         layers = tuple(
             n.model_copy(update={"activation_bytes": int(12 * n.params * rng.uniform(0, 2))})
@@ -152,7 +152,7 @@ def test_no_random_plan_whose_slots_grow_beats_the_bound_of_its_memory(most):
         work = work.model_copy(update={"layers": layers})
         able = [s for s, held in enumerate(work.layers_of_subgroups()) if held]
         sweep = PlanSweep(work, on)
-        for codes, slots, *rest in random_plans(rng, len(work.subgroups), 3):
+        for codes, slots, *rest in random_plans(rng, len(work.subgroups), 2):
             grown = rng.choice(able, size=int(rng.integers(0, slots + 1))).tolist()
             plan = (codes, slots - len(grown), *rest, HOST_SLOTS, grown)
             room = float(sweep.evaluate(*plan)[kernel.DEVICE_PEAK])

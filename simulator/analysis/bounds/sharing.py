@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,14 +10,13 @@ from numpy.typing import NDArray
 from simulator.analysis.bounds.model import Inside, Part
 from simulator.analysis.bounds.modes import Modes
 from simulator.analysis.bounds.rows import Columns, Term
-from simulator.analysis.bounds.window import PASSES_USE, Window
+from simulator.analysis.bounds.window import Window
 from simulator.schedule import Lane
-from simulator.update.recipes import Slot, Wait
+from simulator.update.recipes import Slot
 
 Floats = NDArray[np.float64]
 TAILS, NEXT_TAILS = 8, 6  # moments before the window's end
 CLOSE = 1e-9
-TINY_S = 1e-12
 
 
 class Sharing:
@@ -38,7 +37,6 @@ class Sharing:
         self.done = {lane: d for modes in self.model.modes for lane, d in self._done(modes).items()}
         self.rows.at_most(-self.model.forward_s, (self.done[Lane.COMPUTE][-1], -1.0))
         self._late = self._late_gradients()
-        self._late_coming()
         waiting = [p for parts in window.waiting.values() for p in parts]
         behind_s = min((float((p.least_s + p.tail_s).min()) for p in waiting), default=0.0)
         behind_s = min([behind_s, *(float(p.tail_s.min()) for p in self._takers)])
@@ -74,26 +72,18 @@ class Sharing:
         """What each lane has done of what is asked for, at the end of each part of the window."""
         heads, tails = np.diff(self.begins), -np.diff(self.ends)
         fixed_s = self.begins[-1] + self.ends[0]
-        speeds = _apart(modes, self._exclusive()) if self.window.slots == 1 else modes.speeds
         done = [self.rows.new(len(modes.lanes)) for _ in range(len(heads) + 1 + len(tails))]
         for number, length in enumerate([*heads, None, *tails]):
-            seconds = self.rows.new(len(speeds))
+            seconds = self.rows.new(len(modes.speeds))
             if length is None:
                 self.window.behind_the_norm(fixed_s, (seconds, 1.0))
             else:
                 self.rows.at_most(float(length), (seconds, 1.0))
             for lane, now in enumerate(done[number]):
                 before = [(done[number - 1][lane], -1.0)] if number else []
-                self.rows.at_most(0.0, (now, 1.0), (seconds, -speeds[:, lane]), *before)
+                self.rows.at_most(0.0, (now, 1.0), (seconds, -modes.speeds[:, lane]), *before)
                 self.rows.at_most(0.0, (now, -1.0), *((v, 1.0) for v, _ in before))
         return {lane: np.array([d[i] for d in done]) for i, lane in enumerate(modes.lanes)}
-
-    def _exclusive(self) -> list[tuple[Lane, Lane]]:
-        """With one slot nothing comes in while what was there leaves."""
-        givers = [p for p in self.model.parts if p.inside == Inside.GIVERS]
-        early = [p for p in givers if p.way in self.window.early]
-        return [(self.model.taker(p).step.lane, p.step.lane) for p in early
-                if p.slot is not None and self.window.limit(p.slot) == 1]  # fmt: skip
 
     def _do(self, lane: Lane, begin: int, end: int) -> None:
         begin_s, end_s = self.begins[begin], self.ends[end]
@@ -209,41 +199,6 @@ class Sharing:
             self._late_by(late[lane], m.rest_s - m.first_s, *everything)
         return late
 
-    def _late_coming(self) -> None:
-        """Of the sums that the last micro-batch fetches and of early visits, what comes in behind
-        the norm: all of them come behind the last layer's backward, on one link.
-        """
-        m, sums = self.model, [g for g in self.model.gradients if Wait.SUM in g.step.waits]
-        takers = [p for p in self._takers if not p.ahead]
-        if m.micro == 1 or not sums:
-            return
-        lanes = {p.step.lane for p in [*sums, *takers]}
-        self._late |= {lane: self.rows.one() for lane in lanes}
-        late = np.array([self._late[lane] for lane in lanes])
-        for lane in {g.step.lane for g in sums}:
-            fetched = [
-                (self.window.x[:, g.way], g.times * g.alone_s) for g in sums if g.step.lane == lane
-            ]
-            self._late_by(self._late[lane], m.rest_s - m.fetching_s, *fetched)
-        for name in (n for n in m.work.limits if n not in PASSES_USE):
-            coming = [(self.window.x[:, g.way], g.taken_s[name]) for g in sums]
-            coming += [(self.window.early[p.way], p.taken_s[name]) for p in takers]
-            share = max(float((p.taken_s[name] / np.maximum(p.alone_s, TINY_S)).max())
-                        for p in [*sums, *takers])  # fmt: skip
-            self.rows.at_most(m.early_s, (late, -share), (self.window.waited, -1.0), *coming)
-
     def _late_by(self, late: int, before_s: float, *terms: Term) -> None:
         """What does not fit into so much of backward, and what that waits for."""
         self.rows.at_most(before_s, (late, -1.0), (self.window.waited, -1.0), *terms)
-
-
-def _apart(modes: Modes, exclusive: Sequence[tuple[Lane, Lane]]) -> Floats:
-    """Speeds of modes in which one of two lanes stands still."""
-    speeds = modes.speeds
-    for pair in exclusive:
-        if set(pair) <= set(modes.lanes):
-            both = [modes.lanes.index(lane) for lane in pair]
-            run = (speeds[:, both] > 0).all(axis=1)
-            still = [speeds[run] * (np.arange(speeds.shape[1]) != lane) for lane in both]
-            speeds = np.concatenate([speeds[~run], *still])
-    return speeds

@@ -25,7 +25,6 @@ CLOSE = 1e-6
 NAMED = 14  # subgroups: of so few each is placed whole, and it counts which one is the last
 NUMBERED = 5  # alike subgroups, of more of which only the number is whole
 MOST_LARGE = 2  # subgroups that may be far larger than the others
-FIRST = 3  # updates that are told apart by when they begin
 GROWTHS = 6  # moments of backward at which slots that grow are counted
 MOST_NUMBERS = 8  # of gradients on their way that are asked for
 PASSES_USE = ("device", "cores")
@@ -80,7 +79,6 @@ class Window:
         self._resources()
         self._iteration()
         self._come_home()
-        self._write_back()
         self._fetch_sums()
         self._large_way_home()
         self._last_updates()
@@ -460,22 +458,6 @@ class Window:
             self.rows.at_most(0.0, (self.x[p, sorted(chosen)], share), (some, -1.0))
         return some
 
-    def _write_back(self) -> None:
-        """On a lane that brings gradients home visits leave behind all of them; and behind the
-        first that leaves the visits beyond the slots come.
-        """
-        m, last_s = self.model, self.model.pieces.tail_s[-1]
-        for give in (p for p in m.parts if p.inside == Inside.GIVERS and p.way in self.early):
-            before = [(self.x[:, g.way], g.times * g.seconds) for g in self.home
-                      if g.step.lane == give.step.lane]  # fmt: skip
-            take, slot = m.taker(give), give.slot
-            assert slot is not None
-            around = {give: take.least_s + take.tail_s, take: give.least_s + take.tail_s}
-            for part, around_s in around.items() if before else ():
-                asked = self.asked(part, part.seconds, slice(None))
-                beyond = (self.beyond[slot], float(around_s.min()))
-                self.within(m.rest_s - m.first_s - last_s, *before, *asked, beyond)
-
     def _fetch_sums(self) -> None:
         """With accumulation a lane brings the sums of all micro-batches but the first, and behind
         them what comes home on it; visits share the way in with the last of them.
@@ -491,8 +473,6 @@ class Window:
             for p, tail_s in enumerate(tails):
                 asked = [t for q in behind for t in self.asked(q, q.seconds, slice(p + 1))]
                 self.within(outside_s - tail_s, *before, *asked)
-            for give in (p for p in behind if p.step.gives_back is not None):
-                self._wait_for_buffers(give, before, outside_s)
         coming = self._coming()
         for name in (n for n in m.work.limits if n not in PASSES_USE):
             asked = [(self.x[:, p.way], p.taken_s[name]) for p in coming]
@@ -500,34 +480,6 @@ class Window:
             last = [(self.x[:, p.way], p.taken_s[name]) for p in sums]
             self.within(outside_s - tails[-1], *all_sums, *asked)
             self.within(m.early_s - tails[-1], *last, *asked)
-
-    def _wait_for_buffers(self, give: Part, before: Sequence[Term], outside_s: float) -> None:
-        """What takes a buffer that is given back behind the sums waits for it. With two buffers the
-        third one begins behind the first way home, the fourth behind the second: behind j of them
-        all but the first j + 1 follow one another, and a way home.
-        """
-        m, count = self.model, len(self.model.pieces)
-        take = next(
-            p for p in m.parts if p.way == give.way and p.step.takes == give.step.gives_back
-        )
-        buffers = self.limit(give.step.gives_back or Slot.PARAMETER)
-        turns = [self.rows.new(count) for _ in range(FIRST + buffers - 1)]  # who begins as which
-        for turn in turns:
-            self.rows.at_most(1.0, (turn, 1.0))
-        for p in range(count):
-            self.rows.at_most(0.0, (self.x[p, take.way], -1.0), *((turn[p], 1.0) for turn in turns))
-        everything = (self.x[:, take.way], take.seconds)
-        for homeward in range(1, FIRST + 1):
-            others, free = self.rows.one(1.0), turns[: homeward + buffers - 1]
-            for p in range(count):
-                left = (self.x[p, take.way], 1.0), *((turn[p], -1.0) for turn in free)
-                self.rows.at_most(0.0, *left, (others, -m.pieces.count[p]))
-            less = [(turn, -take.seconds) for turn in free]
-            ways_home = [(turn, give.seconds) for turn in free[:homeward]]
-            self.within(
-                outside_s - m.pieces.tail_s[-1], *before, everything, *less, *ways_home,
-                (others, float(give.least_s.min())),
-            )  # fmt: skip
 
     def _large_way_home(self) -> None:
         """Of two buffers one is a large subgroup's until its parameters are home, which takes
