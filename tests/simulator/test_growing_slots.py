@@ -153,7 +153,7 @@ def test_no_random_plan_whose_slots_grow_beats_the_bound_of_its_memory(most):
         able = [s for s, held in enumerate(work.layers_of_subgroups()) if held]
         sweep = PlanSweep(work, on)
         for codes, slots, *rest in random_plans(rng, len(work.subgroups), 2):
-            grown = rng.choice(able, size=int(rng.integers(0, slots + 1))).tolist()
+            grown = rng.choice(able, size=int(rng.integers(min(1, slots), slots + 1))).tolist()
             plan = (codes, slots - len(grown), *rest, HOST_SLOTS, grown)
             room = float(sweep.evaluate(*plan)[kernel.DEVICE_PEAK])
             floor_s = bound(work, on, room).iteration_s
