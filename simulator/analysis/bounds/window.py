@@ -69,6 +69,7 @@ class Window:
         self._size = {slot: self.rows.one() for slot in visited}  # in units of the largest subgroup
         self.growing: tuple[float, list[Term], float, float] | None = None  # bytes beside slots
         self._beside: dict[int, int] = {}
+        self._numbers: list[int] = []  # of slots beside activations
         self._place(numbers)
         for slot in visited:
             self._visit(slot)
@@ -179,7 +180,8 @@ class Window:
 
     def place_each(self) -> None:
         """Only whole subgroups of a piece are updated in a way, where they are alike."""
-        for variable in (*self.x[self.model.pieces.whole].ravel(), *self._crosses):
+        some = self.x[self.model.pieces.whole].ravel()
+        for variable in (*some, *self._crosses, *self._numbers):
             self.rows.whole[variable] = True
 
     def limit(self, slot: Slot) -> int:
@@ -307,7 +309,7 @@ class Window:
         layers = self.model.grown_behind(layers)
         if layers not in self._beside:
             m, (without, others, each, unit) = self.model, self.growing
-            held, number = self.rows.one(), self.rows.one(whole=True)
+            held, number = self.rows.one(), self.rows.one(whole=len(m.workload.subgroups) <= NAMED)
             least, most = self.visitor or (min(m.workload.subgroups), m.largest)
             below = sum(n.activation_bytes for n in m.workload.layers[:layers])
             for size in ((held, each), (number, each * least / m.largest)):
@@ -315,6 +317,7 @@ class Window:
             self.rows.at_most(0.0, (held, 1.0), (self._size[Slot.STAGING], -1.0))
             self.rows.at_most(0.0, (held, 1.0), (number, -most / m.largest))
             self._beside[layers] = held
+            self._numbers.append(number)
         return self._beside[layers]
 
     def _under_way(self) -> int:
