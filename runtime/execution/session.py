@@ -198,6 +198,10 @@ class Session:
         )  # fmt: skip
         self.guessing = Guessing()
         self._guessed: tuple[list[UpdateStep], float] | None = None  # of the coming step
+        # Ranks gather together: where one waits for its updates and another does not, both would
+        # wait for ever.
+        if self.overlaps and engine.any_rank(not plan.overlap_forward):
+            plan = plan.model_copy(update={"overlap_forward": False})
         self.plan, self.executor = self._build(plan)
         self.homes = engine.gradient_homes(
             device, self.executor.states, self.executor.gradients, self._complete

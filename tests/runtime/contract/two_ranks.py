@@ -30,8 +30,12 @@ PLANS = ((["host"], next(iter(DEVICES))), (MIX, DEVICE))
 AWAY = {"offload_param": {"device": "cpu"}}
 
 
-def run(pattern=None, device=DEVICE, fail=False, speculate=0, away=(), **config):
-    """``away``: the micro-steps behind which states go away and come back, in mid-window too."""
+def run(
+    pattern=None, device=DEVICE, fail=False, speculate=0, away=(), overlaps="all", **config
+):  # fmt: skip
+    """``away``: the micro-steps behind which states go away and come back, in mid-window too;
+    ``overlaps``: which ranks' plans overlap forward.
+    """
     rank = torch.distributed.get_rank()
     engine = start(subgroup_size=UNEVEN, **config)
     if pattern == "auto":
@@ -41,7 +45,8 @@ def run(pattern=None, device=DEVICE, fail=False, speculate=0, away=(), **config)
         homes = config.get("offload_param") and [["host"], ["device", "host"]][len(pattern) > 1]
         attached(engine, own, device, seed=rank, subgroup=UNEVEN, homes=homes, speculate=speculate,
                  speculate_visits=speculate, speculate_stored=speculate, host_slots=9,
-                 device_sums=2, growing=speculate and 2)  # fmt: skip
+                 device_sums=2, growing=speculate and 2,
+                 overlap_forward=overlaps == "all" or rank == 0)  # fmt: skip
     if fail and rank == 1:
 
         def die(op):
@@ -64,11 +69,11 @@ def run(pattern=None, device=DEVICE, fail=False, speculate=0, away=(), **config)
     return state, torch.stack(losses), norms
 
 
-def compare(name, tried=PLANS, speculate=0, away=(), **config):
+def compare(name, tried=PLANS, speculate=0, away=(), overlaps="all", **config):
     stock = run(**config)
     found = {}
     for pattern, device in tried:
-        ours = run(pattern, device, speculate=speculate, away=away, **config)
+        ours = run(pattern, device, speculate=speculate, away=away, overlaps=overlaps, **config)
         found[f"{name}: {pattern} on {device}"] = (
             not differences(ours[0], stock[0])
             and torch.equal(ours[1], stock[1])
@@ -126,6 +131,7 @@ def main():
         "guessed", [(["host", "device", "stored"], DEVICE)], speculate=9, accumulation=2,
         clipping=4.0, away=(0, 2),
     )  # fmt: skip
+    found |= compare("one waits", [(["host", "device"], DEVICE)], overlaps="first")
     # Its linear layers add a bias as it was gathered: in fp32 behind a step, else in bf16.
     lower = {"lower_precision_safe_modules": ["studies.bench.byte_gpt.Linear"]}
     autocast = {"torch_autocast": {"enabled": True, "dtype": "bfloat16", **lower}}
