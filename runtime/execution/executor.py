@@ -677,6 +677,17 @@ class Executor:
         self.state_written(state.index for state in self.states if state.index not in adopted)
         self._outdate(adopted)
 
+    def state_shown(self) -> None:
+        """To somebody who may write to it: what has come into a slot comes once more, and blocks
+        until that is there which is on its way, since it may be neither old nor new.
+        """
+        self.drop_guesses()
+        for subgroup in self.visits.inside:
+            came = self._current[self._position[OpKind.STATE_H2D, subgroup]]
+            if came is not None:
+                came.wait_host()
+        self._outdate(self.visits.inside)
+
     def _outdate(self, subgroups: Iterable[int]) -> None:
         with self._stale_lock:
             self._stale.update(subgroups)

@@ -358,9 +358,9 @@ class Session:
         job = SubgroupJob(steps[subgroup], self.homes.segments(subgroup, scale))
         self.executor.guess(subgroup, job)
 
-    def void_guesses(self) -> None:
+    def state_shown(self) -> None:
         """Somebody may change state or gradients between backward and step."""
-        self.executor.drop_guesses()
+        self.executor.state_shown()
 
     def _settle(self, jobs: list[SubgroupJob]) -> None:
         begun = len(self.executor.guesses.begun)

@@ -223,6 +223,8 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):  # type: ignore[misc]
 
     def _update(self, norm: torch.Tensor) -> None:
         own = self._ebbtide
+        if self._flat.published and self._flat.shadows:  # who was shown them may have written there
+            self._take_back()
         own.update(self._scale_of(norm))
         own.executor.wait_all()
         self._flat.published = not self._flat.shadows
@@ -259,6 +261,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):  # type: ignore[misc]
     def publish(self) -> None:
         own = self.__dict__.get("_ebbtide")  # None while it is being made
         if own is not None and not own.closed:
+            own.state_shown()  # who reads what is public may write to it
             self._flat.publish(own)
 
     def _let_go(self) -> None:

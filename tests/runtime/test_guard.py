@@ -234,7 +234,7 @@ def test_a_plan_larger_than_free_memory_is_refused_with_numbers(monkeypatch):
     check_host_memory(plan, config(), needed)
     with pytest.raises(ConfigError, match=r"55.88 GiB for 1 rank.*46.57 GiB free \(9.31 GiB miss"):
         check_host_memory(plan, config(), 50 * 10**9)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_SIZE", "2")
     with pytest.raises(ConfigError, match=r"111.76 GiB for 2 rank"):
         check_host_memory(plan, config(), needed)
 

@@ -8,6 +8,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_grad, safe_set_full_fp32_param, safe_set_full_grad
 
 import runtime
+from runtime.zero.stage12 import EbbtideStage2
 from simulator import PlanError
 from simulator.update.recipes import SPECULATES
 from studies.bench.bits import state_of
@@ -199,6 +200,33 @@ def test_what_changes_between_backward_and_step(change, pattern):
     assert any(right < subgroups_begun for subgroups_begun, right in counts) or any(
         begun == 0 for begun, _ in counts
     )
+
+
+@pytest.mark.parametrize("change", [another_master_in_place, another_moment_in_place])
+@pytest.mark.parametrize("fields", [{"prefetch": 2}, GROWN])
+def test_what_has_come_in_already_comes_again_when_it_is_changed(change, fields):
+    """Nobody guesses: state waits in its slot for the norm."""
+    engine = attached(start(clipping=0.0), ["device"], DEVICE, **fields)
+    assert_same(steps(engine, change), steps(start(clipping=0.0), change))
+
+
+@pytest.mark.parametrize("placement", ["device", "resident"])
+def test_what_is_changed_in_place_below_stage_3(placement, monkeypatch):
+    """State in a slot comes again; what stays on the device is fetched from where it was shown."""
+
+    def change(engine, number):
+        if number < 3:
+            engine.optimizer.single_partition_of_fp32_groups[0].data.mul_(0.5 + number)
+
+    taken = []
+    take_back = EbbtideStage2._take_back
+    monkeypatch.setattr(
+        EbbtideStage2, "_take_back", lambda self: (taken.append(0), take_back(self))
+    )
+    options = {"clipping": 0.0, "stage": 2}
+    engine = attached(start(**options), [placement], DEVICE, prefetch=2)
+    assert_same(steps(engine, change, 6), steps(start(**options), change, 6))
+    assert len(taken) == (3 if placement == "resident" else 0), "not at steps that nobody disturbs"
 
 
 def test_a_second_backward_before_the_step(pattern):
