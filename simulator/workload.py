@@ -156,11 +156,15 @@ class Workload(Page):
         """Its layers had the times of all micro-batches together."""
         if not isinstance(fields, dict) or fields.get("schema_version") != 1:
             return fields
-        micro, passes = fields.get("gradient_accumulation_steps") or 1, ("forward_s", "backward_s")
-        layers = [
-            {k: v / micro if k in passes else v for k, v in dict(layer).items()}
-            for layer in fields.get("layers", ())
-        ]
+        passes = "forward_s", "backward_s"
+        try:
+            micro = int(fields.get("gradient_accumulation_steps", 1))
+            layers = [
+                {k: float(v) / micro if k in passes else v for k, v in dict(layer).items()}
+                for layer in fields["layers"]
+            ]
+        except (KeyError, TypeError, ValueError, ZeroDivisionError):
+            return fields  # what is wrong in them is told by their fields' own rules
         return {**fields, "layers": layers, "schema_version": SCHEMA_VERSION}
 
     @model_validator(mode="after")

@@ -74,10 +74,8 @@ class GradientHomes(Generic[Piece]):
             self.by_subgroup[piece.subgroup].append(piece)
         # By subgroup, parameters without a gradient of the boundary.
         self._missing = self._awaited()
-        unified = self.device.unified
         on_host = [RECIPES[s.placement].gradient == "host" for s in self.states]
-        self._crosses = [there and not unified for there in on_host]
-        self._on_host = [there or unified for there in on_host]
+        self._crosses = [there and not self.device.unified for there in on_host]
         self._open = False  # a gradient has arrived since the window was closed
 
     # -- arriving ----------------------------------------------------------------------------

@@ -358,10 +358,6 @@ class Session:
         job = SubgroupJob(steps[subgroup], self.homes.segments(subgroup, scale))
         self.executor.guess(subgroup, job)
 
-    def state_shown(self) -> None:
-        """Somebody may change state or gradients between backward and step."""
-        self.executor.state_shown()
-
     def _settle(self, jobs: list[SubgroupJob]) -> None:
         begun = len(self.executor.guesses.begun)
         moved = self.executor.settle(jobs)

@@ -261,7 +261,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):  # type: ignore[misc]
     def publish(self) -> None:
         own = self.__dict__.get("_ebbtide")  # None while it is being made
         if own is not None and not own.closed:
-            own.state_shown()  # who reads what is public may write to it
+            own.executor.state_shown()  # who reads what is public may write to it
             self._flat.publish(own)
 
     def _let_go(self) -> None:

@@ -187,7 +187,7 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
     def publish(self) -> None:
         own = self.__dict__.get("_ebbtide")  # None while it is being made
         if own is not None and not own.closed:
-            own.state_shown()  # who reads what is public may write to it
+            own.executor.state_shown()  # who reads what is public may write to it
             own.wait_for_readers()
 
     def _get_fp32_opt_state_partition(

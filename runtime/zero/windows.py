@@ -103,7 +103,7 @@ class Windows(GradientHomes[ZeroSlice]):
     def _keep_previous(self, piece: ZeroSlice) -> None:
         """A gradient is about to come home that no update may ever apply."""
         subgroup = piece.subgroup
-        if self._on_host[subgroup]:
+        if self._crosses[subgroup] or self.device.unified:
             # All of the subgroup at once, by reference: what has not arrived yet is left behind.
             if subgroup not in self._turned and not any(
                 p.touched for p in self.by_subgroup[subgroup]
@@ -114,10 +114,7 @@ class Windows(GradientHomes[ZeroSlice]):
                 self._turned.add(subgroup)
         elif piece.used and piece.kept is None and not (piece.touched or piece.copied):
             spare = self._spare(subgroup).narrow(0, piece.offset, piece.elements)
-            if self.device.unified:
-                spare.copy_(self._home(piece))
-            else:
-                self.ops.set_aside(subgroup, spare, self._home(piece))
+            self.ops.set_aside(subgroup, spare, self._home(piece))
             self.before_reuse()
             piece.copied = True
 

@@ -235,7 +235,7 @@ class PlanSweep:
             )
 
     def _takes(self, slot: Slot, placement: NDArray[np.int8]) -> bool:
-        both = totals(placement, self.sizes, self.ways)[:, 0].tolist()
+        both = (counts for counts, *_ in self.amounts(placement))
         pairs = zip(both, self.held.users[slot], strict=True)
         return any(counts[user] for counts, users in pairs for user in users)
 

@@ -304,7 +304,7 @@ def _changed(workload: Workload, machine: Machine, point: Point) -> tuple[Worklo
 
 
 def _rebuilt(workload: Workload, fields: Mapping[str, Any]) -> Workload:
-    """More micro-batches compute longer and see more tokens."""
+    """More micro-batches see more tokens."""
     changed = Workload.model_validate({**workload.model_dump(), **fields})
     more = changed.gradient_accumulation_steps / workload.gradient_accumulation_steps
     if more == 1:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from simulator import (
     Layer,
@@ -255,3 +256,15 @@ def test_nothing_is_left_of_a_page_that_a_full_disk_does_not_take(tmp_path, monk
     with pytest.raises(OSError, match="No space left"):
         machine().save(tmp_path / "machine.json")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [{"gradient_accumulation_steps": "few"}, {"gradient_accumulation_steps": 0},
+     {"layers": [{"params": 40, "forward_s": "soon", "backward_s": 1.0}]}, {"layers": "none"},
+     {"layers": [40]}, {"layers": None}],
+)  # fmt: skip
+def test_what_is_wrong_in_a_file_of_the_first_schema_is_told_as_ever(bad):
+    fields = workload(gradient_accumulation_steps=4).model_dump(mode="json")
+    with pytest.raises(ValidationError, match=next(iter(bad))):
+        Workload.model_validate({**fields, "schema_version": 1, **bad})
