@@ -5,12 +5,12 @@
 Real DeepSpeed, real copies and arithmetic; how long each layer, copy and update takes is given
 (`studies.trials.emulated_training`), balanced so that neither host nor device could do it all in
 time. The floor is ``backward + max(forward, U*)`` (`simulator.analysis.bound`) of the layers'
-given times, so that whatever DeepSpeed's own code costs counts against the plan. Stride k and
-Twin-Flow run on the same device with ebbtide's kernels and gradient path: just placement and
-timing are theirs. Then updates that begin before the norm, on the guess that the step does not
-clip: where all of them take 0.5, 1 and 2 times forward and backward, against the floor of plans
-that guess, against the best plan that waits, and with 5, 50 and 100% of the steps clipped. No
-figure from here is a GPU figure.
+given times: what DeepSpeed's own code costs counts against the plan, unless a GPU would have run a
+kernel meanwhile. Stride k and Twin-Flow run on the same device with ebbtide's kernels and gradient
+path: just placement and timing are theirs. Then updates that begin before the norm, on the guess
+that the step does not clip: where all of them take 0.5, 1 and 2 times forward and backward, against
+the floor of plans that guess, against the best plan that waits, and with 5, 50 and 100% of the
+steps clipped. No figure from here is a GPU figure.
 """
 
 import logging

@@ -26,7 +26,7 @@ from simulator.schedule import Lane as LaneName
 from studies.bench.bits import differences
 from studies.bench.console import publish, study_parser
 from studies.bench.rank import become_only_rank
-from studies.trials.emulated_training import WARMUP, Bench, Measured, Setting
+from studies.trials.emulated_training import WARMUP, Bench, Measured, Setting, kernels_of
 
 HEADROOM_SHARE = 0.5  # of all parameters: device memory beside activations and buffers
 
@@ -111,8 +111,7 @@ class StockBench(Bench):
         super().__init__(setting, **zero)
         self.device = EmulatedDevice(setting.rates())
         self._lane = Lane("stock's gathers")
-        for block in self.engine.module.blocks:
-            block.compute = self.device.compute
+        self._kernels = kernels_of(self.engine, self.device)
         parameters = self.engine.module.parameters()
         self._restore = private.gate_gathers(parameters, lambda _: None, self._fetch)
         self._pace_step()

@@ -7,8 +7,8 @@ given: the rest of its time is slept. No figure from here is a GPU figure.
 import itertools
 import statistics
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -178,14 +178,45 @@ def start(setting: Setting, **zero: Any) -> Any:
     return stock_engine(PacedModel(setting), config)
 
 
-def attach(engine: Any, setting: Setting, plan: Plan) -> None:
+class Kernels:
+    """What an engine's layers give an emulated device to do, prepared beside it as a GPU's is.
+
+    A GPU runs one kernel while its host prepares the next. Here the thread that prepares is the
+    one that waits for the kernel's end: what it computes in between is taken off the next kernel's
+    time. Only processor time is, for where that thread waits, a GPU would wait too.
+    """
+
+    def __init__(self, device: EmulatedDevice) -> None:
+        self._device = device
+        self._ended_s: float | None = None  # processor time of the training thread
+
+    def synchronized(self) -> None:
+        """The host has waited for the device: nothing is prepared for the next kernel."""
+        self._ended_s = None
+
+    @contextmanager
+    def compute(self, seconds: float) -> Iterator[None]:
+        prepared_s = 0.0 if self._ended_s is None else time.thread_time() - self._ended_s
+        with self._device.compute(max(0.0, seconds - prepared_s)):
+            yield
+        self._ended_s = time.thread_time()
+
+
+def attach(engine: Any, setting: Setting, plan: Plan) -> Kernels:
     """Applies a plan on an emulated device that keeps to the setting's rates."""
     import runtime
 
     device = EmulatedDevice(setting.rates())
     runtime.attach(engine, plan, device=device)
+    return kernels_of(engine, device)
+
+
+def kernels_of(engine: Any, device: EmulatedDevice) -> Kernels:
+    """From here on the engine's layers take their times of ``device``."""
+    kernels = Kernels(device)
     for block in engine.module.blocks:
-        block.compute = device.compute
+        block.compute = kernels.compute
+    return kernels
 
 
 @dataclass(frozen=True)
@@ -216,7 +247,7 @@ class Bench:
         self.setting, self.clips = setting, clips
         self.engine = start(setting, **zero)
         self.steps = 0
-        self._attached = False
+        self._kernels: Kernels | None = None  # of a plan's device
 
     def measure(self, plan: Plan, steps: int, *, settle: bool = False) -> Measured:
         """Trains ``steps`` steps under ``plan`` after the warm-up.
@@ -242,16 +273,17 @@ class Bench:
     def _apply(self, plan: Plan) -> None:
         from runtime.zero.attach import switch_plan
 
-        if self._attached:
+        if self._kernels is not None:
             switch_plan(self.engine, plan)
         else:
-            attach(self.engine, self.setting, plan)
-            self._attached = True
+            self._kernels = attach(self.engine, self.setting, plan)
 
     def _step(self, settle: bool) -> tuple[float, float, float, float]:
         """The borders of the phases of one step."""
         inputs, targets = batch(self.setting, self.steps)
         self.steps += 1
+        if self._kernels is not None:
+            self._kernels.synchronized()  # the step before has read its norm
         begun = time.perf_counter()
         loss = self.engine(inputs, targets)
         forward = time.perf_counter()

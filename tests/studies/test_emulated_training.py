@@ -1,10 +1,15 @@
 """The two studies that execute plans at given rates, small: real bits, figures that add up."""
 
 import importlib
+import itertools
 import json
 import sys
+from contextlib import nullcontext
 
 import pytest
+
+from runtime.devices.emulated import EmulatedDevice
+from studies.trials.emulated_training import Kernels
 
 
 @pytest.fixture
@@ -17,6 +22,21 @@ def run(only_rank, monkeypatch):
         return json.loads(path.read_text())
 
     return study
+
+
+def test_what_prepares_a_kernel_is_done_beside_the_one_before(monkeypatch):
+    device, clock = EmulatedDevice(), itertools.count()
+    given = []
+    monkeypatch.setattr(device, "compute", lambda s: given.append(s) or nullcontext())
+    monkeypatch.setattr("time.thread_time", lambda: float(next(clock)))  # a second a look
+    kernels = Kernels(device)
+    for seconds in (5.0, 5.0, 0.5):
+        with kernels.compute(seconds):
+            next(clock)  # what computes in a kernel is in its time
+    kernels.synchronized()
+    with kernels.compute(5.0):
+        pass
+    assert given == [5.0, 4.0, 0.0, 5.0]
 
 
 @pytest.mark.slow
