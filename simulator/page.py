@@ -26,19 +26,26 @@ class Page(BaseModel):
         return cls.model_validate_json(Path(path).read_text())
 
 
-def write_whole(path: str | Path, text: str) -> None:
+def write_whole(path: str | Path, content: str | bytes) -> None:
     """To a sibling file first, then renamed: a link to a file stays one. What is no file, such as
     a pipe or a terminal (``/dev/stdout``), is written to.
     """
     path = Path(path)
     if path.exists() and not path.is_file():
-        path.write_text(text)
+        _write(path, content)
         return
     path = path.resolve()
     temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
     try:
-        temporary.write_text(text)
+        _write(temporary, content)
         temporary.replace(path)
     except OSError:  # a full disk would stay the fuller for it
         temporary.unlink(missing_ok=True)
         raise
+
+
+def _write(path: Path, content: str | bytes) -> None:
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        path.write_text(content)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from simulator.page import write_whole
 from simulator.schedule import Lane, OpKind
 from simulator.span import Span, makespan_s
 
@@ -146,7 +147,7 @@ class Timeline:
 
     def to_perfetto(self, path: str | Path, *others: Timeline) -> None:
         """Writes a trace that ui.perfetto.dev opens; each timeline becomes one process."""
-        Path(path).write_text(json.dumps(self.perfetto(*others)))
+        write_whole(path, json.dumps(self.perfetto(*others)))
 
     def perfetto(self, *others: Timeline) -> dict[str, Any]:
         """The trace as a JSON document."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -302,6 +303,22 @@ def _read(kind: type[T], path: str, flag: str) -> T:
         raise BadInputError(
             f"{flag} must be a {name} file, but got {path}: {explain(error)}"
         ) from None
+
+
+def check_folder(flag: str, path: str | None) -> None:
+    """Before minutes of work whose result could not be kept.
+
+    Raises:
+        BadInputError: ``path`` is in no folder, or in one that cannot be written to.
+    """
+    if path is None:
+        return
+    folder = Path(path).resolve().parent
+    wrong = "cannot be written to" if folder.is_dir() else "is no folder"
+    if not (os.access(folder, os.W_OK) or os.access(path, os.W_OK)):
+        raise BadInputError(
+            f"{flag} must be a file that can be written, but got {path}: {folder} {wrong}"
+        )
 
 
 @contextmanager

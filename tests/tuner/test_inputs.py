@@ -1,5 +1,6 @@
 """The commands on presets and model configs, and on files that cannot be written."""
 
+import errno
 import json
 from pathlib import Path
 
@@ -134,6 +135,45 @@ def test_traces_and_plots_that_cannot_be_written_name_their_flag(model):
         result = run(*base, flag, path)
         assert result.exit_code == 2
         assert f"{flag} must be a file that can be written, but got {path}" in result.output
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["report", "PLAN", "-o", "OUT.html"], ["simulate", "--trace", "OUT.json"],
+     ["simulate", "--plot", "OUT.png"], ["simulate", "--plot", "OUT"]],
+)  # fmt: skip
+def test_nothing_is_left_of_what_a_full_disk_does_not_take(command, model, tmp_path, monkeypatch):
+    def full(path, content):
+        path.open("wb").write(b"a part")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    source = ["--machine", "rtx4090", "--model", str(model)]
+    plan, out = tmp_path / "plan.json", tmp_path / "out"
+    assert run("plan", *source, "-o", str(plan)).exit_code == 0
+    out.mkdir()
+    given = [w.replace("PLAN", str(plan)).replace("OUT", str(out / "o")) for w in command]
+    for write in ("write_text", "write_bytes"):
+        monkeypatch.setattr(Path, write, full)
+    result = run(*given, *(source if command[0] == "simulate" else []))
+    assert result.exit_code == 2
+    assert "must be a file that can be written" in result.output
+    assert "No space left" in result.output
+    assert list(out.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("command", "measured"),
+    [(["profile", "-o"], "profiler.measure_machine"),
+     (["profile", "--train-script", __file__, "-o"], "profiler.launch.profile_script"),
+     (["profile-script", __file__, "-o"], "profiler.launch.profile_script"),
+     (["verify", "--json"], "tuner.verify.sides.verify")],
+)  # fmt: skip
+def test_no_minutes_are_spent_on_what_no_folder_takes(command, measured, monkeypatch, tmp_path):
+    monkeypatch.setattr(measured, lambda *_, **__: pytest.fail("measured"))
+    path = str(tmp_path / "nowhere" / "x.json")
+    result = run(*command, path, *(["--", "python"] if command[0] == "verify" else []))
+    assert result.exit_code == 2
+    assert f"{path}: {tmp_path / 'nowhere'} is no folder" in result.output
 
 
 def ds(tmp_path, optimizer=None, **zero):

@@ -453,7 +453,7 @@ def test_bad_input_ends_with_one_line(tmp_path):
         (["--", "no-such-program"], "must be a program on PATH"),
         (
             ["--json", str(tmp_path / "none" / "x.json"), "--", "true"],
-            "--json must lie in a folder",
+            "--json must be a file that can be written",
         ),
         (["--", "true"], "must train with a DeepSpeed engine"),
     ):

@@ -25,6 +25,7 @@ from tuner.inputs import (
     BadInputError,
     Trained,
     check_distinct,
+    check_folder,
     check_offloading,
     read_machine,
     read_trained,
@@ -239,6 +240,8 @@ def _next(emitted: str | None, work: Workload) -> str:
 def _check_paths(
     output: str, emit_deepspeed: str | None, machine: str, source: Mapping[str, Any]
 ) -> None:
+    for flag, path in (("--output", output), ("--emit-deepspeed", emit_deepspeed)):
+        check_folder(flag, path)
     check_distinct(
         {"--output": output, "--emit-deepspeed": emit_deepspeed},
         {"--machine": machine, "--workload": source["workload"], "--model": source["model"]},

@@ -5,7 +5,7 @@ from typing import Any
 import click
 
 from tuner.commands.options import JSON, guarded, needs
-from tuner.inputs import BadInputError
+from tuner.inputs import BadInputError, check_folder
 
 
 @click.command(
@@ -59,6 +59,7 @@ def profile(
     """Measures this machine; with --train-script, what a training script asks of it."""
     from tuner.profiling import machine_profile, script_profile
 
+    check_folder("--output", output)
     needs("with --train-script", train_script is not None, "launcher", "iterations")
     needs(
         "without --train-script", train_script is None, "seconds", "storage_dir", "drive", "fresh"
@@ -105,4 +106,5 @@ def profile_script(output: str, iterations: int, script: tuple[str, ...]) -> Non
     """Runs a training script until its first steps are profiled; the script stays unchanged."""
     from tuner.profiling import script_profile
 
+    check_folder("--output", output)
     script_profile(output, script[0], script[1:], launcher="none", iterations=iterations)

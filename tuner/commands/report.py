@@ -4,6 +4,7 @@ from pathlib import Path
 
 import click
 
+from simulator.page import write_whole
 from tuner.commands.options import guarded
 from tuner.inputs import BadInputError, read_plan, written
 
@@ -26,5 +27,5 @@ def report(plan_file: str, run: str | None, output: str) -> None:
             raise BadInputError(f"--run must be a trace of a run, but got {run}: {error}") from None
     text = report_html(plan, timelines)
     with written("--output", output):
-        Path(output).write_text(text)
+        write_whole(output, text)
     click.echo(f"written to {output}")

@@ -6,7 +6,15 @@ from typing import Any
 import click
 
 from tuner.commands.options import JSON, SHARE, SIZE, STORAGE, guarded
-from tuner.inputs import MACHINE, BadInputError, launched, read_machine, started_by, written
+from tuner.inputs import (
+    MACHINE,
+    BadInputError,
+    check_folder,
+    launched,
+    read_machine,
+    started_by,
+    written,
+)
 
 _FREE = "micro_batch,accumulation,zero_stage,recompute,offload,sub_group_size,gpus"
 
@@ -62,6 +70,7 @@ def search(
     from tuner.configurations.verify import verify as run_for_real
     from tuner.emitted_config import write_config
 
+    check_folder("--output", output)
     on = read_machine(machine)
     config = dict(loaded(ds_config))
     question = Question(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from io import BytesIO
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from simulator.page import write_whole
 from tuner.commands.options import JSON, guarded
 from tuner.inputs import (
     MACHINE,
@@ -105,7 +108,14 @@ def _draw(timeline: Timeline, trace: str | None, plot: str | None) -> None:
             timeline.to_perfetto(trace)
     if plot:
         with written("--plot", plot):
-            timeline.plot().figure.savefig(plot, dpi=130, bbox_inches="tight")  # type: ignore[union-attr]
+            write_whole(plot, _picture(timeline, Path(plot).suffix[1:]))
+
+
+def _picture(timeline: Timeline, kind: str) -> bytes:
+    drawn = BytesIO()
+    figure = timeline.plot().figure
+    figure.savefig(drawn, format=kind or "png", dpi=130, bbox_inches="tight")  # type: ignore[union-attr]
+    return drawn.getvalue()
 
 
 def _missing(work: Workload, machine: Machine, timeline: Timeline) -> str:

@@ -3,12 +3,12 @@
 import json
 import shutil
 import sys
-from pathlib import Path
 
 import click
 
+from simulator.page import write_whole
 from tuner.commands.options import guarded
-from tuner.inputs import BadInputError
+from tuner.inputs import BadInputError, check_folder, written
 
 CODES = {True: 0, False: 1, None: 3}
 SIDES = ("stock", "no-offload")
@@ -48,15 +48,15 @@ def verify(
         raise BadInputError(
             f"what follows `tune verify --` must be a program on PATH, but got {command[0]!r}"
         )
-    if json_file is not None and not Path(json_file).resolve().parent.is_dir():
-        raise BadInputError(f"--json must lie in a folder that exists, but got {json_file}")
+    check_folder("--json", json_file)
     result = compare(
         sides, lambda side: launch(command, side, steps, seed),
         lambda title: click.echo(f"running: {title}", err=True),
     )  # fmt: skip
     click.echo("\n".join(screen(result)))
     if json_file is not None:
-        Path(json_file).write_text(json.dumps(as_json(result), indent=2) + "\n")
+        with written("--json", json_file):
+            write_whole(json_file, json.dumps(as_json(result), indent=2) + "\n")
     sys.exit(CODES[result.right])
 
 
