@@ -38,11 +38,32 @@ def _deepspeed_classes() -> list[Allowed]:
     return [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
 
 
+ON_STORAGE = "ebbtide"  # key of an `OnStorage`
+
+
+class OnStorage:
+    """In a file whose tensors lie on storage in part: tells whoever reads it without knowing that
+    (DeepSpeed's scripts, `torch.load`), where ebbtide is not installed too.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return torch._assert, (
+            False,
+            "the optimizer's state of this checkpoint lies on storage and not in its files: "
+            "`tune checkpoint export` writes a checkpoint with all of it, for every reader",
+        )
+
+
+def _on_storage(*_: Any) -> OnStorage:
+    return OnStorage()
+
+
 def _library_classes() -> Iterator[Allowed]:
     yield from (argparse.Namespace, types.SimpleNamespace, uuid.UUID, random.Random)
     yield from (dt.datetime, dt.date, dt.time, dt.timedelta)
     yield from (dt.timezone, decimal.Decimal, fractions.Fraction, collections.deque)
-    yield from (collections.defaultdict, codecs.encode)
+    yield from (collections.defaultdict, codecs.encode, OnStorage)
+    yield (_on_storage, "torch._assert")
     # Python 3.13 alone pickles paths under another module's name.
     for kind in (pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath):
         yield from _under((f"{m}.{kind.__name__}" for m in ("pathlib", "pathlib._local")), kind)

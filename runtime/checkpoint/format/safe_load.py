@@ -12,7 +12,7 @@ import torch
 
 from runtime.checkpoint.errors import CheckpointError
 from runtime.checkpoint.format.memory import memory_at
-from runtime.checkpoint.format.plain_data import plain_classes
+from runtime.checkpoint.format.plain_data import ON_STORAGE, plain_classes
 from runtime.checkpoint.format.tree import of_the_kind, replace_tensors, tensors_of
 
 CHUNK_BYTES = 16 * 2**20
@@ -112,6 +112,8 @@ def _load_in_parallel(path: Path, into: dict[tuple[Any, ...], torch.Tensor], rea
     fakes = [(w, t) for w, t in tensors_of(tree) if id(t) not in held_elsewhere]
     if _legacy(fakes) or _hides_tensors(path, fakes):
         return torch.load(path, map_location="cpu", weights_only=True)
+    if held_elsewhere:
+        tree.pop(ON_STORAGE, None)
     reader = _Reader(path)
     real = {key: _elsewhere(path, *one, into) for key, one in held_elsewhere.items()}
     for where, fake in fakes:

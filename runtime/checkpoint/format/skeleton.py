@@ -18,7 +18,7 @@ from torch.serialization import get_crc32_options, set_crc32_options, skip_data
 from torch.utils.serialization import config as serialization
 
 from runtime.checkpoint.format.memory import ALIGNMENT, DeviceBytes, HostBytes, Source, memory_at
-from runtime.checkpoint.format.plain_data import WatchingPickler
+from runtime.checkpoint.format.plain_data import ON_STORAGE, OnStorage, WatchingPickler
 from runtime.checkpoint.format.safe_load import unreadable
 from runtime.checkpoint.format.tree import of_the_kind, replace_tensors
 from runtime.checkpoint.live_state import EVERY_SUBGROUP, LiveState
@@ -67,6 +67,8 @@ def lay_out(state: Any, live: LiveState, *, stream_device: bool) -> Layout:
     """
     stand_ins = _StandIns(live, stream_device=stream_device)
     tree = stand_ins.replace(state)
+    if stand_ins.stored:
+        tree = {ON_STORAGE: OnStorage(), **tree}
     descriptor = os.memfd_create("ebbtide-skeleton")
     try:
         offsets, refused = _save_with_holes(tree, descriptor)
@@ -109,6 +111,7 @@ class _StandIns:
         self._kept: list[torch.Tensor] = []  # an address stays taken while its tensor is here
         self._empty: set[int] = set()
         self.sources: dict[int, tuple[Source, ...]] = {}  # by the stand-in's storage
+        self.stored = False  # some lie on storage
 
     def replace(self, tree: Any) -> Any:
         return replace_tensors(tree, lambda t: of_the_kind(t, self._stand_in(t)))
@@ -120,6 +123,7 @@ class _StandIns:
         if tensor.numel() == 0:
             return self._nothing(tensor)
         if self._live.stored_at(tensor) is not None:
+            self.stored = True
             return torch.empty_like(tensor, device="meta")
         if key not in self._made:
             self._kept.append(tensor)

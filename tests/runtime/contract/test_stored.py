@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 import runtime
 from runtime.devices.lane import BackgroundError
@@ -282,6 +283,21 @@ def test_a_drive_that_says_no_ends_training_with_its_words(monkeypatch):
     assert "No space left" in str(caught.value.__cause__)
     with pytest.raises(BackgroundError):
         engine.destroy()
+
+
+def test_who_reads_a_checkpoints_files_is_told_where_the_state_lies(tmp_path):
+    """DeepSpeed's script and its own load had found tensors without values, and gone on."""
+    ours = attached(start(), ["stored", "host"], LAST)
+    train(ours, 1)
+    ours.save_checkpoint(str(tmp_path))
+    ours.checkpoint_engine.wait()
+    ours.destroy()
+    with pytest.raises(AssertionError, match=r"lies on storage.*`tune checkpoint export`"):
+        get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
+    stock = start()
+    with pytest.raises(AssertionError, match="`tune checkpoint export`"):
+        stock.load_checkpoint(str(tmp_path))
+    stock.destroy()
 
 
 def test_checkpoints_are_exported_for_stock_whose_own_are_read(tmp_path):
