@@ -54,8 +54,11 @@ class OwnStepRule(UpdateRule):
     trials = ()
     own_step = True
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
+    def __init__(self, optimizer: torch.optim.Optimizer, *, group_by_group: bool = False) -> None:
+        """``group_by_group``: a step is shown its master's parameter group alone, as stock has it
+        below ZeRO-3.
+        """
+        self._optimizer, self._group_by_group = optimizer, group_by_group
         self._mine = _copy_of(optimizer)
         self._seen: list[dict[str, Any]] = []
         self._gradient = torch.empty(0)
@@ -105,8 +108,12 @@ class OwnStepRule(UpdateRule):
             group["params"] = [step.master] if number == step.group else []
         mine.state = defaultdict(dict, {step.master: live.state[step.master]})
         before = [_values(group) for group in mine.param_groups]
+        groups = mine.param_groups
+        if self._group_by_group:
+            mine.param_groups = [groups[step.group]]
         with torch.no_grad():
             type(mine).step(mine)
+        mine.param_groups = groups
         live.state[step.master] = mine.state[step.master]
         for was, group, shown in zip(before, mine.param_groups, live.param_groups, strict=True):
             shown.update({k: v for k, v in _values(group).items() if _differ(v, was.get(k))})

@@ -128,10 +128,14 @@ def check_engine(engine: Any) -> UpdateRule:
             "torch_autocast.dtype must not be fp16, whose scaler steps the optimizer itself: use "
             "bf16 or the fp16 section"
         )
-    return _rule_of(optimizer.optimizer, optimizer.master_weights_and_grads_dtype)
+    return _rule_of(
+        optimizer.optimizer,
+        optimizer.master_weights_and_grads_dtype,
+        below_stage_3=type(optimizer) is DeepSpeedZeroOptimizer,
+    )
 
 
-def _rule_of(inner: Any, master: Any) -> UpdateRule:
+def _rule_of(inner: Any, master: Any, *, below_stage_3: bool) -> UpdateRule:
     import torch
 
     rule = rule_class(inner)
@@ -147,4 +151,4 @@ def _rule_of(inner: Any, master: Any) -> UpdateRule:
             "that updates each element by itself, but got "
             f"{type(inner).__module__}.{type(inner).__name__}: train it without a plan"
         )
-    return OwnStepRule(inner)
+    return OwnStepRule(inner, group_by_group=below_stage_3)

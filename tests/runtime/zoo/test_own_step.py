@@ -3,8 +3,10 @@
 import copy
 import re
 
+import deepspeed
 import pytest
 import torch
+from deepspeed.utils import safe_get_full_fp32_param
 
 import runtime
 from runtime.kernels.own_step import OwnStepRule
@@ -180,6 +182,7 @@ class Counting(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": 1.0, "calls": 0})
         self.sign = -1.0  # which copies of torch's optimizers lose
 
+    @torch.no_grad()
     def step(self):
         for group in self.param_groups:
             group["calls"] += 1
@@ -197,6 +200,28 @@ def test_what_an_optimizer_writes_to_its_group_stays():
     assert torch.equal(out, torch.full((4,), -6.0))
     assert optimizer.param_groups[0]["calls"] == 3
     assert copy.copy(optimizer).state_dict()["param_groups"][0]["calls"] == 3
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_step_is_shown_the_groups_that_stock_shows_it(stage):
+    """Under ZeRO-3 all of them, below it one at a time: what schedule-free optimizers count there."""
+    outcomes = []
+    for plan in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+        groups = [{"params": list(layer.parameters()), "lr": 1.0} for layer in model]
+        made = config(None, stage, zero_force_ds_cpu_optimizer=False, bf16={"enabled": False})
+        engine = deepspeed.initialize(model=model, optimizer=Counting(groups), config=made)[0]
+        if plan:
+            runtime.attach(engine, "auto", device="emulated")
+        for _ in range(2):
+            engine.backward(engine(torch.ones(2, 4)).sum())
+            engine.step()
+        masters = [safe_get_full_fp32_param(p) for p in model.parameters()]
+        outcomes.append((masters, [group["calls"] for group in engine.optimizer.param_groups]))
+        engine.destroy()
+    assert outcomes[0][1] == outcomes[1][1]
+    assert all(map(torch.equal, outcomes[0][0], outcomes[1][0]))
 
 
 def test_its_tensors_are_registered_with_a_checkpoint(tmp_path):
