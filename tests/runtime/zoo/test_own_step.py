@@ -204,7 +204,7 @@ def test_what_an_optimizer_writes_to_its_group_stays():
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_step_is_shown_the_groups_that_stock_shows_it(stage):
-    """Under ZeRO-3 all of them, below it one at a time: what schedule-free optimizers count there."""
+    """Under ZeRO-3 all of them, below it one at a time: schedule-free optimizers count in them."""
     outcomes = []
     for plan in (False, True):
         torch.manual_seed(0)
