@@ -1,6 +1,7 @@
-"""Run in a process of its own: what an engine of 100 M parameters takes of both memories.
+"""Run in a process of its own: what an engine of 50 M parameters takes of both memories, of each
+case in a process that is forked from it.
 
-    python -m tests.runtime.measured_memory CASE RESULT.json
+    python -m tests.runtime.measured_memory RESULTS
 
 The emulated device's memory is host memory too: of the process' resident set it is taken off.
 """
@@ -10,6 +11,7 @@ import gc
 import json
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -20,11 +22,12 @@ import runtime
 from runtime.devices.emulated import EmulatedDevice
 from runtime.replan.auto import observed_workload
 from simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES, footprint
+from studies.bench.forked import Child
 from studies.bench.many_engines import answer_once, freeze_heap
-from studies.bench.rank import become_only_rank
+from studies.checkpoints.run import warm_up
 from tests.runtime.contract.training import plan_for, start
 
-WIDTH, LAYERS = 3072, 12  # 113 M parameters
+WIDTH, LAYERS = 2048, 12  # 50 M parameters
 SUBGROUP = 2 * WIDTH**2
 BUCKET = WIDTH**2  # of reductions
 M_MMAP_THRESHOLD = -3  # malloc.h
@@ -114,15 +117,20 @@ def measured(model, width, subgroup, case):
     return found
 
 
-def main():
+def measure(case, page):
     # Freed tensors go back to the system: the heaps of glibc's threads keep up to 38 MB each.
     ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, 2**20)
-    case, page = sys.argv[1:]
-    become_only_rank()
-    answer_once()  # each of many collections would look through all that was imported
     measured(lambda: Layers(64, 2), 64, 64**2, case)  # loads what a process loads once
     freeze_heap()
-    Path(page).write_text(json.dumps(measured(Layers, WIDTH, SUBGROUP, case)))
+    page.write_text(json.dumps(measured(Layers, WIDTH, SUBGROUP, case)))
+
+
+def main():
+    folder = Path(sys.argv[1])
+    warm_up()
+    answer_once()  # each of many collections would look through all that was imported
+    for case in CASES:
+        Child(partial(measure, case, folder / f"{case}.json"), folder / f"{case}.log").wait()
 
 
 if __name__ == "__main__":

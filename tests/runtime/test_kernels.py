@@ -102,12 +102,13 @@ def test_large_subgroups_whose_parameters_go_past_the_caches(op, dtype, threads)
 
 
 @pytest.mark.parametrize("march", ["haswell", "sandybridge", "x86-64"])
-def test_our_kernel_has_the_same_bits_when_built_for_less(op, march, monkeypatch, tmp_path):
-    """With AVX2; without fused multiply-add, where libm does it; without any vectors but SSE2."""
+def test_our_kernel_has_the_same_bits_when_built_for_less(op, march, monkeypatch):
+    """With AVX2; without fused multiply-add, where libm does it; without any vectors but SSE2.
+    Kept where ours are, under a name that has source, compiler and flags: six seconds each.
+    """
     flags = [f"-march={march}" if f == "-march=native" else f for f in host._FLAGS]
     assert flags != host._FLAGS
     monkeypatch.setattr(host, "_FLAGS", flags)
-    monkeypatch.setenv("EBBTIDE_CACHE", str(tmp_path))
     library = host.load.__wrapped__()
     monkeypatch.setattr(host, "load", lambda: library)
     assert run_both(op, 30_011, 3, 0.1, True, torch.bfloat16)

@@ -96,6 +96,11 @@ def at_a_bound_that_some_steps_reach():
     return (norms[2] + norms[3]) / 2
 
 
+@functools.cache
+def stock_where_some_steps_clip():
+    return outcome(start(clipping=at_a_bound_that_some_steps_reach()))
+
+
 @pytest.mark.parametrize("fields", [{}, {"staging_slots": 1}, {"staging_slots": 9, "prefetch": 9},
                                     {"order_seed": 3}, {"speculate_visits": 2},
                                     {"speculate_stored": 1, "host_slots": 1},
@@ -108,18 +113,25 @@ def test_some_steps_clip(mixed, fields):
     clipping = at_a_bound_that_some_steps_reach()
     engine, counts = guessing(start(clipping=clipping), mixed, **fields)
     never_pause(engine)
-    assert_same(outcome(engine), outcome(start(clipping=clipping)))
+    assert_same(outcome(engine), stock_where_some_steps_clip())
     assert {right > 0 for begun, right in counts if begun} == {True, False}
+
+
+def overflowing():
+    return start(precision="fp16", clipping=0.0, extra={"fp16": OVERFLOWS})
+
+
+@functools.cache
+def stock_where_some_steps_overflow():
+    return outcome(overflowing(), 24)
 
 
 @pytest.mark.parametrize("growing", [0, 2])
 def test_overflows(growing, monkeypatch, pattern):
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
-    options = {"precision": "fp16", "clipping": 0.0, "extra": {"fp16": OVERFLOWS}}
-    engine, counts = guessing(start(**options), pattern, growing=growing)
+    engine, counts = guessing(overflowing(), pattern, growing=growing)
     never_pause(engine)
-    ours, theirs = outcome(engine, 24), outcome(start(**options), 24)
-    assert_same(ours, theirs)
+    assert_same(outcome(engine, 24), stock_where_some_steps_overflow())
     assert any(right for _, right in counts)
     assert len(counts) < 24, "some step must have overflowed"
 
@@ -139,25 +151,34 @@ def steps(engine, change, count=4, behind=lambda engine, number: None):
     return state, torch.stack(losses), None
 
 
+@functools.cache
+def stock_steps(change, count=4):
+    return steps(start(clipping=0.0), change, count)
+
+
+def with_a_skipped_step(engine):
+    losses = []
+    for number in range(5):
+        loss = engine(*Batches(2, SIZES["tiny"].sequence).at(number, engine.device))
+        engine.backward(loss * float("nan" if number == 1 else "1"))
+        engine.step()
+        losses.append(loss.detach())
+    assert engine.skipped_steps == 1
+    state = state_of(engine)
+    engine.destroy()
+    return state, torch.stack(losses), None
+
+
+@functools.cache
+def stock_with_a_skipped_step():
+    return with_a_skipped_step(start(clipping=50.0))
+
+
 def test_visits_of_a_skipped_step_that_nobody_guessed(pattern):
     """Its norm was known to be none: their state stays in the slots, for the next step."""
-
-    def trained(engine):
-        losses = []
-        for number in range(5):
-            loss = engine(*Batches(2, SIZES["tiny"].sequence).at(number, engine.device))
-            engine.backward(loss * float("nan" if number == 1 else "1"))
-            engine.step()
-            losses.append(loss.detach())
-        assert engine.skipped_steps == 1
-        state = state_of(engine)
-        engine.destroy()
-        return state, torch.stack(losses), None
-
-    options = {"clipping": 50.0}
-    engine, counts = guessing(start(**options), pattern, staging_slots=1, prefetch=1)
+    engine, counts = guessing(start(clipping=50.0), pattern, staging_slots=1, prefetch=1)
     count = guessed(engine)
-    assert_same(trained(engine), trained(start(**options)))
+    assert_same(with_a_skipped_step(engine), stock_with_a_skipped_step())
     assert counts == [(count, count)] * 4
 
 
@@ -194,9 +215,8 @@ def another_moment_in_place(engine, number):
 def test_what_changes_between_backward_and_step(change, pattern):
     if pattern == ["stored"] and change in (another_master_in_place, another_moment_in_place):
         pytest.skip("nobody reads what is written to a view of stored state without a word")
-    options = {"clipping": 0.0}
-    engine, counts = guessing(start(**options), pattern)
-    assert_same(steps(engine, change), steps(start(**options), change))
+    engine, counts = guessing(start(clipping=0.0), pattern)
+    assert_same(steps(engine, change), stock_steps(change))
     assert any(right < subgroups_begun for subgroups_begun, right in counts) or any(
         begun == 0 for begun, _ in counts
     )
@@ -207,7 +227,7 @@ def test_what_changes_between_backward_and_step(change, pattern):
 def test_what_has_come_in_already_comes_again_when_it_is_changed(change, fields):
     """Nobody guesses: state waits in its slot for the norm."""
     engine = attached(start(clipping=0.0), ["device"], DEVICE, **fields)
-    assert_same(steps(engine, change), steps(start(clipping=0.0), change))
+    assert_same(steps(engine, change), stock_steps(change))
 
 
 @pytest.mark.parametrize("placement", ["device", "resident"])
@@ -229,15 +249,18 @@ def test_what_is_changed_in_place_below_stage_3(placement, monkeypatch):
     assert len(taken) == (3 if placement == "resident" else 0), "not at steps that nobody disturbs"
 
 
+def again(engine, number):
+    engine.backward(engine(*Batches(2, SIZES["tiny"].sequence).at(90 + number, engine.device)))
+
+
 def test_a_second_backward_before_the_step(pattern):
     """Its gradients come on top: what was guessed of the first alone is void."""
+    engine, _ = guessing(start(clipping=0.0), pattern)
+    assert_same(steps(engine, again), stock_steps(again))
 
-    def again(engine, number):
-        engine.backward(engine(*Batches(2, SIZES["tiny"].sequence).at(90 + number, engine.device)))
 
-    options = {"clipping": 0.0}
-    engine, _ = guessing(start(**options), pattern)
-    assert_same(steps(engine, again), steps(start(**options), again))
+def nothing(engine, number):
+    pass
 
 
 def test_a_checkpoint_in_flight(tmp_path, pattern):
@@ -252,26 +275,16 @@ def test_a_checkpoint_in_flight(tmp_path, pattern):
         slow["checkpoint"]["keep"] = 2
         slow["storage_dir"] = str(tmp_path / "state")
     engine, counts = guessing(start(clipping=0.0), pattern, **slow)
-    steps(engine, lambda *_: None, 6, save)
+    steps(engine, nothing, 6, save)
     assert all(begun == right > 0 for begun, right in counts)
     for number in (1, 3):
-        theirs = start(clipping=0.0)
-        expected = steps_kept(theirs, number + 1)
+        expected = stock_steps(nothing, number + 1)[0]
         ours = start(clipping=0.0)
         if pattern == ["stored"]:
             attached(ours, pattern, DEVICE, **slow)
         ours.load_checkpoint(str(tmp_path), tag=f"{number}")
         assert_same((state_of(ours), torch.zeros(1), 0), (expected, torch.zeros(1), 0))
         ours.destroy()
-        theirs.destroy()
-
-
-def steps_kept(engine, count):
-    batches = Batches(2, SIZES["tiny"].sequence)
-    for number in range(count):
-        engine.backward(engine(*batches.at(number, engine.device)))
-        engine.step()
-    return state_of(engine)
 
 
 @pytest.mark.parametrize(
@@ -292,9 +305,7 @@ def test_another_plan_gives_the_memory_back_and_takes_it_again(placement, name, 
         assert len(sizes) == number % 3
         assert session.executor.guesses.nbytes == each_bytes * sum(sizes) != held
 
-    assert_same(
-        steps(engine, lambda *_: None, 5, switch), steps(start(clipping=0.0), lambda *_: None, 5)
-    )
+    assert_same(steps(engine, nothing, 5, switch), stock_steps(nothing, 5))
 
 
 @pytest.mark.parametrize("name", SPECULATES.values())

@@ -16,7 +16,7 @@ from runtime.zero.attach import switch_plan
 from simulator import Plan, PlanError
 from studies.bench.byte_gpt import SIZES, ByteGPT, ds_config
 from tests.machines import node
-from tests.runtime.contract.test_bits import EVERY_PASS
+from tests.runtime.contract.test_bits import EVERY_PASS, stock
 from tests.runtime.contract.training import (
     DEVICES,
     SUBGROUP,
@@ -71,7 +71,7 @@ def test_training_goes_on_as_plans_take_state_off_storage_and_leave_it_there():
             switch_plan(engine, plan)
 
     ours = outcome(attached(start(), ["stored"], LAST), each=between)
-    assert_same(ours, outcome(start()))
+    assert_same(ours, stock("clipping"))
 
 
 @pytest.mark.parametrize("begin", [["host"], ["host", "device"], ["stored", "host"]])
@@ -130,7 +130,7 @@ def test_a_plan_that_would_write_over_another_runs_checkpoints_is_refused(tmp_pa
     with pytest.raises(StorageError, match=r"another plan\.storage_dir"):
         switch_plan(engine, plan.model_copy(update={"storage_dir": str(tmp_path / "state")}))
     switch_plan(engine, plan)
-    assert_same(outcome(engine), outcome(start()))
+    assert_same(outcome(engine), stock("clipping"))
 
 
 def test_a_plan_without_a_folder_and_zero_2_are_refused():
@@ -156,7 +156,7 @@ def test_several_folders_share_each_subgroups_state(tmp_path):
     ours = outcome(engine)
     first, second = (sum(p.stat().st_size for p in Path(f).glob("*.extents")) for f in folders)
     assert first == pytest.approx(3 * second, rel=0.1)
-    assert_same(ours, outcome(start()))
+    assert_same(ours, stock("clipping"))
 
 
 def on_a_drive(folder, plan, **fields):
@@ -234,7 +234,7 @@ def test_of_a_config_for_a_drive_slots_take_no_more_than_storing_saves(
     made = engine.optimizer._ebbtide.plan
     assert 0 < made.count("stored") < made.subgroup_count
     assert made.host_slots == 1
-    assert_same(outcome(engine), outcome(start()))
+    assert_same(outcome(engine), stock("clipping"))
 
 
 def test_of_a_config_for_a_drive_nothing_is_stored_where_memory_holds_all(
@@ -244,7 +244,7 @@ def test_of_a_config_for_a_drive_nothing_is_stored_where_memory_holds_all(
     engine = on_a_drive(tmp_path, "auto")
     assert engine.optimizer._ebbtide.plan.count("stored") == 0
     assert known_machine == [[]]
-    assert_same(outcome(engine), outcome(start()))
+    assert_same(outcome(engine), stock("clipping"))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -253,11 +253,11 @@ def test_what_would_make_other_bits_is_seen(fault, monkeypatch):
     if fault == "no write":
         monkeypatch.setattr(Executor, "_state_write", lambda *_: None)
     elif fault == "no second read":
-        stock, seen = ExtentStore.read, set()
+        really, seen = ExtentStore.read, set()
 
         def read(self, subgroup, into):
             if subgroup not in seen:
-                stock(self, subgroup, into)
+                really(self, subgroup, into)
             seen.add(subgroup)
 
         monkeypatch.setattr(ExtentStore, "read", read)
@@ -267,7 +267,7 @@ def test_what_would_make_other_bits_is_seen(fault, monkeypatch):
             lambda self, s, _: self.host_slots[0].views(self.states[s].elements),
         )  # fmt: skip
     ours = outcome(attached(start(), ["stored"], LAST, seed=3))
-    assert not same(ours, outcome(start()))
+    assert not same(ours, stock("clipping"))
 
 
 def test_a_drive_that_says_no_ends_training_with_its_words(monkeypatch):
