@@ -281,10 +281,22 @@ def float64_norm(part: torch.Tensor) -> torch.Tensor:
     return torch.linalg.vector_norm(part, dtype=torch.float64)
 
 
-def bring_home(inner: Any, master: torch.Tensor, homes: dict[str, torch.Tensor]) -> None:
-    """Loaders replace the moments by new tensors: their values go to where the state lives."""
+def bring_home(
+    inner: Any, rule: UpdateRule, master: torch.Tensor, homes: dict[str, torch.Tensor]
+) -> None:
+    """Loaders replace the moments by new tensors: their values go to where the state lives.
+
+    A checkpoint of stock's from before the first update has none, and stock then starts anew.
+    """
     state = inner.state[master]
+    if not rule.own_step:
+        state.setdefault("step", 0)
+    for key in rule.unused:
+        state.setdefault(key, torch.zeros_like(master))
     for key, home in homes.items():
-        if state[key] is not home:
-            home.copy_(state[key])
-            state[key] = home
+        loaded = state.get(key)
+        if loaded is None:
+            home.zero_()
+        elif loaded is not home:
+            home.copy_(loaded)
+        state[key] = home

@@ -336,7 +336,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):  # type: ignore[misc]
 
     def _adopt_loaded(self) -> None:
         for group, master in enumerate(self._masters()):
-            bring_home(self.optimizer, master, self._flat.moments(group))
+            bring_home(self.optimizer, self._rule, master, self._flat.moments(group))
         self._link_all_hp_params()
         self._take_back()
         self.resume_rule()

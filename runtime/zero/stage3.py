@@ -277,7 +277,7 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         executor = self._ebbtide.executor
         for master, home in zip(self._masters(), executor.states, strict=True):
             moments = dict(zip(self._rule.moments, home.moments, strict=True))
-            bring_home(self.optimizer, master, moments)
+            bring_home(self.optimizer, self._rule, master, moments)
         executor.state_loaded()
         self.resume_rule()
 

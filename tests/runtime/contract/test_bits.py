@@ -357,6 +357,18 @@ def test_save_and_resume_in_another_placement(stage, device, tmp_path):
         again.destroy()
 
 
+@pytest.mark.parametrize(("stage", "device"), STAGES)
+def test_a_checkpoint_of_stocks_from_before_the_first_update(stage, device, tmp_path):
+    """Its optimizer has no moments yet; those of the engine that loads it are of another run."""
+    saving = start(stage=stage)
+    saving.save_checkpoint(str(tmp_path))
+    expected = outcome(saving, 2)
+    ours = attached(start(stage=stage), ["host", "device"], device)
+    train(ours, 2, first=5)
+    ours.load_checkpoint(str(tmp_path))
+    assert_same(outcome(ours, 2), expected)
+
+
 class ReadsAnothersParameter(ByteGPT):
     """Takes a parameter from a module whose forward it does not call, as many models do."""
 
