@@ -49,7 +49,8 @@ def rank_1(folder, point, log):
         os._exit(0)
 
 
-@pytest.mark.parametrize("point", ["job_started", "first_block", "payload_fsynced"])
+# None behind which the job's own thread goes on to its vote.
+@pytest.mark.parametrize("point", ["staging_made", "first_block", "payload_fsynced"])
 def test_the_other_rank_is_told_within_the_deadline(tmp_path, point):
     folder, log = tmp_path / "checkpoints", tmp_path / "log"
     bench = Bench(folder, deadline_s=60.0)
