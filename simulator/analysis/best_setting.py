@@ -1,11 +1,14 @@
 """A strategy at the setting that serves best within the memory that there is."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
-from simulator.analysis.guessed import expected, guesses_worth
+from simulator.analysis.guessed import PAUSED, expected, guesses_worth
 from simulator.analysis.memory_kinds import peaks_by_kind
 from simulator.engines.compiled import CompiledSchedule, SimResult, compile_schedule, simulate_fast
 from simulator.limits import Limits
@@ -13,10 +16,11 @@ from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.schedules.settings import settings
 from simulator.schedules.strategies import build_strategy, shared_plan
-from simulator.update.footprint import ByKind, Holding, footprint
-from simulator.update.recipes import can_be_summed
+from simulator.update.footprint import Activations, ByKind, Holding, footprint, slot_bytes
+from simulator.update.recipes import SPECULATES, can_be_summed
 from simulator.workload import Workload
 
+OUTLIER = 2  # times the median subgroup
 SLOTS = 2  # of an evenly spread plan
 Compile = Callable[[str, Workload, Mapping[str, Any]], CompiledSchedule]
 
@@ -29,6 +33,7 @@ class Simulated:
         setting: options of `build_strategy`.
         compiled: what was simulated.
         lacks: what memory is missing, for people; empty: it fits.
+        waiting_s: an iteration while nothing is guessed.
     """
 
     strategy: str
@@ -36,6 +41,7 @@ class Simulated:
     compiled: CompiledSchedule = field(repr=False, compare=False)
     result: SimResult
     lacks: str
+    waiting_s: float
 
     @property
     def fits(self) -> bool:
@@ -70,57 +76,103 @@ def simulated(
     compile_: Compile = compiled,
 ) -> Simulated:
     """One iteration, and whether it fits."""
-    options = dict(setting)
-    spread = name == "ebbtide" and set(options) == {"resident_share", "device_share"}
-    if spread:
-        plan = _spread(workload, **options)
-        options = {"plan": plan if machine.unified_memory else _summing(plan, workload, limits)}
-    schedule = compile_(name, workload, options)
-    result = simulate_fast(schedule, machine)
-    found = Simulated(name, setting, schedule, result, limits.shortfall(result))
-    if spread and workload.clip_rate is not None and not machine.unified_memory:
-        return _guessing(found, options["plan"], workload, machine, limits, compile_)
+    return _best(_variants(name, workload, machine, limits, setting, compile_), limits)
+
+
+def _variants(
+    name: str, workload: Workload, machine: Machine, limits: Limits, setting: Mapping[str, Any],
+    compile_: Compile,
+) -> list[Simulated]:  # fmt: skip
+    """One, and of evenly spread plans those that guess, where somebody says how many steps clip."""
+
+    def run(options: Mapping[str, Any]) -> Simulated:
+        schedule = compile_(name, workload, options)
+        result = simulate_fast(schedule, machine)
+        lacks = limits.shortfall(result)
+        return Simulated(name, setting, schedule, result, lacks, result.iteration_s)
+
+    if name != "ebbtide" or set(setting) != {"resident_share", "device_share"}:
+        return [run(dict(setting))]
+    plan = _spread(workload, **setting)
+    if machine.unified_memory:
+        return [run({"plan": plan})]
+    found = [run({"plan": _fitted(plan, workload, limits)})]
+    if workload.clip_rate is None or workload.zero_stage < 3:
+        return found
+    for guesses in _guessing(plan, found[0], workload, machine, limits):
+        fitted = _fitted(guesses, workload, limits)
+        right = run({"plan": fitted})
+        waiting = run({"plan": fitted.model_copy(update=dict.fromkeys(SPECULATES.values(), 0))})
+        both = {True: right.result, False: waiting.result}
+        mean = expected(workload, machine, fitted, lambda p, of=both: of[any(p.guessed)])  # type: ignore[misc]
+        found.append(replace(right, result=mean, waiting_s=waiting.result.iteration_s))
     return found
 
 
+def _best(some: Sequence[Simulated], limits: Limits) -> Simulated:
+    """The fastest that fits; where none does, the one that lacks least. None that loses more than
+    `PAUSED` while it does not guess.
+    """
+    waiting = [one.waiting_s for one in some if one.fits]
+    most_s = (1 + PAUSED) * min(waiting, default=math.inf)
+
+    def rank(one: Simulated) -> tuple[bool, float]:
+        lacking = limits.missing_bytes(one.result)
+        return lacking > 0, lacking or one.result.iteration_s
+
+    return min((one for one in some if one.waiting_s <= most_s or not one.fits), key=rank)
+
+
 def _guessing(
-    plain: Simulated, plan: Plan, workload: Workload, machine: Machine, limits: Limits,
-    compile_: Compile,
-) -> Simulated:  # fmt: skip
-    """With as many updates before the norm as there is memory and time for, if that is faster where
-    some steps clip.
+    plan: Plan, plain: Simulated, workload: Workload, machine: Machine, limits: Limits
+) -> Iterator[Plan]:  # fmt: skip
+    """With as many updates on the host before the norm as there is memory and time for, without
+    visits before it and with all of them.
     """
     left = limits.host_bytes - plain.result.host_peak_bytes
     every = plan.model_copy(update={"speculate": plan.subgroup_count}).guessed
     sizes = [n for n, able in zip(workload.subgroups, every, strict=True) if able][::-1]
     count = guesses_worth(workload, machine, sizes, left)
-    guesses = plan.model_copy(update={"speculate": count})
-    if workload.zero_stage < 3 or not any(guesses.guessed):
-        return plain
-    made = compile_("ebbtide", workload, {"plan": guesses})
-    right = simulate_fast(made, machine)
-    mean = expected(workload, machine, guesses, lambda p: right if p.speculate else plain.result)
-    if mean.iteration_s >= plain.result.iteration_s:
-        return plain
-    return Simulated(plain.strategy, plain.setting, made, mean, limits.shortfall(mean))
+    for visits in {0, plan.count("device")}:
+        guesses = plan.model_copy(update={"speculate": count, "speculate_visits": visits})
+        if any(guesses.guessed):
+            yield guesses
 
 
 def _spread(workload: Workload, device_share: float, resident_share: float) -> Plan:
-    """With as many slots and visits before the norm as `SLOTS` allows."""
+    """With as many slots and visits before the norm as `SLOTS` allows. A subgroup far larger than
+    the others, such as an embedding's, stays at home, for every slot would be as large.
+    """
     plan = shared_plan(workload, device_share, resident_share)
-    slots = min(SLOTS, plan.count("device"))
-    return plan.model_copy(update={"staging_slots": slots, "prefetch": slots})
+    visits, sizes = plan.count("device"), workload.subgroups
+    placements, large = list(plan.placements), OUTLIER * statistics.median(sizes)
+    moved = [i for i, p in enumerate(placements) if p == "device" and sizes[i] > large]
+    places = [i for i, p in enumerate(placements) if p == "host" and sizes[i] <= large]
+    for one, other in zip(moved, reversed(places), strict=False):
+        placements[one], placements[other] = "host", "device"
+    slots = min(SLOTS, visits)
+    changed = {"placement": Plan.runs(placements), "staging_slots": slots, "prefetch": slots}
+    return plan.model_copy(update=changed)
 
 
-def _summing(plan: Plan, workload: Workload, limits: Limits) -> Plan:
-    """With as many sums of micro-batches on the device as it has memory left for."""
-    held = Holding.of_workload(workload)
+def _fitted(plan: Plan, workload: Workload, limits: Limits) -> Plan:
+    """With slots that grow where memory does not hold them beside activations, and with as many
+    sums of micro-batches on the device as there is memory left for.
+    """
+    activations, held = Activations.of(workload), Holding.of_workload(workload)
+    if plan.staging_slots and workload.zero_stage == 3:
+        bare = plan.model_copy(update={"staging_slots": 0})
+        left = limits.device_bytes - footprint(workload, bare)["device"]
+        each = slot_bytes(workload, plan)
+        always, grown = activations.slots(left, plan.staging_slots, each)
+        slots = {"staging_slots": always, "growing_slots": grown, "prefetch": always + len(grown)}
+        plan = plan.model_copy(update=slots)
     if not held.sums:
         return plan
     pairs = zip(workload.subgroups, plan.placements, strict=True)
     sizes = [size for size, placement in pairs if can_be_summed(placement)]
     taken = footprint(workload, plan)["device"]
-    taken += workload.activation_bytes
+    taken += activations.most_bytes(plan.grown, slot_bytes(workload, plan) if plan.grown else 0)
     count = held.most_sums(sizes, limits.device_bytes - taken)
     return plan.model_copy(update={"device_sums": count})
 
@@ -139,10 +191,5 @@ def best_setting(
         compile_: what makes a schedule of the strategy's name, the workload and the setting.
     """
     options = [setting] if setting else settings(name, len(workload.subgroups))
-    tried = [simulated(name, workload, machine, limits, one, compile_) for one in options]
-
-    def rank(one: Simulated) -> tuple[bool, float]:
-        lacking = limits.missing_bytes(one.result)
-        return lacking > 0, lacking or one.result.iteration_s
-
-    return min(tried, key=rank)
+    tried = (_variants(name, workload, machine, limits, one, compile_) for one in options)
+    return _best(list(chain.from_iterable(tried)), limits)

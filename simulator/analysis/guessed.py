@@ -12,6 +12,9 @@ from simulator.update.guessing import shares
 from simulator.update.recipes import SPECULATES, Bytes, Placement, Wait, recipe_of
 from simulator.workload import Workload
 
+# Of an iteration without guesses and slots that grow: what a plan may lose while it does not guess.
+PAUSED = 0.01
+
 
 def expected(
     workload: Workload, machine: Machine, plan: Plan, simulate: Callable[[Plan], SimResult]

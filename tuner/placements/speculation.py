@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from simulator.analysis.guessed import PAUSED
 from simulator.plan import Plan
 from simulator.update.guessing import shares
 from simulator.update.recipes import RECIPES, SPECULATES
@@ -18,8 +19,6 @@ from tuner.placements.moves import VISITING
 from tuner.placements.search import Candidate, Search
 
 WORTH = 2e-3  # of an iteration: less is not worth the memory
-# Of an iteration without guesses and slots that grow: what a plan may lose while it does not guess.
-PAUSED = 0.01
 FEW = 8  # of the best plans without guesses, with which the search begins
 ROOM = 3  # subgroups that no longer stay on the device, at the most, for visits that are guessed
 PARTS = 8  # of the best plan's guesses, or sums: how fine their number is chosen
