@@ -84,7 +84,7 @@ MEMORY = {
     "memory_margin": changes("--memory-margin", "20%"),
 }
 SPILLS = ("--machine", "rtx4090", "--model", "large.json", "--host-memory", "50GiB",
-          "--subgroup-size", "5e8")  # fmt: skip
+          "--subgroup-size", "1e9")  # fmt: skip
 TABLE = {
     "profile": {
         "output": changes("-o", "other.json"),
@@ -108,7 +108,7 @@ TABLE = {
         "emit_deepspeed": changes("--emit-deepspeed", "out.json"),
         **MEMORY,
         "offload_param": changes("--offload-param", beside=(
-            "--machine", "rtx4090", "--model", "large.json", "--subgroup-size", "5e8")),
+            "--machine", "rtx4090", "--model", "large.json", "--subgroup-size", "1e9")),
         "subgroup_size": changes("--subgroup-size", "1e6"),
         "clip_rate": changes("--clip-rate", "5%"),
         "robust": changes("--robust"),
