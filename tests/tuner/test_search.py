@@ -67,7 +67,7 @@ def test_the_same_seed_gives_the_same_plan():
     forward_ms=st.floats(1, 30),
 )  # fmt: skip
 def test_memory_holds_and_the_bound_is_one(device_gib, host_adam, link, forward_ms):
-    work = workload(10, forward_s=forward_ms / 1e3)
+    work = workload(6, 5 * 10**7, forward_s=forward_ms / 6e2)
     have = machine(host_adam_params_per_s=host_adam, h2d_bytes_per_s=link, d2h_bytes_per_s=link,
                    device_memory_bytes=40 * GIB)  # fmt: skip
     limit = int(device_gib * GIB)
@@ -138,12 +138,12 @@ def test_unified_memory_leaves_all_on_the_host():
 
 
 def test_failures_set_the_interval_and_robust_plans_are_plans():
-    often = tuner.plan(workload(8), machine(), mtbf_s=600)
-    seldom = tuner.plan(workload(8), machine(), mtbf_s=10**6)
+    often = tuner.plan(workload(4), machine(), mtbf_s=600)
+    seldom = tuner.plan(workload(4), machine(), mtbf_s=10**6)
     assert 0 < often.checkpoint.interval_steps < seldom.checkpoint.interval_steps
     spread_out = Quantity(median=50e9, q1=30e9, q3=60e9, n=9)
     shaky = machine().model_copy(update={"h2d_bytes_per_s": spread_out})
-    robust = tuner.plan(workload(8), shaky, robust=True)
+    robust = tuner.plan(workload(4), shaky, robust=True)
     assert robust.prediction.iteration_high_s >= robust.prediction.iteration_low_s
 
 
