@@ -20,6 +20,7 @@ from simulator.workload import Layer, WireDtype, Workload
 
 # DeepSpeed records its trace in the first two steps; the allocators settle in the next ones.
 WARMUP_STEPS = 4
+UNCACHED_BYTES = 2**30  # of gradients and their copies: more than most caches hold
 LEAST_STEPS = 3  # to say anything about their spread
 _STOCK_OPTIMIZERS = ("DeepSpeedZeroOptimizer_Stage3",)
 _WIRE: dict[torch.dtype, WireDtype] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -68,12 +69,12 @@ def workload_of(engine: Any, traces: list[Trace], name: str) -> Workload:
             raise ValueError(f"every step must run the model {phase}, but one did not")
     optimizer = engine.optimizer
     forward_s = _median(trace.phases["forward"] for trace in traces)
-    own_s = _own_gradient_path_s(optimizer) if not torch.cuda.is_available() else 0.0
+    micro = int(engine.gradient_accumulation_steps())
+    own_s = 0.0 if torch.cuda.is_available() else _own_gradient_path_s(optimizer, micro)
     # Step by step: what disturbs one step's gradient path is not taken off another one's backward.
     backward_s = max(0.0, _median(t.phases["backward"] - t.gradient_path_s for t in traces))
     stock_extra_s = max(0.0, _median(t.phases["backward"] for t in traces) - backward_s)
     gathers = private.gathers(optimizer)
-    micro = int(engine.gradient_accumulation_steps())
     layers = _layers(engine, traces, forward_s / micro, (backward_s + own_s) / micro, gathers)
     # The fullest of the steps: what is planned into the headroom must fit in each of them.
     fullest = max(traces, key=lambda trace: trace.device_peak_bytes)
@@ -173,21 +174,35 @@ def _median(values: Any) -> float:
     return float(statistics.median(values))
 
 
-def _own_gradient_path_s(optimizer: Any) -> float:
-    """What ebbtide's gradient path takes instead on a machine without a GPU: copy and norm."""
-    return _median(_gradients_home_s(optimizer) for _ in range(LEAST_STEPS))
+def _own_gradient_path_s(optimizer: Any, micro: int) -> float:
+    """What ebbtide's gradient path takes instead on a machine without a GPU: a copy or a sum in
+    each of ``micro`` micro-batches, and a norm.
+    """
+    times = [_gradients_home_s(optimizer) for _ in range(LEAST_STEPS)]
+    copy_s, norm_s = (_median(part) for part in zip(*times, strict=True))
+    return micro * copy_s + norm_s
 
 
-def _gradients_home_s(optimizer: Any) -> float:
-    total = 0.0
-    for flat in optimizer.fp16_partitioned_groups_flat:
-        source = torch.ones(flat.numel(), dtype=optimizer.gradient_accumulation_dtype)
-        home = torch.ones_like(source)  # written to, so that no page is backed while it is timed
+def _gradients_home_s(optimizer: Any) -> tuple[float, float]:
+    """To copy all gradients, from as far as the passes leave them, and for their norm; of more than
+    the caches hold a part stands for all.
+    """
+    sizes = [int(flat.numel()) for flat in optimizer.fp16_partitioned_groups_flat]
+    pairs, dtype = list[tuple[torch.Tensor, torch.Tensor]](), optimizer.gradient_accumulation_dtype
+    copy_s = norm_s = taken = 0.0
+    for size in sizes:
+        if 2 * dtype.itemsize * taken < UNCACHED_BYTES:
+            # Written to, so that no page is backed while it is timed.
+            pairs.append((torch.ones(size, dtype=dtype), torch.ones(size, dtype=dtype)))
+            taken += size
+    for source, home in pairs:
         began_s = time.perf_counter()
         home.copy_(source)
+        copied_s = time.perf_counter()
         host.norm(home)
-        total += time.perf_counter() - began_s
-    return total
+        copy_s, norm_s = copy_s + copied_s - began_s, norm_s + time.perf_counter() - copied_s
+    of_all = sum(sizes) / max(1.0, taken)
+    return copy_s * of_all, norm_s * of_all
 
 
 def _layers(

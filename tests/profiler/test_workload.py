@@ -1,10 +1,14 @@
 """The workload of a live engine."""
 
+import itertools
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from profiler import SampledProfile, profile_engine
 from profiler.watcher import units
+from profiler.workload import _own_gradient_path_s
 from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, train_step
 from tests.runtime.contract.training import start, train
 
@@ -42,6 +46,19 @@ def test_a_live_engine(only_rank, accumulation):
     assert "backward" not in vars(engine), "the wrappers are gone"
     assert "partition_grads" not in vars(engine.optimizer)
     engine.destroy()
+
+
+def test_a_part_of_the_gradients_stands_for_all(monkeypatch):
+    """What their way home takes: a copy for each micro-batch, and a norm."""
+    clock, flats = itertools.count(), [torch.empty(n) for n in (100, 300, 100)]
+    optimizer = SimpleNamespace(
+        fp16_partitioned_groups_flat=flats, gradient_accumulation_dtype=torch.bfloat16
+    )
+    monkeypatch.setattr("time.perf_counter", lambda: float(next(clock)))  # a second a look
+    assert _own_gradient_path_s(optimizer, micro=1) == 3 + 3
+    assert _own_gradient_path_s(optimizer, micro=4) == 4 * 3 + 3
+    monkeypatch.setattr("profiler.workload.UNCACHED_BYTES", 1000)  # the first two, which have more
+    assert _own_gradient_path_s(optimizer, micro=4) == (4 * 2 + 2) * 500 / 400
 
 
 @pytest.mark.parametrize("reuse", [0, 10**9])
