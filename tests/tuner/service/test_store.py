@@ -48,9 +48,10 @@ def test_what_ran_when_the_server_ended_runs_again_and_is_counted(tmp_path):
     second.close()
 
 
-def test_what_could_not_be_committed_is_not_in_the_way_of_what_comes(store):
+@pytest.mark.parametrize("ended", [True, False])
+def test_what_could_not_be_committed_is_not_in_the_way_of_what_comes(store, ended):
     class Full:
-        """Its disk takes the second commit only."""
+        """Its disk takes the second commit only; SQLite ``ended`` the first one's transaction."""
 
         def __init__(self, db):
             self.db, self.told = db, False
@@ -61,11 +62,13 @@ def test_what_could_not_be_committed_is_not_in_the_way_of_what_comes(store):
         def execute(self, sql, *arguments):
             if sql == "COMMIT" and not self.told:
                 self.told = True
+                if ended:
+                    self.db.execute("ROLLBACK")
                 raise sqlite3.OperationalError("database or disk is full")
             return self.db.execute(sql, *arguments)
 
     store._writer = Full(store._writer)
-    with pytest.raises(sqlite3.OperationalError):
+    with pytest.raises(sqlite3.OperationalError, match="disk is full"):
         store.add_job("plan", "{}")
     job = store.add_job("plan", "{}")["id"]
     assert store.claim()["id"] == job
