@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate
 from typing import Self
 
@@ -219,6 +219,7 @@ class Holding:
     sums: bool = False
 
     @classmethod
+    @cache
     def of(
         cls, optimizer: OptimizerState, gradient_bytes: int, wire_bytes: int, *, stage: int = 3,
         micro_batches: int = 1, kept: int = 1,
