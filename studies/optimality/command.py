@@ -21,6 +21,7 @@ from simulator import Layer, Machine, Placement, Quantity, Workload
 from simulator.analysis.bound import bound
 from simulator.limits import GIB, Limits
 from studies.bench.console import publish, study_parser
+from studies.bench.record import write_record
 from studies.optimality.real_models import further_pairs, real_pairs
 from tuner.placements.optimum import optimum
 from tuner.placements.planning import plan
@@ -45,8 +46,12 @@ def main() -> None:
     args = parser.parse_args()
     figures = measure(args.pairs, args.few, args.seed)
     if args.real_models:
-        figures["real_models"] = real_models(real_pairs(args.machine), args.machine)
-        figures["further_models"] = real_models(further_pairs())
+        for name, pairs, machine in (
+            ("real_models", real_pairs(args.machine), args.machine),
+            ("further_models", further_pairs(), "several"),
+        ):
+            write_record(args.json, "optimality", figures)  # kept where the next is broken off
+            figures[name] = real_models(pairs, machine)
     publish("optimality", args.json, figures)
 
 
@@ -73,7 +78,7 @@ def measure(pairs: int, few: int, seed: int) -> dict[str, Any]:
 
 
 def real_models(
-    some: Iterable[tuple[dict[str, Any], Workload, Machine]], machine: str = "several"
+    some: Iterable[tuple[dict[str, Any], Workload, Machine]], machine: str
 ) -> dict[str, Any]:
     """The gap of each model on its machine (`studies.optimality.real_models`)."""
     pairs = list(some)
