@@ -2,10 +2,9 @@
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain
 from typing import Any
 
 from simulator.analysis.guessed import PAUSED, expected, guesses_worth
@@ -21,6 +20,7 @@ from simulator.update.recipes import SPECULATES, can_be_summed
 from simulator.workload import Workload
 
 OUTLIER = 2  # times the median subgroup
+FEW = 8  # of the best settings, with which guesses are tried
 SLOTS = 2  # of an evenly spread plan
 Compile = Callable[[str, Workload, Mapping[str, Any]], CompiledSchedule]
 
@@ -67,76 +67,73 @@ def compiled(name: str, workload: Workload, options: Mapping[str, Any]) -> Compi
     return compile_schedule(build_strategy(name, workload, **options))
 
 
-def simulated(
-    name: str,
-    workload: Workload,
-    machine: Machine,
-    limits: Limits,
-    setting: Mapping[str, Any],
-    compile_: Compile = compiled,
-) -> Simulated:
-    """One iteration, and whether it fits."""
-    return _best(_variants(name, workload, machine, limits, setting, compile_), limits)
+@dataclass(frozen=True)
+class _Strategy:
+    """One at any of its settings, on one machine."""
 
+    name: str
+    workload: Workload
+    machine: Machine
+    limits: Limits
+    compile_: Compile
 
-def _variants(
-    name: str, workload: Workload, machine: Machine, limits: Limits, setting: Mapping[str, Any],
-    compile_: Compile,
-) -> list[Simulated]:  # fmt: skip
-    """One, and of evenly spread plans those that guess, where somebody says how many steps clip."""
+    def best(self, settings: Iterable[Mapping[str, Any]]) -> Simulated:
+        """The fastest that fits; where none does, the one that lacks least. None that loses more
+        than `PAUSED` while it does not guess.
+        """
+        tried = [self._plain(setting) for setting in settings]
+        for plain in sorted(tried, key=self._rank)[:FEW]:
+            tried += self._guessing(plain)
+        waiting = (one.waiting_s for one in tried if one.fits)
+        most_s = (1 + PAUSED) * min(waiting, default=math.inf)
+        return min(
+            (one for one in tried if one.waiting_s <= most_s or not one.fits), key=self._rank
+        )
 
-    def run(options: Mapping[str, Any]) -> Simulated:
-        schedule = compile_(name, workload, options)
-        result = simulate_fast(schedule, machine)
-        lacks = limits.shortfall(result)
-        return Simulated(name, setting, schedule, result, lacks, result.iteration_s)
-
-    if name != "ebbtide" or set(setting) != {"resident_share", "device_share"}:
-        return [run(dict(setting))]
-    plan = _spread(workload, **setting)
-    if machine.unified_memory:
-        return [run({"plan": plan})]
-    found = [run({"plan": _fitted(plan, workload, limits)})]
-    if workload.clip_rate is None or workload.zero_stage < 3:
-        return found
-    for guesses in _guessing(plan, found[0], workload, machine, limits):
-        fitted = _fitted(guesses, workload, limits)
-        right = run({"plan": fitted})
-        waiting = run({"plan": fitted.model_copy(update=dict.fromkeys(SPECULATES.values(), 0))})
-        both = {True: right.result, False: waiting.result}
-        mean = expected(workload, machine, fitted, lambda p, of=both: of[any(p.guessed)])  # type: ignore[misc]
-        found.append(replace(right, result=mean, waiting_s=waiting.result.iteration_s))
-    return found
-
-
-def _best(some: Sequence[Simulated], limits: Limits) -> Simulated:
-    """The fastest that fits; where none does, the one that lacks least. None that loses more than
-    `PAUSED` while it does not guess.
-    """
-    waiting = [one.waiting_s for one in some if one.fits]
-    most_s = (1 + PAUSED) * min(waiting, default=math.inf)
-
-    def rank(one: Simulated) -> tuple[bool, float]:
-        lacking = limits.missing_bytes(one.result)
+    def _rank(self, one: Simulated) -> tuple[bool, float]:
+        lacking = self.limits.missing_bytes(one.result)
         return lacking > 0, lacking or one.result.iteration_s
 
-    return min((one for one in some if one.waiting_s <= most_s or not one.fits), key=rank)
+    def _run(self, setting: Mapping[str, Any], options: Mapping[str, Any]) -> Simulated:
+        schedule = self.compile_(self.name, self.workload, options)
+        result = simulate_fast(schedule, self.machine)
+        lacks = self.limits.shortfall(result)
+        return Simulated(self.name, setting, schedule, result, lacks, result.iteration_s)
 
+    def _spreads(self, setting: Mapping[str, Any]) -> bool:
+        return self.name == "ebbtide" and set(setting) == {"resident_share", "device_share"}
 
-def _guessing(
-    plan: Plan, plain: Simulated, workload: Workload, machine: Machine, limits: Limits
-) -> Iterator[Plan]:  # fmt: skip
-    """With as many updates on the host before the norm as there is memory and time for, without
-    visits before it and with all of them.
-    """
-    left = limits.host_bytes - plain.result.host_peak_bytes
-    every = plan.model_copy(update={"speculate": plan.subgroup_count}).guessed
-    sizes = [n for n, able in zip(workload.subgroups, every, strict=True) if able][::-1]
-    count = guesses_worth(workload, machine, sizes, left)
-    for visits in {0, plan.count("device")}:
-        guesses = plan.model_copy(update={"speculate": count, "speculate_visits": visits})
-        if any(guesses.guessed):
-            yield guesses
+    def _plain(self, setting: Mapping[str, Any]) -> Simulated:
+        if not self._spreads(setting):
+            return self._run(setting, dict(setting))
+        plan = _spread(self.workload, **setting)
+        if not self.machine.unified_memory:
+            plan = _fitted(plan, self.workload, self.limits)
+        return self._run(setting, {"plan": plan})
+
+    def _guessing(self, plain: Simulated) -> Iterator[Simulated]:
+        """With as many updates on the host before the norm as there is memory and time for,
+        without visits before it and with all of them.
+        """
+        work, machine, setting = self.workload, self.machine, plain.setting
+        silent = work.clip_rate is None or work.zero_stage < 3 or machine.unified_memory
+        if silent or not self._spreads(setting):
+            return
+        plan = _spread(work, **setting)
+        left = self.limits.host_bytes - plain.result.host_peak_bytes
+        every = plan.model_copy(update={"speculate": plan.subgroup_count}).guessed
+        sizes = [n for n, able in zip(work.subgroups, every, strict=True) if able][::-1]
+        count = guesses_worth(work, machine, sizes, left)
+        for visits in {0, plan.count("device")}:
+            guesses = plan.model_copy(update={"speculate": count, "speculate_visits": visits})
+            if not any(guesses.guessed):
+                continue
+            made = _fitted(guesses, work, self.limits)
+            without = made.model_copy(update=dict.fromkeys(SPECULATES.values(), 0))
+            right, waiting = (self._run(setting, {"plan": one}) for one in (made, without))
+            results = {True: right.result, False: waiting.result}
+            mean = expected(work, machine, made, lambda one, of=results: of[any(one.guessed)])  # type: ignore[misc]
+            yield replace(right, result=mean, waiting_s=waiting.result.iteration_s)
 
 
 def _spread(workload: Workload, device_share: float, resident_share: float) -> Plan:
@@ -177,6 +174,18 @@ def _fitted(plan: Plan, workload: Workload, limits: Limits) -> Plan:
     return plan.model_copy(update={"device_sums": count})
 
 
+def simulated(
+    name: str,
+    workload: Workload,
+    machine: Machine,
+    limits: Limits,
+    setting: Mapping[str, Any],
+    compile_: Compile = compiled,
+) -> Simulated:
+    """One iteration, and whether it fits."""
+    return _Strategy(name, workload, machine, limits, compile_).best([setting])
+
+
 def best_setting(
     name: str,
     workload: Workload,
@@ -191,5 +200,4 @@ def best_setting(
         compile_: what makes a schedule of the strategy's name, the workload and the setting.
     """
     options = [setting] if setting else settings(name, len(workload.subgroups))
-    tried = (_variants(name, workload, machine, limits, one, compile_) for one in options)
-    return _best(list(chain.from_iterable(tried)), limits)
+    return _Strategy(name, workload, machine, limits, compile_).best(options)
