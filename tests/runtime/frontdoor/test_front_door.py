@@ -85,17 +85,20 @@ def test_checkpoints_alone_and_beside_a_plan(front_door, plan, tmp_path, monkeyp
     assert looks == [], "a save lists folders itself: none of these is a trainer that looks"
 
 
-def test_engines_that_train_nothing_stay_as_they_are(front_door, plan):
+def test_engines_that_train_nothing_stay_as_they_are(front_door, plan, caplog):
     config = config_with({"plan": plan})
     del config["optimizer"]
     engine = initialize(config, model_parameters=None)
     assert not hasattr(engine.optimizer, "_ebbtide")
     engine.destroy()
-    reference = config_with({"plan": plan}, precision="fp32")
+    key = {"plan": plan, "checkpoint": {"interval_steps": 2, "dir": "checkpoints"}}
+    reference = config_with(key, precision="fp32")
     reference["zero_optimization"] = {"stage": 0}
     reference["optimizer"]["params"]["torch_adam"] = True  # the fused one needs a GPU
     engine = initialize(reference)
     assert not hasattr(engine.optimizer, "_ebbtide")
+    assert type(engine.checkpoint_engine).__name__ == "TorchCheckpointEngine"
+    assert '"ebbtide.checkpoint" has no effect' in caplog.text
     engine.destroy()
 
 
