@@ -2,22 +2,16 @@
 
 import json
 import os
-import subprocess
-import sys
 from argparse import Namespace
-from pathlib import Path
 
 import pytest
 import torch
 
-from runtime.hardware.launcher import free_port, remove_shared_buffers
 from studies.bench.bits import differences, state_of
 from tests.conftest import RANK_VARIABLES
 from tests.runtime.contract.training import DEVICES, attached, start, train
+from tests.runtime.forked_ranks import launch
 
-SCRIPT = Path(__file__).with_name("two_rank_run.py")
-ROOT = SCRIPT.parents[3]
-DEADLINE_S = 400
 STAGES = (3, 2)
 pytestmark = [
     pytest.mark.slow,
@@ -37,19 +31,7 @@ def saved(deepspeed_ops, tmp_path_factory):
 
 def two_ranks(folder):
     environment = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES}
-    port = free_port()
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
-        "--master-port", str(port), str(SCRIPT), str(folder),
-    ]  # fmt: skip
-    environment = {**environment, "OMP_NUM_THREADS": "1"}
-    try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S,
-            check=False,
-        )  # fmt: skip
-    finally:
-        remove_shared_buffers(port)
+    done = launch("tests.runtime.checkpoint.two_rank_run", folder, environment)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

@@ -21,10 +21,10 @@ from runtime.zero.fetches import Partitions
 from studies.bench.bits import state_of
 from tests.runtime.contract.test_bits import MIX, Switching, engine_for
 from tests.runtime.contract.test_guesses import at_a_bound_that_some_steps_reach
-from tests.runtime.contract.test_ranks import launch
 from tests.runtime.contract.test_windows import loop_of
 from tests.runtime.contract.training import plan_for, start, train
 from tests.runtime.evidence.happens_before import Order
+from tests.runtime.forked_ranks import launch
 
 pytestmark = [
     pytest.mark.usefixtures("only_rank"),
@@ -292,7 +292,7 @@ def test_happens_before_shows_each_missing_wait(late_deepspeed, monkeypatch, cap
 @pytest.mark.slow
 def test_happens_before_on_two_ranks(deepspeed_ops, tmp_path, child_environment, capsys):
     """Each rank with placements of its own; then waits that are taken away, which both notice."""
-    done = launch(tmp_path, child_environment, Path(__file__).with_name("two_ranks.py"))
+    done = launch("tests.runtime.evidence.two_ranks", tmp_path, child_environment)
     for rank in (0, 1):
         path = tmp_path / f"rank{rank}.json"
         assert path.exists(), done.stderr[-3000:]

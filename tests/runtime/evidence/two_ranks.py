@@ -1,18 +1,15 @@
-"""Run by torchrun: the happens-before checker on two ranks, and waits that are taken away there."""
+"""The happens-before checker on two ranks (`forked_ranks`), and waits that are taken away there."""
 
 import json
 import os
-import sys
-from pathlib import Path
 
-import deepspeed
 import pytest
 
 from runtime.devices.cuda import CudaDevice
 from runtime.execution.executor import Executor
 from runtime.execution.visits import Visits
 from simulator.update.recipes import SPECULATES
-from studies.bench.many_engines import answer_once, freeze_heap
+from studies.bench.many_engines import freeze_heap
 from tests.runtime import fake_cuda
 from tests.runtime.contract.training import start
 from tests.runtime.evidence.test_happens_before import (
@@ -73,14 +70,8 @@ def races(case, mutant=None):
     return order.accesses, dict(order.races)
 
 
-def main():
-    deepspeed.init_distributed()
-    answer_once()
+def main(folder):
     found = {case: races(case) for case in CASES}
     shown = {name: races(case, mutant) for name, (case, mutant) in MUTANTS.items()}
-    path = Path(sys.argv[1]) / f"rank{os.environ['RANK']}.json"
+    path = folder / f"rank{os.environ['RANK']}.json"
     path.write_text(json.dumps({"cases": found, "mutants": shown}))
-
-
-if __name__ == "__main__":
-    main()

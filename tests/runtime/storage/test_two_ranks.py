@@ -3,17 +3,15 @@ and an unchanged config; each rank's own extents, no other number of ranks, and 
 """
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 
 from runtime.storage.errors import StorageError
-from tests.runtime.contract.test_ranks import launch
 from tests.runtime.contract.training import DEVICES, attached, start, train
+from tests.runtime.forked_ranks import launch
 
 LAST = list(DEVICES)[-1]
-SCRIPT = Path(__file__).with_name("two_ranks_stored.py")
 
 
 @pytest.mark.slow
@@ -25,7 +23,7 @@ def test_two_ranks_store_and_resume_with_stocks_bits(
     train(alone, 1)
     alone.save_checkpoint(tmp_path / "alone")
     alone.destroy()
-    done = launch(tmp_path, child_environment, SCRIPT)
+    done = launch("tests.runtime.storage.two_ranks_stored", tmp_path, child_environment)
     for rank in (0, 1):
         told = tmp_path / f"rank{rank}.json"
         assert told.exists(), done.stderr[-3000:]

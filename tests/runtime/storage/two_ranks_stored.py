@@ -1,4 +1,4 @@
-"""Run by torchrun: state of two ranks on one drive, a checkpoint after every step, a resume; what
+"""State of two ranks (`forked_ranks`) on one drive, a checkpoint after every step, a resume; what
 stock has saved, and what stock reads; other plans, an unchanged config, a drive of one rank's that
 fails.
 """
@@ -7,10 +7,7 @@ import contextlib
 import errno
 import json
 import os
-import sys
-from pathlib import Path
 
-import deepspeed
 import torch
 
 import runtime
@@ -22,7 +19,6 @@ from runtime.storage.export import export
 from runtime.zero.attach import switch_plan
 from studies.bench.bits import differences
 from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config
-from studies.bench.many_engines import answer_once
 from tests.runtime.contract.training import (
     DEVICES,
     SUBGROUP,
@@ -180,10 +176,8 @@ def refused(folder):
     return {"refused": False}
 
 
-def main():
-    deepspeed.init_distributed()
-    answer_once()
-    folder, rank = Path(sys.argv[1]), os.environ["RANK"]
+def main(folder):
+    rank = os.environ["RANK"]
     stock = engine_on()
     first, rest = steps(stock, 0, 1), steps(stock, 1, STEPS - 1)
     expected = torch.cat([first[0], rest[0]]), first[1] + rest[1], rest[2]
@@ -199,8 +193,3 @@ def main():
     found |= failing_commit(folder / "failing", rest)
     (folder / f"rank{rank}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # once in 30 runs torch's own threads abort while the interpreter ends
-
-
-main()
