@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import combinations_with_replacement, product
 from typing import Any
 
@@ -105,9 +105,7 @@ class Candidate:
 
     @cached_property
     def codes(self) -> np.ndarray:
-        some = [PLACEMENTS.index(p) for p in self.placements]
-        codes = np.array(some, dtype=np.int8) + home_codes(self.homes)
-        early = with_guesses(codes, *self.guesses)
+        early = with_guesses(_codes(self.placements, self.homes), *self.guesses)
         return with_sums(early, self.device_sums or 0)
 
     @property
@@ -200,17 +198,20 @@ class Search:
 
     def ordered(self, candidate: Candidate) -> Candidate:
         """The same with an order of its updates, and with what is fixed."""
+        changed: dict[str, Any] = {}
         if candidate.order is None:
-            candidate = replace(candidate, order=self._orders.of(candidate.placements))
-        candidate = replace(candidate, **self.fixed) if self.fixed else candidate
+            changed["order"] = self._orders.of(candidate.placements)
+        if changed or self.fixed:
+            candidate = replace(candidate, **{**changed, **self.fixed})
         for placement, name in SPECULATES.items():
             number = getattr(candidate, name)
             if number is None:
                 number = self._most_guesses(candidate, placement) if self.speculates else 0
             if placement in STORED:
                 number = min(number, candidate.host_slots)
-            changed: dict[str, Any] = {name: number}
-            candidate = replace(candidate, **changed)
+            if number != getattr(candidate, name):
+                changed = {name: number}
+                candidate = replace(candidate, **changed)
         if candidate.growing is None:
             candidate = self._fitted(candidate)
         if candidate.device_sums is None:
@@ -277,6 +278,8 @@ class Search:
 
     def _most_guesses(self, c: Candidate, placement: Placement) -> int:
         """How many subgroups of a placement, from the last one on, there is memory and time for."""
+        if placement not in c.placements:
+            return 0
         amounts, early = self._sweep.amounts(c.codes)
         taken = self._sweep.held_bytes(amounts, c.staging_slots, c.host_slots, early)["host"]
         sizes = self._sweep.sizes[_able(c.codes, placement)][::-1].astype(int).tolist()
@@ -565,7 +568,8 @@ def with_guesses(
     """Codes of subgroups that are guessed as `guesses_among` takes it: `Plan.guessed`."""
     if not (speculate or visits or stored):
         return codes
-    able = {p: np.flatnonzero(_able(codes, p)).tolist() for p in SPECULATES}
+    numbers = {"host": speculate, "device": visits, "stored": stored}
+    able = {p: np.flatnonzero(_able(codes, p)).tolist() if numbers[p] else [] for p in SPECULATES}
     early = codes.copy()
     early[sorted(guesses_among(able, speculate, among, visits, stored))] += GUESSED
     return early
@@ -592,6 +596,17 @@ def _able(codes: NDArray[np.int8], placement: Placement) -> NDArray[np.bool_]:
     """Which of a placement's can be updated before the norm."""
     able: NDArray[np.bool_] = _GUESSABLE[placement][codes & ~SUMMED]
     return able
+
+
+@lru_cache(2**12)
+def _codes(
+    placements: tuple[Placement, ...], homes: tuple[ParameterHome, ...]
+) -> NDArray[np.int8]:  # fmt: skip
+    """Of subgroups that wait for the norm; for all candidates that differ in the rest alone."""
+    some = [PLACEMENTS.index(p) for p in placements]
+    codes = np.array(some, dtype=np.int8) + home_codes(homes)
+    codes.flags.writeable = False
+    return codes
 
 
 def home_codes(homes: tuple[ParameterHome, ...]) -> NDArray[np.int8]:
