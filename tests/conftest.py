@@ -74,17 +74,18 @@ settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 # Files that take 15 s and more of two cores, the longest first: what comes last fills the gaps.
 FIRST = (
-    "studies/test_demo.py", "tuner/service/test_page.py", "profiler/test_launch.py",
-    "runtime/evidence/test_happens_before.py", "simulator/test_bounds.py",
-    "runtime/frontdoor/test_trainers.py", "runtime/contract/test_footprint.py",
+    "studies/test_demo.py", "simulator/test_bounds.py", "tuner/service/test_page.py",
+    "profiler/test_launch.py", "runtime/evidence/test_happens_before.py",
+    "runtime/contract/test_guesses.py", "runtime/storage/test_training_faults.py",
+    "runtime/contract/test_bits.py", "runtime/frontdoor/test_trainers.py",
     "tuner/test_configurations.py", "runtime/contract/test_ranks.py",
-    "runtime/storage/test_training_faults.py", "runtime/evidence/test_ptx.py",
-    "studies/test_emulated_training.py", "runtime/contract/test_bits.py",
-    "studies/test_checkpoint_crash.py", "runtime/storage/test_checkpoint_kills.py",
-    "studies/test_gpu.py", "runtime/storage/test_two_ranks.py", "tuner/test_search.py",
-    "tuner/test_option_walk.py", "tuner/test_verify.py", "tuner/test_golden.py",
-    "runtime/checkpoint/test_world_size.py", "studies/test_checkpoint_stall.py",
-    "studies/test_tuner_studies.py", "studies/test_checkpoint_interval.py", "test_readme.py",
+    "studies/test_emulated_training.py", "runtime/storage/test_checkpoint_kills.py",
+    "runtime/evidence/test_ptx.py", "studies/test_checkpoint_crash.py", "tuner/test_verify.py",
+    "studies/test_gpu.py", "runtime/contract/test_footprint.py", "studies/test_storage_kills.py",
+    "tuner/test_ways_out.py", "tuner/test_speculation.py", "runtime/storage/test_two_ranks.py",
+    "tuner/test_option_walk.py", "tuner/test_golden.py", "test_readme.py",
+    "studies/test_front_door_kills.py", "studies/test_checkpoint_interval.py",
+    "tuner/test_search.py", "studies/test_checkpoint_stall.py",
 )  # fmt: skip
 
 
