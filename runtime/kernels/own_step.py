@@ -106,7 +106,10 @@ class OwnStepRule(UpdateRule):
         self._follow(step.groups)
         for number, group in enumerate(mine.param_groups):
             group["params"] = [step.master] if number == step.group else []
-        mine.state = defaultdict(dict, {step.master: live.state[step.master]})
+        mine.state = defaultdict(dict)
+        for key, kept in live.state.items():
+            if key is step.master or not torch.is_tensor(key):  # not what other masters have
+                mine.state[key] = kept
         before = [_values(group) for group in mine.param_groups]
         groups = mine.param_groups
         if self._group_by_group:
@@ -114,7 +117,7 @@ class OwnStepRule(UpdateRule):
         with torch.no_grad():
             type(mine).step(mine)
         mine.param_groups = groups
-        live.state[step.master] = mine.state[step.master]
+        live.state.update(mine.state)
         for was, group, shown in zip(before, mine.param_groups, live.param_groups, strict=True):
             shown.update({k: v for k, v in _values(group).items() if _differ(v, was.get(k))})
 

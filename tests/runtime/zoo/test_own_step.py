@@ -202,6 +202,35 @@ def test_what_an_optimizer_writes_to_its_group_stays():
     assert copy.copy(optimizer).state_dict()["param_groups"][0]["calls"] == 3
 
 
+class CountingInState(torch.optim.Optimizer):
+    """Keeps a number of no parameter in its state."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 1.0})
+        self.state["calls"] = 0
+
+    def step(self):
+        self.state["calls"] += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                p -= self.state["calls"] * p.grad
+
+
+@pytest.mark.parametrize(("kind", "end", "kept"), [
+    (CountingInState, -6.0, {"calls": 3}),
+    (lambda parameters: torch.optim.SGD(parameters, lr=2.0), -6.0, {}),
+])  # fmt: skip
+def test_what_an_optimizer_keeps_in_its_state_is_kept_and_no_more(kind, end, kept):
+    ours = torch.nn.Parameter(torch.zeros(4))
+    optimizer = kind([ours])
+    rule, out = OwnStepRule(optimizer), torch.empty(4)
+    for _ in range(3):
+        step = rule.next_step(optimizer, ours, 0)
+        rule.update((ours.data,), [(0, 4, torch.ones(4), 1.0)], out, step, 1)
+    assert torch.equal(out, torch.full((4,), end))
+    assert dict(optimizer.state) == kept
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_step_is_shown_the_groups_that_stock_shows_it(stage):
     """Under ZeRO-3 all of them, below it one at a time: schedule-free optimizers count in them."""
