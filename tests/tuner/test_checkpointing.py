@@ -71,7 +71,7 @@ def test_memory_that_brings_nothing_is_not_taken():
 
 
 def test_a_plan_s_stall_is_the_simulated_one_and_its_memory_counts_the_budget():
-    work, have = workload(8), machine()
+    work, have = workload(4), machine()
     found = tuner.plan(work, have, mtbf_s=3600.0)
     simulated = CheckpointSimulation(work, found, have)
     cost = simulated.cost(found.checkpoint)
@@ -85,7 +85,7 @@ def test_a_plan_s_stall_is_the_simulated_one_and_its_memory_counts_the_budget():
 
 
 def test_the_budget_stays_within_the_host_memory_that_is_left():
-    work, have = workload(8), machine()
+    work, have = workload(4), machine()
     needed = tuner.plan(work, have).prediction.host_peak_bytes
     limit = int((needed + 64 * 2**20) / (1 - UNKNOWN_MARGIN))
     found = tuner.plan(work, have, mtbf_s=3600.0, host_memory_bytes=limit)
