@@ -288,9 +288,10 @@ def bring_home(
 
     A checkpoint of stock's from before the first update has none, and stock then starts anew.
     """
+    if rule.own_step:
+        return
     state = inner.state[master]
-    if not rule.own_step:
-        state.setdefault("step", 0)
+    state.setdefault("step", 0)
     for key in rule.unused:
         state.setdefault(key, torch.zeros_like(master))
     for key, home in homes.items():

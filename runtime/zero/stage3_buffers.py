@@ -16,10 +16,10 @@ def stock_buffers(optimizer: Any, masters: list[torch.nn.Parameter], subgroup: i
     is given back.
     """
     master = masters[subgroup]
-    state = optimizer.optimizer.state[master]
     rule = optimizer._rule
-    if not rule.own_step:
-        state.setdefault("step", 0)
+    # An optimizer that runs its own step is asked for nothing: its state would hold an entry then.
+    state = {} if rule.own_step else optimizer.optimizer.state[master]
+    state.setdefault("step", 0)
     for key in (*rule.moments, *rule.unused):
         state.setdefault(key, torch.zeros_like(master.data))
     gradient = gradient_of(optimizer, subgroup, master.numel())
@@ -43,8 +43,9 @@ def repoint(optimizer: Any, master: torch.nn.Parameter, state: SubgroupState) ->
     parameters. True: these have moved.
     """
     master.data = state.p
-    moments = zip(optimizer._rule.moments, state.moments, strict=True)
-    optimizer.optimizer.state[master].update(moments)
+    if not optimizer._rule.own_step:
+        moments = zip(optimizer._rule.moments, state.moments, strict=True)
+        optimizer.optimizer.state[master].update(moments)
     left = gradient_of(optimizer, state.index, state.elements)
     _gradient_at(optimizer, state.index, state.gradient)
     flat = optimizer.grad_partitions_flat_buffer.untyped_storage().data_ptr()

@@ -231,6 +231,15 @@ def test_what_an_optimizer_keeps_in_its_state_is_kept_and_no_more(kind, end, kep
     assert dict(optimizer.state) == kept
 
 
+def test_an_optimizer_without_state_has_none_under_a_plan():
+    plain = {**SGD, "optimizer": {"type": "SGD", "params": {"lr": 1e-3}}}
+    engine = attached(start(stage=3, extra=plain), ["host"], "unified", None)
+    train(engine, 1)
+    engine.optimizer.wait()
+    assert dict(engine.optimizer.optimizer.state) == {}
+    engine.destroy()
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_step_is_shown_the_groups_that_stock_shows_it(stage):
     """Under ZeRO-3 all of them, below it one at a time: schedule-free optimizers count in them."""
