@@ -61,15 +61,16 @@ def anneal(
 
 
 def _starts(search: Search, most: int) -> list[Candidate]:
-    """The best with each number of slots, which take what could stay; then the best with other
-    numbers of each placement.
+    """The best, also of those without slots that grow; the best with each number of slots, which
+    take what could stay; then with other numbers of each placement.
     """
     known = [c for c, score in search.scores.items() if not math.isinf(score.iteration_s)]
     known.sort(key=lambda c: search.scores[c].iteration_s)
+    still = [c for c in known if not c.growing]
     slots = {c.staging_slots: c for c in reversed(known)}
     numbers = {tuple(c.placements.count(p) for p in PLACEMENTS): c for c in reversed(known)}
     by_score = (sorted(some.values(), key=known.index) for some in (slots, numbers))
-    return list(dict.fromkeys(chain.from_iterable(by_score)))[:most]
+    return list(dict.fromkeys(chain(known[:1], still[:1], *by_score)))[:most]
 
 
 def reorder(search: Search, evaluations: int) -> None:
