@@ -14,6 +14,7 @@ from simulator.rules import RuleError
 from simulator.update.optimizer import ADAM, OPTIMIZERS, OptimizerState
 
 SCHEMA_VERSION = 2
+OUTLIER = 2  # times the median subgroup
 WireDtype = Literal["bf16", "fp16", "fp32"]
 ZeroStage = Literal[1, 2, 3]
 BaseKind = Literal["parameters", "gradients", "activations"]
@@ -286,6 +287,12 @@ class Workload(Page):
     def one_subgroup(self) -> "Workload":
         """The same with all of the state in a single subgroup: stock ZeRO-1 and 2 do not cut."""
         return Workload.model_validate({**self.model_dump(), "subgroups": (self.params,)})
+
+    @property
+    def large_subgroups(self) -> list[int]:
+        """Those far larger than the others, such as an embedding's."""
+        typical = sorted(self.subgroups)[len(self.subgroups) // 2]
+        return [i for i, n in enumerate(self.subgroups) if n > OUTLIER * typical]
 
     @property
     def optimizer_state(self) -> OptimizerState:

@@ -102,7 +102,7 @@ def _trains(call: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
     # TRL builds a reference model from the training engine's config, with stage 0 for ZeRO-2.
     if not at(as_deepspeed_reads(config), f"{ZERO}.stage"):
         leave_to_stock(config)
-        if isinstance(config[KEY], dict) and config[KEY].get("checkpoint"):
+        if at(config, f"{KEY}.checkpoint"):
             logger.warning('"%s.checkpoint" has no effect there: DeepSpeed saves, when the script '
                            "says so", KEY)  # fmt: skip
         return False

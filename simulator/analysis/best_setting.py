@@ -1,7 +1,6 @@
 """A strategy at the setting that serves best within the memory that there is."""
 
 import math
-import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,11 +14,17 @@ from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.schedules.settings import settings
 from simulator.schedules.strategies import build_strategy, shared_plan
-from simulator.update.footprint import Activations, ByKind, Holding, footprint, slot_bytes
+from simulator.update.footprint import (
+    Activations,
+    ByKind,
+    Holding,
+    activations_beside,
+    footprint,
+    slot_bytes,
+)
 from simulator.update.recipes import SPECULATES, can_be_summed
 from simulator.workload import Workload
 
-OUTLIER = 2  # times the median subgroup
 FEW = 8  # of the best settings, with which guesses are tried
 SLOTS = 2  # of an evenly spread plan
 Compile = Callable[[str, Workload, Mapping[str, Any]], CompiledSchedule]
@@ -123,7 +128,7 @@ class _Strategy:
         left = self.limits.host_bytes - plain.result.host_peak_bytes
         every = plan.model_copy(update={"speculate": plan.subgroup_count}).guessed
         sizes = [n for n, able in zip(work.subgroups, every, strict=True) if able][::-1]
-        count = guesses_worth(work, machine, sizes, left)
+        count = guesses_worth(work, machine, Holding.of_workload(work), sizes, left)
         for visits in {0, plan.count("device")}:
             guesses = plan.model_copy(update={"speculate": count, "speculate_visits": visits})
             if not any(guesses.guessed):
@@ -141,13 +146,12 @@ def _spread(workload: Workload, device_share: float, resident_share: float) -> P
     the others, such as an embedding's, stays at home, for every slot would be as large.
     """
     plan = shared_plan(workload, device_share, resident_share)
-    visits, sizes = plan.count("device"), workload.subgroups
-    placements, large = list(plan.placements), OUTLIER * statistics.median(sizes)
-    moved = [i for i, p in enumerate(placements) if p == "device" and sizes[i] > large]
-    places = [i for i, p in enumerate(placements) if p == "host" and sizes[i] <= large]
+    placements, large = list(plan.placements), workload.large_subgroups
+    moved = [i for i in large if placements[i] == "device"]
+    places = [i for i, p in enumerate(placements) if p == "host" and i not in large]
     for one, other in zip(moved, reversed(places), strict=False):
         placements[one], placements[other] = "host", "device"
-    slots = min(SLOTS, visits)
+    slots = min(SLOTS, plan.count("device"))
     changed = {"placement": Plan.runs(placements), "staging_slots": slots, "prefetch": slots}
     return plan.model_copy(update=changed)
 
@@ -156,20 +160,19 @@ def _fitted(plan: Plan, workload: Workload, limits: Limits) -> Plan:
     """With slots that grow where memory does not hold them beside activations, and with as many
     sums of micro-batches on the device as there is memory left for.
     """
-    activations, held = Activations.of(workload), Holding.of_workload(workload)
+    held = Holding.of_workload(workload)
     if plan.staging_slots and workload.zero_stage == 3:
         bare = plan.model_copy(update={"staging_slots": 0})
         left = limits.device_bytes - footprint(workload, bare)["device"]
         each = slot_bytes(workload, plan)
-        always, grown = activations.slots(left, plan.staging_slots, each)
+        always, grown = Activations.of(workload).slots(left, plan.staging_slots, each)
         slots = {"staging_slots": always, "growing_slots": grown, "prefetch": always + len(grown)}
         plan = plan.model_copy(update=slots)
     if not held.sums:
         return plan
     pairs = zip(workload.subgroups, plan.placements, strict=True)
     sizes = [size for size, placement in pairs if can_be_summed(placement)]
-    taken = footprint(workload, plan)["device"]
-    taken += activations.most_bytes(plan.grown, slot_bytes(workload, plan) if plan.grown else 0)
+    taken = footprint(workload, plan)["device"] + activations_beside(workload, plan)
     count = held.most_sums(sizes, limits.device_bytes - taken)
     return plan.model_copy(update={"device_sums": count})
 

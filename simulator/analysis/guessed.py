@@ -55,16 +55,17 @@ def mean_s(
 
 
 def guesses_worth(
-    workload: Workload, machine: Machine, sizes: Iterable[int], left_bytes: float,
+    workload: Workload, machine: Machine, held: Holding, sizes: Iterable[int], left_bytes: float,
     placement: Placement = "host",
 ) -> int:  # fmt: skip
     """How many of these subgroups, which can be guessed, so much host memory holds twice and the
     last backward has time for: behind the norm a guess takes longer than what it saves.
 
     Args:
+        held: the workload's.
         sizes: elements, of the last subgroup first.
     """
-    each = Holding.of_workload(workload).guess_bytes(placement)
+    each = held.guess_bytes(placement)
     left_s = workload.backward_s / workload.gradient_accumulation_steps
     taken = list(accumulate(sizes))
     longest = guess_s(workload, machine, 1, placement=placement)

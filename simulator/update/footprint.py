@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import accumulate
 from typing import Self
 
@@ -219,7 +219,6 @@ class Holding:
     sums: bool = False
 
     @classmethod
-    @cache
     def of(
         cls, optimizer: OptimizerState, gradient_bytes: int, wire_bytes: int, *, stage: int = 3,
         micro_batches: int = 1, kept: int = 1,
@@ -390,6 +389,12 @@ def slot_bytes(workload: Workload, plan: Plan) -> int:
     """Of one of the plan's staging slots."""
     held, both = Holding.of_workload(workload), tallies(workload.subgroups, plan)
     return held.each_bytes(Slot.STAGING, both)
+
+
+def activations_beside(workload: Workload, plan: Plan) -> int:
+    """The most that activations take beside what `footprint` counts."""
+    each = slot_bytes(workload, plan) if plan.grown else 0
+    return Activations.of(workload).most_bytes(plan.grown, each)
 
 
 def summed_elements(sizes: Sequence[int], plan: Plan) -> int:

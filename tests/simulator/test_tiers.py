@@ -32,10 +32,7 @@ def further(monkeypatch):
     )
     monkeypatch.setitem(RECIPES, FURTHER, Recipe(Queue.HOST, "storage", "host", steps))
     monkeypatch.setitem(PLACEMENT_CODES, FURTHER, len(PLACEMENT_CODES))
-    known = Holding.of.__func__  # of the recipes as they were
-    known.cache_clear()
-    yield FURTHER
-    known.cache_clear()
+    return FURTHER
 
 
 def runs(placements):

@@ -9,7 +9,7 @@ from functools import partial
 from simulator.limits import Limits
 from simulator.machine import Machine
 from simulator.plan import Plan
-from simulator.update.footprint import Activations, footprint, slot_bytes
+from simulator.update.footprint import activations_beside, footprint
 from simulator.update.recipes import SPECULATES
 from simulator.workload import Workload
 from tuner.placements.annealing import anneal
@@ -117,8 +117,7 @@ def _limits(
 ) -> Limits:  # fmt: skip
     """Of storage what ``current`` takes: its files have that room."""
     held = footprint(workload, current)
-    each = slot_bytes(workload, current) if current.grown else 0
-    beside = Activations.of(workload).most_bytes(current.grown, each)
+    beside = activations_beside(workload, current)
     return Limits(
         held["device"] + beside if device_bytes is None else device_bytes,
         max(machine.host_memory_bytes // workload.ranks_per_node, held["host"])

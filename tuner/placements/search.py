@@ -36,7 +36,7 @@ from tuner.placements.moves import HOME, PLACEMENTS, STORED, VISITING, choices
 from tuner.placements.update_orders import UpdateOrders
 
 MOST_CHOICES = 7000  # of few subgroups' placements
-OUTLIER, MOST_OUTLIERS = 2, 4  # times the median; that many are tried here and there
+MOST_OUTLIERS = 4  # of the large subgroups; they are tried here and there
 MOST_POINTS, FEWEST_POINTS, MANY_POINTS = 160, 28, 4000  # of a grid of numbers
 MANY_KINDS = 3  # of placements beside the first: fewer numbers of each are tried
 SPILLED_POINTS = 91  # numbers of what is not on storage
@@ -284,7 +284,7 @@ class Search:
         taken = self._sweep.held_bytes(amounts, c.staging_slots, c.host_slots, early)["host"]
         sizes = self._sweep.sizes[_able(c.codes, placement)][::-1].astype(int).tolist()
         left = self.limits.host_bytes - taken
-        most = guesses_worth(self.workload, self.machine, sizes, left, placement)
+        most = guesses_worth(self.workload, self.machine, self._sweep.held, sizes, left, placement)
         if placement in VISITING and most:  # slots with room for new parameters fit too
             some = self._fitted(replace(c, speculate_visits=1))
             device_bytes, *_ = self._taken(some, c.homes)
@@ -505,9 +505,7 @@ class Search:
 
     def _held_apart(self) -> Iterator[dict[int, Placement]]:
         """Every choice of placements for the few largest."""
-        sizes = self.workload.subgroups
-        typical = sorted(sizes)[len(sizes) // 2]
-        large = [i for i, n in enumerate(sizes) if n > OUTLIER * typical][:MOST_OUTLIERS]
+        large = self.workload.large_subgroups[:MOST_OUTLIERS]
         for chosen in product(self.choices, repeat=len(large)):
             yield dict(zip(large, chosen, strict=True))
 
@@ -568,8 +566,8 @@ def with_guesses(
     """Codes of subgroups that are guessed as `guesses_among` takes it: `Plan.guessed`."""
     if not (speculate or visits or stored):
         return codes
-    numbers = {"host": speculate, "device": visits, "stored": stored}
-    able = {p: np.flatnonzero(_able(codes, p)).tolist() if numbers[p] else [] for p in SPECULATES}
+    numbers = zip(SPECULATES, (speculate, visits, stored), strict=True)
+    able = {p: np.flatnonzero(_able(codes, p)).tolist() if n else [] for p, n in numbers}
     early = codes.copy()
     early[sorted(guesses_among(able, speculate, among, visits, stored))] += GUESSED
     return early

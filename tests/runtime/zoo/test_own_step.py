@@ -190,13 +190,19 @@ class Counting(torch.optim.Optimizer):
                 p += self.sign * group["calls"] * p.grad
 
 
-def test_what_an_optimizer_writes_to_its_group_stays():
+def after_three_steps(kind):
+    """An optimizer of four zeros, whose gradients are ones, and what it makes of them."""
     ours = torch.nn.Parameter(torch.zeros(4))
-    optimizer = Counting([ours])
+    optimizer = kind([ours])
     rule, out = OwnStepRule(optimizer), torch.empty(4)
     for _ in range(3):
         step = rule.next_step(optimizer, ours, 0)
         rule.update((ours.data,), [(0, 4, torch.ones(4), 1.0)], out, step, 1)
+    return optimizer, out
+
+
+def test_what_an_optimizer_writes_to_its_group_stays():
+    optimizer, out = after_three_steps(Counting)
     assert torch.equal(out, torch.full((4,), -6.0))
     assert optimizer.param_groups[0]["calls"] == 3
     assert copy.copy(optimizer).state_dict()["param_groups"][0]["calls"] == 3
@@ -221,12 +227,7 @@ class CountingInState(torch.optim.Optimizer):
     (lambda parameters: torch.optim.SGD(parameters, lr=2.0), -6.0, {}),
 ])  # fmt: skip
 def test_what_an_optimizer_keeps_in_its_state_is_kept_and_no_more(kind, end, kept):
-    ours = torch.nn.Parameter(torch.zeros(4))
-    optimizer = kind([ours])
-    rule, out = OwnStepRule(optimizer), torch.empty(4)
-    for _ in range(3):
-        step = rule.next_step(optimizer, ours, 0)
-        rule.update((ours.data,), [(0, 4, torch.ones(4), 1.0)], out, step, 1)
+    optimizer, out = after_three_steps(kind)
     assert torch.equal(out, torch.full((4,), end))
     assert dict(optimizer.state) == kept
 
