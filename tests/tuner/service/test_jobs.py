@@ -193,7 +193,10 @@ def _wait_until_gone(processes):
 def test_a_killed_server_loses_no_job_and_counts_every_attempt(tmp_path):
     server = Server(tmp_path / "killed.db")
     try:
-        jobs = [server.post("/jobs/what-if", GRID).json()["id"] for _ in range(3)]
+        answers = [server.post("/jobs/what-if", GRID) for _ in range(3)]
+        told = [answer.text for answer in answers if answer.status_code != 201]
+        assert not told, (told, server.errors.read_text())
+        jobs = [answer.json()["id"] for answer in answers]
         for _, state in server.events(f"/jobs/{jobs[1]}/events"):
             if state["state"] == "running":
                 break
