@@ -14,6 +14,8 @@ for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
 # A thread that spins for its team keeps from its core what the team waits for: half of the time.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("MPLBACKEND", "Agg")
+# Where DeepSpeed makes an engine it decorates Muon's functions: that imports a compiler, 0.8 s.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 if "TESTS_CPU_INFO" not in os.environ:  # workers and children inherit it
     import cpuinfo
 

@@ -16,6 +16,19 @@ def quick_collections():
 
 
 @pytest.fixture
+def dynamo(monkeypatch):
+    """torch.compile compiles, as it does not in the other tests; what did is counted."""
+    from torch._dynamo import reset
+    from torch._dynamo.utils import counters
+
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE")
+    reset()
+    counters.clear()
+    yield counters
+    assert counters["frames"]["ok"]
+
+
+@pytest.fixture
 def fake(monkeypatch):
     """`CudaDevice` runs on a stand-in for torch.cuda; what breaks CUDA's rules fails the test."""
     made = fake_cuda.install(monkeypatch)

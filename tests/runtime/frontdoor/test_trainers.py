@@ -76,8 +76,6 @@ TRAINER_CASES = {
         "save_strategy": "steps", "save_steps": 2, "save_only_model": True, "max_steps": 4,
         "save_total_limit": 1,
     },
-    "torch.compile": {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 4,
-                      "wrap": trainers.of_words},
     "below ZeRO-3": {
         "max_steps": 6,
         "config": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
@@ -94,6 +92,12 @@ def test_same_bits_through_trl(front_door):
 @pytest.mark.parametrize("case", TRAINER_CASES)
 def test_settings_of_either_side(front_door, case):
     assert trainers.compare("trainer", **TRAINER_CASES[case]) == []
+
+
+@pytest.mark.slow
+def test_same_bits_of_a_compiled_model(front_door, dynamo):
+    compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
+    assert trainers.compare("trainer", **compiled, max_steps=4, wrap=trainers.of_words) == []
 
 
 @pytest.mark.slow
