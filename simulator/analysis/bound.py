@@ -27,6 +27,7 @@ FEWEST_MANY = 4  # staging slots; fewer are looked at number by number
 MOST_VISITORS = 6  # ranges of sizes
 MANY = 128  # subgroups, of more of which no whole numbers are asked for
 NODES_OF_FEW, NODES_OF_EACH, NODES_OF_SOME = 3000, 100, 5  # of the search for whole numbers
+NODES_OF_PLANNING = 300  # the others of few take ten times as long
 NODES_OF_PROOF = 200  # where more is asked for than planning can wait for: seconds
 ROUNDING, ROUNDING_S = 1e-5, 1e-6  # of the solver's tolerances: relative, and in seconds
 
@@ -108,13 +109,14 @@ def fluid_bound(
 def tightened(
     fluid: Bound, workload: Workload, machine: Machine, device_bytes: float | None = None,
     homes: Sequence[Memory] | None = (), host_bytes: float | None = None,
-    storage_bytes: float | None = None, guesses: bool = False, *, whole: bool = True,
-    enough_s: float | None = None,
+    storage_bytes: float | None = None, guesses: bool = False, *,
+    most_nodes: int = NODES_OF_FEW, enough_s: float | None = None,
 ) -> Bound:  # fmt: skip
     """`bound`, where `fluid_bound` is known.
 
     Args:
-        whole: False: of fractions of subgroups, which is there in a fifth of a second.
+        most_nodes: of the search for whole numbers of subgroups; 0: of fractions of them, which is
+            there in a fifth of a second.
     """
     if machine.unified_memory:
         return fluid
@@ -122,7 +124,7 @@ def tightened(
     pieces = count if count <= EACH else max(FEWEST_BLOCKS, BLOCKS // sizes)
     room = (device_bytes, homes, host_bytes, storage_bytes)
     problem = _Problem(workload, machine, *room, guesses=guesses, pieces=pieces)
-    return problem.tightened(fluid, _nodes(count) if whole else 0, enough_s)
+    return problem.tightened(fluid, min(_nodes(count), most_nodes), enough_s)
 
 
 def _rounded_down(seconds: float) -> float:

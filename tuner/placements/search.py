@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.analysis.bound import Bound, fluid_bound, tightened
+from simulator.analysis.bound import NODES_OF_PLANNING, Bound, fluid_bound, tightened
 from simulator.analysis.bounds.window import NAMED
 from simulator.analysis.guessed import guesses_worth, late_s, mean_s
 from simulator.analysis.many_plans import PlanSweep
@@ -526,7 +526,7 @@ class Search:
     @cached_property
     def bound(self) -> Bound:
         """Within the memory that plans may take, with fractions of subgroups."""
-        return tightened(self.fluid, *self._bounded, whole=False)
+        return tightened(self.fluid, *self._bounded, most_nodes=0)
 
     def proven_s(self, iteration_s: float) -> float:
         """What no plan beats, as close to a plan's time as is worth the work: whole subgroups are
@@ -536,7 +536,8 @@ class Search:
         few = len(self.workload.subgroups) <= NAMED
         if not few or iteration_s <= (1 + OPEN) * fractions_s:
             return fractions_s
-        return max(fractions_s, tightened(self.fluid, *self._bounded).iteration_s)
+        whole = tightened(self.fluid, *self._bounded, most_nodes=NODES_OF_PLANNING)
+        return max(fractions_s, whole.iteration_s)
 
     @cached_property
     def fluid(self) -> Bound:
