@@ -256,7 +256,7 @@ class Session:
         """How many sums of micro-batches stay on the device: none where none would leave it."""
         sizes = (states[0].gradient.element_size(), states[0].wire.element_size())
         leave = keeps_window(self.engine.micro_batches(), *sizes, self.engine.zero_stage())
-        if self.device.unified or not leave:
+        if self.device.unified or self.engine.update_rule().own_step or not leave:
             return 0
         stays = zip(states, plan.summed_on_device, strict=True)
         return place_sums(self.device, [state for state, summed in stays if summed])

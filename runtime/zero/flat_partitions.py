@@ -180,9 +180,10 @@ def _unlink(optimizer: Any) -> None:
 
 
 def _gradient_dtype(optimizer: Any, group: int) -> torch.dtype:
-    """fp32 where DeepSpeed accumulates in fp32, else the parameters' own."""
+    """What DeepSpeed adds up in: under ZeRO-2 fp32 where it is asked to, else the parameters'."""
     compact = optimizer._use_compact_grad_partition_buffer(group)
-    return torch.float32 if compact else optimizer.dtype
+    asked: torch.dtype = optimizer.gradient_accumulation_dtype
+    return asked if compact or optimizer.use_grad_accum_attribute else optimizer.dtype
 
 
 def _slices(optimizer: Any, pieces: list[Cut]) -> dict[int, list[ZeroSlice]]:

@@ -15,7 +15,7 @@ from runtime.kernels import host
 from runtime.kernels.rule import UpdateRule
 from runtime.kernels.step import UpdateStep
 from runtime.zero.checks import private
-from runtime.zero.windows import Windows, ZeroSlice
+from runtime.zero.windows import OneBuffer, Windows, ZeroSlice
 from simulator.plan import Plan
 from simulator.timeline import Timeline
 from simulator.update.recipes import RECIPES, Queue
@@ -43,6 +43,7 @@ class PlannedZero:
     clip_grad: float
     gradient_accumulation_dtype: torch.dtype
     gradient_accumulation_steps: int
+    master_weights_and_grads_dtype: torch.dtype
     norm_for_param_grads: dict[int, torch.Tensor]
 
     # -- backward and step -------------------------------------------------------------------
@@ -98,7 +99,9 @@ class PlannedZero:
         complete: Callable[[int], None],
     ) -> Windows:  # fmt: skip
         spend = self._spend if self._rule.spends else None
-        return Windows(device, states, self.slices(), ops, complete, spend=spend)
+        one = self.zero_stage() < 3 and self.master_weights_and_grads_dtype != torch.float32
+        homes = OneBuffer if one else Windows
+        return homes(device, states, self.slices(), ops, complete, spend=spend)
 
     def slices(self) -> dict[int, ZeroSlice]:
         raise NotImplementedError

@@ -39,6 +39,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):  # type: ignore[misc]
     _flat: FlatPartitions
     _offload_accumulated_param_ids: set[int]
     low_precision_master_weights_and_grads: bool
+    use_grad_accum_attribute: bool
     _overflows: list[torch.Tensor]
     shares_state = True
     overlaps_forward = False
@@ -97,9 +98,11 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):  # type: ignore[misc]
 
     def _sums_all(self, param: Any, elements: int) -> bool:
         """Of a parameter shared with another rank stock adds up all, but where masters have 16
-        bits.
+        bits. Where it adds up in a precision that is not the parameters' (bf16 beside fp16), each
+        sum goes through both: stock's own way does that here.
         """
-        return elements != param.numel() and not self.low_precision_master_weights_and_grads
+        apart = elements != param.numel() or self.use_grad_accum_attribute
+        return apart and not self.low_precision_master_weights_and_grads
 
     def _drop_gradient(self, param: Any) -> None:
         # Autograd made it on another stream than the one that has just been given work on it.
@@ -350,6 +353,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):  # type: ignore[misc]
         own = [kind for kind in DEEPSPEEDS_OWN if include is None or kind in include]
         self.publish()
         DeepSpeedZeroOptimizer.offload_states(self, own, **how)
+        self._link_all_hp_params()  # cut with the parameters' memory, but training may go on
         self._follow_parameters()
         super().offload_states(include)
 

@@ -284,3 +284,31 @@ class Windows(GradientHomes[ZeroSlice]):
         if position < state.elements:
             runs.append(Segment(position, state.elements, state.gradient[position:], scale))
         return runs
+
+
+@dataclass
+class OneBuffer(Windows):
+    """Masters of 16 bits below ZeRO-3: DeepSpeed adds micro-batches up in the very gradient that
+    updates apply. The window before leaves it there, unscaled and clipped, and a parameter whose
+    first gradient comes in a later micro-batch goes on from that. There is one sum, at home.
+    """
+
+    def accept(
+        self, piece: ZeroSlice, gradient: torch.Tensor, *, first: bool, boundary: bool,
+        alone: bool = False,
+    ) -> torch.Tensor:  # fmt: skip
+        del alone  # there is nothing else
+        fresh = (piece.begun or piece.touched) and piece.kept is None
+        if not (first or fresh):
+            self._home(piece).copy_(self.keep(piece))
+        piece.kept, piece.summed = None, True
+        return super().accept(piece, gradient, first=first, boundary=boundary)
+
+    def _keep_previous(self, piece: ZeroSlice) -> None:
+        """Micro-batches replace it."""
+
+    def _leftover(self, piece: ZeroSlice) -> torch.Tensor | None:
+        kept = self._widen(piece)
+        if not piece.begun:
+            self._apply(piece, kept)
+        return kept if piece.begun or bool(kept.count_nonzero()) else None

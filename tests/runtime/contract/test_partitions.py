@@ -73,6 +73,19 @@ def test_what_users_write_counts(pattern):
     assert_same(results[1], results[0])
 
 
+def test_state_is_shown_while_it_is_away():
+    """Training goes on meanwhile, and so do its readers."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    ours = attached(start(stage=2), MIX, DEVICE)
+    ours.offload_states()
+    train(ours, 2)
+    for parameter in ours.module.parameters():
+        shown = safe_get_full_fp32_param(parameter)
+        assert torch.equal(shown.to(parameter.dtype), parameter)
+    ours.destroy()
+
+
 def test_gradients_are_shown_as_stock_shows_them():
     from deepspeed.utils import safe_get_full_grad
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from deepspeed.utils import safe_get_full_grad
 
 from runtime.zero.windows import Windows
 from studies.bench.bits import state_of
@@ -159,6 +160,58 @@ def test_the_gradient_of_what_nobody_uses_is_looked_at_once(monkeypatch):
     follow(attached(start(model=Experts("0")), ["host"], DEVICE), "bs" * 4)
     assert looks
     assert len(looks) == len(set(looks))
+
+
+MASTERS_16 = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("loop", ["bs" * 22, "bbs bs bs bbs bs bs bs bbs", "bs bz bs bbs bz bs bs"])
+def test_masters_of_16_bits_add_up_in_the_gradient_that_is_applied(loop, stage):
+    """Below ZeRO-3: what a window does not reach is there scaled, and what comes late goes on from
+    it.
+    """
+
+    def new():
+        accumulation = 2 if loop.count("s") > 8 else 1
+        return start(model=Experts(ROUTES), accumulation=accumulation, stage=stage, clipping=0.05,
+                     extra=MASTERS_16)  # fmt: skip
+
+    sums = {"subgroup": 10**9, "device_sums": 9}
+    ours = follow(attached(new(), ["host"], DEVICE, **sums), loop)
+    assert_same(ours, follow(new(), loop))
+
+
+def test_masters_of_16_bits_show_their_gradient_within_a_window():
+    shown = []
+    for plan in (False, True):
+        engine = start(model=Experts(ROUTES), accumulation=2, stage=2, extra=MASTERS_16)
+        if plan:
+            attached(engine, ["host"], DEVICE, subgroup=10**9)
+        batches = Batches(2, SIZES["tiny"].sequence)
+        seen = []
+        for number in range(8):
+            engine.backward(engine(*batches.at(number, engine.device)))
+            seen += [safe_get_full_grad(p) for p in engine.module.parameters()]
+            engine.step()
+        shown.append(torch.cat([gradient.flatten() for gradient in seen]))
+        engine.destroy()
+    assert torch.equal(*shown)
+
+
+def test_sums_in_another_precision_than_the_parameters(monkeypatch):
+    """fp16 beside bf16: ZeRO-1 rounds each sum to both."""
+    from deepspeed.accelerator import get_accelerator
+
+    monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
+    results = []
+    for plan in (False, True):
+        engine = start(stage=1, accumulation=2, precision="fp16", clipping=0.05,
+                       extra={"data_types": {"grad_accum_dtype": "bf16"}})  # fmt: skip
+        if plan:
+            attached(engine, MIX, DEVICE, device_sums=2)
+        results.append(follow(engine, "bs" * 6 + "bbs" + "bs"))
+    assert_same(results[1], results[0])
 
 
 @pytest.mark.parametrize(("stage", "device"), WHERE[1:])
