@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, compress
+from operator import add, mul
 from typing import Self
 
 from simulator.plan import Plan
@@ -292,17 +293,15 @@ class Holding:
         """
         both = amounts, guessed or [[0] * len(amounts[0])] * 3
         early = both[1][1]
-        elements = [n + more for n, more in zip(amounts[1], early, strict=True)]
+        elements = list(map(add, amounts[1], early))
         taken: ByKind = {memory: dict.fromkeys(KINDS, 0) for memory in TIERS}
         for (memory, kind), row in self.rows.items():
-            taken[memory][kind] = int(sum(n * each for n, each in zip(elements, row, strict=True)))
-        leaving = zip(elements, ways(), strict=True)
-        sent = sum(n for n, way in leaving if recipe_of(*way).gradient != "device")
+            taken[memory][kind] = int(sum(map(mul, elements, row)))
+        sent = sum(compress(elements, self._sending))
         stay = int(summed) if self.sums else 0
         taken["device"]["gradients"] += int(self.sending_bytes(sent, stay))
         taken["host"]["gradients"] -= stay * self.gradient_bytes
-        guesses = zip(early, ways(), strict=True)
-        taken["host"]["staging"] += int(sum(n * self.guess_bytes(way[0]) for n, way in guesses))
+        taken["host"]["staging"] += int(sum(map(mul, early, self._guesses_bytes)))
         for slot, limit in self.slots(both, staging_slots, host_slots).items():
             if limit:
                 taken[slot.memory]["staging"] += limit * self.each_bytes(slot, both)
@@ -357,6 +356,16 @@ class Holding:
         """
         twice = RECIPES[placement].state == "host"
         return self.optimizer.state_bytes * twice + self.wire_bytes
+
+    @cached_property
+    def _sending(self) -> list[bool]:
+        """Whether gradients leave the device in each of `ways`."""
+        return [recipe_of(*way).gradient != "device" for way in ways()]
+
+    @cached_property
+    def _guesses_bytes(self) -> list[int]:
+        """`guess_bytes` of each of `ways`."""
+        return [self.guess_bytes(placement) for placement, _ in ways()]
 
     def slot_bytes(self, slot: Slot, elements: int, *, guesses: bool = False) -> int:
         """Of a slot that holds any subgroup of up to so many elements.

@@ -174,6 +174,7 @@ class Search:
         if homes:
             self.fixed["homes"] = homes
         self.scores: dict[Candidate, Score] = {}
+        self._ordered: dict[Candidate, Candidate] = {}
         self._sweep = PlanSweep(workload, machine)
         self._longer = [PlanSweep(workload, machine, iterations=n) for n in SETTLED]
         self._orders = UpdateOrders(workload, machine)
@@ -198,7 +199,13 @@ class Search:
 
     def ordered(self, candidate: Candidate) -> Candidate:
         """The same with an order of its updates, and with what is fixed."""
-        changed: dict[str, Any] = {}
+        if candidate not in self._ordered:
+            self._ordered[candidate] = self._completed(candidate)
+        return self._ordered[candidate]
+
+    def _completed(self, candidate: Candidate) -> Candidate:
+        unset = [name for name in SPECULATES.values() if getattr(candidate, name) is None]
+        changed: dict[str, Any] = {} if self.speculates else dict.fromkeys(unset, 0)
         if candidate.order is None:
             changed["order"] = self._orders.of(candidate.placements)
         if changed or self.fixed:
@@ -206,24 +213,23 @@ class Search:
         for placement, name in SPECULATES.items():
             number = getattr(candidate, name)
             if number is None:
-                number = self._most_guesses(candidate, placement) if self.speculates else 0
+                number = self._most_guesses(candidate, placement)
             if placement in STORED:
                 number = min(number, candidate.host_slots)
             if number != getattr(candidate, name):
                 changed = {name: number}
                 candidate = replace(candidate, **changed)
-        if candidate.growing is None:
-            candidate = self._fitted(candidate)
+        changed = self._fitted(candidate) if candidate.growing is None else {}
         if candidate.device_sums is None:
-            slots = candidate.staging_slots, candidate.host_slots
-            most = self._most_sums(candidate.codes, slots, candidate.growing or ())
-            candidate = replace(candidate, device_sums=most)
-        return candidate
+            slots = changed.get("staging_slots", candidate.staging_slots), candidate.host_slots
+            grown = changed.get("growing", candidate.growing or ())
+            changed["device_sums"] = self._most_sums(candidate.codes, slots, grown)
+        return replace(candidate, **changed) if changed else candidate
 
-    def _fitted(self, c: Candidate) -> Candidate:
-        """With slots that grow where memory does not hold them beside activations."""
+    def _fitted(self, c: Candidate) -> dict[str, Any]:
+        """Slots that grow where memory does not hold them beside activations."""
         slots, grown = self._slots(c.codes, c.staging_slots, c.host_slots)
-        return replace(c, staging_slots=slots, growing=grown, prefetch=min(c.prefetch, slots))
+        return {"staging_slots": slots, "growing": grown, "prefetch": min(c.prefetch, slots)}
 
     def _slots(
         self, codes: NDArray[np.int8], wanted: int, host_slots: int
@@ -286,7 +292,8 @@ class Search:
         left = self.limits.host_bytes - taken
         most = guesses_worth(self.workload, self.machine, self._sweep.held, sizes, left, placement)
         if placement in VISITING and most:  # slots with room for new parameters fit too
-            some = self._fitted(replace(c, speculate_visits=1))
+            some = replace(c, speculate_visits=1)
+            some = replace(some, **self._fitted(some))
             device_bytes, *_ = self._taken(some, c.homes)
             return most if device_bytes <= self.limits.device_bytes else 0
         return most

@@ -28,7 +28,9 @@ class Rows:
     names: list[str] = field(default_factory=list)
     least: list[float] = field(default_factory=list)
     most: list[float] = field(default_factory=list)
-    _terms: list[tuple[Columns, Floats]] = field(default_factory=list)
+    _columns: list[int] = field(default_factory=list)
+    _values: list[float] = field(default_factory=list)
+    _ends: list[int] = field(default_factory=lambda: [0])
 
     def new(self, count: int, upper: float = np.inf, *, whole: bool = False) -> Columns:
         """So many variables."""
@@ -43,12 +45,14 @@ class Rows:
 
     def at_most(self, limit: float, *terms: Term, name: str = "", least: float = -np.inf) -> None:
         """Adds a row; ``least``: the sum is no less than that."""
-        columns, values = [], []
         for some, factor in terms:
-            column = np.atleast_1d(some)
-            columns.append(column)
-            values.append(np.full(column.shape, factor, dtype=np.float64))
-        self._terms.append((np.concatenate(columns), np.concatenate(values)))
+            columns = some.tolist() if isinstance(some, np.ndarray) else [int(some)]
+            self._columns += columns
+            if isinstance(factor, np.ndarray):
+                self._values += factor.tolist()
+            else:
+                self._values += [float(factor)] * len(columns)
+        self._ends.append(len(self._columns))
         self.names.append(name)
         self.most.append(limit)
         self.least.append(least)
@@ -90,9 +94,7 @@ class Rows:
     def _matrix(self) -> Any:  # scipy's sparse arrays have no types
         from scipy.sparse import csr_array
 
-        ends = np.cumsum([0, *(len(columns) for columns, _ in self._terms)])
-        columns = np.concatenate([columns for columns, _ in self._terms])
-        values = np.concatenate([values for _, values in self._terms])
-        made = csr_array((values, columns, ends), shape=(len(self._terms), len(self.upper)))
+        rows = (self._values, self._columns, self._ends)
+        made = csr_array(rows, shape=(len(self.most), len(self.upper)))
         made.sum_duplicates()
         return made
