@@ -37,8 +37,14 @@ class CollectiveGathers:
         self.awaited = set[int]()
         self.own_precision = False
         self._due = frozenset[int]()  # ds_ids of the module that begins
+        self._begun = set[int]()  # and of those before it, since own_precision was set
         self._asks: list[_Ask] = []  # with a gather that is not launched, in the order of asking
         self._lock = threading.RLock()
+
+    def stay_gathered(self, stay: bool) -> None:
+        """Sets `own_precision`."""
+        self.own_precision, self._due = stay, frozenset()
+        self._begun.clear()
 
     def updates_launched(self) -> None:
         """From now on all subgroups are awaited."""
@@ -50,6 +56,7 @@ class CollectiveGathers:
 
     def module_begins(self, params: list[Any]) -> None:
         """Launches the gathers that were put off and that this module needs."""
+        self._begun |= self._due
         self._due = frozenset(param.ds_id for param in params)
         self._launch(lambda param: param.ds_id in self._due)
 
@@ -75,8 +82,10 @@ class CollectiveGathers:
 
     def _as_stock(self, gather: Gather) -> Gather:
         def gather_as_stock(params: list[Any]) -> private.Handle:
-            stays = [p for p in params if self.own_precision and p.ds_persist]
-            with private.in_own_precision(stays):
+            # One that a module has had is asked for again where DeepSpeed has let it go, which it
+            # does with all of them while it records the order of modules anew.
+            stays = [p for p in params if p.ds_persist and p.ds_id not in self._begun]
+            with private.in_own_precision(stays if self.own_precision else []):
                 return gather(params)
 
         return gather_as_stock

@@ -135,7 +135,7 @@ class Gathers:
 
     def stay_gathered(self, stay: bool) -> None:
         """Whether stock would keep the small parameters gathered from here to the next forward."""
-        self._together.own_precision = stay
+        self._together.stay_gathered(stay)
 
     def before(self, params: Iterable[Any], executor: Executor) -> None:
         """Waits for the subgroups of these parameters, which are about to be gathered."""

@@ -14,7 +14,7 @@ import torch
 import runtime
 from simulator.schedule import OpKind
 from studies.bench.bits import differences, state_of
-from studies.bench.byte_gpt import SIZES, Batches
+from studies.bench.byte_gpt import SIZES, Batches, ByteGPT
 from studies.bench.many_engines import answer_once, freeze_heap
 from tests.runtime.contract.test_bits import EVERY_PASS
 from tests.runtime.contract.test_gathers import alive_as_stock
@@ -30,14 +30,34 @@ PLANS = ((["host"], next(iter(DEVICES))), (MIX, DEVICE))
 AWAY = {"offload_param": {"device": "cpu"}}
 
 
+class Reordered(ByteGPT):
+    """Its second forward goes through the blocks backwards, so that DeepSpeed records the order of
+    modules twice.
+    """
+
+    def __init__(self):
+        super().__init__(SIZES["tiny"])
+        self.passes = 0
+
+    def forward(self, *batch):
+        self.passes += 1
+        forward = self.blocks
+        self.blocks = torch.nn.ModuleList(reversed(forward)) if self.passes == 2 else forward
+        result = super().forward(*batch)
+        self.blocks = forward
+        return result
+
+
 def run(
-    pattern=None, device=DEVICE, fail=False, speculate=0, away=(), overlaps="all", **config
+    pattern=None, device=DEVICE, fail=False, speculate=0, away=(), overlaps="all", model=ByteGPT,
+    **config,
 ):  # fmt: skip
     """``away``: the micro-steps behind which states go away and come back, in mid-window too;
     ``overlaps``: which ranks' plans overlap forward.
     """
     rank = torch.distributed.get_rank()
-    engine = start(subgroup_size=UNEVEN, **config)
+    made = model() if model is Reordered else None
+    engine = start(made, subgroup_size=UNEVEN, **config)
     if pattern == "auto":
         runtime.attach(engine, "auto", device=device_of(device))
     elif pattern:
@@ -136,6 +156,8 @@ def main():
     lower = {"lower_precision_safe_modules": ["studies.bench.byte_gpt.Linear"]}
     autocast = {"torch_autocast": {"enabled": True, "dtype": "bfloat16", **lower}}
     found |= compare("autocast", precision="fp32", extra=autocast)
+    found |= compare("autocast, reordered", model=Reordered, precision="fp32", accumulation=2,
+                     extra=autocast)  # fmt: skip
     found |= compare("autocast, partitioned", precision="fp32", extra=autocast, **EVERY_PASS)
     found["nobody is held up"] = a_gather_ahead_holds_nobody_up()
     found["a life"] = DEVICE == "cuda" or alive_as_stock(folder, rank=int(rank)) == []
