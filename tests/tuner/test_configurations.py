@@ -221,14 +221,13 @@ def test_no_simulation_beats_its_bounds(given, free):
 
 def test_verdicts_do_not_depend_on_the_seed():
     space, machine = Space.of(Configuration(gpus=4), KNOBS, 8), preset("h100-node")
-    half = LLAMA | {"num_hidden_layers": 8}
-    first, *others = (
-        explore(Question(half, machine, sequence=1024, seed=seed), space) for seed in (0, 1, 2)
+    few = LLAMA | {"num_hidden_layers": 4}
+    one, other = (
+        explore(Question(few, machine, sequence=1024, seed=seed), space) for seed in (0, 1)
     )
-    best = first.fitting[0].tokens_per_s
-    for other in others:
-        assert other.fitting[0].tokens_per_s == pytest.approx(best, rel=0.01)
-        assert [r[:24] for r in other.remarks()[1:]] == [r[:24] for r in first.remarks()[1:]]
+    best = one.fitting[0].tokens_per_s
+    assert other.fitting[0].tokens_per_s == pytest.approx(best, rel=0.01)
+    assert [r[:24] for r in other.remarks()[1:]] == [r[:24] for r in one.remarks()[1:]]
 
 
 CONFIGS = {

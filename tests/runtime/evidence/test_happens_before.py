@@ -32,7 +32,7 @@ pytestmark = [
 ]
 
 
-def checked(fake, patch, engine, loop=None, steps=4, pattern=MIX, **fields):
+def checked(fake, patch, engine, loop=None, steps=3, pattern=MIX, **fields):
     """Trains under a plan; what was accessed in which order."""
     fake.latest_s = (
         30.0  # nothing runs, and no event is seen to be reached, before it is waited for
