@@ -7,8 +7,8 @@ from simulator.analysis.what_if import what_if
 from simulator.engines.reference import simulate
 from simulator.estimates.architecture import architecture
 from simulator.estimates.blocks import Architecture, ModelError
+from simulator.estimates.job import workload_from_model
 from simulator.estimates.presets import preset, preset_names
-from simulator.estimates.workload import workload_from_model
 from simulator.machine import Machine
 from simulator.plan import CheckpointPlan, Placement, PlacementRun, Plan, PlanError, Prediction
 from simulator.quantity import Quantity

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from simulator.estimates.blocks import Architecture, ModelError
+from simulator.estimates.blocks import Architecture, DescribedArchitecture, ModelError
 from simulator.estimates.families import ALL, family_numbers
+from simulator.estimates.modules import built
 
 # Our name -> how configs call it, first found first taken.
 KEYS = {
@@ -27,7 +28,8 @@ def architecture(model: Architecture | Mapping[str, Any] | str | Path) -> Archit
     """Reads a model's numbers, offline.
 
     Args:
-        model: a Hugging Face config (its dict, its ``config.json`` or the folder with it), or a
+        model: a Hugging Face config (its dict, its ``config.json`` or the folder with it; a family
+            that `simulator.estimates.families` does not have is built by transformers), or a
             plain description with the keys ``layers, hidden, heads, vocabulary`` and, where they
             are not the usual ones, ``kv_heads, head_size, ffn, gated, fused, bias, tied,
             positions, norm_params, norms, experts, experts_per_token``. Any other layer has, in
@@ -35,7 +37,8 @@ def architecture(model: Architecture | Mapping[str, Any] | str | Path) -> Archit
             order, by the names in `simulator.estimates.blocks`, as ``"norm qkv o norm up down"``.
 
     Raises:
-        ModelError: the file cannot be read, the family is not known, or a key is missing or wrong.
+        ModelError: the file cannot be read, the family is not known (or only to transformers,
+            which is not installed), or a key is missing or wrong.
     """
     if isinstance(model, Architecture):
         return model
@@ -101,7 +104,7 @@ def _completed(name: str, numbers: dict[str, Any]) -> Architecture:
     layout = tuple(numbers.pop("layout").split())
     plain = not {"gate", "gate_up", "experts", "fused_experts"} & set(layout)
     numbers.setdefault("ffn", 4 * hidden if plain else _gated_ffn(hidden))
-    return Architecture(name=name, layout=layout, **numbers)
+    return DescribedArchitecture(name=name, layout=layout, **numbers)
 
 
 def _gated_ffn(hidden: int) -> int:
@@ -124,7 +127,10 @@ def language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _from_hugging_face(config: Mapping[str, Any]) -> Architecture:
     config = language_model(config)
     # Last the family's: the same key may mean another thing in it.
-    numbers = {**_numbers(config), **family_numbers(config)}
+    family = family_numbers(config)
+    if family is None:
+        return built(config)
+    numbers = {**_numbers(config), **family}
     if config.get("tie_word_embeddings") is not None:
         numbers["tied"] = bool(config["tie_word_embeddings"])
     return _completed(str(config.get("_name_or_path") or config["model_type"]), numbers)

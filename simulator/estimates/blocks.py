@@ -1,8 +1,9 @@
-"""A decoder-only transformer as blocks of parameters, in the order in which modules register them.
+"""A model as blocks of parameters, in the order in which modules register them.
 
 The order counts: DeepSpeed cuts subgroups at the borders of parameters, one after the other.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
@@ -51,9 +52,45 @@ class Part:
     split: bool = True
 
 
-@dataclass(frozen=True)
-class Architecture:
-    """A decoder-only transformer, by its numbers.
+@dataclass(frozen=True, kw_only=True)
+class Architecture(ABC):
+    """A decoder-only transformer, or another stack of layers that predicts tokens.
+
+    Attributes:
+        tied: the head is the embedding.
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+    tied: bool = False
+
+    @abstractmethod
+    def blocks(self) -> list[Block]:
+        """Embedding, the layers, and the last norm with the head."""
+
+    @property
+    def elements(self) -> int:
+        """Parameters of the whole model."""
+        return sum(block.elements for block in self.blocks())
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuiltArchitecture(Architecture):
+    """By its modules: `simulator.estimates.modules`."""
+
+    held: tuple[Block, ...]
+
+    def blocks(self) -> list[Block]:
+        return list(self.held)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DescribedArchitecture(Architecture):
+    """By its numbers.
 
     Attributes:
         layout: a layer's parts in the order of its parameters; the names are those of `PARTS`.
@@ -62,26 +99,18 @@ class Architecture:
         norm_params: parameters of one norm, each over its whole width: 0, 1 (RMS) or 2 (layer
             norm: weight and bias).
         positions: learned position embeddings, 0 with rotary ones.
-        tied: the head is the embedding.
         experts, experts_per_token: of a mixture of experts; 0: a dense MLP.
         shared_ffn: width of the expert that every token has, beside ``ffn`` of the others.
     """
 
-    name: str
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
     head_size: int
     ffn: int
-    vocabulary: int
     layout: tuple[str, ...]
     embedding: tuple[str, ...] = ("tokens", "positions")
     head: tuple[str, ...] = ("norm", "head")
     bias: frozenset[str] = frozenset()
     norm_params: int = 1
     positions: int = 0
-    tied: bool = False
     experts: int = 0
     experts_per_token: int = 0
     shared_ffn: int = 0
@@ -108,13 +137,7 @@ class Architecture:
                     f"there, but got {value!r} with layout {' '.join(self.layout)!r}"
                 )
 
-    @property
-    def elements(self) -> int:
-        """Parameters of the whole model."""
-        return sum(block.elements for block in self.blocks())
-
     def blocks(self) -> list[Block]:
-        """Embedding, the layers, and the last norm with the head."""
         attention = self.heads * self.head_size
         layer = self._block("layer", self.layout, attention)
         numbered = [
@@ -142,11 +165,11 @@ class Architecture:
         return self.kv_heads * self.head_size
 
 
-Width = Callable[[Architecture], int]
+Width = Callable[[DescribedArchitecture], int]
 
 
-def _matrix(rows: Width, columns: Width, bias: str) -> Callable[[Architecture], Part]:
-    def part(arch: Architecture) -> Part:
+def _matrix(rows: Width, columns: Width, bias: str) -> Callable[[DescribedArchitecture], Part]:
+    def part(arch: DescribedArchitecture) -> Part:
         elements = rows(arch) * columns(arch)
         params = (elements, rows(arch)) if bias in arch.bias else (elements,)
         # A bias is counted with its product, as it has always been: a thousandth of it.
@@ -155,14 +178,14 @@ def _matrix(rows: Width, columns: Width, bias: str) -> Callable[[Architecture], 
     return part
 
 
-def _norm(width: Width) -> Callable[[Architecture], Part]:
+def _norm(width: Width) -> Callable[[DescribedArchitecture], Part]:
     return lambda arch: Part((width(arch),) * arch.norm_params, split=False)
 
 
-def _experts(each: tuple[str, ...], *, fused: bool) -> Callable[[Architecture], Part]:
+def _experts(each: tuple[str, ...], *, fused: bool) -> Callable[[DescribedArchitecture], Part]:
     """All experts of a layer; ``fused``: each kind of matrix of all of them is one parameter."""
 
-    def part(arch: Architecture) -> Part:
+    def part(arch: DescribedArchitecture) -> Part:
         one = [elements for name in each for elements in PARTS[name](arch).params]
         params = [arch.experts * n for n in one] if fused else one * arch.experts
         return Part(tuple(params), 2.0 * sum(one) * max(1, arch.experts_per_token))
@@ -170,7 +193,7 @@ def _experts(each: tuple[str, ...], *, fused: bool) -> Callable[[Architecture], 
     return part
 
 
-def _head(arch: Architecture) -> Part:
+def _head(arch: DescribedArchitecture) -> Part:
     weights = () if arch.tied else (arch.vocabulary * arch.hidden,)
     bias = (arch.vocabulary,) if "head" in arch.bias else ()
     return Part((*weights, *bias), 2.0 * arch.vocabulary * arch.hidden)
@@ -185,7 +208,7 @@ _ONLY_WITH = {
 }
 
 # What a block may be made of, by name.
-PARTS: dict[str, Callable[[Architecture], Part]] = {
+PARTS: dict[str, Callable[[DescribedArchitecture], Part]] = {
     "q": _matrix(_queries, _hidden, "qkv"),
     "k": _matrix(_keys, _hidden, "qkv"),
     "v": _matrix(_keys, _hidden, "qkv"),

@@ -1,4 +1,5 @@
-"""Families of models by ``model_type``: what their configs do not say, and what flags change.
+"""Families of models by ``model_type``: what their configs do not say, and what flags change. Read
+without transformers, which knows the others (`simulator.estimates.modules`).
 
 Layouts are those of the newest stable transformers (its modules' order of registration), in which
 a mixture of experts keeps each kind of matrix of all experts in one parameter.
@@ -6,8 +7,6 @@ a mixture of experts keeps each kind of matrix of all experts in one parameter.
 
 from collections.abc import Callable, Mapping
 from typing import Any
-
-from simulator.estimates.blocks import ModelError
 
 Config = Mapping[str, Any]
 Numbers = dict[str, Any]
@@ -109,28 +108,17 @@ _MUST_BE: dict[str, tuple[tuple[str, Any], ...]] = {
 }  # fmt: skip
 
 
-def family_numbers(config: Config) -> Numbers:
-    """What the family of a Hugging Face config has, beside the numbers under their usual names.
-
-    Raises:
-        ModelError: the family is not known, or a key says that it is built in another way.
+def family_numbers(config: Config) -> Numbers | None:
+    """What the family of a Hugging Face config has, beside the numbers under their usual names;
+    None: the family is not known here, or a key says that it is built in another way.
     """
     family = config["model_type"]
-    if family not in FAMILIES:
-        raise ModelError(
-            f"model_type must be one of {', '.join(FAMILIES)}, but got {family!r}: describe the "
-            "model by layers, hidden, heads, vocabulary [, kv_heads, ffn, gated, tied, layout] "
-            "instead",
-            key="model.model_type",
-        )
-    for key, needed in _MUST_BE.get(family, ()):
-        value = config.get(key)
-        if value is not None and value != needed:
-            raise ModelError(
-                f"{key} must be {needed!r} in a config of {family}, but got {value!r}: describe "
-                "the model by layers, hidden, heads, vocabulary and layout instead",
-                key=f"model.{key}",
-            )
+    needed = dict(_MUST_BE.get(family, ()))
+    if family == "opt":
+        needed["word_embed_proj_dim"] = config.get("hidden_size")
+    others = (key for key, value in needed.items() if config.get(key) not in (None, value))
+    if family not in FAMILIES or any(others):
+        return None
     numbers = {**FAMILIES[family], "bias": _bias(family, config)}
     change = _CHANGES.get(family)
     return {**numbers, **(change(config) if change else {})}
@@ -160,13 +148,6 @@ def _bigcode(config: Config) -> Numbers:
 
 
 def _opt(config: Config) -> Numbers:
-    hidden = config.get("hidden_size")
-    if config.get("word_embed_proj_dim") not in (None, hidden):
-        raise ModelError(
-            f"word_embed_proj_dim must be hidden_size ({hidden}), but got "
-            f"{config['word_embed_proj_dim']}: describe the model by its numbers instead",
-            key="model.word_embed_proj_dim",
-        )
     # The table starts with two rows that are never used.
     return {"positions": 2 + (config.get("max_position_embeddings") or 2048)}
 

@@ -4,10 +4,14 @@ DeepSpeed cuts subgroups at the borders of parameters: in another order an offli
 for other subgroups than the engine's, and be refused.
 """
 
+import json
+import sys
+
 import pytest
 
 from simulator import ModelError, architecture
 from simulator.estimates.families import FAMILIES
+from simulator.estimates.modules import built
 
 FALCON_40B = {"new_decoder_architecture": True, "num_kv_heads": 8, "num_attention_heads": 64,
               "hidden_size": 4096}  # fmt: skip
@@ -51,13 +55,90 @@ def test_parameters_are_those_of_the_module_in_its_order(family, settings):
     assert [elements for block in blocks for elements in block.params] == expected
 
 
+# In none of the tables: other layers, other experts, states, an encoder beside a decoder.
+BUILT = [
+    ("deepseek_v3", {"num_hidden_layers": 4, "first_k_dense_replace": 3}),
+    ("qwen3_next", {"num_hidden_layers": 4}),
+    ("glm4_moe", {"num_hidden_layers": 2}),
+    ("granitemoe", {"num_hidden_layers": 2, "num_local_experts": 4}),
+    ("gemma4_text", {"num_hidden_layers": 6}),
+    ("jamba", {"num_hidden_layers": 8}),
+    ("mamba2", {"num_hidden_layers": 2}),
+    ("gpt_neo", {}),
+    ("t5", {}),
+    ("qwen3_moe", {"decoder_sparse_step": 2, "num_hidden_layers": 4}),
+    ("opt", {"word_embed_proj_dim": 512, "hidden_size": 1024, "num_attention_heads": 16}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "settings"), BUILT, ids=[family for family, _ in BUILT])
+def test_what_no_table_knows_is_read_from_its_modules(family, settings):
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    config = transformers.AutoConfig.for_model(family, **settings)
+    both = family == "t5"
+    auto = transformers.AutoModelForSeq2SeqLM if both else transformers.AutoModelForCausalLM
+    with torch.device("meta"):
+        model = auto.from_config(config)
+    read = architecture(json.loads(config.to_json_string(use_diff=False)))
+    blocks = read.blocks()
+    layers = config.num_hidden_layers + (config.num_decoder_layers if both else 0)
+    assert len(blocks) == 2 + layers == 2 + read.layers
+    expected = [parameter.numel() for parameter in model.parameters()]
+    assert [elements for block in blocks for elements in block.params] == expected
+    assert blocks[-1].flops_per_token == 2 * model.get_output_embeddings().weight.numel()
+    assert all(block.flops_per_token and block.attention for block in blocks[1:-1])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_modules_say_what_the_tables_say(family):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(family, num_hidden_layers=2)
+    told = json.loads(config.to_json_string(use_diff=False))
+    for one, other in zip(architecture(told).blocks(), built(told).blocks(), strict=True):
+        assert (other.params, other.attention) == (one.params, one.attention)
+        # Biases are counted with their products there.
+        assert other.flops_per_token == pytest.approx(one.flops_per_token, rel=0.015)
+
+
+def test_a_token_visits_some_of_the_experts():
+    pytest.importorskip("transformers")
+    published = {  # parameters, and those of them that a token makes use of, in billions
+        "deepseek_v3": (671, 37, {
+            "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128,
+            "n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048,
+            "intermediate_size": 18432, "vocab_size": 129280, "first_k_dense_replace": 3,
+        }),
+        "glm4_moe": (106.9, 12.8, {
+            "hidden_size": 4096, "num_hidden_layers": 46, "num_attention_heads": 96,
+            "num_key_value_heads": 8, "head_dim": 128, "n_routed_experts": 128,
+            "num_experts_per_tok": 8, "moe_intermediate_size": 1408, "vocab_size": 151552,
+            "intermediate_size": 10944, "n_shared_experts": 1, "first_k_dense_replace": 1,
+        }),
+    }  # fmt: skip
+    for family, (params, active, config) in published.items():
+        read = architecture({"model_type": family, **config})
+        visited = sum(block.flops_per_token for block in read.blocks()) / 2
+        assert read.elements / 1e9 == pytest.approx(params, rel=0.001), family
+        assert visited / 1e9 == pytest.approx(active, rel=0.02), family
+
+
+def test_without_transformers_others_are_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(
+        ModelError, match=r"one of llama, .* got 'rwkv': pip install 'ebbtide\[hf\]'"
+    ):
+        architecture({"model_type": "rwkv"})
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step must be 1"),
-        ({"model_type": "opt", "word_embed_proj_dim": 512, "hidden_size": 1024},
-         "word_embed_proj_dim must be hidden_size"),
-        ({"model_type": "t5"}, "model_type must be one of llama, .*, but got 't5'"),
+        ({"model_type": "vit"}, "model_type must be a language model's .* for 'vit' it says: U"),
+        ({"model_type": "mine"}, "one that the installed transformers knows, but got 'mine': desc"),
+        ({"model_type": "rwkv", "num_hidden_layers": 10**6}, "num_hidden_layers must be at most"),
+        ({"model_type": "glm4_moe", "num_hidden_layers": 2, "num_experts_per_tok": 0},
+         "one of num_experts_per_tok, .* must say how many experts a token visits"),
         ({"layers": 2, "hidden": 8, "heads": 2, "vocabulary": 9, "layout": "q k v o mlp"},
          "layout must be made of .*, but got mlp"),
         ({"layers": 2, "hidden": 8, "heads": 2, "vocabulary": 9, "layout": "q", "gated": False},

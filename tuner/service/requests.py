@@ -8,7 +8,9 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
 from simulator.estimates.architecture import KEYS, language_model
+from simulator.estimates.families import FAMILIES, family_numbers
 from simulator.estimates.launchers import Launcher
+from simulator.estimates.modules import DESCRIBE
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.rules import RuleError
@@ -358,12 +360,19 @@ class Report(Request):
 
 
 def check_model(config: dict[str, Any]) -> None:
-    """Refuses what would take long to write out.
+    """Refuses what would take long to write out, and what only transformers could build: not here,
+    where anybody may ask.
 
     Raises:
-        ValueError: so many layers or experts that nobody has built it.
+        ValueError: so many layers or experts that nobody has built it; an unknown family.
     """
     text = language_model(config)
+    if "model_type" in text and family_numbers(text) is None:
+        raise RuleError(
+            f"model_type must be one of {', '.join(FAMILIES)} here, built as usual, but got "
+            f"{text['model_type']!r}: ask `tune plan --model config.json`, or {DESCRIBE}",
+            key="model.model_type",
+        )
     layers, experts = (_largest(text, *KEYS[name]) for name in ("layers", "experts"))
     if layers > MOST_LAYERS or layers * (10 + 3 * experts) > MOST_BLOCKS:
         raise RuleError(

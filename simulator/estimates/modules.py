@@ -1,0 +1,183 @@
+"""Models as transformers builds them: module by module, without values."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from simulator.estimates.blocks import Architecture, Block, BuiltArchitecture, ModelError
+from simulator.estimates.families import FAMILIES
+
+# What configs call the experts that a token visits, of all of its layer's.
+PER_TOKEN = (
+    "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k",
+    "top_k_experts", "num_selected_experts", "router_top_k", "expert_top_k", "top_k",
+)  # fmt: skip
+DESCRIBE = (
+    "describe the model by layers, hidden, heads, vocabulary [, kv_heads, ffn, gated, tied, layout]"
+)
+EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
+MOST_LAYERS, MOST_EXPERTS = 1000, 20000  # larger numbers are mistakes, and would take for ever
+
+
+def built(config: Mapping[str, Any]) -> Architecture:
+    """A language model by its modules on the ``meta`` device: each parameter in its order, and what
+    a token makes of it: a matrix is multiplied with once, of experts those that a token visits.
+
+    Raises:
+        ModelError: transformers is not there, does not know the family or cannot build it.
+    """
+    return _built(json.dumps(config, sort_keys=True, default=str))
+
+
+@lru_cache(maxsize=8)
+def _built(text: str) -> Architecture:
+    given = json.loads(text, object_hook=_as_float)
+    family = given["model_type"]
+    try:
+        import torch
+        from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+    except ImportError:
+        raise ModelError(
+            f"model_type must be one of {', '.join(FAMILIES)} where transformers is not installed "
+            f"to build others, but got {family!r}: pip install 'ebbtide[hf]', or {DESCRIBE}",
+            key="model.model_type",
+        ) from None
+    if family not in CONFIG_MAPPING:
+        raise ModelError(
+            f"model_type must be one that the installed transformers knows, but got {family!r}: "
+            f"{DESCRIBE} instead",
+            key="model.model_type",
+        )
+    _check_size(given)
+    try:
+        config = CONFIG_MAPPING[family].from_dict(given)
+        pair = config.is_encoder_decoder and type(config) in AutoModelForSeq2SeqLM._model_mapping
+        model_class: Any = AutoModelForSeq2SeqLM if pair else AutoModelForCausalLM
+        with torch.device("meta"):
+            model = model_class.from_config(config)
+        config.allow_global_per_layer_attribute_access = True  # some layers have fewer heads
+        return _Reader(model, config).architecture(str(given.get("_name_or_path") or family))
+    except ModelError:
+        raise
+    except Exception as error:  # noqa: BLE001  # whatever its modules raise for a config
+        lines = [*str(error).strip().splitlines(), type(error).__name__]
+        raise ModelError(
+            "model_type must be a language model's that transformers can build from its config, "
+            f"but for {family!r} it says: {lines[0]}; give the whole config.json, or {DESCRIBE}",
+            key="model.model_type",
+        ) from None
+
+
+def _as_float(given: dict[str, Any]) -> Any:
+    """As transformers writes what JSON has no number for."""
+    return float(given["__float__"]) if set(given) == {"__float__"} else given
+
+
+def _check_size(config: Mapping[str, Any]) -> None:
+    for word, most in (("layers", MOST_LAYERS), ("experts", MOST_EXPERTS)):
+        for key, value in config.items():
+            if word in key and isinstance(value, int) and value > most:
+                raise ModelError(
+                    f"{key} must be at most {most}, but got {value}", key=f"model.{key}"
+                )
+
+
+class _Reader:
+    def __init__(self, model: Any, config: Any) -> None:
+        self.model, self.config = model, config
+
+    def architecture(self, name: str) -> Architecture:
+        """Embedding is what comes before the first layer, head what comes behind the last one."""
+        layers = list(self._layers())
+        owner: dict[int, int] = {}  # of what several layers share, the first one
+        for number, layer in enumerate(layers, start=1):
+            for parameter in layer.parameters():
+                owner.setdefault(id(parameter), number)
+        every = list(self.model.parameters())
+        last = max(i for i, parameter in enumerate(every) if id(parameter) in owner)
+        held: list[list[Any]] = [[] for _ in range(len(layers) + 2)]
+        now = 0
+        for i, parameter in enumerate(every):
+            now = owner.get(id(parameter), now if i < last else -1)
+            held[now].append(parameter)
+        head, rows = self.model.get_output_embeddings(), self.model.get_input_embeddings()
+        vocabulary, hidden = head.weight.shape
+        heads = self._number(("num_attention_heads",)) or 1
+        return BuiltArchitecture(
+            name=name, layers=len(layers), hidden=hidden, heads=heads, vocabulary=vocabulary,
+            kv_heads=self._number(("num_key_value_heads",)) or heads,
+            tied=head.weight is rows.weight,
+            held=(
+                _block("embedding", held[0], 0.0),
+                *(_block(f"layer {i}", held[i + 1], self._flops(layer), self._scores(layer, hidden))
+                  for i, layer in enumerate(layers)),
+                _block("head", held[-1], 2.0 * head.weight.numel()),
+            ),
+        )  # fmt: skip
+
+    def _layers(self) -> Iterator[Any]:
+        """Those of the list that has most elements, and of an encoder beside a decoder."""
+        import torch
+
+        parts = [self.model]
+        if self.config.is_encoder_decoder:
+            parts = [self.model.get_encoder(), self.model.get_decoder()]
+        for part in parts:
+            lists = [m for m in part.modules() if isinstance(m, torch.nn.ModuleList)]
+            yield from max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))
+
+    def _flops(self, layer: Any) -> float:
+        """Of a token: two for each weight of a matrix, none where it looks a row up."""
+        import torch
+
+        tables = {id(m.weight) for m in layer.modules() if isinstance(m, torch.nn.Embedding)}
+        flops: float = sum(
+            2.0 * parameter.numel() * self._visited(path, parameter, layer)
+            for path, parameter in layer.named_parameters()
+            if parameter.ndim > 1 and id(parameter) not in tables
+        )
+        return flops
+
+    def _visited(self, path: str, parameter: Any, layer: Any) -> float:
+        """The share of a parameter that a token makes use of: of experts some."""
+        parts = path.split(".")
+        stacked = parameter.ndim == 3 and parameter.shape[0] > 1
+        if "experts" in parts:
+            there = layer.get_submodule(".".join(parts[: parts.index("experts") + 1]))
+            experts = len(there) if hasattr(there, "__len__") else self._number(EXPERTS)
+        elif stacked and parameter.shape[0] == self._number(EXPERTS):
+            experts = parameter.shape[0]
+        else:
+            return 1.0
+        visited = self._number(PER_TOKEN)
+        if not (visited and experts):
+            raise ModelError(
+                f"one of {', '.join(PER_TOKEN)} must say how many experts a token visits, and one "
+                f"of {', '.join(EXPERTS)} of how many, but got {visited} of {experts}",
+                key=f"model.{PER_TOKEN[0]}",
+            )
+        return min(1.0, visited / experts)
+
+    def _number(self, names: Sequence[str]) -> int:
+        for config in (self.config, getattr(self.config, "ffn_config", None)):
+            for name in names:
+                value = getattr(config, name, None)
+                value = max(value) if isinstance(value, (list, tuple)) and value else value
+                if isinstance(value, int) and value:
+                    return value
+        return 0
+
+    def _scores(self, layer: Any, hidden: int) -> int:
+        """`Block.attention`; 1 of a layer without, which counts as a layer all the same."""
+        if not any("attention" in type(m).__name__.lower() for m in layer.modules()):
+            return 1
+        heads, mine = self._number(("num_attention_heads",)) or 1, ("v_head_dim", "head_dim")
+        size = self._number(mine) or max(1, hidden // heads)
+        keys = self._number(("qk_nope_head_dim",)) + self._number(("qk_rope_head_dim",))
+        return heads * (size + (keys or size)) // 2
+
+
+def _block(name: str, held: Sequence[Any], flops: float, attention: int = 0) -> Block:
+    sizes, split = (p.numel() for p in held), (p.ndim > 1 for p in held)
+    return Block(name, tuple(sizes), tuple(split), flops, attention)
