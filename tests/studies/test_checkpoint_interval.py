@@ -48,7 +48,7 @@ def test_the_study_runs_kills_and_records(tmp_path, child_environment):
     # In a process of its own: it forks, which one that has used OpenMP threads must not.
     done = subprocess.run(
         [sys.executable, "-m", "studies.checkpoint_interval", "--json", str(path), "--quick",
-         "--mtbf", "6", "--folder", str(tmp_path)],
+         "--mtbf", "4", "--folder", str(tmp_path)],
         env=child_environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -172,7 +172,7 @@ def test_without_a_global_batch_the_front_is_that_of_all_accumulations():
 
 def test_what_is_missing_is_the_least_of_all():
     tiny = question(device_memory_bytes=2**30, host_memory_bytes=2**30)
-    space = Space.of(Configuration(gpus=2), KNOBS, 16)
+    space = Space.of(Configuration(gpus=2), [k for k in KNOBS if k != "sub_group_size"], 16)
     found = explore(tiny, space)
     assert not found.fitting
     least = min(tiny.answer(c).missing_bytes for c in space)

@@ -300,7 +300,7 @@ def settle_imports() -> None:
 
 
 if __name__ == "__main__":
-    STEPS = 8  # as many ranks as share a core: all 20 are one rank's
+    STEPS = 6  # as many ranks as share a core: all 20 are one rank's
     settle_imports()
     runtime.enable()
     different = [line for name in sys.argv[2:] for line in compare(name)]
