@@ -112,6 +112,16 @@ SHEETS: Mapping[str, Sheet] = {
         nvlink=(300e9, "NVLink 3, 12 links of 25 GB/s, one direction"),
         nvlink_pair=(100e9, "four links between each pair of the four GPUs"),
     ),
+    "a100-80gb": Sheet(
+        device_name="NVIDIA A100-SXM4-80GB", flops=312e12, hbm_bytes_per_s=2.039e12,
+        device_gib=79.2, gpus=8, cores=128, host_gib=2048, dram_kind="DDR4", numa_nodes=2,
+        dram_bytes_per_s=409.6e9,
+        dram_detail="two sockets of 8 channels DDR4-3200 (409.6 GB/s)",
+        link_raw_bytes_per_s=31.5e9, link=(25e9, "assumed", "as on the A100 node: PCIe 4 x16"),
+        storage=(4e9, "assumed", "one PCIe 4 NVMe drive"), core=(20e9, "a Zen 2 core"),
+        network=(200e9, "datasheet", "eight 200 Gbit/s ports"),
+        nvlink=(300e9, "NVLink 3 through NVSwitch, one direction"),
+    ),
     "h100-node": Sheet(
         device_name="NVIDIA H100 80GB HBM3", flops=989e12, hbm_bytes_per_s=3.35e12,
         device_gib=79.1, gpus=4, cores=96, host_gib=512, dram_kind="DDR5", numa_nodes=2,
@@ -142,6 +152,13 @@ SHEETS: Mapping[str, Sheet] = {
     "rtx4090": Sheet(
         device_name="NVIDIA GeForce RTX 4090", flops=165e12, hbm_bytes_per_s=1.008e12,
         device_gib=23.6, gpus=1, cores=16, host_gib=128, dram_kind="DDR5",
+        dram_bytes_per_s=89.6e9, dram_detail="two channels of DDR5-5600 (89.6 GB/s)",
+        link_raw_bytes_per_s=31.5e9, link=(25e9, "assumed", "PCIe 4 x16, 31.5 GB/s raw"),
+        storage=(4e9, "assumed", "one PCIe 4 NVMe drive"), core=(35e9, "a desktop's core"),
+    ),
+    "rtx4080": Sheet(
+        device_name="NVIDIA GeForce RTX 4080", flops=97.5e12, hbm_bytes_per_s=0.7168e12,
+        device_gib=15.7, gpus=1, cores=16, host_gib=128, dram_kind="DDR5",
         dram_bytes_per_s=89.6e9, dram_detail="two channels of DDR5-5600 (89.6 GB/s)",
         link_raw_bytes_per_s=31.5e9, link=(25e9, "assumed", "PCIe 4 x16, 31.5 GB/s raw"),
         storage=(4e9, "assumed", "one PCIe 4 NVMe drive"), core=(35e9, "a desktop's core"),

@@ -53,6 +53,8 @@ class Gpu:
 # NVIDIA A100 Tensor Core GPU Architecture (2020), table 1: 5 stacks of HBM2 at 1215 MHz, 8 GiB
 # each, 108 SMs, 312 Tflop/s at 1410 MHz, 12 NVLinks.
 A100 = Gpu((5 * 1024, 2.43e9), 5 * 8, (108, 2048, 1.41e9), nvlinks=12)
+# NVIDIA A100 80GB data sheet (SXM): the same chip, 5 stacks of HBM2e, 16 GiB each, 2039 GB/s.
+A100_80GB = Gpu((5 * 1024, 3.186e9), 5 * 16, (108, 2048, 1.41e9), nvlinks=12)
 # NVIDIA H100 Tensor Core GPU Architecture (2022), SXM5: 5 stacks of HBM3, 16 GiB each, 3.35 TB/s,
 # 132 SMs, 989.4 Tflop/s at 1830 MHz, 18 NVLinks.
 H100 = Gpu((5 * 1024, 5.24e9), 5 * 16, (132, 4096, 1.83e9), nvlinks=18)
@@ -63,6 +65,8 @@ GH200 = Gpu((6 * 1024, 5.25e9), 96, (132, 4096, 1.83e9))
 # NVIDIA Ada GPU Architecture (2022), appendix A: 384 bits of GDDR6X at 21 Gbit/s, 12 chips of
 # 2 GiB, 128 SMs, 165.2 Tflop/s with FP32 accumulate at 2520 MHz.
 RTX4090 = Gpu((384, 21e9), 12 * 2, (128, 512, 2.52e9))
+# The same paper, RTX 4080: 256 bits at 22.4 Gbit/s, 8 chips, 76 SMs, 97.5 Tflop/s at 2505 MHz.
+RTX4080 = Gpu((256, 22.4e9), 8 * 2, (76, 512, 2.505e9))
 # NVIDIA Ampere GA102 GPU Architecture (2020), table 9: 384 bits of GDDR6X at 19.5 Gbit/s, 24 chips
 # of 1 GiB, 82 SMs, 71 Tflop/s with FP32 accumulate at 1695 MHz.
 RTX3090 = Gpu((384, 19.5e9), 24, (82, 512, 1.695e9))
@@ -120,6 +124,18 @@ NODES = {
     "a100-node": Node(
         A100, 4, (1, 8, 3200e6, 8), 32, pcie_bytes_per_s(4, 16), 4, 2 * 200e9, host_gib=512
     ),
+    # NVIDIA DGX A100 640GB data sheet: two EPYC 7742 (64 cores, 8 channels of DDR4-3200), 2 TB,
+    # eight ports of 200 Gbit/s for the GPUs.
+    "a100-80gb": Node(
+        A100_80GB,
+        8,
+        (2, 8, 3200e6, 8),
+        2 * 64,
+        pcie_bytes_per_s(4, 16),
+        4,
+        8 * 200e9,
+        host_gib=2048,
+    ),
     # Two sockets of Intel Xeon Scalable of the fourth generation (Intel ARK: 8 channels of
     # DDR5-4800, at most 60 cores), PCIe 5 x16, one ConnectX-7 (NVIDIA: 400 Gbit/s).
     "h100-node": Node(H100, 4, (2, 8, 4800e6, 8), 2 * 60, pcie_bytes_per_s(5, 16), 5, 400e9),
@@ -133,6 +149,7 @@ NODES = {
     # AMD AM5 desktop (Ryzen 9 7950X: 16 cores, two channels of DDR5, 192 GB at most), DIMMs of
     # 5600 MT/s, PCIe 4 x16.
     "rtx4090": Node(RTX4090, 1, (1, 2, 5600e6, 8), 16, pcie_bytes_per_s(4, 16), 5, host_gib=192),
+    "rtx4080": Node(RTX4080, 1, (1, 2, 5600e6, 8), 16, pcie_bytes_per_s(4, 16), 5, host_gib=192),
     "rtx5090": Node(RTX5090, 1, (1, 2, 5600e6, 8), 16, pcie_bytes_per_s(5, 16), 5, host_gib=192),
     # AMD AM4 desktop (Ryzen 9 5950X: 16 cores, two channels of DDR4-3200, 128 GB at most).
     "rtx3090": Node(RTX3090, 1, (1, 2, 3200e6, 8), 16, pcie_bytes_per_s(4, 16), 4, host_gib=128),

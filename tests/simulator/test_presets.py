@@ -128,5 +128,7 @@ def test_without_nvlink_collectives_go_over_pcie():
 
 
 def test_an_unknown_preset_lists_the_known_ones():
-    with pytest.raises(ValueError, match=r"a100-node, h100-node, h200, rtx4090, .*gh200, but got"):
+    with pytest.raises(
+        ValueError, match=r"a100-node, a100-80gb, h100-node, h200, rtx4090, .*gh200, but got"
+    ):
         preset("cray")
