@@ -11,7 +11,11 @@ from numpy.typing import NDArray
 from simulator.analysis.bounds.model import Model
 from simulator.analysis.bounds.sharing import Sharing
 from simulator.analysis.bounds.window import NAMED, Window
+from simulator.analysis.many_plans import PlanSweep
+from simulator.engines import kernel
+from simulator.engines.recipe_arrays import PLACEMENT_CODES
 from simulator.machine import Machine
+from simulator.quantity import Quantity
 from simulator.update.footprint import Holding, fetched_elements, moved_out
 from simulator.update.recipes import RECIPES, Placement, recipe_of, ways
 from simulator.update.tiers import Memory
@@ -29,6 +33,7 @@ MANY = 128  # subgroups, of more of which no whole numbers are asked for
 NODES_OF_FEW, NODES_OF_EACH, NODES_OF_SOME = 3000, 100, 5  # of the search for whole numbers
 NODES_OF_PLANNING = 300  # the others of few take ten times as long
 NODES_OF_PROOF = 200  # where more is asked for than planning can wait for: seconds
+AT_ONCE = 1e18  # parameters/s
 ROUNDING, ROUNDING_S = 1e-5, 1e-6  # of the solver's tolerances: relative, and in seconds
 
 
@@ -39,7 +44,7 @@ class Bound:
     Attributes:
         iteration_s: no plan's steady iteration can be shorter.
         update_s: from the norm barrier until the next (first micro-batch's) forward has ended,
-            what is done before it left out.
+            what is done before it left out; beyond what passes compute, what they wait for.
         params: the split of this rank's parameters.
         binding: the resources that are full where parameters are a fluid; ``(update)``: from the
             end of backward to the end of the next forward, else over the whole iteration.
@@ -101,9 +106,24 @@ def fluid_bound(
             "the workload alone must fit into device memory, but nothing does within "
             f"{device_bytes or machine.device_memory_bytes:.0f} bytes"
         )
-    least_s, x = _rounded_down(solved[0]), solved[1]
+    rest_s, x = problem.model.rest_s, solved[1]
+    least_s = max(_rounded_down(solved[0]), _passes_s(workload, machine) - rest_s)
     split = problem.by_placement(x[window.x] * problem.model.pieces.size[:, None])
-    return Bound(problem.model.rest_s + least_s, least_s, split, window.rows.full(x))
+    return Bound(rest_s + least_s, least_s, split, window.rows.full(x))
+
+
+def _passes_s(workload: Workload, machine: Machine) -> float:
+    """An iteration whose updates take no time: the rules know what passes compute, and nothing of
+    the network that they wait for. 0 without one.
+    """
+    over_network = (n.network_gather_bytes + n.network_reduce_bytes for n in workload.layers)
+    if not (workload.network_step_gather_bytes or any(over_network)):
+        return 0.0
+    at_once = {"device_adam_params_per_s": Quantity.exact(AT_ONCE), "launch_latency_s": 0.0}
+    sweep = PlanSweep(workload, machine.model_copy(update=at_once))
+    placed = np.full(len(workload.subgroups), PLACEMENT_CODES["resident"], dtype=np.int8)
+    row = sweep.evaluate(placed, 0, overlap_forward=workload.zero_stage == 3)
+    return _rounded_down(float(row[kernel.ITERATION_S]))
 
 
 def tightened(
