@@ -310,13 +310,14 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):  # type: ignore[misc]
             if param._hp_mapping is None:
                 return call(*args, **kwargs)
             self._ebbtide.executor.wait_all()
-            pieces = self._flat.slices[self.get_param_id(param)]
-            kept = [self._windows.keep(piece) for piece in pieces]
+            number, index = param._hp_mapping.param_group_index, param._index_in_param_group
+            shown = self.params_in_partition[number][index]  # round robin: stock's may be another
+            kept = [self._windows.keep(p) for p in self._flat.slices[self.get_param_id(shown)]]
             fragment = torch.cat([part.cpu() for part in kept])
-            group = self.offload_gradient_dict[param._hp_mapping.param_group_index]
-            group[param._index_in_param_group] = fragment
+            group = self.offload_gradient_dict[number]
+            group[index] = fragment
             result = call(*args, **kwargs)
-            group[param._index_in_param_group] = None
+            group[index] = None
             for part, written in zip(kept, fragment.split([k.numel() for k in kept]), strict=True):
                 part.copy_(written)
             return result

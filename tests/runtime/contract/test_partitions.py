@@ -5,6 +5,7 @@ import torch
 
 from runtime.checkpoint.format.skeleton import lay_out
 from studies.bench.bits import differences, state_of
+from studies.bench.byte_gpt import SIZES, Batches
 from tests.runtime.contract.test_bits import MIX, stock
 from tests.runtime.contract.training import (
     DEVICES,
@@ -105,6 +106,27 @@ def test_gradients_are_shown_as_stock_shows_them():
         engine.destroy()
     assert len(shown[0]) == len(shown[1]) > 10
     assert all(torch.equal(a, b) for a, b in zip(*shown, strict=True))
+
+
+def test_the_gradient_that_stock_shows_under_round_robin_is_shown():
+    """Of several ranks: its places of parameters and of gradients differ there, as here by hand.
+    Who shows the right one on one rank fails where sizes differ, and leaves the others waiting.
+    """
+    from deepspeed.utils import safe_get_full_grad
+
+    shown = []
+    for ours in (False, True):
+        engine = start(stage=2)
+        if ours:
+            attached(engine, MIX, DEVICE)
+        first, second = (block.qkv.weight for block in engine.module.blocks)
+        places = first._index_in_param_group, second._index_in_param_group
+        second._index_in_param_group, first._index_in_param_group = places
+        engine.backward(engine(*Batches(2, SIZES["tiny"].sequence).at(0)))
+        shown.append(safe_get_full_grad(first).clone())
+        engine.step()
+        engine.destroy()
+    assert torch.equal(*shown)
 
 
 def test_the_device_is_asked_once_whether_a_shared_gradient_overflowed():
