@@ -36,7 +36,7 @@ def _built(text: str) -> Architecture:
     family = given["model_type"]
     try:
         import torch
-        from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+        from transformers import CONFIG_MAPPING
     except ImportError:
         raise ModelError(
             f"model_type must be one of {', '.join(FAMILIES)} where transformers is not installed "
@@ -52,10 +52,8 @@ def _built(text: str) -> Architecture:
     _check_size(given)
     try:
         config = CONFIG_MAPPING[family].from_dict(given)
-        pair = config.is_encoder_decoder and type(config) in AutoModelForSeq2SeqLM._model_mapping
-        model_class: Any = AutoModelForSeq2SeqLM if pair else AutoModelForCausalLM
         with torch.device("meta"):
-            model = model_class.from_config(config)
+            model = model_class(config).from_config(config)
         config.allow_global_per_layer_attribute_access = True  # some layers have fewer heads
         return _Reader(model, config).architecture(str(given.get("_name_or_path") or family))
     except ModelError:
@@ -67,6 +65,14 @@ def _built(text: str) -> Architecture:
             f"but for {family!r} it says: {lines[0]}; give the whole config.json, or {DESCRIBE}",
             key="model.model_type",
         ) from None
+
+
+def model_class(config: Any) -> Any:
+    """What builds a language model: with its encoder, where there is one."""
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    pair = config.is_encoder_decoder and type(config) in AutoModelForSeq2SeqLM._model_mapping
+    return AutoModelForSeq2SeqLM if pair else AutoModelForCausalLM
 
 
 def _as_float(given: dict[str, Any]) -> Any:

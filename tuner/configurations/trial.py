@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from simulator.estimates.modules import model_class
+
 WARMUP = 3  # steps: the first ones allocate, compile and trace
 
 
@@ -33,11 +35,10 @@ def main() -> None:
 
 def _engine(args: argparse.Namespace) -> tuple[Any, int]:
     import deepspeed
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(args.model)
-    build: Any = AutoModelForCausalLM.from_config  # untyped in transformers
-    model = build(config)
+    model = model_class(config).from_config(config)
     if args.recompute:
         model.gradient_checkpointing_enable()
     ds_config = json.loads((args.folder / "ds.json").read_text())
