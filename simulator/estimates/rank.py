@@ -209,18 +209,17 @@ class Rank:
 
     def issue_s(self, block: Block) -> float:
         """Embedding and head are a module each, a layer is a dozen."""
+        return self._module_issue_s * (MODULES_OF_A_LAYER if block.attention else 1)
+
+    @property
+    def _module_issue_s(self) -> float:
         issue = self.machine.layer_issue_s
-        if issue is None:
-            return 0.0
-        return issue.median if block.attention else issue.median / MODULES_OF_A_LAYER
+        return MODULE_ISSUE_S if issue is None else issue.median / MODULES_OF_A_LAYER
 
     @property
     def module_issue_s(self) -> float:
         """Where a device computes: what one of a layer's modules costs the host."""
-        if self.machine.device_kind != "cuda":
-            return 0.0
-        issue = self.machine.layer_issue_s
-        return MODULE_ISSUE_S if issue is None else issue.median / MODULES_OF_A_LAYER
+        return self._module_issue_s if self.machine.device_kind == "cuda" else 0.0
 
     def parameters_s(self, block: Block) -> float:
         """Until the block's parameters are whole, for one pass."""

@@ -330,3 +330,13 @@ def test_of_a_model_that_also_sees_the_language_model_is_taken_and_said():
 def test_a_number_that_is_none_is_refused_not_passed_over():
     with pytest.raises(ModelError, match=r"intermediate_size.* must be a whole number.*\[1\]"):
         architecture({**LLAMA, "intermediate_size": [1]})
+
+
+def test_a_machine_that_does_not_tell_issues_layers_as_others_do():
+    """Else a machine that was measured would seem faster than the preset of its kind."""
+    told = preset("h200").model_copy(update={"layer_issue_s": Quantity.exact(1.8e-3)})
+    silent = told.model_copy(update={"layer_issue_s": None})
+    config = {"layers": 4, "hidden": 256, "heads": 4, "vocabulary": 1000}
+    some = [workload_from_model(config, on, sequence=128) for on in (told, silent)]
+    assert some[0].layers == some[1].layers
+    assert some[1].layers[1].forward_s >= 1.8e-3
