@@ -96,7 +96,9 @@ def test_a_grid_job_tells_how_far_it_is(server):
 def test_what_is_forgotten_is_gone_unless_it_is_still_open(server):
     job = server.post("/jobs/what-if", {**GRID, "changes": {"clip": [0.5, 1]}}).json()["id"]
     ended(server, job)
-    waits = [server.post("/jobs/plan", SMALL).json()["id"] for _ in range(2)][-1]
+    posted = [server.post("/jobs/plan", SMALL) for _ in range(2)]
+    assert [one.status_code for one in posted] == [201, 201], [one.text for one in posted]
+    waits = posted[-1].json()["id"]
     refused = server.client.delete(f"/jobs/{waits}?forget=true")
     assert refused.status_code == 422
     assert "cancel it first" in refused.text
