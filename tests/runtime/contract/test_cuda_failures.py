@@ -76,11 +76,11 @@ def test_a_refused_lock_shows_in_no_later_kernel(fake, monkeypatch):
 def test_the_state_after_a_failed_attach_is_stocks(fake):
     """After some steps, too: moments and masters that were on their way to the device are home."""
     engine = engine_for("clipping")
-    losses, norms = train(engine, 2)
+    losses, norms = train(engine, 3)
     fake.runtime.refuses_after = 10
     with pytest.raises(MemoryError):
         runtime.attach(engine, plan_for(engine, MIX), device=CudaDevice())
-    more, more_norms = train(engine, 2, first=2)
+    more, more_norms = train(engine, 3, first=3)
     result = state_of(engine), torch.stack(losses + more), norms + more_norms
     engine.destroy()
     assert_same(result, stock("clipping"))

@@ -192,11 +192,11 @@ def test_a_switch_keeps_deepspeeds_flat_buffers_locked(fake):
     the first subgroup lies, which begins at a buffer's own address.
     """
     ours = attached(engine_for("clipping", stage=2), MIX)
-    losses, norms = train(ours, 2)
+    losses, norms = train(ours, 3)
     switch_plan(ours, plan_for(ours, ["resident", "device"]))
     assert all(flat.is_pinned() for flats in ours.optimizer._flat._flats for flat in flats)
     fake.counts.clear()
-    more, more_norms = train(ours, 2, first=2)
+    more, more_norms = train(ours, 3, first=3)
     assert fake.counts["pageable"] == 0
     result = state_of(ours), torch.stack(losses + more), norms + more_norms
     ours.destroy()
@@ -205,9 +205,9 @@ def test_a_switch_keeps_deepspeeds_flat_buffers_locked(fake):
 
 def test_another_plan_in_the_middle(fake):
     ours = attached(engine_for("clipping"), ["host"])
-    losses, norms = train(ours, 2)
+    losses, norms = train(ours, 3)
     switch_plan(ours, plan_for(ours, MIX, homes=HOMES))
-    more, more_norms = train(ours, 2, first=2)
+    more, more_norms = train(ours, 3, first=3)
     result = state_of(ours), torch.stack(losses + more), norms + more_norms
     ours.destroy()
     assert_same(result, stock("clipping"))

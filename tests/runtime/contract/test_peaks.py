@@ -94,7 +94,7 @@ def are_at(engine, storages):
 @pytest.mark.parametrize("stage", [3, 2])
 def test_offloaded_states_give_the_device_back_and_no_bit_differs(stage, monkeypatch):
     """As RL trainers call it around a rollout; a step meanwhile has stock's bits too."""
-    expected = outcome(start(stage=stage), 6)
+    expected = outcome(start(stage=stage))
     engine = start(stage=stage)
     device = PageLocking(2**26)
     plan = plan_for(engine, ["resident", "device", "host"])

@@ -99,14 +99,12 @@ def delays(seed: int, longest_s: float = 0.004) -> Callable[[Any], None]:
 
 def train(
     engine: Any,
-    steps: int | None = None,
+    steps: int = 6,
     first: int = 0,
     each: Callable[[Any, int], None] | None = None,
     batches: Any = None,
 ) -> tuple[list[torch.Tensor], list[float]]:
-    """Losses and gradient norms of some micro-steps; ``steps`` None: of four, or of two updates."""
-    if steps is None:
-        steps = max(4, 2 * engine.gradient_accumulation_steps())
+    """Losses and gradient norms of some micro-steps."""
     batches = batches or Batches(2, SIZES["tiny"].sequence)
     losses, norms = [], []
     for number in range(first, first + steps):
