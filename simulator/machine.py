@@ -101,7 +101,7 @@ class Machine(Page):
         device_reserved_bytes: device memory that no allocator of PyTorch sees: the CUDA context,
             NCCL's buffers, cuBLAS' workspace.
         layer_issue_s: what the host needs to issue one layer's forward under ZeRO-3, however
-            little the device has to do.
+            little the device has to do; None: taken for that of another one.
         writer_s_per_byte: of one core, to hash a checkpoint and hand it to the kernel; None:
             `simulator.schedules.checkpointed` takes that of another machine.
         save_s_per_tensor: of `save_checkpoint` before it returns, beside waiting for updates.

@@ -106,6 +106,8 @@ _MUST_BE: dict[str, tuple[tuple[str, Any], ...]] = {
     "opt": (("do_layer_norm_before", True), ("_remove_final_layer_norm", False),
             ("enable_bias", True), ("layer_norm_elementwise_affine", True)),
 }  # fmt: skip
+# Likewise: (key, the key whose value it must have).
+_MUST_BE_SAME = {"opt": (("word_embed_proj_dim", "hidden_size"),)}
 
 
 def family_numbers(config: Config) -> Numbers | None:
@@ -113,11 +115,9 @@ def family_numbers(config: Config) -> Numbers | None:
     None: the family is not known here, or a key says that it is built in another way.
     """
     family = config["model_type"]
-    needed = dict(_MUST_BE.get(family, ()))
-    if family == "opt":
-        needed["word_embed_proj_dim"] = config.get("hidden_size")
-    others = (key for key, value in needed.items() if config.get(key) not in (None, value))
-    if family not in FAMILIES or any(others):
+    same = ((key, config.get(other)) for key, other in _MUST_BE_SAME.get(family, ()))
+    needed = (*_MUST_BE.get(family, ()), *same)
+    if family not in FAMILIES or any(config.get(key) not in (None, value) for key, value in needed):
         return None
     numbers = {**FAMILIES[family], "bias": _bias(family, config)}
     change = _CHANGES.get(family)

@@ -8,6 +8,7 @@ value here was fitted to iteration times.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from simulator.estimates.collectives import LINK, PAIR
 from simulator.limits import GIB
@@ -94,6 +95,16 @@ class Sheet:
         return _TRIAD[self.dram_kind] * self.dram_bytes_per_s
 
 
+# A desktop of 2023, and the link of most cards.
+_AM5: Mapping[str, Any] = {
+    "gpus": 1, "cores": 16, "host_gib": 128, "dram_kind": "DDR5", "dram_bytes_per_s": 89.6e9,
+    "dram_detail": "two channels of DDR5-5600 (89.6 GB/s)",
+    "storage": (4e9, "assumed", "one PCIe 4 NVMe drive"), "core": (35e9, "a desktop's core"),
+}  # fmt: skip
+_PCIE4: Mapping[str, Any] = {
+    "link_raw_bytes_per_s": 31.5e9, "link": (25e9, "assumed", "PCIe 4 x16, 31.5 GB/s raw"),
+}  # fmt: skip
+
 SHEETS: Mapping[str, Sheet] = {
     "a100-node": Sheet(
         device_name="NVIDIA A100-SXM4-40GB", flops=312e12, hbm_bytes_per_s=1.555e12,
@@ -151,37 +162,29 @@ SHEETS: Mapping[str, Sheet] = {
     ),
     "rtx4090": Sheet(
         device_name="NVIDIA GeForce RTX 4090", flops=165e12, hbm_bytes_per_s=1.008e12,
-        device_gib=23.6, gpus=1, cores=16, host_gib=128, dram_kind="DDR5",
-        dram_bytes_per_s=89.6e9, dram_detail="two channels of DDR5-5600 (89.6 GB/s)",
-        link_raw_bytes_per_s=31.5e9, link=(25e9, "assumed", "PCIe 4 x16, 31.5 GB/s raw"),
-        storage=(4e9, "assumed", "one PCIe 4 NVMe drive"), core=(35e9, "a desktop's core"),
+        device_gib=23.6, **_AM5, **_PCIE4,
     ),
     "rtx4080": Sheet(
         device_name="NVIDIA GeForce RTX 4080", flops=97.5e12, hbm_bytes_per_s=0.7168e12,
-        device_gib=15.7, gpus=1, cores=16, host_gib=128, dram_kind="DDR5",
-        dram_bytes_per_s=89.6e9, dram_detail="two channels of DDR5-5600 (89.6 GB/s)",
-        link_raw_bytes_per_s=31.5e9, link=(25e9, "assumed", "PCIe 4 x16, 31.5 GB/s raw"),
-        storage=(4e9, "assumed", "one PCIe 4 NVMe drive"), core=(35e9, "a desktop's core"),
+        device_gib=15.7, **_AM5, **_PCIE4,
     ),
     "rtx3090": Sheet(
         device_name="NVIDIA GeForce RTX 3090", flops=71e12, hbm_bytes_per_s=0.936e12,
         device_gib=23.7, gpus=1, cores=16, host_gib=128, dram_kind="DDR4",
         dram_bytes_per_s=51.2e9, dram_detail="two channels of DDR4-3200 (51.2 GB/s)",
-        link_raw_bytes_per_s=31.5e9, link=(25e9, "assumed", "PCIe 4 x16, 31.5 GB/s raw"),
+        **_PCIE4,
         storage=(4e9, "assumed", "one PCIe 4 NVMe drive"), core=(30e9, "a desktop's Zen 3 core"),
     ),
     "rtx5090": Sheet(
         device_name="NVIDIA GeForce RTX 5090", flops=209.5e12, hbm_bytes_per_s=1.792e12,
-        device_gib=31.4, gpus=1, cores=16, host_gib=128, dram_kind="DDR5",
-        dram_bytes_per_s=89.6e9, dram_detail="two channels of DDR5-5600 (89.6 GB/s)",
+        device_gib=31.4, **_AM5,
         link_raw_bytes_per_s=63e9, link=(52e9, "assumed", "PCIe 5 x16, 63 GB/s raw"),
-        storage=(4e9, "assumed", "one PCIe 4 NVMe drive"), core=(35e9, "a desktop's core"),
     ),
     "a6000": Sheet(
         device_name="NVIDIA RTX A6000", flops=154.8e12, hbm_bytes_per_s=0.768e12,
         device_gib=47.5, gpus=4, cores=32, host_gib=256, dram_kind="DDR4",
         dram_bytes_per_s=204.8e9, dram_detail="one socket, 8 channels of DDR4-3200 (204.8 GB/s)",
-        link_raw_bytes_per_s=31.5e9, link=(25e9, "assumed", "PCIe 4 x16, 31.5 GB/s raw"),
+        **_PCIE4,
         storage=(4e9, "assumed", "one PCIe 4 NVMe drive"), core=(20e9, "a Zen 3 core"),
     ),
     "rtxpro6000": Sheet(
@@ -196,7 +199,7 @@ SHEETS: Mapping[str, Sheet] = {
         device_gib=44.5, gpus=8, cores=64, host_gib=1024, dram_kind="DDR5", numa_nodes=2,
         dram_bytes_per_s=614.4e9,
         dram_detail="two sockets of 8 channels DDR5-4800 (614.4 GB/s)",
-        link_raw_bytes_per_s=31.5e9, link=(25e9, "assumed", "PCIe 4 x16, 31.5 GB/s raw"),
+        **_PCIE4,
         storage=(5e9, "assumed", "one PCIe 4 NVMe drive"), core=(12e9, _SAPPHIRE_RAPIDS),
         network=(25e9, "assumed", "one 200 Gbit/s port"),
     ),

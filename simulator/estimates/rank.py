@@ -64,7 +64,7 @@ class Rank:
             pipeline_idle_s=(p.pipeline_parallel - 1) * busy_s + self.loop_s,
             device_base_bytes=self.base_bytes(blocks),
             device_base_parts=self.base_parts(blocks),
-            module_issue_s=self.module_issue_s,
+            module_issue_s=self.module_issue_s if self.machine.device_kind == "cuda" else 0.0,
             live_params=self.live_params(blocks),
             provenance=self.provenance(),
         )
@@ -209,17 +209,13 @@ class Rank:
 
     def issue_s(self, block: Block) -> float:
         """Embedding and head are a module each, a layer is a dozen."""
-        return self._module_issue_s * (MODULES_OF_A_LAYER if block.attention else 1)
-
-    @property
-    def _module_issue_s(self) -> float:
-        issue = self.machine.layer_issue_s
-        return MODULE_ISSUE_S if issue is None else issue.median / MODULES_OF_A_LAYER
+        return self.module_issue_s * (MODULES_OF_A_LAYER if block.attention else 1)
 
     @property
     def module_issue_s(self) -> float:
-        """Where a device computes: what one of a layer's modules costs the host."""
-        return self._module_issue_s if self.machine.device_kind == "cuda" else 0.0
+        """What one of a layer's modules costs the host."""
+        issue = self.machine.layer_issue_s
+        return MODULE_ISSUE_S if issue is None else issue.median / MODULES_OF_A_LAYER
 
     def parameters_s(self, block: Block) -> float:
         """Until the block's parameters are whole, for one pass."""
