@@ -114,7 +114,7 @@ def family_numbers(config: Config) -> Numbers | None:
     """What the family of a Hugging Face config has, beside the numbers under their usual names;
     None: the family is not known here, or a key says that it is built in another way.
     """
-    family = config["model_type"]
+    family = str(config["model_type"])
     same = ((key, config.get(other)) for key, other in _MUST_BE_SAME.get(family, ()))
     needed = (*_MUST_BE.get(family, ()), *same)
     if family not in FAMILIES or any(config.get(key) not in (None, value) for key, value in needed):

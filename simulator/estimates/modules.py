@@ -33,7 +33,7 @@ def built(config: Mapping[str, Any]) -> Architecture:
 @lru_cache(maxsize=8)
 def _built(text: str) -> Architecture:
     given = json.loads(text, object_hook=_as_float)
-    family = given["model_type"]
+    family = str(given["model_type"])
     try:
         import torch
         from transformers import CONFIG_MAPPING

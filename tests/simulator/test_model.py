@@ -246,6 +246,7 @@ def test_the_batch_rule_is_deepspeeds():
 
 BAD = [
     ({"model_type": "mine"}, {}, "model_type must be one .* got 'mine'"),
+    ({"model_type": ["llama"]}, {}, "model_type must be one .* got .*llama"),
     ({"model_type": "llama"}, {}, "must give layers, hidden, heads, vocabulary"),
     ({**LLAMA, "hidden_size": -1}, {}, "hidden .*hidden_size.* must be a whole number"),
     ({**LLAMA, "hidden_size": 4096.5}, {}, "hidden .* but got 4096.5"),
