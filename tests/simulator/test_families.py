@@ -88,6 +88,9 @@ def test_what_no_table_knows_is_read_from_its_modules(family, settings):
     assert [elements for block in blocks for elements in block.params] == expected
     assert blocks[-1].flops_per_token == 2 * model.get_output_embeddings().weight.numel()
     assert all(block.flops_per_token and block.attention for block in blocks[1:-1])
+    if both:  # the first layer has a table of biases, of which rows are looked up
+        assert blocks[1].elements > blocks[2].elements
+        assert blocks[1].flops_per_token == blocks[2].flops_per_token
 
 
 @pytest.mark.parametrize("family", FAMILIES)
