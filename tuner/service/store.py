@@ -3,7 +3,9 @@
 WAL with full synchronisation: what a client was told is on disk, and a kill at any moment leaves
 the state of the last committed transaction. Every method here is one transaction; those that
 write wait for the disk and are called in threads, one after the other under a lock, on a connection
-of their own, so that readers see nothing that is not yet committed.
+of their own, so that readers see nothing that is not yet committed. Readers come one after the
+other too: a connection keeps what it saw at first as long as any of its statements goes on, so a
+thread that read beside another's list did not find the job that it had just added.
 """
 
 import fcntl
@@ -52,7 +54,7 @@ class Store:
 
     def __init__(self, path: str | Path) -> None:
         self._file_lock = self._locked(path)
-        self._writing = threading.Lock()
+        self._writing, self._reading = threading.Lock(), threading.Lock()
         try:
             self._writer = self._connected(path)
             version = self._writer.execute("PRAGMA user_version").fetchone()[0]
@@ -100,7 +102,7 @@ class Store:
         return lock
 
     def close(self) -> None:
-        with self._writing:
+        with self._writing, self._reading:
             self._writer.close()
             self._db.close()
         self._file_lock.close()
@@ -116,6 +118,14 @@ class Store:
                 if self._writer.in_transaction:  # a full disk has ended it in most cases
                     self._writer.execute("ROLLBACK")
                 raise
+
+    def _rows(self, query: str, *values: Any) -> list[sqlite3.Row]:
+        """All of them, so that the statement has ended for whoever reads next."""
+        with self._reading:
+            return self._db.execute(query, values).fetchall()
+
+    def _row(self, query: str, *values: Any) -> sqlite3.Row | None:
+        return next(iter(self._rows(query, *values)), None)
 
     # -- jobs --------------------------------------------------------------------------------
 
@@ -192,33 +202,31 @@ class Store:
 
     def job(self, job: str) -> dict[str, Any] | None:
         """Its state, with every attempt; without request and result."""
-        row = self._db.execute(f"SELECT {_JOB} FROM jobs WHERE id = ?", (job,)).fetchone()  # noqa: S608
+        row = self._row(f"SELECT {_JOB} FROM jobs WHERE id = ?", job)  # noqa: S608
         if row is None:
             return None
-        tried = self._db.execute(
+        tried = self._rows(
             "SELECT number, started_s, ended_s, outcome FROM attempts WHERE job = ? "
             "ORDER BY number",
-            (job,),
+            job,
         )
         return {**dict(row), "history": [dict(attempt) for attempt in tried]}
 
     def jobs(self, limit: int = 100) -> list[dict[str, Any]]:
         """Newest first."""
-        rows = self._db.execute(f"SELECT {_JOB} FROM jobs ORDER BY number DESC LIMIT ?", (limit,))  # noqa: S608
+        rows = self._rows(f"SELECT {_JOB} FROM jobs ORDER BY number DESC LIMIT ?", limit)  # noqa: S608
         return [dict(row) for row in rows]
 
     def waiting(self) -> int:
-        return int(
-            self._db.execute("SELECT COUNT(*) FROM jobs WHERE state = 'queued'").fetchone()[0]
-        )
+        return int(self._rows("SELECT COUNT(*) FROM jobs WHERE state = 'queued'")[0][0])
 
     def request(self, job: str) -> str | None:
-        row = self._db.execute("SELECT request FROM jobs WHERE id = ?", (job,)).fetchone()
+        row = self._row("SELECT request FROM jobs WHERE id = ?", job)
         return None if row is None else str(row[0])
 
     def result(self, job: str) -> tuple[bytes, bool] | None:
         """The result's bytes, and whether they are JSON; None before it is done."""
-        row = self._db.execute("SELECT result, is_json FROM jobs WHERE id = ?", (job,)).fetchone()
+        row = self._row("SELECT result, is_json FROM jobs WHERE id = ?", job)
         return None if row is None or row[0] is None else (bytes(row[0]), bool(row[1]))
 
     def forget(self, table: Literal["jobs", "runs", "machines"], key: str) -> bool:
@@ -243,15 +251,14 @@ class Store:
 
     def runs(self, limit: int = 100) -> list[dict[str, Any]]:
         """Summaries, newest first."""
-        rows = self._db.execute(
-            "SELECT id, name, created_s, summary FROM runs ORDER BY created_s DESC LIMIT ?",
-            (limit,),
+        rows = self._rows(
+            "SELECT id, name, created_s, summary FROM runs ORDER BY created_s DESC LIMIT ?", limit
         )
         kept = ("id", "name", "created_s")
         return [{k: row[k] for k in kept} | json.loads(row["summary"]) for row in rows]
 
     def run(self, run: str) -> str | None:
-        row = self._db.execute("SELECT run FROM runs WHERE id = ?", (run,)).fetchone()
+        row = self._row("SELECT run FROM runs WHERE id = ?", run)
         return None if row is None else str(row[0])
 
     def put_machine(self, name: str, machine: str) -> None:
@@ -261,11 +268,11 @@ class Store:
             )
 
     def machine(self, name: str) -> dict[str, Any] | None:
-        row = self._db.execute("SELECT machine FROM machines WHERE name = ?", (name,)).fetchone()
+        row = self._row("SELECT machine FROM machines WHERE name = ?", name)
         return None if row is None else dict(json.loads(row[0]))
 
     def machines(self) -> dict[str, dict[str, Any]]:
-        rows = self._db.execute("SELECT name, machine FROM machines ORDER BY name")
+        rows = self._rows("SELECT name, machine FROM machines ORDER BY name")
         return {row["name"]: json.loads(row["machine"]) for row in rows}
 
     def expire(

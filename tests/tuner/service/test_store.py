@@ -1,6 +1,8 @@
 """The store: claims, recovery, expiry."""
 
 import sqlite3
+import sys
+import threading
 
 import pytest
 
@@ -101,3 +103,28 @@ def test_old_finished_jobs_expire_and_open_ones_never(store):
     assert store.job(done) is None
     assert store.job(kept)["state"] == "queued"
     assert store.runs() == []
+
+
+def test_a_job_is_there_for_who_added_it_while_another_reads_the_list(store):
+    """Beside a list that was being read, a job was claimed, not found, and never run."""
+    for n in range(100):
+        store.add_job("plan", "{}", f"job {n}")
+    switched_s, over = sys.getswitchinterval(), threading.Event()
+
+    def reads():
+        while not over.is_set():
+            store.jobs(100)
+
+    reader = threading.Thread(target=reads)
+    sys.setswitchinterval(1e-5)
+    try:
+        reader.start()
+        claimed = [store.claim() for _ in range(100)]
+        added = [store.add_job("plan", "{}", "one more") for _ in range(50)]
+    finally:
+        over.set()
+        reader.join()
+        sys.setswitchinterval(switched_s)
+    assert [job["title"] for job in claimed] == [f"job {n}" for n in range(100)]
+    assert {job["state"] for job in claimed} == {"running"}
+    assert {job["title"] for job in added} == {"one more"}
