@@ -140,6 +140,8 @@ class Jobs:
     async def _run(self, job: dict[str, Any]) -> None:
         name = job["id"]
         await self.feed.tell("job", job)
+        if (self._store.job(name) or {}).get("state") != "running":
+            return  # cancelled behind its claim, before there was a task to cancel
         state, note, result = "failed", "", None
         try:
             request = json.loads(self._store.request(name) or "{}")

@@ -68,7 +68,7 @@ class Worker:
         """Returns when it is warm.
 
         Raises:
-            WorkerError: it ended before.
+            WorkerError: it could not be started, or ended before.
         """
         environment = {
             **os.environ,
@@ -76,17 +76,16 @@ class Worker:
             "NUMBA_NUM_THREADS": "1",
             "OPENBLAS_NUM_THREADS": "1",
         }
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "tuner.service.worker",
-            str(niceness),
-            str(quota.worker_bytes),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env=environment,
-            limit=2**20,
-        )
+        command = ("-m", "tuner.service.worker", str(niceness), str(quota.worker_bytes))
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, *command, stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE, env=environment, limit=2**20,
+            )  # fmt: skip
+        except OSError as error:
+            raise WorkerError(
+                f"the machine must have room for a worker's process, but: {error}"
+            ) from None
         worker = cls(process)
         try:
             await worker._frame()

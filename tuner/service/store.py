@@ -160,7 +160,7 @@ class Store:
                 "INSERT INTO attempts (job, number, started_s) VALUES (?, ?, ?)",
                 (row["id"], attempt, now_s),
             )
-        return self.job(row["id"])
+        return self.job(row["id"]) or self.claim()  # cancelled and forgotten since: the next one
 
     def finish(
         self, job: str, state: str, note: str, result: bytes | None = None, is_json: bool = True

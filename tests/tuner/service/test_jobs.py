@@ -14,7 +14,7 @@ from tests.tuner.service.test_hostile import children
 from tuner.configurations.outcome import Question
 from tuner.configurations.space import Configuration
 from tuner.service import jobs
-from tuner.service.pool import Result
+from tuner.service.pool import Pool, Result
 from tuner.service.requests import Quota
 from tuner.service.scenario import MODELS
 from tuner.service.store import Store
@@ -65,6 +65,79 @@ def test_no_job_is_lost_to_a_disk_that_is_full_for_a_while(name, tmp_path, monke
 
     assert asyncio.run(served()) == "done"
     assert left[0] < 0
+    store.close()
+
+
+def test_a_job_that_is_cancelled_while_it_is_claimed_is_not_run(tmp_path, monkeypatch):
+    store, run = Store(tmp_path / "s.db"), []
+    claim = store.claim
+
+    async def call(name, request, _):
+        run.append(request["n"])
+        return Result(b"{}")
+
+    async def served():
+        pool = SimpleNamespace(jobs=SimpleNamespace(size=1, call=call))
+        line, loop = jobs.Jobs(store, pool, Quota(), jobs.Feed()), asyncio.get_running_loop()
+
+        def crossed():
+            job = claim()
+            if job is not None and job["title"] == "cancelled":
+                stopped = asyncio.run_coroutine_threadsafe(line.cancel(job["id"]), loop)
+                assert stopped.result(30)
+            return job
+
+        monkeypatch.setattr(store, "claim", crossed)
+        posted = [(await line.submit("plan", {"n": n}, title))["id"]
+                  for n, title in enumerate(("cancelled", "run"))]  # fmt: skip
+        line.start()
+        while line.state(posted[1])["state"] != "done":
+            await asyncio.sleep(0.01)
+        await line.stop()
+        return line.state(posted[0])["state"]
+
+    assert asyncio.run(served()) == "cancelled"
+    assert run == [1]
+    store.close()
+
+
+def test_a_job_behind_one_that_was_forgotten_while_it_was_claimed_is_claimed(tmp_path, monkeypatch):
+    store = Store(tmp_path / "s.db")
+    gone, next_one = (store.add_job("plan", "{}", title)["id"] for title in ("gone", "next"))
+    look = store.job
+
+    def forgotten(job):
+        if job == gone and store.finish(gone, "cancelled", ""):
+            assert store.forget("jobs", gone)
+        return look(job)
+
+    monkeypatch.setattr(store, "job", forgotten)
+    assert store.claim()["id"] == next_one
+    store.close()
+
+
+def test_a_job_ends_where_no_worker_can_be_started(tmp_path, monkeypatch):
+    async def none(*_, **__):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", none)
+    store = Store(tmp_path / "s.db")
+
+    async def served():
+        pool = Pool(Quota(), light_workers=1)
+        line = jobs.Jobs(store, pool, Quota(), jobs.Feed())
+        line.start()
+        job = (await line.submit("plan", {}, "one"))["id"]
+        for _ in range(500):
+            await asyncio.sleep(0.01)
+            if line.state(job)["state"] == "failed":
+                break
+        await line.stop()
+        return line.state(job)
+
+    state = asyncio.run(served())
+    assert state["state"] == "failed"
+    assert "Resource temporarily unavailable" in state["note"]
     store.close()
 
 
