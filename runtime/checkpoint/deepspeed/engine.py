@@ -272,7 +272,7 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             self._job = job = save.make_job(_over)
             self._files.point("skeleton_made")
         except BaseException as error:
-            save.commit.abort(f"{type(error).__name__}: {error}")
+            save.commit.abort(error)
             deleted_first.settle(committed=False)
             raise
         finally:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from runtime.checkpoint.errors import CheckpointError, ManifestError
+from runtime.checkpoint.errors import Cancelled, CheckpointError, ManifestError
 from runtime.checkpoint.files import Files
 from runtime.checkpoint.format.manifest import (
     GLOBAL_NAME,
@@ -122,7 +122,13 @@ class Commit:
             plan=a.plan, versions=dict(a.versions), files=files,
         )  # fmt: skip
         path = a.staging / rank_manifest_name(a.rank)
-        self._files.write_durably(path, dump(manifest), "vote")
+        try:
+            self._files.write_durably(path, dump(manifest), "vote")
+        except FileNotFoundError:
+            # Counted as soon as it has its name: the commit, which makes the names in this folder
+            # durable first, may have moved it meanwhile. `conclude` sees what became of it.
+            if a.rank == 0:
+                raise
         self._files.point("voted")
 
     def conclude(self) -> None:
@@ -175,10 +181,11 @@ class Commit:
         with contextlib.suppress(OSError):  # what is left over, the next resume ends
             self.note.close(committed=committed)
 
-    def abort(self, reason: str) -> None:
+    def abort(self, error: BaseException) -> None:
         """Tells the other ranks; rank 0 also removes the hidden folder. Raises nothing."""
-        a = self._attempt
-        note = json.dumps({"rank": a.rank, "reason": reason[:2000]}).encode()
+        a, reason = self._attempt, f"{type(error).__name__}: {error}"
+        page = {"rank": a.rank, "reason": reason[:2000], "cancelled": isinstance(error, Cancelled)}
+        note = json.dumps(page).encode()
         with contextlib.suppress(OSError):
             self._files.write_durably(a.abort_note(a.rank), note)
         # Once the names are being swapped, the hidden folder may hold the earlier checkpoint.
@@ -303,10 +310,11 @@ class Commit:
         a = self._attempt
         for rank in range(a.world_size):
             with contextlib.suppress(FileNotFoundError):
-                note = self._files.read(a.abort_note(rank))
-                raise CheckpointError(
-                    f"checkpoint {a.tag!r} was abandoned: rank {rank} reports "
-                    f"{note.decode(errors='replace')}"
+                page = json.loads(self._files.read(a.abort_note(rank)))
+                # One that was ready may wait for one that still could give way: no fault either.
+                kind = Cancelled if page["cancelled"] else CheckpointError
+                raise kind(
+                    f"checkpoint {a.tag!r} was abandoned: rank {rank} reports {page['reason']}"
                 )
 
 

@@ -155,7 +155,7 @@ class Job:
             self._files.point("done")
         except BaseException as error:  # noqa: BLE001 - the foreground raises it at the next step
             self.failure = error
-            self._commit.abort(f"{type(error).__name__}: {error}")
+            self._commit.abort(error)
             self._give_up_stored()
         finally:
             self._live.attach(None)

@@ -119,7 +119,7 @@ def _heard(event: str, args: tuple[Any, ...]) -> None:
             trainers_folder.being_made(Path(os.path.abspath(os.fsdecode(args[0]))))  # noqa: PTH100
         if event in _DELETES and not _jobs and (path := _path(args)) is not None:
             deleted_first.keep(path)
-        for job in _jobs:
+        for job in _jobs.copy():  # who is over leaves it meanwhile
             if _concerns(event, args, job):
                 job.wait()
 

@@ -69,6 +69,24 @@ def test_through_a_symbolic_link_too(tmp_path):
     assert os.path.exists(a_file(tmp_path / "link"))
 
 
+def test_who_moves_two_checkpoints_at_once_waits_for_both(tmp_path):
+    """The first one leaves the list of those in flight while it is waited for."""
+    gates = [Gate("payload_fsynced") for _ in range(2)]
+    flying = [
+        guarded(Bench(tmp_path / f"new/{name}"), some_state(3), "state", gate)
+        for name, gate in zip(("actor", "critic"), gates, strict=True)
+    ]
+    moving = threading.Thread(target=os.rename, args=(tmp_path / "new", tmp_path / "old"))
+    moving.start()
+    gates[0].opened.set()
+    assert flying[0].wait(30)
+    moving.join(0.2)
+    gates[1].opened.set()
+    moving.join(30)
+    assert [job.failure for job in flying] == [None, None]
+    assert not any(verify(tmp_path / f"old/{name}", "state") for name in ("actor", "critic"))
+
+
 def test_other_paths_wait_for_nothing(tmp_path):
     gate = Gate("payload_fsynced")
     job = guarded(Bench(tmp_path / "run"), some_state(3), "state", gate)

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import torch
 from runtime.checkpoint.deepspeed.restore import Resumption, newest_valid
 from runtime.checkpoint.errors import CheckpointError
 from runtime.checkpoint.files import Files
+from runtime.checkpoint.format.manifest import rank_manifest_name
 from runtime.checkpoint.protocol.inspect import list_checkpoints, prune, verify
 from runtime.checkpoint.protocol.publishing import publish_folder, recover_replaced
 from runtime.checkpoint.protocol.retention import being_read
@@ -137,6 +139,22 @@ def test_no_rank_has_saved_before_latest_is_written(tmp_path):
     assert [job.failure for job in jobs] == [None, None]
 
 
+def test_a_vote_is_counted_before_the_rank_that_gave_it_goes_on(tmp_path):
+    """It made its folder's names durable behind that, and did not find it: the commit had moved it.
+    This rank then took the checkpoint for failed, and left the others alone in their collectives.
+    """
+    gate = Gate("vote_renamed")
+    folder, jobs = two_ranks(tmp_path, None, gate, begin_only={0, 1})
+    for job in jobs:
+        job.start()
+    assert gate.reached.wait(30)
+    assert jobs[0].wait(30)
+    gate.opened.set()
+    assert jobs[1].wait(30)
+    assert [job.failure for job in jobs] == [None, None]
+    assert verify(folder, "t") == []
+
+
 @pytest.mark.parametrize("faulty_rank", [0, 1])
 @pytest.mark.parametrize("at", [3, 5, 9, 12])
 def test_a_fault_on_one_rank_is_heard_on_both(tmp_path, faulty_rank, at):
@@ -145,6 +163,35 @@ def test_a_fault_on_one_rank_is_heard_on_both(tmp_path, faulty_rank, at):
     folder, jobs = two_ranks(tmp_path, *files)
     assert faulty.fired
     assert all(j.failure is not None for j in jobs)
+    assert visible(folder) == []
+
+
+class HeldWrites(Files):
+    def __init__(self):
+        self.opened = threading.Event()
+        self.opened.set()
+
+    def call(self, name, function, *args):
+        assert name != "pwrite" or self.opened.wait(30)
+        return function(*args)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_that_was_ready_gives_way_with_one_that_was_not(tmp_path, late):
+    """``busy: replace``: it heard of the other's giving way as of a failure, and training ended."""
+    held = HeldWrites()
+    files = (None, held) if late else (held, None)
+    folder, jobs = two_ranks(tmp_path, *files, begin_only={0, 1})
+    held.opened.clear()
+    for job in jobs:
+        job.start()
+    while not (folder / f".t.n.partial/{rank_manifest_name(1 - late)}").exists():
+        time.sleep(0.01)
+    for job in jobs:
+        job.cancel()
+    held.opened.set()
+    assert all(job.wait(30) for job in jobs)
+    assert [job.cancelled for job in jobs] == [True, True], [job.failure for job in jobs]
     assert visible(folder) == []
 
 
