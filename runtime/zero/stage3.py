@@ -261,7 +261,8 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         self._gathers.stay_gathered(True)
         if self._ebbtide.plan.overlap_forward:
             self.invalidate_secondary_tensor()
-            if self._ebbtide.saves_in_flight:
+            # Ranks' plans may differ, and to show them is collective.
+            if self.any_rank(self._ebbtide.saves_in_flight):
                 self._gathers.stand_in()  # as behind a step: whoever reads them first waits
             else:
                 self._gathers.show_at_rest()

@@ -30,7 +30,7 @@ def test_two_ranks_store_and_resume_with_stocks_bits(
         assert json.loads(told.read_text()) == {
             "trained": True, "adopted": True, "resumed": True, "gone back": True,
             "imported": True, "exported": True, "replanned": True, "on a drive": True,
-            "refused": True, "failed": True, "went on": True,
+            "stored on one": True, "refused": True, "failed": True, "went on": True,
         }  # fmt: skip
     names = {path.name for path in (tmp_path / "state").glob("*.extents")}
     assert names == {"rank_00000.extents", "rank_00001.extents"}

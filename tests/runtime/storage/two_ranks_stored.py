@@ -112,6 +112,16 @@ def replanned(folder, expected):
     return {"replanned": alike((losses, norms, parts[-1][2]), expected)}
 
 
+def stored_on_one(folder, expected):
+    """A save by ranks of which one stores nothing: it waited for the other in a gather."""
+    ours = start(accumulation=ACCUMULATION, clipping=0.01, stage3_param_persistence_threshold=1000)
+    pattern = ["host"] if torch.distributed.get_rank() else ["stored"]
+    attached(ours, pattern, list(DEVICES)[-1], storage_dir=str(folder / "state"))
+    found = {"stored on one": alike(steps(ours, 0, 1, folder), expected)}
+    ours.destroy()
+    return found
+
+
 def on_a_drive(folder, plan, expected):
     """A config that was written for DeepSpeed's swapper."""
     config = ds_config(2, SUBGROUP, accumulation=ACCUMULATION, clipping=0.01, learning_rate=1e-3)
@@ -187,6 +197,7 @@ def main(folder):
     found = trained_and_resumed(folder, expected, later)
     found |= exchanged_with_stock(folder / "stock", folder / "exchanged", later)
     found |= replanned(folder / "replanned", expected)
+    found |= stored_on_one(folder / "one stores", first)
     plan = plan_of(PATTERNS[int(rank)])
     found |= on_a_drive(folder / "drive", plan, expected)
     found |= refused(folder / "one")
