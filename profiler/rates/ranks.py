@@ -231,7 +231,9 @@ def _measure(job: Job, rank: int, barrier: Any, enough: Any, sender: Connection)
                 if rank == 0:
                     alone = repeat_s(lambda: work(job.cores), job.budget_s, clock)
                 barrier.wait(PATIENCE_S + job.budget_s)
-                together = _together(lambda: work(job.own_threads), job, clock, enough, number)
+                together = _together(
+                    lambda: work(job.own_threads), job, clock, enough, number, barrier
+                )
                 result.append(([amount / s for s in alone], [amount / s for s in together]))
                 barrier.wait(PATIENCE_S)
         sender.send(result)
@@ -241,13 +243,15 @@ def _measure(job: Job, rank: int, barrier: Any, enough: Any, sender: Connection)
 
 
 def _together(
-    work: Callable[[], object], job: Job, clock: Clock, enough: Any, number: int
+    work: Callable[[], object], job: Job, clock: Clock, enough: Any, number: int, barrier: Any
 ) -> list[float]:
-    """Goes on until every rank has enough: a sample taken beside idle ranks would tell a lie."""
+    """Goes on until every rank has enough: a sample taken beside idle ranks would tell a lie. One
+    that failed never has: it breaks the ``barrier``, which this one meets next.
+    """
     began_s = time.perf_counter()
     durations: list[float] = []
     reported = False
-    while enough[number] < job.ranks:
+    while enough[number] < job.ranks and not barrier.broken:
         durations.append(clock(work))
         if not reported and len(durations) >= LEAST_REPEATS and (
             time.perf_counter() - began_s >= job.budget_s or len(durations) >= MOST_REPEATS

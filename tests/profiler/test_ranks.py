@@ -1,11 +1,17 @@
 """Ranks that measure at once: real processes, and what is made of their samples."""
 
+import itertools
+import multiprocessing
 import os
+import threading
+import time
+from contextlib import contextmanager
 
 import pytest
 
 from profiler.rates import ranks
 from profiler.rates.ranks import STAGES, Job, StageSamples, check_ranks, measure_ranks
+from profiler.rates.sampling import timed_s
 
 
 def test_two_ranks_measure_at_once_and_leave_nothing(tmp_path):
@@ -23,6 +29,38 @@ def test_a_rank_that_fails_is_an_error_not_a_hang():
         ranks._run(job)
 
 
+def test_a_rank_that_fails_beside_the_others_ends_them(monkeypatch):
+    """The others waited for its samples for ever."""
+    job = Job(2, 2, False, 1, "", 0.0)
+
+    @contextmanager
+    def stage(name, job, rank):
+        calls = itertools.count()
+
+        def work(threads):
+            if next(calls) and rank:  # beside the other, which has samples enough
+                while not enough[0]:
+                    time.sleep(0.001)
+                raise OSError("planted")
+
+        yield 1.0, work, timed_s
+
+    monkeypatch.setattr(ranks, "STAGES", ("triad",))
+    monkeypatch.setattr(ranks, "_stage", stage)
+    enough, barrier = multiprocessing.Array("i", 1), threading.Barrier(2)
+    pipes = [multiprocessing.Pipe(duplex=False) for _ in range(2)]
+    each = [
+        threading.Thread(
+            target=ranks._measure, args=(job, rank, barrier, enough, pipes[rank][1]), daemon=True
+        )
+        for rank in range(2)
+    ]
+    for rank in each:
+        rank.start()
+    told = [receiver.recv() if receiver.poll(20) else "nothing" for receiver, _ in pipes]
+    assert told == ["BrokenBarrierError: ", "OSError: planted"]
+
+
 class DeadProcess:
     exitcode = -9
 
@@ -34,8 +72,6 @@ class DeadProcess:
 
 
 def test_a_rank_that_was_killed_is_an_error():
-    import multiprocessing
-
     receiver, sender = multiprocessing.Pipe(duplex=False)
     read, write = os.pipe()
     os.close(write)  # a sentinel that is ready: the process is gone
