@@ -94,14 +94,17 @@ class Commit:
         self._grown: list[Path] = []  # folders that got a new folder
 
     def begin(self) -> None:
-        """Makes the hidden folder, in the foreground: quick, nothing waits for the disk."""
+        """Makes the hidden folder, in the foreground: quick, nothing waits for the disk. The note
+        comes first: killed before it, a run would leave a folder that tells nobody what it is.
+        """
         a = self._attempt
         self._grown = [p.parent for p in (a.staging, *a.staging.parents) if not p.exists()]
+        if a.rank == 0:
+            self.note.write()
         self._files.mkdir(a.staging / RANKS_FOLDER)
         if a.rank == 0:
             page = {**owner(), "nonce": a.nonce}
             self._files.write_briefly(a.staging / OWNER_NAME, json.dumps(page).encode())
-            self.note.write()
         self._files.point("staging_made")
 
     def tidy(self) -> None:

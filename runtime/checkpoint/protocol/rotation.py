@@ -51,22 +51,24 @@ class Note:
         self.failed = False  # then it stays in a folder that never became whole: see `settle`
 
     def write(self) -> None:
-        """Quick: a machine that loses it loses the checkpoint's folder, too."""
-        self._write_to(self._path)
+        """Quick: a machine that loses it loses the checkpoint's folder, too. Where that is not
+        there, both come in one step: killed between the two, a run would leave a folder that tells
+        nobody what it is.
+        """
+        if self._save_dir.exists() or not self._made_with_folder():
+            self._write_to(self._path)
         threading.Thread(target=self._renew, name="ebbtide-lease", daemon=True).start()
 
-    def make_folder(self) -> None:
-        """`write`, and the checkpoint's folder in the same step: killed between the two, a run
-        would leave a folder that tells nobody what it is.
-        """
+    def _made_with_folder(self) -> bool:
+        """False: another rank has made the folder."""
         making = self._save_dir.with_name(f".{self._save_dir.name}.{self._nonce}{MAKING}")
         self._write_to(making / NOTES / self._path.name)
         try:
             self._files.rename(making, self._save_dir)
-        except OSError:  # another rank has made it
+        except OSError:
             shutil.rmtree(making, ignore_errors=True)
-            self._write_to(self._path)
-        threading.Thread(target=self._renew, name="ebbtide-lease", daemon=True).start()
+            return False
+        return True
 
     def _write_to(self, path: Path) -> None:
         self._files.mkdir(path.parent)

@@ -28,7 +28,7 @@ def being_made(path: Path) -> None:
         with _lock, contextlib.suppress(OSError):
             note = Note(path, "", secrets.token_hex(6), Files())
             note.await_trainer()
-            note.make_folder()
+            note.write()
             _notes[Path(os.path.realpath(path))] = note
 
 

@@ -455,12 +455,32 @@ def test_a_kill_while_the_folder_is_made_leaves_none(tmp_path, monkeypatch):
             shutil.copytree(tmp_path / "checkpoint-10", root / "checkpoint-10")
 
         class Cutting(rotation.Note):
-            def make_folder(self, number=number):
+            def write(self, number=number):
                 cut_at(monkeypatch, number, die)
-                super().make_folder()
+                super().write()
 
         monkeypatch.setattr(trainers_folder, "Note", Cutting)
         code = killed(lambda root=root: make_folder(root, lambda: os._exit(0)))
+        assert os.listdir(root) == ["checkpoint-10"], number
+        if code == 0:
+            break
+    assert number > 3, "it must have made something"
+
+
+def test_a_kill_while_a_save_begins_leaves_no_folder_that_looks_whole(tmp_path, monkeypatch):
+    """A loop that takes the highest number went on from it with the weights of its script."""
+    saved(tmp_path / "checkpoint-10", 10)
+    for number in range(1, 100):
+        root = tmp_path / str(number)
+        with ours():
+            shutil.copytree(tmp_path / "checkpoint-10", root / "checkpoint-10")
+
+        def begin(root=root, number=number):
+            cut_at(monkeypatch, number, die)
+            Bench(root / "checkpoint-20").begin(some_state(20), "state")
+            os._exit(0)
+
+        code = killed(begin)
         assert os.listdir(root) == ["checkpoint-10"], number
         if code == 0:
             break
