@@ -89,10 +89,11 @@ def steps_with(engine, change):
 
 
 def written(engine, number):
-    """Somebody halves a moment and says so, of one subgroup in each step, when its guess has read
-    it.
+    """Somebody halves a moment and says so, of one subgroup in each step, when the step before has
+    written it and its guess has read it.
     """
     executor, subgroup = engine.session.executor, number % len(engine.groups)
+    executor.wait_state(subgroup)
     for completion in filter(None, executor._current):
         completion.wait_host()
     executor.states[subgroup].state[1].mul_(0.5)
