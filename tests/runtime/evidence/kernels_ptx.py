@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import inspect
 import re
 import subprocess
+import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -15,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from runtime.kernels.host import _cpu_model, cache_dir
 from tests.runtime.evidence import ptx_to_cpp
 
 TRITON = tuple(map(int, version("triton").split(".")[:2])) if find_spec("triton") else (0, 0)
@@ -51,7 +55,11 @@ class Form:
 
 
 def compiled(form: Form, *, assembled: bool) -> dict[str, Any]:
-    """Triton's own compilation, without a GPU: ``ptx`` and, if ``assembled``, ``cubin``."""
+    """Triton's own compilation, without a GPU: ``ptx`` and, if ``assembled``, ``cubin``.
+
+    Kept by Triton, whose key has its version, the kernel's source and what it calls, but not
+    whether it was assembled.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.compiler import CUDABackend
@@ -68,6 +76,8 @@ def compiled(form: Form, *, assembled: bool) -> dict[str, Any]:
     source = _source(kernel, signature, {"VARIANT": form.variant, "BLOCK": BLOCK}, sixteens)
     target = GPUTarget("cuda", form.architecture, 32)
     with pytest.MonkeyPatch.context() as patch:
+        kept = cache_dir() / "tests" / f"triton-{'cubin' if assembled else 'ptx'}"
+        patch.setenv("TRITON_CACHE_DIR", str(kept))
         if not assembled:  # half of the time
             patch.setattr(CUDABackend, "make_cubin", staticmethod(lambda *_: b""))
         made = triton.compile(source, target=target, options={"enable_fp_fusion": False})
@@ -91,13 +101,29 @@ def _source(
     return ASTSource(fn=kernel, signature=types, constants=constants, attrs=attrs)
 
 
-def library(functions: list[str], folder: Path) -> Any:
-    """The functions, as `ptx_to_cpp.translate` writes them, compiled and loaded."""
-    source, made = folder / "kernels.cpp", folder / "kernels.so"
-    source.write_text(ptx_to_cpp.HEAD + "\n".join(functions))
+def library(functions: list[str]) -> Any:
+    """The functions, as `ptx_to_cpp.translate` writes them, compiled, kept and loaded."""
+    source = ptx_to_cpp.HEAD + "\n".join(functions)
     flags = ["-O0", "-march=native", "-ffp-contract=off", "-std=c++17", "-shared", "-fPIC", "-w"]
-    subprocess.run(["g++", *flags, str(source), "-o", str(made)], check=True)
-    return ctypes.CDLL(str(made))
+
+    def make(made: Path) -> None:
+        command = ["g++", *flags, "-x", "c++", "-", "-o", str(made)]
+        subprocess.run(command, input=source.encode(), check=True)
+
+    key = "\0".join([source, *flags, _cpu_model()])
+    return ctypes.CDLL(str(_kept("ptx", key.encode(), make)))
+
+
+def _kept(name: str, key: bytes, make: Callable[[Path], object]) -> Path:
+    """The file that ``make`` writes, made once for each key."""
+    path = cache_dir() / "tests" / f"{name}-{hashlib.sha256(key).hexdigest()[:16]}"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            made = Path(folder) / "made"
+            make(made)
+            made.rename(path)
+    return path
 
 
 def run(function: Any, state: list[torch.Tensor], grad: torch.Tensor, out: torch.Tensor,
@@ -116,12 +142,16 @@ def counted(text: str, *patterns: str) -> list[int]:
     return [len(re.findall(pattern, text)) for pattern in patterns]
 
 
-def sass(cubin: bytes, folder: Path) -> str:
-    """The machine code, listed by the disassembler that Triton brings."""
+def sass(cubin: bytes) -> str:
+    """The machine code, listed by the disassembler that Triton brings; kept."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
-    path = folder / "kernel.cubin"
-    path.write_bytes(cubin)
-    listed = subprocess.run([tool, "-c", path], capture_output=True, text=True, check=True)
-    return listed.stdout
+
+    def make(made: Path) -> None:
+        image = made.with_suffix(".cubin")
+        image.write_bytes(cubin)
+        listed = subprocess.run([tool, "-c", image], capture_output=True, check=True)
+        made.write_bytes(listed.stdout)
+
+    return _kept("sass", triton.__version__.encode() + cubin, make).read_text()

@@ -85,22 +85,19 @@ def is_assembled(form):
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory):
-    """Triton's answer for every form; nothing that a run before has left."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
-        patch.setenv("TRITON_ALWAYS_COMPILE", "1")
-        return {form: compiled(form, assembled=is_assembled(form)) for form in FORMS}
+def kernels():
+    """Triton's answer for every form."""
+    return {form: compiled(form, assembled=is_assembled(form)) for form in FORMS}
 
 
-def test_ptx_has_the_host_kernels_bits(kernels, tmp_path, capsys):
+def test_ptx_has_the_host_kernels_bits(kernels, capsys):
     """All forms, two steps each; a block that is not full, tails of every kind."""
     sources, names = {}, {}
     for form, asm in kernels.items():  # two generations often get the same
         text = "\n".join(ptx_to_cpp.body_of(asm["ptx"]))
         names[form] = sources.setdefault(text, form).name
     functions = [ptx_to_cpp.translate(kernels[form]["ptx"], form.name) for form in sources.values()]
-    loaded = library(functions, tmp_path)
+    loaded = library(functions)
     bad, elements = {}, 0
     for form in sources.values():
         lengths = ((8192, 16), (1040, 1040)) if form.aligned else ((5000, 7), (999, 999))
@@ -116,11 +113,11 @@ def test_ptx_has_the_host_kernels_bits(kernels, tmp_path, capsys):
         )
 
 
-def test_ptx_keeps_the_sign_of_zero_at_rate_zero(kernels, tmp_path):
+def test_ptx_keeps_the_sign_of_zero_at_rate_zero(kernels):
     """The first step of a warm-up: Lion adds minus the rate, which must be -0.0."""
     forms = [form for form in FORMS if is_assembled(form)]
     functions = [ptx_to_cpp.translate(kernels[form]["ptx"], form.name) for form in forms]
-    loaded = library(functions, tmp_path)
+    loaded = library(functions)
     for form in forms:
         assert not differing(getattr(loaded, form.name), form, 8192, 16, rate=0.0), form.name
 
@@ -132,12 +129,12 @@ def test_ptx_is_all_ieee_and_asks_for_no_more(kernels):
         assert f".target sm_{form.architecture}" in asm["ptx"]
 
 
-def test_ptx_that_computes_otherwise_shows(kernels, tmp_path, capsys):
+def test_ptx_that_computes_otherwise_shows(kernels, capsys):
     """Mutants: one instruction of each place rounds twice, cuts off, divides by a reciprocal."""
     forms = [Form(*key, *WIRES[0], gpu) for key, gpu in itertools.product(RULE_OF, NEWER)]
     mutants = {form: mutable(ptx_to_cpp.opcodes(kernels[form]["ptx"])) for form in forms}
     loaded = library([ptx_to_cpp.translate(kernels[form]["ptx"], form.name, places)
-                      for form, places in mutants.items()], tmp_path)  # fmt: skip
+                      for form, places in mutants.items()])  # fmt: skip
     which, hidden = ctypes.c_int.in_dll(loaded, "mutant"), []
     for form, places in mutants.items():
         for place, op in places.items():
@@ -161,7 +158,7 @@ def mutable(opcodes):
     return {i: op for op, found in places.items() for i in found[:: 4 if op.count("x2") else 8]}
 
 
-def test_ptx_is_assembled_without_another_fusion(kernels, tmp_path):
+def test_ptx_is_assembled_without_another_fusion(kernels):
     """The machine code multiplies and adds as often as the PTX: a product and a sum that it made
     one would be missing. (Division and root are sequences of their own, marked by a suffix.)
     """
@@ -170,7 +167,7 @@ def test_ptx_is_assembled_without_another_fusion(kernels, tmp_path):
         if not is_assembled(form):
             continue
         ops = ptx_to_cpp.opcodes(asm["ptx"])
-        listing = sass(asm["cubin"], tmp_path)
+        listing = sass(asm["cubin"])
         wanted = [ops.count("mul.rn.f32") + 2 * ops.count("mul.rn.f32x2"),
                   sum(ops.count(f"{op}.rn.f32") for op in ("add", "sub"))
                   + 2 * ops.count("add.rn.f32x2")]  # fmt: skip
