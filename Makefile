@@ -32,7 +32,7 @@ serve: .venv/.ready-serve ## the what-if page at http://127.0.0.1:8377, with the
 	@tune serve --db runs/service.db --show demo
 
 test: setup ## all tests
-	@python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=25 --junit-xml=build/tests.xml
+	@python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --durations=25 --junit-xml=build/tests.xml
 
 lint: setup ## ruff and mypy
 	ruff check .

@@ -75,7 +75,7 @@ settings.register_profile("dev", deadline=None)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
-# Files that take 15 s and more of two cores, the longest first: what comes last fills the gaps.
+# Files that take long, the longest first, and those that wait long: what comes last fills the gaps.
 FIRST = (
     "studies/test_demo.py", "simulator/test_bounds.py", "tuner/service/test_page.py",
     "profiler/test_launch.py", "runtime/evidence/test_happens_before.py",
@@ -83,11 +83,12 @@ FIRST = (
     "runtime/contract/test_bits.py", "runtime/frontdoor/test_trainers.py",
     "tuner/test_configurations.py", "runtime/contract/test_ranks.py",
     "studies/test_emulated_training.py", "runtime/storage/test_checkpoint_kills.py",
-    "runtime/evidence/test_ptx.py", "studies/test_checkpoint_crash.py", "tuner/test_verify.py",
-    "studies/test_gpu.py", "runtime/contract/test_footprint.py", "studies/test_storage_kills.py",
-    "tuner/test_ways_out.py", "tuner/test_speculation.py", "runtime/storage/test_two_ranks.py",
-    "tuner/test_option_walk.py", "tuner/test_golden.py", "test_readme.py",
-    "studies/test_front_door_kills.py", "studies/test_checkpoint_interval.py",
+    "runtime/evidence/test_ptx.py", "tuner/service/test_jobs.py",
+    "studies/test_checkpoint_crash.py", "tuner/test_verify.py", "studies/test_gpu.py",
+    "runtime/contract/test_footprint.py", "studies/test_storage_kills.py", "tuner/test_ways_out.py",
+    "tuner/test_speculation.py", "runtime/storage/test_two_ranks.py",
+    "studies/test_service_load.py", "tuner/test_option_walk.py", "tuner/test_golden.py",
+    "test_readme.py", "studies/test_front_door_kills.py", "studies/test_checkpoint_interval.py",
     "tuner/test_search.py", "studies/test_checkpoint_stall.py",
 )  # fmt: skip
 
