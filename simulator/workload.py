@@ -113,6 +113,8 @@ class Workload(Page):
         module_issue_s: what the host needs from the end of a wait for parameters (their update, or
             their way in) to the first kernel of the module that waited: DeepSpeed's hooks. 0: it
             computes itself, or nobody knows.
+        state_stays: DeepSpeed's fp32 tensors keep room for resident state on the host: below ZeRO-3
+            always, under it where the subgroups are pieces of DeepSpeed's own.
         live_params: the most elements of ``params`` that are gathered at once, where a gathered
             parameter is this rank's partition (one data-parallel rank); None: those of two layers.
     """
@@ -143,6 +145,7 @@ class Workload(Page):
     device_base_parts: dict[BaseKind, NonNegativeInt] = Field(default_factory=dict)
     module_issue_s: float = Field(0.0, ge=0)
     live_params: int | None = Field(None, ge=0)
+    state_stays: bool = False
     stock_backward_extra_s: float | None = Field(None, ge=0)
     memory_curve: tuple[MemoryPoint, ...] = ()
     model_checkpoint_bytes: int = Field(0, ge=0, description="besides the optimizer state")

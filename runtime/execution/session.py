@@ -238,7 +238,8 @@ class Session:
         ]  # fmt: skip
         self.engine.settle()
         plan = as_allocated(plan, states, len(slots))
-        if self.device.unified or rule.own_step:  # parameters would be new before the norm
+        # Parameters would be new before the norm; or what is guessed could not take its place.
+        if self.device.unified or rule.own_step or self.engine.shares_state:
             plan = plan.model_copy(update=dict.fromkeys(SPECULATES.values(), 0))
         plan = plan.model_copy(update={"device_sums": self._place_sums(plan, states)})
         arrival = self._arrival(plan)

@@ -128,6 +128,7 @@ def observed_workload(engine: TrainingEngine, timeline: Timeline) -> Workload:
             for i, n in enumerate(sizes)
         ),
         live_params=None if gathers is None else gathers.live,
+        state_stays=engine.shares_state,
         subgroups=sizes,
         wire_dtype=engine.wire_dtype(),
         grad_bytes_per_param=engine.gradient_bytes(),

@@ -44,6 +44,9 @@ from simulator.workload import Workload
 logger = logging.getLogger("ebbtide")
 
 REDUCE_BUCKET = 50_000_000  # elements
+# Of "auto": DeepSpeed's own subgroups (1e9 elements by default) are few, and all of one is in one
+# place. More than some thirty gain nothing, nor do smaller ones than a link's latency asks for.
+PIECES, PIECE, LEAST_PIECE = 32, 100_000_000, 20_000_000
 
 PlanLike = Plan | str | Path | dict[str, Any]
 
@@ -185,14 +188,15 @@ def attach(
     rule = check_engine(engine)
     optimizer = engine.optimizer
     private.check_members(optimizer)
-    size = getattr(optimizer, "sub_group_size", plan.subgroup_size)
-    check_plan(plan, subgroups_of(optimizer, size), size, engine.zero_optimization_stage())
+    size = _cut_for(plan, optimizer, rule)
+    whole = getattr(optimizer, "sub_group_size", size)  # below ZeRO-3 it means nothing to DeepSpeed
+    check_plan(plan, subgroups_of(optimizer, size), whole, engine.zero_optimization_stage())
     if rule.own_step:
         plan = _on_the_host(plan, optimizer)
     host.load()
     if not isinstance(device, Device):
         device = choose_device(device, on_cuda=private.on_cuda())
-    session = _take_over(engine, plan, device, rule, overlap_forward)
+    session = _take_over(engine, plan, device, rule, overlap_forward, size)
     _checkpointing(engine, session, plan.checkpoint)
     call_after_step(engine, session)
     warn_of_mismatch(session, optimizer.gradient_accumulation_dtype.itemsize, machine)
@@ -221,6 +225,10 @@ def _attach_automatically(
     size = max(1, int(engine.zero_sub_group_size()))
     if own_step:
         size = max([size, *_partitions(engine.optimizer)])
+    elif storage is None:
+        sizes = subgroups_of(engine.optimizer, size)
+        size = min(size, max(LEAST_PIECE, min(PIECE, sum(sizes) // PIECES)))
+        size = max(size, _finest(engine.optimizer, rule, stores=False))
     sizes = subgroups_of(engine.optimizer, size)
     home = private.parameter_home(engine.optimizer)
     plan = host_plan(size, len(sizes) or 1, home, overlap_forward=own_step)
@@ -230,6 +238,26 @@ def _attach_automatically(
     if not own_step:  # else there is no other placement to plan
         plan_later(session_of(engine), machine, _to_monitor(engine))
     return engine
+
+
+def _finest(optimizer: Any, rule: UpdateRule, *, stores: bool) -> int:
+    """The smallest subgroup size of a plan. ZeRO-3's own where its subgroups are not cut once more:
+    where an optimizer steps on each itself, where state is stored, and where parameters live in
+    host memory, of which a plan moves some.
+    """
+    stays = private.parameter_home(optimizer) == "device"
+    return 1 if stays and not (stores or rule.own_step) else getattr(optimizer, "sub_group_size", 1)
+
+
+def _cut_for(plan: Plan, optimizer: Any, rule: UpdateRule) -> int:
+    """The subgroup size of the plan's cut: DeepSpeed's own where the plan fits its subgroups, else
+    the plan's, for pieces of them.
+    """
+    whole = getattr(optimizer, "sub_group_size", plan.subgroup_size)
+    sizes = subgroups_of(optimizer, whole)
+    if plan.subgroups == sizes or (not plan.subgroups and plan.subgroup_count == len(sizes)):
+        return int(whole)
+    return max(plan.subgroup_size, _finest(optimizer, rule, stores=plan.stores))
 
 
 def _partitions(optimizer: Any) -> list[int]:
@@ -285,15 +313,16 @@ def _to_monitor(engine: Any) -> Callable[[Timeline, Plan], None]:
 
 
 def _take_over(
-    engine: Any, plan: Plan, device: Device, rule: UpdateRule, overlap_forward: bool
+    engine: Any, plan: Plan, device: Device, rule: UpdateRule, overlap_forward: bool, size: int
 ) -> Session:
     optimizer = engine.optimizer
     if engine.zero_optimization_stage() == 3:
         from runtime.zero import stage3
 
         stage3.take_over(
-            optimizer, engine.module, plan, device, rule, overlap_forward=overlap_forward
-        )
+            optimizer, engine.module, plan, device, rule, overlap_forward=overlap_forward,
+            subgroup_size=size,
+        )  # fmt: skip
     else:  # only there: an older DeepSpeed lacks what it imports
         from runtime.zero import stage12
 

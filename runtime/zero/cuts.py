@@ -1,8 +1,9 @@
 """Where DeepSpeed's flat partitions are cut into subgroups."""
 
+from collections.abc import Iterable
 from typing import Any
 
-from simulator.workload import cut_flat
+from simulator.workload import ALIGNMENT, cut_flat
 
 Cut = tuple[int, int, int]  # parameter group, offset in its partition, elements
 
@@ -18,13 +19,44 @@ def cuts(partitions: list[int], subgroup_size: int) -> list[Cut]:
     return found
 
 
-def subgroups_of(optimizer: Any, subgroup_size: int) -> tuple[int, ...]:
-    """Elements of each subgroup of a live ZeRO optimizer, as plans list them.
+def cuts_at_parameters(groups: Iterable[Iterable[int]], subgroup_size: int) -> list[Cut]:
+    """Every group in pieces of at least ``subgroup_size`` that end with a parameter of its, and on
+    a multiple of the vectors (`simulator.workload.cut_flat`); what is left, if little, joins the
+    last one.
 
-    ZeRO-3 has cut its partitions itself, with ``zero_optimization.sub_group_size``.
+    Args:
+        groups: elements of each one's parameters, in order.
+    """
+    found: list[Cut] = []
+    for group, parameters in enumerate(groups):
+        begin = end = 0
+        for elements in parameters:
+            end += elements
+            if end - begin >= subgroup_size and not end % ALIGNMENT:
+                found.append((group, begin, end - begin))
+                begin = end
+        if end > begin > 0 and 2 * (end - begin) < subgroup_size:
+            _, begin, _ = found.pop()
+        if end > begin or not end:
+            found.append((group, begin, end - begin))
+    return found
+
+
+def cuts_of(optimizer: Any, subgroup_size: int) -> list[Cut]:
+    """Of a live ZeRO optimizer's partitions: ZeRO-3 has cut them with its own ``sub_group_size``,
+    and they are cut once more where ``subgroup_size`` is less.
     """
     numels = getattr(optimizer, "fp16_partitioned_groups_flat_numel", None)
-    if numels is not None:
-        return tuple(int(n) for n in numels)
-    masters = getattr(optimizer, "single_partition_of_fp32_groups", [])
-    return tuple(n for _, _, n in cuts([p.numel() for p in masters], subgroup_size))
+    if numels is None:
+        masters = getattr(optimizer, "single_partition_of_fp32_groups", [])
+        return cuts([p.numel() for p in masters], subgroup_size)
+    if subgroup_size >= optimizer.sub_group_size:
+        return [(group, 0, int(n)) for group, n in enumerate(numels)]
+    places, key = optimizer.grad_position, optimizer.get_param_id
+    sizes = [[places[key(p)][2] for p in group] for group in optimizer.fp16_groups]
+    return cuts_at_parameters(sizes, subgroup_size)
+
+
+def subgroups_of(optimizer: Any, subgroup_size: int) -> tuple[int, ...]:
+    """Elements of each subgroup of a live ZeRO optimizer, as plans list them."""
+    return tuple(n for _, _, n in cuts_of(optimizer, subgroup_size))

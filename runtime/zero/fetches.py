@@ -23,9 +23,9 @@ class Partitions:
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
         self.subgroup_of = {
-            param.ds_id: index
-            for index, group in enumerate(optimizer.fp16_groups)
-            for param in group
+            param.ds_id: subgroup
+            for subgroup in range(len(optimizer._pieces.cuts))
+            for param, _, _ in optimizer._pieces.params(subgroup)
         }
 
     def subgroups(self, params: Iterable[Any]) -> list[int]:

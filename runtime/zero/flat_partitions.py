@@ -1,4 +1,4 @@
-"""DeepSpeed's flat partitions of ZeRO-1 and ZeRO-2, cut into subgroups."""
+"""DeepSpeed's flat state, of partitions or of its own subgroups, cut into finer ones."""
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
@@ -14,37 +14,26 @@ from runtime.zero.windows import ZeroSlice
 State = tuple[torch.Tensor, ...]  # master and moments
 
 
-class FlatPartitions:
-    """Master and moments of each parameter group, flat, in memory the device copies from.
+class FlatState:
+    """Master and moments of each of DeepSpeed's fp32 tensors, in memory the device copies from.
 
     DeepSpeed's checkpoints and readers look at them, so that they stay whatever the plan. Owned by
     the training thread.
 
     Attributes:
-        cuts: subgroup -> (parameter group, offset in its partition on this rank, elements).
-        slices: parameter id -> its parts on this rank, in order; together `grad_position`'s part.
+        cuts: subgroup -> (number of the fp32 tensor, offset in it, elements).
         shadows: subgroup -> its state in the flat buffers, where the state itself is elsewhere.
         published: the shadows hold what the state holds.
     """
 
     def __init__(
-        self, optimizer: Any, masters: list[torch.nn.Parameter], plan_size: int, device: Device
+        self, optimizer: Any, masters: list[torch.nn.Parameter], pieces: list[Cut], device: Device
     ) -> None:
-        self.cuts: list[Cut] = cuts([p.numel() for p in masters], plan_size)
-        self.slices = _slices(optimizer, self.cuts)
+        self.cuts = pieces
         self.shadows: dict[int, State] = {}
         self.published = True
-        self._device = device
         self._optimizer = optimizer
-        self._flats = _adopt(optimizer, masters, device)
-        self.find_parameters()
-
-    def find_parameters(self) -> None:
-        """Where DeepSpeed keeps this rank's partition of each group's parameters now."""
-        groups = self._optimizer.real_dp_process_group
-        ranks = [torch.distributed.get_rank(group=group) for group in groups]
-        partitions = self._optimizer.parallel_partitioned_bit16_groups
-        self._wires = [p[rank].data for p, rank in zip(partitions, ranks, strict=True)]
+        self._flats = [_adopted(optimizer, master, device) for master in masters]
 
     def state(self, subgroup: int) -> State:
         """Master and moments of a subgroup in the flat buffers."""
@@ -54,15 +43,6 @@ class FlatPartitions:
     def moments(self, group: int) -> dict[str, torch.Tensor]:
         """DeepSpeed's keys of a group's moments and where they live."""
         return dict(zip(self._optimizer._rule.moments, self._flats[group][1:], strict=True))
-
-    def buffers(self, subgroup: int, gradient: torch.Tensor | None) -> Buffers:
-        """The subgroup's tensors; a new gradient unless there is one."""
-        group, offset, elements = self.cuts[subgroup]
-        if gradient is None:
-            dtype = _gradient_dtype(self._optimizer, group)
-            gradient = self._device.host_empty(elements, dtype).zero_()
-        wire = self._wires[group].narrow(0, offset, elements)
-        return Buffers(self.state(subgroup), gradient, wire)
 
     def adopt(self, state: SubgroupState) -> None:
         """The subgroup's state is in the flat buffers, or they are its shadow."""
@@ -90,6 +70,58 @@ class FlatPartitions:
             for to, source in zip(session.executor.states[subgroup].state, shadow, strict=True):
                 to.copy_(source)
         session.executor.state_loaded()
+
+    def before_update(self, session: Session) -> None:
+        """Who was shown the shadows may have written there."""
+        if self.published and self.shadows:
+            self.take_back(session)
+        self.published = not self.shadows
+
+    def let_go(self, session: Session) -> None:
+        """The session has ended, and DeepSpeed's objects may outlive it: what they show is whole,
+        and the device's memory is given back.
+        """
+        for subgroup, shadow in self.shadows.items():
+            state = session.executor.states[subgroup]
+            if not self.published:
+                for to, source in zip(shadow, state.state, strict=True):
+                    to.copy_(source)
+            state.state = shadow
+        self.published = True
+
+
+class FlatPartitions(FlatState):
+    """Each parameter group's partition of ZeRO-1 and 2, cut into subgroups wherever parameters end.
+
+    Attributes:
+        slices: parameter id -> its parts on this rank, in order; together `grad_position`'s part.
+    """
+
+    def __init__(
+        self, optimizer: Any, masters: list[torch.nn.Parameter], plan_size: int, device: Device
+    ) -> None:
+        pieces = cuts([p.numel() for p in masters], plan_size)
+        self.slices = _slices(optimizer, pieces)
+        self._device = device
+        _give_back(optimizer, masters)
+        super().__init__(optimizer, masters, pieces, device)
+        self.find_parameters()
+
+    def find_parameters(self) -> None:
+        """Where DeepSpeed keeps this rank's partition of each group's parameters now."""
+        groups = self._optimizer.real_dp_process_group
+        ranks = [torch.distributed.get_rank(group=group) for group in groups]
+        partitions = self._optimizer.parallel_partitioned_bit16_groups
+        self._wires = [p[rank].data for p, rank in zip(partitions, ranks, strict=True)]
+
+    def buffers(self, subgroup: int, gradient: torch.Tensor | None) -> Buffers:
+        """The subgroup's tensors; a new gradient unless there is one."""
+        group, offset, elements = self.cuts[subgroup]
+        if gradient is None:
+            dtype = _gradient_dtype(self._optimizer, group)
+            gradient = self._device.host_empty(elements, dtype).zero_()
+        wire = self._wires[group].narrow(0, offset, elements)
+        return Buffers(self.state(subgroup), gradient, wire)
 
 
 class HomeSums(MutableMapping[int, torch.Tensor | None]):
@@ -124,39 +156,36 @@ class HomeSums(MutableMapping[int, torch.Tensor | None]):
         return len(self._sums)
 
 
-def _adopt(
-    optimizer: Any, masters: list[torch.nn.Parameter], device: Device
-) -> list[tuple[torch.Tensor, ...]]:
-    """Master and moments by group, tensor by tensor: one of them is all that is there twice.
+def _adopted(optimizer: Any, master: torch.nn.Parameter, device: Device) -> State:
+    """Master and moments, tensor by tensor: one of them is all that is there twice."""
+    master.data = device.host_adopt(master.data)
+    state = optimizer.optimizer.state[master]
+    if not optimizer._rule.own_step:
+        state.setdefault("step", 0)
+    for key in optimizer._rule.unused:
+        state.setdefault(key, torch.zeros_like(master.data))
+    for key in optimizer._rule.moments:
+        if key in state:
+            state[key] = device.host_adopt(state[key])
+        else:  # before the first step
+            state[key] = device.host_empty(master.numel(), master.dtype).zero_()
+    return (master.data, *(state[key] for key in optimizer._rule.moments))
 
-    DeepSpeed's fp32 gradients and its 16-bit copies of the parameters on the host (4 and 2 bytes
-    per parameter) are given back before.
+
+def _give_back(optimizer: Any, masters: list[torch.nn.Parameter]) -> None:
+    """DeepSpeed's fp32 gradients and its 16-bit copies of the parameters on the host, 4 and 2 bytes
+    per parameter.
     """
     copies = optimizer.param_buffer_of_bit16_for_cpu_offload_groups
     copies[:] = [copy.new_empty(0) for copy in copies]
     _unlink(optimizer)
     for master in masters:
         master.grad = None
-    flats: list[tuple[torch.Tensor, ...]] = []
-    for master in masters:
-        master.data = device.host_adopt(master.data)
-        state = optimizer.optimizer.state[master]
-        if not optimizer._rule.own_step:
-            state.setdefault("step", 0)
-        for key in optimizer._rule.unused:
-            state.setdefault(key, torch.zeros_like(master.data))
-        for key in optimizer._rule.moments:
-            if key in state:
-                state[key] = device.host_adopt(state[key])
-            else:  # before the first step
-                state[key] = device.host_empty(master.numel(), master.dtype).zero_()
-        flats.append((master.data, *(state[key] for key in optimizer._rule.moments)))
-    return flats
 
 
 def hand_back(optimizer: Any, masters: list[torch.nn.Parameter]) -> None:
-    """After an attach that failed on the way: what `_adopt` took is there again, and the optimizer
-    goes on as stock.
+    """After an attach that failed on the way: what `_give_back` took is there again, and the
+    optimizer goes on as stock.
     """
     for master in masters:
         master.grad = torch.zeros_like(master.data)

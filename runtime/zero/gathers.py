@@ -37,7 +37,7 @@ class Gathers:
         """Place of each subgroup's first parameter among the model's, as it declares them."""
         parameters: list[Any] = list(self._module.parameters())
         place = {param.ds_id: i for i, param in enumerate(parameters)}
-        first = [len(place)] * len(self._optimizer.fp16_groups)
+        first = [len(place)] * len(self._optimizer._pieces.cuts)
         for ds_id, subgroup in self.partitions.subgroup_of.items():
             first[subgroup] = min(first[subgroup], place.get(ds_id, len(place)))
         return first

@@ -226,11 +226,9 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):  # type: ignore[misc]
 
     def _update(self, norm: torch.Tensor) -> None:
         own = self._ebbtide
-        if self._flat.published and self._flat.shadows:  # who was shown them may have written there
-            self._take_back()
+        self._flat.before_update(own)
         own.update(self._scale_of(norm))
         own.executor.wait_all()
-        self._flat.published = not self._flat.shadows
         self._lazy_init_hp_params_optimizer_state()
         for group in range(len(self.bit16_groups)):
             self.averaged_gradients[group] = None
@@ -269,6 +267,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):  # type: ignore[misc]
 
     def _let_go(self) -> None:
         self._inner_hook.remove()
+        self._flat.let_go(self._ebbtide)
 
     def gate_reads(self, wait: Callable[[Iterable[Any]], None]) -> Callable[[], None]:
         """Parameters need no gate: a step has waited for them. `_gate` is for their state."""

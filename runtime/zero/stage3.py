@@ -1,6 +1,6 @@
 """DeepSpeed's ZeRO-3 optimizer under a plan: the same bits, other places and times."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from runtime.kernels.rule import UpdateRule
 from runtime.kernels.step import UpdateStep
 from runtime.zero import stage3_buffers
 from runtime.zero.checks import private
+from runtime.zero.cuts import cuts_of
+from runtime.zero.flat_partitions import FlatState
 from runtime.zero.gathers import Gathers
 from runtime.zero.planned import PlannedZero, bring_home, float64_norm, gated, published
 from runtime.zero.windows import ZeroSlice
@@ -25,6 +27,8 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
     """Overrides the gradient path, the step and everything that reads or writes state."""
 
     _gathers: Gathers
+    _pieces: stage3_buffers.Pieces
+    _flat: FlatState | None  # of subgroups that are pieces of DeepSpeed's
     _swapped: list[int]  # subgroups whose parameters DeepSpeed's swapper has
     _unread: torch.Tensor  # what their updates write: the swapper reads the master
     _infinite: set[int]  # parameters whose sum of micro-batches is infinite or NaN
@@ -123,6 +127,8 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
             self._gathers.show_at_rest()  # stock leaves them partitioned here
         else:
             self._global_grad_norm = scaled_norm / self.loss_scale
+            if self._flat is not None:
+                self._flat.before_update(own)
             own.update(self._gradient_scale(scaled_norm))
             if own.plan.overlap_forward:
                 self._gathers.updates_launched()
@@ -189,11 +195,16 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         if own is not None and not own.closed:
             own.executor.state_shown()  # who reads what is public may write to it
             own.wait_for_readers()
+            if self._flat is not None:
+                self._flat.publish(own)
 
     def _get_fp32_opt_state_partition(
         self, param: Any, release_swap_buffers: bool, optim_state_key: str | None = None
     ) -> tuple[torch.Tensor, int]:
-        self._ebbtide.executor.wait_state(self.grad_position[self.get_param_id(param)][0])
+        subgroup, _, _ = self._pieces.places[self.get_param_id(param)]
+        self._ebbtide.executor.wait_state(subgroup)
+        if self._flat is not None and subgroup in self._flat.shadows:
+            self._flat.publish(self._ebbtide)
         return super()._get_fp32_opt_state_partition(param, release_swap_buffers, optim_state_key)
 
     def set_full_hp_param(
@@ -210,7 +221,10 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
 
     def _state_written(self, param: Any) -> None:
         if param.requires_grad:
-            self._ebbtide.executor.state_written([self.grad_position[self.get_param_id(param)][0]])
+            subgroup, _, _ = self._pieces.places[self.get_param_id(param)]
+            if self._flat is not None and subgroup in self._flat.shadows:
+                self._flat.take_back(self._ebbtide)
+            self._ebbtide.executor.state_written([subgroup])
 
     def _piece(self, param: Any) -> ZeroSlice:
         return self._windows.slices[self.get_param_id(param)]
@@ -220,8 +234,8 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
     ) -> tuple[torch.Tensor, int]:
         del release_swap_buffers
         self._ebbtide.executor.wait_all()  # an update may be reading this gradient
-        piece = self._piece(param)
-        return self._windows.keep(piece), piece.subgroup
+        number, _, _ = self.grad_position[self.get_param_id(param)]
+        return self._windows.keep(self._piece(param)), number
 
     def get_fp32_grad_partitions(self) -> dict[int, dict[int, torch.Tensor]]:
         """Group index -> parameter index -> fp32 gradient partition."""
@@ -276,16 +290,22 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
 
     def _adopt_loaded(self) -> None:
         executor = self._ebbtide.executor
-        for master, home in zip(self._masters(), executor.states, strict=True):
-            moments = dict(zip(self._rule.moments, home.moments, strict=True))
+        for number, master in enumerate(self._masters()):
+            if self._flat is not None:
+                moments = self._flat.moments(number)
+            else:
+                home = executor.states[number]
+                moments = dict(zip(self._rule.moments, home.moments, strict=True))
             bring_home(self.optimizer, self._rule, master, moments)
+        if self._flat is not None:
+            self._flat.take_back(self._ebbtide)
         executor.state_loaded()
         self.resume_rule()
 
     # -- what the session asks ---------------------------------------------------------------
 
     def sizes(self) -> tuple[int, ...]:
-        return tuple(int(n) for n in self.fp16_partitioned_groups_flat_numel)
+        return tuple(elements for _, _, elements in self._pieces.cuts)
 
     def first_use(self) -> list[int]:
         return self._gathers.first_use()
@@ -295,28 +315,37 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
 
     def prepare(self, device: Device) -> None:
         stage3_buffers.split_gradients(self, device)
+        if not self._pieces.whole:
+            self._flat = FlatState(self, self._masters(), self._pieces.cuts, device)
+            self.shares_state = True
         largest = max((self.sizes()[index] for index in self._swapped), default=0)
         self._unread = device.host_empty(largest, self.dtype)
 
     def take(self, subgroup: int, now: SubgroupState | None) -> Buffers:
         if now is None:
             return stage3_buffers.stock_buffers(self, self._masters(), subgroup)
-        movable = subgroup not in self._swapped
-        return Buffers(now.state, now.gradient, now.wire, now.parameter_home, movable)
+        movable = self._pieces.whole and subgroup not in self._swapped
+        state = now.state if self._flat is None else self._flat.state(subgroup)
+        return Buffers(state, now.gradient, now.wire, now.parameter_home, movable)
 
     def adopt(self, state: SubgroupState) -> None:
-        moved = stage3_buffers.repoint(self, self._masters()[state.index], state)
+        group, _, _ = self._pieces.cuts[state.index]
+        moved = stage3_buffers.repoint(self, self._masters()[group], state)
         self._gathers.moved |= moved
 
     def settle(self) -> None:
         """Parameters that have moved are shown where they are; flat buffers that none is left in
         are given back.
         """
+        if self._flat is not None:
+            self._flat.published = not self._flat.shadows
         if self._gathers.moved:
             stage3_buffers.drop_flat_parameters(self)
             self._gathers.show_anew()
 
     def saved_state(self, subgroup: int) -> tuple[torch.Tensor, ...]:
+        if self._flat is not None:
+            return self._flat.state(subgroup)
         own = self._ebbtide.executor.states[subgroup].state
         return own + self._kept(self._masters()[subgroup])
 
@@ -330,7 +359,27 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         return 3
 
     def hyperparameters(self) -> list[UpdateStep]:
-        return self._next_steps()
+        steps = self._next_steps()
+        return [steps[group] for group, _, _ in self._pieces.cuts]
+
+    def offload_states(self, include: Container[Any] | None = None, **how: Any) -> None:
+        if self._flat is not None and (include is None or "lp_params" in include):
+            self._move_parameters("host")
+        super().offload_states(include, **how)
+
+    def reload_states(self, **how: Any) -> None:
+        if self._flat is not None:
+            self._move_parameters(private.parameter_home(self))
+        super().reload_states(**how)
+
+    def _move_parameters(self, home: ParameterHome) -> None:
+        """Of subgroups that are pieces, which a plan leaves where they are."""
+        own = self._ebbtide
+        if not own.device.unified and home != own.executor.states[0].parameter_home:
+            self.publish()
+            stage3_buffers.move_parameters(self, home, own.executor.states)
+            self._gathers.moved = True
+            self.settle()
 
     def _masters(self) -> list[torch.nn.Parameter]:
         return self.__dict__["fp32_partitioned_groups_flat"]  # type: ignore[no-any-return]
@@ -343,6 +392,8 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
 
     def _let_go(self) -> None:
         self._gathers.open()
+        if self._flat is not None:
+            self._flat.let_go(self._ebbtide)
 
 
 def take_over(
@@ -353,11 +404,17 @@ def take_over(
     rule: UpdateRule,
     *,
     overlap_forward: bool,
+    subgroup_size: int,
 ) -> None:
-    """Makes DeepSpeed's live optimizer an `EbbtideStage3` that runs ``plan``."""
+    """Makes DeepSpeed's live optimizer an `EbbtideStage3` that runs ``plan``.
+
+    Args:
+        subgroup_size: of its subgroups; less than DeepSpeed's: they are pieces of those.
+    """
     for master in optimizer.fp32_partitioned_groups_flat:
         master.grad = None  # 4 bytes per parameter
-    optimizer._gathers = Gathers(optimizer, module)
+    optimizer._pieces = stage3_buffers.Pieces(optimizer, cuts_of(optimizer, subgroup_size))
+    optimizer._gathers, optimizer._flat = Gathers(optimizer, module), None
     optimizer._rule, optimizer._infinite = rule, set()
     optimizer._swapped = stage3_buffers.swapped(optimizer)
     if optimizer._swapped:

@@ -1,5 +1,11 @@
-"""DeepSpeed's buffers of ZeRO-3, as a session takes them and hands them back."""
+"""DeepSpeed's buffers of ZeRO-3, as a session takes them and hands them back.
 
+A plan's subgroups are DeepSpeed's own, or pieces of them (`runtime.zero.cuts.cuts_of`): its norms,
+its checkpoints and what it shows know nothing of pieces. Then its fp32 tensors stay whole
+(`FlatState`), and so do the flat partitions of parameters.
+"""
+
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -8,13 +14,58 @@ from runtime.devices.base import Device
 from runtime.execution.subgroup_state import Buffers, SubgroupState
 from runtime.hardware.pages import discard
 from runtime.zero.checks import private
+from runtime.zero.cuts import Cut
 from runtime.zero.windows import ZeroSlice
+from simulator.plan import ParameterHome
+
+
+class Pieces:
+    """Where each parameter lies in the plan's subgroups.
+
+    Attributes:
+        cuts: subgroup -> (DeepSpeed's subgroup, offset in it, elements).
+        places: parameter id -> (subgroup, offset in it, elements).
+        whole: they are DeepSpeed's own.
+    """
+
+    def __init__(self, optimizer: Any, pieces: list[Cut]) -> None:
+        self.cuts, self._optimizer = pieces, optimizer
+        self.whole = len(pieces) == len(optimizer.fp16_groups)
+        self._held: list[list[Any]] = [[] for _ in pieces]
+        self.places: dict[int, tuple[int, int, int]] = {}
+        ends = [(group, begin + elements) for group, begin, elements in pieces]
+        subgroup = 0
+        for number, group in enumerate(optimizer.fp16_groups):
+            subgroup = next(i for i in range(subgroup, len(ends)) if ends[i][0] == number)
+            for param in group:
+                key = optimizer.get_param_id(param)
+                _, offset, elements = optimizer.grad_position[key]
+                if offset + elements > ends[subgroup][1]:
+                    subgroup += 1
+                self.places[key] = subgroup, offset - pieces[subgroup][1], elements
+                self._held[subgroup].append(param)
+
+    def params(self, subgroup: int) -> Iterator[tuple[Any, int, int]]:
+        """Each parameter of it, its offset and its elements."""
+        for param in self._held[subgroup]:
+            yield param, *self.places[self._optimizer.get_param_id(param)][1:]
+
+    def wire(self, subgroup: int) -> torch.Tensor | None:
+        """Its part of DeepSpeed's flat parameters; None: the swapper has them."""
+        group, offset, elements = self.cuts[subgroup]
+        wire: torch.Tensor | None = self._optimizer.__dict__["fp16_partitioned_groups_flat"][group]
+        return wire if wire is None or self.whole else wire.narrow(0, offset, elements)
 
 
 def stock_buffers(optimizer: Any, masters: list[torch.nn.Parameter], subgroup: int) -> Buffers:
     """The subgroup's tensors as DeepSpeed has made them; the fp32 gradient (4 bytes per parameter)
     is given back.
     """
+    pieces, home = optimizer._pieces, private.parameter_home(optimizer)
+    if not pieces.whole:
+        state = optimizer._flat.state(subgroup)
+        gradient = gradient_of(optimizer, subgroup)
+        return Buffers(state, gradient, pieces.wire(subgroup), home, movable=False)
     master = masters[subgroup]
     rule = optimizer._rule
     # An optimizer that runs its own step is asked for nothing: its state would hold an entry then.
@@ -22,13 +73,11 @@ def stock_buffers(optimizer: Any, masters: list[torch.nn.Parameter], subgroup: i
     state.setdefault("step", 0)
     for key in (*rule.moments, *rule.unused):
         state.setdefault(key, torch.zeros_like(master.data))
-    gradient = gradient_of(optimizer, subgroup, master.numel())
-    wire = optimizer.__dict__["fp16_partitioned_groups_flat"][subgroup]
+    gradient, wire = gradient_of(optimizer, subgroup), pieces.wire(subgroup)
     swapped = wire is None
     if swapped:
         wire = optimizer._unread[: master.numel()]
     moments = (state[key] for key in rule.moments)
-    home = private.parameter_home(optimizer)
     return Buffers((master.data, *moments), gradient, wire, home, movable=not swapped)
 
 
@@ -42,27 +91,30 @@ def repoint(optimizer: Any, master: torch.nn.Parameter, state: SubgroupState) ->
     """DeepSpeed's references of one subgroup follow: master, moments, the views of gradients and of
     parameters. True: these have moved.
     """
-    master.data = state.p
-    if not optimizer._rule.own_step:
-        moments = zip(optimizer._rule.moments, state.moments, strict=True)
-        optimizer.optimizer.state[master].update(moments)
-    left = gradient_of(optimizer, state.index, state.elements)
+    if optimizer._flat is not None:
+        optimizer._flat.adopt(state)
+    else:
+        master.data = state.p
+        if not optimizer._rule.own_step:
+            moments = zip(optimizer._rule.moments, state.moments, strict=True)
+            optimizer.optimizer.state[master].update(moments)
+    left = gradient_of(optimizer, state.index)
     _gradient_at(optimizer, state.index, state.gradient)
     flat = optimizer.grad_partitions_flat_buffer.untyped_storage().data_ptr()
     if left.data_ptr() != state.gradient.data_ptr() and left.untyped_storage().data_ptr() == flat:
         _give_pages_back(left)
-    wires = optimizer.__dict__["fp16_partitioned_groups_flat"]
-    if wires[state.index] is None or wires[state.index].data_ptr() == state.wire.data_ptr():
+    wire = optimizer._pieces.wire(state.index)
+    if wire is None or wire.data_ptr() == state.wire.data_ptr():
         return False
     _parameters_at(optimizer, state.index, state.wire)
     return True
 
 
-def gradient_of(optimizer: Any, subgroup: int, elements: int) -> torch.Tensor:
+def gradient_of(optimizer: Any, subgroup: int) -> torch.Tensor:
     """The subgroup's gradient, of which DeepSpeed's views are parts."""
-    first = optimizer.fp16_groups[subgroup][0]
+    first, within, _ = next(optimizer._pieces.params(subgroup))
+    _, _, elements = optimizer._pieces.cuts[subgroup]
     view = private.gradient_partitions(optimizer)[first.ds_id]
-    _, within, _ = optimizer.grad_position[optimizer.get_param_id(first)]
     return view.as_strided((elements,), (1,), view.storage_offset() - within)
 
 
@@ -73,8 +125,8 @@ def split_gradients(optimizer: Any, device: Device) -> None:
     """
     flat = optimizer.grad_partitions_flat_buffer
     moved = False
-    for index, elements in enumerate(optimizer.fp16_partitioned_groups_flat_numel):
-        stock = gradient_of(optimizer, index, int(elements))
+    for index in range(len(optimizer._pieces.cuts)):
+        stock = gradient_of(optimizer, index)
         gradient = device.host_adopt(stock)
         if gradient.data_ptr() == stock.data_ptr():
             continue
@@ -88,8 +140,7 @@ def split_gradients(optimizer: Any, device: Device) -> None:
 def _gradient_at(optimizer: Any, subgroup: int, gradient: torch.Tensor) -> None:
     """The subgroup's views of gradients are parts of ``gradient`` from now on."""
     views = private.gradient_partitions(optimizer)
-    for param in optimizer.fp16_groups[subgroup]:
-        _, offset, elements = optimizer.grad_position[optimizer.get_param_id(param)]
+    for param, offset, elements in optimizer._pieces.params(subgroup):
         views[param.ds_id] = gradient.narrow(0, offset, elements)
 
 
@@ -107,7 +158,9 @@ def hand_back(optimizer: Any) -> None:
     for master in masters:
         master.data = master.data.cpu()
         state = optimizer.optimizer.state[master]
-        state.update({key: state[key].cpu() for key in optimizer._rule.moments if key in state})
+        for key in optimizer._rule.moments if state else ():
+            moment = state[key].cpu() if key in state else torch.zeros_like(master.data)
+            state[key] = moment
         master.grad = torch.zeros_like(master.data)
     _join_gradients(optimizer)
     on_host = private.parameter_home(optimizer) == "host"
@@ -119,22 +172,35 @@ def hand_back(optimizer: Any) -> None:
 
 def _join_gradients(optimizer: Any) -> None:
     """The inverse of `split_gradients`, wherever it and what followed have come to."""
-    whole = [int(n) for n in optimizer.fp16_partitioned_groups_flat_numel]
-    parts = [gradient_of(optimizer, i, n).cpu() for i, n in enumerate(whole)]
-    flat = torch.cat(parts)
+    whole = [elements for _, _, elements in optimizer._pieces.cuts]
+    flat = torch.cat([gradient_of(optimizer, i).cpu() for i in range(len(whole))])
     for subgroup, part in enumerate(flat.split(whole)):
         _gradient_at(optimizer, subgroup, part)
     optimizer.grad_partitions_flat_buffer = flat
 
 
 def _parameters_at(optimizer: Any, subgroup: int, wire: torch.Tensor) -> None:
-    """The subgroup's partitions are parts of ``wire`` from now on."""
+    """The partitions of DeepSpeed's subgroup are parts of ``wire`` from now on."""
     optimizer.__dict__["fp16_partitioned_groups_flat"][subgroup] = wire
     offset = 0
     for param in optimizer.fp16_groups[subgroup]:
         elements = param.partition_numel()
         param.ds_tensor.data = wire.narrow(0, offset, elements)
         offset += elements
+
+
+def move_parameters(optimizer: Any, home: ParameterHome, states: list[SubgroupState]) -> None:
+    """Of subgroups that are pieces: DeepSpeed's flat parameters go to that memory one by one, and
+    the states follow.
+    """
+    device = optimizer._ebbtide.device
+    for group, wire in enumerate(optimizer.__dict__["fp16_partitioned_groups_flat"]):
+        empty = device.host_empty if home == "host" else device.device_empty
+        _parameters_at(optimizer, group, empty(wire.numel(), wire.dtype).copy_(wire))
+    for state in states:
+        wire = optimizer._pieces.wire(state.index)
+        assert wire is not None
+        state.wire, state.parameter_home = wire, home
 
 
 def drop_flat_parameters(optimizer: Any) -> None:
@@ -158,7 +224,7 @@ def slices(optimizer: Any) -> dict[int, ZeroSlice]:
     for group in optimizer.fp16_groups:
         for param in group:
             key = optimizer.get_param_id(param)
-            subgroup, offset, elements = optimizer.grad_position[key]
+            subgroup, offset, elements = optimizer._pieces.places[key]
             rank = private.partition_rank(optimizer, param)
             real = param.partition_numel() * rank < param.ds_numel
             found[key] = ZeroSlice(subgroup, offset, elements, real)

@@ -222,13 +222,14 @@ class Holding:
     @classmethod
     def of(
         cls, optimizer: OptimizerState, gradient_bytes: int, wire_bytes: int, *, stage: int = 3,
-        micro_batches: int = 1, kept: int = 1,
+        micro_batches: int = 1, kept: int = 1, state_stays: bool = False,
     ) -> Self:  # fmt: skip
         """Of such training.
 
         Below ZeRO-3 DeepSpeed's flat partitions keep room for resident state too.
 
         Args:
+            state_stays: they do under ZeRO-3 (`Workload.state_stays`).
             micro_batches: of a step.
             kept: finished steps whose stored state stays.
         """
@@ -240,7 +241,7 @@ class Holding:
             sets = EXTENT_SETS - 1 + kept if recipe.state == "storage" else 1
             row[recipe.state, "state"] += sets * optimizer.state_bytes
             row[recipe.gradient, "gradients"] += gradient_bytes
-            if stage < 3 and recipe.state == "device":
+            if (stage < 3 or state_stays) and recipe.state == "device":
                 row["host", "state"] += optimizer.state_bytes
             if home == "host":
                 row["host", "parameters"] += wire_bytes
@@ -258,7 +259,7 @@ class Holding:
     def of_workload(cls, w: Workload, kept: int = 1) -> Self:
         return cls.of(
             w.optimizer_state, w.grad_bytes_per_param, w.wire_bytes, stage=w.zero_stage,
-            micro_batches=w.gradient_accumulation_steps, kept=kept,
+            micro_batches=w.gradient_accumulation_steps, kept=kept, state_stays=w.state_stays,
         )  # fmt: skip
 
     @cached_property

@@ -35,7 +35,7 @@ STAGE3 = (
     *map(Member, (
         "fp16_groups", "fp16_partitioned_groups", "fp16_partitioned_groups_flat",
         "fp16_partitioned_groups_flat_numel", "fp32_partitioned_groups_flat",
-        "sub_group_to_group_id", "grad_partitions_flat_buffer", "grad_position",
+        "sub_group_size", "sub_group_to_group_id", "grad_partitions_flat_buffer", "grad_position",
         "norm_for_param_grads", "param_dict", "persistent_parameters", "micro_step_id",
         "subgroup_to_device", "offload_param", "ipg_buckets", "parameter_offload",
         "partition_count", f"{_MANGLED}param_id_to_grad_partition", "get_param_id",

@@ -8,7 +8,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_grad, safe_set_full_fp32_param, safe_set_full_grad
 
 import runtime
-from runtime.zero.stage12 import EbbtideStage2
+from runtime.zero.flat_partitions import FlatState
 from simulator import PlanError
 from simulator.update.recipes import SPECULATES
 from studies.bench.bits import state_of
@@ -246,10 +246,8 @@ def test_what_is_changed_in_place_below_stage_3(placement, monkeypatch):
             engine.optimizer.single_partition_of_fp32_groups[0].data.mul_(0.5 + number)
 
     taken = []
-    take_back = EbbtideStage2._take_back
-    monkeypatch.setattr(
-        EbbtideStage2, "_take_back", lambda self: (taken.append(0), take_back(self))
-    )
+    take_back = FlatState.take_back
+    monkeypatch.setattr(FlatState, "take_back", lambda *given: (taken.append(0), take_back(*given)))
     options = {"clipping": 0.0, "stage": 2}
     engine = attached(start(**options), [placement], DEVICE, prefetch=2)
     assert_same(steps(engine, change, 6), steps(start(**options), change, 6))

@@ -44,15 +44,19 @@ def slowed(*rates: float) -> Device:
     return EmulatedDevice(EmulatedRates(*rates)) if EMULATED else DEVICES["cuda"]()
 
 
-def plan_for(engine: Any, pattern: list[str], subgroup: int = SUBGROUP, **fields: Any) -> Plan:
-    """The pattern repeated over the engine's subgroups; below ZeRO-3 the plan cuts them.
+def plan_for(
+    engine: Any, pattern: list[str], subgroup: int = SUBGROUP, pieces: bool = False, **fields: Any
+) -> Plan:
+    """The pattern repeated over the engine's subgroups, or over pieces of them; below ZeRO-3 the
+    plan cuts them.
 
     Below ZeRO-3 nothing is stored. With ``order_seed`` updates have a random order. ``homes`` is a
     pattern of parameter homes; left out, parameters live where the config has them. So many slots
     as ``growing`` says grow behind subgroups that lie evenly; they make ``staging_slots`` 0 if
     those are left out.
     """
-    count = len(subgroups_of(engine.optimizer, subgroup))
+    own = subgroup if pieces else getattr(engine.optimizer, "sub_group_size", subgroup)
+    count = len(subgroups_of(engine.optimizer, own))
     if engine.zero_optimization_stage() < 3:
         pattern = [placement for placement in pattern if placement != "stored"]
     placements = [pattern[i % len(pattern)] for i in range(count)]

@@ -57,7 +57,7 @@ def run(
     """
     rank = torch.distributed.get_rank()
     made = model() if model is Reordered else None
-    engine = start(made, subgroup_size=UNEVEN, **config)
+    engine = start(made, **{"subgroup_size": UNEVEN, **config})
     if pattern == "auto":
         runtime.attach(engine, "auto", device=device_of(device))
     elif pattern:
@@ -65,7 +65,7 @@ def run(
         homes = config.get("offload_param") and [["host"], ["device", "host"]][len(pattern) > 1]
         attached(engine, own, device, seed=rank, subgroup=UNEVEN, homes=homes, speculate=speculate,
                  speculate_visits=speculate, speculate_stored=speculate, host_slots=9,
-                 device_sums=2, growing=speculate and 2,
+                 device_sums=2, growing=speculate and 2, pieces="subgroup_size" in config,
                  overlap_forward=overlaps == "all" or rank == 0)  # fmt: skip
     if fail and rank == 1:
 
@@ -151,6 +151,8 @@ def main():
         "guessed", [(["host", "device", "stored"], DEVICE)], speculate=9, accumulation=2,
         clipping=4.0, away=(0, 2),
     )  # fmt: skip
+    found |= compare("pieces", [(["host", "device", "resident"], DEVICE)], accumulation=2,
+                     away=(0, 2), subgroup_size=40_000)  # fmt: skip
     found |= compare("one waits", [(["host", "device"], DEVICE)], overlaps="first")
     # Its linear layers add a bias as it was gathered: in fp32 behind a step, else in bf16.
     lower = {"lower_precision_safe_modules": ["studies.bench.byte_gpt.Linear"]}

@@ -1,0 +1,272 @@
+"""ZeRO-3's own subgroups, which are few at DeepSpeed's default size, cut into the plan's."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import runtime
+from runtime.checkpoint.format.skeleton import lay_out
+from runtime.devices.cuda import CudaDevice
+from runtime.zero import attach
+from runtime.zero.attach import host_bytes, switch_plan
+from runtime.zero.cuts import cuts_at_parameters, subgroups_of
+from simulator import PlanError
+from simulator.update.footprint import footprint
+from simulator.workload import ALIGNMENT, Layer, Workload
+from studies.bench.bits import differences, state_of
+from studies.bench.byte_gpt import SIZES, Batches
+from tests.runtime.contract.test_bits import CASES, trainable, two_groups
+from tests.runtime.contract.test_partitions import set_state
+from tests.runtime.contract.training import (
+    DEVICES,
+    SUBGROUP,
+    assert_same,
+    attached,
+    outcome,
+    plan_for,
+    start,
+    train,
+)
+
+pytestmark = pytest.mark.usefixtures("only_rank")
+DEVICE = list(DEVICES)[-1]
+MIX = ["host", "device", "resident"]
+LARGE = 70_000  # elements: two of DeepSpeed's subgroups
+CUT = {
+    "subgroups": {}, "one": {"subgroup_size": 10**9}, "hard": {"clipping": 0.01},
+    "l2": CASES["l2_adam"], "groups": {"parameters": two_groups}, "buckets": CASES["small_buckets"],
+    "frozen": CASES["frozen_parameters"], "fp32": {"precision": "fp32"},
+    "sums": {"accumulation": 3}, "wide sums": CASES["fp32_accumulation"],
+}  # fmt: skip
+
+
+def coarse(case="subgroups"):
+    options = {"subgroup_size": LARGE, **CUT[case]}
+    if "model" in options:
+        options["model"] = options["model"]()
+    return start(**options)
+
+
+def cut(engine, pattern=MIX, device=DEVICE, **fields):
+    return attached(engine, pattern, device, pieces=True, **fields)
+
+
+@functools.cache
+def stock(case="subgroups"):
+    return outcome(coarse(case))
+
+
+@pytest.mark.parametrize(("case", "device"), [
+    *itertools.product(CUT, [DEVICE]), *itertools.product(["subgroups", "sums"], list(DEVICES)[:1]),
+])  # fmt: skip
+def test_pieces_have_the_bits_of_what_they_are_pieces_of(case, device):
+    engine = coarse(case)
+    own = len(engine.optimizer.fp16_groups)
+    ours = cut(engine, device=device, growing=case == "hard", device_sums=case == "sums")
+    assert len(ours.optimizer._ebbtide.executor.states) > own
+    assert_same(outcome(ours), stock(case))
+
+
+@given(st.lists(st.lists(st.integers(0, 100), max_size=12), max_size=3), st.integers(1, 200))
+def test_pieces_end_with_parameters_and_with_vectors(groups, size):
+    found = cuts_at_parameters(groups, size)
+    for number, sizes in enumerate(groups):
+        mine = [(begin, elements) for group, begin, elements in found if group == number]
+        ends = list(itertools.accumulate(sizes, initial=0))
+        assert [begin for begin, _ in mine] == [0, *(b + n for b, n in mine)][:-1]
+        assert sum(n for _, n in mine) == sum(sizes)
+        assert all(b in ends and b % ALIGNMENT == 0 for b, _ in mine)
+        assert all(2 * n >= size for _, n in mine[:-1])
+    assert [group for group, _, _ in found] == sorted(group for group, _, _ in found)
+
+
+@pytest.mark.parametrize("pattern", [["host"], MIX])
+def test_a_checkpoint_is_stocks_and_stocks_is_taken(pattern, tmp_path):
+    """DeepSpeed's subgroups are in it; state streams from where it is; and so does a resume."""
+    saving = cut(coarse(), pattern)
+    train(saving, 3)
+    layout = lay_out(saving.optimizer.state_dict(), saving.checkpoint_engine._live,
+                     stream_device=True)  # fmt: skip
+    subgroups = saving.optimizer._ebbtide.executor.states
+    assert {e.source.subgroup for e in layout.extents} >= set(range(len(subgroups)))
+    assert layout.copied_bytes < 1_000
+    saving.save_checkpoint(str(tmp_path))
+    train(saving, 1, first=3)  # the checkpoint is of before, whatever is overwritten meanwhile
+    saving.destroy()
+    for resumed in (coarse(), cut(coarse(), ["resident", "host"])):
+        resumed.load_checkpoint(str(tmp_path))
+        ours = outcome(resumed, 3, first=3)
+        assert_same(ours, (stock()[0], stock()[1][3:], stock()[2][3:]))
+
+
+def test_a_checkpoint_of_stocks_is_loaded_into_pieces(tmp_path):
+    saving = coarse()
+    train(saving, 3)
+    saving.save_checkpoint(str(tmp_path))
+    saving.destroy()
+    ours = cut(coarse())
+    ours.load_checkpoint(str(tmp_path))
+    assert_same(outcome(ours, 3, first=3), (stock()[0], stock()[1][3:], stock()[2][3:]))
+
+
+def look(engine, number):
+    """At everything, through DeepSpeed's names, between steps."""
+    from deepspeed.utils import safe_get_full_grad
+
+    del number
+    engine.seen = getattr(engine, "seen", [])
+    engine.seen.append(state_of(engine))
+    grads = {str(i): safe_get_full_grad(p).clone()
+             for i, p in enumerate(engine.module.parameters())}  # fmt: skip
+    engine.seen.append(grads)
+    flat = engine.optimizer.fp32_partitioned_groups_flat
+    engine.seen.append({str(i): part.detach().cpu().clone() for i, part in enumerate(flat)})
+
+
+def write(engine, number):
+    if number == 1:
+        set_state(engine)
+    if number == 2:
+        engine.optimizer.fp32_partitioned_groups_flat[1].data.mul_(0.5)
+
+
+def away(engine, number):
+    if number in (1, 3):
+        (engine.offload_states if number == 1 else engine.reload_states)()
+
+
+@pytest.mark.parametrize("each", [look, write])
+def test_what_is_shown_and_what_is_written_between_steps(each):
+    engines = [coarse(), cut(coarse())]
+    results = [outcome(engine, 4, each=each) for engine in engines]
+    assert_same(results[1], results[0])
+    shown = [getattr(engine, "seen", []) for engine in engines]
+    assert all(not differences(a, b) for a, b in zip(*shown, strict=True))
+
+
+def test_what_is_written_between_backward_and_step():
+    def steps(engine):
+        batches = Batches(2, SIZES["tiny"].sequence)
+        for number in range(5):
+            engine.backward(engine(*batches.at(number, engine.device)))
+            if number % 2:
+                flat = engine.optimizer.fp32_partitioned_groups_flat
+                flat[number // 2 % 2].data.mul_(0.5)
+                engine.optimizer.state[flat[0]]["exp_avg"].mul_(1.5)
+            engine.step()
+        state = state_of(engine)
+        engine.destroy()
+        return state
+
+    assert not differences(steps(cut(coarse(), prefetch=2)), steps(coarse()))
+
+
+@pytest.mark.parametrize("device", list(DEVICES))
+def test_state_and_parameters_go_away_and_come_back(device):
+    ours = cut(coarse(), device=device)
+    before = ours.optimizer._ebbtide.plan
+    homes = []
+
+    def each(engine, number):
+        away(engine, number)
+        states = engine.optimizer._ebbtide.executor.states
+        homes.append({state.parameter_home for state in states})
+        ends = [state.wire.data_ptr() + state.wire.nbytes for state in states]
+        parts = [p.ds_tensor for p in engine.module.parameters()]
+        assert all(any(s.wire.data_ptr() <= p.data_ptr() < e for s, e in
+                       zip(states, ends, strict=True)) for p in parts)  # fmt: skip
+
+    result = outcome(ours, 6, each=each)
+    assert_same(result, stock())
+    if not ours.optimizer._ebbtide.device.unified:
+        assert homes == [{"device"}, {"host"}, {"host"}, {"device"}, {"device"}, {"device"}]
+    assert ours.optimizer._ebbtide.plan.placements == before.placements
+
+
+def test_another_plan_of_the_same_pieces():
+    ours = cut(coarse())
+
+    def each(engine, number):
+        switch_plan(
+            engine,
+            plan_for(engine, [["resident"], ["host"], ["device"], MIX][number % 4], pieces=True),
+        )
+
+    assert_same(outcome(ours, each=each), stock())
+
+
+@pytest.mark.parametrize("pattern", [MIX, ["resident"]])
+def test_their_footprint_is_what_is_allocated(pattern):
+    """DeepSpeed's fp32 tensors keep room for what lives on the device."""
+    ours = cut(coarse(), pattern, seed=None)
+    own = ours.optimizer._ebbtide
+    sizes = own.engine.sizes()
+    layers = tuple(Layer(params=n, forward_s=1.0, backward_s=1.0) for n in sizes)
+    work = Workload(name="w", layers=layers, subgroups=sizes, state_stays=own.engine.shares_state)
+    assert footprint(work, own.plan)["host"] == host_bytes(ours.optimizer)
+    train(ours, 1)
+    resident = [s for s in own.executor.states if s.placement == "resident"]
+    ours.destroy()
+    flats = {p.untyped_storage().data_ptr() for p in ours.optimizer.__dict__[
+        "fp32_partitioned_groups_flat"]}  # fmt: skip
+    assert all(s.p.untyped_storage().data_ptr() in flats for s in resident), "device memory is left"
+
+
+def test_guesses_and_stored_state_are_not_for_pieces():
+    ours = cut(coarse(), ["host"], speculate=9)
+    assert ours.optimizer._ebbtide.plan.speculate == 0
+    ours.destroy()
+    engine = coarse()
+    with pytest.raises(PlanError, match="must cover 2 subgroups"):
+        runtime.attach(engine, plan_for(engine, ["stored"], pieces=True))
+    engine.destroy()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the real one grants them")
+@pytest.mark.parametrize("granted", [1, 5, 8, 10])
+def test_a_refused_page_lock_leaves_stock(fake, granted):
+    engine = coarse()
+    fake.runtime.refuses_after = granted
+    with pytest.raises(MemoryError, match="CUDA error 2: the host"):
+        runtime.attach(
+            engine, plan_for(engine, ["resident", "device"], pieces=True), device=CudaDevice()
+        )
+    assert not fake.runtime.locked
+    assert_same(outcome(engine), stock())
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_auto_cuts_what_is_large(stage, monkeypatch):
+    monkeypatch.setattr(attach, "LEAST_PIECE", SUBGROUP)
+    options = {"stage": stage, "subgroup_size": 10**9}
+    stock = outcome(start(**options))
+    engine = start(**options)
+    runtime.attach(engine, "auto", device=DEVICES[DEVICE]())
+    sizes = engine.optimizer._ebbtide.engine.sizes()
+    assert len(sizes) > 3
+    assert sizes == subgroups_of(engine.optimizer, SUBGROUP)
+    assert_same(outcome(engine), stock)
+
+
+@pytest.mark.parametrize("options", [
+    {"offload_param": {"device": "cpu"}},
+    {"extra": {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}},
+])  # fmt: skip
+def test_auto_leaves_deepspeeds_own_subgroups(options, monkeypatch):
+    """Where parameters may move, and where an optimizer steps on each."""
+    monkeypatch.setattr(attach, "LEAST_PIECE", SUBGROUP)
+    engine = start(subgroup_size=LARGE, **options)
+    runtime.attach(engine, "auto", device=DEVICES[DEVICE]())
+    assert len(engine.optimizer._ebbtide.engine.sizes()) == 2
+    engine.destroy()
+
+
+def test_small_models_stay_whole():
+    engine = start(subgroup_size=10**9, parameters=trainable)
+    runtime.attach(engine, "auto", device=DEVICES[DEVICE]())
+    assert len(engine.optimizer._ebbtide.engine.sizes()) == 1
+    engine.destroy()
