@@ -242,11 +242,12 @@ def _attach_automatically(
 
 def _finest(optimizer: Any, rule: UpdateRule, *, stores: bool) -> int:
     """The smallest subgroup size of a plan. ZeRO-3's own where its subgroups are not cut once more:
-    where an optimizer steps on each itself, where state is stored, and where parameters live in
-    host memory, of which a plan moves some.
+    where an optimizer steps on each itself, and where state is stored or DeepSpeed's swapper has
+    parameters.
     """
-    stays = private.parameter_home(optimizer) == "device"
-    return 1 if stays and not (stores or rule.own_step) else getattr(optimizer, "sub_group_size", 1)
+    wires = optimizer.__dict__.get("fp16_partitioned_groups_flat", ())
+    swapped = any(wire is None for wire in wires)
+    return getattr(optimizer, "sub_group_size", 1) if stores or swapped or rule.own_step else 1
 
 
 def _cut_for(plan: Plan, optimizer: Any, rule: UpdateRule) -> int:

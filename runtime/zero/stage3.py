@@ -1,6 +1,6 @@
 """DeepSpeed's ZeRO-3 optimizer under a plan: the same bits, other places and times."""
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -36,7 +36,9 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
     overlaps_forward = True
     # What DeepSpeed keeps them in is public: read from outside, they wait for the updates.
     fp32_partitioned_groups_flat = gated("fp32_partitioned_groups_flat")
-    fp16_partitioned_groups_flat = gated("fp16_partitioned_groups_flat")
+    fp16_partitioned_groups_flat = gated(
+        "fp16_partitioned_groups_flat", lambda self: self._pieces.joined()
+    )
     state = gated("state", lambda self: self.optimizer.state)
 
     # -- backward ----------------------------------------------------------------------------
@@ -127,6 +129,7 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
             self._gathers.show_at_rest()  # stock leaves them partitioned here
         else:
             self._global_grad_norm = scaled_norm / self.loss_scale
+            self._pieces.part()
             if self._flat is not None:
                 self._flat.before_update(own)
             own.update(self._gradient_scale(scaled_norm))
@@ -297,6 +300,7 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
                 home = executor.states[number]
                 moments = dict(zip(self._rule.moments, home.moments, strict=True))
             bring_home(self.optimizer, self._rule, master, moments)
+        self._pieces.take_back()
         if self._flat is not None:
             self._flat.take_back(self._ebbtide)
         executor.state_loaded()
@@ -324,7 +328,7 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
     def take(self, subgroup: int, now: SubgroupState | None) -> Buffers:
         if now is None:
             return stage3_buffers.stock_buffers(self, self._masters(), subgroup)
-        movable = self._pieces.whole and subgroup not in self._swapped
+        movable = subgroup not in self._swapped
         state = now.state if self._flat is None else self._flat.state(subgroup)
         return Buffers(state, now.gradient, now.wire, now.parameter_home, movable)
 
@@ -340,6 +344,7 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         if self._flat is not None:
             self._flat.published = not self._flat.shadows
         if self._gathers.moved:
+            self._pieces.part()
             stage3_buffers.drop_flat_parameters(self)
             self._gathers.show_anew()
 
@@ -361,25 +366,6 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
     def hyperparameters(self) -> list[UpdateStep]:
         steps = self._next_steps()
         return [steps[group] for group, _, _ in self._pieces.cuts]
-
-    def offload_states(self, include: Container[Any] | None = None, **how: Any) -> None:
-        if self._flat is not None and (include is None or "lp_params" in include):
-            self._move_parameters("host")
-        super().offload_states(include, **how)
-
-    def reload_states(self, **how: Any) -> None:
-        if self._flat is not None:
-            self._move_parameters(private.parameter_home(self))
-        super().reload_states(**how)
-
-    def _move_parameters(self, home: ParameterHome) -> None:
-        """Of subgroups that are pieces, which a plan leaves where they are."""
-        own = self._ebbtide
-        if not own.device.unified and home != own.executor.states[0].parameter_home:
-            self.publish()
-            stage3_buffers.move_parameters(self, home, own.executor.states)
-            self._gathers.moved = True
-            self.settle()
 
     def _masters(self) -> list[torch.nn.Parameter]:
         return self.__dict__["fp32_partitioned_groups_flat"]  # type: ignore[no-any-return]

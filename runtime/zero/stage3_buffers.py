@@ -2,7 +2,7 @@
 
 A plan's subgroups are DeepSpeed's own, or pieces of them (`runtime.zero.cuts.cuts_of`): its norms,
 its checkpoints and what it shows know nothing of pieces. Then its fp32 tensors stay whole
-(`FlatState`), and so do the flat partitions of parameters.
+(`FlatState`), and its flat parameters as long as no piece's have moved.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,6 @@ from runtime.hardware.pages import discard
 from runtime.zero.checks import private
 from runtime.zero.cuts import Cut
 from runtime.zero.windows import ZeroSlice
-from simulator.plan import ParameterHome
 
 
 class Pieces:
@@ -26,11 +25,14 @@ class Pieces:
         cuts: subgroup -> (DeepSpeed's subgroup, offset in it, elements).
         places: parameter id -> (subgroup, offset in it, elements).
         whole: they are DeepSpeed's own.
+        apart: subgroup -> its parameters, once those of pieces have moved; DeepSpeed's flat ones
+            are then there for whoever asks for them (`joined`), and hold nothing else.
     """
 
     def __init__(self, optimizer: Any, pieces: list[Cut]) -> None:
         self.cuts, self._optimizer = pieces, optimizer
         self.whole = len(pieces) == len(optimizer.fp16_groups)
+        self.apart: list[torch.Tensor] = []
         self._held: list[list[Any]] = [[] for _ in pieces]
         self.places: dict[int, tuple[int, int, int]] = {}
         ends = [(group, begin + elements) for group, begin, elements in pieces]
@@ -51,10 +53,51 @@ class Pieces:
             yield param, *self.places[self._optimizer.get_param_id(param)][1:]
 
     def wire(self, subgroup: int) -> torch.Tensor | None:
-        """Its part of DeepSpeed's flat parameters; None: the swapper has them."""
-        group, offset, elements = self.cuts[subgroup]
-        wire: torch.Tensor | None = self._optimizer.__dict__["fp16_partitioned_groups_flat"][group]
-        return wire if wire is None or self.whole else wire.narrow(0, offset, elements)
+        """Its parameters; None: DeepSpeed's swapper has them."""
+        if self.apart:
+            return self.apart[subgroup]
+        return self._flat()[subgroup] if self.whole else self._part(self.cuts[subgroup])
+
+    def _part(self, cut: Cut) -> torch.Tensor:
+        group, offset, elements = cut
+        return self._flat()[group].narrow(0, offset, elements)
+
+    def move(self, subgroup: int, wire: torch.Tensor) -> None:
+        """Its parameters are there from now on."""
+        if self.whole:
+            self._flat()[subgroup] = wire
+        else:
+            self.apart = self.apart or [self._part(cut) for cut in self.cuts]
+            self.apart[subgroup] = wire
+        for param, offset, elements in self.params(subgroup):
+            param.ds_tensor.data = wire.narrow(0, offset, elements)
+
+    def part(self) -> None:
+        """DeepSpeed's flat parameters hold nothing where pieces are apart."""
+        if self.apart:
+            self._flat()[:] = [wire.new_empty(0) for wire in self._flat()]
+
+    def joined(self) -> list[torch.Tensor]:
+        """They hold all parameters, in host memory, until `part`."""
+        if self.apart and not any(wire.numel() for wire in self._flat()):
+            groups = [group for group, _, _ in self.cuts]
+            for number in range(len(self._flat())):
+                mine = [w for w, group in zip(self.apart, groups, strict=True) if group == number]
+                self._flat()[number] = torch.cat([wire.cpu() for wire in mine])
+        return self._flat()
+
+    def take_back(self) -> None:
+        """DeepSpeed has loaded into them, as far as they were `joined`, and shows parameters there:
+        those that are apart follow.
+        """
+        for subgroup, wire in enumerate(self.apart):
+            group, offset, elements = self.cuts[subgroup]
+            if self._flat()[group].numel():
+                self.move(subgroup, wire.copy_(self._flat()[group].narrow(0, offset, elements)))
+        self.part()
+
+    def _flat(self) -> list[torch.Tensor]:
+        return self._optimizer.__dict__["fp16_partitioned_groups_flat"]  # type: ignore[no-any-return]
 
 
 def stock_buffers(optimizer: Any, masters: list[torch.nn.Parameter], subgroup: int) -> Buffers:
@@ -65,7 +108,7 @@ def stock_buffers(optimizer: Any, masters: list[torch.nn.Parameter], subgroup: i
     if not pieces.whole:
         state = optimizer._flat.state(subgroup)
         gradient = gradient_of(optimizer, subgroup)
-        return Buffers(state, gradient, pieces.wire(subgroup), home, movable=False)
+        return Buffers(state, gradient, pieces.wire(subgroup), home)
     master = masters[subgroup]
     rule = optimizer._rule
     # An optimizer that runs its own step is asked for nothing: its state would hold an entry then.
@@ -106,7 +149,7 @@ def repoint(optimizer: Any, master: torch.nn.Parameter, state: SubgroupState) ->
     wire = optimizer._pieces.wire(state.index)
     if wire is None or wire.data_ptr() == state.wire.data_ptr():
         return False
-    _parameters_at(optimizer, state.index, state.wire)
+    optimizer._pieces.move(state.index, state.wire)
     return True
 
 
@@ -165,9 +208,13 @@ def hand_back(optimizer: Any) -> None:
     _join_gradients(optimizer)
     on_host = private.parameter_home(optimizer) == "host"
     where = torch.device("cpu") if on_host else private.training_device()
-    for index, wire in enumerate(optimizer.fp16_partitioned_groups_flat):
+    pieces = optimizer._pieces
+    for index in range(len(pieces.cuts)):
+        wire = pieces.wire(index)
         if wire is not None and wire.device.type != where.type:
-            _parameters_at(optimizer, index, wire.to(where))
+            pieces.move(index, wire.to(where))
+    if pieces.apart:
+        _join_parameters(optimizer)
 
 
 def _join_gradients(optimizer: Any) -> None:
@@ -179,28 +226,18 @@ def _join_gradients(optimizer: Any) -> None:
     optimizer.grad_partitions_flat_buffer = flat
 
 
-def _parameters_at(optimizer: Any, subgroup: int, wire: torch.Tensor) -> None:
-    """The partitions of DeepSpeed's subgroup are parts of ``wire`` from now on."""
-    optimizer.__dict__["fp16_partitioned_groups_flat"][subgroup] = wire
-    offset = 0
-    for param in optimizer.fp16_groups[subgroup]:
-        elements = param.partition_numel()
-        param.ds_tensor.data = wire.narrow(0, offset, elements)
-        offset += elements
-
-
-def move_parameters(optimizer: Any, home: ParameterHome, states: list[SubgroupState]) -> None:
-    """Of subgroups that are pieces: DeepSpeed's flat parameters go to that memory one by one, and
-    the states follow.
-    """
-    device = optimizer._ebbtide.device
-    for group, wire in enumerate(optimizer.__dict__["fp16_partitioned_groups_flat"]):
-        empty = device.host_empty if home == "host" else device.device_empty
-        _parameters_at(optimizer, group, empty(wire.numel(), wire.dtype).copy_(wire))
-    for state in states:
-        wire = optimizer._pieces.wire(state.index)
-        assert wire is not None
-        state.wire, state.parameter_home = wire, home
+def _join_parameters(optimizer: Any) -> None:
+    """The inverse of `Pieces.part`."""
+    pieces, wires = optimizer._pieces, optimizer._pieces.apart
+    flat = optimizer.fp16_partitioned_groups_flat
+    for group in range(len(flat)):
+        mine = [i for i, cut in enumerate(pieces.cuts) if cut[0] == group]
+        flat[group] = torch.cat([wires[i] for i in mine])
+    pieces.apart = []
+    for subgroup in range(len(pieces.cuts)):
+        whole = pieces.wire(subgroup)
+        for param, offset, elements in pieces.params(subgroup):
+            param.ds_tensor.data = whole.narrow(0, offset, elements)
 
 
 def drop_flat_parameters(optimizer: Any) -> None:

@@ -41,6 +41,7 @@ CUT = {
     "l2": CASES["l2_adam"], "groups": {"parameters": two_groups}, "buckets": CASES["small_buckets"],
     "frozen": CASES["frozen_parameters"], "fp32": {"precision": "fp32"},
     "sums": {"accumulation": 3}, "wide sums": CASES["fp32_accumulation"],
+    "away": CASES["offloaded_parameters"], "away and frozen": CASES["offloaded_and_frozen"],
 }  # fmt: skip
 
 
@@ -66,7 +67,9 @@ def stock(case="subgroups"):
 def test_pieces_have_the_bits_of_what_they_are_pieces_of(case, device):
     engine = coarse(case)
     own = len(engine.optimizer.fp16_groups)
-    ours = cut(engine, device=device, growing=case == "hard", device_sums=case == "sums")
+    homes = ["host", "device"] if "away" in case or case == "one" else None
+    ours = cut(engine, device=device, growing=case == "hard", device_sums=case == "sums",
+               homes=homes)  # fmt: skip
     assert len(ours.optimizer._ebbtide.executor.states) > own
     assert_same(outcome(ours), stock(case))
 
@@ -97,10 +100,27 @@ def test_a_checkpoint_is_stocks_and_stocks_is_taken(pattern, tmp_path):
     saving.save_checkpoint(str(tmp_path))
     train(saving, 1, first=3)  # the checkpoint is of before, whatever is overwritten meanwhile
     saving.destroy()
-    for resumed in (coarse(), cut(coarse(), ["resident", "host"])):
+    elsewhere = cut(coarse(), ["resident", "host"], homes=["host", "device", "host"])
+    for resumed in (coarse(), elsewhere):
         resumed.load_checkpoint(str(tmp_path))
         ours = outcome(resumed, 3, first=3)
         assert_same(ours, (stock()[0], stock()[1][3:], stock()[2][3:]))
+
+
+def test_parameters_that_are_apart_are_shown_whole():
+    """And no flat buffer of DeepSpeed's is left behind."""
+    ours = cut(coarse(), ["host"], homes=["host", "device"])
+    optimizer = ours.optimizer
+    train(ours, 2)
+    assert optimizer.lp_param_buffer.numel() == 0
+    assert not any(w.numel() for w in optimizer.__dict__["fp16_partitioned_groups_flat"])
+    for number in (2, 3):
+        train(ours, 1, first=number)
+        shown, masters = list(optimizer.fp16_partitioned_groups_flat), optimizer._masters()
+        assert all(map(torch.equal, shown, [m.data.to(torch.bfloat16) for m in masters]))
+    optimizer.refresh_fp32_params()
+    assert all(map(torch.equal, [w.float() for w in shown], [m.data for m in masters]))
+    ours.destroy()
 
 
 def test_a_checkpoint_of_stocks_is_loaded_into_pieces(tmp_path):
@@ -108,7 +128,8 @@ def test_a_checkpoint_of_stocks_is_loaded_into_pieces(tmp_path):
     train(saving, 3)
     saving.save_checkpoint(str(tmp_path))
     saving.destroy()
-    ours = cut(coarse())
+    ours = cut(coarse(), homes=["device", "host"])
+    train(ours, 1)
     ours.load_checkpoint(str(tmp_path))
     assert_same(outcome(ours, 3, first=3), (stock()[0], stock()[1][3:], stock()[2][3:]))
 
@@ -239,10 +260,12 @@ def test_a_refused_page_lock_leaves_stock(fake, granted):
     assert_same(outcome(engine), stock())
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_auto_cuts_what_is_large(stage, monkeypatch):
+@pytest.mark.parametrize("options", [
+    {"stage": 1}, {"stage": 2}, {}, {"offload_param": {"device": "cpu"}, "accumulation": 2},
+])  # fmt: skip
+def test_auto_cuts_what_is_large(options, monkeypatch):
     monkeypatch.setattr(attach, "LEAST_PIECE", SUBGROUP)
-    options = {"stage": stage, "subgroup_size": 10**9}
+    options = {"subgroup_size": 10**9, **options}
     stock = outcome(start(**options))
     engine = start(**options)
     runtime.attach(engine, "auto", device=DEVICES[DEVICE]())
@@ -253,11 +276,10 @@ def test_auto_cuts_what_is_large(stage, monkeypatch):
 
 
 @pytest.mark.parametrize("options", [
-    {"offload_param": {"device": "cpu"}},
     {"extra": {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}},
 ])  # fmt: skip
 def test_auto_leaves_deepspeeds_own_subgroups(options, monkeypatch):
-    """Where parameters may move, and where an optimizer steps on each."""
+    """Where an optimizer steps on each."""
     monkeypatch.setattr(attach, "LEAST_PIECE", SUBGROUP)
     engine = start(subgroup_size=LARGE, **options)
     runtime.attach(engine, "auto", device=DEVICES[DEVICE]())
