@@ -212,6 +212,7 @@ WORKLOAD = {
     "device_base_parts": {"gradients": 2**20},
     "module_issue_s": 0.05,
     "live_params": 0,
+    "state_stays": True,
     "stock_backward_extra_s": 0.5,
     "memory_curve": (MemoryPoint(t_s=0, phase="forward", device_bytes=5),),
     "model_checkpoint_bytes": 2**30,

@@ -151,8 +151,9 @@ def main():
         "guessed", [(["host", "device", "stored"], DEVICE)], speculate=9, accumulation=2,
         clipping=4.0, away=(0, 2),
     )  # fmt: skip
-    found |= compare("pieces", [(["host", "device", "resident"], DEVICE)], accumulation=2,
-                     away=(0, 2), subgroup_size=40_000)  # fmt: skip
+    for name, more in (("pieces", {"away": (0, 2)}), ("pieces, host", AWAY)):
+        found |= compare(name, [(["host", "device", "resident"], DEVICE)], accumulation=2,
+                         subgroup_size=40_000, **more)  # fmt: skip
     found |= compare("one waits", [(["host", "device"], DEVICE)], overlaps="first")
     # Its linear layers add a bias as it was gathered: in fp32 behind a step, else in bf16.
     lower = {"lower_precision_safe_modules": ["studies.bench.byte_gpt.Linear"]}
