@@ -115,7 +115,7 @@ CHANGES = {
     "wire_dtype": "fp32", "grad_bytes_per_param": 4, "optimizer": "lion", "clip": False,
     "gradient_accumulation_steps": 3, "ranks_per_node": 2, "pipeline_idle_s": 0.0,
     "stock_backward_extra_s": 0.5, "stock_threads": 2, "live_params": 600,
-    "module_issue_s": 1.0,
+    "module_issue_s": 1.0, "state_stays": True,
     "subgroups": (500, 300, 200, 200, 200), "reduced_beside": 0.3,
     "layers": (*workload().layers[:3], workload().layers[3].model_copy(
         update={"network_gather_bytes": 7})),
