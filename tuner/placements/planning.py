@@ -25,7 +25,7 @@ from tuner.placements.moves import STORED
 from tuner.placements.search import Candidate, Search, seconds_of
 from tuner.placements.speculation import about_guesses, fewest, may_guess, with_guesses
 from tuner.placements.storage import about_storage, with_storage
-from tuner.placements.subgroup_size import best_cut, recuts
+from tuner.placements.subgroup_size import about_subgroups, best_cut, recuts
 from tuner.placements.sums import about_sums
 
 FINALISTS = 8
@@ -96,6 +96,9 @@ def plan(
     if not search.fits:
         raise ImpossibleError.explain(workload, limits, list(search.scores.values()))
     result = _best_of(search, robust, folders, endurance_bytes, progress)
+    if subgroup_sizes is None:
+        others = about_subgroups(workload, machine, limits, seed, search.best_s)
+        result = result.model_copy(update={"reasons": result.reasons + others})
     return with_checkpoints(result, workload, machine, limits, mtbf_s, restart_s, checkpoint_dir)
 
 

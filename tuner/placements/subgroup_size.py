@@ -15,6 +15,7 @@ from tuner.placements.homes import quick_iteration_s
 SIZES = (2 * 10**8, 10**8, 5 * 10**7, 2 * 10**7, 10**7)
 MOST_SUBGROUPS = 400
 WORTH = 0.995  # smaller subgroups must bring half a percent
+TOLD = 0.97  # and where others were asked for, this to be told
 
 
 def recuts(workload: Workload, sizes: Sequence[int] = SIZES) -> list[Workload]:
@@ -42,3 +43,21 @@ def best_cut(
         if seconds < WORTH * best_s:
             best, best_s = workload, seconds
     return best
+
+
+def about_subgroups(
+    workload: Workload, machine: Machine, limits: Limits, seed: int, found_s: float
+) -> tuple[str, ...]:
+    """What other subgroups would bring, where those that were asked for are large: all of one is in
+    one place. A sentence with figures, or nothing.
+    """
+    if not workload.parameters or workload.subgroup_size <= max(SIZES) or machine.unified_memory:
+        return ()
+    other = best_cut(recuts(workload), machine, limits, seed)
+    seconds = quick_iteration_s(other, machine, limits, seed)
+    if seconds > TOLD * found_s:
+        return ()
+    return (
+        f"all of a subgroup of {workload.subgroup_size:.0e} elements is in one place: with "
+        f"--subgroup-size {other.subgroup_size:.0e} an iteration takes {seconds * 1e3:.0f} ms",
+    )
