@@ -193,7 +193,7 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """A note that cannot be removed is dropped by the next run; what the checkpoint met on the
         same disk is what is told.
         """
-        if self._note is None or self._note.waiting:
+        if self._note is None or self._note.stays:
             return
         note, self._note = self._note, None
         with contextlib.suppress(OSError):

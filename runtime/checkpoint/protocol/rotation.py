@@ -134,8 +134,23 @@ class Note:
             else:
                 put_back(self._save_dir, place)
         self.failed = not committed
-        if not self.waiting:
+        if committed and self._tag:
+            self._remove_failed()
+        if not self.stays:
             self.remove()
+
+    def _remove_failed(self) -> None:
+        """Notes of this process's attempts before, of which one is under way at a time."""
+        me = owner()
+        for path in self._path.parent.glob("*.json"):
+            if path != self._path and me.items() <= _read(path).items():
+                path.unlink(missing_ok=True)
+
+    @property
+    def stays(self) -> bool:
+        """It tells the next run that the folder never became a checkpoint's."""
+        failed = self.failed and bool(self._tag)
+        return self.waiting or (failed and not committed(self._save_dir))
 
     @property
     def waiting(self) -> bool:

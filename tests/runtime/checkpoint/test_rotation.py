@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from runtime.checkpoint.errors import CheckpointError
 from runtime.checkpoint.files import Files
 from runtime.checkpoint.protocol import rotation
 from runtime.checkpoint.protocol.commit import Deferred
 from runtime.checkpoint.protocol.inspect import list_checkpoints, verify
 from runtime.checkpoint.trainers import bystanders, trainers_folder
 from runtime.checkpoint.trainers.bystanders import guard, ours, release
-from tests.runtime.checkpoint.conftest import Bench, Gate, some_state
+from tests.runtime.checkpoint.conftest import Bench, FaultyFiles, Gate, some_state
 
 # ruff: noqa: PTH208 - trainers look with os.listdir
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="kills need fork")
@@ -465,6 +466,30 @@ def test_a_kill_while_the_folder_is_made_leaves_none(tmp_path, monkeypatch):
         if code == 0:
             break
     assert number > 3, "it must have made something"
+
+
+def test_the_folder_of_a_save_that_failed_is_out_of_the_next_runs_way(tmp_path):
+    """A loop that takes the highest number went on from it with the weights of its script."""
+    saved(tmp_path / "checkpoint-10", 10)
+
+    def fail_and_end():
+        with pytest.raises((OSError, CheckpointError)):
+            Bench(tmp_path / "checkpoint-20").save(some_state(20), "state", files=FaultyFiles(30))
+        (tmp_path / "checkpoint-20/zero_to_fp32.py").write_text("")
+        assert (tmp_path / "checkpoint-20").exists()  # the run's own looks move nothing
+        os._exit(0)
+
+    assert killed(fail_and_end) == 0
+    assert os.listdir(tmp_path) == ["checkpoint-10"]
+
+
+def test_a_save_behind_one_that_failed_leaves_no_note(tmp_path):
+    bench = Bench(tmp_path / "checkpoint-20")
+    with pytest.raises((OSError, CheckpointError)):
+        bench.save(some_state(20), "state", files=FaultyFiles(30))
+    assert (tmp_path / "checkpoint-20" / rotation.NOTES).exists()
+    bench.save(some_state(20), "state")
+    assert not (tmp_path / "checkpoint-20" / rotation.NOTES).exists()
 
 
 def test_a_kill_while_a_save_begins_leaves_no_folder_that_looks_whole(tmp_path, monkeypatch):
