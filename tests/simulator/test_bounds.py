@@ -201,9 +201,14 @@ def within_its_own_memory(work, codes, slots):
     return work.device_base_bytes + held["device"] + activations
 
 
-@pytest.mark.parametrize("most", [4, 9, 40])
-def test_no_plan_beats_the_bound_of_its_own_memory(most):
-    rng = np.random.default_rng(most)
+@pytest.mark.parametrize(
+    ("most", "seed"),
+    # Of the last: 31 and 29 subgroups, 40 and 39, 36 and 37; looked at one by one up to 30. The
+    # nearest plan takes 1.09 times the bound.
+    [(4, 4), (9, 9), (40, 100), (40, 136), (40, 146)],
+)
+def test_no_plan_beats_the_bound_of_its_own_memory(most, seed):
+    rng = np.random.default_rng(seed)
     for _ in range(4 if most < 40 else 2):
         work, on = random_workload(rng, most), random_machine(rng)
         slow = {name: on.rate(name) / 4 for name in ("h2d_bytes_per_s", "d2h_bytes_per_s")}
@@ -249,10 +254,11 @@ def alternating(rng, count, micro):
                          host_adam_params_per_s=5e9)  # fmt: skip
 
 
-@pytest.mark.parametrize("micro", [1, 3])
-@pytest.mark.parametrize("most", [4, 40])
-def test_no_plan_beats_the_bound_where_backward_waits_for_gradients(most, micro):
-    rng, near = np.random.default_rng([most, micro]), []
+@pytest.mark.parametrize(  # of the last two: 30, 35 and 35 subgroups; 19 and 40
+    ("most", "micro", "seed"), [(4, 1, 1), (4, 3, 3), (40, 1, 304), (40, 3, 209)]
+)
+def test_no_plan_beats_the_bound_where_backward_waits_for_gradients(most, micro, seed):
+    rng, near = np.random.default_rng([most, seed]), []
     for _ in range(3 if micro == 1 else 2):
         work, on = alternating(rng, int(rng.integers(2, most + 1)), micro)
         count = len(work.subgroups)
