@@ -96,9 +96,6 @@ def plan(
     if not search.fits:
         raise ImpossibleError.explain(workload, limits, list(search.scores.values()))
     result = _best_of(search, robust, folders, endurance_bytes, progress)
-    if subgroup_sizes is None:
-        others = about_subgroups(workload, machine, limits, seed, search.best_s)
-        result = result.model_copy(update={"reasons": result.reasons + others})
     return with_checkpoints(result, workload, machine, limits, mtbf_s, restart_s, checkpoint_dir)
 
 
@@ -118,8 +115,13 @@ def _best_of(
     progress(0.9, "what the others would take")
     made = _as_plan(search, chosen, folders)
     why = about_guesses(search, made, plain_s) + about_sums(search, chosen)
-    why += about_storage(search, chosen, endurance_bytes)
+    why += [*about_storage(search, chosen, endurance_bytes), *_about_subgroups(search)]
     return _explained(made, search, why)
+
+
+def _about_subgroups(search: Search) -> tuple[str, ...]:
+    some = (search.workload, search.machine, search.limits, search.seed)
+    return about_subgroups(*some, search.best_s)
 
 
 def _improve(search: Search, progress: Progress) -> None:
