@@ -8,6 +8,7 @@ import atexit
 import contextlib
 import logging
 import os
+import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -159,9 +160,10 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         try:
             self.wait_for_drain()
         finally:
-            if self._note is not None and self._note.waiting and not self._note.failed:
-                self._note.remove()  # no checkpoint of the Trainer's, after all
-            trainers_folder.settle(over=True)
+            if not _by_an_error():
+                if self._note is not None and self._note.waiting and not self._note.failed:
+                    self._note.remove()  # no checkpoint of the Trainer's, after all
+                trainers_folder.settle(over=True)
             deleted_first.settle(committed=True)  # nothing comes in their place any more
             self._means.close()
             self._peers.close()
@@ -393,6 +395,13 @@ def _over(job: Job) -> None:
     if job.failure is not None or not others_in_flight(job):
         deleted_first.settle(committed=job.failure is None)
     release(job)
+
+
+def _by_an_error() -> bool:
+    """The script ends by an exception that nobody has caught, which Python shows before its exit:
+    what a Trainer has not completed, it never will.
+    """
+    return getattr(sys, "last_exc", getattr(sys, "last_value", None)) is not None
 
 
 @cache

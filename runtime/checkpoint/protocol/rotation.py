@@ -62,13 +62,14 @@ class Note:
     def _made_with_folder(self) -> bool:
         """False: another rank has made the folder."""
         making = self._save_dir.with_name(f".{self._save_dir.name}.{self._nonce}{MAKING}")
-        self._write_to(making / NOTES / self._path.name)
         try:
-            self._files.rename(making, self._save_dir)
-        except OSError:
+            self._write_to(making / NOTES / self._path.name)
+            with contextlib.suppress(OSError):
+                self._files.rename(making, self._save_dir)
+                return True
+        finally:
             shutil.rmtree(making, ignore_errors=True)
-            return False
-        return True
+        return False
 
     def _write_to(self, path: Path) -> None:
         self._files.mkdir(path.parent)

@@ -7,6 +7,7 @@ that the folder never became one; see `rotation.settle`.
 """
 
 import contextlib
+import errno
 import os
 import secrets
 import sys
@@ -17,19 +18,31 @@ from types import FrameType
 from runtime.checkpoint.files import Files
 from runtime.checkpoint.protocol.rotation import TRAINERS_FOLDER, Note
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _lock = threading.Lock()
 _notes: dict[Path, Note] = {}
 
 
 def being_made(path: Path) -> None:
-    """Before a folder is made by code that does not mind that it is there already."""
+    """Before a folder is made by code that does not mind that it is there already.
+
+    Raises:
+        OSError: the disk is full. What comes into the folder would not fit either, and without a
+            note the next run would take it for a checkpoint.
+    """
     if TRAINERS_FOLDER.fullmatch(path.name) and not path.exists() and _may_exist(sys._getframe(1)):
         settle()
-        with _lock, contextlib.suppress(OSError):
+        with _lock:
             note = Note(path, "", secrets.token_hex(6), Files())
             note.await_trainer()
-            note.write()
-            _notes[Path(os.path.realpath(path))] = note
+            try:
+                note.write()
+            except OSError as error:
+                note.remove()
+                if error.errno in FULL:
+                    raise
+            else:
+                _notes[Path(os.path.realpath(path))] = note
 
 
 def _may_exist(frame: FrameType | None) -> bool:

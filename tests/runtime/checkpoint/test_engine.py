@@ -5,6 +5,7 @@ import datetime as dt
 import os
 import random
 import shutil
+import sys
 import warnings
 from argparse import Namespace
 
@@ -547,6 +548,24 @@ def test_a_forked_child_that_ends_does_not_wait_for_its_parents_writers(engines,
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     lazy.wait()
     assert (tmp_path / "latest").read_text() == "global_step1"
+
+
+@pytest.mark.parametrize("error", [None, OSError("the disk is full")])
+def test_what_a_trainer_never_completed_stays_marked_if_an_error_ends_the_run(
+    engines, tmp_path, monkeypatch, error
+):
+    """Behind the save it writes files of its own, the last of which says that it is complete."""
+    monkeypatch.setattr(
+        "runtime.checkpoint.deepspeed.engine.foreign_trainer", lambda: "transformers"
+    )
+    engine, batches, lazy = engines(CheckpointPlan(mode="sync"))
+    train(engine, batches, 0, 1)
+    folder = tmp_path / "checkpoint-1"
+    engine.save_checkpoint(str(folder))
+    for name in ("last_value", "last_exc"):  # as Python sets them where nobody catches it
+        monkeypatch.setattr(sys, name, error, raising=False)
+    lazy.close()
+    assert (folder / ".ebbtide").exists() == (error is not None)
 
 
 def test_signatures_stay(engines):

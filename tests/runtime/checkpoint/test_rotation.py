@@ -1,5 +1,6 @@
 """Somebody deletes older checkpoints while a newer one is written: nothing committed is lost."""
 
+import errno
 import os
 import shutil
 import signal
@@ -466,6 +467,17 @@ def test_a_kill_while_the_folder_is_made_leaves_none(tmp_path, monkeypatch):
         if code == 0:
             break
     assert number > 3, "it must have made something"
+
+
+@pytest.mark.parametrize("at", range(3))
+def test_on_a_full_disk_a_trainer_makes_no_folder(tmp_path, monkeypatch, at):
+    """One that could not be marked had no file to resume from, and every run after that took it."""
+    saved(tmp_path / "checkpoint-10", 10)
+    full = FaultyFiles(at, errno.ENOSPC, lasting=True)
+    monkeypatch.setattr(trainers_folder, "Files", lambda: full)
+    with pytest.raises(OSError, match="No space left"):
+        make_folder(tmp_path, lambda: None)
+    assert os.listdir(tmp_path) == ["checkpoint-10"]
 
 
 def test_the_folder_of_a_save_that_failed_is_out_of_the_next_runs_way(tmp_path):
