@@ -7,7 +7,7 @@ set -eu
 here=$(cd "$(dirname "$0")/.." && pwd)
 folder=${COMPAT_DIR:-$here/build/compat}
 packages=$(python -c 'import site; print(site.getsitepackages()[0])')
-tests=${COMPAT_TESTS:-tests/runtime/contract/test_bits.py tests/runtime/contract/test_windows.py tests/runtime/contract/test_readers.py tests/runtime/contract/test_races.py tests/runtime/checkpoint/test_engine.py tests/runtime/frontdoor/test_front_door.py}
+tests=${COMPAT_TESTS:-tests/runtime/contract/test_bits.py tests/runtime/contract/test_windows.py tests/runtime/contract/test_readers.py tests/runtime/contract/test_races.py tests/runtime/contract/test_pieces.py tests/runtime/checkpoint/test_engine.py tests/runtime/frontdoor/test_front_door.py}
 failed=
 for version in "$@"; do
     venv=$folder/$version

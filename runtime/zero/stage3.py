@@ -225,8 +225,6 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
     def _state_written(self, param: Any) -> None:
         if param.requires_grad:
             subgroup, _, _ = self._pieces.places[self.get_param_id(param)]
-            if self._flat is not None and subgroup in self._flat.shadows:
-                self._flat.take_back(self._ebbtide)
             self._ebbtide.executor.state_written([subgroup])
 
     def _piece(self, param: Any) -> ZeroSlice:
@@ -301,9 +299,7 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore
                 moments = dict(zip(self._rule.moments, home.moments, strict=True))
             bring_home(self.optimizer, self._rule, master, moments)
         self._pieces.take_back()
-        if self._flat is not None:
-            self._flat.take_back(self._ebbtide)
-        executor.state_loaded()
+        executor.state_loaded()  # what was published is taken back before the next update
         self.resume_rule()
 
     # -- what the session asks ---------------------------------------------------------------

@@ -3,10 +3,12 @@
 import functools
 import itertools
 
+import deepspeed
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from packaging.version import Version
 
 import runtime
 from runtime.checkpoint.format.skeleton import lay_out
@@ -186,6 +188,10 @@ def test_what_is_written_between_backward_and_step():
     assert not differences(steps(cut(coarse(), prefetch=2)), steps(coarse()))
 
 
+@pytest.mark.skipif(
+    Version(deepspeed.__version__) < Version("0.19"),
+    reason="DeepSpeed itself moves no offloaded optimizer's states",
+)
 @pytest.mark.parametrize("device", list(DEVICES))
 def test_state_and_parameters_go_away_and_come_back(device):
     ours = cut(coarse(), device=device)
