@@ -30,6 +30,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "clipping": {},
     "accumulation": {"accumulation": 2},
     "below ZeRO-3": {"stage": 2},
+    "pieces of DeepSpeed's subgroups": {"subgroup": 10**9},
     "clips hard": {"clipping": 0.01},
     "no clipping": {"clipping": 0.0},
     "fp32 sums": {"accumulation": 2, "extra": {"data_types": {"grad_accum_dtype": "fp32"}}},
@@ -124,12 +125,14 @@ def _resumed(options: dict[str, Any], emulated: bool) -> Outcome:
     return state, losses + more, norms + more_norms
 
 
-def start(stage: int = 3, extra: dict[str, Any] | None = None, **options: Any) -> Any:
+def start(
+    stage: int = 3, extra: dict[str, Any] | None = None, subgroup: int = 20_000, **options: Any
+) -> Any:
     """A DeepSpeed engine on a tiny model, always from the same weights."""
     import deepspeed
 
     torch.manual_seed(0)
-    config = ds_config(2, 20_000, learning_rate=1e-3, **{"stage": stage, **options})
+    config = ds_config(2, subgroup, learning_rate=1e-3, **{"stage": stage, **options})
     model = ByteGPT(SIZES["tiny"])
     return deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config={**config, **(extra or {})}
