@@ -32,6 +32,7 @@ from runtime.zero.checks.guard import (
 )
 from runtime.zero.cuts import subgroups_of
 from runtime.zero.host_memory import check_host_memory, on_the_host
+from runtime.zero.stage3_buffers import swapped
 from runtime.zero.steady import keep_flowing
 from runtime.zero.storing import storing_plan
 from simulator.estimates.blocks import ModelError
@@ -225,10 +226,11 @@ def _attach_automatically(
     size = max(1, int(engine.zero_sub_group_size()))
     if own_step:
         size = max([size, *_partitions(engine.optimizer)])
-    elif storage is None:
-        sizes = subgroups_of(engine.optimizer, size)
-        size = min(size, max(LEAST_PIECE, min(PIECE, sum(sizes) // PIECES)))
-        size = max(size, _finest(engine.optimizer, rule, stores=False))
+    else:
+        elements = sum(subgroups_of(engine.optimizer, size))
+        piece = max(LEAST_PIECE, min(PIECE, elements // PIECES))
+        finest = _finest(engine.optimizer, rule, stores=storage is not None)
+        size = min(size, max(piece, finest))
     sizes = subgroups_of(engine.optimizer, size)
     home = private.parameter_home(engine.optimizer)
     plan = host_plan(size, len(sizes) or 1, home, overlap_forward=own_step)
@@ -245,9 +247,8 @@ def _finest(optimizer: Any, rule: UpdateRule, *, stores: bool) -> int:
     where an optimizer steps on each itself, and where state is stored or DeepSpeed's swapper has
     parameters.
     """
-    wires = optimizer.__dict__.get("fp16_partitioned_groups_flat", ())
-    swapped = any(wire is None for wire in wires)
-    return getattr(optimizer, "sub_group_size", 1) if stores or swapped or rule.own_step else 1
+    whole = stores or rule.own_step or swapped(optimizer)
+    return getattr(optimizer, "sub_group_size", 1) if whole else 1
 
 
 def _cut_for(plan: Plan, optimizer: Any, rule: UpdateRule) -> int:

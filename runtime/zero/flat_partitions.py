@@ -60,15 +60,13 @@ class FlatState:
         for subgroup, shadow in self.shadows.items():
             if session.executor.gate is not None:
                 session.executor.gate.before_update(subgroup)  # a checkpoint may be reading it
-            for to, source in zip(shadow, session.executor.states[subgroup].state, strict=True):
-                to.copy_(source)
+            _copy(shadow, session.executor.states[subgroup].state)
         self.published = True
 
     def take_back(self, session: Session) -> None:
         """Somebody wrote to DeepSpeed's buffers (after `publish`): the state follows."""
         for subgroup, shadow in self.shadows.items():
-            for to, source in zip(session.executor.states[subgroup].state, shadow, strict=True):
-                to.copy_(source)
+            _copy(session.executor.states[subgroup].state, shadow)
         session.executor.state_loaded()
 
     def before_update(self, session: Session) -> None:
@@ -84,8 +82,7 @@ class FlatState:
         for subgroup, shadow in self.shadows.items():
             state = session.executor.states[subgroup]
             if not self.published:
-                for to, source in zip(shadow, state.state, strict=True):
-                    to.copy_(source)
+                _copy(shadow, state.state)
             state.state = shadow
         self.published = True
 
@@ -154,6 +151,11 @@ class HomeSums(MutableMapping[int, torch.Tensor | None]):
 
     def __len__(self) -> int:
         return len(self._sums)
+
+
+def _copy(to: State, source: State) -> None:
+    for tensor, other in zip(to, source, strict=True):
+        tensor.copy_(other)
 
 
 def _adopted(optimizer: Any, master: torch.nn.Parameter, device: Device) -> State:

@@ -69,6 +69,9 @@ class Pieces:
         else:
             self.apart = self.apart or [self._part(cut) for cut in self.cuts]
             self.apart[subgroup] = wire
+        self._show(subgroup, wire)
+
+    def _show(self, subgroup: int, wire: torch.Tensor) -> None:
         for param, offset, elements in self.params(subgroup):
             param.ds_tensor.data = wire.narrow(0, offset, elements)
 
@@ -95,6 +98,17 @@ class Pieces:
             if self._flat()[group].numel():
                 self.move(subgroup, wire.copy_(self._flat()[group].narrow(0, offset, elements)))
         self.part()
+
+    def hand_back(self, where: torch.device) -> None:
+        """DeepSpeed's flat parameters are whole again, in that memory, and hold all of them."""
+        flat = self.joined()
+        self.apart = []
+        for number, wire in enumerate(flat):
+            if wire is not None:
+                flat[number] = wire.to(where)
+        for subgroup in range(len(self.cuts)):
+            if (part := self.wire(subgroup)) is not None:
+                self._show(subgroup, part)
 
     def _flat(self) -> list[torch.Tensor]:
         return self._optimizer.__dict__["fp16_partitioned_groups_flat"]  # type: ignore[no-any-return]
@@ -126,7 +140,7 @@ def stock_buffers(optimizer: Any, masters: list[torch.nn.Parameter], subgroup: i
 
 def swapped(optimizer: Any) -> list[int]:
     """Subgroups of whose parameters DeepSpeed keeps no buffer: its swapper has them on a drive."""
-    wires = optimizer.__dict__["fp16_partitioned_groups_flat"]
+    wires = optimizer.__dict__.get("fp16_partitioned_groups_flat", ())  # below ZeRO-3 none
     return [index for index, wire in enumerate(wires) if wire is None]
 
 
@@ -208,13 +222,7 @@ def hand_back(optimizer: Any) -> None:
     _join_gradients(optimizer)
     on_host = private.parameter_home(optimizer) == "host"
     where = torch.device("cpu") if on_host else private.training_device()
-    pieces = optimizer._pieces
-    for index in range(len(pieces.cuts)):
-        wire = pieces.wire(index)
-        if wire is not None and wire.device.type != where.type:
-            pieces.move(index, wire.to(where))
-    if pieces.apart:
-        _join_parameters(optimizer)
+    optimizer._pieces.hand_back(where)
 
 
 def _join_gradients(optimizer: Any) -> None:
@@ -224,20 +232,6 @@ def _join_gradients(optimizer: Any) -> None:
     for subgroup, part in enumerate(flat.split(whole)):
         _gradient_at(optimizer, subgroup, part)
     optimizer.grad_partitions_flat_buffer = flat
-
-
-def _join_parameters(optimizer: Any) -> None:
-    """The inverse of `Pieces.part`."""
-    pieces, wires = optimizer._pieces, optimizer._pieces.apart
-    flat = optimizer.fp16_partitioned_groups_flat
-    for group in range(len(flat)):
-        mine = [i for i, cut in enumerate(pieces.cuts) if cut[0] == group]
-        flat[group] = torch.cat([wires[i] for i in mine])
-    pieces.apart = []
-    for subgroup in range(len(pieces.cuts)):
-        whole = pieces.wire(subgroup)
-        for param, offset, elements in pieces.params(subgroup):
-            param.ds_tensor.data = whole.narrow(0, offset, elements)
 
 
 def drop_flat_parameters(optimizer: Any) -> None:

@@ -90,7 +90,7 @@ def plan(
     )  # fmt: skip
     if subgroup_sizes is not None and not machine.unified_memory:
         progress(0.0, "subgroup sizes")
-        workload = best_cut(recuts(workload, subgroup_sizes), machine, limits, seed)
+        workload, _ = best_cut(recuts(workload, subgroup_sizes), machine, limits, seed)
     progress(0.0, "first guesses")
     search = begun(workload, machine, limits, seed, freely=offload_parameters)
     if not search.fits:
@@ -115,13 +115,8 @@ def _best_of(
     progress(0.9, "what the others would take")
     made = _as_plan(search, chosen, folders)
     why = about_guesses(search, made, plain_s) + about_sums(search, chosen)
-    why += [*about_storage(search, chosen, endurance_bytes), *_about_subgroups(search)]
+    why += about_storage(search, chosen, endurance_bytes) + about_subgroups(search)
     return _explained(made, search, why)
-
-
-def _about_subgroups(search: Search) -> tuple[str, ...]:
-    some = (search.workload, search.machine, search.limits, search.seed)
-    return about_subgroups(*some, search.best_s)
 
 
 def _improve(search: Search, progress: Progress) -> None:

@@ -8,6 +8,7 @@ from simulator.limits import Limits
 from simulator.machine import Machine
 from simulator.workload import Workload
 from tuner.placements.homes import quick_iteration_s
+from tuner.placements.search import Search
 
 # None of many layers: it is simulated as if its gradient left when the last of them has one, and
 # the ranks' sums came in at once, where training sends and fetches each parameter's. With gradient
@@ -35,29 +36,29 @@ def recuts(workload: Workload, sizes: Sequence[int] = SIZES) -> list[Workload]:
 
 def best_cut(
     workloads: Sequence[Workload], machine: Machine, limits: Limits, seed: int
-) -> Workload:
-    """The one whose plans are fastest after a short search; of equals the largest subgroups."""
+) -> tuple[Workload, float]:
+    """The one whose plans are fastest after a short search; of equals the largest subgroups. And
+    what an iteration takes then.
+    """
     best, best_s = workloads[0], float("inf")
     for workload in workloads:
         seconds = quick_iteration_s(workload, machine, limits, seed)
         if seconds < WORTH * best_s:
             best, best_s = workload, seconds
-    return best
+    return best, best_s
 
 
-def about_subgroups(
-    workload: Workload, machine: Machine, limits: Limits, seed: int, found_s: float
-) -> tuple[str, ...]:
+def about_subgroups(search: Search) -> list[str]:
     """What other subgroups would bring, where those that were asked for are large: all of one is in
     one place. A sentence with figures, or nothing.
     """
-    if not workload.parameters or workload.subgroup_size <= max(SIZES) or machine.unified_memory:
-        return ()
-    other = best_cut(recuts(workload), machine, limits, seed)
-    seconds = quick_iteration_s(other, machine, limits, seed)
-    if seconds > TOLD * found_s:
-        return ()
-    return (
-        f"all of a subgroup of {workload.subgroup_size:.0e} elements is in one place: with "
-        f"--subgroup-size {other.subgroup_size:.0e} an iteration takes {seconds * 1e3:.0f} ms",
-    )
+    work, machine = search.workload, search.machine
+    if not work.parameters or work.subgroup_size <= max(SIZES) or machine.unified_memory:
+        return []
+    other, seconds = best_cut(recuts(work), machine, search.limits, search.seed)
+    if seconds > TOLD * search.best_s:
+        return []
+    return [
+        f"all of a subgroup of {work.subgroup_size:.0e} elements is in one place: with "
+        f"--subgroup-size {other.subgroup_size:.0e} an iteration takes {seconds * 1e3:.0f} ms"
+    ]

@@ -254,14 +254,16 @@ def test_guesses_and_stored_state_are_not_for_pieces():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the real one grants them")
-@pytest.mark.parametrize("granted", [1, 5, 8, 10])
-def test_a_refused_page_lock_leaves_stock(fake, granted):
+@pytest.mark.parametrize(
+    ("granted", "homes"), [(1, None), (5, None), (8, None), (10, None), (13, ["host", "device"])]
+)
+def test_a_refused_page_lock_leaves_stock(fake, granted, homes):
+    """The last time when parameters have moved."""
     engine = coarse()
     fake.runtime.refuses_after = granted
+    plan = plan_for(engine, ["resident", "device"], pieces=True, homes=homes)
     with pytest.raises(MemoryError, match="CUDA error 2: the host"):
-        runtime.attach(
-            engine, plan_for(engine, ["resident", "device"], pieces=True), device=CudaDevice()
-        )
+        runtime.attach(engine, plan, device=CudaDevice())
     assert not fake.runtime.locked
     assert_same(outcome(engine), stock())
 
