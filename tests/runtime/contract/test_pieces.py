@@ -133,6 +133,7 @@ def test_a_checkpoint_of_stocks_is_loaded_into_pieces(tmp_path):
     ours = cut(coarse(), homes=["device", "host"])
     train(ours, 1)
     ours.load_checkpoint(str(tmp_path))
+    assert not any(w.numel() for w in ours.optimizer.__dict__["fp16_partitioned_groups_flat"])
     assert_same(outcome(ours, 3, first=3), (stock()[0], stock()[1][3:], stock()[2][3:]))
 
 
@@ -243,14 +244,16 @@ def test_their_footprint_is_what_is_allocated(pattern):
     assert all(s.p.untyped_storage().data_ptr() in flats for s in resident), "device memory is left"
 
 
-def test_guesses_and_stored_state_are_not_for_pieces():
+def test_guesses_stored_state_and_own_steps_are_not_for_pieces():
     ours = cut(coarse(), ["host"], speculate=9)
     assert ours.optimizer._ebbtide.plan.speculate == 0
     ours.destroy()
-    engine = coarse()
-    with pytest.raises(PlanError, match="must cover 2 subgroups"):
-        runtime.attach(engine, plan_for(engine, ["stored"], pieces=True))
-    engine.destroy()
+    own = {"extra": {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}}
+    for placement, options in (("stored", {}), ("host", own)):
+        engine = start(subgroup_size=LARGE, **options)
+        with pytest.raises(PlanError, match="must cover 2 subgroups"):
+            runtime.attach(engine, plan_for(engine, [placement], pieces=True))
+        engine.destroy()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the real one grants them")
