@@ -37,6 +37,7 @@ test: setup ## all tests
 lint: setup ## ruff and mypy
 	ruff check .
 	ruff format --check .
+	@mkdir -p build/typing/ebbtide && cd build/typing/ebbtide && ln -sfn $(addprefix ../../../,$(wildcard ebbtide/*) simulator profiler tuner runtime) .
 	mypy
 
 compat: setup ## bits, checkpoints and front door on the oldest DeepSpeed and on 0.19.6
@@ -46,7 +47,7 @@ results: setup ## rewrite the README's table from studies/results/
 	@python -m studies.readme_table
 
 schema: setup ## rewrite docs/plan.schema.json, plan-file.md and cli.md from the code
-	@python -c "import json; from simulator.plan import json_schema as s; print(json.dumps(s(), indent=1))" > docs/plan.schema.json
+	@python -c "import json; from ebbtide.simulator.plan import json_schema as s; print(json.dumps(s(), indent=1))" > docs/plan.schema.json
 	@python scripts/reference.py
 
 clean: ## remove .venv, caches and runs/

@@ -6,15 +6,15 @@ Names are resolved on first use: who starts a script to profile needs no torch.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from profiler.engine import SampledProfile, profile_engine
-    from profiler.machine import measure_machine
+    from ebbtide.profiler.engine import SampledProfile, profile_engine
+    from ebbtide.profiler.machine import measure_machine
 
 __all__ = ["SampledProfile", "measure_machine", "profile_engine"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
-        raise AttributeError(f"module 'profiler' has no attribute {name!r}")
-    from profiler import engine, machine
+        raise AttributeError(f"module 'ebbtide.profiler' has no attribute {name!r}")
+    from ebbtide.profiler import engine, machine
 
     return getattr(machine if name == "measure_machine" else engine, name)

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-from profiler.watcher import Trace, Watcher
-from profiler.workload import WARMUP_STEPS, check_engine, check_iterations, workload_of
-from simulator.workload import Workload
+from ebbtide.profiler.watcher import Trace, Watcher
+from ebbtide.profiler.workload import WARMUP_STEPS, check_engine, check_iterations, workload_of
+from ebbtide.simulator.workload import Workload
 
 
 def profile_engine(
@@ -176,7 +176,7 @@ class PassiveProfile:
             raise ValueError(
                 f"the script must train with stock DeepSpeed while it is profiled, but its "
                 f"optimizer became {type(self._engine.optimizer).__name__}: build the engine with "
-                "deepspeed.initialize, not with runtime.initialize"
+                "deepspeed.initialize, not with ebbtide.initialize"
             )
         self._watcher = Watcher(self._engine)
         self._watcher.begin()

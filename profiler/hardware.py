@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runtime.hardware.cores import cpu_name, parse_cpulist
-from runtime.hardware.pci import address_of
+from ebbtide.runtime.hardware.cores import cpu_name, parse_cpulist
+from ebbtide.runtime.hardware.pci import address_of
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from profiler.progress import FAILED, first_error, read_progress
-from runtime.hardware.launcher import free_port, remove_shared_buffers
-from simulator.workload import Workload
+from ebbtide.profiler.progress import FAILED, first_error, read_progress
+from ebbtide.runtime.hardware.launcher import free_port, remove_shared_buffers
+from ebbtide.simulator.workload import Workload
 
 Launcher = Literal["none", "torchrun", "deepspeed"]
 LAUNCHERS: tuple[Launcher, ...] = ("none", "torchrun", "deepspeed")
@@ -67,9 +67,9 @@ class ScriptRun:
             raise ValueError(f"iterations must be >= 1, but got {self.iterations} (--iterations)")
 
     def command(self, out: Path, report: Path, port: int) -> list[str]:
-        """The launcher's command line around ``python -m profiler.script``."""
+        """The launcher's command line around ``python -m ebbtide.profiler.script``."""
         python = [sys.executable, "-m"]
-        ours = ["profiler.script", "--out", str(out), "--report", str(report),
+        ours = ["ebbtide.profiler.script", "--out", str(out), "--report", str(report),
                 "--iterations", str(self.iterations)]  # fmt: skip
         ours += ["--continue"] * self.go_on + ["--", self.script, *self.arguments]
         if self.launcher == "torchrun":

@@ -12,18 +12,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-
-from profiler.hardware import Hardware, look
-from profiler.neighbours import HostWatch
-from profiler.nvml import GpuWatch
-from profiler.rates import adam, contention, copies, dram, products, saving, storage
-from profiler.rates.ranks import HOST_ADAM_BYTES, check_ranks, measure_ranks
-from profiler.rates.sampling import unstable
-from profiler.rates.sharing import differences, with_writer_cost
-from runtime.kernels import host
-from runtime.kernels.host import cache_dir
-from simulator.machine import Machine, ShareName
-from simulator.quantity import Quantity
+from ebbtide.profiler.hardware import Hardware, look
+from ebbtide.profiler.neighbours import HostWatch
+from ebbtide.profiler.nvml import GpuWatch
+from ebbtide.profiler.rates import adam, contention, copies, dram, products, saving, storage
+from ebbtide.profiler.rates.ranks import HOST_ADAM_BYTES, check_ranks, measure_ranks
+from ebbtide.profiler.rates.sampling import unstable
+from ebbtide.profiler.rates.sharing import differences, with_writer_cost
+from ebbtide.runtime.kernels import host
+from ebbtide.runtime.kernels.host import cache_dir
+from ebbtide.simulator.machine import Machine, ShareName
+from ebbtide.simulator.quantity import Quantity
 
 DeviceChoice = Literal["auto", "cuda", "emulated"]
 Progress = Callable[[int, int, str], None]
@@ -60,7 +59,7 @@ def measure_machine(
         progress: called with (stages done, stages, the next one's name).
         fresh: measure although the cache has this machine. Only runs without ``storage_dir`` and
             ``drives`` are cached, since the disk belongs to the folder.
-        ranks: also measure with so many processes at once (`profiler.rates.ranks`), spawned:
+        ranks: also measure with so many processes at once (`ebbtide.profiler.rates.ranks`), spawned:
             a script that asks for them must guard its own start with ``__name__``.
         drives: folders that state may be stored in; each is measured (`Machine.drives`).
 

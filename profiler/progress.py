@@ -5,9 +5,9 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from simulator.page import write_whole
+from ebbtide.simulator.page import write_whole
 
-FAILED = "profiler.script: error:"  # begins the line that a failing rank prints
+FAILED = "ebbtide.profiler.script: error:"  # begins the line that a failing rank prints
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Takes a workload from an unchanged training script.
 
-    python -m profiler.script --out workload.json -- train.py --epochs 1
+    python -m ebbtide.profiler.script --out workload.json -- train.py --epochs 1
 
 Also under a launcher, as the script itself would be: ``torchrun --nproc-per-node 2 -m
-profiler.script ...`` or ``deepspeed --num_gpus 2 --module profiler.script ...``.
+ebbtide.profiler.script ...`` or ``deepspeed --num_gpus 2 --module ebbtide.profiler.script ...``.
 ``deepspeed.initialize`` is wrapped, so that the first steps of the engine it returns are profiled;
 then rank 0 writes the workload and the script is stopped.
 """
@@ -16,9 +16,9 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from profiler.engine import PassiveProfile
-from profiler.progress import FAILED, ProgressFile
-from profiler.workload import WARMUP_STEPS
+from ebbtide.profiler.engine import PassiveProfile
+from ebbtide.profiler.progress import FAILED, ProgressFile
+from ebbtide.profiler.workload import WARMUP_STEPS
 
 
 class ScriptError(RuntimeError):
@@ -30,7 +30,7 @@ class _StopError(BaseException):
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Entry point of ``python -m profiler.script``; exit code 2 with the reason on stderr."""
+    """Entry point of ``python -m ebbtide.profiler.script``; exit code 2 with the reason on stderr."""
     parser = _parser()
     args = parser.parse_args(argv)
     words = args.script[1:] if args.script[:1] == ["--"] else args.script
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m profiler.script",
+        prog="python -m ebbtide.profiler.script",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

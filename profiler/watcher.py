@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-
-from profiler.activations import activations_of
-from profiler.memory import device_bytes, host_bytes, peak_device_bytes, reset_peak
-from profiler.tokens import tokens_of
-from simulator.workload import MemoryPoint
+from ebbtide.profiler.activations import activations_of
+from ebbtide.profiler.memory import device_bytes, host_bytes, peak_device_bytes, reset_peak
+from ebbtide.profiler.tokens import tokens_of
+from ebbtide.simulator.workload import MemoryPoint
 
 SAMPLE_EVERY_S = 0.005
 Phase = Literal["forward", "backward", "step", "other"]

@@ -8,15 +8,14 @@ from itertools import groupby
 from typing import Any
 
 import torch
-
-from profiler.rates.sampling import doubts
-from profiler.watcher import Trace, units
-from runtime.hardware.cores import near_cores
-from runtime.hardware.launcher import local_ranks
-from runtime.kernels import host
-from simulator.quantity import Quantity
-from simulator.schedules.gathers import Gathered
-from simulator.workload import Layer, WireDtype, Workload
+from ebbtide.profiler.rates.sampling import doubts
+from ebbtide.profiler.watcher import Trace, units
+from ebbtide.runtime.hardware.cores import near_cores
+from ebbtide.runtime.hardware.launcher import local_ranks
+from ebbtide.runtime.kernels import host
+from ebbtide.simulator.quantity import Quantity
+from ebbtide.simulator.schedules.gathers import Gathered
+from ebbtide.simulator.workload import Layer, WireDtype, Workload
 
 # DeepSpeed records its trace in the first two steps; the allocators settle in the next ones.
 WARMUP_STEPS = 4
@@ -38,12 +37,12 @@ def check_engine(engine: Any) -> None:
     if not hasattr(engine.optimizer, "fp16_partitioned_groups_flat_numel"):
         raise ValueError(
             "the engine must run ZeRO stage 3 (zero_optimization.stage: 3; below it a plan is made "
-            f"while training, runtime.initialize(plan='auto')), but its optimizer is {kind}"
+            f"while training, ebbtide.runtime.initialize(plan='auto')), but its optimizer is {kind}"
         )
     if kind not in _STOCK_OPTIMIZERS:
         raise ValueError(
             "the engine must run stock ZeRO-3 (neither zero_optimization.zenflow nor "
-            "zero_optimization.offload_optimizer.super_offload nor runtime.attach), but its "
+            "zero_optimization.offload_optimizer.super_offload nor ebbtide.runtime.attach), but its "
             f"optimizer is {kind}"
         )
     for key, settings in (("offload_optimizer", engine.zero_offload_optimizer()),
@@ -62,7 +61,7 @@ def workload_of(engine: Any, traces: list[Trace], name: str) -> Workload:
     Raises:
         ValueError: a step came without forward or backward.
     """
-    from runtime.zero.checks import private
+    from ebbtide.runtime.zero.checks import private
 
     for phase in ("forward", "backward"):
         if not all(trace.phases[phase] > 0 for trace in traces):

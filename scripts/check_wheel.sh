@@ -31,11 +31,11 @@ names = {d.name.lower() for d in distributions()}
 surplus = names & {"optuna", "matplotlib", "pandas", "transformers"}
 assert not surplus, f"a training node must not need {surplus}"
 begin = time.perf_counter()
-import runtime
-print(f"import runtime: {time.perf_counter() - begin:.3f} s, "
+import ebbtide.runtime
+print(f"import ebbtide.runtime: {time.perf_counter() - begin:.3f} s, "
       f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB, "
       f"{len(sys.modules)} modules")
-from runtime.kernels import host
+from ebbtide.runtime.kernels import host
 host.load()  # its C++ source is in the wheel
 PYTHON
 # An engine under a plan, through the front door, without a checkout anywhere near.

@@ -12,7 +12,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from simulator import (
+from ebbtide.simulator import (
     Layer,
     Machine,
     Plan,

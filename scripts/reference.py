@@ -12,11 +12,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import click  # noqa: E402
+from ebbtide.simulator import plan  # noqa: E402
+from ebbtide.simulator.update.order import UpdateOrder  # noqa: E402
+from ebbtide.tuner.cli import main  # noqa: E402
 from pydantic import BaseModel  # noqa: E402
-
-from simulator import plan  # noqa: E402
-from simulator.update.order import UpdateOrder  # noqa: E402
-from tuner.cli import main  # noqa: E402
 
 NOTE = "<!-- Written by scripts/reference.py from the code; a test compares the two. -->\n"
 MODELS = (

@@ -3,21 +3,21 @@
 Loads numpy, pydantic, scipy and numba; what-ifs load pandas and joblib when they ask for them.
 """
 
-from simulator.analysis.what_if import what_if
-from simulator.engines.reference import simulate
-from simulator.estimates.architecture import architecture
-from simulator.estimates.blocks import Architecture, ModelError
-from simulator.estimates.job import workload_from_model
-from simulator.estimates.presets import preset, preset_names
-from simulator.machine import Machine
-from simulator.plan import CheckpointPlan, Placement, PlacementRun, Plan, PlanError, Prediction
-from simulator.quantity import Quantity
-from simulator.schedule import Lane, Op, OpKind, Schedule, ScheduleBuilder
-from simulator.schedules.ebbtide import build_schedule
-from simulator.schedules.strategies import STRATEGIES, build_strategy
-from simulator.span import Span
-from simulator.timeline import MemorySample, Timeline
-from simulator.workload import Layer, MemoryPoint, Workload
+from ebbtide.simulator.analysis.what_if import what_if
+from ebbtide.simulator.engines.reference import simulate
+from ebbtide.simulator.estimates.architecture import architecture
+from ebbtide.simulator.estimates.blocks import Architecture, ModelError
+from ebbtide.simulator.estimates.job import workload_from_model
+from ebbtide.simulator.estimates.presets import preset, preset_names
+from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.plan import CheckpointPlan, Placement, PlacementRun, Plan, PlanError, Prediction
+from ebbtide.simulator.quantity import Quantity
+from ebbtide.simulator.schedule import Lane, Op, OpKind, Schedule, ScheduleBuilder
+from ebbtide.simulator.schedules.ebbtide import build_schedule
+from ebbtide.simulator.schedules.strategies import STRATEGIES, build_strategy
+from ebbtide.simulator.span import Span
+from ebbtide.simulator.timeline import MemorySample, Timeline
+from ebbtide.simulator.workload import Layer, MemoryPoint, Workload
 
 __all__ = [
     "STRATEGIES",

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from simulator.machine import Machine
-from simulator.rules import RuleError
-from simulator.update.tiers import TIERS, Memory
-from simulator.workload import Workload
+from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.rules import RuleError
+from ebbtide.simulator.update.tiers import TIERS, Memory
+from ebbtide.simulator.workload import Workload
 
 UNKNOWN_MARGIN = 0.05  # left free where no profile says how much the peaks vary
 LEAST_MARGIN = 0.02  # of a memory: what an allocator cannot use

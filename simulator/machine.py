@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated, Any, Literal, Self
 
+from ebbtide.simulator.page import Page
+from ebbtide.simulator.quantity import Quantity
+from ebbtide.simulator.rules import RuleError
+from ebbtide.simulator.storage import StorageRates
 from pydantic import Field, model_validator
-
-from simulator.page import Page
-from simulator.quantity import Quantity
-from simulator.rules import RuleError
-from simulator.storage import StorageRates
 
 SCHEMA_VERSION = 1
 DeviceKind = Literal["cuda", "emulated"]
@@ -97,13 +96,13 @@ class Machine(Page):
             update rates are Adam's: another optimizer's updates last as long as the bytes that they
             move (`OptimizerState.adams`).
         device_flops_per_s: what large matrix products sustain; what smaller ones reach follows
-            from their shape (`simulator.estimates.compute`).
+            from their shape (`ebbtide.simulator.estimates.compute`).
         device_reserved_bytes: device memory that no allocator of PyTorch sees: the CUDA context,
             NCCL's buffers, cuBLAS' workspace.
         layer_issue_s: what the host needs to issue one layer's forward under ZeRO-3, however
             little the device has to do; None: taken for that of another one.
         writer_s_per_byte: of one core, to hash a checkpoint and hand it to the kernel; None:
-            `simulator.schedules.checkpointed` takes that of another machine.
+            `ebbtide.simulator.schedules.checkpointed` takes that of another machine.
         save_s_per_tensor: of `save_checkpoint` before it returns, beside waiting for updates.
         loop_s: time per iteration outside forward, backward and step (data, logging).
         unexplained_spread: standard deviation, in log units, of what the rates leave unexplained

@@ -7,6 +7,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from ebbtide.simulator.page import Page
+from ebbtide.simulator.rules import RuleError, explain
+from ebbtide.simulator.schedule import Kind
+from ebbtide.simulator.update.order import UpdateOrder, issue_order, order_of
+from ebbtide.simulator.update.recipes import HOST_SLOTS, RECIPES, SPECULATES, Slot, can_be_guessed, can_be_summed
+from ebbtide.simulator.update.recipes import Placement as Placement  # public here, defined there
+from ebbtide.simulator.update.tiers import Memory
 from pydantic import (
     Field,
     NonNegativeInt,
@@ -15,21 +22,6 @@ from pydantic import (
     model_serializer,
     model_validator,
 )
-
-from simulator.page import Page
-from simulator.rules import RuleError, explain
-from simulator.schedule import Kind
-from simulator.update.order import UpdateOrder, issue_order, order_of
-from simulator.update.recipes import (
-    HOST_SLOTS,
-    RECIPES,
-    SPECULATES,
-    Slot,
-    can_be_guessed,
-    can_be_summed,
-)
-from simulator.update.recipes import Placement as Placement  # public here, defined there
-from simulator.update.tiers import Memory
 
 ParameterHome = Literal["host", "device"]
 SCHEMA_VERSION = 2
@@ -70,7 +62,7 @@ class CheckpointPlan(Page):
             process loses nothing; they are made durable behind. ``sync``: when they are durable.
             ``auto``: ``in_place`` when a trainer saves that looks for the files itself (Trainer,
             Accelerate, Lightning), else ``lazy``. There ``lazy`` is ``in_place`` too, unless
-            `tune run` or ``runtime.enable()`` ends what a killed save has left.
+            `tune run` or ``ebbtide.runtime.enable()`` ends what a killed save has left.
         busy: what a new checkpoint does while one is being written.
         copy_budget_bytes: host memory reserved for subgroups copied before their update.
         write_bytes_per_s: cap on storage traffic; None: as fast as it goes.

@@ -5,9 +5,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Literal, Self
 
+from ebbtide.simulator.rules import RuleError
 from pydantic import BaseModel, ConfigDict, model_validator
-
-from simulator.rules import RuleError
 
 QUARTILE = 0.6745  # of a normal distribution's sigma, from its median
 EIGHTY_PERCENT = 1.2816  # of it, each way, hold eight values in ten

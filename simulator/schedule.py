@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal, NamedTuple, get_args
 
-from simulator.machine import RateName
+from ebbtide.simulator.machine import RateName
 
 
 class OpKind(StrEnum):

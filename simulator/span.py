@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from simulator.schedule import Lane, OpKind, op_label
+from ebbtide.simulator.schedule import Lane, OpKind, op_label
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Self
 
-from simulator.page import Page
-from simulator.quantity import Quantity
+from ebbtide.simulator.page import Page
+from ebbtide.simulator.quantity import Quantity
 
 ANY_BYTES = 10**18  # where nobody says how much there is
 

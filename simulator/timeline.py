@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from simulator.page import write_whole
-from simulator.schedule import Lane, OpKind
-from simulator.span import Span, makespan_s
+from ebbtide.simulator.page import write_whole
+from ebbtide.simulator.schedule import Lane, OpKind
+from ebbtide.simulator.span import Span, makespan_s
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -158,7 +158,7 @@ class Timeline:
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draws the lanes over time with matplotlib; returns the axes."""
-        from simulator.analysis.drawing import draw_spans
+        from ebbtide.simulator.analysis.drawing import draw_spans
 
         return draw_spans(self.spans, f"{self.strategy}, {self.source}", ax)
 

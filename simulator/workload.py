@@ -6,12 +6,11 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any, Literal, Self
 
+from ebbtide.simulator.page import Page
+from ebbtide.simulator.quantity import Quantity
+from ebbtide.simulator.rules import RuleError
+from ebbtide.simulator.update.optimizer import ADAM, OPTIMIZERS, OptimizerState
 from pydantic import Field, NonNegativeInt, model_validator
-
-from simulator.page import Page
-from simulator.quantity import Quantity
-from simulator.rules import RuleError
-from simulator.update.optimizer import ADAM, OPTIMIZERS, OptimizerState
 
 SCHEMA_VERSION = 2
 OUTLIER = 2  # times the median subgroup
@@ -35,7 +34,7 @@ class Layer(Page):
             parallel together) in the layer's backward of one micro-batch.
         persistent_params: of ``params``, those that once gathered stay to the end of the step.
         regathered_params: elements that one micro-batch's backward gathers again, some of them
-            perhaps twice; None: all ``params`` once. See `simulator.schedules.gathers`.
+            perhaps twice; None: all ``params`` once. See `ebbtide.simulator.schedules.gathers`.
     """
 
     name: str = ""
@@ -78,7 +77,7 @@ class Workload(Page):
             layer l's parameters are the slice of the concatenated subgroups that starts where
             layer l-1's ends.
         wire_dtype: of parameters and, unless grad_bytes_per_param says otherwise, gradients.
-        optimizer: of `simulator.update.optimizer.OPTIMIZERS`.
+        optimizer: of `ebbtide.simulator.update.optimizer.OPTIMIZERS`.
         clip: gradient clipping (or fp16's overflow check) is on, so that no update may start
             before the global norm is known.
         clip_rate: the share of steps that clip or overflow, which makes their guesses wrong

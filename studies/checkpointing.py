@@ -5,7 +5,7 @@
 What "DataStates-LLM" (Maurya et al., arXiv 2406.10707) measures: bytes of a checkpoint over the
 time for which training waits, and how much longer training takes. Measured here on small models
 with real writers (`studies.checkpoint_stall`); simulated for larger ones on a node like the
-paper's (`simulator.estimates.presets`, four ranks), where offloaded state is streamed from host
+paper's (`ebbtide.simulator.estimates.presets`, four ranks), where offloaded state is streamed from host
 memory.
 """
 
@@ -14,8 +14,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from simulator import CheckpointPlan, preset, workload_from_model
-from simulator.analysis.checkpoint_cost import CheckpointSimulation
+from ebbtide.simulator import CheckpointPlan, preset, workload_from_model
+from ebbtide.simulator.analysis.checkpoint_cost import CheckpointSimulation
+
 from studies.bench.console import publish, study_parser
 from studies.bench.pictures import picture
 from studies.checkpoint_stall import measure as measure_writer
@@ -101,14 +102,14 @@ def _row(
 
 def simulated(names: tuple[str, ...]) -> list[dict[str, Any]]:
     """Ebbtide's lazy checkpoints and blocking ones, by model and interval; four ranks of a node."""
-    import tuner
+    import ebbtide.tuner
 
     machine, rows = preset("a100-node"), []
     for name in names:
         work = workload_from_model(
             SIMULATED[name], machine, {"bf16": {"enabled": True}}, data_parallel=RANKS
         ).recut(100_000_000)
-        plan = tuner.plan(work, machine)
+        plan = ebbtide.tuner.plan(work, machine)
         simulation = CheckpointSimulation(work, plan, machine)
         # A drive takes longer than an iteration: what is updated meanwhile is copied first.
         lazy = simulation.cost(

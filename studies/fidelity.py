@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from ebbtide.runtime.replan.watch import measured_rates
+from ebbtide.simulator import Machine, Placement, Plan, Workload, build_schedule, simulate
 from rich.progress import track
 
-from runtime.replan.watch import measured_rates
-from simulator import Machine, Placement, Plan, Workload, build_schedule, simulate
 from studies.bench.bits import differences
 from studies.bench.console import publish, study_parser
 from studies.bench.pictures import picture

@@ -2,7 +2,7 @@
 
     python -m studies.front_door_speed --json front_door_speed.json
 
-Two processes train the same model under the same plan: one calls `runtime.initialize`, the other
+Two processes train the same model under the same plan: one calls `ebbtide.initialize`, the other
 is started by `tune run` and calls `deepspeed.initialize` with the key ``"ebbtide"`` in its config.
 They take every step, and every step with a checkpoint, in turn: while one works, the other waits.
 Where a process lies in memory makes it a few percent faster or slower for good, so that several
@@ -55,8 +55,9 @@ def train(door: str, size: str, overlap: bool, folder: Path, orders: Iterable[st
 
 def engine_through(door: str, size: str, overlap: bool) -> Any:
     """An engine under a plan that updates everything on the host, and one checkpoint kept."""
-    from simulator import CheckpointPlan, Plan
-    from simulator.workload import cut
+    from ebbtide.simulator import CheckpointPlan, Plan
+    from ebbtide.simulator.workload import cut
+
     from studies.bench.byte_gpt import SIZES, ByteGPT, ds_config, stock_engine
 
     model = ByteGPT(SIZES[size].with_sequence(1))
@@ -68,9 +69,9 @@ def engine_through(door: str, size: str, overlap: bool) -> Any:
         overlap_forward=overlap, checkpoint=CheckpointPlan(keep=1),
     )  # fmt: skip
     if door == "library":
-        import runtime
+        import ebbtide.runtime
 
-        return runtime.initialize(model=model, config=config, plan=plan)[0]
+        return ebbtide.runtime.initialize(model=model, config=config, plan=plan)[0]
     return stock_engine(model, {**config, "ebbtide": {"plan": plan.model_dump(mode="json")}})
 
 
@@ -104,7 +105,7 @@ class Door:
         if overlap:
             command.append("--overlap")
         if door == "tune run":
-            command = [sys.executable, "-m", "tuner.cli", "run", "--", *command]
+            command = [sys.executable, "-m", "ebbtide.tuner.cli", "run", "--", *command]
         self._log = folder / f"{door}.log"
         with self._log.open("w") as log:
             self._process = subprocess.Popen(

@@ -8,13 +8,14 @@ search per row, stock with offload of the optimizer state beside it.
 
 from typing import Any
 
-import tuner
-from simulator.estimates.job import Job
-from simulator.estimates.presets import preset
-from simulator.limits import Limits
+import ebbtide.tuner
+from ebbtide.simulator.estimates.job import Job
+from ebbtide.simulator.estimates.presets import preset
+from ebbtide.simulator.limits import Limits
+from ebbtide.tuner.answer.rows import compare
+from ebbtide.tuner.service.scenario import MODELS
+
 from studies.bench.console import publish, study_parser
-from tuner.answer.rows import compare
-from tuner.service.scenario import MODELS
 
 # Model, machine, GPUs, sequence; micro-batch 1.
 CASES = (
@@ -44,8 +45,8 @@ def gain(model: str, machine: str, gpus: int, sequence: int, accumulation: int) 
     )
     work = job.workload(have)
     try:
-        made = tuner.plan(work, have)
-    except tuner.ImpossibleError:
+        made = ebbtide.tuner.plan(work, have)
+    except ebbtide.tuner.ImpossibleError:
         made = None
     rows = compare(work, have, Limits.of(work, have), made, others=False)
     by_role = {row.role: row for row in rows}

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from simulator.analysis.goodput import (
+from ebbtide.simulator.analysis.goodput import (
     CheckpointCost,
     Failures,
     best_interval_steps,
@@ -27,6 +26,7 @@ from simulator.analysis.goodput import (
     expected_goodput,
     young_interval,
 )
+
 from studies.bench.console import publish, study_parser
 from studies.bench.pictures import picture
 

@@ -22,18 +22,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from ebbtide.simulator import Machine, build_strategy
+from ebbtide.simulator.engines.compiled import simulate_fast
+from ebbtide.simulator.limits import UNKNOWN_MARGIN
+from ebbtide.simulator.quantity import EIGHTY_PERCENT, QUARTILE
+from ebbtide.tuner.calibrate.calibration import knobs_of, turned
+from ebbtide.tuner.placements.planning import plan
 from rich.progress import track
 
-from simulator import Machine, build_strategy
-from simulator.engines.compiled import simulate_fast
-from simulator.limits import UNKNOWN_MARGIN
-from simulator.quantity import EIGHTY_PERCENT, QUARTILE
 from studies.bench.console import publish, study_parser
 from studies.bench.offload_runs import SHAPES, Run, read_runs
 from studies.bench.pictures import picture
 from studies.published_runs.shipped import HARNESS_S, machine_of, predict, schedule_of, workload_of
-from tuner.calibrate.calibration import knobs_of, turned
-from tuner.placements.planning import plan
 
 PUBLISHED = Path(__file__).with_name("data") / "published_offload_runs.csv"
 TESTBEDS = ("a100", "h100x4")

@@ -4,7 +4,7 @@
 
 Real DeepSpeed, real copies and arithmetic; how long each layer, copy and update takes is given
 (`studies.trials.emulated_training`), balanced so that neither host nor device could do it all in
-time. The floor is ``backward + max(forward, U*)`` (`simulator.analysis.bound`) of the layers'
+time. The floor is ``backward + max(forward, U*)`` (`ebbtide.simulator.analysis.bound`) of the layers'
 given times: what DeepSpeed's own code costs counts against the plan, unless a GPU would have run a
 kernel meanwhile. Stride k and Twin-Flow run on the same device with ebbtide's kernels and gradient
 path: just placement and timing are theirs. Then updates that begin before the norm, on the guess
@@ -18,10 +18,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ebbtide.simulator import Machine, Plan, Workload, build_schedule, simulate
+from ebbtide.simulator.analysis.bound import bound
 from rich.progress import track
 
-from simulator import Machine, Plan, Workload, build_schedule, simulate
-from simulator.analysis.bound import bound
 from studies.bench.bits import differences
 from studies.bench.console import publish, study_parser
 from studies.bench.rank import become_only_rank
@@ -93,10 +93,10 @@ def measure(setting: Setting, steps: int, trace: Path | None = None) -> dict[str
 
 def plans(work: Workload, machine: Machine) -> dict[str, Plan]:
     """What is executed: the tuner's plan first."""
-    import tuner
+    import ebbtide.tuner
 
     count, size = len(work.subgroups), work.subgroup_size
-    chosen = tuner.plan(work, machine)
+    chosen = ebbtide.tuner.plan(work, machine)
 
     def in_turn(placements: list[Any], slots: int) -> Plan:
         return Plan(

@@ -7,7 +7,7 @@ Real DeepSpeed with ``offload_param`` on an emulated device; real copies and ari
 ahead as DeepSpeed asks for them, and the update on the host take their given time, the update at
 the rate of ebbtide's own kernel; its gradients cross for nothing: all that is in stock's favour.
 State lies where the tuner's plan puts it. Of the parameters as many stay on the device as a given
-headroom holds, evenly spaced, as the tuner's search has them (`tuner.placements.homes`). No figure
+headroom holds, evenly spaced, as the tuner's search has them (`ebbtide.tuner.placements.homes`). No figure
 from here is a GPU figure.
 """
 
@@ -16,13 +16,13 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+from ebbtide.runtime.devices.emulated import EmulatedDevice
+from ebbtide.runtime.devices.lane import Completion, Lane
+from ebbtide.runtime.zero.checks import private
+from ebbtide.runtime.zero.fetches import Fetch, Fetches
+from ebbtide.simulator import Machine, Plan, Workload, build_schedule, simulate
+from ebbtide.simulator.schedule import Lane as LaneName
 
-from runtime.devices.emulated import EmulatedDevice
-from runtime.devices.lane import Completion, Lane
-from runtime.zero.checks import private
-from runtime.zero.fetches import Fetch, Fetches
-from simulator import Machine, Plan, Workload, build_schedule, simulate
-from simulator.schedule import Lane as LaneName
 from studies.bench.bits import differences
 from studies.bench.console import publish, study_parser
 from studies.bench.rank import become_only_rank
@@ -93,10 +93,10 @@ def plans_of(work: Workload, machine: Machine) -> dict[str, Plan]:
     """The tuner's plan of the state; of the parameters all on the host, or what the headroom does
     not hold.
     """
-    import tuner
-    from tuner.placements.homes import spaced
+    import ebbtide.tuner
+    from ebbtide.tuner.placements.homes import spaced
 
-    chosen, count = tuner.plan(work, machine), len(work.subgroups)
+    chosen, count = ebbtide.tuner.plan(work, machine), len(work.subgroups)
     away = {"all on the host": count, "a share on the device": round(HEADROOM_SHARE * count)}
     return {
         name: chosen.placed(chosen.placements, parameter_home=Plan.home_runs(spaced(count, n)))

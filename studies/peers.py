@@ -19,11 +19,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ebbtide.simulator import Plan
+from ebbtide.simulator.update.recipes import SPECULATES
 from rich.console import Console
 from rich.table import Table
 
-from simulator import Plan
-from simulator.update.recipes import SPECULATES
 from studies.bench.byte_gpt import SIZES
 from studies.bench.console import study_parser
 from studies.bench.record import write_record

@@ -20,18 +20,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import ebbtide.runtime
 import torch
+from ebbtide.profiler.memory import host_bytes, host_peak_bytes, reset_host_peak
+from ebbtide.runtime.devices.base import Device
+from ebbtide.runtime.devices.emulated import EmulatedDevice
+from ebbtide.runtime.execution.session import Session
+from ebbtide.runtime.replan.auto import WATCHED_STEPS
+from ebbtide.runtime.zero.attach import switch_plan
+from ebbtide.runtime.zero.cuts import subgroups_of
+from ebbtide.simulator import Machine, Plan, preset
+from ebbtide.simulator.plan import Placement
 
-import runtime
-from profiler.memory import host_bytes, host_peak_bytes, reset_host_peak
-from runtime.devices.base import Device
-from runtime.devices.emulated import EmulatedDevice
-from runtime.execution.session import Session
-from runtime.replan.auto import WATCHED_STEPS
-from runtime.zero.attach import switch_plan
-from runtime.zero.cuts import subgroups_of
-from simulator import Machine, Plan, preset
-from simulator.plan import Placement
 from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config, stock_engine, train_step
 from studies.bench.console import publish, study_parser
 from studies.bench.rank import become_only_rank
@@ -127,7 +127,7 @@ def _by_hand(size: str, subgroup: int, stage: int) -> tuple[int, dict[str, Peak]
     host, mix = _plan(subgroup, sizes, HOST), _plan(subgroup, sizes, MIX)
     device = _device(sum(sizes))
     with _peak(engine, peaks, "attach"):
-        runtime.attach(engine, host, device=device)
+        ebbtide.runtime.attach(engine, host, device=device)
     train_step(engine, batches.at(0, engine.device))
     engine.optimizer.wait()
     with _peak(engine, peaks, "replan"):
@@ -151,7 +151,7 @@ def _automatic(size: str, subgroup: int) -> Peak:
     engine = _engine(size, ds_config(1, subgroup))
     device = _device(SIZES[size].params)
     with _peak(engine, peaks, "attach"):
-        runtime.attach(engine, "auto", device=device, machine=_machine())
+        ebbtide.runtime.attach(engine, "auto", device=device, machine=_machine())
     for number in range(WATCHED_STEPS - 1):
         train_step(engine, batches.at(number, engine.device))
     engine.optimizer.wait()
@@ -170,7 +170,7 @@ def _highest(*peaks: Peak) -> Peak:
 
 def _device(params: int) -> Device:
     if torch.cuda.is_available():
-        from runtime.devices.cuda import CudaDevice
+        from ebbtide.runtime.devices.cuda import CudaDevice
 
         return CudaDevice()
     return PageLocking(DEVICE_BYTES_PER_PARAM * params)

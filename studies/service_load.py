@@ -31,9 +31,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ebbtide.tuner.service.client import Client as ServiceClient
+
 from studies.bench.console import publish, study_parser
 from studies.bench.page_moves import page_moves
-from tuner.service.client import Client as ServiceClient
 
 MODEL, MACHINE = "Llama 3 8B", "h100-node"
 STRATEGIES = ("zero3_offload", "zero3_offload_async", "twin_flow", "deep_optimizer_states",
@@ -64,7 +65,7 @@ class Server:
         self.start()
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "tuner.cli", "serve", "--port", "0"]
+        command = [sys.executable, "-m", "ebbtide.tuner.cli", "serve", "--port", "0"]
         command += ["--workers", str(WORKERS), "--db", str(self.database)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
@@ -153,8 +154,8 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float]:
 
 def in_process(rng: random.Random) -> dict[str, float]:
     """The same questions, answered by a function call."""
-    from tuner.service.answers import simulate
-    from tuner.service.requests import Simulate
+    from ebbtide.tuner.service.answers import simulate
+    from ebbtide.tuner.service.requests import Simulate
 
     seconds = []
     for number in range(IN_PROCESS_CALLS + 20):

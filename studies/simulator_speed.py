@@ -15,13 +15,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from ebbtide.simulator import Layer, Machine, Plan, Workload, build_schedule, simulate
+from ebbtide.simulator.analysis.many_plans import PlanSweep
+from ebbtide.simulator.engines.kernel import ITERATION_S
+from ebbtide.simulator.engines.recipe_arrays import PLACEMENT_CODES
+from ebbtide.simulator.plan import Placement
+from ebbtide.simulator.update.order import order_of
 
-from simulator import Layer, Machine, Plan, Workload, build_schedule, simulate
-from simulator.analysis.many_plans import PlanSweep
-from simulator.engines.kernel import ITERATION_S
-from simulator.engines.recipe_arrays import PLACEMENT_CODES
-from simulator.plan import Placement
-from simulator.update.order import order_of
 from studies.bench.console import publish, study_parser
 from studies.optimality.command import random_pair
 

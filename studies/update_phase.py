@@ -17,9 +17,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from ebbtide.simulator import Plan
 from rich.progress import track
 
-from simulator import Plan
 from studies.bench.bits import differences, state_of
 from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config, stock_engine
 from studies.bench.console import publish, study_parser
@@ -68,7 +68,7 @@ def measure(size: str, steps: int, sequence: int, subgroup: int) -> dict[str, An
     theirs = medians(clocks["stock"].iterations(), WARMUP)
     mine = medians(clocks["ebbtide"].iterations(), WARMUP)
     params = sum(stock.optimizer.fp16_partitioned_groups_flat_numel)
-    from runtime.zero.attach import host_bytes
+    from ebbtide.runtime.zero.attach import host_bytes
 
     figures = {
         "params": params,
@@ -94,13 +94,13 @@ def _engine(size: str, sequence: int, subgroup: int) -> Any:
 
 
 def _attach(engine: Any, subgroup: int) -> None:
-    import runtime
+    import ebbtide.runtime
 
     count = len(engine.optimizer.fp16_partitioned_groups_flat)
     plan = Plan(
         subgroup_size=subgroup, placement=Plan.runs(["host"] * count), overlap_forward=False
     )
-    runtime.attach(engine, plan)
+    ebbtide.runtime.attach(engine, plan)
 
 
 def _stock_host_bytes(engine: Any) -> int:
@@ -114,8 +114,8 @@ def _stock_host_bytes(engine: Any) -> int:
 
 def kernel_dram_fraction(elements: int, repeats: int = 7) -> dict[str, float]:
     """The fused host kernel's DRAM traffic against a plain triad loop's, in this process."""
-    from runtime.kernels.adam import AdamStep
-    from runtime.kernels.host import host_update, triad
+    from ebbtide.runtime.kernels.adam import AdamStep
+    from ebbtide.runtime.kernels.host import host_update, triad
 
     p, m, v = (torch.rand(elements) for _ in range(3))
     grad, out = torch.randn(elements).bfloat16(), torch.empty(elements, dtype=torch.bfloat16)

@@ -64,10 +64,9 @@ if "TORCH_EXTENSIONS_DIR" not in os.environ:  # workers and children inherit it
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
 import pytest  # noqa: E402
+from ebbtide.runtime.hardware.launcher import LOCAL_SIZES  # noqa: E402
 from filelock import FileLock  # noqa: E402
 from hypothesis import settings  # noqa: E402
-
-from runtime.hardware.launcher import LOCAL_SIZES  # noqa: E402
 
 # A red run of CI can be replayed: the same examples everywhere. Nothing is timed by the example.
 settings.register_profile("ci", derandomize=True, deadline=None)

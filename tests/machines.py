@@ -2,7 +2,7 @@
 
 import random
 
-from simulator import Layer, Machine, Quantity, Workload
+from ebbtide.simulator import Layer, Machine, Quantity, Workload
 
 GIB = 2**30
 

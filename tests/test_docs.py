@@ -2,7 +2,7 @@ import json
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
-from simulator.plan import json_schema
+from ebbtide.simulator.plan import json_schema
 
 ROOT = Path(__file__).parents[1]
 

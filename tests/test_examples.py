@@ -5,9 +5,8 @@ import runpy
 import sys
 from pathlib import Path
 
+import ebbtide.runtime
 import pytest
-
-import runtime
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 # Script -> subgroups of its engine: the optimizer's parameter groups, each smaller than a subgroup.
@@ -40,11 +39,11 @@ def test_an_example_trains_under_a_plan(script, only_rank, tmp_path, monkeypatch
     engines = watched_engines(monkeypatch)
     if script == "lightning_fit.py":
         without_a_gpu(monkeypatch)
-    runtime.enable()
+    ebbtide.runtime.enable()
     try:
         runpy.run_path(str(EXAMPLES / script), run_name="__main__")
     finally:
-        runtime.disable()
+        ebbtide.runtime.disable()
         if script != "plain_loop.py":
             forget_accelerate()
     assert [hasattr(engine.optimizer, "_ebbtide") for engine in engines] == [True]

@@ -75,14 +75,14 @@ def statements(tree: ast.AST, lazily: bool) -> list[ast.Import | ast.ImportFrom]
 
 def names(node: ast.Import | ast.ImportFrom, module: str, is_package: bool) -> list[str]:
     if isinstance(node, ast.Import):
-        return [alias.name for alias in node.names]
+        return [alias.name.removeprefix("ebbtide.") for alias in node.names]
     base = node.module or ""
     if node.level:
         parts = module.split(".")
         kept = parts[: len(parts) - node.level + is_package]
         base = ".".join([*kept, base]).rstrip(".")
     # `from a import b` may mean the module a.b or a name in a.
-    return [f"{base}.{alias.name}" for alias in node.names]
+    return [f"{base}.{alias.name}".removeprefix("ebbtide.") for alias in node.names]
 
 
 @cache
@@ -100,7 +100,7 @@ def _all_imports(module: str) -> set[str]:
     found = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
     is_package = path.name == "__init__.py"
     return {name for node in found for name in names(node, module, is_package)} | {
-        f"{node.args[0].value}.*" for node in nodes if _loads_by_name(node)
+        f"{node.args[0].value}.*".removeprefix("ebbtide.") for node in nodes if _loads_by_name(node)
     }
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner
+from ebbtide.simulator import simulate
+from ebbtide.simulator.schedules.strategies import build_strategy
+from ebbtide.tuner.cli import main
 
-from simulator import simulate
-from simulator.schedules.strategies import build_strategy
 from tests.runtime.checkpoint.conftest import Bench, some_state
 from tests.tuner.test_search import machine, workload
-from tuner.cli import main
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -161,8 +161,8 @@ def test_a_message_that_a_page_explains_is_one_of_ours(message):
 
 
 def test_snippets_of_the_front_door():
-    import runtime
-    from runtime.frontdoor.request import read_request
+    import ebbtide.runtime
+    from ebbtide.runtime.frontdoor.request import read_request
 
     text = (DOCS / "front-door.md").read_text()
     (config,) = fenced(text, "json")
@@ -172,7 +172,7 @@ def test_snippets_of_the_front_door():
     try:
         exec(script, {})
     finally:
-        runtime.disable()
+        ebbtide.runtime.disable()
 
 
 def test_a_page_for_each_error_class_people_meet():

@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tuner.placements.memory import ImpossibleError
-    from tuner.placements.planning import plan
+    from ebbtide.tuner.placements.memory import ImpossibleError
+    from ebbtide.tuner.placements.planning import plan
 
 __all__ = ["ImpossibleError", "plan"]
 
@@ -12,11 +12,11 @@ __all__ = ["ImpossibleError", "plan"]
 def __getattr__(name: str) -> Any:
     # optuna and numba load on first use, so that `tune --help` stays fast.
     if name == "plan":
-        from tuner.placements.planning import plan
+        from ebbtide.tuner.placements.planning import plan
 
         return plan
     if name == "ImpossibleError":
-        from tuner.placements.memory import ImpossibleError
+        from ebbtide.tuner.placements.memory import ImpossibleError
 
         return ImpossibleError
-    raise AttributeError(f"module 'tuner' has no attribute {name!r}")
+    raise AttributeError(f"module 'ebbtide.tuner' has no attribute {name!r}")

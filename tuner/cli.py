@@ -1,25 +1,24 @@
 """The ``tune`` command. Each of its commands lives in a file of its own under tuner/commands/."""
 
 import click
-
-from tuner.lazy_group import LazyGroup
+from ebbtide.tuner.lazy_group import LazyGroup
 
 # Name -> "module:command", in the order of `tune --help`. A module is imported when its command is
 # called or listed, so that one command's needs never slow down or break another's.
 COMMANDS = {
-    "profile": "tuner.commands.profile:profile",
-    "plan": "tuner.commands.plan:plan",
-    "show": "tuner.commands.show:show",
-    "simulate": "tuner.commands.simulate:simulate",
-    "search": "tuner.commands.search:search",
-    "run": "tuner.commands.run:run",
-    "verify": "tuner.commands.verify:verify",
-    "doctor": "tuner.commands.doctor:doctor",
-    "report": "tuner.commands.report:report",
-    "serve": "tuner.commands.serve:serve",
-    "checkpoint": "tuner.commands.checkpoint:checkpoint",
-    "calibrate": "tuner.commands.calibrate:calibrate",
-    "profile-script": "tuner.commands.profile:profile_script",
+    "profile": "ebbtide.tuner.commands.profile:profile",
+    "plan": "ebbtide.tuner.commands.plan:plan",
+    "show": "ebbtide.tuner.commands.show:show",
+    "simulate": "ebbtide.tuner.commands.simulate:simulate",
+    "search": "ebbtide.tuner.commands.search:search",
+    "run": "ebbtide.tuner.commands.run:run",
+    "verify": "ebbtide.tuner.commands.verify:verify",
+    "doctor": "ebbtide.tuner.commands.doctor:doctor",
+    "report": "ebbtide.tuner.commands.report:report",
+    "serve": "ebbtide.tuner.commands.serve:serve",
+    "checkpoint": "ebbtide.tuner.commands.checkpoint:checkpoint",
+    "calibrate": "ebbtide.tuner.commands.calibrate:calibrate",
+    "profile-script": "ebbtide.tuner.commands.profile:profile_script",
 }
 
 

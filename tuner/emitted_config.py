@@ -4,8 +4,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from simulator.page import write_whole
-from simulator.plan import Plan
+from ebbtide.simulator.page import write_whole
+from ebbtide.simulator.plan import Plan
 
 # What transformers and Accelerate fill in from their own arguments.
 _FILLED_IN = {

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 if TYPE_CHECKING:
-    from simulator.estimates.job import Job
-    from simulator.estimates.offloading import Offloading
-    from simulator.machine import Machine
-    from simulator.plan import Plan
-    from simulator.workload import Workload
+    from ebbtide.simulator.estimates.job import Job
+    from ebbtide.simulator.estimates.offloading import Offloading
+    from ebbtide.simulator.machine import Machine
+    from ebbtide.simulator.plan import Plan
+    from ebbtide.simulator.workload import Workload
 
 T = TypeVar("T")
 SEQUENCE = 2048  # tokens per sample, where nobody says
 Command = Callable[..., Any]
 _STARTED = ("launcher", "omp_threads")
-# `simulator.estimates.launchers.LAUNCHERS`, which is not imported for a `--help`.
+# `ebbtide.simulator.estimates.launchers.LAUNCHERS`, which is not imported for a `--help`.
 _LAUNCHERS = ("deepspeed", "torchrun", "accelerate", "srun", "python")
 
 
@@ -36,7 +36,7 @@ class BadInputError(click.ClickException):
     exit_code = 2
 
     def __init__(self, message: str) -> None:
-        from simulator.rules import cut
+        from ebbtide.simulator.rules import cut
 
         super().__init__(cut(message, LONGEST))
 
@@ -90,8 +90,8 @@ def workload_options(command: Command) -> Command:
 
 def read_machine(given: str) -> Machine:
     """A machine file, or a preset where no such file exists."""
-    from simulator.estimates.presets import PRESETS, preset
-    from simulator.machine import Machine
+    from ebbtide.simulator.estimates.presets import PRESETS, preset
+    from ebbtide.simulator.machine import Machine
 
     if not Path(given).exists():
         if given in PRESETS:
@@ -122,7 +122,7 @@ def started_by(about: Mapping[str, Any]) -> dict[str, Any]:
 
 def _threads_of(workload: Workload, about: Mapping[str, Any]) -> Workload:
     """A profiled workload as another launcher would start it."""
-    from simulator.estimates.launchers import started
+    from ebbtide.simulator.estimates.launchers import started
 
     given = started_by(about)
     return started(workload, **given) if given else workload
@@ -143,7 +143,7 @@ class Trained:
 
     @cached_property
     def offload(self) -> Offloading:
-        from simulator.estimates.offloading import offloading
+        from ebbtide.simulator.estimates.offloading import offloading
 
         return offloading(self.config) if self.job is None else self.job.offload
 
@@ -165,7 +165,7 @@ def read_trained(
         BadInputError: neither or both are given, one that cannot be used, or a flag that would
             change nothing.
     """
-    from simulator.workload import Workload
+    from ebbtide.simulator.workload import Workload
 
     if (workload is None) == (model is None):
         raise BadInputError(
@@ -183,7 +183,7 @@ def read_trained(
     config = read_config(about.get("ds_config"))
     if workload is not None:
         return Trained(_threads_of(_read(Workload, workload, "--workload"), about), None, config)
-    from simulator.estimates.job import Job
+    from ebbtide.simulator.estimates.job import Job
 
     assert model is not None
     shape = model_shape(about)
@@ -198,7 +198,7 @@ def read_trained(
 
 def _check_fields(config: Mapping[str, Any], path: str, shape: Mapping[str, Any]) -> None:
     """What is wrong with DeepSpeed's config is told of its file, not of the model's."""
-    from simulator.estimates.deepspeed_config import deepspeed_fields
+    from ebbtide.simulator.estimates.deepspeed_config import deepspeed_fields
 
     beside = {key: shape[key] for key in ("micro_batch", "accumulation", "zero_stage")}
     try:
@@ -209,7 +209,7 @@ def _check_fields(config: Mapping[str, Any], path: str, shape: Mapping[str, Any]
 
 def read_config(path: str | None) -> Mapping[str, Any] | None:
     """DeepSpeed's config; None: no flag names one."""
-    from simulator.estimates.deepspeed_keys import loaded
+    from ebbtide.simulator.estimates.deepspeed_keys import loaded
 
     try:
         return None if path is None else loaded(path)
@@ -219,7 +219,7 @@ def read_config(path: str | None) -> Mapping[str, Any] | None:
 
 def check_offloading(trained: Trained) -> None:
     """Refuses what no plan can be applied to."""
-    from simulator.estimates.job import plan_refusal
+    from ebbtide.simulator.estimates.job import plan_refusal
 
     if refusal := plan_refusal(trained.config or {}, trained.offload):
         raise BadInputError(refusal)
@@ -231,7 +231,7 @@ def stored_in(trained: Trained, given: Iterable[tuple[str, int]]) -> dict[str, i
     Raises:
         BadInputError: below ZeRO-3, which stores nothing.
     """
-    from simulator.storage import ANY_BYTES
+    from ebbtide.simulator.storage import ANY_BYTES
 
     storage, stage = dict(given), trained.workload.zero_stage
     if storage and stage < 3:
@@ -271,7 +271,7 @@ def read_ds_config(path: str) -> dict[str, Any]:
     Raises:
         BadInputError: no such file, or no JSON object.
     """
-    from simulator.estimates.deepspeed_keys import read_file
+    from ebbtide.simulator.estimates.deepspeed_keys import read_file
 
     try:
         return read_file(path)
@@ -281,7 +281,7 @@ def read_ds_config(path: str) -> dict[str, Any]:
 
 def read_plan(path: str) -> Plan:
     """A plan file."""
-    from simulator.plan import Plan
+    from ebbtide.simulator.plan import Plan
 
     try:
         return Plan.load(path)
@@ -290,9 +290,8 @@ def read_plan(path: str) -> Plan:
 
 
 def _read(kind: type[T], path: str, flag: str) -> T:
+    from ebbtide.simulator.rules import explain
     from pydantic import ValidationError
-
-    from simulator.rules import explain
 
     try:
         return kind.load(path)  # type: ignore[attr-defined, no-any-return]

@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import click
+from ebbtide.tuner.answer.report import show_machine, show_workload, wide_console
+from ebbtide.tuner.commands.progress import told_after
+from ebbtide.tuner.inputs import written
 from pydantic import BaseModel
 from rich.console import Console
 
-from tuner.answer.report import show_machine, show_workload, wide_console
-from tuner.commands.progress import told_after
-from tuner.inputs import written
-
 if TYPE_CHECKING:
-    from profiler.launch import Launcher
+    from ebbtide.profiler.launch import Launcher
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -27,7 +26,7 @@ def machine_profile(
     fresh: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Measures the machine and writes it."""
-    from profiler import measure_machine
+    from ebbtide.profiler import measure_machine
 
     # DeepSpeed logs to standard output as it is imported; that is the result's alone.
     with told_after(0.0) as tell, redirect_stdout(sys.stderr):
@@ -56,7 +55,7 @@ def script_profile(
     Raises:
         LaunchError: no workload came back, or the script failed later; its output was shown.
     """
-    from profiler.launch import LaunchError, ScriptRun, profile_script
+    from ebbtide.profiler.launch import LaunchError, ScriptRun, profile_script
 
     run = ScriptRun(
         script,

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from simulator.limits import GIB
-from simulator.machine import Machine
-from simulator.plan import Plan
-from simulator.workload import Workload
+from ebbtide.simulator.limits import GIB
+from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.plan import Plan
+from ebbtide.simulator.workload import Workload
 
 LINK_STEP = 10e9
 
@@ -14,7 +14,7 @@ def shadow_prices(
     workload: Workload, machine: Machine, plan: Plan, options: dict[str, Any]
 ) -> list[str]:
     """Plans again with 1 GiB more device memory and with 10 GB/s more link each way."""
-    from tuner.placements.planning import plan as search
+    from ebbtide.tuner.placements.planning import plan as search
 
     assert plan.prediction is not None
     base_s = plan.prediction.iteration_s

@@ -4,12 +4,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-
-from profiler.rates.sampling import doubts, noise, rate, repeat_s, timed_s
-from runtime.hardware.pages import own_pages
-from runtime.kernels import host
-from runtime.kernels.adam import AdamStep
-from simulator.quantity import Quantity
+from ebbtide.profiler.rates.sampling import doubts, noise, rate, repeat_s, timed_s
+from ebbtide.runtime.hardware.pages import own_pages
+from ebbtide.runtime.kernels import host
+from ebbtide.runtime.kernels.adam import AdamStep
+from ebbtide.simulator.quantity import Quantity
 
 STEP = AdamStep(1e-4, 0.9, 0.999, 1e-8, 0.1, 0.1, 1.0)
 _STOCK_OPTIMIZER = 1_000_003  # an id that no DeepSpeedCPUAdam of this process has
@@ -136,8 +135,8 @@ def device_adam(elements: int, budget_s: float, cuda: bool) -> Quantity:
         buffers = AdamBuffers(elements)
         durations = repeat_s(lambda: buffers.host_update(1), budget_s)
         return rate(elements, durations, "emulated", "host kernel, one thread")
-    from profiler.rates.copies import cuda_clock
-    from runtime.kernels.device import device_update as kernel
+    from ebbtide.profiler.rates.copies import cuda_clock
+    from ebbtide.runtime.kernels.device import device_update as kernel
 
     buffers = AdamBuffers(elements, "cuda")
     work: Callable[[], None] = lambda: kernel(  # noqa: E731

@@ -7,13 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-
-from profiler.rates.adam import AdamBuffers
-from profiler.rates.copies import Endpoints
-from profiler.rates.sampling import noise, repeat_s
-from profiler.rates.storage import PLANNED_WRITERS, FileToWrite
-from runtime.kernels import host
-from simulator.quantity import Quantity, Source
+from ebbtide.profiler.rates.adam import AdamBuffers
+from ebbtide.profiler.rates.copies import Endpoints
+from ebbtide.profiler.rates.sampling import noise, repeat_s
+from ebbtide.profiler.rates.storage import PLANNED_WRITERS, FileToWrite
+from ebbtide.runtime.kernels import host
+from ebbtide.simulator.quantity import Quantity, Source
 
 Work = Callable[[], object]
 

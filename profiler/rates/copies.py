@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 import torch
-
-from profiler.rates.sampling import doubts, rate, repeat_s, timed_s
-from runtime.kernels import host
-from simulator.quantity import Quantity, Source
+from ebbtide.profiler.rates.sampling import doubts, rate, repeat_s, timed_s
+from ebbtide.runtime.kernels import host
+from ebbtide.simulator.quantity import Quantity, Source
 
 SIZES_BYTES = tuple(2**n for n in (16, 18, 20, 22, 24, 26))
 

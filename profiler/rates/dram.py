@@ -1,10 +1,9 @@
 """Host memory bandwidth."""
 
 import torch
-
-from profiler.rates.sampling import doubts, noise, rate, repeat_s
-from runtime.kernels import host
-from simulator.quantity import Quantity
+from ebbtide.profiler.rates.sampling import doubts, noise, rate, repeat_s
+from ebbtide.runtime.kernels import host
+from ebbtide.simulator.quantity import Quantity
 
 TRIAD_BYTES_PER_ELEMENT = 16  # two reads, a write, and the read of the line that is overwritten
 

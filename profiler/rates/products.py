@@ -3,10 +3,9 @@
 from collections.abc import Callable
 
 import torch
-
-from profiler.rates.copies import cuda_clock
-from profiler.rates.sampling import rate, repeat_s, timed_s
-from simulator.quantity import Quantity, Source
+from ebbtide.profiler.rates.copies import cuda_clock
+from ebbtide.profiler.rates.sampling import rate, repeat_s, timed_s
+from ebbtide.simulator.quantity import Quantity, Source
 
 CUDA_SIDE, HOST_SIDE = 8192, 512  # of a square product: large enough to reach the sustained rate
 

@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from profiler.rates import copies, storage
-from profiler.rates.adam import AdamBuffers
-from profiler.rates.dram import TRIAD_BYTES_PER_ELEMENT
-from profiler.rates.sampling import LEAST_REPEATS, MOST_REPEATS, doubts, noise, repeat_s, timed_s
-from runtime.kernels import host
-from simulator.machine import ShareName
-from simulator.quantity import Quantity, Source
+from ebbtide.profiler.rates import copies, storage
+from ebbtide.profiler.rates.adam import AdamBuffers
+from ebbtide.profiler.rates.dram import TRIAD_BYTES_PER_ELEMENT
+from ebbtide.profiler.rates.sampling import LEAST_REPEATS, MOST_REPEATS, doubts, noise, repeat_s, timed_s
+from ebbtide.runtime.kernels import host
+from ebbtide.simulator.machine import ShareName
+from ebbtide.simulator.quantity import Quantity, Source
 
 STAGES = ("h2d", "d2h", "link", "triad", "host_adam", "storage")
 LEAST_ELEMENTS = 1_000_000

@@ -4,8 +4,7 @@ import time
 from collections.abc import Callable
 
 import torch
-
-from simulator.quantity import UNSTABLE_IQR, Quantity, Source
+from ebbtide.simulator.quantity import UNSTABLE_IQR, Quantity, Source
 
 LEAST_REPEATS = 5
 MOST_REPEATS = 40

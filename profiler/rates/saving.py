@@ -7,10 +7,9 @@ reads what it wrote once with tensors that hold nothing, to see that loading wil
 import os
 
 import torch
+from ebbtide.profiler.rates.sampling import repeat_s
+from ebbtide.simulator.quantity import Quantity
 from torch._subclasses.fake_tensor import FakeTensorMode
-
-from profiler.rates.sampling import repeat_s
-from simulator.quantity import Quantity
 
 TENSORS = 64
 

@@ -14,15 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
+from ebbtide.profiler.rates.sampling import doubts, rate, repeat_s, timed_s
+from ebbtide.simulator import storage as drives
+from ebbtide.simulator.plan import BLOCK_BYTES
+from ebbtide.simulator.quantity import Quantity
 
-from profiler.rates.sampling import doubts, rate, repeat_s, timed_s
-from simulator import storage as drives
-from simulator.plan import BLOCK_BYTES
-from simulator.quantity import Quantity
-
-PLANNED_WRITERS = 2  # of the runtime's checkpoints (`simulator.plan.CheckpointPlan.writers`)
+PLANNED_WRITERS = 2  # of the runtime's checkpoints (`ebbtide.simulator.plan.CheckpointPlan.writers`)
 WRITERS = (1, PLANNED_WRITERS, 4)
-DEPTH = 4  # blocks of stored state under way, each way: `runtime.storage.store.DEPTH`
+DEPTH = 4  # blocks of stored state under way, each way: `ebbtide.runtime.storage.store.DEPTH`
 PARTS = 16  # of the file that a drive is measured with, each for itself
 MOST_CPU_SAMPLES = 20
 LEAST_FILES = 8  # to be written within the budget of one measurement: a slow disk gets small ones

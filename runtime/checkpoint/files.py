@@ -172,7 +172,7 @@ POINTS = (
 # Points that come up in some runs only: a subgroup was copied before its update; a tag was saved
 # before; two names were swapped by two renames.
 RARE_POINTS = ("copied_on_update", "tag_set_aside")
-# Those of a run whose state lies on storage; a step's are in `runtime.storage.folder`.
+# Those of a run whose state lies on storage; a step's are in `ebbtide.runtime.storage.folder`.
 STORED_POINTS = ("stored_prepared", "stored_settled")
 # Those of a drain to the durable tier; "tag_renamed" and "parent_fsynced" come up in it too.
 DRAIN_POINTS = (

@@ -6,12 +6,11 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-
-from runtime.devices.clock import Mark, Moment
-from runtime.devices.lane import Completion, Event, Lane
-from runtime.kernels import host
-from runtime.kernels.step import UpdateStep
-from simulator.schedule import Lane as LaneName
+from ebbtide.runtime.devices.clock import Mark, Moment
+from ebbtide.runtime.devices.lane import Completion, Event, Lane
+from ebbtide.runtime.kernels import host
+from ebbtide.runtime.kernels.step import UpdateStep
+from ebbtide.simulator.schedule import Lane as LaneName
 
 HOST_LANES = (LaneName.HOST, LaneName.STORAGE, LaneName.STORAGE_READ)
 DEVICE_LANES = (

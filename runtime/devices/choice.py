@@ -1,10 +1,9 @@
 """Which device a plan runs on."""
 
 import torch
-
-from runtime.devices.base import Device
-from runtime.devices.cuda import CudaDevice
-from runtime.devices.emulated import EmulatedDevice
+from ebbtide.runtime.devices.base import Device
+from ebbtide.runtime.devices.cuda import CudaDevice
+from ebbtide.runtime.devices.emulated import EmulatedDevice
 
 
 def choose_device(kind: str = "auto", *, on_cuda: bool | None = None) -> Device:

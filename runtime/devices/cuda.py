@@ -7,15 +7,14 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-
-from runtime.devices.base import DEVICE_LANES, HOST_LANES, Device
-from runtime.devices.clock import DeviceClock, Mark, Moment
-from runtime.devices.lane import Completion, Event, Lane
-from runtime.hardware.cores import bind, update_cores
-from runtime.hardware.pages import back, lock, own_pages, unlock
-from runtime.hardware.pci import address_of
-from runtime.kernels.step import UpdateStep
-from simulator.schedule import Lane as LaneName
+from ebbtide.runtime.devices.base import DEVICE_LANES, HOST_LANES, Device
+from ebbtide.runtime.devices.clock import DeviceClock, Mark, Moment
+from ebbtide.runtime.devices.lane import Completion, Event, Lane
+from ebbtide.runtime.hardware.cores import bind, update_cores
+from ebbtide.runtime.hardware.pages import back, lock, own_pages, unlock
+from ebbtide.runtime.hardware.pci import address_of
+from ebbtide.runtime.kernels.step import UpdateStep
+from ebbtide.simulator.schedule import Lane as LaneName
 
 # Copies of one direction take turns on one engine: an urgent one (the parameters that forward waits
 # for) waits for a piece of another stream's copy, 1 ms at 25 GB/s, and not for all of it.
@@ -116,13 +115,13 @@ class CudaDevice(Device):
 
     def prepare(self, steps: Sequence[UpdateStep], tensors: int, gradient: torch.dtype,
                 wire: torch.dtype) -> None:  # fmt: skip
-        from runtime.kernels.device import compile_for
+        from ebbtide.runtime.kernels.device import compile_for
 
         compile_for(steps, tensors, gradient, wire)
 
     def update(self, state: Sequence[torch.Tensor], grad: torch.Tensor, out: torch.Tensor,
                step: UpdateStep, scale: float, tail: int, stream: Any) -> None:  # fmt: skip
-        from runtime.kernels.device import device_update
+        from ebbtide.runtime.kernels.device import device_update
 
         # A kept gradient is dropped when the next one takes its place, which nothing makes wait for
         # this kernel: its memory may be handed out again only after it.

@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-
-from runtime.devices.base import Device
-from runtime.devices.pacing import FluidPacer
-from runtime.kernels import host
-from runtime.kernels.step import UpdateStep
-from simulator.machine import OUT_OF_PLACE
-from simulator.schedule import D2H_LANES
-from simulator.schedule import Lane as LaneName
+from ebbtide.runtime.devices.base import Device
+from ebbtide.runtime.devices.pacing import FluidPacer
+from ebbtide.runtime.kernels import host
+from ebbtide.runtime.kernels.step import UpdateStep
+from ebbtide.simulator.machine import OUT_OF_PLACE
+from ebbtide.simulator.schedule import D2H_LANES
+from ebbtide.simulator.schedule import Lane as LaneName
 
 
 @dataclass(frozen=True, slots=True)

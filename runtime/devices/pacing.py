@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from simulator.engines.sharing import max_min_speeds
+from ebbtide.simulator.engines.sharing import max_min_speeds
 
 
 @dataclass(eq=False, slots=True)
@@ -20,7 +20,7 @@ class FluidPacer:
     """Makes each piece of work last as long as it would on a device of given capacities.
 
     Work that runs at the same time shares the capacities by max-min fairness, like the simulator's
-    ops (`simulator.engines.sharing`). Thread-safe; waiting threads sleep.
+    ops (`ebbtide.simulator.engines.sharing`). Thread-safe; waiting threads sleep.
     """
 
     def __init__(self, capacities: Mapping[str, float]) -> None:

@@ -10,20 +10,19 @@ from functools import partial
 from typing import Protocol
 
 import torch
-
-from runtime.devices.base import Device
-from runtime.devices.clock import Mark
-from runtime.devices.lane import Completion, Lane
-from runtime.execution.gradient_ops import GradientOps
-from runtime.execution.guesses import Guess, Guesses, SubgroupJob
-from runtime.execution.step_template import GradientOp, TemplateOp
-from runtime.execution.subgroup_state import StagingSlot, StateStore, SubgroupState
-from runtime.execution.visits import Growing, Visit, Visits
-from runtime.kernels.rule import UpdateRule
-from runtime.kernels.step import UpdateStep
-from simulator.schedule import Lane as LaneName
-from simulator.schedule import Op, OpKind
-from simulator.update.recipes import PARAMETER_SLOTS, RECIPES, Queue, recipe_of
+from ebbtide.runtime.devices.base import Device
+from ebbtide.runtime.devices.clock import Mark
+from ebbtide.runtime.devices.lane import Completion, Lane
+from ebbtide.runtime.execution.gradient_ops import GradientOps
+from ebbtide.runtime.execution.guesses import Guess, Guesses, SubgroupJob
+from ebbtide.runtime.execution.step_template import GradientOp, TemplateOp
+from ebbtide.runtime.execution.subgroup_state import StagingSlot, StateStore, SubgroupState
+from ebbtide.runtime.execution.visits import Growing, Visit, Visits
+from ebbtide.runtime.kernels.rule import UpdateRule
+from ebbtide.runtime.kernels.step import UpdateStep
+from ebbtide.simulator.schedule import Lane as LaneName
+from ebbtide.simulator.schedule import Op, OpKind
+from ebbtide.simulator.update.recipes import PARAMETER_SLOTS, RECIPES, Queue, recipe_of
 
 HISTORY_STEPS = 8
 KEPT_FETCHES = 4096

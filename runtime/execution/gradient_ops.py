@@ -6,13 +6,12 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-
-from runtime.devices.base import Device
-from runtime.devices.lane import Completion, Lane
-from runtime.execution.step_template import GradientOp
-from simulator.schedule import Lane as LaneName
-from simulator.schedule import Op, OpKind
-from simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES
+from ebbtide.runtime.devices.base import Device
+from ebbtide.runtime.devices.lane import Completion, Lane
+from ebbtide.runtime.execution.step_template import GradientOp
+from ebbtide.simulator.schedule import Lane as LaneName
+from ebbtide.simulator.schedule import Op, OpKind
+from ebbtide.simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES
 
 KEPT_PARTS = 65536  # of one step, for the measured timeline
 

@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Generic, Self, TypeVar
 
 import torch
-
-from runtime.devices.base import Device
-from runtime.devices.lane import Completion
-from runtime.execution.gradient_ops import GradientOps
-from runtime.execution.subgroup_state import SubgroupState
-from simulator.update.recipes import RECIPES
+from ebbtide.runtime.devices.base import Device
+from ebbtide.runtime.devices.lane import Completion
+from ebbtide.runtime.execution.gradient_ops import GradientOps
+from ebbtide.runtime.execution.subgroup_state import SubgroupState
+from ebbtide.simulator.update.recipes import RECIPES
 
 
 @dataclass(slots=True)

@@ -6,12 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-
-from runtime.devices.base import Device
-from runtime.execution.gradients import Segment
-from runtime.execution.subgroup_state import SubgroupState
-from runtime.kernels.step import UpdateStep
-from simulator.update.recipes import RECIPES
+from ebbtide.runtime.devices.base import Device
+from ebbtide.runtime.execution.gradients import Segment
+from ebbtide.runtime.execution.subgroup_state import SubgroupState
+from ebbtide.runtime.kernels.step import UpdateStep
+from ebbtide.simulator.update.recipes import RECIPES
 
 
 @dataclass(frozen=True, slots=True)

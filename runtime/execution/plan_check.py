@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from simulator.plan import Plan, PlanError
-from simulator.schedules.ebbtide import check_homes
+from ebbtide.simulator.plan import Plan, PlanError
+from ebbtide.simulator.schedules.ebbtide import check_homes
 
 
 def check_plan(

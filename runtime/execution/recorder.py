@@ -8,15 +8,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from simulator.schedule import Lane, OpKind
-from simulator.span import Span
-from simulator.timeline import Timeline
+from ebbtide.simulator.schedule import Lane, OpKind
+from ebbtide.simulator.span import Span
+from ebbtide.simulator.timeline import Timeline
 
 if TYPE_CHECKING:
-    from runtime.devices.base import Device
-    from runtime.devices.clock import Mark, Moment
-    from runtime.devices.lane import Completion
-    from runtime.execution.executor import StepRecord
+    from ebbtide.runtime.devices.base import Device
+    from ebbtide.runtime.devices.clock import Mark, Moment
+    from ebbtide.runtime.devices.lane import Completion
+    from ebbtide.runtime.execution.executor import StepRecord
 
 KEPT_SPANS = 64
 

@@ -10,17 +10,16 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-
-from runtime.devices.base import Device
-from runtime.execution.executor import Executor
-from runtime.execution.gradient_ops import GradientOps
-from runtime.execution.gradients import GradientHomes, ParameterSlice
-from runtime.execution.guesses import SubgroupJob, spares_of
-from runtime.execution.plan_check import check_plan
-from runtime.execution.recorder import Recorder
-from runtime.execution.step_template import gradient_template, step_template
-from runtime.execution.stored import grown_store, host_slots, open_store, stored_sizes
-from runtime.execution.subgroup_state import (
+from ebbtide.runtime.devices.base import Device
+from ebbtide.runtime.execution.executor import Executor
+from ebbtide.runtime.execution.gradient_ops import GradientOps
+from ebbtide.runtime.execution.gradients import GradientHomes, ParameterSlice
+from ebbtide.runtime.execution.guesses import SubgroupJob, spares_of
+from ebbtide.runtime.execution.plan_check import check_plan
+from ebbtide.runtime.execution.recorder import Recorder
+from ebbtide.runtime.execution.step_template import gradient_template, step_template
+from ebbtide.runtime.execution.stored import grown_store, host_slots, open_store, stored_sizes
+from ebbtide.runtime.execution.subgroup_state import (
     Buffers,
     SubgroupState,
     place,
@@ -28,20 +27,20 @@ from runtime.execution.subgroup_state import (
     staging_slot,
     staging_slots,
 )
-from runtime.execution.visits import Growing
-from runtime.hardware.launcher import local_ranks
-from runtime.kernels.rule import UpdateRule
-from runtime.kernels.step import UpdateStep
-from runtime.storage.store import ExtentStore
-from runtime.storage.training import StoredSteps
-from simulator.plan import ParameterHome, Placement, Plan, PlanError
-from simulator.schedules.gathers import Gathered
-from simulator.timeline import Timeline
-from simulator.update.footprint import keeps_window
-from simulator.update.guessing import Guessing
-from simulator.update.order import FORWARD, order_of
-from simulator.update.recipes import RECIPES, SPECULATES
-from simulator.workload import WireDtype, ZeroStage
+from ebbtide.runtime.execution.visits import Growing
+from ebbtide.runtime.hardware.launcher import local_ranks
+from ebbtide.runtime.kernels.rule import UpdateRule
+from ebbtide.runtime.kernels.step import UpdateStep
+from ebbtide.runtime.storage.store import ExtentStore
+from ebbtide.runtime.storage.training import StoredSteps
+from ebbtide.simulator.plan import ParameterHome, Placement, Plan, PlanError
+from ebbtide.simulator.schedules.gathers import Gathered
+from ebbtide.simulator.timeline import Timeline
+from ebbtide.simulator.update.footprint import keeps_window
+from ebbtide.simulator.update.guessing import Guessing
+from ebbtide.simulator.update.order import FORWARD, order_of
+from ebbtide.simulator.update.recipes import RECIPES, SPECULATES
+from ebbtide.simulator.workload import WireDtype, ZeroStage
 
 DTYPES: dict[WireDtype, torch.dtype] = {
     "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
@@ -172,7 +171,7 @@ class Session:
             its schedule included: live re-planning first, checkpoints last.
         before_switch: called before subgroups move: who still reads the old buffers ends it.
         stored: what a checkpoint commits where it lies.
-        watch: the `runtime.replan.watch.Watch` of this session, if there is one.
+        watch: the `ebbtide.runtime.replan.watch.Watch` of this session, if there is one.
         set_aside: the plan that the present one, which leaves device memory free for somebody
             else, stands in for; steps meanwhile are not planned by.
         overlaps: a plan's updates may go on in the next forward.

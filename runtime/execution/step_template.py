@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from simulator.plan import Plan
-from simulator.schedule import Op, OpKind
-from simulator.schedules.ebbtide import build_schedule
-from simulator.update.recipes import Slot, Wait, guessed_ways, recipe_of, ways
-from simulator.workload import Layer, Workload
+from ebbtide.simulator.plan import Plan
+from ebbtide.simulator.schedule import Op, OpKind
+from ebbtide.simulator.schedules.ebbtide import build_schedule
+from ebbtide.simulator.update.recipes import Slot, Wait, guessed_ways, recipe_of, ways
+from ebbtide.simulator.workload import Layer, Workload
 
 _STEPS = [step for way in ways() for step in recipe_of(*way).steps]
 _STEPS += [step for way in guessed_ways() for step in recipe_of(*way, guessed=True).steps]

@@ -8,19 +8,18 @@ from pathlib import Path
 
 import psutil
 import torch
-
-from runtime.execution.subgroup_state import StagingSlot
-from runtime.hardware.launcher import local_ranks
-from runtime.storage.errors import StorageError
-from runtime.storage.folder import Drive
-from runtime.storage.store import DEADLINE_S, ExtentStore
-from runtime.storage.training import stands
-from runtime.storage.view import page_aligned
-from simulator.limits import UNKNOWN_MARGIN
-from simulator.plan import Plan, PlanError
-from simulator.update.footprint import kept_steps, slot_elements
-from simulator.update.optimizer import FP32_BYTES
-from simulator.update.recipes import RECIPES
+from ebbtide.runtime.execution.subgroup_state import StagingSlot
+from ebbtide.runtime.hardware.launcher import local_ranks
+from ebbtide.runtime.storage.errors import StorageError
+from ebbtide.runtime.storage.folder import Drive
+from ebbtide.runtime.storage.store import DEADLINE_S, ExtentStore
+from ebbtide.runtime.storage.training import stands
+from ebbtide.runtime.storage.view import page_aligned
+from ebbtide.simulator.limits import UNKNOWN_MARGIN
+from ebbtide.simulator.plan import Plan, PlanError
+from ebbtide.simulator.update.footprint import kept_steps, slot_elements
+from ebbtide.simulator.update.optimizer import FP32_BYTES
+from ebbtide.simulator.update.recipes import RECIPES
 
 
 def free_host_bytes() -> int:

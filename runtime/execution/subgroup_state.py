@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-
-from runtime.devices.base import Device
-from simulator.plan import ParameterHome, Placement
-from simulator.update.footprint import slot_elements
-from simulator.update.recipes import RECIPES, Queue
+from ebbtide.runtime.devices.base import Device
+from ebbtide.simulator.plan import ParameterHome, Placement
+from ebbtide.simulator.update.footprint import slot_elements
+from ebbtide.simulator.update.recipes import RECIPES, Queue
 
 logger = logging.getLogger("ebbtide")
 

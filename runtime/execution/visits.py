@@ -8,11 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-
-from runtime.devices.base import Device
-from runtime.devices.lane import Completion
-from runtime.execution.guesses import Guess, SubgroupJob
-from runtime.execution.subgroup_state import StagingSlot, SubgroupState
+from ebbtide.runtime.devices.base import Device
+from ebbtide.runtime.devices.lane import Completion
+from ebbtide.runtime.execution.guesses import Guess, SubgroupJob
+from ebbtide.runtime.execution.subgroup_state import StagingSlot, SubgroupState
 
 logger = logging.getLogger("ebbtide")
 

@@ -4,12 +4,12 @@
 a launcher. An engine whose config lacks the key is stock DeepSpeed's.
 """
 
-from runtime.frontdoor import hook
-from runtime.frontdoor.hook import disable
+from ebbtide.runtime.frontdoor import hook
+from ebbtide.runtime.frontdoor.hook import disable
 
 __all__ = ["disable", "enable"]
 
 
 def enable() -> None:
     """`hook.enable` with ebbtide's own front door."""
-    hook.enable("runtime.frontdoor.initialize")
+    hook.enable("ebbtide.runtime.frontdoor.initialize")

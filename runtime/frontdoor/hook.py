@@ -1,28 +1,27 @@
 """Wraps ``deepspeed.initialize``, now or when DeepSpeed is imported.
 
 Python's own library only: under `tune run` this file is loaded by every interpreter as it starts,
-and most of them never import DeepSpeed. Nothing of ebbtide is imported before a config with the
-key ``"ebbtide"`` turns up, so that a script's own module called ``runtime`` or ``profiler`` is in
-nobody's way until then.
+and most of them never import DeepSpeed. Nothing else of ebbtide is imported before a config with
+the key ``"ebbtide"`` turns up.
 """
 
 import base64
 import functools
 import importlib
+import importlib.util
 import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
 KEY = "ebbtide"
-ROOT = Path(__file__).resolve().parents[2]  # the folder that holds ebbtide's packages
 # What a wrapper keeps of what it stands for. Another copy of this file, loaded under another name,
 # knows its wrapper by it.
 ORIGINAL = "_ebbtide_original"
-LEFTOVERS = ".ebbtide"  # `runtime.checkpoint.protocol.rotation.NOTES`
+LEFTOVERS = ".ebbtide"  # `ebbtide.runtime.checkpoint.protocol.rotation.NOTES`
 _door = ""  # see `enable`
 
 
@@ -56,7 +55,7 @@ def _before_listing(event: str, args: tuple[Any, ...]) -> None:
     """
     if event not in ("os.listdir", "os.scandir") or _listing.busy:
         return
-    if getattr(sys.modules.get("runtime.checkpoint.trainers.bystanders"), "watching", False):
+    if getattr(sys.modules.get("ebbtide.runtime.checkpoint.trainers.bystanders"), "watching", False):
         return  # there is an engine: it looks itself, and knows its own listings from others'
     folder = "." if args[0] is None else args[0]
     if not isinstance(folder, (str, os.PathLike)):
@@ -64,7 +63,7 @@ def _before_listing(event: str, args: tuple[Any, ...]) -> None:
     _listing.busy = True
     try:
         if _has_leftovers(folder):
-            own("runtime.checkpoint.protocol.rotation").settle_below(Path(folder))
+            own("ebbtide.runtime.checkpoint.protocol.rotation").settle_below(Path(folder))
     finally:
         _listing.busy = False
 
@@ -165,34 +164,12 @@ def also(name: str, wrap: Callable[[Any], None]) -> None:
 
 
 def own(name: str) -> Any:
-    """Imports a module of ebbtide's, wherever the script's own folder stands on ``sys.path``.
-
-    Raises:
-        ImportError: another package has the name of one of ebbtide's.
-    """
-    for package in ("runtime", "simulator"):
-        other = shadow_of(package)
-        if other is not None:
-            raise ImportError(
-                f"the key \"{KEY}\" in DeepSpeed's config needs ebbtide's package {package!r} "
-                f"({ROOT / package}), but got {other}: rename that one, or move it off sys.path"
-            )
-    if str(ROOT) in sys.path:
-        return importlib.import_module(name)
-    sys.path.append(str(ROOT))
+    """Import a module of ebbtide, also in an interpreter that has it neither installed nor on its path."""
+    if "ebbtide" not in sys.modules and importlib.util.find_spec("ebbtide") is None:
+        packages = Path(__file__).resolve().parents[2]  # "ebbtide" itself in a wheel, its parent in a checkout
+        is_checkout = (packages / "ebbtide" / "__init__.py").exists()
+        sys.path.append(str(packages if is_checkout else packages.parent))
     return importlib.import_module(name)
-
-
-def shadow_of(package: str) -> str | None:
-    """Where a foreign module lies that hides this package of ebbtide's; None: nothing hides it."""
-    loaded = sys.modules.get(package)
-    path = [*sys.path, str(ROOT)]
-    spec = loaded.__spec__ if loaded is not None else PathFinder.find_spec(package, path)
-    if spec is None:
-        return None
-    # A folder without __init__.py has no origin; it hides a package only once it is loaded.
-    place = spec.origin or next(iter(spec.submodule_search_locations or ()), str(ROOT / package))
-    return None if Path(place).resolve().is_relative_to(ROOT / package) else place
 
 
 def _plugin_of(accelerate: Any) -> Any:

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import hjson
-
-from runtime.frontdoor.hook import KEY
-from runtime.frontdoor.request import Request, read_request
-from runtime.zero.attach import initialize as initialize_under_plan
-from runtime.zero.checks.guard import leave_to_stock
-from simulator.estimates.deepspeed_keys import ZERO, as_deepspeed_reads, at
+from ebbtide.runtime.frontdoor.hook import KEY
+from ebbtide.runtime.frontdoor.request import Request, read_request
+from ebbtide.runtime.zero.attach import initialize as initialize_under_plan
+from ebbtide.runtime.zero.checks.guard import leave_to_stock
+from ebbtide.simulator.estimates.deepspeed_keys import ZERO, as_deepspeed_reads, at
 
 logger = logging.getLogger("ebbtide")
 _CONFIGS = ("config", "config_params")
@@ -56,7 +55,7 @@ def _under(
     original: Callable[..., Any], request: Request, config: dict[str, Any], options: dict[str, Any]
 ) -> tuple[Any, Any, Any, Any]:
     if request.plan is None:
-        from runtime.checkpoint import install
+        from ebbtide.runtime.checkpoint import install
 
         result = original(config=config, **options)
         assert request.checkpoint is not None

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from runtime.frontdoor.hook import KEY
-from runtime.frontdoor.initialize import config_of, read, without
-from runtime.verify.lines import Job, Lines, Piece, flip_one_bit, number
-from runtime.zero.pieces import pieces, settle
-from simulator.versions import versions
+from ebbtide.runtime.frontdoor.hook import KEY
+from ebbtide.runtime.frontdoor.initialize import config_of, read, without
+from ebbtide.runtime.verify.lines import Job, Lines, Piece, flip_one_bit, number
+from ebbtide.runtime.zero.pieces import pieces, settle
+from ebbtide.simulator.versions import versions
 
 OFFLOADS = ("offload_optimizer", "offload_param", "cpu_offload", "cpu_offload_params",
             "cpu_offload_use_pin_memory")  # fmt: skip

@@ -4,11 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from ebbtide.runtime.frontdoor.hook import KEY
+from ebbtide.simulator.plan import CheckpointPlan, Plan, PlanError
+from ebbtide.simulator.rules import explain
 from pydantic import ValidationError
-
-from runtime.frontdoor.hook import KEY
-from simulator.plan import CheckpointPlan, Plan, PlanError
-from simulator.rules import explain
 
 DEVICES = ("auto", "emulated")
 

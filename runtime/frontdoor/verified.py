@@ -27,7 +27,7 @@ def _in_torch(torch: Any, job: dict[str, Any], hook: Any) -> None:
     if job["deterministic"]:
         torch.use_deterministic_algorithms(True, warn_only=True)
     if "RANK" in os.environ or "LOCAL_RANK" in os.environ or _trains_alone():
-        hook.own("runtime.verify.optimizers").watch(end)
+        hook.own("ebbtide.runtime.verify.optimizers").watch(end)
 
 
 def _trains_alone() -> bool:
@@ -51,9 +51,9 @@ def _in_deepspeed(deepspeed: Any, hook: Any) -> None:
     def initialize(*args: Any, **kwargs: Any) -> Any:
         if inside:
             return original(*args, **kwargs)
-        job = hook.own("runtime.verify.lines").current_job()
-        room = hook.own("runtime.frontdoor.recorded")
-        hook.own("runtime.verify.optimizers").leave()
+        job = hook.own("ebbtide.runtime.verify.lines").current_job()
+        room = hook.own("ebbtide.runtime.frontdoor.recorded")
+        hook.own("ebbtide.runtime.verify.optimizers").leave()
         inside.append(True)
         try:
             return room.initialize(original, args, kwargs, job, end)

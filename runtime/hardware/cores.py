@@ -5,7 +5,7 @@ import platform
 from collections.abc import Sequence
 from pathlib import Path
 
-from runtime.hardware.launcher import local_ranks
+from ebbtide.runtime.hardware.launcher import local_ranks
 
 SYSFS = Path("/sys")
 

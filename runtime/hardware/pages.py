@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-
-from runtime.hardware.cores import bind
+from ebbtide.runtime.hardware.cores import bind
 
 _MOST_THREADS = 8  # more back memory no faster
 _MADV_DONTNEED = 4  # Linux; mmap's own constant is there only for its own mappings

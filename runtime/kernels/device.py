@@ -12,8 +12,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-
-from runtime.kernels.step import UpdateStep
+from ebbtide.runtime.kernels.step import UpdateStep
 
 BLOCK = 1024
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
@@ -130,7 +129,7 @@ def device_update(
     scale: float = 1.0,
     tail: int = 0,
 ) -> None:
-    """`runtime.kernels.host.host_update` on CUDA tensors, on the current stream."""
+    """`ebbtide.runtime.kernels.host.host_update` on CUDA tensors, on the current stream."""
     n = grad.numel()
     if n == 0:
         return

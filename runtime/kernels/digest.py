@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-
-from runtime.kernels import host
+from ebbtide.runtime.kernels import host
 
 LANES, TABLE = 16, 1024
 LAYOUT = f"<QQQq{2 + LANES}d"

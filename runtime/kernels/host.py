@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from runtime.kernels.step import UpdateStep
+from ebbtide.runtime.kernels.step import UpdateStep
 
 _SOURCE = Path(__file__).with_name("host_update.cpp")
 _FLAGS = [

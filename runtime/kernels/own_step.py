@@ -15,10 +15,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-
-from runtime.kernels.rule import Group, Part, UpdateRule
-from runtime.kernels.rules import rule_class
-from runtime.kernels.step import UpdateStep
+from ebbtide.runtime.kernels.rule import Group, Part, UpdateRule
+from ebbtide.runtime.kernels.rules import rule_class
+from ebbtide.runtime.kernels.step import UpdateStep
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-
-from runtime.kernels.host import host_update
-from runtime.kernels.step import UpdateStep
+from ebbtide.runtime.kernels.host import host_update
+from ebbtide.runtime.kernels.step import UpdateStep
 
 NO_VECTORS = 1 << 62  # longer than any tensor: all of it is tail (scalar builds, ARM's SVE)
 WIDTHS = (16, 8, 4, 1, NO_VECTORS)  # 1: a compiler that fuses both loops alike, so that no tail is
@@ -37,7 +36,7 @@ class UnknownRoundingError(RuntimeError):
 class UpdateRule(ABC):
     """An optimizer as stock runs it on the host, element by element.
 
-    Owned by the training thread. `runtime.kernels.rules` has the table of those that exist.
+    Owned by the training thread. `ebbtide.runtime.kernels.rules` has the table of those that exist.
 
     Attributes:
         name: of the rule and of its kernels.

@@ -8,11 +8,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-
-from runtime.kernels.adam import AdamStep, BiasCorrection
-from runtime.kernels.host import host_update
-from runtime.kernels.rule import Group, UnknownRoundingError, UpdateRule, same_bits, vector_width
-from runtime.kernels.step import UpdateStep
+from ebbtide.runtime.kernels.adam import AdamStep, BiasCorrection
+from ebbtide.runtime.kernels.host import host_update
+from ebbtide.runtime.kernels.rule import Group, UnknownRoundingError, UpdateRule, same_bits, vector_width
+from ebbtide.runtime.kernels.step import UpdateStep
 
 _BETAS = {"lr": 1e-3, "betas": (0.9, 0.99)}
 _STEPS = 12  # by then pow and the running product of these betas have differed

@@ -10,19 +10,18 @@ import statistics
 from dataclasses import dataclass
 
 import torch
-
-from runtime.devices.base import Device
-from runtime.execution.session import Session, TrainingEngine
-from runtime.execution.stored import free_host_bytes
-from runtime.replan.measuring import measured_machine
-from runtime.replan.watch import Show, measured_rates, watch
-from simulator.machine import Machine
-from simulator.plan import ParameterHome, Plan
-from simulator.schedule import OpKind
-from simulator.schedules.gathers import Gathered
-from simulator.timeline import Timeline
-from simulator.update.footprint import footprint
-from simulator.workload import WIRE_BYTES, Layer, Workload
+from ebbtide.runtime.devices.base import Device
+from ebbtide.runtime.execution.session import Session, TrainingEngine
+from ebbtide.runtime.execution.stored import free_host_bytes
+from ebbtide.runtime.replan.measuring import measured_machine
+from ebbtide.runtime.replan.watch import Show, measured_rates, watch
+from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.plan import ParameterHome, Plan
+from ebbtide.simulator.schedule import OpKind
+from ebbtide.simulator.schedules.gathers import Gathered
+from ebbtide.simulator.timeline import Timeline
+from ebbtide.simulator.update.footprint import footprint
+from ebbtide.simulator.workload import WIRE_BYTES, Layer, Workload
 
 logger = logging.getLogger("ebbtide")
 
@@ -78,7 +77,7 @@ class _Automatic:
         timeline = own.timeline()
         workload = observed_workload(own.engine, timeline)
         machine = self.machine.with_rates(**measured_rates(timeline, workload, self.machine))
-        from tuner.placements.quick import quick_plan
+        from ebbtide.tuner.placements.quick import quick_plan
 
         current = own.plan.model_copy(update={"overlap_forward": own.overlaps})
         if current.stores:

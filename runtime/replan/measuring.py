@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-
-from simulator.machine import Machine
+from ebbtide.simulator.machine import Machine
 
 LONGEST = timedelta(minutes=10)  # that others wait for: 30 s, and kernels to compile before
 DRIVE_BYTES, DRIVE_S = 2**28, 2.0  # at most, of a folder that state is stored in
@@ -42,8 +41,8 @@ def measured_machine(drives: Sequence[str] = ()) -> Machine:
 
 
 def _with_drives(drives: Sequence[str]) -> Machine:
-    from profiler import measure_machine
-    from profiler.rates.storage import measure_drive
+    from ebbtide.profiler import measure_machine
+    from ebbtide.profiler.rates.storage import measure_drive
 
     machine = measure_machine()
     found = {name: measure_drive(Path(name), DRIVE_BYTES, DRIVE_S) for name in drives}

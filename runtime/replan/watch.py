@@ -6,13 +6,13 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from runtime.execution.session import Session
-from simulator.machine import Machine
-from simulator.plan import Plan
-from simulator.schedule import OpKind
-from simulator.timeline import Timeline
-from simulator.update.recipes import RECIPES, Bytes, guessed_ways, recipe_of
-from simulator.workload import Workload
+from ebbtide.runtime.execution.session import Session
+from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.plan import Plan
+from ebbtide.simulator.schedule import OpKind
+from ebbtide.simulator.timeline import Timeline
+from ebbtide.simulator.update.recipes import RECIPES, Bytes, guessed_ways, recipe_of
+from ebbtide.simulator.workload import Workload
 
 logger = logging.getLogger("ebbtide")
 
@@ -91,7 +91,7 @@ class Watch:
         self.show(timeline, own.plan)
         if not self.replan:
             return
-        from tuner.placements.quick import quick_plan
+        from ebbtide.tuner.placements.quick import quick_plan
 
         result = quick_plan(self.workload, machine, own.plan)
         # All ranks or none: the others would only wait for a rank that moves its state.

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from runtime.checkpoint.errors import CheckpointError
-from runtime.checkpoint.files import Files
-from runtime.checkpoint.format.manifest import GLOBAL_NAME, RANKS_FOLDER
-from runtime.checkpoint.format.safe_load import load_file
-from runtime.checkpoint.protocol.inspect import verify
-from runtime.checkpoint.protocol.retention import being_read
-from runtime.storage.reader import StepReader, read_checkpoint_page, stored_pages
+from ebbtide.runtime.checkpoint.errors import CheckpointError
+from ebbtide.runtime.checkpoint.files import Files
+from ebbtide.runtime.checkpoint.format.manifest import GLOBAL_NAME, RANKS_FOLDER
+from ebbtide.runtime.checkpoint.format.safe_load import load_file
+from ebbtide.runtime.checkpoint.protocol.inspect import verify
+from ebbtide.runtime.checkpoint.protocol.retention import being_read
+from ebbtide.runtime.storage.reader import StepReader, read_checkpoint_page, stored_pages
 
 Tensors = dict[tuple[Any, ...], torch.Tensor]
 

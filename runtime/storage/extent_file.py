@@ -7,9 +7,9 @@ import errno
 import os
 from pathlib import Path
 
-from runtime.checkpoint.files import Files
-from runtime.checkpoint.format.output import NO_DIRECT, OutputFile
-from runtime.storage.errors import StorageError
+from ebbtide.runtime.checkpoint.files import Files
+from ebbtide.runtime.checkpoint.format.output import NO_DIRECT, OutputFile
+from ebbtide.runtime.storage.errors import StorageError
 
 
 class ExtentFile(OutputFile):

@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from runtime.checkpoint.errors import ManifestError
-from runtime.checkpoint.files import Files
-from runtime.checkpoint.format.manifest import PageT, dump, parse
-from runtime.checkpoint.protocol.ownership import owner
-from runtime.storage.errors import StorageError
-from runtime.storage.pages import StepRecord, StepsPage, StorePage
+from ebbtide.runtime.checkpoint.errors import ManifestError
+from ebbtide.runtime.checkpoint.files import Files
+from ebbtide.runtime.checkpoint.format.manifest import PageT, dump, parse
+from ebbtide.runtime.checkpoint.protocol.ownership import owner
+from ebbtide.runtime.storage.errors import StorageError
+from ebbtide.runtime.storage.pages import StepRecord, StepsPage, StorePage
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from runtime.checkpoint.format.memory import ALIGNMENT
+from ebbtide.runtime.checkpoint.format.memory import ALIGNMENT
 
 
 def padded(size_bytes: int) -> int:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from ebbtide.runtime.checkpoint.format.manifest import Hash, Page
 from pydantic import Field
-
-from runtime.checkpoint.format.manifest import Hash, Page
 
 
 class StorePage(Page):

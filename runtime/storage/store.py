@@ -11,18 +11,17 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-
-from runtime.checkpoint.files import Files
-from runtime.checkpoint.format.manifest import block_hash
-from runtime.checkpoint.format.memory import ALIGNMENT, memory_at
-from runtime.storage.errors import DamagedError, StorageError
-from runtime.storage.extent_file import ExtentFile
-from runtime.storage.folder import Drive, Folders
-from runtime.storage.layout import Block, Layout, padded
-from runtime.storage.pages import ExtentRecord, StepRecord, StorePage
-from runtime.storage.view import View, page_aligned
-from runtime.storage.workers import Bounce, Telling, Transfer, Workers, told_late
-from simulator.plan import BLOCK_BYTES
+from ebbtide.runtime.checkpoint.files import Files
+from ebbtide.runtime.checkpoint.format.manifest import block_hash
+from ebbtide.runtime.checkpoint.format.memory import ALIGNMENT, memory_at
+from ebbtide.runtime.storage.errors import DamagedError, StorageError
+from ebbtide.runtime.storage.extent_file import ExtentFile
+from ebbtide.runtime.storage.folder import Drive, Folders
+from ebbtide.runtime.storage.layout import Block, Layout, padded
+from ebbtide.runtime.storage.pages import ExtentRecord, StepRecord, StorePage
+from ebbtide.runtime.storage.view import View, page_aligned
+from ebbtide.runtime.storage.workers import Bounce, Telling, Transfer, Workers, told_late
+from ebbtide.simulator.plan import BLOCK_BYTES
 
 DEPTH = 4
 DEADLINE_S = 300.0

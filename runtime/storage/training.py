@@ -10,19 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from runtime.checkpoint.errors import ManifestError
-from runtime.checkpoint.format.manifest import GLOBAL_NAME, GlobalManifest, dump, parse
-from runtime.checkpoint.live_state import StoredTensor
-from runtime.storage.errors import StorageError
-from runtime.storage.pages import CheckpointPage, StepRecord, TensorRecord
-from runtime.storage.reader import StepReader
-from runtime.storage.store import ExtentStore
+from ebbtide.runtime.checkpoint.errors import ManifestError
+from ebbtide.runtime.checkpoint.format.manifest import GLOBAL_NAME, GlobalManifest, dump, parse
+from ebbtide.runtime.checkpoint.live_state import StoredTensor
+from ebbtide.runtime.storage.errors import StorageError
+from ebbtide.runtime.storage.pages import CheckpointPage, StepRecord, TensorRecord
+from ebbtide.runtime.storage.reader import StepReader
+from ebbtide.runtime.storage.store import ExtentStore
 
 
 @dataclass
 class StoredSteps:
-    """A `runtime.checkpoint.live_state.StoredState`; called by the training thread.
+    """A `ebbtide.runtime.checkpoint.live_state.StoredState`; called by the training thread.
 
     Attributes:
         opened: the store; None: this run stores nothing, but may load what another has stored.
@@ -122,7 +121,7 @@ class StoredSteps:
 
 @dataclass(frozen=True)
 class StoredStep:
-    """A `runtime.checkpoint.live_state.AnnouncedStep`."""
+    """A `ebbtide.runtime.checkpoint.live_state.AnnouncedStep`."""
 
     store: ExtentStore
     version: int

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from runtime.kernels import host
-from runtime.storage.extent_file import ExtentFile
-from runtime.storage.layout import Layout, padded
+from ebbtide.runtime.kernels import host
+from ebbtide.runtime.storage.extent_file import ExtentFile
+from ebbtide.runtime.storage.layout import Layout, padded
 
 _MAP_PRIVATE, _MAP_FIXED = 0x02, 0x10
 

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from runtime.checkpoint.format.memory import memory_at
-from runtime.storage.errors import StorageError
+from ebbtide.runtime.checkpoint.format.memory import memory_at
+from ebbtide.runtime.storage.errors import StorageError
 
 logger = logging.getLogger("ebbtide")
 

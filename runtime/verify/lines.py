@@ -1,7 +1,7 @@
 """The file that one rank of a verified run writes: a line of JSON per optimizer step.
 
 The first line is about the run, the second (step 0) about the state before the first step. A
-tensor is ``[start, count, total, digest]``, `runtime.kernels.digest.Digest.packed`.
+tensor is ``[start, count, total, digest]``, `ebbtide.runtime.kernels.digest.Digest.packed`.
 """
 
 import json
@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ebbtide.runtime.kernels.digest import digest
 
-from runtime.kernels.digest import digest
-
-VARIABLE = "EBBTIDE_VERIFY"  # also in `runtime.frontdoor.verified`, which loads nothing of ours
+VARIABLE = "EBBTIDE_VERIFY"  # also in `ebbtide.runtime.frontdoor.verified`, which loads nothing of ours
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from runtime.verify.lines import Job, Lines, Piece, current_job, flip_one_bit, number
+from ebbtide.runtime.verify.lines import Job, Lines, Piece, current_job, flip_one_bit, number
 
 _watching: "list[_Watch]" = []
 

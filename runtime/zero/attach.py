@@ -10,19 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from runtime.devices.base import Device
-from runtime.devices.choice import choose_device
-from runtime.execution.plan_check import check_plan
-from runtime.execution.recorder import Recorder
-from runtime.execution.session import Session
-from runtime.hardware.builds import waits_are_told
-from runtime.hardware.launcher import one_node
-from runtime.kernels import host
-from runtime.kernels.rule import UpdateRule
-from runtime.zero.checks import private
-from runtime.zero.checks.fingerprints import warn_of_mismatch
-from runtime.zero.checks.guard import (
+from ebbtide.runtime.devices.base import Device
+from ebbtide.runtime.devices.choice import choose_device
+from ebbtide.runtime.execution.plan_check import check_plan
+from ebbtide.runtime.execution.recorder import Recorder
+from ebbtide.runtime.execution.session import Session
+from ebbtide.runtime.hardware.builds import waits_are_told
+from ebbtide.runtime.hardware.launcher import one_node
+from ebbtide.runtime.kernels import host
+from ebbtide.runtime.kernels.rule import UpdateRule
+from ebbtide.runtime.zero.checks import private
+from ebbtide.runtime.zero.checks.fingerprints import warn_of_mismatch
+from ebbtide.runtime.zero.checks.guard import (
     ConfigError,
     check_config,
     check_engine,
@@ -30,17 +29,17 @@ from runtime.zero.checks.guard import (
     leave_to_stock,
     stored_at,
 )
-from runtime.zero.cuts import subgroups_of
-from runtime.zero.host_memory import check_host_memory, on_the_host
-from runtime.zero.stage3_buffers import swapped
-from runtime.zero.steady import keep_flowing
-from runtime.zero.storing import storing_plan
-from simulator.estimates.blocks import ModelError
-from simulator.estimates.deepspeed_keys import read_file
-from simulator.machine import Machine
-from simulator.plan import CheckpointPlan, Plan, PlanError
-from simulator.timeline import Timeline
-from simulator.workload import Workload
+from ebbtide.runtime.zero.cuts import subgroups_of
+from ebbtide.runtime.zero.host_memory import check_host_memory, on_the_host
+from ebbtide.runtime.zero.stage3_buffers import swapped
+from ebbtide.runtime.zero.steady import keep_flowing
+from ebbtide.runtime.zero.storing import storing_plan
+from ebbtide.simulator.estimates.blocks import ModelError
+from ebbtide.simulator.estimates.deepspeed_keys import read_file
+from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.plan import CheckpointPlan, Plan, PlanError
+from ebbtide.simulator.timeline import Timeline
+from ebbtide.simulator.workload import Workload
 
 logger = logging.getLogger("ebbtide")
 
@@ -202,7 +201,7 @@ def attach(
     call_after_step(engine, session)
     warn_of_mismatch(session, optimizer.gradient_accumulation_dtype.itemsize, machine)
     if machine is not None and workload is not None:
-        from runtime.replan.watch import watch
+        from ebbtide.runtime.replan.watch import watch
 
         watch(session, machine, workload, replan=replan, show=_to_monitor(engine))
     return engine
@@ -219,7 +218,7 @@ def _attach_automatically(
     """All state on the host at first, or what its memory holds, the rest in the folder ``storage``;
     a few steps are watched, planned for and switched to.
     """
-    from runtime.replan.auto import host_plan, plan_later
+    from ebbtide.runtime.replan.auto import host_plan, plan_later
 
     rule = check_engine(engine)
     own_step = rule.own_step
@@ -319,14 +318,14 @@ def _take_over(
 ) -> Session:
     optimizer = engine.optimizer
     if engine.zero_optimization_stage() == 3:
-        from runtime.zero import stage3
+        from ebbtide.runtime.zero import stage3
 
         stage3.take_over(
             optimizer, engine.module, plan, device, rule, overlap_forward=overlap_forward,
             subgroup_size=size,
         )  # fmt: skip
     else:  # only there: an older DeepSpeed lacks what it imports
-        from runtime.zero import stage12
+        from ebbtide.runtime.zero import stage12
 
         stage12.take_over(optimizer, plan, device, rule, overlap_forward=overlap_forward)
     session: Session = optimizer._ebbtide
@@ -362,8 +361,8 @@ def host_bytes(optimizer: Any) -> int:
 
 def _checkpointing(engine: Any, session: Session, checkpoint: CheckpointPlan) -> None:
     """Installs the checkpoint engine and its copy on update."""
-    from runtime.checkpoint import install
-    from runtime.checkpoint.live_state import LiveState
+    from ebbtide.runtime.checkpoint import install
+    from ebbtide.runtime.checkpoint.live_state import LiveState
 
     asked = checkpoint.dir is not None or checkpoint.interval_steps > 0
     if engine.use_node_local_storage() and not one_node() and not asked:

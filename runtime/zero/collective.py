@@ -5,11 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-
-from runtime.devices.lane import Completion
-from runtime.execution.executor import Executor
-from runtime.zero.checks import private
-from runtime.zero.fetches import Fetches, Partitions
+from ebbtide.runtime.devices.lane import Completion
+from ebbtide.runtime.execution.executor import Executor
+from ebbtide.runtime.zero.checks import private
+from ebbtide.runtime.zero.fetches import Fetches, Partitions
 
 Gather = Callable[[list[Any]], private.Handle]
 

@@ -3,13 +3,13 @@
 from collections.abc import Iterable
 from typing import Any
 
-from simulator.workload import ALIGNMENT, cut_flat
+from ebbtide.simulator.workload import ALIGNMENT, cut_flat
 
 Cut = tuple[int, int, int]  # parameter group, offset in its partition, elements
 
 
 def cuts(partitions: list[int], subgroup_size: int) -> list[Cut]:
-    """Every group's partition in pieces, as `simulator.workload.cut_flat` sizes them."""
+    """Every group's partition in pieces, as `ebbtide.simulator.workload.cut_flat` sizes them."""
     found: list[Cut] = []
     for group, elements in enumerate(partitions):
         offset = 0
@@ -21,7 +21,7 @@ def cuts(partitions: list[int], subgroup_size: int) -> list[Cut]:
 
 def cuts_at_parameters(groups: Iterable[Iterable[int]], subgroup_size: int) -> list[Cut]:
     """Every group in pieces of at least ``subgroup_size`` that end with a parameter of its, and on
-    a multiple of the vectors (`simulator.workload.cut_flat`); what is left, if little, joins the
+    a multiple of the vectors (`ebbtide.simulator.workload.cut_flat`); what is left, if little, joins the
     last one.
 
     Args:

@@ -4,11 +4,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-
-from runtime.devices.base import Device
-from runtime.devices.lane import Completion
-from runtime.execution.executor import Executor
-from runtime.zero.checks import private
+from ebbtide.runtime.devices.base import Device
+from ebbtide.runtime.devices.lane import Completion
+from ebbtide.runtime.execution.executor import Executor
+from ebbtide.runtime.zero.checks import private
 
 
 class Partitions:

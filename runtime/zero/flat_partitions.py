@@ -4,12 +4,11 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
-
-from runtime.devices.base import Device
-from runtime.execution.session import Session
-from runtime.execution.subgroup_state import Buffers, SubgroupState
-from runtime.zero.cuts import Cut, cuts
-from runtime.zero.windows import ZeroSlice
+from ebbtide.runtime.devices.base import Device
+from ebbtide.runtime.execution.session import Session
+from ebbtide.runtime.execution.subgroup_state import Buffers, SubgroupState
+from ebbtide.runtime.zero.cuts import Cut, cuts
+from ebbtide.runtime.zero.windows import ZeroSlice
 
 State = tuple[torch.Tensor, ...]  # master and moments
 

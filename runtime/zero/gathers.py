@@ -4,11 +4,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-
-from runtime.execution.executor import Executor
-from runtime.zero.checks import private
-from runtime.zero.collective import CollectiveGathers
-from runtime.zero.fetches import Fetches, Partitions
+from ebbtide.runtime.execution.executor import Executor
+from ebbtide.runtime.zero.checks import private
+from ebbtide.runtime.zero.collective import CollectiveGathers
+from ebbtide.runtime.zero.fetches import Fetches, Partitions
 
 
 class Gathers:

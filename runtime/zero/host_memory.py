@@ -6,15 +6,14 @@ from typing import Any
 
 import psutil
 import torch
-
-from runtime.hardware.launcher import local_ranks
-from runtime.kernels.own_step import kept_bytes
-from runtime.kernels.rules import RULES, rule_class
-from runtime.zero.checks.guard import ConfigError
-from simulator.estimates.deepspeed_keys import at
-from simulator.plan import Placement, Plan
-from simulator.update.footprint import Holding, summed_elements, tallies
-from simulator.update.optimizer import ADAM, OPTIMIZERS, OptimizerState
+from ebbtide.runtime.hardware.launcher import local_ranks
+from ebbtide.runtime.kernels.own_step import kept_bytes
+from ebbtide.runtime.kernels.rules import RULES, rule_class
+from ebbtide.runtime.zero.checks.guard import ConfigError
+from ebbtide.simulator.estimates.deepspeed_keys import at
+from ebbtide.simulator.plan import Placement, Plan
+from ebbtide.simulator.update.footprint import Holding, summed_elements, tallies
+from ebbtide.simulator.update.optimizer import ADAM, OPTIMIZERS, OptimizerState
 
 logger = logging.getLogger("ebbtide")
 
@@ -33,7 +32,7 @@ def needed_bytes(
     stage: int = 3,
     micro_batches: int = 1,
 ) -> int:
-    """What `simulator.update.footprint` counts of host memory, on one rank.
+    """What `ebbtide.simulator.update.footprint` counts of host memory, on one rank.
 
     A plan without ``subgroups`` (one written by hand) does not say how large they are: 0.
     """

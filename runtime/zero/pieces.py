@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from runtime.verify.lines import Piece
+from ebbtide.runtime.verify.lines import Piece
 
 
 def pieces(engine: Any, *, frozen: bool) -> Iterator[Piece]:

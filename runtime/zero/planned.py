@@ -7,37 +7,36 @@ from collections.abc import Callable, Container
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-
-from runtime.devices.base import Device
-from runtime.execution.gradient_ops import GradientOps
-from runtime.execution.subgroup_state import SubgroupState
-from runtime.kernels import host
-from runtime.kernels.rule import UpdateRule
-from runtime.kernels.step import UpdateStep
-from runtime.zero.checks import private
-from runtime.zero.windows import OneBuffer, Windows, ZeroSlice
-from simulator.plan import Plan
-from simulator.timeline import Timeline
-from simulator.update.recipes import RECIPES, Queue
-from simulator.workload import WireDtype, ZeroStage
+from ebbtide.runtime.devices.base import Device
+from ebbtide.runtime.execution.gradient_ops import GradientOps
+from ebbtide.runtime.execution.subgroup_state import SubgroupState
+from ebbtide.runtime.kernels import host
+from ebbtide.runtime.kernels.rule import UpdateRule
+from ebbtide.runtime.kernels.step import UpdateStep
+from ebbtide.runtime.zero.checks import private
+from ebbtide.runtime.zero.windows import OneBuffer, Windows, ZeroSlice
+from ebbtide.simulator.plan import Plan
+from ebbtide.simulator.timeline import Timeline
+from ebbtide.simulator.update.recipes import RECIPES, Queue
+from ebbtide.simulator.workload import WireDtype, ZeroStage
 
 if TYPE_CHECKING:
-    from runtime.execution.session import Session
+    from ebbtide.runtime.execution.session import Session
 
 _WIRE: dict[torch.dtype, WireDtype] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class PlannedZero:
-    """The stage-independent half of a `runtime.execution.session.TrainingEngine`.
+    """The stage-independent half of a `ebbtide.runtime.execution.session.TrainingEngine`.
 
     A base of `EbbtideStage3` and `EbbtideStage2`, in front of DeepSpeed's own class. Never
-    constructed: `runtime.attach` changes the class of DeepSpeed's live optimizer, after it has set
+    constructed: `ebbtide.attach` changes the class of DeepSpeed's live optimizer, after it has set
     ``_ebbtide`` and ``_rule``.
     """
 
     _ebbtide: Session
     _rule: UpdateRule
-    optimizer: Any  # one of those that `runtime.kernels.rules` has a rule for
+    optimizer: Any  # one of those that `ebbtide.runtime.kernels.rules` has a rule for
     dtype: torch.dtype
     loss_scale: Any  # a float; a tensor where DeepSpeed keeps it so
     clip_grad: float

@@ -10,22 +10,17 @@ from typing import Any
 import torch
 from deepspeed.runtime.utils import all_gather_dp_groups, is_invalid_grad_norm
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
-from deepspeed.runtime.zero.stage_1_and_2 import (
-    INITIAL_MICRO_STEP_ID,
-    OPTIMIZER_TIMERS,
-    DeepSpeedZeroOptimizer,
-)
-
-from runtime.devices.base import Device
-from runtime.execution.session import Session
-from runtime.execution.subgroup_state import Buffers, SubgroupState
-from runtime.kernels.rule import UpdateRule
-from runtime.kernels.step import UpdateStep
-from runtime.zero.flat_partitions import FlatPartitions, HomeSums, hand_back
-from runtime.zero.planned import PlannedZero, bring_home, float64_norm, gated, published
-from runtime.zero.windows import ZeroSlice
-from simulator.plan import ParameterHome, Plan
-from simulator.workload import ZeroStage
+from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, OPTIMIZER_TIMERS, DeepSpeedZeroOptimizer
+from ebbtide.runtime.devices.base import Device
+from ebbtide.runtime.execution.session import Session
+from ebbtide.runtime.execution.subgroup_state import Buffers, SubgroupState
+from ebbtide.runtime.kernels.rule import UpdateRule
+from ebbtide.runtime.kernels.step import UpdateStep
+from ebbtide.runtime.zero.flat_partitions import FlatPartitions, HomeSums, hand_back
+from ebbtide.runtime.zero.planned import PlannedZero, bring_home, float64_norm, gated, published
+from ebbtide.runtime.zero.windows import ZeroSlice
+from ebbtide.simulator.plan import ParameterHome, Plan
+from ebbtide.simulator.workload import ZeroStage
 
 DEEPSPEEDS_OWN = (OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads)
 

@@ -5,22 +5,21 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-
-from runtime.devices.base import Device
-from runtime.execution.session import Session
-from runtime.execution.subgroup_state import Buffers, SubgroupState
-from runtime.kernels.rule import UpdateRule
-from runtime.kernels.step import UpdateStep
-from runtime.zero import stage3_buffers
-from runtime.zero.checks import private
-from runtime.zero.cuts import cuts_of
-from runtime.zero.flat_partitions import FlatState
-from runtime.zero.gathers import Gathers
-from runtime.zero.planned import PlannedZero, bring_home, float64_norm, gated, published
-from runtime.zero.windows import ZeroSlice
-from simulator.plan import ParameterHome, Plan, PlanError
-from simulator.schedules.gathers import Gathered
-from simulator.workload import ZeroStage
+from ebbtide.runtime.devices.base import Device
+from ebbtide.runtime.execution.session import Session
+from ebbtide.runtime.execution.subgroup_state import Buffers, SubgroupState
+from ebbtide.runtime.kernels.rule import UpdateRule
+from ebbtide.runtime.kernels.step import UpdateStep
+from ebbtide.runtime.zero import stage3_buffers
+from ebbtide.runtime.zero.checks import private
+from ebbtide.runtime.zero.cuts import cuts_of
+from ebbtide.runtime.zero.flat_partitions import FlatState
+from ebbtide.runtime.zero.gathers import Gathers
+from ebbtide.runtime.zero.planned import PlannedZero, bring_home, float64_norm, gated, published
+from ebbtide.runtime.zero.windows import ZeroSlice
+from ebbtide.simulator.plan import ParameterHome, Plan, PlanError
+from ebbtide.simulator.schedules.gathers import Gathered
+from ebbtide.simulator.workload import ZeroStage
 
 
 class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]

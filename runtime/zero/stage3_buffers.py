@@ -1,6 +1,6 @@
 """DeepSpeed's buffers of ZeRO-3, as a session takes them and hands them back.
 
-A plan's subgroups are DeepSpeed's own, or pieces of them (`runtime.zero.cuts.cuts_of`): its norms,
+A plan's subgroups are DeepSpeed's own, or pieces of them (`ebbtide.runtime.zero.cuts.cuts_of`): its norms,
 its checkpoints and what it shows know nothing of pieces. Then its fp32 tensors stay whole
 (`FlatState`), and its flat parameters as long as no piece's have moved.
 """
@@ -9,13 +9,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-
-from runtime.devices.base import Device
-from runtime.execution.subgroup_state import Buffers, SubgroupState
-from runtime.hardware.pages import discard
-from runtime.zero.checks import private
-from runtime.zero.cuts import Cut
-from runtime.zero.windows import ZeroSlice
+from ebbtide.runtime.devices.base import Device
+from ebbtide.runtime.execution.subgroup_state import Buffers, SubgroupState
+from ebbtide.runtime.hardware.pages import discard
+from ebbtide.runtime.zero.checks import private
+from ebbtide.runtime.zero.cuts import Cut
+from ebbtide.runtime.zero.windows import ZeroSlice
 
 
 class Pieces:

@@ -8,18 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from runtime.checkpoint.files import Files
-from runtime.execution.stored import free_host_bytes
-from runtime.kernels.rule import UpdateRule
-from runtime.storage.folder import STEPS, file_of, read_page
-from runtime.storage.pages import StepsPage
-from runtime.zero.checks import private
-from runtime.zero.host_memory import needed_bytes
-from simulator.limits import GIB
-from simulator.plan import Placement, Plan
-from simulator.update.optimizer import ADAM, OPTIMIZERS
-from simulator.update.recipes import HOST_SLOTS
+from ebbtide.runtime.checkpoint.files import Files
+from ebbtide.runtime.execution.stored import free_host_bytes
+from ebbtide.runtime.kernels.rule import UpdateRule
+from ebbtide.runtime.storage.folder import STEPS, file_of, read_page
+from ebbtide.runtime.storage.pages import StepsPage
+from ebbtide.runtime.zero.checks import private
+from ebbtide.runtime.zero.host_memory import needed_bytes
+from ebbtide.simulator.limits import GIB
+from ebbtide.simulator.plan import Placement, Plan
+from ebbtide.simulator.update.optimizer import ADAM, OPTIMIZERS
+from ebbtide.simulator.update.recipes import HOST_SLOTS
 
 logger = logging.getLogger("ebbtide")
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from typing import Self
 
 import torch
-
-from runtime.execution.gradient_ops import GradientOps
-from runtime.execution.gradients import GradientHomes, ParameterSlice, Segment
-from runtime.execution.subgroup_state import SubgroupState
+from ebbtide.runtime.execution.gradient_ops import GradientOps
+from ebbtide.runtime.execution.gradients import GradientHomes, ParameterSlice, Segment
+from ebbtide.runtime.execution.subgroup_state import SubgroupState
 
 
 @dataclass(slots=True)

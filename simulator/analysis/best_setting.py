@@ -6,24 +6,17 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from simulator.analysis.guessed import PAUSED, expected, guesses_worth
-from simulator.analysis.memory_kinds import peaks_by_kind
-from simulator.engines.compiled import CompiledSchedule, SimResult, compile_schedule, simulate_fast
-from simulator.limits import Limits
-from simulator.machine import Machine
-from simulator.plan import Plan
-from simulator.schedules.settings import settings
-from simulator.schedules.strategies import build_strategy, shared_plan
-from simulator.update.footprint import (
-    Activations,
-    ByKind,
-    Holding,
-    activations_beside,
-    footprint,
-    slot_bytes,
-)
-from simulator.update.recipes import SPECULATES, can_be_summed
-from simulator.workload import Workload
+from ebbtide.simulator.analysis.guessed import PAUSED, expected, guesses_worth
+from ebbtide.simulator.analysis.memory_kinds import peaks_by_kind
+from ebbtide.simulator.engines.compiled import CompiledSchedule, SimResult, compile_schedule, simulate_fast
+from ebbtide.simulator.limits import Limits
+from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.plan import Plan
+from ebbtide.simulator.schedules.settings import settings
+from ebbtide.simulator.schedules.strategies import build_strategy, shared_plan
+from ebbtide.simulator.update.footprint import Activations, ByKind, Holding, activations_beside, footprint, slot_bytes
+from ebbtide.simulator.update.recipes import SPECULATES, can_be_summed
+from ebbtide.simulator.workload import Workload
 
 FEW = 8  # of the best settings, with which guesses are tried
 SLOTS = 2  # of an evenly spread plan

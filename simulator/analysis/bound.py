@@ -1,4 +1,4 @@
-"""How fast any plan could be, by the rules of `simulator.analysis.bounds`."""
+"""How fast any plan could be, by the rules of `ebbtide.simulator.analysis.bounds`."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,20 +6,19 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
+from ebbtide.simulator.analysis.bounds.model import Model
+from ebbtide.simulator.analysis.bounds.sharing import Sharing
+from ebbtide.simulator.analysis.bounds.window import NAMED, Window
+from ebbtide.simulator.analysis.many_plans import PlanSweep
+from ebbtide.simulator.engines import kernel
+from ebbtide.simulator.engines.recipe_arrays import PLACEMENT_CODES
+from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.quantity import Quantity
+from ebbtide.simulator.update.footprint import Holding, fetched_elements, moved_out
+from ebbtide.simulator.update.recipes import RECIPES, Placement, recipe_of, ways
+from ebbtide.simulator.update.tiers import Memory
+from ebbtide.simulator.workload import Workload
 from numpy.typing import NDArray
-
-from simulator.analysis.bounds.model import Model
-from simulator.analysis.bounds.sharing import Sharing
-from simulator.analysis.bounds.window import NAMED, Window
-from simulator.analysis.many_plans import PlanSweep
-from simulator.engines import kernel
-from simulator.engines.recipe_arrays import PLACEMENT_CODES
-from simulator.machine import Machine
-from simulator.quantity import Quantity
-from simulator.update.footprint import Holding, fetched_elements, moved_out
-from simulator.update.recipes import RECIPES, Placement, recipe_of, ways
-from simulator.update.tiers import Memory
-from simulator.workload import Workload
 
 Floats = NDArray[np.float64]
 Numbers = Mapping[Placement, int]  # of subgroups

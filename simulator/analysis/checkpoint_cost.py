@@ -5,17 +5,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from simulator.analysis.goodput import CheckpointCost
-from simulator.engines.compiled import CompiledSchedule, SimResult, compile_schedule, simulate_fast
-from simulator.engines.kernel import CORES, DRAM
-from simulator.engines.reference import capacities
-from simulator.machine import Machine
-from simulator.plan import BLOCK_BYTES, CheckpointPlan, Plan
-from simulator.schedule import Lane, Op, OpKind, Schedule
-from simulator.schedules.checkpointed import CheckpointedLoop, copy_rate, reserved_bytes
-from simulator.schedules.write_order import Due, Pace, Writing, order_writing
-from simulator.update.recipes import RECIPES
-from simulator.workload import Workload
+from ebbtide.simulator.analysis.goodput import CheckpointCost
+from ebbtide.simulator.engines.compiled import CompiledSchedule, SimResult, compile_schedule, simulate_fast
+from ebbtide.simulator.engines.kernel import CORES, DRAM
+from ebbtide.simulator.engines.reference import capacities
+from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.plan import BLOCK_BYTES, CheckpointPlan, Plan
+from ebbtide.simulator.schedule import Lane, Op, OpKind, Schedule
+from ebbtide.simulator.schedules.checkpointed import CheckpointedLoop, copy_rate, reserved_bytes
+from ebbtide.simulator.schedules.write_order import Due, Pace, Writing, order_writing
+from ebbtide.simulator.update.recipes import RECIPES
+from ebbtide.simulator.workload import Workload
 
 LEAD_IN = 2  # iterations before the save: the second one ends in the steady state
 FOLLOWED = 4  # iterations after the save; what persists longer is extrapolated from the last one

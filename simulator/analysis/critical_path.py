@@ -2,9 +2,9 @@
 
 from collections import defaultdict
 
-from simulator.schedule import Lane, Schedule
-from simulator.span import Span
-from simulator.timeline import Timeline
+from ebbtide.simulator.schedule import Lane, Schedule
+from ebbtide.simulator.span import Span
+from ebbtide.simulator.timeline import Timeline
 
 
 def critical_path(

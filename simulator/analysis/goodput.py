@@ -8,7 +8,7 @@ exponential (rate = nodes / MTBF of one node) and hit restarts too.
 import math
 from dataclasses import dataclass, replace
 
-from simulator.rules import RuleError
+from ebbtide.simulator.rules import RuleError
 
 CHECKFREQ_OVERHEAD = 0.035  # CheckFreq (Mohan et al., FAST 2021): at most 3.5% overhead
 

@@ -4,13 +4,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from simulator.engines.compiled import SimResult
-from simulator.machine import Machine
-from simulator.plan import Plan
-from simulator.update.footprint import Holding
-from simulator.update.guessing import shares
-from simulator.update.recipes import SPECULATES, Bytes, Placement, Wait, recipe_of
-from simulator.workload import Workload
+from ebbtide.simulator.engines.compiled import SimResult
+from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.plan import Plan
+from ebbtide.simulator.update.footprint import Holding
+from ebbtide.simulator.update.guessing import shares
+from ebbtide.simulator.update.recipes import SPECULATES, Bytes, Placement, Wait, recipe_of
+from ebbtide.simulator.workload import Workload
 
 # Of an iteration without guesses and slots that grow: what a plan may lose while it does not guess.
 PAUSED = 0.01

@@ -8,12 +8,10 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
-
-from simulator.engines import kernel
-from simulator.engines.compiled import capacity_vector, machine_vector
-from simulator.engines.kernel import Floats, Ints
-from simulator.engines.recipe_arrays import (
+from ebbtide.simulator.engines import kernel
+from ebbtide.simulator.engines.compiled import capacity_vector, machine_vector
+from ebbtide.simulator.engines.kernel import Floats, Ints
+from ebbtide.simulator.engines.recipe_arrays import (
     GUESSED,
     HOME_CODES,
     HOST_UPDATES,
@@ -27,14 +25,15 @@ from simulator.engines.recipe_arrays import (
     build,
     totals,
 )
-from simulator.machine import Machine
-from simulator.plan import Plan, PlanError
-from simulator.schedules.tape import record
-from simulator.update.footprint import Activations, Amounts, Holding, fetched_elements, moved_out
-from simulator.update.order import arrival_order
-from simulator.update.recipes import HOST_SLOTS, Slot, early_limits, recipe_of, ways
-from simulator.update.tiers import Memory
-from simulator.workload import Workload
+from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.plan import Plan, PlanError
+from ebbtide.simulator.schedules.tape import record
+from ebbtide.simulator.update.footprint import Activations, Amounts, Holding, fetched_elements, moved_out
+from ebbtide.simulator.update.order import arrival_order
+from ebbtide.simulator.update.recipes import HOST_SLOTS, Slot, early_limits, recipe_of, ways
+from ebbtide.simulator.update.tiers import Memory
+from ebbtide.simulator.workload import Workload
+from numpy.typing import NDArray
 
 COLUMNS = (
     "iteration_s", "forward_s", "backward_s", "step_s", "update_s", "makespan_s",

@@ -3,13 +3,12 @@
 from collections.abc import Callable
 
 import numpy as np
-
-from simulator.engines import kernel
-from simulator.engines.compiled import CompiledSchedule, SimResult
-from simulator.engines.kernel import Floats
-from simulator.schedule import KINDS, Kind, OpKind, freed_of, taken_for
-from simulator.update.footprint import ByKind
-from simulator.update.tiers import TIERS
+from ebbtide.simulator.engines import kernel
+from ebbtide.simulator.engines.compiled import CompiledSchedule, SimResult
+from ebbtide.simulator.engines.kernel import Floats
+from ebbtide.simulator.schedule import KINDS, Kind, OpKind, freed_of, taken_for
+from ebbtide.simulator.update.footprint import ByKind
+from ebbtide.simulator.update.tiers import TIERS
 
 
 def peaks_by_kind(schedule: CompiledSchedule, simulated: SimResult) -> ByKind:

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from simulator.analysis.best_setting import best_setting
-from simulator.analysis.bound import fluid_bound
-from simulator.limits import Limits
-from simulator.machine import CHANGEABLE, Machine
-from simulator.rules import RuleError
-from simulator.schedules.strategies import STRATEGIES
-from simulator.workload import Workload
+from ebbtide.simulator.analysis.best_setting import best_setting
+from ebbtide.simulator.analysis.bound import fluid_bound
+from ebbtide.simulator.limits import Limits
+from ebbtide.simulator.machine import CHANGEABLE, Machine
+from ebbtide.simulator.rules import RuleError
+from ebbtide.simulator.schedules.strategies import STRATEGIES
+from ebbtide.simulator.workload import Workload
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -72,7 +72,7 @@ def what_if(
 
     Strategies with a setting (Twin-Flow's ratio, the stride, ebbtide's placements) are taken at
     their best within the memory, unless options are given; ebbtide's is the best evenly spread
-    plan, to which `tuner.plan` adds what its search finds.
+    plan, to which `ebbtide.tuner.plan` adds what its search finds.
 
     Args:
         strategies: names of `STRATEGIES`, or (name, options of `build_strategy`).

@@ -1,6 +1,6 @@
 """The engine for sweeps: what `simulate` says, thousands of times a second.
 
-Imported on its own (``from simulator.engines.compiled import simulate_fast``), because it loads
+Imported on its own (``from ebbtide.simulator.engines.compiled import simulate_fast``), because it loads
 numba; without numba it gives the same results, slowly.
 """
 
@@ -10,14 +10,13 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 import numpy as np
-
-from simulator.engines import kernel
-from simulator.engines.kernel import Floats, Ints
-from simulator.engines.reference import capacities
-from simulator.machine import THREADED, Machine, RateName
-from simulator.schedule import Op, Schedule
-from simulator.span import Span
-from simulator.timeline import Timeline
+from ebbtide.simulator.engines import kernel
+from ebbtide.simulator.engines.kernel import Floats, Ints
+from ebbtide.simulator.engines.reference import capacities
+from ebbtide.simulator.machine import THREADED, Machine, RateName
+from ebbtide.simulator.schedule import Op, Schedule
+from ebbtide.simulator.span import Span
+from ebbtide.simulator.timeline import Timeline
 
 _LANE_NUMBERS = {lane: number for number, lane in enumerate(kernel.LANES)}
 _KIND_NUMBERS = {kind: number for number, kind in enumerate(kernel.KINDS)}

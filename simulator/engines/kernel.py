@@ -1,4 +1,4 @@
-"""The arithmetic of `simulator.engines.reference` on arrays, for sweeps.
+"""The arithmetic of `ebbtide.simulator.engines.reference` on arrays, for sweeps.
 
 One row of ``ops`` per op; the columns are the constants below. Everything here is compiled by
 numba where it is installed, so it sticks to loops over arrays; what runs for each event allocates
@@ -11,10 +11,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
+from ebbtide.simulator.engines.jit import compiled, uncounted
+from ebbtide.simulator.schedule import D2H_LANES, H2D_LANES, Lane, OpKind
 from numpy.typing import NDArray
-
-from simulator.engines.jit import compiled, uncounted
-from simulator.schedule import D2H_LANES, H2D_LANES, Lane, OpKind
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -145,7 +144,7 @@ def _fill_demand(ops: Floats, i: int, duration_s: float, machine: Floats, demand
 def _max_min(
     busy: Ints, demand: Floats, capacity: Floats, speed: Floats, growing: Ints, room: Floats
 ) -> None:
-    """`simulator.engines.sharing.max_min_speeds` on arrays; see there.
+    """`ebbtide.simulator.engines.sharing.max_min_speeds` on arrays; see there.
 
     Args:
         growing, room: written; of ``room`` a row for each of R_*.

@@ -1,8 +1,8 @@
 """ebbtide's schedule as arrays: a recorded iteration and the recipes, interpreted by numba.
 
-Writes what `simulator.schedules.ebbtide` builds, without an `Op` object in between, into the arrays
-that `simulator.engines.kernel` runs. Which passes there are is said by the tape
-(`simulator.schedules.tape`), what happens to gradients and state by the recipes.
+Writes what `ebbtide.simulator.schedules.ebbtide` builds, without an `Op` object in between, into the arrays
+that `ebbtide.simulator.engines.kernel` runs. Which passes there are is said by the tape
+(`ebbtide.simulator.schedules.tape`), what happens to gradients and state by the recipes.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self, get_args
 
 import numpy as np
-
-from simulator.engines import kernel
-from simulator.engines.jit import compiled, uncounted
-from simulator.engines.kernel import Floats, Ints
-from simulator.machine import THREADED, RateName
-from simulator.schedule import Op, OpKind
-from simulator.schedules.tape import Place, What
-from simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES
-from simulator.update.recipes import (
+from ebbtide.simulator.engines import kernel
+from ebbtide.simulator.engines.jit import compiled, uncounted
+from ebbtide.simulator.engines.kernel import Floats, Ints
+from ebbtide.simulator.machine import THREADED, RateName
+from ebbtide.simulator.schedule import Op, OpKind
+from ebbtide.simulator.schedules.tape import Place, What
+from ebbtide.simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES
+from ebbtide.simulator.update.recipes import (
     RECIPES,
     Bytes,
     Placement,
@@ -32,8 +31,8 @@ from simulator.update.recipes import (
     recipe_of,
     ways,
 )
-from simulator.update.tiers import Memory
-from simulator.workload import Workload
+from ebbtide.simulator.update.tiers import Memory
+from ebbtide.simulator.workload import Workload
 
 # Of a subgroup whose parameters live on the device, and what is added for the host.
 PLACEMENT_CODES: dict[Placement, int] = {placement: i for i, placement in enumerate(RECIPES)}
@@ -223,7 +222,7 @@ class _Made(NamedTuple):
     """What was built so far.
 
     Attributes:
-        ops, after_first, after: see `simulator.engines.kernel.run`.
+        ops, after_first, after: see `ebbtide.simulator.engines.kernel.run`.
         n: see _N_*.
         done: the latest op of each place, then those that places refer to (`Place.refs`); -1: none.
         home, early, begun: by subgroup, the op that brought its gradient home, the latest one of

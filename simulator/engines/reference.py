@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from simulator.engines.sharing import max_min_speeds
-from simulator.machine import Machine
-from simulator.schedule import D2H_LANES, H2D_LANES, Lane, Op, OpKind, Schedule
-from simulator.span import Span
-from simulator.timeline import MemorySample, Timeline
+from ebbtide.simulator.engines.sharing import max_min_speeds
+from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.schedule import D2H_LANES, H2D_LANES, Lane, Op, OpKind, Schedule
+from ebbtide.simulator.span import Span
+from ebbtide.simulator.timeline import MemorySample, Timeline
 
 _COPY_LANES = D2H_LANES | H2D_LANES
 _LANE_ORDER = {lane: position for position, lane in enumerate(Lane)}
@@ -23,7 +23,7 @@ def simulate(schedule: Schedule, machine: Machine) -> Timeline:
 
     Each lane runs its ops in order; an op starts when its lane is free and all it waits for has
     ended. Ops that run at the same time share DRAM, the link, the host's cores, the device and
-    storage by max-min fairness (`simulator.engines.sharing`).
+    storage by max-min fairness (`ebbtide.simulator.engines.sharing`).
 
     Raises:
         ValueError: the machine lacks a rate that the schedule needs, or one of the two is none.

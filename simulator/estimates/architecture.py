@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from simulator.estimates.blocks import Architecture, DescribedArchitecture, ModelError
-from simulator.estimates.families import ALL, family_numbers
-from simulator.estimates.modules import built
+from ebbtide.simulator.estimates.blocks import Architecture, DescribedArchitecture, ModelError
+from ebbtide.simulator.estimates.families import ALL, family_numbers
+from ebbtide.simulator.estimates.modules import built
 
 # Our name -> how configs call it, first found first taken.
 KEYS = {
@@ -29,12 +29,12 @@ def architecture(model: Architecture | Mapping[str, Any] | str | Path) -> Archit
 
     Args:
         model: a Hugging Face config (its dict, its ``config.json`` or the folder with it; a family
-            that `simulator.estimates.families` does not have is built by transformers), or a
+            that `ebbtide.simulator.estimates.families` does not have is built by transformers), or a
             plain description with the keys ``layers, hidden, heads, vocabulary`` and, where they
             are not the usual ones, ``kv_heads, head_size, ffn, gated, fused, bias, tied,
             positions, norm_params, norms, experts, experts_per_token``. Any other layer has, in
             the place of ``gated``, ``fused`` and ``norms``, a ``layout``: its parameters in their
-            order, by the names in `simulator.estimates.blocks`, as ``"norm qkv o norm up down"``.
+            order, by the names in `ebbtide.simulator.estimates.blocks`, as ``"norm qkv o norm up down"``.
 
     Raises:
         ModelError: the file cannot be read, the family is not known (or only to transformers,

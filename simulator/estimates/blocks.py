@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
 
-from simulator.rules import RuleError
+from ebbtide.simulator.rules import RuleError
 
 
 class ModelError(RuleError):
@@ -80,7 +80,7 @@ class Architecture(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltArchitecture(Architecture):
-    """By its modules: `simulator.estimates.modules`."""
+    """By its modules: `ebbtide.simulator.estimates.modules`."""
 
     held: tuple[Block, ...]
 

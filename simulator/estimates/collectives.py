@@ -9,7 +9,7 @@ hop. NCCL's trees for all-reduces between nodes bring no less into the busiest n
 import math
 from dataclasses import dataclass
 
-from simulator.machine import Machine
+from ebbtide.simulator.machine import Machine
 
 LINK = "nvlink_bytes_per_s"  # among machine.other_rates: one GPU's ports together, one direction
 PAIR = "nvlink_pair_bytes_per_s"  # where GPUs are wired pair by pair, without a switch

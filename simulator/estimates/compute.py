@@ -9,8 +9,8 @@ residuals, rotary embedding, the loss) is bound by device memory alone.
 import math
 from dataclasses import dataclass
 
-from simulator.estimates.blocks import Block
-from simulator.machine import Machine
+from ebbtide.simulator.estimates.blocks import Block
+from ebbtide.simulator.machine import Machine
 
 # Korthikanti et al., arXiv 2205.05198, equation 1: a layer stores 34 s b h bytes of activations,
 # 10 of which tensor parallelism leaves whole. Each is written once and read once.

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from simulator.estimates.blocks import ModelError
-from simulator.estimates.deepspeed_keys import AUTO, ZERO, at_least, loaded, section
-from simulator.estimates.offloading import Offloading, offloading
-from simulator.schedules.gathers import GatherRules
-from simulator.update.optimizer import ADAM, OPTIMIZERS
-from simulator.workload import WIRE_BYTES, WireDtype, ZeroStage
+from ebbtide.simulator.estimates.blocks import ModelError
+from ebbtide.simulator.estimates.deepspeed_keys import AUTO, ZERO, at_least, loaded, section
+from ebbtide.simulator.estimates.offloading import Offloading, offloading
+from ebbtide.simulator.schedules.gathers import GatherRules
+from ebbtide.simulator.update.optimizer import ADAM, OPTIMIZERS
+from ebbtide.simulator.workload import WIRE_BYTES, WireDtype, ZeroStage
 
 BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 # Keys that a simulation reads; notes name the others.
@@ -44,7 +44,7 @@ def deepspeed_fields(
     precision: WireDtype | None = None,
     zero_stage: int | None = None,
 ) -> dict[str, Any]:
-    """What a DeepSpeed config says of a job: fields of `simulator.estimates.job.Job`.
+    """What a DeepSpeed config says of a job: fields of `ebbtide.simulator.estimates.job.Job`.
 
     ``"auto"`` becomes what Hugging Face's integration makes of it: batch sizes and precision from
     the arguments here, buckets from the hidden size, clipping at its Trainer's default (on).

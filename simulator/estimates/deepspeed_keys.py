@@ -11,9 +11,8 @@ from reprlib import repr as shortened
 from typing import Annotated, Any, Literal
 
 import hjson
+from ebbtide.simulator.estimates.blocks import ModelError
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
-
-from simulator.estimates.blocks import ModelError
 
 AUTO = "auto"
 ZERO, OPTIMIZER, PARAM = "zero_optimization", "offload_optimizer", "offload_param"

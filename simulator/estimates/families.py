@@ -1,5 +1,5 @@
 """Families of models by ``model_type``: what their configs do not say, and what flags change. Read
-without transformers, which knows the others (`simulator.estimates.modules`).
+without transformers, which knows the others (`ebbtide.simulator.estimates.modules`).
 
 Layouts are those of the newest stable transformers (its modules' order of registration), in which
 a mixture of experts keeps each kind of matrix of all experts in one parameter.

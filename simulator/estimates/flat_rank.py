@@ -9,9 +9,9 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate
 
-from simulator.estimates.blocks import Block
-from simulator.estimates.rank import Rank
-from simulator.workload import Workload, cut_flat
+from ebbtide.simulator.estimates.blocks import Block
+from ebbtide.simulator.estimates.rank import Rank
+from ebbtide.simulator.workload import Workload, cut_flat
 
 ALIGNMENT_BYTES = 16  # of each parameter's begin, with parameter_alignment
 START_ALIGNMENT = 2  # elements: where each rank's slice begins (nccl_start_alignment_factor)

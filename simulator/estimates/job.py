@@ -5,19 +5,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
+from ebbtide.simulator.estimates.architecture import architecture
+from ebbtide.simulator.estimates.blocks import Architecture, ModelError
+from ebbtide.simulator.estimates.deepspeed_config import deepspeed_fields
+from ebbtide.simulator.estimates.deepspeed_keys import STATE, ZERO, at
+from ebbtide.simulator.estimates.flat_rank import FlatRank
+from ebbtide.simulator.estimates.offloading import Offloading, offloading, own_step_key, plan_obstacle
+from ebbtide.simulator.estimates.rank import Rank
+from ebbtide.simulator.estimates.training import Training
+from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.rules import broken
+from ebbtide.simulator.workload import WIRE_BYTES, WireDtype, Workload
 from pydantic import ValidationError
-
-from simulator.estimates.architecture import architecture
-from simulator.estimates.blocks import Architecture, ModelError
-from simulator.estimates.deepspeed_config import deepspeed_fields
-from simulator.estimates.deepspeed_keys import STATE, ZERO, at
-from simulator.estimates.flat_rank import FlatRank
-from simulator.estimates.offloading import Offloading, offloading, own_step_key, plan_obstacle
-from simulator.estimates.rank import Rank
-from simulator.estimates.training import Training
-from simulator.machine import Machine
-from simulator.rules import broken
-from simulator.workload import WIRE_BYTES, WireDtype, Workload
 
 # What a knob calls an offload -> where DeepSpeed keeps optimizer state and parameters.
 OFFLOADS = {

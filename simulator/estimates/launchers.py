@@ -9,7 +9,7 @@ interpreter leave it alone. ebbtide's own updates do not depend on it.
 
 from typing import Literal, get_args
 
-from simulator.workload import Workload
+from ebbtide.simulator.workload import Workload
 
 Launcher = Literal["deepspeed", "torchrun", "accelerate", "srun", "python"]
 LAUNCHERS: tuple[Launcher, ...] = get_args(Launcher)

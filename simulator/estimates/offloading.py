@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from simulator.estimates.blocks import ModelError
-from simulator.estimates.deepspeed_keys import (
+from ebbtide.simulator.estimates.blocks import ModelError
+from ebbtide.simulator.estimates.deepspeed_keys import (
     HELD,
     OPTIMIZER,
     PARAM,
@@ -72,7 +72,7 @@ class Offloading:
         )
 
     def strategy(self, zero_stage: int) -> tuple[str, dict[str, Any]]:
-        """What `simulator.build_strategy` takes: stock DeepSpeed under this config.
+        """What `ebbtide.simulator.build_strategy` takes: stock DeepSpeed under this config.
 
         Without any config its offload of optimizer state, which is what a plan is compared with.
 

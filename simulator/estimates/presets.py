@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from simulator.estimates.collectives import LINK, PAIR
-from simulator.limits import GIB
-from simulator.machine import DEVICE_UPDATE_BYTES, Machine, ShareName
-from simulator.quantity import EIGHTY_PERCENT, QUARTILE, Quantity, Source
-from simulator.rules import RuleError
-from simulator.schedules.peers import FRESH_PASSES
+from ebbtide.simulator.estimates.collectives import LINK, PAIR
+from ebbtide.simulator.limits import GIB
+from ebbtide.simulator.machine import DEVICE_UPDATE_BYTES, Machine, ShareName
+from ebbtide.simulator.quantity import EIGHTY_PERCENT, QUARTILE, Quantity, Source
+from ebbtide.simulator.rules import RuleError
+from ebbtide.simulator.schedules.peers import FRESH_PASSES
 
 # Quartiles over the median, by how a value was obtained: one run says less than many, a data sheet
 # tells what cannot be exceeded. Whether intervals from them hold is judged on published runs.

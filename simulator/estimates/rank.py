@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from simulator.estimates.blocks import Architecture, Block
-from simulator.estimates.collectives import LINK, Layout, Links, passed_on, ring_s
-from simulator.estimates.compute import Device, overlapped_s
-from simulator.estimates.training import Training
-from simulator.machine import Machine
-from simulator.schedules.gathers import Gathered, GatherRules, Module, gathered
-from simulator.workload import WIRE_BYTES, BaseKind, Layer, Workload, cut
+from ebbtide.simulator.estimates.blocks import Architecture, Block
+from ebbtide.simulator.estimates.collectives import LINK, Layout, Links, passed_on, ring_s
+from ebbtide.simulator.estimates.compute import Device, overlapped_s
+from ebbtide.simulator.estimates.training import Training
+from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.schedules.gathers import Gathered, GatherRules, Module, gathered
+from ebbtide.simulator.workload import WIRE_BYTES, BaseKind, Layer, Workload, cut
 
 # Of a layer's forward, what the host issues for its backward without the recomputed forward: one
 # gradient per product's input and one per weight, and the hooks of the reduction.

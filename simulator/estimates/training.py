@@ -3,20 +3,15 @@
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Self
 
+from ebbtide.simulator.estimates.blocks import Architecture, ModelError
+from ebbtide.simulator.estimates.deepspeed_config import PREFETCH_BUCKET_ELEMENTS, REDUCE_BUCKET_ELEMENTS, unread
+from ebbtide.simulator.estimates.deepspeed_keys import ZERO
+from ebbtide.simulator.estimates.launchers import LAUNCHERS, Launcher, stock_threads
+from ebbtide.simulator.estimates.offloading import Offloading
+from ebbtide.simulator.schedules.gathers import GatherRules
+from ebbtide.simulator.update.optimizer import ADAM
+from ebbtide.simulator.workload import WireDtype, ZeroStage
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationInfo, model_validator
-
-from simulator.estimates.blocks import Architecture, ModelError
-from simulator.estimates.deepspeed_config import (
-    PREFETCH_BUCKET_ELEMENTS,
-    REDUCE_BUCKET_ELEMENTS,
-    unread,
-)
-from simulator.estimates.deepspeed_keys import ZERO
-from simulator.estimates.launchers import LAUNCHERS, Launcher, stock_threads
-from simulator.estimates.offloading import Offloading
-from simulator.schedules.gathers import GatherRules
-from simulator.update.optimizer import ADAM
-from simulator.workload import WireDtype, ZeroStage
 
 MOST_RANKS, MOST_TOKENS = 10**7, 10**8
 
@@ -56,7 +51,7 @@ Switch = Annotated[bool, BeforeValidator(_switch)]
 
 
 class Training(BaseModel):
-    """What is trained and how; `simulator.estimates.job.Job` says where it comes from.
+    """What is trained and how; `ebbtide.simulator.estimates.job.Job` says where it comes from.
 
     Attributes:
         architecture: of the model.

@@ -9,12 +9,12 @@ from collections import deque
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
 
-from simulator.machine import Machine
-from simulator.plan import BLOCK_BYTES, CheckpointPlan, Plan
-from simulator.schedule import Lane, OpKind, Schedule
-from simulator.schedules.ebbtide import EbbtideLoop
-from simulator.schedules.write_order import REST, Segment, Writing
-from simulator.workload import Workload
+from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.plan import BLOCK_BYTES, CheckpointPlan, Plan
+from ebbtide.simulator.schedule import Lane, OpKind, Schedule
+from ebbtide.simulator.schedules.ebbtide import EbbtideLoop
+from ebbtide.simulator.schedules.write_order import REST, Segment, Writing
+from ebbtide.simulator.workload import Workload
 
 COPY_TRAFFIC = 3  # of DRAM per byte copied: read, written, and the line fetched before the write
 # Of DRAM per byte persisted: read where it lives, read by the disk's DMA; the writer's buffer, in

@@ -3,28 +3,14 @@
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 
-from simulator.plan import Plan, PlanError
-from simulator.schedule import OpKind, Schedule
-from simulator.schedules.loop import ALL_CORES
-from simulator.schedules.planned_loop import PlannedLoop
-from simulator.update.footprint import (
-    GRADIENTS_UNDER_WAY_BYTES,
-    Activations,
-    footprint_by_kind,
-    slot_bytes,
-)
-from simulator.update.order import arrival_order
-from simulator.update.recipes import (
-    SPECULATES,
-    Bytes,
-    Slot,
-    Step,
-    Wait,
-    early_limits,
-    recipe_of,
-    slot_limits,
-)
-from simulator.workload import Workload
+from ebbtide.simulator.plan import Plan, PlanError
+from ebbtide.simulator.schedule import OpKind, Schedule
+from ebbtide.simulator.schedules.loop import ALL_CORES
+from ebbtide.simulator.schedules.planned_loop import PlannedLoop
+from ebbtide.simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES, Activations, footprint_by_kind, slot_bytes
+from ebbtide.simulator.update.order import arrival_order
+from ebbtide.simulator.update.recipes import SPECULATES, Bytes, Slot, Step, Wait, early_limits, recipe_of, slot_limits
+from ebbtide.simulator.workload import Workload
 
 
 def build_schedule(
@@ -296,6 +282,6 @@ class EbbtideLoop(PlannedLoop):
 
     def may_overwrite(self, subgroup: int) -> list[int]:  # noqa: ARG002
         """The ops that must have ended before a subgroup's state changes where it lives: a
-        checkpoint's, see `simulator.schedules.checkpointed`.
+        checkpoint's, see `ebbtide.simulator.schedules.checkpointed`.
         """
         return []

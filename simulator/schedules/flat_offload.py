@@ -7,10 +7,10 @@ device, and gathered by all ranks.
 
 from dataclasses import replace
 
-from simulator.schedule import Kind, OpKind, Schedule
-from simulator.schedules.peers import StockLoop, StockOptions
-from simulator.update.optimizer import FP32_BYTES
-from simulator.workload import Workload
+from ebbtide.simulator.schedule import Kind, OpKind, Schedule
+from ebbtide.simulator.schedules.peers import StockLoop, StockOptions
+from ebbtide.simulator.update.optimizer import FP32_BYTES
+from ebbtide.simulator.workload import Workload
 
 
 class FlatOffloadLoop(StockLoop):

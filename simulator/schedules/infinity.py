@@ -10,12 +10,12 @@ storage (placement ``stored``); activations are left to DeepSpeed, with stock's 
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from simulator.rules import RuleError
-from simulator.schedule import Kind, Lane, OpKind, Schedule
-from simulator.schedules.peers import HOST_GRADIENT_BYTES, StockLoop, StockOptions
-from simulator.update.footprint import fetched_for, moved_out
-from simulator.update.optimizer import FP32_BYTES
-from simulator.workload import Workload
+from ebbtide.simulator.rules import RuleError
+from ebbtide.simulator.schedule import Kind, Lane, OpKind, Schedule
+from ebbtide.simulator.schedules.peers import HOST_GRADIENT_BYTES, StockLoop, StockOptions
+from ebbtide.simulator.update.footprint import fetched_for, moved_out
+from ebbtide.simulator.update.optimizer import FP32_BYTES
+from ebbtide.simulator.workload import Workload
 
 StateHome = Literal["cpu", "nvme"]
 Home = Literal["device", "cpu"]

@@ -3,9 +3,9 @@
 import math
 from abc import ABC, abstractmethod
 
-from simulator.rules import RuleError
-from simulator.schedule import Lane, OpKind, ScheduleBuilder
-from simulator.workload import Workload
+from ebbtide.simulator.rules import RuleError
+from ebbtide.simulator.schedule import Lane, OpKind, ScheduleBuilder
+from ebbtide.simulator.workload import Workload
 
 ALL_CORES = math.inf  # capped at the machine's cores by the simulator
 

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from simulator.rules import RuleError
-from simulator.schedule import Kind, Lane, OpKind, Schedule
-from simulator.schedules.loop import ALL_CORES, TrainingLoop
-from simulator.update.footprint import with_base
-from simulator.update.optimizer import ADAM, FP32_BYTES
-from simulator.update.recipes import Bytes
-from simulator.workload import Workload
+from ebbtide.simulator.rules import RuleError
+from ebbtide.simulator.schedule import Kind, Lane, OpKind, Schedule
+from ebbtide.simulator.schedules.loop import ALL_CORES, TrainingLoop
+from ebbtide.simulator.update.footprint import with_base
+from ebbtide.simulator.update.optimizer import ADAM, FP32_BYTES
+from ebbtide.simulator.update.recipes import Bytes
+from ebbtide.simulator.workload import Workload
 
 # Per parameter, beside the optimizer's state.
 HOST_GRADIENT_BYTES = 2 * FP32_BYTES  # `.grad` and the gradient partition buffer

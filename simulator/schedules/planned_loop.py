@@ -1,18 +1,18 @@
 """The iteration under any plan: passes, when gradients are reduced, and who waits for updates.
 
 What happens to a subgroup's gradient and state is left to who interprets the recipes: the builder
-of schedules op by op (`simulator.schedules.ebbtide`), the compiled sweep from a recording
-(`simulator.schedules.tape`). So the passes are written once.
+of schedules op by op (`ebbtide.simulator.schedules.ebbtide`), the compiled sweep from a recording
+(`ebbtide.simulator.schedules.tape`). So the passes are written once.
 """
 
 from abc import abstractmethod
 from collections.abc import Sequence
 
-from simulator.schedule import Lane, OpKind
-from simulator.schedules.loop import TrainingLoop
-from simulator.update.footprint import fetched_elements, fetched_for
-from simulator.update.tiers import Memory
-from simulator.workload import Workload
+from ebbtide.simulator.schedule import Lane, OpKind
+from ebbtide.simulator.schedules.loop import TrainingLoop
+from ebbtide.simulator.update.footprint import fetched_elements, fetched_for
+from ebbtide.simulator.update.tiers import Memory
+from ebbtide.simulator.workload import Workload
 
 
 class PlannedLoop(TrainingLoop):

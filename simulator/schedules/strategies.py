@@ -5,14 +5,14 @@ from functools import cache
 from numbers import Integral, Real
 from typing import Any, get_args, get_type_hints
 
-from simulator.plan import Placement, Plan
-from simulator.rules import RuleError
-from simulator.schedule import Schedule
-from simulator.schedules.ebbtide import build_schedule
-from simulator.schedules.flat_offload import FlatOffloadLoop
-from simulator.schedules.infinity import Home, InfinityLoop, InfinityOptions, StateHome
-from simulator.schedules.peers import DeviceLoop, Gradients, StockLoop, StockOptions
-from simulator.workload import Workload
+from ebbtide.simulator.plan import Placement, Plan
+from ebbtide.simulator.rules import RuleError
+from ebbtide.simulator.schedule import Schedule
+from ebbtide.simulator.schedules.ebbtide import build_schedule
+from ebbtide.simulator.schedules.flat_offload import FlatOffloadLoop
+from ebbtide.simulator.schedules.infinity import Home, InfinityLoop, InfinityOptions, StateHome
+from ebbtide.simulator.schedules.peers import DeviceLoop, Gradients, StockLoop, StockOptions
+from ebbtide.simulator.workload import Workload
 
 LARGEST_STRIDE = 100  # published runs have some that are larger than their number of subgroups
 

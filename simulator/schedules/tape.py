@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from simulator.schedule import Lane, Op, OpKind
-from simulator.schedules.planned_loop import PlannedLoop
-from simulator.update.tiers import Memory
-from simulator.workload import Workload
+from ebbtide.simulator.schedule import Lane, Op, OpKind
+from ebbtide.simulator.schedules.planned_loop import PlannedLoop
+from ebbtide.simulator.update.tiers import Memory
+from ebbtide.simulator.workload import Workload
 
 
 class What(IntEnum):

@@ -1,6 +1,6 @@
 """In which order the bytes of one checkpoint reach storage, and which are copied before an update.
 
-Replays what `runtime.checkpoint.stream.persist.BlockWriter` does, on bytes and seconds: writers
+Replays what `ebbtide.runtime.checkpoint.stream.persist.BlockWriter` does, on bytes and seconds: writers
 take the live bytes in the order of the plan's updates; an update that comes due first copies what
 is left of its subgroup into the reserved budget, and waits for the rest to be written.
 """

@@ -12,10 +12,10 @@ from itertools import accumulate, compress
 from operator import add, mul
 from typing import Self
 
-from simulator.plan import Plan
-from simulator.schedule import KINDS, Kind
-from simulator.update.optimizer import FP32_BYTES, OptimizerState
-from simulator.update.recipes import (
+from ebbtide.simulator.plan import Plan
+from ebbtide.simulator.schedule import KINDS, Kind
+from ebbtide.simulator.update.optimizer import FP32_BYTES, OptimizerState
+from ebbtide.simulator.update.recipes import (
     HOST_SLOTS,
     RECIPES,
     Placement,
@@ -26,8 +26,8 @@ from simulator.update.recipes import (
     slot_limit,
     ways,
 )
-from simulator.update.tiers import TIERS, Memory
-from simulator.workload import BaseKind, Layer, Workload, adds_on_device
+from ebbtide.simulator.update.tiers import TIERS, Memory
+from ebbtide.simulator.workload import BaseKind, Layer, Workload, adds_on_device
 
 # Layers whose parameters are on the device at once, where nobody says: this one and the next.
 PARAMETER_BUFFERS = 2

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
+from ebbtide.simulator.rules import RuleError
+from ebbtide.simulator.update.recipes import RECIPES, Placement, Queue
 from pydantic import BaseModel, ConfigDict
-
-from simulator.rules import RuleError
-from simulator.update.recipes import RECIPES, Placement, Queue
 
 Spans = tuple[tuple[int, int], ...]
 Direction = Literal["forward", "arrival"]

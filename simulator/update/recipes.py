@@ -13,11 +13,11 @@ from enum import IntFlag, StrEnum
 from functools import cached_property
 from typing import Literal, Self
 
-from simulator.machine import RateName
-from simulator.schedule import Lane, OpKind
-from simulator.update.optimizer import ADAM, FP32_BYTES
-from simulator.update.tiers import TIERS, Memory
-from simulator.workload import Workload
+from ebbtide.simulator.machine import RateName
+from ebbtide.simulator.schedule import Lane, OpKind
+from ebbtide.simulator.update.optimizer import ADAM, FP32_BYTES
+from ebbtide.simulator.update.tiers import TIERS, Memory
+from ebbtide.simulator.workload import Workload
 
 Placement = Literal["host", "device", "resident", "stored"]
 PARAMETER_SLOTS = 2  # buffers in which new parameters wait for their copy to the other memory

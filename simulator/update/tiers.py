@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from simulator.machine import Machine, RateName
-from simulator.schedule import Lane
+from ebbtide.simulator.machine import Machine, RateName
+from ebbtide.simulator.schedule import Lane
 
 Memory = Literal["device", "host", "storage"]
 

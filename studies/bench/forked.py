@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from runtime.hardware.launcher import free_port, remove_shared_buffers
+from ebbtide.runtime.hardware.launcher import free_port, remove_shared_buffers
 
 LIMIT_S = 180.0
 

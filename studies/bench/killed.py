@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+from ebbtide.runtime.checkpoint.files import Files
 from rich.console import Console
 
-from runtime.checkpoint.files import Files
 from studies.bench.console import publish
 
 ATTEMPTS = 4

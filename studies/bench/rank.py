@@ -4,7 +4,7 @@ import atexit
 import os
 import warnings
 
-from runtime.hardware.launcher import free_port, remove_shared_buffers
+from ebbtide.runtime.hardware.launcher import free_port, remove_shared_buffers
 
 
 def become_only_rank() -> None:

@@ -10,10 +10,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from profiler.nvml import handle_of
-from runtime.hardware.cores import cpu_name
-from simulator.page import write_whole
-from simulator.versions import versions
+from ebbtide.profiler.nvml import handle_of
+from ebbtide.runtime.hardware.cores import cpu_name
+from ebbtide.simulator.page import write_whole
+from ebbtide.simulator.versions import versions
 
 _PACKAGES = ("ebbtide", "torch", "deepspeed", "triton", "numpy", "scipy", "optuna")
 
@@ -54,9 +54,8 @@ def provenance() -> dict[str, Any]:
 def gpu_facts() -> dict[str, Any]:
     """What a reader asks of a GPU figure; what the driver does not tell is left out."""
     import torch
-
-    from runtime.hardware.cores import near_cores
-    from runtime.hardware.pci import pci_address
+    from ebbtide.runtime.hardware.cores import near_cores
+    from ebbtide.runtime.hardware.pci import pci_address
 
     index = torch.cuda.current_device()
     properties, address = torch.cuda.get_device_properties(index), pci_address(index)

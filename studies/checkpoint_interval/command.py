@@ -21,30 +21,16 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+from ebbtide.simulator import Machine, Plan, Workload
+from ebbtide.simulator.analysis.checkpoint_cost import CheckpointSimulation
+from ebbtide.simulator.analysis.goodput import CheckpointCost, Failures
+from ebbtide.tuner.placements.checkpointing import Choice, best_checkpointing, rules_of_thumb
 
-from simulator import Machine, Plan, Workload
-from simulator.analysis.checkpoint_cost import CheckpointSimulation
-from simulator.analysis.goodput import CheckpointCost, Failures
 from studies.bench.console import publish, study_parser
 from studies.bench.forked import Child
-from studies.checkpoint_interval.kills import (
-    campaign,
-    compare,
-    failure_gaps,
-    goodput_at,
-    with_speed,
-)
+from studies.checkpoint_interval.kills import campaign, compare, failure_gaps, goodput_at, with_speed
 from studies.checkpoint_interval.pictures import draw
-from studies.checkpoints.interval_run import (
-    Training,
-    profile,
-    read_notes,
-    read_profile,
-    train,
-    under,
-    warm_up,
-)
-from tuner.placements.checkpointing import Choice, best_checkpointing, rules_of_thumb
+from studies.checkpoints.interval_run import Training, profile, read_notes, read_profile, train, under, warm_up
 
 CYCLE = 8  # steps between the checkpoints whose cost is measured
 FACTORS = (0.0, 16.0)  # measured intervals over the tuner's, besides the rules'; at least 1 step

@@ -8,8 +8,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from simulator import Plan
-from simulator.analysis.goodput import CheckpointCost, Failures, expected_goodput
+from ebbtide.simulator import Plan
+from ebbtide.simulator.analysis.goodput import CheckpointCost, Failures, expected_goodput
+
 from studies.bench.forked import Child
 from studies.checkpoints.interval_run import Training, read_notes, train, under
 
@@ -71,8 +72,8 @@ def campaign(
 
 def _committed(folder: Path) -> int:
     """The step of the newest checkpoint that verifies: what a restart would go on from."""
-    from runtime.checkpoint.deepspeed.restore import newest_valid
-    from runtime.checkpoint.protocol.inspect import verify
+    from ebbtide.runtime.checkpoint.deepspeed.restore import newest_valid
+    from ebbtide.runtime.checkpoint.protocol.inspect import verify
 
     if not folder.is_dir():
         return 0

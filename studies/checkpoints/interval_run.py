@@ -6,8 +6,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import simulator
-from simulator import CheckpointPlan, Machine, Plan
+import ebbtide.simulator
+from ebbtide.simulator import CheckpointPlan, Machine, Plan
 
 ENDLESS = 10**9
 
@@ -22,9 +22,9 @@ class Training:
 
     def engine(self, plan: Plan) -> Any:
         """An engine of ebbtide's runtime under the plan."""
-        import runtime
+        import ebbtide.runtime
 
-        return runtime.initialize(**self._parts(), plan=plan)[0]
+        return ebbtide.runtime.initialize(**self._parts(), plan=plan)[0]
 
     def stock_engine(self) -> Any:
         from studies.bench.byte_gpt import stock_engine
@@ -52,7 +52,7 @@ def warm_up() -> None:
     from studies.checkpoints.run import warm_up as warm
 
     warm()
-    from runtime.kernels import host
+    from ebbtide.runtime.kernels import host
 
     host.load()
     python_sources()
@@ -60,7 +60,8 @@ def warm_up() -> None:
 
 def profile(training: Training, folder: Path, seconds: float) -> None:
     """Writes machine.json and workload.json; for a child."""
-    from profiler import measure_machine, profile_engine
+    from ebbtide.profiler import measure_machine, profile_engine
+
     from studies.checkpoints.writers import Workload, raw_write_bytes_per_s
 
     machine = measure_machine(folder, seconds=seconds, fresh=True, elements=8_000_000)
@@ -74,8 +75,8 @@ def profile(training: Training, folder: Path, seconds: float) -> None:
     work.save(folder / "workload.json")
 
 
-def read_profile(folder: Path) -> tuple[Machine, simulator.Workload]:
-    return Machine.load(folder / "machine.json"), simulator.Workload.load(folder / "workload.json")
+def read_profile(folder: Path) -> tuple[Machine, ebbtide.simulator.Workload]:
+    return Machine.load(folder / "machine.json"), ebbtide.simulator.Workload.load(folder / "workload.json")
 
 
 def under(plan: Plan, steps: int, folder: Path) -> Plan:

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 import xxhash
+from ebbtide.simulator import CheckpointPlan, Plan
+from ebbtide.simulator.plan import ParameterHome, Placement
+from ebbtide.simulator.update.recipes import RECIPES
 
-from simulator import CheckpointPlan, Plan
-from simulator.plan import ParameterHome, Placement
-from simulator.update.recipes import RECIPES
 from studies.bench import killed
 from studies.bench.forked import Forked
 
@@ -105,10 +105,10 @@ def warm_up() -> None:
     is forked afterwards unable to use the GPU; asked of NVML, it does not.
     """
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    import ebbtide.runtime.checkpoint.deepspeed.engine
     import torch
     from deepspeed.comm.torch import build_shm_op
 
-    import runtime.checkpoint.deepspeed.engine
     from studies.bench.byte_gpt import python_sources
 
     for module in ("deepspeed.runtime.zero.muon.muon_optimizer", "torch.distributed.nn.functional"):
@@ -117,7 +117,7 @@ def warm_up() -> None:
     torch.set_num_threads(1)
     build_shm_op()
     python_sources()
-    importlib.import_module(runtime.checkpoint.deepspeed.engine.__name__)
+    importlib.import_module(ebbtide.runtime.checkpoint.deepspeed.engine.__name__)
 
 
 def start(run: Run) -> list[Forked]:
@@ -167,8 +167,8 @@ def train(run: Run, rank: int) -> None:
 def _engine(run: Run, rank: int) -> tuple[Any, Any]:
     import deepspeed
     import torch
+    from ebbtide.runtime.checkpoint import install
 
-    from runtime.checkpoint import install
     from studies.bench.byte_gpt import SIZES, ByteGPT, ds_config
 
     os.environ.update(
@@ -200,13 +200,14 @@ def _planned_engine(
     model: Any, checkpoint: CheckpointPlan, run: Run, options: dict[str, Any]
 ) -> tuple[Any, Any]:
     """Under a plan with every placement, on the emulated device."""
-    import runtime.checkpoint
-    import runtime.storage.store
+    import ebbtide.runtime.checkpoint
+    import ebbtide.runtime.storage.store
+
     from studies.bench.byte_gpt import ds_config, stock_engine
 
     # This process is this run: whoever installs the checkpoint engine does so with these options.
-    runtime.checkpoint.install = partial(runtime.checkpoint.install, **options)  # type: ignore[assignment]
-    vars(runtime.storage.store)["Files"] = lambda: options["files"]
+    ebbtide.runtime.checkpoint.install = partial(ebbtide.runtime.checkpoint.install, **options)  # type: ignore[assignment]
+    vars(ebbtide.runtime.storage.store)["Files"] = lambda: options["files"]
     here = run.homes in (STORED, GUESSED)
     offload: dict[str, Any] = {} if here else {"offload_param": {"device": "cpu"}}
     config = ds_config(2, SUBGROUP, clipping=CLIPPING, accumulation=MICRO_BATCHES, **offload)
@@ -215,7 +216,7 @@ def _planned_engine(
     plan = _plan(count, HOMES[run.homes], run.stored_in if run.homes == STORED else None)
     if run.homes == GUESSED:
         plan = plan.placed(["host"] * count, speculate=count)
-    runtime.attach(engine, plan, device="emulated", checkpoint=checkpoint)
+    ebbtide.runtime.attach(engine, plan, device="emulated", checkpoint=checkpoint)
     return engine, engine.checkpoint_engine
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from profiler.memory import host_peak_bytes
-from simulator.plan import BLOCK_BYTES
+from ebbtide.profiler.memory import host_peak_bytes
+from ebbtide.simulator.plan import BLOCK_BYTES
 
 WARM_STEPS = 3
 IN_TURN = 15  # checkpoints whose rate is measured beside the disk's
@@ -138,8 +138,8 @@ class Ebbtide(TorchWriter):
     """The lazy engine with DeepSpeed's own optimizer: waits for the disk are in ``waited_s``."""
 
     def __init__(self, engine: Any) -> None:
-        from runtime.checkpoint import install
-        from simulator import CheckpointPlan
+        from ebbtide.runtime.checkpoint import install
+        from ebbtide.simulator import CheckpointPlan
 
         super().__init__(engine)
         self.lazy = install(engine, CheckpointPlan())

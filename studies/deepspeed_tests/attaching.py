@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import ebbtide.runtime
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-
-import runtime
-from runtime.zero.attach import session_of
-from runtime.zero.checks.guard import check_engine, stored_at
-from runtime.zero.cuts import subgroups_of
-from simulator.plan import CheckpointPlan, Placement, Plan
+from ebbtide.runtime.zero.attach import session_of
+from ebbtide.runtime.zero.checks.guard import check_engine, stored_at
+from ebbtide.runtime.zero.cuts import subgroups_of
+from ebbtide.simulator.plan import CheckpointPlan, Placement, Plan
 
 ARMS = {
     "plain": "DeepSpeed, each test's own config",
@@ -92,7 +91,7 @@ def _initialize_of(case: Case) -> Callable[..., Any]:
 def _stored(case: Case, given: dict[str, Any], config: dict[str, Any]) -> Any:
     wrapped, deepspeed.initialize = deepspeed.initialize, DEEPSPEED
     try:
-        result = runtime.initialize(**given, plan="auto", config=config)
+        result = ebbtide.runtime.initialize(**given, plan="auto", config=config)
     finally:
         deepspeed.initialize = wrapped
     note_plan(case, result[0])
@@ -141,9 +140,9 @@ def put_plan(case: Case, engine: Any) -> None:
         return
     checkpoint = CheckpointPlan(mode="sync") if reads_at_once(case.name) else None
     if case.arm == "auto":
-        runtime.attach(engine, "auto", checkpoint=checkpoint)
+        ebbtide.runtime.attach(engine, "auto", checkpoint=checkpoint)
     else:
-        runtime.attach(engine, mixed_plan(engine), device="emulated", checkpoint=checkpoint)
+        ebbtide.runtime.attach(engine, mixed_plan(engine), device="emulated", checkpoint=checkpoint)
     note_plan(case, engine)
 
 

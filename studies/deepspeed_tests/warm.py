@@ -9,9 +9,9 @@ import deepspeed.runtime.zero.muon.muon_optimizer
 import torch._dynamo
 import unit.simple_model
 from deepspeed.ops.op_builder import CPUAdamBuilder
+from ebbtide.runtime.kernels import host
 
 import studies.deepspeed_tests.attaching
-from runtime.kernels import host
 from studies.bench.many_engines import answer_once
 
 answer_once()

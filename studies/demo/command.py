@@ -16,10 +16,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ebbtide.simulator import Machine, Plan, Workload
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from simulator import Machine, Plan, Workload
 from studies.bench.record import write_record
 from studies.demo import measure, train
 from studies.demo import tables as demo_tables

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from simulator import CheckpointPlan, Plan
+from ebbtide.simulator import CheckpointPlan, Plan
+
 from studies.trials.phase_process import PhaseProcess
 
 _POLL_S = 0.01

@@ -2,14 +2,15 @@
 
 from pathlib import Path
 
-from simulator import Machine, Plan, Workload
+from ebbtide.simulator import Machine, Plan, Workload
+
 from studies.bench.deepspeed_ops import build_host_ops
 from studies.trials.phase_process import report
 
 
 def compile_kernels() -> None:
     """DeepSpeed's host ops and ebbtide's host kernel, so that nobody waits for them later."""
-    from runtime.kernels import host
+    from ebbtide.runtime.kernels import host
 
     report(0, 2, "compiling DeepSpeed's CPU Adam (about a minute, once)")
     build_host_ops()
@@ -20,7 +21,7 @@ def compile_kernels() -> None:
 
 def measure(folder: Path, seconds: float, elements: int) -> None:
     """Compiles what is missing, then measures; writes ``machine.json``."""
-    from profiler import measure_machine
+    from ebbtide.profiler import measure_machine
 
     compile_kernels()
     machine = measure_machine(
@@ -32,7 +33,7 @@ def measure(folder: Path, seconds: float, elements: int) -> None:
 
 def make_plan(folder: Path) -> None:
     """Searches and writes ``plan.json``."""
-    from tuner import plan
+    from ebbtide.tuner import plan
 
     report(0, 1, "searching")
     plan(*_profile(folder)).save(folder / "plan.json")
@@ -40,7 +41,7 @@ def make_plan(folder: Path) -> None:
 
 def predict_anew(folder: Path) -> None:
     """The plan as it is, with what the simulator says of it on the profile as it now is."""
-    from tuner.placements.planning import predicted_anew
+    from ebbtide.tuner.placements.planning import predicted_anew
 
     path = folder / "plan.json"
     predicted_anew(Plan.load(path), *_profile(folder)).save(path)

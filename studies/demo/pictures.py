@@ -8,7 +8,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from simulator import Machine, MemoryPoint, OpKind, Timeline, Workload
+from ebbtide.simulator import Machine, MemoryPoint, OpKind, Timeline, Workload
+
 from studies.bench.phase_clock import PHASES
 from studies.bench.pictures import picture
 

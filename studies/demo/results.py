@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from ebbtide.simulator import Plan, Prediction
 
-from simulator import Plan, Prediction
 from studies.bench.bits import differences
 from studies.bench.phase_clock import PHASES, medians
 

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+from ebbtide.simulator import Machine, Placement, Plan, Quantity, Workload
 from rich.table import Table
 
-from simulator import Machine, Placement, Plan, Quantity, Workload
 from studies.bench.phase_clock import PHASES
 from studies.demo.crash import Crash
 from studies.demo.results import STOCK_NAMES

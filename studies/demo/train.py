@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ebbtide.profiler import SampledProfile
+from ebbtide.simulator import Machine, Plan, Timeline, Workload, build_schedule, simulate
 
-from profiler import SampledProfile
-from simulator import Machine, Plan, Timeline, Workload, build_schedule, simulate
 from studies.bench.bits import state_of
 from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config, stock_engine, train_step
 from studies.bench.phase_clock import PhaseClock, timed_step
@@ -57,9 +57,9 @@ class DemoModel:
         config = ds_config(self.batch, self.subgroup_size)
         if plan is None:
             return stock_engine(model, config)
-        import runtime
+        import ebbtide.runtime
 
-        return runtime.initialize(model=model, config=config, plan=str(plan))[0]
+        return ebbtide.runtime.initialize(model=model, config=config, plan=str(plan))[0]
 
 
 class Training:

@@ -48,10 +48,11 @@ class Script:
 
 def train(script: Script, folder: Path, kill: Kill, result: Path) -> None:
     """Trains to the end, from the newest checkpoint if there is one; writes what came out."""
-    import runtime
+    import ebbtide.runtime
+
     from studies.bench.bits import digest, optimizer_state
 
-    runtime.enable()
+    ebbtide.runtime.enable()
     progress = Progress(kill)
     sys.addaudithook(progress.heard)
     resumed, losses, optimizer = _SCRIPTS[script.name](script, folder, progress)

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from ebbtide.simulator import Plan
+from ebbtide.simulator.update.recipes import SPECULATES
 
-from simulator import Plan
-from simulator.update.recipes import SPECULATES
 from studies.bench.bits import differences, state_of
 from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config, train_step
 from studies.bench.many_engines import answer_once
@@ -141,13 +141,13 @@ def start(
 
 def attached(engine: Any, pattern: list[str], emulated: bool, seed: str = "") -> Any:
     """Under a plan that repeats the placements, each op put off by a random while."""
-    import runtime
+    import ebbtide.runtime
 
     # One sum stays where there is accumulation, one update of each queue begins before the norm.
     early = int(engine.zero_optimization_stage() == 3)
     guesses = dict.fromkeys(SPECULATES.values(), early)
     plan = plan_of(engine, pattern, device_sums=1, **guesses)
-    runtime.attach(engine, plan, device="emulated" if emulated else "cuda")
+    ebbtide.runtime.attach(engine, plan, device="emulated" if emulated else "cuda")
     rng = random.Random(seed)
     engine.optimizer._ebbtide.executor.before_op = lambda _: time.sleep(
         rng.random() * LONGEST_DELAY_S
@@ -157,7 +157,7 @@ def attached(engine: Any, pattern: list[str], emulated: bool, seed: str = "") ->
 
 def plan_of(engine: Any, pattern: list[str], subgroup: int = 20_000, **fields: Any) -> Plan:
     """The placements repeated over the engine's subgroups; below ZeRO-3 the plan cuts them."""
-    from runtime.zero.cuts import subgroups_of
+    from ebbtide.runtime.zero.cuts import subgroups_of
 
     count = len(subgroups_of(engine.optimizer, subgroup))
     placements: list[Any] = [pattern[i % len(pattern)] for i in range(count)]

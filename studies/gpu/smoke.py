@@ -9,10 +9,10 @@ from collections import Counter
 from typing import Any
 
 import torch
+from ebbtide.simulator.schedule import D2H_LANES, H2D_LANES, Lane
+from ebbtide.simulator.span import Span
+from ebbtide.simulator.timeline import Timeline
 
-from simulator.schedule import D2H_LANES, H2D_LANES, Lane
-from simulator.span import Span
-from simulator.timeline import Timeline
 from studies.gpu.contract import attached, differing, plan_of, settle, start, train
 from studies.gpu.suite import Figures, OutOfTimeError, Suite
 
@@ -21,7 +21,8 @@ DEVICE_LANES = D2H_LANES | H2D_LANES | {Lane.DEVICE_UPDATE}
 
 def ops(suite: Suite) -> Figures:
     """DeepSpeed's host ops and both of ours compile, or are there."""
-    from runtime.kernels import host
+    from ebbtide.runtime.kernels import host
+
     from studies.bench.deepspeed_ops import build_host_ops
 
     build_host_ops()
@@ -51,8 +52,8 @@ def _fused_adam() -> str:
 
 def kernel_bits(suite: Suite) -> Figures:
     """Device kernel against host kernel over random values with special ones among them."""
-    from runtime.kernels.adam import AdamStep, BiasCorrection
-    from runtime.kernels.host import host_update
+    from ebbtide.runtime.kernels.adam import AdamStep, BiasCorrection
+    from ebbtide.runtime.kernels.host import host_update
 
     chunk, total = (10_007, 10**5) if suite.emulated else (20_000_003, 4 * 10**8)
     bias, unequal, seen = BiasCorrection(0.9, 0.95), 0, 0
@@ -81,7 +82,7 @@ def kernel_bits(suite: Suite) -> Figures:
 
 
 def _first_step() -> Any:
-    from runtime.kernels.adam import AdamStep, BiasCorrection
+    from ebbtide.runtime.kernels.adam import AdamStep, BiasCorrection
 
     return AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, *BiasCorrection(0.9, 0.95).advance(1, 0.9, 0.95))
 
@@ -91,11 +92,11 @@ def _on_device(
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     tail = grad.numel() % 16
     if not torch.cuda.is_available():
-        from runtime.devices.emulated import EmulatedDevice
+        from ebbtide.runtime.devices.emulated import EmulatedDevice
 
         EmulatedDevice().update(state, grad, wire, step, 0.37, tail, None)
         return state, wire
-    from runtime.kernels.device import device_update
+    from ebbtide.runtime.kernels.device import device_update
 
     there, out = [t.cuda() for t in state], wire.cuda()
     device_update(there, grad.cuda(), out, step, 0.37, tail)
@@ -183,12 +184,13 @@ class Synchronisations:
 
 def _steady(suite: Suite) -> tuple[Timeline, dict[str, int]]:
     """The last steps of a run without delays, and what synchronised in three of them."""
-    import runtime
+    import ebbtide.runtime
+
     from studies.bench.byte_gpt import SIZES, Batches, train_step
 
     engine = start()
     device = "emulated" if suite.emulated else "cuda"
-    runtime.attach(engine, plan_of(engine, ["host", "device", "resident"]), device=device)
+    ebbtide.runtime.attach(engine, plan_of(engine, ["host", "device", "resident"]), device=device)
     batches = Batches(2, SIZES["tiny"].sequence)
     for number in range(4):
         train_step(engine, batches.at(number, engine.device))

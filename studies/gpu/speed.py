@@ -3,8 +3,9 @@
 import json
 from typing import Any
 
-from simulator import Plan, Workload, build_schedule, simulate
-from simulator.analysis.bound import bound
+from ebbtide.simulator import Plan, Workload, build_schedule, simulate
+from ebbtide.simulator.analysis.bound import bound
+
 from studies.gpu.suite import Figures, Suite
 
 
@@ -111,7 +112,7 @@ def fidelity(suite: Suite) -> Figures:
 
 
 def _varied(suite: Suite, workload: Workload) -> dict[str, Plan]:
-    from simulator.schedules.strategies import shared_plan
+    from ebbtide.simulator.schedules.strategies import shared_plan
 
     base = suite.plan().model_copy(update={"staging_slots": 3, "prefetch": 0})
     plans = {}

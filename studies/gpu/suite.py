@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from simulator import Machine, Plan, Workload
+from ebbtide.simulator import Machine, Plan, Workload
 
 Figures = dict[str, Any]
 TRIAL_LIMIT_S = 240.0
@@ -163,8 +163,8 @@ class Suite:
         """Stock as its documentation advises: a thread per core near the GPU; so for everybody."""
         environment = {k: v for k, v in os.environ.items() if k not in ("MASTER_PORT", "RANK")}
         if not self.emulated:
-            from runtime.hardware.cores import near_cores
-            from runtime.hardware.pci import pci_address
+            from ebbtide.runtime.hardware.cores import near_cores
+            from ebbtide.runtime.hardware.pci import pci_address
 
             environment["OMP_NUM_THREADS"] = str(len(near_cores(pci_address(0))))
             environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # deterministic products
@@ -180,7 +180,7 @@ class Suite:
 
     def measure_machine(self) -> Machine:
         """Takes a minute on a GPU machine."""
-        from profiler import measure_machine
+        from ebbtide.profiler import measure_machine
 
         small: Figures = {"seconds": 1.0, "elements": 100_000} if self.emulated else {
             "seconds": 45.0}  # fmt: skip
@@ -204,10 +204,10 @@ class Suite:
         return Plan.load(self.plan_path)
 
     def _plan_for(self, workload: Workload) -> Plan:
-        import tuner
+        import ebbtide.tuner
 
         limit = None if self.emulated else int(self.cap_gib * 2**30)
-        return tuner.plan(workload, self.machine(), device_memory_bytes=limit)
+        return ebbtide.tuner.plan(workload, self.machine(), device_memory_bytes=limit)
 
     def plan_all_on(self, micro_batches: int) -> Plan:
         """The tuner's for steps of so many micro-batches none of which clips, so that it may choose

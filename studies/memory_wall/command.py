@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
+from ebbtide.profiler.memory import host_bytes
 from rich.progress import track
 
-from profiler.memory import host_bytes
 from studies.bench.byte_gpt import SIZES, Batch, Batches, ByteGPT, ds_config, stock_engine
 from studies.bench.console import publish, study_parser
 from studies.bench.phase_clock import PHASES

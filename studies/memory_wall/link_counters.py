@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from profiler.nvml import handle_of
+from ebbtide.profiler.nvml import handle_of
 
 # Bytes/s of one lane and direction, after the line code (8b/10b, 128b/130b, FLIT).
 LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}

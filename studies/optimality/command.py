@@ -3,9 +3,9 @@
     python -m studies.optimality --json optimality.json
     python -m studies.optimality --json optimality.json --real-models   # and models people train
 
-The gap of a plan is to the bound of `simulator.analysis.bound`, which no plan can beat and which
+The gap of a plan is to the bound of `ebbtide.simulator.analysis.bound`, which no plan can beat and which
 even the best plan need not reach: an upper limit of the distance to the optimum. Pairs with few
-subgroups are searched through (`tuner.placements.optimum`), so that there the distance itself is
+subgroups are searched through (`ebbtide.tuner.placements.optimum`), so that there the distance itself is
 known.
 """
 
@@ -15,17 +15,17 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+from ebbtide.simulator import Layer, Machine, Placement, Quantity, Workload
+from ebbtide.simulator.analysis.bound import bound
+from ebbtide.simulator.limits import GIB, Limits
+from ebbtide.tuner.placements.optimum import optimum
+from ebbtide.tuner.placements.planning import plan
+from ebbtide.tuner.placements.search import Candidate, Search
 from rich.progress import track
 
-from simulator import Layer, Machine, Placement, Quantity, Workload
-from simulator.analysis.bound import bound
-from simulator.limits import GIB, Limits
 from studies.bench.console import publish, study_parser
 from studies.bench.record import write_record
 from studies.optimality.real_models import further_pairs, real_pairs
-from tuner.placements.optimum import optimum
-from tuner.placements.planning import plan
-from tuner.placements.search import Candidate, Search
 
 FEW = (4, 8)
 WANTED_PCT, WANTED_REAL_PCT = 2.0, 3.0  # of a gap
@@ -67,7 +67,7 @@ def measure(pairs: int, few: int, seed: int) -> dict[str, Any]:
         "median_gap_pct": statistics.median(gaps),
         "p90_gap_pct": float(np.quantile(gaps, 0.9)),
         "max_gap_pct": gaps[-1],
-        "gap_to": "the proven lower bound (simulator.analysis.bound)",
+        "gap_to": "the proven lower bound (ebbtide.simulator.analysis.bound)",
         "pairs_within_2_pct": sum(g <= 2 for g in gaps),
         "pairs_proven_optimal": sum(g <= PROVEN_PCT for g in gaps),
         "seconds_per_plan_median": statistics.median(seconds),

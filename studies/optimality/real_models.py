@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 from itertools import product
 from typing import Any
 
-from simulator import Machine, Workload, preset, workload_from_model
-from simulator.limits import GIB, Limits
+from ebbtide.simulator import Machine, Workload, preset, workload_from_model
+from ebbtide.simulator.limits import GIB, Limits
 
 _LLAMA = {
     "model_type": "llama", "vocab_size": 32000, "hidden_size": 5120, "intermediate_size": 13824,

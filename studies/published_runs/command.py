@@ -14,7 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from simulator import Machine
+from ebbtide.simulator import Machine
+from ebbtide.tuner.calibrate.interval import CAMPAIGN_SPREAD
+
 from studies.bench.console import study_parser, tables
 from studies.bench.offload_runs import Run, RunError, read_runs, testbeds
 from studies.bench.record import write_record
@@ -24,7 +26,6 @@ from studies.published_runs.left_out import cross_validation, random_triples
 from studies.published_runs.makers import between_makers
 from studies.published_runs.pictures import draw
 from studies.published_runs.shipped import as_logged, calibrated, fits, machine_of, workload_of
-from tuner.calibrate.interval import CAMPAIGN_SPREAD
 
 Machines = Mapping[str, Machine]
 

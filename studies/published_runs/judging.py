@@ -6,8 +6,8 @@ from itertools import combinations
 from typing import Any
 
 import numpy as np
+from ebbtide.simulator import Machine
 
-from simulator import Machine
 from studies.bench.offload_runs import MEMORY, Run, testbeds
 from studies.published_runs.shipped import as_seen, interval_ms, predict
 

@@ -1,7 +1,7 @@
 """How much nodes with the same GPUs differ from maker to maker, on benchmarks of others.
 
 It is what a preset leaves out, from a source that has none of the runs that its intervals are
-judged by (`tuner.calibrate.interval.CAMPAIGN_SPREAD`).
+judged by (`ebbtide.tuner.calibrate.interval.CAMPAIGN_SPREAD`).
 """
 
 import csv

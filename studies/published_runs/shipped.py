@@ -10,14 +10,15 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from simulator import Machine, Workload, build_strategy, preset, workload_from_model
-from simulator.engines.compiled import simulate_fast
-from simulator.estimates.blocks import ModelError
-from simulator.limits import GIB
-from simulator.schedule import Schedule
+from ebbtide.simulator import Machine, Workload, build_strategy, preset, workload_from_model
+from ebbtide.simulator.engines.compiled import simulate_fast
+from ebbtide.simulator.estimates.blocks import ModelError
+from ebbtide.simulator.limits import GIB
+from ebbtide.simulator.schedule import Schedule
+from ebbtide.tuner.calibrate.calibration import Calibrated, Observation, calibrate, predicted_s
+from ebbtide.tuner.calibrate.interval import interval_s
+
 from studies.bench.offload_runs import Run, RunError, model_of
-from tuner.calibrate.calibration import Calibrated, Observation, calibrate, predicted_s
-from tuner.calibrate.interval import interval_s
 
 PRESETS = {"a100": "a100-node", "h100x4": "h100-node"}
 # The logs come from `memory_breakdown`: DeepSpeed reports memory six times per iteration, before

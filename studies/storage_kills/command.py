@@ -1,6 +1,6 @@
 """Kills training on stored state with SIGKILL and checks that no finished step is lost or torn.
 
-Each trial: a process updates subgroups whose state lives on storage (`runtime.storage`, two
+Each trial: a process updates subgroups whose state lives on storage (`ebbtide.runtime.storage`, two
 directories, the runtime's Adam kernel) and commits every step behind the next one's reads. It is
 killed at a named point of the commit, inside a write of a block, or at a random moment. Then every
 step that is there is read and compared, bit by bit, with a run whose state never left memory; the
@@ -23,16 +23,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ebbtide.runtime.checkpoint.files import Files
+from ebbtide.runtime.checkpoint.format.manifest import block_hash
+from ebbtide.runtime.kernels.host import host_update
+from ebbtide.runtime.kernels.rules import AdamRule
+from ebbtide.runtime.storage.errors import StorageError
+from ebbtide.runtime.storage.folder import POINTS, Drive
+from ebbtide.runtime.storage.store import ExtentStore
+from ebbtide.runtime.storage.view import page_aligned
 from rich.console import Console
 
-from runtime.checkpoint.files import Files
-from runtime.checkpoint.format.manifest import block_hash
-from runtime.kernels.host import host_update
-from runtime.kernels.rules import AdamRule
-from runtime.storage.errors import StorageError
-from runtime.storage.folder import POINTS, Drive
-from runtime.storage.store import ExtentStore
-from runtime.storage.view import page_aligned
 from studies.bench import killed
 from studies.bench.console import kill_parser
 from studies.bench.forked import Forked

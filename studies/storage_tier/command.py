@@ -25,14 +25,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import ebbtide.runtime
 import torch
+from ebbtide.profiler.memory import host_peak_bytes, reset_host_peak
+from ebbtide.profiler.rates.storage import measure_drive
+from ebbtide.simulator.plan import Plan
+from ebbtide.simulator.quantity import Quantity
+from ebbtide.simulator.storage import StorageRates
 
-import runtime
-from profiler.memory import host_peak_bytes, reset_host_peak
-from profiler.rates.storage import measure_drive
-from simulator.plan import Plan
-from simulator.quantity import Quantity
-from simulator.storage import StorageRates
 from studies.bench.bits import digest, state_of
 from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config, stock_engine, train_step
 from studies.bench.console import publish, study_parser
@@ -372,15 +372,15 @@ def _engine(name: str, size: str, folder: Path, plan: Mapping[str, Any] | None =
     config = ds_config(subgroup_size=subgroup, offload_optimizer=offload)
     engine = stock_engine(model, config)
     if plan is not None:
-        runtime.attach(engine, Plan.model_validate({**plan, "storage_dir": str(folder)}))
+        ebbtide.runtime.attach(engine, Plan.model_validate({**plan, "storage_dir": str(folder)}))
     elif name in SHARES:
-        runtime.attach(engine, _plan(engine, SHARES[name], folder))
+        ebbtide.runtime.attach(engine, _plan(engine, SHARES[name], folder))
     return engine
 
 
 def _plan(engine: Any, share: float, folder: Path) -> Plan:
     """``share`` of the subgroups in host memory, evenly among the others."""
-    from runtime.zero.cuts import subgroups_of
+    from ebbtide.runtime.zero.cuts import subgroups_of
 
     subgroup = int(engine.optimizer.sub_group_size)
     count = len(subgroups_of(engine.optimizer, subgroup))
@@ -409,7 +409,7 @@ def _of_updates(engine: Any) -> dict[str, float]:
     """Of a step: how long some of its reads, updates and writes went on, and the host updates'
     sum. What is read for the next step while none of these is left counts too.
     """
-    from simulator import OpKind
+    from ebbtide.simulator import OpKind
 
     kinds = (OpKind.STATE_READ, OpKind.UPDATE_HOST, OpKind.STATE_WRITE)
     spans = sorted(

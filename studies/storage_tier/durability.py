@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from simulator.plan import Plan
-from simulator.storage import StorageRates
+from ebbtide.simulator.plan import Plan
+from ebbtide.simulator.storage import StorageRates
 
 
 def saved_each_step(
@@ -71,10 +71,10 @@ def host_bytes(engine: Any) -> dict[str, Any]:
     """Host memory of state, gradients and slots per parameter: as it is, and as it was told; the
     parameters of each subgroup.
     """
-    from simulator import Workload
-    from simulator.update.footprint import footprint
-    from simulator.update.recipes import PARAMETER_SLOTS
-    from simulator.workload import Layer
+    from ebbtide.simulator import Workload
+    from ebbtide.simulator.update.footprint import footprint
+    from ebbtide.simulator.update.recipes import PARAMETER_SLOTS
+    from ebbtide.simulator.workload import Layer
 
     session = engine.optimizer._ebbtide
     sizes = session.engine.sizes()
@@ -108,10 +108,10 @@ def predicted(
     """
     import itertools
 
-    from profiler import measure_machine, profile_engine
-    from simulator import build_schedule, simulate
-    from simulator.update.footprint import footprint
-    from tuner.placements.planning import plan as planned
+    from ebbtide.profiler import measure_machine, profile_engine
+    from ebbtide.simulator import build_schedule, simulate
+    from ebbtide.simulator.update.footprint import footprint
+    from ebbtide.tuner.placements.planning import plan as planned
 
     name = str(folder.absolute())
     measured = measure_machine(folder, seconds=20.0, fresh=True)

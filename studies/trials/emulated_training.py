@@ -13,13 +13,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from ebbtide.runtime.devices.emulated import EmulatedDevice, EmulatedRates
+from ebbtide.simulator import Layer, Machine, Plan, Quantity, Workload
+from ebbtide.simulator.machine import OUT_OF_PLACE
+from ebbtide.simulator.timeline import Timeline
+from ebbtide.simulator.update.optimizer import ADAM
 from torch import nn
 
-from runtime.devices.emulated import EmulatedDevice, EmulatedRates
-from simulator import Layer, Machine, Plan, Quantity, Workload
-from simulator.machine import OUT_OF_PLACE
-from simulator.timeline import Timeline
-from simulator.update.optimizer import ADAM
 from studies.bench.products import product
 
 WARMUP = 2  # steps: DeepSpeed traces the first one; after a switch the slots fill in one
@@ -204,10 +204,10 @@ class Kernels:
 
 def attach(engine: Any, setting: Setting, plan: Plan) -> Kernels:
     """Applies a plan on an emulated device that keeps to the setting's rates."""
-    import runtime
+    import ebbtide.runtime
 
     device = EmulatedDevice(setting.rates())
-    runtime.attach(engine, plan, device=device)
+    ebbtide.runtime.attach(engine, plan, device=device)
     return kernels_of(engine, device)
 
 
@@ -271,7 +271,7 @@ class Bench:
         return Measured(statistics.median(periods), forward_s, backward_s, step_s, timeline, mean_s)
 
     def _apply(self, plan: Plan) -> None:
-        from runtime.zero.attach import switch_plan
+        from ebbtide.runtime.zero.attach import switch_plan
 
         if self._kernels is not None:
             switch_plan(self.engine, plan)

@@ -6,10 +6,11 @@ from dataclasses import asdict, dataclass, replace
 from random import Random
 from typing import Any
 
-import tuner
-from profiler.rates.adam import host_adam_out_of_place
-from simulator import Plan
-from simulator.analysis.bound import bound
+import ebbtide.tuner
+from ebbtide.profiler.rates.adam import host_adam_out_of_place
+from ebbtide.simulator import Plan
+from ebbtide.simulator.analysis.bound import bound
+
 from studies.bench.bits import differences
 from studies.trials.emulated_training import Bench, Setting, stock_state
 
@@ -110,8 +111,8 @@ def _measured(setting: Setting, ratio: float, steps: int, clipped_steps: int) ->
 
     work, machine = bench.workload(steps), setting.machine()
     clipped += [False] * bench.steps
-    plain = tuner.plan(work, machine, memory_margin=0)
-    guessed = tuner.plan(work.model_copy(update={"clip_rate": 0.0}), machine, memory_margin=0)
+    plain = ebbtide.tuner.plan(work, machine, memory_margin=0)
+    guessed = ebbtide.tuner.plan(work.model_copy(update={"clip_rate": 0.0}), machine, memory_margin=0)
     barrier_s, guessed_s = (mean_s(plan, 0.0, steps) for plan in (plain, guessed))
     slower = {}
     for rate in CLIP_RATES:

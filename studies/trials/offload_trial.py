@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ebbtide.profiler.memory import reset_peak
+from ebbtide.simulator import Plan
+from ebbtide.simulator.limits import GIB
+from ebbtide.simulator.plan import ParameterHome
 
-from profiler.memory import reset_peak
-from simulator import Plan
-from simulator.limits import GIB
-from simulator.plan import ParameterHome
 from studies.bench.bits import digest, optimizer_state
 from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config, stock_engine
 from studies.bench.phase_clock import PhaseClock, medians, timed_step
@@ -76,8 +76,8 @@ def settle(args: argparse.Namespace) -> None:
         raise SystemExit("--device cuda needs a CUDA GPU, but torch finds none: use auto")
     if not cuda:
         return
-    from runtime.hardware.cores import bind, near_cores
-    from runtime.hardware.pci import pci_address
+    from ebbtide.runtime.hardware.cores import bind, near_cores
+    from ebbtide.runtime.hardware.pci import pci_address
 
     cores = near_cores(pci_address(0))
     bind(cores)  # as deepspeed --bind_cores_to_rank does
@@ -158,7 +158,7 @@ def timed(
 
 def make_engine(args: argparse.Namespace) -> Any:
     """The variant's engine, with a model that has the same weights for all."""
-    import runtime
+    import ebbtide.runtime
 
     name, _, setting = args.variant.partition(":")
     if name == "torchao":
@@ -192,7 +192,7 @@ def make_engine(args: argparse.Namespace) -> Any:
         engine.compile()
     if name == "ebbtide":
         plan = Plan.load(args.plan) if args.plan else host_plan(engine, args.keep)
-        runtime.attach(engine, plan, device=args.device)
+        ebbtide.runtime.attach(engine, plan, device=args.device)
     return engine
 
 
@@ -208,7 +208,7 @@ def host_plan(engine: Any, keep: float = 0.0) -> Plan:
     Args:
         keep: this share of those that the config offloads lives on the device.
     """
-    from runtime.zero.checks.private import parameter_home
+    from ebbtide.runtime.zero.checks.private import parameter_home
 
     count = len(engine.optimizer.fp16_partitioned_groups_flat)
     there, kept = parameter_home(engine.optimizer), int(keep * count)
@@ -222,7 +222,8 @@ def host_plan(engine: Any, keep: float = 0.0) -> Plan:
 
 
 def _profile(engine: Any, batches: Batches, args: argparse.Namespace) -> dict[str, Any]:
-    from profiler import profile_engine
+    from ebbtide.profiler import profile_engine
+
     from studies.bench.byte_gpt import train_step
 
     numbers = iter(range(10**6))

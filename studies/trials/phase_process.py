@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from runtime.hardware.launcher import free_port, remove_shared_buffers
+from ebbtide.runtime.hardware.launcher import free_port, remove_shared_buffers
 
 _TAIL_LINES = 25
 _parent: Connection | None = None  # in the child: who listens

@@ -9,7 +9,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from simulator import Plan
+from ebbtide.simulator import Plan
+
 from studies.bench.byte_gpt import SIZES, Batches
 from studies.bench.rank import become_only_rank
 from studies.bench.record import write_record
@@ -33,7 +34,7 @@ def main() -> None:
 
 def trials(args: argparse.Namespace) -> Any:
     """Yields each plan's row."""
-    from runtime.zero.attach import switch_plan
+    from ebbtide.runtime.zero.attach import switch_plan
 
     plans = {path.name: Plan.load(path) for path in args.plans}
     engine = make_engine(args)  # all on the host at first: the least device memory

@@ -18,15 +18,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ebbtide.runtime.hardware.launcher import free_port, remove_shared_buffers
+from ebbtide.tuner.verify.judge import Finding
 from rich.console import Console
 
-from runtime.hardware.launcher import free_port, remove_shared_buffers
 from studies.bench.console import study_parser, tables
 from studies.bench.record import write_record
 from studies.verify.judging import Case, Group, plain
 from studies.verify.rounds import ROUNDS
 from studies.verify.versions import known_versions
-from tuner.verify.judge import Finding
 
 STAGES, RANKS = (2, 3), (1, 2)
 

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-
-from runtime.verify.lines import Piece
-from runtime.zero.pieces import pieces
+from ebbtide.runtime.verify.lines import Piece
+from ebbtide.runtime.zero.pieces import pieces
 
 Arm = Callable[[Any], None]
 Updated = list[torch.Tensor]  # fp32 masters of one call of the inner optimizer, with gradients

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from ebbtide.runtime.zero.pieces import pieces
 
-from runtime.zero.pieces import pieces
 from studies.verify.defects import (
     AT,
     MASTER,

@@ -5,12 +5,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ebbtide.tuner.verify.judge import Finding, Noise, judge
+from ebbtide.tuner.verify.run import Run, read_run
+from ebbtide.tuner.verify.sides import NO_OFFLOAD, PLAN, STOCK, compared
+
 from studies.verify.defects import Defect
 from studies.verify.rounds import ROUNDS
 from studies.verify.shapes import KINDS, shapes_of
-from tuner.verify.judge import Finding, Noise, judge
-from tuner.verify.run import Run, read_run
-from tuner.verify.sides import NO_OFFLOAD, PLAN, STOCK, compared
 
 LATE = 2  # steps later than it was made, a defect may rise above rounding
 

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ebbtide.runtime.frontdoor.recorded import perturb, record
+from ebbtide.runtime.verify.lines import Lines
+from ebbtide.runtime.zero.pieces import pieces
 
-from runtime.frontdoor.recorded import perturb, record
-from runtime.verify.lines import Lines
-from runtime.zero.pieces import pieces
 from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config, train_step
 from studies.verify.defects import Defect
 from studies.verify.rounds import ROUNDS, defects_of
@@ -158,14 +158,14 @@ def _model(shape: Shape) -> ByteGPT:
 
 
 def _attach(engine: Any, stage: int) -> None:
-    import runtime
-    from runtime.zero.cuts import subgroups_of
-    from simulator.plan import Plan
+    import ebbtide.runtime
+    from ebbtide.runtime.zero.cuts import subgroups_of
+    from ebbtide.simulator.plan import Plan
 
     count = len(subgroups_of(engine.optimizer, SUBGROUP))
     plan = Plan(subgroup_size=SUBGROUP, placement=Plan.runs(["host"] * count),
                 overlap_forward=stage == 3)  # fmt: skip
-    runtime.attach(engine, plan)
+    ebbtide.runtime.attach(engine, plan)
 
 
 def overhead_pct(stage: int) -> float:

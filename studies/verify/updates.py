@@ -9,17 +9,7 @@ from typing import Any
 
 import torch
 
-from studies.verify.defects import (
-    AT,
-    Defect,
-    Updated,
-    around_updates,
-    lost_names,
-    masters,
-    narrow,
-    of_states,
-    wrap,
-)
+from studies.verify.defects import AT, Defect, Updated, around_updates, lost_names, masters, narrow, of_states, wrap
 from studies.verify.held_out import norm_name, wrong_settings
 
 BOTH = 2  # the second subgroup or parameter group is the one that is wrong

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from runtime.hardware.launcher import free_port
+from ebbtide.runtime.hardware.launcher import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 # Version, and whether it leaves gradients out of the norm under ZeRO-2 offload with accumulation.
@@ -63,7 +63,7 @@ def _verified(python: str, environment: dict[str, str]) -> dict[str, Any]:
             filter(None, [str(ROOT), environment.get("PYTHONPATH")])
         )
         command = [
-            sys.executable, "-m", "tuner.cli", "verify", "--steps", str(STEPS), "--json",
+            sys.executable, "-m", "ebbtide.tuner.cli", "verify", "--steps", str(STEPS), "--json",
             "out.json", "--", python, "-m", "torch.distributed.run", "--nproc-per-node=1",
             f"--master-port={free_port()}", "train.py",
         ]  # fmt: skip

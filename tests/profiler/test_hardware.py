@@ -5,8 +5,7 @@ import types
 
 import pytest
 import torch
-
-from profiler import hardware, neighbours, nvml
+from ebbtide.profiler import hardware, neighbours, nvml
 
 
 class FakeNvml(types.ModuleType):

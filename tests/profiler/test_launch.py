@@ -6,9 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from profiler.launch import LaunchError, ScriptRun, profile_script
-from simulator import Machine, Workload
+from ebbtide.profiler.launch import LaunchError, ScriptRun, profile_script
+from ebbtide.simulator import Machine, Workload
 
 SCRIPT = """
 import argparse, os, torch, deepspeed
@@ -33,8 +32,8 @@ for step in range(50):
 raise SystemExit("the script came to its end")
 """
 FEWER_ELEMENTS = """
-from profiler import measure_machine
-from tuner.cli import main
+from ebbtide.profiler import measure_machine
+from ebbtide.tuner.cli import main
 measure_machine.__kwdefaults__["elements"] = 2**22
 main()
 """
@@ -45,7 +44,7 @@ ROOT = Path(__file__).parents[2]
 def tune(tmp_path, child_environment, deepspeed_ops):
     """Runs `tune` in a folder of its own."""
 
-    def run(*words, start=("-m", "tuner.cli")):
+    def run(*words, start=("-m", "ebbtide.tuner.cli")):
         environment = {**child_environment, "OMP_NUM_THREADS": "1"}
         return subprocess.run(
             [sys.executable, *start, *words], cwd=tmp_path, env=environment,
@@ -141,8 +140,7 @@ def test_runs_that_cannot_be(changes, message):
 )
 def test_bad_flags_end_with_one_line(words, message):
     from click.testing import CliRunner
-
-    from tuner.cli import main
+    from ebbtide.tuner.cli import main
 
     ended = CliRunner().invoke(main, ["profile", *words])
     assert ended.exit_code == 2

@@ -6,14 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-
-from profiler import measure_machine
-from profiler.machine import STAGES
-from profiler.rates import adam, contention, copies, dram, sampling, saving, storage
-from profiler.rates.sampling import doubts, rate, repeat_s
-from runtime.storage import store
-from simulator import Machine
-from simulator.quantity import Quantity
+from ebbtide.profiler import measure_machine
+from ebbtide.profiler.machine import STAGES
+from ebbtide.profiler.rates import adam, contention, copies, dram, sampling, saving, storage
+from ebbtide.profiler.rates.sampling import doubts, rate, repeat_s
+from ebbtide.runtime.storage import store
+from ebbtide.simulator import Machine
+from ebbtide.simulator.quantity import Quantity
 
 TINY = 20_000
 
@@ -199,7 +198,7 @@ def test_storage_removes_its_file_when_the_disk_fails(tmp_path, monkeypatch):
 
 
 def test_a_machine_is_measured_once_and_remembered(tmp_path, monkeypatch, deepspeed_ops):
-    from runtime.kernels import host
+    from ebbtide.runtime.kernels import host
 
     host.load()  # from the usual cache: only the machine file is to be new
     monkeypatch.setenv("EBBTIDE_CACHE", str(tmp_path))

@@ -4,14 +4,14 @@ from collections import defaultdict
 
 import pytest
 import torch
+from ebbtide.profiler import SampledProfile
+from ebbtide.profiler.activations import AllocatorDeltas, SavedTensors
+from ebbtide.profiler.engine import PassiveProfile
+from ebbtide.profiler.watcher import Trace
+from ebbtide.profiler.workload import WARMUP_STEPS, _base_bytes, workload_of
+from ebbtide.simulator import Layer, MemoryPoint
 from torch import nn
 
-from profiler import SampledProfile
-from profiler.activations import AllocatorDeltas, SavedTensors
-from profiler.engine import PassiveProfile
-from profiler.watcher import Trace
-from profiler.workload import WARMUP_STEPS, _base_bytes, workload_of
-from simulator import Layer, MemoryPoint
 from studies.bench.byte_gpt import Batches, train_step
 from tests.runtime.contract.training import start
 
@@ -94,7 +94,7 @@ def test_an_optimizer_that_is_replaced_ends_the_profile(engine):
     stock = type(engine.optimizer)
     engine.optimizer.__class__ = type("Other", (stock,), {})
     train(engine, WARMUP_STEPS)
-    assert "not with runtime.initialize" in str(profile.problem)
+    assert "not with ebbtide.initialize" in str(profile.problem)
     assert "step" not in vars(engine)
     engine.optimizer.__class__ = stock
 

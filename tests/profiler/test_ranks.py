@@ -8,10 +8,9 @@ import time
 from contextlib import contextmanager
 
 import pytest
-
-from profiler.rates import ranks
-from profiler.rates.ranks import STAGES, Job, StageSamples, check_ranks, measure_ranks
-from profiler.rates.sampling import timed_s
+from ebbtide.profiler.rates import ranks
+from ebbtide.profiler.rates.ranks import STAGES, Job, StageSamples, check_ranks, measure_ranks
+from ebbtide.profiler.rates.sampling import timed_s
 
 
 def test_two_ranks_measure_at_once_and_leave_nothing(tmp_path):

@@ -1,10 +1,9 @@
 """What becomes of a script that is profiled: in this process, with a real engine."""
 
 import pytest
-
-from profiler.progress import ProgressFile, first_error, read_progress
-from profiler.script import ProfiledScript, ScriptError, main
-from simulator import Workload
+from ebbtide.profiler.progress import ProgressFile, first_error, read_progress
+from ebbtide.profiler.script import ProfiledScript, ScriptError, main
+from ebbtide.simulator import Workload
 
 ENGINE = """
 import sys, torch, deepspeed

@@ -1,9 +1,9 @@
 """Measured contention beside what the simulator makes of the same pair."""
 
 import pytest
+from ebbtide.profiler.rates.sharing import differences, simulated_share, with_writer_cost
+from ebbtide.simulator.quantity import Quantity
 
-from profiler.rates.sharing import differences, simulated_share, with_writer_cost
-from simulator.quantity import Quantity
 from tests.machines import node
 
 

@@ -2,9 +2,8 @@
 
 import pytest
 import torch
+from ebbtide.profiler.tokens import tokens_of
 from torch import nn
-
-from profiler.tokens import tokens_of
 
 LANGUAGE = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 10))
 IDS = torch.zeros(2, 32, dtype=torch.int64)

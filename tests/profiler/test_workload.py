@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from ebbtide.profiler import SampledProfile, profile_engine
+from ebbtide.profiler.watcher import units
+from ebbtide.profiler.workload import _own_gradient_path_s
 
-from profiler import SampledProfile, profile_engine
-from profiler.watcher import units
-from profiler.workload import _own_gradient_path_s
 from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, train_step
 from tests.runtime.contract.training import start, train
 
@@ -57,7 +57,7 @@ def test_a_part_of_the_gradients_stands_for_all(monkeypatch):
     monkeypatch.setattr("time.perf_counter", lambda: float(next(clock)))  # a second a look
     assert _own_gradient_path_s(optimizer, micro=1) == 3 + 3
     assert _own_gradient_path_s(optimizer, micro=4) == 4 * 3 + 3
-    monkeypatch.setattr("profiler.workload.UNCACHED_BYTES", 1000)  # the first two, which have more
+    monkeypatch.setattr("ebbtide.profiler.workload.UNCACHED_BYTES", 1000)  # the first two, which have more
     assert _own_gradient_path_s(optimizer, micro=4) == (4 * 2 + 2) * 500 / 400
 
 

@@ -16,8 +16,7 @@ from itertools import count
 from pathlib import Path
 
 import xxhash
-
-from runtime.checkpoint.files import Files
+from ebbtide.runtime.checkpoint.files import Files
 
 RANDOM_SUBSETS = 4
 

@@ -514,7 +514,7 @@ class FakeTorch:
 
     def device_update(self, state, grad, out, step, scale=1.0, tail=0):
         """The host kernel in the device kernel's place, on the current stream."""
-        from runtime.kernels.host import host_update
+        from ebbtide.runtime.kernels.host import host_update
 
         def kernel(grad, out, *state):
             host_update(state, grad, out, step, scale, 1, tail)
@@ -548,19 +548,19 @@ class FakeTorch:
 
 def install(monkeypatch, seed=0, latest_s=LATEST_S):
     """`CudaDevice` runs on the stand-in from here on; returns it."""
-    import runtime.devices.cuda
-    import runtime.hardware.pages
+    import ebbtide.runtime.devices.cuda
+    import ebbtide.runtime.hardware.pages
 
     fake = FakeTorch(seed, latest_s)
     monkeypatch.setattr(DEFAULT, "age_s", 0.0, raising=False)
-    for module in (runtime.devices.cuda, runtime.hardware.pages):
+    for module in (ebbtide.runtime.devices.cuda, ebbtide.runtime.hardware.pages):
         monkeypatch.setattr(module, "torch", fake)
     record = fake.allocator.record
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda t, stream: record(t, stream))  # noqa: PLW0108
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda t, device=None: fake.runtime.pinned(t))
     monkeypatch.setitem(
         sys.modules,
-        "runtime.kernels.device",
+        "ebbtide.runtime.kernels.device",
         SimpleNamespace(device_update=fake.device_update, compile_for=fake.compile_for),
     )
     return fake
@@ -569,10 +569,9 @@ def install(monkeypatch, seed=0, latest_s=LATEST_S):
 def install_under_deepspeed(monkeypatch, fake):
     """DeepSpeed too takes the machine for one whose streams are late: its own waits are tried."""
     import deepspeed.comm
+    import ebbtide.runtime.zero.stage3  # noqa: F401
     from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime.comm import coalesced_collectives
-
-    import runtime.zero.stage3  # noqa: F401
 
     accelerator = get_accelerator()
     kind = type(accelerator)
@@ -585,7 +584,7 @@ def install_under_deepspeed(monkeypatch, fake):
         member = members.get(name, getattr(fake.cuda, name))
         monkeypatch.setattr(kind, name, lambda self, *args, member=member: member(*args))
     for stage in ("stage3", "stage12"):  # as on CUDA: a kernel like any other
-        monkeypatch.setattr(f"runtime.zero.{stage}.float64_norm", _float64_norm)
+        monkeypatch.setattr(f"ebbtide.runtime.zero.{stage}.float64_norm", _float64_norm)
     monkeypatch.setattr(
         coalesced_collectives, "_torch_reduce_scatter_fn",
         _at_once(fake, coalesced_collectives._torch_reduce_scatter_fn, written=1),

@@ -13,7 +13,8 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from runtime.hardware.launcher import free_port, remove_shared_buffers
+from ebbtide.runtime.hardware.launcher import free_port, remove_shared_buffers
+
 from studies.bench.forked import Forked
 
 RANKS = 2

@@ -14,14 +14,14 @@ import time
 from functools import partial
 from pathlib import Path
 
+import ebbtide.runtime
 import psutil
 import torch
+from ebbtide.runtime.devices.emulated import EmulatedDevice
+from ebbtide.runtime.replan.auto import observed_workload
+from ebbtide.simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES, footprint
 from torch.multiprocessing.reductions import StorageWeakRef
 
-import runtime
-from runtime.devices.emulated import EmulatedDevice
-from runtime.replan.auto import observed_workload
-from simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES, footprint
 from studies.bench.forked import Child
 from studies.bench.many_engines import answer_once, freeze_heap
 from studies.checkpoints.run import warm_up
@@ -94,7 +94,7 @@ def measured(model, width, subgroup, case):
     before = resident_bytes()
     engine = start(model=model(), subgroup_size=subgroup, reduce_bucket_size=BUCKET, **config)
     device = Counting()
-    runtime.attach(engine, plan_for(engine, placements, subgroup, homes=homes), device=device)
+    ebbtide.runtime.attach(engine, plan_for(engine, placements, subgroup, homes=homes), device=device)
     own = engine.optimizer._ebbtide
     device.peak_bytes = device.bytes()  # of training
     for number in range(3):

@@ -13,25 +13,24 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from ebbtide.runtime.checkpoint.files import Files
+from ebbtide.runtime.checkpoint.format.blocks import PlannedFile
+from ebbtide.runtime.checkpoint.format.memory import Slots
+from ebbtide.runtime.checkpoint.format.output import Pace
+from ebbtide.runtime.checkpoint.format.safe_load import load_file
+from ebbtide.runtime.checkpoint.format.skeleton import lay_out
+from ebbtide.runtime.checkpoint.live_state import LiveState
+from ebbtide.runtime.checkpoint.protocol.commit import Attempt, Commit
+from ebbtide.runtime.checkpoint.stream.job import Job
+from ebbtide.runtime.checkpoint.stream.persist import BlockWriter
+from ebbtide.runtime.devices.base import Device
+from ebbtide.runtime.devices.emulated import EmulatedDevice
+from ebbtide.runtime.execution.gradients import GradientHomes, ParameterSlice
+from ebbtide.runtime.execution.session import Session
+from ebbtide.runtime.execution.subgroup_state import Buffers
+from ebbtide.runtime.kernels.rule import UpdateRule
+from ebbtide.simulator.plan import READY_BLOCKS, CheckpointPlan
 from torch.optim.adamw import adamw
-
-from runtime.checkpoint.files import Files
-from runtime.checkpoint.format.blocks import PlannedFile
-from runtime.checkpoint.format.memory import Slots
-from runtime.checkpoint.format.output import Pace
-from runtime.checkpoint.format.safe_load import load_file
-from runtime.checkpoint.format.skeleton import lay_out
-from runtime.checkpoint.live_state import LiveState
-from runtime.checkpoint.protocol.commit import Attempt, Commit
-from runtime.checkpoint.stream.job import Job
-from runtime.checkpoint.stream.persist import BlockWriter
-from runtime.devices.base import Device
-from runtime.devices.emulated import EmulatedDevice
-from runtime.execution.gradients import GradientHomes, ParameterSlice
-from runtime.execution.session import Session
-from runtime.execution.subgroup_state import Buffers
-from runtime.kernels.rule import UpdateRule
-from simulator.plan import READY_BLOCKS, CheckpointPlan
 
 ADAMW = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 BLOCK_BYTES = 4096
@@ -101,7 +100,7 @@ def cut(params, size):
 
 
 class PlainEngine:
-    """A `runtime.execution.session.TrainingEngine` for a module of bf16 parameters."""
+    """A `ebbtide.runtime.execution.session.TrainingEngine` for a module of bf16 parameters."""
 
     shares_state = False
     overlaps_forward = True

@@ -7,9 +7,8 @@ import threading
 import time
 
 import pytest
+from ebbtide.runtime.hardware import builds
 from torch.utils.file_baton import FileBaton
-
-from runtime.hardware import builds
 
 
 @pytest.fixture

@@ -7,12 +7,11 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-
-from runtime.devices.lane import Completion, Lane
-from runtime.execution.session import threads_of
-from runtime.hardware import cores
-from runtime.hardware.launcher import LOCAL_SIZES, local_ranks
-from simulator import Plan
+from ebbtide.runtime.devices.lane import Completion, Lane
+from ebbtide.runtime.execution.session import threads_of
+from ebbtide.runtime.hardware import cores
+from ebbtide.runtime.hardware.launcher import LOCAL_SIZES, local_ranks
+from ebbtide.simulator import Plan
 
 GPU = "0000:3b:00.0"
 
@@ -123,7 +122,7 @@ def test_a_lane_is_bound_and_the_training_thread_is_not():
 
 OWN_THREADS = """
 import os
-from profiler.rates.adam import AdamBuffers
+from ebbtide.profiler.rates.adam import AdamBuffers
 buffers = AdamBuffers(1 << 20)
 buffers.host_update(1)
 before = len(os.listdir("/proc/self/task"))

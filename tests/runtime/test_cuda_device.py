@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from ebbtide.runtime.checkpoint.format import memory
+from ebbtide.runtime.devices import cuda
+from ebbtide.runtime.devices.clock import DeviceClock
+from ebbtide.runtime.devices.cuda import CudaDevice
+from ebbtide.runtime.devices.lane import Completion
+from ebbtide.runtime.hardware.pages import own_pages
+from ebbtide.simulator.schedule import Lane
 
-from runtime.checkpoint.format import memory
-from runtime.devices import cuda
-from runtime.devices.clock import DeviceClock
-from runtime.devices.cuda import CudaDevice
-from runtime.devices.lane import Completion
-from runtime.hardware.pages import own_pages
-from simulator.schedule import Lane
 from tests.runtime import fake_cuda
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the real one is there")
@@ -156,7 +156,7 @@ def test_buffers_are_backed_by_threads_on_the_cores_near_the_gpu(device, monkeyp
     """
     torch.ones(1 << 22).add_(1)  # OpenMP's threads are there
     device.cores, bound = [max(os.sched_getaffinity(0))], []
-    monkeypatch.setattr("runtime.hardware.pages.bind", bound.append)
+    monkeypatch.setattr("ebbtide.runtime.hardware.pages.bind", bound.append)
     before = faults_by_thread()
     buffer = device.host_empty(64 * 2**20, torch.float32)
     after = faults_by_thread()

@@ -4,8 +4,7 @@ import math
 
 import pytest
 import torch
-
-from runtime.kernels.digest import added, by_torch, digest, unpacked
+from ebbtide.runtime.kernels.digest import added, by_torch, digest, unpacked
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -7,22 +7,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from ebbtide.runtime.devices.base import Device
+from ebbtide.runtime.devices.lane import Completion
+from ebbtide.runtime.execution.executor import Executor
+from ebbtide.runtime.execution.gradients import GradientHomes, ParameterSlice
+from ebbtide.runtime.execution.guesses import SubgroupJob, spares_of
+from ebbtide.runtime.execution.step_template import gradient_template, step_template
+from ebbtide.runtime.execution.subgroup_state import StagingSlot
+from ebbtide.runtime.execution.visits import Growing
+from ebbtide.runtime.zero.windows import Windows, ZeroSlice
+from ebbtide.simulator import Layer, OpKind, Plan, Workload, build_schedule
+from ebbtide.simulator.update.order import order_of
+from ebbtide.simulator.update.recipes import guessed_ways, recipe_of, ways
+from ebbtide.tuner.placements.moves import VISITING
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from runtime.devices.base import Device
-from runtime.devices.lane import Completion
-from runtime.execution.executor import Executor
-from runtime.execution.gradients import GradientHomes, ParameterSlice
-from runtime.execution.guesses import SubgroupJob, spares_of
-from runtime.execution.step_template import gradient_template, step_template
-from runtime.execution.subgroup_state import StagingSlot
-from runtime.execution.visits import Growing
-from runtime.zero.windows import Windows, ZeroSlice
-from simulator import Layer, OpKind, Plan, Workload, build_schedule
-from simulator.update.order import order_of
-from simulator.update.recipes import guessed_ways, recipe_of, ways
-from tuner.placements.moves import VISITING
 
 STEPS = 4
 RECIPES = [recipe_of(*way) for way in ways()]

@@ -2,11 +2,11 @@
 
 import logging
 
+import ebbtide.runtime
 import pytest
+from ebbtide.profiler.hardware import look
+from ebbtide.simulator import Layer, Machine, Workload
 
-import runtime
-from profiler.hardware import look
-from simulator import Layer, Machine, Workload
 from tests.runtime.contract.training import DEVICES, device_of, plan_for, start
 from tests.runtime.test_live import machine
 
@@ -35,7 +35,7 @@ def warnings(caplog, made_on, sizes_to_fingerprint, given=None):
         }
     )
     with caplog.at_level(logging.WARNING, logger="ebbtide"):
-        runtime.attach(engine, plan, device=device_of(next(iter(DEVICES))), machine=given)
+        ebbtide.runtime.attach(engine, plan, device=device_of(next(iter(DEVICES))), machine=given)
     engine.destroy()
     return [r.getMessage() for r in caplog.records if r.name == "ebbtide"]
 

@@ -3,16 +3,16 @@
 import copy
 import re
 
+import ebbtide.runtime
 import pytest
 import torch
+from ebbtide.runtime.devices.choice import choose_device
+from ebbtide.runtime.zero.checks import private as deepspeed_private
+from ebbtide.runtime.zero.checks.guard import ConfigError, check_config
+from ebbtide.runtime.zero.checks.private import UnsupportedDeepSpeedError
+from ebbtide.runtime.zero.host_memory import check_host_memory, needed_bytes
+from ebbtide.simulator import Plan, PlanError
 
-import runtime
-from runtime.devices.choice import choose_device
-from runtime.zero.checks import private as deepspeed_private
-from runtime.zero.checks.guard import ConfigError, check_config
-from runtime.zero.checks.private import UnsupportedDeepSpeedError
-from runtime.zero.host_memory import check_host_memory, needed_bytes
-from simulator import Plan, PlanError
 from studies.bench.byte_gpt import SIZES, ByteGPT, ds_config
 from tests.runtime.contract.training import start
 
@@ -51,7 +51,7 @@ def test_configs_are_refused_before_the_model_is_touched(bad, message):
     model = ByteGPT(SIZES["tiny"])
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(ConfigError, match=message):
-        runtime.initialize(
+        ebbtide.runtime.initialize(
             model=model, config=bad, plan=Plan(subgroup_size=1, placement=Plan.runs(["host"]))
         )
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
@@ -68,7 +68,7 @@ def test_the_key_of_old_is_taken(only_rank):
     made["zero_optimization"]["cpu_offload"] = True
     plan = Plan(subgroup_size=10**9, placement=Plan.runs(["host"]))
     model = ByteGPT(SIZES["tiny"])
-    engine, *_ = runtime.initialize(
+    engine, *_ = ebbtide.runtime.initialize(
         model=model, model_parameters=model.parameters(), config=made, plan=plan
     )
     assert engine.optimizer._ebbtide.plan.placements == ("host",)
@@ -88,7 +88,7 @@ def test_a_plan_takes_the_place_of_other_ways_to_offload_and_says_so(name, only_
     model, made = ByteGPT(SIZES["tiny"]), config(**offload(**given))
     before = copy.deepcopy(made)
     plan = Plan(subgroup_size=10**9, placement=Plan.runs(["host"]))
-    engine, *_ = runtime.initialize(
+    engine, *_ = ebbtide.runtime.initialize(
         model=model, model_parameters=model.parameters(), config=made, plan=plan
     )
     assert engine.optimizer._ebbtide.plan.placements == ("host",)
@@ -104,7 +104,7 @@ def test_an_engine_that_was_built_with_twin_flow_is_refused(only_rank):
     }})  # fmt: skip
     plan = Plan(subgroup_size=20_000, placement=Plan.runs(["host"]))
     with pytest.raises(ConfigError, match="built with it: remove the key"):
-        runtime.attach(engine, plan)
+        ebbtide.runtime.attach(engine, plan)
     engine.destroy()
 
 
@@ -112,7 +112,7 @@ def test_where_nothing_is_offloaded_deepspeed_is_left_alone(only_rank, caplog):
     made = config()
     made["zero_optimization"]["offload_optimizer"] = {"device": "none"}
     model = ByteGPT(SIZES["tiny"])
-    engine, *_ = runtime.initialize(
+    engine, *_ = ebbtide.runtime.initialize(
         model=model, model_parameters=model.parameters(), config=made, plan="auto"
     )
     assert not hasattr(engine.optimizer, "_ebbtide")
@@ -130,10 +130,10 @@ def test_a_file_with_comments_is_read_and_one_that_is_none_is_named(tmp_path):
     path.write_text('{\n  // as DeepSpeed takes it\n  "zero_optimization": {"stage": 0,},\n}')
     plan = Plan(subgroup_size=1, placement=Plan.runs(["host"]))
     with pytest.raises(ConfigError, match="stage must be 1, 2 or 3, but got 0"):
-        runtime.initialize(model=torch.nn.Linear(1, 1), config=str(path), plan=plan)
+        ebbtide.runtime.initialize(model=torch.nn.Linear(1, 1), config=str(path), plan=plan)
     path.write_text("[]")
     with pytest.raises(ConfigError, match=str(path)):
-        runtime.initialize(model=torch.nn.Linear(1, 1), config=str(path), plan=plan)
+        ebbtide.runtime.initialize(model=torch.nn.Linear(1, 1), config=str(path), plan=plan)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_a_file_with_comments_is_read_and_one_that_is_none_is_named(tmp_path):
 )  # fmt: skip
 def test_what_is_no_plan_is_refused(plan, message):
     with pytest.raises(PlanError, match=message):
-        runtime.initialize(model=torch.nn.Linear(1, 1), config=config(), plan=plan)
+        ebbtide.runtime.initialize(model=torch.nn.Linear(1, 1), config=config(), plan=plan)
 
 
 def test_plans_for_something_else_are_refused_and_training_can_go_on(only_rank):
@@ -165,21 +165,21 @@ def test_plans_for_something_else_are_refused_and_training_can_go_on(only_rank):
     host = Plan.runs(["host"] * count)
     longer = Plan(subgroup_size=20_000, placement=Plan.runs(["host"] * (count + 2)))
     with pytest.raises(PlanError, match=f"must cover {count} subgroups, but covers {count + 2}"):
-        runtime.attach(engine, longer)
+        ebbtide.runtime.attach(engine, longer)
     other = Plan(subgroup_size=30_000, placement=host, subgroups=[n + 1 for n in sizes])
     with pytest.raises(PlanError, match=r"set zero_optimization\.sub_group_size to 30000"):
-        runtime.attach(engine, other)
+        ebbtide.runtime.attach(engine, other)
     turned = Plan(subgroup_size=20_000, placement=host, subgroups=sizes[::-1])
     assert sizes != sizes[::-1]
     with pytest.raises(PlanError, match="parameters come in another order, or in several groups"):
-        runtime.attach(engine, turned)
+        ebbtide.runtime.attach(engine, turned)
     less = Plan(subgroup_size=20_000, placement=host, subgroups=[n - 1 for n in sizes])
     with pytest.raises(PlanError, match="what of it is trained, or the number of ranks is another"):
-        runtime.attach(engine, less)
+        ebbtide.runtime.attach(engine, less)
     train(engine, 2)
-    runtime.attach(engine, Plan(subgroup_size=20_000, placement=host))
+    ebbtide.runtime.attach(engine, Plan(subgroup_size=20_000, placement=host))
     with pytest.raises(ConfigError, match="must be DeepSpeed's own ZeRO optimizer"):
-        runtime.attach(engine, Plan(subgroup_size=20_000, placement=host))
+        ebbtide.runtime.attach(engine, Plan(subgroup_size=20_000, placement=host))
     train(engine, 2)
     engine.destroy()
 
@@ -244,7 +244,7 @@ def test_initialize_asks_before_it_allocates(monkeypatch):
     model = ByteGPT(SIZES["tiny"])
     before = [p.clone() for p in model.parameters()]
     with pytest.raises(ConfigError, match="host memory must hold"):
-        runtime.initialize(model=model, config=config(), plan=plan)
+        ebbtide.runtime.initialize(model=model, config=config(), plan=plan)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
@@ -286,5 +286,5 @@ def test_gradients_set_out_early_where_the_config_leaves_it_open(
     made["zero_optimization"] |= given
     plan = Plan(subgroup_size=10, placement=Plan.runs(["host"]), staging_slots=0)
     with pytest.raises(InterruptedError):
-        runtime.initialize(config=made, plan=plan)
+        ebbtide.runtime.initialize(config=made, plan=plan)
     assert configs[0]["zero_optimization"].get("reduce_bucket_size") == expected

@@ -5,13 +5,13 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from ebbtide.runtime.kernels import host
+from ebbtide.runtime.kernels.adam import AdamStep, BiasCorrection
+from ebbtide.runtime.kernels.rule import vector_width
+from ebbtide.runtime.kernels.rules import RULES, AdamRule
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.kernels import host
-from runtime.kernels.adam import AdamStep, BiasCorrection
-from runtime.kernels.rule import vector_width
-from runtime.kernels.rules import RULES, AdamRule
 from tests.runtime.stock_builds import runs_here, stock_op
 
 LR, BETAS, EPS = 1e-3, (0.9, 0.999), 1e-8

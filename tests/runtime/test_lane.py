@@ -3,9 +3,8 @@
 import threading
 
 import pytest
-
-from runtime.devices import lane as lane_module
-from runtime.devices.lane import BackgroundError, Completion, Lane
+from ebbtide.runtime.devices import lane as lane_module
+from ebbtide.runtime.devices.lane import BackgroundError, Completion, Lane
 
 
 @pytest.fixture

@@ -4,17 +4,17 @@ import functools
 import time
 from dataclasses import replace
 
+import ebbtide.runtime
 import pytest
 import torch
+from ebbtide.runtime.replan.watch import measured_rates
+from ebbtide.runtime.zero.attach import switch_plan
+from ebbtide.runtime.zero.cuts import subgroups_of
+from ebbtide.simulator import Layer, Plan, PlanError, Quantity, Workload
+from ebbtide.simulator.schedule import Lane, OpKind
+from ebbtide.simulator.span import Span
+from ebbtide.simulator.timeline import Timeline
 
-import runtime
-from runtime.replan.watch import measured_rates
-from runtime.zero.attach import switch_plan
-from runtime.zero.cuts import subgroups_of
-from simulator import Layer, Plan, PlanError, Quantity, Workload
-from simulator.schedule import Lane, OpKind
-from simulator.span import Span
-from simulator.timeline import Timeline
 from studies.bench.bits import differences
 from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config, train_step
 from tests.machines import node
@@ -82,7 +82,7 @@ def test_switching_between_steps_changes_no_bit(only_rank, stage, device):
     count = len(subgroups_of(engine.optimizer, SUBGROUP))
     patterns = [["host"], ["device", "resident"], ["host", "device"]]
     homes = [["device"], ["host"], ["host", "device"], ["device"]] if stage == 3 else [["device"]]
-    runtime.attach(engine, plan_of(patterns[0], count), device=device())
+    ebbtide.runtime.attach(engine, plan_of(patterns[0], count), device=device())
     switched = []
 
     def switch(number):
@@ -101,7 +101,7 @@ def test_switching_between_steps_changes_no_bit(only_rank, stage, device):
 def test_switching_to_another_models_plan_is_refused_and_leaves_the_engine_alone(stock):
     engine = new_engine()
     count = len(engine.optimizer.fp16_partitioned_groups_flat)
-    runtime.attach(engine, plan_of(["host"], count))
+    ebbtide.runtime.attach(engine, plan_of(["host"], count))
     with pytest.raises(PlanError, match=r"plan\.placement must cover"):
         switch_plan(engine, plan_of(["host"], count + 1))
     assert_same_bits(train(engine), stock)
@@ -109,10 +109,10 @@ def test_switching_to_another_models_plan_is_refused_and_leaves_the_engine_alone
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_auto_plans_after_the_watched_steps(only_rank, stage, monkeypatch):
-    monkeypatch.setattr("runtime.replan.auto._free_device_bytes", lambda device: 10**9)
+    monkeypatch.setattr("ebbtide.runtime.replan.auto._free_device_bytes", lambda device: 10**9)
     # Below ZeRO-3 stock ignores the key.
     engine = new_engine(stage, offload_param={"device": "cpu"})
-    runtime.attach(engine, "auto", device=slowed(1e9, 1e9, 1e9), machine=machine())
+    ebbtide.runtime.attach(engine, "auto", device=slowed(1e9, 1e9, 1e9), machine=machine())
     placements = []
 
     def note(number):
@@ -131,9 +131,9 @@ def test_auto_plans_after_the_watched_steps(only_rank, stage, monkeypatch):
 
 def test_auto_plans_nothing_while_states_are_offloaded(stock, monkeypatch):
     """It would take the device memory that was asked for, and `reload_states` would undo it."""
-    monkeypatch.setattr("runtime.replan.auto._free_device_bytes", lambda device: 10**9)
+    monkeypatch.setattr("ebbtide.runtime.replan.auto._free_device_bytes", lambda device: 10**9)
     engine = new_engine()
-    runtime.attach(engine, "auto", device=slowed(1e9, 1e9, 1e9), machine=machine())
+    ebbtide.runtime.attach(engine, "auto", device=slowed(1e9, 1e9, 1e9), machine=machine())
     placements = []
 
     def note(number):
@@ -158,7 +158,7 @@ def test_a_watch_replans_when_the_link_is_slower_than_planned(stock):
     # Not observed: on a busy machine the forward of even this model hides all copies.
     layers = tuple(Layer(params=n, forward_s=0.001, backward_s=0.002) for n in sizes)
     workload = Workload(name="w", layers=layers, subgroups=sizes, subgroup_size=SUBGROUP)
-    runtime.attach(
+    ebbtide.runtime.attach(
         engine, plan_of(["device"], count), device=slowed(1e7, 1e7, 1e9), replan=True,
         machine=machine(), workload=workload,
     )  # fmt: skip
@@ -172,7 +172,7 @@ def test_a_watch_replans_when_the_link_is_slower_than_planned(stock):
 
 def test_replan_without_what_the_plan_was_made_from_is_refused(only_rank):
     with pytest.raises(ValueError, match="replan=True needs machine= and workload="):
-        runtime.attach(object(), plan_of(["host"], 1), replan=True)
+        ebbtide.runtime.attach(object(), plan_of(["host"], 1), replan=True)
 
 
 def test_rates_come_from_the_spans():
@@ -204,8 +204,7 @@ def test_rates_come_from_the_spans():
 def test_predicted_and_measured_times_go_to_deepspeeds_monitor(only_rank, tmp_path):
     """DeepSpeed's own CSV monitor, enabled in its config, writes them."""
     import deepspeed
-
-    from simulator import Prediction
+    from ebbtide.simulator import Prediction
 
     torch.manual_seed(0)
     model = ByteGPT(SIZES["tiny"])
@@ -223,7 +222,7 @@ def test_predicted_and_measured_times_go_to_deepspeeds_monitor(only_rank, tmp_pa
         host_peak_bytes=1,
     )  # fmt: skip
     plan = plan_of(["host"], len(sizes), 0, 0).model_copy(update={"prediction": prediction})
-    runtime.attach(engine, plan, device="auto", machine=machine(), workload=workload)
+    ebbtide.runtime.attach(engine, plan, device="auto", machine=machine(), workload=workload)
     engine.optimizer._ebbtide.watch.period_steps = 2
     train(engine, 4)
     rows = {
@@ -238,11 +237,11 @@ def test_predicted_and_measured_times_go_to_deepspeeds_monitor(only_rank, tmp_pa
 
 
 def test_checkpoints_carry_the_digest_of_the_plan_they_were_made_under(only_rank, tmp_path):
-    from runtime.checkpoint.protocol.inspect import list_checkpoints
+    from ebbtide.runtime.checkpoint.protocol.inspect import list_checkpoints
 
     engine = new_engine()
     count = len(engine.optimizer.fp16_partitioned_groups_flat)
-    runtime.attach(engine, plan_of(["host"], count), device=list(DEVICES.values())[-1]())
+    ebbtide.runtime.attach(engine, plan_of(["host"], count), device=list(DEVICES.values())[-1]())
     digests = []
     for tag, pattern in (("first", ["host"]), ("second", ["host", "device"])):
         switch_plan(engine, plan_of(pattern, count))
@@ -257,13 +256,13 @@ def test_checkpoints_carry_the_digest_of_the_plan_they_were_made_under(only_rank
 
 def test_a_watch_does_not_wait_for_the_step_just_launched(only_rank, monkeypatch):
     """It would take the overlap of that step away. Nor does it look while states are offloaded."""
-    from runtime.execution.executor import Executor
+    from ebbtide.runtime.execution.executor import Executor
 
     engine = new_engine()
     sizes = tuple(int(n) for n in engine.optimizer.fp16_partitioned_groups_flat_numel)
     layers = tuple(Layer(params=n, forward_s=0.01, backward_s=0.02) for n in sizes)
     workload = Workload(name="w", layers=layers, subgroups=sizes, subgroup_size=SUBGROUP)
-    runtime.attach(
+    ebbtide.runtime.attach(
         engine, plan_of(["host"], len(sizes)), machine=machine(), workload=workload,
         device=list(DEVICES.values())[-1](),
     )  # fmt: skip
@@ -293,7 +292,7 @@ def test_a_watch_does_not_wait_for_the_step_just_launched(only_rank, monkeypatch
 def test_what_is_recorded_of_forward_breaks_no_compiled_graph(dynamo):
     from types import SimpleNamespace
 
-    from runtime.zero.attach import _record_forward
+    from ebbtide.runtime.zero.attach import _record_forward
 
     calls = []
     recorder = SimpleNamespace(

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-import profiler
-from runtime.replan import measuring
-from runtime.replan.measuring import measured_machine
+import ebbtide.profiler
+from ebbtide.runtime.replan import measuring
+from ebbtide.runtime.replan.measuring import measured_machine
 from tests.machines import machine
 
 rank, folder = int(sys.argv[1]), Path(sys.argv[2])
@@ -26,11 +26,11 @@ def measure():
 def fail():
     raise OSError("planted")
 
-profiler.measure_machine = measure
+ebbtide.profiler.measure_machine = measure
 measuring.DRIVE_BYTES, measuring.DRIVE_S = 2**20, 0.05
 found = measured_machine([str(folder / "drive")])
 print(found.name, *(Path(name).name for name in found.drives))
-profiler.measure_machine = fail
+ebbtide.profiler.measure_machine = fail
 try:
     measured_machine()
 except RuntimeError as error:

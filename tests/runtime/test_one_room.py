@@ -3,7 +3,7 @@
 import ast
 from pathlib import Path
 
-from runtime.zero.checks import private
+from ebbtide.runtime.zero.checks import private
 
 RUNTIME = Path(private.__file__).parents[2]
 # A checkpoint engine must have DeepSpeed's base class, a load without the optimizer's states goes

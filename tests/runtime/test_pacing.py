@@ -5,13 +5,12 @@ import time
 
 import pytest
 import torch
-
-from runtime.devices.emulated import EmulatedDevice, EmulatedRates
-from runtime.devices.pacing import FluidPacer
-from runtime.execution.gradient_ops import GradientOps
-from runtime.execution.step_template import gradient_template
-from simulator import Plan
-from simulator.schedule import Lane
+from ebbtide.runtime.devices.emulated import EmulatedDevice, EmulatedRates
+from ebbtide.runtime.devices.pacing import FluidPacer
+from ebbtide.runtime.execution.gradient_ops import GradientOps
+from ebbtide.runtime.execution.step_template import gradient_template
+from ebbtide.simulator import Plan
+from ebbtide.simulator.schedule import Lane
 
 
 def run_together(pacer, jobs):

@@ -3,14 +3,14 @@
 import json
 import logging
 
+import ebbtide.runtime
 import pytest
 import torch
 from click.testing import CliRunner
+from ebbtide.tuner.cli import main
 
-import runtime
 from studies.bench.bits import differences
 from tests.runtime.contract.training import all_state
-from tuner.cli import main
 
 pytest.importorskip("transformers")
 CONFIG = {
@@ -52,7 +52,7 @@ def test_a_plan_from_a_config_fits_the_engine_and_keeps_the_bits(stage, tmp_path
     config = json.loads((tmp_path / "out.json").read_text())
     assert config["zero_optimization"]["stage"] == stage
     with caplog.at_level(logging.WARNING, "ebbtide"):
-        engine, *_ = runtime.initialize(
+        engine, *_ = ebbtide.runtime.initialize(
             model=tiny_llama(), config=config, plan=str(tmp_path / "plan.json"), device="emulated"
         )
     assert "ZeRO-" not in caplog.text  # the workload is the one that was planned for
@@ -74,9 +74,8 @@ def test_subgroups_of_zero3_from_a_config_are_the_engines(family):
     """To the element, also where norms and biases stand among the matrices."""
     import deepspeed
     import transformers
-
-    from runtime.zero.cuts import subgroups_of
-    from simulator import preset, workload_from_model
+    from ebbtide.runtime.zero.cuts import subgroups_of
+    from ebbtide.simulator import preset, workload_from_model
 
     own = {"intermediate_size": 96, "num_key_value_heads": 2} if family in ("qwen3", "phi3") else {}
     tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

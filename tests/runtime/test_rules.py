@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from ebbtide.runtime.kernels.host import host_update
+from ebbtide.runtime.kernels.rule import NO_VECTORS, UnknownRoundingError, vector_width
+from ebbtide.runtime.kernels.rules import RULES, AdamRule, LionRule, fused
+from ebbtide.simulator.update.optimizer import OPTIMIZERS
 
-from runtime.kernels.host import host_update
-from runtime.kernels.rule import NO_VECTORS, UnknownRoundingError, vector_width
-from runtime.kernels.rules import RULES, AdamRule, LionRule, fused
-from simulator.update.optimizer import OPTIMIZERS
 from tests.runtime.stock_builds import BUILDS, WIDTHS, runs_here, stock_op
 
 KINDS = [(rule, *trial) for rule in RULES for trial in rule.trials]
@@ -106,9 +106,9 @@ def test_the_tail_of_a_part_is_its_share_of_the_whole_ones():
 
 _INTERPRETED = """
 import torch
-from runtime.kernels.device import compile_for, device_update
-from runtime.kernels.host import host_update
-from runtime.kernels.rules import RULES
+from ebbtide.runtime.kernels.device import compile_for, device_update
+from ebbtide.runtime.kernels.host import host_update
+from ebbtide.runtime.kernels.rules import RULES
 
 generator = torch.Generator().manual_seed(3)
 for kind in RULES:
@@ -148,7 +148,7 @@ def test_device_kernels_have_the_host_kernels_bits_in_tritons_interpreter():
 def test_all_that_a_step_may_run_is_compiled_at_attach(monkeypatch):
     """Kept gradients are fp32, and a parameter's own slice begins anywhere: no step pays for it."""
     pytest.importorskip("triton")
-    from runtime.kernels import device
+    from ebbtide.runtime.kernels import device
 
     seen = set()
     monkeypatch.setattr(device, "device_update", lambda state, grad, out, step, tail: seen.add(
@@ -164,7 +164,7 @@ def test_all_that_a_step_may_run_is_compiled_at_attach(monkeypatch):
 @pytest.mark.parametrize("tail", [0, 3, 1_000_003])
 @pytest.mark.parametrize(("kind", "settings", "group"), KINDS, ids=IDS)
 def test_device_kernels_have_the_host_kernels_bits(kind, settings, group, tail):
-    from runtime.kernels.device import device_update
+    from ebbtide.runtime.kernels.device import device_update
 
     n, rule = 1_000_003, kind(**settings)
     generator = torch.Generator().manual_seed(1)

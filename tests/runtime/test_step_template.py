@@ -1,8 +1,8 @@
 """The DAG that is executed at every step: its waits, against hand-written ones."""
 
-from runtime.execution.step_template import step_template
-from simulator import Plan
-from simulator.schedule import OpKind
+from ebbtide.runtime.execution.step_template import step_template
+from ebbtide.simulator import Plan
+from ebbtide.simulator.schedule import OpKind
 
 SIZES = (100, 100, 100, 100)
 

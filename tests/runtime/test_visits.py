@@ -5,11 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
-from runtime.devices.base import Device
-from runtime.devices.lane import Completion
-from runtime.execution.subgroup_state import StagingSlot
-from runtime.execution.visits import Growing, Visits
+from ebbtide.runtime.devices.base import Device
+from ebbtide.runtime.devices.lane import Completion
+from ebbtide.runtime.execution.subgroup_state import StagingSlot
+from ebbtide.runtime.execution.visits import Growing, Visits
 
 
 def visits(slots=2, order=(0, 1, 2, 3), guessed=(3, 2), prefetch=1, **growing):

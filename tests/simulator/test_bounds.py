@@ -4,21 +4,21 @@ from itertools import permutations
 
 import numpy as np
 import pytest
+from ebbtide.simulator import Layer, Plan, Quantity, Workload, build_schedule, simulate
+from ebbtide.simulator.analysis.bound import NumberedBounds, bound, fluid_bound
+from ebbtide.simulator.analysis.bounds.model import Model
+from ebbtide.simulator.analysis.bounds.modes import modes
+from ebbtide.simulator.analysis.bounds.sharing import Sharing
+from ebbtide.simulator.analysis.bounds.window import Window
+from ebbtide.simulator.analysis.many_plans import PlanSweep
+from ebbtide.simulator.engines.recipe_arrays import GUESSED, HOME_CODES, PLACEMENT_CODES, SUMMED, totals
+from ebbtide.simulator.engines.reference import capacities
+from ebbtide.simulator.schedule import Lane, Op, OpKind
+from ebbtide.simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES, Holding, footprint, tally
+from ebbtide.simulator.update.optimizer import OPTIMIZERS
+from ebbtide.simulator.update.order import UpdateOrder
+from ebbtide.simulator.update.recipes import HOST_SLOTS, RECIPES, Slot, can_be_summed, guessed_ways, ways
 
-from simulator import Layer, Plan, Quantity, Workload, build_schedule, simulate
-from simulator.analysis.bound import NumberedBounds, bound, fluid_bound
-from simulator.analysis.bounds.model import Model
-from simulator.analysis.bounds.modes import modes
-from simulator.analysis.bounds.sharing import Sharing
-from simulator.analysis.bounds.window import Window
-from simulator.analysis.many_plans import PlanSweep
-from simulator.engines.recipe_arrays import GUESSED, HOME_CODES, PLACEMENT_CODES, SUMMED, totals
-from simulator.engines.reference import capacities
-from simulator.schedule import Lane, Op, OpKind
-from simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES, Holding, footprint, tally
-from simulator.update.optimizer import OPTIMIZERS
-from simulator.update.order import UpdateOrder
-from simulator.update.recipes import HOST_SLOTS, RECIPES, Slot, can_be_summed, guessed_ways, ways
 from studies.trials.emulated_training import Setting
 from studies.trials.guessed_overlap import setting_of
 from tests.machines import node

@@ -1,31 +1,21 @@
 """Checkpoints in the simulation: exact costs of small cases, both engines alike, nothing torn."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-from simulator import (
-    CheckpointPlan,
-    Lane,
-    Layer,
-    OpKind,
-    Plan,
-    Quantity,
-    Workload,
-    build_schedule,
-    simulate,
-)
-from simulator.analysis.checkpoint_cost import (
+from ebbtide.simulator import CheckpointPlan, Lane, Layer, OpKind, Plan, Quantity, Workload, build_schedule, simulate
+from ebbtide.simulator.analysis.checkpoint_cost import (
     LEAD_IN,
     SAVE_S,
     CheckpointSimulation,
     save_seconds,
     streamed_bytes,
 )
-from simulator.analysis.goodput import CheckpointCost
-from simulator.engines.compiled import simulate_fast
-from simulator.plan import BLOCK_BYTES, READY_BLOCKS
-from simulator.schedules.checkpointed import CheckpointedLoop
+from ebbtide.simulator.analysis.goodput import CheckpointCost
+from ebbtide.simulator.engines.compiled import simulate_fast
+from ebbtide.simulator.plan import BLOCK_BYTES, READY_BLOCKS
+from ebbtide.simulator.schedules.checkpointed import CheckpointedLoop
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from tests.machines import node
 from tests.machines import workload as toy
 

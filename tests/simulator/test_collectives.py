@@ -3,13 +3,12 @@
 from itertools import pairwise
 
 import pytest
+from ebbtide.simulator import build_strategy, preset, simulate, workload_from_model
+from ebbtide.simulator.engines.reference import capacities
+from ebbtide.simulator.estimates.blocks import ModelError
+from ebbtide.simulator.estimates.collectives import Layout
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from simulator import build_strategy, preset, simulate, workload_from_model
-from simulator.engines.reference import capacities
-from simulator.estimates.blocks import ModelError
-from simulator.estimates.collectives import Layout
 
 MODEL = {"name": "m", "layers": 4, "hidden": 4096, "heads": 32, "vocabulary": 32000}
 A100 = preset("a100-node")

@@ -3,13 +3,13 @@
 from itertools import pairwise
 
 import pytest
+from ebbtide.simulator import build_strategy
+from ebbtide.simulator.analysis.critical_path import critical_path
+from ebbtide.simulator.engines.reference import simulate
+from ebbtide.simulator.schedule import Lane, OpKind, Schedule, ScheduleBuilder
+from ebbtide.tuner.service.timeline_view import GROUPS, view
 
-from simulator import build_strategy
-from simulator.analysis.critical_path import critical_path
-from simulator.engines.reference import simulate
-from simulator.schedule import Lane, OpKind, Schedule, ScheduleBuilder
 from tests.machines import machine, workload
-from tuner.service.timeline_view import GROUPS, view
 
 
 def test_every_op_that_takes_time_is_drawn():

@@ -4,20 +4,11 @@ import json
 import re
 
 import pytest
+from ebbtide.simulator import ModelError, Quantity, build_strategy, simulate, workload_from_model
+from ebbtide.simulator.estimates.deepspeed_keys import _KINDS, _KNOWN, _SECTIONS, HELD, OPTIMIZER, STATE, ZERO, loaded
+from ebbtide.simulator.estimates.job import Job
+from ebbtide.simulator.estimates.offloading import default_pinning, offloading
 
-from simulator import ModelError, Quantity, build_strategy, simulate, workload_from_model
-from simulator.estimates.deepspeed_keys import (
-    _KINDS,
-    _KNOWN,
-    _SECTIONS,
-    HELD,
-    OPTIMIZER,
-    STATE,
-    ZERO,
-    loaded,
-)
-from simulator.estimates.job import Job
-from simulator.estimates.offloading import default_pinning, offloading
 from tests.machines import node
 
 GPT = {"layers": 4, "hidden": 256, "heads": 4, "vocabulary": 500}
@@ -171,7 +162,7 @@ def test_every_key_of_the_installed_deepspeed_is_known():
 
 def test_a_key_that_only_the_installed_deepspeed_knows_is_no_mistake(monkeypatch):
     known = {**_KNOWN, STATE: _KNOWN[STATE] - {"fast_init"}}
-    monkeypatch.setattr("simulator.estimates.deepspeed_keys._KNOWN", known)
+    monkeypatch.setattr("ebbtide.simulator.estimates.deepspeed_keys._KNOWN", known)
     assert loaded(config({**CPU, "fast_init": True}))
 
 

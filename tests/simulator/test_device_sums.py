@@ -1,9 +1,9 @@
 """Sums of micro-batches that stay on the device: their ops, what they take, what they save."""
 
 import pytest
+from ebbtide.simulator import OpKind, Plan, build_schedule, simulate
+from ebbtide.simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES, Holding, footprint
 
-from simulator import OpKind, Plan, build_schedule, simulate
-from simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES, Holding, footprint
 from tests.machines import machine, workload
 
 

@@ -4,9 +4,8 @@ mpl.use("Agg")
 
 import matplotlib.pyplot as plt
 import pytest
+from ebbtide.simulator import Lane, OpKind, Span, Timeline
 from matplotlib.patches import Patch
-
-from simulator import Lane, OpKind, Span, Timeline
 
 
 def drawn(spans):
@@ -75,6 +74,6 @@ def test_an_empty_timeline_can_be_drawn():
 
 
 def test_every_kind_has_a_colour():
-    from simulator.analysis.drawing import COLOURS
+    from ebbtide.simulator.analysis.drawing import COLOURS
 
     assert set(COLOURS) == set(OpKind)

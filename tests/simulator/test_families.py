@@ -8,10 +8,9 @@ import json
 import sys
 
 import pytest
-
-from simulator import ModelError, architecture
-from simulator.estimates.families import FAMILIES
-from simulator.estimates.modules import built
+from ebbtide.simulator import ModelError, architecture
+from ebbtide.simulator.estimates.families import FAMILIES
+from ebbtide.simulator.estimates.modules import built
 
 FALCON_40B = {"new_decoder_architecture": True, "num_kv_heads": 8, "num_attention_heads": 64,
               "hidden_size": 4096}  # fmt: skip

@@ -4,10 +4,7 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-from simulator import (
+from ebbtide.simulator import (
     STRATEGIES,
     Lane,
     Machine,
@@ -20,12 +17,15 @@ from simulator import (
     build_strategy,
     simulate,
 )
-from simulator.analysis.many_plans import COLUMNS, PlanSweep
-from simulator.engines.compiled import compile_schedule, simulate_fast
-from simulator.engines.recipe_arrays import PLACEMENT_CODES
-from simulator.schedules.strategies import stages
-from simulator.update.order import UpdateOrder, order_of
-from simulator.update.recipes import RECIPES
+from ebbtide.simulator.analysis.many_plans import COLUMNS, PlanSweep
+from ebbtide.simulator.engines.compiled import compile_schedule, simulate_fast
+from ebbtide.simulator.engines.recipe_arrays import PLACEMENT_CODES
+from ebbtide.simulator.schedules.strategies import stages
+from ebbtide.simulator.update.order import UpdateOrder, order_of
+from ebbtide.simulator.update.recipes import RECIPES
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from tests.machines import machine, random_machine, random_workload, workload
 
 EXACT = {"rel": 1e-9, "abs": 1e-9}
@@ -186,7 +186,7 @@ def test_many_plans_at_once():
 
 
 def test_a_sweep_refuses_what_a_plan_may_not_be():
-    from simulator import PlanError
+    from ebbtide.simulator import PlanError
 
     sweep = PlanSweep(workload(), machine())
     device = np.array([PLACEMENT_CODES["device"]] * 4, dtype=np.int8)

@@ -1,10 +1,9 @@
 """Max-min sharing: by hand, and by what defines it."""
 
 import pytest
+from ebbtide.simulator.engines.sharing import max_min_speeds
 from hypothesis import given
 from hypothesis import strategies as st
-
-from simulator.engines.sharing import max_min_speeds
 
 
 def test_alone_an_op_runs_at_full_speed():

@@ -3,10 +3,7 @@
 import math
 
 import pytest
-from scipy.optimize import minimize_scalar
-from scipy.special import lambertw
-
-from simulator.analysis.goodput import (
+from ebbtide.simulator.analysis.goodput import (
     CheckpointCost,
     Failures,
     best_interval_steps,
@@ -16,6 +13,9 @@ from simulator.analysis.goodput import (
     optimal_interval,
     young_interval,
 )
+from scipy.optimize import minimize_scalar
+from scipy.special import lambertw
+
 from studies.goodput import Cluster, availability_interval, simulated_goodput
 
 

@@ -2,15 +2,15 @@
 
 import numpy as np
 import pytest
+from ebbtide.simulator import Layer, OpKind, Plan, PlanError, Workload, build_schedule
+from ebbtide.simulator.analysis.bound import bound
+from ebbtide.simulator.analysis.many_plans import PlanSweep
+from ebbtide.simulator.analysis.memory_kinds import peaks_by_kind
+from ebbtide.simulator.engines import kernel
+from ebbtide.simulator.engines.compiled import compile_schedule, simulate_fast
+from ebbtide.simulator.update.footprint import Activations, footprint, slot_bytes
+from ebbtide.simulator.update.recipes import HOST_SLOTS
 
-from simulator import Layer, OpKind, Plan, PlanError, Workload, build_schedule
-from simulator.analysis.bound import bound
-from simulator.analysis.many_plans import PlanSweep
-from simulator.analysis.memory_kinds import peaks_by_kind
-from simulator.engines import kernel
-from simulator.engines.compiled import compile_schedule, simulate_fast
-from simulator.update.footprint import Activations, footprint, slot_bytes
-from simulator.update.recipes import HOST_SLOTS
 from tests.machines import node as machine
 from tests.simulator.test_bounds import random_machine, random_plans, random_workload, steady_s
 

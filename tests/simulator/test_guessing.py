@@ -3,12 +3,12 @@
 from itertools import pairwise
 
 import pytest
+from ebbtide.simulator import Plan, simulate
+from ebbtide.simulator.schedule import OpKind
+from ebbtide.simulator.schedules.ebbtide import build_schedule
+from ebbtide.simulator.update.footprint import footprint
+from ebbtide.simulator.update.guessing import LONGEST_PAUSE_STEPS, PAUSE_STEPS, Guessing
 
-from simulator import Plan, simulate
-from simulator.schedule import OpKind
-from simulator.schedules.ebbtide import build_schedule
-from simulator.update.footprint import footprint
-from simulator.update.guessing import LONGEST_PAUSE_STEPS, PAUSE_STEPS, Guessing
 from tests.machines import machine, workload
 
 

@@ -1,8 +1,8 @@
 """Parameters, activations and state on NVMe: which copies there are, when, and what they hold."""
 
 import pytest
+from ebbtide.simulator import Lane, OpKind, build_strategy, simulate
 
-from simulator import Lane, OpKind, build_strategy, simulate
 from tests.machines import machine, workload
 
 QUICK = {"stock_host_adam_params_per_s": 1e9, "pageable_d2h_bytes_per_s": 1e9,
@@ -74,7 +74,7 @@ def test_state_is_read_updated_and_written_one_subgroup_after_the_other():
 
 
 def quantity(value):
-    from simulator import Quantity
+    from ebbtide.simulator import Quantity
 
     return Quantity.exact(value)
 

@@ -1,8 +1,8 @@
 """Python's values that mean something else, or nothing, are refused with the rule."""
 
 import pytest
+from ebbtide.simulator import ModelError, Quantity, build_strategy, simulate, workload_from_model
 
-from simulator import ModelError, Quantity, build_strategy, simulate, workload_from_model
 from tests.machines import machine, node, workload
 
 GPT = {"layers": 2, "hidden": 256, "heads": 8, "kv_heads": 2, "vocabulary": 500}

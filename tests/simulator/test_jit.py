@@ -5,9 +5,8 @@ import subprocess
 import sys
 
 import pytest
-
-from simulator.engines import jit, kernel
-from simulator.engines.jit import HAS_NUMBA
+from ebbtide.simulator.engines import jit, kernel
+from ebbtide.simulator.engines.jit import HAS_NUMBA
 
 
 def loaded(path):
@@ -20,7 +19,7 @@ def loaded(path):
 def test_constants_and_functions_of_other_files_are_compiled_anew(tmp_path, monkeypatch):
     """Only the other file changes; numba would look at the caller's alone."""
     given, caller = tmp_path / "jit_given.py", tmp_path / "jit_caller.py"
-    head = "from simulator.engines.jit import compiled\n"
+    head = "from ebbtide.simulator.engines.jit import compiled\n"
     caller.write_text(
         f"{head}from jit_given import COUNT, twice\n"
         "@compiled\ndef f(x):\n    return twice(x) + COUNT\n"
@@ -61,7 +60,7 @@ def test_how_functions_are_compiled_is_part_of_what_is_cached(tmp_path, monkeypa
 def test_without_numba_the_same_functions_run_as_python():
     script = (
         "import sys; sys.modules['numba'] = None\n"
-        "from simulator.engines import jit, kernel, recipe_arrays\n"
+        "from ebbtide.simulator.engines import jit, kernel, recipe_arrays\n"
         "assert not jit.HAS_NUMBA and not hasattr(kernel.run, 'py_func')\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True)

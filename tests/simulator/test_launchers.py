@@ -2,19 +2,19 @@
 
 import click
 import pytest
+from ebbtide.simulator import ModelError, Plan, build_strategy, preset, simulate
+from ebbtide.simulator.engines.compiled import simulate_fast
+from ebbtide.simulator.estimates.job import Job
+from ebbtide.simulator.estimates.launchers import LAUNCHERS, started
+from ebbtide.simulator.estimates.presets import SHEETS, STOCK_UPDATE_BYTES
+from ebbtide.simulator.quantity import Quantity
+from ebbtide.tuner.inputs import LAUNCHER_OPTIONS
+from ebbtide.tuner.placements.planning import plan
+from ebbtide.tuner.service.requests import Scenario
+from ebbtide.tuner.service.scenario import workload_of
 from pydantic import ValidationError
 
-from simulator import ModelError, Plan, build_strategy, preset, simulate
-from simulator.engines.compiled import simulate_fast
-from simulator.estimates.job import Job
-from simulator.estimates.launchers import LAUNCHERS, started
-from simulator.estimates.presets import SHEETS, STOCK_UPDATE_BYTES
-from simulator.quantity import Quantity
 from tests.machines import node, workload
-from tuner.inputs import LAUNCHER_OPTIONS
-from tuner.placements.planning import plan
-from tuner.service.requests import Scenario
-from tuner.service.scenario import workload_of
 
 LLAMA = {"layers": 8, "hidden": 2048, "heads": 16, "vocabulary": 32000}
 

@@ -3,11 +3,10 @@
 import json
 
 import pytest
+from ebbtide.simulator import ModelError, Quantity, architecture, preset, workload_from_model
+from ebbtide.simulator.workload import cut
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from simulator import ModelError, Quantity, architecture, preset, workload_from_model
-from simulator.workload import cut
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32,
@@ -292,7 +291,8 @@ def test_subgroups_hold_everything_once_and_close_where_they_are_full(sizes, sub
 
 def test_recut_is_what_deepspeed_does(only_rank):
     """Subgroups cut here are those of a live engine with that sub_group_size."""
-    from profiler import profile_engine
+    from ebbtide.profiler import profile_engine
+
     from studies.bench.byte_gpt import SIZES, Batches, train_step
     from tests.runtime.contract.training import start
 
@@ -309,7 +309,7 @@ def test_recut_is_what_deepspeed_does(only_rank):
 
 
 def test_recut_needs_the_parameters():
-    from simulator import Layer, Workload
+    from ebbtide.simulator import Layer, Workload
 
     layer = Layer(params=10, forward_s=1.0, backward_s=1.0)
     work = Workload(name="w", layers=(layer,), subgroups=(10,))

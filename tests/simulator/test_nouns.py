@@ -6,22 +6,12 @@ import os
 from pathlib import Path
 
 import pytest
+from ebbtide.simulator import Layer, Machine, Plan, PlanError, Prediction, Quantity, Workload, build_schedule, simulate
+from ebbtide.simulator.plan import HomeRun, json_schema
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from simulator import (
-    Layer,
-    Machine,
-    Plan,
-    PlanError,
-    Prediction,
-    Quantity,
-    Workload,
-    build_schedule,
-    simulate,
-)
-from simulator.plan import HomeRun, json_schema
 from tests.machines import machine, workload
 
 

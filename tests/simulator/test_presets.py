@@ -3,10 +3,10 @@
 import dataclasses
 
 import pytest
+from ebbtide.simulator import Machine, preset, preset_names
+from ebbtide.simulator.estimates.collectives import Links
+from ebbtide.simulator.estimates.presets import FUSED_UPDATE_BYTES, SHEETS, STOCK_UPDATE_BYTES
 
-from simulator import Machine, preset, preset_names
-from simulator.estimates.collectives import Links
-from simulator.estimates.presets import FUSED_UPDATE_BYTES, SHEETS, STOCK_UPDATE_BYTES
 from tests.simulator.hardware_limits import offences, sheet_offences
 
 RATES = (

@@ -3,13 +3,13 @@
 from itertools import pairwise
 
 import pytest
+from ebbtide.simulator import preset
+from ebbtide.simulator.engines.reference import capacities
+from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.quantity import Quantity
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulator import preset
-from simulator.engines.reference import capacities
-from simulator.machine import Machine
-from simulator.quantity import Quantity
 from tests.machines import node
 
 

@@ -3,22 +3,12 @@
 import random
 
 import pytest
+from ebbtide.simulator import Lane, Layer, OpKind, Plan, Quantity, Schedule, ScheduleBuilder, build_schedule, simulate
+from ebbtide.simulator.engines.compiled import simulate_fast
+from ebbtide.simulator.schedules.peers import StockLoop, StockOptions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulator import (
-    Lane,
-    Layer,
-    OpKind,
-    Plan,
-    Quantity,
-    Schedule,
-    ScheduleBuilder,
-    build_schedule,
-    simulate,
-)
-from simulator.engines.compiled import simulate_fast
-from simulator.schedules.peers import StockLoop, StockOptions
 from tests.machines import machine, workload
 
 
@@ -335,7 +325,7 @@ def test_backward_goes_on_beside_the_share_of_a_reduction_that_it_does_not_wait_
 
 
 def test_a_schedule_may_only_wait_for_earlier_ops():
-    from simulator import Op
+    from ebbtide.simulator import Op
 
     with pytest.raises(ValueError, match="waits for \\[1\\]"):
         Schedule(ops=(Op(0, OpKind.NORM, Lane.COMPUTE, 0.0, after=(1,)),

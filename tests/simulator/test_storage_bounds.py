@@ -2,17 +2,11 @@
 
 import numpy as np
 import pytest
+from ebbtide.simulator import Quantity
+from ebbtide.simulator.analysis.bound import bound, fluid_bound
+from ebbtide.simulator.update.footprint import Holding, tally
 
-from simulator import Quantity
-from simulator.analysis.bound import bound, fluid_bound
-from simulator.update.footprint import Holding, tally
-from tests.simulator.test_bounds import (
-    PLACEMENTS,
-    random_machine,
-    random_plans,
-    random_workload,
-    steady_s,
-)
+from tests.simulator.test_bounds import PLACEMENTS, random_machine, random_plans, random_workload, steady_s
 
 
 def its_own_memory(work, codes, slots):

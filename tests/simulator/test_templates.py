@@ -4,12 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-
-from simulator import Layer, Plan, Workload, build_strategy, preset
-from simulator.analysis.templates import RETIMED_LAYER, RETIMED_WORKLOAD, Template, Templates
-from simulator.engines.compiled import compile_schedule, simulate_fast
-from simulator.schedule import OpKind
-from simulator.schedules.strategies import STRATEGIES
+from ebbtide.simulator import Layer, Plan, Workload, build_strategy, preset
+from ebbtide.simulator.analysis.templates import RETIMED_LAYER, RETIMED_WORKLOAD, Template, Templates
+from ebbtide.simulator.engines.compiled import compile_schedule, simulate_fast
+from ebbtide.simulator.schedule import OpKind
+from ebbtide.simulator.schedules.strategies import STRATEGIES
 
 ON = preset("h100-node")
 PLAN = Plan(

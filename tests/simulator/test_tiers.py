@@ -4,16 +4,16 @@ import random
 from dataclasses import replace
 
 import pytest
+from ebbtide.simulator import OpKind, Plan, build_schedule, simulate
+from ebbtide.simulator.analysis.many_plans import PlanSweep
+from ebbtide.simulator.engines.recipe_arrays import PLACEMENT_CODES
+from ebbtide.simulator.plan import PlacementRun
+from ebbtide.simulator.update.footprint import Holding, footprint, tally
+from ebbtide.simulator.update.optimizer import ADAM
+from ebbtide.simulator.update.order import order_of
+from ebbtide.simulator.update.recipes import RECIPES, Queue, Recipe, Wait, into, out_of
+from ebbtide.simulator.update.tiers import TIERS
 
-from simulator import OpKind, Plan, build_schedule, simulate
-from simulator.analysis.many_plans import PlanSweep
-from simulator.engines.recipe_arrays import PLACEMENT_CODES
-from simulator.plan import PlacementRun
-from simulator.update.footprint import Holding, footprint, tally
-from simulator.update.optimizer import ADAM
-from simulator.update.order import order_of
-from simulator.update.recipes import RECIPES, Queue, Recipe, Wait, into, out_of
-from simulator.update.tiers import TIERS
 from tests.machines import machine, random_machine, random_workload, workload
 
 EXACT = {"rel": 1e-9, "abs": 1e-9}

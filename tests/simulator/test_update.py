@@ -4,17 +4,17 @@ import random
 from itertools import pairwise, product
 
 import pytest
+from ebbtide.simulator import OpKind, Plan, PlanError, build_schedule, build_strategy, simulate
+from ebbtide.simulator.analysis.bound import bound
+from ebbtide.simulator.analysis.many_plans import PlanSweep
+from ebbtide.simulator.update.footprint import footprint
+from ebbtide.simulator.update.optimizer import ADAM, OPTIMIZERS
+from ebbtide.simulator.update.order import UpdateOrder, compact, issue_order, order_of
+from ebbtide.simulator.update.recipes import RECIPES, Queue
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from simulator import OpKind, Plan, PlanError, build_schedule, build_strategy, simulate
-from simulator.analysis.bound import bound
-from simulator.analysis.many_plans import PlanSweep
-from simulator.update.footprint import footprint
-from simulator.update.optimizer import ADAM, OPTIMIZERS
-from simulator.update.order import UpdateOrder, compact, issue_order, order_of
-from simulator.update.recipes import RECIPES, Queue
 from tests.machines import machine, workload
 
 

@@ -3,11 +3,11 @@
 import math
 
 import pytest
+from ebbtide.simulator import Layer, Workload, build_strategy, simulate, what_if
+from ebbtide.simulator.analysis.bound import fluid_bound
+from ebbtide.tuner import plan
 
-from simulator import Layer, Workload, build_strategy, simulate, what_if
-from simulator.analysis.bound import fluid_bound
 from tests.machines import node
-from tuner import plan
 
 GIB = 2**30
 
@@ -152,7 +152,7 @@ def test_cores_count_where_the_model_runs_on_them():
 def test_ctrl_c_keeps_the_rows_that_are_finished(monkeypatch):
     import sys
 
-    code = sys.modules["simulator.analysis.what_if"]
+    code = sys.modules["ebbtide.simulator.analysis.what_if"]
     real, calls = code.evaluate, []
 
     def interrupted(*arguments):

@@ -1,10 +1,9 @@
 """The order in which a checkpoint's bytes are written: by hand, and what must hold of any."""
 
 import pytest
+from ebbtide.simulator.schedules.write_order import REST, Due, Pace, Segment, order_writing
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from simulator.schedules.write_order import REST, Due, Pace, Segment, order_writing
 
 PACE = Pace(write_bytes_per_s=1.0, urgent_bytes_per_s=2.0, copy_bytes_per_s=10.0)
 AT_15 = [Due(0, 15.0), Due(1, 15.0), Due(2, 15.0)]

@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-
-from simulator import (
+from ebbtide.simulator import (
     Lane,
     Layer,
     ModelError,
@@ -19,8 +18,9 @@ from simulator import (
     simulate,
     workload_from_model,
 )
-from simulator.estimates.architecture import architecture
-from simulator.update.footprint import footprint
+from ebbtide.simulator.estimates.architecture import architecture
+from ebbtide.simulator.update.footprint import footprint
+
 from tests.machines import machine, workload
 
 LLAMA = json.loads(Path("examples/llama-3-8b.json").read_text())

@@ -37,8 +37,9 @@ def test_kills(tmp_path, child_environment):
 def test_every_named_point_comes_up():
     from itertools import islice
 
-    from runtime.checkpoint.files import POINTS, RARE_POINTS, STORED_POINTS
-    from runtime.storage.folder import POINTS as STEP_POINTS
+    from ebbtide.runtime.checkpoint.files import POINTS, RARE_POINTS, STORED_POINTS
+    from ebbtide.runtime.storage.folder import POINTS as STEP_POINTS
+
     from studies.checkpoint_crash.command import TRAINED, kills
 
     planned = list(islice(kills(0), 600))

@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 import pytest
+from ebbtide.simulator.analysis.goodput import CheckpointCost, Failures
 
-from simulator.analysis.goodput import CheckpointCost, Failures
 from studies.checkpoint_interval import command as study
 from studies.checkpoint_interval import kills
 

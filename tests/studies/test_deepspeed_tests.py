@@ -5,8 +5,8 @@ import json
 import deepspeed
 import pytest
 import torch
+from ebbtide.runtime.zero.checks.guard import ConfigError
 
-from runtime.zero.checks.guard import ConfigError
 from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config, train_step
 from studies.deepspeed_tests.attaching import begin
 from studies.deepspeed_tests.command import main, summary

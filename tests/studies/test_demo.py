@@ -7,20 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from ebbtide.simulator import Lane, Layer, MemoryPoint, OpKind, Plan, Prediction, Span, Timeline, Workload
 from rich.console import Console
 
-from simulator import Lane, Layer, MemoryPoint, OpKind, Plan, Prediction, Span, Timeline, Workload
 from studies.demo import command as demo
 from studies.demo import tables as demo_tables
 from studies.demo.crash import CrashError, checkpointed_plan, disk_bytes, kill_in_the_middle
-from studies.demo.pictures import (
-    draw_comparison,
-    draw_memory,
-    draw_timelines,
-    last_iterations,
-    machine_label,
-    typical,
-)
+from studies.demo.pictures import draw_comparison, draw_memory, draw_timelines, last_iterations, machine_label, typical
 from studies.demo.results import Run, predicted_phases, same_bits, same_losses
 from studies.trials.phase_process import PhaseProcess
 from tests.machines import node

@@ -7,8 +7,8 @@ import sys
 from contextlib import nullcontext
 
 import pytest
+from ebbtide.runtime.devices.emulated import EmulatedDevice
 
-from runtime.devices.emulated import EmulatedDevice
 from studies.trials.emulated_training import Kernels
 
 

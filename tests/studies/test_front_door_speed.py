@@ -3,9 +3,9 @@
 import io
 import json
 
+import ebbtide.runtime
 import pytest
 
-import runtime
 from studies.front_door_speed import DOORS, FIGURES, WARMUP, measure, over_pairs, train
 
 
@@ -24,7 +24,7 @@ class Told:
 def test_both_doors_train_the_same_bits(only_rank, tmp_path, overlap):
     orders = ["step\n", "save\n"] * (WARMUP + 1) + ["state\n"]
     doors = {}
-    runtime.enable()
+    ebbtide.runtime.enable()
     try:
         for door in DOORS:
             answers = io.StringIO()
@@ -32,7 +32,7 @@ def test_both_doors_train_the_same_bits(only_rank, tmp_path, overlap):
             assert (tmp_path / door / "latest").exists()
             doors[door] = Told(answers.getvalue())
     finally:
-        runtime.disable()
+        ebbtide.runtime.disable()
     result = over_pairs([measure(doors, 1)])
     assert result["bit_identical"]
     assert set(result["front_door_over_library"]) == set(FIGURES)

@@ -64,9 +64,9 @@ def test_what_comes_first_on_a_new_machine(suite, deepspeed_ops):
 
 
 def test_host_memory_may_be_said_where_the_system_shows_less(tmp_path, monkeypatch):
-    from simulator.estimates.presets import PRESETS, preset
+    from ebbtide.simulator.estimates.presets import PRESETS, preset
 
-    monkeypatch.setattr("profiler.measure_machine", lambda *_, **__: preset(next(iter(PRESETS))))
+    monkeypatch.setattr("ebbtide.profiler.measure_machine", lambda *_, **__: preset(next(iter(PRESETS))))
     suite = Suite(tmp_path, "tiny", 1.0, 20_000, emulated=True, host_gib=123.0)
     assert suite.machine().host_memory_bytes == 123 * 2**30
     assert suite.machine().host_memory_bytes == 123 * 2**30, "as it was saved"
@@ -167,7 +167,7 @@ def test_a_trial_is_not_measured_twice(suite, monkeypatch):
 
 
 def test_plans_that_a_process_did_not_reach_are_rows_that_say_so(suite, monkeypatch):
-    from simulator import Plan
+    from ebbtide.simulator import Plan
 
     def run(self, name, command, limit_s):
         rows = {"rows": [{"name": "a", "iteration_s": 1.0}]}
@@ -255,9 +255,9 @@ def test_a_difference_counts_only_where_stock_agrees_with_itself():
 
 
 def test_overlap_is_time_in_which_two_lanes_work():
-    from simulator.schedule import Lane, OpKind
-    from simulator.span import Span
-    from simulator.timeline import Timeline
+    from ebbtide.simulator.schedule import Lane, OpKind
+    from ebbtide.simulator.span import Span
+    from ebbtide.simulator.timeline import Timeline
 
     spans = (
         Span(OpKind.STATE_H2D, Lane.H2D, 0.0, 2.0),

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 import torch
+from ebbtide.simulator import Plan
 
-from simulator import Plan
 from studies import peers
 from studies.gpu.suite import Suite
 from studies.peers import compare

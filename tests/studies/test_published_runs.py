@@ -8,25 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from ebbtide.simulator import preset
+from ebbtide.simulator.limits import UNKNOWN_MARGIN
+from ebbtide.tuner.calibrate.calibration import MODEL_SPREAD
+from ebbtide.tuner.calibrate.interval import CAMPAIGN_SPREAD, model_spread
 
-from simulator import preset
-from simulator.limits import UNKNOWN_MARGIN
 from studies.bench.offload_runs import RunError, family_of, model_of, read_runs
 from studies.published_runs import command as published_runs
 from studies.published_runs import judging, left_out
 from studies.published_runs.left_out import cross_validation
 from studies.published_runs.makers import between_makers
-from studies.published_runs.shipped import (
-    as_logged,
-    as_seen,
-    fits,
-    machine_of,
-    predict,
-    schedule_of,
-    workload_of,
-)
-from tuner.calibrate.calibration import MODEL_SPREAD
-from tuner.calibrate.interval import CAMPAIGN_SPREAD, model_spread
+from studies.published_runs.shipped import as_logged, as_seen, fits, machine_of, predict, schedule_of, workload_of
 
 CSV = Path(published_runs.__file__).parents[1] / "data" / "published_offload_runs.csv"
 

@@ -5,8 +5,8 @@ import time
 from pathlib import Path
 
 import pytest
+from ebbtide.runtime.hardware.launcher import free_port, remove_shared_buffers
 
-from runtime.hardware.launcher import free_port, remove_shared_buffers
 from studies.bench.rank import become_only_rank
 from studies.trials.phase_process import PhaseProcess, report
 

@@ -7,8 +7,9 @@ import pytest
 
 pytest.importorskip("fastapi")
 
+from ebbtide.tuner.service.requests import Simulate
+
 from studies import service_load
-from tuner.service.requests import Simulate
 
 
 def test_questions_differ_and_are_valid():

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.slow
 
 BROKEN = """
 import sys
-from runtime.storage.store import ExtentStore
+from ebbtide.runtime.storage.store import ExtentStore
 from studies.storage_kills import command
 
 def careless(self, subgroup):  # the extent that the newest step names

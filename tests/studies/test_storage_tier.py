@@ -1,20 +1,12 @@
 """The study of state on storage: what it trains, where it goes, and what it compares."""
 
 import pytest
+from ebbtide.profiler.rates.storage import duplex_factor
+from ebbtide.simulator.plan import Plan
+from ebbtide.simulator.quantity import Quantity
+from ebbtide.simulator.storage import StorageRates
 
-from profiler.rates.storage import duplex_factor
-from simulator.plan import Plan
-from simulator.quantity import Quantity
-from simulator.storage import StorageRates
-from studies.storage_tier.command import (
-    DURABLE,
-    _floor_s,
-    _mixed_floor_s,
-    _of_the_disk,
-    _plan,
-    _together,
-    run,
-)
+from studies.storage_tier.command import DURABLE, _floor_s, _mixed_floor_s, _of_the_disk, _plan, _together, run
 
 pytestmark = pytest.mark.usefixtures("only_rank")
 
@@ -38,7 +30,7 @@ def test_a_share_of_the_state_is_stored_and_the_bits_are_those_of_stock_in_memor
 
 @pytest.mark.parametrize(("share", "hosted"), [(0.0, 0), (0.5, 6), (0.9, 11)])
 def test_shares_are_even(share, hosted, tmp_path, monkeypatch):
-    monkeypatch.setattr("runtime.zero.cuts.subgroups_of", lambda *_: [1] * 12)
+    monkeypatch.setattr("ebbtide.runtime.zero.cuts.subgroups_of", lambda *_: [1] * 12)
 
     class Optimizer:
         sub_group_size = 1

@@ -5,9 +5,8 @@ import json
 import sys
 
 import pytest
-
-from simulator.limits import Limits
-from tuner.answer.even import even_plan
+from ebbtide.simulator.limits import Limits
+from ebbtide.tuner.answer.even import even_plan
 
 STUDIES = {"optimality": "studies.optimality.command"}
 

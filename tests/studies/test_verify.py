@@ -4,12 +4,12 @@ import json
 from dataclasses import replace
 
 import pytest
+from ebbtide.tuner.verify.judge import Noise, judge
+from ebbtide.tuner.verify.run import read_run
 
 from studies.verify.command import summary
 from studies.verify.judging import Case
 from studies.verify.versions import known_versions
-from tuner.verify.judge import Noise, judge
-from tuner.verify.run import read_run
 
 
 @pytest.mark.slow

@@ -12,10 +12,10 @@ import random
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from simulator import Layer, Machine, Plan, Quantity, Workload
-from simulator.analysis.bound import bound
-from simulator.limits import Limits
-from tuner.placements.planning import plan as search
+from ebbtide.simulator import Layer, Machine, Plan, Quantity, Workload
+from ebbtide.simulator.analysis.bound import bound
+from ebbtide.simulator.limits import Limits
+from ebbtide.tuner.placements.planning import plan as search
 
 PATH = Path(__file__).with_name("golden.json")
 CASES = 50

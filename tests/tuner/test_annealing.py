@@ -4,14 +4,15 @@ import math
 from dataclasses import replace
 from random import Random
 
-from simulator import Quantity
-from simulator.limits import Limits
-from simulator.update.order import UpdateOrder, issue_order
-from simulator.update.recipes import RECIPES
+from ebbtide.simulator import Quantity
+from ebbtide.simulator.limits import Limits
+from ebbtide.simulator.update.order import UpdateOrder, issue_order
+from ebbtide.simulator.update.recipes import RECIPES
+from ebbtide.tuner.placements.annealing import CLOSE, _starts, anneal, options, reorder
+from ebbtide.tuner.placements.moves import CHOICES, QUEUES, VISITING, Moved
+from ebbtide.tuner.placements.search import Candidate, Search
+
 from tests.tuner.test_search import machine, workload
-from tuner.placements.annealing import CLOSE, _starts, anneal, options, reorder
-from tuner.placements.moves import CHOICES, QUEUES, VISITING, Moved
-from tuner.placements.search import Candidate, Search
 
 GIB = 2**30
 

@@ -5,19 +5,12 @@ import math
 
 import numpy as np
 import pytest
+from ebbtide.simulator import Machine, Quantity, build_strategy, preset, workload_from_model
+from ebbtide.simulator.estimates.presets import SHEETS, STOCK_UPDATE_BYTES
+from ebbtide.tuner.calibrate.calibration import CalibrationError, Observation, calibrate, knobs_of, predicted_s, turned
+from ebbtide.tuner.calibrate.interval import BESIDE, interval_s, rates_sigma, workload_interval_s
 
-from simulator import Machine, Quantity, build_strategy, preset, workload_from_model
-from simulator.estimates.presets import SHEETS, STOCK_UPDATE_BYTES
 from tests.tuner.test_cli import run
-from tuner.calibrate.calibration import (
-    CalibrationError,
-    Observation,
-    calibrate,
-    knobs_of,
-    predicted_s,
-    turned,
-)
-from tuner.calibrate.interval import BESIDE, interval_s, rates_sigma, workload_interval_s
 
 GPT = {"layers": 8, "hidden": 2048, "heads": 16, "vocabulary": 32000}
 

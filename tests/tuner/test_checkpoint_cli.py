@@ -5,9 +5,9 @@ import shutil
 
 import pytest
 from click.testing import CliRunner
+from ebbtide.tuner.cli import main
 
 from tests.runtime.checkpoint.conftest import Bench, some_state
-from tuner.cli import main
 
 
 @pytest.fixture

@@ -2,21 +2,17 @@
 
 from itertools import product
 
+import ebbtide.tuner
 import pytest
 from click.testing import CliRunner
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-import tuner
-from simulator import CheckpointPlan, Plan
-from simulator.analysis.checkpoint_cost import CheckpointSimulation
-from simulator.analysis.goodput import Failures
-from simulator.limits import UNKNOWN_MARGIN
-from simulator.plan import BLOCK_BYTES, READY_BLOCKS
-from simulator.schedules.checkpointed import reserved_bytes
-from tests.tuner.test_search import GIB, machine, workload
-from tuner.cli import main
-from tuner.placements.checkpointing import (
+from ebbtide.simulator import CheckpointPlan, Plan
+from ebbtide.simulator.analysis.checkpoint_cost import CheckpointSimulation
+from ebbtide.simulator.analysis.goodput import Failures
+from ebbtide.simulator.limits import UNKNOWN_MARGIN
+from ebbtide.simulator.plan import BLOCK_BYTES, READY_BLOCKS
+from ebbtide.simulator.schedules.checkpointed import reserved_bytes
+from ebbtide.tuner.cli import main
+from ebbtide.tuner.placements.checkpointing import (
     BUDGET_SHARES,
     CAP_SHARES,
     SAME,
@@ -26,7 +22,11 @@ from tuner.placements.checkpointing import (
     rated,
     rules_of_thumb,
 )
-from tuner.quantities import rate_bytes_per_s
+from ebbtide.tuner.quantities import rate_bytes_per_s
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.tuner.test_search import GIB, machine, workload
 
 
 def simulation(have=None, work=None, placed=("host",) * 6):
@@ -72,11 +72,11 @@ def test_memory_that_brings_nothing_is_not_taken():
 
 def test_a_plan_s_stall_is_the_simulated_one_and_its_memory_counts_the_budget():
     work, have = workload(4), machine()
-    found = tuner.plan(work, have, mtbf_s=3600.0)
+    found = ebbtide.tuner.plan(work, have, mtbf_s=3600.0)
     simulated = CheckpointSimulation(work, found, have)
     cost = simulated.cost(found.checkpoint)
     assert found.prediction.stall_s == pytest.approx(cost.stall_s, rel=1e-9)
-    without = tuner.plan(work, have)
+    without = ebbtide.tuner.plan(work, have)
     reserved = reserved_bytes(found.checkpoint)
     assert found.prediction.host_peak_bytes == without.prediction.host_peak_bytes + reserved
     assert without.checkpoint.interval_steps == 0
@@ -86,9 +86,9 @@ def test_a_plan_s_stall_is_the_simulated_one_and_its_memory_counts_the_budget():
 
 def test_the_budget_stays_within_the_host_memory_that_is_left():
     work, have = workload(4), machine()
-    needed = tuner.plan(work, have).prediction.host_peak_bytes
+    needed = ebbtide.tuner.plan(work, have).prediction.host_peak_bytes
     limit = int((needed + 64 * 2**20) / (1 - UNKNOWN_MARGIN))
-    found = tuner.plan(work, have, mtbf_s=3600.0, host_memory_bytes=limit)
+    found = ebbtide.tuner.plan(work, have, mtbf_s=3600.0, host_memory_bytes=limit)
     assert found.prediction.host_peak_bytes <= limit * (1 - UNKNOWN_MARGIN)
 
 

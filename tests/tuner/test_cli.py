@@ -8,12 +8,12 @@ from threading import Event
 
 import pytest
 from click.testing import CliRunner
+from ebbtide.simulator import Plan
+from ebbtide.tuner.cli import main
+from ebbtide.tuner.quantities import duration_s, size_bytes
 from rich.progress import Progress
 
-from simulator import Plan
 from tests.tuner.test_search import machine, workload
-from tuner.cli import main
-from tuner.quantities import duration_s, size_bytes
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def test_every_command_shows_an_example():
 
 
 def test_as_a_process(files):
-    command = [sys.executable, "-m", "tuner.cli", "show", str(files / "machine.json")]
+    command = [sys.executable, "-m", "ebbtide.tuner.cli", "show", str(files / "machine.json")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "is not a plan" in done.stderr
@@ -170,7 +170,7 @@ def test_no_color_is_obeyed(files):
 
 
 def test_a_bar_appears_once_it_takes_long_and_goes(monkeypatch, capsys):
-    from tuner.commands.progress import told_after
+    from ebbtide.tuner.commands.progress import told_after
 
     monkeypatch.setenv("FORCE_COLOR", "1")
     for quiet_s, shown in ((1e9, False), (0.0, True)):
@@ -180,7 +180,7 @@ def test_a_bar_appears_once_it_takes_long_and_goes(monkeypatch, capsys):
 
 
 def test_a_bar_appears_while_one_part_of_the_work_takes_long(monkeypatch, capsys):
-    from tuner.commands.progress import told_after
+    from ebbtide.tuner.commands.progress import told_after
 
     monkeypatch.setenv("FORCE_COLOR", "1")
     begun, start = Event(), Progress.start

@@ -5,17 +5,16 @@ from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
-
-from simulator import build_strategy, preset, workload_from_model
-from simulator.engines.compiled import simulate_fast
-from simulator.estimates.offloading import offloading
-from tuner.cli import main
-from tuner.configurations.answer import Answer
-from tuner.configurations.decision import Promises
-from tuner.configurations.outcome import PLANNED, Outcome, Question
-from tuner.configurations.space import KNOBS, Configuration, Space
-from tuner.configurations.study import explore
-from tuner.configurations.verify import Verified, _config, other_machine
+from ebbtide.simulator import build_strategy, preset, workload_from_model
+from ebbtide.simulator.engines.compiled import simulate_fast
+from ebbtide.simulator.estimates.offloading import offloading
+from ebbtide.tuner.cli import main
+from ebbtide.tuner.configurations.answer import Answer
+from ebbtide.tuner.configurations.decision import Promises
+from ebbtide.tuner.configurations.outcome import PLANNED, Outcome, Question
+from ebbtide.tuner.configurations.space import KNOBS, Configuration, Space
+from ebbtide.tuner.configurations.study import explore
+from ebbtide.tuner.configurations.verify import Verified, _config, other_machine
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 16,
@@ -437,10 +436,9 @@ def test_activation_offload_is_searched_with_what_it_goes_with(tmp_path):
 def test_a_measurement_on_another_machine_is_no_error_of_the_prediction():
     from io import StringIO
 
+    from ebbtide.profiler.hardware import look
+    from ebbtide.tuner.configurations import report
     from rich.console import Console
-
-    from profiler.hardware import look
-    from tuner.configurations import report
 
     here = look(False)
     this = preset("h100-node").model_copy(update={

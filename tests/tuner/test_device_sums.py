@@ -1,7 +1,8 @@
 """Sums of micro-batches stay on the device where there is memory for them and that is faster."""
 
-import tuner
-from simulator import build_schedule, build_strategy, simulate, what_if
+import ebbtide.tuner
+from ebbtide.simulator import build_schedule, build_strategy, simulate, what_if
+
 from tests.machines import node
 from tests.tuner.test_search import workload
 
@@ -20,7 +21,7 @@ def accumulating(micro_batches=4):
 
 
 def planned(micro_batches=4, **facts):
-    return tuner.plan(accumulating(micro_batches), machine(**facts), memory_margin=0)
+    return ebbtide.tuner.plan(accumulating(micro_batches), machine(**facts), memory_margin=0)
 
 
 def test_sums_stay_and_the_plan_is_faster():

@@ -6,12 +6,11 @@ import re
 
 import pytest
 from click.testing import CliRunner
-
-from simulator import Plan
-from tuner.cli import main
-from tuner.doctor import examination, hardware, memory, software, storage
-from tuner.doctor.finding import bad, ok
-from tuner.doctor.under_a_plan import under_a_plan
+from ebbtide.simulator import Plan
+from ebbtide.tuner.cli import main
+from ebbtide.tuner.doctor import examination, hardware, memory, software, storage
+from ebbtide.tuner.doctor.finding import bad, ok
+from ebbtide.tuner.doctor.under_a_plan import under_a_plan
 
 
 def doctor(*arguments):
@@ -89,15 +88,6 @@ def test_versions_out_of_range(monkeypatch):
     assert set(told) == {"torch", "nowhere"}
 
 
-def test_packages_that_hide_ours(tmp_path):
-    (tmp_path / "profiler.py").write_text("")
-    (tmp_path / "runtime").mkdir()
-    assert [f.state for f in software.shadows([str(tmp_path)])] == ["slow"]
-    (tmp_path / "runtime" / "__init__.py").write_text("")
-    assert [f.state for f in software.shadows([str(tmp_path)])] == ["bad", "slow"]
-    assert [f.state for f in software.shadows([])] == ["ok"]
-
-
 def test_limits_of_control_groups(tmp_path):
     assert memory.cgroup_memory(tmp_path) == (None, 0)
     job = tmp_path / "sys/fs/cgroup/slurm/job"
@@ -166,7 +156,7 @@ def test_folders_that_cannot_be_written(tmp_path, monkeypatch):
 )
 def test_threads_that_stock_lacks(monkeypatch, variable, ranks, state, says):
     monkeypatch.setenv("OMP_NUM_THREADS", variable)
-    monkeypatch.setattr("runtime.hardware.cores.near_cores", lambda _address: list(range(8)))
+    monkeypatch.setattr("ebbtide.runtime.hardware.cores.near_cores", lambda _address: list(range(8)))
     found = hardware.threads(ranks)
     assert (found.state, says in found.detail) == (state, True), found
     if state == "slow":
@@ -222,8 +212,8 @@ def test_known_wrong_results_are_told_for_the_config(tmp_path, monkeypatch):
 
 
 def test_what_is_said_of_lion_and_adagrad_is_what_attach_says():
-    from runtime.zero.checks.private import MENDED
-    from tuner.doctor.known_wrong import TABLE, known_wrong
+    from ebbtide.runtime.zero.checks.private import MENDED
+    from ebbtide.tuner.doctor.known_wrong import TABLE, known_wrong
 
     zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
     for name, first in MENDED.items():

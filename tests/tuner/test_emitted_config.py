@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from ebbtide.runtime.frontdoor.request import read_request
+from ebbtide.simulator import Plan
+from ebbtide.tuner.cli import main
 
-from runtime.frontdoor.request import read_request
-from simulator import Plan
 from tests.tuner.test_search import machine, workload
-from tuner.cli import main
 
 
 @pytest.fixture

@@ -7,10 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
-from rich.console import Console
-
-from simulator import (
+from ebbtide.simulator import (
     CheckpointPlan,
     Layer,
     Machine,
@@ -26,16 +23,19 @@ from simulator import (
     simulate,
     workload_from_model,
 )
-from simulator.analysis.checkpoint_cost import CheckpointSimulation
-from simulator.analysis.guessed import expected
-from simulator.engines.compiled import simulate_fast
-from simulator.limits import Limits
-from simulator.schedule import OpKind
-from simulator.update.footprint import footprint_by_kind
-from simulator.update.order import UpdateOrder
+from ebbtide.simulator.analysis.checkpoint_cost import CheckpointSimulation
+from ebbtide.simulator.analysis.guessed import expected
+from ebbtide.simulator.engines.compiled import simulate_fast
+from ebbtide.simulator.limits import Limits
+from ebbtide.simulator.schedule import OpKind
+from ebbtide.simulator.update.footprint import footprint_by_kind
+from ebbtide.simulator.update.order import UpdateOrder
+from ebbtide.tuner.answer.report import show_machine, show_plan, show_workload
+from ebbtide.tuner.calibrate.interval import workload_interval_s
+from pydantic import ValidationError
+from rich.console import Console
+
 from tests.machines import node, workload
-from tuner.answer.report import show_machine, show_plan, show_workload
-from tuner.calibrate.interval import workload_interval_s
 
 GPT = {"layers": 2, "hidden": 256, "heads": 4, "vocabulary": 500}
 SIZES = (4_000_000, 4_000_000, 4_000_000, 4_000_000)
@@ -481,7 +481,7 @@ def test_every_key_of_a_deepspeed_config_counts_or_is_told(key):
 
 
 def test_what_is_offloaded_reaches_the_strategy():
-    from simulator.estimates.offloading import offloading
+    from ebbtide.simulator.estimates.offloading import offloading
 
     for key in ("activation_checkpointing", "zero_optimization.offload_param",
                 "zero_optimization.offload_optimizer"):  # fmt: skip

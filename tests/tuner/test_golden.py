@@ -16,13 +16,13 @@ Recorded before the update had one source. What differs since then, and why:
 """
 
 import pytest
+from ebbtide.simulator.analysis.bound import bound
+from ebbtide.simulator.engines.compiled import simulate_fast
+from ebbtide.simulator.limits import Limits
+from ebbtide.simulator.schedules.strategies import build_strategy
+from ebbtide.simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES
+from ebbtide.simulator.update.recipes import Slot, recipe_of, slot_limits
 
-from simulator.analysis.bound import bound
-from simulator.engines.compiled import simulate_fast
-from simulator.limits import Limits
-from simulator.schedules.strategies import build_strategy
-from simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES
-from simulator.update.recipes import Slot, recipe_of, slot_limits
 from tests.tuner.golden import CASES, case, planned, recorded
 
 ROWS = recorded()

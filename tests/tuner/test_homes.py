@@ -1,21 +1,21 @@
 """Where parameters live, as the search chooses it."""
 
+import ebbtide.tuner
 import numpy as np
 import pytest
+from ebbtide.simulator import build_schedule, simulate
+from ebbtide.simulator.analysis.bound import fluid_bound
+from ebbtide.simulator.analysis.many_plans import PlanSweep
+from ebbtide.simulator.limits import GIB
+from ebbtide.simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES
+from ebbtide.simulator.update.recipes import RECIPES
+from ebbtide.tuner.placements.homes import spaced
+from ebbtide.tuner.placements.memory import ImpossibleError
+from ebbtide.tuner.placements.search import Candidate, seconds_of
 
-import tuner
-from simulator import build_schedule, simulate
-from simulator.analysis.bound import fluid_bound
-from simulator.analysis.many_plans import PlanSweep
-from simulator.limits import GIB
-from simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES
-from simulator.update.recipes import RECIPES
 from studies.optimality.command import random_pair
 from tests.machines import node as machine
 from tests.tuner.test_search import workload
-from tuner.placements.homes import spaced
-from tuner.placements.memory import ImpossibleError
-from tuner.placements.search import Candidate, seconds_of
 
 
 def test_those_that_leave_are_evenly_spaced():
@@ -35,7 +35,7 @@ def test_what_would_not_fit_otherwise_is_planned_with_parameters_in_host_memory(
     work, have = whole(), machine()
     activations = sum(layer.activation_bytes for layer in work.layers)
     room = work.device_base_bytes // 2 + activations + GRADIENTS_UNDER_WAY_BYTES
-    found = tuner.plan(work, have, device_memory_bytes=room, memory_margin=0.0)
+    found = ebbtide.tuner.plan(work, have, device_memory_bytes=room, memory_margin=0.0)
     assert 0 < found.parameter_homes.count("host") < 40
     timeline = simulate(build_schedule(work, found), have)
     assert timeline.device_peak_bytes <= room
@@ -48,15 +48,15 @@ def test_what_would_not_fit_otherwise_is_planned_with_parameters_in_host_memory(
 def test_with_room_for_them_parameters_stay_unless_they_may_leave():
     work, have = whole(), machine()
     room = work.device_base_bytes + 5 * GIB
-    stay = tuner.plan(work, have, device_memory_bytes=room)
-    free = tuner.plan(work, have, device_memory_bytes=room, offload_parameters=True)
+    stay = ebbtide.tuner.plan(work, have, device_memory_bytes=room)
+    free = ebbtide.tuner.plan(work, have, device_memory_bytes=room, offload_parameters=True)
     assert "host" not in stay.parameter_homes
     assert free.prediction.iteration_s <= stay.prediction.iteration_s * (1 + 1e-9)
 
 
 def test_what_fits_nowhere_says_what_is_missing():
     with pytest.raises(ImpossibleError, match="missing"):
-        tuner.plan(whole(), machine(), device_memory_bytes=GIB)
+        ebbtide.tuner.plan(whole(), machine(), device_memory_bytes=GIB)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -5,8 +5,8 @@ import json
 from pathlib import Path
 
 import pytest
+from ebbtide.simulator import Plan, preset, workload_from_model
 
-from simulator import Plan, preset, workload_from_model
 from tests.tuner.test_cli import run
 
 SMALL = {"model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 12,
@@ -166,10 +166,10 @@ def test_nothing_is_left_of_what_a_full_disk_does_not_take(command, model, tmp_p
 
 @pytest.mark.parametrize(
     ("command", "measured"),
-    [(["profile", "-o"], "profiler.measure_machine"),
-     (["profile", "--train-script", __file__, "-o"], "profiler.launch.profile_script"),
-     (["profile-script", __file__, "-o"], "profiler.launch.profile_script"),
-     (["verify", "--json"], "tuner.verify.sides.verify")],
+    [(["profile", "-o"], "ebbtide.profiler.measure_machine"),
+     (["profile", "--train-script", __file__, "-o"], "ebbtide.profiler.launch.profile_script"),
+     (["profile-script", __file__, "-o"], "ebbtide.profiler.launch.profile_script"),
+     (["verify", "--json"], "ebbtide.tuner.verify.sides.verify")],
 )  # fmt: skip
 def test_no_minutes_are_spent_on_what_no_folder_takes(command, measured, monkeypatch, tmp_path):
     monkeypatch.setattr(measured, lambda *_, **__: pytest.fail("measured"))
@@ -213,7 +213,7 @@ def test_nothing_is_planned_for_an_optimizer_that_runs_its_own_step(model, tmp_p
 def test_a_config_that_training_refuses_is_refused_by_the_planner_in_the_same_words(
     model, tmp_path, optimizer, zero, beside
 ):
-    from runtime.zero.checks.guard import ConfigError, check_config
+    from ebbtide.runtime.zero.checks.guard import ConfigError, check_config
 
     path = ds(tmp_path, optimizer, **zero)
     path.write_text(json.dumps(json.loads(path.read_text()) | beside))

@@ -1,11 +1,11 @@
 """The margin that a plan leaves free of each memory."""
 
 import pytest
+from ebbtide.simulator import Quantity
+from ebbtide.simulator.limits import LEAST_MARGIN, SIGMAS, UNKNOWN_MARGIN, Limits
+from ebbtide.tuner.quantities import share
 
-from simulator import Quantity
-from simulator.limits import LEAST_MARGIN, SIGMAS, UNKNOWN_MARGIN, Limits
 from tests.machines import machine, workload
-from tuner.quantities import share
 
 SIZE = 1_000_000
 

@@ -4,16 +4,16 @@ import random
 from itertools import product
 from math import factorial
 
+import ebbtide.tuner
 import numpy as np
 import pytest
+from ebbtide.simulator.analysis.many_plans import PlanSweep
+from ebbtide.simulator.limits import Limits
+from ebbtide.tuner.placements.optimum import MOST_SUBGROUPS, optimum, orders
+from ebbtide.tuner.placements.search import Candidate, Search, with_sums
 
-import tuner
-from simulator.analysis.many_plans import PlanSweep
-from simulator.limits import Limits
 from studies.optimality.command import random_pair
 from tests.machines import random_machine, random_workload
-from tuner.placements.optimum import MOST_SUBGROUPS, optimum, orders
-from tuner.placements.search import Candidate, Search, with_sums
 
 
 def pairs(count, subgroups):
@@ -50,7 +50,7 @@ def test_branch_and_bound_against_brute_force_and_the_search(number):
     found = optimum(begun(workload, machine))
     assert found.iteration_s == pytest.approx(truth, rel=1e-9)
     assert found.pruned > 0
-    plan = tuner.plan(workload, machine)
+    plan = ebbtide.tuner.plan(workload, machine)
     assert plan.prediction.iteration_s == pytest.approx(truth, rel=1e-9)
     assert plan.prediction.lower_bound_s <= truth * (1 + 1e-9)
 

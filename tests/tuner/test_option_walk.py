@@ -11,13 +11,13 @@ from functools import cache
 from pathlib import Path
 
 import click
+import ebbtide.tuner.placements.planning
 import pytest
 from click.testing import CliRunner
+from ebbtide.simulator import preset, workload_from_model
+from ebbtide.tuner.cli import main
 
-import tuner.placements.planning
-from simulator import preset, workload_from_model
 from tests.machines import node
-from tuner.cli import main
 
 TINY = {"layers": 2, "hidden": 512, "heads": 8, "kv_heads": 4, "vocabulary": 2000, "name": "tiny"}
 MIB = 2**20
@@ -265,8 +265,8 @@ def ground(tmp_path_factory):
     work = workload_from_model(TINY, preset("h200"))
     work.save(folder / "w.json")
     node().save(folder / "n.json")
-    tuner.placements.planning.plan(work, preset("h200")).save(folder / "plan.json")
-    tuner.placements.planning.plan(work, preset("rtx4090")).save(folder / "second.json")
+    ebbtide.tuner.placements.planning.plan(work, preset("h200")).save(folder / "plan.json")
+    ebbtide.tuner.placements.planning.plan(work, preset("rtx4090")).save(folder / "second.json")
     (folder / "train.py").write_text("")
     for name, step in (("runs.csv", 4.0), ("more.csv", 9.0)):
         with (folder / name).open("w") as file:
@@ -296,42 +296,42 @@ def recorder(monkeypatch):
     seen = Recorder()
     for target, result in {
         # First, while it is imported: it takes `verify` by name, which is replaced below.
-        "runtime.storage.export.export": "out/one",
-        "tuner.profiling.machine_profile": None,
-        "tuner.profiling.script_profile": None,
+        "ebbtide.runtime.storage.export.export": "out/one",
+        "ebbtide.tuner.profiling.machine_profile": None,
+        "ebbtide.tuner.profiling.script_profile": None,
         "os.execv": None,
-        "tuner.commands.run._check": None,
-        "tuner.verify.launch.launch": untrained,
-        "tuner.doctor.examination.whole": [],
-        "tuner.service.server.run": None,
-        "tuner.service.store.Store": str,
-        "tuner.configurations.verify.verify": [],
-        "runtime.checkpoint.protocol.inspect.list_checkpoints": [],
-        "runtime.checkpoint.protocol.inspect.verify": ["p"],
-        "runtime.checkpoint.protocol.inspect.prune": [],
-        "tuner.calibrate.run_logs.read_observations": [],
-        "tuner.calibrate.calibration.calibrate": calibrated,
-        "tuner.placements.planning._robust_choice": tuner.placements.planning._robust_choice,
+        "ebbtide.tuner.commands.run._check": None,
+        "ebbtide.tuner.verify.launch.launch": untrained,
+        "ebbtide.tuner.doctor.examination.whole": [],
+        "ebbtide.tuner.service.server.run": None,
+        "ebbtide.tuner.service.store.Store": str,
+        "ebbtide.tuner.configurations.verify.verify": [],
+        "ebbtide.runtime.checkpoint.protocol.inspect.list_checkpoints": [],
+        "ebbtide.runtime.checkpoint.protocol.inspect.verify": ["p"],
+        "ebbtide.runtime.checkpoint.protocol.inspect.prune": [],
+        "ebbtide.tuner.calibrate.run_logs.read_observations": [],
+        "ebbtide.tuner.calibrate.calibration.calibrate": calibrated,
+        "ebbtide.tuner.placements.planning._robust_choice": ebbtide.tuner.placements.planning._robust_choice,
     }.items():
         monkeypatch.setattr(target, seen(target, result))
-    monkeypatch.setattr("tuner.service.resources.Service", seen("Service"))
+    monkeypatch.setattr("ebbtide.tuner.service.resources.Service", seen("Service"))
     # How long is searched is not what is asked here.
-    monkeypatch.setattr("tuner.placements.annealing.MOST_EVALUATIONS", 60)
-    monkeypatch.setattr("tuner.placements.planning.REORDERINGS", 20)
+    monkeypatch.setattr("ebbtide.tuner.placements.annealing.MOST_EVALUATIONS", 60)
+    monkeypatch.setattr("ebbtide.tuner.placements.planning.REORDERINGS", 20)
     monkeypatch.setenv("EBBTIDE_TOKEN", "fixed")
     return seen
 
 
 def untrained(command, side, steps, seed):
-    from tuner.verify.launch import Launched
-    from tuner.verify.run import Run, Step
+    from ebbtide.tuner.verify.launch import Launched
+    from ebbtide.tuner.verify.run import Run, Step
 
     about = {"key": True, "offload": True, "ranks": 1, "versions": {}}
     return Launched(Run(side.title, about, (Step({}, {}),)))
 
 
 def calibrated(machine, seen):
-    from tuner.calibrate.calibration import Calibrated
+    from ebbtide.tuner.calibrate.calibration import Calibrated
 
     return Calibrated(machine, changes=(), contradictions=(), unexplained=(), left_pct=0.0)
 

@@ -5,11 +5,11 @@ import sys
 
 import numpy as np
 import pytest
+from ebbtide.simulator import Plan, build_schedule
+from ebbtide.simulator.engines.compiled import simulate_fast
+from ebbtide.tuner.placements.quick import quick_plan
 
-from simulator import Plan, build_schedule
-from simulator.engines.compiled import simulate_fast
 from studies.optimality.command import random_pair
-from tuner.placements.quick import quick_plan
 
 
 def on_the_host(workload, **fields):
@@ -44,7 +44,7 @@ def test_by_itself_it_takes_no_more_device_memory_than_the_plan_that_runs():
 
 def test_a_training_run_loads_no_optuna_for_it():
     code = (
-        "import sys, tuner.placements.quick\n"
+        "import sys, ebbtide.tuner.placements.quick\n"
         "print(sorted({'optuna', 'pandas', 'matplotlib', 'torch'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -2,14 +2,14 @@
 
 import io
 
+from ebbtide.simulator import preset
+from ebbtide.simulator.limits import GIB, Limits
+from ebbtide.tuner.answer.even import even_plan
+from ebbtide.tuner.answer.report import memory, show_plan, strategies, wide_console
+from ebbtide.tuner.answer.rows import alternatives, compare
 from rich.console import Console
 
-from simulator import preset
-from simulator.limits import GIB, Limits
 from tests.machines import node, workload
-from tuner.answer.even import even_plan
-from tuner.answer.report import memory, show_plan, strategies, wide_console
-from tuner.answer.rows import alternatives, compare
 
 
 def planned(on, **changes):

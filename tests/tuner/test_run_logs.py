@@ -4,12 +4,12 @@ import json
 from dataclasses import replace
 
 import pytest
+from ebbtide.simulator import Machine, build_strategy, preset, workload_from_model
+from ebbtide.tuner.calibrate.calibration import CalibrationError, predicted_s
+from ebbtide.tuner.calibrate.deepspeed_log import levels_s, read_log
+from ebbtide.tuner.calibrate.run_logs import Described, read_observations
 
-from simulator import Machine, build_strategy, preset, workload_from_model
 from tests.tuner.test_cli import run
-from tuner.calibrate.calibration import CalibrationError, predicted_s
-from tuner.calibrate.deepspeed_log import levels_s, read_log
-from tuner.calibrate.run_logs import Described, read_observations
 
 GPT = {"layers": 8, "hidden": 2048, "heads": 16, "vocabulary": 32000}
 OFFLOADED = {"bf16": {"enabled": True}, "zero_optimization": {
@@ -21,7 +21,7 @@ REAL = """\
 [Rank 0] time (ms) | fwd_microstep: 31.66 | bwd_microstep: 57.96 | step_microstep: 22.91
 [Rank 0] time (ms) | fwd: 88.96 | bwd: 130.87 | bwd_inner: 95.22 | bwd_allreduce: 35.54 | step: 22.95
 [Rank 0] time (ms) | fwd: 50.53 | bwd: 94.03 | bwd_inner: 74.67 | bwd_allreduce: 19.27 | step: 9.58
-"""  # noqa: E501
+"""
 REAL += "".join(
     f"[2026-11-22 15:49:{at}] [INFO] [timer.py:264:stop] epoch=0/micro_step={2 * step}/global_step="
     f"{step}, RunningAvgSamplesPerSec=14.652641581280633, CurrSamplesPerSec={rate}, "

@@ -1,18 +1,18 @@
 """The search: never beyond memory, never behind an alternative, always the same under a seed."""
 
+import ebbtide.tuner
 import pytest
+from ebbtide.simulator import Layer, Quantity, Workload, build_schedule, simulate
+from ebbtide.simulator.analysis.bound import bound
+from ebbtide.simulator.limits import UNKNOWN_MARGIN, Limits
+from ebbtide.simulator.schedules.strategies import spread
+from ebbtide.tuner.answer.rows import compare
+from ebbtide.tuner.placements.memory import ImpossibleError
+from ebbtide.tuner.placements.planning import predicted_anew
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import tuner
-from simulator import Layer, Quantity, Workload, build_schedule, simulate
-from simulator.analysis.bound import bound
-from simulator.limits import UNKNOWN_MARGIN, Limits
-from simulator.schedules.strategies import spread
 from tests.machines import node as machine
-from tuner.answer.rows import compare
-from tuner.placements.memory import ImpossibleError
-from tuner.placements.planning import predicted_anew
 
 GIB = 2**30
 
@@ -26,7 +26,7 @@ def workload(subgroups=20, size=3 * 10**7, forward_s=0.01, **changes):
 
 
 def test_the_plan_beats_or_equals_everything_it_lists():
-    found = tuner.plan(workload(), machine())
+    found = ebbtide.tuner.plan(workload(), machine())
     assert len(found.alternatives) >= 5
     for other in (p for p in found.alternatives if not p.note):  # what does not fit may be faster
         assert found.prediction.iteration_s <= other.iteration_s * (1 + 1e-9), other.strategy
@@ -34,7 +34,7 @@ def test_the_plan_beats_or_equals_everything_it_lists():
 
 def test_the_prediction_is_what_the_simulator_says_of_the_plan():
     work, have = workload(), machine()
-    found = tuner.plan(work, have)
+    found = ebbtide.tuner.plan(work, have)
     timeline = simulate(build_schedule(work, found), have)
     assert found.prediction.iteration_s == pytest.approx(timeline.iteration_s, rel=1e-9)
     assert found.prediction.device_peak_bytes == timeline.device_peak_bytes
@@ -44,7 +44,7 @@ def test_the_prediction_is_what_the_simulator_says_of_the_plan():
 
 def test_a_plan_is_predicted_anew_for_another_profile():
     work = workload()
-    made = tuner.plan(work, machine())
+    made = ebbtide.tuner.plan(work, machine())
     assert predicted_anew(made, work, machine()) == made
     slower = [layer.model_copy(update={"forward_s": 2 * layer.forward_s}) for layer in work.layers]
     other = work.model_copy(update={"layers": tuple(slower)})
@@ -57,8 +57,8 @@ def test_a_plan_is_predicted_anew_for_another_profile():
 
 
 def test_the_same_seed_gives_the_same_plan():
-    first = tuner.plan(workload(12), machine(), seed=3)
-    assert tuner.plan(workload(12), machine(), seed=3) == first
+    first = ebbtide.tuner.plan(workload(12), machine(), seed=3)
+    assert ebbtide.tuner.plan(workload(12), machine(), seed=3) == first
 
 
 @settings(max_examples=8, deadline=None)
@@ -71,7 +71,7 @@ def test_memory_holds_and_the_bound_is_one(device_gib, host_adam, link, forward_
     have = machine(host_adam_params_per_s=host_adam, h2d_bytes_per_s=link, d2h_bytes_per_s=link,
                    device_memory_bytes=40 * GIB)  # fmt: skip
     limit = int(device_gib * GIB)
-    found = tuner.plan(work, have, device_memory_bytes=limit)
+    found = ebbtide.tuner.plan(work, have, device_memory_bytes=limit)
     assert found.prediction.device_peak_bytes <= limit * (1 - UNKNOWN_MARGIN)
     floor = bound(work, have, limit).iteration_s
     # An op may end 1e-12 s early in the simulator; over some hundred ops that adds up.
@@ -84,7 +84,7 @@ def test_memory_holds_and_the_bound_is_one(device_gib, host_adam, link, forward_
     overlap=st.booleans(), shared=st.booleans(),
 )  # fmt: skip
 def test_no_plan_is_faster_than_the_bound(visits, slots, threads, overlap, shared):
-    from simulator import Plan
+    from ebbtide.simulator import Plan
 
     by_threads = {1: Quantity.exact(4e9), 4: Quantity.exact(2e9)}  # fewer may be faster
     have = machine(
@@ -102,11 +102,11 @@ def test_no_plan_is_faster_than_the_bound(visits, slots, threads, overlap, share
 
 def test_a_fast_link_moves_work_to_the_device_and_a_slow_one_keeps_it_home():
     little = 8 * GIB  # too little for residents
-    fast = tuner.plan(workload(size=2 * 10**8), machine(h2d_bytes_per_s=2e11, d2h_bytes_per_s=2e11,
+    fast = ebbtide.tuner.plan(workload(size=2 * 10**8), machine(h2d_bytes_per_s=2e11, d2h_bytes_per_s=2e11,
                                                         host_adam_params_per_s=1e9,
                                                         dram_bytes_per_s=1e12),
                       device_memory_bytes=24 * GIB)  # fmt: skip
-    slow = tuner.plan(workload(), machine(h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e9,
+    slow = ebbtide.tuner.plan(workload(), machine(h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e9,
                                           host_adam_params_per_s=2e10),
                       device_memory_bytes=little)  # fmt: skip
     assert fast.count("device") > 0
@@ -117,7 +117,7 @@ def test_one_memory_holds_what_device_and_host_take_together():
     """Each peak alone fits into a machine without a GPU, both together do not: nothing fits."""
     work = workload(10)
     there = machine(unified_memory=True, device_shares_host_cores=True)
-    peaks = tuner.plan(work, there).prediction
+    peaks = ebbtide.tuner.plan(work, there).prediction
     larger = max(peaks.device_peak_bytes, peaks.host_peak_bytes)
     both = peaks.device_peak_bytes + peaks.host_peak_bytes
     for memory, fits in ((both, True), (both - 1, False), (larger, False)):
@@ -129,36 +129,36 @@ def test_one_memory_holds_what_device_and_host_take_together():
         assert all(row.simulated.fits == (not limits.shortfall(row.result)) for row in rows)
         assert any(row.simulated.fits for row in rows) <= fits
     with pytest.raises(ImpossibleError, match=r"which device and host share here.*are missing"):
-        tuner.plan(work, less, memory_margin=0.0)
+        ebbtide.tuner.plan(work, less, memory_margin=0.0)
 
 
 def test_unified_memory_leaves_all_on_the_host():
     have = machine(unified_memory=True, device_shares_host_cores=True)
-    assert set(tuner.plan(workload(), have).placements) == {"host"}
+    assert set(ebbtide.tuner.plan(workload(), have).placements) == {"host"}
 
 
 def test_failures_set_the_interval_and_robust_plans_are_plans():
-    often = tuner.plan(workload(4), machine(), mtbf_s=600)
-    seldom = tuner.plan(workload(4), machine(), mtbf_s=10**6)
+    often = ebbtide.tuner.plan(workload(4), machine(), mtbf_s=600)
+    seldom = ebbtide.tuner.plan(workload(4), machine(), mtbf_s=10**6)
     assert 0 < often.checkpoint.interval_steps < seldom.checkpoint.interval_steps
     spread_out = Quantity(median=50e9, q1=30e9, q3=60e9, n=9)
     shaky = machine().model_copy(update={"h2d_bytes_per_s": spread_out})
-    robust = tuner.plan(workload(4), shaky, robust=True)
+    robust = ebbtide.tuner.plan(workload(4), shaky, robust=True)
     assert robust.prediction.iteration_high_s >= robust.prediction.iteration_low_s
 
 
 def test_what_does_not_fit_says_what_is_missing():
     with pytest.raises(ImpossibleError, match=r"GiB are missing.*--gpu-memory"):
-        tuner.plan(workload(), machine(), device_memory_bytes=GIB)
+        ebbtide.tuner.plan(workload(), machine(), device_memory_bytes=GIB)
     with pytest.raises(ImpossibleError, match=r"host memory.*GiB are missing"):
-        tuner.plan(workload(40, 10**9), machine(), host_memory_bytes=10 * GIB)
+        ebbtide.tuner.plan(workload(40, 10**9), machine(), host_memory_bytes=10 * GIB)
     with pytest.raises(ValueError, match="--gpu-memory"):
         Limits.of(workload(), machine(), device_memory_bytes=-1)
 
 
 def test_it_tells_how_far_it_is():
     told = []
-    tuner.plan(workload(12), machine(), progress=lambda *what: told.append(what))
+    ebbtide.tuner.plan(workload(12), machine(), progress=lambda *what: told.append(what))
     shares = [share for share, _ in told]
     assert shares == sorted(shares)
     assert shares[0] >= 0
@@ -172,6 +172,6 @@ def test_two_memories_that_suffice_only_one_by_one_are_told_together():
     with pytest.raises(
         ImpossibleError, match=r"GiB of device memory.*: 0\.[1-9]\d GiB are missing"
     ):
-        tuner.plan(
+        ebbtide.tuner.plan(
             work, machine(), device_memory_bytes=int(3.9 * GIB), host_memory_bytes=int(2.9 * GIB)
         )

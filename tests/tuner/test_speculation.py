@@ -2,14 +2,14 @@
 
 from functools import cache
 
+import ebbtide.tuner
 import pytest
+from ebbtide.simulator import Quantity, build_schedule, simulate, what_if
+from ebbtide.simulator.analysis.guessed import expected
+from ebbtide.simulator.engines.compiled import simulate_fast
+from ebbtide.simulator.update.footprint import footprint
+from ebbtide.simulator.update.guessing import shares
 
-import tuner
-from simulator import Quantity, build_schedule, simulate, what_if
-from simulator.analysis.guessed import expected
-from simulator.engines.compiled import simulate_fast
-from simulator.update.footprint import footprint
-from simulator.update.guessing import shares
 from tests.machines import node
 from tests.tuner.test_search import workload
 
@@ -30,7 +30,7 @@ def small(clip_rate=None):
 
 @cache
 def planned(clip_rate, **limits):
-    return tuner.plan(small(clip_rate), machine(), memory_margin=0, **limits)
+    return ebbtide.tuner.plan(small(clip_rate), machine(), memory_margin=0, **limits)
 
 
 def test_nobody_guesses_where_nobody_says_how_many_steps_clip():
@@ -54,7 +54,7 @@ def test_what_memory_cannot_hold_is_guessed_in_the_slots_that_it_is_read_to():
     on = on.model_copy(update={"storage_write_bytes_per_s": Quantity.exact(2e10)})
     short = {"host_memory_bytes": int(2.2 * GIB), "storage": {"/nvme": 10**12}, "memory_margin": 0}
     plain, found = (
-        tuner.plan(work.model_copy(update={"clip_rate": rate}), on, **short)
+        ebbtide.tuner.plan(work.model_copy(update={"clip_rate": rate}), on, **short)
         for rate in (None, 0.0)
     )  # fmt: skip
     assert found.speculate_stored > 0
@@ -70,8 +70,8 @@ def test_while_guesses_pause_the_plan_is_nearly_as_quick_as_one_that_waits():
     """It was 12% slower: its order was good for guesses alone."""
     on = machine(room=3.5)
     work = workload(8, size=5 * 10**7, forward_s=0.02)
-    plain = tuner.plan(work, on, memory_margin=0)
-    found = tuner.plan(work.model_copy(update={"clip_rate": 0.0}), on, memory_margin=0)
+    plain = ebbtide.tuner.plan(work, on, memory_margin=0)
+    found = ebbtide.tuner.plan(work.model_copy(update={"clip_rate": 0.0}), on, memory_margin=0)
     paused = found.model_copy(update={"speculate": 0})
     waits_s, paused_s = (simulate(build_schedule(work, p), on).iteration_s for p in (plain, paused))
     assert found.speculate > 0
@@ -85,7 +85,7 @@ def test_guesses_are_spread_where_the_next_forward_would_wait_for_what_lies_befo
     """
     work = workload(8, size=5 * 10**7, forward_s=0.02, clip_rate=0.0)
     on = machine(room=3).with_rates(host_adam_params_per_s=5 * 10**7 / 0.06)
-    found = tuner.plan(work, on, memory_margin=0)
+    found = ebbtide.tuner.plan(work, on, memory_margin=0)
     assert found.speculate_among > found.speculate
 
     def seconds(speculate, among=0):

@@ -5,20 +5,20 @@ from dataclasses import replace
 from itertools import product
 from random import Random
 
+import ebbtide.tuner
 import pytest
+from ebbtide.simulator import Machine, Plan, PlanError, Quantity, build_schedule, simulate
+from ebbtide.simulator.limits import Limits
+from ebbtide.simulator.storage import StorageRates, shares
+from ebbtide.simulator.update.footprint import footprint
+from ebbtide.tuner.placements.annealing import anneal
+from ebbtide.tuner.placements.homes import begun
+from ebbtide.tuner.placements.memory import ImpossibleError
+from ebbtide.tuner.placements.moves import CHOICES, STORED, Moved, choices
+from ebbtide.tuner.placements.search import Candidate, Search, evenly
 
-import tuner
-from simulator import Machine, Plan, PlanError, Quantity, build_schedule, simulate
-from simulator.limits import Limits
-from simulator.storage import StorageRates, shares
-from simulator.update.footprint import footprint
 from tests.tuner.test_search import machine
 from tests.tuner.test_search import workload as twenty
-from tuner.placements.annealing import anneal
-from tuner.placements.homes import begun
-from tuner.placements.memory import ImpossibleError
-from tuner.placements.moves import CHOICES, STORED, Moved, choices
-from tuner.placements.search import Candidate, Search, evenly
 
 GIB, TB = 2**30, 10**12
 FAST = {"storage_read_bytes_per_s": Quantity.exact(6e9)}
@@ -35,7 +35,7 @@ def q(value):
 
 def planned(**changes):
     work, have = workload(), machine(**FAST)
-    return tuner.plan(work, have, **{**SHORT, "storage": {"/nvme": TB}, **changes})
+    return ebbtide.tuner.plan(work, have, **{**SHORT, "storage": {"/nvme": TB}, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def stored():
 def test_what_does_not_fit_into_memory_is_stored_and_the_plan_keeps_all_three_limits(stored):
     work = workload()
     with pytest.raises(ImpossibleError, match="--storage"):
-        tuner.plan(work, machine(), **SHORT)
+        ebbtide.tuner.plan(work, machine(), **SHORT)
     assert 0 < stored.count("stored") < 12
     held = footprint(work, stored)
     assert stored.prediction.storage_bytes == held["storage"] == stored.count("stored") * 24 * 5e7
@@ -84,7 +84,7 @@ def test_as_little_is_stored_as_memory_allows(stored):
 def test_where_memory_suffices_the_plan_is_that_without_storage():
     work, have = workload(), machine()
     some = {"device_memory_bytes": 6 * GIB}
-    assert tuner.plan(work, have, **some, storage={"/nvme": TB}) == tuner.plan(work, have, **some)
+    assert ebbtide.tuner.plan(work, have, **some, storage={"/nvme": TB}) == ebbtide.tuner.plan(work, have, **some)
 
 
 def test_storage_that_is_too_small_is_told():
@@ -156,14 +156,14 @@ def test_several_directories_share_the_state_and_the_smallest_share_limits_it():
     one = have.storing_in(["/slow"])
     assert (one.storage_write_bytes_per_s.median, one.storage_duplex_factor.median) == (1e9, 0.5)
     assert have.storing_in(["/elsewhere"]).storage_write_bytes_per_s.median == 2e9
-    found = tuner.plan(workload(), have, **SHORT, storage={"/fast": TB, "/slow": TB})
+    found = ebbtide.tuner.plan(workload(), have, **SHORT, storage={"/fast": TB, "/slow": TB})
     assert found.storage_shares == {"/fast": 0.8571, "/slow": 0.1429}
     assert found.storage_dir is None
     assert found.drives == found.storage_shares
     slow = simulate(build_schedule(workload(), found), one).iteration_s
     assert found.prediction.iteration_s < 0.5 * slow
     with pytest.raises(ImpossibleError):
-        tuner.plan(workload(), have, **SHORT, storage={"/fast": GIB, "/slow": TB})
+        ebbtide.tuner.plan(workload(), have, **SHORT, storage={"/fast": GIB, "/slow": TB})
 
 
 def test_a_plan_names_its_folders_in_one_way():

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from ebbtide.runtime.verify.lines import Lines, Piece
+from ebbtide.tuner.cli import main
+from ebbtide.tuner.verify import sides as verification
+from ebbtide.tuner.verify.judge import Noise, judge
+from ebbtide.tuner.verify.launch import Launched, Side
+from ebbtide.tuner.verify.run import read_run
+from ebbtide.tuner.verify.sides import compared, verify
+from ebbtide.tuner.verify.words import as_json, screen
 
-from runtime.verify.lines import Lines, Piece
 from studies.bench.rank import free_port
-from tuner.cli import main
-from tuner.verify import sides as verification
-from tuner.verify.judge import Noise, judge
-from tuner.verify.launch import Launched, Side
-from tuner.verify.run import read_run
-from tuner.verify.sides import compared, verify
-from tuner.verify.words import as_json, screen
 
 ROOT = Path(__file__).parents[2]
 STEPS, RATE = 6, 1e-3
@@ -436,7 +436,7 @@ def test_where_a_script_does_not_train_like_itself_nothing_is_said(
         made.append(side)
         return Launched(replace(run.run(), name=side.title))
 
-    monkeypatch.setattr("tuner.verify.launch.launch", start)
+    monkeypatch.setattr("ebbtide.tuner.verify.launch.launch", start)
     out = tmp_path / "out.json"
     done = CliRunner().invoke(main, ["verify", "--json", str(out), "--", "true"])
     assert done.exit_code == code, done.output
@@ -522,7 +522,7 @@ def test_an_unchanged_script_is_identical_under_its_plan(only_rank, child_enviro
     job = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
            "MASTER_PORT": str(free_port())}  # fmt: skip
     done = subprocess.run(
-        [sys.executable, "-m", "tuner.cli", "verify", "--steps", "3", "--against", "stock",
+        [sys.executable, "-m", "ebbtide.tuner.cli", "verify", "--steps", "3", "--against", "stock",
          "--json", "out.json", "--", sys.executable, "train.py", "ds.json"],
         cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300,
         env={**child_environment, **job},

@@ -2,17 +2,17 @@
 
 import pytest
 from click.testing import CliRunner
+from ebbtide.simulator import build_schedule, simulate
+from ebbtide.simulator.estimates.job import Job
+from ebbtide.simulator.estimates.presets import preset
+from ebbtide.simulator.limits import GIB, Limits
+from ebbtide.tuner.answer.ways_out import flags, ways_out
+from ebbtide.tuner.cli import main
+from ebbtide.tuner.placements.homes import begun
+from ebbtide.tuner.service.scenario import MODELS
 
-from simulator import build_schedule, simulate
-from simulator.estimates.job import Job
-from simulator.estimates.presets import preset
-from simulator.limits import GIB, Limits
 from tests.machines import node
 from tests.tuner.test_search import workload
-from tuner.answer.ways_out import flags, ways_out
-from tuner.cli import main
-from tuner.placements.homes import begun
-from tuner.service.scenario import MODELS
 
 OF_MACHINE = ("device_memory_bytes", "host_memory_bytes")
 

@@ -1,14 +1,14 @@
 """A plan while somebody waits: the best guess, evenly spread, without the local search."""
 
-from simulator.limits import Limits
-from simulator.machine import Machine
-from simulator.plan import Plan
-from simulator.workload import Workload
-from tuner.answer.verdict import distance
-from tuner.placements.homes import begun, brought
-from tuner.placements.memory import ImpossibleError
-from tuner.placements.planning import predict
-from tuner.placements.search import Search
+from ebbtide.simulator.limits import Limits
+from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.plan import Plan
+from ebbtide.simulator.workload import Workload
+from ebbtide.tuner.answer.verdict import distance
+from ebbtide.tuner.placements.homes import begun, brought
+from ebbtide.tuner.placements.memory import ImpossibleError
+from ebbtide.tuner.placements.planning import predict
+from ebbtide.tuner.placements.search import Search
 
 
 def even_plan(workload: Workload, machine: Machine, limits: Limits) -> Plan:

@@ -3,20 +3,15 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from simulator.analysis.checkpoint_cost import SAVE_S, CheckpointSimulation, streamed_bytes
-from simulator.analysis.goodput import (
-    CheckpointCost,
-    Failures,
-    best_interval_steps,
-    expected_goodput,
-)
-from simulator.engines.reference import capacities
-from simulator.limits import Limits
-from simulator.machine import Machine
-from simulator.plan import CheckpointPlan, Plan, Prediction
-from simulator.workload import Workload
-from tuner.answer.rows import Role
-from tuner.placements.checkpointing import LEAST_BUDGET_BYTES, Choice, blocks, rated, thriftiest
+from ebbtide.simulator.analysis.checkpoint_cost import SAVE_S, CheckpointSimulation, streamed_bytes
+from ebbtide.simulator.analysis.goodput import CheckpointCost, Failures, best_interval_steps, expected_goodput
+from ebbtide.simulator.engines.reference import capacities
+from ebbtide.simulator.limits import Limits
+from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.plan import CheckpointPlan, Plan, Prediction
+from ebbtide.simulator.workload import Workload
+from ebbtide.tuner.answer.rows import Role
+from ebbtide.tuner.placements.checkpointing import LEAST_BUDGET_BYTES, Choice, blocks, rated, thriftiest
 
 RESTART_S = 60.0  # as `tune plan --restart` has it
 

@@ -1,12 +1,12 @@
 """Why a plan looks as it does: what binds, and what each feature brought."""
 
-from simulator.analysis.bound import Bound
-from simulator.engines.compiled import simulate_fast
-from simulator.machine import Machine
-from simulator.plan import Plan
-from simulator.schedules.strategies import build_strategy
-from simulator.workload import Workload
-from tuner.answer.rows import stock_beside
+from ebbtide.simulator.analysis.bound import Bound
+from ebbtide.simulator.engines.compiled import simulate_fast
+from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.plan import Plan
+from ebbtide.simulator.schedules.strategies import build_strategy
+from ebbtide.simulator.workload import Workload
+from ebbtide.tuner.answer.rows import stock_beside
 
 
 def reasons(workload: Workload, machine: Machine, plan: Plan, floor: Bound) -> list[str]:

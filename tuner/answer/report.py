@@ -6,22 +6,21 @@ import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, get_args
 
+from ebbtide.simulator.limits import GIB
+from ebbtide.simulator.machine import RATES
+from ebbtide.simulator.plan import Placement
+from ebbtide.simulator.schedule import KINDS
+from ebbtide.simulator.update.tiers import Memory
+from ebbtide.tuner.answer.rows import BY_KIND, role_of
+from ebbtide.tuner.answer.verdict import headline
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from simulator.limits import GIB
-from simulator.machine import RATES
-from simulator.plan import Placement
-from simulator.schedule import KINDS
-from simulator.update.tiers import Memory
-from tuner.answer.rows import BY_KIND, role_of
-from tuner.answer.verdict import headline
-
 if TYPE_CHECKING:
-    from simulator.machine import Machine
-    from simulator.plan import Plan, Prediction
-    from simulator.workload import Workload
+    from ebbtide.simulator.machine import Machine
+    from ebbtide.simulator.plan import Plan, Prediction
+    from ebbtide.simulator.workload import Workload
 
 MEMORIES: tuple[Memory, ...] = get_args(Memory)
 LONG_S = 10.0  # iterations from here on are told in seconds

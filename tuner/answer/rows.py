@@ -4,13 +4,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from simulator.analysis.best_setting import Compile, Simulated, best_setting, compiled, simulated
-from simulator.engines.compiled import SimResult
-from simulator.limits import Limits
-from simulator.machine import Machine
-from simulator.plan import Plan, Prediction
-from simulator.schedules.strategies import stages, stock_offload
-from simulator.workload import Workload
+from ebbtide.simulator.analysis.best_setting import Compile, Simulated, best_setting, compiled, simulated
+from ebbtide.simulator.engines.compiled import SimResult
+from ebbtide.simulator.limits import Limits
+from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.plan import Plan, Prediction
+from ebbtide.simulator.schedules.strategies import stages, stock_offload
+from ebbtide.simulator.workload import Workload
 
 Role = Literal["plan", "stock", "no offload", "variant", "peer"]
 BY_KIND: tuple[Role, ...] = ("plan", "stock", "no offload")

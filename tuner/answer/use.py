@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from simulator.plan import Plan
-from simulator.workload import Workload
-from tuner.emitted_config import emitted_config
+from ebbtide.simulator.plan import Plan
+from ebbtide.simulator.workload import Workload
+from ebbtide.tuner.emitted_config import emitted_config
 
 CONFIG_FILE, PLAN_FILE = "ds.json", "plan.json"
 TRAINER = f'TrainingArguments(..., deepspeed="{CONFIG_FILE}")'

@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from simulator.plan import Plan, Prediction
-from tuner.answer.rows import Role, role_of
+from ebbtide.simulator.plan import Plan, Prediction
+from ebbtide.tuner.answer.rows import Role, role_of
 
 AT_OPTIMUM = 5e-3  # above the lower bound: nearer than any measurement could tell
 WORTH = 1e-3  # relative difference below which two iterations count as equally long

@@ -4,15 +4,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from simulator.estimates.blocks import ModelError
-from simulator.estimates.job import Job
-from simulator.limits import GIB
-from simulator.machine import Machine
-from simulator.plan import Plan
-from tuner.answer.even import best_of
-from tuner.placements.homes import begun
-from tuner.placements.search import Search
-from tuner.placements.storage import with_storage
+from ebbtide.simulator.estimates.blocks import ModelError
+from ebbtide.simulator.estimates.job import Job
+from ebbtide.simulator.limits import GIB
+from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.plan import Plan
+from ebbtide.tuner.answer.even import best_of
+from ebbtide.tuner.placements.homes import begun
+from ebbtide.tuner.placements.search import Search
+from ebbtide.tuner.placements.storage import with_storage
 
 # As they are sold; the least that suffices is offered.
 DEVICE_GIB = (12, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 288)

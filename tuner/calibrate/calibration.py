@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from ebbtide.simulator.engines.compiled import simulate_fast
+from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.quantity import QUARTILE, Quantity
+from ebbtide.simulator.schedule import Schedule
+from ebbtide.tuner.calibrate.rate_limits import rate_limits
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
-
-from simulator.engines.compiled import simulate_fast
-from simulator.machine import Machine
-from simulator.quantity import QUARTILE, Quantity
-from simulator.schedule import Schedule
-from tuner.calibrate.rate_limits import rate_limits
 
 Floats = NDArray[np.float64]
 PHASES = ("forward", "backward", "step", "iteration")
@@ -38,7 +37,7 @@ WIDER = (2.0, 4.0, 8.0)  # times the knobs' widths, for such a machine
 WORTH = 0.05  # of that error, what is worth the next wider one
 FURTHEST = 2.0  # a knob's turn, in log units: seven times
 MODEL_SPREAD = (
-    0.05  # standard deviation of what no rate explains, in log units: `tuner.calibrate.interval`
+    0.05  # standard deviation of what no rate explains, in log units: `ebbtide.tuner.calibrate.interval`
 )
 LEAST_LOOP_S = 1e-4
 

@@ -16,14 +16,13 @@ import math
 from collections.abc import Callable
 
 import numpy as np
-
-from simulator.engines.compiled import compile_schedule, simulate_fast
-from simulator.estimates.presets import PRESET
-from simulator.machine import Machine
-from simulator.quantity import EIGHTY_PERCENT, Quantity
-from simulator.schedule import Schedule
-from simulator.workload import Workload
-from tuner.calibrate.calibration import MODEL_SPREAD, Knob, knobs_of, predicted_s, turned
+from ebbtide.simulator.engines.compiled import compile_schedule, simulate_fast
+from ebbtide.simulator.estimates.presets import PRESET
+from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.quantity import EIGHTY_PERCENT, Quantity
+from ebbtide.simulator.schedule import Schedule
+from ebbtide.simulator.workload import Workload
+from ebbtide.tuner.calibrate.calibration import MODEL_SPREAD, Knob, knobs_of, predicted_s, turned
 
 # Rates that no run of offloaded training tells, and that predictions depend on all the same.
 BESIDE = (

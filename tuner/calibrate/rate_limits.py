@@ -1,7 +1,7 @@
 """What no calibration may exceed."""
 
-from simulator.estimates.presets import FUSED_UPDATE_BYTES, STOCK_UPDATE_BYTES, sheet_limits
-from simulator.machine import Machine
+from ebbtide.simulator.estimates.presets import FUSED_UPDATE_BYTES, STOCK_UPDATE_BYTES, sheet_limits
+from ebbtide.simulator.machine import Machine
 
 
 def rate_limits(machine: Machine) -> dict[str, float]:

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from simulator.machine import Machine
-from tuner.calibrate.calibration import CalibrationError, Observation, predicted_s
+from ebbtide.simulator.machine import Machine
+from ebbtide.tuner.calibrate.calibration import CalibrationError, Observation, predicted_s
 
 SHORTFALL = 0.05  # of a whole below its phases: medians of each are not the median of the sum
 # Time between the phases that is longer than the phases themselves is rare enough to be told.

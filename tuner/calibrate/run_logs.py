@@ -9,15 +9,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from simulator.estimates.job import Job
-from simulator.estimates.launchers import LAUNCHERS, started
-from simulator.machine import Machine
-from simulator.schedule import Schedule
-from simulator.schedules.strategies import build_strategy
-from simulator.workload import Workload
-from tuner.calibrate.calibration import PHASES, CalibrationError, Observation
-from tuner.calibrate.deepspeed_log import WARM_UP, DeepSpeedLog, level_notes, read_log
-from tuner.calibrate.run_checks import batch_notes, check_whole, loop_notes, phases_of, too_short
+from ebbtide.simulator.estimates.job import Job
+from ebbtide.simulator.estimates.launchers import LAUNCHERS, started
+from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.schedule import Schedule
+from ebbtide.simulator.schedules.strategies import build_strategy
+from ebbtide.simulator.workload import Workload
+from ebbtide.tuner.calibrate.calibration import PHASES, CalibrationError, Observation
+from ebbtide.tuner.calibrate.deepspeed_log import WARM_UP, DeepSpeedLog, level_notes, read_log
+from ebbtide.tuner.calibrate.run_checks import batch_notes, check_whole, loop_notes, phases_of, too_short
 
 FEWEST_ITERATIONS = 3
 _MEASURED = {f"{phase}_{unit}": (phase, factor)
@@ -79,7 +79,7 @@ class Described:
         Raises:
             ModelError: the DeepSpeed config contradicts the flags.
         """
-        from simulator.estimates.deepspeed_config import deepspeed_fields
+        from ebbtide.simulator.estimates.deepspeed_config import deepspeed_fields
 
         if self.workload is not None:
             return self.workload.samples_per_iteration

@@ -2,8 +2,8 @@
 
 import random
 
-from simulator.machine import RATES, Machine
-from simulator.quantity import Quantity
+from ebbtide.simulator.machine import RATES, Machine
+from ebbtide.simulator.quantity import Quantity
 
 SAMPLES = 16
 _SPREAD = tuple(name for name, known in RATES.items() if known.scatters)

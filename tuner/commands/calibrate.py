@@ -7,14 +7,13 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import click
-
-from tuner.commands.options import JSON, guarded, needs
-from tuner.inputs import BadInputError, model_shape, read_machine, workload_options, written
+from ebbtide.tuner.commands.options import JSON, guarded, needs
+from ebbtide.tuner.inputs import BadInputError, model_shape, read_machine, workload_options, written
 
 if TYPE_CHECKING:
-    from simulator.machine import Machine
-    from tuner.calibrate.calibration import Calibrated, Change
-    from tuner.calibrate.run_logs import Described
+    from ebbtide.simulator.machine import Machine
+    from ebbtide.tuner.calibrate.calibration import Calibrated, Change
+    from ebbtide.tuner.calibrate.run_logs import Described
 
 LARGE_MISS = 1.5  # as a factor: above it, what ran is in doubt rather than the rates
 
@@ -45,9 +44,9 @@ def calibrate(
     **source: Any,
 ) -> None:
     """Corrects MACHINE (a file or a preset) by measured runs: each rate with its spread."""
-    from tuner.calibrate.calibration import calibrate as correct
-    from tuner.calibrate.run_checks import check_scale
-    from tuner.calibrate.run_logs import read_observations
+    from ebbtide.tuner.calibrate.calibration import calibrate as correct
+    from ebbtide.tuner.calibrate.run_checks import check_scale
+    from ebbtide.tuner.calibrate.run_logs import read_observations
 
     described, before = _described(source, strategy, ratio), read_machine(machine)
     seen = [one for path in runs for one in read_observations(path, described)]
@@ -68,8 +67,8 @@ def calibrate(
 
 
 def _described(source: dict[str, Any], strategy: str, ratio: float | None) -> Described:
-    from simulator.workload import Workload
-    from tuner.calibrate.run_logs import Described
+    from ebbtide.simulator.workload import Workload
+    from ebbtide.tuner.calibrate.run_logs import Described
 
     if source["workload"] is not None and source["model"] is not None:
         raise BadInputError("only one of --workload and --model may be given, but got both")
@@ -99,7 +98,7 @@ def _show(calibrated: Calibrated, runs: int, out: str) -> None:
 
 def _loop_change(before: Machine, after: Machine) -> list[Change]:
     """What lies between the phases: no rate that is fitted, but a change as well."""
-    from tuner.calibrate.calibration import Change
+    from ebbtide.tuner.calibrate.calibration import Change
 
     loop, old = after.loop_s, before.loop_s
     if loop is None or loop == old:

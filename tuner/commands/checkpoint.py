@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import click
-
-from tuner.commands.options import JSON, guarded
-from tuner.inputs import BadInputError
+from ebbtide.tuner.commands.options import JSON, guarded
+from ebbtide.tuner.inputs import BadInputError
 
 
 @click.group(epilog="Example: tune checkpoint list checkpoints/")
@@ -26,7 +25,7 @@ FOLDERS = click.argument("folders", metavar="FOLDER...", nargs=-1, required=True
 @guarded
 def list_(folders: tuple[str, ...], as_json: bool) -> None:
     """The committed checkpoints of a folder, newest first; give every tier's folder to see all."""
-    from runtime.checkpoint.protocol.inspect import list_checkpoints
+    from ebbtide.runtime.checkpoint.protocol.inspect import list_checkpoints
 
     rows = [
         {**tier, **_row(item)} for root, tier in _tiers(folders) for item in list_checkpoints(root)
@@ -41,9 +40,9 @@ def list_(folders: tuple[str, ...], as_json: bool) -> None:
 @guarded
 def verify(folders: tuple[str, ...], tag: str | None, as_json: bool) -> None:
     """Reads every byte and compares it with the manifest; exit code 2 if something is damaged."""
-    from runtime.checkpoint.protocol.inspect import list_checkpoints
-    from runtime.checkpoint.protocol.inspect import verify as check
-    from runtime.storage.reader import stored_problems
+    from ebbtide.runtime.checkpoint.protocol.inspect import list_checkpoints
+    from ebbtide.runtime.checkpoint.protocol.inspect import verify as check
+    from ebbtide.runtime.storage.reader import stored_problems
 
     rows = []
     tiers = _tiers(folders)
@@ -69,7 +68,7 @@ def verify(folders: tuple[str, ...], tag: str | None, as_json: bool) -> None:
 @guarded
 def prune(folders: tuple[str, ...], keep: int, as_json: bool) -> None:
     """Deletes all but the newest committed checkpoints, in each folder that is given."""
-    from runtime.checkpoint.protocol.inspect import prune as delete
+    from ebbtide.runtime.checkpoint.protocol.inspect import prune as delete
 
     rows = [
         {**tier, "removed": str(item)}
@@ -88,10 +87,10 @@ def export(folder: str, tag: str | None, to: str) -> None:
     """Writes a checkpoint whose state lies on storage as DeepSpeed itself does, so that stock loads
     it; training may go on meanwhile.
     """
-    from runtime.checkpoint.errors import CheckpointError
-    from runtime.checkpoint.protocol.retention import named_latest
-    from runtime.storage.errors import StorageError
-    from runtime.storage.export import export as write
+    from ebbtide.runtime.checkpoint.errors import CheckpointError
+    from ebbtide.runtime.checkpoint.protocol.retention import named_latest
+    from ebbtide.runtime.storage.errors import StorageError
+    from ebbtide.runtime.storage.export import export as write
 
     root = _folder(folder)
     name = tag or named_latest(root)

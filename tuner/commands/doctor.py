@@ -10,12 +10,11 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import click
-
-from tuner.commands.options import JSON, guarded
-from tuner.inputs import read_ds_config, read_plan
+from ebbtide.tuner.commands.options import JSON, guarded
+from ebbtide.tuner.inputs import read_ds_config, read_plan
 
 if TYPE_CHECKING:
-    from tuner.doctor.finding import Finding
+    from ebbtide.tuner.doctor.finding import Finding
 
 _COLOURS = {"ok": "green", "slow": "yellow", "bad": "red"}
 
@@ -42,7 +41,7 @@ def doctor(
 
     Exit code 0: nothing does (what is only slow is shown); 1: something must be fixed first.
     """
-    from tuner.doctor.examination import whole
+    from ebbtide.tuner.doctor.examination import whole
 
     plan = read_plan(plan_file) if plan_file is not None else None
     config = read_ds_config(ds_config) if ds_config is not None else None

@@ -6,9 +6,8 @@ from typing import Any, TypeVar
 
 import click
 from click.core import ParameterSource
-
-from tuner.inputs import BadInputError
-from tuner.quantities import (
+from ebbtide.tuner.inputs import BadInputError
+from ebbtide.tuner.quantities import (
     chance,
     directory_bytes,
     duration_s,

@@ -6,21 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-
-from tuner.commands.options import (
-    CHANCE,
-    DURATION,
-    ENDURANCE,
-    JSON,
-    RATE,
-    SHARE,
-    SIZE,
-    STORAGE,
-    guarded,
-    needs,
-)
-from tuner.commands.progress import told_after
-from tuner.inputs import (
+from ebbtide.tuner.commands.options import CHANCE, DURATION, ENDURANCE, JSON, RATE, SHARE, SIZE, STORAGE, guarded, needs
+from ebbtide.tuner.commands.progress import told_after
+from ebbtide.tuner.inputs import (
     MACHINE,
     BadInputError,
     Trained,
@@ -38,10 +26,10 @@ from tuner.inputs import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from simulator.machine import Machine
-    from simulator.plan import Plan
-    from simulator.workload import Workload
-    from tuner.placements.memory import ImpossibleError
+    from ebbtide.simulator.machine import Machine
+    from ebbtide.simulator.plan import Plan
+    from ebbtide.simulator.workload import Workload
+    from ebbtide.tuner.placements.memory import ImpossibleError
 
 
 @click.command(
@@ -116,7 +104,7 @@ def plan(
     **source: Any,
 ) -> None:
     """Searches the best plan and says why it is the best."""
-    from tuner.answer.report import show_plan, wide_console
+    from ebbtide.tuner.answer.report import show_plan, wide_console
 
     needs("with --mtbf", mtbf is not None, "restart", "checkpoint_rate")
     _check_paths(output, emit_deepspeed, machine, source)
@@ -170,7 +158,7 @@ def _writing_at(checkpoint_rate: float | None, machine: Machine) -> Machine:
 def _with_shadow_prices(
     found: Plan, work: Workload, machine: Machine, options: dict[str, Any]
 ) -> Plan:
-    from tuner.shadow import shadow_prices
+    from ebbtide.tuner.shadow import shadow_prices
 
     extra = shadow_prices(work, machine, found, options)
     return found.model_copy(update={"reasons": (*found.reasons, *extra)})
@@ -188,8 +176,8 @@ def _searched(
     Raises:
         BadInputError: nothing fits into the memory that is allowed; it says what would.
     """
-    from tuner.placements.memory import ImpossibleError
-    from tuner.placements.planning import plan as search
+    from ebbtide.tuner.placements.memory import ImpossibleError
+    from ebbtide.tuner.placements.planning import plan as search
 
     try:
         with told_after(2.0) as progress:
@@ -204,7 +192,7 @@ def _with_ways_out(
     """What is missing, and the changes that fit: a profiled workload cannot tell any."""
     if trained.job is None:
         return f"{error.fact}. {error.advice}"
-    from tuner.answer.ways_out import flags, ways_out
+    from ebbtide.tuner.answer.ways_out import flags, ways_out
 
     names = ("device_memory_bytes", "host_memory_bytes", "storage")
     asked = {name: options[name] for name in names} | {"margin": options["memory_margin"]}
@@ -218,7 +206,7 @@ def _with_ways_out(
 
 def _emit(path: str | None, found: Plan, plan_file: str, trained: Trained) -> None:
     """Nothing where no file is asked for."""
-    from tuner.emitted_config import emitted_config, write_config
+    from ebbtide.tuner.emitted_config import emitted_config, write_config
 
     if path is None:
         return
@@ -230,7 +218,7 @@ def _emit(path: str | None, found: Plan, plan_file: str, trained: Trained) -> No
 
 
 def _next(emitted: str | None, work: Workload) -> str:
-    from tuner.answer.use import command
+    from ebbtide.tuner.answer.use import command
 
     if emitted is None:
         return "to train with it: the same with --emit-deepspeed ds.json"
@@ -267,7 +255,7 @@ def _tell_device(trained: Trained, emit_deepspeed: str | None) -> None:
 
 def _recut(work: Workload, given: str) -> tuple[Workload, tuple[int, ...] | None]:
     """The workload to plan for, and the subgroup sizes that the search may choose from."""
-    from tuner.placements.subgroup_size import SIZES
+    from ebbtide.tuner.placements.subgroup_size import SIZES
 
     if given in ("keep", "auto"):
         return work, SIZES if given == "auto" else None

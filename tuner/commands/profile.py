@@ -3,9 +3,8 @@
 from typing import Any
 
 import click
-
-from tuner.commands.options import JSON, guarded, needs
-from tuner.inputs import BadInputError, check_folder
+from ebbtide.tuner.commands.options import JSON, guarded, needs
+from ebbtide.tuner.inputs import BadInputError, check_folder
 
 
 @click.command(
@@ -57,7 +56,7 @@ def profile(
     push: str | None,
 ) -> None:
     """Measures this machine; with --train-script, what a training script asks of it."""
-    from tuner.profiling import machine_profile, script_profile
+    from ebbtide.tuner.profiling import machine_profile, script_profile
 
     check_folder("--output", output)
     needs("with --train-script", train_script is not None, "launcher", "iterations")
@@ -87,8 +86,8 @@ def profile(
 
 
 def _push(url: str, path: str) -> None:
-    from simulator.machine import Machine
-    from tuner.service.client import Client
+    from ebbtide.simulator.machine import Machine
+    from ebbtide.tuner.service.client import Client
 
     Client(url).push_machine(Machine.load(path))
 
@@ -104,7 +103,7 @@ def _push(url: str, path: str) -> None:
 @guarded
 def profile_script(output: str, iterations: int, script: tuple[str, ...]) -> None:
     """Runs a training script until its first steps are profiled; the script stays unchanged."""
-    from tuner.profiling import script_profile
+    from ebbtide.tuner.profiling import script_profile
 
     check_folder("--output", output)
     script_profile(output, script[0], script[1:], launcher="none", iterations=iterations)

@@ -3,10 +3,9 @@
 from pathlib import Path
 
 import click
-
-from simulator.page import write_whole
-from tuner.commands.options import guarded
-from tuner.inputs import BadInputError, read_plan, written
+from ebbtide.simulator.page import write_whole
+from ebbtide.tuner.commands.options import guarded
+from ebbtide.tuner.inputs import BadInputError, read_plan, written
 
 
 @click.command(epilog="Example: tune report plan.json --run runs/demo/trace.json -o report.html")
@@ -16,7 +15,7 @@ from tuner.inputs import BadInputError, read_plan, written
 @guarded
 def report(plan_file: str, run: str | None, output: str) -> None:
     """Writes one self-contained page: what was planned, why, and what was measured."""
-    from tuner.service.report import read_timelines, report_html
+    from ebbtide.tuner.service.report import read_timelines, report_html
 
     plan = read_plan(plan_file)
     timelines = []

@@ -5,9 +5,8 @@ import shutil
 from pathlib import Path
 
 import click
-
-from tuner.commands.options import guarded
-from tuner.inputs import BadInputError
+from ebbtide.tuner.commands.options import guarded
+from ebbtide.tuner.inputs import BadInputError
 
 
 @click.command(
@@ -37,8 +36,8 @@ def run(no_check: bool, command: tuple[str, ...]) -> None:
 
 def _check() -> None:
     """The part of `tune doctor` that takes milliseconds."""
-    from tuner.commands.doctor import show
-    from tuner.doctor.examination import fast_part
+    from ebbtide.tuner.commands.doctor import show
+    from ebbtide.tuner.doctor.examination import fast_part
 
     wrong = [finding for finding in fast_part() if finding.state == "bad"]
     if wrong:
@@ -48,7 +47,6 @@ def _check() -> None:
 
 def _python_path() -> list[str]:
     """The folder of our sitecustomize first, then what the user has set."""
-    # By its place: `python -m` puts the current folder first, which may have its own `runtime`.
     startup = str(Path(__file__).resolve().parents[2] / "runtime" / "frontdoor" / "startup")
     given = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p != startup]
     return [startup, *given]

@@ -4,17 +4,8 @@ import json
 from typing import Any
 
 import click
-
-from tuner.commands.options import JSON, SHARE, SIZE, STORAGE, guarded
-from tuner.inputs import (
-    MACHINE,
-    BadInputError,
-    check_folder,
-    launched,
-    read_machine,
-    started_by,
-    written,
-)
+from ebbtide.tuner.commands.options import JSON, SHARE, SIZE, STORAGE, guarded
+from ebbtide.tuner.inputs import MACHINE, BadInputError, check_folder, launched, read_machine, started_by, written
 
 _FREE = "micro_batch,accumulation,zero_stage,recompute,offload,sub_group_size,gpus"
 
@@ -59,16 +50,16 @@ def search(
     memory_margin: float | None, storage: tuple[tuple[str, int], ...], **base: Any,
 ) -> None:  # fmt: skip
     """Searches the configuration that trains fastest, by simulation, in seconds."""
-    from simulator.estimates.deepspeed_keys import loaded
-    from tuner.answer.report import wide_console
-    from tuner.configurations import report
-    from tuner.configurations.fixed import fixed_knobs
-    from tuner.configurations.outcome import Question
-    from tuner.configurations.space import Configuration, Space
-    from tuner.configurations.study import explore
-    from tuner.configurations.verify import other_machine
-    from tuner.configurations.verify import verify as run_for_real
-    from tuner.emitted_config import write_config
+    from ebbtide.simulator.estimates.deepspeed_keys import loaded
+    from ebbtide.tuner.answer.report import wide_console
+    from ebbtide.tuner.configurations import report
+    from ebbtide.tuner.configurations.fixed import fixed_knobs
+    from ebbtide.tuner.configurations.outcome import Question
+    from ebbtide.tuner.configurations.space import Configuration, Space
+    from ebbtide.tuner.configurations.study import explore
+    from ebbtide.tuner.configurations.verify import other_machine
+    from ebbtide.tuner.configurations.verify import verify as run_for_real
+    from ebbtide.tuner.emitted_config import write_config
 
     check_folder("--output", output)
     on = read_machine(machine)

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import click
-
-from tuner.commands.options import guarded
-from tuner.inputs import BadInputError
+from ebbtide.tuner.commands.options import guarded
+from ebbtide.tuner.inputs import BadInputError
 
 TOKEN = "EBBTIDE_TOKEN"  # noqa: S105 - the name of the variable that holds it
 
@@ -48,9 +47,9 @@ def serve(
 ) -> None:
     """Answers what-if questions over HTTP and on a page in the browser."""
     try:
-        from tuner.service.resources import LOOPBACK, Service
-        from tuner.service.server import run
-        from tuner.service.store import Store
+        from ebbtide.tuner.service.resources import LOOPBACK, Service
+        from ebbtide.tuner.service.server import run
+        from ebbtide.tuner.service.store import Store
     except ImportError as error:
         raise BadInputError(
             f"tune serve needs the extra [serve]: pip install 'ebbtide[serve]', but got {error}"
@@ -66,7 +65,7 @@ def serve(
 
 
 def _load(service: Any, show: str) -> None:
-    from tuner.service.server import load_example, shipped_example
+    from ebbtide.tuner.service.server import load_example, shipped_example
 
     folder = Path(show)
     if show == "demo" and not folder.is_dir():

@@ -1,9 +1,8 @@
 """``tune show``: a plan as a page."""
 
 import click
-
-from tuner.commands.options import JSON, guarded
-from tuner.inputs import read_plan
+from ebbtide.tuner.commands.options import JSON, guarded
+from ebbtide.tuner.inputs import read_plan
 
 
 @click.command(epilog="Example: tune show plan.json")
@@ -12,7 +11,7 @@ from tuner.inputs import read_plan
 @guarded
 def show(plan_file: str, as_json: bool) -> None:
     """Shows a plan: placement, prediction, what it beat, and why."""
-    from tuner.answer.report import show_plan, wide_console
+    from ebbtide.tuner.answer.report import show_plan, wide_console
 
     result = read_plan(plan_file)
     if as_json:

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-
-from simulator.page import write_whole
-from tuner.commands.options import JSON, guarded
-from tuner.inputs import (
+from ebbtide.simulator.page import write_whole
+from ebbtide.tuner.commands.options import JSON, guarded
+from ebbtide.tuner.inputs import (
     MACHINE,
     BadInputError,
     Trained,
@@ -26,10 +25,10 @@ from tuner.inputs import (
 )
 
 if TYPE_CHECKING:
-    from simulator.machine import Machine
-    from simulator.schedule import Schedule
-    from simulator.timeline import Timeline
-    from simulator.workload import Workload
+    from ebbtide.simulator.machine import Machine
+    from ebbtide.simulator.schedule import Schedule
+    from ebbtide.simulator.timeline import Timeline
+    from ebbtide.simulator.workload import Workload
 
 
 @click.command(
@@ -53,9 +52,9 @@ def simulate(
     **source: Any,
 ) -> None:
     """Predicts one iteration under a plan or a named strategy."""
-    from simulator.engines.reference import simulate as run
-    from simulator.schedules.strategies import build_strategy
-    from tuner.calibrate.interval import workload_interval_s
+    from ebbtide.simulator.engines.reference import simulate as run
+    from ebbtide.simulator.schedules.strategies import build_strategy
+    from ebbtide.tuner.calibrate.interval import workload_interval_s
 
     if plan_file is not None and strategy is not None:
         raise BadInputError(
@@ -120,7 +119,7 @@ def _picture(timeline: Timeline, kind: str) -> bytes:
 
 def _missing(work: Workload, machine: Machine, timeline: Timeline) -> str:
     """The memory that this would need beyond the machine's, nothing kept free; empty: it fits."""
-    from simulator.limits import Limits
+    from ebbtide.simulator.limits import Limits
 
     return Limits.of(work, machine, margin=0.0).shortfall(timeline)
 

@@ -5,10 +5,9 @@ import shutil
 import sys
 
 import click
-
-from simulator.page import write_whole
-from tuner.commands.options import guarded
-from tuner.inputs import BadInputError, check_folder, written
+from ebbtide.simulator.page import write_whole
+from ebbtide.tuner.commands.options import guarded
+from ebbtide.tuner.inputs import BadInputError, check_folder, written
 
 CODES = {True: 0, False: 1, None: 3}
 SIDES = ("stock", "no-offload")
@@ -39,9 +38,9 @@ def verify(
     equal but for rounding; 1: a side is wrong; 2: the command could not be run to an end; 3:
     nothing can be said, since two runs of one side train differently (an unseeded generator).
     """
-    from tuner.verify.launch import launch
-    from tuner.verify.sides import verify as compare
-    from tuner.verify.words import as_json, screen
+    from ebbtide.tuner.verify.launch import launch
+    from ebbtide.tuner.verify.sides import verify as compare
+    from ebbtide.tuner.verify.words import as_json, screen
 
     sides = _sides(against)
     if shutil.which(command[0]) is None:

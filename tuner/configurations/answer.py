@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tuner.configurations.outcome import Outcome
-from tuner.configurations.space import Space
+from ebbtide.tuner.configurations.outcome import Outcome
+from ebbtide.tuner.configurations.space import Space
 
 NEAR = 0.05  # of the best: close enough to be named for what it saves
 SAME = 0.01  # of the best, at least: a simulation does not tell these apart

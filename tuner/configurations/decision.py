@@ -8,9 +8,9 @@ is left that could still beat its leader.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tuner.configurations.outcome import Outcome, Question
-from tuner.configurations.promise import Promise, promise, tightened
-from tuner.configurations.space import Configuration, Space
+from ebbtide.tuner.configurations.outcome import Outcome, Question
+from ebbtide.tuner.configurations.promise import Promise, promise, tightened
+from ebbtide.tuner.configurations.space import Configuration, Space
 
 # What promises less gain than this is not simulated: of the leader's speed, and of the memory that
 # is missing at the least.

@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from simulator.estimates.blocks import ModelError
-from simulator.estimates.deepspeed_config import BATCHES, deepspeed_fields
-from simulator.estimates.deepspeed_keys import AUTO, ZERO, at, loaded
-from simulator.estimates.job import OFFLOADS
-from simulator.estimates.offloading import Offloading, offloading
-from simulator.rules import RuleError
-from tuner.configurations.space import KNOBS
+from ebbtide.simulator.estimates.blocks import ModelError
+from ebbtide.simulator.estimates.deepspeed_config import BATCHES, deepspeed_fields
+from ebbtide.simulator.estimates.deepspeed_keys import AUTO, ZERO, at, loaded
+from ebbtide.simulator.estimates.job import OFFLOADS
+from ebbtide.simulator.estimates.offloading import Offloading, offloading
+from ebbtide.simulator.rules import RuleError
+from ebbtide.tuner.configurations.space import KNOBS
 
 _FLAGS = {
     "micro_batch": "--micro-batch", "accumulation": "--accumulation",

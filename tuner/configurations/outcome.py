@@ -6,22 +6,22 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from simulator import Machine, Workload, build_strategy
-from simulator.engines.compiled import simulate_fast
-from simulator.estimates.architecture import architecture
-from simulator.estimates.blocks import Architecture, ModelError
-from simulator.estimates.deepspeed_config import BATCHES
-from simulator.estimates.job import Job, plan_refusal
-from simulator.estimates.offloading import Offloading
-from simulator.limits import Limits
-from simulator.plan import Plan
-from simulator.update.footprint import footprint
-from tuner.calibrate.interval import workload_interval_s
-from tuner.configurations.space import Configuration
-from tuner.placements.homes import begun
-from tuner.placements.quick import quick_plan
-from tuner.placements.search import evenly
-from tuner.placements.storage import named, with_storage
+from ebbtide.simulator import Machine, Workload, build_strategy
+from ebbtide.simulator.engines.compiled import simulate_fast
+from ebbtide.simulator.estimates.architecture import architecture
+from ebbtide.simulator.estimates.blocks import Architecture, ModelError
+from ebbtide.simulator.estimates.deepspeed_config import BATCHES
+from ebbtide.simulator.estimates.job import Job, plan_refusal
+from ebbtide.simulator.estimates.offloading import Offloading
+from ebbtide.simulator.limits import Limits
+from ebbtide.simulator.plan import Plan
+from ebbtide.simulator.update.footprint import footprint
+from ebbtide.tuner.calibrate.interval import workload_interval_s
+from ebbtide.tuner.configurations.space import Configuration
+from ebbtide.tuner.placements.homes import begun
+from ebbtide.tuner.placements.quick import quick_plan
+from ebbtide.tuner.placements.search import evenly
+from ebbtide.tuner.placements.storage import named, with_storage
 
 PLANNED = ("optimizer", "parameters")  # offloads that train under a plan
 _PLANNED_MICRO_BATCHES = 3  # the first, one like the others, the last

@@ -3,19 +3,19 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from simulator import Machine, Workload
-from simulator.analysis.bound import fluid_bound
-from simulator.engines.reference import capacities
-from simulator.estimates.blocks import ModelError
-from simulator.limits import Limits
-from simulator.schedules.peers import HOST_GRADIENT_BYTES
-from simulator.update.footprint import Holding, moved_out
-from simulator.update.optimizer import FP32_BYTES
-from simulator.update.recipes import Bytes, ways
-from simulator.update.tiers import TIERS
-from tuner.configurations.outcome import Question
-from tuner.configurations.space import Configuration
-from tuner.placements.moves import STORED
+from ebbtide.simulator import Machine, Workload
+from ebbtide.simulator.analysis.bound import fluid_bound
+from ebbtide.simulator.engines.reference import capacities
+from ebbtide.simulator.estimates.blocks import ModelError
+from ebbtide.simulator.limits import Limits
+from ebbtide.simulator.schedules.peers import HOST_GRADIENT_BYTES
+from ebbtide.simulator.update.footprint import Holding, moved_out
+from ebbtide.simulator.update.optimizer import FP32_BYTES
+from ebbtide.simulator.update.recipes import Bytes, ways
+from ebbtide.simulator.update.tiers import TIERS
+from ebbtide.tuner.configurations.outcome import Question
+from ebbtide.tuner.configurations.space import Configuration
+from ebbtide.tuner.placements.moves import STORED
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from ebbtide.simulator.limits import size
+from ebbtide.tuner.configurations.answer import Answer
+from ebbtide.tuner.configurations.outcome import Outcome
+from ebbtide.tuner.configurations.verify import Verified
 from rich.console import Console
 from rich.table import Table
-
-from simulator.limits import size
-from tuner.configurations.answer import Answer
-from tuner.configurations.outcome import Outcome
-from tuner.configurations.verify import Verified
 
 
 def show(

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
-from simulator.rules import RuleError
+from ebbtide.simulator.rules import RuleError
 
 Offload = Literal["none", "optimizer", "parameters", "nvme"]  # `job.OFFLOADS`
 SUBGROUP_SIZES = (10**9, 2 * 10**8, 5 * 10**7)

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from tuner.configurations.answer import Answer
-from tuner.configurations.decision import Promises, contests, decide
-from tuner.configurations.outcome import Outcome, Question
-from tuner.configurations.space import Configuration, Space
+from ebbtide.tuner.configurations.answer import Answer
+from ebbtide.tuner.configurations.decision import Promises, contests, decide
+from ebbtide.tuner.configurations.outcome import Outcome, Question
+from ebbtide.tuner.configurations.space import Configuration, Space
 
 if TYPE_CHECKING:
     import optuna
@@ -32,7 +32,7 @@ def explore(
     """Finds the fastest configuration, and the fastest with each value of each free knob.
 
     Every combination is considered, and simulated unless its memory or its bound
-    (`tuner.configurations.promise`) say that it cannot matter. What was simulated is a trial of an
+    (`ebbtide.tuner.configurations.promise`) say that it cannot matter. What was simulated is a trial of an
     optuna study; with ``storage`` it is kept (``optuna-dashboard`` opens it).
 
     Args:

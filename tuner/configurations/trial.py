@@ -8,13 +8,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from simulator.estimates.modules import model_class
+from ebbtide.simulator.estimates.modules import model_class
 
 WARMUP = 3  # steps: the first ones allocate, compile and trace
 
 
 def main() -> None:
-    """Entry point of ``python -m tuner.configurations.trial``; writes rank<N>.json."""
+    """Entry point of ``python -m ebbtide.tuner.configurations.trial``; writes rank<N>.json."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, required=True, help="a Hugging Face config.json")
     parser.add_argument("--folder", type=Path, required=True, help="has ds.json, maybe plan.json")
@@ -48,9 +48,9 @@ def _engine(args: argparse.Namespace) -> tuple[Any, int]:
             model=model, model_parameters=model.parameters(), config=ds_config
         )
     else:
-        import runtime
+        import ebbtide.runtime
 
-        made = runtime.initialize(
+        made = ebbtide.runtime.initialize(
             model=model, model_parameters=model.parameters(), config=ds_config, plan=str(plan)
         )
     return made[0], config.vocab_size

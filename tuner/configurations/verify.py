@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from profiler.hardware import look
-from simulator import Machine
-from simulator.estimates.deepspeed_keys import AUTO
-from tuner.configurations.outcome import Outcome, Question
+from ebbtide.profiler.hardware import look
+from ebbtide.simulator import Machine
+from ebbtide.simulator.estimates.deepspeed_keys import AUTO
+from ebbtide.tuner.configurations.outcome import Outcome, Question
 
 STEPS = 8  # timed, after those of warm-up
 TIMEOUT_S = 1800.0  # of one configuration
@@ -134,11 +134,11 @@ def _without_automatic(value: Any) -> Any:
 
 
 def _command(folder: Path, model: Path, sequence: int, outcome: Outcome) -> list[str]:
-    from runtime.hardware.launcher import free_port
+    from ebbtide.runtime.hardware.launcher import free_port
 
     c = outcome.configuration
     worker = [
-        "tuner.configurations.trial", "--model", str(model), "--folder", str(folder),
+        "ebbtide.tuner.configurations.trial", "--model", str(model), "--folder", str(folder),
         "--sequence", str(sequence), "--steps", str(STEPS), *(["--recompute"] * c.recompute),
     ]  # fmt: skip
     launcher = [f"--nproc-per-node={c.gpus}", f"--master-port={free_port()}"]

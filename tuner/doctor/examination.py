@@ -1,15 +1,12 @@
 """Which checks are made, in which order."""
 
-import os
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from simulator.plan import Plan
-from tuner.doctor import memory, software
-from tuner.doctor.finding import Finding
-from tuner.doctor.under_a_plan import under_a_plan
+from ebbtide.simulator.plan import Plan
+from ebbtide.tuner.doctor import memory, software
+from ebbtide.tuner.doctor.finding import Finding
+from ebbtide.tuner.doctor.under_a_plan import under_a_plan
 
 
 def fast_part() -> list[Finding]:
@@ -30,8 +27,7 @@ def whole(
     """
     import psutil
     import torch
-
-    from tuner.doctor import hardware, storage
+    from ebbtide.tuner.doctor import hardware, storage
 
     limit_bytes, used_bytes = memory.cgroup_memory()
     free_bytes = memory.free_memory(limit_bytes, used_bytes)
@@ -40,7 +36,6 @@ def whole(
         *software.build_locks(),
         *software.kernel(),
         *software.private_names(),
-        *software.shadows(script_path()),
         *(under_a_plan(config) if config is not None else ()),
         *(software.known_results(config) if config is not None else ()),
         hardware.memlock(torch.cuda.is_available(), int(psutil.virtual_memory().total)),
@@ -52,9 +47,3 @@ def whole(
         memory.limits(limit_bytes),
         *(storage.checkpoint_folder(folder) if folder is not None else ()),
     ]
-
-
-def script_path() -> list[str]:
-    """Where a script that lies in the current folder looks for packages."""
-    given = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
-    return [str(Path.cwd()), *given, *(p for p in sys.path if p)]

@@ -4,7 +4,7 @@ import os
 import resource
 from typing import Any
 
-from tuner.doctor.finding import Finding, ok, slow
+from ebbtide.tuner.doctor.finding import Finding, ok, slow
 
 TIMED_ELEMENTS, TIMED_S = 2**23, 0.2
 
@@ -24,9 +24,8 @@ def memlock(has_gpu: bool, host_bytes: int) -> Finding:
 def numa() -> Finding:
     """Whether this process may run away from its GPU."""
     import torch
-
-    from profiler.hardware import numa_layout
-    from runtime.hardware.pci import pci_address
+    from ebbtide.profiler.hardware import numa_layout
+    from ebbtide.runtime.hardware.pci import pci_address
 
     address = pci_address(torch.cuda.current_device()) if torch.cuda.is_available() else None
     facts, warnings = numa_layout(address or "")
@@ -39,7 +38,7 @@ def numa() -> Finding:
 
 def threads(ranks: int) -> Finding:
     """On how many threads stock would update on the host, and what fewer than its cores cost."""
-    from runtime.hardware.cores import near_cores
+    from ebbtide.runtime.hardware.cores import near_cores
 
     share = max(1, len(near_cores(None)) // ranks)
     given = os.environ.get("OMP_NUM_THREADS", "")
@@ -64,7 +63,7 @@ def queues() -> list[Finding]:
 
 
 def _pace(few: int, share: int) -> str:
-    from profiler.rates.adam import host_adam_by_threads
+    from ebbtide.profiler.rates.adam import host_adam_by_threads
 
     rates, _ = host_adam_by_threads(TIMED_ELEMENTS, [few, share], TIMED_S)
     slow_rate, full = (rates[n].median / 1e9 for n in (few, share))

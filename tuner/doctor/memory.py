@@ -3,9 +3,9 @@
 import os
 from pathlib import Path
 
-from simulator.limits import GIB
-from simulator.plan import Plan
-from tuner.doctor.finding import Finding, bad, ok, slow
+from ebbtide.simulator.limits import GIB
+from ebbtide.simulator.plan import Plan
+from ebbtide.tuner.doctor.finding import Finding, bad, ok, slow
 
 
 def free_memory(limit_bytes: int | None, used_bytes: int) -> int:
@@ -21,7 +21,7 @@ def host_memory(free_bytes: int, plan: Plan | None, ranks: int) -> Finding:
     free = f"{free_bytes / GIB:.1f} GiB free"
     if plan is None:
         return ok("host memory", f"{free} (--plan compares it with a plan)")
-    from runtime.zero.host_memory import needed_bytes
+    from ebbtide.runtime.zero.host_memory import needed_bytes
 
     needed = needed_bytes(plan, gradient_bytes=2) * ranks
     detail = f"{free}, the plan takes {needed / GIB:.1f} GiB for {ranks} rank(s)"

@@ -1,19 +1,17 @@
-"""Compiler, versions, DeepSpeed's private names, and packages that hide ours."""
+"""Compiler, versions, and DeepSpeed's private names."""
 
 import os
 import shutil
 import sysconfig
-from collections.abc import Mapping, Sequence
-from importlib.machinery import PathFinder
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any
 
-from tuner.doctor.finding import Finding, bad, ok, slow
-from tuner.doctor.known_wrong import KnownWrong, known_wrong
+from ebbtide.tuner.doctor.finding import Finding, bad, ok, slow
+from ebbtide.tuner.doctor.known_wrong import KnownWrong, known_wrong
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("runtime", "simulator", "profiler", "tuner")
 
 
 def versions() -> list[Finding]:
@@ -87,9 +85,8 @@ def compiler() -> list[Finding]:
 
 def build_locks() -> list[Finding]:
     """Locks of torch's extensions whose builder was killed: who comes after it waits for ever."""
+    from ebbtide.runtime.hardware import builds
     from torch.utils import cpp_extension
-
-    from runtime.hardware import builds
 
     explicit = os.environ.get("TORCH_EXTENSIONS_DIR")
     root = Path(explicit or cpp_extension.get_default_build_root())
@@ -101,7 +98,7 @@ def build_locks() -> list[Finding]:
 
 def kernel() -> list[Finding]:
     """Builds and loads the update kernel, as the first training step would."""
-    from runtime.kernels import host
+    from ebbtide.runtime.kernels import host
 
     try:
         host.load()
@@ -113,8 +110,8 @@ def kernel() -> list[Finding]:
 
 def private_names() -> list[Finding]:
     """The private names that a plan needs, looked for in the sources of the installed DeepSpeed."""
-    from runtime.zero.checks import private
-    from runtime.zero.checks.private_names import missing_names
+    from ebbtide.runtime.zero.checks import private
+    from ebbtide.runtime.zero.checks.private_names import missing_names
 
     try:
         private.check_version()
@@ -126,25 +123,3 @@ def private_names() -> list[Finding]:
         return [bad("private names", f"DeepSpeed lacks {', '.join(missing)}",
                     "install a DeepSpeed release: this one was changed")]  # fmt: skip
     return [ok("private names", "DeepSpeed has every one in use")]
-
-
-def shadows(path: Sequence[str]) -> list[Finding]:
-    """Packages that would be imported in the place of ebbtide's.
-
-    Args:
-        path: folders in the order in which a script's interpreter looks into them.
-    """
-    result = []
-    for package in PACKAGES:
-        spec = PathFinder.find_spec(package, [*path, str(ROOT)])
-        origin = spec.origin if spec is not None else None
-        if origin is None or Path(origin).resolve().is_relative_to(ROOT / package):
-            continue
-        fix = f"rename {origin}, or start from another folder"
-        if package in ("runtime", "simulator"):
-            result.append(bad(f"package {package}", f"{origin} hides ebbtide's", fix))
-        else:
-            result.append(
-                slow(f"package {package}", f'{origin} hides ebbtide\'s: no plan "auto"', fix)
-            )
-    return result or [ok("packages", "nothing hides ebbtide's")]

@@ -6,7 +6,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tuner.doctor.finding import Finding, bad, ok, slow
+from ebbtide.tuner.doctor.finding import Finding, bad, ok, slow
 
 TRIALS = 8
 BLOCK = b"\0" * 4096

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from tuner.doctor.finding import Finding, bad, ok, slow
+from ebbtide.tuner.doctor.finding import Finding, bad, ok, slow
 
 NAME = "DeepSpeed config"
 # What DeepSpeed's own offloading needs to know, and a plan says itself.
@@ -21,12 +21,12 @@ _ON_ONE_STREAM = (
 
 
 def under_a_plan(given: Mapping[str, Any]) -> list[Finding]:
-    """One line of what `runtime.initialize` would do with the config, and one for each key that it
+    """One line of what `ebbtide.initialize` would do with the config, and one for each key that it
     reads otherwise than DeepSpeed.
     """
-    from runtime.zero.checks.guard import ConfigError, check_config
-    from simulator.estimates.deepspeed_keys import as_deepspeed_reads, at
-    from simulator.estimates.offloading import left_to_stock, replaced_by_a_plan
+    from ebbtide.runtime.zero.checks.guard import ConfigError, check_config
+    from ebbtide.simulator.estimates.deepspeed_keys import as_deepspeed_reads, at
+    from ebbtide.simulator.estimates.offloading import left_to_stock, replaced_by_a_plan
 
     refusal = _deepspeeds_own(given)
     if refusal:
@@ -50,9 +50,9 @@ def under_a_plan(given: Mapping[str, Any]) -> list[Finding]:
 
 
 def _whose_bits(config: Mapping[str, Any]) -> str:
-    from runtime.kernels.rules import RULES
-    from simulator.estimates.deepspeed_keys import at
-    from simulator.estimates.offloading import own_step_key
+    from ebbtide.runtime.kernels.rules import RULES
+    from ebbtide.simulator.estimates.deepspeed_keys import at
+    from ebbtide.simulator.estimates.offloading import own_step_key
 
     kind = at(config, "optimizer.type")
     stock = {name: rule.stock for rule in RULES for name in rule.types}.get(str(kind).lower())

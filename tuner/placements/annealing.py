@@ -1,6 +1,6 @@
 """From good guesses to a good plan: other orders of the updates, other options, then annealing.
 
-Placements and orders move together in the annealing (`tuner.placements.moves`): between two good
+Placements and orders move together in the annealing (`ebbtide.tuner.placements.moves`): between two good
 plans there is often none but worse ones.
 """
 
@@ -11,9 +11,9 @@ from itertools import chain, product
 from random import Random
 from typing import Any
 
-from simulator.update.order import Direction, UpdateOrder
-from tuner.placements.moves import AWAITED, PLACEMENTS, STORED, VISITING, Moved
-from tuner.placements.search import Candidate, Search
+from ebbtide.simulator.update.order import Direction, UpdateOrder
+from ebbtide.tuner.placements.moves import AWAITED, PLACEMENTS, STORED, VISITING, Moved
+from ebbtide.tuner.placements.search import Candidate, Search
 
 CLOSE = 1.001  # times the bound: a better plan would not be worth the search
 BETTER = 1e-6

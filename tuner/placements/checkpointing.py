@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from simulator.analysis.checkpoint_cost import CheckpointSimulation, streamed_bytes
-from simulator.analysis.goodput import (
+from ebbtide.simulator.analysis.checkpoint_cost import CheckpointSimulation, streamed_bytes
+from ebbtide.simulator.analysis.goodput import (
     CheckpointCost,
     Failures,
     best_interval_steps,
@@ -18,13 +18,13 @@ from simulator.analysis.goodput import (
     expected_goodput,
     young_interval,
 )
-from simulator.limits import Limits
-from simulator.machine import Machine
-from simulator.plan import BLOCK_BYTES, CheckpointPlan, Plan, Prediction
-from simulator.rules import RuleError
-from simulator.schedules.checkpointed import reserved_bytes
-from simulator.workload import Workload
-from tuner.quantities import LONGEST_S
+from ebbtide.simulator.limits import Limits
+from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.plan import BLOCK_BYTES, CheckpointPlan, Plan, Prediction
+from ebbtide.simulator.rules import RuleError
+from ebbtide.simulator.schedules.checkpointed import reserved_bytes
+from ebbtide.simulator.workload import Workload
+from ebbtide.tuner.quantities import LONGEST_S
 
 LEAST_BUDGET_BYTES = 256 * 2**20
 CAP_SHARES = (None, 0.75, 0.5, 0.35, 0.25, 0.15, 0.1)  # of what storage takes from one rank

@@ -7,13 +7,13 @@ number of subgroups those evenly spaced go: each fetch then has the passes betwe
 
 import math
 
-from simulator.limits import GIB, Limits
-from simulator.machine import Machine
-from simulator.plan import ParameterHome
-from simulator.update.footprint import fetched_elements, moved_out
-from simulator.workload import Workload
-from tuner.placements.moves import HOME, STORED
-from tuner.placements.search import Search, evenly
+from ebbtide.simulator.limits import GIB, Limits
+from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.plan import ParameterHome
+from ebbtide.simulator.update.footprint import fetched_elements, moved_out
+from ebbtide.simulator.workload import Workload
+from ebbtide.tuner.placements.moves import HOME, STORED
+from ebbtide.tuner.placements.search import Search, evenly
 
 SHARES = (0.25, 0.5, 1.0)  # of the subgroups that could still leave: tried beside the fewest
 

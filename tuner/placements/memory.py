@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from simulator.limits import GIB, Limits, Peaks
-from simulator.rules import RuleError
-from simulator.workload import Workload
+from ebbtide.simulator.limits import GIB, Limits, Peaks
+from ebbtide.simulator.rules import RuleError
+from ebbtide.simulator.workload import Workload
 
 
 class ImpossibleError(RuleError):
@@ -12,7 +12,7 @@ class ImpossibleError(RuleError):
 
     Attributes:
         fact: the first of the two; ``advice``: the second, of somebody who has not tried it
-            (`tuner.answer.ways_out` does).
+            (`ebbtide.tuner.answer.ways_out` does).
     """
 
     def __init__(self, fact: str, advice: str) -> None:

@@ -6,12 +6,11 @@ from random import Random
 from typing import Self
 
 import numpy as np
+from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.plan import Placement
+from ebbtide.simulator.update.order import FORWARD, UpdateOrder
+from ebbtide.simulator.update.recipes import HOST_SLOTS, RECIPES, Queue, Recipe, Slot
 from numpy.typing import NDArray
-
-from simulator.machine import Machine
-from simulator.plan import Placement
-from simulator.update.order import FORWARD, UpdateOrder
-from simulator.update.recipes import HOST_SLOTS, RECIPES, Queue, Recipe, Slot
 
 PLACEMENTS: tuple[Placement, ...] = tuple(RECIPES)
 # What a search may choose where all state is in memory.

@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations_with_replacement
 
-from simulator.analysis.bound import NumberedBounds
-from simulator.plan import Placement
-from tuner.placements.moves import CHOICES, VISITING
-from tuner.placements.search import Candidate, Search
+from ebbtide.simulator.analysis.bound import NumberedBounds
+from ebbtide.simulator.plan import Placement
+from ebbtide.tuner.placements.moves import CHOICES, VISITING
+from ebbtide.tuner.placements.search import Candidate, Search
 
 MOST_SUBGROUPS = 10
 
@@ -34,7 +34,7 @@ def optimum(search: Search) -> Optimum:
 
     Exact over placements, staging slots, prefetch (as early as backward allows), sums of
     micro-batches on the device and the measured numbers of threads, with updates that overlap
-    forward; each queue in the order that `tuner.placements.update_orders` guesses, not in all. The
+    forward; each queue in the order that `ebbtide.tuner.placements.update_orders` guesses, not in all. The
     best so far prunes, so a search that has been run before is quicker.
 
     Raises:

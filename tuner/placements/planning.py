@@ -4,29 +4,28 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-
-from simulator.analysis.guessed import expected
-from simulator.analysis.many_plans import PlanSweep
-from simulator.analysis.memory_kinds import peaks_by_kind
-from simulator.engines.compiled import compile_schedule, simulate_fast
-from simulator.limits import Limits
-from simulator.machine import Machine
-from simulator.plan import Plan, Prediction
-from simulator.schedules.strategies import build_strategy
-from simulator.versions import versions
-from simulator.workload import Workload
-from tuner.calibrate.interval import workload_interval_s
-from tuner.calibrate.spread import sampled_machines
-from tuner.placements.annealing import anneal, options, reorder
-from tuner.placements.checkpointing import with_checkpoints
-from tuner.placements.homes import begun, brought
-from tuner.placements.memory import ImpossibleError
-from tuner.placements.moves import STORED
-from tuner.placements.search import Candidate, Search, seconds_of
-from tuner.placements.speculation import about_guesses, fewest, may_guess, with_guesses
-from tuner.placements.storage import about_storage, with_storage
-from tuner.placements.subgroup_size import about_subgroups, best_cut, recuts
-from tuner.placements.sums import about_sums
+from ebbtide.simulator.analysis.guessed import expected
+from ebbtide.simulator.analysis.many_plans import PlanSweep
+from ebbtide.simulator.analysis.memory_kinds import peaks_by_kind
+from ebbtide.simulator.engines.compiled import compile_schedule, simulate_fast
+from ebbtide.simulator.limits import Limits
+from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.plan import Plan, Prediction
+from ebbtide.simulator.schedules.strategies import build_strategy
+from ebbtide.simulator.versions import versions
+from ebbtide.simulator.workload import Workload
+from ebbtide.tuner.calibrate.interval import workload_interval_s
+from ebbtide.tuner.calibrate.spread import sampled_machines
+from ebbtide.tuner.placements.annealing import anneal, options, reorder
+from ebbtide.tuner.placements.checkpointing import with_checkpoints
+from ebbtide.tuner.placements.homes import begun, brought
+from ebbtide.tuner.placements.memory import ImpossibleError
+from ebbtide.tuner.placements.moves import STORED
+from ebbtide.tuner.placements.search import Candidate, Search, seconds_of
+from ebbtide.tuner.placements.speculation import about_guesses, fewest, may_guess, with_guesses
+from ebbtide.tuner.placements.storage import about_storage, with_storage
+from ebbtide.tuner.placements.subgroup_size import about_subgroups, best_cut, recuts
+from ebbtide.tuner.placements.sums import about_sums
 
 FINALISTS = 8
 REORDERINGS = 400  # of each of the best guesses
@@ -58,12 +57,12 @@ def plan(
     """Searches the best plan for a workload on a machine.
 
     Guesses spread placements evenly, around the linear program's split too, with the order of the
-    updates from a model of the host's queue (`tuner.placements.update_orders`); the best are
+    updates from a model of the host's queue (`ebbtide.tuner.placements.update_orders`); the best are
     reordered, their slots, prefetch, threads and overlap tried one by one, and what is still far
-    from the bound is annealed (`tuner.placements.annealing`). Where the workload says how many
+    from the bound is annealed (`ebbtide.tuner.placements.annealing`). Where the workload says how many
     steps clip (``clip_rate``), all of that once more for plans that update before the norm is known
-    (`tuner.placements.speculation`). With gradient accumulation sums stay on the device as far as
-    it has memory left (`tuner.placements.sums`). Deterministic under ``seed``.
+    (`ebbtide.tuner.placements.speculation`). With gradient accumulation sums stay on the device as far as
+    it has memory left (`ebbtide.tuner.placements.sums`). Deterministic under ``seed``.
 
     Args:
         device_memory_bytes, host_memory_bytes: per rank; None: the machine's (host: its share).
@@ -72,7 +71,7 @@ def plan(
             bandwidth cap and copy budget by expected goodput. None: no checkpoints by plan.
         restart_s: from a failure until training runs again.
         subgroup_sizes: values of ``sub_group_size`` to try beside the workload's own
-            (`tuner.placements.subgroup_size.SIZES`); None: its own.
+            (`ebbtide.tuner.placements.subgroup_size.SIZES`); None: its own.
         offload_parameters: the 16-bit parameters may live in host memory between their uses where
             that is faster; where nothing fits otherwise they do anyhow.
         storage: directories for state that memory cannot hold, and what it may take there, of all
@@ -205,8 +204,8 @@ def predicted_anew(made: Plan, workload: Workload, machine: Machine) -> Plan:
 
 
 def _explained(made: Plan, search: Search, more: Sequence[str] = ()) -> Plan:
-    from tuner.answer.reasons import reasons
-    from tuner.answer.rows import alternatives, compare
+    from ebbtide.tuner.answer.reasons import reasons
+    from ebbtide.tuner.answer.rows import alternatives, compare
 
     rows = compare(search.workload, search.machine, search.limits, made)
     why = reasons(search.workload, search.machine, made, search.bound)

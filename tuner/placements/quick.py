@@ -6,16 +6,16 @@ Needs neither optuna nor pandas nor matplotlib.
 from dataclasses import dataclass
 from functools import partial
 
-from simulator.limits import Limits
-from simulator.machine import Machine
-from simulator.plan import Plan
-from simulator.update.footprint import activations_beside, footprint
-from simulator.update.recipes import SPECULATES
-from simulator.workload import Workload
-from tuner.placements.annealing import anneal
-from tuner.placements.homes import begun
-from tuner.placements.moves import STORED, VISITING
-from tuner.placements.search import Candidate, Search
+from ebbtide.simulator.limits import Limits
+from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.plan import Plan
+from ebbtide.simulator.update.footprint import activations_beside, footprint
+from ebbtide.simulator.update.recipes import SPECULATES
+from ebbtide.simulator.workload import Workload
+from ebbtide.tuner.placements.annealing import anneal
+from ebbtide.tuner.placements.homes import begun
+from ebbtide.tuner.placements.moves import STORED, VISITING
+from ebbtide.tuner.placements.search import Candidate, Search
 
 EVALUATIONS = 400
 
@@ -47,7 +47,7 @@ def quick_plan(
 ) -> QuickPlan:
     """The best plan of a short search, with the threads and the overlap of ``current``.
 
-    `tuner.plan` searches longer, with threads and overlap too. Deterministic under ``seed``.
+    `ebbtide.tuner.plan` searches longer, with threads and overlap too. Deterministic under ``seed``.
 
     Args:
         current: the plan that runs; what is found is no slower by the simulation, and stores no

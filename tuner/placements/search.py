@@ -10,19 +10,17 @@ from itertools import combinations_with_replacement, product
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
-
-from simulator.analysis.bound import NODES_OF_PLANNING, Bound, fluid_bound, tightened
-from simulator.analysis.bounds.window import NAMED
-from simulator.analysis.guessed import guesses_worth, late_s, mean_s
-from simulator.analysis.many_plans import PlanSweep
-from simulator.engines.recipe_arrays import GUESSED, HOME_CODES, PLACEMENT_CODES, SUMMED
-from simulator.limits import Limits
-from simulator.machine import Machine
-from simulator.plan import ParameterHome, Placement, Plan, guesses_among
-from simulator.update.footprint import Amounts, fetched_elements, moved_out
-from simulator.update.order import FORWARD, UpdateOrder, issue_order
-from simulator.update.recipes import (
+from ebbtide.simulator.analysis.bound import NODES_OF_PLANNING, Bound, fluid_bound, tightened
+from ebbtide.simulator.analysis.bounds.window import NAMED
+from ebbtide.simulator.analysis.guessed import guesses_worth, late_s, mean_s
+from ebbtide.simulator.analysis.many_plans import PlanSweep
+from ebbtide.simulator.engines.recipe_arrays import GUESSED, HOME_CODES, PLACEMENT_CODES, SUMMED
+from ebbtide.simulator.limits import Limits
+from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.plan import ParameterHome, Placement, Plan, guesses_among
+from ebbtide.simulator.update.footprint import Amounts, fetched_elements, moved_out
+from ebbtide.simulator.update.order import FORWARD, UpdateOrder, issue_order
+from ebbtide.simulator.update.recipes import (
     HOST_SLOTS,
     PARAMETER_SLOTS,
     RECIPES,
@@ -31,9 +29,10 @@ from simulator.update.recipes import (
     can_be_summed,
     guessed_ways,
 )
-from simulator.workload import Workload
-from tuner.placements.moves import HOME, PLACEMENTS, STORED, VISITING, choices
-from tuner.placements.update_orders import UpdateOrders
+from ebbtide.simulator.workload import Workload
+from ebbtide.tuner.placements.moves import HOME, PLACEMENTS, STORED, VISITING, choices
+from ebbtide.tuner.placements.update_orders import UpdateOrders
+from numpy.typing import NDArray
 
 MOST_CHOICES = 7000  # of few subgroups' placements
 MOST_OUTLIERS = 4  # of the large subgroups; they are tried here and there
@@ -320,7 +319,7 @@ class Search:
 
     def _mean_s(self, row: np.ndarray, c: Candidate) -> float:
         """What a candidate takes on the average over steps that clip and steps that do not."""
-        from simulator.engines import kernel
+        from ebbtide.simulator.engines import kernel
 
         if not any(c.guesses):
             return float(row[kernel.ITERATION_S])
@@ -332,7 +331,7 @@ class Search:
         self, row: np.ndarray, codes: NDArray[np.int8], plain: np.ndarray, threads: int,
         prefetch: int,
     ) -> float:  # fmt: skip
-        from simulator.engines import kernel
+        from ebbtide.simulator.engines import kernel
 
         early = (codes // GUESSED) % 2 == 1
         if not early.any():
@@ -384,7 +383,7 @@ class Search:
         return not (kept and np.isin(codes[kept], _STORED_CODES).any())
 
     def _held(self, row: np.ndarray) -> Score:
-        from simulator.engines import kernel
+        from ebbtide.simulator.engines import kernel
 
         seconds = float(row[kernel.ITERATION_S])
         columns = (kernel.DEVICE_PEAK, kernel.HOST_PEAK, kernel.STORED)
@@ -658,7 +657,7 @@ def evenly(
 
 def seconds_of(sweep: PlanSweep, c: Candidate) -> float:
     """Mean iteration of a candidate, in seconds."""
-    from simulator.engines import kernel
+    from ebbtide.simulator.engines import kernel
 
     return float(evaluated(sweep, c)[kernel.ITERATION_S])
 

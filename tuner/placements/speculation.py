@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from simulator.analysis.guessed import PAUSED
-from simulator.plan import Plan
-from simulator.update.guessing import shares
-from simulator.update.recipes import RECIPES, SPECULATES
-from tuner.placements.moves import VISITING
-from tuner.placements.search import Candidate, Search
+from ebbtide.simulator.analysis.guessed import PAUSED
+from ebbtide.simulator.plan import Plan
+from ebbtide.simulator.update.guessing import shares
+from ebbtide.simulator.update.recipes import RECIPES, SPECULATES
+from ebbtide.tuner.placements.moves import VISITING
+from ebbtide.tuner.placements.search import Candidate, Search
 
 WORTH = 2e-3  # of an iteration: less is not worth the memory
 FEW = 8  # of the best plans without guesses, with which the search begins

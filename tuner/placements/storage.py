@@ -4,15 +4,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from simulator.limits import GIB, Limits
-from simulator.machine import Machine
-from simulator.plan import Plan
-from simulator.storage import shares
-from simulator.update.footprint import footprint
-from simulator.update.recipes import Bytes
-from simulator.workload import Workload
-from tuner.placements.moves import HOME, STORED
-from tuner.placements.search import Candidate, Search
+from ebbtide.simulator.limits import GIB, Limits
+from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.plan import Plan
+from ebbtide.simulator.storage import shares
+from ebbtide.simulator.update.footprint import footprint
+from ebbtide.simulator.update.recipes import Bytes
+from ebbtide.simulator.workload import Workload
+from ebbtide.tuner.placements.moves import HOME, STORED
+from ebbtide.tuner.placements.search import Candidate, Search
 
 DAY_S = 86400.0
 YEAR_DAYS = 365.0

@@ -4,11 +4,11 @@ less per op.
 
 from collections.abc import Sequence
 
-from simulator.limits import Limits
-from simulator.machine import Machine
-from simulator.workload import Workload
-from tuner.placements.homes import quick_iteration_s
-from tuner.placements.search import Search
+from ebbtide.simulator.limits import Limits
+from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.workload import Workload
+from ebbtide.tuner.placements.homes import quick_iteration_s
+from ebbtide.tuner.placements.search import Search
 
 # None of many layers: it is simulated as if its gradient left when the last of them has one, and
 # the ranks' sums came in at once, where training sends and fetches each parameter's. With gradient

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from tuner.placements.search import Candidate, Search
+from ebbtide.tuner.placements.search import Candidate, Search
 
 
 def about_sums(search: Search, chosen: Candidate) -> list[str]:

@@ -13,11 +13,11 @@ import heapq
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
-from simulator.engines.reference import capacities
-from simulator.machine import Machine
-from simulator.update.order import FORWARD, UpdateOrder, compact
-from simulator.update.recipes import RECIPES, Bytes, Placement, Queue
-from simulator.workload import Workload
+from ebbtide.simulator.engines.reference import capacities
+from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.update.order import FORWARD, UpdateOrder, compact
+from ebbtide.simulator.update.recipes import RECIPES, Bytes, Placement, Queue
+from ebbtide.simulator.workload import Workload
 
 
 class UpdateOrders:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from simulator.analysis.goodput import (
+from ebbtide.simulator.analysis.goodput import (
     CheckpointCost,
     Failures,
     best_interval_steps,
@@ -15,26 +15,26 @@ from simulator.analysis.goodput import (
     expected_goodput,
     young_interval,
 )
-from simulator.analysis.templates import Templates
-from simulator.analysis.what_if import evaluate, grid
-from simulator.engines.compiled import simulate_fast
-from simulator.engines.reference import simulate as run_with_memory
-from simulator.limits import Limits
-from simulator.machine import Machine
-from simulator.plan import Plan, Prediction
-from simulator.rules import RuleError
-from simulator.schedules.strategies import build_strategy
-from simulator.workload import Workload
-from tuner.answer.even import even_plan
-from tuner.answer.failures import checkpointed, goodput_of
-from tuner.answer.rows import BY_KIND, Role, Row, alternatives, compare, figures, stock_beside
-from tuner.answer.use import use
-from tuner.answer.verdict import verdict
-from tuner.answer.ways_out import Changes
-from tuner.answer.ways_out import ways_out as nearest_changes
-from tuner.placements.memory import ImpossibleError
-from tuner.placements.storage import wear, with_storage
-from tuner.service.requests import (
+from ebbtide.simulator.analysis.templates import Templates
+from ebbtide.simulator.analysis.what_if import evaluate, grid
+from ebbtide.simulator.engines.compiled import simulate_fast
+from ebbtide.simulator.engines.reference import simulate as run_with_memory
+from ebbtide.simulator.limits import Limits
+from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.plan import Plan, Prediction
+from ebbtide.simulator.rules import RuleError
+from ebbtide.simulator.schedules.strategies import build_strategy
+from ebbtide.simulator.workload import Workload
+from ebbtide.tuner.answer.even import even_plan
+from ebbtide.tuner.answer.failures import checkpointed, goodput_of
+from ebbtide.tuner.answer.rows import BY_KIND, Role, Row, alternatives, compare, figures, stock_beside
+from ebbtide.tuner.answer.use import use
+from ebbtide.tuner.answer.verdict import verdict
+from ebbtide.tuner.answer.ways_out import Changes
+from ebbtide.tuner.answer.ways_out import ways_out as nearest_changes
+from ebbtide.tuner.placements.memory import ImpossibleError
+from ebbtide.tuner.placements.storage import wear, with_storage
+from ebbtide.tuner.service.requests import (
     MACHINE_FACTS,
     Answer,
     Goodput,
@@ -44,7 +44,7 @@ from tuner.service.requests import (
     WhatIf,
     WhatIfJob,
 )
-from tuner.service.scenario import (
+from ebbtide.tuner.service.scenario import (
     check_plannable,
     job_of,
     machine_of,
@@ -53,7 +53,7 @@ from tuner.service.scenario import (
     storage_of,
     strategy_of,
 )
-from tuner.service.timeline_view import view
+from ebbtide.tuner.service.timeline_view import view
 
 Progress = Callable[[float, str], None]
 # What of a workload and of limits is told as it is.
@@ -155,7 +155,7 @@ def _plan(
     if request.plan is not None:
         return request.plan
     if request.effort == "full":
-        from tuner.placements.planning import plan as search
+        from ebbtide.tuner.placements.planning import plan as search
 
         progress(0.2, "searching the best plan")
         away = offloads_parameters(request)
@@ -216,7 +216,7 @@ def _about_workload(workload: Workload, request: Scenario) -> dict[str, Any]:
 
 
 def what_if(request: WhatIf | WhatIfJob, progress: Progress) -> dict[str, Any] | str:
-    """A row per point, as `simulator.what_if` gives them; told how far it is."""
+    """A row per point, as `ebbtide.simulator.what_if` gives them; told how far it is."""
     machine, workload = resolve(request)
     changes = {name: [_whole(v) for v in values] for name, values in request.changes.items()}
     points = list(grid(machine, request.strategies, request.gpu_memory_bytes, changes))
@@ -251,7 +251,7 @@ def _csv(rows: list[dict[str, Any]]) -> str:
 
 def plan_job(request: PlanJob, progress: Progress) -> dict[str, Any]:
     """What `tune plan` writes, with stock's time beside it."""
-    from tuner.placements.planning import plan as search
+    from ebbtide.tuner.placements.planning import plan as search
 
     check_plannable(request)
     machine, workload = resolve(request)

@@ -10,16 +10,15 @@ from contextlib import asynccontextmanager
 from importlib import metadata
 from typing import Any
 
+from ebbtide.simulator.rules import Broken, RuleError, broken, shortened
+from ebbtide.tuner.service.pool import BusyError, InvalidError, WorkerError
+from ebbtide.tuner.service.resources import Service
+from ebbtide.tuner.service.routes import routes
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
-
-from simulator.rules import Broken, RuleError, broken, shortened
-from tuner.service.pool import BusyError, InvalidError, WorkerError
-from tuner.service.resources import Service
-from tuner.service.routes import routes
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -66,7 +65,7 @@ def create_app(service: Service) -> FastAPI:
         redoc_url=None,
     )
     app.include_router(routes(service), prefix=API)
-    app.mount("/", Page(packages=[("tuner.service", "static")], html=True))
+    app.mount("/", Page(packages=[("ebbtide.tuner.service", "static")], html=True))
     for error, handler in (
         (RequestValidationError, _unprocessable),
         (RuleError, _invalid),

@@ -9,9 +9,9 @@ from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
-from simulator.machine import Machine
-from simulator.plan import Plan
-from simulator.timeline import Timeline
+from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.plan import Plan
+from ebbtide.simulator.timeline import Timeline
 
 TOKEN = "EBBTIDE_TOKEN"  # noqa: S105 - the variable that holds it
 ENDED = ("done", "failed", "cancelled")

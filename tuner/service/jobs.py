@@ -9,11 +9,11 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
 
-from tuner.service.pool import BusyError, InvalidError, Pool, WorkerError
-from tuner.service.requests import Quota
-from tuner.service.store import Store
+from ebbtide.tuner.service.pool import BusyError, InvalidError, Pool, WorkerError
+from ebbtide.tuner.service.requests import Quota
+from ebbtide.tuner.service.store import Store
 
-# Kind of job -> the worker's call (`tuner.service.worker.calls`); a new kind is one line in each.
+# Kind of job -> the worker's call (`ebbtide.tuner.service.worker.calls`); a new kind is one line in each.
 KINDS = {"plan": "job/plan", "what-if": "job/what-if", "search": "job/search"}
 T = TypeVar("T")
 LOG = logging.getLogger("uvicorn.error")

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, Self
 
-from simulator.rules import Broken, RuleError
-from tuner.service.requests import Quota
-from tuner.service.worker import BROKEN, HEAD, INVALID, PROGRESS, TEXT
+from ebbtide.simulator.rules import Broken, RuleError
+from ebbtide.tuner.service.requests import Quota
+from ebbtide.tuner.service.worker import BROKEN, HEAD, INVALID, PROGRESS, TEXT
 
 OnProgress = Callable[[dict[str, Any]], None]
 
@@ -76,7 +76,7 @@ class Worker:
             "NUMBA_NUM_THREADS": "1",
             "OPENBLAS_NUM_THREADS": "1",
         }
-        command = ("-m", "tuner.service.worker", str(niceness), str(quota.worker_bytes))
+        command = ("-m", "ebbtide.tuner.service.worker", str(niceness), str(quota.worker_bytes))
         try:
             process = await asyncio.create_subprocess_exec(
                 sys.executable, *command, stdin=asyncio.subprocess.PIPE,

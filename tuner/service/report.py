@@ -9,20 +9,19 @@ from hashlib import sha256
 from importlib.resources import files
 from typing import Any, get_args
 
+from ebbtide.simulator.engines.reference import simulate
+from ebbtide.simulator.plan import Placement, Plan
+from ebbtide.simulator.rules import RuleError, explain
+from ebbtide.simulator.schedule import Lane, OpKind
+from ebbtide.simulator.schedules.strategies import build_strategy, stock_offload
+from ebbtide.simulator.span import Span
+from ebbtide.simulator.timeline import MemorySample, Timeline
+from ebbtide.tuner.answer.verdict import headline
+from ebbtide.tuner.service.client import run_body
+from ebbtide.tuner.service.requests import Planned, Run, Scenario
+from ebbtide.tuner.service.scenario import resolve
+from ebbtide.tuner.service.timeline_view import view
 from pydantic import BaseModel, ValidationError
-
-from simulator.engines.reference import simulate
-from simulator.plan import Placement, Plan
-from simulator.rules import RuleError, explain
-from simulator.schedule import Lane, OpKind
-from simulator.schedules.strategies import build_strategy, stock_offload
-from simulator.span import Span
-from simulator.timeline import MemorySample, Timeline
-from tuner.answer.verdict import headline
-from tuner.service.client import run_body
-from tuner.service.requests import Planned, Run, Scenario
-from tuner.service.scenario import resolve
-from tuner.service.timeline_view import view
 
 # In the order in which the one script of the report is put together.
 SHORTEST_S = 1e-6  # of a run's iteration: nothing shorter can be drawn
@@ -206,7 +205,7 @@ def report_html(plan: Plan, timelines: list[Timeline]) -> str:
         timelines: of runs under the plan, measured or predicted; the first measured one is
             compared with the plan's prediction.
     """
-    static = files("tuner.service") / "static"
+    static = files("ebbtide.tuner.service") / "static"
     text = {name: (static / name).read_text() for name in (*SCRIPTS, "style.css", "report.html")}
     script = (static / "uplot" / "uPlot.iife.min.js").read_text()
     script += "".join(_EXPORT.sub("", _IMPORT.sub("", text[name])) for name in SCRIPTS)

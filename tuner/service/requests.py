@@ -5,16 +5,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self, get_args
 
+from ebbtide.simulator.estimates.architecture import KEYS, language_model
+from ebbtide.simulator.estimates.families import FAMILIES, family_numbers
+from ebbtide.simulator.estimates.launchers import Launcher
+from ebbtide.simulator.estimates.modules import DESCRIBE
+from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.plan import Plan
+from ebbtide.simulator.rules import RuleError
+from ebbtide.simulator.workload import Workload
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
-
-from simulator.estimates.architecture import KEYS, language_model
-from simulator.estimates.families import FAMILIES, family_numbers
-from simulator.estimates.launchers import Launcher
-from simulator.estimates.modules import DESCRIBE
-from simulator.machine import Machine
-from simulator.plan import Plan
-from simulator.rules import RuleError
-from simulator.workload import Workload
 
 Name = Annotated[str, Field(min_length=1, max_length=80, pattern=r"^[\w .,:()+/-]+$")]
 Positive = Annotated[float, Field(gt=0, le=1e18, allow_inf_nan=False)]
@@ -301,7 +300,7 @@ class SearchJob(Scenario):
 
 
 class Goodput(Request):
-    """How much of the time is useful when the job fails; see `simulator.analysis.goodput`."""
+    """How much of the time is useful when the job fails; see `ebbtide.simulator.analysis.goodput`."""
 
     iteration_s: Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
     mtbf_s: Annotated[float, Field(gt=0, le=1e10, allow_inf_nan=False)]
@@ -313,7 +312,7 @@ class Goodput(Request):
 
 
 class PostedSpan(Request):
-    """`simulator.timeline.Span`."""
+    """`ebbtide.simulator.timeline.Span`."""
 
     kind: Annotated[str, Field(max_length=40)]
     lane: Annotated[str, Field(max_length=40)]
@@ -325,7 +324,7 @@ class PostedSpan(Request):
 
 
 class PostedSample(Request):
-    """`simulator.timeline.MemorySample`."""
+    """`ebbtide.simulator.timeline.MemorySample`."""
 
     t_s: Seconds
     device_bytes: Annotated[int, Field(ge=0, le=2**60)]

@@ -4,10 +4,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from tuner.service.jobs import Feed, Jobs
-from tuner.service.pool import Pool
-from tuner.service.requests import Quota
-from tuner.service.store import Store
+from ebbtide.tuner.service.jobs import Feed, Jobs
+from ebbtide.tuner.service.pool import Pool
+from ebbtide.tuner.service.requests import Quota
+from ebbtide.tuner.service.store import Store
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 

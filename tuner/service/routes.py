@@ -7,22 +7,21 @@ import re
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, TypeVar, cast
 
+from ebbtide.simulator.estimates.presets import preset, preset_names
+from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.rules import RuleError, shortened
+from ebbtide.simulator.schedules.settings import STEPS
+from ebbtide.simulator.schedules.strategies import STRATEGIES
+from ebbtide.tuner.service import requests as ask
+from ebbtide.tuner.service.pool import Result
+from ebbtide.tuner.service.report import read_run, summary_of
+from ebbtide.tuner.service.resources import Service
+from ebbtide.tuner.service.scenario import MODELS, check_ops, estimated_ops
+from ebbtide.tuner.service.search import check_search
 from fastapi import APIRouter, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
-
-from simulator.estimates.presets import preset, preset_names
-from simulator.machine import Machine
-from simulator.rules import RuleError, shortened
-from simulator.schedules.settings import STEPS
-from simulator.schedules.strategies import STRATEGIES
-from tuner.service import requests as ask
-from tuner.service.pool import Result
-from tuner.service.report import read_run, summary_of
-from tuner.service.resources import Service
-from tuner.service.scenario import MODELS, check_ops, estimated_ops
-from tuner.service.search import check_search
 
 S = TypeVar("S", bound=ask.Scenario)
 MACHINE_NAME = re.compile(r"[\w .,:()+-]{1,80}")  # it is part of a path

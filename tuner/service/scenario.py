@@ -6,18 +6,17 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
+from ebbtide.simulator.estimates.deepspeed_config import BATCHES
+from ebbtide.simulator.estimates.job import Job, plan_refusal
+from ebbtide.simulator.estimates.launchers import started
+from ebbtide.simulator.estimates.presets import PRESETS, preset
+from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.rules import RuleError, broken
+from ebbtide.simulator.schedules.strategies import stock_offload
+from ebbtide.simulator.storage import ANY_BYTES
+from ebbtide.simulator.workload import Workload
+from ebbtide.tuner.service.requests import MOST_SUBGROUPS, Quota, Scenario, SearchJob, check_model
 from pydantic import ValidationError
-
-from simulator.estimates.deepspeed_config import BATCHES
-from simulator.estimates.job import Job, plan_refusal
-from simulator.estimates.launchers import started
-from simulator.estimates.presets import PRESETS, preset
-from simulator.machine import Machine
-from simulator.rules import RuleError, broken
-from simulator.schedules.strategies import stock_offload
-from simulator.storage import ANY_BYTES
-from simulator.workload import Workload
-from tuner.service.requests import MOST_SUBGROUPS, Quota, Scenario, SearchJob, check_model
 
 ITERATIONS = 3  # that a prediction simulates
 USUAL_SUBGROUP = 10**9

@@ -3,17 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-from simulator.machine import Machine
-from simulator.rules import RuleError
-from tuner.service.requests import Quota, SearchJob
-from tuner.service.scenario import (
-    USUAL_SUBGROUP,
-    estimated_ops,
-    machine_of,
-    model_of,
-    started_by,
-    storage_of,
-)
+from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.rules import RuleError
+from ebbtide.tuner.service.requests import Quota, SearchJob
+from ebbtide.tuner.service.scenario import USUAL_SUBGROUP, estimated_ops, machine_of, model_of, started_by, storage_of
 
 
 def search_job(request: SearchJob, progress: Callable[[float, str], None]) -> dict[str, Any]:
@@ -22,10 +15,10 @@ def search_job(request: SearchJob, progress: Callable[[float, str], None]) -> di
     Raises:
         ValueError: an unknown name, or knobs of which no configuration results.
     """
-    from simulator.estimates.deepspeed_keys import loaded
-    from tuner.configurations.outcome import Question
-    from tuner.configurations.report import as_json
-    from tuner.configurations.study import explore
+    from ebbtide.simulator.estimates.deepspeed_keys import loaded
+    from ebbtide.tuner.configurations.outcome import Question
+    from ebbtide.tuner.configurations.report import as_json
+    from ebbtide.tuner.configurations.study import explore
 
     machine = machine_of(request)
     question = Question(
@@ -48,7 +41,7 @@ def space_of(request: SearchJob, machine: Machine) -> Any:
     Raises:
         ValueError: none has the global batch.
     """
-    from tuner.configurations.space import Configuration, Space
+    from ebbtide.tuner.configurations.space import Configuration, Space
 
     base = Configuration(
         micro_batch=request.micro_batch or 1,

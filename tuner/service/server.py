@@ -8,15 +8,14 @@ from socket import IPPROTO_TCP, TCP_NODELAY
 from typing import Any
 
 import uvicorn
+from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.plan import Plan, PlanError
+from ebbtide.simulator.workload import Workload
+from ebbtide.tuner.answer.verdict import headline
+from ebbtide.tuner.service.app import create_app
+from ebbtide.tuner.service.report import posted, read_timelines, summary_of
+from ebbtide.tuner.service.resources import Service
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-
-from simulator.machine import Machine
-from simulator.plan import Plan, PlanError
-from simulator.workload import Workload
-from tuner.answer.verdict import headline
-from tuner.service.app import create_app
-from tuner.service.report import posted, read_timelines, summary_of
-from tuner.service.resources import Service
 
 OWN_EXAMPLE = "make demo, then make serve"
 BACKLOG = 1024
@@ -125,4 +124,4 @@ def load_example(service: Service, folder: Path) -> None:
 
 def shipped_example() -> Path:
     """A small real run that comes with the package."""
-    return Path(str(files("tuner.service") / "example"))
+    return Path(str(files("ebbtide.tuner.service") / "example"))

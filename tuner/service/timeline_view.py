@@ -4,10 +4,10 @@ from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
-from simulator.analysis.critical_path import critical_path
-from simulator.schedule import Lane, OpKind, Schedule
-from simulator.span import Span
-from simulator.timeline import Timeline
+from ebbtide.simulator.analysis.critical_path import critical_path
+from ebbtide.simulator.schedule import Lane, OpKind, Schedule
+from ebbtide.simulator.span import Span
+from ebbtide.simulator.timeline import Timeline
 
 MOST_SPANS = 500  # of one timeline
 MOST_SAMPLES = 300  # of a memory curve

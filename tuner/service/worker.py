@@ -1,6 +1,6 @@
 """A worker process: reads a call from stdin, writes progress and a result to stdout.
 
-    python -m tuner.service.worker NICENESS BYTES
+    python -m ebbtide.tuner.service.worker NICENESS BYTES
 
 JSON in both directions, never pickles, so that nothing of a request can be executed. A frame is a
 tag, a length and so many bytes. The server stops a worker by killing it; a worker ends by itself
@@ -19,9 +19,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
+from ebbtide.simulator.rules import Broken, RuleError, broken
 from pydantic import ValidationError
-
-from simulator.rules import Broken, RuleError, broken
 
 HEAD = struct.Struct(">cI")
 RESULT, TEXT, INVALID, BROKEN, PROGRESS = b"r", b"t", b"i", b"b", b"p"
@@ -47,7 +46,7 @@ def read_frame(stream: BinaryIO) -> tuple[bytes, bytes] | None:
 
 def calls() -> dict[str, tuple[Any, Callable[..., Any]]]:
     """Call -> (what its request must be, the function). A kind of job is one line here."""
-    from tuner.service import answers, report, requests, search
+    from ebbtide.tuner.service import answers, report, requests, search
 
     return {
         "simulate": (requests.Simulate, answers.simulate),

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from tuner.verify.differences import Difference, common_steps, differences, moved
-from tuner.verify.run import MASTER, Run
+from ebbtide.tuner.verify.differences import Difference, common_steps, differences, moved
+from ebbtide.tuner.verify.run import MASTER, Run
 
 # Of what the first step that differs has moved a tensor by. Sums in another order flip the few
 # elements of Adam's first update whose gradient is about zero, a tenth of it in 16 bits; another

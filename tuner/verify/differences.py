@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tuner.verify.run import MASTER, Run, Tensor
+from ebbtide.tuner.verify.run import MASTER, Run, Tensor
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tuner.verify.run import MASTER, Run
+from ebbtide.tuner.verify.run import MASTER, Run
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Literal
 
-from tuner.verify.differences import Difference, common_steps, differences, moved
-from tuner.verify.evidence import Evidence, evidence
-from tuner.verify.run import MASTER, Run
+from ebbtide.tuner.verify.differences import Difference, common_steps, differences, moved
+from ebbtide.tuner.verify.evidence import Evidence, evidence
+from ebbtide.tuner.verify.run import MASTER, Run
 
 # "untold": two runs of one side train so differently that a comparison says nothing.
 Verdict = Literal["identical", "rounding", "nondeterministic", "untold", "defect"]

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tuner.verify.run import Run, read_run
+from ebbtide.tuner.verify.run import Run, read_run
 
 STARTUP = Path(__file__).resolve().parents[2] / "runtime" / "frontdoor" / "startup"
 SHOWN_LINES = 25
@@ -23,7 +23,7 @@ class VerifyError(RuntimeError):
 
 @dataclass(frozen=True)
 class Side:
-    """How a run differs from the command as it is; fields of `runtime.verify.lines.Job`."""
+    """How a run differs from the command as it is; fields of `ebbtide.runtime.verify.lines.Job`."""
 
     name: str
     perturb: bool = False
@@ -80,7 +80,7 @@ def launch(command: Sequence[str], side: Side, steps: int, seed: int = 0) -> Lau
 
 
 def _clean_up(run: Run) -> None:
-    from runtime.hardware.launcher import remove_shared_buffers
+    from ebbtide.runtime.hardware.launcher import remove_shared_buffers
 
     with suppress(TypeError, ValueError):  # a script of one rank has no port
         remove_shared_buffers(int(run.about["port"]))

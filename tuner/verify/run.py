@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 LANES = 16  # of a sketch
-_LAYOUT = f"<QQQq{2 + LANES}d"  # `runtime.kernels.digest.Digest.packed`
+_LAYOUT = f"<QQQq{2 + LANES}d"  # `ebbtide.runtime.kernels.digest.Digest.packed`
 _MASK = (1 << 64) - 1
 MASTER = "/fp32"
 

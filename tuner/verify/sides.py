@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from tuner.verify.chance import Chance, chance_of
-from tuner.verify.differences import Difference, common_steps, differences
-from tuner.verify.judge import Finding, Noise, judge
-from tuner.verify.launch import Launched, Side
-from tuner.verify.run import Run
+from ebbtide.tuner.verify.chance import Chance, chance_of
+from ebbtide.tuner.verify.differences import Difference, common_steps, differences
+from ebbtide.tuner.verify.judge import Finding, Noise, judge
+from ebbtide.tuner.verify.launch import Launched, Side
+from ebbtide.tuner.verify.run import Run
 
 PLAN, STOCK, NO_OFFLOAD = "plan", "stock", "no-offload"
 AGAIN = "the same again"

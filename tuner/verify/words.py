@@ -5,11 +5,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from tuner.doctor.known_wrong import known_wrong
-from tuner.verify.chance import Chance
-from tuner.verify.judge import Finding
-from tuner.verify.run import Run
-from tuner.verify.sides import Verification
+from ebbtide.tuner.doctor.known_wrong import known_wrong
+from ebbtide.tuner.verify.chance import Chance
+from ebbtide.tuner.verify.judge import Finding
+from ebbtide.tuner.verify.run import Run
+from ebbtide.tuner.verify.sides import Verification
 
 
 def screen(result: Verification) -> list[str]:

@@ -19,32 +19,28 @@ from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.runtime.checkpoint_engine.checkpoint_engine import (
-    CheckpointCommitInfo,
-    CheckpointEngine,
-)
-
-from runtime.checkpoint.deepspeed.loading import Loading
-from runtime.checkpoint.deepspeed.restore import Choice, Resumption
-from runtime.checkpoint.deepspeed.saving import Means, Save, checked_name
-from runtime.checkpoint.errors import CheckpointError
-from runtime.checkpoint.files import Files
-from runtime.checkpoint.format.safe_load import load_file
-from runtime.checkpoint.live_state import LiveState
-from runtime.checkpoint.protocol.commit import OUTCOME_GRACE_S, Attempt
-from runtime.checkpoint.protocol.grace import GRACE_S
-from runtime.checkpoint.protocol.peers import Peers, Verdict
-from runtime.checkpoint.protocol.rotation import Note
-from runtime.checkpoint.stream.job import Job, Report
-from runtime.checkpoint.trainers import deleted_first, trainers_folder
-from runtime.checkpoint.trainers.bystanders import (
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
+from ebbtide.runtime.checkpoint.deepspeed.loading import Loading
+from ebbtide.runtime.checkpoint.deepspeed.restore import Choice, Resumption
+from ebbtide.runtime.checkpoint.deepspeed.saving import Means, Save, checked_name
+from ebbtide.runtime.checkpoint.errors import CheckpointError
+from ebbtide.runtime.checkpoint.files import Files
+from ebbtide.runtime.checkpoint.format.safe_load import load_file
+from ebbtide.runtime.checkpoint.live_state import LiveState
+from ebbtide.runtime.checkpoint.protocol.commit import OUTCOME_GRACE_S, Attempt
+from ebbtide.runtime.checkpoint.protocol.grace import GRACE_S
+from ebbtide.runtime.checkpoint.protocol.peers import Peers, Verdict
+from ebbtide.runtime.checkpoint.protocol.rotation import Note
+from ebbtide.runtime.checkpoint.stream.job import Job, Report
+from ebbtide.runtime.checkpoint.trainers import deleted_first, trainers_folder
+from ebbtide.runtime.checkpoint.trainers.bystanders import (
     foreign_trainer,
     guard,
     others_in_flight,
     release,
     wait_for_jobs,
 )
-from simulator.plan import BLOCK_BYTES, CheckpointPlan
+from ebbtide.simulator.plan import BLOCK_BYTES, CheckpointPlan
 
 logger = logging.getLogger("ebbtide.checkpoint")
 

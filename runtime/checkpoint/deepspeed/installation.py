@@ -5,14 +5,14 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from runtime.checkpoint.deepspeed.engine import LazyCheckpointEngine
-from runtime.checkpoint.deepspeed.stock import StockState
-from runtime.checkpoint.errors import CheckpointError
-from runtime.checkpoint.live_state import LiveState
-from runtime.checkpoint.trainers.bystanders import ours, watch
-from runtime.checkpoint.trainers.ending import finish_at_sigterm
-from runtime.hardware.launcher import one_node
-from simulator.plan import CheckpointPlan
+from ebbtide.runtime.checkpoint.deepspeed.engine import LazyCheckpointEngine
+from ebbtide.runtime.checkpoint.deepspeed.stock import StockState
+from ebbtide.runtime.checkpoint.errors import CheckpointError
+from ebbtide.runtime.checkpoint.live_state import LiveState
+from ebbtide.runtime.checkpoint.trainers.bystanders import ours, watch
+from ebbtide.runtime.checkpoint.trainers.ending import finish_at_sigterm
+from ebbtide.runtime.hardware.launcher import one_node
+from ebbtide.simulator.plan import CheckpointPlan
 
 
 def install(

@@ -8,14 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-
-from runtime.checkpoint.deepspeed.random_state import restore_random_states
-from runtime.checkpoint.deepspeed.restore import Choice, Resumption
-from runtime.checkpoint.format.manifest import GLOBAL_NAME, stored_name
-from runtime.checkpoint.format.safe_load import load_file, only_weights
-from runtime.checkpoint.format.tree import tensors_of
-from runtime.checkpoint.live_state import LiveState
-from runtime.checkpoint.protocol.retention import being_read
+from ebbtide.runtime.checkpoint.deepspeed.random_state import restore_random_states
+from ebbtide.runtime.checkpoint.deepspeed.restore import Choice, Resumption
+from ebbtide.runtime.checkpoint.format.manifest import GLOBAL_NAME, stored_name
+from ebbtide.runtime.checkpoint.format.safe_load import load_file, only_weights
+from ebbtide.runtime.checkpoint.format.tree import tensors_of
+from ebbtide.runtime.checkpoint.live_state import LiveState
+from ebbtide.runtime.checkpoint.protocol.retention import being_read
 
 _RANK_OF_FILE = re.compile(r"zero_pp_rank_(\d+)_.*optim_states\.pt$")
 
@@ -140,7 +139,7 @@ class Loading:
         if self._live.stored is None:
             return (
                 "the state lies on storage, where an engine under a plan finds it: attach one "
-                "(runtime.initialize), or `tune checkpoint export` it"
+                "(ebbtide.runtime.initialize), or `tune checkpoint export` it"
             )
         return self._live.stored.problem(page)
 

@@ -4,21 +4,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from runtime.checkpoint.errors import CheckpointError, ManifestError
-from runtime.checkpoint.files import Files
-from runtime.checkpoint.format.manifest import (
-    GLOBAL_NAME,
-    RANKS_FOLDER,
-    GlobalManifest,
-    parse,
-    stored_name,
-)
-from runtime.checkpoint.protocol.drain import Tiers
-from runtime.checkpoint.protocol.inspect import Problem, verify
-from runtime.checkpoint.protocol.peers import Peers
-from runtime.checkpoint.protocol.publishing import recover_replaced
-from runtime.checkpoint.protocol.retention import Committed, committed, damaged, named_latest
-from runtime.checkpoint.protocol.rotation import restore_deleted, settle, siblings
+from ebbtide.runtime.checkpoint.errors import CheckpointError, ManifestError
+from ebbtide.runtime.checkpoint.files import Files
+from ebbtide.runtime.checkpoint.format.manifest import GLOBAL_NAME, RANKS_FOLDER, GlobalManifest, parse, stored_name
+from ebbtide.runtime.checkpoint.protocol.drain import Tiers
+from ebbtide.runtime.checkpoint.protocol.inspect import Problem, verify
+from ebbtide.runtime.checkpoint.protocol.peers import Peers
+from ebbtide.runtime.checkpoint.protocol.publishing import recover_replaced
+from ebbtide.runtime.checkpoint.protocol.retention import Committed, committed, damaged, named_latest
+from ebbtide.runtime.checkpoint.protocol.rotation import restore_deleted, settle, siblings
 
 
 @dataclass(frozen=True)

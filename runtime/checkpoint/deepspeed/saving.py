@@ -7,22 +7,22 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from runtime.checkpoint.deepspeed.loading import random_file
-from runtime.checkpoint.deepspeed.random_state import random_states
-from runtime.checkpoint.errors import CheckpointError
-from runtime.checkpoint.files import Files
-from runtime.checkpoint.format.blocks import PlannedFile
-from runtime.checkpoint.format.manifest import stored_name
-from runtime.checkpoint.format.memory import Slots
-from runtime.checkpoint.format.output import Pace
-from runtime.checkpoint.format.skeleton import lay_out, plain
-from runtime.checkpoint.format.tree import tensors_of
-from runtime.checkpoint.live_state import AnnouncedStep, LiveState, StoredTensor
-from runtime.checkpoint.protocol.commit import Attempt, Commit, Deferred
-from runtime.checkpoint.protocol.drain import Drainer, Tiers
-from runtime.checkpoint.stream.job import Job
-from runtime.checkpoint.stream.persist import BlockWriter
-from simulator.plan import CheckpointPlan
+from ebbtide.runtime.checkpoint.deepspeed.loading import random_file
+from ebbtide.runtime.checkpoint.deepspeed.random_state import random_states
+from ebbtide.runtime.checkpoint.errors import CheckpointError
+from ebbtide.runtime.checkpoint.files import Files
+from ebbtide.runtime.checkpoint.format.blocks import PlannedFile
+from ebbtide.runtime.checkpoint.format.manifest import stored_name
+from ebbtide.runtime.checkpoint.format.memory import Slots
+from ebbtide.runtime.checkpoint.format.output import Pace
+from ebbtide.runtime.checkpoint.format.skeleton import lay_out, plain
+from ebbtide.runtime.checkpoint.format.tree import tensors_of
+from ebbtide.runtime.checkpoint.live_state import AnnouncedStep, LiveState, StoredTensor
+from ebbtide.runtime.checkpoint.protocol.commit import Attempt, Commit, Deferred
+from ebbtide.runtime.checkpoint.protocol.drain import Drainer, Tiers
+from ebbtide.runtime.checkpoint.stream.job import Job
+from ebbtide.runtime.checkpoint.stream.persist import BlockWriter
+from ebbtide.simulator.plan import CheckpointPlan
 
 
 @dataclass(frozen=True)

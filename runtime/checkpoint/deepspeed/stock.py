@@ -4,8 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-
-from runtime.checkpoint.live_state import LiveState
+from ebbtide.runtime.checkpoint.live_state import LiveState
 
 
 class StockState:

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
-from runtime.checkpoint.format.memory import ALIGNMENT, Source
-from runtime.checkpoint.format.skeleton import Layout
-from simulator.plan import BLOCK_BYTES
+from ebbtide.runtime.checkpoint.format.memory import ALIGNMENT, Source
+from ebbtide.runtime.checkpoint.format.skeleton import Layout
+from ebbtide.simulator.plan import BLOCK_BYTES
 
 
 class State(Enum):

@@ -9,9 +9,8 @@ from pathlib import PurePosixPath
 from typing import Annotated, Any, Self, TypeVar
 
 import xxhash
+from ebbtide.runtime.checkpoint.errors import ManifestError
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
-
-from runtime.checkpoint.errors import ManifestError
 
 FORMAT = 1
 GLOBAL_NAME = "ebbtide.json"

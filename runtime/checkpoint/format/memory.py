@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-
-from runtime.hardware.pages import lock, unlock
+from ebbtide.runtime.hardware.pages import lock, unlock
 
 ALIGNMENT = 4096  # of O_DIRECT: address, length and file offset
 

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from runtime.checkpoint.errors import CheckpointError
-from runtime.checkpoint.files import Files
+from ebbtide.runtime.checkpoint.errors import CheckpointError
+from ebbtide.runtime.checkpoint.files import Files
 
 NO_DIRECT = {errno.EINVAL, errno.ENOTSUP}
 

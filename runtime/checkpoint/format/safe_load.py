@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from runtime.checkpoint.errors import CheckpointError
-from runtime.checkpoint.format.memory import memory_at
-from runtime.checkpoint.format.plain_data import ON_STORAGE, plain_classes
-from runtime.checkpoint.format.tree import of_the_kind, replace_tensors, tensors_of
+from ebbtide.runtime.checkpoint.errors import CheckpointError
+from ebbtide.runtime.checkpoint.format.memory import memory_at
+from ebbtide.runtime.checkpoint.format.plain_data import ON_STORAGE, plain_classes
+from ebbtide.runtime.checkpoint.format.tree import of_the_kind, replace_tensors, tensors_of
 
 CHUNK_BYTES = 16 * 2**20
 
@@ -133,7 +132,7 @@ def _elsewhere(
     if found is None or found.shape != shape.shape:
         raise CheckpointError(
             f"{path} must be loaded by an engine under a plan, since {where} lies on storage and "
-            "not in the file: use runtime.initialize with the plan that wrote it, or export the "
+            "not in the file: use ebbtide.initialize with the plan that wrote it, or export the "
             "checkpoint (`tune checkpoint export`)"
         )
     return of_the_kind(shape, found)

@@ -14,14 +14,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from ebbtide.runtime.checkpoint.format.memory import ALIGNMENT, DeviceBytes, HostBytes, Source, memory_at
+from ebbtide.runtime.checkpoint.format.plain_data import ON_STORAGE, OnStorage, WatchingPickler
+from ebbtide.runtime.checkpoint.format.safe_load import unreadable
+from ebbtide.runtime.checkpoint.format.tree import of_the_kind, replace_tensors
+from ebbtide.runtime.checkpoint.live_state import EVERY_SUBGROUP, LiveState
 from torch.serialization import get_crc32_options, set_crc32_options, skip_data
 from torch.utils.serialization import config as serialization
-
-from runtime.checkpoint.format.memory import ALIGNMENT, DeviceBytes, HostBytes, Source, memory_at
-from runtime.checkpoint.format.plain_data import ON_STORAGE, OnStorage, WatchingPickler
-from runtime.checkpoint.format.safe_load import unreadable
-from runtime.checkpoint.format.tree import of_the_kind, replace_tensors
-from runtime.checkpoint.live_state import EVERY_SUBGROUP, LiveState
 
 _torch_save = threading.Lock()  # the options of torch.save are global
 

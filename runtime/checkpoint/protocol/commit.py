@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from runtime.checkpoint.errors import Cancelled, CheckpointError, ManifestError
-from runtime.checkpoint.files import Files
-from runtime.checkpoint.format.manifest import (
+from ebbtide.runtime.checkpoint.errors import Cancelled, CheckpointError, ManifestError
+from ebbtide.runtime.checkpoint.files import Files
+from ebbtide.runtime.checkpoint.format.manifest import (
     GLOBAL_NAME,
     RANKS_FOLDER,
     FileRecord,
@@ -32,16 +32,11 @@ from runtime.checkpoint.format.manifest import (
     parse,
     rank_manifest_name,
 )
-from runtime.checkpoint.protocol import grace
-from runtime.checkpoint.protocol.ownership import lives, owner
-from runtime.checkpoint.protocol.publishing import (
-    PARTIAL,
-    REPLACED,
-    publish_folder,
-    recover_replaced,
-)
-from runtime.checkpoint.protocol.retention import committed, named_latest
-from runtime.checkpoint.protocol.rotation import Note
+from ebbtide.runtime.checkpoint.protocol import grace
+from ebbtide.runtime.checkpoint.protocol.ownership import lives, owner
+from ebbtide.runtime.checkpoint.protocol.publishing import PARTIAL, REPLACED, publish_folder, recover_replaced
+from ebbtide.runtime.checkpoint.protocol.retention import committed, named_latest
+from ebbtide.runtime.checkpoint.protocol.rotation import Note
 
 OWNER_NAME = "owner.json"
 OUTCOME_GRACE_S = 10.0  # rank 0 gives up first, so that nobody else decides before it has

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from runtime.checkpoint.errors import CheckpointError, ManifestError
-from runtime.checkpoint.files import Files
-from runtime.checkpoint.format.manifest import (
+from ebbtide.runtime.checkpoint.errors import CheckpointError, ManifestError
+from ebbtide.runtime.checkpoint.files import Files
+from ebbtide.runtime.checkpoint.format.manifest import (
     GLOBAL_NAME,
     FileRecord,
     GlobalManifest,
@@ -26,11 +26,11 @@ from runtime.checkpoint.format.manifest import (
     block_hash,
     parse,
 )
-from runtime.checkpoint.format.memory import ALIGNMENT, Slots, memory_at
-from runtime.checkpoint.format.output import OutputFile, Pace
-from runtime.checkpoint.protocol.commit import OWNER_NAME, remove_leftovers
-from runtime.checkpoint.protocol.publishing import PARTIAL, publish_folder
-from runtime.checkpoint.protocol.retention import Committed, being_read, committed, prune
+from ebbtide.runtime.checkpoint.format.memory import ALIGNMENT, Slots, memory_at
+from ebbtide.runtime.checkpoint.format.output import OutputFile, Pace
+from ebbtide.runtime.checkpoint.protocol.commit import OWNER_NAME, remove_leftovers
+from ebbtide.runtime.checkpoint.protocol.publishing import PARTIAL, publish_folder
+from ebbtide.runtime.checkpoint.protocol.retention import Committed, being_read, committed, prune
 
 logger = logging.getLogger("ebbtide.checkpoint")
 

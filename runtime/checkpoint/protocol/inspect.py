@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runtime.checkpoint.errors import CheckpointError, ManifestError
-from runtime.checkpoint.format.manifest import (
+from ebbtide.runtime.checkpoint.errors import CheckpointError, ManifestError
+from ebbtide.runtime.checkpoint.format.manifest import (
     GLOBAL_NAME,
     FileRecord,
     GlobalManifest,
@@ -18,14 +18,7 @@ from runtime.checkpoint.format.manifest import (
     block_hash,
     parse,
 )
-from runtime.checkpoint.protocol.retention import (
-    Committed,
-    committed,
-    damaged,
-    named_latest,
-    prune,
-    renamed,
-)
+from ebbtide.runtime.checkpoint.protocol.retention import Committed, committed, damaged, named_latest, prune, renamed
 
 __all__ = ["Entry", "Problem", "list_checkpoints", "prune", "verify"]
 

@@ -6,8 +6,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-
-from runtime.checkpoint.errors import CheckpointError
+from ebbtide.runtime.checkpoint.errors import CheckpointError
 
 T = TypeVar("T")
 

@@ -4,8 +4,8 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
-from runtime.checkpoint.files import Files
-from runtime.checkpoint.format.manifest import GLOBAL_NAME
+from ebbtide.runtime.checkpoint.files import Files
+from ebbtide.runtime.checkpoint.format.manifest import GLOBAL_NAME
 
 PARTIAL, REPLACED = ".partial", ".replaced"
 

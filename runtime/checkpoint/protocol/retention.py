@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from runtime.checkpoint.errors import CheckpointError, ManifestError
-from runtime.checkpoint.files import Files
-from runtime.checkpoint.format.manifest import GLOBAL_NAME, GlobalManifest, parse
+from ebbtide.runtime.checkpoint.errors import CheckpointError, ManifestError
+from ebbtide.runtime.checkpoint.files import Files
+from ebbtide.runtime.checkpoint.format.manifest import GLOBAL_NAME, GlobalManifest, parse
 
 
 @dataclass(frozen=True)

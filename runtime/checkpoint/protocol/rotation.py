@@ -17,12 +17,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from runtime.checkpoint.files import Files
-from runtime.checkpoint.format.manifest import GLOBAL_NAME
-from runtime.checkpoint.protocol.inspect import verify
-from runtime.checkpoint.protocol.ownership import LEASE_S, lives, owner
-from runtime.checkpoint.protocol.publishing import recover_replaced
-from runtime.checkpoint.protocol.retention import committed
+from ebbtide.runtime.checkpoint.files import Files
+from ebbtide.runtime.checkpoint.format.manifest import GLOBAL_NAME
+from ebbtide.runtime.checkpoint.protocol.inspect import verify
+from ebbtide.runtime.checkpoint.protocol.ownership import LEASE_S, lives, owner
+from ebbtide.runtime.checkpoint.protocol.publishing import recover_replaced
+from ebbtide.runtime.checkpoint.protocol.retention import committed
 
 NOTES = ".ebbtide"
 KEPT = "kept_"

@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from runtime.checkpoint.errors import Cancelled
-from runtime.checkpoint.files import Files
-from runtime.checkpoint.live_state import AnnouncedStep, LiveState
-from runtime.checkpoint.protocol.commit import Attempt, Commit
-from runtime.checkpoint.protocol.retention import prune
-from runtime.checkpoint.protocol.rotation import Note
-from runtime.checkpoint.stream.persist import BlockWriter
+from ebbtide.runtime.checkpoint.errors import Cancelled
+from ebbtide.runtime.checkpoint.files import Files
+from ebbtide.runtime.checkpoint.live_state import AnnouncedStep, LiveState
+from ebbtide.runtime.checkpoint.protocol.commit import Attempt, Commit
+from ebbtide.runtime.checkpoint.protocol.retention import prune
+from ebbtide.runtime.checkpoint.protocol.rotation import Note
+from ebbtide.runtime.checkpoint.stream.persist import BlockWriter
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,13 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from runtime.checkpoint.errors import Cancelled, CheckpointError
-from runtime.checkpoint.files import Files
-from runtime.checkpoint.format.blocks import Block, PlannedFile, State, cut
-from runtime.checkpoint.format.manifest import FileRecord, block_hash
-from runtime.checkpoint.format.memory import Slots, memory_at
-from runtime.checkpoint.format.output import OutputFile, Pace
-from simulator.plan import READY_BLOCKS
+from ebbtide.runtime.checkpoint.errors import Cancelled, CheckpointError
+from ebbtide.runtime.checkpoint.files import Files
+from ebbtide.runtime.checkpoint.format.blocks import Block, PlannedFile, State, cut
+from ebbtide.runtime.checkpoint.format.manifest import FileRecord, block_hash
+from ebbtide.runtime.checkpoint.format.memory import Slots, memory_at
+from ebbtide.runtime.checkpoint.format.output import OutputFile, Pace
+from ebbtide.simulator.plan import READY_BLOCKS
 
 _LAST = 1 << 30  # blocks without live bytes are written after all others
 

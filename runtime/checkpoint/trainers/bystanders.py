@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runtime.checkpoint.protocol.rotation import NOTES, holds_checkpoint, settle_below
-from runtime.checkpoint.trainers import deleted_first, trainers_folder
+from ebbtide.runtime.checkpoint.protocol.rotation import NOTES, holds_checkpoint, settle_below
+from ebbtide.runtime.checkpoint.trainers import deleted_first, trainers_folder
 
 if TYPE_CHECKING:
-    from runtime.checkpoint.stream.job import Job
+    from ebbtide.runtime.checkpoint.stream.job import Job
 
 # They look for the files themselves, right after a save, and rotate older checkpoints away.
 TRAINERS = ("transformers", "accelerate", "lightning", "pytorch_lightning", "lightning_fabric")
@@ -39,7 +39,7 @@ _lock = threading.Lock()
 _jobs: list[Job] = []
 _settled: dict[str, int] = {}  # folders looked at, with their time of change
 _stat_names = ("stat", "lstat", "access")
-watching = False  # `watch` was called: `runtime.frontdoor.hook` leaves listings to it
+watching = False  # `watch` was called: `ebbtide.runtime.frontdoor.hook` leaves listings to it
 
 
 def foreign_trainer() -> str | None:

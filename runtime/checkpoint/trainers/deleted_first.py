@@ -13,8 +13,8 @@ import secrets
 import threading
 from pathlib import Path
 
-from runtime.checkpoint.files import Files
-from runtime.checkpoint.protocol.rotation import NOTES, Note, holds_checkpoint, twin
+from ebbtide.runtime.checkpoint.files import Files
+from ebbtide.runtime.checkpoint.protocol.rotation import NOTES, Note, holds_checkpoint, twin
 
 _lock = threading.Lock()
 _used: set[Path] = set()  # folders that this process has saved to or loaded from

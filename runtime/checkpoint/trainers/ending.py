@@ -9,8 +9,8 @@ import weakref
 from types import FrameType
 from typing import Any, Protocol
 
-from runtime.checkpoint.protocol import grace
-from runtime.checkpoint.trainers.bystanders import TRAINERS
+from ebbtide.runtime.checkpoint.protocol import grace
+from ebbtide.runtime.checkpoint.trainers.bystanders import TRAINERS
 
 
 class Saving(Protocol):

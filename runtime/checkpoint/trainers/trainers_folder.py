@@ -15,8 +15,8 @@ import threading
 from pathlib import Path
 from types import FrameType
 
-from runtime.checkpoint.files import Files
-from runtime.checkpoint.protocol.rotation import TRAINERS_FOLDER, Note
+from ebbtide.runtime.checkpoint.files import Files
+from ebbtide.runtime.checkpoint.protocol.rotation import TRAINERS_FOLDER, Note
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _lock = threading.Lock()

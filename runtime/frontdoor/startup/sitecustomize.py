@@ -20,7 +20,7 @@ def _load(name: str, spec: ModuleSpec | None) -> ModuleType | None:
 
 
 _here = Path(__file__).resolve().parent
-# By its path and under another name: the script may have a package of its own called "runtime".
+# By its path: most interpreters that start here never import ebbtide.
 _hook = _load("_ebbtide_hook", spec_from_file_location("_ebbtide_hook", _here.parent / "hook.py"))
 if _hook is not None:
     if "EBBTIDE_VERIFY" in os.environ:  # this is a run of `tune verify`
@@ -28,7 +28,7 @@ if _hook is not None:
         _verified = _load("_ebbtide_verified", _place)
         assert _verified is not None
         _verified.enable(_hook)
-    _hook.enable("runtime.frontdoor.initialize")
+    _hook.enable("ebbtide.runtime.frontdoor.initialize")
 
 _others = [folder for folder in sys.path if Path(folder or ".").resolve() != _here]
 _load("sitecustomize", PathFinder.find_spec("sitecustomize", _others))

@@ -4,11 +4,11 @@ import logging
 from itertools import product
 from typing import get_args
 
-from runtime.execution.session import Session
-from simulator.machine import Machine
-from simulator.plan import Plan
-from simulator.update.optimizer import OPTIMIZERS
-from simulator.workload import Layer, WireDtype, Workload, ZeroStage
+from ebbtide.runtime.execution.session import Session
+from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.plan import Plan
+from ebbtide.simulator.update.optimizer import OPTIMIZERS
+from ebbtide.simulator.workload import Layer, WireDtype, Workload, ZeroStage
 
 logger = logging.getLogger("ebbtide")
 
@@ -78,7 +78,7 @@ def _fingerprint(
 def _machine_difference(plan: Plan, cuda: bool, machine: Machine | None) -> str:
     if not plan.machine_fingerprint:
         return ""
-    from profiler.hardware import look  # reads what the system says; measures nothing
+    from ebbtide.profiler.hardware import look  # reads what the system says; measures nothing
 
     here = look(cuda).fields
     if Machine.fingerprint_of(here) == plan.machine_fingerprint:

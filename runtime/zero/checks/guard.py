@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from runtime.kernels.own_step import OwnStepRule
-from runtime.kernels.rule import UnknownRoundingError, UpdateRule
-from runtime.kernels.rules import RULES, rule_class
-from runtime.zero.checks import private
-from simulator.estimates.deepspeed_keys import OPTIMIZER, ZERO, as_deepspeed_reads, at
-from simulator.estimates.offloading import (
+from ebbtide.runtime.kernels.own_step import OwnStepRule
+from ebbtide.runtime.kernels.rule import UnknownRoundingError, UpdateRule
+from ebbtide.runtime.kernels.rules import RULES, rule_class
+from ebbtide.runtime.zero.checks import private
+from ebbtide.simulator.estimates.deepspeed_keys import OPTIMIZER, ZERO, as_deepspeed_reads, at
+from ebbtide.simulator.estimates.offloading import (
     STORED,
     left_to_stock,
     offloading_of,
@@ -107,7 +107,7 @@ def check_engine(engine: Any) -> UpdateRule:
     if stored_at(config) is not None:
         raise ConfigError(
             f"{ZERO}.{OPTIMIZER}.device must be 'cpu' where an engine is there already, but got "
-            "'nvme': DeepSpeed's swapper has the state. Let runtime.initialize or the front door "
+            "'nvme': DeepSpeed's swapper has the state. Let ebbtide.initialize or the front door "
             "build it"
         )
     for sentence in replaced_by_a_plan(as_deepspeed_reads(config)).values():

@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
-
-from simulator.plan import ParameterHome
-from simulator.schedules.gathers import Gathered, GatherRules, gathered
+from ebbtide.simulator.plan import ParameterHome
+from ebbtide.simulator.schedules.gathers import Gathered, GatherRules, gathered
 
 TESTED = ("0.18.6", "0.20")  # first version with stock's bits, first that was not tested
 BELOW_STAGE_3 = "0.19.8"  # ZeRO-1 and 2 kept their sums of micro-batches in other ways before

@@ -5,7 +5,7 @@ import re
 import sys
 from typing import Any
 
-from runtime.zero.checks import private
+from ebbtide.runtime.zero.checks import private
 
 
 def missing_names() -> list[str]:

@@ -1,1 +1,1 @@
-"""The rules behind `simulator.analysis.bound`, computed from the recipes."""
+"""The rules behind `ebbtide.simulator.analysis.bound`, computed from the recipes."""

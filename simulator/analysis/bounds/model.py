@@ -12,26 +12,16 @@ from enum import Enum
 from functools import cached_property
 
 import numpy as np
+from ebbtide.simulator.analysis.bounds.modes import Modes, modes
+from ebbtide.simulator.analysis.bounds.pieces import Pieces
+from ebbtide.simulator.analysis.bounds.work import Work
+from ebbtide.simulator.engines.reference import alone_s
+from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.schedule import Lane, Op, OpKind
+from ebbtide.simulator.update.recipes import Recipe, Slot, Step, Wait, Way, can_be_guessed, can_be_summed, recipe_of
+from ebbtide.simulator.update.tiers import Memory
+from ebbtide.simulator.workload import Workload
 from numpy.typing import NDArray
-
-from simulator.analysis.bounds.modes import Modes, modes
-from simulator.analysis.bounds.pieces import Pieces
-from simulator.analysis.bounds.work import Work
-from simulator.engines.reference import alone_s
-from simulator.machine import Machine
-from simulator.schedule import Lane, Op, OpKind
-from simulator.update.recipes import (
-    Recipe,
-    Slot,
-    Step,
-    Wait,
-    Way,
-    can_be_guessed,
-    can_be_summed,
-    recipe_of,
-)
-from simulator.update.tiers import Memory
-from simulator.workload import Workload
 
 Floats = NDArray[np.float64]
 TINY = 0.5  # times the median

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
+from ebbtide.simulator.engines.reference import alone_s, demands
+from ebbtide.simulator.engines.sharing import max_min_speeds
+from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.schedule import Lane, Op
 from numpy.typing import NDArray
-
-from simulator.engines.reference import alone_s, demands
-from simulator.engines.sharing import max_min_speeds
-from simulator.machine import Machine
-from simulator.schedule import Lane, Op
 
 Floats = NDArray[np.float64]
 Lanes = Mapping[Lane, Sequence["Running"]]

@@ -8,11 +8,10 @@ from itertools import pairwise
 from typing import Self
 
 import numpy as np
+from ebbtide.simulator.update.footprint import fetches_of_a_step
+from ebbtide.simulator.update.tiers import Memory
+from ebbtide.simulator.workload import Workload
 from numpy.typing import NDArray
-
-from simulator.update.footprint import fetches_of_a_step
-from simulator.update.tiers import Memory
-from simulator.workload import Workload
 
 Floats = NDArray[np.float64]
 LAST = 3

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
+from ebbtide.simulator.analysis.bounds.model import Model, Part
+from ebbtide.simulator.analysis.bounds.rows import Columns, Rows
+from ebbtide.simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES as ROOM
+from ebbtide.simulator.update.recipes import Wait
 from numpy.typing import NDArray
-
-from simulator.analysis.bounds.model import Model, Part
-from simulator.analysis.bounds.rows import Columns, Rows
-from simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES as ROOM
-from simulator.update.recipes import Wait
 
 Floats = NDArray[np.float64]
 ByWay = Mapping[int, Floats]  # of a gradient of each piece

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+from ebbtide.simulator.analysis.bounds.model import Inside, Part
+from ebbtide.simulator.analysis.bounds.modes import Modes
+from ebbtide.simulator.analysis.bounds.rows import Columns, Term
+from ebbtide.simulator.analysis.bounds.window import Window
+from ebbtide.simulator.schedule import Lane
+from ebbtide.simulator.update.recipes import Slot
 from numpy.typing import NDArray
-
-from simulator.analysis.bounds.model import Inside, Part
-from simulator.analysis.bounds.modes import Modes
-from simulator.analysis.bounds.rows import Columns, Term
-from simulator.analysis.bounds.window import Window
-from simulator.schedule import Lane
-from simulator.update.recipes import Slot
 
 Floats = NDArray[np.float64]
 TAILS, NEXT_TAILS = 8, 6  # moments before the window's end

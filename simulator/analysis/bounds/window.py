@@ -9,15 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
+from ebbtide.simulator.analysis.bounds.model import Inside, Model, Part
+from ebbtide.simulator.analysis.bounds.room import wait_for_room
+from ebbtide.simulator.analysis.bounds.rows import Columns, Rows, Term
+from ebbtide.simulator.schedule import Lane
+from ebbtide.simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES, Holding
+from ebbtide.simulator.update.recipes import Slot, Wait, slot_limit, ways
+from ebbtide.simulator.update.tiers import Memory
 from numpy.typing import NDArray
-
-from simulator.analysis.bounds.model import Inside, Model, Part
-from simulator.analysis.bounds.room import wait_for_room
-from simulator.analysis.bounds.rows import Columns, Rows, Term
-from simulator.schedule import Lane
-from simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES, Holding
-from simulator.update.recipes import Slot, Wait, slot_limit, ways
-from simulator.update.tiers import Memory
 
 Floats = NDArray[np.float64]
 MANY = 2**20  # slots: as many as one likes

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from simulator.engines.reference import alone_s, capacities, demands
-from simulator.machine import Machine
-from simulator.schedule import Lane, Op, OpKind
-from simulator.update.recipes import Bytes, Step
-from simulator.workload import Workload
+from ebbtide.simulator.engines.reference import alone_s, capacities, demands
+from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.schedule import Lane, Op, OpKind
+from ebbtide.simulator.update.recipes import Bytes, Step
+from ebbtide.simulator.workload import Workload
 
 
 @dataclass(frozen=True)

@@ -7,18 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from runtime.checkpoint.files import Files
-from runtime.checkpoint.format.blocks import PlannedFile
-from runtime.checkpoint.format.manifest import stored_name
-from runtime.checkpoint.format.memory import Slots
-from runtime.checkpoint.format.output import Pace
-from runtime.checkpoint.format.skeleton import lay_out, plain
-from runtime.checkpoint.live_state import LiveState
-from runtime.checkpoint.protocol.commit import Attempt, Commit
-from runtime.checkpoint.stream.job import Job
-from runtime.checkpoint.stream.persist import BlockWriter
-from simulator.plan import READY_BLOCKS
+from ebbtide.runtime.checkpoint.files import Files
+from ebbtide.runtime.checkpoint.format.blocks import PlannedFile
+from ebbtide.runtime.checkpoint.format.manifest import stored_name
+from ebbtide.runtime.checkpoint.format.memory import Slots
+from ebbtide.runtime.checkpoint.format.output import Pace
+from ebbtide.runtime.checkpoint.format.skeleton import lay_out, plain
+from ebbtide.runtime.checkpoint.live_state import LiveState
+from ebbtide.runtime.checkpoint.protocol.commit import Attempt, Commit
+from ebbtide.runtime.checkpoint.stream.job import Job
+from ebbtide.runtime.checkpoint.stream.persist import BlockWriter
+from ebbtide.simulator.plan import READY_BLOCKS
 
 BLOCK = 16384
 

@@ -12,11 +12,11 @@ import threading
 
 import pytest
 import torch
+from ebbtide.runtime.checkpoint.protocol import grace
+from ebbtide.runtime.checkpoint.protocol.inspect import list_checkpoints, verify
+from ebbtide.runtime.checkpoint.trainers import ending
+from ebbtide.runtime.checkpoint.trainers.bystanders import foreign_trainer, guard, ours, release
 
-from runtime.checkpoint.protocol import grace
-from runtime.checkpoint.protocol.inspect import list_checkpoints, verify
-from runtime.checkpoint.trainers import ending
-from runtime.checkpoint.trainers.bystanders import foreign_trainer, guard, ours, release
 from tests.runtime.checkpoint.conftest import Bench, Gate, some_state
 from tests.runtime.checkpoint.test_rotation import guarded, placed
 from tests.runtime.checkpoint.test_stopped_rank import ended

@@ -12,14 +12,14 @@ import time
 
 import pytest
 import torch
+from ebbtide.runtime.checkpoint.deepspeed.restore import Resumption, newest_valid
+from ebbtide.runtime.checkpoint.errors import CheckpointError
+from ebbtide.runtime.checkpoint.files import Files
+from ebbtide.runtime.checkpoint.format.manifest import rank_manifest_name
+from ebbtide.runtime.checkpoint.protocol.inspect import list_checkpoints, prune, verify
+from ebbtide.runtime.checkpoint.protocol.publishing import publish_folder, recover_replaced
+from ebbtide.runtime.checkpoint.protocol.retention import being_read
 
-from runtime.checkpoint.deepspeed.restore import Resumption, newest_valid
-from runtime.checkpoint.errors import CheckpointError
-from runtime.checkpoint.files import Files
-from runtime.checkpoint.format.manifest import rank_manifest_name
-from runtime.checkpoint.protocol.inspect import list_checkpoints, prune, verify
-from runtime.checkpoint.protocol.publishing import publish_folder, recover_replaced
-from runtime.checkpoint.protocol.retention import being_read
 from tests.runtime.checkpoint.conftest import Bench, FaultyFiles, Gate, some_state
 
 
@@ -197,7 +197,7 @@ def test_a_rank_that_was_ready_gives_way_with_one_that_was_not(tmp_path, late):
 
 @pytest.mark.parametrize("missing", [0, 1])
 def test_a_rank_that_never_votes_is_an_error_by_the_deadline(tmp_path, missing, monkeypatch):
-    monkeypatch.setattr("runtime.checkpoint.protocol.commit.OUTCOME_GRACE_S", 0.3)
+    monkeypatch.setattr("ebbtide.runtime.checkpoint.protocol.commit.OUTCOME_GRACE_S", 0.3)
     folder, jobs = two_ranks(tmp_path, deadline_s=0.4, begin_only={missing})
     assert isinstance(jobs[1 - missing].failure, CheckpointError)
     assert "deadline_s" in str(jobs[1 - missing].failure)

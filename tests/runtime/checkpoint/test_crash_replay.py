@@ -4,10 +4,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+from ebbtide.runtime.checkpoint.deepspeed.restore import newest_valid
+from ebbtide.runtime.checkpoint.protocol.inspect import list_checkpoints, verify
+from ebbtide.runtime.checkpoint.trainers.bystanders import watch
 
-from runtime.checkpoint.deepspeed.restore import newest_valid
-from runtime.checkpoint.protocol.inspect import list_checkpoints, verify
-from runtime.checkpoint.trainers.bystanders import watch
 from tests.runtime.checkpoint.conftest import Bench, some_state
 from tests.runtime.crash_states import RecordingFiles, crash_states, in_memory
 

@@ -5,12 +5,12 @@ import shutil
 import signal
 
 import pytest
+from ebbtide.runtime.checkpoint.deepspeed.engine import _over
+from ebbtide.runtime.checkpoint.protocol import rotation
+from ebbtide.runtime.checkpoint.protocol.inspect import verify
+from ebbtide.runtime.checkpoint.trainers import bystanders, deleted_first
+from ebbtide.runtime.checkpoint.trainers.bystanders import guard, ours
 
-from runtime.checkpoint.deepspeed.engine import _over
-from runtime.checkpoint.protocol import rotation
-from runtime.checkpoint.protocol.inspect import verify
-from runtime.checkpoint.trainers import bystanders, deleted_first
-from runtime.checkpoint.trainers.bystanders import guard, ours
 from tests.runtime.checkpoint.conftest import Bench, Gate, some_state
 from tests.runtime.checkpoint.test_rotation import Cut, cut_at, die, fail, guarded, killed, saved
 
@@ -142,8 +142,8 @@ def test_others_checkpoints_just_go(root):
 
 def test_what_a_load_finds(root):
     """A script that looks nowhere and loads by name."""
-    from runtime.checkpoint.deepspeed.restore import Resumption
-    from runtime.checkpoint.protocol.peers import Peers
+    from ebbtide.runtime.checkpoint.deepspeed.restore import Resumption
+    from ebbtide.runtime.checkpoint.protocol.peers import Peers
 
     saved(root / "checkpoint_0", 10)
     status = killed(lambda: delete_then_save(root, "checkpoint_0", "voted", die))

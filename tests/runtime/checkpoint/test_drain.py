@@ -11,24 +11,18 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from ebbtide.runtime.checkpoint.deepspeed.restore import newest_of_tiers
+from ebbtide.runtime.checkpoint.deepspeed.saving import _tiers
+from ebbtide.runtime.checkpoint.errors import CheckpointError
+from ebbtide.runtime.checkpoint.files import DRAIN_POINTS, Files
+from ebbtide.runtime.checkpoint.format import memory
+from ebbtide.runtime.checkpoint.format.output import Pace
+from ebbtide.runtime.checkpoint.protocol.drain import DamagedSourceError, Drain, Drainer, Tiers, next_to_drain
+from ebbtide.runtime.checkpoint.protocol.inspect import list_checkpoints, prune, verify
+from ebbtide.runtime.checkpoint.protocol.retention import being_read
+from ebbtide.simulator import CheckpointPlan
 from pydantic import ValidationError
 
-from runtime.checkpoint.deepspeed.restore import newest_of_tiers
-from runtime.checkpoint.deepspeed.saving import _tiers
-from runtime.checkpoint.errors import CheckpointError
-from runtime.checkpoint.files import DRAIN_POINTS, Files
-from runtime.checkpoint.format import memory
-from runtime.checkpoint.format.output import Pace
-from runtime.checkpoint.protocol.drain import (
-    DamagedSourceError,
-    Drain,
-    Drainer,
-    Tiers,
-    next_to_drain,
-)
-from runtime.checkpoint.protocol.inspect import list_checkpoints, prune, verify
-from runtime.checkpoint.protocol.retention import being_read
-from simulator import CheckpointPlan
 from tests.runtime.checkpoint.conftest import Bench, FaultyFiles, some_state
 
 
@@ -136,9 +130,9 @@ def test_every_system_call_of_a_drain_fails_in_turn(tmp_path, error):
 KILLED = """
     import os, signal, sys
     from pathlib import Path
-    from runtime.checkpoint.protocol.drain import Drain, Tiers, next_to_drain
-    from runtime.checkpoint.files import Files
-    from runtime.checkpoint.format.output import Pace
+    from ebbtide.runtime.checkpoint.protocol.drain import Drain, Tiers, next_to_drain
+    from ebbtide.runtime.checkpoint.files import Files
+    from ebbtide.runtime.checkpoint.format.output import Pace
     folder = Path(sys.argv[1])
     tiers = Tiers(folder / "fast", folder / "durable", keep=1)
     points = sys.argv[2:]

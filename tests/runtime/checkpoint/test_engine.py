@@ -12,12 +12,12 @@ from argparse import Namespace
 import numpy as np
 import pytest
 import torch
+from ebbtide.runtime.checkpoint.errors import CheckpointError
+from ebbtide.runtime.checkpoint.protocol.inspect import list_checkpoints
+from ebbtide.runtime.checkpoint.stream.job import Job
+from ebbtide.runtime.checkpoint.trainers.bystanders import ours
+from ebbtide.simulator import CheckpointPlan
 
-from runtime.checkpoint.errors import CheckpointError
-from runtime.checkpoint.protocol.inspect import list_checkpoints
-from runtime.checkpoint.stream.job import Job
-from runtime.checkpoint.trainers.bystanders import ours
-from simulator import CheckpointPlan
 from tests.runtime.checkpoint.conftest import FaultyFiles, Gate
 
 pytestmark = pytest.mark.slow
@@ -73,7 +73,7 @@ def engines(only_rank):
     made = []
 
     def build(plan=None, *, stage3_gather_16bit_weights_on_model_save=False, **options):
-        from runtime.checkpoint import install
+        from ebbtide.runtime.checkpoint import install
 
         engine, batches = make(
             stage3_gather_16bit_weights_on_model_save=stage3_gather_16bit_weights_on_model_save
@@ -362,7 +362,7 @@ def test_busy_policies(engines, tmp_path, held):
 
 
 def test_a_failed_write_is_raised_at_the_next_step(engines, tmp_path):
-    from runtime.checkpoint.errors import CheckpointError
+    from ebbtide.runtime.checkpoint.errors import CheckpointError
 
     files = FaultyFiles(20, lasting=True)
     files.armed = False
@@ -425,7 +425,7 @@ def test_a_newer_checkpoint_of_deepspeed_is_the_one_loaded(engines, tmp_path):
 
 
 def test_a_damaged_target_is_an_error_that_names_the_newest_good_one(engines, tmp_path):
-    from runtime.checkpoint.errors import CheckpointError
+    from ebbtide.runtime.checkpoint.errors import CheckpointError
 
     engine, batches, lazy = engines(CheckpointPlan(interval_steps=1, dir=str(tmp_path)))
     train(engine, batches, 0, 3)
@@ -483,7 +483,7 @@ class Unknown:
 
 
 def test_what_could_not_be_loaded_is_said_at_save_with_its_name(engines, tmp_path):
-    from runtime.checkpoint.errors import CheckpointError
+    from ebbtide.runtime.checkpoint.errors import CheckpointError
 
     engine, _, lazy = engines(CheckpointPlan())
     with pytest.warns(UserWarning, match=r"test_engine\.Unknown"):
@@ -521,7 +521,7 @@ def test_under_a_trainer_a_save_returns_with_its_files_in_place(engines, tmp_pat
 
 
 def test_a_failure_to_place_is_raised_by_the_save_itself(engines, tmp_path):
-    from runtime.checkpoint.errors import CheckpointError
+    from ebbtide.runtime.checkpoint.errors import CheckpointError
 
     files = FaultyFiles(lasting=True)
     engine, batches, lazy = engines(CheckpointPlan(mode="in_place"), files=files)
@@ -556,7 +556,7 @@ def test_what_a_trainer_never_completed_stays_marked_if_an_error_ends_the_run(
 ):
     """Behind the save it writes files of its own, the last of which says that it is complete."""
     monkeypatch.setattr(
-        "runtime.checkpoint.deepspeed.engine.foreign_trainer", lambda: "transformers"
+        "ebbtide.runtime.checkpoint.deepspeed.engine.foreign_trainer", lambda: "transformers"
     )
     engine, batches, lazy = engines(CheckpointPlan(mode="sync"))
     train(engine, batches, 0, 1)
@@ -588,7 +588,7 @@ class Evil:
 def test_malicious_pickles_are_refused(engines, tmp_path, which):
     """Also where the attacker writes fitting manifests: here by removing them, as for a
     checkpoint of DeepSpeed's own."""
-    from runtime.checkpoint.errors import CheckpointError
+    from ebbtide.runtime.checkpoint.errors import CheckpointError
 
     engine, batches, lazy = engines(CheckpointPlan())
     train(engine, batches, 0, 1)
@@ -623,7 +623,7 @@ def test_destroy_finishes_the_running_checkpoint(engines, tmp_path, held):
 
 
 def test_tags_that_are_no_folder_names_are_refused(engines, tmp_path):
-    from runtime.checkpoint.errors import CheckpointError
+    from ebbtide.runtime.checkpoint.errors import CheckpointError
 
     engine, _, lazy = engines(CheckpointPlan())
     for tag in ("a/b", ".hidden", "latest", ""):
@@ -642,7 +642,7 @@ def test_what_every_checkpoint_holds_needs_no_closer_look(engines, tmp_path, mon
     """Whether loading would refuse a file is tried only where it holds something uncommon: the
     trial takes longer than the rest of a stall.
     """
-    from runtime.checkpoint.format import skeleton
+    from ebbtide.runtime.checkpoint.format import skeleton
 
     looks = []
     monkeypatch.setattr(skeleton, "unreadable", lambda path: looks.append(path) or "")

@@ -4,11 +4,11 @@ reads at all.
 
 import pytest
 import torch
+from ebbtide.runtime.checkpoint.deepspeed.loading import weights_in_place
+from ebbtide.runtime.checkpoint.errors import CheckpointError
+from ebbtide.runtime.checkpoint.format import safe_load
+from ebbtide.runtime.checkpoint.format.safe_load import load_file
 
-from runtime.checkpoint.deepspeed.loading import weights_in_place
-from runtime.checkpoint.errors import CheckpointError
-from runtime.checkpoint.format import safe_load
-from runtime.checkpoint.format.safe_load import load_file
 from studies.bench.bits import state_of
 from studies.bench.byte_gpt import SIZES, ByteGPT
 from tests.runtime.contract.training import DEVICES, attached, start, train

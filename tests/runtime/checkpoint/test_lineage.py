@@ -12,13 +12,13 @@ import signal
 import sys
 
 import pytest
+from ebbtide.runtime.checkpoint.deepspeed.engine import _over
+from ebbtide.runtime.checkpoint.files import Files
+from ebbtide.runtime.checkpoint.protocol.commit import Commit, Deferred
+from ebbtide.runtime.checkpoint.protocol.inspect import verify
+from ebbtide.runtime.checkpoint.trainers import bystanders, deleted_first, trainers_folder
+from ebbtide.runtime.checkpoint.trainers.bystanders import guard, ours
 
-from runtime.checkpoint.deepspeed.engine import _over
-from runtime.checkpoint.files import Files
-from runtime.checkpoint.protocol.commit import Commit, Deferred
-from runtime.checkpoint.protocol.inspect import verify
-from runtime.checkpoint.trainers import bystanders, deleted_first, trainers_folder
-from runtime.checkpoint.trainers.bystanders import guard, ours
 from tests.runtime.checkpoint.conftest import Bench, some_state
 from tests.runtime.checkpoint.test_rotation import TRAINERS, killed
 

@@ -5,12 +5,9 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-from runtime.checkpoint.deepspeed.restore import newest_valid
-from runtime.checkpoint.errors import CheckpointError, ManifestError
-from runtime.checkpoint.format.manifest import (
+from ebbtide.runtime.checkpoint.deepspeed.restore import newest_valid
+from ebbtide.runtime.checkpoint.errors import CheckpointError, ManifestError
+from ebbtide.runtime.checkpoint.format.manifest import (
     GLOBAL_NAME,
     FileRecord,
     GlobalManifest,
@@ -19,7 +16,10 @@ from runtime.checkpoint.format.manifest import (
     dump,
     parse,
 )
-from runtime.checkpoint.protocol.inspect import list_checkpoints, verify
+from ebbtide.runtime.checkpoint.protocol.inspect import list_checkpoints, verify
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from tests.runtime.checkpoint.conftest import BLOCK, some_state
 
 RANK = RankManifest(
@@ -141,6 +141,6 @@ def test_list_shows_damaged_ones(bench):
 
 
 def test_inspecting_needs_no_torch():
-    code = "import sys, runtime.checkpoint.protocol.inspect; print('torch' in sys.modules)"
+    code = "import sys, ebbtide.runtime.checkpoint.protocol.inspect; print('torch' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "False"

@@ -5,14 +5,14 @@ from itertools import pairwise
 
 import pytest
 import torch
+from ebbtide.runtime.checkpoint.errors import CheckpointError
+from ebbtide.runtime.checkpoint.files import Files
+from ebbtide.runtime.checkpoint.format.blocks import State
+from ebbtide.runtime.checkpoint.format.output import Pace
+from ebbtide.runtime.checkpoint.format.skeleton import lay_out
+from ebbtide.runtime.checkpoint.protocol.inspect import verify
+from ebbtide.simulator.plan import READY_BLOCKS
 
-from runtime.checkpoint.errors import CheckpointError
-from runtime.checkpoint.files import Files
-from runtime.checkpoint.format.blocks import State
-from runtime.checkpoint.format.output import Pace
-from runtime.checkpoint.format.skeleton import lay_out
-from runtime.checkpoint.protocol.inspect import verify
-from simulator.plan import READY_BLOCKS
 from tests.runtime.checkpoint.conftest import BLOCK, Bench, some_state
 
 

@@ -10,19 +10,19 @@ import threading
 from pathlib import Path
 
 import pytest
+from ebbtide.runtime.checkpoint.errors import CheckpointError
+from ebbtide.runtime.checkpoint.files import Files
+from ebbtide.runtime.checkpoint.protocol import rotation
+from ebbtide.runtime.checkpoint.protocol.commit import Deferred
+from ebbtide.runtime.checkpoint.protocol.inspect import list_checkpoints, verify
+from ebbtide.runtime.checkpoint.trainers import bystanders, trainers_folder
+from ebbtide.runtime.checkpoint.trainers.bystanders import guard, ours, release
 
-from runtime.checkpoint.errors import CheckpointError
-from runtime.checkpoint.files import Files
-from runtime.checkpoint.protocol import rotation
-from runtime.checkpoint.protocol.commit import Deferred
-from runtime.checkpoint.protocol.inspect import list_checkpoints, verify
-from runtime.checkpoint.trainers import bystanders, trainers_folder
-from runtime.checkpoint.trainers.bystanders import guard, ours, release
 from tests.runtime.checkpoint.conftest import Bench, FaultyFiles, Gate, some_state
 
 # ruff: noqa: PTH208 - trainers look with os.listdir
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="kills need fork")
-bystanders.watch()  # as `runtime.enable` and `install` do
+bystanders.watch()  # as `ebbtide.enable` and `install` do
 
 
 def die():
@@ -177,7 +177,7 @@ def test_a_live_process_is_left_alone(tmp_path):
     gate = Gate("payload_fsynced")
     job = guarded(Bench(tmp_path / "checkpoint-20"), some_state(20), "state", gate)
     shutil.rmtree(tmp_path / "checkpoint-10")
-    listing = "import sys, pathlib; from runtime.checkpoint.protocol.rotation import " \
+    listing = "import sys, pathlib; from ebbtide.runtime.checkpoint.protocol.rotation import " \
         "settle_below; settle_below(pathlib.Path(sys.argv[1]))"  # fmt: skip
     with ours():
         subprocess.run([sys.executable, "-c", listing, str(tmp_path)], check=True,

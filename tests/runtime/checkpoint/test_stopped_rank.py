@@ -6,10 +6,10 @@ import threading
 import time
 
 import pytest
+from ebbtide.runtime.checkpoint.errors import CheckpointError
+from ebbtide.runtime.checkpoint.files import Files
+from ebbtide.runtime.checkpoint.protocol.inspect import list_checkpoints, verify
 
-from runtime.checkpoint.errors import CheckpointError
-from runtime.checkpoint.files import Files
-from runtime.checkpoint.protocol.inspect import list_checkpoints, verify
 from tests.runtime.checkpoint.conftest import Bench, some_state
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="rank 1 is a fork")

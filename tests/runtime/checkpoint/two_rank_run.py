@@ -9,9 +9,9 @@ import deepspeed
 import numpy as np
 import torch
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+from ebbtide.runtime.checkpoint.format.tree import tensors_of
+from ebbtide.simulator import CheckpointPlan
 
-from runtime.checkpoint.format.tree import tensors_of
-from simulator import CheckpointPlan
 from studies.bench.bits import state_of
 from studies.bench.byte_gpt import SIZES, Batches
 from tests.runtime.contract.training import DEVICES, attached, start, train

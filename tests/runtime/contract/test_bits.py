@@ -5,23 +5,14 @@ import tempfile
 
 import pytest
 import torch
+from ebbtide.simulator.schedule import Lane, OpKind
+from ebbtide.simulator.update.order import UpdateOrder
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from simulator.schedule import Lane, OpKind
-from simulator.update.order import UpdateOrder
 from studies.bench.bits import differences, state_of
 from studies.bench.byte_gpt import SIZES, Batches, ByteGPT
-from tests.runtime.contract.training import (
-    DEVICES,
-    all_state,
-    assert_same,
-    attached,
-    outcome,
-    same,
-    start,
-    train,
-)
+from tests.runtime.contract.training import DEVICES, all_state, assert_same, attached, outcome, same, start, train
 
 pytestmark = pytest.mark.usefixtures("only_rank")
 MIX = ["host", "device", "resident", "stored"]

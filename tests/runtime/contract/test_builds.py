@@ -2,19 +2,11 @@
 
 import pytest
 import torch
+from ebbtide.runtime.kernels.rule import NO_VECTORS, UnknownRoundingError
 
-from runtime.kernels.rule import NO_VECTORS, UnknownRoundingError
 from tests.runtime.contract.test_bits import MIX
 from tests.runtime.contract.training import DEVICES, assert_same, attached, outcome, start, train
-from tests.runtime.stock_builds import (
-    HERE,
-    WIDTHS,
-    RecountingOp,
-    runs_here,
-    stock_op,
-    use_build,
-    use_op,
-)
+from tests.runtime.stock_builds import HERE, WIDTHS, RecountingOp, runs_here, stock_op, use_build, use_op
 
 pytestmark = pytest.mark.usefixtures("only_rank")
 DEVICE = list(DEVICES)[-1]

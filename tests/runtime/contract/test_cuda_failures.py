@@ -2,15 +2,15 @@
 
 import gc
 
+import ebbtide.runtime
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
+from ebbtide.runtime.checkpoint.format import memory
+from ebbtide.runtime.devices.cuda import CudaDevice
+from ebbtide.runtime.hardware import pages
+from ebbtide.runtime.zero.attach import switch_plan
 
-import runtime
-from runtime.checkpoint.format import memory
-from runtime.devices.cuda import CudaDevice
-from runtime.hardware import pages
-from runtime.zero.attach import switch_plan
 from studies.bench.bits import state_of
 from tests.runtime.contract.test_bits import MIX, engine_for, stock
 from tests.runtime.contract.training import assert_same, outcome, plan_for, start, train
@@ -29,7 +29,7 @@ def test_a_skipped_step_leaves_no_copy_behind_that_a_switch_runs_into(fake, monk
     """
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
     engine = start(precision="fp16", extra={"fp16": OVERFLOWS})
-    runtime.attach(engine, plan_for(engine, pattern), device=CudaDevice())
+    ebbtide.runtime.attach(engine, plan_for(engine, pattern), device=CudaDevice())
     fake.latest_s = 30.0  # nothing runs before something waits for it
     train(engine, 1)
     assert engine.skipped_steps == 1
@@ -47,7 +47,7 @@ def test_a_refused_page_lock_leaves_stock(fake, stage, granted):
     engine = engine_for("clipping", stage=stage)
     fake.runtime.refuses_after = granted
     with pytest.raises(MemoryError, match="CUDA error 2: the host"):
-        runtime.attach(engine, plan_for(engine, ["resident", "device"]), device=CudaDevice())
+        ebbtide.runtime.attach(engine, plan_for(engine, ["resident", "device"]), device=CudaDevice())
     assert not fake.runtime.locked
     assert_same(outcome(engine), stock("clipping", stage=stage))
 
@@ -79,7 +79,7 @@ def test_the_state_after_a_failed_attach_is_stocks(fake):
     losses, norms = train(engine, 3)
     fake.runtime.refuses_after = 10
     with pytest.raises(MemoryError):
-        runtime.attach(engine, plan_for(engine, MIX), device=CudaDevice())
+        ebbtide.runtime.attach(engine, plan_for(engine, MIX), device=CudaDevice())
     more, more_norms = train(engine, 3, first=3)
     result = state_of(engine), torch.stack(losses + more), norms + more_norms
     engine.destroy()

@@ -3,19 +3,19 @@
 import dataclasses
 import mmap
 
+import ebbtide.runtime
+import ebbtide.runtime.execution.session
 import pytest
 import torch
+from ebbtide.runtime.devices.cuda import CudaDevice
+from ebbtide.runtime.devices.lane import Completion
+from ebbtide.runtime.execution.executor import Executor
+from ebbtide.runtime.execution.gradient_ops import GradientOps
+from ebbtide.runtime.execution.step_template import gradient_template
+from ebbtide.runtime.replan.auto import observed_workload
+from ebbtide.runtime.zero.attach import switch_plan
+from ebbtide.simulator.schedule import Lane, OpKind
 
-import runtime
-import runtime.execution.session
-from runtime.devices.cuda import CudaDevice
-from runtime.devices.lane import Completion
-from runtime.execution.executor import Executor
-from runtime.execution.gradient_ops import GradientOps
-from runtime.execution.step_template import gradient_template
-from runtime.replan.auto import observed_workload
-from runtime.zero.attach import switch_plan
-from simulator.schedule import Lane, OpKind
 from studies.bench.bits import state_of
 from studies.bench.byte_gpt import ByteGPT, ByteGPTConfig
 from tests.runtime import fake_cuda
@@ -38,7 +38,7 @@ AHEAD = {
 
 
 def attached(engine, pattern, **fields):
-    return runtime.attach(engine, plan_for(engine, pattern, **fields), device=CudaDevice())
+    return ebbtide.runtime.attach(engine, plan_for(engine, pattern, **fields), device=CudaDevice())
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ RACES = {
     "an update does not wait for its gradient": (GradientOps, "arrived", lambda *args: []),
     "forward does not wait for its parameters": (Completion, "wait_on", no_wait),
     "the next sum is fetched before it is home": (
-        runtime.execution.session, "gradient_template", without_waits,
+        ebbtide.runtime.execution.session, "gradient_template", without_waits,
     ),
     "offloaded parameters come in before their update": (Executor, "updates_of", no_updates),
 }  # fmt: skip

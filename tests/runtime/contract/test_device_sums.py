@@ -4,17 +4,17 @@ import functools
 import logging
 from collections import Counter
 
+import ebbtide.runtime
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
+from ebbtide.simulator import build_schedule
+from ebbtide.simulator.schedule import OpKind
+from ebbtide.simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES, Holding, footprint, tally
+from ebbtide.simulator.update.optimizer import ADAM
+from ebbtide.simulator.workload import Layer, Workload
 
-import runtime
-from simulator import build_schedule
-from simulator.schedule import OpKind
-from simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES, Holding, footprint, tally
-from simulator.update.optimizer import ADAM
-from simulator.workload import Layer, Workload
 from studies.bench.byte_gpt import SIZES, Batches
 from tests.runtime.contract.test_windows import Experts, follow
 from tests.runtime.contract.training import (
@@ -299,7 +299,7 @@ def test_a_device_that_is_full_keeps_as_many_as_it_can_and_says_so_once(caplog):
     with caplog.at_level(logging.WARNING, "ebbtide"):
         plan = plan_for(engine, ["host", "stored"], device_sums=99)
         device.left = 2
-        runtime.attach(engine, plan, device=device)
+        ebbtide.runtime.attach(engine, plan, device=device)
     said = [r.getMessage() for r in caplog.records if "plan.device_sums" in r.getMessage()]
     assert len(said) == 1
     assert "memory for 0 of" not in said[0]

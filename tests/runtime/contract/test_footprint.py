@@ -9,36 +9,27 @@ import subprocess
 import sys
 from collections import deque
 
+import ebbtide.runtime
 import pytest
 import torch
+from ebbtide.runtime.devices.emulated import EmulatedDevice, EmulatedRates
+from ebbtide.runtime.execution import gradient_ops
+from ebbtide.runtime.execution.gradient_ops import GradientOps
+from ebbtide.runtime.execution.subgroup_state import staging_slot
+from ebbtide.runtime.zero.attach import host_bytes
+from ebbtide.runtime.zero.cuts import cuts_of
+from ebbtide.runtime.zero.host_memory import needed_bytes
+from ebbtide.runtime.zero.stage3_buffers import Pieces, gradient_of, split_gradients
+from ebbtide.simulator.update.footprint import Holding, footprint, moved_out, slot_bytes, tally
+from ebbtide.simulator.update.optimizer import ADAM
+from ebbtide.simulator.update.recipes import RECIPES
+from ebbtide.simulator.workload import Layer, Workload
 from torch.multiprocessing.reductions import StorageWeakRef
 
-import runtime
-from runtime.devices.emulated import EmulatedDevice, EmulatedRates
-from runtime.execution import gradient_ops
-from runtime.execution.gradient_ops import GradientOps
-from runtime.execution.subgroup_state import staging_slot
-from runtime.zero.attach import host_bytes
-from runtime.zero.cuts import cuts_of
-from runtime.zero.host_memory import needed_bytes
-from runtime.zero.stage3_buffers import Pieces, gradient_of, split_gradients
-from simulator.update.footprint import Holding, footprint, moved_out, slot_bytes, tally
-from simulator.update.optimizer import ADAM
-from simulator.update.recipes import RECIPES
-from simulator.workload import Layer, Workload
 from studies.bench.byte_gpt import SIZES, Batches
 from tests.conftest import RANK_VARIABLES
 from tests.runtime.contract.test_bits import two_groups
-from tests.runtime.contract.training import (
-    DEVICES,
-    SUBGROUP,
-    assert_same,
-    attached,
-    outcome,
-    plan_for,
-    start,
-    train,
-)
+from tests.runtime.contract.training import DEVICES, SUBGROUP, assert_same, attached, outcome, plan_for, start, train
 
 pytestmark = pytest.mark.usefixtures("only_rank")
 DEVICE = list(DEVICES)[-1]
@@ -115,7 +106,7 @@ def test_slots_that_grow_are_there_between_backward_and_the_next_forward(specula
         made.append(slot := staging_slot(*args))
         return slot
 
-    monkeypatch.setattr(runtime.execution.session, "staging_slot", make)
+    monkeypatch.setattr(ebbtide.runtime.execution.session, "staging_slot", make)
     engine = attached(start(), ["device", "device", "host"], DEVICE, seed=None, **fields)
     own = engine.optimizer._ebbtide
     sizes = tuple(state.elements for state in own.executor.states)
@@ -202,7 +193,7 @@ def test_gradients_under_way_are_bounded(monkeypatch):
 
     monkeypatch.setattr(GradientOps, "_send", noted)
     device = EmulatedDevice(EmulatedRates(d2h_bytes_per_s=20e6))
-    runtime.attach(engine, plan_for(engine, ["host"]), device=device)
+    ebbtide.runtime.attach(engine, plan_for(engine, ["host"]), device=device)
     ours = outcome(engine, 4)
     assert_same(ours, expected)
     assert any(count > 1 for _, count, _ in seen), "they do overlap backward"
@@ -210,7 +201,7 @@ def test_gradients_under_way_are_bounded(monkeypatch):
     monkeypatch.setattr(GradientOps, "_make_room", lambda *_: None)
     engine = start(accumulation=2)
     seen.clear()
-    runtime.attach(
+    ebbtide.runtime.attach(
         engine, plan_for(engine, ["host"]), device=EmulatedDevice(EmulatedRates(None, 20e6))
     )
     train(engine, 4)
@@ -263,7 +254,7 @@ class Locking(DEVICES[DEVICE]):
 
 def test_below_zero_3_a_flat_buffer_is_gone_before_the_next_one_moves():
     engine, device = start(stage=2, parameters=two_groups), Locking()
-    runtime.attach(engine, plan_for(engine, ["host"]), device=device)
+    ebbtide.runtime.attach(engine, plan_for(engine, ["host"]), device=device)
     assert len(device.sources) >= 2, "each group has a buffer of its own"
     assert device.kept == 0
     assert all(source.expired() for source in device.sources)

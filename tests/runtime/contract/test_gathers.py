@@ -4,12 +4,12 @@ simulator says; and whatever is done with them beside training shows stock's val
 
 import pytest
 import torch
+from ebbtide.runtime.replan.auto import observed_workload
+from ebbtide.simulator import build_schedule
+from ebbtide.simulator.estimates.job import Job
+from ebbtide.simulator.estimates.presets import preset
+from ebbtide.simulator.schedule import OpKind
 
-from runtime.replan.auto import observed_workload
-from simulator import build_schedule
-from simulator.estimates.job import Job
-from simulator.estimates.presets import preset
-from simulator.schedule import OpKind
 from studies.bench.bits import differences, state_of
 from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config
 from tests.runtime.contract.test_bits import EVERY_PASS, ReadsAnothersParameter

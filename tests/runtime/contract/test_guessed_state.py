@@ -10,16 +10,9 @@ import time
 
 import pytest
 import torch
+from ebbtide.runtime.checkpoint.protocol.inspect import verify
 
-from runtime.checkpoint.protocol.inspect import verify
-from tests.runtime.contract.test_plain_engine import (
-    assert_same,
-    loss_of,
-    model,
-    planned,
-    torch_alone,
-    train,
-)
+from tests.runtime.contract.test_plain_engine import assert_same, loss_of, model, planned, torch_alone, train
 from tests.runtime.contract.training import delays
 from tests.runtime.plain_engine import EmulatedTorch, PlainEngine
 

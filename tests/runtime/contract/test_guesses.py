@@ -2,15 +2,15 @@
 
 import functools
 
+import ebbtide.runtime
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_grad, safe_set_full_fp32_param, safe_set_full_grad
+from ebbtide.runtime.zero.flat_partitions import FlatState
+from ebbtide.simulator import PlanError
+from ebbtide.simulator.update.recipes import SPECULATES
 
-import runtime
-from runtime.zero.flat_partitions import FlatState
-from simulator import PlanError
-from simulator.update.recipes import SPECULATES
 from studies.bench.bits import state_of
 from studies.bench.byte_gpt import SIZES, Batches
 from tests.runtime.contract.test_bits import CASES, engine_for, stock
@@ -317,7 +317,7 @@ def test_another_plan_gives_the_memory_back_and_takes_it_again(placement, name, 
 def test_flat_partitions_are_refused(name):
     engine = start(stage=2)
     with pytest.raises(PlanError, match=rf"plan\.{name} must be 0 under ZeRO-2"):
-        runtime.attach(
+        ebbtide.runtime.attach(
             engine, plan_for(engine, ["host"], **{name: 1}, overlap_forward=False), device="cpu"
         )
     engine.destroy()

@@ -2,19 +2,11 @@
 
 import pytest
 import torch
+from ebbtide.runtime.devices.base import Device
 
-from runtime.devices.base import Device
 from tests.runtime.contract.test_bits import MIX, Switching
 from tests.runtime.contract.test_builds import Odd
-from tests.runtime.contract.training import (
-    DEVICES,
-    all_state,
-    assert_same,
-    attached,
-    outcome,
-    start,
-    train,
-)
+from tests.runtime.contract.training import DEVICES, all_state, assert_same, attached, outcome, start, train
 from tests.runtime.stock_builds import HERE, runs_here, use_build
 
 pytestmark = pytest.mark.usefixtures("only_rank")

@@ -2,20 +2,12 @@
 
 import pytest
 import torch
+from ebbtide.runtime.checkpoint.format.skeleton import lay_out
 
-from runtime.checkpoint.format.skeleton import lay_out
 from studies.bench.bits import differences, state_of
 from studies.bench.byte_gpt import SIZES, Batches
 from tests.runtime.contract.test_bits import MIX, stock
-from tests.runtime.contract.training import (
-    DEVICES,
-    all_state,
-    assert_same,
-    attached,
-    outcome,
-    start,
-    train,
-)
+from tests.runtime.contract.training import DEVICES, all_state, assert_same, attached, outcome, start, train
 
 pytestmark = pytest.mark.usefixtures("only_rank")
 DEVICE = list(DEVICES)[-1]

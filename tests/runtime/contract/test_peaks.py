@@ -4,26 +4,17 @@ import contextlib
 import gc
 from pathlib import Path
 
+import ebbtide.runtime
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from ebbtide.runtime.zero.attach import switch_plan
 from torch.multiprocessing.reductions import StorageWeakRef
 
-import runtime
-from runtime.zero.attach import switch_plan
 from studies.bench.byte_gpt import ByteGPT, ByteGPTConfig
 from studies.run_memory import DEVICE_BYTES_PER_PARAM, PageLocking
-from tests.runtime.contract.training import (
-    DEVICES,
-    all_state,
-    assert_same,
-    device_of,
-    outcome,
-    plan_for,
-    start,
-    train,
-)
+from tests.runtime.contract.training import DEVICES, all_state, assert_same, device_of, outcome, plan_for, start, train
 from tests.runtime.held_bytes import HeldBytes
 
 pytestmark = pytest.mark.usefixtures("only_rank")
@@ -47,7 +38,7 @@ def test_no_more_than_one_subgroup_is_there_twice(stage, tmp_path):
     host, mix = plan_for(engine, ["host"]), plan_for(engine, ["host", "device", "resident"])
     device = PageLocking(DEVICE_BYTES_PER_PARAM * MODEL.params)
     with held(engine, peaks, "attach"):
-        runtime.attach(engine, host, device=device)
+        ebbtide.runtime.attach(engine, host, device=device)
     train(engine, 1)
     engine.optimizer.wait()
     with held(engine, peaks, "replan"):
@@ -98,7 +89,7 @@ def test_offloaded_states_give_the_device_back_and_no_bit_differs(stage, monkeyp
     engine = start(stage=stage)
     device = PageLocking(2**26)
     plan = plan_for(engine, ["resident", "device", "host"])
-    runtime.attach(engine, plan, device=device)
+    ebbtide.runtime.attach(engine, plan, device=device)
     losses, norms = train(engine, 2)
     before = on_device(engine, device)
     assert before
@@ -156,7 +147,7 @@ def held_after(attach, folder):
 def test_engines_that_are_destroyed_hold_no_more_than_stocks(tmp_path):
     def under_a_plan(engine):
         plan = plan_for(engine, ["host", "device", "resident"])
-        runtime.attach(engine, plan, device=device_of(list(DEVICES)[-1]))
+        ebbtide.runtime.attach(engine, plan, device=device_of(list(DEVICES)[-1]))
 
     stock, _ = held_after(lambda _: None, tmp_path / "stock")
     tensors, mapped = held_after(under_a_plan, tmp_path / "ours")

@@ -4,35 +4,26 @@ import functools
 import itertools
 
 import deepspeed
+import ebbtide.runtime
 import pytest
 import torch
+from ebbtide.runtime.checkpoint.format.skeleton import lay_out
+from ebbtide.runtime.devices.cuda import CudaDevice
+from ebbtide.runtime.zero import attach
+from ebbtide.runtime.zero.attach import host_bytes, switch_plan
+from ebbtide.runtime.zero.cuts import cuts_at_parameters, subgroups_of
+from ebbtide.simulator import PlanError
+from ebbtide.simulator.update.footprint import footprint
+from ebbtide.simulator.workload import ALIGNMENT, Layer, Workload
 from hypothesis import given
 from hypothesis import strategies as st
 from packaging.version import Version
 
-import runtime
-from runtime.checkpoint.format.skeleton import lay_out
-from runtime.devices.cuda import CudaDevice
-from runtime.zero import attach
-from runtime.zero.attach import host_bytes, switch_plan
-from runtime.zero.cuts import cuts_at_parameters, subgroups_of
-from simulator import PlanError
-from simulator.update.footprint import footprint
-from simulator.workload import ALIGNMENT, Layer, Workload
 from studies.bench.bits import differences, state_of
 from studies.bench.byte_gpt import SIZES, Batches
 from tests.runtime.contract.test_bits import CASES, trainable, two_groups
 from tests.runtime.contract.test_partitions import set_state
-from tests.runtime.contract.training import (
-    DEVICES,
-    SUBGROUP,
-    assert_same,
-    attached,
-    outcome,
-    plan_for,
-    start,
-    train,
-)
+from tests.runtime.contract.training import DEVICES, SUBGROUP, assert_same, attached, outcome, plan_for, start, train
 
 pytestmark = pytest.mark.usefixtures("only_rank")
 DEVICE = list(DEVICES)[-1]
@@ -252,7 +243,7 @@ def test_guesses_stored_state_and_own_steps_are_not_for_pieces():
     for placement, options in (("stored", {}), ("host", own)):
         engine = start(subgroup_size=LARGE, **options)
         with pytest.raises(PlanError, match="must cover 2 subgroups"):
-            runtime.attach(engine, plan_for(engine, [placement], pieces=True))
+            ebbtide.runtime.attach(engine, plan_for(engine, [placement], pieces=True))
         engine.destroy()
 
 
@@ -266,7 +257,7 @@ def test_a_refused_page_lock_leaves_stock(fake, granted, homes):
     fake.runtime.refuses_after = granted
     plan = plan_for(engine, ["resident", "device"], pieces=True, homes=homes)
     with pytest.raises(MemoryError, match="CUDA error 2: the host"):
-        runtime.attach(engine, plan, device=CudaDevice())
+        ebbtide.runtime.attach(engine, plan, device=CudaDevice())
     assert not fake.runtime.locked
     assert_same(outcome(engine), stock())
 
@@ -279,7 +270,7 @@ def test_auto_cuts_what_is_large(options, monkeypatch):
     options = {"subgroup_size": 10**9, **options}
     stock = outcome(start(**options))
     engine = start(**options)
-    runtime.attach(engine, "auto", device=DEVICES[DEVICE]())
+    ebbtide.runtime.attach(engine, "auto", device=DEVICES[DEVICE]())
     sizes = engine.optimizer._ebbtide.engine.sizes()
     assert len(sizes) > 3
     assert sizes == subgroups_of(engine.optimizer, SUBGROUP)
@@ -293,13 +284,13 @@ def test_auto_leaves_deepspeeds_own_subgroups(options, monkeypatch):
     """Where an optimizer steps on each."""
     monkeypatch.setattr(attach, "LEAST_PIECE", SUBGROUP)
     engine = start(subgroup_size=LARGE, **options)
-    runtime.attach(engine, "auto", device=DEVICES[DEVICE]())
+    ebbtide.runtime.attach(engine, "auto", device=DEVICES[DEVICE]())
     assert len(engine.optimizer._ebbtide.engine.sizes()) == 2
     engine.destroy()
 
 
 def test_small_models_stay_whole():
     engine = start(subgroup_size=10**9, parameters=trainable)
-    runtime.attach(engine, "auto", device=DEVICES[DEVICE]())
+    ebbtide.runtime.attach(engine, "auto", device=DEVICES[DEVICE]())
     assert len(engine.optimizer._ebbtide.engine.sizes()) == 1
     engine.destroy()

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from ebbtide.runtime.checkpoint.protocol.inspect import list_checkpoints, verify
+from ebbtide.simulator import Plan
+from ebbtide.simulator.schedule import OpKind
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from runtime.checkpoint.protocol.inspect import list_checkpoints, verify
-from simulator import Plan
-from simulator.schedule import OpKind
 from tests.runtime import plain_engine
 from tests.runtime.contract.training import delays
 from tests.runtime.plain_engine import ADAMW, EmulatedTorch, PlainEngine, UnifiedTorch, cut

@@ -5,19 +5,11 @@ import time
 
 import pytest
 import torch
+from ebbtide.simulator.schedule import OpKind
 
-from simulator.schedule import OpKind
 from studies.bench.byte_gpt import SIZES, Batches
 from tests.runtime.contract.test_bits import EVERY_PASS
-from tests.runtime.contract.training import (
-    DEVICES,
-    EMULATED,
-    assert_same,
-    attached,
-    outcome,
-    start,
-    train,
-)
+from tests.runtime.contract.training import DEVICES, EMULATED, assert_same, attached, outcome, start, train
 
 pytestmark = pytest.mark.usefixtures("only_rank")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from ebbtide.runtime.hardware.launcher import free_port, remove_shared_buffers
 
-from runtime.hardware.launcher import free_port, remove_shared_buffers
 from tests.runtime.stock_builds import runs_here, stock_op
 
 SCRIPT = Path(__file__).with_name("two_ranks.py")

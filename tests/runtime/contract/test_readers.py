@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
+from ebbtide.runtime.devices.lane import BackgroundError
 
-from runtime.devices.lane import BackgroundError
 from studies.bench.byte_gpt import SIZES
 from tests.runtime.contract.test_bits import ReadsAnothersParameter
 from tests.runtime.contract.training import DEVICES, attached, outcome, start, train
@@ -148,7 +148,7 @@ def test_a_failing_op_surfaces_and_nothing_hangs(device):
 
 
 def test_host_memory_is_14_bytes_per_parameter():
-    from runtime.zero.attach import host_bytes
+    from ebbtide.runtime.zero.attach import host_bytes
 
     engine = attached(start(), ["host"], next(iter(DEVICES)), seed=None)
     train(engine, 1)
@@ -281,12 +281,13 @@ def test_a_copy_of_the_module_has_stocks_values():
 
 def test_the_door_shut():
     """With ``overlap_forward=False`` what cannot be gated is there too, whatever the plan says."""
-    import runtime
+    import ebbtide.runtime
+
     from tests.runtime.contract.training import device_of, plan_for
 
     reference, ours = start(), start()
     plan = plan_for(ours, MIX, overlap_forward=True)
-    runtime.attach(ours, plan, device=device_of(list(DEVICES)[-1]), overlap_forward=False)
+    ebbtide.runtime.attach(ours, plan, device=device_of(list(DEVICES)[-1]), overlap_forward=False)
     for engine in (reference, ours):
         train(engine, 3)
     for a, b in zip(ours.module.parameters(), reference.module.parameters(), strict=True):
@@ -311,7 +312,7 @@ def test_resident_state_is_shown_below_zero_3():
 
 def test_a_steady_step_waits_for_no_gated_attribute(monkeypatch):
     """DeepSpeed's own code reads them too: in a step that would take the overlap away."""
-    from runtime.zero.stage3 import EbbtideStage3
+    from ebbtide.runtime.zero.stage3 import EbbtideStage3
 
     engine = attached(start(), ["host"], list(DEVICES)[-1])
     train(engine, 2)

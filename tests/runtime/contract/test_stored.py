@@ -2,18 +2,18 @@
 
 from pathlib import Path
 
+import ebbtide.runtime
 import pytest
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from ebbtide.runtime.devices.lane import BackgroundError
+from ebbtide.runtime.execution.executor import Executor
+from ebbtide.runtime.storage.errors import StorageError
+from ebbtide.runtime.storage.export import export
+from ebbtide.runtime.storage.store import ExtentStore
+from ebbtide.runtime.zero.attach import switch_plan
+from ebbtide.simulator import Plan, PlanError
 
-import runtime
-from runtime.devices.lane import BackgroundError
-from runtime.execution.executor import Executor
-from runtime.storage.errors import StorageError
-from runtime.storage.export import export
-from runtime.storage.store import ExtentStore
-from runtime.zero.attach import switch_plan
-from simulator import Plan, PlanError
 from studies.bench.byte_gpt import SIZES, ByteGPT, ds_config
 from tests.machines import node
 from tests.runtime.contract.test_bits import EVERY_PASS, stock
@@ -110,7 +110,7 @@ def test_a_plan_that_stores_more_than_there_is_room_for_is_refused(monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as without_room:
-        without_room.setattr("runtime.checkpoint.files.Files.allocate", full)
+        without_room.setattr("ebbtide.runtime.checkpoint.files.Files.allocate", full)
         with pytest.raises(StorageError, match="No space left"):
             switch_plan(engine, plan)
     train(engine, 1, first=1)  # goes on
@@ -137,13 +137,13 @@ def test_a_plan_without_a_folder_and_zero_2_are_refused():
     engine = start()
     plan = plan_for(engine, ["stored"])
     with pytest.raises(PlanError, match=r"plan\.storage_dir must name a folder"):
-        runtime.attach(engine, plan.model_copy(update={"storage_dir": None}))
+        ebbtide.runtime.attach(engine, plan.model_copy(update={"storage_dir": None}))
     engine.destroy()
     engine = start(stage=2)
     hosted = plan_for(engine, ["host"])
     stored = hosted.placed(["stored"] * hosted.subgroup_count)
     with pytest.raises(PlanError, match=r"must not be 'stored' under ZeRO-2"):
-        runtime.attach(engine, stored.model_copy(update={"storage_dir": "x"}))
+        ebbtide.runtime.attach(engine, stored.model_copy(update={"storage_dir": "x"}))
     engine.destroy()
 
 
@@ -152,7 +152,7 @@ def test_several_folders_share_each_subgroups_state(tmp_path):
     plan = plan_for(engine, ["stored", "host"])
     folders = {str(tmp_path / "a"): 3.0, str(tmp_path / "b"): 1.0}
     there = Plan.from_fields({**plan.model_dump(), "storage_dir": None, "storage_shares": folders})
-    runtime.attach(engine, there, device="emulated")
+    ebbtide.runtime.attach(engine, there, device="emulated")
     ours = outcome(engine)
     first, second = (sum(p.stat().st_size for p in Path(f).glob("*.extents")) for f in folders)
     assert first == pytest.approx(3 * second, rel=0.1)
@@ -167,21 +167,21 @@ def on_a_drive(folder, plan, **fields):
     config["aio"] = {"block_size": 1048576}
     torch.manual_seed(0)
     model = ByteGPT(SIZES["tiny"])
-    return runtime.initialize(
+    return ebbtide.runtime.initialize(
         model=model, model_parameters=model.parameters(), config=config, plan=plan, **fields
     )[0]
 
 
 def free_memory(monkeypatch, at_first, later=0):
-    monkeypatch.setattr("runtime.zero.storing.free_host_bytes", lambda: at_first)
-    monkeypatch.setattr("runtime.replan.auto.free_host_bytes", lambda: later)
+    monkeypatch.setattr("ebbtide.runtime.zero.storing.free_host_bytes", lambda: at_first)
+    monkeypatch.setattr("ebbtide.runtime.replan.auto.free_host_bytes", lambda: later)
 
 
 @pytest.fixture
 def known_machine(monkeypatch):
     asked = []
     monkeypatch.setattr(
-        "runtime.replan.auto.measured_machine", lambda drives: asked.append(drives) or node()
+        "ebbtide.runtime.replan.auto.measured_machine", lambda drives: asked.append(drives) or node()
     )
     return asked
 

@@ -4,31 +4,22 @@ import threading
 import time
 from contextlib import suppress
 
+import ebbtide.runtime.storage.export
 import pytest
 import torch
 from deepspeed.utils import safe_get_full_optimizer_state
+from ebbtide.runtime.checkpoint.errors import CheckpointError
+from ebbtide.runtime.devices.lane import BackgroundError
+from ebbtide.runtime.storage.errors import DamagedError, StorageError
+from ebbtide.runtime.storage.export import export
+from ebbtide.runtime.storage.reader import stored_problems
+from ebbtide.runtime.zero.attach import switch_plan
+from ebbtide.simulator import CheckpointPlan, OpKind
+from ebbtide.simulator.update.footprint import Holding, tally
+from ebbtide.simulator.update.optimizer import ADAM
 
-import runtime.storage.export
-from runtime.checkpoint.errors import CheckpointError
-from runtime.devices.lane import BackgroundError
-from runtime.storage.errors import DamagedError, StorageError
-from runtime.storage.export import export
-from runtime.storage.reader import stored_problems
-from runtime.zero.attach import switch_plan
-from simulator import CheckpointPlan, OpKind
-from simulator.update.footprint import Holding, tally
-from simulator.update.optimizer import ADAM
 from studies.bench.bits import differences
-from tests.runtime.contract.training import (
-    DEVICES,
-    all_state,
-    assert_same,
-    attached,
-    outcome,
-    plan_for,
-    start,
-    train,
-)
+from tests.runtime.contract.training import DEVICES, all_state, assert_same, attached, outcome, plan_for, start, train
 
 pytestmark = pytest.mark.usefixtures("only_rank")
 LAST = list(DEVICES)[-1]
@@ -296,8 +287,8 @@ def test_what_training_writes_over_meanwhile_leaves_no_export(tmp_path, monkeypa
         engine.checkpoint_engine.wait()
         stock_write(*args)
 
-    stock_write = runtime.storage.export._write
-    monkeypatch.setattr(runtime.storage.export, "_write", write)
+    stock_write = ebbtide.runtime.storage.export._write
+    monkeypatch.setattr(ebbtide.runtime.storage.export, "_write", write)
     with pytest.raises(StorageError, match=r"step 2 .* was written over"):
         export(tmp_path / "ck", "global_step2", tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []

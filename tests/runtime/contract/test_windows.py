@@ -3,8 +3,8 @@
 import pytest
 import torch
 from deepspeed.utils import safe_get_full_grad
+from ebbtide.runtime.zero.windows import Windows
 
-from runtime.zero.windows import Windows
 from studies.bench.bits import state_of
 from studies.bench.byte_gpt import SIZES, Batches
 from tests.runtime.contract.training import DEVICES, assert_same, attached, start

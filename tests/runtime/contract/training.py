@@ -11,23 +11,23 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import ebbtide.runtime
 import pytest
 import torch
+from ebbtide.runtime.devices.base import Device
+from ebbtide.runtime.devices.emulated import EmulatedDevice, EmulatedRates
+from ebbtide.runtime.zero.checks.private import BELOW_STAGE_3
+from ebbtide.runtime.zero.cuts import subgroups_of
+from ebbtide.simulator import Plan
+from ebbtide.simulator.update.order import order_of
 
-import runtime
-from runtime.devices.base import Device
-from runtime.devices.emulated import EmulatedDevice, EmulatedRates
-from runtime.zero.checks.private import BELOW_STAGE_3
-from runtime.zero.cuts import subgroups_of
-from simulator import Plan
-from simulator.update.order import order_of
 from studies.bench.bits import differences, state_of
 from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config, train_step
 
 SUBGROUP = 20_000
 DEVICES = {"unified": Device, "emulated": EmulatedDevice}
 if torch.cuda.is_available():
-    from runtime.devices.cuda import CudaDevice
+    from ebbtide.runtime.devices.cuda import CudaDevice
 
     DEVICES = {"cuda": CudaDevice}
 
@@ -153,7 +153,7 @@ def attached(
     engine: Any, pattern: list[str], device: str, seed: int | None = 1, **fields: Any
 ) -> Any:
     """The engine under a plan, with delays."""
-    runtime.attach(engine, plan_for(engine, pattern, **fields), device=device_of(device))
+    ebbtide.runtime.attach(engine, plan_for(engine, pattern, **fields), device=device_of(device))
     if seed is not None:
         engine.optimizer._ebbtide.executor.before_op = delays(seed)
     return engine

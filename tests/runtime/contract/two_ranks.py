@@ -8,11 +8,11 @@ import time
 from pathlib import Path
 
 import deepspeed
+import ebbtide.runtime
 import pytest
 import torch
+from ebbtide.simulator.schedule import OpKind
 
-import runtime
-from simulator.schedule import OpKind
 from studies.bench.bits import differences, state_of
 from studies.bench.byte_gpt import SIZES, Batches, ByteGPT
 from studies.bench.many_engines import answer_once, freeze_heap
@@ -59,7 +59,7 @@ def run(
     made = model() if model is Reordered else None
     engine = start(made, **{"subgroup_size": UNEVEN, **config})
     if pattern == "auto":
-        runtime.attach(engine, "auto", device=device_of(device))
+        ebbtide.runtime.attach(engine, "auto", device=device_of(device))
     elif pattern:
         own = pattern[rank:] + pattern[:rank]
         homes = config.get("offload_param") and [["host"], ["device", "host"]][len(pattern) > 1]

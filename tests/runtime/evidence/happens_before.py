@@ -12,12 +12,12 @@ import threading
 from collections import Counter, defaultdict
 from contextlib import contextmanager
 
+import ebbtide.runtime.kernels.rule
 import torch
+from ebbtide.runtime.devices.lane import Completion, Lane
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import runtime.kernels.rule
-from runtime.devices.lane import Completion, Lane
 from tests.runtime import fake_cuda
 
 KEPT = 400  # accesses of a storage
@@ -155,7 +155,7 @@ class Order:
     def _follow_work(self, patch):
         order, fake = self, self._fake
         copy_later, run_later, empty = fake.copy_later, fake.run_later, fake.empty
-        host_update = runtime.kernels.rule.host_update
+        host_update = ebbtide.runtime.kernels.rule.host_update
 
         def copied(stream, to, source, crossing):
             order.issued(stream)
@@ -195,7 +195,7 @@ class Order:
         patch.setattr(fake, "empty", allocated)
         patch.setattr(fake, "copy_later", copied)
         patch.setattr(fake, "run_later", ran)
-        patch.setattr(runtime.kernels.rule, "host_update", updated)
+        patch.setattr(ebbtide.runtime.kernels.rule, "host_update", updated)
 
     def _follow_lanes(self, patch):
         order, known = self, self._completions

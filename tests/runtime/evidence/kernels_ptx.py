@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 import torch
+from ebbtide.runtime.kernels.host import _cpu_model, cache_dir
 
-from runtime.kernels.host import _cpu_model, cache_dir
 from tests.runtime.evidence import ptx_to_cpp
 
 TRITON = tuple(map(int, version("triton").split(".")[:2])) if find_spec("triton") else (0, 0)
@@ -61,10 +61,9 @@ def compiled(form: Form, *, assembled: bool) -> dict[str, Any]:
     whether it was assembled.
     """
     import triton
+    from ebbtide.runtime.kernels.device import KERNELS
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.compiler import CUDABackend
-
-    from runtime.kernels.device import KERNELS
 
     kernel = KERNELS[form.kernel]
     types = {"grad_ptr": f"*{TRITONS[form.grad]}", "out_ptr": f"*{TRITONS[form.out]}", "n": "i32",
@@ -128,7 +127,7 @@ def _kept(name: str, key: bytes, make: Callable[[Path], object]) -> Path:
 
 def run(function: Any, state: list[torch.Tensor], grad: torch.Tensor, out: torch.Tensor,
         scalars: list[float], tail: int) -> None:  # fmt: skip
-    """One update, as `runtime.kernels.device.device_update` launches it."""
+    """One update, as `ebbtide.runtime.kernels.device.device_update` launches it."""
     n = grad.numel()
     arguments: list[Any] = [ctypes.c_uint64(t.data_ptr()) for t in (*state, grad, out)]
     arguments += [ctypes.c_int32(n), ctypes.c_int32(n - tail)]

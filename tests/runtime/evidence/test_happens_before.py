@@ -5,19 +5,19 @@ import dataclasses
 import json
 from pathlib import Path
 
+import ebbtide.runtime
+import ebbtide.runtime.execution.session
 import pytest
 import torch
+from ebbtide.runtime.devices.cuda import CudaDevice
+from ebbtide.runtime.devices.lane import Completion
+from ebbtide.runtime.execution.executor import Executor
+from ebbtide.runtime.execution.gradient_ops import GradientOps
+from ebbtide.runtime.execution.gradients import GradientHomes
+from ebbtide.runtime.execution.step_template import GradientOp, TemplateOp
+from ebbtide.runtime.execution.visits import Growing, Visits
+from ebbtide.runtime.zero.fetches import Partitions
 
-import runtime
-import runtime.execution.session
-from runtime.devices.cuda import CudaDevice
-from runtime.devices.lane import Completion
-from runtime.execution.executor import Executor
-from runtime.execution.gradient_ops import GradientOps
-from runtime.execution.gradients import GradientHomes
-from runtime.execution.step_template import GradientOp, TemplateOp
-from runtime.execution.visits import Growing, Visits
-from runtime.zero.fetches import Partitions
 from studies.bench.bits import state_of
 from tests.runtime.contract.test_bits import MIX, Switching, engine_for
 from tests.runtime.contract.test_guesses import at_a_bound_that_some_steps_reach
@@ -41,7 +41,7 @@ def checked(fake, patch, engine, loop=None, steps=3, pattern=MIX, **fields):
     order.install(patch)
     with order.watching():
         plan = plan_for(engine, pattern, **fields)
-        runtime.attach(engine, plan, device=CudaDevice())
+        ebbtide.runtime.attach(engine, plan, device=CudaDevice())
         (loop or train)(engine, steps * engine.gradient_accumulation_steps())
     engine.destroy()
     fake.violations.clear()  # what a missing wait brings about is not the subject here
@@ -110,12 +110,12 @@ def test_happens_before_orders_every_access(late_deepspeed, monkeypatch, capsys,
 
 def without(**changes):
     """The template without some of its waits."""
-    made = runtime.execution.session.step_template
+    made = ebbtide.runtime.execution.session.step_template
 
     def template(*args, **kwargs):
         return [dataclasses.replace(op, **changes) for op in made(*args, **kwargs)]
 
-    return runtime.execution.session, "step_template", template
+    return ebbtide.runtime.execution.session, "step_template", template
 
 
 def submitted_without(**changes):
@@ -137,12 +137,12 @@ def unordered_lanes(self, lanes=CudaDevice.lanes):
 
 def with_gradients(**changes):
     """The template of gradients without some of its waits."""
-    made = runtime.execution.session.gradient_template
+    made = ebbtide.runtime.execution.session.gradient_template
 
     def template(*args, **kwargs):
         return [dataclasses.replace(op, **changes) for op in made(*args, **kwargs)]
 
-    return runtime.execution.session, "gradient_template", template
+    return ebbtide.runtime.execution.session, "gradient_template", template
 
 
 def nothing(*args, **kwargs):
@@ -260,7 +260,7 @@ WAITERS = {
 def waiters():
     """Functions of the runtime that make a stream wait. Waits of the host are none of these."""
     for room in ("devices", "execution", "zero"):
-        for path in sorted((Path(runtime.__file__).parent / room).rglob("*.py")):
+        for path in sorted((Path(ebbtide.runtime.__file__).parent / room).rglob("*.py")):
             for function in ast.walk(ast.parse(path.read_text())):
                 if isinstance(function, ast.FunctionDef) and any(
                     isinstance(call, ast.Call) and getattr(call.func, "attr", None) in STREAMS

@@ -8,20 +8,11 @@ from collections import Counter
 
 import pytest
 import torch
+from ebbtide.runtime.kernels.host import host_update
+from ebbtide.runtime.kernels.rules import RULES
 
-from runtime.kernels.host import host_update
-from runtime.kernels.rules import RULES
 from tests.runtime.evidence import ptx_to_cpp
-from tests.runtime.evidence.kernels_ptx import (
-    ARCHITECTURES,
-    WIRES,
-    Form,
-    compiled,
-    counted,
-    library,
-    run,
-    sass,
-)
+from tests.runtime.evidence.kernels_ptx import ARCHITECTURES, WIRES, Form, compiled, counted, library, run, sass
 
 pytest.importorskip("triton")
 STEPS = 2

@@ -4,11 +4,11 @@ import json
 import os
 
 import pytest
+from ebbtide.runtime.devices.cuda import CudaDevice
+from ebbtide.runtime.execution.executor import Executor
+from ebbtide.runtime.execution.visits import Visits
+from ebbtide.simulator.update.recipes import SPECULATES
 
-from runtime.devices.cuda import CudaDevice
-from runtime.execution.executor import Executor
-from runtime.execution.visits import Visits
-from simulator.update.recipes import SPECULATES
 from studies.bench.many_engines import freeze_heap
 from tests.runtime import fake_cuda
 from tests.runtime.contract.training import start

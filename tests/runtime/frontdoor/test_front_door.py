@@ -4,13 +4,13 @@ import argparse
 import base64
 import json
 
+import ebbtide.runtime
 import pytest
 import torch
+from ebbtide.runtime.frontdoor import hook
+from ebbtide.runtime.frontdoor.request import RequestError
+from ebbtide.runtime.zero.stage3 import EbbtideStage3
 
-import runtime
-from runtime.frontdoor import hook
-from runtime.frontdoor.request import RequestError
-from runtime.zero.stage3 import EbbtideStage3
 from studies.bench.byte_gpt import SIZES, ByteGPT, ds_config
 from tests.runtime.contract.training import SUBGROUP, assert_same, outcome, plan_for, start
 
@@ -19,9 +19,9 @@ PATTERN = ["host", "device", "resident"]
 
 @pytest.fixture
 def front_door(only_rank):
-    runtime.enable()
+    ebbtide.runtime.enable()
     yield
-    runtime.disable()
+    ebbtide.runtime.disable()
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ def folder(tmp_path):
 def tune_run(folder, *command, path=""):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), path])}
     done = subprocess.run(
-        [sys.executable, "-m", "tuner.cli", "run", "--", *command], cwd=folder, env=environment,
+        [sys.executable, "-m", "ebbtide.tuner.cli", "run", "--", *command], cwd=folder, env=environment,
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -70,7 +70,7 @@ def test_a_process_that_never_imports_deepspeed_meets_nothing_of_ours(folder):
     (folder / "runtime.py").write_text("print('mine')\n")
     (folder / "plain.py").write_text(
         "import sys, runtime\n"
-        "print([m for m in ('simulator', 'torch', 'click') if m in sys.modules])"
+        "print([m for m in ('ebbtide', 'torch', 'click') if m in sys.modules])"
     )
     assert tune_run(folder, sys.executable, "plain.py") == ["mine", "[]"]
 
@@ -80,32 +80,34 @@ def test_stock_stays_stock_without_the_key(folder):
         "import sys, json, deepspeed\n"
         "json.dump({}, open('ds.json', 'w'))\n"
         "print(deepspeed.initialize(config={}), deepspeed.initialize(config='ds.json'),\n"
-        "      deepspeed.initialize(config='e30='), 'runtime' in sys.modules)\n"
+        "      deepspeed.initialize(config='e30='), 'ebbtide' in sys.modules)\n"
     )
     expected = ["stock", "stock", "stock", "False"]
     assert tune_run(folder, sys.executable, "plain.py") == expected
 
 
-def test_a_package_that_hides_ours_is_named(folder):
-    (folder / "runtime.py").write_text("")
-    (folder / "hidden.py").write_text(
+def test_a_scripts_own_runtime_and_profiler_are_in_nobodys_way(folder):
+    """Scripts have modules of these names. Ours are all below ``ebbtide``."""
+    for name in ("runtime", "profiler", "simulator", "tuner"):
+        (folder / f"{name}.py").write_text("raise SystemExit('imported')\n")
+    (folder / "own.py").write_text(
         "import deepspeed\n"
-        "try:\n    deepspeed.initialize(config={'ebbtide': {'plan': 'auto'}})\n"
-        "except ImportError as error:\n    print(error)\n"
+        "try:\n    deepspeed.initialize(config={'ebbtide': {'plan': 'nowhere.json'}})\n"
+        "except Exception as error:\n    print(type(error).__module__.split('.')[0], error)\n"
     )
-    told = " ".join(tune_run(folder, sys.executable, "hidden.py"))
-    assert f"needs ebbtide's package 'runtime' ({ROOT / 'runtime'}), but got" in told
-    assert str(folder / "runtime.py") in told
+    told = " ".join(tune_run(folder, sys.executable, "own.py"))
+    assert "imported" not in told
+    assert "nowhere.json" in told or "ebbtide" in told
 
 
 def test_enabling_twice_and_disabling(folder):
     (folder / "calls.py").write_text(
         f"import sys\nsys.path.append({str(ROOT)!r})\n"
-        "import runtime\nruntime.enable()\nimport deepspeed\nruntime.enable()\n"
+        "import ebbtide\nebbtide.enable()\nimport deepspeed\nebbtide.enable()\n"
         "wrapped = deepspeed.initialize\nstock = wrapped._ebbtide_original\n"
         "print(hasattr(stock, '_ebbtide_original'))\n"
-        "runtime.disable()\nprint(deepspeed.initialize is stock)\n"
-        "runtime.enable()\nprint(deepspeed.initialize._ebbtide_original is stock)\n"
+        "ebbtide.disable()\nprint(deepspeed.initialize is stock)\n"
+        "ebbtide.enable()\nprint(deepspeed.initialize._ebbtide_original is stock)\n"
         "print(sum(hasattr(f, 'is_ebbtides') for f in sys.meta_path))\n"
         "print(type(deepspeed.__loader__).__name__, 'torch' in sys.modules)\n"
     )
@@ -115,7 +117,7 @@ def test_enabling_twice_and_disabling(folder):
 
 def test_the_command_must_exist(folder):
     done = subprocess.run(
-        [sys.executable, "-m", "tuner.cli", "run", "--", "no-such-launcher"], cwd=folder,
+        [sys.executable, "-m", "ebbtide.tuner.cli", "run", "--", "no-such-launcher"], cwd=folder,
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 2

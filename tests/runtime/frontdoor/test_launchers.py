@@ -30,7 +30,7 @@ def test_ranks_of_each_launcher_have_the_front_door(child_environment, tmp_path)
         command = [word.format(port=free_port()) for word in words]
         command += ["train.py", f"{command[0]}.txt"]
         started.append(subprocess.Popen(
-            [sys.executable, "-m", "tuner.cli", "run", "--", *command], cwd=tmp_path,
+            [sys.executable, "-m", "ebbtide.tuner.cli", "run", "--", *command], cwd=tmp_path,
             env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         ))  # fmt: skip
     for process in started:

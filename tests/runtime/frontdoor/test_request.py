@@ -1,9 +1,8 @@
 """What may stand under the key, and what is said about what may not."""
 
 import pytest
-
-from runtime.frontdoor.request import RequestError, read_request
-from simulator.plan import CheckpointPlan, Plan, PlanError
+from ebbtide.runtime.frontdoor.request import RequestError, read_request
+from ebbtide.simulator.plan import CheckpointPlan, Plan, PlanError
 
 PLAN = Plan(subgroup_size=10, placement=Plan.runs(["host"] * 2), staging_slots=0)
 

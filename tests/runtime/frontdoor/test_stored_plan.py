@@ -6,14 +6,14 @@ import json
 from pathlib import Path
 
 from click.testing import CliRunner
+from ebbtide.profiler import profile_engine
+from ebbtide.simulator import Plan
+from ebbtide.tuner.cli import main
 
-from profiler import profile_engine
-from simulator import Plan
 from studies.bench.byte_gpt import Batches, train_step
 from tests.machines import node
 from tests.runtime.contract.training import assert_same, outcome, start
 from tests.runtime.frontdoor.test_front_door import config_with, front_door, initialize
-from tuner.cli import main
 
 __all__ = ["front_door"]  # a fixture
 

@@ -7,10 +7,10 @@ import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
+import ebbtide.runtime
 import pytest
 import torch
 
-import runtime
 from studies.bench.bits import differences, state_of
 from studies.bench.rank import free_port, remove_shared_buffers
 from tests.runtime.frontdoor import trainers
@@ -27,9 +27,9 @@ def libraries():
 
 @pytest.fixture
 def front_door(only_rank, libraries):
-    runtime.enable()
+    ebbtide.runtime.enable()
     yield
-    runtime.disable()
+    ebbtide.runtime.disable()
     trainers.forget_accelerate()
 
 
@@ -46,7 +46,7 @@ def test_same_bits_and_losses_on_two_ranks(child_environment, tmp_path, deepspee
     script = ROOT / "tests" / "runtime" / "frontdoor" / "trainers.py"
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "tuner.cli", "run", "--", "torchrun", "--nproc-per-node=2",
+            [sys.executable, "-m", "ebbtide.tuner.cli", "run", "--", "torchrun", "--nproc-per-node=2",
              f"--master-port={port}", str(script), str(tmp_path), *trainers.TRAINERS],
             cwd=tmp_path, capture_output=True, text=True, check=False, timeout=500,
             env={**child_environment, "OMP_NUM_THREADS": "1"},

@@ -17,9 +17,9 @@ from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import ebbtide.runtime
 import torch
 
-import runtime
 from studies.bench.bits import differences, state_of
 from studies.bench.many_engines import freeze_heap, remember_processor
 
@@ -71,8 +71,8 @@ def ds_config(key: dict[str, Any] | None, **extra: Any) -> dict[str, Any]:
 
 def key_for(engine: Any) -> dict[str, Any]:
     """A plan with every placement for this engine's subgroups."""
-    from runtime.zero.cuts import subgroups_of
-    from simulator.plan import Plan
+    from ebbtide.runtime.zero.cuts import subgroups_of
+    from ebbtide.simulator.plan import Plan
 
     count = len(subgroups_of(engine.optimizer, SUBGROUP))
     overlap = engine.zero_optimization_stage() == 3
@@ -302,7 +302,7 @@ def settle_imports() -> None:
 if __name__ == "__main__":
     STEPS = 6  # as many ranks as share a core: all 20 are one rank's
     settle_imports()
-    runtime.enable()
+    ebbtide.runtime.enable()
     different = [line for name in sys.argv[2:] for line in compare(name)]
     Path(sys.argv[1], f"rank{os.environ['RANK']}").write_text("\n".join(different) or "same")
     torch.distributed.destroy_process_group()

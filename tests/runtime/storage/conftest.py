@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-
-from runtime.storage.folder import Drive
-from runtime.storage.store import ExtentStore
-from runtime.storage.view import page_aligned
+from ebbtide.runtime.storage.folder import Drive
+from ebbtide.runtime.storage.store import ExtentStore
+from ebbtide.runtime.storage.view import page_aligned
 
 ELEMENTS = {0: 5_000, 1: 1_024, 2: 3}
 SIZES = {subgroup: (4 * elements,) * 3 for subgroup, elements in ELEMENTS.items()}

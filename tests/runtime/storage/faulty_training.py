@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import xxhash
+from ebbtide.runtime.checkpoint.files import Files
+from ebbtide.runtime.storage.folder import EXTENTS, STORE, file_of, read_page
+from ebbtide.runtime.storage.folder import STEPS as STEPS_PAGE
+from ebbtide.runtime.storage.layout import Layout
+from ebbtide.runtime.storage.pages import StepsPage, StorePage
 
-from runtime.checkpoint.files import Files
-from runtime.storage.folder import EXTENTS, STORE, file_of, read_page
-from runtime.storage.folder import STEPS as STEPS_PAGE
-from runtime.storage.layout import Layout
-from runtime.storage.pages import StepsPage, StorePage
 from studies.bench.forked import Child
 from studies.bench.many_engines import answer_once
 from studies.checkpoints.run import warm_up
@@ -126,15 +126,16 @@ def cases():
 
 def engine_on(place, drive, case):
     """Under a plan that stores all, on a drive."""
-    import runtime.storage.reader
-    import runtime.storage.store
-    import runtime.storage.workers
-    from simulator import CheckpointPlan
+    import ebbtide.runtime.storage.reader
+    import ebbtide.runtime.storage.store
+    import ebbtide.runtime.storage.workers
+    from ebbtide.simulator import CheckpointPlan
+
     from tests.runtime.contract.training import DEVICES, attached, start
 
-    for module in (runtime.storage.store, runtime.storage.reader):
+    for module in (ebbtide.runtime.storage.store, ebbtide.runtime.storage.reader):
         vars(module)["Files"] = lambda: drive  # this process is this run
-    runtime.storage.workers.TOLD_AFTER_S = STALL_S / 4
+    ebbtide.runtime.storage.workers.TOLD_AFTER_S = STALL_S / 4
     checkpoint = CheckpointPlan(keep=2, deadline_s=DEADLINE_S, verify_reads=case.verify_reads)
     return attached(
         start(), ["stored"], list(DEVICES)[-1], seed=None, storage_dir=str(place / "state"),

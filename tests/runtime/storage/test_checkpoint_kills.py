@@ -8,15 +8,15 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from ebbtide.runtime.checkpoint.deepspeed.restore import newest_valid
+from ebbtide.runtime.checkpoint.files import POINTS as CHECKPOINT_POINTS
+from ebbtide.runtime.checkpoint.files import STORED_POINTS, Files
+from ebbtide.runtime.checkpoint.format.manifest import stored_name
+from ebbtide.runtime.checkpoint.live_state import StoredTensor
+from ebbtide.runtime.storage.folder import POINTS, Drive
+from ebbtide.runtime.storage.store import ExtentStore
+from ebbtide.runtime.storage.training import StoredSteps, stands
 
-from runtime.checkpoint.deepspeed.restore import newest_valid
-from runtime.checkpoint.files import POINTS as CHECKPOINT_POINTS
-from runtime.checkpoint.files import STORED_POINTS, Files
-from runtime.checkpoint.format.manifest import stored_name
-from runtime.checkpoint.live_state import StoredTensor
-from runtime.storage.folder import POINTS, Drive
-from runtime.storage.store import ExtentStore
-from runtime.storage.training import StoredSteps, stands
 from tests.runtime.checkpoint.conftest import Bench
 from tests.runtime.storage.conftest import BLOCK, ELEMENTS, SIZES, equal, read, state, write_all
 

@@ -10,9 +10,9 @@ import sys
 import threading
 
 import pytest
+from ebbtide.runtime.checkpoint.files import Files
+from ebbtide.runtime.storage.errors import StorageError
 
-from runtime.checkpoint.files import Files
-from runtime.storage.errors import StorageError
 from tests.runtime.checkpoint.conftest import FaultyFiles
 from tests.runtime.storage.conftest import ELEMENTS, equal, read, state, step, write_all
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from ebbtide.runtime.checkpoint.files import Files
+from ebbtide.runtime.storage.errors import StorageError
 
-from runtime.checkpoint.files import Files
-from runtime.storage.errors import StorageError
 from tests.runtime.storage.conftest import ELEMENTS, SIZES, equal, read, state, step
 
 TWO = (1.0, 1.0)

@@ -4,10 +4,10 @@ import shutil
 
 import pytest
 import torch
+from ebbtide.runtime.storage.errors import StorageError
+from ebbtide.runtime.storage.folder import Drive
+from ebbtide.runtime.storage.store import ExtentStore
 
-from runtime.storage.errors import StorageError
-from runtime.storage.folder import Drive
-from runtime.storage.store import ExtentStore
 from tests.runtime.crash_states import RecordingFiles, crash_states, in_memory
 from tests.runtime.storage.conftest import BLOCK
 

@@ -6,21 +6,11 @@ from itertools import pairwise
 
 import pytest
 import torch
+from ebbtide.runtime.checkpoint.files import Files
+from ebbtide.runtime.storage.errors import DamagedError, StorageError
+from ebbtide.runtime.storage.layout import Layout, needed_bytes, padded
 
-from runtime.checkpoint.files import Files
-from runtime.storage.errors import DamagedError, StorageError
-from runtime.storage.layout import Layout, needed_bytes, padded
-from tests.runtime.storage.conftest import (
-    ELEMENTS,
-    SIZES,
-    aligned,
-    empty,
-    equal,
-    read,
-    state,
-    step,
-    write_all,
-)
+from tests.runtime.storage.conftest import ELEMENTS, SIZES, aligned, empty, equal, read, state, step, write_all
 
 WEIGHTS = [(1.0,), (1.0, 1.0), (5.0, 2.0, 0.5)]
 

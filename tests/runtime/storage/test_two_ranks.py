@@ -6,8 +6,8 @@ import json
 
 import pytest
 import torch
+from ebbtide.runtime.storage.errors import StorageError
 
-from runtime.storage.errors import StorageError
 from tests.runtime.contract.training import DEVICES, attached, start, train
 from tests.runtime.forked_ranks import launch
 

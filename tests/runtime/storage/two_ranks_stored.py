@@ -8,26 +8,18 @@ import errno
 import json
 import os
 
+import ebbtide.runtime
+import ebbtide.runtime.storage.store
 import torch
+from ebbtide.runtime.checkpoint.errors import CheckpointError
+from ebbtide.runtime.devices.lane import BackgroundError
+from ebbtide.runtime.storage.errors import StorageError
+from ebbtide.runtime.storage.export import export
+from ebbtide.runtime.zero.attach import switch_plan
 
-import runtime
-import runtime.storage.store
-from runtime.checkpoint.errors import CheckpointError
-from runtime.devices.lane import BackgroundError
-from runtime.storage.errors import StorageError
-from runtime.storage.export import export
-from runtime.zero.attach import switch_plan
 from studies.bench.bits import differences
 from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config
-from tests.runtime.contract.training import (
-    DEVICES,
-    SUBGROUP,
-    all_state,
-    attached,
-    plan_for,
-    start,
-    train,
-)
+from tests.runtime.contract.training import DEVICES, SUBGROUP, all_state, attached, plan_for, start, train
 from tests.runtime.storage.faulty_training import Drive, fails
 
 ACCUMULATION, STEPS, RESUMED = 3, 3, 2
@@ -132,7 +124,7 @@ def on_a_drive(folder, plan, expected):
     config["aio"] = {"block_size": 1048576, "queue_depth": 8, "overlap_events": True}
     torch.manual_seed(0)
     model = ByteGPT(SIZES["tiny"])
-    ours, *_ = runtime.initialize(
+    ours, *_ = ebbtide.runtime.initialize(
         model=model, model_parameters=model.parameters(), config=config, device="emulated",
         plan=plan.model_copy(update={"storage_dir": None}),
     )  # fmt: skip
@@ -147,7 +139,7 @@ def failing_commit(folder, later):
     """Of the second step, on rank 1's drive: both ranks hear of it, and go on from the first."""
     drive, rank = Drive(("fdatasync",), fails(errno.EIO)), torch.distributed.get_rank()
     if rank:
-        vars(runtime.storage.store)["Files"] = lambda: drive
+        vars(ebbtide.runtime.storage.store)["Files"] = lambda: drive
     ours = engine_on(folder)
     steps(ours, 0, 1, folder)
     ours.checkpoint_engine.wait()
@@ -180,7 +172,7 @@ def refused(folder):
     engine = start()
     try:
         plan = plan_for(engine, ["stored"], storage_dir=str(folder))
-        runtime.attach(engine, plan, device="emulated")
+        ebbtide.runtime.attach(engine, plan, device="emulated")
     except StorageError as error:
         return {"refused": "world_size = 1 and this run wants 2" in str(error)}
     return {"refused": False}

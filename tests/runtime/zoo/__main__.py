@@ -17,14 +17,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import runtime
-from runtime.hardware.launcher import free_port, remove_shared_buffers
+import ebbtide.runtime
+from ebbtide.runtime.hardware.launcher import free_port, remove_shared_buffers
+from ebbtide.tuner.doctor.under_a_plan import under_a_plan
+
 from studies.bench.deepspeed_ops import build_host_ops
 from studies.bench.many_engines import answer_once
 from studies.bench.rank import become_only_rank
 from tests.runtime.zoo.configs import TABLE, as_trained, offloads, published, zero_of
 from tests.runtime.zoo.training import STEPS, Outcome, stock, trained
-from tuner.doctor.under_a_plan import under_a_plan
 
 SUBGROUP = 5_000  # elements, for several subgroups of the tiny model
 DEADLINE = timedelta(minutes=3)  # of a collective: a rank that waits for ever ends with an error
@@ -44,7 +45,7 @@ def main() -> None:
     build_host_ops()
     become_only_rank()
     deepspeed.init_distributed(timeout=DEADLINE)
-    runtime.enable()
+    ebbtide.runtime.enable()
     verdicts: dict[str, str] = {}
     counts: Counter[tuple[str, str]] = Counter()
     for name, config in _chosen(asked):

@@ -2,11 +2,11 @@
 it matters: on several nodes, with checkpoints of ebbtide's.
 """
 
+import ebbtide.runtime
 import pytest
+from ebbtide.runtime.checkpoint.errors import CheckpointError
+from ebbtide.simulator.plan import CheckpointPlan
 
-import runtime
-from runtime.checkpoint.errors import CheckpointError
-from simulator.plan import CheckpointPlan
 from tests.runtime.contract.training import assert_same, outcome, plan_for, start, train
 
 LOCAL = {"checkpoint": {"use_node_local_storage": True}}
@@ -14,12 +14,12 @@ LOCAL = {"checkpoint": {"use_node_local_storage": True}}
 
 def under_a_plan(checkpoint=None):
     engine = start(extra=LOCAL)
-    return runtime.attach(engine, plan_for(engine, ["host"]), checkpoint=checkpoint)
+    return ebbtide.runtime.attach(engine, plan_for(engine, ["host"]), checkpoint=checkpoint)
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_it_trains_saves_and_resumes(only_rank, nodes, monkeypatch, tmp_path, caplog):
-    monkeypatch.setattr("runtime.zero.attach.one_node", lambda: nodes == 1)
+    monkeypatch.setattr("ebbtide.runtime.zero.attach.one_node", lambda: nodes == 1)
     expected = outcome(start(), 4)
     saving = under_a_plan()
     first = train(saving, 2)
@@ -36,14 +36,14 @@ def test_it_trains_saves_and_resumes(only_rank, nodes, monkeypatch, tmp_path, ca
 def test_several_nodes_without_a_common_folder_are_refused_where_checkpoints_are_asked_for(
     only_rank, monkeypatch, tmp_path
 ):
-    for module in ("runtime.zero.attach", "runtime.checkpoint.deepspeed.installation"):
+    for module in ("ebbtide.runtime.zero.attach", "ebbtide.runtime.checkpoint.deepspeed.installation"):
         monkeypatch.setattr(f"{module}.one_node", lambda: False)
     with pytest.raises(CheckpointError, match="use_node_local_storage=true: set it to false"):
         under_a_plan(CheckpointPlan(dir=str(tmp_path), interval_steps=2))
 
 
 def test_a_node_is_one_where_all_ranks_are_its_own(monkeypatch):
-    from runtime.hardware.launcher import one_node
+    from ebbtide.runtime.hardware.launcher import one_node
 
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")

@@ -4,17 +4,17 @@ import copy
 import re
 
 import deepspeed
+import ebbtide.runtime
 import pytest
 import torch
 from deepspeed.utils import safe_get_full_fp32_param
+from ebbtide.runtime.kernels.own_step import OwnStepRule
+from ebbtide.runtime.zero.attach import host_bytes, switch_plan
+from ebbtide.runtime.zero.checks.guard import ConfigError
+from ebbtide.runtime.zero.host_memory import check_host_memory
+from ebbtide.simulator import Plan
+from ebbtide.simulator.plan import PlanError
 
-import runtime
-from runtime.kernels.own_step import OwnStepRule
-from runtime.zero.attach import host_bytes, switch_plan
-from runtime.zero.checks.guard import ConfigError
-from runtime.zero.host_memory import check_host_memory
-from simulator import Plan
-from simulator.plan import PlanError
 from tests.runtime.contract.training import assert_same, attached, outcome, plan_for, start, train
 from tests.runtime.zoo.configs import as_trained
 from tests.runtime.zoo.training import plannable, trained
@@ -56,9 +56,9 @@ CONFIGS = {
 
 @pytest.fixture(autouse=True)
 def front_door(only_rank):
-    runtime.enable()
+    ebbtide.runtime.enable()
     yield
-    runtime.disable()
+    ebbtide.runtime.disable()
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -107,7 +107,7 @@ def test_save_and_resume_both_ways(stage, extra, back, tmp_path):
 def test_other_placements_than_the_host_are_not_taken(caplog):
     engine = start(stage=3, extra=TORCH_ADAM)
     expected = outcome(start(stage=3, extra=TORCH_ADAM), 3)
-    runtime.attach(engine, plan_for(engine, ["host", "device", "resident"]))
+    ebbtide.runtime.attach(engine, plan_for(engine, ["host", "device", "resident"]))
     assert set(engine.optimizer._ebbtide.plan.placements) == {"host"}
     assert re.search("AdamW runs its own step, .* updated on the host", caplog.text)
     assert_same(outcome(engine, 3), expected)
@@ -116,7 +116,7 @@ def test_other_placements_than_the_host_are_not_taken(caplog):
 def test_a_plan_that_cuts_a_partition_is_refused():
     engine = start(stage=2, extra=TORCH_ADAM)
     with pytest.raises(ConfigError, match=r"plan\.subgroup_size must be at least \d+ for AdamW"):
-        runtime.attach(engine, plan_for(engine, ["host"]))
+        ebbtide.runtime.attach(engine, plan_for(engine, ["host"]))
     engine.destroy()
 
 
@@ -252,7 +252,7 @@ def test_a_step_is_shown_the_groups_that_stock_shows_it(stage):
         made = config(None, stage, zero_force_ds_cpu_optimizer=False, bf16={"enabled": False})
         engine = deepspeed.initialize(model=model, optimizer=Counting(groups), config=made)[0]
         if plan:
-            runtime.attach(engine, "auto", device="emulated")
+            ebbtide.runtime.attach(engine, "auto", device="emulated")
         for _ in range(2):
             engine.backward(engine(torch.ones(2, 4)).sum())
             engine.step()
@@ -278,5 +278,5 @@ def test_its_tensors_are_registered_with_a_checkpoint(tmp_path):
 def test_a_plan_of_one_subgroup_serves_every_group(only_rank):
     plan = Plan(subgroup_size=10**9, placement=Plan.runs(["host"]))
     engine = start(stage=2, extra=TORCH_ADAM)
-    runtime.attach(engine, plan)
+    ebbtide.runtime.attach(engine, plan)
     assert_same(outcome(engine, 2), outcome(start(stage=2, extra=TORCH_ADAM), 2))

@@ -6,11 +6,11 @@ Its op for drives takes minutes to build: these tests run where it has been buil
 
 from pathlib import Path
 
+import ebbtide.runtime
 import pytest
 import torch
 from torch.utils import cpp_extension
 
-import runtime
 from studies.bench.byte_gpt import ByteGPTConfig
 from tests.runtime.zoo.configs import as_trained
 from tests.runtime.zoo.training import MODEL, trained
@@ -27,9 +27,9 @@ EMULATED = {"plan": "auto", "device": "emulated"}
 
 @pytest.fixture
 def front_door(only_rank):
-    runtime.enable()
+    ebbtide.runtime.enable()
     yield
-    runtime.disable()
+    ebbtide.runtime.disable()
 
 
 def config(folder, in_host_memory, subgroup, **zero):
@@ -63,7 +63,7 @@ def test_every_tensor_has_stocks_bits(tmp_path, model, in_host_memory, subgroup)
 
 def test_masters_on_a_drive_too_are_refused_in_words(tmp_path, monkeypatch):
     """The swapper makes parameters of masters in memory; all in host memory is no such case."""
-    monkeypatch.setattr("runtime.zero.storing.free_host_bytes", lambda: 0)  # no room for masters
+    monkeypatch.setattr("ebbtide.runtime.zero.storing.free_host_bytes", lambda: 0)  # no room for masters
     made = config(tmp_path, 15_000, 5_000)
     made["zero_optimization"]["offload_optimizer"] |= {"device": "nvme", "nvme_path": str(tmp_path)}
     ours = trained(made, EMULATED, steps=1)
@@ -75,8 +75,8 @@ def test_masters_on_a_drive_too_are_refused_in_words(tmp_path, monkeypatch):
 def test_what_the_swapper_has_is_nobody_elses(tmp_path):
     """No subgroup's parameters take host memory of their own, and none moves to the device."""
     import deepspeed
+    from ebbtide.runtime.zero.attach import host_bytes, switch_plan
 
-    from runtime.zero.attach import host_bytes, switch_plan
     from studies.bench.byte_gpt import ByteGPT
     from tests.runtime.contract.training import plan_for
 

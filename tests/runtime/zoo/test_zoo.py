@@ -6,12 +6,12 @@ Here those with an offloaded optimizer that differ in what a plan has to do with
 
 import json
 
+import ebbtide.runtime
 import pytest
+from ebbtide.tuner.doctor.under_a_plan import under_a_plan
 
-import runtime
 from tests.runtime.zoo.configs import as_trained, offloads, published, zero_of
 from tests.runtime.zoo.training import plannable, stock, trained
-from tuner.doctor.under_a_plan import under_a_plan
 
 AUTO = {"plan": "auto"}
 
@@ -39,9 +39,9 @@ def sample():
 
 @pytest.fixture
 def front_door(only_rank):
-    runtime.enable()
+    ebbtide.runtime.enable()
     yield
-    runtime.disable()
+    ebbtide.runtime.disable()
 
 
 @pytest.mark.parametrize(("name", "config"), sample(), ids=[name for name, _ in sample()])

@@ -9,11 +9,11 @@ from functools import cache
 from typing import Any
 
 import torch
+from ebbtide.runtime.replan.auto import WATCHED_STEPS
+from ebbtide.runtime.zero.attach import switch_plan
+from ebbtide.runtime.zero.checks.private import BELOW_STAGE_3
+from ebbtide.simulator.plan import ParameterHome, Placement, Plan
 
-from runtime.replan.auto import WATCHED_STEPS
-from runtime.zero.attach import switch_plan
-from runtime.zero.checks.private import BELOW_STAGE_3
-from simulator.plan import ParameterHome, Placement, Plan
 from studies.bench.byte_gpt import Batches, ByteGPT, ByteGPTConfig, train_step
 from tests.runtime.zoo.configs import HIDDEN, client_optimizer
 
@@ -61,7 +61,7 @@ def trained(
 
     Args:
         config: `as_trained`.
-        key: the value of "ebbtide"; None: stock. `runtime.enable` must have been called.
+        key: the value of "ebbtide"; None: stock. `ebbtide.enable` must have been called.
         mixed: one step after the watched ones, subgroups go on in other placements and homes.
     """
     import deepspeed

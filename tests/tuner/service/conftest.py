@@ -25,7 +25,7 @@ class Server:
         self.start()
 
     def start(self):
-        command = [sys.executable, "-m", "tuner.cli", "serve", "--port", "0", "--workers", "1",
+        command = [sys.executable, "-m", "ebbtide.tuner.cli", "serve", "--port", "0", "--workers", "1",
                    "--db", str(self.database), *map(str, self.arguments)]  # fmt: skip
         self.errors = Path(f"{self.database}.errors")
         with self.errors.open("a") as errors:
@@ -65,7 +65,7 @@ class Server:
 @pytest.fixture(scope="session")
 def server(tmp_path_factory):
     """Opened with the example that comes with the package."""
-    from tuner.service.server import shipped_example
+    from ebbtide.tuner.service.server import shipped_example
 
     database = tmp_path_factory.mktemp("service") / "service.db"
     started = Server(database, "--show", shipped_example())

@@ -4,30 +4,17 @@ import csv
 import io
 
 import pytest
+from ebbtide.runtime.frontdoor.request import read_request
+from ebbtide.simulator import CheckpointPlan, Plan, build_strategy, preset, simulate, what_if, workload_from_model
+from ebbtide.simulator.analysis.checkpoint_cost import CheckpointSimulation
+from ebbtide.simulator.analysis.goodput import CheckpointCost, Failures, best_interval_steps, expected_goodput
+from ebbtide.simulator.limits import Limits
+from ebbtide.tuner.answer.rows import role_of
+from ebbtide.tuner.emitted_config import emitted_config
+from ebbtide.tuner.service.requests import Scenario
+from ebbtide.tuner.service.scenario import MODELS, estimated_ops, resolve
 
-from runtime.frontdoor.request import read_request
-from simulator import (
-    CheckpointPlan,
-    Plan,
-    build_strategy,
-    preset,
-    simulate,
-    what_if,
-    workload_from_model,
-)
-from simulator.analysis.checkpoint_cost import CheckpointSimulation
-from simulator.analysis.goodput import (
-    CheckpointCost,
-    Failures,
-    best_interval_steps,
-    expected_goodput,
-)
-from simulator.limits import Limits
 from tests.machines import GIB
-from tuner.answer.rows import role_of
-from tuner.emitted_config import emitted_config
-from tuner.service.requests import Scenario
-from tuner.service.scenario import MODELS, estimated_ops, resolve
 
 LLAMA = {"machine": "h100-node", "model": "Llama 3 8B"}
 

@@ -2,21 +2,20 @@
 
 import pytest
 from click.testing import CliRunner
-
-from simulator import build_strategy, preset, simulate, workload_from_model
+from ebbtide.simulator import build_strategy, preset, simulate, workload_from_model
 
 LLAMA = {"machine": "h100-node", "model": "Llama 3.2 1B"}
 
 
 @pytest.fixture
 def service(server):
-    from tuner.service.client import Client
+    from ebbtide.tuner.service.client import Client
 
     return Client(server.url)
 
 
 def test_three_lines_answer(service):
-    from tuner.service.scenario import MODELS
+    from ebbtide.tuner.service.scenario import MODELS
 
     machine = preset("h100-node")
     work = workload_from_model(MODELS["Llama 3.2 1B"], machine, micro_batch=1)
@@ -27,7 +26,7 @@ def test_three_lines_answer(service):
 def test_a_plan_is_searched_and_a_run_posted(service):
     plan = service.plan(**LLAMA)
     machine = preset("h100-node")
-    from tuner.service.scenario import MODELS
+    from ebbtide.tuner.service.scenario import MODELS
 
     work = workload_from_model(MODELS["Llama 3.2 1B"], machine, micro_batch=1)
     timeline = simulate(build_strategy("ebbtide", work, plan=plan), machine)
@@ -38,7 +37,7 @@ def test_a_plan_is_searched_and_a_run_posted(service):
 
 
 def test_a_refusal_names_the_key(service):
-    from tuner.service.client import Client, ServiceError
+    from ebbtide.tuner.service.client import Client, ServiceError
 
     with pytest.raises(ServiceError, match="gpus: must be greater"):
         service.simulate(**LLAMA, gpus=0)
@@ -47,8 +46,8 @@ def test_a_refusal_names_the_key(service):
 
 
 def test_a_profile_is_pushed(server, tmp_path, monkeypatch):
-    from tuner import profiling
-    from tuner.cli import main
+    from ebbtide.tuner import profiling
+    from ebbtide.tuner.cli import main
 
     fields = preset("h200").model_dump() | {"name": "pushed"}
 

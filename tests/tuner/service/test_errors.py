@@ -4,12 +4,11 @@ import asyncio
 import json
 
 import pytest
+from ebbtide.simulator import Machine, ModelError, preset
+from ebbtide.simulator.rules import SHOWN, RuleError, broken, cut, explain, under
+from ebbtide.tuner.service.pool import Lane, WorkerError
+from ebbtide.tuner.service.requests import Quota, Scenario
 from pydantic import BaseModel, ValidationError
-
-from simulator import Machine, ModelError, preset
-from simulator.rules import SHOWN, RuleError, broken, cut, explain, under
-from tuner.service.pool import Lane, WorkerError
-from tuner.service.requests import Quota, Scenario
 
 LLAMA = {"machine": "h100-node", "model": "Llama 3 8B"}
 MODEL = {"layers": 2, "hidden": 64, "heads": 2, "vocabulary": 100}
@@ -114,11 +113,10 @@ def test_a_machine_that_is_measured_again_replaces_the_examples(server):
 
 
 def test_what_nobody_has_foreseen_has_the_common_form_and_headers(tmp_path, monkeypatch):
+    from ebbtide.tuner.service.app import create_app
+    from ebbtide.tuner.service.resources import Service
+    from ebbtide.tuner.service.store import Store
     from fastapi.testclient import TestClient
-
-    from tuner.service.app import create_app
-    from tuner.service.resources import Service
-    from tuner.service.store import Store
 
     service = Service(Store(tmp_path / "x.db"), hosts=("testserver",))
     monkeypatch.setattr(service.store, "runs", lambda _: 1 / 0)

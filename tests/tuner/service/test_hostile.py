@@ -7,9 +7,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-
-from simulator import preset
-from tuner.service.requests import Quota
+from ebbtide.simulator import preset
+from ebbtide.tuner.service.requests import Quota
 
 LLAMA = {"machine": "h100-node", "model": "Llama 3 8B"}
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -213,10 +212,9 @@ def strict(tmp_path_factory):
     import threading
 
     import uvicorn
-
-    from tuner.service.resources import Service
-    from tuner.service.server import config
-    from tuner.service.store import Store
+    from ebbtide.tuner.service.resources import Service
+    from ebbtide.tuner.service.server import config
+    from ebbtide.tuner.service.store import Store
 
     quota = Quota(head_s=0.1, body_s=0.1)
     store = Store(tmp_path_factory.mktemp("strict") / "s.db")

@@ -7,17 +7,17 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from ebbtide.simulator import Plan, build_strategy, preset, simulate, workload_from_model
+from ebbtide.tuner.configurations.outcome import Question
+from ebbtide.tuner.configurations.space import Configuration
+from ebbtide.tuner.service import jobs
+from ebbtide.tuner.service.pool import Pool, Result
+from ebbtide.tuner.service.requests import Quota
+from ebbtide.tuner.service.scenario import MODELS
+from ebbtide.tuner.service.store import Store
 
-from simulator import Plan, build_strategy, preset, simulate, workload_from_model
 from tests.tuner.service.conftest import Server
 from tests.tuner.service.test_hostile import children
-from tuner.configurations.outcome import Question
-from tuner.configurations.space import Configuration
-from tuner.service import jobs
-from tuner.service.pool import Pool, Result
-from tuner.service.requests import Quota
-from tuner.service.scenario import MODELS
-from tuner.service.store import Store
 
 SMALL = {"machine": "rtx4090", "model": "Llama 3.2 1B"}
 GRID = {**SMALL, "strategies": ["zero3_offload"],

@@ -378,9 +378,9 @@ def test_plan_trace_and_report_are_downloaded(page, server):
 
 
 def test_the_report_draws_itself_without_a_network(browser, tmp_path):
-    from simulator import Plan
-    from tuner.service.report import read_timelines, report_html
-    from tuner.service.server import shipped_example
+    from ebbtide.simulator import Plan
+    from ebbtide.tuner.service.report import read_timelines, report_html
+    from ebbtide.tuner.service.server import shipped_example
 
     example = shipped_example()
     timelines = read_timelines((example / "trace.json").read_text())

@@ -6,14 +6,13 @@ import re
 
 import pytest
 from click.testing import CliRunner
-
-from simulator import Plan, build_strategy, preset, simulate, workload_from_model
-from simulator.timeline import Timeline
-from tuner.answer.verdict import headline
-from tuner.cli import main
-from tuner.service.report import posted, read_timelines, report_html
-from tuner.service.scenario import MODELS
-from tuner.service.server import shipped_example
+from ebbtide.simulator import Plan, build_strategy, preset, simulate, workload_from_model
+from ebbtide.simulator.timeline import Timeline
+from ebbtide.tuner.answer.verdict import headline
+from ebbtide.tuner.cli import main
+from ebbtide.tuner.service.report import posted, read_timelines, report_html
+from ebbtide.tuner.service.scenario import MODELS
+from ebbtide.tuner.service.server import shipped_example
 
 
 @pytest.fixture(scope="module")
@@ -114,14 +113,14 @@ def test_what_lies_within_the_interval_is_no_difference(plan, seconds, choice):
 
 
 def test_an_empty_timeline_is_drawn_as_nothing():
-    from tuner.service.timeline_view import view
+    from ebbtide.tuner.service.timeline_view import view
 
     assert view(Timeline((), "measured"))["lanes"] == []
 
 
 def test_of_a_runs_iterations_a_typical_one_is_shown():
-    from simulator import Lane, OpKind, Span
-    from tuner.service.timeline_view import window
+    from ebbtide.simulator import Lane, OpKind, Span
+    from ebbtide.tuner.service.timeline_view import window
 
     ends = [1.0, 3.0, 4.0, 9.0, 10.5]  # 2, 1, 5 and 1.5 long: 2.5 on average without the first
     spans = tuple(

@@ -20,10 +20,7 @@ def test_the_schema_is_kept(server):
     gc.collect()
     schemathesis = pytest.importorskip("schemathesis")  # not before: it takes a second to import
     from schemathesis.checks import not_a_server_error
-    from schemathesis.specs.openapi.checks import (
-        content_type_conformance,
-        response_schema_conformance,
-    )
+    from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance
 
     schema = schemathesis.openapi.from_url(server.url + "/api/v1/openapi.json")
     checks = [not_a_server_error, response_schema_conformance, content_type_conformance]

@@ -5,8 +5,7 @@ import sys
 import threading
 
 import pytest
-
-from tuner.service.store import Store, StoreError
+from ebbtide.tuner.service.store import Store, StoreError
 
 
 @pytest.fixture
